@@ -1,0 +1,2 @@
+//! Digest throughput.
+fn main() {}

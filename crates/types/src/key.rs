@@ -1,0 +1,265 @@
+//! Keys, tenants, and the 128-bit [`ObjectId`] made from them.
+//!
+//! An id is keyed BLAKE3 over length-prefixed (tenant, tenant generation, key), so that nobody outside of the
+//! cluster can construct two keys with one id, and removing everything of a tenant is one increment.
+
+use std::fmt;
+
+use crate::bounds::{KEY_BYTES_MAX, TENANT_BYTES_MAX};
+use crate::ids::GroupId;
+
+/// Why some bytes are not a key or not a tenant's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KeyError {
+    /// A key has at least one byte.
+    #[error("the key is empty")]
+    EmptyKey,
+    /// A key has at most [`KEY_BYTES_MAX`] bytes.
+    #[error("the key has {len} bytes, at most {KEY_BYTES_MAX} are allowed")]
+    KeyTooLong {
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// A tenant's name has at least one byte.
+    #[error("the tenant's name is empty")]
+    EmptyTenant,
+    /// A tenant's name has at most [`TENANT_BYTES_MAX`] bytes.
+    #[error("the tenant's name has {len} bytes, at most {TENANT_BYTES_MAX} are allowed")]
+    TenantTooLong {
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// A tenant's name is made of ASCII letters, digits, `.`, `_` and `-`: it appears in metrics and paths.
+    #[error("byte {byte:#04x} in the tenant's name; use ASCII letters, digits, '.', '_' and '-'")]
+    TenantCharacter {
+        /// The byte that is not allowed.
+        byte: u8,
+    },
+}
+
+/// A key: 1 to [`KEY_BYTES_MAX`] arbitrary bytes. Borrowed, because keys are looked at and not kept.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key<'a>(&'a [u8]);
+
+impl<'a> Key<'a> {
+    /// Checks the length.
+    pub fn new(bytes: &'a [u8]) -> Result<Key<'a>, KeyError> {
+        match bytes.len() {
+            0 => Err(KeyError::EmptyKey),
+            len if len > KEY_BYTES_MAX => Err(KeyError::KeyTooLong { len }),
+            _ => Ok(Key(bytes)),
+        }
+    }
+
+    /// The bytes of the key.
+    pub fn as_bytes(self) -> &'a [u8] {
+        self.0
+    }
+}
+
+impl fmt::Debug for Key<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key(\"{}\")", self.0.escape_ascii())
+    }
+}
+
+/// A tenant's name: 1 to [`TENANT_BYTES_MAX`] ASCII letters, digits, `.`, `_`, `-`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Tenant<'a>(&'a str);
+
+impl<'a> Tenant<'a> {
+    /// The tenant of whoever does not name one.
+    pub const DEFAULT: Tenant<'static> = Tenant("default");
+
+    /// Checks length and characters.
+    pub fn new(name: &'a str) -> Result<Tenant<'a>, KeyError> {
+        Self::from_bytes(name.as_bytes())
+    }
+
+    /// As [`Tenant::new`], for a name that came from outside.
+    pub fn from_bytes(name: &'a [u8]) -> Result<Tenant<'a>, KeyError> {
+        let allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+        match name.len() {
+            0 => return Err(KeyError::EmptyTenant),
+            len if len > TENANT_BYTES_MAX => return Err(KeyError::TenantTooLong { len }),
+            _ => {}
+        }
+        if let Some(&byte) = name.iter().find(|&&b| !allowed(b)) {
+            return Err(KeyError::TenantCharacter { byte });
+        }
+        // All bytes are ASCII by now, so this cannot fail.
+        Ok(Tenant(std::str::from_utf8(name).expect("ASCII is UTF-8")))
+    }
+
+    /// The name.
+    pub fn as_str(self) -> &'a str {
+        self.0
+    }
+}
+
+impl fmt::Display for Tenant<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+/// How often everything of a tenant was removed; part of every id, so that old ids are never found again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TenantGeneration(pub u32);
+
+/// An object's identity: 128 bits that only members of the cluster can compute.
+///
+/// The bits are uniform, so any of them may be used as a hash.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(transparent)]
+pub struct ObjectId(pub [u8; 16]);
+
+impl ObjectId {
+    /// The id as a number (little-endian), for hashing and sharding.
+    pub fn as_u128(&self) -> u128 {
+        u128::from_le_bytes(self.0)
+    }
+
+    /// The group this object belongs to, in a cluster of `groups` groups.
+    ///
+    /// # Panics
+    /// If `groups` is 0: a cluster has at least one group.
+    pub fn group(&self, groups: u16) -> GroupId {
+        GroupId((self.as_u128() % u128::from(groups)) as u16)
+    }
+}
+
+impl fmt::Display for ObjectId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl fmt::Debug for ObjectId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ObjectId({self})")
+    }
+}
+
+/// The cluster's secret for ids. Created once, stored durably; records carry its number.
+#[derive(Clone)]
+pub struct IdKey {
+    number: u32,
+    secret: [u8; 32],
+}
+
+impl IdKey {
+    /// Up to this many bytes of input are hashed from one buffer on the stack, which saves a third of the
+    /// time; longer keys go through the incremental hasher.
+    const SHORT_INPUT_MAX: usize = 384;
+
+    /// The secret with the number by which records refer to it.
+    pub fn new(number: u32, secret: [u8; 32]) -> IdKey {
+        IdKey { number, secret }
+    }
+
+    /// The number that records carry.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// The id of `key` of `tenant`.
+    ///
+    /// Input: `tenant length u16 | tenant | generation u32 | key length u16 | key`, little-endian.
+    pub fn object_id(&self, tenant: Tenant<'_>, generation: TenantGeneration, key: Key<'_>) -> ObjectId {
+        let (tenant, key) = (tenant.as_str().as_bytes(), key.as_bytes());
+        let parts: [&[u8]; 5] = [
+            &(tenant.len() as u16).to_le_bytes(),
+            tenant,
+            &generation.0.to_le_bytes(),
+            &(key.len() as u16).to_le_bytes(),
+            key,
+        ];
+        let len: usize = parts.iter().map(|p| p.len()).sum();
+        let hash = if len <= Self::SHORT_INPUT_MAX {
+            let mut input = [0; Self::SHORT_INPUT_MAX];
+            let mut at = 0;
+            for part in parts {
+                input[at..at + part.len()].copy_from_slice(part);
+                at += part.len();
+            }
+            blake3::keyed_hash(&self.secret, &input[..len])
+        } else {
+            let mut hasher = blake3::Hasher::new_keyed(&self.secret);
+            for part in parts {
+                hasher.update(part);
+            }
+            hasher.finalize()
+        };
+        let (id, _) = hash.as_bytes().split_first_chunk().expect("a BLAKE3 hash has 32 bytes");
+        ObjectId(*id)
+    }
+}
+
+impl fmt::Debug for IdKey {
+    /// Shows the number only: the secret must not reach a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdKey").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+const _: () = assert!(KEY_BYTES_MAX <= u16::MAX as usize);
+const _: () = assert!(TENANT_BYTES_MAX <= u16::MAX as usize);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(tenant: &str, generation: u32, key: &[u8]) -> ObjectId {
+        let id_key = IdKey::new(1, [7; 32]);
+        id_key.object_id(Tenant::new(tenant).unwrap(), TenantGeneration(generation), Key::new(key).unwrap())
+    }
+
+    #[test]
+    fn every_part_of_the_identity_counts() {
+        let base = id("a", 0, b"bc");
+        assert_eq!(base, id("a", 0, b"bc"));
+        assert_ne!(base, id("ab", 0, b"c"), "the boundary between tenant and key must matter");
+        assert_ne!(base, id("a", 1, b"bc"));
+        assert_ne!(base, id("a", 0, b"bd"));
+        let other = IdKey::new(2, [8; 32]);
+        assert_ne!(base, other.object_id(Tenant("a"), TenantGeneration(0), Key(b"bc")));
+    }
+
+    #[test]
+    fn long_keys_hash_like_short_ones_would() {
+        // Both paths must compute the same function: compare them around the limit against BLAKE3 itself.
+        for len in [370, 375, 376, 377, 378, 4096] {
+            let key = vec![0x5a; len];
+            let mut input = vec![1, 0, b't', 9, 0, 0, 0];
+            input.extend_from_slice(&(len as u16).to_le_bytes());
+            input.extend_from_slice(&key);
+            let expected = blake3::keyed_hash(&[7; 32], &input);
+            assert_eq!(id("t", 9, &key).0, expected.as_bytes()[..16], "key of {len} bytes");
+        }
+    }
+
+    #[test]
+    fn lengths_and_characters_are_checked() {
+        assert_eq!(Key::new(b""), Err(KeyError::EmptyKey));
+        assert!(Key::new(&[0; KEY_BYTES_MAX]).is_ok());
+        assert_eq!(Key::new(&[0; KEY_BYTES_MAX + 1]), Err(KeyError::KeyTooLong { len: KEY_BYTES_MAX + 1 }));
+        assert_eq!(Tenant::new(""), Err(KeyError::EmptyTenant));
+        assert_eq!(Tenant::new("a/b"), Err(KeyError::TenantCharacter { byte: b'/' }));
+        assert!(Tenant::from_bytes(&[b'x'; TENANT_BYTES_MAX]).is_ok());
+        assert!(Tenant::from_bytes(&[b'x'; TENANT_BYTES_MAX + 1]).is_err());
+        assert!(Tenant::from_bytes(&[0xff]).is_err());
+        assert!(Tenant::new(Tenant::DEFAULT.as_str()).is_ok());
+    }
+
+    #[test]
+    fn the_secret_is_not_printed() {
+        assert_eq!(format!("{:?}", IdKey::new(3, [0x41; 32])), "IdKey { number: 3, .. }");
+    }
+
+    #[test]
+    fn groups_partition_the_ids() {
+        let group = ObjectId(5u128.to_le_bytes()).group(4);
+        assert_eq!(group, GroupId(1));
+    }
+}

@@ -1,0 +1,27 @@
+//! The vocabulary of Moontide: what things are called, how large they may be, and how a record looks.
+//!
+//! Every other crate speaks in these types, in memory, on disk and on the wire. This crate owns no
+//! thread, opens no file and waits for nothing.
+//!
+//! Reading order: [`bounds`] (every limit, with its reason), [`ids`](SegmentId), [`Key`] and [`ObjectId`],
+//! [`Span`] and [`Extent`], [`ErrorCode`], [`Clock`], then [`record`]: the 128-byte header, the word in it,
+//! the digests and the trailer.
+
+#![forbid(unsafe_code)]
+
+pub mod bounds;
+mod clock;
+mod error;
+mod ids;
+mod key;
+pub mod record;
+mod span;
+
+pub use clock::{Clock, ManualClock, MonoTime, SystemClock, UnixMillis};
+pub use error::{ErrorCode, UnknownErrorCode};
+pub use ids::{
+    BoundExceeded, ClientId, Epoch, Generation, GroupId, MapVersion, NodeId, SegmentId, SessionId, SlotId,
+    Term,
+};
+pub use key::{IdKey, Key, KeyError, ObjectId, Tenant, TenantGeneration};
+pub use span::{Extent, Span};

@@ -1,0 +1,32 @@
+//! The record: an object's self-describing form, the same in memory, on disk and on the wire.
+//!
+//! ```text
+//!   header 128 B      payload             page digests   tenant + key      attributes
+//!  ┌───────────┐ … ┌───────────────────┬──────────────┬─────────────────┬────────────┐
+//!  │ word, id, │   │ stripe_len bytes  │ 8 B per page │ length-prefixed │ typed list │
+//!  │ lengths,  │   │ (+ 0…7 B padding) │              │                 │            │
+//!  │ root, CRC │   │                   │              │                 │            │
+//!  └───────────┘   └───────────────────┴──────────────┴─────────────────┴────────────┘
+//!   header table    └────────────────── one extent of the segment ──────────────────┘
+//! ```
+//!
+//! In a segment the headers stand together in a table; on disk the header's 4 KiB block stands in front of
+//! its payload. What protects what: the header's CRC-32C covers every immutable field and the epoch; the root
+//! in the header covers the page digests, these cover the payload; `trailer_crc` in the header covers tenant,
+//! key and attributes.
+//!
+//! `docs/formats.md` draws every byte, and a test holds it against the constants here.
+
+mod digest;
+mod header;
+mod layout;
+mod trailer;
+mod word;
+
+pub use digest::{DigestContext, PageDigests, RootBuilder, object_root};
+pub use header::{
+    FIELDS, Field, Flags, HEADER_BYTES, HEADER_MAGIC, HEADER_VERSION, Header, HeaderError, WORD_OFFSET,
+};
+pub use layout::{LayoutError, RecordLayout};
+pub use trailer::{Attributes, KeySection, ParentHash, PinClass, TrailerError, trailer_crc};
+pub use word::{State, Word};

@@ -1,0 +1,284 @@
+//! Digests: XXH3-64 per 256 KiB page, and a tree over them whose root travels from writer to reader.
+//!
+//! ```text
+//!  level 2                       root             (only above 512 pages = 128 MiB)
+//!                        ┌────────┴────────┐
+//!  level 1            node 0            node 1 …  (a single one: it is the root)
+//!                  ┌─────┼─────┐           │
+//!  level 0       page 0 … page 511     page 512 …
+//! ```
+//!
+//! Each digest is seeded with XXH3 of (object, version, stripe, level, index, length), so that a right page in
+//! a wrong place, of another version or of another object does not match. XXH3 is not a MAC: it finds
+//! accidents, and tenants are kept apart by other means.
+//!
+//! Pages are hashed one by one while they are in cache. The object's root is the root of its single stripe,
+//! or a digest over the roots of its stripes.
+
+use twox_hash::XxHash3_64;
+
+use crate::bounds::{DIGEST_FAN_OUT, PAGE_BYTES};
+use crate::ids::Epoch;
+use crate::key::ObjectId;
+
+/// The level in the seed of an object's root over several stripes: no tree is that high.
+const OBJECT_LEVEL: u32 = 0xff;
+
+/// Levels above the pages: 512³ pages of 256 KiB are more than the largest object.
+const LEVELS: usize = 3;
+
+/// What a stripe's digests are bound to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DigestContext {
+    /// The object.
+    pub id: ObjectId,
+    /// Its version.
+    pub version: Epoch,
+    /// The stripe's index.
+    pub stripe: u16,
+    /// The stripe's payload length.
+    pub len: u64,
+}
+
+impl DigestContext {
+    /// The digest of page `index`, which is `page`.
+    pub fn page(&self, index: u64, page: &[u8]) -> u64 {
+        debug_assert!(page.len() as u64 <= PAGE_BYTES);
+        XxHash3_64::oneshot_with_seed(self.seed(0, index), page)
+    }
+
+    /// The root of a payload, and its page digests written to `digests`.
+    ///
+    /// # Panics
+    /// If the payload is not as long as the context says.
+    pub fn payload(&self, payload: &[u8], mut digests: impl FnMut(u64)) -> u64 {
+        assert_eq!(payload.len() as u64, self.len, "the context is for another payload");
+        if payload.len() as u64 <= PAGE_BYTES {
+            // Small objects are many: spare them the builder's 12 KiB.
+            let page = (!payload.is_empty()).then(|| self.page(0, payload));
+            page.into_iter().for_each(&mut digests);
+            return self.node(1, 0, page.as_slice());
+        }
+        let mut root = RootBuilder::new(*self);
+        for (index, page) in payload.chunks(PAGE_BYTES as usize).enumerate() {
+            let digest = self.page(index as u64, page);
+            digests(digest);
+            root.push(digest);
+        }
+        root.finish()
+    }
+
+    /// The root over page digests that are known already.
+    pub fn root_of(&self, digests: impl IntoIterator<Item = u64>) -> u64 {
+        let mut root = RootBuilder::new(*self);
+        digests.into_iter().for_each(|digest| root.push(digest));
+        root.finish()
+    }
+
+    /// How many pages the payload has.
+    fn pages(&self) -> u64 {
+        self.len.div_ceil(PAGE_BYTES)
+    }
+
+    fn seed(&self, level: u32, index: u64) -> u64 {
+        let mut input = [0; 48];
+        input[0..16].copy_from_slice(&self.id.0);
+        input[16..24].copy_from_slice(&self.version.bits().to_le_bytes());
+        input[24..28].copy_from_slice(&u32::from(self.stripe).to_le_bytes());
+        input[28..32].copy_from_slice(&level.to_le_bytes());
+        input[32..40].copy_from_slice(&index.to_le_bytes());
+        input[40..48].copy_from_slice(&self.len.to_le_bytes());
+        XxHash3_64::oneshot(&input)
+    }
+
+    fn node(&self, level: u32, index: u64, children: &[u64]) -> u64 {
+        let seed = self.seed(level, index);
+        if let &[only] = children {
+            return XxHash3_64::oneshot_with_seed(seed, &only.to_le_bytes());
+        }
+        let mut bytes = [0; DIGEST_FAN_OUT * 8];
+        let bytes = &mut bytes[..children.len() * 8];
+        for (place, child) in bytes.chunks_exact_mut(8).zip(children) {
+            place.copy_from_slice(&child.to_le_bytes());
+        }
+        XxHash3_64::oneshot_with_seed(seed, bytes)
+    }
+}
+
+/// The root of an object: of its only stripe, or over all of its stripes' roots in order.
+pub fn object_root(id: ObjectId, version: Epoch, object_len: u64, stripe_roots: &[u64]) -> u64 {
+    if let &[root] = stripe_roots {
+        return root;
+    }
+    let stripe = stripe_roots.len() as u16; // ≤ STRIPES_MAX wherever headers are made
+    let context = DigestContext { id, version, stripe, len: object_len };
+    let bytes: Vec<u8> = stripe_roots.iter().flat_map(|root| root.to_le_bytes()).collect();
+    XxHash3_64::oneshot_with_seed(context.seed(OBJECT_LEVEL, 0), &bytes)
+}
+
+/// Takes page digests in order and gives the root, without keeping more than one node per level.
+pub struct RootBuilder {
+    context: DigestContext,
+    /// For each level above the pages: the children of its unfinished node, and how many are finished.
+    levels: [Level; LEVELS],
+    pages: u64,
+}
+
+struct Level {
+    children: [u64; DIGEST_FAN_OUT],
+    len: usize,
+    finished: u64,
+}
+
+impl RootBuilder {
+    /// A builder for one stripe.
+    pub fn new(context: DigestContext) -> RootBuilder {
+        let level = || Level { children: [0; DIGEST_FAN_OUT], len: 0, finished: 0 };
+        RootBuilder { context, levels: [level(), level(), level()], pages: 0 }
+    }
+
+    /// Adds the digest of the next page.
+    pub fn push(&mut self, page_digest: u64) {
+        self.pages += 1;
+        self.push_at(0, page_digest);
+    }
+
+    /// The root.
+    ///
+    /// # Panics
+    /// If the number of pages is not the one that follows from the length.
+    pub fn finish(mut self) -> u64 {
+        assert_eq!(self.pages, self.context.pages(), "pages pushed");
+        for level in 0..LEVELS {
+            let node = self.close(level);
+            if self.levels[level].finished == 1 {
+                return node;
+            }
+            self.push_at(level + 1, node);
+        }
+        unreachable!("the top level has one node")
+    }
+
+    /// Adds a child at `level` (0 = the level right above the pages). A full node is closed only when one
+    /// more child arrives, so that the last node of a level, which may be the root, is left to `finish`.
+    fn push_at(&mut self, first_level: usize, digest: u64) {
+        let mut child = digest;
+        for level in first_level..LEVELS {
+            let full = self.levels[level].len == DIGEST_FAN_OUT;
+            let carry = full.then(|| self.close(level));
+            let this = &mut self.levels[level];
+            this.children[this.len] = child;
+            this.len += 1;
+            match carry {
+                Some(node) => child = node,
+                None => return,
+            }
+        }
+        unreachable!("more pages than the largest object has");
+    }
+
+    /// Digests the unfinished node of `level` and starts a new one.
+    fn close(&mut self, level: usize) -> u64 {
+        let this = &mut self.levels[level];
+        let digest = self.context.node(level as u32 + 1, this.finished, &this.children[..this.len]);
+        this.finished += 1;
+        this.len = 0;
+        digest
+    }
+}
+
+/// Page digests as they stand in a record: little-endian, possibly in shared memory.
+#[derive(Clone, Copy, Debug)]
+pub struct PageDigests<'a>(&'a [u8]);
+
+impl<'a> PageDigests<'a> {
+    /// A view of the digests section of a record.
+    ///
+    /// # Panics
+    /// If the section is not whole digests: its length comes from a checked header.
+    pub fn new(section: &'a [u8]) -> PageDigests<'a> {
+        assert!(section.len().is_multiple_of(8));
+        PageDigests(section)
+    }
+
+    /// The digests in page order.
+    pub fn iter(&self) -> impl Iterator<Item = u64> + use<'a> {
+        self.0.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().expect("8 bytes")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn context(len: u64) -> DigestContext {
+        DigestContext { id: ObjectId([3; 16]), version: Epoch::from_bits(9).unwrap(), stripe: 0, len }
+    }
+
+    /// The definition, level by level, as the page in `docs/` states it.
+    fn naive_root(context: &DigestContext, pages: &[u64]) -> u64 {
+        let mut below = pages.to_vec();
+        for level in 1.. {
+            let nodes = if below.is_empty() { vec![&[][..]] } else { below.chunks(DIGEST_FAN_OUT).collect() };
+            let digests: Vec<u64> = nodes
+                .iter()
+                .enumerate()
+                .map(|(index, children)| context.node(level, index as u64, children))
+                .collect();
+            if let [root] = digests[..] {
+                return root;
+            }
+            below = digests;
+        }
+        unreachable!()
+    }
+
+    #[test]
+    fn the_builder_computes_the_tree() {
+        let two = (DIGEST_FAN_OUT * DIGEST_FAN_OUT) as u64;
+        for pages in [0, 1, 2, 511, 512, 513, 1024, 1025, two - 1, two, two + 1, two + 513, 2 * two + 1] {
+            let context = context(pages * PAGE_BYTES);
+            let digests: Vec<u64> = (0..pages).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+            assert_eq!(
+                context.root_of(digests.iter().copied()),
+                naive_root(&context, &digests),
+                "{pages} pages"
+            );
+        }
+    }
+
+    #[test]
+    fn a_page_is_bound_to_its_place() {
+        let base = context(2 * PAGE_BYTES);
+        let page = vec![1; PAGE_BYTES as usize];
+        let digest = base.page(0, &page);
+        assert_ne!(digest, base.page(1, &page));
+        assert_ne!(digest, DigestContext { stripe: 1, ..base }.page(0, &page));
+        assert_ne!(digest, DigestContext { version: Epoch::from_bits(10).unwrap(), ..base }.page(0, &page));
+        assert_ne!(digest, DigestContext { id: ObjectId([4; 16]), ..base }.page(0, &page));
+        assert_ne!(digest, DigestContext { len: PAGE_BYTES, ..base }.page(0, &page));
+    }
+
+    #[test]
+    fn any_flipped_byte_changes_the_root() {
+        let mut payload: Vec<u8> = (0..PAGE_BYTES + 100).map(|i| i as u8).collect();
+        let context = context(payload.len() as u64);
+        let mut pages = vec![];
+        let root = context.payload(&payload, |digest| pages.push(digest));
+        assert_eq!(context.root_of(pages), root);
+        for at in [0, 4095, PAGE_BYTES as usize, payload.len() - 1] {
+            payload[at] ^= 1;
+            assert_ne!(context.payload(&payload, |_| ()), root, "byte {at}");
+            payload[at] ^= 1;
+        }
+    }
+
+    #[test]
+    fn several_stripes_have_a_root_of_their_own() {
+        let (id, version) = (ObjectId([1; 16]), Epoch::from_bits(1).unwrap());
+        assert_eq!(object_root(id, version, 10, &[42]), 42);
+        let root = object_root(id, version, 10, &[1, 2]);
+        assert_ne!(root, object_root(id, version, 10, &[2, 1]));
+        assert_ne!(root, object_root(id, version, 11, &[1, 2]));
+    }
+}
