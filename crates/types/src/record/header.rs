@@ -291,7 +291,7 @@ impl Header {
     }
 
     /// The relations between fields that encoder and decoder both insist on.
-    fn check(&self) -> Result<(), HeaderError> {
+    pub fn check(&self) -> Result<(), HeaderError> {
         let Header { object_len, stripe_offset: offset, stripe_len: len, .. } = *self;
         let (index, count) = (self.stripe_index, self.stripe_count);
         let fits = object_len <= OBJECT_BYTES_MAX

@@ -1,0 +1,164 @@
+//! The block records: a slab in which every unit of the segment belongs to exactly one block.
+//!
+//! ```text
+//!   record, 24 bytes      start │ units │ prev │ next │ link          │ back
+//!                         u32   │ u32   │ u32  │ u32  │ u32           │ u32
+//!     live block                                      │ owner's tag   │ LIVE
+//!     free block                                      │ next in bin   │ previous in bin, or NIL
+//!     vacant record                                   │ next vacant   │ VACANT
+//!
+//!   physical order        NIL ⇄ [0, a) ⇄ [a, b) ⇄ … ⇄ [z, capacity) ⇄ NIL
+//! ```
+//!
+//! Record 0 is the border, a block of no units which counts as live: the ring of `prev` and `next` closes over
+//! it, so that neither merging nor splitting asks whether there is a neighbour. The same number is NIL in the
+//! bin lists, where a border can never stand.
+//!
+//! `units` could be derived (`next.start - start`) and the record be 20 bytes, but then splitting reads a
+//! neighbour which it otherwise leaves alone, and looking through a bin costs two cache misses a block, not one.
+//!
+//! Invariants, with `live`, `free` and `vacant` counting records:
+//!
+//! * `block.start + block.units == block.next.start`, or `capacity` where `next` is the border;
+//! * `block.next.prev == block` and `block.prev.next == block`;
+//! * `block.units > 0` for every block but the border;
+//! * no two neighbours are free, hence `free <= live + 1`;
+//! * `live + free + vacant + 1 == records.len() <= 2 * live_max + 2`, `live_max` being the most ever live at once.
+
+use super::extent::Extent;
+
+/// Names a live block of one [`Allocator`](super::Allocator), until it is freed.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct BlockRef(pub u32);
+
+/// The border in physical order; "none" in a bin.
+pub(super) const NIL: u32 = 0;
+
+const LIVE: u32 = u32::MAX;
+const VACANT: u32 = u32::MAX - 1;
+
+/// Keeps every record's number below the two marks, however finely the segment is cut.
+pub(super) const CAPACITY_UNITS_MAX: u32 = VACANT - 1;
+
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub(super) start: u32,
+    pub(super) units: u32,
+    pub(super) prev: u32,
+    pub(super) next: u32,
+    pub(super) link: u32,
+    pub(super) back: u32,
+}
+
+const _: () = assert!(size_of::<Block>() == 24);
+
+impl Block {
+    pub(super) fn is_free(&self) -> bool {
+        self.back < VACANT
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.back == LIVE
+    }
+
+    pub(super) fn extent(&self) -> Extent {
+        Extent { start: self.start, units: self.units }
+    }
+}
+
+pub(super) struct Blocks {
+    records: Vec<Block>,
+    /// First of the vacant records; the one vacated last is used next, while it is still in cache.
+    vacant: u32,
+    vacant_count: u32,
+}
+
+impl Blocks {
+    pub(super) fn new(blocks_expected: usize) -> Self {
+        let mut records = Vec::with_capacity(blocks_expected + 1);
+        records.push(Block { start: 0, units: 0, prev: NIL, next: NIL, link: NIL, back: LIVE });
+        Self { records, vacant: NIL, vacant_count: 0 }
+    }
+
+    /// Room for `blocks` records in all, so that none of the next insertions moves the slab.
+    pub(super) fn reserve(&mut self, blocks: usize) {
+        self.records.reserve_exact((blocks + 1).saturating_sub(self.records.len()));
+    }
+
+    pub(super) fn get(&self, block: u32) -> &Block {
+        &self.records[block as usize]
+    }
+
+    pub(super) fn get_mut(&mut self, block: u32) -> &mut Block {
+        &mut self.records[block as usize]
+    }
+
+    /// The record of a live block. The border is none: nobody was handed its number.
+    pub(super) fn live(&self, block: BlockRef) -> &Block {
+        let record = self.records.get(block.0 as usize).filter(|record| record.is_live() && block.0 != NIL);
+        record.unwrap_or_else(|| panic!("{block:?} is not a live block"))
+    }
+
+    pub(super) fn set_live(&mut self, block: u32) {
+        let record = self.get_mut(block);
+        record.link = 0;
+        record.back = LIVE;
+    }
+
+    pub(super) fn set_extent(&mut self, block: u32, extent: Extent) {
+        let record = self.get_mut(block);
+        record.start = extent.start;
+        record.units = extent.units;
+    }
+
+    /// A new block between `prev` and `next`, live and tagged 0.
+    pub(super) fn insert_between(&mut self, prev: u32, next: u32, extent: Extent) -> u32 {
+        let Extent { start, units } = extent;
+        let record = Block { start, units, prev, next, link: 0, back: LIVE };
+        let block = self.vacant;
+        let block = if block == NIL {
+            self.records.push(record);
+            (self.records.len() - 1) as u32
+        } else {
+            let slot = self.get_mut(block);
+            debug_assert_eq!(slot.back, VACANT);
+            let vacant_next = slot.link;
+            *slot = record;
+            self.vacant = vacant_next;
+            self.vacant_count -= 1;
+            block
+        };
+        self.get_mut(prev).next = block;
+        self.get_mut(next).prev = block;
+        block
+    }
+
+    /// Takes a record out of the slab. The caller has closed the ring over it.
+    pub(super) fn vacate(&mut self, block: u32) {
+        debug_assert_ne!(block, NIL);
+        let vacant = self.vacant;
+        let record = self.get_mut(block);
+        record.link = vacant;
+        record.back = VACANT;
+        self.vacant = block;
+        self.vacant_count += 1;
+    }
+
+    /// All blocks in address order.
+    pub(super) fn in_order(&self) -> impl Iterator<Item = (u32, &Block)> {
+        let mut at = NIL;
+        std::iter::from_fn(move || {
+            at = self.get(at).next;
+            (at != NIL).then(|| (at, self.get(at)))
+        })
+    }
+
+    /// Live and free blocks, without the border.
+    pub(super) fn count(&self) -> u32 {
+        self.records.len() as u32 - 1 - self.vacant_count
+    }
+
+    pub(super) fn metadata_bytes(&self) -> usize {
+        self.records.capacity() * size_of::<Block>()
+    }
+}

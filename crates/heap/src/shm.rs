@@ -1,0 +1,36 @@
+//! The protocol in shared memory: regions, and what lies in them.
+//!
+//! | file | what |
+//! |---|---|
+//! | `region` | memfds: making, sealing, importing, mapping |
+//! | `fork` | telling a mapping of this process from one that a fork took away |
+//! | `board` | the node's page and the index |
+//! | `ledger` | a client's cells and touch bits; all ledgers of a node |
+//! | `segment` | header table and payload |
+//! | `fill` | payload and digests into a record |
+//! | `node_heap` | the owner: begin, commit, kill, reclaim |
+//! | `local` | a client: get in place, claim and fill |
+//! | `message`, `door` | how a client gets in: greeting, descriptors, credentials, death |
+
+mod board;
+mod door;
+mod fill;
+mod fork;
+mod ledger;
+mod local;
+mod message;
+mod node_heap;
+mod region;
+mod segment;
+
+pub use board::{Board, BoardError, BoardView};
+pub use door::{DeathWatch, Door, DoorError, Visitor, join, offer_segment};
+pub use ledger::{ClientLedger, GROUPS_PER_LEDGER, LedgerError, Ledgers, OwnCells, Pins};
+pub use local::{AttachError, Guard, LocalHeap, Lookup, Reader, SEGMENTS_MAPPED_MAX, WriteClaim};
+pub use message::{Message, MessageError, Welcome};
+pub use node_heap::{
+    BeginError, CommitError, Freed, Grant, HeapConfig, Killed, NewRecord, NodeHeap, NodePin, Reclaimed,
+    Segment, Writer,
+};
+pub use region::{HugePages, Protection, Region, RegionError};
+pub use segment::{SegmentError, SegmentShape};

@@ -1,0 +1,352 @@
+//! The door: how a client of the same host gets at a node's memory.
+//!
+//! A Unix socket of type SEQPACKET, so that a message and its descriptors arrive together or not at all:
+//!
+//! ```text
+//!   client                                     node
+//!     │── Hello            [pidfd of itself] ──▶│  who is it? (uid of the socket's peer; pidfd is the peer's)
+//!     │◀── Welcome         [board, ledger] ─────│
+//!     │◀── SegmentOffer    [headers, payload] ──│  × segments
+//!     │                    … the caller's own messages from here on …
+//! ```
+//!
+//! The pidfd is how the node learns of the client's death: the end of the connection proves nothing, and a
+//! process number can be used again.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use moontide_types::{ClientId, ErrorCode};
+use rustix::event::epoll;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::shm::ledger::{ClientLedger, LedgerError};
+use crate::shm::local::{AttachError, LocalHeap};
+use crate::shm::message::{Message, MessageError, Welcome};
+use crate::shm::node_heap::{NodeHeap, Segment};
+use crate::shm::region::{Protection, Region, RegionError};
+use crate::shm::segment::SegmentShape;
+
+/// Descriptors that travel with one message at most.
+const DESCRIPTORS_MAX: usize = 2;
+
+/// Clients that may wait to be let in.
+const BACKLOG: i32 = 128;
+
+/// Why a door could not be opened, or a client not be let in.
+#[derive(Debug, thiserror::Error)]
+pub enum DoorError {
+    /// A call to the operating system failed.
+    #[error("{what}: {source}")]
+    System {
+        /// What was attempted.
+        what: &'static str,
+        /// The answer.
+        source: io::Error,
+    },
+    /// The path does not fit into a socket's address (107 bytes).
+    #[error("the socket's path is too long; choose one of at most 107 bytes")]
+    Path,
+    /// The peer's message is not one.
+    #[error(transparent)]
+    Message(#[from] MessageError),
+    /// The peer sent another message than is due, or not the descriptors that go with it.
+    #[error("unexpected message from process {pid}")]
+    Unexpected {
+        /// The peer.
+        pid: u32,
+    },
+    /// The peer runs as a user that is not allowed.
+    #[error(
+        "process {pid} of user {uid} is not allowed; run it as the node's user or add the user to the list"
+    )]
+    User {
+        /// The peer.
+        pid: u32,
+        /// Its user.
+        uid: u32,
+    },
+    /// The pidfd is not the peer's own.
+    #[error("process {pid} handed over a descriptor that is not its own pidfd")]
+    Pidfd {
+        /// The peer.
+        pid: u32,
+    },
+    /// No ledger could be made for it.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    /// The node refused.
+    #[error("the node refuses: {0}; {hint}", hint = .0.hint())]
+    Refused(ErrorCode),
+    /// What the node offered could not be mapped.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// What the node offered is not what it should be.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+}
+
+fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> DoorError {
+    move |source| DoorError::System { what, source: source.into() }
+}
+
+/// The node's end.
+#[derive(Debug)]
+pub struct Door {
+    socket: OwnedFd,
+    allowed_uids: Vec<u32>,
+    stale_after: Duration,
+    handshake_max: Duration,
+}
+
+/// A client that was let in.
+#[derive(Debug)]
+pub struct Visitor {
+    /// The connection, for the messages that follow.
+    pub socket: OwnedFd,
+    /// Its ledger.
+    pub ledger: Arc<ClientLedger>,
+    /// Fires when its process ends. Hand it to a [`DeathWatch`].
+    pub pidfd: OwnedFd,
+    /// Its process, for messages to people.
+    pub pid: u32,
+    /// Its user.
+    pub uid: u32,
+}
+
+impl Door {
+    /// Opens a door at `path`. Processes of this process's user may enter, and those of `more_uids`. Clients
+    /// stop believing the board after `stale_after` without a beat.
+    pub fn open(path: &Path, more_uids: &[u32], stale_after: Duration) -> Result<Door, DoorError> {
+        let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
+        let socket = socket()?;
+        rustix::net::bind(&socket, &address).map_err(system("bind the node's socket"))?;
+        rustix::net::listen(&socket, BACKLOG).map_err(system("listen on the node's socket"))?;
+        let mut allowed_uids = vec![rustix::process::getuid().as_raw()];
+        allowed_uids.extend_from_slice(more_uids);
+        Ok(Door { socket, allowed_uids, stale_after, handshake_max: Duration::from_secs(2) })
+    }
+
+    /// Waits for a connection. The greeting is [`Door::admit`]'s, so that a slow client does not keep others
+    /// waiting: call it on a thread of its own.
+    pub fn accept(&self) -> Result<OwnedFd, DoorError> {
+        rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC).map_err(system("accept a client"))
+    }
+
+    /// Checks who is there, makes a ledger, and passes the node's regions.
+    pub fn admit(&self, socket: OwnedFd, heap: &NodeHeap) -> Result<Visitor, DoorError> {
+        set_timeouts(&socket, self.handshake_max)?;
+        let peer = sockopt::socket_peercred(&socket).map_err(system("ask for the peer's credentials"))?;
+        let (pid, uid) = (peer.pid.as_raw_nonzero().get() as u32, peer.uid.as_raw());
+        let refuse = |code, error| {
+            // Best effort: the client may be gone.
+            let _ = send(&socket, &Message::Refusal(code), &[]);
+            Err(error)
+        };
+        if !self.allowed_uids.contains(&uid) {
+            return refuse(ErrorCode::PermissionDenied, DoorError::User { pid, uid });
+        }
+        let (message, mut descriptors) = receive(&socket)?;
+        let (Message::Hello { .. }, 1) = (&message, descriptors.len()) else {
+            return refuse(ErrorCode::InvalidArgument, DoorError::Unexpected { pid });
+        };
+        let pidfd = descriptors.remove(0);
+        if pid_behind(pidfd.as_fd()) != Some(pid) {
+            return refuse(ErrorCode::PermissionDenied, DoorError::Pidfd { pid });
+        }
+        let ledger = heap.admit()?;
+        let segments = heap.segments();
+        let offered = self.offer(&socket, heap, &ledger, &segments);
+        if let Err(error) = offered {
+            heap.ledgers().forget(ledger.client());
+            return Err(error);
+        }
+        set_timeouts(&socket, Duration::ZERO)?;
+        Ok(Visitor { socket, ledger, pidfd, pid, uid })
+    }
+
+    fn offer(
+        &self,
+        socket: &OwnedFd,
+        heap: &NodeHeap,
+        ledger: &ClientLedger,
+        segments: &[Arc<Segment>],
+    ) -> Result<(), DoorError> {
+        let board = heap.board().region();
+        let welcome = Message::Welcome(Welcome {
+            client: ledger.client(),
+            board_len: board.len(),
+            ledger_len: ledger.region().len(),
+            stale_after_ms: self.stale_after.as_millis() as u64,
+            segments: segments.len() as u32,
+        });
+        send(socket, &welcome, &[board.fd(), ledger.region().fd()])?;
+        segments.iter().try_for_each(|segment| offer_segment(socket.as_fd(), segment))
+    }
+}
+
+/// Passes a segment to a client that is already in.
+pub fn offer_segment(socket: BorrowedFd<'_>, segment: &Segment) -> Result<(), DoorError> {
+    let message = Message::SegmentOffer(segment.shape());
+    send(socket, &message, &[segment.headers().fd(), segment.payload().fd()])
+}
+
+/// Enters a node's door: the node's memory, and the connection for what follows.
+///
+/// # Safety
+/// As [`LocalHeap::new`]: the node and its clients are trusted to keep to the protocol.
+pub unsafe fn join(
+    path: &Path,
+    timeout: Duration,
+    pinned_bytes_max: u64,
+) -> Result<(LocalHeap, OwnedFd), DoorError> {
+    let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
+    let socket = socket()?;
+    set_timeouts(&socket, timeout)?;
+    rustix::net::connect(&socket, &address)
+        .map_err(system("connect to the node's socket (is it running?)"))?;
+    let me = rustix::process::getpid();
+    let pidfd = rustix::process::pidfd_open(me, PidfdFlags::empty()).map_err(system("pidfd_open"))?;
+    send(&socket, &Message::Hello { pid: me.as_raw_nonzero().get() as u32 }, &[pidfd.as_fd()])?;
+
+    let (message, descriptors) = receive(&socket)?;
+    let pid = me.as_raw_nonzero().get() as u32;
+    let welcome = match message {
+        Message::Welcome(welcome) => welcome,
+        Message::Refusal(code) => return Err(DoorError::Refused(code)),
+        _ => return Err(DoorError::Unexpected { pid }),
+    };
+    let [board, ledger] = two(descriptors, pid)?;
+    let board = Region::import(board, welcome.board_len, Protection::OwnerWrites)?;
+    let ledger = Region::import(ledger, welcome.ledger_len, Protection::AllWrite)?;
+    let stale_after = Duration::from_millis(welcome.stale_after_ms);
+    // SAFETY: the caller vouches for node and clients.
+    let heap = unsafe { LocalHeap::new(welcome.client, board, ledger, stale_after, pinned_bytes_max) }?;
+    for _ in 0..welcome.segments {
+        match receive(&socket)? {
+            (Message::SegmentOffer(shape), descriptors) => attach(&heap, shape, descriptors)?,
+            _ => return Err(DoorError::Unexpected { pid }),
+        }
+    }
+    set_timeouts(&socket, Duration::ZERO)?;
+    Ok((heap, socket))
+}
+
+fn attach(heap: &LocalHeap, shape: SegmentShape, descriptors: Vec<OwnedFd>) -> Result<(), DoorError> {
+    shape.check().map_err(AttachError::from)?;
+    let [headers, payload] = two(descriptors, std::process::id())?;
+    let headers = Region::import(headers, shape.header_bytes(), Protection::OwnerWrites)?;
+    let payload = Region::import(payload, shape.payload_bytes(), Protection::AllWrite)?;
+    Ok(heap.attach(shape, headers, payload)?)
+}
+
+fn two(descriptors: Vec<OwnedFd>, pid: u32) -> Result<[OwnedFd; 2], DoorError> {
+    descriptors.try_into().map_err(|_| DoorError::Unexpected { pid })
+}
+
+fn socket() -> Result<OwnedFd, DoorError> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+        .map_err(system("make a Unix socket"))
+}
+
+/// Bounds every wait on the socket; zero takes the bound away.
+fn set_timeouts(socket: &OwnedFd, timeout: Duration) -> Result<(), DoorError> {
+    let timeout = (!timeout.is_zero()).then_some(timeout);
+    for direction in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
+        sockopt::set_socket_timeout(socket, direction, timeout).map_err(system("set a time-out"))?;
+    }
+    Ok(())
+}
+
+fn send(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), DoorError> {
+    let bytes = message.encode();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+        assert!(fits, "at most {DESCRIPTORS_MAX} descriptors");
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
+        .map_err(system("send on the node's socket"))?;
+    Ok(())
+}
+
+/// One message with its descriptors. Descriptors of a message that is refused are closed.
+fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
+    let mut bytes = [0; Message::BYTES + 1]; // one more, to notice what is too long
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )
+    .map_err(system("receive on the node's socket"))?;
+    let mut descriptors = Vec::new();
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    if received.bytes == 0 {
+        let closed = io::Error::from(io::ErrorKind::UnexpectedEof);
+        return Err(DoorError::System { what: "the peer closed the node's socket", source: closed });
+    }
+    Ok((Message::decode(&bytes[..received.bytes])?, descriptors))
+}
+
+/// The process that a pidfd stands for; `None` if it is no pidfd or the process is gone.
+fn pid_behind(pidfd: BorrowedFd<'_>) -> Option<u32> {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:"))?;
+    pid.trim().parse().ok().filter(|&pid: &u32| Pid::from_raw(pid as i32).is_some())
+}
+
+/// Waits for clients to end.
+#[derive(Debug)]
+pub struct DeathWatch {
+    epoll: OwnedFd,
+    watched: std::sync::Mutex<std::collections::HashMap<ClientId, OwnedFd>>,
+}
+
+impl DeathWatch {
+    /// Watches nobody yet.
+    pub fn new() -> Result<DeathWatch, DoorError> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("make an epoll"))?;
+        Ok(DeathWatch { epoll, watched: Default::default() })
+    }
+
+    /// Watches a client from now on.
+    pub fn watch(&self, client: ClientId, pidfd: OwnedFd) -> Result<(), DoorError> {
+        let mut watched = self.watched.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let data = epoll::EventData::new_u64(client.0.into());
+        epoll::add(&self.epoll, &pidfd, data, epoll::EventFlags::IN).map_err(system("watch a pidfd"))?;
+        watched.insert(client, pidfd);
+        Ok(())
+    }
+
+    /// Waits until at least one client has ended or the time is up; those that have ended are no longer
+    /// watched.
+    pub fn wait(&self, timeout: Duration) -> Result<Vec<ClientId>, DoorError> {
+        let mut events = Vec::with_capacity(64);
+        let timeout = timeout.try_into().expect("a time-out of less than 292 years");
+        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&timeout)) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => return Ok(Vec::new()),
+            Err(source) => return Err(system("wait for a client's end")(source)),
+        }
+        let mut watched = self.watched.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let ended = events.iter().map(|event| ClientId(event.data.u64() as u32));
+        // Closing the pidfd takes it out of the epoll.
+        Ok(ended.filter(|client| watched.remove(client).is_some()).collect())
+    }
+}

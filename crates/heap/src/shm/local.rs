@@ -1,0 +1,365 @@
+//! [`LocalHeap`]: a client's side. Reads on the same host, in place, without a call and without a copy.
+//!
+//! A get is: look into the index, name the slot in the own ledger, look at the word, check the header, use
+//! the bytes. Nothing is written that another thread reads or writes, but for the own cell, which the node
+//! looks at when it reclaims.
+//!
+//! ```text
+//!   LocalHeap ── reader() ──▶ Reader (one per thread, owns a group of cells)
+//!                               ├─ get(id) ──────────▶ Guard       READY bytes, until dropped
+//!                               └─ claim(slot, epoch) ▶ WriteClaim  bytes to fill, until dropped
+//! ```
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use moontide_types::record::{DigestContext, Header, State, Word};
+use moontide_types::{ClientId, Epoch, MonoTime, ObjectId, SegmentId, SlotId, Span};
+
+use crate::cell::{Cell, Expect, SlotName};
+use crate::index::Place;
+use crate::shm::board::{BoardError, BoardView};
+use crate::shm::ledger::{LedgerError, OwnLedger};
+use crate::shm::region::Region;
+use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Segments of one node that a client can map: 4 TiB in segments of the default size.
+pub const SEGMENTS_MAPPED_MAX: usize = 4096;
+
+/// Groups that one reader may take: 512 guards at once.
+const GROUPS_PER_READER: usize = 32;
+
+/// Why a client cannot use a node's memory.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The board is not one.
+    #[error(transparent)]
+    Board(#[from] BoardError),
+    /// The ledger is not one.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    /// The segment is not one.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// More segments than a client can map.
+    #[error("segment {0}: a client maps at most {SEGMENTS_MAPPED_MAX}")]
+    TooMany(SegmentId),
+}
+
+/// A node's memory as one of its clients sees it.
+#[derive(Debug)]
+pub struct LocalHeap {
+    client: ClientId,
+    board: BoardView,
+    ledger: OwnLedger,
+    segments: Box<[OnceLock<SegmentRegions>]>,
+    /// Per group of the ledger: bytes under guards. Process-private.
+    pinned: Box<[PinnedBytes]>,
+    pinned_bytes_max: u64,
+}
+
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct PinnedBytes(AtomicU64);
+
+impl LocalHeap {
+    /// Puts the imported parts together. [`join`](crate::join) does this over the node's socket.
+    ///
+    /// A node that has not shown a sign of life for `stale_after` is not believed. A reader that has
+    /// `pinned_bytes_max` under guards is told to copy.
+    ///
+    /// # Safety
+    /// The regions are shared with other processes, and Rust's guarantees about the bytes under a [`Guard`]
+    /// rest on these keeping to the protocol: nobody writes payload but the one writer of a record in state
+    /// WRITING, under a claim. The node and all its clients are trusted to do so.
+    pub unsafe fn new(
+        client: ClientId,
+        board: Region,
+        ledger: Region,
+        stale_after: Duration,
+        pinned_bytes_max: u64,
+    ) -> Result<LocalHeap, AttachError> {
+        let board = BoardView::new(board, stale_after)?;
+        let ledger = OwnLedger::import(ledger)?;
+        let segments = std::iter::repeat_with(OnceLock::new).take(SEGMENTS_MAPPED_MAX).collect();
+        let pinned = std::iter::repeat_with(PinnedBytes::default).take(ledger.groups() as usize).collect();
+        Ok(LocalHeap { client, board, ledger, segments, pinned, pinned_bytes_max })
+    }
+
+    /// Adds a segment. A second offer of the same one is ignored.
+    pub fn attach(&self, shape: SegmentShape, headers: Region, payload: Region) -> Result<(), AttachError> {
+        let place = self.segments.get(shape.segment.0 as usize).ok_or(AttachError::TooMany(shape.segment))?;
+        let regions = SegmentRegions::import(shape, headers, payload)?;
+        let _ = place.set(regions);
+        Ok(())
+    }
+
+    /// This client's number at the node.
+    pub fn client(&self) -> ClientId {
+        self.client
+    }
+
+    /// The node's board.
+    pub fn board(&self) -> &BoardView {
+        &self.board
+    }
+
+    /// A reader for one thread; `None` if too many threads have one, or in a forked child.
+    pub fn reader(&self) -> Option<Reader<'_>> {
+        if !self.is_here() {
+            return None;
+        }
+        let group = self.ledger.take_group()?;
+        Some(Reader { heap: self, groups: vec![group] })
+    }
+
+    /// Whether the mappings are there: not in a child that was forked after they were made.
+    #[inline]
+    fn is_here(&self) -> bool {
+        self.ledger.is_here()
+    }
+
+    #[inline]
+    fn segment(&self, segment: SegmentId) -> Option<&SegmentRegions> {
+        self.segments.get(segment.0 as usize)?.get()
+    }
+}
+
+/// What a local get found.
+#[derive(Debug)]
+pub enum Lookup<'h> {
+    /// The object, in place.
+    Hit(Guard<'h>),
+    /// It is not here, or not complete; ask the master.
+    Miss,
+    /// This reader holds as many guards or bytes as it may: get a copy instead, or drop some.
+    Full,
+    /// The node is silent or has closed its index: ask the master.
+    Closed,
+}
+
+/// One thread's way to read.
+#[derive(Debug)]
+pub struct Reader<'h> {
+    heap: &'h LocalHeap,
+    groups: Vec<u32>,
+}
+
+impl<'h> Reader<'h> {
+    /// Looks for an object. `now` is [`Clock::now`](moontide_types::Clock::now) or a coarser reading of the same
+    /// clock; it is only compared with the node's beat.
+    #[inline]
+    pub fn get(&mut self, id: &ObjectId, now: MonoTime) -> Lookup<'h> {
+        let heap = self.heap;
+        if !heap.is_here() || !heap.board.is_usable(now) {
+            return Lookup::Closed;
+        }
+        let Some((group, cell)) = self.vacant() else { return Lookup::Full };
+        if self.pinned_bytes() >= heap.pinned_bytes_max {
+            return Lookup::Full;
+        }
+        let found = heap.board.index().find(id, |place| {
+            let guard = self.pin(place, cell, group, Expect::Ready)?;
+            // The entry was a hint. This is the proof; a guard that is dropped here releases the cell.
+            (guard.pin.header.id == *id).then_some(guard)
+        });
+        match found {
+            Some(guard) => {
+                let number = guard.pin.regions.shape.first_number + u64::from(guard.pin.slot.0);
+                heap.ledger.touch(number);
+                Lookup::Hit(guard)
+            }
+            None => Lookup::Miss,
+        }
+    }
+
+    /// Pins the slot that the master named, in the version that the master named.
+    pub fn get_at(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch, now: MonoTime) -> Lookup<'h> {
+        if !self.heap.is_here() || !self.heap.board.is_usable(now) {
+            return Lookup::Closed;
+        }
+        let Some((group, cell)) = self.vacant() else { return Lookup::Full };
+        match self.pin(Place { segment, slot }, cell, group, Expect::ReadyAt(epoch)) {
+            Some(guard) => Lookup::Hit(guard),
+            None => Lookup::Miss,
+        }
+    }
+
+    /// Claims a slot that this process was granted: the record stays its own to fill until the claim is
+    /// dropped, even if the reservation ends meanwhile. `None`: it has ended already, or no cell is vacant.
+    pub fn claim(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<WriteClaim<'h>> {
+        if !self.heap.is_here() {
+            return None;
+        }
+        let (group, cell) = self.vacant()?;
+        let Guard { pin } = self.pin(Place { segment, slot }, cell, group, Expect::WritingAt(epoch))?;
+        Some(WriteClaim { pin })
+    }
+
+    /// A second guard for the same object, which may live longer than the first. `None`: the object is dying,
+    /// or no cell is vacant.
+    pub fn clone_guard(&mut self, guard: &Guard<'h>) -> Option<Guard<'h>> {
+        if !self.heap.is_here() {
+            return None;
+        }
+        let (group, cell) = self.vacant()?;
+        let Pin { regions, slot, word, header, .. } = guard.pin;
+        if !cell.acquire_again(guard.pin.cell, regions.word(slot)?, word) {
+            return None;
+        }
+        Some(Guard { pin: Pin::new(self.heap, cell, group, regions, slot, word, header) })
+    }
+
+    #[inline]
+    fn pin(&self, place: Place, cell: &'h Cell, group: u32, expect: Expect) -> Option<Guard<'h>> {
+        let regions = self.heap.segment(place.segment)?;
+        regions.prefetch(place.slot);
+        let word = regions.word(place.slot)?;
+        let seen = cell.acquire(SlotName::new(place.segment, place.slot), word, expect).ok()?;
+        // SAFETY: the pin was granted on this word.
+        let header = match unsafe { regions.header(place.slot, seen) } {
+            Ok(header) if regions.record_span(&header).is_some() => header,
+            _ => {
+                cell.release();
+                return None;
+            }
+        };
+        Some(Guard { pin: Pin::new(self.heap, cell, group, regions, place.slot, seen, header) })
+    }
+
+    #[inline]
+    fn vacant(&mut self) -> Option<(u32, &'h Cell)> {
+        for &group in &self.groups {
+            if let Some(cell) = self.heap.ledger.group(group).vacant() {
+                return Some((group, cell));
+            }
+        }
+        if self.groups.len() == GROUPS_PER_READER {
+            return None;
+        }
+        let group = self.heap.ledger.take_group()?;
+        self.groups.push(group);
+        Some((group, self.heap.ledger.group(group).vacant()?))
+    }
+
+    /// Bytes under the guards that this reader has handed out.
+    pub fn pinned_bytes(&self) -> u64 {
+        self.groups.iter().map(|&group| self.heap.pinned[group as usize].0.load(Ordering::Relaxed)).sum()
+    }
+}
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        if self.heap.is_here() {
+            // Guards may be left. Their cells are not vacant, and whoever takes the group next sees that.
+            self.groups.iter().for_each(|&group| self.heap.ledger.give_group(group));
+        }
+    }
+}
+
+/// A slot named in a cell, with what was found there.
+#[derive(Debug)]
+struct Pin<'h> {
+    heap: &'h LocalHeap,
+    cell: &'h Cell,
+    regions: &'h SegmentRegions,
+    group: u32,
+    slot: SlotId,
+    word: Word,
+    header: Header,
+}
+
+impl<'h> Pin<'h> {
+    #[inline]
+    fn new(
+        heap: &'h LocalHeap,
+        cell: &'h Cell,
+        group: u32,
+        regions: &'h SegmentRegions,
+        slot: SlotId,
+        word: Word,
+        header: Header,
+    ) -> Pin<'h> {
+        heap.pinned[group as usize].0.fetch_add(header.stripe_len, Ordering::Relaxed);
+        Pin { heap, cell, regions, group, slot, word, header }
+    }
+}
+
+impl Drop for Pin<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.heap.is_here() {
+            self.heap.pinned[self.group as usize].0.fetch_sub(self.header.stripe_len, Ordering::Relaxed);
+            self.cell.release();
+        }
+    }
+}
+
+/// An object's bytes, in place. They stay as they are until the guard is dropped, whatever happens to the
+/// object meanwhile.
+#[derive(Debug)]
+pub struct Guard<'h> {
+    pin: Pin<'h>,
+}
+
+impl Guard<'_> {
+    /// The payload.
+    ///
+    /// # Panics
+    /// In a child that was forked after the guard was made: the memory is not there.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        assert!(self.pin.heap.is_here(), "a guard does not survive a fork: get the object again");
+        let header = &self.pin.header;
+        let span = Span::new(header.payload_offset, header.stripe_len).expect("checked by record_span");
+        // SAFETY: the pin was granted on READY, so nobody writes these bytes until it is released.
+        unsafe { self.pin.regions.bytes(span) }
+    }
+
+    /// The record's header.
+    pub fn header(&self) -> &Header {
+        &self.pin.header
+    }
+
+    /// The object's version.
+    pub fn version(&self) -> Epoch {
+        self.pin.word.epoch()
+    }
+
+    /// Where the object is.
+    pub fn place(&self) -> (SegmentId, SlotId) {
+        (self.pin.regions.shape.segment, self.pin.slot)
+    }
+
+    /// Computes the digests and compares with the root; `None` for a record without digests.
+    pub fn verify(&self) -> Option<bool> {
+        let Header { id, flags, stripe_index: stripe, stripe_len: len, root, .. } = self.pin.header;
+        let context = DigestContext { id, version: self.version(), stripe, len };
+        (!flags.digestless()).then(|| context.payload(self.bytes(), |_| ()) == root)
+    }
+}
+
+/// A record that this process may fill. The bytes are its own until the claim is dropped.
+#[derive(Debug)]
+pub struct WriteClaim<'h> {
+    pin: Pin<'h>,
+}
+
+impl WriteClaim<'_> {
+    /// Copies the payload in, with its page digests; the root for the commit. Drop the claim, then commit.
+    ///
+    /// # Panics
+    /// If the payload has another length than was granted, or in a forked child.
+    pub fn fill(&mut self, payload: &[u8]) -> u64 {
+        assert!(self.pin.heap.is_here(), "a claim does not survive a fork: start the put again");
+        debug_assert_eq!(self.pin.word.state(), State::Writing);
+        // SAFETY: the pin was granted on WRITING, and this process is the record's one writer.
+        unsafe { crate::shm::fill::fill(self.pin.regions, &self.pin.header, payload) }
+    }
+
+    /// The header as granted; its root is not set yet.
+    pub fn header(&self) -> &Header {
+        &self.pin.header
+    }
+}

@@ -1,0 +1,254 @@
+//! A segment's two regions: the header table, which only the node writes, and the payload.
+//!
+//! ```text
+//!   headers:  0      4096
+//!             ├ page ─┤─ slot 0 │ slot 1 │ …  (128 B each: the record's header with its word) ─┤
+//!   payload:  ├─ units of 512 B, handed out as extents ─────────────────────────────────────────┤
+//! ```
+//!
+//! What may be read when: a slot's **word** always; its **header** and its extent's **bytes** only under a pin
+//! that was granted for READY (or for WRITING, by the one writer). The owner changes header bytes only while
+//! no pin can be granted or held: after FREE → WRITING and before the reservation is answered, and before
+//! WRITING → READY.
+
+use std::cell::UnsafeCell;
+
+use moontide_types::bounds::{SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
+use moontide_types::record::{HEADER_BYTES, Header, HeaderError, RecordLayout, WORD_OFFSET, Word};
+use moontide_types::{Generation, SegmentId, SlotId, Span};
+
+use crate::shm::region::{HugePages, Protection, Region, RegionError};
+use crate::word::AtomicWord;
+
+const PAGE_BYTES: u64 = 4096;
+const MAGIC: u64 = u64::from_le_bytes(*b"MTSEGMT1");
+
+/// The first page of the header region. Written once, before anyone else can see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+struct SegmentPage {
+    magic: u64,
+    segment: u32,
+    slots: u32,
+    generation: u64,
+    units: u64,
+    /// Number of this segment's first slot among all slots of the node, for touch bitmaps.
+    first_number: u64,
+    /// Where the memory is: 0 = host memory. Devices come later and have rules of their own.
+    medium: u64,
+}
+
+/// One slot of the header table.
+#[repr(C, align(128))]
+struct HeaderSlot {
+    head: UnsafeCell<[u8; WORD_OFFSET]>,
+    word: AtomicWord,
+    tail: UnsafeCell<[u8; HEADER_BYTES - WORD_OFFSET - 8]>,
+}
+
+const _: () = assert!(size_of::<HeaderSlot>() == HEADER_BYTES);
+const _: () = assert!(std::mem::offset_of!(HeaderSlot, word) == WORD_OFFSET);
+const _: () = assert!(size_of::<SegmentPage>() as u64 <= PAGE_BYTES);
+
+/// How large a segment is, and who it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentShape {
+    /// Its number at its node.
+    pub segment: SegmentId,
+    /// Which incarnation.
+    pub generation: Generation,
+    /// Headers in its table.
+    pub slots: u32,
+    /// Units of payload.
+    pub units: u32,
+    /// Number of its first slot among all slots of the node.
+    pub first_number: u64,
+}
+
+/// Why two regions are not a segment.
+#[derive(Debug, thiserror::Error)]
+pub enum SegmentError {
+    /// A region could not be made or mapped.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// A count is 0 or beyond its bound.
+    #[error("a segment with number {segment}, {slots} slots and {units} units is out of bounds")]
+    Bounds {
+        /// Its number.
+        segment: SegmentId,
+        /// Its slots.
+        slots: u32,
+        /// Its units.
+        units: u32,
+    },
+    /// The first page is not the one that the owner announced.
+    #[error("the header region does not start with the announced segment's page")]
+    Page,
+}
+
+/// Both regions, from either side.
+#[derive(Debug)]
+pub(crate) struct SegmentRegions {
+    pub(crate) shape: SegmentShape,
+    pub(crate) headers: Region,
+    pub(crate) payload: Region,
+}
+
+impl SegmentShape {
+    pub(crate) fn check(&self) -> Result<(), SegmentError> {
+        let SegmentShape { segment, slots, units, .. } = *self;
+        let fits = segment.0 < SEGMENTS_PER_NODE_MAX
+            && (1..=SLOTS_PER_SEGMENT_MAX).contains(&slots)
+            && units >= 1
+            && self.payload_bytes().is_multiple_of(PAGE_BYTES);
+        if fits { Ok(()) } else { Err(SegmentError::Bounds { segment, slots, units }) }
+    }
+
+    /// Length of the payload region.
+    pub fn payload_bytes(&self) -> u64 {
+        u64::from(self.units) * UNIT_BYTES
+    }
+
+    /// Length of the header region.
+    pub fn header_bytes(&self) -> u64 {
+        (PAGE_BYTES + u64::from(self.slots) * HEADER_BYTES as u64).next_multiple_of(PAGE_BYTES)
+    }
+
+    fn page(&self) -> SegmentPage {
+        SegmentPage {
+            magic: MAGIC,
+            segment: self.segment.0,
+            slots: self.slots,
+            generation: self.generation.0,
+            units: self.units.into(),
+            first_number: self.first_number,
+            medium: 0,
+        }
+    }
+}
+
+impl SegmentRegions {
+    pub(crate) fn create(shape: SegmentShape, huge: HugePages) -> Result<SegmentRegions, SegmentError> {
+        shape.check()?;
+        let header_bytes = shape.header_bytes();
+        let headers =
+            Region::create("moontide-headers", header_bytes, HugePages::No, Protection::OwnerWrites)?;
+        let payload = Region::create("moontide-payload", shape.payload_bytes(), huge, Protection::AllWrite)?;
+        // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
+        unsafe { headers.base().cast::<SegmentPage>().write(shape.page()) };
+        Ok(SegmentRegions { shape, headers, payload })
+    }
+
+    /// Joins two imported regions, which must be as the owner announced them.
+    pub(crate) fn import(
+        shape: SegmentShape,
+        headers: Region,
+        payload: Region,
+    ) -> Result<SegmentRegions, SegmentError> {
+        shape.check()?;
+        if headers.len() < shape.header_bytes() || payload.len() < shape.payload_bytes() {
+            return Err(SegmentError::Page);
+        }
+        // SAFETY: the page is written before the region is passed on, and never again.
+        let page = unsafe { &headers.slice::<SegmentPage>(0, 1)[0] };
+        if *page != shape.page() {
+            return Err(SegmentError::Page);
+        }
+        Ok(SegmentRegions { shape, headers, payload })
+    }
+
+    #[inline]
+    fn slot(&self, slot: SlotId) -> Option<&HeaderSlot> {
+        if slot.0 >= self.shape.slots {
+            return None;
+        }
+        let offset = PAGE_BYTES + u64::from(slot.0) * HEADER_BYTES as u64;
+        // SAFETY: the word is atomic, the rest is behind UnsafeCell and read by rule only.
+        Some(unsafe { &self.headers.slice::<HeaderSlot>(offset, 1)[0] })
+    }
+
+    /// The word of a slot, if there is such a slot.
+    #[inline]
+    pub(crate) fn word(&self, slot: SlotId) -> Option<&AtomicWord> {
+        self.slot(slot).map(|slot| &slot.word)
+    }
+
+    /// Asks for the slot's two cache lines ahead of their use.
+    #[inline]
+    pub(crate) fn prefetch(&self, slot: SlotId) {
+        if let Some(slot) = self.slot(slot) {
+            crate::index::prefetch(slot.head.get());
+            crate::index::prefetch(slot.tail.get().wrapping_byte_add(64));
+        }
+    }
+
+    /// Reads and checks a slot's header, taking `word` for its word.
+    ///
+    /// # Safety
+    /// The header must not change meanwhile: the caller holds a pin that was granted on `word`, or is the
+    /// owner with the segment's lock.
+    #[inline]
+    pub(crate) unsafe fn header(&self, slot: SlotId, word: Word) -> Result<Header, HeaderError> {
+        let slot = self.slot(slot).expect("a slot of this segment");
+        let mut bytes = [0; HEADER_BYTES];
+        // SAFETY: nobody writes head or tail meanwhile, says the caller.
+        let (head, tail) = unsafe { (&*slot.head.get(), &*slot.tail.get()) };
+        bytes[..WORD_OFFSET].copy_from_slice(head);
+        bytes[WORD_OFFSET..WORD_OFFSET + 8].copy_from_slice(&word.bits().to_le_bytes());
+        bytes[WORD_OFFSET + 8..].copy_from_slice(tail);
+        Header::decode(&bytes)
+    }
+
+    /// Writes everything of a slot's header but the word.
+    ///
+    /// # Safety
+    /// The caller is the owner with the segment's lock, and the slot is WRITING with no pin granted yet, or
+    /// about to be published with its writer done.
+    pub(crate) unsafe fn write_header(&self, slot: SlotId, header: &Header) {
+        let slot = self.slot(slot).expect("a slot of this segment");
+        let bytes = header.encode();
+        // SAFETY: nobody reads or writes head or tail meanwhile, says the caller; the owner's mapping is writable.
+        unsafe {
+            (*slot.head.get()).copy_from_slice(&bytes[..WORD_OFFSET]);
+            (*slot.tail.get()).copy_from_slice(&bytes[WORD_OFFSET + 8..]);
+        }
+    }
+
+    /// Where a record lies in the payload region, if the header speaks of bytes inside of it. A header is
+    /// believed about everything but this: it may come from a confused owner.
+    #[inline]
+    pub(crate) fn record_span(&self, header: &Header) -> Option<(RecordLayout, Span)> {
+        let layout = header.layout().ok()?;
+        let span = layout.span_from(header.payload_offset).ok()?;
+        (span.end() <= self.payload.len()).then_some((layout, span))
+    }
+
+    /// Bytes of the payload region.
+    ///
+    /// # Safety
+    /// Nobody may write them while the slice lives: the caller holds a pin on the record they belong to.
+    #[inline]
+    pub(crate) unsafe fn bytes(&self, span: Span) -> &[u8] {
+        // SAFETY: `slice` checks the bounds; the caller vouches for the rest.
+        unsafe { self.payload.slice(span.offset(), span.len()) }
+    }
+
+    /// Copies bytes into the payload region.
+    ///
+    /// # Safety
+    /// Nobody else may read or write them meanwhile: the caller is the one writer of the record they belong
+    /// to.
+    ///
+    /// # Panics
+    /// If they do not fit, or the region cannot be written from here.
+    pub(crate) unsafe fn write_bytes(&self, offset: u64, bytes: &[u8]) {
+        let end = offset.checked_add(bytes.len() as u64).expect("a piece of the region");
+        assert!(end <= self.payload.len() && self.payload.is_writable());
+        // SAFETY: in bounds by the line above, exclusive by the caller's word; `bytes` is not part of the
+        // region, or the caller would have to hold a reference to what nobody may read.
+        unsafe {
+            let to = self.payload.base().as_ptr().add(offset as usize);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+        }
+    }
+}

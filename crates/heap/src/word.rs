@@ -1,0 +1,187 @@
+//! [`AtomicWord`]: the header word in shared memory, and its transitions.
+//!
+//! ```text
+//!              begin(e′ > e)            publish(e′)
+//!   FREE(e) ───────────────▶ WRITING(e′) ─────────▶ READY(e′)
+//!     ▲ │ burn: FREE(e′)          │ kill                │ kill
+//!     │ └──▶                      ▼                     ▼
+//!     └───────── free ────────── DEAD(e′) ◀─────────────┘
+//! ```
+//!
+//! Only the owner calls these. Every transition is a compare-and-swap from the exact old word, names its
+//! epoch, and says what it found when it could not be made.
+
+use moontide_types::Epoch;
+use moontide_types::record::{State, Word};
+
+use crate::planted::{Bug, planted};
+use crate::sync::{AtomicU64, Ordering};
+
+/// What became of an attempted transition.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transition {
+    /// The word changed; this is what it was before.
+    Done(Word),
+    /// It had been made before: nothing to do.
+    Already,
+    /// The word does not allow it; this is what it is.
+    Refused(Word),
+}
+
+impl Transition {
+    /// Whether the word is now as wanted.
+    pub fn holds(self) -> bool {
+        !matches!(self, Transition::Refused(_))
+    }
+}
+
+/// A header word that several processes may look at and one may change.
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct AtomicWord(AtomicU64);
+
+impl AtomicWord {
+    /// A word outside of shared memory, for models.
+    pub fn new(word: Word) -> AtomicWord {
+        AtomicWord(AtomicU64::new(word.bits()))
+    }
+
+    /// The word now. Acquire: whoever sees READY sees the bytes; pairs with the Release in [`Self::publish`].
+    #[inline]
+    pub fn load(&self) -> Word {
+        Word::from_bits(self.0.load(Ordering::Acquire))
+    }
+
+    /// FREE(e) → WRITING(epoch), if `epoch` is newer than any the slot has seen.
+    pub fn begin(&self, epoch: Epoch) -> Transition {
+        let new = Word::new(epoch, State::Writing);
+        self.change(new, |old| old.state() == State::Free && old.epoch() < epoch)
+    }
+
+    /// FREE(e) → FREE(epoch): a reservation was cancelled before it began, so a late begin must be refused.
+    pub fn burn(&self, epoch: Epoch) -> Transition {
+        let new = Word::new(epoch, State::Free);
+        self.change(new, |old| old.state() == State::Free && old.epoch() < epoch)
+    }
+
+    /// WRITING(epoch) → READY(epoch). Payload and header must be in place.
+    pub fn publish(&self, epoch: Epoch) -> Transition {
+        if planted(Bug::EpochIgnored) {
+            let old = self.load();
+            return match old.state() {
+                State::Writing => self.swap_exact(old, old.with_state(State::Ready), Ordering::Release),
+                _ => Transition::Refused(old),
+            };
+        }
+        // Release: the bytes become visible before the word; pairs with the Acquire in `load`.
+        let order = if planted(Bug::RelaxedPublish) { Ordering::Relaxed } else { Ordering::Release };
+        self.swap_exact(Word::new(epoch, State::Writing), Word::new(epoch, State::Ready), order)
+    }
+
+    /// WRITING(epoch) or READY(epoch) → DEAD(epoch). Unconditional as far as readers are concerned: they keep
+    /// what they hold, and none may enter.
+    pub fn kill(&self, epoch: Epoch) -> Transition {
+        let new = Word::new(epoch, State::Dead);
+        self.change(new, |old| old.epoch() == epoch && matches!(old.state(), State::Writing | State::Ready))
+    }
+
+    /// DEAD(epoch) → FREE(epoch). No ledger may name the slot: see [`Pins`](crate::Pins).
+    pub(crate) fn free(&self, epoch: Epoch) -> Transition {
+        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Free), Ordering::AcqRel)
+    }
+
+    fn change(&self, new: Word, allowed: impl Fn(Word) -> bool) -> Transition {
+        let mut old = self.load();
+        loop {
+            if old == new {
+                return Transition::Already;
+            }
+            if !allowed(old) {
+                return Transition::Refused(old);
+            }
+            // AcqRel: what was done under the old word happens before what is done under the new one.
+            match self.swap_exact(old, new, Ordering::AcqRel) {
+                Transition::Refused(seen) => old = seen,
+                made => return made,
+            }
+        }
+    }
+
+    fn swap_exact(&self, old: Word, new: Word, success: Ordering) -> Transition {
+        match self.0.compare_exchange(old.bits(), new.bits(), success, Ordering::Acquire) {
+            Ok(_) => Transition::Done(old),
+            Err(seen) if seen == new.bits() => Transition::Already,
+            Err(seen) => Transition::Refused(Word::from_bits(seen)),
+        }
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+    use State::{Dead, Free, Ready, Writing};
+
+    fn epoch(bits: u64) -> Epoch {
+        Epoch::from_bits(bits).unwrap()
+    }
+
+    fn word(bits: u64, state: State) -> Word {
+        Word::new(epoch(bits), state)
+    }
+
+    #[test]
+    fn every_state_allows_only_its_own_transitions() {
+        type Try = fn(&AtomicWord, Epoch) -> Transition;
+        let tries: [(&str, Try); 5] = [
+            ("begin", AtomicWord::begin),
+            ("burn", AtomicWord::burn),
+            ("publish", AtomicWord::publish),
+            ("kill", AtomicWord::kill),
+            ("free", AtomicWord::free),
+        ];
+        // From a word at epoch 5: for each transition naming epochs 4, 5 and 6, the word it leads to.
+        let leads = |name: &str, from: State, named: u64| match (name, from, named) {
+            ("begin", Free, 6) => Some(word(6, Writing)),
+            ("burn", Free, 6) => Some(word(6, Free)),
+            ("publish", Writing, 5) => Some(word(5, Ready)),
+            ("kill", Writing | Ready, 5) => Some(word(5, Dead)),
+            ("free", Dead, 5) => Some(word(5, Free)),
+            _ => None,
+        };
+        // Asking for what is already so is not an error.
+        let already = |name: &str, from: State, named: u64| {
+            named == 5
+                && matches!(
+                    (name, from),
+                    ("begin", Writing)
+                        | ("burn", Free)
+                        | ("publish", Ready)
+                        | ("kill", Dead)
+                        | ("free", Free)
+                )
+        };
+        for (name, transition) in tries {
+            for from in [Free, Writing, Ready, Dead] {
+                for named in [4, 5, 6] {
+                    let atomic = AtomicWord::new(word(5, from));
+                    let got = transition(&atomic, epoch(named));
+                    let expected = match leads(name, from, named) {
+                        Some(_) => Transition::Done(word(5, from)),
+                        None if already(name, from, named) => Transition::Already,
+                        None => Transition::Refused(word(5, from)),
+                    };
+                    assert_eq!(got, expected, "{name}({named}) from {from:?}(5)");
+                    assert_eq!(atomic.load(), leads(name, from, named).unwrap_or(word(5, from)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_slot_at_the_largest_epoch_retires() {
+        let atomic = AtomicWord::new(Word::new(Epoch::MAX, Free));
+        assert!(!atomic.begin(epoch(1)).holds());
+        assert!(matches!(atomic.begin(Epoch::MAX), Transition::Refused(_)));
+    }
+}

@@ -1,0 +1,198 @@
+//! A node with a small master in the same process: grants slots, extents and epochs, as the real one will.
+
+#![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
+
+use std::collections::HashMap;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use moontide_heap::alloc::{Align, Allocator, BlockRef};
+use moontide_heap::cell::Expect;
+use moontide_heap::{
+    BeginError, Door, Freed, Grant, HeapConfig, HugePages, Killed, LocalHeap, NewRecord, NodeHeap, Reclaimed,
+    Writer, join,
+};
+use moontide_types::record::{Attributes, Flags, KeySection, RecordLayout};
+use moontide_types::{
+    Clock, Epoch, Extent, Generation, IdKey, Key, MonoTime, NodeId, ObjectId, SegmentId, SlotId, SystemClock,
+    Tenant, TenantGeneration, Term,
+};
+
+/// What the small master granted.
+#[derive(Clone, Copy, Debug)]
+pub struct Granted {
+    pub segment: SegmentId,
+    pub slot: SlotId,
+    pub epoch: Epoch,
+    pub extent: Extent,
+    pub id: ObjectId,
+}
+
+struct Books {
+    allocator: Allocator,
+    free_slots: Vec<SlotId>,
+    blocks: HashMap<SlotId, BlockRef>,
+}
+
+pub struct TestNode {
+    pub heap: NodeHeap,
+    books: Mutex<Vec<Books>>,
+    sequence: AtomicU64,
+}
+
+pub const TERM: u32 = 1;
+
+pub fn id_of(key: &[u8]) -> ObjectId {
+    IdKey::new(1, [7; 32]).object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(key).unwrap())
+}
+
+pub fn now() -> MonoTime {
+    SystemClock.now()
+}
+
+impl TestNode {
+    pub fn new(segments: u32, slots: u32, bytes: u64) -> TestNode {
+        let heap = NodeHeap::create(HeapConfig {
+            node: NodeId(1),
+            generation: Generation(1),
+            slots_max: u64::from(segments) * u64::from(slots),
+            huge: HugePages::No,
+        })
+        .unwrap();
+        let units = (bytes / 512) as u32;
+        let mut books = vec![];
+        for _ in 0..segments {
+            let segment = heap.add_segment(slots, units, HugePages::No).unwrap();
+            segment.obey(Term::new(TERM).unwrap());
+            books.push(Books {
+                allocator: Allocator::new(units),
+                free_slots: (0..slots).rev().map(SlotId).collect(),
+                blocks: HashMap::new(),
+            });
+        }
+        heap.board().set_open(true);
+        heap.beat();
+        TestNode { heap, books: Mutex::new(books), sequence: AtomicU64::new(1) }
+    }
+
+    /// Slot, extent and epoch for an object, and the node's consent.
+    pub fn begin(&self, key: &[u8], len: u64, writer: Writer) -> Option<Granted> {
+        let section = KeySection { tenant: Tenant::DEFAULT, key: Key::new(key).unwrap() };
+        let layout = RecordLayout::new(len, section.encoded_len() as u32, 0, Flags::NONE).unwrap();
+        let align = if layout.align() == 4096 { Align::Page } else { Align::Unit };
+        let units = NonZeroU32::new(layout.units()).unwrap();
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        let epoch = Epoch::new(Term::new(TERM).unwrap(), sequence).unwrap();
+        let granted = {
+            let mut books = self.books.lock().unwrap();
+            let count = books.len();
+            (0..count).map(|i| (sequence as usize + i) % count).find_map(|segment| {
+                let books = &mut books[segment];
+                let slot = books.free_slots.pop()?;
+                let Some(allocation) = books.allocator.alloc(units, align) else {
+                    books.free_slots.push(slot);
+                    return None;
+                };
+                books.blocks.insert(slot, allocation.block);
+                Some(Granted {
+                    segment: SegmentId(segment as u32),
+                    slot,
+                    epoch,
+                    extent: allocation.extent,
+                    id: id_of(key),
+                })
+            })?
+        };
+        self.begin_granted(&granted, key, len, writer).unwrap();
+        Some(granted)
+    }
+
+    pub fn begin_granted(
+        &self,
+        granted: &Granted,
+        key: &[u8],
+        len: u64,
+        writer: Writer,
+    ) -> Result<(), BeginError> {
+        let record = NewRecord {
+            id: id_of(key),
+            flags: Flags::NONE,
+            object_len: len,
+            stripe_index: 0,
+            stripe_count: 1,
+            stripe_offset: 0,
+            stripe_len: len,
+            key: KeySection { tenant: Tenant::DEFAULT, key: Key::new(key).unwrap() },
+            attributes: &Attributes::default(),
+            id_key: 1,
+            tenant_generation: TenantGeneration(0),
+        };
+        let Granted { segment, slot, epoch, extent, .. } = *granted;
+        self.heap.begin(segment, &Grant { slot, epoch, term: epoch.term(), extent, record, writer })
+    }
+
+    /// A whole put by the node itself.
+    pub fn put(&self, key: &[u8], payload: &[u8]) -> Granted {
+        let granted = self.begin(key, payload.len() as u64, Writer::Node).expect("room");
+        let Granted { segment, slot, epoch, .. } = granted;
+        let mut pin = self.heap.pin(segment, slot, Expect::WritingAt(epoch)).unwrap();
+        let root = pin.fill(payload);
+        drop(pin);
+        self.heap.commit(segment, slot, epoch, root, Writer::Node).unwrap();
+        granted
+    }
+
+    pub fn kill(&self, granted: &Granted) -> Killed {
+        self.heap.kill(granted.segment, granted.slot, granted.epoch, MonoTime(0))
+    }
+
+    /// Reclaims, and takes what came back into the books.
+    pub fn reclaim(&self) -> Reclaimed {
+        let reclaimed = self.heap.reclaim(now());
+        let mut all_books = self.books.lock().unwrap();
+        for &Freed { segment, slot, extent, .. } in &reclaimed.freed {
+            let books = &mut all_books[segment.0 as usize];
+            let block = books.blocks.remove(&slot).expect("it was granted");
+            assert_eq!(books.allocator.free(block), extent);
+            books.free_slots.push(slot);
+        }
+        reclaimed
+    }
+
+    /// Nothing is taken anywhere: neither in the node's map nor in the master's books nor in the index.
+    pub fn assert_empty(&self) {
+        for (segment, books) in self.heap.segments().iter().zip(self.books.lock().unwrap().iter()) {
+            let shape = segment.shape();
+            assert_eq!(segment.taken_units(), 0, "units leaked in {:?}", shape.segment);
+            assert_eq!(books.free_slots.len(), shape.slots as usize, "slots leaked in {:?}", shape.segment);
+            let stats = books.allocator.stats();
+            assert_eq!((stats.free_units, stats.free_blocks), (shape.units, 1), "{stats:?}");
+            segment.for_each_record(|slot, header| panic!("{slot} still holds {header:?}"));
+        }
+        assert!(self.heap.board().index().is_empty(), "the index still has entries");
+    }
+
+    /// A door in a folder of its own.
+    pub fn open_door(&self, name: &str) -> (Door, PathBuf) {
+        let path = std::env::temp_dir().join(format!("moontide-{}-{name}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        (Door::open(&path, &[], Duration::from_secs(5)).unwrap(), path)
+    }
+
+    /// A client of this node in the same process.
+    pub fn join(&self, name: &str) -> LocalHeap {
+        let (door, path) = self.open_door(name);
+        let heap = std::thread::scope(|scope| {
+            let admit = scope.spawn(|| door.admit(door.accept().unwrap(), &self.heap).unwrap());
+            // SAFETY: node and client are this test.
+            let (heap, _socket) = unsafe { join(&path, Duration::from_secs(5), u64::MAX) }.unwrap();
+            admit.join().unwrap();
+            heap
+        });
+        std::fs::remove_file(&path).unwrap();
+        heap
+    }
+}

@@ -1,0 +1,276 @@
+//! One node, one client, one process: every call of the heap, and what it refuses.
+
+mod common;
+
+use common::{Granted, TestNode, id_of, now};
+use moontide_heap::cell::Expect;
+use moontide_heap::{BeginError, CommitError, Guard, Killed, Lookup, Transition, Writer};
+use moontide_types::record::{State, Word};
+use moontide_types::{Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, SystemClock, Term};
+
+fn hit<'h>(lookup: Lookup<'h>) -> Guard<'h> {
+    match lookup {
+        Lookup::Hit(guard) => guard,
+        other => panic!("expected a hit, got {other:?}"),
+    }
+}
+
+fn bytes(len: usize, salt: u8) -> Vec<u8> {
+    (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(salt)).collect()
+}
+
+#[test]
+fn objects_of_every_size_come_back_in_place() {
+    let node = TestNode::new(2, 64, 8 << 20);
+    let local = node.join("sizes");
+    let mut reader = local.reader().unwrap();
+    for len in [0, 1, 511, 512, 4095, 4096, 4097, 262_143, 262_144, 262_145, 1_000_003] {
+        let key = format!("object of {len}");
+        let granted = node.put(key.as_bytes(), &bytes(len, 1));
+        let guard = hit(reader.get(&granted.id, now()));
+        assert_eq!(guard.bytes(), bytes(len, 1));
+        assert_eq!(guard.verify(), Some(true));
+        assert_eq!((guard.version(), guard.place()), (granted.epoch, (granted.segment, granted.slot)));
+        if len >= 4096 {
+            assert_eq!(guard.bytes().as_ptr() as usize % 4096, 0);
+        }
+    }
+    assert!(matches!(reader.get(&id_of(b"another"), now()), Lookup::Miss));
+}
+
+#[test]
+fn a_client_puts_under_a_claim() {
+    let node = TestNode::new(1, 8, 1 << 20);
+    let local = node.join("client-put");
+    let mut reader = local.reader().unwrap();
+    let writer = Writer::Client(local.client());
+    let Granted { segment, slot, epoch, id, .. } = node.begin(b"k", 5000, writer).unwrap();
+    assert!(matches!(reader.get(&id, now()), Lookup::Miss), "not readable before the commit");
+    let mut claim = reader.claim(segment, slot, epoch).unwrap();
+    let root = claim.fill(&bytes(5000, 2));
+    drop(claim);
+    let commit = |root, writer| node.heap.commit(segment, slot, epoch, root, writer);
+    assert_eq!(commit(root, Writer::Node), Err(CommitError::Writer));
+    assert!(matches!(commit(root ^ 1, writer), Err(CommitError::Root { .. })));
+    assert_eq!(commit(root, writer), Ok(()));
+    assert_eq!(commit(root, writer), Ok(()), "a repeated commit is harmless");
+    assert_eq!(hit(reader.get(&id, now())).bytes(), bytes(5000, 2));
+    assert!(reader.claim(segment, slot, epoch).is_none(), "READY cannot be claimed for writing");
+}
+
+#[test]
+fn a_guard_keeps_its_bytes_until_it_is_dropped() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let local = node.join("guard");
+    let mut reader = local.reader().unwrap();
+    let granted = node.put(b"old", &bytes(40_000, 3));
+    let guard = hit(reader.get(&granted.id, now()));
+    assert_eq!(node.kill(&granted), Killed::Dying);
+    assert_eq!(node.kill(&granted), Killed::Already);
+    assert!(matches!(reader.get(&granted.id, now()), Lookup::Miss), "no new reader");
+    assert!(reader.clone_guard(&guard).is_none(), "no clone of what is dying");
+    let reclaimed = node.reclaim();
+    assert_eq!((reclaimed.freed.len(), reclaimed.draining), (0, 1));
+    assert!(node.begin(b"new", 40_000, Writer::Node).is_none(), "the space is not free yet");
+    assert_eq!(guard.bytes(), bytes(40_000, 3));
+    drop(guard);
+    assert_eq!(node.reclaim().freed.len(), 1);
+    assert_eq!(node.kill(&granted), Killed::Already, "freed counts as dead");
+    let new = node.put(b"new", &bytes(40_000, 4));
+    assert_eq!(hit(reader.get(&new.id, now())).bytes(), bytes(40_000, 4));
+}
+
+#[test]
+fn a_cloned_guard_outlives_the_first() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let local = node.join("clone");
+    let mut reader = local.reader().unwrap();
+    let granted = node.put(b"k", &bytes(100, 5));
+    let first = hit(reader.get(&granted.id, now()));
+    let second = reader.clone_guard(&first).unwrap();
+    drop(first);
+    assert_eq!(node.kill(&granted), Killed::Dying);
+    assert_eq!(node.reclaim().freed.len(), 0);
+    assert_eq!(second.bytes(), bytes(100, 5));
+    drop(second);
+    assert_eq!(node.reclaim().freed.len(), 1);
+    node.assert_empty();
+}
+
+#[test]
+fn leases_delay_the_reclaim() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let granted = node.put(b"k", b"bytes");
+    let until = MonoTime(SystemClock.now().0 + 3_600_000_000_000);
+    assert_eq!(node.heap.kill(granted.segment, granted.slot, granted.epoch, until), Killed::Dying);
+    let reclaimed = node.heap.reclaim(MonoTime(until.0 - 1));
+    assert_eq!((reclaimed.freed.len(), reclaimed.draining), (0, 1));
+    assert_eq!(node.heap.reclaim(until).freed.len(), 1);
+}
+
+#[test]
+fn the_node_pins_like_anyone_else() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let granted = node.put(b"k", &bytes(600, 6));
+    let expect = Expect::ReadyAt(granted.epoch);
+    let pin = node.heap.pin(granted.segment, granted.slot, expect).unwrap();
+    assert_eq!(node.kill(&granted), Killed::Dying);
+    assert_eq!(node.reclaim().freed.len(), 0);
+    assert_eq!(pin.payload().unwrap(), bytes(600, 6));
+    drop(pin);
+    assert!(node.heap.pin(granted.segment, granted.slot, expect).is_none());
+    assert_eq!(node.reclaim().freed.len(), 1);
+}
+
+#[test]
+fn begin_refuses_whatever_does_not_fit_the_books() {
+    let node = TestNode::new(1, 4, 1 << 20);
+    let taken = node.put(b"taken", &bytes(8192, 7));
+    let fresh = Granted {
+        segment: SegmentId(0),
+        slot: SlotId(3),
+        epoch: Epoch::new(Term::new(1).unwrap(), 1000).unwrap(),
+        extent: Extent { start: 1024, units: 17 },
+        id: id_of(b"k"),
+    };
+    let begin = |granted: Granted| node.begin_granted(&granted, b"k", 8192, Writer::Node);
+    assert_eq!(begin(Granted { segment: SegmentId(1), ..fresh }), Err(BeginError::Segment(SegmentId(1))));
+    assert!(matches!(begin(Granted { slot: SlotId(4), ..fresh }), Err(BeginError::Slot { .. })));
+    assert!(matches!(begin(Granted { slot: taken.slot, ..fresh }), Err(BeginError::Word { .. })));
+    let older = Epoch::new(Term::ZERO, 2000).unwrap();
+    assert!(matches!(begin(Granted { epoch: older, ..fresh }), Err(BeginError::Term { .. })));
+    let newer = Epoch::new(Term::new(2).unwrap(), 1).unwrap();
+    assert!(matches!(begin(Granted { epoch: newer, ..fresh }), Err(BeginError::Term { .. })));
+    let extent = |start, units| begin(Granted { extent: Extent { start, units }, ..fresh });
+    assert!(matches!(extent(1024, 16), Err(BeginError::Extent { .. })), "too small");
+    assert!(matches!(extent(1024, 18), Err(BeginError::Extent { .. })), "too large");
+    assert!(matches!(extent(1025, 17), Err(BeginError::Extent { .. })), "not on 4 KiB");
+    assert!(matches!(extent(2040, 17), Err(BeginError::Space(_))), "beyond the end");
+    let overlap = extent(taken.extent.start + 8, 17);
+    assert_eq!(overlap.unwrap_err().code(), moontide_types::ErrorCode::Overlap);
+    assert_eq!(begin(fresh), Ok(()));
+    assert_eq!(begin(fresh), Ok(()), "a repeated begin of the same writer is harmless");
+    assert!(node.begin_granted(&fresh, b"k", 8192, Writer::Client(moontide_types::ClientId(9))).is_err());
+}
+
+#[test]
+fn late_writers_are_refused() {
+    let node = TestNode::new(1, 4, 1 << 20);
+    let local = node.join("late");
+    let mut reader = local.reader().unwrap();
+    let writer = Writer::Client(local.client());
+    let granted = node.begin(b"k", 4096, writer).unwrap();
+    let Granted { segment, slot, epoch, .. } = granted;
+    let mut claim = reader.claim(segment, slot, epoch).unwrap();
+    assert_eq!(node.kill(&granted), Killed::Dying, "the reservation's deadline passed");
+    assert_eq!(node.reclaim().freed.len(), 0, "the writer may still write: its range is not reused");
+    let root = claim.fill(&bytes(4096, 8));
+    drop(claim);
+    let found = Word::new(epoch, State::Dead);
+    assert_eq!(
+        node.heap.commit(segment, slot, epoch, root, writer),
+        Err(CommitError::Word { found, named: epoch })
+    );
+    assert_eq!(node.reclaim().freed.len(), 1);
+    assert!(reader.claim(segment, slot, epoch).is_none());
+    node.assert_empty();
+}
+
+#[test]
+fn a_burnt_reservation_cannot_begin() {
+    let node = TestNode::new(1, 4, 1 << 20);
+    let granted = Granted {
+        segment: SegmentId(0),
+        slot: SlotId(2),
+        epoch: Epoch::new(Term::new(1).unwrap(), 50).unwrap(),
+        extent: Extent { start: 0, units: 1 },
+        id: id_of(b"k"),
+    };
+    assert!(matches!(node.heap.burn(SegmentId(0), SlotId(2), granted.epoch), Transition::Done(_)));
+    let refused = node.begin_granted(&granted, b"k", 10, Writer::Node);
+    assert!(matches!(refused, Err(BeginError::Word { .. })));
+}
+
+#[test]
+fn a_silent_or_closed_node_is_not_believed() {
+    let node = TestNode::new(1, 4, 1 << 20);
+    let local = node.join("silent");
+    let mut reader = local.reader().unwrap();
+    let granted = node.put(b"k", b"bytes");
+    let later = MonoTime(now().0 + 6_000_000_000);
+    assert!(matches!(reader.get(&granted.id, later), Lookup::Closed), "no beat for 6 s");
+    node.heap.board().beat(later);
+    assert!(matches!(reader.get(&granted.id, later), Lookup::Hit(_)));
+    node.heap.board().set_open(false);
+    assert!(matches!(reader.get(&granted.id, later), Lookup::Closed));
+}
+
+#[test]
+fn a_reader_that_holds_too_much_is_told_to_copy() {
+    let node = TestNode::new(1, 2000, 4 << 20);
+    let local = node.join("full");
+    let mut reader = local.reader().unwrap();
+    let granted = node.put(b"k", &[1; 100]);
+    let guards: Vec<_> = (0..512).map(|_| hit(reader.get(&granted.id, now()))).collect();
+    assert_eq!(reader.pinned_bytes(), 51_200);
+    assert!(matches!(reader.get(&granted.id, now()), Lookup::Full));
+    drop(guards);
+    assert_eq!(reader.pinned_bytes(), 0);
+    assert!(matches!(reader.get(&granted.id, now()), Lookup::Hit(_)));
+}
+
+#[test]
+fn a_new_reader_respects_the_guards_of_an_old_one() {
+    let node = TestNode::new(1, 4, 1 << 20);
+    let local = node.join("respect");
+    let granted = node.put(b"k", b"bytes");
+    let mut old = local.reader().unwrap();
+    let guard = hit(old.get(&granted.id, now()));
+    drop(old);
+    let mut new = local.reader().unwrap();
+    for _ in 0..100 {
+        hit(new.get(&granted.id, now()));
+    }
+    assert_eq!(node.kill(&granted), Killed::Dying);
+    assert_eq!(node.reclaim().freed.len(), 0);
+    drop(guard);
+    assert_eq!(node.reclaim().freed.len(), 1);
+}
+
+#[test]
+fn touches_reach_the_node_once() {
+    let node = TestNode::new(2, 100, 1 << 20);
+    let local = node.join("touch");
+    let mut reader = local.reader().unwrap();
+    let granted: Vec<_> = (0..10u8).map(|n| node.put(&[n], &[n; 10])).collect();
+    for granted in &granted[3..6] {
+        hit(reader.get(&granted.id, now()));
+    }
+    let touched = || {
+        let mut numbers = vec![];
+        node.heap.ledgers().clients()[0].take_touched(|number| numbers.push(number));
+        numbers.sort();
+        numbers
+    };
+    let mut expected: Vec<u64> =
+        granted[3..6].iter().map(|g| u64::from(g.segment.0) * 100 + u64::from(g.slot.0)).collect();
+    expected.sort();
+    assert_eq!(touched(), expected);
+    assert_eq!(touched(), []);
+}
+
+#[test]
+fn what_a_dead_client_was_writing_dies_with_it() {
+    let node = TestNode::new(1, 4, 1 << 20);
+    let local = node.join("died");
+    let mut reader = local.reader().unwrap();
+    let object = node.put(b"k", b"bytes");
+    let _guard = hit(reader.get(&object.id, now()));
+    let granted = node.begin(b"half", 4096, Writer::Client(local.client())).unwrap();
+    let _claim = reader.claim(granted.segment, granted.slot, granted.epoch).unwrap();
+    // The process is said to be dead: from here on its pins count for nothing.
+    assert_eq!(node.heap.client_died(local.client()), 1);
+    assert_eq!(node.kill(&object), Killed::Dying);
+    assert_eq!(node.reclaim().freed.len(), 2);
+    node.assert_empty();
+}

@@ -1,0 +1,335 @@
+//! `cargo xtask ci`: every check in order, the same on a laptop and on a CI machine.
+//!
+//! Owns the list of steps and how a run is told: each step with its number and its commands, then a table, then one
+//! line that counts. [`plan`] is pure: what a step runs follows from the [`Machine`] alone.
+//!
+//! Invariants: a run stops at the first step that fails; a step that cannot run here says so, counts as neither
+//! passed nor failed, and is never silent.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::time::Instant;
+
+use crate::command::{Command, CommandError};
+use crate::fuzz::{self, FuzzError};
+use crate::machine::Machine;
+use crate::tidy::{self, TidyError};
+
+/// Benches that CI runs for a moment, so that they keep compiling and running: (package, bench).
+/// The figures of such a run mean nothing.
+const SMOKE_BENCHES: &[(&str, &str)] =
+    &[("moontide-heap", "alloc"), ("moontide-heap", "local_get"), ("moontide-types", "digest")];
+
+/// The steps, declared in the order in which they run: cheap ones first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    Fmt,
+    Tidy,
+    Clippy,
+    Test,
+    Doctest,
+    Doc,
+    Loom,
+    Shuttle,
+    BenchSmoke,
+    Fuzz,
+    Deny,
+}
+
+impl Step {
+    pub(crate) const ALL: &[Self] = &[
+        Self::Fmt,
+        Self::Tidy,
+        Self::Clippy,
+        Self::Test,
+        Self::Doctest,
+        Self::Doc,
+        Self::Loom,
+        Self::Shuttle,
+        Self::BenchSmoke,
+        Self::Fuzz,
+        Self::Deny,
+    ];
+
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|step| step.name() == name)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Fmt => "fmt",
+            Self::Tidy => "tidy",
+            Self::Clippy => "clippy",
+            Self::Test => "test",
+            Self::Doctest => "doctest",
+            Self::Doc => "doc",
+            Self::Loom => "loom",
+            Self::Shuttle => "shuttle",
+            Self::BenchSmoke => "bench-smoke",
+            Self::Fuzz => "fuzz",
+            Self::Deny => "deny",
+        }
+    }
+
+    fn purpose(self) -> &'static str {
+        match self {
+            Self::Fmt => "sources are formatted",
+            Self::Tidy => "dependencies point down, pages name what exists, files open with their purpose",
+            Self::Clippy => "no warning anywhere, tests and benches included",
+            Self::Test => "unit, integration and property tests; replay of the fuzz corpus",
+            Self::Doctest => "examples in the documentation run",
+            Self::Doc => "documentation builds without a dead link",
+            Self::Loom => "every interleaving of the small concurrent cores, weak orderings included",
+            Self::Shuttle => "random interleavings of larger concurrent scenes",
+            Self::BenchSmoke => "benches still compile and run; their figures mean nothing here",
+            Self::Fuzz => "each fuzz target for a few seconds",
+            Self::Deny => "licences, bans and sources of dependencies",
+        }
+    }
+}
+
+/// A step failed; the run has already said which one and why.
+#[derive(Debug, thiserror::Error)]
+#[error("a step failed")]
+pub(crate) struct CiError;
+
+/// Why one step failed.
+#[derive(Debug, thiserror::Error)]
+enum StepError {
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    #[error(transparent)]
+    Tidy(#[from] TidyError),
+    #[error(transparent)]
+    Fuzz(#[from] FuzzError),
+}
+
+/// What a step is going to do on this machine.
+#[derive(Debug, PartialEq, Eq)]
+enum Plan {
+    Commands { commands: Vec<Command>, note: Option<String> },
+    Tidy,
+    Fuzz { targets: Vec<String> },
+    NotRun { why: String },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Passed,
+    Failed,
+    NotRun,
+}
+
+/// A line of the closing table.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    step: Step,
+    seconds: f64,
+    outcome: Outcome,
+}
+
+/// Every step with its purpose, one line each.
+pub(crate) fn list() -> String {
+    Step::ALL.iter().map(|step| format!("{:<12} {}\n", step.name(), step.purpose())).collect()
+}
+
+/// Runs all steps, or `only` one.
+pub(crate) fn run(root: &Path, machine: &Machine, only: Option<Step>) -> Result<(), CiError> {
+    let steps = only.map_or_else(|| Step::ALL.to_vec(), |step| vec![step]);
+    let mut rows: Vec<Row> = Vec::new();
+    for (number, &step) in (1..).zip(&steps) {
+        println!("\n== {number}/{} {}: {}", steps.len(), step.name(), step.purpose());
+        let start = Instant::now();
+        let outcome = match perform(root, machine, plan(step, machine)) {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                println!("xtask: {error}");
+                Outcome::Failed
+            }
+        };
+        rows.push(Row { step, seconds: start.elapsed().as_secs_f64(), outcome });
+        if outcome == Outcome::Failed {
+            break;
+        }
+    }
+    print!("\n{}", summary(&rows));
+    if rows.iter().any(|row| row.outcome == Outcome::Failed) { Err(CiError) } else { Ok(()) }
+}
+
+fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepError> {
+    match plan {
+        Plan::Commands { commands, note } => {
+            if let Some(note) = note {
+                println!("NOTE: {note}");
+            }
+            for command in commands {
+                println!("$ {command}");
+                command.run(root)?;
+            }
+        }
+        Plan::Tidy => {
+            println!("$ cargo xtask tidy");
+            tidy::run(root)?;
+        }
+        Plan::Fuzz { targets } => fuzz::run(root, machine, &targets, fuzz::SMOKE_SECONDS)?,
+        Plan::NotRun { why } => {
+            println!("NOT RUN: {why}");
+            return Ok(Outcome::NotRun);
+        }
+    }
+    Ok(Outcome::Passed)
+}
+
+fn plan(step: Step, machine: &Machine) -> Plan {
+    match step {
+        Step::Fmt => commands([Command::cargo("fmt --all --check")]),
+        Step::Tidy => Plan::Tidy,
+        Step::Clippy => {
+            commands([Command::cargo("clippy --workspace --all-targets --locked -- -D warnings")])
+        }
+        Step::Test if machine.has_nextest => commands([Command::cargo("nextest run --workspace --locked")]),
+        // `--all-targets` would run benches too, and doctests have a step of their own.
+        Step::Test => Plan::Commands {
+            commands: vec![Command::cargo("test --workspace --locked --lib --bins --tests --examples")],
+            note: Some(
+                "cargo-nextest is not installed (`cargo install --locked cargo-nextest`); \
+                 using `cargo test`, without its time limits"
+                    .to_owned(),
+            ),
+        },
+        Step::Doctest => commands([Command::cargo("test --doc --workspace --locked")]),
+        Step::Doc => {
+            let doc = Command::cargo("doc --workspace --no-deps --locked --document-private-items");
+            commands([doc.env("RUSTDOCFLAGS", "-D warnings")])
+        }
+        Step::Loom | Step::Shuttle => commands([model_check(step.name(), machine)]),
+        Step::BenchSmoke => commands(SMOKE_BENCHES.iter().map(|(package, bench)| {
+            Command::cargo(&format!("bench -p {package} --bench {bench} --locked -- --quick"))
+        })),
+        Step::Fuzz => match fuzz::obstacle(machine) {
+            None => Plan::Fuzz { targets: machine.fuzz_targets.clone() },
+            Some(why) => Plan::NotRun { why },
+        },
+        Step::Deny if machine.has_cargo_deny => {
+            commands([Command::cargo("deny check bans licenses sources")])
+        }
+        Step::Deny => Plan::NotRun {
+            why: "cargo-deny is not installed (`cargo install --locked cargo-deny`)".to_owned(),
+        },
+    }
+}
+
+fn commands(commands: impl IntoIterator<Item = Command>) -> Plan {
+    Plan::Commands { commands: commands.into_iter().collect(), note: None }
+}
+
+/// A model checker replaces the atomics of the whole build, hence a target directory of its own. The tests of the
+/// checker `name` are in the integration test of that name.
+fn model_check(name: &str, machine: &Machine) -> Command {
+    Command::cargo(&format!("test --release -p moontide-heap --test {name} --locked"))
+        .env("RUSTFLAGS", &format!("--cfg {name}"))
+        .env("CARGO_TARGET_DIR", &format!("{}/{name}", machine.target_dir))
+}
+
+/// The table, how to repeat what failed, and the count as the last line.
+fn summary(rows: &[Row]) -> String {
+    let count = |outcome| rows.iter().filter(|row| row.outcome == outcome).count();
+    let mut text = format!("{:<12} {:>8}  result\n", "step", "seconds");
+    for Row { step, seconds, outcome } in rows {
+        let result = match outcome {
+            Outcome::Passed => "ok",
+            Outcome::Failed => "FAIL",
+            Outcome::NotRun => "not run",
+        };
+        let _ = writeln!(text, "{:<12} {seconds:>8.1}  {result}", step.name());
+    }
+    text.push('\n');
+    if let Some(row) = rows.iter().find(|row| row.outcome == Outcome::Failed) {
+        let name = row.step.name();
+        let _ = writeln!(text, "step {name} failed; to run it alone: cargo xtask ci --only {name}");
+    }
+    let _ = writeln!(text, "{} passed, {} failed", count(Outcome::Passed), count(Outcome::Failed));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine() -> Machine {
+        Machine {
+            has_nextest: true,
+            has_nightly: true,
+            has_cargo_fuzz: true,
+            has_cargo_deny: true,
+            target_dir: "target".to_owned(),
+            fuzz_targets: vec!["frame".to_owned()],
+        }
+    }
+
+    fn lines(plan: Plan) -> Vec<String> {
+        match plan {
+            Plan::Commands { commands, .. } => commands.iter().map(Command::to_string).collect(),
+            other => panic!("not a list of commands: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn steps_are_found_by_the_name_they_are_listed_under() {
+        for step in Step::ALL {
+            assert_eq!(Step::named(step.name()), Some(*step));
+            assert!(list().contains(&format!("\n{} ", step.name())) || list().starts_with(step.name()));
+        }
+        assert_eq!(Step::named("nothing"), None);
+    }
+
+    #[test]
+    fn model_checkers_build_apart_with_their_cfg() {
+        assert_eq!(
+            lines(plan(Step::Loom, &machine())),
+            ["RUSTFLAGS=\"--cfg loom\" CARGO_TARGET_DIR=target/loom \
+              cargo test --release -p moontide-heap --test loom --locked"]
+        );
+        let elsewhere = Machine { target_dir: "/scratch".to_owned(), ..machine() };
+        assert!(lines(plan(Step::Shuttle, &elsewhere))[0].contains("CARGO_TARGET_DIR=/scratch/shuttle "));
+    }
+
+    #[test]
+    fn without_nextest_the_tests_still_run_and_a_note_says_how() {
+        let Plan::Commands { commands, note } =
+            plan(Step::Test, &Machine { has_nextest: false, ..machine() })
+        else {
+            panic!("the test step must run")
+        };
+        assert!(commands[0].to_string().starts_with("cargo test --workspace --locked"));
+        assert!(note.unwrap().contains("cargo install --locked cargo-nextest"));
+        assert_eq!(lines(plan(Step::Test, &machine())), ["cargo nextest run --workspace --locked"]);
+    }
+
+    #[test]
+    fn optional_tools_that_are_missing_are_told_not_skipped_in_silence() {
+        let bare = Machine { has_cargo_fuzz: false, has_cargo_deny: false, ..machine() };
+        for step in [Step::Fuzz, Step::Deny] {
+            assert!(matches!(plan(step, &bare), Plan::NotRun { .. }), "{step:?}");
+            assert!(!matches!(plan(step, &machine()), Plan::NotRun { .. }), "{step:?}");
+        }
+    }
+
+    #[test]
+    fn every_smoke_bench_is_one_command() {
+        let lines = lines(plan(Step::BenchSmoke, &machine()));
+        assert_eq!(lines.len(), SMOKE_BENCHES.len());
+        assert_eq!(lines[0], "cargo bench -p moontide-heap --bench alloc --locked -- --quick");
+    }
+
+    #[test]
+    fn the_summary_ends_with_the_count_and_names_the_step_to_repeat() {
+        let row = |step, outcome| Row { step, seconds: 1.25, outcome };
+        let good = summary(&[row(Step::Fmt, Outcome::Passed), row(Step::Fuzz, Outcome::NotRun)]);
+        assert!(good.ends_with("\n1 passed, 0 failed\n"), "{good}");
+        assert!(good.contains("not run"), "{good}");
+        let bad = summary(&[row(Step::Fmt, Outcome::Passed), row(Step::Clippy, Outcome::Failed)]);
+        assert!(bad.contains("cargo xtask ci --only clippy\n"), "{bad}");
+        assert!(bad.ends_with("\n1 passed, 1 failed\n"), "{bad}");
+    }
+}

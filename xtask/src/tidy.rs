@@ -1,0 +1,79 @@
+//! `cargo xtask tidy`: what we agreed on and no compiler checks.
+//!
+//! Owns the list of checks and how their findings are told. The checks themselves are functions from facts to
+//! [`Finding`]s: [`crates`] looks at dependencies, [`pages`] at documentation, [`sources`] at source files; [`tree`]
+//! holds the files of the checkout, so that a test can plant a violation in memory.
+
+mod crates;
+mod pages;
+mod sources;
+mod tree;
+
+use std::fmt;
+use std::path::Path;
+
+use crate::command::{Command, CommandError};
+use tree::Tree;
+
+/// One violation: where it is, what is wrong and, where that is not plain, what to do about it.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Finding {
+    /// `path` or `path:line`, from the workspace root.
+    place: String,
+    what: String,
+}
+
+impl Finding {
+    fn new(place: impl Into<String>, what: impl Into<String>) -> Self {
+        Self { place: place.into(), what: what.into() }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.place, self.what)
+    }
+}
+
+/// Why tidy did not pass.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TidyError {
+    #[error("tidy: {0} finding(s), listed above")]
+    Findings(usize),
+    #[error("tidy cannot read the checkout: {0}")]
+    Unreadable(#[from] std::io::Error),
+    #[error("tidy cannot ask cargo: {0}")]
+    Cargo(#[from] CommandError),
+    #[error(transparent)]
+    Metadata(#[from] crates::MetadataError),
+}
+
+/// Runs every check and prints every finding.
+pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
+    let tree = Tree::load(root)?;
+    let packages = crates::parse_metadata(
+        &Command::cargo("metadata --no-deps --format-version 1 --locked").output(root)?,
+    )?;
+
+    let mut findings = crates::direction(&packages);
+    for ban in crates::bans_for(&packages) {
+        let listing = Command::cargo(&format!(
+            "tree --package {} --edges normal --all-features --prefix depth --locked",
+            ban.package
+        ));
+        findings.extend(crates::banned(&ban, &listing.output(root)?));
+    }
+    findings.extend(pages::paths_on_map(&tree));
+    findings.extend(pages::links(&tree));
+    findings.extend(sources::headers(&tree));
+    findings.extend(sources::lengths(&tree));
+
+    findings.sort();
+    findings.iter().for_each(|finding| println!("{finding}"));
+    if findings.is_empty() {
+        println!("tidy: {} crates and {} files are in order", packages.len(), tree.len());
+        Ok(())
+    } else {
+        Err(TidyError::Findings(findings.len()))
+    }
+}

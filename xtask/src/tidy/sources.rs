@@ -1,0 +1,68 @@
+//! Checks on source files: each opens with what it is for, and none is too long to be read.
+
+use super::Finding;
+use super::tree::Tree;
+
+/// Above this a file holds more than one idea.
+const LINES_MAX: usize = 900;
+/// Files that may be longer, each with its reason in a comment. Empty, and meant to stay so.
+const LONG_FILES: &[&str] = &[];
+
+/// Every source file of our crates and of xtask opens with `//!`.
+pub(super) fn headers(tree: &Tree) -> Vec<Finding> {
+    let sources = tree.files().filter(|(path, _)| wants_header(path));
+    let bare = sources.filter(|(_, text)| !text.starts_with("//!"));
+    bare.map(|(path, _)| {
+        Finding::new(format!("{path}:1"), "opens without `//!`; say what the file owns and what it does not")
+    })
+    .collect()
+}
+
+/// No text file in `crates/` has more than [`LINES_MAX`] lines.
+pub(super) fn lengths(tree: &Tree) -> Vec<Finding> {
+    let ours = tree.files().filter(|(path, _)| path.starts_with("crates/") && !LONG_FILES.contains(path));
+    ours.filter_map(|(path, text)| {
+        let lines = text.lines().count();
+        (lines > LINES_MAX)
+            .then(|| Finding::new(path, format!("{lines} lines, more than {LINES_MAX}; split it by idea")))
+    })
+    .collect()
+}
+
+fn wants_header(path: &str) -> bool {
+    let parts: Vec<&str> = path.split('/').collect();
+    path.ends_with(".rs") && matches!(parts.as_slice(), ["crates", _, "src", ..] | ["xtask", "src", ..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_without_header_is_found() {
+        let tree = Tree::of(&[
+            ("crates/heap/src/lib.rs", "//! The heap.\n"),
+            ("crates/heap/src/alloc/bins.rs", "use std::fmt;\n//! Too late.\n"),
+            ("crates/heap/tests/loom.rs", "#![cfg(loom)]\n"),
+            ("fuzz/fuzz_targets/frame.rs", "#![no_main]\n"),
+            ("xtask/src/main.rs", "fn main() {}\n"),
+        ]);
+        let places: Vec<String> = headers(&tree).into_iter().map(|finding| finding.place).collect();
+        assert_eq!(places, ["crates/heap/src/alloc/bins.rs:1", "xtask/src/main.rs:1"]);
+    }
+
+    #[test]
+    fn an_overlong_file_is_found() {
+        let full = "line\n".repeat(LINES_MAX);
+        let over = "line\n".repeat(LINES_MAX + 1);
+        let tree = Tree::of(&[
+            ("crates/heap/src/lib.rs", &full),
+            ("crates/heap/tests/storm.rs", &over),
+            ("docs/long.md", &over),
+        ]);
+        let findings = lengths(&tree);
+        assert_eq!(findings.len(), 1);
+        assert_eq!(findings[0].place, "crates/heap/tests/storm.rs");
+        assert!(findings[0].what.starts_with("901 lines"), "{}", findings[0]);
+    }
+}
