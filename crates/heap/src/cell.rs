@@ -23,7 +23,7 @@ use std::num::NonZeroU64;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, SegmentId, SlotId};
 
-use crate::planted::{Bug, planted};
+use crate::planted::{Bug, planted, weakened};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::word::AtomicWord;
 
@@ -99,7 +99,7 @@ impl Cell {
             fence(Ordering::SeqCst);
         }
         let seen = word.load();
-        if expect.accepts(seen) {
+        if expect.accepts(seen) || planted(Bug::WordUnchecked) {
             Ok(seen)
         } else {
             self.release();
@@ -111,7 +111,7 @@ impl Cell {
     /// Acquire in [`Cell::name`].
     #[inline]
     pub fn release(&self) {
-        self.0.store(0, Ordering::Release);
+        self.0.store(0, weakened(Bug::RelaxedRelease, Ordering::Release));
     }
 
     /// Pins in `self` what `from` pins already. The word is looked at again: an owner's scan could pass this
@@ -134,7 +134,7 @@ impl Cell {
     /// What the cell names, if anything. Acquire: pairs with the Release in [`Cell::release`].
     #[inline]
     pub fn name(&self) -> Option<SlotName> {
-        NonZeroU64::new(self.0.load(Ordering::Acquire)).map(SlotName)
+        NonZeroU64::new(self.0.load(weakened(Bug::RelaxedScan, Ordering::Acquire))).map(SlotName)
     }
 
     #[inline]
@@ -157,7 +157,20 @@ impl<'a> CellGroup<'a> {
     /// A cell that names nothing.
     #[inline]
     pub fn vacant(&self) -> Option<&'a Cell> {
-        self.0.iter().find(|cell| cell.is_vacant())
+        self.0.iter().find(|cell| cell.is_vacant() || planted(Bug::CellTakenTwice))
+    }
+}
+
+impl<'a> CellGroup<'a> {
+    /// The places of the cells that name something.
+    pub fn in_use(&self) -> impl Iterator<Item = usize> + use<'a> {
+        self.0.iter().enumerate().filter(|(_, cell)| !cell.is_vacant()).map(|(place, _)| place)
+    }
+
+    /// Where in the group a cell of it is.
+    #[inline]
+    pub fn place_of(&self, cell: &Cell) -> usize {
+        (std::ptr::from_ref(cell).addr() - self.0.as_ptr().addr()) / size_of::<Cell>()
     }
 }
 

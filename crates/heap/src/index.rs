@@ -14,6 +14,7 @@
 use moontide_types::bounds::SEGMENTS_PER_NODE_MAX;
 use moontide_types::{ObjectId, SegmentId, SlotId};
 
+use crate::planted::{Bug, planted};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Entries of one bucket: one cache line.
@@ -72,6 +73,10 @@ impl<'a> Index<'a> {
             let Some(empty) = bucket.iter().find(|e| e.load(Ordering::Relaxed) == 0) else {
                 return Inserted::Overflow;
             };
+            if planted(Bug::InsertByStore) {
+                empty.store(entry, Ordering::Release);
+                return Inserted::Indexed;
+            }
             // Another thread of the owner may have taken the place meanwhile: look again.
             if empty.compare_exchange(0, entry, Ordering::Release, Ordering::Relaxed).is_ok() {
                 return Inserted::Indexed;

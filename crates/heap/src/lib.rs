@@ -45,5 +45,13 @@ pub use shm::{
 #[cfg(any(loom, shuttle))]
 #[doc(hidden)]
 pub mod model {
+    use moontide_types::Epoch;
+
     pub use crate::planted::{Bug, with_planted};
+    use crate::{AtomicWord, Transition};
+
+    /// [`AtomicWord::free`], which is otherwise the owner's alone, after a scan.
+    pub fn free(word: &AtomicWord, epoch: Epoch) -> Transition {
+        word.free(epoch)
+    }
 }

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use moontide_types::{Generation, MonoTime};
 
-use crate::planted::{Bug, planted};
+use crate::planted::{Bug, planted, weakened};
 use crate::sync::{AtomicU64, Ordering};
 
 /// One member's row.
@@ -84,7 +84,9 @@ impl Row {
         assert!(last.generation.0 < u32::MAX.into(), "the row has been used 2³² times");
         let mine = Occupant { generation: Generation(last.generation.0 + 1), pid };
         // The beat comes before the name, so that nobody sees the name with an old beat.
-        self.sign(now);
+        if !planted(Bug::JoinUnsigned) {
+            self.sign(now);
+        }
         match self.occupant.compare_exchange(seen, mine.bits(), Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(mine),
             Err(other) => Err(NotYours(Occupant::from_bits(other))),
@@ -121,7 +123,7 @@ impl Row {
         }
         // Acquire; pairs with the Release in `sign`: whoever sees a successor's beat sees below that the
         // row changed hands.
-        let beat = MonoTime(self.beat_ns.load(Ordering::Acquire));
+        let beat = MonoTime(self.beat_ns.load(weakened(Bug::RelaxedBeatRead, Ordering::Acquire)));
         if !planted(Bug::RowReadOnce) && self.occupant.load(Ordering::Relaxed) != seen {
             return Liveness::Absent;
         }
@@ -136,7 +138,10 @@ impl Row {
     }
 
     fn sign(&self, now: MonoTime) {
-        self.beat_ns.fetch_max(now.0, Ordering::Release);
+        if planted(Bug::BeatByStore) {
+            return self.beat_ns.store(now.0, Ordering::Release);
+        }
+        self.beat_ns.fetch_max(now.0, weakened(Bug::RelaxedSign, Ordering::Release));
     }
 }
 

@@ -14,7 +14,7 @@
 use moontide_types::Epoch;
 use moontide_types::record::{State, Word};
 
-use crate::planted::{Bug, planted};
+use crate::planted::{Bug, planted, weakened};
 use crate::sync::{AtomicU64, Ordering};
 
 /// What became of an attempted transition.
@@ -50,13 +50,14 @@ impl AtomicWord {
     /// The word now. Acquire: whoever sees READY sees the bytes; pairs with the Release in [`Self::publish`].
     #[inline]
     pub fn load(&self) -> Word {
-        Word::from_bits(self.0.load(Ordering::Acquire))
+        Word::from_bits(self.0.load(weakened(Bug::RelaxedLook, Ordering::Acquire)))
     }
 
     /// FREE(e) → WRITING(epoch), if `epoch` is newer than any the slot has seen.
     pub fn begin(&self, epoch: Epoch) -> Transition {
         let new = Word::new(epoch, State::Writing);
-        self.change(new, |old| old.state() == State::Free && old.epoch() < epoch)
+        let is_new = |old: Word| old.epoch() < epoch || planted(Bug::LateBegin);
+        self.change(new, |old| old.state() == State::Free && is_new(old))
     }
 
     /// FREE(e) → FREE(epoch): a reservation was cancelled before it began, so a late begin must be refused.
@@ -75,7 +76,7 @@ impl AtomicWord {
             };
         }
         // Release: the bytes become visible before the word; pairs with the Acquire in `load`.
-        let order = if planted(Bug::RelaxedPublish) { Ordering::Relaxed } else { Ordering::Release };
+        let order = weakened(Bug::RelaxedPublish, Ordering::Release);
         self.swap_exact(Word::new(epoch, State::Writing), Word::new(epoch, State::Ready), order)
     }
 
@@ -88,7 +89,9 @@ impl AtomicWord {
 
     /// DEAD(epoch) → FREE(epoch). No ledger may name the slot: see [`Pins`](crate::Pins).
     pub(crate) fn free(&self, epoch: Epoch) -> Transition {
-        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Free), Ordering::AcqRel)
+        // AcqRel: what the scan saw happens before what the next owner does.
+        let order = weakened(Bug::RelaxedFree, Ordering::AcqRel);
+        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Free), order)
     }
 
     fn change(&self, new: Word, allowed: impl Fn(Word) -> bool) -> Transition {
@@ -109,6 +112,10 @@ impl AtomicWord {
     }
 
     fn swap_exact(&self, old: Word, new: Word, success: Ordering) -> Transition {
+        if planted(Bug::CheckThenStore) && self.load() == old {
+            self.0.store(new.bits(), Ordering::Release);
+            return Transition::Done(old);
+        }
         match self.0.compare_exchange(old.bits(), new.bits(), success, Ordering::Acquire) {
             Ok(_) => Transition::Done(old),
             Err(seen) if seen == new.bits() => Transition::Already,

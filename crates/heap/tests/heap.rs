@@ -274,3 +274,25 @@ fn what_a_dead_client_was_writing_dies_with_it() {
     assert_eq!(node.reclaim().freed.len(), 2);
     node.assert_empty();
 }
+
+#[test]
+fn a_limit_on_pinned_bytes_counts_what_is_left() {
+    let node = TestNode::new(1, 100, 4 << 20);
+    let local = node.join_with_limit("limit", 10_000);
+    let mut reader = local.reader().unwrap();
+    let objects: Vec<_> = (0..30u8).map(|n| node.put(&[n], &[n; 1000])).collect();
+    let mut guards: Vec<_> = objects[..10].iter().map(|o| hit(reader.get(&o.id, now()))).collect();
+    assert_eq!(reader.pinned_bytes(), 10_000);
+    assert!(matches!(reader.get(&objects[10].id, now()), Lookup::Full));
+    assert!(reader.clone_guard(&guards[0]).is_none());
+    guards.truncate(3);
+    assert_eq!(reader.pinned_bytes(), 3_000);
+    guards.extend(objects[10..17].iter().map(|o| hit(reader.get(&o.id, now()))));
+    assert!(matches!(reader.get(&objects[20].id, now()), Lookup::Full));
+    drop(guards);
+    // One at a time for ever: what was dropped does not count.
+    for object in objects.iter().cycle().take(1000) {
+        hit(reader.get(&object.id, now()));
+    }
+    assert_eq!(reader.pinned_bytes(), 0);
+}

@@ -7,14 +7,14 @@
 //!   row r    rows: bit r ┘   columns[r]   2^(r-1) lengths a bin   64 << (r-1)  …
 //! ```
 //!
-//! A bin is the number `row * 64 + column`; bins ascend with the lengths that they hold. The next bin that is not
-//! empty is found with two counts of trailing zeros.
+//! A bin is the number `row * 64 + column`; bins ascend with the lengths that they hold. The next bin that is
+//! not empty is found with two counts of trailing zeros.
 //!
-//! **Length of a block** is what a page-aligned request can use of it, [`usable_units`]: nearly all the bytes of a
-//! segment are asked for with page alignment, and a block binned by its raw length would be found either too late
-//! (up to 7 units short once aligned) or, searched for with 7 units to spare, not in the place that an equal
-//! object has just left. A block that contains no whole page is a *sliver* and stands in bins 1 to 7, where small
-//! requests look first.
+//! **Length of a block** is what a page-aligned request can use of it, [`usable_units`]: nearly all the bytes
+//! of a segment are asked for with page alignment, and a block binned by its raw length would be found either
+//! too late (up to 7 units short once aligned) or, searched for with 7 units to spare, not in the place that
+//! an equal object has just left. A block that contains no whole page is a *sliver* and stands in bins 1 to
+//! 7, where small requests look first.
 //!
 //! Invariants:
 //!
@@ -22,8 +22,8 @@
 //! * `floor(bin + 1) - floor(bin) <= max(1, floor(bin) / 64)`;
 //! * a bin's bit is set if and only if its list is not empty; a row's bit if and only if one of its bins' is.
 
+use super::PAGE_UNITS;
 use super::blocks::{Block, Blocks, NIL};
-use super::extent::PAGE_UNITS;
 
 const COLUMN_BITS: u32 = 6;
 const COLUMNS: u32 = 1 << COLUMN_BITS;
@@ -60,6 +60,7 @@ pub(super) fn floor(bin: u32) -> u32 {
     if row == 0 { column } else { (COLUMNS + column) << (row - 1) }
 }
 
+#[derive(Debug)]
 pub(super) struct Bins {
     rows: u32,
     columns: [u64; ROWS as usize],
@@ -145,8 +146,9 @@ impl Bins {
         self.count -= 1;
     }
 
-    /// After a free block has changed its range: moves it from `bin` to where it belongs now. A block that stays
-    /// in its bin keeps its place in the list, so that cutting slices off one long run touches no list at all.
+    /// After a free block has changed its range: moves it from `bin` to where it belongs now. A block that
+    /// stays in its bin keeps its place in the list, so that cutting slices off one long run touches no list
+    /// at all.
     pub(super) fn refile(&mut self, blocks: &mut Blocks, block: u32, bin: u32) {
         if bin_of(usable_units(blocks.get(block))) != bin {
             self.remove(blocks, block, bin);

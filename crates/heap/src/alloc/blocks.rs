@@ -10,12 +10,13 @@
 //!   physical order        NIL ⇄ [0, a) ⇄ [a, b) ⇄ … ⇄ [z, capacity) ⇄ NIL
 //! ```
 //!
-//! Record 0 is the border, a block of no units which counts as live: the ring of `prev` and `next` closes over
-//! it, so that neither merging nor splitting asks whether there is a neighbour. The same number is NIL in the
-//! bin lists, where a border can never stand.
+//! Record 0 is the border, a block of no units which counts as live: the ring of `prev` and `next` closes
+//! over it, so that neither merging nor splitting asks whether there is a neighbour. The same number is NIL
+//! in the bin lists, where a border can never stand.
 //!
 //! `units` could be derived (`next.start - start`) and the record be 20 bytes, but then splitting reads a
-//! neighbour which it otherwise leaves alone, and looking through a bin costs two cache misses a block, not one.
+//! neighbour which it otherwise leaves alone, and looking through a bin costs two cache misses a block, not
+//! one.
 //!
 //! Invariants, with `live`, `free` and `vacant` counting records:
 //!
@@ -23,9 +24,10 @@
 //! * `block.next.prev == block` and `block.prev.next == block`;
 //! * `block.units > 0` for every block but the border;
 //! * no two neighbours are free, hence `free <= live + 1`;
-//! * `live + free + vacant + 1 == records.len() <= 2 * live_max + 2`, `live_max` being the most ever live at once.
+//! * `live + free + vacant + 1 == records.len() <= 2 * live_max + 2`, `live_max` being the most ever live at
+//!   once.
 
-use super::extent::Extent;
+use moontide_types::Extent;
 
 /// Names a live block of one [`Allocator`](super::Allocator), until it is freed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -40,7 +42,7 @@ const VACANT: u32 = u32::MAX - 1;
 /// Keeps every record's number below the two marks, however finely the segment is cut.
 pub(super) const CAPACITY_UNITS_MAX: u32 = VACANT - 1;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     pub(super) start: u32,
     pub(super) units: u32,
@@ -66,6 +68,7 @@ impl Block {
     }
 }
 
+#[derive(Debug)]
 pub(super) struct Blocks {
     records: Vec<Block>,
     /// First of the vacant records; the one vacated last is used next, while it is still in cache.

@@ -5,15 +5,15 @@
 //!   units 0 … 63        units 64 … 127
 //! ```
 //!
-//! The node does not believe the master's allocator; it keeps one bit per unit, 1/4096 of the memory, and handles
-//! whole words: a range of 16 MiB is 512 words, a range of 4 KiB one or two.
+//! The node does not believe the master's allocator; it keeps one bit per unit, 1/4096 of the memory, and
+//! handles whole words: a range of 16 MiB is 512 words, a range of 4 KiB one or two.
 //!
 //! Invariants:
 //!
 //! * `claimed_units == number of set bits <= capacity_units <= 64 * words.len() < capacity_units + 64`;
 //! * bits at and above `capacity_units` are never set.
 
-use super::extent::Extent;
+use moontide_types::Extent;
 
 /// Why a range was not claimed. Nothing has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]

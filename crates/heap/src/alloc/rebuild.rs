@@ -1,11 +1,11 @@
 //! Building an [`Allocator`] from the extents that are live, as after a restart.
 //!
-//! The extents come from headers that a crash may have left behind, so that contradictions are errors, not panics.
-//! Blocks are numbered in address order, which is the order in which neighbours are looked for.
+//! The extents come from headers that a crash may have left behind, so that contradictions are errors, not
+//! panics. Blocks are numbered in address order, which is the order in which neighbours are looked for.
 
 use super::allocator::Allocator;
 use super::blocks::{BlockRef, NIL};
-use super::extent::Extent;
+use moontide_types::Extent;
 
 /// Why a set of extents cannot be the live set of a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -46,9 +46,9 @@ impl Allocator {
             }
         }
 
-        // Start and position in one word: sorting plain words is several times faster than sorting by a key that
-        // has to be fetched. At most `capacity_units` extents are disjoint, hence looking at one more finds an overlap
-        // and every position fits into 32 bits.
+        // Start and position in one word: sorting plain words is several times faster than sorting by a key
+        // that has to be fetched. At most `capacity_units` extents are disjoint, hence looking at one more
+        // finds an overlap and every position fits into 32 bits.
         let considered = live.len().min(capacity_units as usize + 1);
         let words = live[..considered].iter().enumerate();
         let mut order: Vec<u64> =
@@ -56,8 +56,8 @@ impl Allocator {
         order.sort_unstable();
         let position = |word: u64| word as u32 as usize;
 
-        // Three loops instead of one, because the first and the last miss the cache at every step: as short as they are,
-        // the processor has many of the misses under way at a time.
+        // Three loops instead of one, because the first and the last miss the cache at every step: as short
+        // as they are, the processor has many of the misses under way at a time.
         let sorted: Vec<Extent> = order.iter().map(|&word| live[position(word)]).collect();
 
         let mut gaps = 1;

@@ -151,10 +151,12 @@ impl Door {
             let _ = send(&socket, &Message::Refusal(code), &[]);
             Err(error)
         };
+        // The greeting is read before anything is refused: a socket that is closed with unread data in it resets
+        // the connection, and the refusal would be lost.
+        let (message, mut descriptors) = receive(&socket)?;
         if !self.allowed_uids.contains(&uid) {
             return refuse(ErrorCode::PermissionDenied, DoorError::User { pid, uid });
         }
-        let (message, mut descriptors) = receive(&socket)?;
         let (Message::Hello { .. }, 1) = (&message, descriptors.len()) else {
             return refuse(ErrorCode::InvalidArgument, DoorError::Unexpected { pid });
         };

@@ -16,7 +16,7 @@ use std::time::Duration;
 use moontide_types::record::{DigestContext, Header, State, Word};
 use moontide_types::{ClientId, Epoch, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
-use crate::cell::{Cell, Expect, SlotName};
+use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
 use crate::index::Place;
 use crate::shm::board::{BoardError, BoardView};
 use crate::shm::ledger::{LedgerError, OwnLedger};
@@ -54,14 +54,15 @@ pub struct LocalHeap {
     board: BoardView,
     ledger: OwnLedger,
     segments: Box<[OnceLock<SegmentRegions>]>,
-    /// Per group of the ledger: bytes under guards. Process-private.
-    pinned: Box<[PinnedBytes]>,
+    /// Per group of the ledger: how long the object is that each cell names, or named last. Process-private.
+    lengths: Box<[Lengths]>,
     pinned_bytes_max: u64,
 }
 
+/// Written by the group's one thread, read by it and by whoever has the group next.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct PinnedBytes(AtomicU64);
+struct Lengths([AtomicU64; CELLS_PER_GROUP]);
 
 impl LocalHeap {
     /// Puts the imported parts together. [`join`](crate::join) does this over the node's socket.
@@ -83,8 +84,8 @@ impl LocalHeap {
         let board = BoardView::new(board, stale_after)?;
         let ledger = OwnLedger::import(ledger)?;
         let segments = std::iter::repeat_with(OnceLock::new).take(SEGMENTS_MAPPED_MAX).collect();
-        let pinned = std::iter::repeat_with(PinnedBytes::default).take(ledger.groups() as usize).collect();
-        Ok(LocalHeap { client, board, ledger, segments, pinned, pinned_bytes_max })
+        let lengths = std::iter::repeat_with(Lengths::default).take(ledger.groups() as usize).collect();
+        Ok(LocalHeap { client, board, ledger, segments, lengths, pinned_bytes_max })
     }
 
     /// Adds a segment. A second offer of the same one is ignored.
@@ -111,7 +112,7 @@ impl LocalHeap {
             return None;
         }
         let group = self.ledger.take_group()?;
-        Some(Reader { heap: self, groups: vec![group] })
+        Some(Reader { heap: self, groups: vec![group], allowance: 0 })
     }
 
     /// Whether the mappings are there: not in a child that was forked after they were made.
@@ -144,6 +145,17 @@ pub enum Lookup<'h> {
 pub struct Reader<'h> {
     heap: &'h LocalHeap,
     groups: Vec<u32>,
+    /// Bytes that may certainly be pinned before the guards that are left have to be counted again. Counting
+    /// them costs a look at all cells; keeping an exact sum would cost every guard two atomic additions.
+    allowance: u64,
+}
+
+/// A cell that names nothing, and where it is.
+#[derive(Clone, Copy)]
+struct Vacancy<'h> {
+    cell: &'h Cell,
+    group: u32,
+    place: usize,
 }
 
 impl<'h> Reader<'h> {
@@ -155,12 +167,9 @@ impl<'h> Reader<'h> {
         if !heap.is_here() || !heap.board.is_usable(now) {
             return Lookup::Closed;
         }
-        let Some((group, cell)) = self.vacant() else { return Lookup::Full };
-        if self.pinned_bytes() >= heap.pinned_bytes_max {
-            return Lookup::Full;
-        }
+        let Some(vacancy) = self.vacant() else { return Lookup::Full };
         let found = heap.board.index().find(id, |place| {
-            let guard = self.pin(place, cell, group, Expect::Ready)?;
+            let guard = self.pin(place, vacancy.cell, Expect::Ready)?;
             // The entry was a hint. This is the proof; a guard that is dropped here releases the cell.
             (guard.pin.header.id == *id).then_some(guard)
         });
@@ -168,7 +177,7 @@ impl<'h> Reader<'h> {
             Some(guard) => {
                 let number = guard.pin.regions.shape.first_number + u64::from(guard.pin.slot.0);
                 heap.ledger.touch(number);
-                Lookup::Hit(guard)
+                self.admit(guard, vacancy)
             }
             None => Lookup::Miss,
         }
@@ -179,9 +188,9 @@ impl<'h> Reader<'h> {
         if !self.heap.is_here() || !self.heap.board.is_usable(now) {
             return Lookup::Closed;
         }
-        let Some((group, cell)) = self.vacant() else { return Lookup::Full };
-        match self.pin(Place { segment, slot }, cell, group, Expect::ReadyAt(epoch)) {
-            Some(guard) => Lookup::Hit(guard),
+        let Some(vacancy) = self.vacant() else { return Lookup::Full };
+        match self.pin(Place { segment, slot }, vacancy.cell, Expect::ReadyAt(epoch)) {
+            Some(guard) => self.admit(guard, vacancy),
             None => Lookup::Miss,
         }
     }
@@ -192,8 +201,9 @@ impl<'h> Reader<'h> {
         if !self.heap.is_here() {
             return None;
         }
-        let (group, cell) = self.vacant()?;
-        let Guard { pin } = self.pin(Place { segment, slot }, cell, group, Expect::WritingAt(epoch))?;
+        let vacancy = self.vacant()?;
+        let Guard { pin } = self.pin(Place { segment, slot }, vacancy.cell, Expect::WritingAt(epoch))?;
+        self.note_length(vacancy, pin.header.stripe_len);
         Some(WriteClaim { pin })
     }
 
@@ -203,16 +213,20 @@ impl<'h> Reader<'h> {
         if !self.heap.is_here() {
             return None;
         }
-        let (group, cell) = self.vacant()?;
-        let Pin { regions, slot, word, header, .. } = guard.pin;
-        if !cell.acquire_again(guard.pin.cell, regions.word(slot)?, word) {
+        let vacancy = self.vacant()?;
+        let Pin { heap, regions, slot, word, header, .. } = guard.pin;
+        if !vacancy.cell.acquire_again(guard.pin.cell, regions.word(slot)?, word) {
             return None;
         }
-        Some(Guard { pin: Pin::new(self.heap, cell, group, regions, slot, word, header) })
+        let clone = Guard { pin: Pin { heap, cell: vacancy.cell, regions, slot, word, header } };
+        match self.admit(clone, vacancy) {
+            Lookup::Hit(clone) => Some(clone),
+            _ => None,
+        }
     }
 
     #[inline]
-    fn pin(&self, place: Place, cell: &'h Cell, group: u32, expect: Expect) -> Option<Guard<'h>> {
+    fn pin(&self, place: Place, cell: &'h Cell, expect: Expect) -> Option<Guard<'h>> {
         let regions = self.heap.segment(place.segment)?;
         regions.prefetch(place.slot);
         let word = regions.word(place.slot)?;
@@ -225,27 +239,62 @@ impl<'h> Reader<'h> {
                 return None;
             }
         };
-        Some(Guard { pin: Pin::new(self.heap, cell, group, regions, place.slot, seen, header) })
+        Some(Guard { pin: Pin { heap: self.heap, cell, regions, slot: place.slot, word: seen, header } })
+    }
+
+    /// Lets a guard out if its bytes are within the limit.
+    #[inline]
+    fn admit(&mut self, guard: Guard<'h>, vacancy: Vacancy<'h>) -> Lookup<'h> {
+        let len = guard.pin.header.stripe_len;
+        self.note_length(vacancy, len);
+        if len > self.allowance {
+            // The guard's own cell is among those counted.
+            match self.heap.pinned_bytes_max.checked_sub(self.pinned_bytes()) {
+                Some(left) => self.allowance = left + len,
+                None => return Lookup::Full,
+            }
+        }
+        self.allowance -= len;
+        Lookup::Hit(guard)
     }
 
     #[inline]
-    fn vacant(&mut self) -> Option<(u32, &'h Cell)> {
-        for &group in &self.groups {
-            if let Some(cell) = self.heap.ledger.group(group).vacant() {
-                return Some((group, cell));
-            }
+    fn note_length(&self, vacancy: Vacancy<'_>, len: u64) {
+        // Relaxed: only this thread reads it, or one that got the group through `take_group`.
+        self.heap.lengths[vacancy.group as usize].0[vacancy.place].store(len, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn vacant(&mut self) -> Option<Vacancy<'h>> {
+        let heap = self.heap;
+        let in_group = |group| {
+            let cells = heap.ledger.group(group);
+            let cell = cells.vacant()?;
+            Some(Vacancy { cell, group, place: cells.place_of(cell) })
+        };
+        if let Some(vacancy) = self.groups.iter().find_map(|&group| in_group(group)) {
+            return Some(vacancy);
         }
         if self.groups.len() == GROUPS_PER_READER {
             return None;
         }
-        let group = self.heap.ledger.take_group()?;
+        let group = heap.ledger.take_group()?;
         self.groups.push(group);
-        Some((group, self.heap.ledger.group(group).vacant()?))
+        in_group(group)
     }
 
-    /// Bytes under the guards that this reader has handed out.
+    /// Bytes under the guards that this reader has handed out and that are left.
     pub fn pinned_bytes(&self) -> u64 {
-        self.groups.iter().map(|&group| self.heap.pinned[group as usize].0.load(Ordering::Relaxed)).sum()
+        let in_group = |&group: &u32| {
+            let lengths = &self.heap.lengths[group as usize].0;
+            self.heap
+                .ledger
+                .group(group)
+                .in_use()
+                .map(|place| lengths[place].load(Ordering::Relaxed))
+                .sum::<u64>()
+        };
+        self.groups.iter().map(in_group).sum()
     }
 }
 
@@ -264,33 +313,15 @@ struct Pin<'h> {
     heap: &'h LocalHeap,
     cell: &'h Cell,
     regions: &'h SegmentRegions,
-    group: u32,
     slot: SlotId,
     word: Word,
     header: Header,
-}
-
-impl<'h> Pin<'h> {
-    #[inline]
-    fn new(
-        heap: &'h LocalHeap,
-        cell: &'h Cell,
-        group: u32,
-        regions: &'h SegmentRegions,
-        slot: SlotId,
-        word: Word,
-        header: Header,
-    ) -> Pin<'h> {
-        heap.pinned[group as usize].0.fetch_add(header.stripe_len, Ordering::Relaxed);
-        Pin { heap, cell, regions, group, slot, word, header }
-    }
 }
 
 impl Drop for Pin<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.heap.is_here() {
-            self.heap.pinned[self.group as usize].0.fetch_sub(self.header.stripe_len, Ordering::Relaxed);
             self.cell.release();
         }
     }

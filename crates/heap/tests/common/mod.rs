@@ -184,11 +184,15 @@ impl TestNode {
 
     /// A client of this node in the same process.
     pub fn join(&self, name: &str) -> LocalHeap {
+        self.join_with_limit(name, u64::MAX)
+    }
+
+    pub fn join_with_limit(&self, name: &str, pinned_bytes_max: u64) -> LocalHeap {
         let (door, path) = self.open_door(name);
         let heap = std::thread::scope(|scope| {
             let admit = scope.spawn(|| door.admit(door.accept().unwrap(), &self.heap).unwrap());
             // SAFETY: node and client are this test.
-            let (heap, _socket) = unsafe { join(&path, Duration::from_secs(5), u64::MAX) }.unwrap();
+            let (heap, _socket) = unsafe { join(&path, Duration::from_secs(5), pinned_bytes_max) }.unwrap();
             admit.join().unwrap();
             heap
         });

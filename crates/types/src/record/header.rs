@@ -209,8 +209,7 @@ impl Header {
     /// # Panics
     /// If the fields contradict each other: a header that could not be read back must never be written.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
-        self.check().expect("a header must be valid before it is written");
-        let layout = self.layout().expect("checked above");
+        let layout = self.check().expect("a header must be valid before it is written");
         let digests_len = layout.digests().len() as u32; // ≤ 32 MiB: RecordLayout checked the payload's length
         let mut bytes = [0; HEADER_BYTES];
         let mut writer = Writer { bytes: &mut bytes, at: 0 };
@@ -281,8 +280,7 @@ impl Header {
             id_key: u32_at(bytes, 96),
             tenant_generation: TenantGeneration(u32_at(bytes, 100)),
         };
-        header.check()?;
-        let expected = header.layout()?.digests().len();
+        let expected = header.check()?.digests().len();
         let found = u32_at(bytes, 80);
         if u64::from(found) != expected {
             return Err(HeaderError::DigestsLen { found, expected });
@@ -290,8 +288,8 @@ impl Header {
         Ok(header)
     }
 
-    /// The relations between fields that encoder and decoder both insist on.
-    pub fn check(&self) -> Result<(), HeaderError> {
+    /// The relations between fields that encoder and decoder both insist on; where the record's parts stand.
+    pub fn check(&self) -> Result<RecordLayout, HeaderError> {
         let Header { object_len, stripe_offset: offset, stripe_len: len, .. } = *self;
         let (index, count) = (self.stripe_index, self.stripe_count);
         let fits = object_len <= OBJECT_BYTES_MAX
@@ -303,8 +301,9 @@ impl Header {
         if !fits {
             return Err(HeaderError::Stripe { index, count, offset, len, object_len });
         }
-        self.layout()?.span_from(self.payload_offset)?;
-        Ok(())
+        let layout = self.layout()?;
+        layout.span_from(self.payload_offset)?;
+        Ok(layout)
     }
 }
 

@@ -13,17 +13,17 @@
 mod allocator;
 mod bins;
 mod blocks;
-mod extent;
 mod extent_map;
 mod rebuild;
 
-mod model;
-
-#[doc(hidden)]
-pub mod fuzz;
-
 pub use allocator::{Align, AllocStats, Allocation, Allocator};
 pub use blocks::BlockRef;
-pub use extent::{Extent, PAGE_UNITS, UNIT_BYTES};
 pub use extent_map::{ClaimError, ExtentMap};
 pub use rebuild::RebuildError;
+
+use moontide_types::bounds::{PAYLOAD_ALIGN, UNIT_BYTES};
+
+/// Units of a 4 KiB page, the alignment of payloads of 4 KiB and more.
+pub const PAGE_UNITS: u32 = (PAYLOAD_ALIGN / UNIT_BYTES) as u32;
+
+const _: () = assert!(PAGE_UNITS.is_power_of_two());

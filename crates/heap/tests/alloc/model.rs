@@ -1,27 +1,26 @@
 //! The naive model: a map of live extents, from which everything else follows, compared after every step.
 //!
-//! It owns one [`Allocator`] and one [`ExtentMap`], drives them side by side, and panics at the first difference. What it
-//! holds them to, with `live` its map and `runs` the gaps between its entries:
+//! It owns one [`Allocator`] and one [`ExtentMap`], drives them side by side, and panics at the first
+//! difference. What it holds them to, with `live` its map and `runs` the gaps between its entries:
 //!
 //! * `free_runs() == runs`: hence no overlap, no leak, and every merge made;
 //! * `live_units + free_units == capacity_units`, `free_blocks <= live_blocks + 1`;
 //! * `largest_run_units <= longest <= largest_run_units * 65 / 64`;
 //! * an allocation is as long as asked for, aligned, and free in the map; its tag survives;
-//! * a refusal: while there are at most 256 runs, none of them fits; always, `max(units, 8) > longest * 64 / 65`;
+//! * a refusal: while there are at most 256 runs, none of them fits; always, `max(units, 8) > longest * 64 /
+//!   65`;
 //! * a rebuild from `live` has the same runs.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
-use super::allocator::{Align, Allocator};
-use super::blocks::BlockRef;
-use super::extent::{Extent, PAGE_UNITS};
-use super::extent_map::{ClaimError, ExtentMap};
+use moontide_heap::alloc::{Align, Allocator, BlockRef, ClaimError, ExtentMap, PAGE_UNITS};
+use moontide_types::Extent;
 
-/// One step. Blocks are named by their rank in address order, modulo the number of them; a step that needs a block is
-/// skipped while there is none.
+/// One step. Blocks are named by their rank in address order, modulo the number of them; a step that needs a
+/// block is skipped while there is none.
 #[derive(Clone, Copy, Debug)]
-pub enum Op {
+pub(crate) enum Op {
     /// Ask for a range.
     Alloc {
         /// How much.
@@ -57,7 +56,7 @@ struct Live {
 }
 
 /// An allocator, a map, and what they should say.
-pub struct Model {
+pub(crate) struct Model {
     capacity_units: u32,
     allocator: Allocator,
     map: ExtentMap,
@@ -66,19 +65,19 @@ pub struct Model {
 
 impl Model {
     /// Everything free.
-    pub fn new(capacity_units: u32) -> Self {
+    pub(crate) fn new(capacity_units: u32) -> Self {
         let (allocator, map) = (Allocator::new(capacity_units), ExtentMap::new(capacity_units));
         Self { capacity_units, allocator, map, live: BTreeMap::new() }
     }
 
     /// Takes a step and compares.
-    pub fn step(&mut self, op: Op) {
+    pub(crate) fn step(&mut self, op: Op) {
         self.step_unchecked(op);
         self.compare();
     }
 
     /// Takes a step; for the many that lead to the state which a test is about.
-    pub fn step_unchecked(&mut self, op: Op) {
+    pub(crate) fn step_unchecked(&mut self, op: Op) {
         match op {
             Op::Alloc { units, align } => self.alloc(units, align),
             Op::Free { rank } => self.free(rank),
@@ -89,7 +88,7 @@ impl Model {
     }
 
     /// Frees everything, from the lowest address to the highest, and finds one run.
-    pub fn finish(mut self) {
+    pub(crate) fn finish(mut self) {
         while !self.live.is_empty() {
             self.free(0);
         }

@@ -3,7 +3,7 @@
 //! ```text
 //!   capacity: u16 le │ step │ step │ …          step = kind: u8, then operands, least significant byte first
 //!
-//!   kind % 8   0 1 2   allocate    size: u8     1 + size << (kind / 8 % 8) units; page-aligned if kind >= 128
+//!   kind % 8   0 1 2   allocate    size: u8     1 + (size << kind / 8 % 8) units; page-aligned if kind >= 128
 //!              3 4 5   free        rank: u16
 //!              6       tag         rank: u8, tag: u32; or, if kind >= 128, rebuild
 //!              7       claim       start: u16, units: u8 << (kind / 8 % 8)
@@ -13,15 +13,17 @@
 
 use std::num::NonZeroU32;
 
-use super::allocator::Align;
-use super::extent::Extent;
-pub use super::model::{Model, Op};
+use moontide_heap::alloc::Align;
+use moontide_types::Extent;
 
-/// Steps of one input. Comparing takes time in proportion to the number of blocks, so that more would starve the fuzzer.
+use super::model::{Model, Op};
+
+/// Steps of one input. Comparing takes time in proportion to the number of blocks, so that more would starve
+/// the fuzzer.
 const STEPS_MAX: usize = 512;
 
 /// Runs the steps that `data` spells.
-pub fn fuzz_ops(data: &[u8]) {
+pub(crate) fn run_steps(data: &[u8]) {
     let mut bytes = Bytes(data);
     let Some(capacity) = bytes.take::<2>() else { return };
     let mut model = Model::new(u32::from(u16::from_le_bytes(capacity)));

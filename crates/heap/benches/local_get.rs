@@ -1,0 +1,239 @@
+//! A get on the same host, in place, with the id given: probe the index, pin, check CRC and id, release.
+//!
+//! `cargo bench -p moontide-heap --bench local_get` prints a table; `-- --json` JSON lines; `-- --quick` leaves
+//! out the large case; `-- --objects N` chooses the sizes. The bare limit beside it is a plain dependent
+//! look-up of the same shape: one random line of a table as large as the index, then one random line of a table
+//! as large as the headers, with no protocol at all.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use moontide_heap::cell::Expect;
+use moontide_heap::{
+    Door, Grant, HeapConfig, HugePages, LocalHeap, Lookup, NewRecord, NodeHeap, Reader, Writer, join,
+};
+use moontide_types::record::{Attributes, Flags, KeySection};
+use moontide_types::{
+    Epoch, Extent, Generation, Key, NodeId, ObjectId, SegmentId, SlotId, SystemClock, Tenant,
+    TenantGeneration, Term,
+};
+
+/// Gets per timed batch: long enough to hide the clock, short enough for a median.
+const BATCH: usize = 256;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    let has = |flag: &str| arguments.iter().any(|a| a == flag);
+    let chosen =
+        arguments.iter().position(|a| a == "--objects").and_then(|at| arguments.get(at + 1)?.parse().ok());
+    let sizes = match chosen {
+        Some(objects) => vec![objects],
+        None if has("--quick") => vec![100_000],
+        None => vec![100_000, 10_000_000],
+    };
+    for objects in sizes {
+        run(objects, has("--quick"), has("--json"));
+    }
+}
+
+fn run(objects: u32, quick: bool, json: bool) {
+    eprintln!("filling {objects} objects …");
+    let started = Instant::now();
+    let (node, ids) = fill(objects);
+    let put_ns = started.elapsed().as_nanos() as f64 / f64::from(objects);
+    let local = join_in_process(&node);
+    let rounds = if quick { 200 } else { 4000 };
+
+    let order = shuffled(objects, 1);
+    let wanted: Vec<ObjectId> = order.iter().take(rounds * BATCH).map(|&n| ids[n as usize]).collect();
+    let wanted: Vec<ObjectId> = wanted.iter().copied().cycle().take(rounds * BATCH).collect();
+    let mut reader = local.reader().expect("a group of cells");
+    node.beat();
+    let one = time_batches(&wanted, |id| get(&mut reader, id));
+    let bare = time_bare(objects, rounds);
+
+    // Two readers on other keys, each on a thread of its own, against one.
+    let half = wanted.len() / 2;
+    let rate_one = rate(&node, &local, &[&wanted[..half]], quick);
+    let rate_two = rate(&node, &local, &[&wanted[..half], &wanted[half..]], quick);
+
+    let target_ns = if objects <= 100_000 { 300.0 } else { 500.0 };
+    let rows = [
+        ("local_get_median_ns", one.median, format!("≤ {target_ns}")),
+        ("local_get_p90_ns", one.p90, "reported".into()),
+        ("bare_lookup_median_ns", bare.median, "bare limit".into()),
+        ("local_get_over_bare", one.median / bare.median, "reported".into()),
+        ("one_reader_million_per_s", rate_one / 1e6, "reported".into()),
+        ("two_readers_over_one", rate_two / rate_one, "≥ 1.7".into()),
+        ("put_by_node_mean_ns", put_ns, "reported".into()),
+    ];
+    for (name, value, target) in rows {
+        if json {
+            println!(
+                r#"{{"bench":"local_get","objects":{objects},"case":"{name}","value":{value:.2},"target":"{target}"}}"#
+            );
+        } else {
+            println!("{objects:>10} objects  {name:<28} {value:>10.2}   {target}");
+        }
+    }
+    assert_eq!(node.board().overflowed(), 0, "every object must be in the index for this figure");
+}
+
+/// One get as an engine does it, clock included. The header is checked inside; the bytes are not touched.
+#[inline]
+fn get(reader: &mut Reader<'_>, id: &ObjectId) {
+    match reader.get(id, SystemClock.now_coarse()) {
+        Lookup::Hit(guard) => black_box(guard.header().stripe_len),
+        other => panic!("{id} must be there: {other:?}"),
+    };
+}
+
+struct Timing {
+    median: f64,
+    p90: f64,
+}
+
+fn time_batches(wanted: &[ObjectId], mut get: impl FnMut(&ObjectId)) -> Timing {
+    let per_get = wanted.chunks_exact(BATCH).map(|batch| {
+        let started = Instant::now();
+        batch.iter().for_each(&mut get);
+        started.elapsed().as_nanos() as f64 / BATCH as f64
+    });
+    timing(per_get.collect())
+}
+
+fn timing(mut per_get: Vec<f64>) -> Timing {
+    per_get.sort_by(f64::total_cmp);
+    Timing { median: per_get[per_get.len() / 2], p90: per_get[per_get.len() * 9 / 10] }
+}
+
+/// Gets per second of all threads together, each going round its own keys for a fixed time.
+fn rate(node: &NodeHeap, local: &LocalHeap, shares: &[&[ObjectId]], quick: bool) -> f64 {
+    let duration = if quick { Duration::from_millis(200) } else { Duration::from_secs(1) };
+    let best = (0..3).map(|_| {
+        node.beat();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = shares
+                .iter()
+                .map(|share| {
+                    scope.spawn(move || {
+                        let mut reader = local.reader().expect("a group of cells");
+                        let (started, mut done) = (Instant::now(), 0u64);
+                        for batch in share.chunks_exact(BATCH).cycle() {
+                            batch.iter().for_each(|id| get(&mut reader, id));
+                            done += BATCH as u64;
+                            if started.elapsed() >= duration {
+                                break;
+                            }
+                        }
+                        done as f64 / started.elapsed().as_secs_f64()
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).sum::<f64>()
+        })
+    });
+    best.fold(0.0, f64::max)
+}
+
+/// Two dependent random reads in tables as large as index and headers, 16 + 128 bytes an object.
+fn time_bare(objects: u32, rounds: usize) -> Timing {
+    let index: Vec<u64> =
+        (0..u64::from(objects) * 2).map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+    let headers = vec![[1u64; 16]; objects as usize];
+    let mut state = 7u64;
+    let mut sum = 0;
+    let per_get = (0..rounds).map(|_| {
+        let started = Instant::now();
+        for _ in 0..BATCH {
+            let at = scale(next(&mut state), index.len());
+            let slot = scale(index[at], headers.len());
+            let header = &headers[slot];
+            sum += header[0] + header[15];
+        }
+        started.elapsed().as_nanos() as f64 / BATCH as f64
+    });
+    let timing = timing(per_get.collect());
+    black_box(sum);
+    timing
+}
+
+fn fill(objects: u32) -> (NodeHeap, Vec<ObjectId>) {
+    let term = Term::new(1).expect("small");
+    let heap = NodeHeap::create(HeapConfig {
+        node: NodeId(1),
+        generation: Generation(1),
+        slots_max: objects.into(),
+        huge: HugePages::No,
+    })
+    .expect("memory for the board");
+    let units = objects.next_multiple_of(8);
+    let segment = heap.add_segment(objects, units, HugePages::No).expect("memory for the segment");
+    segment.obey(term);
+    heap.board().set_open(true);
+    let mut state = 42;
+    let mut ids = Vec::with_capacity(objects as usize);
+    for n in 0..objects {
+        let id = ObjectId((u128::from(next(&mut state)) << 64 | u128::from(next(&mut state))).to_le_bytes());
+        let key = n.to_le_bytes();
+        let (slot, epoch) = (SlotId(n), Epoch::new(term, u64::from(n) + 1).expect("small"));
+        let record = NewRecord {
+            id,
+            flags: Flags::NONE,
+            object_len: 64,
+            stripe_index: 0,
+            stripe_count: 1,
+            stripe_offset: 0,
+            stripe_len: 64,
+            key: KeySection { tenant: Tenant::DEFAULT, key: Key::new(&key).expect("4 bytes") },
+            attributes: &Attributes::default(),
+            id_key: 1,
+            tenant_generation: TenantGeneration(0),
+        };
+        let extent = Extent { start: n, units: 1 };
+        let grant = Grant { slot, epoch, term, extent, record, writer: Writer::Node };
+        heap.begin(SegmentId(0), &grant).expect("an empty segment");
+        let mut pin = heap.pin(SegmentId(0), slot, Expect::WritingAt(epoch)).expect("just begun");
+        let root = pin.fill(&[n as u8; 64]);
+        drop(pin);
+        heap.commit(SegmentId(0), slot, epoch, root, Writer::Node).expect("just filled");
+        ids.push(id);
+    }
+    (heap, ids)
+}
+
+/// A client in this process, mapped a second time like any other client's.
+fn join_in_process(node: &NodeHeap) -> LocalHeap {
+    let path = std::env::temp_dir().join(format!("moontide-bench-{}", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    let door = Door::open(&path, &[], Duration::from_secs(3600)).expect("a socket");
+    let local = std::thread::scope(|scope| {
+        scope.spawn(|| door.admit(door.accept().expect("a client"), node).expect("a visitor"));
+        // SAFETY: node and client are this program.
+        unsafe { join(&path, Duration::from_secs(5), u64::MAX) }.expect("the door is open").0
+    });
+    std::fs::remove_file(&path).expect("the socket");
+    local
+}
+
+fn next(state: &mut u64) -> u64 {
+    // splitmix64
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn scale(random: u64, len: usize) -> usize {
+    ((u128::from(random) * len as u128) >> 64) as usize
+}
+
+fn shuffled(count: u32, seed: u64) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..count).collect();
+    let mut state = seed;
+    for at in (1..order.len()).rev() {
+        order.swap(at, scale(next(&mut state), at + 1));
+    }
+    order
+}

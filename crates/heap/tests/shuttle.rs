@@ -1,0 +1,2 @@
+//! Shuttle.
+#![cfg(shuttle)]
