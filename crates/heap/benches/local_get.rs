@@ -8,7 +8,6 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use moontide_heap::cell::Expect;
 use moontide_heap::{
     Door, Grant, HeapConfig, HugePages, LocalHeap, Lookup, NewRecord, NodeHeap, Reader, Writer, join,
 };
@@ -193,9 +192,7 @@ fn fill(objects: u32) -> (NodeHeap, Vec<ObjectId>) {
         let extent = Extent { start: n, units: 1 };
         let grant = Grant { slot, epoch, term, extent, record, writer: Writer::Node };
         heap.begin(SegmentId(0), &grant).expect("an empty segment");
-        let mut pin = heap.pin(SegmentId(0), slot, Expect::WritingAt(epoch)).expect("just begun");
-        let root = pin.fill(&[n as u8; 64]);
-        drop(pin);
+        let root = heap.claim(SegmentId(0), slot, epoch).expect("just begun").fill(&[n as u8; 64]);
         heap.commit(SegmentId(0), slot, epoch, root, Writer::Node).expect("just filled");
         ids.push(id);
     }

@@ -3,7 +3,7 @@
 //! Two parties keep books, and they do not share them:
 //!
 //! ```text
-//!   master   Allocator   chooses a range       two-level bins over block records   24 bytes a block
+//!   master   Allocator   chooses a range       two-level bins over block records   28 bytes a block
 //!   node     ExtentMap   refuses an overlap    one bit per unit                    1/4096 of the memory
 //! ```
 //!

@@ -34,11 +34,11 @@ pub mod alloc;
 mod shm;
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{
-    AttachError, BeginError, Board, BoardError, BoardView, ClientLedger, CommitError, DeathWatch, Door,
-    DoorError, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages, Killed, LedgerError, Ledgers,
-    LocalHeap, Lookup, Message, MessageError, NewRecord, NodeHeap, NodePin, OwnCells, Pins, Protection,
-    Reader, Reclaimed, Region, RegionError, SEGMENTS_MAPPED_MAX, Segment, SegmentError, SegmentShape,
-    Visitor, Welcome, WriteClaim, Writer, join, offer_segment,
+    AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
+    DeathWatch, Door, DoorError, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages, Killed,
+    LedgerError, Ledgers, LocalHeap, Lookup, Message, MessageError, NewRecord, NodeClaim, NodeHeap, NodePin,
+    OwnCells, Pins, Protection, Reader, Reclaimed, Region, RegionError, SEGMENTS_MAPPED_MAX, Segment,
+    SegmentError, SegmentShape, Visitor, Welcome, WriteClaim, Writer, join, offer_segment,
 };
 
 /// What the model tests need beyond the public names.

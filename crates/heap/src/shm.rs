@@ -8,7 +8,9 @@
 //! | `ledger` | a client's cells and touch bits; all ledgers of a node |
 //! | `segment` | header table and payload |
 //! | `fill` | payload and digests into a record |
-//! | `node_heap` | the owner: begin, commit, kill, reclaim |
+//! | `grant` | what may be put where, and why not |
+//! | `owner` | one segment: begin, commit, kill, reclaim |
+//! | `node_heap` | the node: board, ledgers, segments, its own pins |
 //! | `local` | a client: get in place, claim and fill |
 //! | `message`, `door` | how a client gets in: greeting, descriptors, credentials, death |
 
@@ -16,21 +18,22 @@ mod board;
 mod door;
 mod fill;
 mod fork;
+mod grant;
 mod ledger;
 mod local;
 mod message;
 mod node_heap;
+mod owner;
 mod region;
 mod segment;
 
 pub use board::{Board, BoardError, BoardView};
 pub use door::{DeathWatch, Door, DoorError, Visitor, join, offer_segment};
-pub use ledger::{ClientLedger, GROUPS_PER_LEDGER, LedgerError, Ledgers, OwnCells, Pins};
+pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, Writer};
+pub use ledger::{CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, LedgerError, Ledgers, OwnCells, Pins};
 pub use local::{AttachError, Guard, LocalHeap, Lookup, Reader, SEGMENTS_MAPPED_MAX, WriteClaim};
 pub use message::{Message, MessageError, Welcome};
-pub use node_heap::{
-    BeginError, CommitError, Freed, Grant, HeapConfig, Killed, NewRecord, NodeHeap, NodePin, Reclaimed,
-    Segment, Writer,
-};
+pub use node_heap::{HeapConfig, NodeClaim, NodeHeap, NodePin};
+pub use owner::Segment;
 pub use region::{HugePages, Protection, Region, RegionError};
 pub use segment::{SegmentError, SegmentShape};

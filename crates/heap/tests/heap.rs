@@ -3,10 +3,9 @@
 mod common;
 
 use common::{Granted, TestNode, id_of, now};
-use moontide_heap::cell::Expect;
 use moontide_heap::{BeginError, CommitError, Guard, Killed, Lookup, Transition, Writer};
 use moontide_types::record::{State, Word};
-use moontide_types::{Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, SystemClock, Term};
+use moontide_types::{ClientId, Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, SystemClock, Term};
 
 fn hit<'h>(lookup: Lookup<'h>) -> Guard<'h> {
     match lookup {
@@ -48,12 +47,17 @@ fn a_client_puts_under_a_claim() {
     assert!(matches!(reader.get(&id, now()), Lookup::Miss), "not readable before the commit");
     let mut claim = reader.claim(segment, slot, epoch).unwrap();
     let root = claim.fill(&bytes(5000, 2));
-    drop(claim);
     let commit = |root, writer| node.heap.commit(segment, slot, epoch, root, writer);
+    for _ in 0..2 {
+        assert!(reader.claim(segment, slot, epoch).is_none(), "one claim at a time");
+    }
+    assert_eq!(commit(root, writer), Err(CommitError::Claimed));
+    drop(claim);
     assert_eq!(commit(root, Writer::Node), Err(CommitError::Writer));
     assert!(matches!(commit(root ^ 1, writer), Err(CommitError::Root { .. })));
     assert_eq!(commit(root, writer), Ok(()));
     assert_eq!(commit(root, writer), Ok(()), "a repeated commit is harmless");
+    assert!(matches!(commit(root ^ 1, writer), Err(CommitError::Root { .. })), "but not of other bytes");
     assert_eq!(hit(reader.get(&id, now())).bytes(), bytes(5000, 2));
     assert!(reader.claim(segment, slot, epoch).is_none(), "READY cannot be claimed for writing");
 }
@@ -112,13 +116,13 @@ fn leases_delay_the_reclaim() {
 fn the_node_pins_like_anyone_else() {
     let node = TestNode::new(1, 4, 64 << 10);
     let granted = node.put(b"k", &bytes(600, 6));
-    let expect = Expect::ReadyAt(granted.epoch);
-    let pin = node.heap.pin(granted.segment, granted.slot, expect).unwrap();
+    let pin = || node.heap.pin(granted.segment, granted.slot, granted.epoch);
+    let held = pin().unwrap();
     assert_eq!(node.kill(&granted), Killed::Dying);
     assert_eq!(node.reclaim().freed.len(), 0);
-    assert_eq!(pin.payload().unwrap(), bytes(600, 6));
-    drop(pin);
-    assert!(node.heap.pin(granted.segment, granted.slot, expect).is_none());
+    assert_eq!(held.payload(), bytes(600, 6));
+    drop(held);
+    assert!(pin().is_none());
     assert_eq!(node.reclaim().freed.len(), 1);
 }
 
@@ -150,7 +154,12 @@ fn begin_refuses_whatever_does_not_fit_the_books() {
     assert_eq!(overlap.unwrap_err().code(), moontide_types::ErrorCode::Overlap);
     assert_eq!(begin(fresh), Ok(()));
     assert_eq!(begin(fresh), Ok(()), "a repeated begin of the same writer is harmless");
-    assert!(node.begin_granted(&fresh, b"k", 8192, Writer::Client(moontide_types::ClientId(9))).is_err());
+    let nobody = Writer::Client(ClientId(9));
+    assert_eq!(
+        node.begin_granted(&fresh, b"k", 8192, nobody),
+        Err(BeginError::Client(ClientId(9))),
+        "it died before its request was read"
+    );
 }
 
 #[test]
@@ -295,4 +304,31 @@ fn a_limit_on_pinned_bytes_counts_what_is_left() {
         hit(reader.get(&object.id, now()));
     }
     assert_eq!(reader.pinned_bytes(), 0);
+}
+
+#[test]
+fn the_node_claims_one_at_a_time_and_commits_without_a_claim() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let Granted { segment, slot, epoch, .. } = node.begin(b"k", 100, Writer::Node).unwrap();
+    let claim = || node.heap.claim(segment, slot, epoch);
+    let commit = |root| node.heap.commit(segment, slot, epoch, root, Writer::Node);
+    let mut first = claim().unwrap();
+    assert!(claim().is_none());
+    assert!(claim().is_none(), "a refused claim must not end the one that is there");
+    let root = first.fill(&bytes(100, 9));
+    assert_eq!(commit(root), Err(CommitError::Claimed));
+    drop(first);
+    let again = claim().expect("a claim may be taken again").fill(&bytes(100, 10));
+    assert!(matches!(commit(root), Err(CommitError::Root { .. })));
+    assert_eq!(commit(again), Ok(()));
+    assert!(claim().is_none());
+}
+
+#[test]
+fn a_guard_of_another_heap_cannot_be_cloned() {
+    let (first, second) = (TestNode::new(1, 4, 64 << 10), TestNode::new(1, 4, 64 << 10));
+    let (local_first, local_second) = (first.join("of-first"), second.join("of-second"));
+    let object = first.put(b"k", b"bytes");
+    let guard = hit(local_first.reader().unwrap().get(&object.id, now()));
+    assert!(local_second.reader().unwrap().clone_guard(&guard).is_none());
 }

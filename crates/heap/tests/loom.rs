@@ -38,7 +38,8 @@ const fn all(run: fn(), outcomes: &'static [&'static str]) -> Model {
     Model { run, outcomes, preemptions_max: None }
 }
 
-/// Every interleaving with at most so many interruptions: three threads have too many others.
+/// Every interleaving with at most so many interruptions. Two readers and an owner have 9,330 with up to three;
+/// with up to thirty they were not exhausted after a minute and a half.
 const fn bounded(run: fn(), preemptions_max: usize, outcomes: &'static [&'static str]) -> Model {
     Model { run, outcomes, preemptions_max: Some(preemptions_max) }
 }
@@ -314,9 +315,8 @@ fn vacant_cells(count: usize) -> Vec<Cell> {
     (0..count).map(|_| Cell::vacant()).collect()
 }
 
-/// What the threads of a model share, and the gate through which all of them go first: loom looks at other
-/// orders only from a thread's first access that somebody else's depends on, and a model whose threads begin
-/// with a load would hide some.
+/// What the threads of a model share, and the gate through which all of them go first: a read-modify-write that
+/// they have in common, because a thread that begins with a load can hide interleavings from loom.
 struct Shared<T> {
     gate: AtomicU64,
     of: T,
@@ -402,12 +402,9 @@ fn abort(payload: fn(u64) -> Payload) {
 fn late_commit() {
     let shared = share(Slot::new(0, 1, State::Writing, Payload::values));
     let committer = spawn(&shared, |slot| match slot.word.publish(epoch(1)) {
-        Transition::Done(old) => {
-            seen("published");
-            assert_eq!(old.epoch(), epoch(1), "another version was published");
-        }
+        Transition::Done(old) if old.epoch() == epoch(1) => seen("published"),
         Transition::Refused(_) => seen("refused"),
-        Transition::Already => unreachable!("nobody else commits"),
+        other => panic!("another version was published: {other:?}"),
     });
     let slot = shared.enter();
     assert!(slot.reclaim(1, []));
@@ -548,8 +545,8 @@ fn look_up(checks_identity: bool) {
         seen(if found.is_some() { "hit" } else { "miss" });
     });
     let (slot, cells, ..) = shared.enter();
-    // The entry goes after the kill and before the free, as in the owner's books; here between both, which
-    // is after the scan.
+    // The owner removes the entry right after the kill. Here it stays until after the free, which leaves
+    // readers more time to follow it: it is a hint, and must do no harm.
     let reclaimed = slot.reclaim(1, cells);
     assert!(index.remove(&OLD_ID, place));
     if reclaimed {

@@ -54,16 +54,9 @@ fn main() -> ExitCode {
             Role::Client { kind, door, seed, .. } => clients::run(kind, &door, seed),
         }
     }
-    // The part of libtest's command line that runners use: a filter, --exact, --list, --ignored.
-    let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
-    let filters: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
-    let wanted = |name: &str| {
-        let matches =
-            |filter: &&String| if has("--exact") { *filter == name } else { name.contains(*filter) };
-        !has("--ignored") && (filters.is_empty() || filters.iter().any(matches))
-    };
-    for (name, test) in TESTS.into_iter().filter(|(name, _)| wanted(name)) {
-        if has("--list") {
+    let Wanted { list, tests } = Wanted::from_arguments(&arguments);
+    for (name, test) in tests {
+        if list {
             println!("{name}: test");
             continue;
         }
@@ -71,4 +64,36 @@ fn main() -> ExitCode {
         println!("test {name} ... ok");
     }
     ExitCode::SUCCESS
+}
+
+/// The part of libtest's command line that runners use: filters, `--exact`, `--skip`, `--list`, `--ignored`.
+struct Wanted {
+    list: bool,
+    tests: Vec<(&'static str, fn())>,
+}
+
+impl Wanted {
+    fn from_arguments(arguments: &[String]) -> Wanted {
+        let (mut filters, mut skipped) = (Vec::new(), Vec::new());
+        let (mut list, mut exact, mut ignored) = (false, false, false);
+        let mut words = arguments.iter().map(String::as_str);
+        while let Some(word) = words.next() {
+            match word {
+                "--list" => list = true,
+                "--exact" => exact = true,
+                "--ignored" => ignored = true,
+                "--skip" => skipped.extend(words.next()),
+                "--format" | "--test-threads" | "--color" => drop(words.next()),
+                flag if flag.starts_with('-') => {}
+                filter => filters.push(filter),
+            }
+        }
+        let fits = |name: &str, filter: &&str| if exact { name == *filter } else { name.contains(filter) };
+        let wanted = |name: &str| {
+            !ignored // there are none
+                && (filters.is_empty() || filters.iter().any(|filter| fits(name, filter)))
+                && !skipped.iter().any(|filter| fits(name, filter))
+        };
+        Wanted { list, tests: TESTS.into_iter().filter(|(name, _)| wanted(name)).collect() }
+    }
 }

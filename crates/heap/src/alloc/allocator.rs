@@ -173,35 +173,41 @@ impl Allocator {
     pub fn free(&mut self, block: BlockRef) -> Extent {
         let &record = self.blocks.live(block);
         let (block, prev, next) = (block.0, record.prev, record.next);
-        let before = *self.blocks.get(prev);
-        let after = *self.blocks.get(next);
         self.free_units += record.units;
 
         // A free neighbour takes the block in and keeps its own record, so that it often keeps its place in
-        // its bin too.
-        match (before.is_free(), after.is_free()) {
-            (false, false) => self.bins.insert(&mut self.blocks, block),
+        // its bin too. The records of live neighbours are only written.
+        match (record.before_free, record.after_free) {
+            (false, false) => {
+                self.bins.insert(&mut self.blocks, block);
+                self.blocks.set_free_between(prev, next, true);
+            }
             (true, false) => {
-                let bin = bin_of(usable_units(&before));
+                let bin = bin_of(usable_units(self.blocks.get(prev)));
                 let merged = self.blocks.get_mut(prev);
                 merged.units += record.units;
                 merged.next = next;
-                self.blocks.get_mut(next).prev = prev;
+                let after = self.blocks.get_mut(next);
+                after.prev = prev;
+                after.before_free = true;
                 self.blocks.vacate(block);
                 self.bins.refile(&mut self.blocks, prev, bin);
             }
             (false, true) => {
-                let bin = bin_of(usable_units(&after));
+                let bin = bin_of(usable_units(self.blocks.get(next)));
                 let merged = self.blocks.get_mut(next);
                 merged.start = record.start;
                 merged.units += record.units;
                 merged.prev = prev;
-                self.blocks.get_mut(prev).next = next;
+                let before = self.blocks.get_mut(prev);
+                before.next = next;
+                before.after_free = true;
                 self.blocks.vacate(block);
                 self.bins.refile(&mut self.blocks, next, bin);
             }
             (true, true) => {
-                let bin = bin_of(usable_units(&before));
+                let &after = self.blocks.get(next);
+                let bin = bin_of(usable_units(self.blocks.get(prev)));
                 self.bins.remove(&mut self.blocks, next, bin_of(usable_units(&after)));
                 let merged = self.blocks.get_mut(prev);
                 merged.units += record.units + after.units;
@@ -317,16 +323,19 @@ impl Allocator {
         let live = if front.units == 0 && rest.units == 0 {
             self.bins.remove(&mut self.blocks, block, bin);
             self.blocks.set_live(block);
+            self.blocks.set_free_between(record.prev, record.next, false);
             block
         } else if front.units <= rest.units {
             self.blocks.set_extent(block, rest);
             let live = self.blocks.insert_between(record.prev, block, extent);
+            self.blocks.get_mut(live).after_free = true;
             self.insert_free_between(record.prev, live, front);
             self.bins.refile(&mut self.blocks, block, bin);
             live
         } else {
             self.blocks.set_extent(block, front);
             let live = self.blocks.insert_between(block, record.next, extent);
+            self.blocks.get_mut(live).before_free = true;
             self.insert_free_between(live, record.next, rest);
             self.bins.refile(&mut self.blocks, block, bin);
             live
@@ -334,12 +343,13 @@ impl Allocator {
         Allocation { block: BlockRef(live), extent }
     }
 
-    /// A new free block between two live ones, unless it would be empty.
+    /// A new free block between two live ones, unless it would be empty; they learn which.
     fn insert_free_between(&mut self, prev: u32, next: u32, extent: Extent) {
         if extent.units > 0 {
             let block = self.blocks.insert_between(prev, next, extent);
             self.bins.insert(&mut self.blocks, block);
         }
+        self.blocks.set_free_between(prev, next, extent.units > 0);
     }
 
     /// No blocks at all: the appends below must fill it.
@@ -357,8 +367,7 @@ impl Allocator {
         let last = self.blocks.get(NIL).prev;
         let start = self.blocks.get(last).extent().end() as u32;
         if start < end {
-            let run = self.blocks.insert_between(last, NIL, Extent { start, units: end - start });
-            self.bins.insert(&mut self.blocks, run);
+            self.insert_free_between(last, NIL, Extent { start, units: end - start });
             self.free_units += end - start;
         }
     }
@@ -366,7 +375,11 @@ impl Allocator {
     /// Makes `extent` live. It starts where the last block ends.
     pub(super) fn append_live(&mut self, extent: Extent) -> BlockRef {
         let last = self.blocks.get(NIL).prev;
-        assert_eq!(self.blocks.get(last).extent().end(), u64::from(extent.start));
-        BlockRef(self.blocks.insert_between(last, NIL, extent))
+        let &before = self.blocks.get(last);
+        assert_eq!(before.extent().end(), u64::from(extent.start));
+        let live = self.blocks.insert_between(last, NIL, extent);
+        self.blocks.get_mut(live).before_free = before.is_free();
+        self.blocks.get_mut(NIL).before_free = false;
+        BlockRef(live)
     }
 }

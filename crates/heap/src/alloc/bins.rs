@@ -163,6 +163,8 @@ impl Bins {
 
 #[cfg(test)]
 mod tests {
+    use moontide_types::Extent;
+
     use super::*;
 
     #[test]
@@ -184,8 +186,9 @@ mod tests {
     #[test]
     fn usable_length_is_the_aligned_part_or_the_sliver() {
         let check = |start, units, usable| {
-            let block = Block { start, units, prev: NIL, next: NIL, link: NIL, back: NIL };
-            assert_eq!(usable_units(&block), usable, "start {start}, {units} units");
+            let mut blocks = Blocks::new(1);
+            let block = blocks.insert_between(NIL, NIL, Extent { start, units });
+            assert_eq!(usable_units(blocks.get(block)), usable, "start {start}, {units} units");
         };
         check(0, 8, 8);
         check(0, 7, 7);

@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use moontide_types::{ClientId, ErrorCode};
 use rustix::event::epoll;
+use rustix::io::retry_on_intr;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
@@ -31,7 +32,8 @@ use rustix::process::{Pid, PidfdFlags};
 use crate::shm::ledger::{ClientLedger, LedgerError};
 use crate::shm::local::{AttachError, LocalHeap};
 use crate::shm::message::{Message, MessageError, Welcome};
-use crate::shm::node_heap::{NodeHeap, Segment};
+use crate::shm::node_heap::NodeHeap;
+use crate::shm::owner::Segment;
 use crate::shm::region::{Protection, Region, RegionError};
 use crate::shm::segment::SegmentShape;
 
@@ -79,6 +81,14 @@ pub enum DoorError {
     Pidfd {
         /// The peer.
         pid: u32,
+    },
+    /// The peer's process has no number here, so nothing can be said about it.
+    #[error(
+        "a process of user {uid} is in another pid namespace; let the containers share one with the node"
+    )]
+    PidNamespace {
+        /// Its user.
+        uid: u32,
     },
     /// No ledger could be made for it.
     #[error(transparent)]
@@ -144,8 +154,7 @@ impl Door {
     /// Checks who is there, makes a ledger, and passes the node's regions.
     pub fn admit(&self, socket: OwnedFd, heap: &NodeHeap) -> Result<Visitor, DoorError> {
         set_timeouts(&socket, self.handshake_max)?;
-        let peer = sockopt::socket_peercred(&socket).map_err(system("ask for the peer's credentials"))?;
-        let (pid, uid) = (peer.pid.as_raw_nonzero().get() as u32, peer.uid.as_raw());
+        let (pid, uid) = peer_of(&socket)?;
         let refuse = |code, error| {
             // Best effort: the client may be gone.
             let _ = send(&socket, &Message::Refusal(code), &[]);
@@ -160,18 +169,23 @@ impl Door {
         let (Message::Hello { .. }, 1) = (&message, descriptors.len()) else {
             return refuse(ErrorCode::InvalidArgument, DoorError::Unexpected { pid });
         };
+        if pid == 0 {
+            return refuse(ErrorCode::PermissionDenied, DoorError::PidNamespace { uid });
+        }
         let pidfd = descriptors.remove(0);
         if pid_behind(pidfd.as_fd()) != Some(pid) {
             return refuse(ErrorCode::PermissionDenied, DoorError::Pidfd { pid });
         }
         let ledger = heap.admit()?;
         let segments = heap.segments();
-        let offered = self.offer(&socket, heap, &ledger, &segments);
+        let offered = self
+            .offer(&socket, heap, &ledger, &segments)
+            .and_then(|()| set_timeouts(&socket, Duration::ZERO));
         if let Err(error) = offered {
+            // The client has not joined, and nobody will watch it.
             heap.ledgers().forget(ledger.client());
             return Err(error);
         }
-        set_timeouts(&socket, Duration::ZERO)?;
         Ok(Visitor { socket, ledger, pidfd, pid, uid })
     }
 
@@ -213,7 +227,7 @@ pub unsafe fn join(
     let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
     let socket = socket()?;
     set_timeouts(&socket, timeout)?;
-    rustix::net::connect(&socket, &address)
+    retry_on_intr(|| rustix::net::connect(&socket, &address))
         .map_err(system("connect to the node's socket (is it running?)"))?;
     let me = rustix::process::getpid();
     let pidfd = rustix::process::pidfd_open(me, PidfdFlags::empty()).map_err(system("pidfd_open"))?;
@@ -259,7 +273,8 @@ fn socket() -> Result<OwnedFd, DoorError> {
         .map_err(system("make a Unix socket"))
 }
 
-/// Bounds every wait on the socket; zero takes the bound away.
+/// Bounds every wait on the socket; zero takes the bound away. With a bound, Linux ends the wait with EINTR when
+/// the process was stopped and goes on, even without a handler (signal(7)): hence `retry_on_intr` below.
 fn set_timeouts(socket: &OwnedFd, timeout: Duration) -> Result<(), DoorError> {
     let timeout = (!timeout.is_zero()).then_some(timeout);
     for direction in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
@@ -276,8 +291,10 @@ fn send(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) ->
         let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         assert!(fits, "at most {DESCRIPTORS_MAX} descriptors");
     }
-    rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
-        .map_err(system("send on the node's socket"))?;
+    retry_on_intr(|| {
+        rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
+    })
+    .map_err(system("send on the node's socket"))?;
     Ok(())
 }
 
@@ -286,12 +303,10 @@ fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
     let mut bytes = [0; Message::BYTES + 1]; // one more, to notice what is too long
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::net::recvmsg(
-        socket,
-        &mut [IoSliceMut::new(&mut bytes)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    )
+    let received = retry_on_intr(|| {
+        let mut into = [IoSliceMut::new(&mut bytes)];
+        rustix::net::recvmsg(&socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+    })
     .map_err(system("receive on the node's socket"))?;
     let mut descriptors = Vec::new();
     for message in ancillary.drain() {
@@ -304,6 +319,23 @@ fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
         return Err(DoorError::System { what: "the peer closed the node's socket", source: closed });
     }
     Ok((Message::decode(&bytes[..received.bytes])?, descriptors))
+}
+
+/// Process and user at the other end; process 0 if it is in a pid namespace that this process cannot see into.
+///
+/// Not by rustix, whose type for a process number has no room for that 0.
+fn peer_of(socket: &OwnedFd) -> Result<(u32, u32), DoorError> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `peer` and `len` describe memory of this function, and every bit pattern is a ucred.
+    let result = unsafe {
+        let (level, name) = (libc::SOL_SOCKET, libc::SO_PEERCRED);
+        libc::getsockopt(socket.as_raw_fd(), level, name, (&raw mut peer).cast(), &mut len)
+    };
+    if result != 0 {
+        return Err(system("ask for the peer's credentials")(io::Error::last_os_error()));
+    }
+    Ok((peer.pid as u32, peer.uid))
 }
 
 /// The process that a pidfd stands for; `None` if it is no pidfd or the process is gone.
@@ -348,7 +380,15 @@ impl DeathWatch {
         }
         let mut watched = self.watched.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let ended = events.iter().map(|event| ClientId(event.data.u64() as u32));
-        // Closing the pidfd takes it out of the epoll.
-        Ok(ended.filter(|client| watched.remove(client).is_some()).collect())
+        let mut clients = Vec::new();
+        for client in ended {
+            if let Some(pidfd) = watched.remove(&client) {
+                // Closing it is not enough: a child that the client forked may hold the same description, and
+                // the epoll would report it for ever.
+                let _ = epoll::delete(&self.epoll, &pidfd);
+                clients.push(client);
+            }
+        }
+        Ok(clients)
     }
 }

@@ -13,10 +13,10 @@
 //! fence of that cell's acquire orders both before the look at the word, so the argument in
 //! [`cell`](crate::cell) covers it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use moontide_types::{ClientId, SegmentId, SlotId};
 
@@ -30,6 +30,9 @@ const GROUP_BYTES: u64 = (CELLS_PER_GROUP * size_of::<Cell>()) as u64;
 
 /// Groups of a ledger: 256 threads that read, or fewer that hold many guards; 4,096 cells in 32 KiB.
 pub const GROUPS_PER_LEDGER: u64 = 256;
+
+/// Processes that may use one node's memory at the same time: every reclaim scans their ledgers.
+pub const CLIENTS_MAX: usize = 4096;
 
 /// The first page of a ledger.
 #[derive(Debug)]
@@ -47,6 +50,9 @@ pub enum LedgerError {
     /// It could not be made or mapped.
     #[error(transparent)]
     Region(#[from] RegionError),
+    /// As many clients are there as may be.
+    #[error("{CLIENTS_MAX} processes use this node's memory already; end one, or use the network")]
+    TooMany,
     /// Its first page is not one of ours.
     #[error("not a ledger: magic {found:#018x}")]
     Magic {
@@ -197,6 +203,11 @@ impl ClientLedger {
         &self.ledger.region
     }
 
+    /// Whether the client names the slot, be it as a reader or as a writer.
+    pub(crate) fn names(&self, name: SlotName) -> bool {
+        self.cells_in_use().iter().any(|cell| cell.name() == Some(name))
+    }
+
     fn cells_in_use(&self) -> &[Cell] {
         // The client may write anything here; more groups than there are means all.
         let used = self.ledger.groups_used().load(Ordering::Relaxed).min(self.ledger.groups);
@@ -221,7 +232,7 @@ impl ClientLedger {
 /// All ledgers of a node: its clients' and its own.
 #[derive(Debug)]
 pub struct Ledgers {
-    clients: RwLock<Vec<Arc<ClientLedger>>>,
+    clients: RwLock<BTreeMap<ClientId, Arc<ClientLedger>>>,
     own: OwnCells,
     slots_max: u64,
     last_client: AtomicU64,
@@ -240,26 +251,35 @@ impl Ledgers {
 
     /// Makes a ledger for a new client. It is scanned from now on, before the client can have named anything.
     pub fn admit(&self) -> Result<Arc<ClientLedger>, LedgerError> {
+        if self.read().len() >= CLIENTS_MAX {
+            return Err(LedgerError::TooMany);
+        }
         let ledger = Ledger::create(self.slots_max)?;
         let number = self.last_client.fetch_add(1, Ordering::Relaxed) + 1;
         let client = ClientId(u32::try_from(number).expect("fewer than 2³² clients in a node's life"));
         let ledger = Arc::new(ClientLedger { client, ledger });
-        self.clients.write().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&ledger));
+        self.clients.write().unwrap_or_else(PoisonError::into_inner).insert(client, Arc::clone(&ledger));
         Ok(ledger)
     }
 
     /// Forgets a client whose process has ended: the caller saw its pidfd fire. Everything that it had pinned
     /// is free after the next reclaim. `false` if it was forgotten before.
     pub fn forget(&self, client: ClientId) -> bool {
-        let mut clients = self.clients.write().unwrap_or_else(PoisonError::into_inner);
-        let before = clients.len();
-        clients.retain(|ledger| ledger.client != client);
-        clients.len() < before
+        self.clients.write().unwrap_or_else(PoisonError::into_inner).remove(&client).is_some()
+    }
+
+    /// The ledger of a client that was admitted and not forgotten.
+    pub fn get(&self, client: ClientId) -> Option<Arc<ClientLedger>> {
+        self.read().get(&client).cloned()
     }
 
     /// The ledgers of all clients at this moment.
     pub fn clients(&self) -> Vec<Arc<ClientLedger>> {
-        self.clients.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.read().values().cloned().collect()
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, BTreeMap<ClientId, Arc<ClientLedger>>> {
+        self.clients.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The cells in which the node's own threads name what they read, send or stage.
@@ -274,6 +294,7 @@ impl Ledgers {
         let clients = self.clients();
         let own = self.own.cells();
         let mut named = HashSet::new();
+        // Lazy on purpose: how many groups a client uses must be read after the fence in `scan`, like its cells.
         let cells = clients.iter().flat_map(|ledger| ledger.cells_in_use()).chain(own.iter().map(|c| &**c));
         scan(cells, |name| {
             named.insert(name);

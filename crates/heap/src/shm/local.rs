@@ -10,7 +10,8 @@
 //!                               └─ claim(slot, epoch) ▶ WriteClaim  bytes to fill, until dropped
 //! ```
 
-use std::sync::OnceLock;
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use moontide_types::record::{DigestContext, Header, State, Word};
@@ -19,6 +20,7 @@ use moontide_types::{ClientId, Epoch, MonoTime, ObjectId, SegmentId, SlotId, Spa
 use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
 use crate::index::Place;
 use crate::shm::board::{BoardError, BoardView};
+use crate::shm::fill::fill;
 use crate::shm::ledger::{LedgerError, OwnLedger};
 use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
@@ -57,6 +59,8 @@ pub struct LocalHeap {
     /// Per group of the ledger: how long the object is that each cell names, or named last. Process-private.
     lengths: Box<[Lengths]>,
     pinned_bytes_max: u64,
+    /// Slots that a thread of this process is filling: one claim a slot. Process-private.
+    claimed: Mutex<HashSet<SlotName>>,
 }
 
 /// Written by the group's one thread, read by it and by whoever has the group next.
@@ -85,7 +89,8 @@ impl LocalHeap {
         let ledger = OwnLedger::import(ledger)?;
         let segments = std::iter::repeat_with(OnceLock::new).take(SEGMENTS_MAPPED_MAX).collect();
         let lengths = std::iter::repeat_with(Lengths::default).take(ledger.groups() as usize).collect();
-        Ok(LocalHeap { client, board, ledger, segments, lengths, pinned_bytes_max })
+        let claimed = Mutex::default();
+        Ok(LocalHeap { client, board, ledger, segments, lengths, pinned_bytes_max, claimed })
     }
 
     /// Adds a segment. A second offer of the same one is ignored.
@@ -119,6 +124,10 @@ impl LocalHeap {
     #[inline]
     fn is_here(&self) -> bool {
         self.ledger.is_here()
+    }
+
+    fn claimed(&self) -> MutexGuard<'_, HashSet<SlotName>> {
+        self.claimed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     #[inline]
@@ -196,7 +205,8 @@ impl<'h> Reader<'h> {
     }
 
     /// Claims a slot that this process was granted: the record stays its own to fill until the claim is
-    /// dropped, even if the reservation ends meanwhile. `None`: it has ended already, or no cell is vacant.
+    /// dropped, even if the reservation ends meanwhile. `None`: it has ended already, or another thread of this
+    /// process has a claim on it, or no cell is vacant.
     pub fn claim(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<WriteClaim<'h>> {
         if !self.heap.is_here() {
             return None;
@@ -204,13 +214,14 @@ impl<'h> Reader<'h> {
         let vacancy = self.vacant()?;
         let Guard { pin } = self.pin(Place { segment, slot }, vacancy.cell, Expect::WritingAt(epoch))?;
         self.note_length(vacancy, pin.header.stripe_len);
-        Some(WriteClaim { pin })
+        // A second claim ends here, and its pin with it.
+        self.heap.claimed().insert(SlotName::new(segment, slot)).then(|| WriteClaim { pin })
     }
 
     /// A second guard for the same object, which may live longer than the first. `None`: the object is dying,
-    /// or no cell is vacant.
+    /// or no cell is vacant, or the guard is of another heap, whose node does not look into this one's cells.
     pub fn clone_guard(&mut self, guard: &Guard<'h>) -> Option<Guard<'h>> {
-        if !self.heap.is_here() {
+        if !self.heap.is_here() || !std::ptr::eq(self.heap, guard.pin.heap) {
             return None;
         }
         let vacancy = self.vacant()?;
@@ -275,12 +286,15 @@ impl<'h> Reader<'h> {
         if let Some(vacancy) = self.groups.iter().find_map(|&group| in_group(group)) {
             return Some(vacancy);
         }
-        if self.groups.len() == GROUPS_PER_READER {
-            return None;
+        // A group may come full of guards that its last reader left behind: then the next one is taken.
+        while self.groups.len() < GROUPS_PER_READER {
+            let group = heap.ledger.take_group()?;
+            self.groups.push(group);
+            if let Some(vacancy) = in_group(group) {
+                return Some(vacancy);
+            }
         }
-        let group = heap.ledger.take_group()?;
-        self.groups.push(group);
-        in_group(group)
+        None
     }
 
     /// Bytes under the guards that this reader has handed out and that are left.
@@ -378,19 +392,30 @@ pub struct WriteClaim<'h> {
 }
 
 impl WriteClaim<'_> {
-    /// Copies the payload in, with its page digests; the root for the commit. Drop the claim, then commit.
+    /// Copies the payload in, with its page digests; the root for the commit. Drop the claim, then commit: the
+    /// node refuses to publish a record that is still claimed.
     ///
     /// # Panics
     /// If the payload has another length than was granted, or in a forked child.
     pub fn fill(&mut self, payload: &[u8]) -> u64 {
         assert!(self.pin.heap.is_here(), "a claim does not survive a fork: start the put again");
         debug_assert_eq!(self.pin.word.state(), State::Writing);
-        // SAFETY: the pin was granted on WRITING, and this process is the record's one writer.
-        unsafe { crate::shm::fill::fill(self.pin.regions, &self.pin.header, payload) }
+        // SAFETY: the pin was granted on WRITING, this process is the record's one writer, and this is its one
+        // claim.
+        unsafe { fill(self.pin.regions, &self.pin.header, payload) }
     }
 
     /// The header as granted; its root is not set yet.
     pub fn header(&self) -> &Header {
         &self.pin.header
+    }
+}
+
+impl Drop for WriteClaim<'_> {
+    fn drop(&mut self) {
+        if self.pin.heap.is_here() {
+            let name = SlotName::new(self.pin.regions.shape.segment, self.pin.slot);
+            self.pin.heap.claimed().remove(&name);
+        }
     }
 }

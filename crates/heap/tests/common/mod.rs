@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use moontide_heap::alloc::{Align, Allocator, BlockRef};
-use moontide_heap::cell::Expect;
 use moontide_heap::{
     BeginError, Door, Freed, Grant, HeapConfig, HugePages, Killed, LocalHeap, NewRecord, NodeHeap, Reclaimed,
     Writer, join,
@@ -138,9 +137,7 @@ impl TestNode {
     pub fn put(&self, key: &[u8], payload: &[u8]) -> Granted {
         let granted = self.begin(key, payload.len() as u64, Writer::Node).expect("room");
         let Granted { segment, slot, epoch, .. } = granted;
-        let mut pin = self.heap.pin(segment, slot, Expect::WritingAt(epoch)).unwrap();
-        let root = pin.fill(payload);
-        drop(pin);
+        let root = self.heap.claim(segment, slot, epoch).unwrap().fill(payload);
         self.heap.commit(segment, slot, epoch, root, Writer::Node).unwrap();
         granted
     }

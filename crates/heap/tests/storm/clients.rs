@@ -88,8 +88,8 @@ impl Tally {
 /// Stands still, mostly not at all, rarely for longer than a reservation lasts.
 fn dawdle(dice: &mut Dice) {
     match dice.below(1000) {
-        0..30 => std::thread::sleep(Duration::from_millis(dice.between(1, 30))),
-        30..32 => std::thread::sleep(Duration::from_millis(dice.between(320, 500))),
+        0..8 => std::thread::sleep(Duration::from_millis(dice.between(1, 30))),
+        8 => std::thread::sleep(Duration::from_millis(dice.between(320, 500))),
         _ => {}
     }
 }
@@ -252,17 +252,18 @@ fn hold<'h>(
     held.push(hit);
 }
 
-/// Decides what dies. The owner does the killing, since only the owner writes words.
+/// Decides what dies: a trickle always, and as much as it takes when room is scarce. The owner does the killing,
+/// since only the owner writes words.
 fn reclaim(socket: &OwnedFd, mut dice: Dice, mut tally: Tally) -> ! {
     loop {
         tally.say_sometimes();
-        for _ in 0..dice.between(1, 24) {
+        let scarce = matches!(ask(socket, Request::Reclaim), Answer::Room { percent } if percent < 3);
+        for _ in 0..dice.between(1, if scarce { 100 } else { 4 }) {
             let request = Request::Kill { key: dice.below(KEYS), writing: dice.percent(10) };
             if ask(socket, request) == Answer::Done {
                 tally.add("kills_ordered", 1);
             }
         }
-        ask(socket, Request::Reclaim);
         std::thread::sleep(Duration::from_micros(dice.below(3000)));
     }
 }

@@ -18,6 +18,7 @@ use moontide_heap::cell::CELLS_PER_GROUP;
 use moontide_heap::{
     ClientLedger, CommitError, DeathWatch, Door, Freed, GROUPS_PER_LEDGER, Killed, Visitor, Writer,
 };
+use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::{ClientId, Epoch, MonoTime, SegmentId, SlotId};
 
 use crate::common::{Granted, TestNode, now};
@@ -95,7 +96,7 @@ pub fn run(plant: bool) -> ! {
     let (door, path) = node.open_door("storm");
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor");
     let control = UnixStream::from(stdin);
-    let orders = BufReader::new(control.try_clone().expect("a descriptor"));
+    let mut orders = BufReader::new(control.try_clone().expect("a descriptor"));
     let owner: &'static Owner = Box::leak(Box::new(Owner {
         node,
         door,
@@ -113,13 +114,11 @@ pub fn run(plant: bool) -> ! {
         std::thread::spawn(move || owner.forget_the_living());
     }
     owner.tell(&format!("door {}", path.display()));
-    for order in orders.lines() {
-        match order.expect("the conductor").as_str() {
-            "finish" => break,
-            other => panic!("no order {other}"),
-        }
+    let mut order = String::new();
+    let _ = orders.read_line(&mut order);
+    if order != "finish\n" {
+        std::process::exit(0); // no conductor, no storm
     }
-    let _ = std::fs::remove_file(&path);
     owner.finish(&before);
     std::process::exit(0)
 }
@@ -196,15 +195,15 @@ impl Owner {
             }
             Request::Reclaim => {
                 self.reclaim();
-                Answer::Done
+                Answer::Room { percent: self.free_percent() }
             }
         }
     }
 
     fn begin(&self, client: ClientId, key: u64, len: u64) -> Answer {
         let mut directory = self.directory();
-        if !directory.living.contains_key(&client) {
-            // Sent before the kill, read after the burial. The heap would grant it, and nobody would ever end it.
+        if !self.node.heap.ledgers().clients().iter().any(|ledger| ledger.client() == client) {
+            // Sent before the kill, read after the burial: granted now, it would never be ended by a death.
             self.counts.late_begins.fetch_add(1, Ordering::Relaxed);
             return Answer::NotNow;
         }
@@ -270,6 +269,15 @@ impl Owner {
             assert_eq!(entry.life, Life::Dead, "freed: {entry:?}");
         }
         self.counts.freed.fetch_add(reclaimed.freed.len() as u64, Ordering::Relaxed);
+    }
+
+    /// How much of the scarcer of space and slots is free.
+    fn free_percent(&self) -> u64 {
+        let units: u64 = self.node.heap.segments().iter().map(|s| u64::from(s.taken_units())).sum();
+        let slots = self.directory().entries.len() as u64;
+        let free = |taken: u64, all: u64| 100 * all.saturating_sub(taken) / all;
+        let units_all = u64::from(SEGMENTS) * SEGMENT_BYTES / UNIT_BYTES;
+        free(units, units_all).min(free(slots, u64::from(SEGMENTS * SLOTS)))
     }
 
     /// Beats, ends reservations, reclaims.

@@ -13,7 +13,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use rustix::process::Signal;
 
 /// Keys of the storm: `0..KEYS`. More than there is room for.
-pub const KEYS: u64 = 1500;
+pub const KEYS: u64 = 2000;
 
 pub fn key_bytes(key: u64) -> Vec<u8> {
     format!("key {key}").into_bytes()
@@ -122,6 +122,10 @@ pub enum Request {
 pub enum Answer {
     Granted(Placed),
     Done,
+    /// After a reclaim: how much of the scarcer of space and slots is free.
+    Room {
+        percent: u64,
+    },
     /// No room, or the key is being written.
     NotNow,
     /// The reservation ended before the commit came.
@@ -195,6 +199,7 @@ impl Answer {
                 Answer::NotNow => [3, 0, 0, 0, 0, 0],
                 Answer::Late => [4, 0, 0, 0, 0, 0],
                 Answer::Broken => [5, 0, 0, 0, 0, 0],
+                Answer::Room { percent } => [6, percent, 0, 0, 0, 0],
             },
         )
     }
@@ -208,6 +213,7 @@ pub fn ask(socket: impl AsFd, request: Request) -> Answer {
         Some([2, ..]) => Answer::Done,
         Some([3, ..]) => Answer::NotNow,
         Some([4, ..]) => Answer::Late,
+        Some([6, percent, ..]) => Answer::Room { percent },
         Some(_) => Answer::Broken,
         None => std::process::exit(0),
     }

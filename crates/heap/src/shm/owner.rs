@@ -1,0 +1,347 @@
+//! [`Segment`]: one segment as its owner keeps it. Only what is in here changes words and headers.
+//!
+//! Each call takes the segment's lock, so that its books (the map of taken extents, who writes what, what is
+//! dying) change together with its words. Readers take no lock and never wait: they see the words.
+//!
+//! Invariants, with the lock free:
+//! - an extent's units are taken in the map ⇔ its slot is WRITING, READY or DEAD;
+//! - every WRITING slot has a writer on record; every DEAD slot is in the list of dying ones, or in the hands
+//!   of a reclaim;
+//! - a slot is in the index ⇒ it is READY.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::record::{DigestContext, Header, PageDigests, RecordLayout, State, Word, trailer_crc};
+use moontide_types::{Epoch, Extent, MonoTime, SegmentId, SlotId, Span, Term};
+
+use crate::alloc::ExtentMap;
+use crate::cell::SlotName;
+use crate::index::{Inserted, Place};
+use crate::shm::board::Board;
+use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, Writer};
+use crate::shm::ledger::Ledgers;
+use crate::shm::region::{HugePages, Region};
+use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
+use crate::word::Transition;
+
+/// A segment as its owner sees it.
+#[derive(Debug)]
+pub struct Segment {
+    pub(super) regions: SegmentRegions,
+    books: Mutex<Books>,
+}
+
+#[derive(Debug)]
+struct Books {
+    obeyed: Term,
+    taken: ExtentMap,
+    writing: HashMap<SlotId, Writing>,
+    dying: Vec<Dying>,
+}
+
+/// Who writes a record. A client's claim is a cell in its ledger; the node's own is noted here, too, so that
+/// there is one at a time.
+#[derive(Clone, Copy, Debug)]
+struct Writing {
+    writer: Writer,
+    claimed_by_node: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dying {
+    freed: Freed,
+    /// One-sided readers may hold a lease until then.
+    not_before: MonoTime,
+}
+
+impl Segment {
+    /// An empty segment, which obeys no master yet.
+    pub(super) fn create(shape: SegmentShape, huge: HugePages) -> Result<Segment, SegmentError> {
+        let books = Books {
+            obeyed: Term::ZERO,
+            taken: ExtentMap::new(shape.units),
+            writing: HashMap::new(),
+            dying: Vec::new(),
+        };
+        Ok(Segment { regions: SegmentRegions::create(shape, huge)?, books: Mutex::new(books) })
+    }
+
+    /// Number, size and incarnation.
+    pub fn shape(&self) -> SegmentShape {
+        self.regions.shape
+    }
+
+    /// The header region, to be passed to clients.
+    pub fn headers(&self) -> &Region {
+        &self.regions.headers
+    }
+
+    /// The payload region, to be passed to clients.
+    pub fn payload(&self) -> &Region {
+        &self.regions.payload
+    }
+
+    /// Units that are taken by records in any state but FREE.
+    pub fn taken_units(&self) -> u32 {
+        self.books().taken.claimed_units()
+    }
+
+    /// Obeys a newer term from now on; grants of older ones are refused. Returns the term that is obeyed.
+    pub fn obey(&self, term: Term) -> Term {
+        let mut books = self.books();
+        books.obeyed = books.obeyed.max(term);
+        books.obeyed
+    }
+
+    /// Every slot that is not FREE, with its header, as the books are now. For reports and for inspection.
+    pub fn for_each_record(&self, mut record: impl FnMut(SlotId, &Header)) {
+        let _books = self.books();
+        for slot in (0..self.regions.shape.slots).map(SlotId) {
+            let word = self.regions.word(slot).expect("in range").load();
+            if word.state() == State::Free {
+                continue;
+            }
+            // SAFETY: this is the owner, with the lock.
+            let header = unsafe { self.regions.header(slot, word) };
+            record(slot, &header.expect("only the owner writes headers"));
+        }
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn begin(&self, grant: &Grant<'_>, ledgers: &Ledgers) -> Result<(), BeginError> {
+        let Grant { slot, epoch, record, .. } = *grant;
+        let slots = self.regions.shape.slots;
+        let word = self.regions.word(slot).ok_or(BeginError::Slot { slot, slots })?;
+        let mut books = self.books();
+        // Under the lock: `client_died` forgets the ledger first and looks for the client's records, under this
+        // lock, after that. So it finds this record, or the record is refused here.
+        if let Writer::Client(client) = grant.writer
+            && ledgers.get(client).is_none()
+        {
+            return Err(BeginError::Client(client));
+        }
+        if grant.term != books.obeyed {
+            return Err(BeginError::Term { named: grant.term, obeyed: books.obeyed });
+        }
+        let found = word.load();
+        if found == Word::new(epoch, State::Writing)
+            && books.writing.get(&slot).is_some_and(|w| w.writer == grant.writer)
+        {
+            return Ok(()); // the answer to the first attempt was lost
+        }
+        if found.state() != State::Free || found.epoch() >= epoch {
+            return Err(BeginError::Word { found, named: epoch });
+        }
+        record.attributes.check()?;
+        let key_len = record.key.encoded_len();
+        let mut trailer = Vec::with_capacity(key_len + 64);
+        record.key.encode(&mut trailer);
+        record.attributes.encode(&mut trailer);
+        let (key_part, attributes_part) = trailer.split_at(key_len);
+        let layout = RecordLayout::new(
+            record.stripe_len,
+            key_part.len() as u32,
+            attributes_part.len() as u32,
+            record.flags,
+        )?;
+        let payload_offset = grant.extent.span().offset();
+        if grant.extent.units != layout.units() || !payload_offset.is_multiple_of(layout.align()) {
+            let (units, align) = (layout.units(), layout.align());
+            return Err(BeginError::Extent { extent: grant.extent, units, align });
+        }
+        let header = Header {
+            flags: record.flags,
+            id: record.id,
+            word: Word::new(epoch, State::Writing),
+            object_len: record.object_len,
+            stripe_offset: record.stripe_offset,
+            stripe_len: record.stripe_len,
+            payload_offset,
+            root: 0,
+            stripe_index: record.stripe_index,
+            stripe_count: record.stripe_count,
+            key_len: key_part.len() as u32,
+            attributes_len: attributes_part.len() as u32,
+            trailer_crc: trailer_crc(key_part, attributes_part),
+            id_key: record.id_key,
+            tenant_generation: record.tenant_generation,
+        };
+        header.check()?;
+        books.taken.try_claim(grant.extent)?;
+        let begun = word.begin(epoch);
+        assert!(matches!(begun, Transition::Done(_)), "only the owner changes words, under its lock");
+        // SAFETY: this is the owner, with the lock; the slot has just become WRITING, and the writer learns of
+        // it from the answer to this call only.
+        unsafe { self.regions.write_header(slot, &header) };
+        // SAFETY: the extent overlaps no other (the map said so), and its writer does not know of it yet.
+        unsafe { self.regions.write_bytes(payload_offset + layout.key().offset(), &trailer) };
+        books.writing.insert(slot, Writing { writer: grant.writer, claimed_by_node: false });
+        Ok(())
+    }
+
+    pub(super) fn commit(
+        &self,
+        slot: SlotId,
+        epoch: Epoch,
+        root: u64,
+        writer: Writer,
+        board: &Board,
+        ledgers: &Ledgers,
+    ) -> Result<(), CommitError> {
+        let segment = self.regions.shape.segment;
+        let word = self.regions.word(slot).ok_or(CommitError::Slot { segment, slot })?;
+        let mut books = self.books();
+        let found = word.load();
+        if found == Word::new(epoch, State::Ready) {
+            // The answer to the first attempt was lost, unless it was about other bytes.
+            // SAFETY: this is the owner, with the lock.
+            let done = unsafe { self.regions.header(slot, found) }.expect("only the owner writes headers");
+            return if done.root == root {
+                Ok(())
+            } else {
+                Err(CommitError::Root { found: done.root, named: root })
+            };
+        }
+        if found != Word::new(epoch, State::Writing) {
+            return Err(CommitError::Word { found, named: epoch });
+        }
+        let writing = books.writing.get(&slot).filter(|w| w.writer == writer).ok_or(CommitError::Writer)?;
+        let claimed = match writer {
+            Writer::Node => writing.claimed_by_node,
+            Writer::Client(client) => {
+                let ledger = ledgers.get(client).ok_or(CommitError::Writer)?;
+                ledger.names(SlotName::new(segment, slot))
+            }
+        };
+        if claimed {
+            return Err(CommitError::Claimed);
+        }
+        // SAFETY: this is the owner, with the lock.
+        let mut header = unsafe { self.regions.header(slot, found) }.expect("written by begin");
+        if !header.flags.digestless() {
+            let found = self.root_of_stored_digests(&header, epoch);
+            if found != root {
+                return Err(CommitError::Root { found, named: root });
+            }
+        }
+        header.root = root;
+        // SAFETY: this is the owner, with the lock; the writer has dropped its claim and no reader is let in yet.
+        unsafe { self.regions.write_header(slot, &header) };
+        let published = word.publish(epoch);
+        assert!(matches!(published, Transition::Done(_)), "only the owner changes words, under its lock");
+        books.writing.remove(&slot);
+        // A stripe alone is of no use to a local reader.
+        if header.stripe_count == 1
+            && board.index().insert(&header.id, Place { segment, slot }) == Inserted::Overflow
+        {
+            board.count_overflow();
+        }
+        Ok(())
+    }
+
+    /// Notes that the node itself claims a record that it writes: once at a time.
+    pub(super) fn note_node_claim(&self, slot: SlotId) -> bool {
+        let mut books = self.books();
+        match books.writing.get_mut(&slot) {
+            Some(writing) if writing.writer == Writer::Node => {
+                !std::mem::replace(&mut writing.claimed_by_node, true)
+            }
+            _ => false,
+        }
+    }
+
+    /// The node's claim has ended. If the record was killed meanwhile there is nothing to note; its slot is not
+    /// used again while it is named in the node's own cell, so no other record's note is hit.
+    pub(super) fn end_node_claim(&self, slot: SlotId) {
+        if let Some(writing) = self.books().writing.get_mut(&slot) {
+            writing.claimed_by_node = false;
+        }
+    }
+
+    fn root_of_stored_digests(&self, header: &Header, epoch: Epoch) -> u64 {
+        let (layout, span) = self.regions.record_span(header).expect("begin checked it");
+        let digests = layout.digests();
+        let at = Span::new(span.offset() + digests.offset(), digests.len()).expect("inside the record");
+        // SAFETY: the writer has dropped its claim, and no reader is let in yet.
+        let section = unsafe { self.regions.bytes(at) };
+        let context = DigestContext {
+            id: header.id,
+            version: epoch,
+            stripe: header.stripe_index,
+            len: header.stripe_len,
+        };
+        context.root_of(PageDigests::new(section).iter())
+    }
+
+    pub(super) fn kill(&self, slot: SlotId, epoch: Epoch, not_before: MonoTime, board: &Board) -> Killed {
+        let Some(word) = self.regions.word(slot) else { return Killed::NotThere };
+        let mut books = self.books();
+        let old = match word.kill(epoch) {
+            Transition::Done(old) => old,
+            Transition::Already => return Killed::Already,
+            Transition::Refused(now) if now == Word::new(epoch, State::Free) => return Killed::Already,
+            Transition::Refused(_) => return Killed::NotThere,
+        };
+        books.writing.remove(&slot);
+        // SAFETY: this is the owner, with the lock.
+        let header = unsafe { self.regions.header(slot, old) }.expect("only the owner writes headers");
+        let units = header.layout().expect("checked when decoded").units();
+        let start = (header.payload_offset / UNIT_BYTES) as u32;
+        let segment = self.regions.shape.segment;
+        if old.state() == State::Ready {
+            board.index().remove(&header.id, Place { segment, slot });
+        }
+        let freed = Freed { segment, slot, epoch, extent: Extent { start, units } };
+        books.dying.push(Dying { freed, not_before });
+        Killed::Dying
+    }
+
+    pub(super) fn burn(&self, slot: SlotId, epoch: Epoch) -> Transition {
+        let _books = self.books();
+        match self.regions.word(slot) {
+            Some(word) => word.burn(epoch),
+            None => Transition::Refused(Word::default()),
+        }
+    }
+
+    /// Takes the dying records whose time has come out of the list. They are DEAD.
+    pub(super) fn take_dying(&self, now: MonoTime) -> (Vec<Dying>, usize) {
+        let mut books = self.books();
+        let (due, later): (Vec<_>, Vec<_>) = books.dying.drain(..).partition(|d| d.not_before <= now);
+        books.dying = later;
+        (due, books.dying.len())
+    }
+
+    /// Frees those that `pinned` does not name, and puts the others back.
+    pub(super) fn free_unpinned(
+        &self,
+        due: Vec<Dying>,
+        pinned: impl Fn(SegmentId, SlotId) -> bool,
+        out: &mut Reclaimed,
+    ) {
+        let mut books = self.books();
+        for dying in due {
+            let Freed { segment, slot, epoch, extent } = dying.freed;
+            if pinned(segment, slot) {
+                books.dying.push(dying);
+                out.draining += 1;
+                continue;
+            }
+            let freed = self.regions.word(slot).expect("it was killed here").free(epoch);
+            assert!(matches!(freed, Transition::Done(_)), "DEAD until freed here: {freed:?}");
+            books.taken.release(extent);
+            out.freed.push(dying.freed);
+        }
+    }
+
+    pub(super) fn slots_written_by(&self, writer: Writer) -> Vec<(SlotId, Epoch)> {
+        let books = self.books();
+        let mine = books.writing.iter().filter(|(_, w)| w.writer == writer);
+        mine.map(|(&slot, _)| (slot, self.regions.word(slot).expect("in the books").load().epoch())).collect()
+    }
+}
