@@ -14,6 +14,7 @@ mod allocator;
 mod bins;
 mod blocks;
 mod extent_map;
+mod huge;
 mod rebuild;
 
 pub use allocator::{Align, AllocStats, Allocation, Allocator};

@@ -1,6 +1,6 @@
 //! The local index: from an object's id to its slot, in memory that readers map read-only.
 //!
-//! Buckets of 8 entries, two candidate buckets per id, one `u64` an entry:
+//! Buckets of 8 entries, two candidate buckets per id in the same 4 KiB page, one `u64` an entry:
 //!
 //! ```text
 //!   bit 63 ──── 48 │ 47 ──── 32 │ 31 ──────── 0
@@ -19,6 +19,10 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// Entries of one bucket: one cache line.
 pub const ENTRIES_PER_BUCKET: usize = 8;
+
+/// Buckets of one page. Both candidates of an id lie in one page, because with millions of objects a look at
+/// another page costs more than the look at the bucket.
+const BUCKETS_PER_PAGE: u64 = (4096 / (ENTRIES_PER_BUCKET * size_of::<u64>())) as u64;
 
 /// Where an object may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,22 +47,35 @@ pub enum Inserted {
 #[derive(Clone, Copy, Debug)]
 pub struct Index<'a> {
     entries: &'a [AtomicU64],
-    buckets: u64,
+    pages: u64,
+    buckets_per_page: u64,
 }
 
 impl<'a> Index<'a> {
-    /// Buckets for `slots` slots: twice as many entries as slots.
+    /// Buckets for `slots` slots: twice as many entries as slots, in whole pages.
     pub fn buckets_for(slots: u64) -> u64 {
-        (2 * slots).div_ceil(ENTRIES_PER_BUCKET as u64).max(2)
+        (2 * slots)
+            .div_ceil(ENTRIES_PER_BUCKET as u64)
+            .next_multiple_of(BUCKETS_PER_PAGE)
+            .max(BUCKETS_PER_PAGE)
+    }
+
+    /// Whether a table can have this many buckets.
+    pub fn is_whole(buckets: u64) -> bool {
+        buckets > 0 && buckets.is_multiple_of(BUCKETS_PER_PAGE)
     }
 
     /// The table on `entries`.
     ///
     /// # Panics
-    /// If there are fewer than two buckets or a part of one.
+    /// If there are not whole pages of buckets, or, for models, at least two buckets and no part of one.
+    #[inline]
     pub fn new(entries: &'a [AtomicU64]) -> Index<'a> {
-        assert!(entries.len().is_multiple_of(ENTRIES_PER_BUCKET) && entries.len() >= 2 * ENTRIES_PER_BUCKET);
-        Index { entries, buckets: (entries.len() / ENTRIES_PER_BUCKET) as u64 }
+        let buckets = (entries.len() / ENTRIES_PER_BUCKET) as u64;
+        let buckets_per_page = buckets.min(BUCKETS_PER_PAGE);
+        assert!(entries.len().is_multiple_of(ENTRIES_PER_BUCKET) && buckets >= 2);
+        assert!(buckets.is_multiple_of(buckets_per_page));
+        Index { entries, pages: buckets / buckets_per_page, buckets_per_page }
     }
 
     /// Adds an entry. The slot must be READY: Release pairs with the Acquire in [`Index::find`], although the
@@ -130,15 +147,16 @@ impl<'a> Index<'a> {
     #[inline]
     fn buckets_of(&self, id: &ObjectId) -> [&'a [AtomicU64]; 2] {
         let bits = id.as_u128();
-        // The high bits of each half choose a bucket; the tag is taken from low bits.
-        let scale = |half: u64| ((u128::from(half) * u128::from(self.buckets)) >> 64) as u64;
-        let first = scale((bits >> 64) as u64);
-        let second = match scale(bits as u64) {
-            same if same == first => (first + 1) % self.buckets,
-            other => other,
-        };
+        // The upper half chooses the page by its high bits, and gives the tag from its low ones; the lower half
+        // chooses two different buckets in the page.
+        let scale = |random: u64, range: u64| ((u128::from(random) * u128::from(range)) >> 64) as u64;
+        let (upper, lower) = ((bits >> 64) as u64, bits as u64);
+        let page = scale(upper, self.pages) * self.buckets_per_page;
+        let first = scale(lower, self.buckets_per_page);
+        let step = 1 + scale(lower.rotate_left(32), self.buckets_per_page - 1);
+        let second = (first + step) % self.buckets_per_page;
         [first, second].map(|bucket| {
-            let at = bucket as usize * ENTRIES_PER_BUCKET;
+            let at = (page + bucket) as usize * ENTRIES_PER_BUCKET;
             &self.entries[at..at + ENTRIES_PER_BUCKET]
         })
     }
@@ -216,7 +234,7 @@ mod tests {
 
     #[test]
     fn overflow_is_said_and_harms_nobody() {
-        let entries = table(1);
+        let entries: Vec<_> = table(1).into_iter().take(2 * ENTRIES_PER_BUCKET).collect();
         let index = Index::new(&entries);
         let inserted: Vec<_> = (0..20).map(|n| index.insert(&id(n), place(n))).collect();
         assert_eq!(inserted.iter().filter(|&&i| i == Inserted::Indexed).count(), 16);

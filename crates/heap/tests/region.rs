@@ -10,7 +10,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 const LEN: u64 = 64 << 10;
 
 fn region(protection: Protection) -> Region {
-    Region::create("test", LEN, HugePages::No, protection).unwrap()
+    Region::create("test", LEN, HugePages::IfAllowed, protection).unwrap()
 }
 
 fn duplicate(region: &Region) -> OwnedFd {
@@ -94,7 +94,7 @@ fn what_could_shrink_under_an_importer_is_refused() {
 #[test]
 fn lengths_are_checked() {
     for len in [0, 1, 4095, 4097, u64::MAX, 1 << 63] {
-        let refused = Region::create("test", len, HugePages::No, Protection::AllWrite);
+        let refused = Region::create("test", len, HugePages::IfAllowed, Protection::AllWrite);
         assert!(matches!(refused, Err(RegionError::Length { .. })), "{len}");
     }
     let odd = Region::create("test", 4096, HugePages::Reserved, Protection::AllWrite);

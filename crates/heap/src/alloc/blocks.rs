@@ -34,6 +34,8 @@
 
 use moontide_types::Extent;
 
+use super::huge::wish_for_huge_pages;
+
 /// Names a live block of one [`Allocator`](super::Allocator), until it is freed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct BlockRef(pub u32);
@@ -86,6 +88,7 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn new(blocks_expected: usize) -> Self {
         let mut records = Vec::with_capacity(blocks_expected + 1);
+        wish_for_huge_pages(&mut records);
         records.push(Block {
             start: 0,
             units: 0,
@@ -102,6 +105,7 @@ impl Blocks {
     /// Room for `blocks` records in all, so that none of the next insertions moves the slab.
     pub(super) fn reserve(&mut self, blocks: usize) {
         self.records.reserve_exact((blocks + 1).saturating_sub(self.records.len()));
+        wish_for_huge_pages(&mut self.records);
     }
 
     pub(super) fn get(&self, block: u32) -> &Block {
@@ -143,6 +147,10 @@ impl Blocks {
         let record = Block { start, units, prev, next, link: 0, back: LIVE, before_free, after_free };
         let block = self.vacant;
         let block = if block == NIL {
+            if self.records.len() == self.records.capacity() {
+                self.records.reserve(1);
+                wish_for_huge_pages(&mut self.records);
+            }
             self.records.push(record);
             (self.records.len() - 1) as u32
         } else {

@@ -79,11 +79,8 @@ impl Board {
         huge: HugePages,
     ) -> Result<Board, BoardError> {
         let buckets = Index::buckets_for(slots_max);
-        let align = match huge {
-            HugePages::No => PAGE_BYTES,
-            HugePages::Reserved => 2 << 20,
-        };
-        let len = (PAGE_BYTES + buckets * ENTRIES_PER_BUCKET as u64 * 8).next_multiple_of(align);
+        let len = PAGE_BYTES + buckets * ENTRIES_PER_BUCKET as u64 * 8;
+        let len = len.next_multiple_of(huge.page_bytes());
         let region = Region::create("moontide-board", len, huge, Protection::OwnerWrites)?;
         let page = BoardPage {
             magic: MAGIC,
@@ -162,7 +159,7 @@ impl BoardView {
         let fits = buckets
             .checked_mul(ENTRIES_PER_BUCKET as u64 * 8)
             .and_then(|bytes| bytes.checked_add(PAGE_BYTES))
-            .is_some_and(|end| buckets >= 2 && end <= len);
+            .is_some_and(|end| Index::is_whole(buckets) && end <= len);
         if !fits {
             return Err(BoardError::Shape { len, buckets });
         }

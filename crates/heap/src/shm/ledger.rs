@@ -21,6 +21,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use moontide_types::{ClientId, SegmentId, SlotId};
 
 use crate::cell::{CELLS_PER_GROUP, Cell, CellGroup, SlotName, scan};
+use crate::index::prefetch;
 use crate::shm::region::{HugePages, Protection, Region, RegionError};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -84,7 +85,7 @@ impl Ledger {
     fn create(slots_max: u64) -> Result<Ledger, LedgerError> {
         let (groups, touch_words) = (GROUPS_PER_LEDGER, slots_max.div_ceil(64));
         let len = (PAGE_BYTES + groups * GROUP_BYTES + touch_words * 8).next_multiple_of(PAGE_BYTES);
-        let region = Region::create("moontide-ledger", len, HugePages::No, Protection::AllWrite)?;
+        let region = Region::create("moontide-ledger", len, HugePages::IfAllowed, Protection::AllWrite)?;
         let page = LedgerPage { magic: MAGIC, groups, touch_words, groups_used: AtomicU64::new(0) };
         // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
         unsafe { region.base().cast::<LedgerPage>().write(page) };
@@ -171,6 +172,14 @@ impl OwnLedger {
         // Relaxed: a hint for eviction, ordered with nothing.
         if word.load(Ordering::Relaxed) & bit == 0 {
             word.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+
+    /// Asks for the line of that mark ahead of its use.
+    #[inline]
+    pub(crate) fn prefetch_touch(&self, number: u64) {
+        if let Some(word) = self.ledger.touched().get((number / 64) as usize) {
+            prefetch(word);
         }
     }
 

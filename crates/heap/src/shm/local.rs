@@ -184,8 +184,7 @@ impl<'h> Reader<'h> {
         });
         match found {
             Some(guard) => {
-                let number = guard.pin.regions.shape.first_number + u64::from(guard.pin.slot.0);
-                heap.ledger.touch(number);
+                heap.ledger.touch(guard.pin.regions.number(guard.pin.slot));
                 self.admit(guard, vacancy)
             }
             None => Lookup::Miss,
@@ -240,6 +239,7 @@ impl<'h> Reader<'h> {
     fn pin(&self, place: Place, cell: &'h Cell, expect: Expect) -> Option<Guard<'h>> {
         let regions = self.heap.segment(place.segment)?;
         regions.prefetch(place.slot);
+        self.heap.ledger.prefetch_touch(regions.number(place.slot));
         let word = regions.word(place.slot)?;
         let seen = cell.acquire(SlotName::new(place.segment, place.slot), word, expect).ok()?;
         // SAFETY: the pin was granted on this word.

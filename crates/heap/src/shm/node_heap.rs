@@ -14,7 +14,7 @@ use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Write
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers, OwnCells};
 use crate::shm::owner::Segment;
 use crate::shm::region::HugePages;
-use crate::shm::segment::{SegmentError, SegmentShape};
+use crate::shm::segment::{SegmentError, SegmentPages, SegmentShape};
 use crate::word::Transition;
 
 /// Everything that a node shares with the processes of its host.
@@ -23,6 +23,7 @@ pub struct NodeHeap {
     board: Board,
     ledgers: Ledgers,
     segments: RwLock<Vec<Arc<Segment>>>,
+    huge: HugePages,
 }
 
 /// How a node's heap is made.
@@ -34,7 +35,8 @@ pub struct HeapConfig {
     pub generation: Generation,
     /// Slots over all segments that it may ever have; the index is sized for it.
     pub slots_max: u64,
-    /// Pages of the index.
+    /// Pages of the index and of the header tables. With millions of objects a look-up on ordinary pages spends
+    /// most of its time on finding out where they are.
     pub huge: HugePages,
 }
 
@@ -43,7 +45,7 @@ impl NodeHeap {
     pub fn create(config: HeapConfig) -> Result<NodeHeap, BoardError> {
         let board = Board::create(config.node, config.generation, config.slots_max, config.huge)?;
         let ledgers = Ledgers::new(config.slots_max);
-        Ok(NodeHeap { board, ledgers, segments: RwLock::default() })
+        Ok(NodeHeap { board, ledgers, segments: RwLock::default(), huge: config.huge })
     }
 
     /// What the node shows to its clients.
@@ -56,7 +58,7 @@ impl NodeHeap {
         &self.ledgers
     }
 
-    /// Adds a segment of `slots` headers and `units` units.
+    /// Adds a segment of `slots` headers and `units` units; `huge` is for its payload.
     pub fn add_segment(&self, slots: u32, units: u32, huge: HugePages) -> Result<Arc<Segment>, SegmentError> {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
         let first_number = segments.iter().map(|s| u64::from(s.shape().slots)).sum::<u64>();
@@ -65,7 +67,8 @@ impl NodeHeap {
             return Err(SegmentError::Bounds { segment, slots, units });
         }
         let shape = SegmentShape { segment, generation: Generation(1), slots, units, first_number };
-        let segment = Arc::new(Segment::create(shape, huge)?);
+        let pages = SegmentPages { headers: self.huge, payload: huge };
+        let segment = Arc::new(Segment::create(shape, pages)?);
         segments.push(Arc::clone(&segment));
         Ok(segment)
     }

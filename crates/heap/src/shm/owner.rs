@@ -22,8 +22,8 @@ use crate::index::{Inserted, Place};
 use crate::shm::board::Board;
 use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::Ledgers;
-use crate::shm::region::{HugePages, Region};
-use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
+use crate::shm::region::Region;
+use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
 use crate::word::Transition;
 
 /// A segment as its owner sees it.
@@ -58,7 +58,7 @@ pub(super) struct Dying {
 
 impl Segment {
     /// An empty segment, which obeys no master yet.
-    pub(super) fn create(shape: SegmentShape, huge: HugePages) -> Result<Segment, SegmentError> {
+    pub(super) fn create(shape: SegmentShape, huge: SegmentPages) -> Result<Segment, SegmentError> {
         let books = Books {
             obeyed: Term::ZERO,
             taken: ExtentMap::new(shape.units),

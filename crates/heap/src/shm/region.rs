@@ -73,17 +73,19 @@ fn hint(errno: rustix::io::Errno) -> &'static str {
 /// Whether a region lies on huge pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugePages {
-    /// Ordinary pages.
+    /// Whatever the machine gives: huge pages if the operator allows them for shared memory
+    /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled` at `advise`), ordinary ones if not.
     #[default]
-    No,
+    IfAllowed,
     /// 2 MiB pages that the operator reserved (`vm.nr_hugepages`); an error if there are too few.
     Reserved,
 }
 
 impl HugePages {
-    fn page_bytes(self) -> u64 {
+    /// Size of a page, of which a region's length is a multiple.
+    pub fn page_bytes(self) -> u64 {
         match self {
-            HugePages::No => 4096,
+            HugePages::IfAllowed => 4096,
             HugePages::Reserved => 2 << 20,
         }
     }
@@ -156,7 +158,7 @@ impl Region {
     /// Maps a region that another process made, after checking that it is as long as its owner says and
     /// sealed, so that nobody can make it shorter under this process.
     pub fn import(fd: OwnedFd, len: u64, protection: Protection) -> Result<Region, RegionError> {
-        check_len(len, HugePages::No.page_bytes())?;
+        check_len(len, HugePages::IfAllowed.page_bytes())?;
         let system = |call| move |source| RegionError::System { call, len, source };
         let found = rustix::fs::fcntl_get_seals(&fd).map_err(system("F_GET_SEALS"))?;
         let needed = protection.seals();
@@ -192,6 +194,9 @@ impl Region {
             // SAFETY: the range was mapped just above.
             unsafe { rustix::mm::madvise(base.as_ptr().cast(), len_usize, advice) }.map_err(system(call))?;
         }
+        // A wish, which most machines do not grant; on reserved huge pages it means nothing.
+        // SAFETY: as above.
+        let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len_usize, Advice::LinuxHugepage) };
         Ok(region)
     }
 

@@ -65,6 +65,13 @@ pub struct SegmentShape {
     pub first_number: u64,
 }
 
+/// The pages that a segment's two regions lie on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SegmentPages {
+    pub(crate) headers: HugePages,
+    pub(crate) payload: HugePages,
+}
+
 /// Why two regions are not a segment.
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
@@ -109,9 +116,11 @@ impl SegmentShape {
         u64::from(self.units) * UNIT_BYTES
     }
 
-    /// Length of the header region.
+    /// Length of the header region: a multiple of a huge page, whether it lies on such or not. Ordinary pages
+    /// that are never touched cost nothing.
     pub fn header_bytes(&self) -> u64 {
-        (PAGE_BYTES + u64::from(self.slots) * HEADER_BYTES as u64).next_multiple_of(PAGE_BYTES)
+        let bytes = PAGE_BYTES + u64::from(self.slots) * HEADER_BYTES as u64;
+        bytes.next_multiple_of(HugePages::Reserved.page_bytes())
     }
 
     fn page(&self) -> SegmentPage {
@@ -128,12 +137,13 @@ impl SegmentShape {
 }
 
 impl SegmentRegions {
-    pub(crate) fn create(shape: SegmentShape, huge: HugePages) -> Result<SegmentRegions, SegmentError> {
+    pub(crate) fn create(shape: SegmentShape, huge: SegmentPages) -> Result<SegmentRegions, SegmentError> {
         shape.check()?;
         let header_bytes = shape.header_bytes();
         let headers =
-            Region::create("moontide-headers", header_bytes, HugePages::No, Protection::OwnerWrites)?;
-        let payload = Region::create("moontide-payload", shape.payload_bytes(), huge, Protection::AllWrite)?;
+            Region::create("moontide-headers", header_bytes, huge.headers, Protection::OwnerWrites)?;
+        let payload =
+            Region::create("moontide-payload", shape.payload_bytes(), huge.payload, Protection::AllWrite)?;
         // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
         unsafe { headers.base().cast::<SegmentPage>().write(shape.page()) };
         Ok(SegmentRegions { shape, headers, payload })
@@ -171,6 +181,12 @@ impl SegmentRegions {
     #[inline]
     pub(crate) fn word(&self, slot: SlotId) -> Option<&AtomicWord> {
         self.slot(slot).map(|slot| &slot.word)
+    }
+
+    /// The number of a slot among all slots of the node.
+    #[inline]
+    pub(crate) fn number(&self, slot: SlotId) -> u64 {
+        self.shape.first_number + u64::from(slot.0)
     }
 
     /// Asks for the slot's two cache lines ahead of their use.

@@ -58,13 +58,13 @@ impl TestNode {
             node: NodeId(1),
             generation: Generation(1),
             slots_max: u64::from(segments) * u64::from(slots),
-            huge: HugePages::No,
+            huge: HugePages::IfAllowed,
         })
         .unwrap();
         let units = (bytes / 512) as u32;
         let mut books = vec![];
         for _ in 0..segments {
-            let segment = heap.add_segment(slots, units, HugePages::No).unwrap();
+            let segment = heap.add_segment(slots, units, HugePages::IfAllowed).unwrap();
             segment.obey(Term::new(TERM).unwrap());
             books.push(Books {
                 allocator: Allocator::new(units),
