@@ -37,3 +37,23 @@ pub use node_heap::{HeapConfig, NodeClaim, NodeHeap, NodePin};
 pub use owner::Segment;
 pub use region::{HugePages, Protection, Region, RegionError};
 pub use segment::{SegmentError, SegmentShape};
+
+#[cfg(test)]
+#[path = "../../types/tests/page/mod.rs"]
+mod page;
+
+/// The fields of a `repr(C)` struct, for comparing with the page that draws them.
+#[cfg(test)]
+macro_rules! fields_of {
+    ($struct:ident: $($field:ident),*) => {{
+        // Each field reaches up to the next one: the structs have no padding, says their size.
+        let offsets = [$((std::mem::offset_of!($struct, $field), stringify!($field)),)*];
+        let ends = offsets.iter().skip(1).map(|&(offset, _)| offset).chain([size_of::<$struct>()]);
+        let field = |((offset, name), end): ((usize, &'static str), usize)| {
+            moontide_types::record::Field { offset, bytes: end - offset, name }
+        };
+        offsets.into_iter().zip(ends).map(field).collect::<Vec<_>>()
+    }};
+}
+#[cfg(test)]
+pub(crate) use fields_of;

@@ -203,3 +203,17 @@ fn index_of(region: &Region) -> Index<'_> {
     let buckets = page_of(region).buckets;
     Index::new(region.atomics(PAGE_BYTES, buckets * ENTRIES_PER_BUCKET as u64))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::{fields_of, page};
+
+    #[test]
+    fn the_page_is_drawn_as_it_is() {
+        page::assert_fields(
+            "Board",
+            &fields_of!(BoardPage: magic, buckets, slots_max, node, generation, open, overflowed, _spare, row),
+        );
+    }
+}

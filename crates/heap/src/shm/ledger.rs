@@ -372,3 +372,14 @@ impl OwnCells {
         self.lock().vacant.push(cell);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::{fields_of, page};
+
+    #[test]
+    fn the_page_is_drawn_as_it_is() {
+        page::assert_fields("Ledger", &fields_of!(LedgerPage: magic, groups, touch_words, groups_used));
+    }
+}

@@ -268,3 +268,17 @@ impl SegmentRegions {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::{fields_of, page};
+
+    #[test]
+    fn the_page_is_drawn_as_it_is() {
+        page::assert_fields(
+            "Segment",
+            &fields_of!(SegmentPage: magic, segment, slots, generation, units, first_number, medium),
+        );
+    }
+}

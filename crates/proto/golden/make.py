@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""Writes frames.txt: bytes of the fixed formats, made without the project's own code.
+
+Each line: name, a space, hex. The test `golden.rs` builds the same values with the crate and compares.
+Run: python3 make.py > frames.txt
+"""
+import struct
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli), bit by bit: polynomial 0x1EDC6F41, reflected."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+assert crc32c(b"123456789") == 0xE3069283  # the check value of the CRC catalogue
+
+NO_GROUP = 0xFFFF
+
+
+def frame(kind, request, body, deadline, payload, map_version, term, flags, status, group):
+    head = struct.pack("<4sHHQIIQQIHHH10x", b"MTF1", 1, kind, request, body, deadline, payload, map_version,
+                       term, flags, status, group)
+    assert len(head) == 60
+    return head + struct.pack("<I", crc32c(head))
+
+
+def epoch(term, sequence):
+    return term << 40 | sequence
+
+
+def word(term, sequence, state):
+    return epoch(term, sequence) << 2 | state
+
+
+def transfer_op(kind, flags, stripe, segment, generation, slot, term, version, ident, offset, length, capability):
+    op = struct.pack("<BBHIQIIQ16sQQ16s", kind, flags, stripe, segment, generation, slot, term, version, ident,
+                     offset, length, capability)
+    assert len(op) == 80
+    return op
+
+
+def report(slot, tenant, flags, start, units, state_word, ident, object_len, root, stripe_offset, stripe_len,
+           payload_offset, index, count, id_key, tenant_generation):
+    record = struct.pack("<IHHIIQ16sQQQQQHHII4x", slot, tenant, flags, start, units, state_word, ident, object_len,
+                         root, stripe_offset, stripe_len, payload_offset, index, count, id_key,
+                         tenant_generation)
+    assert len(record) == 96
+    return record
+
+
+def packed_keys(keys):
+    return struct.pack("<I", len(keys)) + b"".join(struct.pack("<H", len(k)) for k in keys) + b"".join(keys)
+
+
+READ, WRITE_REPLY, EXIST, ERROR = 34, 37, 1, 41
+IDENT = bytes(range(16))
+CAPABILITY = bytes(range(0xA0, 0xB0))
+
+VECTORS = {
+    "frame_exist": frame(EXIST, 7, 120, 250, 0, 9, 3, 0, 0, 5),
+    "frame_read": frame(READ, 0x1122334455667788, 160, 1000, 0, 0, 0x3FFFFF, 1, 0, NO_GROUP),
+    "frame_write_reply": frame(WRITE_REPLY, 1, 4, 0, 0, 2, 4, 0, 202, NO_GROUP),
+    "frame_error": frame(ERROR, 2, 5, 0, 0, 0, 0, 0, 304, NO_GROUP),
+    "op_read": transfer_op(1, 0, 3, 4, 5, 6, 7, epoch(7, 99), IDENT, 4096, 262144, CAPABILITY),
+    "op_load": transfer_op(3, 1, 0, 0, 0, 0, 7, epoch(7, 99), IDENT, 0, 1, CAPABILITY),
+    "report_ready": report(11, 2, 4, 8, 1024, word(3, 17, 2), IDENT, 524288, 0x0102030405060708, 262144, 262144,
+                           4096, 1, 2, 1, 6),
+    "report_free": report(12, 0, 0, 0, 0, word(3, 18, 0), bytes(16), 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "packed_keys": packed_keys([b"a", b"prefix/\x00\xff", b"z" * 300]),
+    "packed_no_keys": packed_keys([]),
+}
+
+if __name__ == "__main__":
+    for name, data in VECTORS.items():
+        print(name, data.hex())

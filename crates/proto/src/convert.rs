@@ -1,0 +1,159 @@
+//! From messages to plain structs and back, with every bound checked in one place.
+//!
+//! A message that was decoded is only known to be well-formed protobuf. [`Wire::from_wire`] makes of it a
+//! struct of `moontide_types` values, borrowed from the message where that saves a copy, or says what is
+//! wrong with it. It is total: any message converts or fails, none panics, and the allocations are a small
+//! multiple of the message. Unknown values of enums are errors, never defaults.
+//!
+//! Invariant: `from_wire(to_wire(x)) = x`.
+//!
+//! Reading order: [`RequestContext`] and [`ResponseContext`] in every call, the hot calls (lookup, put,
+//! remove), the node's data plane, the node session, then the operator's calls.
+
+mod check;
+mod context;
+mod data;
+mod lookup;
+mod objects;
+mod operator;
+mod put;
+mod report;
+mod session;
+
+pub use context::{CallerId, GroupMap, MasterEntry, OutcomesResponse, RequestContext, ResponseContext};
+pub use data::{BeginRequest, CommitRequest, SlotOutcomes};
+pub use lookup::{
+    ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest,
+    RemoveRequest, SetPinRequest, TouchRequest,
+};
+pub use objects::{AttributeSection, AttributeSections, ObjectList, ObjectListBuilder};
+pub use operator::{
+    ClusterInfo, DrainSegmentRequest, EvictRequest, GetJobRequest, GetTenantsRequest, IdKeySecret,
+    JobProgress, JobState, ListKeysRequest, ListSegmentsRequest, Page, QueryKeysRequest, RemoveAllRequest,
+    RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef, SetTenantQuotaRequest,
+};
+pub use put::{PutConfig, PutEndRequest, PutObject, PutRevokeRequest, PutStartRequest, PutStartResponse};
+pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
+pub use session::{
+    Address, DiskState, DiskStatus, Heartbeat, MasterBody, MasterMessage, MountSegmentsRequest,
+    MountSegmentsResponse, NodeBody, NodeMessage, OpenSessionRequest, OpenSessionResponse, Pressure,
+    ReadCounters, SegmentGrant, SegmentSpec, SegmentState, SegmentStatus, Topology, TouchBitmap,
+    UnmountSegmentsRequest,
+};
+
+use moontide_types::record::TrailerError;
+use moontide_types::{BoundExceeded, ErrorCode, KeyError, UnknownErrorCode};
+
+use crate::packed::PackedError;
+
+/// A plain struct and the message that carries it.
+pub trait Wire<'a>: Sized {
+    /// The message.
+    type Message: prost::Message + Default;
+
+    /// Checks everything and borrows what need not be copied.
+    fn from_wire(message: &'a Self::Message) -> Result<Self, ConvertError>;
+
+    /// The message.
+    fn to_wire(&self) -> Self::Message;
+}
+
+/// Why a message means nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConvertError {
+    /// Something that must be there is not.
+    #[error("{field} is missing")]
+    Missing {
+        /// What.
+        field: &'static str,
+    },
+    /// More, longer or larger than a documented bound.
+    #[error("{field} is {found}, at most {max} is allowed")]
+    TooLarge {
+        /// What.
+        field: &'static str,
+        /// How much there is.
+        found: u64,
+        /// How much there may be.
+        max: u64,
+    },
+    /// Less than makes sense.
+    #[error("{field} is {found}, at least {min} is needed")]
+    TooSmall {
+        /// What.
+        field: &'static str,
+        /// How much there is.
+        found: u64,
+        /// How much there must be.
+        min: u64,
+    },
+    /// Another number of things than the rest of the message says.
+    #[error("{field}: {found} of them, {expected} are needed")]
+    Count {
+        /// What.
+        field: &'static str,
+        /// How many there are.
+        found: usize,
+        /// How many there should be.
+        expected: usize,
+    },
+    /// A number that this release has no name for.
+    #[error("{field} cannot be {found}")]
+    Unknown {
+        /// What.
+        field: &'static str,
+        /// What stood there.
+        found: i64,
+    },
+    /// Two parts of the message contradict each other.
+    #[error("{field}: {rule} does not hold")]
+    Relation {
+        /// What.
+        field: &'static str,
+        /// The rule that was broken.
+        rule: &'static str,
+    },
+    /// A packed array is not one.
+    #[error("{field}: {source}")]
+    Packed {
+        /// Which one.
+        field: &'static str,
+        /// Why.
+        source: PackedError,
+    },
+    /// Attributes that cannot stand in a record.
+    #[error("{field}: {source}")]
+    Attributes {
+        /// Where.
+        field: &'static str,
+        /// Why.
+        source: TrailerError,
+    },
+    /// A key or a tenant breaks its rules.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    /// A term or an epoch has too many bits.
+    #[error(transparent)]
+    Bits(#[from] BoundExceeded),
+    /// An error code that this release does not know.
+    #[error(transparent)]
+    Code(#[from] UnknownErrorCode),
+}
+
+impl ConvertError {
+    /// The stable code.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            ConvertError::TooLarge { .. } => ErrorCode::TooLarge,
+            ConvertError::Key(KeyError::KeyTooLong { .. } | KeyError::TenantTooLong { .. }) => {
+                ErrorCode::TooLarge
+            }
+            ConvertError::Attributes { source: TrailerError::AttributesTooLong { .. }, .. } => {
+                ErrorCode::TooLarge
+            }
+            ConvertError::Unknown { .. } | ConvertError::Code(_) => ErrorCode::Unsupported,
+            ConvertError::Packed { source, .. } => source.code(),
+            _ => ErrorCode::InvalidArgument,
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! What is said all the time: a node lives, and how it is.
+
+use moontide_types::bounds::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::{Generation, SegmentId, SlotId};
+
+use crate::convert::check::{at_least, at_most, copied, known, length, rule};
+use crate::convert::{ConvertError, Wire};
+use crate::limits::{TOUCH_BITMAPS_MAX, TOUCH_BYTES_MAX};
+use crate::v1;
+
+/// Reads counted where they happen; local hits and misses sum to local lookups.
+pub type ReadCounters = v1::ReadCounters;
+
+/// Slots that were read since the last beat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TouchBitmap<'a> {
+    /// The segment.
+    pub segment: SegmentId,
+    /// Which incarnation of it.
+    pub generation: Generation,
+    /// Slot of the first bit.
+    pub first_slot: SlotId,
+    /// One bit per slot, least significant first.
+    pub bits: &'a [u8],
+}
+
+impl TouchBitmap<'_> {
+    /// The slots whose bits are set.
+    pub fn slots(&self) -> impl Iterator<Item = SlotId> {
+        let first = self.first_slot.0;
+        self.bits.iter().zip(0u32..).flat_map(move |(&byte, index)| {
+            (0..8).filter(move |bit| byte >> bit & 1 == 1).map(move |bit| SlotId(first + index * 8 + bit))
+        })
+    }
+}
+
+/// What a segment is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SegmentState {
+    /// In use.
+    Serving = 1,
+    /// Takes no new objects.
+    Draining = 2,
+    /// Its report is not complete yet.
+    Reporting = 3,
+    /// Out of order.
+    Failed = 4,
+}
+
+/// How a segment is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentStatus {
+    /// The segment.
+    pub segment: SegmentId,
+    /// Which incarnation of it.
+    pub generation: Generation,
+    /// What it is doing.
+    pub state: SegmentState,
+    /// Units of READY records.
+    pub live_units: u32,
+    /// Units of WRITING records.
+    pub writing_units: u32,
+    /// Units of DEAD records that a reader may still hold.
+    pub draining_units: u32,
+    /// Free units.
+    pub free_units: u32,
+    /// Free slots.
+    pub free_slots: u32,
+}
+
+impl<'a> Wire<'a> for SegmentStatus {
+    type Message = v1::SegmentStatus;
+
+    fn from_wire(m: &'a v1::SegmentStatus) -> Result<Self, ConvertError> {
+        let state = match v1::SegmentState::try_from(m.state) {
+            Ok(v1::SegmentState::Serving) => Some(SegmentState::Serving),
+            Ok(v1::SegmentState::Draining) => Some(SegmentState::Draining),
+            Ok(v1::SegmentState::Reporting) => Some(SegmentState::Reporting),
+            Ok(v1::SegmentState::Failed) => Some(SegmentState::Failed),
+            _ => None,
+        };
+        let parts = [m.live_units, m.writing_units, m.draining_units, m.free_units];
+        let units: u64 = parts.iter().map(|&units| u64::from(units)).sum();
+        at_most("segments.units", units, u32::MAX)?;
+        Ok(SegmentStatus {
+            segment: SegmentId(m.segment),
+            generation: Generation(m.generation),
+            state: known("segments.state", m.state, state)?,
+            live_units: m.live_units,
+            writing_units: m.writing_units,
+            draining_units: m.draining_units,
+            free_units: m.free_units,
+            free_slots: m.free_slots,
+        })
+    }
+
+    fn to_wire(&self) -> v1::SegmentStatus {
+        v1::SegmentStatus {
+            segment: self.segment.0,
+            generation: self.generation.0,
+            state: self.state as i32,
+            live_units: self.live_units,
+            writing_units: self.writing_units,
+            draining_units: self.draining_units,
+            free_units: self.free_units,
+            free_slots: self.free_slots,
+        }
+    }
+}
+
+/// What a disk tier is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskState {
+    /// Reads and writes.
+    Serving = 1,
+    /// Reads only: full.
+    Full = 2,
+    /// Reads only: writes failed.
+    WriteFailed = 3,
+    /// Being scanned after a start.
+    Recovering = 4,
+}
+
+/// How the disk tier is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskStatus {
+    /// What it is doing.
+    pub state: DiskState,
+    /// Bytes used.
+    pub used_bytes: u64,
+    /// Bytes it may use.
+    pub limit_bytes: u64,
+    /// Objects on it.
+    pub objects: u64,
+    /// Bytes ordered to be offloaded and not written yet.
+    pub backlog_bytes: u64,
+}
+
+impl<'a> Wire<'a> for DiskStatus {
+    type Message = v1::DiskStatus;
+
+    fn from_wire(m: &'a v1::DiskStatus) -> Result<Self, ConvertError> {
+        let state = match v1::DiskState::try_from(m.state) {
+            Ok(v1::DiskState::Serving) => Some(DiskState::Serving),
+            Ok(v1::DiskState::Full) => Some(DiskState::Full),
+            Ok(v1::DiskState::WriteFailed) => Some(DiskState::WriteFailed),
+            Ok(v1::DiskState::Recovering) => Some(DiskState::Recovering),
+            _ => None,
+        };
+        Ok(DiskStatus {
+            state: known("disk.state", m.state, state)?,
+            used_bytes: m.used_bytes,
+            limit_bytes: m.limit_bytes,
+            objects: m.objects,
+            backlog_bytes: m.backlog_bytes,
+        })
+    }
+
+    fn to_wire(&self) -> v1::DiskStatus {
+        v1::DiskStatus {
+            state: self.state as i32,
+            used_bytes: self.used_bytes,
+            limit_bytes: self.limit_bytes,
+            objects: self.objects,
+            backlog_bytes: self.backlog_bytes,
+        }
+    }
+}
+
+/// How busy a node is, in thousandths.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pressure {
+    /// Connections' in-flight limits.
+    pub inflight_permille: u32,
+    /// Staging slots.
+    pub staging_permille: u32,
+    /// Ledger cells of the fullest client.
+    pub ledger_permille: u32,
+}
+
+impl<'a> Wire<'a> for Pressure {
+    type Message = v1::Pressure;
+
+    fn from_wire(m: &'a v1::Pressure) -> Result<Self, ConvertError> {
+        for permille in [m.inflight_permille, m.staging_permille, m.ledger_permille] {
+            at_most("pressure", permille, 1000u32)?;
+        }
+        Ok(Pressure {
+            inflight_permille: m.inflight_permille,
+            staging_permille: m.staging_permille,
+            ledger_permille: m.ledger_permille,
+        })
+    }
+
+    fn to_wire(&self) -> v1::Pressure {
+        v1::Pressure {
+            inflight_permille: self.inflight_permille,
+            staging_permille: self.staging_permille,
+            ledger_permille: self.ledger_permille,
+        }
+    }
+}
+
+/// A node lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Heartbeat<'a> {
+    /// Counts from 1 on.
+    pub beat: u64,
+    /// Reads since the session was opened.
+    pub reads: ReadCounters,
+    /// What was read since the last beat.
+    pub touched: Vec<TouchBitmap<'a>>,
+    /// Segments whose state changed, or all of them.
+    pub segments: Vec<SegmentStatus>,
+    /// The disk tier, if there is one.
+    pub disk: Option<DiskStatus>,
+    /// How busy it is.
+    pub pressure: Pressure,
+}
+
+impl<'a> Wire<'a> for Heartbeat<'a> {
+    type Message = v1::Heartbeat;
+
+    fn from_wire(m: &'a v1::Heartbeat) -> Result<Self, ConvertError> {
+        at_least("beat", m.beat, 1u64)?;
+        at_most("touched", m.touched.len(), TOUCH_BITMAPS_MAX)?;
+        at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
+        let touched = |touched: &'a v1::TouchBitmap| {
+            length("touched.bits", &touched.bits, 0, TOUCH_BYTES_MAX)?;
+            let end = u64::from(touched.first_slot) + touched.bits.len() as u64 * 8;
+            let fits = end <= u64::from(SLOTS_PER_SEGMENT_MAX);
+            rule("touched.first_slot", fits, "the bits are slots")?;
+            Ok(TouchBitmap {
+                segment: SegmentId(touched.segment),
+                generation: Generation(touched.generation),
+                first_slot: SlotId(touched.first_slot),
+                bits: &touched.bits,
+            })
+        };
+        Ok(Heartbeat {
+            beat: m.beat,
+            reads: m.reads.unwrap_or_default(),
+            touched: m.touched.iter().map(touched).collect::<Result<_, ConvertError>>()?,
+            segments: m.segments.iter().map(SegmentStatus::from_wire).collect::<Result<_, _>>()?,
+            disk: m.disk.as_ref().map(DiskStatus::from_wire).transpose()?,
+            pressure: m.pressure.as_ref().map(Pressure::from_wire).transpose()?.unwrap_or_default(),
+        })
+    }
+
+    fn to_wire(&self) -> v1::Heartbeat {
+        let touched = |touched: &TouchBitmap<'_>| v1::TouchBitmap {
+            segment: touched.segment.0,
+            generation: touched.generation.0,
+            first_slot: touched.first_slot.0,
+            bits: copied(touched.bits),
+        };
+        v1::Heartbeat {
+            beat: self.beat,
+            reads: Some(self.reads),
+            touched: self.touched.iter().map(touched).collect(),
+            segments: self.segments.iter().map(Wire::to_wire).collect(),
+            disk: self.disk.as_ref().map(Wire::to_wire),
+            pressure: Some(self.pressure.to_wire()),
+        }
+    }
+}

@@ -1,0 +1,344 @@
+//! What happens once: a node registers and offers its segments.
+
+use moontide_types::bounds::{BATCH_KEYS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::{ErrorCode, Generation, GroupId, NodeId, SegmentId, SessionId, Tenant, Term};
+
+use crate::convert::check::{self, at_least, at_most, length, required, rule};
+use crate::convert::context::{RequestContext, ResponseContext};
+use crate::convert::operator::IdKeySecret;
+use crate::convert::put::medium;
+use crate::convert::{ConvertError, Wire};
+use crate::hello::ProtocolVersions;
+use crate::limits::{ADDRESS_BYTES_MAX, ADDRESSES_MAX, DEADLINE_MS_MAX, ENGINE_BYTES_MAX, LABEL_BYTES_MAX};
+use crate::records::Medium;
+use crate::v1;
+
+/// A way to reach a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address<'a> {
+    /// The transfer engine.
+    pub engine: &'a str,
+    /// The engine's own notation.
+    pub address: &'a str,
+}
+
+/// Where a node stands; empty what is unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Topology<'a> {
+    /// Host.
+    pub host: &'a str,
+    /// Rack.
+    pub rack: &'a str,
+    /// Zone.
+    pub zone: &'a str,
+}
+
+/// Register.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenSessionRequest<'a> {
+    /// Who asks.
+    pub context: RequestContext<'a>,
+    /// The node.
+    pub node: NodeId,
+    /// Drawn at every start.
+    pub boot: u64,
+    /// How to reach it.
+    pub addresses: Vec<Address<'a>>,
+    /// Where it stands.
+    pub topology: Topology<'a>,
+    /// Versions it speaks.
+    pub protocol: ProtocolVersions,
+    /// Highest term it has seen.
+    pub highest_term: Term,
+}
+
+impl<'a> Wire<'a> for OpenSessionRequest<'a> {
+    type Message = v1::OpenSessionRequest;
+
+    fn from_wire(m: &'a v1::OpenSessionRequest) -> Result<Self, ConvertError> {
+        at_least("node", m.node, 1u64)?;
+        at_most("addresses", m.addresses.len(), ADDRESSES_MAX)?;
+        let address = |a: &'a v1::Address| {
+            length("addresses.engine", &a.engine, 1, ENGINE_BYTES_MAX)?;
+            length("addresses.address", &a.address, 1, ADDRESS_BYTES_MAX)?;
+            Ok(Address { engine: &a.engine, address: &a.address })
+        };
+        let topology = required("topology", &m.topology)?;
+        for label in [&topology.host, &topology.rack, &topology.zone] {
+            length("topology", label, 0, LABEL_BYTES_MAX)?;
+        }
+        let protocol = ProtocolVersions {
+            min: check::narrow("protocol_min", m.protocol_min, u16::MAX)?,
+            max: check::narrow("protocol_max", m.protocol_max, u16::MAX)?,
+        };
+        rule("protocol_min", protocol.is_valid(), "1 ≤ lowest version ≤ highest")?;
+        Ok(OpenSessionRequest {
+            context: RequestContext::of(&m.context)?,
+            node: NodeId(m.node),
+            boot: m.boot,
+            addresses: m.addresses.iter().map(address).collect::<Result<_, ConvertError>>()?,
+            topology: Topology { host: &topology.host, rack: &topology.rack, zone: &topology.zone },
+            protocol,
+            highest_term: check::term(m.highest_term)?,
+        })
+    }
+
+    fn to_wire(&self) -> v1::OpenSessionRequest {
+        let address = |a: &Address<'_>| v1::Address { engine: a.engine.into(), address: a.address.into() };
+        v1::OpenSessionRequest {
+            context: Some(self.context.to_wire()),
+            node: self.node.0,
+            boot: self.boot,
+            addresses: self.addresses.iter().map(address).collect(),
+            topology: Some(v1::Topology {
+                host: self.topology.host.into(),
+                rack: self.topology.rack.into(),
+                zone: self.topology.zone.into(),
+            }),
+            protocol_min: self.protocol.min.into(),
+            protocol_max: self.protocol.max.into(),
+            highest_term: self.highest_term.get(),
+        }
+    }
+}
+
+/// A session lives for a bounded time without heartbeats.
+pub(super) fn check_ttl(ttl_ms: u32) -> Result<(), ConvertError> {
+    at_least("ttl_ms", ttl_ms, 1u32)?;
+    at_most("ttl_ms", ttl_ms, DEADLINE_MS_MAX)
+}
+
+/// What a node is told when it is registered. A refusal has only a context with a code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenSessionResponse<'a> {
+    /// Who answers.
+    pub context: ResponseContext<'a>,
+    /// The session.
+    pub session: SessionId,
+    /// It ends after this time without a heartbeat.
+    pub ttl_ms: u32,
+    /// Protocol version chosen.
+    pub protocol: u16,
+    /// Groups of the cluster.
+    pub groups: u16,
+    /// Number of the current id key.
+    pub id_key: u32,
+    /// Its secret.
+    pub id_key_secret: Option<IdKeySecret>,
+}
+
+impl<'a> Wire<'a> for OpenSessionResponse<'a> {
+    type Message = v1::OpenSessionResponse;
+
+    fn from_wire(m: &'a v1::OpenSessionResponse) -> Result<Self, ConvertError> {
+        let context = ResponseContext::of(&m.context)?;
+        let protocol = check::narrow("protocol", m.protocol, u16::MAX)?;
+        let mut groups = 0;
+        if context.code.is_none() {
+            at_least("session", m.session, 1u64)?;
+            at_least("protocol", protocol, 1u16)?;
+            check_ttl(m.ttl_ms)?;
+            groups = check::groups("groups", m.groups)?;
+        } else {
+            let bare = v1::OpenSessionResponse { context: m.context.clone(), ..Default::default() };
+            rule("code", *m == bare, "a refusal says nothing else")?;
+        }
+        Ok(OpenSessionResponse {
+            context,
+            session: SessionId(m.session),
+            ttl_ms: m.ttl_ms,
+            protocol,
+            groups,
+            id_key: m.id_key,
+            id_key_secret: IdKeySecret::from_wire(&m.id_key_secret)?,
+        })
+    }
+
+    fn to_wire(&self) -> v1::OpenSessionResponse {
+        v1::OpenSessionResponse {
+            context: Some(self.context.to_wire()),
+            session: self.session.0,
+            ttl_ms: self.ttl_ms,
+            protocol: self.protocol.into(),
+            groups: self.groups.into(),
+            id_key: self.id_key,
+            id_key_secret: IdKeySecret::to_wire(&self.id_key_secret),
+        }
+    }
+}
+
+/// What a segment is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentSpec<'a> {
+    /// Its number.
+    pub segment: SegmentId,
+    /// Which incarnation of it.
+    pub generation: Generation,
+    /// What it is made of: memory or device.
+    pub medium: Medium,
+    /// Its size in units.
+    pub units: u32,
+    /// Its header slots.
+    pub slots: u32,
+    /// Its NUMA node, if known.
+    pub numa: Option<u32>,
+    /// Group that owned it last.
+    pub group: Option<GroupId>,
+    /// Term it adopted last.
+    pub term: Term,
+    /// Whether it holds records to be reported.
+    pub occupied: bool,
+    /// Tenant it is reserved for.
+    pub tenant: Option<Tenant<'a>>,
+}
+
+impl<'a> Wire<'a> for SegmentSpec<'a> {
+    type Message = v1::SegmentSpec;
+
+    fn from_wire(m: &'a v1::SegmentSpec) -> Result<Self, ConvertError> {
+        at_most("segments.segment", m.segment, SEGMENTS_PER_NODE_MAX - 1)?;
+        at_least("segments.units", m.units, 1u32)?;
+        at_least("segments.slots", m.slots, 1u32)?;
+        at_most("segments.slots", m.slots, SLOTS_PER_SEGMENT_MAX)?;
+        let medium = medium("segments.medium", m.medium)?;
+        rule("segments.medium", medium != Medium::Disk, "a segment is memory")?;
+        Ok(SegmentSpec {
+            segment: SegmentId(m.segment),
+            generation: Generation(m.generation),
+            medium,
+            units: m.units,
+            slots: m.slots,
+            numa: m.numa.checked_sub(1),
+            group: m.group.map(|g| check::group("segments.group", g)).transpose()?,
+            term: check::term(m.term)?,
+            occupied: m.occupied,
+            tenant: if m.tenant.is_empty() { None } else { Some(Tenant::new(&m.tenant)?) },
+        })
+    }
+
+    fn to_wire(&self) -> v1::SegmentSpec {
+        v1::SegmentSpec {
+            segment: self.segment.0,
+            generation: self.generation.0,
+            medium: self.medium as i32,
+            units: self.units,
+            slots: self.slots,
+            numa: self.numa.map_or(0, |numa| numa.saturating_add(1)),
+            group: self.group.map(|g| g.0.into()),
+            term: self.term.get(),
+            occupied: self.occupied,
+            tenant: self.tenant.map_or_else(String::new, |tenant| tenant.as_str().into()),
+        }
+    }
+}
+
+/// Offer segments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountSegmentsRequest<'a> {
+    /// Who asks, with the session.
+    pub context: RequestContext<'a>,
+    /// The segments.
+    pub segments: Vec<SegmentSpec<'a>>,
+}
+
+impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
+    type Message = v1::MountSegmentsRequest;
+
+    fn from_wire(m: &'a v1::MountSegmentsRequest) -> Result<Self, ConvertError> {
+        at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
+        Ok(MountSegmentsRequest {
+            context: RequestContext::of(&m.context)?,
+            segments: m.segments.iter().map(SegmentSpec::from_wire).collect::<Result<_, _>>()?,
+        })
+    }
+
+    fn to_wire(&self) -> v1::MountSegmentsRequest {
+        v1::MountSegmentsRequest {
+            context: Some(self.context.to_wire()),
+            segments: self.segments.iter().map(Wire::to_wire).collect(),
+        }
+    }
+}
+
+/// What becomes of one offered segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentGrant {
+    /// The segment.
+    pub segment: SegmentId,
+    /// Why it was refused.
+    pub code: Option<ErrorCode>,
+    /// The group it belongs to from now on.
+    pub group: GroupId,
+    /// The term to adopt for it.
+    pub term: Term,
+}
+
+/// What becomes of the offered segments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountSegmentsResponse<'a> {
+    /// Who answers.
+    pub context: ResponseContext<'a>,
+    /// One per segment, in order.
+    pub grants: Vec<SegmentGrant>,
+}
+
+impl<'a> Wire<'a> for MountSegmentsResponse<'a> {
+    type Message = v1::MountSegmentsResponse;
+
+    fn from_wire(m: &'a v1::MountSegmentsResponse) -> Result<Self, ConvertError> {
+        at_most("grants", m.grants.len(), BATCH_KEYS_MAX)?;
+        let grant = |grant: &v1::SegmentGrant| {
+            Ok(SegmentGrant {
+                segment: SegmentId(grant.segment),
+                code: check::code(grant.code)?,
+                group: check::group("grants.group", grant.group)?,
+                term: check::term(grant.term)?,
+            })
+        };
+        Ok(MountSegmentsResponse {
+            context: ResponseContext::of(&m.context)?,
+            grants: m.grants.iter().map(grant).collect::<Result<_, ConvertError>>()?,
+        })
+    }
+
+    fn to_wire(&self) -> v1::MountSegmentsResponse {
+        let grant = |grant: &SegmentGrant| v1::SegmentGrant {
+            segment: grant.segment.0,
+            code: check::code_number(grant.code),
+            group: grant.group.0.into(),
+            term: grant.term.get(),
+        };
+        v1::MountSegmentsResponse {
+            context: Some(self.context.to_wire()),
+            grants: self.grants.iter().map(grant).collect(),
+        }
+    }
+}
+
+/// Take segments away.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnmountSegmentsRequest<'a> {
+    /// Who asks, with the session.
+    pub context: RequestContext<'a>,
+    /// Which ones.
+    pub segments: Vec<SegmentId>,
+}
+
+impl<'a> Wire<'a> for UnmountSegmentsRequest<'a> {
+    type Message = v1::UnmountSegmentsRequest;
+
+    fn from_wire(m: &'a v1::UnmountSegmentsRequest) -> Result<Self, ConvertError> {
+        at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
+        Ok(UnmountSegmentsRequest {
+            context: RequestContext::of(&m.context)?,
+            segments: m.segments.iter().map(|&segment| SegmentId(segment)).collect(),
+        })
+    }
+
+    fn to_wire(&self) -> v1::UnmountSegmentsRequest {
+        v1::UnmountSegmentsRequest {
+            context: Some(self.context.to_wire()),
+            segments: self.segments.iter().map(|segment| segment.0).collect(),
+        }
+    }
+}

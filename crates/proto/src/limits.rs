@@ -1,0 +1,69 @@
+//! Bounds that only the wire has. Everything else is bounded by [`moontide_types::bounds`].
+
+use moontide_types::bounds::{
+    BATCH_KEYS_MAX, KEY_BYTES_MAX, LEASE_MS_MAX, PAGE_BYTES, REPLICAS_MAX, REQUEST_BYTES_MAX,
+    RESERVATION_MS_MAX, STRIPES_MAX, TENANT_BYTES_MAX,
+};
+
+/// Longest proof of identity in bytes: a MAC of 32 bytes with what it is about.
+pub const TOKEN_BYTES_MAX: usize = 64;
+
+/// Longest time a caller may be willing to wait: ten minutes, for operators. Every wait has an end.
+pub const DEADLINE_MS_MAX: u32 = 600_000;
+
+/// Longest time after which a caller may be told to come again.
+pub const RETRY_AFTER_MS_MAX: u32 = 60_000;
+
+/// Most handles in one answer: with 4,096 entries they stay below [`REQUEST_BYTES_MAX`].
+pub const HANDLES_PER_ANSWER_MAX: usize = 131_072;
+
+/// Most distinct configurations in one PutStart. Callers have one or two.
+pub const CONFIGS_MAX: usize = 64;
+
+/// Longest time to live: a hundred years, so that no sum of times overflows.
+pub const TTL_MS_MAX: u64 = 100 * 366 * 86_400_000;
+
+/// Most entries in one packed message of a node session: bounds what one message costs its receiver.
+pub const SESSION_RECORDS_MAX: usize = BATCH_KEYS_MAX;
+
+/// Most touch bitmaps in one heartbeat.
+pub const TOUCH_BITMAPS_MAX: usize = 1024;
+
+/// Longest touch bitmap in bytes: 524,288 slots. Longer ones are cut into several.
+pub const TOUCH_BYTES_MAX: usize = 65_536;
+
+/// Most addresses of one node: engines times rails.
+pub const ADDRESSES_MAX: usize = 32;
+
+/// Longest name of a transfer engine in bytes.
+pub const ENGINE_BYTES_MAX: usize = 16;
+
+/// Longest address in bytes: a DNS name is at most 253, and a port.
+pub const ADDRESS_BYTES_MAX: usize = 260;
+
+/// Longest topology label in bytes, as in Kubernetes.
+pub const LABEL_BYTES_MAX: usize = 64;
+
+/// Longest regular expression in bytes: bounds what compiling it costs.
+pub const PATTERN_BYTES_MAX: usize = 1024;
+
+/// Longest cursor of a listing in bytes: a tenant, a key and a little state.
+pub const CURSOR_BYTES_MAX: usize = 64 + TENANT_BYTES_MAX + KEY_BYTES_MAX;
+
+/// Most operations in one data-plane frame.
+pub const OPS_PER_FRAME_MAX: usize = 1024;
+
+/// Most raw bytes in one data-plane frame: 256 pages. At 1 GB/s they occupy a connection for 64 ms, so that a
+/// ping or a cancel behind them waits no longer.
+pub const FRAME_PAYLOAD_BYTES_MAX: u64 = 256 * PAGE_BYTES;
+
+/// Longest text in an error frame, in bytes.
+pub const ERROR_TEXT_BYTES_MAX: usize = 1024;
+
+/// Longest promise in an [`ObjectEntry`](crate::ObjectEntry): a lease or a reservation.
+pub const WINDOW_MS_MAX: u32 =
+    if LEASE_MS_MAX > RESERVATION_MS_MAX { LEASE_MS_MAX } else { RESERVATION_MS_MAX };
+
+const _: () = assert!(HANDLES_PER_ANSWER_MAX * 96 + BATCH_KEYS_MAX * 64 < REQUEST_BYTES_MAX);
+const _: () = assert!(HANDLES_PER_ANSWER_MAX >= REPLICAS_MAX * STRIPES_MAX, "one object always fits");
+const _: () = assert!(REPLICAS_MAX * STRIPES_MAX <= u16::MAX as usize);

@@ -1,0 +1,758 @@
+//! Random valid records and messages from a seed, for tests here and for the fuzzer's first inputs.
+//!
+//! Messages come in the form that `to_wire` writes, so that a conversion there and back must reproduce them.
+
+#![allow(dead_code)] // each user takes what it needs
+
+use moontide_proto::convert::ObjectListBuilder;
+use moontide_proto::*;
+use moontide_types::bounds::{PAGE_BYTES, UNIT_BYTES};
+use moontide_types::record::{Attributes, ParentHash, PinClass, State, Word};
+use moontide_types::{
+    Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, NodeId, ObjectId, SegmentId, SlotId,
+    TenantGeneration, Term, UnixMillis,
+};
+use prost::Message;
+use prost::bytes::Bytes;
+
+/// SplitMix64: small, and the same everywhere.
+pub(crate) struct Gen(pub(crate) u64);
+
+impl Gen {
+    pub(crate) fn u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub(crate) fn u32(&mut self) -> u32 {
+        self.u64() as u32
+    }
+
+    /// In `0..bound`.
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.u64() % bound
+    }
+
+    pub(crate) fn bool(&mut self) -> bool {
+        self.u64() & 1 == 1
+    }
+
+    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64) as usize]
+    }
+
+    pub(crate) fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        std::array::from_fn(|_| self.u64() as u8)
+    }
+
+    pub(crate) fn byte_string(&mut self, min: u64, max: u64) -> Vec<u8> {
+        let len = min + self.below(max - min + 1);
+        (0..len).map(|_| self.u64() as u8).collect()
+    }
+
+    pub(crate) fn text(&mut self, min: u64, max: u64) -> String {
+        let len = min + self.below(max - min + 1);
+        (0..len).map(|_| self.pick(b"abcxyz019.-_") as char).collect()
+    }
+
+    pub(crate) fn id(&mut self) -> ObjectId {
+        ObjectId(self.bytes())
+    }
+
+    pub(crate) fn epoch(&mut self) -> Epoch {
+        Epoch::from_bits(self.u64() >> 2).unwrap()
+    }
+
+    pub(crate) fn term(&mut self) -> Term {
+        Term::new(self.u32() >> 10).unwrap()
+    }
+
+    pub(crate) fn code(&mut self) -> ErrorCode {
+        self.pick(ErrorCode::ALL)
+    }
+
+    pub(crate) fn maybe_code(&mut self) -> Option<ErrorCode> {
+        self.bool().then(|| self.code())
+    }
+
+    pub(crate) fn stripe(&mut self) -> (Stripe, u64) {
+        let count = self.pick(&[1, 1, 1, 2, 7, 1024]);
+        let len = self.pick(&[0, 1, 4096, PAGE_BYTES, 3 * PAGE_BYTES + 5]);
+        if count == 1 {
+            return (Stripe { index: 0, count, offset: 0, len }, len);
+        }
+        let offset = self.below(1 << 16) * PAGE_BYTES;
+        let stripe = Stripe { index: self.below(count.into()) as u16, count, offset, len };
+        (stripe, offset + len + self.below(1000))
+    }
+
+    /// An extent and a payload offset with room for `len` bytes.
+    pub(crate) fn place(&mut self, len: u64) -> (Extent, u64) {
+        let start = self.u32() >> 1;
+        let units = (len.div_ceil(UNIT_BYTES) + 1 + self.below(9)) as u32;
+        (Extent { start, units }, u64::from(start) * UNIT_BYTES)
+    }
+
+    pub(crate) fn transfer_op(&mut self) -> TransferOp {
+        let kind = self.pick(OpKind::ALL);
+        let disk = kind == OpKind::Load || kind == OpKind::Read && self.bool();
+        let flags = if disk { OpFlags::DISK } else { self.pick(&[OpFlags::NONE, OpFlags::DIGESTS]) };
+        TransferOp {
+            kind,
+            flags,
+            stripe: self.below(1024) as u16,
+            segment: SegmentId(if disk { 0 } else { self.u32() }),
+            generation: Generation(if disk { 0 } else { self.u64() }),
+            slot: SlotId(if disk { 0 } else { self.u32() }),
+            term: self.term(),
+            epoch: self.epoch(),
+            id: self.id(),
+            offset: self.below(1 << 39),
+            len: self.below(1 << 26),
+            capability: Capability(self.bytes()),
+        }
+    }
+
+    pub(crate) fn handle(&mut self, stripe: Stripe, replica: u8) -> Handle {
+        let medium = self.pick(Medium::ALL);
+        let disk = medium == Medium::Disk;
+        let (extent, payload_offset) = self.place(stripe.len);
+        Handle {
+            node: NodeId(self.u64()),
+            segment: SegmentId(if disk { 0 } else { self.u32() }),
+            slot: SlotId(if disk { 0 } else { self.u32() }),
+            generation: Generation(if disk { 0 } else { self.u64() }),
+            extent: if disk { Extent::default() } else { extent },
+            payload_offset: if disk { 0 } else { payload_offset },
+            stripe_offset: stripe.offset,
+            stripe_len: stripe.len,
+            stripe_root: self.u64(),
+            capability: Capability(self.bytes()),
+            term: self.term(),
+            stripe_index: stripe.index,
+            stripe_count: stripe.count,
+            replica,
+            medium,
+            flags: self.pick(&[HandleFlags::NONE, HandleFlags::ONE_SIDED, HandleFlags::KNOWN]),
+        }
+    }
+
+    /// An entry with its handles; the builder fills in their position.
+    pub(crate) fn object(&mut self) -> (ObjectEntry, Vec<Handle>) {
+        if self.below(4) == 0 {
+            return (ObjectEntry::failed(self.code(), 0), vec![]);
+        }
+        let (stripe, object_len) = self.stripe();
+        let replicas = 1 + self.below(3) as u8;
+        let handles: Vec<Handle> = (0..replicas).map(|replica| self.handle(stripe, replica)).collect();
+        let entry = ObjectEntry {
+            code: None,
+            flags: self.pick(&[ObjectFlags::NONE, ObjectFlags::KNOWN]),
+            window_ms: self.below(30_001) as u32,
+            id: self.id(),
+            epoch: self.epoch(),
+            object_len,
+            root: self.u64(),
+            first_handle: 0,
+            handle_count: handles.len() as u16,
+            replica_count: replicas,
+            form: 0,
+            tenant_generation: TenantGeneration(self.u32()),
+            id_key: self.u32(),
+        };
+        (entry, handles)
+    }
+
+    pub(crate) fn put_end_entry(&mut self) -> PutEndEntry {
+        let replica_count = 1 + self.below(8) as u8;
+        let mut outcomes = [None; 8];
+        outcomes[..replica_count.into()].fill_with(|| self.maybe_code());
+        PutEndEntry {
+            id: self.id(),
+            epoch: self.epoch(),
+            root: self.u64(),
+            outcomes,
+            replica_count,
+            form: 0,
+            stripe_count: self.pick(&[1, 1, 2, 5]),
+        }
+    }
+
+    pub(crate) fn commit_entry(&mut self) -> CommitEntry {
+        CommitEntry {
+            id: self.id(),
+            epoch: self.epoch(),
+            generation: Generation(self.u64()),
+            segment: SegmentId(self.u32()),
+            slot: SlotId(self.u32()),
+            root: self.u64(),
+            capability: Capability(self.bytes()),
+            term: self.term(),
+            flags: self.pick(&[CommitFlags::NONE, CommitFlags::ABORT]),
+        }
+    }
+
+    pub(crate) fn versioned_id(&mut self) -> VersionedId {
+        VersionedId { id: self.id(), epoch: self.epoch() }
+    }
+
+    /// A record of a slot that is not FREE.
+    pub(crate) fn report_record(&mut self) -> ReportRecord {
+        let (stripe, object_len) = self.stripe();
+        let (extent, payload_offset) = self.place(stripe.len);
+        let state = self.pick(&[State::Writing, State::Ready, State::Dead]);
+        ReportRecord {
+            slot: SlotId(self.u32() >> 1),
+            tenant: 0,
+            flags: self.pick(&[ReportFlags::NONE, ReportFlags::KNOWN]),
+            extent,
+            word: Word::new(self.epoch(), state),
+            id: self.id(),
+            object_len,
+            root: self.u64(),
+            stripe_offset: stripe.offset,
+            stripe_len: stripe.len,
+            payload_offset,
+            stripe_index: stripe.index,
+            stripe_count: stripe.count,
+            id_key: self.u32(),
+            tenant_generation: TenantGeneration(self.u32()),
+        }
+    }
+
+    pub(crate) fn offload_record(&mut self) -> OffloadRecord {
+        let (stripe, object_len) = self.stripe();
+        OffloadRecord {
+            id: self.id(),
+            epoch: self.epoch(),
+            object_len,
+            stripe_offset: stripe.offset,
+            stripe_len: stripe.len,
+            root: self.u64(),
+            bucket: self.u64(),
+            offset: self.u64() >> 8,
+            disk_len: stripe.len + 4096,
+            stripe_index: stripe.index,
+            stripe_count: stripe.count,
+            id_key: self.u32(),
+            tenant_generation: TenantGeneration(self.u32()),
+            tenant: 0,
+            flags: OffloadFlags::NONE,
+        }
+    }
+
+    pub(crate) fn order(&mut self) -> Order {
+        use OrderKind::*;
+        let kind = self.pick(OrderKind::ALL);
+        let mut order = Order::new(self.u64(), kind, self.term());
+        if kind != DropDisk {
+            order.segment = SegmentId(self.u32());
+            order.generation = Generation(self.u64());
+        }
+        if !matches!(kind, AdoptTerm | Drain) {
+            order.epoch = self.epoch();
+        }
+        if !matches!(kind, AdoptTerm | Drain | DropDisk) {
+            order.slot = SlotId(self.u32());
+        }
+        if !matches!(kind, AdoptTerm | Drain | Burn) {
+            order.id = self.id();
+        }
+        match kind {
+            Offload => order.lease_ms = 5000,
+            Promote => {
+                (order.extent, order.payload_offset) = self.place(1000);
+                (order.stripe, order.lease_ms) = (self.below(1024) as u16, 30_000);
+            }
+            AdoptTerm => order.group = GroupId(self.below(4096) as u16),
+            Kill | DropDisk => order.flags = OrderFlags::TOMBSTONE,
+            _ => {}
+        }
+        order
+    }
+
+    pub(crate) fn order_result(&mut self) -> OrderResult {
+        let code = self.maybe_code();
+        let phase = match code {
+            Some(_) => OrderPhase::Refused,
+            None => self.pick(&[OrderPhase::Accepted, OrderPhase::Done]),
+        };
+        OrderResult { order: self.u64(), word: Word::from_bits(self.u64()), code, phase }
+    }
+
+    pub(crate) fn hello(&mut self) -> Hello {
+        let min = 1 + self.below(5) as u16;
+        Hello {
+            node: NodeId(self.u64()),
+            caller: self.u64(),
+            versions: ProtocolVersions { min, max: min + self.below(5) as u16 },
+            inflight_max: 1 + self.below(1000) as u32,
+            features: self.u32(),
+            token: Token::new(&self.byte_string(0, 64)).unwrap(),
+        }
+    }
+
+    pub(crate) fn frame_header(&mut self) -> FrameHeader {
+        let kind = self.pick(FrameKind::ALL);
+        let mut header = FrameHeader::new(kind, self.u64());
+        header.term = self.term();
+        header.map_version = MapVersion(self.u64());
+        header.group = self.bool().then(|| GroupId(self.below(4096) as u16));
+        header.flags = self.pick(&[FrameFlags::NONE, FrameFlags::MORE]);
+        if kind.is_request() {
+            header.deadline_ms = 1 + self.below(600_000) as u32;
+        }
+        if kind == FrameKind::Error || kind.is_control() && !kind.is_request() {
+            header.status = Some(self.code());
+        }
+        header.body_len = match kind {
+            FrameKind::Hello | FrameKind::HelloAck => 96,
+            kind if kind.body_len_max() == 0 => 0,
+            kind => (kind.body_len_max() as u32).min(80 * (1 + self.below(9) as u32)),
+        };
+        if matches!(kind, FrameKind::Write | FrameKind::ReadReply) {
+            header.payload_len = self.below(1 << 26);
+        }
+        header
+    }
+
+    pub(crate) fn attributes(&mut self) -> Vec<u8> {
+        let attributes = Attributes {
+            pin: self.pick(&[PinClass::None, PinClass::Soft, PinClass::Hard]),
+            expires: self.bool().then(|| UnixMillis(self.u64())),
+            cohort: self.bool().then(|| self.byte_string(1, 64).into()),
+            parent: self.bool().then(|| ParentHash::new(&self.byte_string(1, 32)).unwrap()),
+            note: self.bool().then(|| self.byte_string(1, 40).into()),
+        };
+        let mut bytes = vec![];
+        attributes.encode(&mut bytes);
+        bytes
+    }
+
+    pub(crate) fn keys(&mut self, count: usize) -> Bytes {
+        let mut keys = PackedKeysBuilder::new();
+        for _ in 0..count {
+            keys.push(Key::new(&self.byte_string(1, 40)).unwrap()).unwrap();
+        }
+        keys.finish().into()
+    }
+
+    pub(crate) fn sections(&mut self, count: usize) -> Bytes {
+        let mut sections = PackedBytesBuilder::new();
+        (0..count).for_each(|_| sections.push(&self.attributes()).unwrap());
+        if self.bool() { sections.finish().into() } else { Bytes::new() }
+    }
+
+    pub(crate) fn packed<T: FixedRecord>(&mut self, count: usize, record: fn(&mut Gen) -> T) -> Bytes {
+        (0..count).map(|_| record(self)).collect::<PackedBuilder<T>>().finish().into()
+    }
+
+    pub(crate) fn codes(&mut self, count: usize) -> Bytes {
+        (0..count).map(|_| self.maybe_code()).collect::<CodesBuilder>().finish().into()
+    }
+
+    pub(crate) fn objects(&mut self, count: usize) -> (Bytes, Bytes) {
+        let mut list = ObjectListBuilder::default();
+        for _ in 0..count {
+            let (object, handles) = self.object();
+            list.push(object, &handles);
+        }
+        list.finish()
+    }
+
+    pub(crate) fn request(&mut self) -> Option<v1::RequestContext> {
+        Some(v1::RequestContext {
+            tenant: self.text(1, 20),
+            group: self.bool().then(|| self.below(4096) as u32),
+            map_version: self.u64(),
+            term: self.term().get(),
+            caller: self.u64(),
+            session: self.u64(),
+            deadline_ms: 1 + self.below(600_000) as u32,
+            token: self.byte_string(0, 64).into(),
+        })
+    }
+
+    pub(crate) fn group_map(&mut self) -> v1::GroupMap {
+        let master = |g: &mut Gen, groups: Vec<u32>| v1::MasterEntry {
+            grpc_address: g.text(1, 30),
+            frame_address: g.text(0, 30),
+            term: g.term().get(),
+            groups,
+        };
+        let masters = vec![master(self, vec![0, 3]), master(self, vec![1]), master(self, vec![])];
+        v1::GroupMap { version: self.u64(), groups: 4, masters }
+    }
+
+    pub(crate) fn response(&mut self) -> Option<v1::ResponseContext> {
+        Some(v1::ResponseContext {
+            map_version: self.u64(),
+            term: self.term().get(),
+            code: 0,
+            retry_after_ms: self.below(60_001) as u32,
+            tenant_generation: self.u32(),
+            newer_map: self.bool().then(|| self.group_map()),
+        })
+    }
+
+    pub(crate) fn segment_ref(&mut self) -> v1::SegmentRef {
+        v1::SegmentRef { node: self.u64(), segment: self.below(65_536) as u32 }
+    }
+
+    pub(crate) fn page(&mut self) -> Option<v1::Page> {
+        Some(v1::Page { cursor: self.byte_string(0, 50).into(), limit: 1 + self.below(4096) as u32 })
+    }
+
+    pub(crate) fn put_config(&mut self) -> v1::PutConfig {
+        let replicas = 1 + self.below(8) as u32;
+        v1::PutConfig {
+            replicas,
+            replicas_min: 1 + self.below(replicas.into()) as u32,
+            stripes: self.below(1025) as u32,
+            preferred_segments: (0..self.below(3)).map(|_| self.segment_ref()).collect(),
+            preferred_nodes: (0..self.below(3)).map(|_| self.u64()).collect(),
+            local_node: self.u64(),
+            upsert: self.bool(),
+            one_sided: self.bool(),
+            digestless: self.bool(),
+            medium: self.below(4) as i32,
+            ttl_ms: self.u64() >> 24,
+        }
+    }
+
+    fn heartbeat(&mut self) -> v1::Heartbeat {
+        let touched = |g: &mut Gen| v1::TouchBitmap {
+            segment: g.u32(),
+            generation: g.u64(),
+            first_slot: g.u32() >> 1,
+            bits: g.byte_string(0, 30).into(),
+        };
+        let status = |g: &mut Gen| v1::SegmentStatus {
+            segment: g.u32(),
+            generation: g.u64(),
+            state: 1 + g.below(4) as i32,
+            live_units: g.u32() >> 2,
+            writing_units: g.u32() >> 2,
+            draining_units: g.u32() >> 2,
+            free_units: g.u32() >> 2,
+            free_slots: g.u32(),
+        };
+        v1::Heartbeat {
+            beat: 1 + self.below(1 << 40),
+            reads: Some(v1::ReadCounters {
+                local_memory: self.u64(),
+                bytes: self.u64(),
+                ..Default::default()
+            }),
+            touched: (0..self.below(3)).map(|_| touched(self)).collect(),
+            segments: (0..self.below(3)).map(|_| status(self)).collect(),
+            disk: self.bool().then(|| v1::DiskStatus {
+                state: 1 + self.below(4) as i32,
+                used_bytes: self.u64(),
+                limit_bytes: self.u64(),
+                objects: self.u64(),
+                backlog_bytes: self.u64(),
+            }),
+            pressure: Some(v1::Pressure {
+                inflight_permille: self.below(1001) as u32,
+                staging_permille: self.below(1001) as u32,
+                ledger_permille: self.below(1001) as u32,
+            }),
+        }
+    }
+
+    fn report_chunk(&mut self) -> v1::ReportChunk {
+        let delta = self.bool();
+        let (mut records, mut keys) = (PackedBuilder::default(), PackedBytesBuilder::new());
+        for _ in 0..self.below(5) {
+            if delta && self.bool() {
+                records.push(&ReportRecord::free(SlotId(self.u32() >> 1), self.epoch()));
+                keys.push(b"").unwrap();
+            } else {
+                records.push(&self.report_record());
+                keys.push(&self.byte_string(1, 40)).unwrap();
+            }
+        }
+        let attributes = self.sections(records.len());
+        v1::ReportChunk {
+            segment: self.u32(),
+            generation: self.u64(),
+            term: self.term().get(),
+            kind: if delta { 2 } else { 1 },
+            first_record: self.u64() >> 1,
+            records: records.finish().into(),
+            keys: keys.finish().into(),
+            tenants: vec![self.text(1, 20)],
+            attributes,
+        }
+    }
+
+    pub(crate) fn node_message(&mut self) -> v1::NodeMessage {
+        use v1::node_message::Body;
+        let n = self.below(5) as usize;
+        let body = match self.below(6) {
+            0 => Body::Heartbeat(self.heartbeat()),
+            1 => Body::OrderResults(v1::OrderResults { results: self.packed(n, Gen::order_result) }),
+            2 => Body::Report(self.report_chunk()),
+            3 => Body::ReportEnd(v1::ReportEnd {
+                segment: self.u32(),
+                generation: self.u64(),
+                term: self.term().get(),
+                records: self.u64(),
+            }),
+            4 => Body::Offloaded(v1::OffloadNotice {
+                records: self.packed(n, Gen::offload_record),
+                keys: self.keys(n),
+                tenants: vec![self.text(1, 20)],
+                attributes: self.sections(n),
+                recovered: true,
+                recovery_end: self.bool(),
+            }),
+            _ => Body::DiskEvicted(v1::DiskEvicted { versions: self.packed(n, Gen::versioned_id) }),
+        };
+        v1::NodeMessage {
+            session: 1 + self.below(u64::MAX),
+            sequence: 1 + self.below(u64::MAX),
+            highest_term: self.term().get(),
+            body: Some(body),
+        }
+    }
+
+    pub(crate) fn master_message(&mut self) -> v1::MasterMessage {
+        use v1::master_message::Body;
+        let n = self.below(6) as usize;
+        let body = if self.bool() {
+            Body::Orders(v1::Orders { orders: self.packed(n, Gen::order) })
+        } else {
+            Body::HeartbeatAck(v1::HeartbeatAck { beat: self.u64(), ttl_ms: 1 + self.below(600_000) as u32 })
+        };
+        v1::MasterMessage {
+            session: 1 + self.below(u64::MAX),
+            term: self.term().get(),
+            map_version: self.u64(),
+            acked_sequence: self.u64(),
+            body: Some(body),
+        }
+    }
+
+    pub(crate) fn segment_spec(&mut self) -> v1::SegmentSpec {
+        v1::SegmentSpec {
+            segment: self.below(65_536) as u32,
+            generation: self.u64(),
+            medium: 1 + self.below(2) as i32,
+            units: self.u32().max(1),
+            slots: (self.u32() >> 1).max(1),
+            numa: self.below(3) as u32,
+            group: self.bool().then(|| self.below(4096) as u32),
+            term: self.term().get(),
+            occupied: self.bool(),
+            tenant: self.text(0, 9),
+        }
+    }
+
+    /// The encoded message number `index`, in the order of [`MESSAGES`].
+    pub(crate) fn message(&mut self, index: usize) -> Vec<u8> {
+        let n = self.below(6) as usize;
+        let (context, answer) = (self.request(), self.response());
+        let keys = self.keys(n);
+        let (objects, handles) = self.objects(n);
+        let force = self.bool();
+        match MESSAGES[index] {
+            "ExistRequest" => v1::ExistRequest { context, keys }.encode_to_vec(),
+            "ExistResponse" => {
+                let codes: Vec<_> = (0..n).map(|_| self.maybe_code()).collect();
+                let bits: BitmapBuilder = codes.iter().map(|c| c.is_none() && self.bool()).collect();
+                let codes: CodesBuilder = codes.into_iter().collect();
+                let (count, present) = (n as u32, bits.finish().into());
+                v1::ExistResponse { context: answer, count, present, codes: codes.finish().into() }
+                    .encode_to_vec()
+            }
+            "GetReplicaListRequest" => {
+                let lease_ms = self.below(30_001) as u32;
+                v1::GetReplicaListRequest { context, keys, lease_ms, attributes: force }.encode_to_vec()
+            }
+            "GetReplicaListResponse" => {
+                let attributes = self.sections(n);
+                v1::GetReplicaListResponse { context: answer, objects, handles, attributes }.encode_to_vec()
+            }
+            "PutStartRequest" => {
+                let configs = vec![self.put_config(), self.put_config()];
+                let object = |g: &mut Gen| v1::PutObject {
+                    len: g.below((1 << 40) + 1),
+                    config: g.below(2) as u32,
+                    attributes: g.attributes().into(),
+                };
+                let objects = (0..n).map(|_| object(self)).collect();
+                v1::PutStartRequest { context, keys, configs, objects }.encode_to_vec()
+            }
+            "PutStartResponse" => {
+                let expires_unix_ms = (0..if force { n } else { 0 }).map(|_| self.u64()).collect();
+                v1::PutStartResponse { context: answer, objects, handles, expires_unix_ms }.encode_to_vec()
+            }
+            "PutEndRequest" => {
+                let entries: Vec<_> = (0..n).map(|_| self.put_end_entry()).collect();
+                let striped = entries.iter().map(|e| u64::from(e.stripe_count)).filter(|&c| c > 1);
+                let stripe_roots = (0..striped.sum()).map(|_| self.u64()).collect();
+                let entries = entries.into_iter().collect::<PackedBuilder<_>>().finish().into();
+                v1::PutEndRequest { context, entries, stripe_roots }.encode_to_vec()
+            }
+            "PutRevokeRequest" => {
+                v1::PutRevokeRequest { context, versions: self.packed(n, Gen::versioned_id) }.encode_to_vec()
+            }
+            "RemoveRequest" => v1::RemoveRequest { context, keys, force }.encode_to_vec(),
+            "TouchRequest" => v1::TouchRequest { context, keys, lease_ms: 30_000 }.encode_to_vec(),
+            "SetPinRequest" => v1::SetPinRequest { context, keys, pin: self.below(3) as i32 }.encode_to_vec(),
+            "PrefetchRequest" => v1::PrefetchRequest { context, keys, near_node: self.u64() }.encode_to_vec(),
+            "OutcomesResponse" => {
+                v1::OutcomesResponse { context: answer, codes: self.codes(n) }.encode_to_vec()
+            }
+            "BeginRequest" => {
+                let (tenant, attributes) = (self.text(1, 64), self.sections(n));
+                v1::BeginRequest { tenant, keys, objects, handles, attributes }.encode_to_vec()
+            }
+            "CommitRequest" => {
+                v1::CommitRequest { entries: self.packed(n, Gen::commit_entry) }.encode_to_vec()
+            }
+            "SlotOutcomes" => v1::SlotOutcomes { codes: self.codes(n) }.encode_to_vec(),
+            "OpenSessionRequest" => v1::OpenSessionRequest {
+                context,
+                node: self.u64().max(1),
+                boot: self.u64(),
+                addresses: (0..n)
+                    .map(|_| v1::Address { engine: self.text(1, 16), address: self.text(1, 260) })
+                    .collect(),
+                topology: Some(v1::Topology {
+                    host: self.text(0, 64),
+                    rack: self.text(0, 64),
+                    zone: self.text(0, 64),
+                }),
+                protocol_min: 1,
+                protocol_max: 1 + self.below(9) as u32,
+                highest_term: self.term().get(),
+            }
+            .encode_to_vec(),
+            "OpenSessionResponse" => v1::OpenSessionResponse {
+                context: answer,
+                session: self.u64().max(1),
+                ttl_ms: 1 + self.below(600_000) as u32,
+                protocol: 1,
+                groups: 1 + self.below(4096) as u32,
+                id_key: self.u32(),
+                id_key_secret: self.byte_string(32, 32).into(),
+            }
+            .encode_to_vec(),
+            "MountSegmentsRequest" => {
+                let segments = (0..n).map(|_| self.segment_spec()).collect();
+                v1::MountSegmentsRequest { context, segments }.encode_to_vec()
+            }
+            "MountSegmentsResponse" => {
+                let grant = |g: &mut Gen| v1::SegmentGrant {
+                    segment: g.u32(),
+                    code: g.maybe_code().map_or(0, |code| code as u32),
+                    group: g.below(4096) as u32,
+                    term: g.term().get(),
+                };
+                let grants = (0..n).map(|_| grant(self)).collect();
+                v1::MountSegmentsResponse { context: answer, grants }.encode_to_vec()
+            }
+            "UnmountSegmentsRequest" => {
+                let segments = (0..n).map(|_| self.u32()).collect();
+                v1::UnmountSegmentsRequest { context, segments }.encode_to_vec()
+            }
+            "NodeMessage" => self.node_message().encode_to_vec(),
+            "MasterMessage" => self.master_message().encode_to_vec(),
+            "RemoveByPrefixRequest" => {
+                let prefix = self.byte_string(1, 30).into();
+                v1::RemoveByPrefixRequest { context, prefix, force }.encode_to_vec()
+            }
+            "RemoveByRegexRequest" => {
+                v1::RemoveByRegexRequest { context, pattern: self.text(1, 30), force }.encode_to_vec()
+            }
+            "RemoveAllRequest" => v1::RemoveAllRequest { context, force }.encode_to_vec(),
+            "GetJobRequest" => v1::GetJobRequest { context, job: self.u64() }.encode_to_vec(),
+            "JobProgress" => {
+                let state = 1 + self.below(3) as i32;
+                let code = if state == 3 { self.code() as u32 } else { 0 };
+                let (examined, affected) = (self.u64(), self.u64());
+                let (skipped, total) = (self.u64(), self.u64());
+                v1::GetJobResponse { context: answer, state, examined, affected, skipped, total, code }
+                    .encode_to_vec()
+            }
+            "ListKeysRequest" => {
+                let (page, prefix) = (self.page(), self.byte_string(0, 30).into());
+                v1::ListKeysRequest { context, page, prefix }.encode_to_vec()
+            }
+            "QueryKeysRequest" => v1::QueryKeysRequest { context, keys }.encode_to_vec(),
+            "EvictRequest" => {
+                v1::EvictRequest { context, target_permille: self.below(1001) as u32 }.encode_to_vec()
+            }
+            "SetTenantQuotaRequest" => {
+                let (bytes_max, objects_max) = (self.u64(), self.u64());
+                v1::SetTenantQuotaRequest { context, bytes_max, objects_max }.encode_to_vec()
+            }
+            "GetTenantsRequest" => v1::GetTenantsRequest { context, page: self.page() }.encode_to_vec(),
+            "ListSegmentsRequest" => {
+                v1::ListSegmentsRequest { context, page: self.page(), node: self.u64() }.encode_to_vec()
+            }
+            "DrainSegmentRequest" => {
+                let segment = Some(self.segment_ref());
+                v1::DrainSegmentRequest { context, segment, evict: force }.encode_to_vec()
+            }
+            "ClusterInfo" => v1::GetClusterInfoResponse {
+                context: answer,
+                cluster: self.u64(),
+                groups: 1 + self.below(4096) as u32,
+                id_key: self.u32(),
+                id_key_secret: Bytes::new(),
+                protocol_min: 1,
+                protocol_max: 1,
+            }
+            .encode_to_vec(),
+            other => unreachable!("{other}"),
+        }
+    }
+}
+
+/// Every convertible message, by the name of its plain struct. New ones go to the end: the fuzzer's inputs
+/// name them by position.
+pub(crate) const MESSAGES: &[&str] = &[
+    "ExistRequest",
+    "ExistResponse",
+    "GetReplicaListRequest",
+    "GetReplicaListResponse",
+    "PutStartRequest",
+    "PutStartResponse",
+    "PutEndRequest",
+    "PutRevokeRequest",
+    "RemoveRequest",
+    "TouchRequest",
+    "SetPinRequest",
+    "PrefetchRequest",
+    "OutcomesResponse",
+    "BeginRequest",
+    "CommitRequest",
+    "SlotOutcomes",
+    "OpenSessionRequest",
+    "OpenSessionResponse",
+    "MountSegmentsRequest",
+    "MountSegmentsResponse",
+    "UnmountSegmentsRequest",
+    "NodeMessage",
+    "MasterMessage",
+    "RemoveByPrefixRequest",
+    "RemoveByRegexRequest",
+    "RemoveAllRequest",
+    "GetJobRequest",
+    "JobProgress",
+    "ListKeysRequest",
+    "QueryKeysRequest",
+    "EvictRequest",
+    "SetTenantQuotaRequest",
+    "GetTenantsRequest",
+    "ListSegmentsRequest",
+    "DrainSegmentRequest",
+    "ClusterInfo",
+];

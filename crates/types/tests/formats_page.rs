@@ -1,0 +1,52 @@
+//! `docs/formats.md` against the constants of this crate.
+
+mod page;
+
+use moontide_types::bounds::*;
+use moontide_types::record::{FIELDS, Field};
+
+#[test]
+fn the_header_is_drawn_as_it_is() {
+    page::assert_fields("Record header", FIELDS);
+}
+
+#[test]
+fn the_seed_of_a_digest_tiles_its_48_bytes() {
+    // What the bytes mean is pinned by the golden vectors; here only that the drawing has no hole.
+    let sizes = [
+        (0, 16, "id"),
+        (16, 8, "version"),
+        (24, 4, "stripe"),
+        (28, 4, "level"),
+        (32, 8, "index"),
+        (40, 8, "length"),
+    ];
+    page::assert_fields("Digests", &sizes.map(|(offset, bytes, name)| Field { offset, bytes, name }));
+}
+
+#[test]
+fn every_bound_is_the_one_in_the_code() {
+    let bounds: [(&str, u64); 18] = [
+        ("KEY_BYTES_MAX", KEY_BYTES_MAX as u64),
+        ("TENANT_BYTES_MAX", TENANT_BYTES_MAX as u64),
+        ("COHORT_BYTES_MAX", COHORT_BYTES_MAX as u64),
+        ("PARENT_HASH_BYTES_MAX", PARENT_HASH_BYTES_MAX as u64),
+        ("NOTE_BYTES_MAX", NOTE_BYTES_MAX as u64),
+        ("OBJECT_BYTES_MAX", OBJECT_BYTES_MAX),
+        ("BATCH_KEYS_MAX", BATCH_KEYS_MAX as u64),
+        ("REQUEST_BYTES_MAX", REQUEST_BYTES_MAX as u64),
+        ("REPLICAS_MAX", REPLICAS_MAX as u64),
+        ("STRIPES_MAX", STRIPES_MAX as u64),
+        ("GROUPS_MAX", GROUPS_MAX.into()),
+        ("UNIT_BYTES", UNIT_BYTES),
+        ("PAYLOAD_ALIGN", PAYLOAD_ALIGN),
+        ("PAGE_BYTES", PAGE_BYTES),
+        ("DIGEST_FAN_OUT", DIGEST_FAN_OUT as u64),
+        ("SEGMENTS_PER_NODE_MAX", SEGMENTS_PER_NODE_MAX.into()),
+        ("RESERVATION_MS_MAX", RESERVATION_MS_MAX.into()),
+        ("LEASE_MS_MAX", LEASE_MS_MAX.into()),
+    ];
+    let drawn: Vec<(&str, u64)> =
+        page::table("Bounds").iter().map(|row| (row[0], row[1].replace(',', "").parse().unwrap())).collect();
+    assert_eq!(drawn, bounds);
+}
