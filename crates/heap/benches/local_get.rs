@@ -78,6 +78,8 @@ fn run(objects: u32, huge: HugePages, quick: bool, json: bool) {
         }
     }
     assert_eq!(node.board().overflowed(), 0, "every object must be in the index for this figure");
+    assert!(one.median <= 2.0 * target_ns.max(bare.median), "a get takes more than twice what it should");
+    assert!(rate_two >= 0.85 * rate_one, "two readers do less than half of what they should");
 }
 
 /// One get as an engine does it, clock included. The header is checked inside; the bytes are not touched.

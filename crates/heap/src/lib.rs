@@ -2,7 +2,7 @@
 //!
 //! Three processes meet here. The **node** owns the memory ([`NodeHeap`]); it alone changes words, headers and
 //! the index. **Clients** on the same host read objects in place ([`LocalHeap`]) and fill what they were
-//! granted. The **master**, somewhere else, keeps the [`Allocator`] of each segment and decides what goes where.
+//! granted. The **master**, somewhere else, keeps the [`Allocator`](alloc::Allocator) of each segment and decides what goes where.
 //!
 //! Reading order: [`word`](AtomicWord) and [`cell`] (the two halves of the protocol that lets readers in and
 //! memory out), [`index`](Index), [`liveness`](Row); then [`region`](Region), [`board`](Board), [`ledger`](Ledgers)

@@ -1,6 +1,6 @@
 //! Fixed little-endian records: one description each, from which encoder, decoder and field table are made.
 //!
-//! [`fixed_record!`] takes the fields with their offsets. At compile time it checks that they tile the record
+//! `fixed_record!` takes the fields with their offsets. At compile time it checks that they tile the record
 //! without gap or overlap, so the table that `docs/formats.md` shows cannot differ from what is written.
 //! Spare bytes stand at the end, are zero and checked. A record also has a `check` of its own for relations
 //! between fields: the encoder insists on it (a record that cannot be read back must never be sent), the
