@@ -58,7 +58,7 @@ fn run(objects: u32, huge: HugePages, quick: bool, json: bool) {
     let rate_one = rate(&node, &local, &[&wanted[..half]], quick);
     let rate_two = rate(&node, &local, &[&wanted[..half], &wanted[half..]], quick);
 
-    let target_ns = if objects <= 100_000 { 300.0 } else { 500.0 };
+    let target_ns: f64 = if objects <= 100_000 { 300.0 } else { 500.0 };
     let rows = [
         ("local_get_median_ns", one.median, format!("≤ {target_ns}")),
         ("local_get_p90_ns", one.p90, "reported".into()),
