@@ -25,7 +25,7 @@ use moontide_types::{Epoch, SegmentId, SlotId};
 
 use crate::planted::{Bug, planted, weakened};
 use crate::sync::{AtomicU64, Ordering, fence};
-use crate::word::AtomicWord;
+use crate::word::{AtomicWord, Transition};
 
 /// Cells of one group: two cache lines, because adjacent lines are fetched in pairs.
 pub const CELLS_PER_GROUP: usize = 16;
@@ -188,6 +188,51 @@ pub fn scan<'a>(cells: impl IntoIterator<Item = &'a Cell>, mut pinned: impl FnMu
             pinned(name);
         }
     }
+}
+
+/// What a commit finds.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shut {
+    /// The word is shut, and no cell names the slot: nobody can write the record any more.
+    Alone,
+    /// A cell names the slot. The word is open again.
+    Claimed,
+    /// The word does not say WRITING at this epoch; this is what it says.
+    Refused(Word),
+}
+
+/// Looks at the cells before a slot counts as claimed. A reader that named it by an old index entry is gone
+/// after a few; a writer is not.
+const LOOKS_MAX: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 1000 };
+
+/// Makes sure that nobody can write a record that is to be published: shuts its word, so that no claim is
+/// granted from now on, and then looks whether one was granted before. The other way round, a claim could slip
+/// in between. `cells` are the writer's. The fences are those of [`Cell::acquire`] and [`scan`].
+pub fn shut_out_claims<'a, I: IntoIterator<Item = &'a Cell>>(
+    word: &AtomicWord,
+    epoch: Epoch,
+    name: SlotName,
+    cells: impl Fn() -> I,
+) -> Shut {
+    let is_named = || {
+        let mut named = false;
+        scan(cells(), |other| named |= other == name);
+        named
+    };
+    let seen_first = planted(Bug::LookBeforeShut).then(is_named);
+    if let Transition::Refused(found) = word.shut(epoch) {
+        return Shut::Refused(found);
+    }
+    for _ in 0..LOOKS_MAX {
+        if !seen_first.unwrap_or_else(is_named) {
+            return Shut::Alone;
+        }
+        std::hint::spin_loop();
+    }
+    let opened = word.open_again(epoch);
+    assert!(matches!(opened, Transition::Done(_)), "the owner's lock keeps everyone else from the word");
+    Shut::Claimed
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]

@@ -35,10 +35,11 @@ mod shm;
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
-    DeathWatch, Door, DoorError, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages, Killed,
-    LedgerError, Ledgers, LocalHeap, Lookup, Message, MessageError, NewRecord, NodeClaim, NodeHeap, NodePin,
-    OwnCells, Pins, Protection, Reader, Reclaimed, Region, RegionError, SEGMENTS_MAPPED_MAX, Segment,
-    SegmentError, SegmentShape, Visitor, Welcome, WriteClaim, Writer, join, offer_segment,
+    DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages,
+    JOINS_PER_PROCESS_MAX, Killed, LedgerError, Ledgers, LocalHeap, Lookup, Message, MessageError, NewRecord,
+    NodeClaim, NodeHeap, NodePin, OwnCells, Pins, Protection, Reader, Reclaimed, Region, RegionError,
+    SEGMENTS_MAPPED_MAX, Segment, SegmentError, SegmentShape, Visitor, Welcome, WriteClaim, Writer, join,
+    offer_segment,
 };
 
 /// What the model tests need beyond the public names.
@@ -53,5 +54,10 @@ pub mod model {
     /// [`AtomicWord::free`], which is otherwise the owner's alone, after a scan.
     pub fn free(word: &AtomicWord, epoch: Epoch) -> Transition {
         word.free(epoch)
+    }
+
+    /// [`AtomicWord::publish_shut`], the owner's alone.
+    pub fn publish_shut(word: &AtomicWord, epoch: Epoch) -> Transition {
+        word.publish_shut(epoch)
     }
 }

@@ -23,6 +23,8 @@ pub enum Bug {
     AcquireFenceMissing,
     /// Scanning the ledgers right after DEAD without a fence in between.
     ScanFenceMissing,
+    /// Looking for claims before the word is shut, when one can still be granted.
+    LookBeforeShut,
     /// Freeing without looking into the ledgers at all.
     ReuseWithoutScan,
     /// Naming the slot without looking at the word afterwards.

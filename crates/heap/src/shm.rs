@@ -28,9 +28,11 @@ mod region;
 mod segment;
 
 pub use board::{Board, BoardError, BoardView};
-pub use door::{DeathWatch, Door, DoorError, Visitor, join, offer_segment};
+pub use door::{DeathWatch, Door, DoorError, Ended, Visitor, join, offer_segment};
 pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, Writer};
-pub use ledger::{CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, LedgerError, Ledgers, OwnCells, Pins};
+pub use ledger::{
+    CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, JOINS_PER_PROCESS_MAX, LedgerError, Ledgers, OwnCells, Pins,
+};
 pub use local::{AttachError, Guard, LocalHeap, Lookup, Reader, SEGMENTS_MAPPED_MAX, WriteClaim};
 pub use message::{Message, MessageError, Welcome};
 pub use node_heap::{HeapConfig, NodeClaim, NodeHeap, NodePin};

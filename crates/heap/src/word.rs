@@ -8,6 +8,10 @@
 //!     └───────── free ────────── DEAD(e′) ◀─────────────┘
 //! ```
 //!
+//! A commit goes the long way from WRITING to READY: it shuts the word (DEAD) for a moment, so that no claim
+//! can be granted, looks for claims, and then publishes or opens the word again. Nobody else changes the word
+//! meanwhile: the owner holds its lock.
+//!
 //! Only the owner calls these. Every transition is a compare-and-swap from the exact old word, names its
 //! epoch, and says what it found when it could not be made.
 
@@ -66,7 +70,7 @@ impl AtomicWord {
         self.change(new, |old| old.state() == State::Free && old.epoch() < epoch)
     }
 
-    /// WRITING(epoch) → READY(epoch). Payload and header must be in place.
+    /// WRITING(epoch) → READY(epoch), where nobody can hold a claim. Payload and header must be in place.
     pub fn publish(&self, epoch: Epoch) -> Transition {
         if planted(Bug::EpochIgnored) {
             let old = self.load();
@@ -92,6 +96,23 @@ impl AtomicWord {
         // AcqRel: what the scan saw happens before what the next owner does.
         let order = weakened(Bug::RelaxedFree, Ordering::AcqRel);
         self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Free), order)
+    }
+
+    /// WRITING(epoch) → DEAD(epoch), for the moment of a commit: see [`shut_out_claims`](crate::cell::shut_out_claims).
+    pub(crate) fn shut(&self, epoch: Epoch) -> Transition {
+        self.swap_exact(Word::new(epoch, State::Writing), Word::new(epoch, State::Dead), Ordering::AcqRel)
+    }
+
+    /// DEAD(epoch) → WRITING(epoch): the commit is not to be.
+    pub(crate) fn open_again(&self, epoch: Epoch) -> Transition {
+        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Writing), Ordering::AcqRel)
+    }
+
+    /// DEAD(epoch) → READY(epoch), of a word that the caller has shut. As [`Self::publish`] otherwise.
+    pub(crate) fn publish_shut(&self, epoch: Epoch) -> Transition {
+        // Release: the bytes become visible before the word; pairs with the Acquire in `load`.
+        let order = weakened(Bug::RelaxedPublish, Ordering::Release);
+        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Ready), order)
     }
 
     fn change(&self, new: Word, allowed: impl Fn(Word) -> bool) -> Transition {

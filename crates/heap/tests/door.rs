@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{TestNode, now};
-use moontide_heap::{DeathWatch, DoorError, Lookup, Message, join};
+use moontide_heap::{DeathWatch, Door, DoorError, JOINS_PER_PROCESS_MAX, Liveness, Lookup, Message, join};
 use moontide_types::{ClientId, ErrorCode};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
@@ -178,11 +178,12 @@ fn the_node_learns_of_a_death_by_the_pidfd_and_not_by_the_socket() {
     assert_eq!(watch.wait(Duration::from_millis(200)).unwrap(), [], "a closed socket is no death");
     let started = Instant::now();
     child.kill().unwrap();
-    assert_eq!(watch.wait(TIMEOUT).unwrap(), [client]);
+    let ended = watch.wait(TIMEOUT).unwrap();
+    assert_eq!(ended.iter().map(|ended| ended.client()).collect::<Vec<_>>(), [client]);
     assert!(started.elapsed() < Duration::from_secs(1));
     child.wait().unwrap();
     assert_eq!(watch.wait(Duration::from_millis(50)).unwrap(), [], "reported once");
-    node.heap.client_died(client);
+    node.heap.client_died(ended[0]);
     assert!(node.heap.ledgers().clients().is_empty());
 }
 
@@ -201,10 +202,14 @@ fn a_forked_child_cannot_use_or_harm_its_parents_guards() {
         let no_reader = local.reader().is_none();
         let no_claim = reader.claim(object.segment, object.slot, object.epoch).is_none();
         let no_clone = reader.clone_guard(&guard).is_none();
+        let nothing_pinned = reader.pinned_bytes() == 0;
+        let nobody_there =
+            local.board().liveness(now()) == Liveness::Absent && !local.board().is_usable(now());
         drop(guard);
         drop(reader);
         drop(local);
-        let failed = [closed, no_reader, no_claim, no_clone].iter().position(|&ok| !ok);
+        let checks = [closed, no_reader, no_claim, no_clone, nothing_pinned, nobody_there];
+        let failed = checks.iter().position(|&ok| !ok);
         // SAFETY: ends the child without running the parent's destructors.
         unsafe { libc::_exit(failed.map_or(0, |n| n as i32 + 1)) };
     }
@@ -221,13 +226,56 @@ fn a_forked_child_cannot_use_or_harm_its_parents_guards() {
 }
 
 #[test]
-fn clients_are_numbered_and_forgotten_once() {
+fn clients_are_numbered_and_a_process_cannot_take_all_the_places() {
     let _turn = alone();
     let node = TestNode::new(1, 4, 64 << 10);
-    let first = node.join("first");
-    let second = node.join("second");
-    assert_eq!((first.client(), second.client()), (ClientId(1), ClientId(2)));
-    assert!(node.heap.ledgers().forget(ClientId(1)));
-    assert!(!node.heap.ledgers().forget(ClientId(1)));
-    assert_eq!(node.heap.ledgers().clients().len(), 1);
+    let (door, path) = node.open_door("many");
+    for number in 1..=JOINS_PER_PROCESS_MAX as u32 + 1 {
+        let joined = std::thread::scope(|scope| {
+            scope.spawn(|| door.admit(door.accept().unwrap(), &node.heap).map(|visitor| visitor.pid));
+            // SAFETY: node and client are this test.
+            unsafe { join(&path, TIMEOUT, u64::MAX) }
+        });
+        match joined {
+            Ok((local, _)) => assert_eq!(local.client(), ClientId(number)),
+            Err(DoorError::Refused(code)) => {
+                assert_eq!((code, number as usize), (ErrorCode::Busy, JOINS_PER_PROCESS_MAX + 1));
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+    assert_eq!(node.heap.ledgers().clients().len(), JOINS_PER_PROCESS_MAX);
+}
+
+#[test]
+fn a_socket_that_was_left_behind_is_replaced_and_one_in_use_is_not() {
+    let _turn = alone();
+    let node = TestNode::new(1, 4, 64 << 10);
+    let (door, path) = node.open_door("left-behind");
+    // SAFETY: nobody enters.
+    let second = unsafe { Door::open(&path, &[], TIMEOUT) };
+    assert!(second.unwrap_err().to_string().contains("is another node running there?"));
+    drop(door);
+    // SAFETY: as above.
+    assert!(unsafe { Door::open(&path, &[], TIMEOUT) }.is_ok());
+}
+
+#[test]
+fn the_pidfd_of_a_thread_is_refused() {
+    let _turn = alone();
+    let node = TestNode::new(1, 4, 64 << 10);
+    let (door, path) = node.open_door("thread");
+    // PIDFD_THREAD; rustix has no name for it.
+    // SAFETY: makes a descriptor of this process.
+    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, std::process::id(), libc::O_EXCL) };
+    if pidfd < 0 {
+        eprintln!("not run: pidfds of threads need Linux 6.9");
+        return;
+    }
+    // SAFETY: made just above, owned by nobody else.
+    let pidfd = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(pidfd as i32) };
+    let socket = connect(&path);
+    send(&socket, &Message::Hello { pid: std::process::id() }.encode(), &[pidfd.as_fd()]);
+    let refused = door.admit(door.accept().unwrap(), &node.heap).unwrap_err();
+    assert!(matches!(refused, DoorError::Pidfd { .. }), "{refused}");
 }

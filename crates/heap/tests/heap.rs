@@ -3,7 +3,9 @@
 mod common;
 
 use common::{Granted, TestNode, id_of, now};
-use moontide_heap::{BeginError, CommitError, Guard, Killed, Lookup, Transition, Writer};
+use moontide_heap::{
+    BeginError, CommitError, Ended, Guard, Killed, Lookup, Protection, Region, Transition, Writer,
+};
 use moontide_types::record::{State, Word};
 use moontide_types::{ClientId, Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, SystemClock, Term};
 
@@ -278,7 +280,9 @@ fn what_a_dead_client_was_writing_dies_with_it() {
     let granted = node.begin(b"half", 4096, Writer::Client(local.client())).unwrap();
     let _claim = reader.claim(granted.segment, granted.slot, granted.epoch).unwrap();
     // The process is said to be dead: from here on its pins count for nothing.
-    assert_eq!(node.heap.client_died(local.client()), 1);
+    // SAFETY: nothing of it is used any more.
+    let ended = unsafe { Ended::assume(local.client()) };
+    assert_eq!(node.heap.client_died(ended), 1);
     assert_eq!(node.kill(&object), Killed::Dying);
     assert_eq!(node.reclaim().freed.len(), 2);
     node.assert_empty();
@@ -331,4 +335,59 @@ fn a_guard_of_another_heap_cannot_be_cloned() {
     let object = first.put(b"k", b"bytes");
     let guard = hit(local_first.reader().unwrap().get(&object.id, now()));
     assert!(local_second.reader().unwrap().clone_guard(&guard).is_none());
+}
+
+#[test]
+fn a_record_can_only_be_claimed_by_the_process_it_was_granted_to() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let (mine, other) = (node.join("mine"), node.join("other"));
+    let (mut my_reader, mut other_reader) = (mine.reader().unwrap(), other.reader().unwrap());
+    let Granted { segment, slot, epoch, .. } = node.begin(b"k", 100, Writer::Client(mine.client())).unwrap();
+    assert!(other_reader.claim(segment, slot, epoch).is_none());
+    assert!(my_reader.claim(segment, slot, epoch).is_some());
+    let Granted { segment, slot, epoch, .. } = node.begin(b"of the node", 100, Writer::Node).unwrap();
+    assert!(my_reader.claim(segment, slot, epoch).is_none());
+}
+
+#[test]
+fn no_claim_slips_in_while_its_record_is_published() {
+    // Failure: a thread claimed the record again between the node's look at the ledger and the word's change to
+    // READY, and wrote bytes that readers relied on. Cause: the look came first. Fix: the word is shut before it.
+    let node = TestNode::new(1, 4, 64 << 10);
+    let local = node.join("slip");
+    let writer = Writer::Client(local.client());
+    for round in 0..2000u32 {
+        let granted = node.begin(&round.to_le_bytes(), 64, writer).unwrap();
+        let Granted { segment, slot, epoch, .. } = granted;
+        let root = local.reader().unwrap().claim(segment, slot, epoch).unwrap().fill(&[1; 64]);
+        std::thread::scope(|scope| {
+            let again = scope.spawn(|| {
+                let mut reader = local.reader().unwrap();
+                let claim = reader.claim(segment, slot, epoch);
+                // With a claim in hand, the record must not become READY.
+                claim.is_some_and(|_held| (0..200).any(|_| node.heap.pin(segment, slot, epoch).is_some()))
+            });
+            while node.heap.commit(segment, slot, epoch, root, writer) == Err(CommitError::Claimed) {
+                std::thread::yield_now();
+            }
+            assert!(!again.join().unwrap(), "READY under a claim in round {round}");
+        });
+        assert_eq!(node.kill(&granted), Killed::Dying);
+        assert_eq!(node.reclaim().freed.len(), 1);
+    }
+}
+
+#[test]
+fn another_nodes_segment_is_not_attached() {
+    let (first, second) = (TestNode::new(1, 4, 64 << 10), TestNode::of(2, 1, 4, 64 << 10));
+    let local = first.join("stranger");
+    let segment = second.heap.segments().remove(0);
+    let import = |region: &Region, protection| {
+        // SAFETY: nothing is written through it.
+        let fd = unsafe { region.fd() }.try_clone_to_owned().unwrap();
+        Region::import(fd, region.len(), protection).unwrap()
+    };
+    let headers = import(segment.headers(), Protection::OwnerWrites);
+    let payload = import(segment.payload(), Protection::AllWrite);
+    assert!(local.attach(segment.shape(), headers, payload).is_err());
 }

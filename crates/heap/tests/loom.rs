@@ -18,8 +18,8 @@ use std::time::Duration;
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread::{self, JoinHandle};
-use moontide_heap::cell::{Cell, CellGroup, Expect, SlotName, scan};
-use moontide_heap::model::{Bug, free, with_planted};
+use moontide_heap::cell::{Cell, CellGroup, Expect, Shut, SlotName, scan, shut_out_claims};
+use moontide_heap::model::{Bug, free, publish_shut, with_planted};
 use moontide_heap::{AtomicWord, ENTRIES_PER_BUCKET, Index, Inserted, Liveness, Place, Row, Transition};
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId};
@@ -128,6 +128,12 @@ models! {
     a_commit_publishes_only_the_version_it_names:
         all(late_commit, &["published", "refused"]), {
         a_commit_that_ignores_the_epoch_is_found: EpochIgnored => "another version was published",
+    }
+    what_is_published_is_written_no_more:
+        all(commit, &["wrote, then published", "published, then refused", "still claimed"]), {
+        looking_for_claims_before_the_word_is_shut_is_found: LookBeforeShut => "written after it was published",
+        looking_for_claims_without_a_fence_is_found: ScanFenceMissing => "written after it was published",
+        claiming_before_a_commit_without_a_fence_is_found: AcquireFenceMissing => "written after it was published",
     }
     a_pin_can_move_while_its_slot_is_reclaimed:
         all(pin_move, &["moved", "kept", "draining", "reused"]), {
@@ -410,6 +416,37 @@ fn late_commit() {
     assert!(slot.reclaim(1, []));
     slot.refill(2);
     committer.join().unwrap();
+}
+
+/// A writer claims while the owner commits on behalf of an earlier claim.
+fn commit() {
+    let shared =
+        share((Slot::new(0, 1, State::Writing, Payload::values), vacant_cells(1), AtomicU64::new(0)));
+    let writer = spawn(&shared, |(slot, cells, written)| {
+        let claimed = cells[0].acquire(slot.name, &slot.word, Expect::WritingAt(epoch(1))).is_ok();
+        if claimed {
+            written.store(1, Ordering::Relaxed);
+            cells[0].release();
+        }
+        claimed
+    });
+    let (slot, cells, written) = shared.enter();
+    let published = match shut_out_claims(&slot.word, epoch(1), slot.name, || cells.iter()) {
+        Shut::Alone => {
+            assert!(publish_shut(&slot.word, epoch(1)).holds());
+            Some(written.load(Ordering::Relaxed))
+        }
+        Shut::Claimed => {
+            seen("still claimed");
+            None
+        }
+        Shut::Refused(found) => panic!("only the commit changes the word: {found:?}"),
+    };
+    let claimed = writer.join().unwrap();
+    if let Some(as_published) = published {
+        assert_eq!(written.load(Ordering::Relaxed), as_published, "written after it was published");
+        seen(if claimed { "wrote, then published" } else { "published, then refused" });
+    }
 }
 
 fn pin_move() {

@@ -110,8 +110,7 @@ mod tests {
         assert!(after >= before && before.0 > 0);
         let coarse = clock.now_coarse();
         assert!(
-            coarse.since(after) < Duration::from_millis(50)
-                && after.since(coarse) < Duration::from_millis(50)
+            coarse.since(after) < Duration::from_secs(10) && after.since(coarse) < Duration::from_secs(10)
         );
         assert!(clock.unix() > UnixMillis(1_700_000_000_000), "the calendar says it is before 2023");
     }

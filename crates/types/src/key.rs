@@ -4,6 +4,7 @@
 //! cluster can construct two keys with one id, and removing everything of a tenant is one increment.
 
 use std::fmt;
+use std::num::NonZeroU16;
 
 use crate::bounds::{KEY_BYTES_MAX, TENANT_BYTES_MAX};
 use crate::ids::GroupId;
@@ -121,11 +122,8 @@ impl ObjectId {
     }
 
     /// The group this object belongs to, in a cluster of `groups` groups.
-    ///
-    /// # Panics
-    /// If `groups` is 0: a cluster has at least one group.
-    pub fn group(&self, groups: u16) -> GroupId {
-        GroupId((self.as_u128() % u128::from(groups)) as u16)
+    pub fn group(&self, groups: NonZeroU16) -> GroupId {
+        GroupId((self.as_u128() % u128::from(groups.get())) as u16)
     }
 }
 
@@ -259,7 +257,7 @@ mod tests {
 
     #[test]
     fn groups_partition_the_ids() {
-        let group = ObjectId(5u128.to_le_bytes()).group(4);
+        let group = ObjectId(5u128.to_le_bytes()).group(NonZeroU16::new(4).unwrap());
         assert_eq!(group, GroupId(1));
     }
 }

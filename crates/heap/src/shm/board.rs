@@ -107,7 +107,7 @@ impl Board {
 
     /// The index.
     pub fn index(&self) -> Index<'_> {
-        index_of(&self.region)
+        index_of(&self.region, page_of(&self.region).buckets)
     }
 
     /// Says that the node is alive. A board that is silent for longer than the session's TTL is not believed.
@@ -142,6 +142,9 @@ impl Board {
 #[derive(Debug)]
 pub struct BoardView {
     region: Region,
+    /// As checked when the board was imported.
+    buckets: u64,
+    node: (NodeId, Generation),
     stale_after: Duration,
 }
 
@@ -163,31 +166,38 @@ impl BoardView {
         if !fits {
             return Err(BoardError::Shape { len, buckets });
         }
-        Ok(BoardView { region, stale_after })
+        let node = (NodeId(page.node), Generation(page.generation));
+        Ok(BoardView { region, buckets, node, stale_after })
     }
 
     /// The node and its incarnation.
     pub fn node(&self) -> (NodeId, Generation) {
-        let page = page_of(&self.region);
-        (NodeId(page.node), Generation(page.generation))
+        self.node
     }
 
-    /// Whether local reads may be trusted at `now`: the node is alive and keeps its index open.
+    /// Whether local reads may be trusted at `now`: the node is alive and keeps its index open. Never in a forked
+    /// child, which does not have the memory.
     #[inline]
     pub fn is_usable(&self, now: MonoTime) -> bool {
+        if !self.region.is_here() {
+            return false;
+        }
         let page = page_of(&self.region);
         page.open.load(Ordering::Acquire) == 1 && now.since(page.row.last_beat()) <= self.stale_after
     }
 
     /// What the node's row says.
     pub fn liveness(&self, now: MonoTime) -> Liveness {
+        if !self.region.is_here() {
+            return Liveness::Absent;
+        }
         page_of(&self.region).row.read(now, self.stale_after)
     }
 
-    /// The index.
+    /// The index, for looking only: the mapping cannot be written.
     #[inline]
-    pub fn index(&self) -> Index<'_> {
-        index_of(&self.region)
+    pub(crate) fn index(&self) -> Index<'_> {
+        index_of(&self.region, self.buckets)
     }
 }
 
@@ -198,9 +208,7 @@ fn page_of(region: &Region) -> &BoardPage {
 }
 
 #[inline]
-fn index_of(region: &Region) -> Index<'_> {
-    // The owner writes `buckets` once, before anyone else sees the page; importers checked it against the length.
-    let buckets = page_of(region).buckets;
+fn index_of(region: &Region, buckets: u64) -> Index<'_> {
     Index::new(region.atomics(PAGE_BYTES, buckets * ENTRIES_PER_BUCKET as u64))
 }
 

@@ -18,13 +18,13 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use moontide_types::{ClientId, ErrorCode};
 use rustix::event::epoll;
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 use rustix::process::{Pid, PidfdFlags};
@@ -66,6 +66,9 @@ pub enum DoorError {
         /// The peer.
         pid: u32,
     },
+    /// Descriptors got lost on the way: more than are due, or this process may open no more files.
+    #[error("descriptors got lost; raise the limit on open files (ulimit -n)")]
+    Descriptors,
     /// The peer runs as a user that is not allowed.
     #[error(
         "process {pid} of user {uid} is not allowed; run it as the node's user or add the user to the list"
@@ -134,11 +137,23 @@ pub struct Visitor {
 
 impl Door {
     /// Opens a door at `path`. Processes of this process's user may enter, and those of `more_uids`. Clients
-    /// stop believing the board after `stale_after` without a beat.
-    pub fn open(path: &Path, more_uids: &[u32], stale_after: Duration) -> Result<Door, DoorError> {
+    /// stop believing the board after `stale_after` without a beat. A socket that a node left behind is replaced.
+    ///
+    /// # Safety
+    /// Whoever enters maps the payload for writing, and Rust's guarantees about the bytes under a
+    /// [`NodePin`](crate::NodePin) rest on these processes keeping to the protocol: as
+    /// [`LocalHeap::new`], from the other side.
+    pub unsafe fn open(path: &Path, more_uids: &[u32], stale_after: Duration) -> Result<Door, DoorError> {
         let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
-        let socket = socket()?;
-        rustix::net::bind(&socket, &address).map_err(system("bind the node's socket"))?;
+        let mut socket = socket()?;
+        let bound = rustix::net::bind(&socket, &address);
+        if bound == Err(Errno::ADDRINUSE) && nobody_listens(&address)? {
+            std::fs::remove_file(path).map_err(system("remove the socket that a node left behind"))?;
+            socket = self::socket()?;
+            rustix::net::bind(&socket, &address).map_err(system("bind the node's socket"))?;
+        } else {
+            bound.map_err(system("bind the node's socket (is another node running there?)"))?;
+        }
         rustix::net::listen(&socket, BACKLOG).map_err(system("listen on the node's socket"))?;
         let mut allowed_uids = vec![rustix::process::getuid().as_raw()];
         allowed_uids.extend_from_slice(more_uids);
@@ -176,7 +191,10 @@ impl Door {
         if pid_behind(pidfd.as_fd()) != Some(pid) {
             return refuse(ErrorCode::PermissionDenied, DoorError::Pidfd { pid });
         }
-        let ledger = heap.admit()?;
+        let ledger = match heap.admit(pid) {
+            Ok(ledger) => ledger,
+            Err(error) => return refuse(ErrorCode::Busy, error.into()),
+        };
         let segments = heap.segments();
         let offered = self
             .offer(&socket, heap, &ledger, &segments)
@@ -204,15 +222,24 @@ impl Door {
             stale_after_ms: self.stale_after.as_millis() as u64,
             segments: segments.len() as u32,
         });
-        send(socket, &welcome, &[board.fd(), ledger.region().fd()])?;
-        segments.iter().try_for_each(|segment| offer_segment(socket.as_fd(), segment))
+        // SAFETY: to a client, which the caller of `open` vouches for.
+        let descriptors = unsafe { [board.fd(), ledger.region().fd()] };
+        send(socket, &welcome, &descriptors)?;
+        // SAFETY: a client that is being let in.
+        segments.iter().try_for_each(|segment| unsafe { offer_segment(socket.as_fd(), segment) })
     }
 }
 
-/// Passes a segment to a client that is already in.
-pub fn offer_segment(socket: BorrowedFd<'_>, segment: &Segment) -> Result<(), DoorError> {
+/// Passes a segment to a client that is already in. A second offer of the same one does no harm, so whoever adds
+/// segments while clients come in offers them all again once a client is on its list.
+///
+/// # Safety
+/// The socket is a client's, which was let in by [`Door::admit`].
+pub unsafe fn offer_segment(socket: BorrowedFd<'_>, segment: &Segment) -> Result<(), DoorError> {
     let message = Message::SegmentOffer(segment.shape());
-    send(socket, &message, &[segment.headers().fd(), segment.payload().fd()])
+    // SAFETY: to a client, says the caller.
+    let descriptors = unsafe { [segment.headers().fd(), segment.payload().fd()] };
+    send(socket, &message, &descriptors)
 }
 
 /// Enters a node's door: the node's memory, and the connection for what follows.
@@ -225,8 +252,9 @@ pub unsafe fn join(
     pinned_bytes_max: u64,
 ) -> Result<(LocalHeap, OwnedFd), DoorError> {
     let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
+    let started = Instant::now();
     let socket = socket()?;
-    set_timeouts(&socket, timeout)?;
+    set_timeouts(&socket, timeout.max(Duration::from_millis(1)))?;
     retry_on_intr(|| rustix::net::connect(&socket, &address))
         .map_err(system("connect to the node's socket (is it running?)"))?;
     let me = rustix::process::getpid();
@@ -247,6 +275,10 @@ pub unsafe fn join(
     // SAFETY: the caller vouches for node and clients.
     let heap = unsafe { LocalHeap::new(welcome.client, board, ledger, stale_after, pinned_bytes_max) }?;
     for _ in 0..welcome.segments {
+        if started.elapsed() > timeout {
+            let late = io::Error::from(io::ErrorKind::TimedOut);
+            return Err(DoorError::System { what: "the node offers its segments too slowly", source: late });
+        }
         match receive(&socket)? {
             (Message::SegmentOffer(shape), descriptors) => attach(&heap, shape, descriptors)?,
             _ => return Err(DoorError::Unexpected { pid }),
@@ -261,7 +293,11 @@ fn attach(heap: &LocalHeap, shape: SegmentShape, descriptors: Vec<OwnedFd>) -> R
     let [headers, payload] = two(descriptors, std::process::id())?;
     let headers = Region::import(headers, shape.header_bytes(), Protection::OwnerWrites)?;
     let payload = Region::import(payload, shape.payload_bytes(), Protection::AllWrite)?;
-    Ok(heap.attach(shape, headers, payload)?)
+    match heap.attach(shape, headers, payload) {
+        // What does not fit is not read in place, but through the network.
+        Err(AttachError::TooMany(_)) => Ok(()),
+        attached => Ok(attached?),
+    }
 }
 
 fn two(descriptors: Vec<OwnedFd>, pid: u32) -> Result<[OwnedFd; 2], DoorError> {
@@ -271,6 +307,11 @@ fn two(descriptors: Vec<OwnedFd>, pid: u32) -> Result<[OwnedFd; 2], DoorError> {
 fn socket() -> Result<OwnedFd, DoorError> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
         .map_err(system("make a Unix socket"))
+}
+
+/// Whether the socket at this address belongs to a process that is gone.
+fn nobody_listens(address: &SocketAddrUnix) -> Result<bool, DoorError> {
+    Ok(rustix::net::connect(socket()?, address) == Err(Errno::CONNREFUSED))
 }
 
 /// Bounds every wait on the socket; zero takes the bound away. With a bound, Linux ends the wait with EINTR when
@@ -308,6 +349,9 @@ fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
         rustix::net::recvmsg(&socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
     })
     .map_err(system("receive on the node's socket"))?;
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(DoorError::Descriptors);
+    }
     let mut descriptors = Vec::new();
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
@@ -341,8 +385,33 @@ fn peer_of(socket: &OwnedFd) -> Result<(u32, u32), DoorError> {
 /// The process that a pidfd stands for; `None` if it is no pidfd or the process is gone.
 fn pid_behind(pidfd: BorrowedFd<'_>) -> Option<u32> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
-    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:"))?;
-    pid.trim().parse().ok().filter(|&pid: &u32| Pid::from_raw(pid as i32).is_some())
+    let field = |name| info.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    // PIDFD_THREAD, which is O_EXCL: it would fire at the end of one thread, while others still read.
+    let flags = u32::from_str_radix(field("flags:")?, 8).ok()?;
+    if flags & libc::O_EXCL as u32 != 0 {
+        return None;
+    }
+    let pid = field("Pid:")?;
+    pid.parse().ok().filter(|&pid: &u32| Pid::from_raw(pid as i32).is_some())
+}
+
+/// Proof that a client's process has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended(ClientId);
+
+impl Ended {
+    /// Whose process it was.
+    pub fn client(self) -> ClientId {
+        self.0
+    }
+
+    /// Takes somebody's word for it.
+    ///
+    /// # Safety
+    /// The process must have ended: what it had pinned is used again, whatever it still reads or writes.
+    pub unsafe fn assume(client: ClientId) -> Ended {
+        Ended(client)
+    }
 }
 
 /// Waits for clients to end.
@@ -370,7 +439,7 @@ impl DeathWatch {
 
     /// Waits until at least one client has ended or the time is up; those that have ended are no longer
     /// watched.
-    pub fn wait(&self, timeout: Duration) -> Result<Vec<ClientId>, DoorError> {
+    pub fn wait(&self, timeout: Duration) -> Result<Vec<Ended>, DoorError> {
         let mut events = Vec::with_capacity(64);
         let timeout = timeout.try_into().expect("a time-out of less than 292 years");
         match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&timeout)) {
@@ -386,7 +455,7 @@ impl DeathWatch {
                 // Closing it is not enough: a child that the client forked may hold the same description, and
                 // the epoll would report it for ever.
                 let _ = epoll::delete(&self.epoll, &pidfd);
-                clients.push(client);
+                clients.push(Ended(client));
             }
         }
         Ok(clients)

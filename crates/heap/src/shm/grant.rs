@@ -16,6 +16,16 @@ pub enum Writer {
     Node,
 }
 
+impl Writer {
+    /// How a header names its writer while the record is WRITING, in the place of the root: 0 for the node.
+    pub(super) fn mark(self) -> u64 {
+        match self {
+            Writer::Client(client) => client.0.into(),
+            Writer::Node => 0,
+        }
+    }
+}
+
 /// A record that is to be written, as the master granted it.
 #[derive(Clone, Copy, Debug)]
 pub struct Grant<'a> {
@@ -176,7 +186,7 @@ impl CommitError {
             CommitError::Slot { .. } => ErrorCode::StaleGeneration,
             CommitError::Word { .. } => ErrorCode::StaleEpoch,
             CommitError::Writer => ErrorCode::PermissionDenied,
-            CommitError::Claimed => ErrorCode::InvalidArgument,
+            CommitError::Claimed => ErrorCode::Busy,
             CommitError::Root { .. } => ErrorCode::Corrupt,
         }
     }

@@ -35,6 +35,9 @@ pub const GROUPS_PER_LEDGER: u64 = 256;
 /// Processes that may use one node's memory at the same time: every reclaim scans their ledgers.
 pub const CLIENTS_MAX: usize = 4096;
 
+/// How often one process may join: its ledgers last until it ends, also those of a join that failed half-way.
+pub const JOINS_PER_PROCESS_MAX: usize = 64;
+
 /// The first page of a ledger.
 #[derive(Debug)]
 #[repr(C)]
@@ -52,7 +55,10 @@ pub enum LedgerError {
     #[error(transparent)]
     Region(#[from] RegionError),
     /// As many clients are there as may be.
-    #[error("{CLIENTS_MAX} processes use this node's memory already; end one, or use the network")]
+    #[error(
+        "{CLIENTS_MAX} processes use this node's memory already, or this one has joined {JOINS_PER_PROCESS_MAX} \
+         times; end one, or use the network"
+    )]
     TooMany,
     /// Its first page is not one of ours.
     #[error("not a ledger: magic {found:#018x}")]
@@ -106,7 +112,8 @@ impl Ledger {
         let end = groups
             .checked_mul(GROUP_BYTES)
             .and_then(|cells| touch_words.checked_mul(8)?.checked_add(cells)?.checked_add(PAGE_BYTES));
-        if groups == 0 || end.is_none_or(|end| end > len) {
+        let fits = (1..=GROUPS_PER_LEDGER).contains(&groups) && end.is_some_and(|end| end <= len);
+        if !fits || !region.is_writable() {
             return Err(shape(groups, touch_words));
         }
         Ok(Ledger { region, groups, touch_words })
@@ -122,8 +129,10 @@ impl Ledger {
         self.region.atomics(PAGE_BYTES + self.groups * GROUP_BYTES, self.touch_words)
     }
 
+    /// Not through the page: its other fields are plain, and the client can write them.
     fn groups_used(&self) -> &AtomicU64 {
-        &page_of(&self.region).groups_used
+        let offset = std::mem::offset_of!(LedgerPage, groups_used) as u64;
+        &self.region.atomics(offset, 1)[0]
     }
 }
 
@@ -198,6 +207,8 @@ impl OwnLedger {
 #[derive(Debug)]
 pub struct ClientLedger {
     client: ClientId,
+    pid: u32,
+    slots_max: u64,
     ledger: Ledger,
 }
 
@@ -212,12 +223,8 @@ impl ClientLedger {
         &self.ledger.region
     }
 
-    /// Whether the client names the slot, be it as a reader or as a writer.
-    pub(crate) fn names(&self, name: SlotName) -> bool {
-        self.cells_in_use().iter().any(|cell| cell.name() == Some(name))
-    }
-
-    fn cells_in_use(&self) -> &[Cell] {
+    /// The cells in which the client may name something.
+    pub(crate) fn cells_in_use(&self) -> &[Cell] {
         // The client may write anything here; more groups than there are means all.
         let used = self.ledger.groups_used().load(Ordering::Relaxed).min(self.ledger.groups);
         self.ledger.cells(0, used)
@@ -231,8 +238,12 @@ impl ClientLedger {
             }
             let mut bits = word.swap(0, Ordering::Relaxed);
             while bits != 0 {
-                touched(index as u64 * 64 + u64::from(bits.trailing_zeros()));
+                let number = index as u64 * 64 + u64::from(bits.trailing_zeros());
                 bits &= bits - 1;
+                // The client may set the bits behind the last slot, too.
+                if number < self.slots_max {
+                    touched(number);
+                }
             }
         }
     }
@@ -259,21 +270,23 @@ impl Ledgers {
     }
 
     /// Makes a ledger for a new client. It is scanned from now on, before the client can have named anything.
-    pub fn admit(&self) -> Result<Arc<ClientLedger>, LedgerError> {
-        if self.read().len() >= CLIENTS_MAX {
-            return Err(LedgerError::TooMany);
-        }
+    pub fn admit(&self, pid: u32) -> Result<Arc<ClientLedger>, LedgerError> {
         let ledger = Ledger::create(self.slots_max)?;
         let number = self.last_client.fetch_add(1, Ordering::Relaxed) + 1;
         let client = ClientId(u32::try_from(number).expect("fewer than 2³² clients in a node's life"));
-        let ledger = Arc::new(ClientLedger { client, ledger });
-        self.clients.write().unwrap_or_else(PoisonError::into_inner).insert(client, Arc::clone(&ledger));
+        let ledger = Arc::new(ClientLedger { client, pid, slots_max: self.slots_max, ledger });
+        let mut clients = self.clients.write().unwrap_or_else(PoisonError::into_inner);
+        let of_process = clients.values().filter(|other| other.pid == pid).count();
+        if clients.len() >= CLIENTS_MAX || of_process >= JOINS_PER_PROCESS_MAX {
+            return Err(LedgerError::TooMany);
+        }
+        clients.insert(client, Arc::clone(&ledger));
         Ok(ledger)
     }
 
-    /// Forgets a client whose process has ended: the caller saw its pidfd fire. Everything that it had pinned
-    /// is free after the next reclaim. `false` if it was forgotten before.
-    pub fn forget(&self, client: ClientId) -> bool {
+    /// Forgets a client whose process has ended, or that never got its ledger. Everything that it had pinned is
+    /// free after the next reclaim. `false` if it was forgotten before.
+    pub(crate) fn forget(&self, client: ClientId) -> bool {
         self.clients.write().unwrap_or_else(PoisonError::into_inner).remove(&client).is_some()
     }
 

@@ -21,6 +21,7 @@ use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
 use crate::index::Place;
 use crate::shm::board::{BoardError, BoardView};
 use crate::shm::fill::fill;
+use crate::shm::grant::Writer;
 use crate::shm::ledger::{LedgerError, OwnLedger};
 use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
@@ -72,7 +73,8 @@ impl LocalHeap {
     /// Puts the imported parts together. [`join`](crate::join) does this over the node's socket.
     ///
     /// A node that has not shown a sign of life for `stale_after` is not believed. A reader that has
-    /// `pinned_bytes_max` under guards is told to copy.
+    /// `pinned_bytes_max` under guards is told to copy. The limit is per reader: a sum over all threads would be a
+    /// cache line that all of them write.
     ///
     /// # Safety
     /// The regions are shared with other processes, and Rust's guarantees about the bytes under a [`Guard`]
@@ -96,7 +98,7 @@ impl LocalHeap {
     /// Adds a segment. A second offer of the same one is ignored.
     pub fn attach(&self, shape: SegmentShape, headers: Region, payload: Region) -> Result<(), AttachError> {
         let place = self.segments.get(shape.segment.0 as usize).ok_or(AttachError::TooMany(shape.segment))?;
-        let regions = SegmentRegions::import(shape, headers, payload)?;
+        let regions = SegmentRegions::import(shape, self.board.node(), headers, payload)?;
         let _ = place.set(regions);
         Ok(())
     }
@@ -173,7 +175,7 @@ impl<'h> Reader<'h> {
     #[inline]
     pub fn get(&mut self, id: &ObjectId, now: MonoTime) -> Lookup<'h> {
         let heap = self.heap;
-        if !heap.is_here() || !heap.board.is_usable(now) {
+        if !heap.board.is_usable(now) {
             return Lookup::Closed;
         }
         let Some(vacancy) = self.vacant() else { return Lookup::Full };
@@ -193,7 +195,7 @@ impl<'h> Reader<'h> {
 
     /// Pins the slot that the master named, in the version that the master named.
     pub fn get_at(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch, now: MonoTime) -> Lookup<'h> {
-        if !self.heap.is_here() || !self.heap.board.is_usable(now) {
+        if !self.heap.board.is_usable(now) {
             return Lookup::Closed;
         }
         let Some(vacancy) = self.vacant() else { return Lookup::Full };
@@ -204,14 +206,17 @@ impl<'h> Reader<'h> {
     }
 
     /// Claims a slot that this process was granted: the record stays its own to fill until the claim is
-    /// dropped, even if the reservation ends meanwhile. `None`: it has ended already, or another thread of this
-    /// process has a claim on it, or no cell is vacant.
+    /// dropped, even if the reservation ends meanwhile. `None`: it has ended already or was granted to another
+    /// process, or another thread of this one has a claim on it, or no cell is vacant.
     pub fn claim(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<WriteClaim<'h>> {
         if !self.heap.is_here() {
             return None;
         }
         let vacancy = self.vacant()?;
         let Guard { pin } = self.pin(Place { segment, slot }, vacancy.cell, Expect::WritingAt(epoch))?;
+        if pin.header.root != Writer::Client(self.heap.client).mark() {
+            return None; // granted to another process
+        }
         self.note_length(vacancy, pin.header.stripe_len);
         // A second claim ends here, and its pin with it.
         self.heap.claimed().insert(SlotName::new(segment, slot)).then(|| WriteClaim { pin })
@@ -299,6 +304,9 @@ impl<'h> Reader<'h> {
 
     /// Bytes under the guards that this reader has handed out and that are left.
     pub fn pinned_bytes(&self) -> u64 {
+        if !self.heap.is_here() {
+            return 0;
+        }
         let in_group = |&group: &u32| {
             let lengths = &self.heap.lengths[group as usize].0;
             self.heap

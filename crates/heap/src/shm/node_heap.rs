@@ -3,12 +3,11 @@
 use std::sync::{Arc, PoisonError, RwLock};
 
 use moontide_types::record::{Header, Word};
-use moontide_types::{
-    ClientId, Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, SystemClock,
-};
+use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, SystemClock};
 
 use crate::cell::{Cell, Expect, SlotName};
 use crate::shm::board::{Board, BoardError};
+use crate::shm::door::Ended;
 use crate::shm::fill::fill;
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers, OwnCells};
@@ -23,6 +22,7 @@ pub struct NodeHeap {
     board: Board,
     ledgers: Ledgers,
     segments: RwLock<Vec<Arc<Segment>>>,
+    node: (NodeId, Generation),
     huge: HugePages,
 }
 
@@ -45,7 +45,8 @@ impl NodeHeap {
     pub fn create(config: HeapConfig) -> Result<NodeHeap, BoardError> {
         let board = Board::create(config.node, config.generation, config.slots_max, config.huge)?;
         let ledgers = Ledgers::new(config.slots_max);
-        Ok(NodeHeap { board, ledgers, segments: RwLock::default(), huge: config.huge })
+        let node = (config.node, config.generation);
+        Ok(NodeHeap { board, ledgers, segments: RwLock::default(), node, huge: config.huge })
     }
 
     /// What the node shows to its clients.
@@ -68,7 +69,7 @@ impl NodeHeap {
         }
         let shape = SegmentShape { segment, generation: Generation(1), slots, units, first_number };
         let pages = SegmentPages { headers: self.huge, payload: huge };
-        let segment = Arc::new(Segment::create(shape, pages)?);
+        let segment = Arc::new(Segment::create(shape, self.node, pages)?);
         segments.push(Arc::clone(&segment));
         Ok(segment)
     }
@@ -85,8 +86,8 @@ impl NodeHeap {
     }
 
     /// A new client with a ledger of its own.
-    pub fn admit(&self) -> Result<Arc<ClientLedger>, LedgerError> {
-        self.ledgers.admit()
+    pub(crate) fn admit(&self, pid: u32) -> Result<Arc<ClientLedger>, LedgerError> {
+        self.ledgers.admit(pid)
     }
 
     /// FREE → WRITING: the writer may claim the slot and fill the extent. Repeating it is harmless.
@@ -147,7 +148,8 @@ impl NodeHeap {
 
     /// A client's process has ended: its pins are void, and what it was writing dies. Returns how many records
     /// that were.
-    pub fn client_died(&self, client: ClientId) -> usize {
+    pub fn client_died(&self, ended: Ended) -> usize {
+        let client = ended.client();
         self.ledgers.forget(client);
         let mut killed = 0;
         for segment in self.segments() {

@@ -14,10 +14,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{DigestContext, Header, PageDigests, RecordLayout, State, Word, trailer_crc};
-use moontide_types::{Epoch, Extent, MonoTime, SegmentId, SlotId, Span, Term};
+use moontide_types::{Epoch, Extent, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, Term};
 
 use crate::alloc::ExtentMap;
-use crate::cell::SlotName;
+use crate::cell::{Shut, SlotName, shut_out_claims};
 use crate::index::{Inserted, Place};
 use crate::shm::board::Board;
 use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, Writer};
@@ -58,14 +58,18 @@ pub(super) struct Dying {
 
 impl Segment {
     /// An empty segment, which obeys no master yet.
-    pub(super) fn create(shape: SegmentShape, huge: SegmentPages) -> Result<Segment, SegmentError> {
+    pub(super) fn create(
+        shape: SegmentShape,
+        of: (NodeId, Generation),
+        huge: SegmentPages,
+    ) -> Result<Segment, SegmentError> {
         let books = Books {
             obeyed: Term::ZERO,
             taken: ExtentMap::new(shape.units),
             writing: HashMap::new(),
             dying: Vec::new(),
         };
-        Ok(Segment { regions: SegmentRegions::create(shape, huge)?, books: Mutex::new(books) })
+        Ok(Segment { regions: SegmentRegions::create(shape, of, huge)?, books: Mutex::new(books) })
     }
 
     /// Number, size and incarnation.
@@ -95,7 +99,8 @@ impl Segment {
         books.obeyed
     }
 
-    /// Every slot that is not FREE, with its header, as the books are now. For reports and for inspection.
+    /// Every slot that is not FREE, with its header, as the books are now. For reports and for inspection. The root
+    /// of a WRITING record is not one yet. `record` runs under the segment's lock and must not call the heap.
     pub fn for_each_record(&self, mut record: impl FnMut(SlotId, &Header)) {
         let _books = self.books();
         for slot in (0..self.regions.shape.slots).map(SlotId) {
@@ -110,6 +115,7 @@ impl Segment {
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
+        assert!(self.regions.headers.is_here(), "a forked child has none of the node's memory");
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -162,7 +168,7 @@ impl Segment {
             stripe_offset: record.stripe_offset,
             stripe_len: record.stripe_len,
             payload_offset,
-            root: 0,
+            root: grant.writer.mark(),
             stripe_index: record.stripe_index,
             stripe_count: record.stripe_count,
             key_len: key_part.len() as u32,
@@ -173,13 +179,12 @@ impl Segment {
         };
         header.check()?;
         books.taken.try_claim(grant.extent)?;
+        // SAFETY: this is the owner, with the lock; the slot is FREE, so nobody is let in to its header.
+        unsafe { self.regions.write_header(slot, &header) };
+        // SAFETY: the extent overlaps no other (the map said so), and nobody is let in to it yet.
+        unsafe { self.regions.write_bytes(payload_offset + layout.key().offset(), &trailer) };
         let begun = word.begin(epoch);
         assert!(matches!(begun, Transition::Done(_)), "only the owner changes words, under its lock");
-        // SAFETY: this is the owner, with the lock; the slot has just become WRITING, and the writer learns of
-        // it from the answer to this call only.
-        unsafe { self.regions.write_header(slot, &header) };
-        // SAFETY: the extent overlaps no other (the map said so), and its writer does not know of it yet.
-        unsafe { self.regions.write_bytes(payload_offset + layout.key().offset(), &trailer) };
         books.writing.insert(slot, Writing { writer: grant.writer, claimed_by_node: false });
         Ok(())
     }
@@ -211,28 +216,34 @@ impl Segment {
             return Err(CommitError::Word { found, named: epoch });
         }
         let writing = books.writing.get(&slot).filter(|w| w.writer == writer).ok_or(CommitError::Writer)?;
-        let claimed = match writer {
-            Writer::Node => writing.claimed_by_node,
-            Writer::Client(client) => {
-                let ledger = ledgers.get(client).ok_or(CommitError::Writer)?;
-                ledger.names(SlotName::new(segment, slot))
-            }
+        let ledger = match writer {
+            Writer::Client(client) => Some(ledgers.get(client).ok_or(CommitError::Writer)?),
+            Writer::Node if writing.claimed_by_node => return Err(CommitError::Claimed),
+            Writer::Node => None,
         };
-        if claimed {
-            return Err(CommitError::Claimed);
+        let cells = || ledger.iter().flat_map(|ledger| ledger.cells_in_use());
+        match shut_out_claims(word, epoch, SlotName::new(segment, slot), cells) {
+            Shut::Alone => {}
+            Shut::Claimed => return Err(CommitError::Claimed),
+            Shut::Refused(found) => return Err(CommitError::Word { found, named: epoch }),
         }
         // SAFETY: this is the owner, with the lock.
         let mut header = unsafe { self.regions.header(slot, found) }.expect("written by begin");
         if !header.flags.digestless() {
             let found = self.root_of_stored_digests(&header, epoch);
             if found != root {
+                let opened = word.open_again(epoch);
+                assert!(
+                    matches!(opened, Transition::Done(_)),
+                    "only the owner changes words, under its lock"
+                );
                 return Err(CommitError::Root { found, named: root });
             }
         }
         header.root = root;
-        // SAFETY: this is the owner, with the lock; the writer has dropped its claim and no reader is let in yet.
+        // SAFETY: this is the owner, with the lock; no writer and no reader is there, nor let in.
         unsafe { self.regions.write_header(slot, &header) };
-        let published = word.publish(epoch);
+        let published = word.publish_shut(epoch);
         assert!(matches!(published, Transition::Done(_)), "only the owner changes words, under its lock");
         books.writing.remove(&slot);
         // A stripe alone is of no use to a local reader.
@@ -267,7 +278,7 @@ impl Segment {
         let (layout, span) = self.regions.record_span(header).expect("begin checked it");
         let digests = layout.digests();
         let at = Span::new(span.offset() + digests.offset(), digests.len()).expect("inside the record");
-        // SAFETY: the writer has dropped its claim, and no reader is let in yet.
+        // SAFETY: the word is shut: no writer and no reader is there, nor let in.
         let section = unsafe { self.regions.bytes(at) };
         let context = DigestContext {
             id: header.id,

@@ -120,7 +120,8 @@ impl Protection {
 /// A mapped piece of shared memory.
 #[derive(Debug)]
 pub struct Region {
-    fd: OwnedFd,
+    /// Kept by the owner, who passes it on; an importer needs none once it has mapped the region.
+    fd: Option<OwnedFd>,
     base: NonNull<u8>,
     len: usize,
     writable: bool,
@@ -150,8 +151,9 @@ impl Region {
         let fd = rustix::fs::memfd_create(name, flags).map_err(system("memfd_create"))?;
         rustix::fs::ftruncate(&fd, len).map_err(system("ftruncate"))?;
         // The owner's mapping comes first: FUTURE_WRITE lets existing ones live.
-        let region = Region::map(fd, len, ProtFlags::READ | ProtFlags::WRITE)?;
-        rustix::fs::fcntl_add_seals(&region.fd, protection.seals()).map_err(system("F_ADD_SEALS"))?;
+        let mut region = Region::map(&fd, len, ProtFlags::READ | ProtFlags::WRITE)?;
+        rustix::fs::fcntl_add_seals(&fd, protection.seals()).map_err(system("F_ADD_SEALS"))?;
+        region.fd = Some(fd);
         Ok(region)
     }
 
@@ -169,19 +171,19 @@ impl Region {
         if size != len {
             return Err(RegionError::Size { found: size, expected: len });
         }
-        Region::map(fd, len, protection.importer_access())
+        Region::map(&fd, len, protection.importer_access())
     }
 
-    fn map(fd: OwnedFd, len: u64, access: ProtFlags) -> Result<Region, RegionError> {
+    fn map(fd: &OwnedFd, len: u64, access: ProtFlags) -> Result<Region, RegionError> {
         let system = |call| move |source| RegionError::System { call, len, source };
         let len_usize = len as usize; // 64-bit targets only, see lib.rs
         // SAFETY: a fresh mapping at an address that the kernel chooses; it overlaps nothing.
         let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len_usize, access, MapFlags::SHARED, &fd, 0) }
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len_usize, access, MapFlags::SHARED, fd, 0) }
                 .map_err(system("mmap"))?;
         let base = NonNull::new(base.cast::<u8>()).expect("mmap does not return null");
         let region = Region {
-            fd,
+            fd: None,
             base,
             len: len_usize,
             writable: access.contains(ProtFlags::WRITE),
@@ -206,9 +208,16 @@ impl Region {
         self.len as u64
     }
 
-    /// The descriptor, to be passed on.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// The descriptor of a region that was made here, to be passed on.
+    ///
+    /// # Safety
+    /// Whoever gets it may write the region unless it is sealed, and must keep to the same rules as everyone else
+    /// who maps it.
+    ///
+    /// # Panics
+    /// If the region was imported.
+    pub unsafe fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().expect("a region that was made here").as_fd()
     }
 
     /// Its first byte. Valid for [`Region::len`] bytes while the region lives, in this process only: a forked

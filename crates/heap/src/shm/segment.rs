@@ -15,7 +15,7 @@ use std::cell::UnsafeCell;
 
 use moontide_types::bounds::{SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
 use moontide_types::record::{HEADER_BYTES, Header, HeaderError, RecordLayout, WORD_OFFSET, Word};
-use moontide_types::{Generation, SegmentId, SlotId, Span};
+use moontide_types::{Generation, NodeId, SegmentId, SlotId, Span};
 
 use crate::shm::region::{HugePages, Protection, Region, RegionError};
 use crate::word::AtomicWord;
@@ -34,9 +34,15 @@ struct SegmentPage {
     units: u64,
     /// Number of this segment's first slot among all slots of the node, for touch bitmaps.
     first_number: u64,
+    /// Whose segment it is.
+    node: u64,
+    node_generation: u64,
     /// Where the memory is: 0 = host memory. Devices come later and have rules of their own.
     medium: u64,
 }
+
+/// Most slots of one node: all of its segments with all of their slots.
+const SLOTS_PER_NODE_MAX: u64 = (SEGMENTS_PER_NODE_MAX as u64) << 32;
 
 /// One slot of the header table.
 #[repr(C, align(128))]
@@ -107,7 +113,8 @@ impl SegmentShape {
         let fits = segment.0 < SEGMENTS_PER_NODE_MAX
             && (1..=SLOTS_PER_SEGMENT_MAX).contains(&slots)
             && units >= 1
-            && self.payload_bytes().is_multiple_of(PAGE_BYTES);
+            && self.payload_bytes().is_multiple_of(PAGE_BYTES)
+            && self.first_number <= SLOTS_PER_NODE_MAX;
         if fits { Ok(()) } else { Err(SegmentError::Bounds { segment, slots, units }) }
     }
 
@@ -123,7 +130,7 @@ impl SegmentShape {
         bytes.next_multiple_of(HugePages::Reserved.page_bytes())
     }
 
-    fn page(&self) -> SegmentPage {
+    fn page(&self, (node, node_generation): (NodeId, Generation)) -> SegmentPage {
         SegmentPage {
             magic: MAGIC,
             segment: self.segment.0,
@@ -131,13 +138,19 @@ impl SegmentShape {
             generation: self.generation.0,
             units: self.units.into(),
             first_number: self.first_number,
+            node: node.0,
+            node_generation: node_generation.0,
             medium: 0,
         }
     }
 }
 
 impl SegmentRegions {
-    pub(crate) fn create(shape: SegmentShape, huge: SegmentPages) -> Result<SegmentRegions, SegmentError> {
+    pub(crate) fn create(
+        shape: SegmentShape,
+        of: (NodeId, Generation),
+        huge: SegmentPages,
+    ) -> Result<SegmentRegions, SegmentError> {
         shape.check()?;
         let header_bytes = shape.header_bytes();
         let headers =
@@ -145,13 +158,15 @@ impl SegmentRegions {
         let payload =
             Region::create("moontide-payload", shape.payload_bytes(), huge.payload, Protection::AllWrite)?;
         // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
-        unsafe { headers.base().cast::<SegmentPage>().write(shape.page()) };
+        unsafe { headers.base().cast::<SegmentPage>().write(shape.page(of)) };
         Ok(SegmentRegions { shape, headers, payload })
     }
 
-    /// Joins two imported regions, which must be as the owner announced them.
+    /// Joins two imported regions, which must be as the owner announced them, and the owner's: a guard on another
+    /// node's memory would be named in a ledger into which that node never looks.
     pub(crate) fn import(
         shape: SegmentShape,
+        of: (NodeId, Generation),
         headers: Region,
         payload: Region,
     ) -> Result<SegmentRegions, SegmentError> {
@@ -161,7 +176,7 @@ impl SegmentRegions {
         }
         // SAFETY: the page is written before the region is passed on, and never again.
         let page = unsafe { &headers.slice::<SegmentPage>(0, 1)[0] };
-        if *page != shape.page() {
+        if *page != shape.page(of) {
             return Err(SegmentError::Page);
         }
         Ok(SegmentRegions { shape, headers, payload })
@@ -278,7 +293,7 @@ mod tests {
     fn the_page_is_drawn_as_it_is() {
         page::assert_fields(
             "Segment",
-            &fields_of!(SegmentPage: magic, segment, slots, generation, units, first_number, medium),
+            &fields_of!(SegmentPage: magic, segment, slots, generation, units, first_number, node, node_generation, medium),
         );
     }
 }

@@ -54,8 +54,12 @@ pub fn now() -> MonoTime {
 
 impl TestNode {
     pub fn new(segments: u32, slots: u32, bytes: u64) -> TestNode {
+        TestNode::of(1, segments, slots, bytes)
+    }
+
+    pub fn of(node: u64, segments: u32, slots: u32, bytes: u64) -> TestNode {
         let heap = NodeHeap::create(HeapConfig {
-            node: NodeId(1),
+            node: NodeId(node),
             generation: Generation(1),
             slots_max: u64::from(segments) * u64::from(slots),
             huge: HugePages::IfAllowed,
@@ -176,7 +180,8 @@ impl TestNode {
     pub fn open_door(&self, name: &str) -> (Door, PathBuf) {
         let path = std::env::temp_dir().join(format!("moontide-{}-{name}", std::process::id()));
         let _ = std::fs::remove_file(&path);
-        (Door::open(&path, &[], Duration::from_secs(5)).unwrap(), path)
+        // SAFETY: node and clients are these tests.
+        (unsafe { Door::open(&path, &[], Duration::from_secs(5)) }.unwrap(), path)
     }
 
     /// A client of this node in the same process.

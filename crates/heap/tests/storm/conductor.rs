@@ -399,9 +399,9 @@ impl Storm {
         let of = |name: &str| self.tally.get(name).copied().unwrap_or(0);
         assert!(at(1.0) <= FREE_MAX, "seed {}: a dead process held memory for {:?}", self.seed, at(1.0));
         let enough = [
-            ("hits", of("hits"), 20_000),
-            ("rechecks", of("rechecks"), 5_000),
-            ("reused", of("reused"), 3_000),
+            ("hits", of("hits"), 10_000),
+            ("rechecks", of("rechecks"), 2_000),
+            ("reused", of("reused"), 1_000),
             ("rechecks_dead", of("rechecks_dead"), 100),
             ("stopped_survived", self.stopped_survived, 1),
             ("commits_late", of("commits_late"), 1),

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use moontide_heap::cell::CELLS_PER_GROUP;
 use moontide_heap::{
-    ClientLedger, CommitError, DeathWatch, Door, Freed, GROUPS_PER_LEDGER, Killed, Visitor, Writer,
+    ClientLedger, CommitError, DeathWatch, Door, Ended, Freed, GROUPS_PER_LEDGER, Killed, Visitor, Writer,
 };
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::{ClientId, Epoch, MonoTime, SegmentId, SlotId};
@@ -297,14 +297,15 @@ impl Owner {
 
     fn bury(&self) {
         loop {
-            for client in self.watch.wait(Duration::from_millis(100)).expect("wait") {
-                self.bury_one(client);
+            for ended in self.watch.wait(Duration::from_millis(100)).expect("wait") {
+                self.bury_one(ended);
             }
         }
     }
 
     /// Drops a dead client's ledger, and waits until all that it held is free or somebody else's.
-    fn bury_one(&self, client: ClientId) {
+    fn bury_one(&self, ended: Ended) {
+        let client = ended.client();
         let (pid, claims, mut pins) = {
             let mut directory = self.directory();
             let (pid, ledger) = directory.living.remove(&client).expect("it was watched once");
@@ -312,7 +313,7 @@ impl Owner {
             let is_named = |e: &Entry| named.contains(&(e.granted.segment, e.granted.slot));
             let claims = directory.of(|e| e.writer == client && e.life == Life::Writing);
             let pins = directory.of(|e| e.life == Life::Dead && is_named(e));
-            assert_eq!(self.node.heap.client_died(client), claims.len(), "what client {client} was writing");
+            assert_eq!(self.node.heap.client_died(ended), claims.len(), "what client {client} was writing");
             claims.iter().for_each(|&epoch| directory.mark_dead(epoch));
             (pid, claims, pins)
         };
@@ -353,7 +354,8 @@ impl Owner {
             }
             let client = clients[dice.below(clients.len() as u64) as usize];
             let claims = directory.of(|e| e.writer == client && e.life == Life::Writing);
-            self.node.heap.client_died(client);
+            // SAFETY: none, and that is the bug.
+            self.node.heap.client_died(unsafe { Ended::assume(client) });
             claims.into_iter().for_each(|epoch| directory.mark_dead(epoch));
         }
     }
