@@ -156,6 +156,10 @@ fn begin_refuses_whatever_does_not_fit_the_books() {
     assert_eq!(overlap.unwrap_err().code(), moontide_types::ErrorCode::Overlap);
     assert_eq!(begin(fresh), Ok(()));
     assert_eq!(begin(fresh), Ok(()), "a repeated begin of the same writer is harmless");
+    let elsewhere = Granted { extent: Extent { start: 1064, units: 17 }, ..fresh };
+    assert!(matches!(begin(elsewhere), Err(BeginError::Word { .. })), "but not of another record");
+    let other_key = node.begin_granted(&fresh, b"j", 8192, Writer::Node);
+    assert!(matches!(other_key, Err(BeginError::Word { .. })), "nor of another object");
     let nobody = Writer::Client(ClientId(9));
     assert_eq!(
         node.begin_granted(&fresh, b"k", 8192, nobody),

@@ -1,10 +1,10 @@
-//! Every limit of the system in one place, each with its reason.
+//! Every limit that more than one crate knows, in one place, each with its reason.
 //!
 //! A bound is checked before anything is allocated. Relations between bounds are asserted at compile time,
 //! so that changing one cannot silently break another.
 
-/// Longest key in bytes. Engines use hashes with a prefix (≤ 300 B seen); 4 KiB leaves room and keeps a
-/// full batch of longest keys within [`REQUEST_BYTES_MAX`].
+/// Longest key in bytes. Engines use hashes with a prefix (≤ 300 B seen); 4 KiB leaves room, and
+/// almost a full batch of longest keys fits into a request: 4,078 of 4,096.
 pub const KEY_BYTES_MAX: usize = 4096;
 
 /// Longest tenant name in bytes: it is repeated in every record.
@@ -58,8 +58,8 @@ pub const SEGMENTS_PER_NODE_MAX: u32 = 1 << 16;
 /// Most slots of one segment: a ledger cell stores slot + 1 in 32 bits.
 pub const SLOTS_PER_SEGMENT_MAX: u32 = u32::MAX - 1;
 
-/// Largest segment in units: the last unit's end must still fit in a `u32`.
-pub const SEGMENT_UNITS_MAX: u32 = u32::MAX;
+/// Largest segment in units: whole pages whose end still fits in a `u32`.
+pub const SEGMENT_UNITS_MAX: u32 = u32::MAX - 7;
 
 /// Bits of an epoch taken by its term; the cluster may elect 4 million masters in its life.
 pub const TERM_BITS: u32 = 22;

@@ -3,7 +3,7 @@
 //! Every other crate speaks in these types, in memory, on disk and on the wire. This crate owns no
 //! thread, opens no file and waits for nothing.
 //!
-//! Reading order: [`bounds`] (every limit, with its reason), [`ids`](SegmentId), [`Key`] and [`ObjectId`],
+//! Reading order: [`bounds`] (limits, with their reasons), [`ids`](SegmentId), [`Key`] and [`ObjectId`],
 //! [`Span`] and [`Extent`], [`ErrorCode`], [`Clock`], then [`record`]: the 128-byte header, the word in it,
 //! the digests and the trailer.
 

@@ -110,7 +110,7 @@ impl Board {
         index_of(&self.region, page_of(&self.region).buckets)
     }
 
-    /// Says that the node is alive. A board that is silent for longer than the session's TTL is not believed.
+    /// Says that the node is alive. Clients do not believe a board that is silent for longer than the door's `stale_after`.
     pub fn beat(&self, now: MonoTime) {
         let page = page_of(&self.region);
         page.row.beat(self.occupant, now).expect("only the owner writes the board");

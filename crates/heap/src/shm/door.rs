@@ -111,6 +111,16 @@ fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> DoorError
     move |source| DoorError::System { what, source: source.into() }
 }
 
+/// As [`system`], but a time-out is called one.
+fn no_answer(what: &'static str) -> impl FnOnce(Errno) -> DoorError {
+    move |errno| match errno {
+        Errno::AGAIN => {
+            system("the other side did not answer in time")(io::Error::from(io::ErrorKind::TimedOut))
+        }
+        _ => system(what)(errno),
+    }
+}
+
 /// The node's end.
 #[derive(Debug)]
 pub struct Door {
@@ -137,7 +147,8 @@ pub struct Visitor {
 
 impl Door {
     /// Opens a door at `path`. Processes of this process's user may enter, and those of `more_uids`. Clients
-    /// stop believing the board after `stale_after` without a beat. A socket that a node left behind is replaced.
+    /// stop believing the board after `stale_after` without a beat. A socket that a node left behind is replaced; this
+    /// one's file stays when the door is dropped.
     ///
     /// # Safety
     /// Whoever enters maps the payload for writing, and Rust's guarantees about the bytes under a
@@ -152,7 +163,11 @@ impl Door {
             socket = self::socket()?;
             rustix::net::bind(&socket, &address).map_err(system("bind the node's socket"))?;
         } else {
-            bound.map_err(system("bind the node's socket (is another node running there?)"))?;
+            let what = match bound {
+                Err(Errno::ADDRINUSE) => "bind the node's socket (is another node running there?)",
+                _ => "bind the node's socket (does its folder exist?)",
+            };
+            bound.map_err(system(what))?;
         }
         rustix::net::listen(&socket, BACKLOG).map_err(system("listen on the node's socket"))?;
         let mut allowed_uids = vec![rustix::process::getuid().as_raw()];
@@ -160,8 +175,8 @@ impl Door {
         Ok(Door { socket, allowed_uids, stale_after, handshake_max: Duration::from_secs(2) })
     }
 
-    /// Waits for a connection. The greeting is [`Door::admit`]'s, so that a slow client does not keep others
-    /// waiting: call it on a thread of its own.
+    /// Waits for a connection, for ever. The greeting is [`Door::admit`]'s, so that a slow client does not keep others
+    /// waiting: call `admit` on a thread of its own.
     pub fn accept(&self) -> Result<OwnedFd, DoorError> {
         rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC).map_err(system("accept a client"))
     }
@@ -242,7 +257,10 @@ pub unsafe fn offer_segment(socket: BorrowedFd<'_>, segment: &Segment) -> Result
     send(socket, &message, &descriptors)
 }
 
-/// Enters a node's door: the node's memory, and the connection for what follows.
+/// Enters a node's door: the node's memory, and the connection for what follows. `timeout` bounds the greeting;
+/// `pinned_bytes_max` is [`LocalHeap::new`]'s. Waits until the node admits, so a process that joins itself needs a
+/// second thread. The ledger lasts until this process ends, even when the heap is dropped; hence a process can join
+/// [`JOINS_PER_PROCESS_MAX`](crate::JOINS_PER_PROCESS_MAX) times.
 ///
 /// # Safety
 /// As [`LocalHeap::new`]: the node and its clients are trusted to keep to the protocol.
@@ -335,7 +353,7 @@ fn send(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) ->
     retry_on_intr(|| {
         rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
     })
-    .map_err(system("send on the node's socket"))?;
+    .map_err(no_answer("send on the node's socket"))?;
     Ok(())
 }
 
@@ -348,7 +366,7 @@ fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
         let mut into = [IoSliceMut::new(&mut bytes)];
         rustix::net::recvmsg(&socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
     })
-    .map_err(system("receive on the node's socket"))?;
+    .map_err(no_answer("receive on the node's socket"))?;
     if received.flags.contains(ReturnFlags::CTRUNC) {
         return Err(DoorError::Descriptors);
     }

@@ -31,11 +31,12 @@ impl Writer {
 pub struct Grant<'a> {
     /// The slot for its header.
     pub slot: SlotId,
-    /// Its version.
+    /// Its version, of the same term as the grant.
     pub epoch: Epoch,
-    /// The term of the master that granted it.
+    /// The term of the master that granted it: the one that the segment obeys.
     pub term: Term,
-    /// The space for its payload and trailer.
+    /// The space for its payload and trailer: exactly [`RecordLayout::units`](moontide_types::record::RecordLayout::units)
+    /// long and aligned to [`RecordLayout::align`](moontide_types::record::RecordLayout::align).
     pub extent: Extent,
     /// What it will be.
     pub record: NewRecord<'a>,
@@ -85,10 +86,14 @@ pub enum BeginError {
         slots: u32,
     },
     /// The grant is of another term than the one the segment obeys.
-    #[error("granted in term {named}, the segment obeys term {obeyed}")]
+    #[error(
+        "granted in term {named} with an epoch of term {epoch}, the segment obeys term {obeyed} (Segment::obey)"
+    )]
     Term {
         /// Term of the grant.
         named: Term,
+        /// Term in its epoch, which must be the same.
+        epoch: Term,
         /// Term of the segment's master.
         obeyed: Term,
     },
@@ -114,7 +119,7 @@ pub enum BeginError {
     #[error(transparent)]
     Space(#[from] ClaimError),
     /// The writer's process has ended, or never was a client of this node.
-    #[error("client {0} is not here any more")]
+    #[error("client {0} is not, or no longer, a client of this node")]
     Client(ClientId),
     /// The record cannot be laid out.
     #[error(transparent)]

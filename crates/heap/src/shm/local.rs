@@ -27,7 +27,7 @@ use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Segments of one node that a client can map: 4 TiB in segments of the default size.
+/// Segments of one node that a client can map: 4 TiB in segments of 1 GiB.
 pub const SEGMENTS_MAPPED_MAX: usize = 4096;
 
 /// Groups that one reader may take: 512 guards at once.
@@ -145,7 +145,8 @@ pub enum Lookup<'h> {
     Hit(Guard<'h>),
     /// It is not here, or not complete; ask the master.
     Miss,
-    /// This reader holds as many guards or bytes as it may: get a copy instead, or drop some.
+    /// With this object the reader would hold more guards or bytes than it may (one above `pinned_bytes_max` never
+    /// fits): get a copy instead, or drop some.
     Full,
     /// The node is silent or has closed its index: ask the master.
     Closed,
@@ -413,7 +414,7 @@ impl WriteClaim<'_> {
         unsafe { fill(self.pin.regions, &self.pin.header, payload) }
     }
 
-    /// The header as granted; its root is not set yet.
+    /// The header as granted; in the place of its root stands the writer's number until the commit.
     pub fn header(&self) -> &Header {
         &self.pin.header
     }

@@ -59,13 +59,14 @@ impl NodeHeap {
         &self.ledgers
     }
 
-    /// Adds a segment of `slots` headers and `units` units; `huge` is for its payload.
+    /// Adds a segment of `slots` headers and `units` units, a multiple of 8: whole pages of 4 KiB. The slots of all
+    /// segments together are at most the heap's `slots_max`. `huge` is for the payload.
     pub fn add_segment(&self, slots: u32, units: u32, huge: HugePages) -> Result<Arc<Segment>, SegmentError> {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
         let first_number = segments.iter().map(|s| u64::from(s.shape().slots)).sum::<u64>();
         let segment = SegmentId(segments.len() as u32);
         if first_number + u64::from(slots) > self.board.slots_max() {
-            return Err(SegmentError::Bounds { segment, slots, units });
+            return Err(SegmentError::SlotsMax { slots, used: first_number, max: self.board.slots_max() });
         }
         let shape = SegmentShape { segment, generation: Generation(1), slots, units, first_number };
         let pages = SegmentPages { headers: self.huge, payload: huge };
@@ -90,12 +91,14 @@ impl NodeHeap {
         self.ledgers.admit(pid)
     }
 
-    /// FREE → WRITING: the writer may claim the slot and fill the extent. Repeating it is harmless.
+    /// FREE → WRITING: the writer may claim the slot and fill the extent. The grant's term must be the one given to
+    /// [`Segment::obey`]. Repeating it with the same grant is harmless.
     pub fn begin(&self, segment: SegmentId, grant: &Grant<'_>) -> Result<(), BeginError> {
         self.segment(segment).ok_or(BeginError::Segment(segment))?.begin(grant, &self.ledgers)
     }
 
-    /// WRITING → READY: readers get in, here through the index. Repeating it is harmless.
+    /// WRITING → READY: readers get in, here through the index. Repeating it with the same root is harmless, whoever
+    /// asks.
     pub fn commit(
         &self,
         segment: SegmentId,

@@ -57,7 +57,7 @@ pub(super) struct Dying {
 }
 
 impl Segment {
-    /// An empty segment, which obeys no master yet.
+    /// An empty segment. It obeys term 0, which no master has, until [`Segment::obey`].
     pub(super) fn create(
         shape: SegmentShape,
         of: (NodeId, Generation),
@@ -92,7 +92,7 @@ impl Segment {
         self.books().taken.claimed_units()
     }
 
-    /// Obeys a newer term from now on; grants of older ones are refused. Returns the term that is obeyed.
+    /// Obeys a newer term from now on; grants of any other are refused. Returns the term that is obeyed.
     pub fn obey(&self, term: Term) -> Term {
         let mut books = self.books();
         books.obeyed = books.obeyed.max(term);
@@ -131,16 +131,13 @@ impl Segment {
         {
             return Err(BeginError::Client(client));
         }
-        if grant.term != books.obeyed {
-            return Err(BeginError::Term { named: grant.term, obeyed: books.obeyed });
+        if grant.term != books.obeyed || epoch.term() != grant.term {
+            return Err(BeginError::Term { named: grant.term, epoch: epoch.term(), obeyed: books.obeyed });
         }
         let found = word.load();
-        if found == Word::new(epoch, State::Writing)
-            && books.writing.get(&slot).is_some_and(|w| w.writer == grant.writer)
-        {
-            return Ok(()); // the answer to the first attempt was lost
-        }
-        if found.state() != State::Free || found.epoch() >= epoch {
+        let repeats = found == Word::new(epoch, State::Writing)
+            && books.writing.get(&slot).is_some_and(|w| w.writer == grant.writer);
+        if !repeats && (found.state() != State::Free || found.epoch() >= epoch) {
             return Err(BeginError::Word { found, named: epoch });
         }
         record.attributes.check()?;
@@ -178,6 +175,12 @@ impl Segment {
             tenant_generation: record.tenant_generation,
         };
         header.check()?;
+        if repeats {
+            // The answer to the first attempt was lost, unless it was about another record.
+            // SAFETY: this is the owner, with the lock.
+            let begun = unsafe { self.regions.header(slot, found) };
+            return if begun == Ok(header) { Ok(()) } else { Err(BeginError::Word { found, named: epoch }) };
+        }
         books.taken.try_claim(grant.extent)?;
         // SAFETY: this is the owner, with the lock; the slot is FREE, so nobody is let in to its header.
         unsafe { self.regions.write_header(slot, &header) };

@@ -13,7 +13,7 @@
 
 use std::cell::UnsafeCell;
 
-use moontide_types::bounds::{SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
+use moontide_types::bounds::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
 use moontide_types::record::{HEADER_BYTES, Header, HeaderError, RecordLayout, WORD_OFFSET, Word};
 use moontide_types::{Generation, NodeId, SegmentId, SlotId, Span};
 
@@ -84,8 +84,21 @@ pub enum SegmentError {
     /// A region could not be made or mapped.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// A count is 0 or beyond its bound.
-    #[error("a segment with number {segment}, {slots} slots and {units} units is out of bounds")]
+    /// The slots of all segments exceed what the index and the touch bitmaps are made for.
+    #[error("{slots} more slots, {used} are in use, and the heap was made for {max} (slots_max)")]
+    SlotsMax {
+        /// Slots of this segment.
+        slots: u32,
+        /// Slots of the others.
+        used: u64,
+        /// All that there may be.
+        max: u64,
+    },
+    /// A count is 0 or beyond its bound, or the payload is not made of whole pages.
+    #[error(
+        "segment {segment} with {slots} slots and {units} units: both must be at least 1, the units a multiple of 8 \
+         (whole pages of 4 KiB), the number below {SEGMENTS_PER_NODE_MAX}"
+    )]
     Bounds {
         /// Its number.
         segment: SegmentId,
@@ -112,7 +125,7 @@ impl SegmentShape {
         let SegmentShape { segment, slots, units, .. } = *self;
         let fits = segment.0 < SEGMENTS_PER_NODE_MAX
             && (1..=SLOTS_PER_SEGMENT_MAX).contains(&slots)
-            && units >= 1
+            && (1..=SEGMENT_UNITS_MAX).contains(&units)
             && self.payload_bytes().is_multiple_of(PAGE_BYTES)
             && self.first_number <= SLOTS_PER_NODE_MAX;
         if fits { Ok(()) } else { Err(SegmentError::Bounds { segment, slots, units }) }

@@ -22,7 +22,7 @@ pub const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"MTRC");
 /// The version this code writes, and the only one it reads.
 pub const HEADER_VERSION: u16 = 1;
 
-/// Where the word stands: it is the one field that changes while the record lives.
+/// Where the word stands: it is the one field that changes while others may look.
 pub const WORD_OFFSET: usize = 24;
 
 const CRC_OFFSET: usize = HEADER_BYTES - 4;
@@ -180,7 +180,7 @@ pub struct Header {
     pub stripe_len: u64,
     /// Where the payload starts: in the segment, or on disk counted from the record's first byte.
     pub payload_offset: u64,
-    /// Root of this stripe's page digests.
+    /// Root of this stripe's page digests. In memory, while WRITING: the number of the client that may write.
     pub root: u64,
     /// Which stripe this is.
     pub stripe_index: u16,
