@@ -12,9 +12,11 @@
 //! | `owner` | one segment: begin, commit, kill, reclaim |
 //! | `node_heap` | the node: board, ledgers, segments, its own pins |
 //! | `local` | a client: get in place, claim and fill |
-//! | `message`, `door` | how a client gets in: greeting, descriptors, credentials, death |
+//! | `message`, `door` | how a client gets in: greeting, descriptors, credentials |
+//! | `death` | how the node learns that a client has ended |
 
 mod board;
+mod death;
 mod door;
 mod fill;
 mod fork;
@@ -28,7 +30,8 @@ mod region;
 mod segment;
 
 pub use board::{Board, BoardError, BoardView};
-pub use door::{DeathWatch, Door, DoorError, Ended, Visitor, join, offer_segment};
+pub use death::{DeathWatch, Ended, WatchError};
+pub use door::{Door, DoorError, Visitor, join, offer_segment};
 pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, Writer};
 pub use ledger::{
     CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, JOINS_PER_PROCESS_MAX, LedgerError, Ledgers, OwnCells, Pins,

@@ -18,14 +18,16 @@
 //! `docs/formats.md` draws every byte, and a test holds it against the constants here.
 
 mod digest;
+mod flags;
 mod header;
 mod layout;
 mod trailer;
 mod word;
 
 pub use digest::{DigestContext, PageDigests, RootBuilder, object_root};
+pub use flags::Flags;
 pub use header::{
-    FIELDS, Field, Flags, HEADER_BYTES, HEADER_MAGIC, HEADER_VERSION, Header, HeaderError, WORD_OFFSET,
+    FIELDS, Field, HEADER_BYTES, HEADER_MAGIC, HEADER_VERSION, Header, HeaderError, WORD_OFFSET,
 };
 pub use layout::{LayoutError, RecordLayout};
 pub use trailer::{Attributes, KeySection, ParentHash, PinClass, TrailerError, trailer_crc};

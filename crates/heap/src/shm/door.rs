@@ -20,8 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moontide_types::{ClientId, ErrorCode};
-use rustix::event::epoll;
+use moontide_types::ErrorCode;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -411,71 +410,4 @@ fn pid_behind(pidfd: BorrowedFd<'_>) -> Option<u32> {
     }
     let pid = field("Pid:")?;
     pid.parse().ok().filter(|&pid: &u32| Pid::from_raw(pid as i32).is_some())
-}
-
-/// Proof that a client's process has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ended(ClientId);
-
-impl Ended {
-    /// Whose process it was.
-    pub fn client(self) -> ClientId {
-        self.0
-    }
-
-    /// Takes somebody's word for it.
-    ///
-    /// # Safety
-    /// The process must have ended: what it had pinned is used again, whatever it still reads or writes.
-    pub unsafe fn assume(client: ClientId) -> Ended {
-        Ended(client)
-    }
-}
-
-/// Waits for clients to end.
-#[derive(Debug)]
-pub struct DeathWatch {
-    epoll: OwnedFd,
-    watched: std::sync::Mutex<std::collections::HashMap<ClientId, OwnedFd>>,
-}
-
-impl DeathWatch {
-    /// Watches nobody yet.
-    pub fn new() -> Result<DeathWatch, DoorError> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("make an epoll"))?;
-        Ok(DeathWatch { epoll, watched: Default::default() })
-    }
-
-    /// Watches a client from now on.
-    pub fn watch(&self, client: ClientId, pidfd: OwnedFd) -> Result<(), DoorError> {
-        let mut watched = self.watched.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let data = epoll::EventData::new_u64(client.0.into());
-        epoll::add(&self.epoll, &pidfd, data, epoll::EventFlags::IN).map_err(system("watch a pidfd"))?;
-        watched.insert(client, pidfd);
-        Ok(())
-    }
-
-    /// Waits until at least one client has ended or the time is up; those that have ended are no longer
-    /// watched.
-    pub fn wait(&self, timeout: Duration) -> Result<Vec<Ended>, DoorError> {
-        let mut events = Vec::with_capacity(64);
-        let timeout = timeout.try_into().expect("a time-out of less than 292 years");
-        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&timeout)) {
-            Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => return Ok(Vec::new()),
-            Err(source) => return Err(system("wait for a client's end")(source)),
-        }
-        let mut watched = self.watched.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let ended = events.iter().map(|event| ClientId(event.data.u64() as u32));
-        let mut clients = Vec::new();
-        for client in ended {
-            if let Some(pidfd) = watched.remove(&client) {
-                // Closing it is not enough: a child that the client forked may hold the same description, and
-                // the epoll would report it for ever.
-                let _ = epoll::delete(&self.epoll, &pidfd);
-                clients.push(Ended(client));
-            }
-        }
-        Ok(clients)
-    }
 }

@@ -7,7 +7,7 @@ use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, Slot
 
 use crate::cell::{Cell, Expect, SlotName};
 use crate::shm::board::{Board, BoardError};
-use crate::shm::door::Ended;
+use crate::shm::death::Ended;
 use crate::shm::fill::fill;
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers, OwnCells};

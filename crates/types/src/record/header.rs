@@ -10,6 +10,7 @@
 
 use crate::bounds::{OBJECT_BYTES_MAX, PAGE_BYTES, STRIPES_MAX};
 use crate::key::{ObjectId, TenantGeneration};
+use crate::record::flags::Flags;
 use crate::record::layout::{LayoutError, RecordLayout};
 use crate::record::word::{State, Word};
 
@@ -79,24 +80,6 @@ const _: () = {
     assert!(at == HEADER_BYTES);
     assert!(WORD_OFFSET.is_multiple_of(8), "the word is an atomic u64");
 };
-
-/// Properties of a record that a reader must know.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Flags(u16);
-
-impl Flags {
-    /// No property.
-    pub const NONE: Flags = Flags(0);
-    /// Written by a GPU kernel without digests; never moved one-sidedly by remote peers.
-    pub const DIGESTLESS: Flags = Flags(1);
-
-    const KNOWN: u16 = Self::DIGESTLESS.0;
-
-    /// Whether the record has no page digests.
-    pub const fn digestless(self) -> bool {
-        self.0 & Self::DIGESTLESS.0 != 0
-    }
-}
 
 /// Why 128 bytes are not a header. A reader treats each of them as a miss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -215,7 +198,7 @@ impl Header {
         let mut writer = Writer { bytes: &mut bytes, at: 0 };
         writer.put(HEADER_MAGIC.to_le_bytes());
         writer.put(HEADER_VERSION.to_le_bytes());
-        writer.put(self.flags.0.to_le_bytes());
+        writer.put(self.flags.bits().to_le_bytes());
         writer.put(self.id.0);
         writer.put(self.word.bits().to_le_bytes());
         writer.put(self.object_len.to_le_bytes());
@@ -253,9 +236,9 @@ impl Header {
             return Err(HeaderError::Crc { found, computed });
         }
         let flags = u16_at(bytes, 6);
-        if flags & !Flags::KNOWN != 0 {
+        let Some(flags) = Flags::from_bits(flags) else {
             return Err(HeaderError::Flags { found: flags });
-        }
+        };
         if bytes[SPARE_OFFSET..CRC_OFFSET] != [0; CRC_OFFSET - SPARE_OFFSET] {
             return Err(HeaderError::Spare);
         }
@@ -264,7 +247,7 @@ impl Header {
             return Err(HeaderError::PageBytes { found: page_bytes });
         }
         let header = Header {
-            flags: Flags(flags),
+            flags,
             id: ObjectId(array_at(bytes, 8)),
             word: Word::from_bits(u64_at(bytes, WORD_OFFSET)),
             object_len: u64_at(bytes, 32),

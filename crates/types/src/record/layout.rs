@@ -9,7 +9,7 @@ use crate::bounds::{
     COHORT_BYTES_MAX, KEY_BYTES_MAX, NOTE_BYTES_MAX, OBJECT_BYTES_MAX, PAGE_BYTES, PARENT_HASH_BYTES_MAX,
     PAYLOAD_ALIGN, TENANT_BYTES_MAX, UNIT_BYTES,
 };
-use crate::record::header::Flags;
+use crate::record::flags::Flags;
 use crate::span::{Extent, Span};
 
 /// Longest tenant and key section: both texts with a `u16` in front of each.
