@@ -9,6 +9,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         // `Bytes` fields of a message decoded from `Bytes` point into it: packed batches are not copied.
         .bytes(".")
+        // Elements are counted before they are decoded.
+        .codec_path("crate::BoundedCodec")
         // Connecting and serving belong to the crates that own sockets.
         .build_transport(false)
         .compile_fds(descriptors)?;

@@ -9,13 +9,13 @@ use std::path::Path;
 use std::{fs, io};
 
 use generate::Gen;
-use moontide_fuzz::{MESSAGES, TARGETS};
-use moontide_proto::{FixedRecord, FrameHeader, FrameKind};
+use moontide_fuzz::{BODIES, MESSAGES, TARGETS, accepted_message};
+use moontide_proto::{FixedRecord, FrameKind, OpKind};
 use moontide_types::record::{Flags, Header, KeySection, State, Word};
 use moontide_types::{Key, Tenant, TenantGeneration};
 
 /// Most inputs of one target, and most bytes of one input: a corpus is read by people, too.
-const INPUTS_MAX: usize = 30;
+const INPUTS_MAX: usize = 60;
 const INPUT_BYTES_MAX: usize = 2048;
 
 fn main() -> io::Result<()> {
@@ -59,31 +59,34 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
             bytes
         }),
         "attributes" => many(10, &|g| g.attributes()),
-        "frame_header" => many(16, &|g| {
-            let header = g.frame_header();
-            let mut bytes = header.encode().to_vec();
-            if matches!(header.kind, FrameKind::Hello | FrameKind::HelloAck) {
-                g.hello().encode(&mut bytes);
-            }
-            bytes
-        })
-        .map(|mut inputs| {
-            let mut hello =
-                FrameHeader { body_len: 96, ..FrameHeader::new(FrameKind::Hello, 1) }.encode().to_vec();
-            Gen(1).hello().encode(&mut hello);
-            inputs.push(hello);
-            inputs
-        }),
-        "transfer_ops" => many(8, &|g| {
+        "frame_header" => Some(
+            FrameKind::ALL
+                .iter()
+                .map(|&kind| {
+                    let g = &mut Gen(kind.number().into());
+                    let mut bytes = g.header_of(kind).encode().to_vec();
+                    if matches!(kind, FrameKind::Hello | FrameKind::HelloAck) {
+                        g.hello().encode(&mut bytes);
+                    }
+                    bytes
+                })
+                .collect(),
+        ),
+        "transfer_ops" => many(12, &|g| {
             let count = 1 + g.below(5) as usize;
-            g.packed(count, Gen::transfer_op).to_vec()
+            match g.0 % 4 {
+                0 => g.packed(count, Gen::transfer_op).to_vec(),
+                1 => g.packed(count, |g| g.op_of(OpKind::Read)).to_vec(),
+                2 => g.packed(count, |g| g.op_of(OpKind::Write)).to_vec(),
+                _ => g.packed(count, |g| g.op_of(OpKind::Release)).to_vec(),
+            }
         }),
         "packed_keys" => many(8, &|g| {
             let count = g.below(9) as usize;
             g.keys(count).to_vec()
         }),
-        "report_records" => many(27, &|g| {
-            let which = g.0 as u8 % 7;
+        "report_records" => many(30, &|g| {
+            let which = g.0 as u8 % 10;
             let records = match which {
                 0 => g.packed(3, Gen::report_record),
                 1 => g.packed(3, Gen::offload_record),
@@ -91,36 +94,43 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
                 3 => g.packed(4, Gen::order_result),
                 4 => g.packed(2, Gen::versioned_id),
                 5 => g.packed(2, |g| g.object().1.first().copied().unwrap_or_else(|| some_handle(g))),
-                _ => g.packed(2, |g| g.object().0),
+                6 => g.packed(2, |g| g.object().0),
+                7 => g.packed(3, Gen::put_entry),
+                8 => g.packed(3, Gen::put_end_entry),
+                _ => g.packed(3, Gen::commit_entry),
             };
             [&[which], &records[..]].concat()
         }),
-        // More messages than inputs allowed: a third of them stands for several that have the same shape.
-        "control_messages" => Some(
-            (0..MESSAGES.len())
-                .filter(|index| !SAME_SHAPE.contains(&MESSAGES[*index]))
-                .map(|index| {
-                    let short = |seed| [&[index as u8], &Gen(seed).message(index)[..]].concat();
-                    (0..).map(short).find(|input| input.len() < INPUT_BYTES_MAX).expect("some are short")
-                })
-                .collect(),
-        ),
+        "control_messages" => Some(control_messages()),
         _ => None,
     }
 }
 
-/// Context and keys, or context and a few numbers: mutations of others reach them by their first byte.
-const SAME_SHAPE: &[&str] = &[
-    "TouchRequest",
-    "SetPinRequest",
-    "PrefetchRequest",
-    "QueryKeysRequest",
-    "GetJobRequest",
-    "EvictRequest",
-    "SetTenantQuotaRequest",
-    "GetTenantsRequest",
-    "RemoveAllRequest",
-];
+/// One of each kind, one for each thing that a session's messages say, and an answer of a call that failed.
+fn control_messages() -> Vec<Vec<u8>> {
+    let mut inputs = vec![];
+    let index_of = |name| MESSAGES.iter().position(|message| *message == name).expect("a known name");
+    let mut add = |index: usize, body: Option<&str>| {
+        let inputs_of = (0..).map(|seed| [&[index as u8], &Gen(seed).whole(index)[..]].concat());
+        let wanted = |input: &Vec<u8>| {
+            input.len() < INPUT_BYTES_MAX
+                && accepted_message(input).is_some_and(|(_, found)| body.is_none() || body == found)
+        };
+        inputs.extend(inputs_of.take(1000).find(wanted));
+    };
+    for (index, name) in MESSAGES.iter().enumerate() {
+        if !["NodeMessage", "MasterMessage"].contains(name) {
+            add(index, None);
+        }
+    }
+    for body in BODIES {
+        let name = if ["Orders", "HeartbeatAck"].contains(body) { "MasterMessage" } else { "NodeMessage" };
+        add(index_of(name), Some(body));
+    }
+    let failed = index_of("GetReplicaListResponse") as u8;
+    inputs.push([&[failed], &Gen(1).failure()[..]].concat());
+    inputs
+}
 
 fn some_handle(g: &mut Gen) -> moontide_proto::Handle {
     let (stripe, _) = g.stripe();

@@ -15,8 +15,9 @@ mod steps;
 use moontide_proto::convert::{self, Wire};
 use moontide_proto::limits::{OPS_PER_FRAME_MAX, SESSION_RECORDS_MAX};
 use moontide_proto::{
-    FRAME_HEADER_BYTES, FixedRecord, FrameHeader, Handle, Hello, ObjectEntry, OffloadRecord, Order,
-    OrderResult, Packed, PackedBuilder, PackedKeys, PackedKeysBuilder, ReportRecord, TransferOp, VersionedId,
+    CommitEntry, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Handle, Hello, ObjectEntry,
+    OffloadRecord, Order, OrderResult, Packed, PackedBuilder, PackedKeys, PackedKeysBuilder, PutEndEntry,
+    PutEntry, ReportRecord, TransferOp, TransferOps, VersionedId, v1,
 };
 use moontide_types::bounds::{BATCH_KEYS_MAX, KEY_BYTES_MAX, OBJECT_BYTES_MAX, REQUEST_BYTES_MAX};
 use moontide_types::record::{Attributes, HEADER_BYTES, Header, KeySection, State, WORD_OFFSET};
@@ -87,10 +88,10 @@ pub fn frame_header(data: &[u8]) {
     let crc = crc32c::crc32c(&sealed[..FRAME_HEADER_BYTES - 4]);
     sealed[FRAME_HEADER_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
     check_frame_header(&sealed);
-    if let Ok(hello) = Hello::decode(body) {
+    if let Ok(hello) = Hello::decode_body(body) {
         let mut again = vec![];
         hello.encode(&mut again);
-        assert_eq!(again, body);
+        assert!(body.starts_with(&again), "what follows is of a later release");
     }
 }
 
@@ -102,11 +103,25 @@ fn check_frame_header(bytes: &[u8; FRAME_HEADER_BYTES]) {
     assert!(header.kind.is_request() == (header.deadline_ms > 0));
 }
 
-/// The body of a Read or Write.
+/// The kind of the frame whose header an input starts with, if it is a good one as it stands.
+pub fn accepted_frame(data: &[u8]) -> Option<FrameKind> {
+    let (bytes, _) = data.split_first_chunk()?;
+    FrameHeader::decode(bytes).ok().map(|header| header.kind)
+}
+
+/// The body of a Read, a Write or a Release: operations, and whether they can stand in such a frame.
 pub fn transfer_ops(data: &[u8]) {
-    let Some(ops) = records::<TransferOp>(data, OPS_PER_FRAME_MAX) else { return };
-    for op in ops.iter() {
+    let ops = records::<TransferOp>(data, OPS_PER_FRAME_MAX);
+    let payload_len = ops.map_or(0, |ops| ops.iter().map(|op| op.len).sum());
+    for op in ops.iter().flat_map(Packed::iter) {
         assert!(op.offset + op.len <= OBJECT_BYTES_MAX);
+    }
+    for kind in [FrameKind::Read, FrameKind::Write, FrameKind::Release] {
+        let header = FrameHeader { body_len: data.len() as u32, payload_len, ..FrameHeader::new(kind, 1) };
+        if let Ok(of_frame) = TransferOps::decode(&header, data) {
+            assert_eq!(Some(of_frame.ops()), ops);
+            assert!(of_frame.ops().iter().all(|op| Some(op.kind) == of_frame.ops().get(0).map(|op| op.kind)));
+        }
     }
 }
 
@@ -122,7 +137,7 @@ pub fn packed_keys(data: &[u8]) {
     assert_eq!(again.finish(), data);
 }
 
-/// The packed records of a node session; the first byte selects which.
+/// The packed records of sessions and calls; the first byte selects which.
 pub fn report_records(data: &[u8]) {
     let Some((&which, data)) = data.split_first() else { return };
     let max = SESSION_RECORDS_MAX;
@@ -138,7 +153,10 @@ pub fn report_records(data: &[u8]) {
         3 => drop(records::<OrderResult>(data, max)),
         4 => drop(records::<VersionedId>(data, max)),
         5 => drop(records::<Handle>(data, max)),
-        _ => drop(records::<ObjectEntry>(data, max)),
+        6 => drop(records::<ObjectEntry>(data, max)),
+        7 => drop(records::<PutEntry>(data, max)),
+        8 => drop(records::<PutEndEntry>(data, max)),
+        _ => drop(records::<CommitEntry>(data, max)),
     }
 }
 
@@ -163,21 +181,24 @@ fn records<T: FixedRecord>(data: &[u8], max: usize) -> Option<Packed<'_, T>> {
     Some(records)
 }
 
-/// A message, decoded and converted: plain struct → message → plain struct must not change it.
+/// A message, decoded and converted: plain struct → message → plain struct must not change it. Whether it is
+/// accepted.
 macro_rules! message {
-    ($name:ident, $data:expr) => {
-        if let Ok(message) = <convert::$name as Wire>::Message::decode(Bytes::copy_from_slice($data)) {
-            match convert::$name::from_wire(&message) {
-                Ok(plain) => {
-                    let sent = plain.to_wire().encode_to_vec();
-                    let received = <convert::$name as Wire>::Message::decode(Bytes::from(sent));
-                    let received = received.expect("what was encoded can be decoded");
-                    assert_eq!(convert::$name::from_wire(&received), Ok(plain));
-                }
-                Err(error) => assert!(!error.to_string().is_empty() && !error.code().hint().is_empty()),
+    ($name:ident, $data:expr) => {{
+        let message = convert::decode::<<convert::$name as Wire>::Message>(Bytes::copy_from_slice($data));
+        match message.as_ref().map_err(|error| *error).and_then(convert::$name::from_wire) {
+            Ok(plain) => {
+                let sent = convert::encode(&plain).expect("what was decoded can be encoded");
+                let received = convert::decode(Bytes::from(sent)).expect("what was encoded can be decoded");
+                assert_eq!(convert::$name::from_wire(&received), Ok(plain));
+                true
+            }
+            Err(error) => {
+                assert!(!error.to_string().is_empty() && !error.code().hint().is_empty());
+                false
             }
         }
-    };
+    }};
 }
 
 macro_rules! messages {
@@ -185,14 +206,15 @@ macro_rules! messages {
         /// The names of the messages by the byte that selects them. New ones go to the end.
         pub const MESSAGES: &[&str] = &[$(stringify!($name),)*];
 
-        /// A control message; the first byte selects which.
-        pub fn control_messages(data: &[u8]) {
-            let Some((&which, data)) = data.split_first() else { return };
-            let Some(&name) = MESSAGES.get(usize::from(which)) else { return };
-            match name {
+        /// The name of a message that is accepted, and its encoded form.
+        fn check_message(data: &[u8]) -> Option<(&'static str, &[u8])> {
+            let (&which, data) = data.split_first()?;
+            let &name = MESSAGES.get(usize::from(which))?;
+            let accepted = match name {
                 $(stringify!($name) => message!($name, data),)*
                 _ => unreachable!("both come from one list"),
-            }
+            };
+            accepted.then_some((name, data))
         }
     };
 }
@@ -203,4 +225,46 @@ messages! {
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
+    LoadRequest LoadReply
+}
+
+/// A control message; the first byte selects which.
+pub fn control_messages(data: &[u8]) {
+    check_message(data);
+}
+
+/// What the messages of a session can say, by the names that [`accepted_message`] gives them.
+pub const BODIES: &[&str] = &[
+    "Heartbeat",
+    "OrderResults",
+    "Report",
+    "ReportEnd",
+    "Offloaded",
+    "DiskEvicted",
+    "Orders",
+    "HeartbeatAck",
+];
+
+/// The name of a message that is accepted, and what it says if it is one of a session.
+pub fn accepted_message(data: &[u8]) -> Option<(&'static str, Option<&'static str>)> {
+    use v1::{master_message, node_message};
+    let (name, data) = check_message(data)?;
+    let node = |message: v1::NodeMessage| match message.body? {
+        node_message::Body::Heartbeat(_) => Some("Heartbeat"),
+        node_message::Body::OrderResults(_) => Some("OrderResults"),
+        node_message::Body::Report(_) => Some("Report"),
+        node_message::Body::ReportEnd(_) => Some("ReportEnd"),
+        node_message::Body::Offloaded(_) => Some("Offloaded"),
+        node_message::Body::DiskEvicted(_) => Some("DiskEvicted"),
+    };
+    let master = |message: v1::MasterMessage| match message.body? {
+        master_message::Body::Orders(_) => Some("Orders"),
+        master_message::Body::HeartbeatAck(_) => Some("HeartbeatAck"),
+    };
+    let body = match name {
+        "NodeMessage" => v1::NodeMessage::decode(data).ok().and_then(node),
+        "MasterMessage" => v1::MasterMessage::decode(data).ok().and_then(master),
+        _ => None,
+    };
+    Some((name, body))
 }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
-use moontide_fuzz::{TARGETS, Target};
+use moontide_fuzz::{BODIES, MESSAGES, TARGETS, Target, accepted_frame, accepted_message};
+use moontide_proto::FrameKind;
 
 const ITERATIONS_DEFAULT: u64 = 20_000;
 const TIME_MAX: Duration = Duration::from_secs(3);
@@ -41,6 +42,24 @@ fn every_corpus_file_is_harmless() {
         for (file, input) in inputs {
             run(*target, &input, || format!("corpus/{name}/{file}"));
         }
+    }
+}
+
+/// A seed that its own target refuses tests nothing behind the first check.
+#[test]
+fn every_message_and_every_frame_is_accepted_once() {
+    let messages: Vec<_> =
+        corpus("control_messages").iter().filter_map(|(_, input)| accepted_message(input)).collect();
+    for name in MESSAGES {
+        assert!(messages.iter().any(|(accepted, _)| accepted == name), "no input is a {name}");
+    }
+    for body in BODIES {
+        assert!(messages.iter().any(|(_, said)| said.as_ref() == Some(body)), "no session says {body}");
+    }
+    let frames: Vec<_> =
+        corpus("frame_header").iter().filter_map(|(_, input)| accepted_frame(input)).collect();
+    for kind in FrameKind::ALL {
+        assert!(frames.contains(kind), "no input is a frame of kind {kind:?}");
     }
 }
 

@@ -57,13 +57,14 @@ def packed_keys(keys):
     return struct.pack("<I", len(keys)) + b"".join(struct.pack("<H", len(k)) for k in keys) + b"".join(keys)
 
 
-READ, WRITE_REPLY, EXIST, ERROR = 34, 37, 1, 41
+READ, WRITE, WRITE_REPLY, EXIST, ERROR = 34, 36, 37, 1, 41
 IDENT = bytes(range(16))
 CAPABILITY = bytes(range(0xA0, 0xB0))
 
 VECTORS = {
     "frame_exist": frame(EXIST, 7, 120, 250, 0, 9, 3, 0, 0, 5),
-    "frame_read": frame(READ, 0x1122334455667788, 160, 1000, 0, 0, 0x3FFFFF, 1, 0, NO_GROUP),
+    "frame_read": frame(READ, 0x1122334455667788, 160, 1000, 0, 0, 0x3FFFFF, 0, 0, NO_GROUP),
+    "frame_write": frame(WRITE, 3, 80, 1000, 262144, 0, 7, 1, 0, NO_GROUP),
     "frame_write_reply": frame(WRITE_REPLY, 1, 4, 0, 0, 2, 4, 0, 202, NO_GROUP),
     "frame_error": frame(ERROR, 2, 5, 0, 0, 0, 0, 0, 304, NO_GROUP),
     "op_read": transfer_op(1, 0, 3, 4, 5, 6, 7, epoch(7, 99), IDENT, 4096, 262144, CAPABILITY),
@@ -71,6 +72,7 @@ VECTORS = {
     "report_ready": report(11, 2, 4, 8, 1024, word(3, 17, 2), IDENT, 524288, 0x0102030405060708, 262144, 262144,
                            4096, 1, 2, 1, 6),
     "report_free": report(12, 0, 0, 0, 0, word(3, 18, 0), bytes(16), 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "put_entry": struct.pack("<QH6x", 262144, 1),
     "packed_keys": packed_keys([b"a", b"prefix/\x00\xff", b"z" * 300]),
     "packed_no_keys": packed_keys([]),
 }

@@ -1,6 +1,6 @@
 //! From messages to plain structs and back, with every bound checked in one place.
 //!
-//! A message that was decoded is only known to be well-formed protobuf. [`Wire::from_wire`] makes of it a
+//! Bytes become a message by [`decode`], which counts elements first. A message that was decoded is only known to be well-formed protobuf. [`Wire::from_wire`] makes of it a
 //! struct of `moontide_types` values, borrowed from the message where that saves a copy, or says what is
 //! wrong with it. It is total: any message converts or fails, none panics, and the allocations are a small
 //! multiple of the message. Unknown values of enums are errors, never defaults.
@@ -10,6 +10,8 @@
 //! Reading order: [`RequestContext`] and [`ResponseContext`] in every call, the hot calls (lookup, put,
 //! remove), the node's data plane, the node session, then the operator's calls.
 
+mod answer;
+mod bounded;
 mod check;
 mod context;
 mod data;
@@ -20,25 +22,32 @@ mod put;
 mod report;
 mod session;
 
-pub use context::{CallerId, GroupMap, MasterEntry, OutcomesResponse, RequestContext, ResponseContext};
-pub use data::{BeginRequest, CommitRequest, SlotOutcomes};
+pub use answer::{Answer, AnswerBody};
+pub use bounded::{Bounded, Repeated, check_counts, decode, encode};
+pub use context::{
+    CallerId, GroupMap, MasterEntry, Outcomes, OutcomesResponse, RequestContext, ResponseContext,
+};
+pub use data::{BeginRequest, CommitRequest, LoadReply, LoadRequest, SlotOutcomes};
 pub use lookup::{
-    ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest,
-    RemoveRequest, SetPinRequest, TouchRequest,
+    ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest, Presence,
+    RemoveRequest, Replicas, SetPinRequest, TouchRequest,
 };
-pub use objects::{AttributeSection, AttributeSections, ObjectList, ObjectListBuilder};
+pub use objects::{
+    AttributeSection, AttributeSections, ListKind, ObjectFields, ObjectList, ObjectListBuilder,
+};
 pub use operator::{
-    ClusterInfo, DrainSegmentRequest, EvictRequest, GetJobRequest, GetTenantsRequest, IdKeySecret,
-    JobProgress, JobState, ListKeysRequest, ListSegmentsRequest, Page, QueryKeysRequest, RemoveAllRequest,
-    RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef, SetTenantQuotaRequest,
+    ClusterFacts, ClusterInfo, DrainSegmentRequest, EvictRequest, GetJobRequest, GetTenantsRequest,
+    IdKeySecret, JobProgress, JobState, JobStatus, ListKeysRequest, ListSegmentsRequest, Page,
+    QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef,
+    SetTenantQuotaRequest,
 };
-pub use put::{PutConfig, PutEndRequest, PutObject, PutRevokeRequest, PutStartRequest, PutStartResponse};
+pub use put::{PutConfig, PutEndRequest, PutRevokeRequest, PutStartRequest, PutStartResponse, Reservations};
 pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
 pub use session::{
     Address, DiskState, DiskStatus, Heartbeat, MasterBody, MasterMessage, MountSegmentsRequest,
     MountSegmentsResponse, NodeBody, NodeMessage, OpenSessionRequest, OpenSessionResponse, Pressure,
-    ReadCounters, SegmentGrant, SegmentSpec, SegmentState, SegmentStatus, Topology, TouchBitmap,
-    UnmountSegmentsRequest,
+    ReadCounters, SegmentGrant, SegmentGrants, SegmentSpec, SegmentState, SegmentStatus, SessionGrant,
+    Topology, TouchBitmap, UnmountSegmentsRequest,
 };
 
 use moontide_types::record::TrailerError;
@@ -49,7 +58,7 @@ use crate::packed::PackedError;
 /// A plain struct and the message that carries it.
 pub trait Wire<'a>: Sized {
     /// The message.
-    type Message: prost::Message + Default;
+    type Message: Bounded;
 
     /// Checks everything and borrows what need not be copied.
     fn from_wire(message: &'a Self::Message) -> Result<Self, ConvertError>;
@@ -61,6 +70,9 @@ pub trait Wire<'a>: Sized {
 /// Why a message means nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
+    /// Not a protobuf message of this kind.
+    #[error("the bytes are not such a message")]
+    Malformed,
     /// Something that must be there is not.
     #[error("{field} is missing")]
     Missing {

@@ -4,8 +4,10 @@
 //!  header 64 B │ body: arguments, body_len bytes │ payload: raw bytes, payload_len bytes
 //! ```
 //!
-//! The body of a control frame is the protobuf message that gRPC carries; of Read, Write, Load, LoadReply and
-//! Release packed [`TransferOp`]s; of their replies packed codes; of Hello a [`Hello`]. The payload goes
+//! The body of a control frame is the protobuf message that gRPC carries; of Begin, Commit,
+//! Load and their replies one, too; of Read, Write and Release packed [`TransferOp`]s
+//! ([`TransferOps`](crate::TransferOps) holds them against the header); of their replies packed codes; of Hello a
+//! [`Hello`], behind which later releases may say more. The payload goes
 //! straight between socket and segment. [`FRAME_FIELDS`] is the one description of the header's bytes.
 //!
 //! [`FrameHeader::decode`] judges everything that can be judged from 64 bytes before anything is allocated:
@@ -20,8 +22,11 @@ use moontide_types::{ErrorCode, GroupId, MapVersion, Term};
 
 use crate::hello::Hello;
 use crate::layout::{FieldValue, FixedRecord, assert_tiles, code_from_number, code_number};
-use crate::limits::{DEADLINE_MS_MAX, ERROR_TEXT_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, OPS_PER_FRAME_MAX};
+use crate::limits::{
+    DEADLINE_MS_MAX, ERROR_TEXT_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, HELLO_BYTES_MAX, OPS_PER_FRAME_MAX,
+};
 use crate::ops::TransferOp;
+use crate::records::{Handle, ObjectEntry};
 
 /// Size of a frame's header: one cache line.
 pub const FRAME_HEADER_BYTES: usize = 64;
@@ -116,9 +121,9 @@ numbered! {
         Commit = 44,
         /// `SlotOutcomes`.
         CommitReply = 45,
-        /// Load operations: bring bytes from disk into staging slots.
+        /// `LoadRequest`: bring bytes from disk into staging slots.
         Load = 46,
-        /// One Read operation per staging slot, ready to be sent or used one-sidedly.
+        /// `LoadReply`: the staging slots, ready to be read or used one-sidedly.
         LoadReply = 47,
         /// Release operations: staging slots are given back.
         Release = 48,
@@ -127,10 +132,18 @@ numbered! {
     }
 }
 
+/// One load that succeeded, in a LoadReply.
+const STAGED_BYTES: usize = ObjectEntry::BYTES + Handle::BYTES;
+
+/// Tags, lengths and a number around the packed arrays of a protobuf message.
+const AROUND_ARRAYS: usize = 16;
+
 /// What a kind of frame may carry.
 struct KindBounds {
     body_min: usize,
     body_max: usize,
+    /// The body is a multiple of this: packed operations or codes.
+    body_grain: usize,
     payload_max: u64,
     /// Asks for something: has a deadline, and no status.
     request: bool,
@@ -167,24 +180,31 @@ impl FrameKind {
             }
             Begin | Commit => (true, 0, REQUEST_BYTES_MAX),
             BeginReply | CommitReply => (false, 0, REQUEST_BYTES_MAX),
-            Hello => (true, crate::Hello::BYTES, crate::Hello::BYTES),
-            HelloAck => (false, crate::Hello::BYTES, crate::Hello::BYTES),
-            Read | Write | Load | Release => (true, ops(1), ops(OPS_PER_FRAME_MAX)),
-            LoadReply => (false, 0, ops(OPS_PER_FRAME_MAX)),
+            Hello => (true, crate::Hello::BYTES, HELLO_BYTES_MAX),
+            HelloAck => (false, crate::Hello::BYTES, HELLO_BYTES_MAX),
+            Load => (true, ops(1), ops(OPS_PER_FRAME_MAX) + AROUND_ARRAYS),
+            Read | Write | Release => (true, ops(1), ops(OPS_PER_FRAME_MAX)),
+            LoadReply => (false, 0, OPS_PER_FRAME_MAX * STAGED_BYTES + AROUND_ARRAYS),
             ReadReply | WriteReply | ReleaseReply => (false, 0, 2 * OPS_PER_FRAME_MAX),
             Ping => (true, 0, 0),
             Cancel | Pong => (false, 0, 0),
             Error => (false, 0, ERROR_TEXT_BYTES_MAX),
         };
         let payload_max = if matches!(self, Write | ReadReply) { FRAME_PAYLOAD_BYTES_MAX } else { 0 };
-        KindBounds { body_min, body_max, payload_max, request }
+        let body_grain = match self {
+            Read | Write | Release => TransferOp::BYTES,
+            ReadReply | WriteReply | ReleaseReply => 2,
+            _ => 1,
+        };
+        KindBounds { body_min, body_max, body_grain, payload_max, request }
     }
 }
 
 flags! {
     /// How a frame is to be treated.
     pub struct FrameFlags(u16) {
-        /// More frames of this request, or of this answer, follow.
+        /// More frames of this request, or of this answer, follow: of a Write or a ReadReply, whose payload may
+        /// not fit into one.
         MORE = 0,
     }
 }
@@ -266,6 +286,22 @@ pub enum FrameError {
         min: usize,
         /// The longest.
         max: usize,
+    },
+    /// The body is cut within an operation or a code.
+    #[error("a body of {found} bytes, kind {kind:?} has a multiple of {grain}")]
+    BodyGrain {
+        /// The frame's kind.
+        kind: FrameKind,
+        /// What stood there.
+        found: u32,
+        /// Length of one element.
+        grain: usize,
+    },
+    /// Only payloads are cut into several frames.
+    #[error("a frame of kind {kind:?} is never followed by more")]
+    More {
+        /// The frame's kind.
+        kind: FrameKind,
     },
     /// The payload is longer than its kind's may be.
     #[error("a payload of {found} bytes, kind {kind:?} has at most {max}")]
@@ -406,7 +442,7 @@ impl FrameHeader {
     /// The rules that encoder and decoder both insist on.
     fn check(&self) -> Result<(), FrameError> {
         let kind = self.kind;
-        let KindBounds { body_min, body_max, payload_max, request } = kind.bounds();
+        let KindBounds { body_min, body_max, body_grain, payload_max, request } = kind.bounds();
         let status_fits = match self.status {
             Some(_) => !request && !matches!(kind, FrameKind::Cancel | FrameKind::Pong),
             None => kind != FrameKind::Error,
@@ -427,6 +463,12 @@ impl FrameHeader {
         if found as usize > body_max || (found as usize) < body_min {
             return Err(FrameError::BodyLen { kind, found, min: body_min, max: body_max });
         }
+        if !(found as usize).is_multiple_of(body_grain) {
+            return Err(FrameError::BodyGrain { kind, found, grain: body_grain });
+        }
+        if self.flags.contains(FrameFlags::MORE) && payload_max == 0 {
+            return Err(FrameError::More { kind });
+        }
         let found = self.payload_len;
         if found > payload_max {
             return Err(FrameError::PayloadLen { kind, found, max: payload_max });
@@ -444,4 +486,4 @@ fn at<T: FieldValue>(bytes: &[u8; FRAME_HEADER_BYTES], offset: usize) -> T {
 }
 
 const _: () = assert!(REQUEST_BYTES_MAX <= u32::MAX as usize);
-const _: () = assert!(Hello::BYTES <= OPS_PER_FRAME_MAX * TransferOp::BYTES);
+const _: () = assert!(Hello::BYTES <= HELLO_BYTES_MAX);

@@ -1,6 +1,6 @@
 //! The first frame of a connection: who speaks, in which versions. [`Hello`] is the body of Hello and HelloAck.
 
-use crate::layout::{FieldValue, RecordError};
+use crate::layout::{FieldValue, FixedRecord, RecordError};
 use crate::limits::TOKEN_BYTES_MAX;
 use moontide_types::NodeId;
 
@@ -113,6 +113,12 @@ fixed_record! {
 }
 
 impl Hello {
+    /// Reads the body of a Hello or HelloAck. What follows the record is of a later release and ignored: the
+    /// first frame of a connection must be readable by every release.
+    pub fn decode_body(body: &[u8]) -> Result<Hello, RecordError> {
+        Hello::decode(body.get(..Hello::BYTES).unwrap_or(body))
+    }
+
     fn check(&self) -> Result<(), RecordError> {
         Self::rule(self.versions.is_valid(), "1 ≤ lowest version ≤ highest")?;
         Self::rule(self.inflight_max > 0, "inflight_max > 0")

@@ -6,6 +6,7 @@
 //! between fields: the encoder insists on it (a record that cannot be read back must never be sent), the
 //! decoder refuses what breaks it.
 
+use moontide_types::bounds::{GROUPS_MAX, SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::record::{Field, Word};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, GroupId, NodeId, ObjectId, SegmentId, SlotId, TenantGeneration,
@@ -60,10 +61,13 @@ pub trait FixedRecord: Copy + Sized {
     /// Every byte of it, in order.
     const FIELDS: &'static [Field];
 
+    /// Whether the decoder would accept it: every field within its bounds, no two in contradiction.
+    fn validate(&self) -> Result<(), RecordError>;
+
     /// Appends the encoded form.
     ///
     /// # Panics
-    /// If the fields contradict each other.
+    /// If the record is not valid.
     fn encode(&self, out: &mut Vec<u8>);
 
     /// Reads the record from exactly [`Self::BYTES`] bytes.
@@ -87,6 +91,10 @@ pub(crate) trait FieldValue: Sized {
     fn put(&self, out: &mut [u8]);
     /// Reads `Self::BYTES` bytes; an error is the number that cannot stand there.
     fn take(bytes: &[u8]) -> Result<Self, u64>;
+    /// Whether `take` would accept what `put` writes; an error is the number that it would refuse.
+    fn fits(&self) -> Result<(), u64> {
+        Ok(())
+    }
 }
 
 /// `N` bytes as an array. Callers pass exactly as many.
@@ -123,14 +131,19 @@ macro_rules! number_fields {
                 let new: fn($int) -> Option<$name> = $new;
                 new(number).ok_or(number.into())
             }
+            fn fits(&self) -> Result<(), u64> {
+                let get: fn(&$name) -> $int = $get;
+                let new: fn($int) -> Option<$name> = $new;
+                new(get(self)).map(|_| ()).ok_or(get(self).into())
+            }
         }
     )*};
 }
 number_fields! {
     NodeId as u64: |v| v.0, |n| Some(NodeId(n));
-    SegmentId as u32: |v| v.0, |n| Some(SegmentId(n));
-    SlotId as u32: |v| v.0, |n| Some(SlotId(n));
-    GroupId as u16: |v| v.0, |n| Some(GroupId(n));
+    SegmentId as u32: |v| v.0, |n| (n < SEGMENTS_PER_NODE_MAX).then_some(SegmentId(n));
+    SlotId as u32: |v| v.0, |n| (n < SLOTS_PER_SEGMENT_MAX).then_some(SlotId(n));
+    GroupId as u16: |v| v.0, |n| (n < GROUPS_MAX).then_some(GroupId(n));
     Generation as u64: |v| v.0, |n| Some(Generation(n));
     TenantGeneration as u32: |v| v.0, |n| Some(TenantGeneration(n));
     Word as u64: |v| v.bits(), |n| Some(Word::from_bits(n));
@@ -172,7 +185,7 @@ impl FieldValue for ObjectId {
     }
 }
 
-/// `start u32 | units u32`.
+/// `start u32 | units u32`; no segment has units beyond [`SEGMENT_UNITS_MAX`].
 impl FieldValue for Extent {
     const BYTES: usize = 8;
     fn put(&self, out: &mut [u8]) {
@@ -182,7 +195,11 @@ impl FieldValue for Extent {
     }
     fn take(bytes: &[u8]) -> Result<Self, u64> {
         let (start, units) = bytes.split_at(4);
-        Ok(Extent { start: u32::take(start)?, units: u32::take(units)? })
+        let extent = Extent { start: u32::take(start)?, units: u32::take(units)? };
+        extent.fits().map(|()| extent)
+    }
+    fn fits(&self) -> Result<(), u64> {
+        if self.end() <= SEGMENT_UNITS_MAX.into() { Ok(()) } else { Err(self.end()) }
     }
 }
 
@@ -217,8 +234,18 @@ macro_rules! fixed_record {
                 },)?
             ];
 
+            fn validate(&self) -> Result<(), $crate::RecordError> {
+                let record = stringify!($name);
+                $(
+                    $crate::layout::FieldValue::fits(&self.$field).map_err(|found| {
+                        $crate::RecordError::Value { record, field: stringify!($field), found }
+                    })?;
+                )*
+                self.check()
+            }
+
             fn encode(&self, out: &mut Vec<u8>) {
-                if let Err(error) = self.check() {
+                if let Err(error) = self.validate() {
                     panic!("a record must be valid before it is sent: {error}");
                 }
                 let start = out.len();
@@ -279,6 +306,8 @@ macro_rules! flags {
             /// No flag.
             pub const NONE: $name = $name(0);
             $($(#[$flag_doc])* pub const $flag: $name = $name(1 << $bit);)*
+            /// The flags by name, in ascending order.
+            pub const ALL: &[(&'static str, $name)] = &[$((stringify!($flag), $name::$flag),)*];
             /// Every flag that this release knows.
             pub const KNOWN: $name = $name(0 $(| 1 << $bit)*);
 

@@ -22,6 +22,7 @@ mod ops;
 mod packed;
 mod records;
 
+mod codec;
 pub mod convert;
 
 // Written by the compiler of build.rs: its comments are those of the .proto, its style is its own.
@@ -36,19 +37,20 @@ pub mod v1 {
     pub use crate::generated::*;
 }
 
+pub use codec::{BoundedCodec, BoundedDecoder};
 pub use frame::{
     FRAME_FIELDS, FRAME_HEADER_BYTES, FRAME_MAGIC, FRAME_VERSION, FrameError, FrameFlags, FrameHeader,
     FrameKind,
 };
 pub use hello::{Hello, ProtocolVersions, Token};
 pub use layout::{FixedRecord, RecordError};
-pub use ops::{Capability, OpFlags, OpKind, TransferOp};
+pub use ops::{Capability, OpFlags, OpKind, OpsError, TransferOp, TransferOps};
 pub use packed::{
     Bitmap, BitmapBuilder, Codes, CodesBuilder, Packed, PackedBuilder, PackedBytes, PackedBytesBuilder,
     PackedError, PackedKeys, PackedKeysBuilder,
 };
 pub use records::{
     CommitEntry, CommitFlags, Handle, HandleFlags, Medium, ObjectEntry, ObjectFlags, OffloadFlags,
-    OffloadRecord, Order, OrderFlags, OrderKind, OrderPhase, OrderResult, PutEndEntry, ReportFlags,
+    OffloadRecord, Order, OrderFlags, OrderKind, OrderPhase, OrderResult, PutEndEntry, PutEntry, ReportFlags,
     ReportRecord, Stripe, VersionedId,
 };

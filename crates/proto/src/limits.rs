@@ -5,6 +5,10 @@ use moontide_types::bounds::{
     RESERVATION_MS_MAX, STRIPES_MAX, TENANT_BYTES_MAX,
 };
 
+/// Longest packed array in bytes, and most that the packed arrays of one answer may have together: what is
+/// left of a request is for its context and the fields beside them. 4,078 longest keys fit.
+pub const PACKED_BYTES_MAX: usize = REQUEST_BYTES_MAX - (64 << 10);
+
 /// Longest proof of identity in bytes: a MAC of 32 bytes with what it is about.
 pub const TOKEN_BYTES_MAX: usize = 64;
 
@@ -57,6 +61,9 @@ pub const OPS_PER_FRAME_MAX: usize = 1024;
 /// ping or a cancel behind them waits no longer.
 pub const FRAME_PAYLOAD_BYTES_MAX: u64 = 256 * PAGE_BYTES;
 
+/// Longest body of a Hello in bytes. This release writes 96 and ignores what follows them.
+pub const HELLO_BYTES_MAX: usize = 4096;
+
 /// Longest text in an error frame, in bytes.
 pub const ERROR_TEXT_BYTES_MAX: usize = 1024;
 
@@ -64,6 +71,6 @@ pub const ERROR_TEXT_BYTES_MAX: usize = 1024;
 pub const WINDOW_MS_MAX: u32 =
     if LEASE_MS_MAX > RESERVATION_MS_MAX { LEASE_MS_MAX } else { RESERVATION_MS_MAX };
 
-const _: () = assert!(HANDLES_PER_ANSWER_MAX * 96 + BATCH_KEYS_MAX * 64 < REQUEST_BYTES_MAX);
+const _: () = assert!(HANDLES_PER_ANSWER_MAX * 96 + BATCH_KEYS_MAX * 64 < PACKED_BYTES_MAX);
 const _: () = assert!(HANDLES_PER_ANSWER_MAX >= REPLICAS_MAX * STRIPES_MAX, "one object always fits");
 const _: () = assert!(REPLICAS_MAX * STRIPES_MAX <= u16::MAX as usize);

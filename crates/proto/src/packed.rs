@@ -11,10 +11,11 @@ pub use bits::{Bitmap, BitmapBuilder, Codes, CodesBuilder};
 pub use bytes::{PackedBytes, PackedBytesBuilder, PackedKeys, PackedKeysBuilder};
 pub use records::{Packed, PackedBuilder};
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
+use moontide_types::bounds::BATCH_KEYS_MAX;
 use moontide_types::{ErrorCode, KeyError, UnknownErrorCode};
 
 use crate::layout::RecordError;
+use crate::limits::PACKED_BYTES_MAX;
 
 /// Why some bytes are not the packed array they should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -98,4 +99,4 @@ impl PackedError {
     }
 }
 
-const _: () = assert!(BATCH_KEYS_MAX * 6 <= REQUEST_BYTES_MAX, "a full batch of short keys fits");
+const _: () = assert!(BATCH_KEYS_MAX * 6 <= PACKED_BYTES_MAX, "a full batch of short keys fits");

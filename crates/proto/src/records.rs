@@ -10,5 +10,5 @@ mod report;
 
 pub use object::{Handle, HandleFlags, Medium, ObjectEntry, ObjectFlags, Stripe};
 pub use order::{Order, OrderFlags, OrderKind, OrderPhase, OrderResult};
-pub use put::{CommitEntry, CommitFlags, PutEndEntry, VersionedId};
+pub use put::{CommitEntry, CommitFlags, PutEndEntry, PutEntry, VersionedId};
 pub use report::{OffloadFlags, OffloadRecord, ReportFlags, ReportRecord};

@@ -3,18 +3,17 @@
 mod generate;
 
 use generate::{Gen, MESSAGES};
-use moontide_proto::convert::{self, ConvertError, Wire};
+use moontide_proto::convert::{self, ConvertError, ObjectFields, ObjectListBuilder, Wire};
 use moontide_proto::limits::*;
 use moontide_proto::*;
 use moontide_types::bounds::*;
 use moontide_types::{ErrorCode, Term};
-use prost::Message;
 use prost::bytes::Bytes;
 
 /// A valid message of this kind.
-fn valid<M: Message + Default>(name: &str) -> M {
+fn valid<M: convert::Bounded>(name: &str) -> M {
     let index = MESSAGES.iter().position(|m| *m == name).unwrap();
-    M::decode(Bytes::from(Gen(1).message(index))).unwrap()
+    convert::decode(Bytes::from(Gen(1).whole(index))).unwrap()
 }
 
 /// `fits` leaves the message valid, `breaks` does not and is answered with `code`.
@@ -104,7 +103,7 @@ fn keys() {
     edge!(TouchRequest, InvalidArgument, |m| m.keys = keys_of(2, 1).into(), m.keys = keys_of(2, 0).into());
     edge!(TouchRequest, InvalidArgument, |m| m.keys = keys_of(0, 1).into(), m.keys = Bytes::new());
     // As many longest keys as fit into a request, and one more.
-    let most = (REQUEST_BYTES_MAX - 4) / (KEY_BYTES_MAX + 2);
+    let most = (PACKED_BYTES_MAX - 4) / (KEY_BYTES_MAX + 2);
     edge!(ExistRequest, TooLarge, |m| m.keys = keys_of(most, KEY_BYTES_MAX).into(), {
         m.keys = keys_of(most + 1, KEY_BYTES_MAX).into()
     });
@@ -156,26 +155,49 @@ fn lookup() {
 fn answers() {
     // One more handle than the entries account for, one fewer, and positions that do not follow each other.
     let g = &mut Gen(9);
-    let (stripe, object_len) = (Stripe { index: 0, count: 1, offset: 0, len: 5 }, 5);
-    let handle = g.handle(stripe, 0);
-    let entry = loop {
-        if let (entry @ ObjectEntry { code: None, .. }, _) = g.object() {
-            break ObjectEntry { object_len, replica_count: 1, handle_count: 1, ..entry };
-        }
-    };
-    let list = |entries: &[ObjectEntry], handles: usize| {
+    let stripe = |index, count, len| Stripe { index, count, offset: u64::from(index) * PAGE_BYTES, len };
+    let handle = g.handle(stripe(0, 1, 5), 0);
+    let entry = ObjectEntry { object_len: 5, replica_count: 1, handle_count: 1, ..g.whole_object().0 };
+    let list = |entries: &[ObjectEntry], handles: &[Handle]| {
         let objects: Bytes = entries.iter().copied().collect::<PackedBuilder<_>>().finish().into();
-        let handles: PackedBuilder<_> = std::iter::repeat_n(handle, handles).collect();
+        let handles: PackedBuilder<_> = handles.iter().copied().collect();
         (objects, handles.finish().into(), Bytes::new())
     };
     let second = ObjectEntry { first_handle: 1, ..entry };
-    let good = list(&[entry, second], 2);
+    let striped = ObjectEntry { object_len: 2 * PAGE_BYTES, handle_count: 2, ..entry };
+    let copied = ObjectEntry { replica_count: 2, handle_count: 2, ..entry };
+    let halves = [g.handle(stripe(0, 2, PAGE_BYTES), 0), g.handle(stripe(1, 2, PAGE_BYTES), 0)];
+    let copies = [handle, Handle { replica: 1, ..handle }];
+    let good = list(&[entry, second], &[handle; 2]);
+    for good in [&list(&[striped], &halves), &list(&[copied], &copies)] {
+        edge!(
+            GetReplicaListResponse,
+            InvalidArgument,
+            |m| (m.objects, m.handles, m.attributes) = good.clone(),
+            { m.handles = m.handles.slice(..Handle::BYTES) }
+        );
+    }
+    let short = Handle { stripe_len: 512, ..halves[0] };
     for (breaks, _why) in [
-        (list(&[entry, second], 3), "a handle too many"),
-        (list(&[entry, second], 1), "a handle too few"),
-        (list(&[entry, entry], 2), "shared handles"),
-        (list(&[second, entry], 2), "wrong order"),
-        (list(&[ObjectEntry { object_len: 6, ..entry }, second], 2), "the stripe is not the whole object"),
+        (list(&[entry, second], &[handle; 3]), "a handle too many"),
+        (list(&[entry, second], &[handle; 1]), "a handle too few"),
+        (list(&[entry, entry], &[handle; 2]), "shared handles"),
+        (list(&[second, entry], &[handle; 2]), "wrong order"),
+        (list(&[ObjectEntry { object_len: 6, ..entry }, second], &[handle; 2]), "not the whole object"),
+        (list(&[copied], &[handle; 2]), "the same replica twice"),
+        (list(&[copied], &[copies[1], copies[0]]), "replicas in the wrong order"),
+        (list(&[entry], &[copies[1]]), "no such replica"),
+        (list(&[ObjectEntry { handle_count: 1, ..copied }], &[handle]), "a replica without handles"),
+        (list(&[ObjectEntry { handle_count: 1, ..copied }], &copies[1..]), "only the second replica"),
+        (list(&[striped], &[halves[1], halves[0]]), "stripes in the wrong order"),
+        (list(&[striped], &[short, halves[1]]), "a gap between stripes"),
+        (list(&[ObjectEntry { handle_count: 1, ..striped }], &halves[..1]), "the last stripe is missing"),
+        (list(&[ObjectEntry { handle_count: 1, ..striped }], &halves[1..]), "the first stripe is missing"),
+        (list(&[ObjectEntry { object_len: 3 * PAGE_BYTES, ..striped }], &halves), "bytes are missing"),
+        (
+            list(&[striped], &[halves[0], Handle { stripe_count: 3, ..halves[1] }]),
+            "stripes do not agree on their number",
+        ),
     ] {
         edge!(
             GetReplicaListResponse,
@@ -183,14 +205,24 @@ fn answers() {
             |m| (m.objects, m.handles, m.attributes) = good.clone(),
             (m.objects, m.handles, m.attributes) = breaks.clone()
         );
+        edge!(PutStartResponse, InvalidArgument, |m| m.expires_unix_ms.clear(), {
+            (m.objects, m.handles, _) = breaks.clone()
+        });
     }
     // A full answer: as many handles as are allowed, and one more.
+    let own: Vec<Handle> = (0..32).map(|i| g.handle(stripe(i % 4, 4, PAGE_BYTES), (i / 4) as u8)).collect();
     let huge = |handles: usize| {
-        let per = 32; // 4,096 × 32 = HANDLES_PER_ANSWER_MAX
+        // 4,096 × 32 = HANDLES_PER_ANSWER_MAX
         let entries: Vec<_> = (0..BATCH_KEYS_MAX as u32)
-            .map(|i| ObjectEntry { first_handle: i * per, handle_count: per as u16, ..entry })
+            .map(|i| ObjectEntry {
+                first_handle: i * 32,
+                handle_count: 32,
+                replica_count: 8,
+                object_len: 4 * PAGE_BYTES,
+                ..entry
+            })
             .collect();
-        list(&entries, handles)
+        list(&entries, &own.iter().copied().cycle().take(handles).collect::<Vec<_>>())
     };
     edge!(
         GetReplicaListResponse,
@@ -198,9 +230,162 @@ fn answers() {
         |m| (m.objects, m.handles, m.attributes) = huge(HANDLES_PER_ANSWER_MAX),
         (m.objects, m.handles, m.attributes) = huge(HANDLES_PER_ANSWER_MAX + 1)
     );
+    // One node begins what it has: any replica, any stripe; but something.
+    let (none, failed) = (list(&[], &[]), list(&[ObjectEntry::failed(ErrorCode::NotFound, 0)], &[]));
+    for part in [
+        list(&[ObjectEntry { handle_count: 1, ..copied }], &copies[1..]),
+        list(&[ObjectEntry { handle_count: 1, ..striped }], &halves[1..]),
+    ] {
+        edge!(
+            BeginRequest,
+            InvalidArgument,
+            |m| {
+                m.keys = keys_of(1, 3).into();
+                (m.objects, m.handles, m.attributes) = part.clone()
+            },
+            (m.objects, m.handles, m.attributes) = failed.clone()
+        );
+        let twice = list(&[copied], &[handle; 2]);
+        edge!(
+            BeginRequest,
+            InvalidArgument,
+            |m| {
+                m.keys = keys_of(0, 3).into();
+                (m.objects, m.handles, m.attributes) = none.clone()
+            },
+            {
+                m.keys = keys_of(1, 3).into();
+                (m.objects, m.handles, m.attributes) = twice.clone()
+            }
+        );
+    }
     edge!(PutStartResponse, InvalidArgument, |m| m.expires_unix_ms = vec![], {
         m.expires_unix_ms = vec![0; 99]
     });
+}
+
+/// A failed answer is an empty one: were the rest judged, its reader could not learn why.
+#[test]
+fn failed_answers_are_readable() {
+    macro_rules! readable {
+        ($($name:ident)*) => {$(
+            let mut message: <convert::$name as Wire>::Message = Default::default();
+            let context = v1::ResponseContext { code: ErrorCode::Busy as u32, ..Default::default() };
+            message.context = Some(context.clone());
+            let answer = convert::$name::from_wire(&message).unwrap();
+            assert_eq!(answer.context().code, Some(ErrorCode::Busy));
+            assert!(answer.body().is_none());
+            assert_eq!(answer.to_wire(), message);
+            assert_eq!(answer.into_result().unwrap_err().code, Some(ErrorCode::Busy));
+            // Whatever else stands there is not looked at; the context still is.
+            let mut message: <convert::$name as Wire>::Message = valid(stringify!($name));
+            assert!(convert::$name::from_wire(&message).unwrap().into_result().is_ok());
+            message.context = Some(context);
+            assert!(convert::$name::from_wire(&message).unwrap().body().is_none());
+            context!(message).term = u32::MAX;
+            assert!(convert::$name::from_wire(&message).is_err());
+        )*
+            assert_eq!([$(stringify!($name)),*], generate::ANSWERS);
+        };
+    }
+    readable! {
+        ExistResponse GetReplicaListResponse PutStartResponse OutcomesResponse OpenSessionResponse
+        MountSegmentsResponse JobProgress ClusterInfo
+    }
+}
+
+/// What a builder takes can be sent; what cannot be sent it refuses, changing nothing.
+#[test]
+fn builders_refuse_what_cannot_be_sent() {
+    let g = &mut Gen(3);
+    let handle = g.handle(Stripe { index: 0, count: 1, offset: 0, len: 5 }, 0);
+    let entry = ObjectEntry { object_len: 5, replica_count: 1, ..g.whole_object().0 };
+    let mut builder = ObjectListBuilder::default();
+    let code = |result: Result<(), ConvertError>| result.unwrap_err().code();
+    assert_eq!(code(builder.push(entry, &vec![handle; 65_537], &[])), ErrorCode::TooLarge);
+    assert_eq!(code(builder.push(entry, &vec![handle; 131_073], &[])), ErrorCode::TooLarge);
+    assert_eq!(code(builder.push(entry, &[], &[])), ErrorCode::InvalidArgument);
+    assert_eq!(
+        code(builder.push(entry, &[Handle { replica: 7, ..handle }], &[])),
+        ErrorCode::InvalidArgument
+    );
+    let slot = moontide_types::SlotId(u32::MAX);
+    let broken = Handle { slot, medium: Medium::Memory, ..handle };
+    assert_eq!(code(builder.push(entry, &[broken], &[])), ErrorCode::InvalidArgument);
+    assert_eq!(code(builder.push(entry, &[handle], &[9])), ErrorCode::InvalidArgument);
+    assert_eq!(builder.finish(), ObjectFields::default());
+
+    // Filled with longest attributes: the message is as large as it may be, and can be sent.
+    let note = vec![7; NOTE_BYTES_MAX];
+    let attributes = moontide_types::record::Attributes { note: Some(note.into()), ..Default::default() };
+    let mut section = vec![];
+    attributes.encode(&mut section);
+    let handles: Vec<_> = (0..8).map(|replica| Handle { replica, ..handle }).collect();
+    let entry = ObjectEntry { replica_count: 8, ..entry };
+    let mut builder = ObjectListBuilder::default();
+    let refused = loop {
+        if let Err(error) = builder.push(entry, &handles, &section) {
+            break error;
+        }
+    };
+    assert!(matches!(refused, ConvertError::TooLarge { field: "objects" | "message", .. }), "{refused}");
+    let ObjectFields { objects, handles, attributes } = builder.finish();
+    let context = valid::<v1::GetReplicaListResponse>("GetReplicaListResponse").context;
+    let message = v1::GetReplicaListResponse { context, objects, handles, attributes };
+    let encoded = convert::encode(&convert::GetReplicaListResponse::from_wire(&message).unwrap()).unwrap();
+    let body_len = encoded.len() as u32;
+    FrameHeader { body_len, ..FrameHeader::new(FrameKind::GetReplicaListReply, 1) }.encode();
+
+    // Keys and attributes that each fit alone, but not together in one message.
+    let mut message: v1::PutStartRequest = valid("PutStartRequest");
+    let count = 4078;
+    message.keys = keys_of(count, KEY_BYTES_MAX).into();
+    message.objects = vec![0; count * PutEntry::BYTES].into();
+    message.attributes = Bytes::new();
+    convert::encode(&convert::PutStartRequest::from_wire(&message).unwrap()).unwrap();
+    let mut sections = PackedBytesBuilder::new();
+    (0..count).for_each(|_| sections.push(&section).unwrap());
+    message.attributes = sections.finish().into();
+    let error = convert::encode(&convert::PutStartRequest::from_wire(&message).unwrap()).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::TooLarge);
+}
+
+/// Ids that no cluster has are refused wherever they stand outside of records.
+#[test]
+fn ids() {
+    use v1::node_message::Body;
+    let beyond = SEGMENTS_PER_NODE_MAX;
+    edge!(UnmountSegmentsRequest, TooLarge, |m| m.segments = vec![beyond - 1], m.segments = vec![beyond]);
+    let grant = |segment| v1::SegmentGrant { segment, ..Default::default() };
+    edge!(MountSegmentsResponse, TooLarge, |m| m.grants = vec![grant(beyond - 1)], {
+        m.grants = vec![grant(beyond)]
+    });
+    let touched = |segment| {
+        let touched = vec![v1::TouchBitmap { segment, ..Default::default() }];
+        Body::Heartbeat(v1::Heartbeat { beat: 1, touched, ..Default::default() })
+    };
+    let status = |segment, free_slots| {
+        let segments = vec![v1::SegmentStatus { segment, free_slots, state: 1, ..Default::default() }];
+        Body::Heartbeat(v1::Heartbeat { beat: 1, segments, ..Default::default() })
+    };
+    let chunk = |segment| {
+        let keys = keys_of(0, 0).into();
+        Body::Report(v1::ReportChunk { segment, kind: 1, keys, ..Default::default() })
+    };
+    let end = |segment, records| Body::ReportEnd(v1::ReportEnd { segment, records, ..Default::default() });
+    let slots = SLOTS_PER_SEGMENT_MAX;
+    for (fits, breaks) in [
+        (touched(beyond - 1), touched(beyond)),
+        (status(beyond - 1, 0), status(beyond, 0)),
+        (status(0, slots), status(0, slots + 1)),
+        (chunk(beyond - 1), chunk(beyond)),
+        (end(beyond - 1, 0), end(beyond, 0)),
+        (end(0, slots.into()), end(0, u64::from(slots) + 1)),
+    ] {
+        let message = v1::NodeMessage { session: 1, sequence: 1, highest_term: 0, body: Some(fits) };
+        convert::NodeMessage::from_wire(&message).unwrap();
+        assert_eq!(refused(breaks), ErrorCode::TooLarge);
+    }
 }
 
 #[test]
@@ -246,21 +431,30 @@ fn put() {
     edge!(PutStartRequest, TooLarge, |m| m.configs = vec![config.clone(); CONFIGS_MAX], {
         m.configs = vec![config.clone(); CONFIGS_MAX + 1]
     });
-    let one =
-        |len, config, attributes: Vec<u8>| vec![v1::PutObject { len, config, attributes: attributes.into() }];
-    let check = |code, breaks: Vec<v1::PutObject>| {
+    let one = |len: u64, config: u16| {
+        Bytes::from([&len.to_le_bytes()[..], &config.to_le_bytes(), &[0; 6]].concat())
+    };
+    let sections = |section: &[u8]| {
+        let mut sections = PackedBytesBuilder::new();
+        sections.push(section).unwrap();
+        Bytes::from(sections.finish())
+    };
+    let check = |code, objects: Bytes, attributes: Bytes| {
         let mut message: v1::PutStartRequest = valid("PutStartRequest");
         message.keys = keys_of(1, 5).into();
-        message.objects = one(OBJECT_BYTES_MAX, 1, vec![]);
+        (message.objects, message.attributes) = (one(OBJECT_BYTES_MAX, 1), sections(&[]));
         convert::PutStartRequest::from_wire(&message).unwrap();
-        message.objects = breaks;
+        (message.objects, message.attributes) = (objects, attributes);
         assert_eq!(convert::PutStartRequest::from_wire(&message).unwrap_err().code(), code);
     };
-    check(ErrorCode::TooLarge, one(OBJECT_BYTES_MAX + 1, 1, vec![]));
-    check(ErrorCode::InvalidArgument, one(1, 2, vec![]));
-    check(ErrorCode::InvalidArgument, one(1, 1, vec![1]));
-    check(ErrorCode::TooLarge, one(1, 1, vec![0; 5000]));
-    check(ErrorCode::InvalidArgument, vec![]);
+    let (invalid, large) = (ErrorCode::InvalidArgument, ErrorCode::TooLarge);
+    check(invalid, one(OBJECT_BYTES_MAX + 1, 1), Bytes::new());
+    check(invalid, one(1, 2), Bytes::new());
+    check(invalid, one(1, CONFIGS_MAX as u16), Bytes::new());
+    check(invalid, one(1, 1), sections(&[1]));
+    check(large, one(1, 1), sections(&[0; 5000]));
+    check(invalid, one(1, 1), keys_of(2, 0).into());
+    check(invalid, Bytes::new(), Bytes::new());
     edge!(PutEndRequest, InvalidArgument, |m| m.stripe_roots.len(), m.stripe_roots.push(1));
     let versions = |count: usize| Bytes::from(vec![0; count * VersionedId::BYTES]);
     edge!(PutRevokeRequest, TooLarge, |m| m.versions = versions(BATCH_KEYS_MAX), {
@@ -447,6 +641,7 @@ fn patched(header: FrameHeader, at: usize, value: &[u8]) -> Result<FrameHeader, 
 fn frames() {
     for &kind in FrameKind::ALL {
         let mut header = FrameHeader::new(kind, 1);
+        assert_eq!(FrameHeader::decode(&Gen(1).header_of(kind).encode()).map(|h| h.kind), Ok(kind));
         header.body_len = kind.body_len_max() as u32;
         header.status = (kind == FrameKind::Error).then_some(ErrorCode::Busy);
         assert_eq!(FrameHeader::decode(&header.encode()), Ok(header), "{kind:?}");
@@ -457,6 +652,13 @@ fn frames() {
         assert!(patched(header, 24, &payload_max.to_le_bytes()).is_ok(), "{kind:?}");
         let longer = (payload_max + 1).to_le_bytes();
         assert!(matches!(patched(header, 24, &longer), Err(FrameError::PayloadLen { .. })), "{kind:?}");
+        let paid = matches!(kind, FrameKind::Write | FrameKind::ReadReply);
+        let more = patched(header, 44, &FrameFlags::MORE.bits().to_le_bytes());
+        assert_eq!(more.err(), (!paid).then_some(FrameError::More { kind }), "{kind:?}");
+        let cut = patched(header, 16, &header.body_len.saturating_sub(1).to_le_bytes());
+        use FrameKind::*;
+        let packed = matches!(kind, Read | ReadReply | Write | WriteReply | Release | ReleaseReply);
+        assert_eq!(matches!(cut, Err(FrameError::BodyGrain { .. })), packed, "{kind:?}");
         let deadline = |ms: u32| patched(header, 20, &ms.to_le_bytes()).is_ok();
         assert_eq!(deadline(0), !kind.is_request(), "{kind:?}");
         assert_eq!(deadline(DEADLINE_MS_MAX), kind.is_request(), "{kind:?}");
@@ -481,11 +683,108 @@ fn frames() {
     assert!(matches!(patched(reply, 46, &[99, 0]), Err(FrameError::Status { .. })));
 }
 
+/// The operations of a frame are held against its header.
+#[test]
+fn operations_of_frames() {
+    for (kind, op) in [
+        (FrameKind::Read, OpKind::Read),
+        (FrameKind::Write, OpKind::Write),
+        (FrameKind::Release, OpKind::Release),
+    ] {
+        let g = &mut Gen(7);
+        let ops: Vec<_> = (0..3).map(|_| TransferOp { len: 1000, ..g.op_of(op) }).collect();
+        let body = ops.iter().copied().collect::<PackedBuilder<_>>().finish();
+        let mut header = FrameHeader { body_len: 240, ..FrameHeader::new(kind, 1) };
+        header.payload_len = if kind == FrameKind::Write { 3000 } else { 0 };
+        assert!(TransferOps::decode(&header, &body).unwrap().ops().iter().eq(ops));
+        let announced = 160;
+        let shorter = FrameHeader { body_len: announced, ..header };
+        assert_eq!(TransferOps::decode(&shorter, &body), Err(OpsError::BodyLen { found: 240, announced }));
+        if kind == FrameKind::Write {
+            let less = FrameHeader { payload_len: 2999, ..header };
+            let error = OpsError::Payload { found: 3000, payload_len: 2999 };
+            assert_eq!(TransferOps::decode(&less, &body), Err(error));
+        }
+        let found = if op == OpKind::Read { OpKind::Write } else { OpKind::Read };
+        let other = [
+            &body[..80],
+            &g.packed(
+                2,
+                if op == OpKind::Read { |g| g.op_of(OpKind::Write) } else { |g| g.op_of(OpKind::Read) },
+            ),
+        ]
+        .concat();
+        let error = OpsError::Kind { index: 1, found, kind };
+        assert_eq!(TransferOps::decode(&header, &other), Err(error));
+        let mut broken = body.clone();
+        broken[80] = 0;
+        let error = TransferOps::decode(&header, &broken).unwrap_err();
+        assert!(matches!(error, OpsError::Packed(PackedError::Record { index: 1, .. })), "{error}");
+    }
+    for &kind in FrameKind::ALL {
+        if !matches!(kind, FrameKind::Read | FrameKind::Write | FrameKind::Release) {
+            let error = TransferOps::decode(&FrameHeader::new(kind, 1), &[]);
+            assert_eq!(error, Err(OpsError::Frame { kind }));
+        }
+    }
+}
+
+#[test]
+fn loads() {
+    edge!(LoadRequest, TooLarge, |m| m.lease_ms = LEASE_MS_MAX, m.lease_ms += 1);
+    edge!(LoadRequest, InvalidArgument, |m| m.lease_ms = 1, m.lease_ms = 0);
+    let g = &mut Gen(1);
+    let ops = g.packed(OPS_PER_FRAME_MAX + 1, |g| g.op_of(OpKind::Load));
+    let most = ops.slice(TransferOp::BYTES..);
+    edge!(LoadRequest, TooLarge, |m| m.ops = most.clone(), m.ops = ops.clone());
+    edge!(LoadRequest, InvalidArgument, |m| m.ops = ops.slice(..TransferOp::BYTES), m.ops = Bytes::new());
+    let reads = g.packed(1, |g| g.op_of(OpKind::Read));
+    edge!(LoadRequest, InvalidArgument, |m| m.lease_ms = 1, m.ops = reads.clone());
+    let request = v1::LoadRequest { ops: most, lease_ms: LEASE_MS_MAX };
+    let encoded = convert::encode(&convert::LoadRequest::from_wire(&request).unwrap()).unwrap();
+    assert!(encoded.len() <= FrameKind::Load.body_len_max());
+
+    let handle = g.handle(Stripe { index: 0, count: 1, offset: 0, len: 5 }, 1);
+    let entry = ObjectEntry { object_len: 5, replica_count: 2, ..g.whole_object().0 };
+    let full = |count| {
+        let mut list = ObjectListBuilder::with_capacity(convert::ListKind::Load, count);
+        (0..count).for_each(|_| list.push(entry, &[handle], &[]).unwrap());
+        list.finish()
+    };
+    edge!(
+        LoadReply,
+        TooLarge,
+        |m| ObjectFields { objects: m.objects, handles: m.handles, .. } = full(OPS_PER_FRAME_MAX),
+        ObjectFields { objects: m.objects, handles: m.handles, .. } = full(OPS_PER_FRAME_MAX + 1)
+    );
+    let fields = full(OPS_PER_FRAME_MAX);
+    let reply = v1::LoadReply { objects: fields.objects, handles: fields.handles };
+    let encoded = convert::encode(&convert::LoadReply::from_wire(&reply).unwrap()).unwrap();
+    assert!(encoded.len() <= FrameKind::LoadReply.body_len_max());
+    let mut list = ObjectListBuilder::with_capacity(convert::ListKind::Load, 1);
+    let both = [Handle { replica: 0, ..handle }, handle];
+    assert!(list.push(entry, &both, &[]).is_err(), "a load has one staging slot");
+    list.push(ObjectEntry::failed(ErrorCode::NotFound, 0), &[], &[]).unwrap();
+}
+
+#[test]
+fn a_longer_hello_is_read_as_far_as_it_is_known() {
+    let hello = Gen(1).hello();
+    let mut body = vec![];
+    hello.encode(&mut body);
+    assert_eq!(Hello::decode_body(&body), Ok(hello));
+    assert!(Hello::decode_body(&body[..95]).is_err());
+    body.resize(HELLO_BYTES_MAX, 7);
+    assert_eq!(Hello::decode_body(&body), Ok(hello));
+    let header = FrameHeader { body_len: body.len() as u32, ..FrameHeader::new(FrameKind::Hello, 1) };
+    assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
+}
+
 #[test]
 fn operations() {
     let op = |f: fn(&mut TransferOp)| {
         let mut ops = (0..).map(|seed| Gen(seed).transfer_op());
-        let mut op = ops.find(|op| !op.flags.contains(OpFlags::DISK)).unwrap();
+        let mut op = ops.find(|op| op.flags == OpFlags::NONE).unwrap();
         f(&mut op);
         // The encoder refuses what the decoder would: that is what is asked here.
         std::panic::catch_unwind(|| op.encode(&mut vec![])).is_ok()
@@ -526,6 +825,7 @@ fn every_byte_of_a_record_counts() {
         let (entry, handles) = g.object();
         check(entry);
         handles.into_iter().for_each(check);
+        check(g.put_entry());
         check(g.put_end_entry());
         check(g.commit_entry());
         check(g.versioned_id());
@@ -535,4 +835,35 @@ fn every_byte_of_a_record_counts() {
         check(g.order_result());
         check(g.hello());
     }
+}
+
+/// Bounds of maps, grants and roots, each crossed where nothing else would notice.
+#[test]
+fn maps_grants_and_roots() {
+    let map = |f: fn(&mut v1::GroupMap)| {
+        let mut map = Gen(1).group_map();
+        f(&mut map);
+        convert::GroupMap::from_wire(&map).map(|_| ()).map_err(|error| error.code())
+    };
+    assert_eq!(map(|_| {}), Ok(()));
+    assert_eq!(map(|m| m.masters[0].grpc_address.clear()), Err(ErrorCode::InvalidArgument));
+    assert_eq!(map(|m| m.masters[0].frame_address.clear()), Ok(()));
+    let too_long: fn(&mut v1::GroupMap) = |m| m.masters[0].frame_address = "a".repeat(ADDRESS_BYTES_MAX + 1);
+    assert_eq!(map(too_long), Err(ErrorCode::TooLarge));
+    let too_many: fn(&mut v1::GroupMap) =
+        |m| m.masters = vec![m.masters[2].clone(); usize::from(GROUPS_MAX) + 1];
+    assert_eq!(map(too_many), Err(ErrorCode::TooLarge));
+    let grants = |count: usize| vec![v1::SegmentGrant::default(); count];
+    edge!(MountSegmentsResponse, TooLarge, |m| m.grants = grants(BATCH_KEYS_MAX), {
+        m.grants = grants(BATCH_KEYS_MAX + 1)
+    });
+    edge!(OpenSessionResponse, InvalidArgument, |m| m.protocol = 1, m.protocol = 0);
+    let entry = PutEndEntry { stripe_count: STRIPES_MAX as u16, ..Gen(1).put_end_entry() };
+    let entries = |count| std::iter::repeat_n(entry, count).collect::<PackedBuilder<_>>().finish();
+    edge!(
+        PutEndRequest,
+        TooLarge,
+        |m| (m.entries, m.stripe_roots) = (entries(128).into(), vec![1; HANDLES_PER_ANSWER_MAX]),
+        (m.entries, m.stripe_roots) = (entries(129).into(), vec![1; HANDLES_PER_ANSWER_MAX + 1024])
+    );
 }

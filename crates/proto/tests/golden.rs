@@ -65,8 +65,18 @@ fn frame_headers() {
             body_len: 160,
             deadline_ms: 1000,
             term: Term::MAX,
-            flags: FrameFlags::MORE,
             ..FrameHeader::new(FrameKind::Read, 0x1122_3344_5566_7788)
+        },
+    );
+    check_frame(
+        "frame_write",
+        FrameHeader {
+            body_len: 80,
+            payload_len: 262_144,
+            deadline_ms: 1000,
+            term: term(7),
+            flags: FrameFlags::MORE,
+            ..FrameHeader::new(FrameKind::Write, 3)
         },
     );
     check_frame(
@@ -141,6 +151,11 @@ fn report_records() {
     };
     check_record("report_ready", ready);
     check_record("report_free", ReportRecord::free(SlotId(12), epoch(3, 18)));
+}
+
+#[test]
+fn put_entries() {
+    check_record("put_entry", PutEntry { len: 262_144, config: 1 });
 }
 
 #[test]

@@ -13,7 +13,8 @@ use prost::bytes::Bytes;
 /// Plain struct → message → plain struct; and the generator's message is what comes out.
 macro_rules! check_message {
     ($name:ident, $encoded:expr) => {{
-        let message = <convert::$name as Wire>::Message::decode(Bytes::from($encoded.clone())).unwrap();
+        let message: <convert::$name as Wire>::Message =
+            convert::decode(Bytes::from($encoded.clone())).unwrap();
         let plain = convert::$name::from_wire(&message).unwrap_or_else(|e| panic!("{e}: {message:?}"));
         let again = plain.to_wire();
         assert_eq!(again, message, "what was sent must be what was meant");
@@ -39,6 +40,7 @@ message_checks! {
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
+    LoadRequest LoadReply
 }
 
 /// A record comes back; none of its cuts does; and its length is the one announced.
@@ -67,6 +69,7 @@ proptest! {
         let (object, handles) = g.object();
         check_record(object);
         handles.into_iter().for_each(check_record);
+        check_record(g.put_entry());
         check_record(g.put_end_entry());
         check_record(g.commit_entry());
         check_record(g.versioned_id());

@@ -1,7 +1,7 @@
 //! The checks that conversions are made of. Each names the field it judged.
 
-use moontide_types::bounds::GROUPS_MAX;
-use moontide_types::{ErrorCode, GroupId, Term};
+use moontide_types::bounds::{GROUPS_MAX, SEGMENTS_PER_NODE_MAX};
+use moontide_types::{ErrorCode, GroupId, SegmentId, Term};
 use prost::bytes::Bytes;
 
 use crate::convert::ConvertError;
@@ -83,6 +83,11 @@ pub(super) fn code_number(code: Option<ErrorCode>) -> u32 {
 
 pub(super) fn group(field: &'static str, number: u32) -> Result<GroupId> {
     Ok(GroupId(narrow(field, number, GROUPS_MAX - 1)?))
+}
+
+pub(super) fn segment(field: &'static str, number: u32) -> Result<SegmentId> {
+    at_most(field, number, SEGMENTS_PER_NODE_MAX - 1)?;
+    Ok(SegmentId(number))
 }
 
 /// How many groups a cluster has.

@@ -3,6 +3,7 @@
 use moontide_types::bounds::{BATCH_KEYS_MAX, GROUPS_MAX};
 use moontide_types::{ErrorCode, GroupId, MapVersion, SessionId, Tenant, TenantGeneration, Term};
 
+use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{self, at_least, at_most, copied, length, required, rule};
 use super::{ConvertError, Wire};
 use crate::hello::Token;
@@ -198,25 +199,23 @@ impl<'a> Wire<'a> for GroupMap<'a> {
 }
 
 /// The answer of a call that has nothing to say but an outcome per entry.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OutcomesResponse<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+pub type OutcomesResponse<'a> = Answer<'a, Outcomes<'a>>;
+
+/// An outcome per entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcomes<'a> {
     /// One per entry of the request.
     pub codes: Codes<'a>,
 }
 
-impl<'a> Wire<'a> for OutcomesResponse<'a> {
-    type Message = v1::OutcomesResponse;
+impl<'a> AnswerBody<'a> for Outcomes<'a> {
+    answer_of!(v1::OutcomesResponse);
 
-    fn from_wire(m: &'a v1::OutcomesResponse) -> Result<Self, ConvertError> {
-        Ok(OutcomesResponse {
-            context: ResponseContext::of(&m.context)?,
-            codes: check::codes("codes", &m.codes, BATCH_KEYS_MAX)?,
-        })
+    fn read(m: &'a v1::OutcomesResponse) -> Result<Self, ConvertError> {
+        Ok(Outcomes { codes: check::codes("codes", &m.codes, BATCH_KEYS_MAX)? })
     }
 
-    fn to_wire(&self) -> v1::OutcomesResponse {
-        v1::OutcomesResponse { context: Some(self.context.to_wire()), codes: copied(self.codes.as_encoded()) }
+    fn write(&self) -> v1::OutcomesResponse {
+        v1::OutcomesResponse { context: None, codes: copied(self.codes.as_encoded()) }
     }
 }

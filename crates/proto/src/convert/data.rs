@@ -1,12 +1,13 @@
-//! Bodies of data-plane frames that are messages: begin and commit.
+//! Bodies of data-plane frames that are messages: begin, commit and load.
 
 use moontide_types::Tenant;
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_MAX};
 
-use super::check::{self, copied, count};
-use super::objects::{AttributeSections, ObjectList};
+use super::check::{self, at_least, at_most, copied, count, rule};
+use super::objects::{AttributeSections, ListKind, ObjectList};
 use super::{ConvertError, Wire};
-use crate::limits::HANDLES_PER_ANSWER_MAX;
+use crate::limits::{HANDLES_PER_ANSWER_MAX, OPS_PER_FRAME_MAX};
+use crate::ops::{OpKind, TransferOp};
 use crate::packed::{Codes, Packed, PackedKeys};
 use crate::records::CommitEntry;
 use crate::v1;
@@ -29,7 +30,7 @@ impl<'a> Wire<'a> for BeginRequest<'a> {
 
     fn from_wire(m: &'a v1::BeginRequest) -> Result<Self, ConvertError> {
         let keys = check::keys("keys", &m.keys)?;
-        let list = ObjectList::from_wire(&m.objects, &m.handles)?;
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Begin)?;
         count("objects", list.len(), keys.len())?;
         let attributes = AttributeSections::from_wire(&m.attributes, keys.len())?;
         Ok(BeginRequest { tenant: Tenant::new(&m.tenant)?, keys, list, attributes })
@@ -62,6 +63,55 @@ impl<'a> Wire<'a> for CommitRequest<'a> {
 
     fn to_wire(&self) -> v1::CommitRequest {
         v1::CommitRequest { entries: copied(self.entries.as_encoded()) }
+    }
+}
+
+/// Bring bytes from disk into staging slots.
+///
+/// Invariant: there is an operation, and each is a Load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadRequest<'a> {
+    /// Which bytes.
+    pub ops: Packed<'a, TransferOp>,
+    /// How long the staging slots are wanted.
+    pub lease_ms: u32,
+}
+
+impl<'a> Wire<'a> for LoadRequest<'a> {
+    type Message = v1::LoadRequest;
+
+    fn from_wire(m: &'a v1::LoadRequest) -> Result<Self, ConvertError> {
+        let ops: Packed<'a, TransferOp> = check::records("ops", &m.ops, OPS_PER_FRAME_MAX)?;
+        at_least("ops", ops.len(), 1usize)?;
+        rule("ops", ops.iter().all(|op| op.kind == OpKind::Load), "every operation is a Load")?;
+        at_least("lease_ms", m.lease_ms, 1u32)?;
+        at_most("lease_ms", m.lease_ms, LEASE_MS_MAX)?;
+        Ok(LoadRequest { ops, lease_ms: m.lease_ms })
+    }
+
+    fn to_wire(&self) -> v1::LoadRequest {
+        v1::LoadRequest { ops: copied(self.ops.as_encoded()), lease_ms: self.lease_ms }
+    }
+}
+
+/// Where the bytes are now. A request that failed as a whole is answered by the frame's status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadReply<'a> {
+    /// One entry per operation; its window is the life of the staging slot, which its handle names.
+    pub list: ObjectList<'a>,
+}
+
+impl<'a> Wire<'a> for LoadReply<'a> {
+    type Message = v1::LoadReply;
+
+    fn from_wire(m: &'a v1::LoadReply) -> Result<Self, ConvertError> {
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Load)?;
+        at_most("objects", list.len(), OPS_PER_FRAME_MAX)?;
+        Ok(LoadReply { list })
+    }
+
+    fn to_wire(&self) -> v1::LoadReply {
+        v1::LoadReply { objects: self.list.objects_to_wire(), handles: self.list.handles_to_wire() }
     }
 }
 

@@ -4,9 +4,10 @@ use moontide_types::NodeId;
 use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_MAX};
 use moontide_types::record::PinClass;
 
+use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{self, at_most, copied, known, rule};
-use super::context::{RequestContext, ResponseContext};
-use super::objects::{AttributeSections, ObjectList};
+use super::context::RequestContext;
+use super::objects::{AttributeSections, ListKind, ObjectList};
 use super::{ConvertError, Wire};
 use crate::packed::{Bitmap, Codes, PackedKeys};
 use crate::v1;
@@ -32,21 +33,22 @@ impl<'a> Wire<'a> for ExistRequest<'a> {
     }
 }
 
+/// The answer of Exist.
+pub type ExistResponse<'a> = Answer<'a, Presence<'a>>;
+
 /// One bit per key.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExistResponse<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Presence<'a> {
     /// Whether each key is there.
     pub present: Bitmap<'a>,
     /// Why keys were not answered, if any were not; their bits are zero.
     pub codes: Option<Codes<'a>>,
 }
 
-impl<'a> Wire<'a> for ExistResponse<'a> {
-    type Message = v1::ExistResponse;
+impl<'a> AnswerBody<'a> for Presence<'a> {
+    answer_of!(v1::ExistResponse);
 
-    fn from_wire(m: &'a v1::ExistResponse) -> Result<Self, ConvertError> {
+    fn read(m: &'a v1::ExistResponse) -> Result<Self, ConvertError> {
         at_most("count", m.count, BATCH_KEYS_MAX)?;
         let len = m.count as usize;
         let present = check::bitmap("present", &m.present, len)?;
@@ -59,12 +61,12 @@ impl<'a> Wire<'a> for ExistResponse<'a> {
             rule("codes", consistent, "a key that failed is not present")?;
             Some(codes)
         };
-        Ok(ExistResponse { context: ResponseContext::of(&m.context)?, present, codes })
+        Ok(Presence { present, codes })
     }
 
-    fn to_wire(&self) -> v1::ExistResponse {
+    fn write(&self) -> v1::ExistResponse {
         v1::ExistResponse {
-            context: Some(self.context.to_wire()),
+            context: None,
             count: self.present.len() as u32, // ≤ BATCH_KEYS_MAX
             present: copied(self.present.as_encoded()),
             codes: self.codes.map_or_else(Default::default, |codes| copied(codes.as_encoded())),
@@ -108,32 +110,29 @@ impl<'a> Wire<'a> for GetReplicaListRequest<'a> {
     }
 }
 
+/// The answer of GetReplicaList.
+pub type GetReplicaListResponse<'a> = Answer<'a, Replicas<'a>>;
+
 /// Where the bytes are. An entry's code says the state: none complete, `NotReady` being written, `NotFound`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GetReplicaListResponse<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Replicas<'a> {
     /// One entry per key.
     pub list: ObjectList<'a>,
     /// One section per key, if they were asked for.
     pub attributes: Option<AttributeSections<'a>>,
 }
 
-impl<'a> Wire<'a> for GetReplicaListResponse<'a> {
-    type Message = v1::GetReplicaListResponse;
+impl<'a> AnswerBody<'a> for Replicas<'a> {
+    answer_of!(v1::GetReplicaListResponse);
 
-    fn from_wire(m: &'a v1::GetReplicaListResponse) -> Result<Self, ConvertError> {
-        let list = ObjectList::from_wire(&m.objects, &m.handles)?;
-        Ok(GetReplicaListResponse {
-            context: ResponseContext::of(&m.context)?,
-            attributes: AttributeSections::from_wire(&m.attributes, list.len())?,
-            list,
-        })
+    fn read(m: &'a v1::GetReplicaListResponse) -> Result<Self, ConvertError> {
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Answer)?;
+        Ok(Replicas { attributes: AttributeSections::from_wire(&m.attributes, list.len())?, list })
     }
 
-    fn to_wire(&self) -> v1::GetReplicaListResponse {
+    fn write(&self) -> v1::GetReplicaListResponse {
         v1::GetReplicaListResponse {
-            context: Some(self.context.to_wire()),
+            context: None,
             objects: self.list.objects_to_wire(),
             handles: self.list.handles_to_wire(),
             attributes: AttributeSections::to_wire(self.attributes),

@@ -2,12 +2,13 @@
 //!
 //! Requests are converted with their bounds. Answers that only an operator's tool shows stay messages.
 
-use moontide_types::bounds::{KEY_BYTES_MAX, SEGMENTS_PER_NODE_MAX};
+use moontide_types::bounds::KEY_BYTES_MAX;
 use moontide_types::{ErrorCode, NodeId, SegmentId};
 use prost::bytes::Bytes;
 
+use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{self, at_least, at_most, copied, known, length, required, rule};
-use super::context::{RequestContext, ResponseContext};
+use super::context::RequestContext;
 use super::{ConvertError, Wire};
 use crate::hello::ProtocolVersions;
 use crate::limits::{CURSOR_BYTES_MAX, PATTERN_BYTES_MAX};
@@ -27,8 +28,7 @@ impl<'a> Wire<'a> for SegmentRef {
     type Message = v1::SegmentRef;
 
     fn from_wire(m: &'a v1::SegmentRef) -> Result<Self, ConvertError> {
-        at_most("segment", m.segment, SEGMENTS_PER_NODE_MAX - 1)?;
-        Ok(SegmentRef { node: NodeId(m.node), segment: SegmentId(m.segment) })
+        Ok(SegmentRef { node: NodeId(m.node), segment: check::segment("segment", m.segment)? })
     }
 
     fn to_wire(&self) -> v1::SegmentRef {
@@ -247,11 +247,12 @@ pub enum JobState {
     Failed(ErrorCode),
 }
 
+/// The answer of GetJob.
+pub type JobProgress<'a> = Answer<'a, JobStatus>;
+
 /// How far a job is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JobProgress<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobStatus {
     /// What it is doing.
     pub state: JobState,
     /// Objects looked at.
@@ -264,18 +265,17 @@ pub struct JobProgress<'a> {
     pub total: u64,
 }
 
-impl<'a> Wire<'a> for JobProgress<'a> {
-    type Message = v1::GetJobResponse;
+impl<'a> AnswerBody<'a> for JobStatus {
+    answer_of!(v1::GetJobResponse);
 
-    fn from_wire(m: &'a v1::GetJobResponse) -> Result<Self, ConvertError> {
+    fn read(m: &'a v1::GetJobResponse) -> Result<Self, ConvertError> {
         let state = match (v1::JobState::try_from(m.state), check::code(m.code)?) {
             (Ok(v1::JobState::Running), None) => Some(JobState::Running),
             (Ok(v1::JobState::Done), None) => Some(JobState::Done),
             (Ok(v1::JobState::Failed), Some(code)) => Some(JobState::Failed(code)),
             _ => None,
         };
-        Ok(JobProgress {
-            context: ResponseContext::of(&m.context)?,
+        Ok(JobStatus {
             state: known("state", m.state, state)?,
             examined: m.examined,
             affected: m.affected,
@@ -284,14 +284,14 @@ impl<'a> Wire<'a> for JobProgress<'a> {
         })
     }
 
-    fn to_wire(&self) -> v1::GetJobResponse {
+    fn write(&self) -> v1::GetJobResponse {
         let (state, code) = match self.state {
             JobState::Running => (v1::JobState::Running, None),
             JobState::Done => (v1::JobState::Done, None),
             JobState::Failed(code) => (v1::JobState::Failed, Some(code)),
         };
         v1::GetJobResponse {
-            context: Some(self.context.to_wire()),
+            context: None,
             state: state.into(),
             examined: self.examined,
             affected: self.affected,
@@ -302,11 +302,12 @@ impl<'a> Wire<'a> for JobProgress<'a> {
     }
 }
 
+/// The answer of GetClusterInfo.
+pub type ClusterInfo<'a> = Answer<'a, ClusterFacts>;
+
 /// What a client must know before it can compute ids.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ClusterInfo<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+pub struct ClusterFacts {
     /// Number of the cluster.
     pub cluster: u64,
     /// Groups of the cluster.
@@ -319,17 +320,16 @@ pub struct ClusterInfo<'a> {
     pub protocol: ProtocolVersions,
 }
 
-impl<'a> Wire<'a> for ClusterInfo<'a> {
-    type Message = v1::GetClusterInfoResponse;
+impl<'a> AnswerBody<'a> for ClusterFacts {
+    answer_of!(v1::GetClusterInfoResponse);
 
-    fn from_wire(m: &'a v1::GetClusterInfoResponse) -> Result<Self, ConvertError> {
+    fn read(m: &'a v1::GetClusterInfoResponse) -> Result<Self, ConvertError> {
         let protocol = ProtocolVersions {
             min: check::narrow("protocol_min", m.protocol_min, u16::MAX)?,
             max: check::narrow("protocol_max", m.protocol_max, u16::MAX)?,
         };
         rule("protocol_min", protocol.is_valid(), "1 ≤ lowest version ≤ highest")?;
-        Ok(ClusterInfo {
-            context: ResponseContext::of(&m.context)?,
+        Ok(ClusterFacts {
             cluster: m.cluster,
             groups: check::groups("groups", m.groups)?,
             id_key: m.id_key,
@@ -338,9 +338,9 @@ impl<'a> Wire<'a> for ClusterInfo<'a> {
         })
     }
 
-    fn to_wire(&self) -> v1::GetClusterInfoResponse {
+    fn write(&self) -> v1::GetClusterInfoResponse {
         v1::GetClusterInfoResponse {
-            context: Some(self.context.to_wire()),
+            context: None,
             cluster: self.cluster,
             groups: self.groups.into(),
             id_key: self.id_key,

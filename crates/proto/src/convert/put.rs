@@ -1,16 +1,17 @@
 //! The put: start, end, revoke.
 
 use moontide_types::NodeId;
-use moontide_types::bounds::{BATCH_KEYS_MAX, OBJECT_BYTES_MAX, REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::bounds::{BATCH_KEYS_MAX, REPLICAS_MAX, STRIPES_MAX};
 
+use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{self, at_least, at_most, copied, count, known};
-use super::context::{RequestContext, ResponseContext};
-use super::objects::{AttributeSection, ObjectList};
+use super::context::RequestContext;
+use super::objects::{AttributeSections, ListKind, ObjectList};
 use super::operator::SegmentRef;
 use super::{ConvertError, Wire};
 use crate::limits::{CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, TTL_MS_MAX};
 use crate::packed::{Packed, PackedKeys};
-use crate::records::{Medium, PutEndEntry, VersionedId};
+use crate::records::{Medium, PutEndEntry, PutEntry, VersionedId};
 use crate::v1;
 
 /// How objects are to be stored.
@@ -111,17 +112,6 @@ pub(super) fn medium(field: &'static str, number: i32) -> Result<Medium, Convert
     known(field, number, u8::try_from(number).ok().and_then(Medium::from_number))
 }
 
-/// One object to be put.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PutObject<'a> {
-    /// Its length.
-    pub len: u64,
-    /// Index into the request's configurations.
-    pub config: usize,
-    /// What it says about itself.
-    pub attributes: AttributeSection<'a>,
-}
-
 /// Reserve space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutStartRequest<'a> {
@@ -132,7 +122,9 @@ pub struct PutStartRequest<'a> {
     /// The distinct configurations.
     pub configs: Vec<PutConfig>,
     /// One per key.
-    pub objects: Vec<PutObject<'a>>,
+    pub objects: Packed<'a, PutEntry>,
+    /// One section per key; `None` when none has any.
+    pub attributes: Option<AttributeSections<'a>>,
 }
 
 impl<'a> Wire<'a> for PutStartRequest<'a> {
@@ -142,61 +134,52 @@ impl<'a> Wire<'a> for PutStartRequest<'a> {
         let context = RequestContext::of(&m.context)?;
         let keys = check::keys("keys", &m.keys)?;
         at_most("configs", m.configs.len(), CONFIGS_MAX)?;
-        count("objects", m.objects.len(), keys.len())?;
         let configs = m.configs.iter().map(PutConfig::from_wire).collect::<Result<Vec<_>, _>>()?;
-        let object = |object: &'a v1::PutObject| {
-            at_most("objects.len", object.len, OBJECT_BYTES_MAX)?;
-            let config = object.config as usize;
-            check::rule("objects.config", config < configs.len(), "the configuration exists")?;
-            let attributes = AttributeSection::new(&object.attributes)
-                .map_err(|source| ConvertError::Attributes { field: "objects.attributes", source })?;
-            Ok(PutObject { len: object.len, config, attributes })
-        };
-        let objects = m.objects.iter().map(object).collect::<Result<_, ConvertError>>()?;
-        Ok(PutStartRequest { context, keys, configs, objects })
+        let objects: Packed<'a, PutEntry> = check::records("objects", &m.objects, BATCH_KEYS_MAX)?;
+        count("objects", objects.len(), keys.len())?;
+        let exist = objects.iter().all(|object| usize::from(object.config) < configs.len());
+        check::rule("objects.config", exist, "the configuration exists")?;
+        let attributes = AttributeSections::from_wire(&m.attributes, keys.len())?;
+        Ok(PutStartRequest { context, keys, configs, objects, attributes })
     }
 
     fn to_wire(&self) -> v1::PutStartRequest {
-        let object = |object: &PutObject<'_>| v1::PutObject {
-            len: object.len,
-            config: object.config as u32, // < CONFIGS_MAX
-            attributes: copied(object.attributes.as_bytes()),
-        };
         v1::PutStartRequest {
             context: Some(self.context.to_wire()),
             keys: copied(self.keys.as_encoded()),
             configs: self.configs.iter().map(Wire::to_wire).collect(),
-            objects: self.objects.iter().map(object).collect(),
+            objects: copied(self.objects.as_encoded()),
+            attributes: AttributeSections::to_wire(self.attributes),
         }
     }
 }
 
+/// The answer of PutStart.
+pub type PutStartResponse<'a> = Answer<'a, Reservations<'a>>;
+
 /// What was reserved.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PutStartResponse<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reservations<'a> {
     /// One entry per key; its window is the life of the reservation.
     pub list: ObjectList<'a>,
     /// Empty, or one per key: when it expires in milliseconds since 1970, 0 for never.
     pub expires_unix_ms: &'a [u64],
 }
 
-impl<'a> Wire<'a> for PutStartResponse<'a> {
-    type Message = v1::PutStartResponse;
+impl<'a> AnswerBody<'a> for Reservations<'a> {
+    answer_of!(v1::PutStartResponse);
 
-    fn from_wire(m: &'a v1::PutStartResponse) -> Result<Self, ConvertError> {
-        let list = ObjectList::from_wire(&m.objects, &m.handles)?;
+    fn read(m: &'a v1::PutStartResponse) -> Result<Self, ConvertError> {
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Answer)?;
         if !m.expires_unix_ms.is_empty() {
             count("expires_unix_ms", m.expires_unix_ms.len(), list.len())?;
         }
-        let context = ResponseContext::of(&m.context)?;
-        Ok(PutStartResponse { context, list, expires_unix_ms: &m.expires_unix_ms })
+        Ok(Reservations { list, expires_unix_ms: &m.expires_unix_ms })
     }
 
-    fn to_wire(&self) -> v1::PutStartResponse {
+    fn write(&self) -> v1::PutStartResponse {
         v1::PutStartResponse {
-            context: Some(self.context.to_wire()),
+            context: None,
             objects: self.list.objects_to_wire(),
             handles: self.list.handles_to_wire(),
             expires_unix_ms: self.expires_unix_ms.to_vec(),

@@ -1,6 +1,6 @@
 //! What a node has: report chunks of its segments, notices about its disk.
 
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::bounds::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::record::State;
 use moontide_types::{Generation, Key, SegmentId, Tenant, Term};
 
@@ -95,7 +95,7 @@ impl<'a> Wire<'a> for ReportChunk<'a> {
         let end = m.first_record.checked_add(records.len() as u64);
         rule("report.first_record", end.is_some(), "records can be numbered")?;
         Ok(ReportChunk {
-            segment: SegmentId(m.segment),
+            segment: check::segment("report.segment", m.segment)?,
             generation: Generation(m.generation),
             term: check::term(m.term)?,
             kind,
@@ -143,8 +143,9 @@ impl<'a> Wire<'a> for ReportEnd {
     type Message = v1::ReportEnd;
 
     fn from_wire(m: &'a v1::ReportEnd) -> Result<Self, ConvertError> {
+        at_most("report.records", m.records, SLOTS_PER_SEGMENT_MAX)?; // a snapshot has one record per slot
         Ok(ReportEnd {
-            segment: SegmentId(m.segment),
+            segment: check::segment("report.segment", m.segment)?,
             generation: Generation(m.generation),
             term: check::term(m.term)?,
             records: m.records,

@@ -10,7 +10,7 @@ pub use heartbeat::{
 };
 pub use opening::{
     Address, MountSegmentsRequest, MountSegmentsResponse, OpenSessionRequest, OpenSessionResponse,
-    SegmentGrant, SegmentSpec, Topology, UnmountSegmentsRequest,
+    SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant, Topology, UnmountSegmentsRequest,
 };
 
 use moontide_types::{MapVersion, SessionId, Term};

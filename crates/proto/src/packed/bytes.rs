@@ -7,8 +7,9 @@
 //! The lengths stand together so that one pass over them checks the whole; they sum exactly to the rest.
 
 use moontide_types::Key;
-use moontide_types::bounds::{BATCH_KEYS_MAX, KEY_BYTES_MAX, REQUEST_BYTES_MAX};
+use moontide_types::bounds::{BATCH_KEYS_MAX, KEY_BYTES_MAX};
 
+use crate::limits::PACKED_BYTES_MAX;
 use crate::packed::PackedError;
 
 const COUNT_BYTES: usize = 4;
@@ -30,8 +31,8 @@ impl<'a> PackedBytes<'a> {
     /// Checks the count and that the lengths sum exactly to the rest.
     pub fn decode(encoded: &'a [u8]) -> Result<PackedBytes<'a>, PackedError> {
         let found = encoded.len();
-        if found > REQUEST_BYTES_MAX {
-            return Err(PackedError::TooLong { found, max: REQUEST_BYTES_MAX });
+        if found > PACKED_BYTES_MAX {
+            return Err(PackedError::TooLong { found, max: PACKED_BYTES_MAX });
         }
         let truncated = |needed| PackedError::Truncated { found, needed };
         let (count, rest) = encoded.split_first_chunk().ok_or(truncated(COUNT_BYTES))?;
@@ -152,8 +153,8 @@ impl PackedBytesBuilder {
         let len =
             u16::try_from(element.len()).map_err(|_| PackedError::TooLong { found: element.len(), max })?;
         let found = self.encoded_len() + LENGTH_BYTES + element.len();
-        if found > REQUEST_BYTES_MAX {
-            return Err(PackedError::TooLong { found, max: REQUEST_BYTES_MAX });
+        if found > PACKED_BYTES_MAX {
+            return Err(PackedError::TooLong { found, max: PACKED_BYTES_MAX });
         }
         self.lengths.extend_from_slice(&len.to_le_bytes());
         self.bytes.extend_from_slice(element);

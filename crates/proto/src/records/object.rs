@@ -62,10 +62,10 @@ flags! {
 fixed_record! {
     /// One key's answer.
     ///
-    /// Invariants: with a code there are no replicas; without one there is at least one, and at least one
-    /// handle for each.
+    /// Invariants: with a code there are no replicas; without one there is at least one, and a handle. In
+    /// answers every replica has all of its handles; a Begin carries those of one node.
     pub struct ObjectEntry[64] {
-        /// Why there is nothing; `None` if there is.
+        /// Why there is nothing; 0 if there is something.
         0 code: Option<ErrorCode>,
         /// What else is to be known.
         2 flags: ObjectFlags,
@@ -121,7 +121,7 @@ impl ObjectEntry {
         Self::rule(self.window_ms <= WINDOW_MS_MAX, "window_ms ≤ WINDOW_MS_MAX")?;
         Self::rule(replicas <= REPLICAS_MAX, "replica_count ≤ REPLICAS_MAX")?;
         Self::rule(handles <= replicas * STRIPES_MAX, "handle_count ≤ replica_count × STRIPES_MAX")?;
-        Self::rule(handles >= replicas, "every replica has a handle")?;
+        Self::rule(handles > 0 || replicas == 0, "an object with replicas has a handle")?;
         Self::rule(self.code.is_none() == (replicas > 0), "either a code or replicas")
     }
 }

@@ -1,10 +1,31 @@
-//! How a put ends: [`PutEndEntry`] to the master, [`CommitEntry`] to the node, [`VersionedId`] to give it up.
+//! How a put starts, [`PutEntry`], and ends: [`PutEndEntry`] to the master, [`CommitEntry`] to the node, [`VersionedId`] to give it up.
 
-use moontide_types::bounds::{REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::bounds::{OBJECT_BYTES_MAX, REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
 
 use crate::layout::{FieldValue, RecordError, code_from_number, code_number};
+use crate::limits::CONFIGS_MAX;
 use crate::ops::Capability;
+
+fixed_record! {
+    /// One object to be put.
+    ///
+    /// Invariants: `len ≤ OBJECT_BYTES_MAX`, `config < CONFIGS_MAX`.
+    pub struct PutEntry[16] {
+        /// Its length.
+        0 len: u64,
+        /// Index into the request's configurations.
+        8 config: u16,
+        spare 10,
+    }
+}
+
+impl PutEntry {
+    fn check(&self) -> Result<(), RecordError> {
+        Self::rule(self.len <= OBJECT_BYTES_MAX, "len ≤ OBJECT_BYTES_MAX")?;
+        Self::rule(usize::from(self.config) < CONFIGS_MAX, "config < CONFIGS_MAX")
+    }
+}
 
 fixed_record! {
     /// One version of one object.

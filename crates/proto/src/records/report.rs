@@ -95,10 +95,6 @@ impl ReportRecord {
     }
 
     fn check(&self) -> Result<(), RecordError> {
-        Self::rule(
-            self.slot.0 < moontide_types::bounds::SLOTS_PER_SEGMENT_MAX,
-            "slot < SLOTS_PER_SEGMENT_MAX",
-        )?;
         if self.word.state() == State::Free {
             let bare = *self == ReportRecord::free(self.slot, self.word.epoch());
             return Self::rule(bare, "a free slot has nothing but its epoch");

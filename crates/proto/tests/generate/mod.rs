@@ -4,9 +4,9 @@
 
 #![allow(dead_code)] // each user takes what it needs
 
-use moontide_proto::convert::ObjectListBuilder;
+use moontide_proto::convert::{ListKind, ObjectFields, ObjectListBuilder};
 use moontide_proto::*;
-use moontide_types::bounds::{PAGE_BYTES, UNIT_BYTES};
+use moontide_types::bounds::{PAGE_BYTES, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
 use moontide_types::record::{Attributes, ParentHash, PinClass, State, Word};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, NodeId, ObjectId, SegmentId, SlotId,
@@ -70,6 +70,14 @@ impl Gen {
         Term::new(self.u32() >> 10).unwrap()
     }
 
+    pub(crate) fn segment(&mut self) -> SegmentId {
+        SegmentId(self.below(SEGMENTS_PER_NODE_MAX.into()) as u32)
+    }
+
+    pub(crate) fn slot(&mut self) -> SlotId {
+        SlotId(self.below(SLOTS_PER_SEGMENT_MAX.into()) as u32)
+    }
+
     pub(crate) fn code(&mut self) -> ErrorCode {
         self.pick(ErrorCode::ALL)
     }
@@ -99,14 +107,16 @@ impl Gen {
     pub(crate) fn transfer_op(&mut self) -> TransferOp {
         let kind = self.pick(OpKind::ALL);
         let disk = kind == OpKind::Load || kind == OpKind::Read && self.bool();
-        let flags = if disk { OpFlags::DISK } else { self.pick(&[OpFlags::NONE, OpFlags::DIGESTS]) };
+        let flags = if disk { OpFlags::DISK } else { OpFlags::NONE };
+        let digests = kind == OpKind::Read && self.bool();
+        let flags = if digests { flags.with(OpFlags::DIGESTS) } else { flags };
         TransferOp {
             kind,
             flags,
             stripe: self.below(1024) as u16,
-            segment: SegmentId(if disk { 0 } else { self.u32() }),
+            segment: if disk { SegmentId(0) } else { self.segment() },
             generation: Generation(if disk { 0 } else { self.u64() }),
-            slot: SlotId(if disk { 0 } else { self.u32() }),
+            slot: if disk { SlotId(0) } else { self.slot() },
             term: self.term(),
             epoch: self.epoch(),
             id: self.id(),
@@ -116,14 +126,34 @@ impl Gen {
         }
     }
 
+    /// An operation of this kind.
+    pub(crate) fn op_of(&mut self, kind: OpKind) -> TransferOp {
+        loop {
+            let op = self.transfer_op();
+            if op.kind == kind {
+                return op;
+            }
+        }
+    }
+
+    /// What loads are answered with: a staging slot each, or a code.
+    pub(crate) fn staged(&mut self, count: usize) -> ObjectFields {
+        let mut list = ObjectListBuilder::with_capacity(ListKind::Load, count);
+        for _ in 0..count {
+            let (object, handles) = self.object();
+            list.push(object, &handles[..handles.len().min(1)], &[]).unwrap();
+        }
+        list.finish()
+    }
+
     pub(crate) fn handle(&mut self, stripe: Stripe, replica: u8) -> Handle {
         let medium = self.pick(Medium::ALL);
         let disk = medium == Medium::Disk;
         let (extent, payload_offset) = self.place(stripe.len);
         Handle {
             node: NodeId(self.u64()),
-            segment: SegmentId(if disk { 0 } else { self.u32() }),
-            slot: SlotId(if disk { 0 } else { self.u32() }),
+            segment: if disk { SegmentId(0) } else { self.segment() },
+            slot: if disk { SlotId(0) } else { self.slot() },
             generation: Generation(if disk { 0 } else { self.u64() }),
             extent: if disk { Extent::default() } else { extent },
             payload_offset: if disk { 0 } else { payload_offset },
@@ -145,9 +175,21 @@ impl Gen {
         if self.below(4) == 0 {
             return (ObjectEntry::failed(self.code(), 0), vec![]);
         }
-        let (stripe, object_len) = self.stripe();
+        self.whole_object()
+    }
+
+    /// An entry with all stripes of all replicas.
+    pub(crate) fn whole_object(&mut self) -> (ObjectEntry, Vec<Handle>) {
         let replicas = 1 + self.below(3) as u8;
-        let handles: Vec<Handle> = (0..replicas).map(|replica| self.handle(stripe, replica)).collect();
+        let count = self.pick(&[1, 1, 1, 2, 5]);
+        let last = self.pick(&[0, 1, 4096, PAGE_BYTES, 3 * PAGE_BYTES + 5]);
+        let object_len = u64::from(count - 1) * PAGE_BYTES + last;
+        let mut handles = vec![];
+        for (replica, index) in (0..replicas).flat_map(|replica| (0..count).map(move |i| (replica, i))) {
+            let len = if index + 1 == count { last } else { PAGE_BYTES };
+            let stripe = Stripe { index, count, offset: u64::from(index) * PAGE_BYTES, len };
+            handles.push(self.handle(stripe, replica));
+        }
         let entry = ObjectEntry {
             code: None,
             flags: self.pick(&[ObjectFlags::NONE, ObjectFlags::KNOWN]),
@@ -186,8 +228,8 @@ impl Gen {
             id: self.id(),
             epoch: self.epoch(),
             generation: Generation(self.u64()),
-            segment: SegmentId(self.u32()),
-            slot: SlotId(self.u32()),
+            segment: self.segment(),
+            slot: self.slot(),
             root: self.u64(),
             capability: Capability(self.bytes()),
             term: self.term(),
@@ -205,7 +247,7 @@ impl Gen {
         let (extent, payload_offset) = self.place(stripe.len);
         let state = self.pick(&[State::Writing, State::Ready, State::Dead]);
         ReportRecord {
-            slot: SlotId(self.u32() >> 1),
+            slot: self.slot(),
             tenant: 0,
             flags: self.pick(&[ReportFlags::NONE, ReportFlags::KNOWN]),
             extent,
@@ -249,14 +291,14 @@ impl Gen {
         let kind = self.pick(OrderKind::ALL);
         let mut order = Order::new(self.u64(), kind, self.term());
         if kind != DropDisk {
-            order.segment = SegmentId(self.u32());
+            order.segment = self.segment();
             order.generation = Generation(self.u64());
         }
         if !matches!(kind, AdoptTerm | Drain) {
             order.epoch = self.epoch();
         }
         if !matches!(kind, AdoptTerm | Drain | DropDisk) {
-            order.slot = SlotId(self.u32());
+            order.slot = self.slot();
         }
         if !matches!(kind, AdoptTerm | Drain | Burn) {
             order.id = self.id();
@@ -297,11 +339,14 @@ impl Gen {
 
     pub(crate) fn frame_header(&mut self) -> FrameHeader {
         let kind = self.pick(FrameKind::ALL);
+        self.header_of(kind)
+    }
+
+    pub(crate) fn header_of(&mut self, kind: FrameKind) -> FrameHeader {
         let mut header = FrameHeader::new(kind, self.u64());
         header.term = self.term();
         header.map_version = MapVersion(self.u64());
         header.group = self.bool().then(|| GroupId(self.below(4096) as u16));
-        header.flags = self.pick(&[FrameFlags::NONE, FrameFlags::MORE]);
         if kind.is_request() {
             header.deadline_ms = 1 + self.below(600_000) as u32;
         }
@@ -315,6 +360,7 @@ impl Gen {
         };
         if matches!(kind, FrameKind::Write | FrameKind::ReadReply) {
             header.payload_len = self.below(1 << 26);
+            header.flags = self.pick(&[FrameFlags::NONE, FrameFlags::MORE]);
         }
         header
     }
@@ -354,13 +400,31 @@ impl Gen {
         (0..count).map(|_| self.maybe_code()).collect::<CodesBuilder>().finish().into()
     }
 
-    pub(crate) fn objects(&mut self, count: usize) -> (Bytes, Bytes) {
+    pub(crate) fn objects(&mut self, count: usize) -> ObjectFields {
         let mut list = ObjectListBuilder::default();
+        let with_attributes = self.bool();
         for _ in 0..count {
             let (object, handles) = self.object();
-            list.push(object, &handles);
+            let attributes = if with_attributes { self.attributes() } else { vec![] };
+            list.push(object, &handles, &attributes).unwrap();
         }
         list.finish()
+    }
+
+    /// What one node is told to begin: one replica of each object.
+    pub(crate) fn parts(&mut self, count: usize) -> ObjectFields {
+        let mut list = ObjectListBuilder::with_capacity(ListKind::Begin, count);
+        for _ in 0..count {
+            let (object, mut handles) = self.whole_object();
+            let replica = self.below(object.replica_count.into()) as u8;
+            handles.retain(|handle| handle.replica == replica);
+            list.push(object, &handles, &self.attributes()).unwrap();
+        }
+        list.finish()
+    }
+
+    pub(crate) fn put_entry(&mut self) -> PutEntry {
+        PutEntry { len: self.below((1 << 40) + 1), config: self.below(2) as u16 }
     }
 
     pub(crate) fn request(&mut self) -> Option<v1::RequestContext> {
@@ -425,20 +489,20 @@ impl Gen {
 
     fn heartbeat(&mut self) -> v1::Heartbeat {
         let touched = |g: &mut Gen| v1::TouchBitmap {
-            segment: g.u32(),
+            segment: g.segment().0,
             generation: g.u64(),
             first_slot: g.u32() >> 1,
             bits: g.byte_string(0, 30).into(),
         };
         let status = |g: &mut Gen| v1::SegmentStatus {
-            segment: g.u32(),
+            segment: g.segment().0,
             generation: g.u64(),
             state: 1 + g.below(4) as i32,
             live_units: g.u32() >> 2,
             writing_units: g.u32() >> 2,
             draining_units: g.u32() >> 2,
             free_units: g.u32() >> 2,
-            free_slots: g.u32(),
+            free_slots: g.slot().0,
         };
         v1::Heartbeat {
             beat: 1 + self.below(1 << 40),
@@ -469,7 +533,7 @@ impl Gen {
         let (mut records, mut keys) = (PackedBuilder::default(), PackedBytesBuilder::new());
         for _ in 0..self.below(5) {
             if delta && self.bool() {
-                records.push(&ReportRecord::free(SlotId(self.u32() >> 1), self.epoch()));
+                records.push(&ReportRecord::free(self.slot(), self.epoch()));
                 keys.push(b"").unwrap();
             } else {
                 records.push(&self.report_record());
@@ -478,7 +542,7 @@ impl Gen {
         }
         let attributes = self.sections(records.len());
         v1::ReportChunk {
-            segment: self.u32(),
+            segment: self.segment().0,
             generation: self.u64(),
             term: self.term().get(),
             kind: if delta { 2 } else { 1 },
@@ -498,10 +562,10 @@ impl Gen {
             1 => Body::OrderResults(v1::OrderResults { results: self.packed(n, Gen::order_result) }),
             2 => Body::Report(self.report_chunk()),
             3 => Body::ReportEnd(v1::ReportEnd {
-                segment: self.u32(),
+                segment: self.segment().0,
                 generation: self.u64(),
                 term: self.term().get(),
-                records: self.u64(),
+                records: self.slot().0.into(),
             }),
             4 => Body::Offloaded(v1::OffloadNotice {
                 records: self.packed(n, Gen::offload_record),
@@ -553,12 +617,28 @@ impl Gen {
         }
     }
 
-    /// The encoded message number `index`, in the order of [`MESSAGES`].
+    /// The encoded message number `index`, in the order of [`MESSAGES`]. Some answers are failures.
     pub(crate) fn message(&mut self, index: usize) -> Vec<u8> {
+        if ANSWERS.contains(&MESSAGES[index]) && self.below(4) == 0 {
+            self.failure()
+        } else {
+            self.whole(index)
+        }
+    }
+
+    /// An answer of a call that failed as a whole: of every kind, because only the context counts.
+    pub(crate) fn failure(&mut self) -> Vec<u8> {
+        let code = self.code() as u32;
+        let context = self.response().map(|context| v1::ResponseContext { code, ..context });
+        v1::SetTenantQuotaResponse { context }.encode_to_vec()
+    }
+
+    /// The same; no answer is a failure.
+    pub(crate) fn whole(&mut self, index: usize) -> Vec<u8> {
         let n = self.below(6) as usize;
         let (context, answer) = (self.request(), self.response());
         let keys = self.keys(n);
-        let (objects, handles) = self.objects(n);
+        let ObjectFields { objects, handles, attributes } = self.objects(n);
         let force = self.bool();
         match MESSAGES[index] {
             "ExistRequest" => v1::ExistRequest { context, keys }.encode_to_vec(),
@@ -575,18 +655,12 @@ impl Gen {
                 v1::GetReplicaListRequest { context, keys, lease_ms, attributes: force }.encode_to_vec()
             }
             "GetReplicaListResponse" => {
-                let attributes = self.sections(n);
                 v1::GetReplicaListResponse { context: answer, objects, handles, attributes }.encode_to_vec()
             }
             "PutStartRequest" => {
                 let configs = vec![self.put_config(), self.put_config()];
-                let object = |g: &mut Gen| v1::PutObject {
-                    len: g.below((1 << 40) + 1),
-                    config: g.below(2) as u32,
-                    attributes: g.attributes().into(),
-                };
-                let objects = (0..n).map(|_| object(self)).collect();
-                v1::PutStartRequest { context, keys, configs, objects }.encode_to_vec()
+                let (objects, attributes) = (self.packed(n, Gen::put_entry), self.sections(n));
+                v1::PutStartRequest { context, keys, configs, objects, attributes }.encode_to_vec()
             }
             "PutStartResponse" => {
                 let expires_unix_ms = (0..if force { n } else { 0 }).map(|_| self.u64()).collect();
@@ -610,7 +684,8 @@ impl Gen {
                 v1::OutcomesResponse { context: answer, codes: self.codes(n) }.encode_to_vec()
             }
             "BeginRequest" => {
-                let (tenant, attributes) = (self.text(1, 64), self.sections(n));
+                let ObjectFields { objects, handles, attributes } = self.parts(n);
+                let tenant = self.text(1, 64);
                 v1::BeginRequest { tenant, keys, objects, handles, attributes }.encode_to_vec()
             }
             "CommitRequest" => {
@@ -650,7 +725,7 @@ impl Gen {
             }
             "MountSegmentsResponse" => {
                 let grant = |g: &mut Gen| v1::SegmentGrant {
-                    segment: g.u32(),
+                    segment: g.segment().0,
                     code: g.maybe_code().map_or(0, |code| code as u32),
                     group: g.below(4096) as u32,
                     term: g.term().get(),
@@ -659,7 +734,7 @@ impl Gen {
                 v1::MountSegmentsResponse { context: answer, grants }.encode_to_vec()
             }
             "UnmountSegmentsRequest" => {
-                let segments = (0..n).map(|_| self.u32()).collect();
+                let segments = (0..n).map(|_| self.segment().0).collect();
                 v1::UnmountSegmentsRequest { context, segments }.encode_to_vec()
             }
             "NodeMessage" => self.node_message().encode_to_vec(),
@@ -711,10 +786,30 @@ impl Gen {
                 protocol_max: 1,
             }
             .encode_to_vec(),
+            "LoadRequest" => {
+                let ops = self.packed(1 + n, |g| g.op_of(OpKind::Load));
+                v1::LoadRequest { ops, lease_ms: 1 + self.below(30_000) as u32 }.encode_to_vec()
+            }
+            "LoadReply" => {
+                let ObjectFields { objects, handles, .. } = self.staged(n);
+                v1::LoadReply { objects, handles }.encode_to_vec()
+            }
             other => unreachable!("{other}"),
         }
     }
 }
+
+/// Those that answer a call.
+pub(crate) const ANSWERS: &[&str] = &[
+    "ExistResponse",
+    "GetReplicaListResponse",
+    "PutStartResponse",
+    "OutcomesResponse",
+    "OpenSessionResponse",
+    "MountSegmentsResponse",
+    "JobProgress",
+    "ClusterInfo",
+];
 
 /// Every convertible message, by the name of its plain struct. New ones go to the end: the fuzzer's inputs
 /// name them by position.
@@ -755,4 +850,6 @@ pub(crate) const MESSAGES: &[&str] = &[
     "ListSegmentsRequest",
     "DrainSegmentRequest",
     "ClusterInfo",
+    "LoadRequest",
+    "LoadReply",
 ];

@@ -1,9 +1,9 @@
 //! What is said all the time: a node lives, and how it is.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::bounds::{BATCH_KEYS_MAX, SEGMENT_UNITS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::{Generation, SegmentId, SlotId};
 
-use crate::convert::check::{at_least, at_most, copied, known, length, rule};
+use crate::convert::check::{self, at_least, at_most, copied, known, length, rule};
 use crate::convert::{ConvertError, Wire};
 use crate::limits::{TOUCH_BITMAPS_MAX, TOUCH_BYTES_MAX};
 use crate::v1;
@@ -81,9 +81,10 @@ impl<'a> Wire<'a> for SegmentStatus {
         };
         let parts = [m.live_units, m.writing_units, m.draining_units, m.free_units];
         let units: u64 = parts.iter().map(|&units| u64::from(units)).sum();
-        at_most("segments.units", units, u32::MAX)?;
+        at_most("segments.units", units, SEGMENT_UNITS_MAX)?;
+        at_most("segments.free_slots", m.free_slots, SLOTS_PER_SEGMENT_MAX)?;
         Ok(SegmentStatus {
-            segment: SegmentId(m.segment),
+            segment: check::segment("segments.segment", m.segment)?,
             generation: Generation(m.generation),
             state: known("segments.state", m.state, state)?,
             live_units: m.live_units,
@@ -231,7 +232,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             let fits = end <= u64::from(SLOTS_PER_SEGMENT_MAX);
             rule("touched.first_slot", fits, "the bits are slots")?;
             Ok(TouchBitmap {
-                segment: SegmentId(touched.segment),
+                segment: check::segment("touched.segment", touched.segment)?,
                 generation: Generation(touched.generation),
                 first_slot: SlotId(touched.first_slot),
                 bits: &touched.bits,

@@ -1,10 +1,11 @@
 //! What happens once: a node registers and offers its segments.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::bounds::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::{ErrorCode, Generation, GroupId, NodeId, SegmentId, SessionId, Tenant, Term};
 
+use crate::convert::answer::{Answer, AnswerBody, answer_of};
 use crate::convert::check::{self, at_least, at_most, length, required, rule};
-use crate::convert::context::{RequestContext, ResponseContext};
+use crate::convert::context::RequestContext;
 use crate::convert::operator::IdKeySecret;
 use crate::convert::put::medium;
 use crate::convert::{ConvertError, Wire};
@@ -108,11 +109,12 @@ pub(super) fn check_ttl(ttl_ms: u32) -> Result<(), ConvertError> {
     at_most("ttl_ms", ttl_ms, DEADLINE_MS_MAX)
 }
 
-/// What a node is told when it is registered. A refusal has only a context with a code.
+/// The answer of OpenSession.
+pub type OpenSessionResponse<'a> = Answer<'a, SessionGrant>;
+
+/// What a node is told when it is registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenSessionResponse<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+pub struct SessionGrant {
     /// The session.
     pub session: SessionId,
     /// It ends after this time without a heartbeat.
@@ -127,36 +129,26 @@ pub struct OpenSessionResponse<'a> {
     pub id_key_secret: Option<IdKeySecret>,
 }
 
-impl<'a> Wire<'a> for OpenSessionResponse<'a> {
-    type Message = v1::OpenSessionResponse;
+impl<'a> AnswerBody<'a> for SessionGrant {
+    answer_of!(v1::OpenSessionResponse);
 
-    fn from_wire(m: &'a v1::OpenSessionResponse) -> Result<Self, ConvertError> {
-        let context = ResponseContext::of(&m.context)?;
-        let protocol = check::narrow("protocol", m.protocol, u16::MAX)?;
-        let mut groups = 0;
-        if context.code.is_none() {
-            at_least("session", m.session, 1u64)?;
-            at_least("protocol", protocol, 1u16)?;
-            check_ttl(m.ttl_ms)?;
-            groups = check::groups("groups", m.groups)?;
-        } else {
-            let bare = v1::OpenSessionResponse { context: m.context.clone(), ..Default::default() };
-            rule("code", *m == bare, "a refusal says nothing else")?;
-        }
-        Ok(OpenSessionResponse {
-            context,
+    fn read(m: &'a v1::OpenSessionResponse) -> Result<Self, ConvertError> {
+        at_least("session", m.session, 1u64)?;
+        at_least("protocol", m.protocol, 1u32)?;
+        check_ttl(m.ttl_ms)?;
+        Ok(SessionGrant {
             session: SessionId(m.session),
             ttl_ms: m.ttl_ms,
-            protocol,
-            groups,
+            protocol: check::narrow("protocol", m.protocol, u16::MAX)?,
+            groups: check::groups("groups", m.groups)?,
             id_key: m.id_key,
             id_key_secret: IdKeySecret::from_wire(&m.id_key_secret)?,
         })
     }
 
-    fn to_wire(&self) -> v1::OpenSessionResponse {
+    fn write(&self) -> v1::OpenSessionResponse {
         v1::OpenSessionResponse {
-            context: Some(self.context.to_wire()),
+            context: None,
             session: self.session.0,
             ttl_ms: self.ttl_ms,
             protocol: self.protocol.into(),
@@ -196,14 +188,13 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
     type Message = v1::SegmentSpec;
 
     fn from_wire(m: &'a v1::SegmentSpec) -> Result<Self, ConvertError> {
-        at_most("segments.segment", m.segment, SEGMENTS_PER_NODE_MAX - 1)?;
         at_least("segments.units", m.units, 1u32)?;
         at_least("segments.slots", m.slots, 1u32)?;
         at_most("segments.slots", m.slots, SLOTS_PER_SEGMENT_MAX)?;
         let medium = medium("segments.medium", m.medium)?;
         rule("segments.medium", medium != Medium::Disk, "a segment is memory")?;
         Ok(SegmentSpec {
-            segment: SegmentId(m.segment),
+            segment: check::segment("segments.segment", m.segment)?,
             generation: Generation(m.generation),
             medium,
             units: m.units,
@@ -273,45 +264,40 @@ pub struct SegmentGrant {
     pub term: Term,
 }
 
+/// The answer of MountSegments.
+pub type MountSegmentsResponse<'a> = Answer<'a, SegmentGrants>;
+
 /// What becomes of the offered segments.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MountSegmentsResponse<'a> {
-    /// Who answers.
-    pub context: ResponseContext<'a>,
+pub struct SegmentGrants {
     /// One per segment, in order.
     pub grants: Vec<SegmentGrant>,
 }
 
-impl<'a> Wire<'a> for MountSegmentsResponse<'a> {
-    type Message = v1::MountSegmentsResponse;
+impl<'a> AnswerBody<'a> for SegmentGrants {
+    answer_of!(v1::MountSegmentsResponse);
 
-    fn from_wire(m: &'a v1::MountSegmentsResponse) -> Result<Self, ConvertError> {
+    fn read(m: &'a v1::MountSegmentsResponse) -> Result<Self, ConvertError> {
         at_most("grants", m.grants.len(), BATCH_KEYS_MAX)?;
         let grant = |grant: &v1::SegmentGrant| {
             Ok(SegmentGrant {
-                segment: SegmentId(grant.segment),
+                segment: check::segment("grants.segment", grant.segment)?,
                 code: check::code(grant.code)?,
                 group: check::group("grants.group", grant.group)?,
                 term: check::term(grant.term)?,
             })
         };
-        Ok(MountSegmentsResponse {
-            context: ResponseContext::of(&m.context)?,
-            grants: m.grants.iter().map(grant).collect::<Result<_, ConvertError>>()?,
-        })
+        Ok(SegmentGrants { grants: m.grants.iter().map(grant).collect::<Result<_, ConvertError>>()? })
     }
 
-    fn to_wire(&self) -> v1::MountSegmentsResponse {
+    fn write(&self) -> v1::MountSegmentsResponse {
         let grant = |grant: &SegmentGrant| v1::SegmentGrant {
             segment: grant.segment.0,
             code: check::code_number(grant.code),
             group: grant.group.0.into(),
             term: grant.term.get(),
         };
-        v1::MountSegmentsResponse {
-            context: Some(self.context.to_wire()),
-            grants: self.grants.iter().map(grant).collect(),
-        }
+        v1::MountSegmentsResponse { context: None, grants: self.grants.iter().map(grant).collect() }
     }
 }
 
@@ -331,7 +317,11 @@ impl<'a> Wire<'a> for UnmountSegmentsRequest<'a> {
         at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
         Ok(UnmountSegmentsRequest {
             context: RequestContext::of(&m.context)?,
-            segments: m.segments.iter().map(|&segment| SegmentId(segment)).collect(),
+            segments: m
+                .segments
+                .iter()
+                .map(|&segment| check::segment("segments", segment))
+                .collect::<Result<_, _>>()?,
         })
     }
 

@@ -1,0 +1,63 @@
+//! [`BoundedCodec`]: gRPC messages go through the same count as bodies of frames before they are decoded.
+//!
+//! `build.rs` names it as the codec of every generated client and server, so no handler can forget it. tonic's
+//! own limit (`max_decoding_message_size`, 4 MiB unless set) still comes first; servers set it to
+//! [`REQUEST_BYTES_MAX`](moontide_types::bounds::REQUEST_BYTES_MAX).
+
+use std::marker::PhantomData;
+
+use moontide_types::ErrorCode;
+use prost::Message;
+use prost::bytes::Buf;
+use tonic::Status;
+use tonic::codec::{Codec, DecodeBuf, Decoder};
+use tonic_prost::ProstEncoder;
+
+use crate::convert::{self, Bounded};
+
+/// The codec of all services: prost's encoder, and a decoder that counts first.
+#[derive(Clone, Copy, Debug)]
+pub struct BoundedCodec<T, U>(PhantomData<(T, U)>);
+
+impl<T, U> Default for BoundedCodec<T, U> {
+    fn default() -> Self {
+        BoundedCodec(PhantomData)
+    }
+}
+
+impl<T, U> Codec for BoundedCodec<T, U>
+where
+    T: Message + Send + 'static,
+    U: Bounded + Send + 'static,
+{
+    type Encode = T;
+    type Decode = U;
+    type Encoder = ProstEncoder<T>;
+    type Decoder = BoundedDecoder<U>;
+
+    fn encoder(&mut self) -> Self::Encoder {
+        ProstEncoder::default()
+    }
+
+    fn decoder(&mut self) -> Self::Decoder {
+        BoundedDecoder(PhantomData)
+    }
+}
+
+/// The decoder of [`BoundedCodec`].
+#[derive(Clone, Copy, Debug)]
+pub struct BoundedDecoder<U>(PhantomData<U>);
+
+impl<U: Bounded> Decoder for BoundedDecoder<U> {
+    type Item = U;
+    type Error = Status;
+
+    fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
+        // The whole message lies in one buffer: taking it out copies nothing.
+        let bytes = buffer.copy_to_bytes(buffer.remaining());
+        convert::decode(bytes).map(Some).map_err(|error| match error.code() {
+            ErrorCode::TooLarge => Status::resource_exhausted(error.to_string()),
+            _ => Status::invalid_argument(error.to_string()),
+        })
+    }
+}

@@ -1,0 +1,91 @@
+//! A message with too many elements is refused before anything is allocated for them.
+//!
+//! Alone in its binary: the allocator that counts is the process's.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use moontide_proto::convert::{self, Bounded, ConvertError};
+use moontide_proto::v1;
+use moontide_types::bounds::REQUEST_BYTES_MAX;
+use prost::bytes::Bytes;
+
+/// Bytes that were ever asked for.
+static ASKED: AtomicUsize = AtomicUsize::new(0);
+
+struct Counting;
+
+// SAFETY: every call goes to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ASKED.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: `pointer` came from `alloc` above with this layout.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// `inner` as a field with this tag.
+fn nested(tag: u8, inner: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![tag << 3 | 2];
+    prost::encoding::encode_varint(inner.len() as u64, &mut bytes);
+    bytes.extend_from_slice(inner);
+    bytes
+}
+
+/// 16 MiB, less a little for what stands around them, of empty elements.
+fn empty_elements(tag: u8) -> Vec<u8> {
+    [tag << 3 | 2, 0].repeat(REQUEST_BYTES_MAX / 2 - 16)
+}
+
+fn refused_unallocated<M: Bounded>(field: &str, bytes: Vec<u8>) {
+    let bytes = Bytes::from(bytes);
+    let before = ASKED.load(Ordering::Relaxed);
+    let result = convert::decode::<M>(bytes);
+    let asked = ASKED.load(Ordering::Relaxed) - before;
+    match result {
+        Err(ConvertError::TooLarge { field: found, .. }) => assert_eq!(found, field),
+        other => panic!("{field}: {:?}", other.map(|_| "decoded")),
+    }
+    assert_eq!(asked, 0, "{field}: refusing allocated");
+}
+
+/// One test, so that nothing else allocates meanwhile.
+#[test]
+fn too_many_elements_are_refused_before_they_are_allocated() {
+    refused_unallocated::<v1::PutStartRequest>("configs", empty_elements(3));
+    let segments = nested(3, &empty_elements(4));
+    refused_unallocated::<v1::PutStartRequest>("config.preferred_segments", segments);
+    refused_unallocated::<v1::PutStartResponse>("expires_unix_ms", nested(4, &vec![0; 1 << 24][64..]));
+    refused_unallocated::<v1::PutEndRequest>("stripe_roots", nested(3, &vec![0; 1 << 24][64..]));
+    refused_unallocated::<v1::GroupMap>("map.masters", empty_elements(3));
+    let map = nested(1, &nested(6, &empty_elements(3)));
+    refused_unallocated::<v1::OutcomesResponse>("map.masters", map.clone());
+    refused_unallocated::<v1::GetJobResponse>("map.masters", map);
+    let groups = nested(3, &nested(4, &vec![0; 1 << 24][64..]));
+    refused_unallocated::<v1::GroupMap>("map.masters.groups", groups);
+    // Protobuf merges a message that stands twice: small maps would add up to a large one.
+    let twice = nested(1, &nested(6, &[])).repeat(2);
+    refused_unallocated::<v1::ExistResponse>("context", twice);
+    refused_unallocated::<v1::MountSegmentsRequest>("segments", empty_elements(2));
+    refused_unallocated::<v1::MountSegmentsResponse>("grants", empty_elements(2));
+    refused_unallocated::<v1::UnmountSegmentsRequest>("segments", nested(2, &vec![0; 1 << 24][64..]));
+    refused_unallocated::<v1::UnmountSegmentsRequest>("segments", [2 << 3, 0].repeat(1 << 22));
+    refused_unallocated::<v1::OpenSessionRequest>("addresses", empty_elements(4));
+    refused_unallocated::<v1::Heartbeat>("touched", empty_elements(3));
+    refused_unallocated::<v1::NodeMessage>("touched", nested(4, &empty_elements(3)));
+    refused_unallocated::<v1::NodeMessage>("segments", nested(4, &empty_elements(4)));
+    refused_unallocated::<v1::NodeMessage>("tenants", nested(6, &empty_elements(8)));
+    refused_unallocated::<v1::NodeMessage>("tenants", nested(8, &empty_elements(3)));
+    refused_unallocated::<v1::QueryKeysResponse>("details", empty_elements(3));
+    refused_unallocated::<v1::GetTenantsResponse>("tenants", empty_elements(2));
+    refused_unallocated::<v1::ListSegmentsResponse>("segments", empty_elements(2));
+    refused_unallocated::<v1::ExistRequest>("message", vec![0; REQUEST_BYTES_MAX + 1]);
+}
