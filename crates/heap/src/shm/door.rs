@@ -136,7 +136,7 @@ pub struct Visitor {
     pub socket: OwnedFd,
     /// Its ledger.
     pub ledger: Arc<ClientLedger>,
-    /// Fires when its process ends. Hand it to a [`DeathWatch`].
+    /// Fires when its process ends. Hand it to a [`DeathWatch`](crate::DeathWatch).
     pub pidfd: OwnedFd,
     /// Its process, for messages to people.
     pub pid: u32,
