@@ -221,8 +221,11 @@ pub fn shut_out_claims<'a, I: IntoIterator<Item = &'a Cell>>(
         named
     };
     let seen_first = planted(Bug::LookBeforeShut).then(is_named);
-    if let Transition::Refused(found) = word.shut(epoch) {
-        return Shut::Refused(found);
+    match word.shut(epoch) {
+        Transition::Done(_) => {}
+        // DEAD already: it was killed, and must not come back.
+        Transition::Already => return Shut::Refused(word.load()),
+        Transition::Refused(found) => return Shut::Refused(found),
     }
     for _ in 0..LOOKS_MAX {
         if !seen_first.unwrap_or_else(is_named) {
@@ -258,6 +261,8 @@ mod tests {
         assert_eq!(cell.name(), Some(name));
         let other = Cell::vacant();
         assert!(word.kill(epoch).holds());
+        let dead = Word::new(epoch, State::Dead);
+        assert_eq!(shut_out_claims(&word, epoch, name, || []), Shut::Refused(dead), "killed is not shut");
         assert!(!other.acquire_again(&cell, &word, Word::new(epoch, State::Ready)));
         assert_eq!((other.name(), cell.name()), (None, Some(name)));
     }

@@ -161,12 +161,15 @@ mod tests {
     #[test]
     fn every_state_allows_only_its_own_transitions() {
         type Try = fn(&AtomicWord, Epoch) -> Transition;
-        let tries: [(&str, Try); 5] = [
+        let tries: [(&str, Try); 8] = [
             ("begin", AtomicWord::begin),
             ("burn", AtomicWord::burn),
             ("publish", AtomicWord::publish),
             ("kill", AtomicWord::kill),
             ("free", AtomicWord::free),
+            ("shut", AtomicWord::shut),
+            ("open_again", AtomicWord::open_again),
+            ("publish_shut", AtomicWord::publish_shut),
         ];
         // From a word at epoch 5: for each transition naming epochs 4, 5 and 6, the word it leads to.
         let leads = |name: &str, from: State, named: u64| match (name, from, named) {
@@ -175,19 +178,20 @@ mod tests {
             ("publish", Writing, 5) => Some(word(5, Ready)),
             ("kill", Writing | Ready, 5) => Some(word(5, Dead)),
             ("free", Dead, 5) => Some(word(5, Free)),
+            ("shut", Writing, 5) => Some(word(5, Dead)),
+            ("open_again", Dead, 5) => Some(word(5, Writing)),
+            ("publish_shut", Dead, 5) => Some(word(5, Ready)),
             _ => None,
         };
         // Asking for what is already so is not an error.
         let already = |name: &str, from: State, named: u64| {
-            named == 5
-                && matches!(
-                    (name, from),
-                    ("begin", Writing)
-                        | ("burn", Free)
-                        | ("publish", Ready)
-                        | ("kill", Dead)
-                        | ("free", Free)
-                )
+            let wanted = match name {
+                "begin" | "open_again" => Writing,
+                "burn" | "free" => Free,
+                "publish" | "publish_shut" => Ready,
+                _kill_or_shut => Dead,
+            };
+            named == 5 && from == wanted
         };
         for (name, transition) in tries {
             for from in [Free, Writing, Ready, Dead] {

@@ -135,6 +135,11 @@ models! {
         looking_for_claims_without_a_fence_is_found: ScanFenceMissing => "written after it was published",
         claiming_before_a_commit_without_a_fence_is_found: AcquireFenceMissing => "written after it was published",
     }
+    a_reader_that_is_let_in_sees_the_header_that_the_commit_wrote:
+        all(header_of_commit, &["held", "refused"]), {
+        committing_without_release_is_found: RelaxedPublish => "foreign header",
+        looking_at_a_commit_without_acquire_is_found: RelaxedLook => "foreign header",
+    }
     a_pin_can_move_while_its_slot_is_reclaimed:
         all(pin_move, &["moved", "kept", "draining", "reused"]), {
         moving_a_pin_without_a_look_at_the_word_is_found: NaivePinMove => "foreign bytes",
@@ -446,6 +451,27 @@ fn commit() {
         assert_eq!(at_last, as_published, "written after it was published");
         seen(if at_last == 1 { "wrote, then published" } else { "published, then refused" });
     }
+}
+
+/// The owner writes the header while the word is shut, and then lets readers in.
+fn header_of_commit() {
+    let shared =
+        share((Slot::new(0, 1, State::Writing, Payload::values), vacant_cells(1), AtomicU64::new(0)));
+    let reader = spawn(&shared, |(slot, cells, header)| {
+        if cells[0].acquire(slot.name, &slot.word, Expect::Ready).is_ok() {
+            assert_eq!(header.load(Ordering::Relaxed), 1, "foreign header");
+            cells[0].release();
+            seen("held");
+        } else {
+            seen("refused");
+        }
+    });
+    let (slot, _, header) = shared.enter();
+    // The reader's cell is not among the writer's.
+    assert_eq!(shut_out_claims(&slot.word, epoch(1), slot.name, || []), Shut::Alone);
+    header.store(1, Ordering::Relaxed);
+    assert!(publish_shut(&slot.word, epoch(1)).holds());
+    reader.join().unwrap();
 }
 
 fn pin_move() {
