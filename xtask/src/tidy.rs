@@ -67,6 +67,7 @@ pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     findings.extend(pages::links(&tree));
     findings.extend(sources::headers(&tree));
     findings.extend(sources::lengths(&tree));
+    findings.extend(sources::purity(&tree));
 
     findings.sort();
     findings.iter().for_each(|finding| println!("{finding}"));

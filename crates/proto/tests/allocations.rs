@@ -1,13 +1,15 @@
-//! A message with too many elements is refused before anything is allocated for them.
+//! A message with too many elements is refused before anything is allocated for them, and attributes are
+//! checked where they stand.
 //!
 //! Alone in its binary: the allocator that counts is the process's.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use moontide_proto::convert::{self, Bounded, ConvertError};
+use moontide_proto::convert::{self, AttributeSection, Bounded, ConvertError};
 use moontide_proto::v1;
 use moontide_types::bounds::REQUEST_BYTES_MAX;
+use moontide_types::record::{Attributes, ParentHash};
 use prost::bytes::Bytes;
 
 /// Bytes that were ever asked for.
@@ -59,6 +61,28 @@ fn refused_unallocated<M: Bounded>(field: &str, bytes: Vec<u8>) {
 
 /// One test, so that nothing else allocates meanwhile.
 #[test]
+fn checks_come_before_allocations() {
+    attributes_are_checked_where_they_stand();
+    too_many_elements_are_refused_before_they_are_allocated();
+}
+
+fn attributes_are_checked_where_they_stand() {
+    let attributes = Attributes {
+        cohort: Some((*b"session-7").into()),
+        parent: ParentHash::new(&[9; 32]),
+        note: Some((*b"tokens").into()),
+        ..Attributes::default()
+    };
+    let mut bytes = vec![];
+    attributes.encode(&mut bytes);
+    let before = ASKED.load(Ordering::Relaxed);
+    let section = AttributeSection::new(&bytes).expect("just encoded");
+    let read = section.decode_ref();
+    assert_eq!(ASKED.load(Ordering::Relaxed), before, "checking allocated");
+    assert_eq!(read, attributes.borrowed());
+    assert_eq!(section.decode(), attributes);
+}
+
 fn too_many_elements_are_refused_before_they_are_allocated() {
     refused_unallocated::<v1::PutStartRequest>("configs", empty_elements(3));
     let segments = nested(3, &empty_elements(4));

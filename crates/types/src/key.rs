@@ -7,6 +7,7 @@ use std::fmt;
 use std::num::NonZeroU16;
 
 use crate::bounds::{KEY_BYTES_MAX, TENANT_BYTES_MAX};
+use crate::id_batch;
 use crate::ids::GroupId;
 
 /// Why some bytes are not a key or not a tenant's name.
@@ -43,6 +44,9 @@ pub enum KeyError {
 pub struct Key<'a>(&'a [u8]);
 
 impl<'a> Key<'a> {
+    /// Fills places of an array that no key has taken yet.
+    pub(crate) const PLACEHOLDER: Key<'static> = Key(&[0]);
+
     /// Checks the length.
     pub fn new(bytes: &'a [u8]) -> Result<Key<'a>, KeyError> {
         match bytes.len() {
@@ -123,7 +127,12 @@ impl ObjectId {
 
     /// The group this object belongs to, in a cluster of `groups` groups.
     pub fn group(&self, groups: NonZeroU16) -> GroupId {
-        GroupId((self.as_u128() % u128::from(groups.get())) as u16)
+        let groups = groups.get();
+        if groups.is_power_of_two() {
+            // The usual case, without the division of 128 bits, which costs as much as finding the object.
+            return GroupId(self.as_u128() as u16 & (groups - 1));
+        }
+        GroupId((self.as_u128() % u128::from(groups)) as u16)
     }
 }
 
@@ -192,6 +201,30 @@ impl IdKey {
         let (id, _) = hash.as_bytes().split_first_chunk().expect("a BLAKE3 hash has 32 bytes");
         ObjectId(*id)
     }
+
+    /// Appends the ids of `keys` of `tenant` to `out`, in their order.
+    ///
+    /// The same ids as [`IdKey::object_id`] gives, in about a third of the time for eight or more keys of
+    /// similar length (AVX-512; half of it with AVX2). Up to two keys cost what they cost one by one.
+    pub fn object_ids<'k>(
+        &self,
+        tenant: Tenant<'_>,
+        generation: TenantGeneration,
+        keys: impl IntoIterator<Item = Key<'k>>,
+        out: &mut Vec<ObjectId>,
+    ) {
+        let keys = keys.into_iter();
+        if keys.size_hint().1.is_some_and(|most| most <= id_batch::SINGLE_MAX) {
+            out.extend(keys.map(|key| self.object_id(tenant, generation, key)));
+        } else {
+            id_batch::append(self, tenant, generation, keys, out);
+        }
+    }
+
+    /// The secret itself, for the batch.
+    pub(crate) fn secret(&self) -> &[u8; 32] {
+        &self.secret
+    }
 }
 
 impl fmt::Debug for IdKey {
@@ -257,7 +290,10 @@ mod tests {
 
     #[test]
     fn groups_partition_the_ids() {
-        let group = ObjectId(5u128.to_le_bytes()).group(NonZeroU16::new(4).unwrap());
-        assert_eq!(group, GroupId(1));
+        let id = ObjectId(0x0123_4567_89ab_cdef_fedc_ba98_7654_3217u128.to_le_bytes());
+        for groups in (1..=4096).chain([u16::MAX]) {
+            let expected = (id.as_u128() % u128::from(groups)) as u16;
+            assert_eq!(id.group(NonZeroU16::new(groups).unwrap()), GroupId(expected), "{groups} groups");
+        }
     }
 }

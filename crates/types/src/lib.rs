@@ -12,6 +12,7 @@
 pub mod bounds;
 mod clock;
 mod error;
+mod id_batch;
 mod ids;
 mod key;
 pub mod record;

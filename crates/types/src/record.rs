@@ -30,5 +30,5 @@ pub use header::{
     FIELDS, Field, HEADER_BYTES, HEADER_MAGIC, HEADER_VERSION, Header, HeaderError, WORD_OFFSET,
 };
 pub use layout::{LayoutError, RecordLayout};
-pub use trailer::{Attributes, KeySection, ParentHash, PinClass, TrailerError, trailer_crc};
+pub use trailer::{Attributes, AttributesRef, KeySection, ParentHash, PinClass, TrailerError, trailer_crc};
 pub use word::{State, Word};

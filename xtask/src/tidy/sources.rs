@@ -1,4 +1,5 @@
-//! Checks on source files: each opens with what it is for, and none is too long to be read.
+//! Checks on source files: each opens with what it is for, none is too long to be read, and code that decides neither
+//! asks a clock nor waits.
 
 use super::Finding;
 use super::tree::Tree;
@@ -32,6 +33,40 @@ pub(super) fn lengths(tree: &Tree) -> Vec<Finding> {
     .collect()
 }
 
+/// Where decisions are made: time, randomness and the world arrive as arguments. The last two do not exist yet.
+const PURE: &[&str] = &["crates/meta/src/", "crates/node/src/decide", "crates/client/src/decide"];
+
+/// What such code may not name, and what to do instead.
+const IMPURE: &[(&str, &str)] = &[
+    ("SystemClock", "take the time as an argument"),
+    ("Instant::", "take the time as an argument"),
+    ("SystemTime", "take the time as an argument"),
+    ("std::thread", "return an effect; threads belong to the master"),
+    ("std::fs", "return an effect; files belong to the master"),
+    ("std::net", "return an effect; sockets belong to the master"),
+    ("std::env", "take it as an argument"),
+    ("Mutex", "one thread at a time calls it; locks belong to the master"),
+    ("RwLock", "one thread at a time calls it; locks belong to the master"),
+    ("std::sync::atomic", "one thread at a time calls it"),
+    ("RandomState", "its seed differs from run to run; hash with what a seed decides"),
+    ("tokio", "decisions wait for nobody"),
+];
+
+/// Code that decides is pure: the same commands give the same effects, on any machine, in any year. Comments may name
+/// anything.
+pub(super) fn purity(tree: &Tree) -> Vec<Finding> {
+    let mut findings = vec![];
+    for (path, text) in tree.files().filter(|(path, _)| PURE.iter().any(|pure| path.starts_with(pure))) {
+        for (number, line) in (1..).zip(text.lines()) {
+            let code = line.split("//").next().unwrap_or("");
+            for (name, instead) in IMPURE.iter().filter(|(name, _)| code.contains(name)) {
+                findings.push(Finding::new(format!("{path}:{number}"), format!("names `{name}`; {instead}")));
+            }
+        }
+    }
+    findings
+}
+
 fn wants_header(path: &str) -> bool {
     let parts: Vec<&str> = path.split('/').collect();
     path.ends_with(".rs") && matches!(parts.as_slice(), ["crates", _, "src", ..] | ["xtask", "src", ..])
@@ -52,6 +87,24 @@ mod tests {
         ]);
         let places: Vec<String> = headers(&tree).into_iter().map(|finding| finding.place).collect();
         assert_eq!(places, ["crates/heap/src/alloc/bins.rs:1", "xtask/src/main.rs:1"]);
+    }
+
+    #[test]
+    fn a_clock_in_code_that_decides_is_found() {
+        let tree = Tree::of(&[
+            (
+                "crates/meta/src/lib.rs",
+                "//! No Instant::now() here.\nuse std::time::Duration; // not SystemTime\n",
+            ),
+            ("crates/meta/src/group.rs", "fn f() { let t = Instant::now(); }\nuse std::sync::Mutex;\n"),
+            ("crates/meta/tests/model.rs", "use std::sync::Mutex;\n"),
+            ("crates/master/src/lib.rs", "use std::sync::Mutex;\n"),
+            ("crates/node/src/decide/beat.rs", "use tokio::time;\n"),
+        ]);
+        let places: Vec<String> = purity(&tree).into_iter().map(|finding| finding.place).collect();
+        let expected =
+            ["crates/meta/src/group.rs:1", "crates/meta/src/group.rs:2", "crates/node/src/decide/beat.rs:1"];
+        assert_eq!(places, expected);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The two flat arrays that lookups and puts answer with, and attributes beside them.
 
 use moontide_types::bounds::BATCH_KEYS_MAX;
-use moontide_types::record::{Attributes, TrailerError};
+use moontide_types::record::{Attributes, AttributesRef, TrailerError};
 use prost::bytes::Bytes;
 
 use super::ConvertError;
@@ -232,7 +232,7 @@ pub struct AttributeSection<'a>(&'a [u8]);
 impl<'a> AttributeSection<'a> {
     /// Checks the section.
     pub fn new(bytes: &'a [u8]) -> Result<AttributeSection<'a>, TrailerError> {
-        Attributes::decode(bytes)?;
+        AttributesRef::decode(bytes)?;
         Ok(AttributeSection(bytes))
     }
 
@@ -241,9 +241,14 @@ impl<'a> AttributeSection<'a> {
         self.0
     }
 
+    /// What they say, without copying any of it.
+    pub fn decode_ref(self) -> AttributesRef<'a> {
+        AttributesRef::decode(self.0).expect("checked by new")
+    }
+
     /// What they say.
     pub fn decode(self) -> Attributes {
-        Attributes::decode(self.0).expect("checked by new")
+        self.decode_ref().to_owned()
     }
 }
 

@@ -50,6 +50,13 @@ pub enum TrailerError {
     },
 }
 
+// The kinds of attributes.
+const PIN: u16 = 1;
+const EXPIRES: u16 = 2;
+const COHORT: u16 = 3;
+const PARENT: u16 = 4;
+const NOTE: u16 = 5;
+
 /// CRC-32C over both sections, as the header carries it.
 pub fn trailer_crc(key_section: &[u8], attributes: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(key_section), attributes)
@@ -122,7 +129,12 @@ pub struct ParentHash(Box<[u8]>);
 impl ParentHash {
     /// 1 to [`PARENT_HASH_BYTES_MAX`] bytes.
     pub fn new(bytes: &[u8]) -> Option<ParentHash> {
-        (1..=PARENT_HASH_BYTES_MAX).contains(&bytes.len()).then(|| ParentHash(bytes.into()))
+        Self::check(bytes).map(|bytes| ParentHash(bytes.into()))
+    }
+
+    /// The bytes, if they can be a parent hash.
+    fn check(bytes: &[u8]) -> Option<&[u8]> {
+        (1..=PARENT_HASH_BYTES_MAX).contains(&bytes.len()).then_some(bytes)
     }
 
     /// The bytes.
@@ -147,20 +159,20 @@ pub struct Attributes {
 }
 
 impl Attributes {
-    const PIN: u16 = 1;
-    const EXPIRES: u16 = 2;
-    const COHORT: u16 = 3;
-    const PARENT: u16 = 4;
-    const NOTE: u16 = 5;
-
     /// Whether all parts keep to their bounds.
     pub fn check(&self) -> Result<(), TrailerError> {
-        let bounded = |kind, value: &Option<Box<[u8]>>, max| match value.as_deref() {
-            Some(v) if v.is_empty() || v.len() > max => Err(TrailerError::Value { kind, len: v.len() }),
-            _ => Ok(()),
-        };
-        bounded(Self::COHORT, &self.cohort, COHORT_BYTES_MAX)?;
-        bounded(Self::NOTE, &self.note, NOTE_BYTES_MAX)
+        self.borrowed().check()
+    }
+
+    /// The same, borrowed.
+    pub fn borrowed(&self) -> AttributesRef<'_> {
+        AttributesRef {
+            pin: self.pin,
+            expires: self.expires,
+            cohort: self.cohort.as_deref(),
+            parent: self.parent.as_ref().map(ParentHash::as_bytes),
+            note: self.note.as_deref(),
+        }
     }
 
     /// Appends the encoded form to `out`; nothing at all for default attributes.
@@ -175,28 +187,61 @@ impl Attributes {
             out.extend_from_slice(value);
         };
         if self.pin != PinClass::None {
-            put(Self::PIN, &[self.pin as u8]);
+            put(PIN, &[self.pin as u8]);
         }
         if let Some(expires) = self.expires {
-            put(Self::EXPIRES, &expires.0.to_le_bytes());
+            put(EXPIRES, &expires.0.to_le_bytes());
         }
         if let Some(cohort) = &self.cohort {
-            put(Self::COHORT, cohort);
+            put(COHORT, cohort);
         }
         if let Some(parent) = &self.parent {
-            put(Self::PARENT, parent.as_bytes());
+            put(PARENT, parent.as_bytes());
         }
         if let Some(note) = &self.note {
-            put(Self::NOTE, note);
+            put(NOTE, note);
         }
     }
 
     /// Reads the section.
     pub fn decode(bytes: &[u8]) -> Result<Attributes, TrailerError> {
+        AttributesRef::decode(bytes).map(AttributesRef::to_owned)
+    }
+}
+
+/// [`Attributes`] as they stand in a record: read without allocating.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttributesRef<'a> {
+    /// How strongly it resists eviction.
+    pub pin: PinClass,
+    /// When it expires, if ever.
+    pub expires: Option<UnixMillis>,
+    /// Label of objects that are leased and evicted together; 1 to [`COHORT_BYTES_MAX`] bytes.
+    pub cohort: Option<&'a [u8]>,
+    /// Hash of the block before this one; 1 to [`PARENT_HASH_BYTES_MAX`] bytes.
+    pub parent: Option<&'a [u8]>,
+    /// Bytes that mean something to the engine alone; 1 to [`NOTE_BYTES_MAX`] bytes.
+    pub note: Option<&'a [u8]>,
+}
+
+impl<'a> AttributesRef<'a> {
+    /// Whether all parts keep to their bounds.
+    pub fn check(self) -> Result<(), TrailerError> {
+        let bounded = |kind, value: Option<&[u8]>, max| match value {
+            Some(v) if v.is_empty() || v.len() > max => Err(TrailerError::Value { kind, len: v.len() }),
+            _ => Ok(()),
+        };
+        bounded(COHORT, self.cohort, COHORT_BYTES_MAX)?;
+        bounded(PARENT, self.parent, PARENT_HASH_BYTES_MAX)?;
+        bounded(NOTE, self.note, NOTE_BYTES_MAX)
+    }
+
+    /// Reads the section.
+    pub fn decode(bytes: &'a [u8]) -> Result<AttributesRef<'a>, TrailerError> {
         if bytes.len() > ATTRIBUTES_BYTES_MAX {
             return Err(TrailerError::AttributesTooLong { len: bytes.len() });
         }
-        let mut attributes = Attributes::default();
+        let mut attributes = AttributesRef::default();
         let (mut rest, mut last_kind) = (bytes, 0);
         while !rest.is_empty() {
             let kind = take_u16(&mut rest)?;
@@ -207,22 +252,36 @@ impl Attributes {
             let value = take_prefixed(&mut rest)?;
             let invalid = TrailerError::Value { kind, len: value.len() };
             match kind {
-                Self::PIN => {
+                PIN => {
                     let &[number] = value else { return Err(invalid) };
                     attributes.pin = PinClass::from_number(number).ok_or(invalid)?;
                 }
-                Self::EXPIRES => {
+                EXPIRES => {
                     let value = value.try_into().map_err(|_| invalid)?;
                     attributes.expires = Some(UnixMillis(u64::from_le_bytes(value)));
                 }
-                Self::COHORT => attributes.cohort = Some(value.into()),
-                Self::PARENT => attributes.parent = Some(ParentHash::new(value).ok_or(invalid)?),
-                Self::NOTE => attributes.note = Some(value.into()),
+                COHORT => attributes.cohort = Some(value),
+                PARENT => attributes.parent = Some(ParentHash::check(value).ok_or(invalid)?),
+                NOTE => attributes.note = Some(value),
                 _unknown => {}
             }
         }
         attributes.check()?;
         Ok(attributes)
+    }
+
+    /// The same, owned.
+    ///
+    /// # Panics
+    /// If the parent hash exceeds its bound, which [`AttributesRef::decode`] never lets through.
+    pub fn to_owned(self) -> Attributes {
+        Attributes {
+            pin: self.pin,
+            expires: self.expires,
+            cohort: self.cohort.map(Into::into),
+            parent: self.parent.map(|parent| ParentHash::new(parent).expect("checked when it was read")),
+            note: self.note.map(Into::into),
+        }
     }
 }
 
@@ -302,5 +361,41 @@ mod tests {
         assert_eq!(refused(&[1, 0, 1, 0, 1, 1, 0, 1, 0, 1]), TrailerError::Order { kind: 1 });
         assert_eq!(refused(&[0, 0, 0, 0]), TrailerError::Order { kind: 0 });
         assert_eq!(refused(&vec![0; 5000]), TrailerError::AttributesTooLong { len: 5000 });
+    }
+
+    #[test]
+    fn borrowed_attributes_stand_in_the_section() {
+        let (attributes, mut bytes) = (full(), vec![]);
+        attributes.encode(&mut bytes);
+        let borrowed = AttributesRef::decode(&bytes).unwrap();
+        assert_eq!(borrowed, attributes.borrowed());
+        for part in [borrowed.cohort, borrowed.parent, borrowed.note] {
+            let part = part.unwrap();
+            assert!(bytes.as_ptr_range().contains(&part.as_ptr()), "{part:?} was copied");
+        }
+        assert_eq!(borrowed.to_owned(), attributes);
+    }
+
+    #[test]
+    fn every_bounded_part_is_checked() {
+        type With = fn(&[u8]) -> AttributesRef<'_>;
+        let parts: [(u16, usize, With); 3] = [
+            (COHORT, COHORT_BYTES_MAX, |v| AttributesRef { cohort: Some(v), ..AttributesRef::default() }),
+            (PARENT, PARENT_HASH_BYTES_MAX, |v| AttributesRef {
+                parent: Some(v),
+                ..AttributesRef::default()
+            }),
+            (NOTE, NOTE_BYTES_MAX, |v| AttributesRef { note: Some(v), ..AttributesRef::default() }),
+        ];
+        for (kind, max, with) in parts {
+            for (len, fits) in [(0, false), (1, true), (max, true), (max + 1, false)] {
+                let value = vec![7; len];
+                let expected = if fits { Ok(()) } else { Err(TrailerError::Value { kind, len }) };
+                assert_eq!(with(&value).check(), expected);
+                let mut bytes = [kind.to_le_bytes(), (len as u16).to_le_bytes()].concat();
+                bytes.extend_from_slice(&value);
+                assert_eq!(AttributesRef::decode(&bytes), expected.map(|()| with(&value)));
+            }
+        }
     }
 }

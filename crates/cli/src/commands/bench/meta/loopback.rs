@@ -1,0 +1,520 @@
+//! Both doors of a master in a process of its own, on loopback, with clients beside it on the same machine.
+//!
+//! Rates are of client and server together: on two cores they share what there is. A bare echo of the same sizes over
+//! one connection is measured in the same run.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::num::NonZeroU16;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use moontide_client::{AsyncLink, BlockingLink, LinkConfig};
+use moontide_proto::convert::CallerId;
+use moontide_proto::v1::master_client::MasterClient;
+use moontide_proto::v1::master_nodes_client::MasterNodesClient;
+use moontide_proto::{PackedKeysBuilder, v1};
+use moontide_types::bounds::REQUEST_BYTES_MAX;
+use moontide_types::{IdKey, Key};
+use tonic::transport::{Channel, Endpoint};
+
+use super::super::figures::{BenchError, Line, Progress, cpu_time, io, median, spread};
+use super::reports::{self, Reports};
+use super::world::{KEY_BYTES, TENANT, key};
+use super::{Args, Dice};
+
+/// Keys of one batch.
+const BATCH: usize = 100;
+
+/// Callers of the cases with many.
+const CALLERS: usize = 64;
+
+/// How long one rate is measured.
+const SPAN: Duration = Duration::from_millis(1000);
+
+/// Starts a master, fills it by reports, and measures its doors.
+pub(super) fn run(args: &Args) -> Result<(), BenchError> {
+    let master = Master::start(args)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(io("starting a runtime"))?;
+    let node = runtime.block_on(fill(args, &master))?;
+    bare(args)?;
+    framed_batches(args, &master)?;
+    runtime.block_on(grpc_batches(args, &master))?;
+    one_caller(args, &master)?;
+    threads(args, &master)?;
+    runtime.block_on(tasks(args, &master))?;
+    drop(node);
+    Ok(())
+}
+
+// ------------------------------------------------------------------------------------------------ the master
+
+/// A master as a child process, which ends with this value.
+struct Master {
+    child: Child,
+    /// Kept open: a program whose output nobody takes ends.
+    out: BufReader<ChildStdout>,
+    grpc: String,
+    frames: String,
+}
+
+impl Master {
+    fn start(args: &Args) -> Result<Master, BenchError> {
+        let program = std::env::current_exe().map_err(io("finding this program"))?;
+        let mut child = Command::new(program)
+            .args([
+                "master",
+                "--grpc-listen=127.0.0.1:0",
+                "--frame-listen=127.0.0.1:0",
+                "--admin-listen=127.0.0.1:0",
+            ])
+            .arg(format!("--groups={}", args.groups))
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(io("starting a master"))?;
+        let out = BufReader::new(child.stdout.take().expect("it is piped"));
+        let mut master = Master { child, out, grpc: String::new(), frames: String::new() };
+        while master.grpc.is_empty() || master.frames.is_empty() {
+            let mut line = String::new();
+            if master.out.read_line(&mut line).map_err(io("reading the master's output"))? == 0 {
+                return Err(wrong("the master ended before it said where it listens"));
+            }
+            match line.split_whitespace().collect::<Vec<_>>()[..] {
+                ["grpc", address] => master.grpc = address.into(),
+                ["frame", address] => master.frames = address.into(),
+                _ => {}
+            }
+        }
+        Ok(master)
+    }
+
+    fn link(&self, caller: u64) -> LinkConfig {
+        LinkConfig::new(self.frames.clone(), CallerId(caller))
+    }
+
+    async fn channel(&self) -> Result<Channel, BenchError> {
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.grpc))
+            .map_err(|error| BenchError::Wrong(error.to_string()))?
+            .tcp_nodelay(true)
+            .initial_stream_window_size(4 << 20)
+            .initial_connection_window_size(16 << 20);
+        endpoint.connect().await.map_err(|error| BenchError::Wrong(format!("{}: {error}", self.grpc)))
+    }
+
+    fn cpu(&self) -> Result<Duration, BenchError> {
+        cpu_time(self.child.id())
+    }
+}
+
+impl Drop for Master {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wrong(what: impl std::fmt::Display) -> BenchError {
+    BenchError::Wrong(what.to_string())
+}
+
+// ----------------------------------------------------------------------------------------------- the reports
+
+/// Fills the master over a node's stream and says how fast that went. The node lives as long as the answer.
+async fn fill(args: &Args, master: &Master) -> Result<tokio::task::JoinHandle<()>, BenchError> {
+    let channel = master.channel().await?;
+    let mut client = MasterNodesClient::new(channel)
+        .max_decoding_message_size(REQUEST_BYTES_MAX)
+        .max_encoding_message_size(REQUEST_BYTES_MAX);
+    let opened = client.open_session(reports::open_session()).await.map_err(wrong)?.into_inner();
+    reports::accepted(&opened.context)?;
+    let term = opened.context.as_ref().map_or(0, |context| context.term);
+    let secret: [u8; 32] = opened.id_key_secret.as_ref().try_into().map_err(|_| wrong("no id key"))?;
+    let id_key = IdKey::new(opened.id_key, secret);
+    let groups = NonZeroU16::new(opened.groups as u16).ok_or_else(|| wrong("no groups"))?;
+    let mount = reports::mount(opened.session, groups.get(), args.objects);
+    let mounted = client.mount_segments(mount).await.map_err(wrong)?.into_inner();
+    reports::accepted(&mounted.context)?;
+
+    let mut reports = Reports::new(opened.session, term, groups, id_key, args.objects);
+    let (send, receive) = tokio::sync::mpsc::channel::<v1::NodeMessage>(8);
+    let outgoing = tokio_stream::wrappers::ReceiverStream::new(receive);
+    // The first message names the session.
+    let beat = |sequence: u64, session: u64, beat: u64| v1::NodeMessage {
+        session,
+        sequence,
+        highest_term: 0,
+        body: Some(v1::node_message::Body::Heartbeat(v1::Heartbeat {
+            beat,
+            reads: Some(v1::ReadCounters::default()),
+            pressure: Some(v1::Pressure::default()),
+            ..Default::default()
+        })),
+    };
+    let session = opened.session;
+    reports.skip_sequence();
+    send.send(beat(1, session, 1)).await.map_err(wrong)?;
+    let mut incoming = client.session(outgoing).await.map_err(wrong)?.into_inner();
+
+    let mut progress = Progress::new(format!("reporting {} objects", args.objects), args.objects);
+    let acked = Arc::new(AtomicU64::new(0));
+    let seen = Arc::clone(&acked);
+    let reader = tokio::spawn(async move {
+        while let Ok(Some(message)) = incoming.message().await {
+            seen.store(message.acked_sequence, Ordering::Relaxed);
+        }
+    });
+    let before = master.cpu()?;
+    // Messages are made ahead, some hundred megabytes at a time: making them is not what is measured.
+    let (mut spent, mut sequence, mut rates) = (Duration::ZERO, 1, vec![]);
+    loop {
+        let messages: Vec<v1::NodeMessage> = reports.by_ref().take(256).collect();
+        if messages.is_empty() {
+            break;
+        }
+        let records: u64 = messages.iter().map(reports::records).sum();
+        sequence = messages.last().map_or(sequence, |message| message.sequence);
+        let started = Instant::now();
+        for message in messages {
+            send.send(message).await.map_err(|_| wrong("the master ended the session"))?;
+        }
+        while acked.load(Ordering::Relaxed) < sequence {
+            if reader.is_finished() || started.elapsed() > Duration::from_secs(60) {
+                return Err(wrong("the master does not acknowledge reports"));
+            }
+            tokio::time::sleep(Duration::from_micros(200)).await;
+        }
+        spent += started.elapsed();
+        if records > 100_000 {
+            rates.push(records as f64 / started.elapsed().as_secs_f64());
+        }
+        progress.at(reports.drawn());
+    }
+    let cpu = master.cpu()?.saturating_sub(before);
+    let rate = args.objects as f64 / spent.as_secs_f64();
+    Line::new("meta", "report_ingest_wire")
+        .with("objects", args.objects)
+        .against("records_per_s", rate, 1_000_000.0, true)
+        .number("spread", spread(&rates))
+        .number("master_cpu_ns_per_record", cpu.as_nanos() as f64 / args.objects as f64)
+        .print();
+    // Heartbeats go on until the benchmark is over.
+    Ok(tokio::spawn(async move {
+        let mut beats = 1;
+        loop {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            (sequence, beats) = (sequence + 1, beats + 1);
+            if send.send(beat(sequence, session, beats)).await.is_err() {
+                return;
+            }
+        }
+    }))
+}
+
+// ---------------------------------------------------------------------------------------------- measurements
+
+/// Runs `callers` threads for a while; each calls `call` again and again and says how many keys that were. The answer:
+/// rates of all repeats, and the master's CPU time per key.
+fn rates<C: Send>(
+    args: &Args,
+    master: &Master,
+    callers: impl Fn() -> Result<Vec<C>, BenchError>,
+    call: impl Fn(&mut C) -> Result<u64, BenchError> + Sync,
+) -> Result<(Vec<f64>, f64), BenchError> {
+    let mut rates = vec![];
+    let (mut keys, before) = (0, master.cpu()?);
+    for _ in 0..args.repeats {
+        let callers = callers()?;
+        let started = Instant::now();
+        let done: Result<Vec<u64>, BenchError> = std::thread::scope(|scope| {
+            let call = &call;
+            let handles: Vec<_> = callers
+                .into_iter()
+                .map(|mut caller| {
+                    scope.spawn(move || {
+                        let mut done = 0;
+                        while started.elapsed() < SPAN {
+                            done += call(&mut caller)?;
+                        }
+                        Ok(done)
+                    })
+                })
+                .collect();
+            handles.into_iter().map(|handle| handle.join().expect("a caller ends")).collect()
+        });
+        let sum: u64 = done?.iter().sum();
+        rates.push(sum as f64 / started.elapsed().as_secs_f64());
+        keys += sum;
+    }
+    let cpu = master.cpu()?.saturating_sub(before);
+    Ok((rates, cpu.as_nanos() as f64 / keys.max(1) as f64))
+}
+
+fn line(case: &str, args: &Args, callers: usize, batch: usize, cpu_ns: f64, rates: &[f64]) -> Line {
+    Line::new("meta", case)
+        .with("objects", args.objects)
+        .with("callers", callers)
+        .with("batch", batch)
+        .number("spread", spread(rates))
+        .number("master_cpu_ns_per_key", cpu_ns)
+}
+
+/// Batches of keys, made ahead.
+fn batches(args: &Args, seed: u64, count: usize) -> Vec<Vec<[u8; KEY_BYTES]>> {
+    let mut dice = Dice::new(args.seed.wrapping_add(seed));
+    (0..count).map(|_| (0..BATCH).map(|_| key(dice.below(args.objects))).collect()).collect()
+}
+
+fn as_keys(batch: &[[u8; KEY_BYTES]]) -> Vec<Key<'_>> {
+    batch.iter().map(|key| Key::new(key).expect("64 bytes are a key")).collect()
+}
+
+/// An echo over one connection with the sizes of a batch and of a single call: what the machine allows.
+fn bare(args: &Args) -> Result<(), BenchError> {
+    let listener = TcpListener::bind("127.0.0.1:0").map_err(io("listening for the bare echo"))?;
+    let address = listener.local_addr().map_err(io("listening for the bare echo"))?;
+    for (case, request, reply) in [
+        ("bare_echo_batch", 64 + 60 + 6 + 2 * BATCH + BATCH * KEY_BYTES, 64 + 40),
+        ("bare_echo_single", 64 + 60 + 6 + KEY_BYTES, 64 + 30),
+    ] {
+        let server = {
+            let listener = listener.try_clone().map_err(io("listening for the bare echo"))?;
+            std::thread::spawn(move || {
+                let Ok((mut stream, _)) = listener.accept() else { return };
+                let _ = stream.set_nodelay(true);
+                let (mut inbox, outbox) = (vec![0; request], vec![0; reply]);
+                while stream.read_exact(&mut inbox).is_ok() && stream.write_all(&outbox).is_ok() {}
+            })
+        };
+        let mut stream = TcpStream::connect(address).map_err(io("connecting to the bare echo"))?;
+        stream.set_nodelay(true).map_err(io("connecting to the bare echo"))?;
+        let (outbox, mut inbox) = (vec![0; request], vec![0; reply]);
+        let mut rates = vec![];
+        for _ in 0..args.repeats {
+            let started = Instant::now();
+            let mut calls = 0;
+            while started.elapsed() < SPAN / 2 {
+                stream.write_all(&outbox).map_err(io("the bare echo"))?;
+                stream.read_exact(&mut inbox).map_err(io("the bare echo"))?;
+                calls += 1;
+            }
+            rates.push(f64::from(calls) / started.elapsed().as_secs_f64());
+        }
+        drop(stream);
+        let _ = server.join();
+        Line::new("meta", case)
+            .with("request_bytes", request)
+            .with("reply_bytes", reply)
+            .number("calls_per_s", median(rates.clone()))
+            .number("spread", spread(&rates))
+            .print();
+    }
+    Ok(())
+}
+
+/// Batches of 100 keys over the framed protocol, from as many threads as there are in flight.
+fn framed_batches(args: &Args, master: &Master) -> Result<(), BenchError> {
+    eprintln!("batches over the framed protocol …");
+    for (case, lookup, target) in [("exist_framed", false, Some(3_000_000.0)), ("lookup_framed", true, None)]
+    {
+        for callers in [1, 2, 4] {
+            let connect = || {
+                let connect = |caller: usize| -> Result<_, BenchError> {
+                    let link = BlockingLink::connect(master.link(caller as u64 + 1)).map_err(wrong)?;
+                    Ok((link, batches(args, caller as u64, 200), 0usize))
+                };
+                (0..callers).map(connect).collect()
+            };
+            let (rates, cpu_ns) = rates(args, master, connect, |(link, batches, at)| {
+                let keys = as_keys(&batches[*at % batches.len()]);
+                *at += 1;
+                let found = if lookup {
+                    let reply = link.lookup(TENANT, &keys, 5_000, false).map_err(wrong)?;
+                    let replicas = reply.replicas().map_err(wrong)?;
+                    replicas.list.iter().filter(|(object, _)| object.code.is_none()).count()
+                } else {
+                    link.exist(TENANT, &keys)
+                        .map_err(wrong)?
+                        .iter()
+                        .filter(|found| **found == Ok(true))
+                        .count()
+                };
+                all_found(found, keys.len())
+            })?;
+            let rate = median(rates.clone());
+            let line = line(case, args, callers, BATCH, cpu_ns, &rates);
+            match target {
+                Some(target) => line.against("keys_per_s", rate, target, true),
+                None => line.number("keys_per_s", rate),
+            }
+            .print();
+        }
+    }
+    Ok(())
+}
+
+fn all_found(found: usize, asked: usize) -> Result<u64, BenchError> {
+    if found == asked { Ok(asked as u64) } else { Err(wrong(format!("{found} of {asked} keys were found"))) }
+}
+
+/// Batches of 100 keys over gRPC.
+async fn grpc_batches(args: &Args, master: &Master) -> Result<(), BenchError> {
+    eprintln!("batches over gRPC …");
+    for (case, lookup, target) in [("exist_grpc", false, Some(1_500_000.0)), ("lookup_grpc", true, None)] {
+        for callers in [1usize, 4, 8] {
+            let mut rates = vec![];
+            let (before, mut keys) = (master.cpu()?, 0);
+            for _ in 0..args.repeats {
+                let started = Instant::now();
+                let mut tasks = vec![];
+                for caller in 0..callers {
+                    let client = MasterClient::new(master.channel().await?)
+                        .max_decoding_message_size(REQUEST_BYTES_MAX)
+                        .max_encoding_message_size(REQUEST_BYTES_MAX);
+                    let packed: Vec<prost::bytes::Bytes> =
+                        batches(args, caller as u64, 200).iter().map(|batch| pack(batch)).collect();
+                    tasks.push(tokio::spawn(grpc_caller(client, packed, lookup, started)));
+                }
+                let mut sum = 0;
+                for task in tasks {
+                    sum += task.await.map_err(wrong)??;
+                }
+                rates.push(sum as f64 / started.elapsed().as_secs_f64());
+                keys += sum;
+            }
+            let cpu_ns = master.cpu()?.saturating_sub(before).as_nanos() as f64 / keys.max(1) as f64;
+            let rate = median(rates.clone());
+            let line = line(case, args, callers, BATCH, cpu_ns, &rates);
+            match target {
+                Some(target) => line.against("keys_per_s", rate, target, true),
+                None => line.number("keys_per_s", rate),
+            }
+            .print();
+        }
+    }
+    Ok(())
+}
+
+fn pack(batch: &[[u8; KEY_BYTES]]) -> prost::bytes::Bytes {
+    let mut keys = PackedKeysBuilder::new();
+    for key in as_keys(batch) {
+        keys.push(key).expect("a hundred keys fit");
+    }
+    keys.finish().into()
+}
+
+async fn grpc_caller(
+    mut client: MasterClient<Channel>,
+    packed: Vec<prost::bytes::Bytes>,
+    lookup: bool,
+    started: Instant,
+) -> Result<u64, BenchError> {
+    let context = || Some(v1::RequestContext { deadline_ms: 10_000, caller: 1, ..Default::default() });
+    let mut done = 0;
+    for keys in packed.iter().cycle() {
+        if started.elapsed() >= SPAN {
+            break;
+        }
+        let found = if lookup {
+            let request = v1::GetReplicaListRequest {
+                context: context(),
+                keys: keys.clone(),
+                lease_ms: 5_000,
+                attributes: false,
+            };
+            client.get_replica_list(request).await.map_err(wrong)?.into_inner().objects.len() / 64
+        } else {
+            let request = v1::ExistRequest { context: context(), keys: keys.clone() };
+            let present = client.exist(request).await.map_err(wrong)?.into_inner().present;
+            present.iter().map(|bits| bits.count_ones() as usize).sum()
+        };
+        done += all_found(found, BATCH)?;
+    }
+    Ok(done)
+}
+
+/// One thread, one key at a time.
+fn one_caller(args: &Args, master: &Master) -> Result<(), BenchError> {
+    eprintln!("single keys …");
+    for (case, lookup) in [("exist_one_caller", false), ("lookup_one_caller", true)] {
+        let connect = || {
+            let link = BlockingLink::connect(master.link(1)).map_err(wrong)?;
+            Ok(vec![(link, batches(args, 9, 100), 0usize)])
+        };
+        let (rates, cpu_ns) = rates(args, master, connect, |(link, batches, at)| {
+            *at += 1;
+            one_key(link, &batches[*at / BATCH % batches.len()][*at % BATCH], lookup)
+        })?;
+        line(case, args, 1, 1, cpu_ns, &rates)
+            .against("calls_per_s", median(rates.clone()), 40_000.0, true)
+            .print();
+    }
+    Ok(())
+}
+
+fn one_key(link: &BlockingLink, key: &[u8; KEY_BYTES], lookup: bool) -> Result<u64, BenchError> {
+    let key = Key::new(key).expect("64 bytes are a key");
+    let found = if lookup {
+        link.lookup_one(TENANT, key, 5_000).map_err(wrong)?.is_ok()
+    } else {
+        link.exist_one(TENANT, key).map_err(wrong)? == Ok(true)
+    };
+    all_found(found.into(), 1)
+}
+
+/// Many threads share one link, one key at a time each.
+fn threads(args: &Args, master: &Master) -> Result<(), BenchError> {
+    let link = BlockingLink::connect(master.link(1)).map_err(wrong)?;
+    let callers = || Ok((0..CALLERS).map(|caller| (batches(args, caller as u64, 20), 0usize)).collect());
+    let (rates, cpu_ns) = rates(args, master, callers, |(batches, at)| {
+        *at += 1;
+        one_key(&link, &batches[*at / BATCH % batches.len()][*at % BATCH], true)
+    })?;
+    line("lookup_64_threads", args, CALLERS, 1, cpu_ns, &rates)
+        .against("calls_per_s", median(rates.clone()), 100_000.0, true)
+        .print();
+    Ok(())
+}
+
+/// Many tasks share one link, one key at a time each.
+async fn tasks(args: &Args, master: &Master) -> Result<(), BenchError> {
+    let link = Arc::new(AsyncLink::connect(master.link(1)).await.map_err(wrong)?);
+    let mut rates = vec![];
+    let (before, mut keys) = (master.cpu()?, 0);
+    for _ in 0..args.repeats {
+        let sets: Vec<_> = (0..CALLERS).map(|caller| batches(args, caller as u64, 20)).collect();
+        let started = Instant::now();
+        let mut tasks = vec![];
+        for batches in sets {
+            let link = Arc::clone(&link);
+            tasks.push(tokio::spawn(async move {
+                let mut done = 0;
+                for key in batches.iter().flatten().cycle() {
+                    if started.elapsed() >= SPAN {
+                        break;
+                    }
+                    let key = Key::new(key).expect("64 bytes are a key");
+                    let found = link.lookup_one(TENANT, key, 5_000).await.map_err(wrong)?.is_ok();
+                    done += all_found(found.into(), 1)?;
+                }
+                Ok::<u64, BenchError>(done)
+            }));
+        }
+        let mut sum = 0;
+        for task in tasks {
+            sum += task.await.map_err(wrong)??;
+        }
+        rates.push(sum as f64 / started.elapsed().as_secs_f64());
+        keys += sum;
+    }
+    let cpu_ns = master.cpu()?.saturating_sub(before).as_nanos() as f64 / keys.max(1) as f64;
+    line("lookup_64_tasks", args, CALLERS, 1, cpu_ns, &rates)
+        .against("calls_per_s", median(rates.clone()), 250_000.0, true)
+        .print();
+    Ok(())
+}

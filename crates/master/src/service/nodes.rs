@@ -1,0 +1,473 @@
+//! Nodes: sessions, segments, and what nodes say on their streams.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use moontide_meta::{
+    Beat, Effects, Medium as MetaMedium, MountSpec, Quota, ReportRecord, ReportState, StripeView, TenantIx,
+    TickBudget,
+};
+use moontide_proto::convert::{
+    Heartbeat, MountSegmentsRequest, NodeBody, NodeMessage, OpenSessionRequest, OpenSessionResponse,
+    ReportChunk, SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant, UnmountSegmentsRequest, Wire,
+};
+use moontide_proto::convert::{IdKeySecret, MountSegmentsResponse, ResponseContext};
+use moontide_proto::{Medium, ProtocolVersions, ReportFlags, v1};
+use moontide_types::record::{AttributesRef, State};
+use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, TenantGeneration};
+
+use super::outbox::{NodeSession, SessionStream};
+use super::{Codes, MAP_VERSION, Service, refused};
+
+/// Longest time between two ticks: how late a reservation or a session may end.
+const TICK_MAX: Duration = Duration::from_millis(50);
+
+/// A group that has more to do is given this pause, in which others get its lock.
+const TICK_AGAIN: Duration = Duration::from_micros(200);
+
+/// How often tenants' quotas are split anew among groups.
+const QUOTAS_EVERY: Duration = Duration::from_millis(200);
+
+/// A node that is registered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// The node.
+    pub node: NodeId,
+    /// Its session.
+    pub session: SessionId,
+    /// Host, rack and zone; empty if unknown.
+    pub labels: [Box<str>; 3],
+    /// How to reach it: engine and address.
+    pub addresses: Vec<(Box<str>, Box<str>)>,
+    /// Orders that it has not answered yet.
+    pub orders_outstanding: usize,
+}
+
+impl Service {
+    /// Registers a node. Its earlier session ends by this.
+    pub fn open_session(&self, m: &v1::OpenSessionRequest) -> v1::OpenSessionResponse {
+        let opened = OpenSessionRequest::from_wire(m).map_err(refused).and_then(|request| {
+            let caller = self.caller(request.context)?;
+            if request.highest_term > self.config.term {
+                self.step_down(request.highest_term);
+                return Err(ErrorCode::WrongMaster);
+            }
+            let protocol =
+                ProtocolVersions::CURRENT.common(request.protocol).ok_or(ErrorCode::Unsupported)?;
+            let now = self.now();
+            let (session, earlier) = self.sessions.lock().open(now.mono, request.node, request.boot);
+            if let Some(earlier) = earlier {
+                self.end_session(earlier, request.node);
+            }
+            let labels = [request.topology.host, request.topology.rack, request.topology.zone].map(Box::from);
+            let addresses = request.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect();
+            let node = NodeSession::new(request.node, session, self.config.term, labels, addresses);
+            self.nodes.write().insert(session, Arc::new(node));
+            let ttl_ms = self.config.session_ttl.as_millis() as u32;
+            Ok((caller, session, ttl_ms, protocol))
+        });
+        match opened {
+            Ok((caller, session, ttl_ms, protocol)) => {
+                let grant = SessionGrant {
+                    session,
+                    ttl_ms,
+                    protocol,
+                    groups: self.config.groups.get(),
+                    id_key: self.config.id_key.number(),
+                    id_key_secret: Some(IdKeySecret(self.config.id_key_secret)),
+                };
+                let context = ResponseContext {
+                    map_version: MAP_VERSION,
+                    term: self.config.term,
+                    tenant_generation: caller.generation,
+                    ..ResponseContext::default()
+                };
+                OpenSessionResponse::new(context, grant).to_wire()
+            }
+            Err(code) => v1::OpenSessionResponse { context: Some(self.refusal(code)), ..Default::default() },
+        }
+    }
+
+    /// Takes segments into use, each in one group.
+    pub fn mount_segments(&self, m: &v1::MountSegmentsRequest) -> v1::MountSegmentsResponse {
+        let mounted = MountSegmentsRequest::from_wire(m).map_err(refused).and_then(|request| {
+            self.caller(request.context)?;
+            let node = self.node_of(request.context.session)?;
+            let grants = request.segments.iter().map(|spec| self.mount(&node, spec)).collect();
+            Ok(SegmentGrants { grants })
+        });
+        match mounted {
+            Ok(grants) => {
+                let context = ResponseContext {
+                    map_version: MAP_VERSION,
+                    term: self.config.term,
+                    ..Default::default()
+                };
+                MountSegmentsResponse::new(context, grants).to_wire()
+            }
+            Err(code) => {
+                v1::MountSegmentsResponse { context: Some(self.refusal(code)), ..Default::default() }
+            }
+        }
+    }
+
+    /// Takes segments out of use.
+    pub fn unmount_segments(&self, m: &v1::UnmountSegmentsRequest) -> v1::OutcomesResponse {
+        let request = UnmountSegmentsRequest::from_wire(m).map_err(refused);
+        let request = request.and_then(|r| Ok((r.context, (self.node_of(r.context.session)?, r))));
+        self.outcomes(request, |_, (node, request), codes| {
+            *codes = Codes::new(request.segments.len());
+            for (at, segment) in request.segments.iter().enumerate() {
+                let index = node.segments.lock().remove(segment);
+                let code = match index {
+                    None => Some(ErrorCode::NotFound),
+                    Some(index) => {
+                        let mut effects = Effects::new();
+                        let mut group = self.group(index);
+                        if let Some(view) = group.find_segment(node.node, *segment) {
+                            // Relaxed: a hint for spreading segments.
+                            self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
+                        }
+                        let code = group.unmount(node.node, *segment, &mut effects).err();
+                        self.deliver(index, &mut effects);
+                        code
+                    }
+                };
+                codes.set(at, code);
+            }
+        })
+    }
+
+    /// The stream of a session; an earlier one ends.
+    pub fn attach(self: &Arc<Self>, session: SessionId) -> Option<SessionStream> {
+        let node = self.node_of(Some(session)).ok()?;
+        Some(SessionStream::new(Arc::clone(self), node))
+    }
+
+    /// Does what is due in all groups and sessions. The answer: after how long to come again.
+    pub fn tick(&self) -> Duration {
+        let now = self.now();
+        let ended = self.sessions.lock().expire(now.mono);
+        for info in ended {
+            tracing::warn!(node = info.node.0, session = info.session.0, "session ended: no heartbeat");
+            self.end_session(info.session, info.node);
+        }
+        self.split_quotas(now.mono.0);
+        let mut effects = Effects::new();
+        let mut more = false;
+        for index in 0..self.groups.len() {
+            let mut group = self.group(index);
+            more |= group.tick(self.now(), &TickBudget::default(), &mut effects);
+            self.deliver(index, &mut effects);
+        }
+        if more { TICK_AGAIN } else { TICK_MAX }
+    }
+
+    /// The nodes that are registered, by their number.
+    pub fn nodes(&self) -> Vec<NodeInfo> {
+        let info = |node: &Arc<NodeSession>| NodeInfo {
+            node: node.node,
+            session: node.session(),
+            labels: node.labels.clone(),
+            addresses: node.addresses.clone(),
+            orders_outstanding: node.orders_outstanding(),
+        };
+        let mut nodes: Vec<NodeInfo> = self.nodes.read().values().map(info).collect();
+        nodes.sort_by_key(|node| node.node);
+        nodes
+    }
+
+    pub(super) fn node_of(&self, session: Option<SessionId>) -> Result<Arc<NodeSession>, ErrorCode> {
+        let session = session.ok_or(ErrorCode::StaleSession)?;
+        self.nodes.read().get(&session).cloned().ok_or(ErrorCode::StaleSession)
+    }
+
+    /// A session is over: nobody is sent to its node any more.
+    fn end_session(&self, session: SessionId, node: NodeId) {
+        let now = self.now();
+        let gone = self.nodes.write().remove(&session);
+        if let Some(gone) = gone {
+            gone.end();
+            self.past_reads.lock().add(&gone.reads.lock());
+            for (segment, index) in gone.segments.lock().drain() {
+                if let Some(view) = self.group(index).find_segment(node, segment) {
+                    self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
+                }
+            }
+        }
+        let mut effects = Effects::new();
+        for index in 0..self.groups.len() {
+            self.group(index).node_lost(now, node, session, &mut effects);
+            self.deliver(index, &mut effects);
+        }
+    }
+
+    fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> SegmentGrant {
+        let hosted = |group: &GroupId| usize::from(group.0) < self.groups.len();
+        // Records of a segment belong to the group that had it; a fresh one goes where there is least.
+        let index = match spec.group.filter(hosted) {
+            Some(group) => usize::from(group.0),
+            None => {
+                let units = |index: &usize| self.group_units[*index].load(Ordering::Relaxed);
+                (0..self.groups.len()).min_by_key(units).expect("there is a group")
+            }
+        };
+        let [host, rack, zone] = &node.labels;
+        let spec = MountSpec {
+            node: node.node,
+            session: node.session(),
+            segment: spec.segment,
+            generation: spec.generation,
+            medium: match spec.medium {
+                Medium::Device => MetaMedium::Device,
+                _ => MetaMedium::Memory,
+            },
+            units: spec.units,
+            slots: spec.slots,
+            labels: [host, rack, zone],
+            tenant: spec.tenant,
+            term: spec.term,
+            occupied: spec.occupied,
+        };
+        let mut effects = Effects::new();
+        let mut group = self.group(index);
+        let before = group.find_segment(spec.node, spec.segment).map_or(0, |view| u64::from(view.units));
+        let mounted = group.mount(self.now(), &spec, &mut effects);
+        self.deliver(index, &mut effects);
+        drop(group);
+        if mounted.is_ok() {
+            self.group_units[index]
+                .fetch_add(u64::from(spec.units) - before.min(spec.units.into()), Ordering::Relaxed);
+            let elsewhere = node.segments.lock().insert(spec.segment, index).filter(|&other| other != index);
+            if let Some(other) = elsewhere {
+                let _ = self.group(other).unmount(spec.node, spec.segment, &mut effects);
+                self.deliver(other, &mut effects);
+            }
+        }
+        SegmentGrant {
+            segment: spec.segment,
+            code: mounted.err(),
+            group: GroupId(index as u16), // ≤ GROUPS_MAX
+            term: self.config.term,
+        }
+    }
+
+    /// Applies one message of a node's stream.
+    pub(super) fn node_says(&self, node: &NodeSession, m: &v1::NodeMessage) -> Result<(), ErrorCode> {
+        let message = NodeMessage::from_wire(m).map_err(refused)?;
+        if message.highest_term > self.config.term {
+            self.step_down(message.highest_term);
+            return Err(ErrorCode::WrongMaster);
+        }
+        if self.sessions.lock().beat(self.now().mono, node.session()) == Beat::Stale {
+            return Err(ErrorCode::StaleSession);
+        }
+        if !node.expect(message.sequence)? {
+            return Ok(());
+        }
+        let mut beat = None;
+        match &message.body {
+            NodeBody::Heartbeat(heartbeat) => {
+                self.heartbeat(node, heartbeat);
+                beat = Some((heartbeat.beat, self.config.session_ttl.as_millis() as u32));
+            }
+            NodeBody::OrderResults(results) => {
+                let mut effects = Effects::new();
+                for answered in node.answered(results.iter()) {
+                    let order = answered.order;
+                    if let moontide_meta::OrderOutcome::Refused(code) = answered.outcome {
+                        tracing::warn!(node = node.node.0, segment = order.segment.0, slot = order.slot.0, %code, "order refused");
+                    }
+                    let mut group = self.group(answered.group);
+                    let name = (node.node, order.segment);
+                    group.order_outcome(
+                        name,
+                        order.kind,
+                        order.slot,
+                        order.epoch,
+                        answered.outcome,
+                        &mut effects,
+                    );
+                    self.deliver(answered.group, &mut effects);
+                }
+            }
+            NodeBody::Report(chunk) => self.report(node, chunk)?,
+            NodeBody::ReportEnd(end) => {
+                let index = self.segment_group(node, end.segment)?;
+                let mut effects = Effects::new();
+                let mut group = self.group(index);
+                let name = (node.node, end.segment);
+                let outcome =
+                    group.report_end(self.now(), name, end.generation, end.term, end.records, &mut effects);
+                self.deliver(index, &mut effects);
+                outcome?;
+            }
+            // Disk tiers are not served yet: a node that has one must not believe that its records are known.
+            NodeBody::Offloaded(_) | NodeBody::DiskEvicted(_) => return Err(ErrorCode::Unsupported),
+        }
+        node.applied(message.sequence, beat);
+        Ok(())
+    }
+
+    fn segment_group(&self, node: &NodeSession, segment: SegmentId) -> Result<usize, ErrorCode> {
+        node.segments.lock().get(&segment).copied().ok_or(ErrorCode::NotFound)
+    }
+
+    fn heartbeat(&self, node: &NodeSession, heartbeat: &Heartbeat<'_>) {
+        node.reads.lock().set(&heartbeat.reads);
+        for touched in &heartbeat.touched {
+            let Ok(index) = self.segment_group(node, touched.segment) else { continue };
+            let name = (node.node, touched.segment);
+            self.group(index).touched(name, touched.generation, touched.first_slot.0, touched.bits);
+        }
+    }
+
+    fn report(&self, node: &NodeSession, chunk: &ReportChunk<'_>) -> Result<(), ErrorCode> {
+        let index = self.segment_group(node, chunk.segment)?;
+        let generations = self.learn_generations(chunk);
+        let now = self.now();
+        let mut effects = Effects::new();
+        let mut group = self.group(index);
+        let tenants =
+            chunk.tenants.iter().map(|&tenant| group.tenant(tenant)).collect::<Result<Vec<_>, _>>()?;
+        let mut sections = chunk.attributes.as_ref().map(|sections| sections.iter());
+        let id_key = self.config.id_key.number();
+        let records = chunk.records.iter().zip(chunk.keys.iter()).map(|(record, key)| {
+            let attributes = match &mut sections {
+                Some(sections) => sections.next().expect("one section per record").decode_ref(),
+                None => AttributesRef::default(),
+            };
+            let state = record.word.state();
+            let tenant = usize::from(record.tenant);
+            // Ids of another key or of an earlier generation of the tenant cannot be looked up any more.
+            let current = state == State::Free
+                || record.id_key == id_key && record.tenant_generation == generations[tenant];
+            ReportRecord {
+                slot: record.slot,
+                state: match state {
+                    State::Free => ReportState::Free,
+                    State::Writing if current => ReportState::Writing,
+                    State::Ready if current => ReportState::Ready,
+                    State::Writing | State::Ready | State::Dead => ReportState::Dead,
+                },
+                epoch: record.word.epoch(),
+                id: record.id,
+                tenant: tenants.get(tenant).copied().unwrap_or(TenantIx(0)),
+                key,
+                object_len: record.object_len,
+                stripe: StripeView {
+                    index: record.stripe_index,
+                    count: record.stripe_count,
+                    offset: record.stripe_offset,
+                    len: record.stripe_len,
+                },
+                root: record.root,
+                extent: record.extent,
+                payload_offset: record.payload_offset,
+                digestless: record.flags.contains(ReportFlags::DIGESTLESS),
+                one_sided: record.flags.contains(ReportFlags::ONE_SIDED),
+                touched: record.flags.contains(ReportFlags::TOUCHED),
+                pin: attributes.pin,
+                expires: attributes.expires,
+                cohort: attributes.cohort,
+                parent: attributes.parent,
+            }
+        });
+        let name = (node.node, chunk.segment);
+        let outcome =
+            group.report(now, name, chunk.generation, chunk.term, chunk.first_record, records, &mut effects);
+        self.deliver(index, &mut effects);
+        outcome
+    }
+
+    /// A tenant's generation is at least what any record says; the answer is the current one for each of the chunk's
+    /// tenants.
+    fn learn_generations(&self, chunk: &ReportChunk<'_>) -> Vec<TenantGeneration> {
+        let mut highest = vec![TenantGeneration(0); chunk.tenants.len()];
+        for record in chunk.records.iter() {
+            if let Some(highest) = highest.get_mut(usize::from(record.tenant)) {
+                *highest = (*highest).max(record.tenant_generation);
+            }
+        }
+        let known =
+            |name: &str| self.tenants.read().get(name).map_or(TenantGeneration(0), |facts| facts.generation);
+        for (tenant, highest) in chunk.tenants.iter().zip(&mut highest) {
+            let known = known(tenant.as_str());
+            if *highest > known {
+                let mut tenants = self.tenants.write();
+                let facts = tenants.entry_ref(tenant.as_str()).or_default();
+                facts.generation = facts.generation.max(*highest);
+            }
+            *highest = known.max(*highest);
+        }
+        highest
+    }
+
+    /// Splits every tenant's quota into shares that sum to it: what each group uses, and an equal part of the rest.
+    fn split_quotas(&self, now_nanos: u64) {
+        let last = self.quotas_split.load(Ordering::Relaxed);
+        if now_nanos.saturating_sub(last) < QUOTAS_EVERY.as_nanos() as u64 {
+            return;
+        }
+        self.quotas_split.store(now_nanos, Ordering::Relaxed);
+        let limited: Vec<(Box<str>, Quota)> = {
+            let tenants = self.tenants.read();
+            let limited = tenants.iter().filter(|(_, facts)| facts.quota != Quota::default());
+            limited.map(|(name, facts)| (name.clone(), facts.quota)).collect()
+        };
+        for (name, quota) in limited {
+            self.split_quota(&name, quota);
+        }
+    }
+
+    pub(super) fn split_quota(&self, name: &str, quota: Quota) {
+        let Ok(tenant) = moontide_types::Tenant::new(name) else { return };
+        let used: Vec<(u64, u64)> = (0..self.groups.len())
+            .map(|index| {
+                let mut group = self.group(index);
+                let usage = group.tenant(tenant).ok().and_then(|ix| group.tenant_usage(ix));
+                usage.map_or((0, 0), |usage| (usage.bytes, usage.objects))
+            })
+            .collect();
+        let bytes = shares(quota.bytes_max, used.iter().map(|used| used.0));
+        let objects = shares(quota.objects_max, used.iter().map(|used| used.1));
+        for (index, (bytes_max, objects_max)) in bytes.into_iter().zip(objects).enumerate() {
+            let mut group = self.group(index);
+            if let Ok(ix) = group.tenant(tenant) {
+                group.set_quota(ix, Quota { bytes_max, objects_max });
+            }
+        }
+    }
+}
+
+/// Shares that sum to `all`; no limit stays no limit. A share is at least 1, because 0 would be none: a quota smaller
+/// than the number of groups is exceeded by at most that number.
+fn shares(all: u64, used: impl Iterator<Item = u64> + Clone) -> Vec<u64> {
+    let count = used.clone().count() as u64;
+    let sum: u64 = used.clone().sum();
+    if all == 0 {
+        return vec![0; count as usize];
+    }
+    if sum >= all {
+        // Over the quota: everybody gives up in proportion.
+        let part = |used: u64| (u128::from(all) * u128::from(used) / u128::from(sum)) as u64;
+        return used.map(|used| part(used).max(1)).collect();
+    }
+    let (each, rest) = ((all - sum) / count, (all - sum) % count);
+    (0u64..).zip(used).map(|(at, used)| (used + each + u64::from(at < rest)).max(1)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_sum_to_the_quota() {
+        assert_eq!(shares(0, [5, 6].into_iter()), [0, 0]);
+        assert_eq!(shares(100, [10, 0, 0].into_iter()), [40, 30, 30]);
+        assert_eq!(shares(100, [0, 0, 0].into_iter()).iter().sum::<u64>(), 100);
+        assert_eq!(shares(100, [150, 50].into_iter()), [75, 25], "over the quota");
+        assert_eq!(shares(2, [0, 0, 0, 0].into_iter()), [1, 1, 1, 1], "never 0, which would be no limit");
+    }
+}

@@ -1,0 +1,345 @@
+//! The operators' calls: listings, details, quotas, eviction by hand, and what clients ask first.
+
+use moontide_meta::{Detail, Effects, ListCursor, Medium as MetaMedium, Quota, SegmentPhase, SegmentView};
+use moontide_proto::convert::{
+    ClusterFacts, ClusterInfo, EvictRequest, GetTenantsRequest, IdKeySecret, ListKeysRequest,
+    ListSegmentsRequest, QueryKeysRequest, RequestContext, ResponseContext, SetTenantQuotaRequest, Wire,
+};
+use moontide_proto::{PackedBuilder, PackedKeysBuilder, ProtocolVersions, v1};
+use moontide_types::{ErrorCode, Key};
+
+use super::hot::handle;
+use super::{Codes, MAP_VERSION, Service, refused};
+
+/// Objects that one call may evict in a group before the group is given to others for a moment.
+const EVICT_PER_LOCK: usize = 256;
+
+/// Objects that one call may evict in all: a call has to end.
+const EVICT_PER_CALL: u64 = 1 << 20;
+
+impl Service {
+    /// Keys of a tenant, page by page, in no order.
+    pub fn list_keys(&self, m: &v1::ListKeysRequest) -> v1::ListKeysResponse {
+        let understood = ListKeysRequest::from_wire(m)
+            .map_err(refused)
+            .and_then(|request| Ok((self.caller(request.context)?, request)));
+        let (caller, request) = match understood {
+            Ok(understood) => understood,
+            Err(code) => {
+                return v1::ListKeysResponse { context: Some(self.refusal(code)), ..Default::default() };
+            }
+        };
+        let now = self.now();
+        let mut keys = PackedKeysBuilder::new();
+        let (mut index, mut cursor) = list_place(request.page.cursor);
+        let mut next_cursor = vec![];
+        while index < self.groups.len() {
+            let group = self.group(index);
+            let left = request.page.limit as usize - keys.len();
+            let Some(tenant) = group.find_tenant(caller.context.tenant) else {
+                (index, cursor) = (index + 1, None);
+                continue;
+            };
+            let ended = group.list(now, tenant, cursor, left, |key| {
+                if !key.starts_with(request.prefix) {
+                    return true;
+                }
+                Key::new(key).is_ok_and(|key| keys.push(key).is_ok())
+            });
+            // The group stops for its own bound, too; a page may then have fewer keys than it could.
+            match ended {
+                None => (index, cursor) = (index + 1, None),
+                Some(at) => {
+                    next_cursor = list_cursor(index, Some(at));
+                    break;
+                }
+            }
+            if keys.len() == request.page.limit as usize {
+                if index < self.groups.len() {
+                    next_cursor = list_cursor(index, None);
+                }
+                break;
+            }
+        }
+        v1::ListKeysResponse {
+            context: Some(self.context(Some(&caller))),
+            keys: keys.finish().into(),
+            next_cursor: next_cursor.into(),
+        }
+    }
+
+    /// Everything about some keys.
+    pub fn query_keys(&self, m: &v1::QueryKeysRequest) -> v1::QueryKeysResponse {
+        let understood = QueryKeysRequest::from_wire(m)
+            .map_err(refused)
+            .and_then(|request| Ok((self.caller(request.context)?, request)));
+        let (caller, request) = match understood {
+            Ok(understood) => understood,
+            Err(code) => {
+                return v1::QueryKeysResponse { context: Some(self.refusal(code)), ..Default::default() };
+            }
+        };
+        let now = self.now();
+        let mut details: Vec<Option<v1::ObjectDetail>> = vec![None; request.keys.len()];
+        for (index, asks, positions) in self.sort(&caller, request.keys).parts() {
+            let group = self.group(index);
+            for (ask, &position) in asks.iter().zip(positions) {
+                details[position as usize] = group.query(now, ask).map(|detail| self.detail(detail));
+            }
+        }
+        let mut codes = Codes::new(details.len());
+        for (at, detail) in details.iter().enumerate() {
+            codes.set(at, detail.is_none().then_some(ErrorCode::NotFound));
+        }
+        v1::QueryKeysResponse {
+            context: Some(self.context(Some(&caller))),
+            codes: codes.0.into(),
+            details: details.into_iter().flatten().collect(),
+        }
+    }
+
+    fn detail(&self, detail: Detail) -> v1::ObjectDetail {
+        let mut handles = PackedBuilder::with_capacity(detail.places.len());
+        for place in &detail.places {
+            handles.push(&handle(place, self.config.term, false));
+        }
+        v1::ObjectDetail {
+            key: detail.key.into_vec().into(),
+            id: detail.id.0.to_vec().into(),
+            epoch: detail.epoch.bits(),
+            len: detail.object_len,
+            root: detail.root,
+            writing: detail.writing,
+            pin: detail.pin as i32,
+            leased_ms: detail.leased_ms,
+            expires_unix_ms: detail.expires.map_or(0, |at| at.0),
+            cohort: detail.cohort.map(Vec::from).unwrap_or_default().into(),
+            handles: handles.finish().into(),
+        }
+    }
+
+    /// Which master hosts which group: this one, all of them.
+    pub fn get_group_map(&self, m: &v1::GetGroupMapRequest) -> v1::GetGroupMapResponse {
+        let map = v1::GroupMap {
+            version: MAP_VERSION.0,
+            groups: self.config.groups.get().into(),
+            masters: vec![v1::MasterEntry {
+                grpc_address: self.config.grpc_address.clone(),
+                frame_address: self.config.frame_address.clone(),
+                term: self.config.term.get(),
+                groups: (0..u32::from(self.config.groups.get())).collect(),
+            }],
+        };
+        match self.answers(&m.context) {
+            Ok(()) => v1::GetGroupMapResponse { context: Some(self.context(None)), map: Some(map) },
+            Err(code) => v1::GetGroupMapResponse { context: Some(self.refusal(code)), map: None },
+        }
+    }
+
+    /// What a client must know before it can compute ids.
+    pub fn get_cluster_info(&self, m: &v1::GetClusterInfoRequest) -> v1::GetClusterInfoResponse {
+        if let Err(code) = self.answers(&m.context) {
+            return v1::GetClusterInfoResponse { context: Some(self.refusal(code)), ..Default::default() };
+        }
+        let facts = ClusterFacts {
+            cluster: self.config.cluster,
+            groups: self.config.groups.get(),
+            id_key: self.config.id_key.number(),
+            id_key_secret: Some(IdKeySecret(self.config.id_key_secret)),
+            protocol: ProtocolVersions::CURRENT,
+        };
+        let context =
+            ResponseContext { map_version: MAP_VERSION, term: self.config.term, ..Default::default() };
+        ClusterInfo::new(context, facts).to_wire()
+    }
+
+    /// Evicts until usage is below a ratio, as far as nobody holds what is there.
+    pub fn evict(&self, m: &v1::EvictRequest) -> v1::EvictResponse {
+        let target = EvictRequest::from_wire(m).map_err(refused).and_then(|request| {
+            self.caller(request.context)?;
+            Ok(request.target_permille as u16) // ≤ 1,000
+        });
+        let target = match target {
+            Ok(target) => target,
+            Err(code) => {
+                return v1::EvictResponse { context: Some(self.refusal(code)), ..Default::default() };
+            }
+        };
+        let (mut objects, mut bytes) = (0, 0);
+        let mut effects = Effects::new();
+        for index in 0..self.groups.len() {
+            while objects < EVICT_PER_CALL {
+                let mut group = self.group(index);
+                let evicted = group.evict(self.now(), target, EVICT_PER_LOCK, &mut effects);
+                self.deliver(index, &mut effects);
+                objects += evicted.objects;
+                bytes += evicted.bytes;
+                if (evicted.objects as usize) < EVICT_PER_LOCK {
+                    break;
+                }
+            }
+        }
+        v1::EvictResponse { context: Some(self.context(None)), objects, bytes }
+    }
+
+    /// Sets the quota of the context's tenant.
+    pub fn set_tenant_quota(&self, m: &v1::SetTenantQuotaRequest) -> v1::SetTenantQuotaResponse {
+        let set = SetTenantQuotaRequest::from_wire(m).map_err(refused).and_then(|request| {
+            let caller = self.caller(request.context)?;
+            let quota = Quota { bytes_max: request.bytes_max, objects_max: request.objects_max };
+            let name = caller.context.tenant.as_str();
+            self.tenants.write().entry_ref(name).or_default().quota = quota;
+            self.split_quota(name, quota);
+            Ok(())
+        });
+        let context = match set {
+            Ok(()) => self.context(None),
+            Err(code) => self.refusal(code),
+        };
+        v1::SetTenantQuotaResponse { context: Some(context) }
+    }
+
+    /// Tenants with their quotas and usage, page by page, by name.
+    pub fn get_tenants(&self, m: &v1::GetTenantsRequest) -> v1::GetTenantsResponse {
+        let request = GetTenantsRequest::from_wire(m).map_err(refused).and_then(|request| {
+            self.caller(request.context)?;
+            Ok(request)
+        });
+        let request = match request {
+            Ok(request) => request,
+            Err(code) => {
+                return v1::GetTenantsResponse { context: Some(self.refusal(code)), ..Default::default() };
+            }
+        };
+        let facts = self.tenants.read().clone();
+        let mut all: Vec<v1::TenantInfo> = self
+            .tenant_usage()
+            .into_iter()
+            .map(|(name, bytes, objects)| {
+                let facts = facts.get(&name).copied().unwrap_or_default();
+                v1::TenantInfo {
+                    name: name.into(),
+                    generation: facts.generation.0,
+                    bytes_max: facts.quota.bytes_max,
+                    objects_max: facts.quota.objects_max,
+                    bytes,
+                    objects,
+                }
+            })
+            .filter(|tenant| request.page.cursor.is_empty() || tenant.name.as_bytes() > request.page.cursor)
+            .collect();
+        let limit = request.page.limit as usize;
+        let next = if all.len() > limit { all[limit - 1].name.clone() } else { String::new() };
+        all.truncate(limit);
+        v1::GetTenantsResponse {
+            context: Some(self.context(None)),
+            tenants: all,
+            next_cursor: next.into_bytes().into(),
+        }
+    }
+
+    /// Segments with their state, page by page, by node and number.
+    pub fn list_segments(&self, m: &v1::ListSegmentsRequest) -> v1::ListSegmentsResponse {
+        let request = ListSegmentsRequest::from_wire(m).map_err(refused).and_then(|request| {
+            self.caller(request.context)?;
+            Ok(request)
+        });
+        let request = match request {
+            Ok(request) => request,
+            Err(code) => {
+                return v1::ListSegmentsResponse { context: Some(self.refusal(code)), ..Default::default() };
+            }
+        };
+        let mut all: Vec<(u16, SegmentView)> = vec![];
+        for index in 0..self.groups.len() {
+            let views = self.group(index).segments().collect::<Vec<_>>();
+            let wanted = views.into_iter().filter(|view| request.node.is_none_or(|node| node == view.node));
+            all.extend(
+                wanted.filter(|view| view.phase != SegmentPhase::Lost).map(|view| (index as u16, view)),
+            );
+        }
+        let place = |view: &SegmentView| {
+            let mut place = view.node.0.to_be_bytes().to_vec();
+            place.extend(view.segment.0.to_be_bytes());
+            place
+        };
+        all.sort_by_key(|(_, view)| (view.node, view.segment));
+        all.retain(|(_, view)| request.page.cursor.is_empty() || &place(view)[..] > request.page.cursor);
+        let limit = request.page.limit as usize;
+        let next = if all.len() > limit { place(&all[limit - 1].1) } else { vec![] };
+        all.truncate(limit);
+        v1::ListSegmentsResponse {
+            context: Some(self.context(None)),
+            segments: all
+                .iter()
+                .map(|(group, view)| segment_detail(*group, view, self.config.term.get()))
+                .collect(),
+            next_cursor: next.into(),
+        }
+    }
+
+    /// Whether a call that only has a context may be answered.
+    fn answers(&self, context: &Option<v1::RequestContext>) -> Result<(), ErrorCode> {
+        let context = context.as_ref().ok_or(ErrorCode::InvalidArgument)?;
+        let context = RequestContext::from_wire(context).map_err(refused)?;
+        self.caller(context).map(|_| ())
+    }
+}
+
+fn segment_detail(group: u16, view: &SegmentView, term: u32) -> v1::SegmentDetail {
+    let medium = match view.medium {
+        MetaMedium::Memory => v1::Medium::Memory,
+        MetaMedium::Device => v1::Medium::Device,
+    };
+    let state = match view.phase {
+        SegmentPhase::Reporting | SegmentPhase::Waiting => v1::SegmentState::Reporting,
+        SegmentPhase::Serving => v1::SegmentState::Serving,
+        SegmentPhase::Draining => v1::SegmentState::Draining,
+        SegmentPhase::Failed | SegmentPhase::Lost => v1::SegmentState::Failed,
+    };
+    v1::SegmentDetail {
+        node: view.node.0,
+        spec: Some(v1::SegmentSpec {
+            segment: view.segment.0,
+            generation: view.generation.0,
+            medium: medium.into(),
+            units: view.units,
+            slots: view.slots,
+            group: Some(group.into()),
+            term,
+            ..Default::default()
+        }),
+        status: Some(v1::SegmentStatus {
+            segment: view.segment.0,
+            generation: view.generation.0,
+            state: state.into(),
+            live_units: view.live_units,
+            writing_units: view.reserved_units,
+            draining_units: view.draining_units,
+            free_units: view.free_units,
+            free_slots: view.slots - view.taken_slots,
+        }),
+    }
+}
+
+/// Where a listing goes on: `group u16 | cursor u32`, or `group u16` alone for its beginning.
+fn list_cursor(group: usize, cursor: Option<ListCursor>) -> Vec<u8> {
+    let mut bytes = (group as u16).to_le_bytes().to_vec();
+    if let Some(cursor) = cursor {
+        bytes.extend(cursor.number().to_le_bytes());
+    }
+    bytes
+}
+
+/// The reverse. What is no cursor of ours begins at the beginning.
+fn list_place(cursor: &[u8]) -> (usize, Option<ListCursor>) {
+    let group = |bytes: &[u8]| usize::from(u16::from_le_bytes([bytes[0], bytes[1]]));
+    match cursor.len() {
+        2 => (group(cursor), None),
+        6 => {
+            let number = u32::from_le_bytes([cursor[2], cursor[3], cursor[4], cursor[5]]);
+            (group(cursor), Some(ListCursor::from_number(number)))
+        }
+        _ => (0, None),
+    }
+}

@@ -1,0 +1,200 @@
+//! What the service counts, for metrics.
+
+use std::collections::BTreeMap;
+
+use moontide_meta::{GroupStats, LookupCounts, Quota, SegmentPhase, TenantUsage};
+use moontide_proto::convert::ReadCounters;
+
+use super::Service;
+
+/// Everything that metrics show.
+#[derive(Clone, Debug, Default)]
+pub struct MasterStats {
+    /// Objects, those being written included.
+    pub objects: u64,
+    /// Objects being written.
+    pub objects_writing: u64,
+    /// Sessions of nodes.
+    pub sessions: u64,
+    /// Segments in use.
+    pub segments: u64,
+    /// Their units. `live + reserved + draining + free = units`.
+    pub units: u64,
+    /// Units of complete objects.
+    pub live_units: u64,
+    /// Units of objects being written.
+    pub reserved_units: u64,
+    /// Units that nodes have not given back yet.
+    pub draining_units: u64,
+    /// The rest.
+    pub free_units: u64,
+    /// Header slots.
+    pub slots: u64,
+    /// Slots that are not free.
+    pub taken_slots: u64,
+    /// Memory held by the index.
+    pub memory_bytes: u64,
+    /// Counts of all groups, summed.
+    pub group: GroupStats,
+    /// Reads, wherever they happened.
+    pub reads: ReadSums,
+    /// Orders without an answer.
+    pub orders_outstanding: u64,
+    /// Tenants over all groups.
+    pub tenants: Vec<TenantUsage>,
+}
+
+/// Reads, counted where they are decided: same-host reads by the nodes, the others by the master's lookups.
+///
+/// `memory_hits + device_hits + disk_hits + misses = requested`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReadSums {
+    /// All of them.
+    pub requested: u64,
+    /// Found in memory: by a lookup, or in place on the same host.
+    pub memory_hits: u64,
+    /// Found in a GPU's memory on the same host.
+    pub device_hits: u64,
+    /// Found on disk on the same host.
+    pub disk_hits: u64,
+    /// Not found or not ready. A local miss is followed by a lookup, which counts instead of it.
+    pub misses: u64,
+    /// Bytes that nodes have served.
+    pub bytes: u64,
+    /// Reads that failed verification.
+    pub corrupt: u64,
+}
+
+/// A node's counters, as far as sums need them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Reads {
+    memory: u64,
+    device: u64,
+    disk: u64,
+    bytes: u64,
+    corrupt: u64,
+}
+
+impl Reads {
+    /// A heartbeat carries sums since the session was opened.
+    pub(super) fn set(&mut self, counters: &ReadCounters) {
+        *self = Reads {
+            memory: counters.local_memory,
+            device: counters.local_device,
+            disk: counters.local_disk,
+            bytes: counters.bytes,
+            corrupt: counters.corrupt,
+        };
+    }
+
+    pub(super) fn add(&mut self, other: &Reads) {
+        self.memory = self.memory.saturating_add(other.memory);
+        self.device = self.device.saturating_add(other.device);
+        self.disk = self.disk.saturating_add(other.disk);
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.corrupt = self.corrupt.saturating_add(other.corrupt);
+    }
+}
+
+impl Service {
+    /// Counts of everything, group after group.
+    pub fn stats(&self) -> MasterStats {
+        let mut stats = MasterStats::default();
+        for index in 0..self.groups.len() {
+            let group = self.group(index);
+            stats.objects += group.objects() as u64;
+            stats.objects_writing += group.objects_writing();
+            stats.memory_bytes += group.memory_bytes() as u64;
+            for view in group.segments().filter(|view| view.phase != SegmentPhase::Lost) {
+                stats.segments += 1;
+                stats.units += u64::from(view.units);
+                stats.live_units += u64::from(view.live_units);
+                stats.reserved_units += u64::from(view.reserved_units);
+                stats.draining_units += u64::from(view.draining_units);
+                stats.free_units += u64::from(view.free_units);
+                stats.slots += u64::from(view.slots);
+                stats.taken_slots += u64::from(view.taken_slots);
+            }
+            add(&mut stats.group, group.stats());
+        }
+        let mut reads = *self.past_reads.lock();
+        for node in self.nodes.read().values() {
+            stats.sessions += 1;
+            stats.orders_outstanding += node.orders_outstanding() as u64;
+            reads.add(&node.reads.lock());
+        }
+        let lookups = stats.group.lookups;
+        let misses = lookups.misses + lookups.not_ready;
+        let memory_hits = lookups.hits + reads.memory;
+        stats.reads = ReadSums {
+            // Counted when a key is asked for, not when it is answered: the sum can fail.
+            requested: lookups.requested + reads.memory + reads.device + reads.disk,
+            memory_hits,
+            device_hits: reads.device,
+            disk_hits: reads.disk,
+            misses,
+            bytes: reads.bytes,
+            corrupt: reads.corrupt,
+        };
+        let facts = self.tenants.read();
+        stats.tenants = self
+            .tenant_usage()
+            .into_iter()
+            .map(|(name, bytes, objects)| {
+                let quota = facts.get(&name).map_or(Quota::default(), |facts| facts.quota);
+                TenantUsage { name, quota, bytes, objects }
+            })
+            .collect();
+        stats
+    }
+
+    /// Name, bytes and objects of every tenant, by name.
+    pub(super) fn tenant_usage(&self) -> Vec<(Box<str>, u64, u64)> {
+        let mut sums: BTreeMap<Box<str>, (u64, u64)> = BTreeMap::new();
+        for index in 0..self.groups.len() {
+            for usage in self.group(index).tenants() {
+                let sum = sums.entry(usage.name).or_default();
+                sum.0 += usage.bytes;
+                sum.1 += usage.objects;
+            }
+        }
+        sums.into_iter().map(|(name, (bytes, objects))| (name, bytes, objects)).collect()
+    }
+}
+
+fn add(sum: &mut GroupStats, group: &GroupStats) {
+    let GroupStats {
+        lookups: LookupCounts { requested, hits, misses, not_ready, exists },
+        puts_started,
+        puts_completed,
+        puts_expired,
+        puts_no_space,
+        evicted_objects,
+        evicted_bytes,
+        expired_objects,
+        removed_objects,
+        lost_objects,
+        reclaimed,
+        orders_refused,
+        reported,
+        reported_killed,
+    } = *group;
+    sum.lookups.requested += requested;
+    sum.lookups.hits += hits;
+    sum.lookups.misses += misses;
+    sum.lookups.not_ready += not_ready;
+    sum.lookups.exists += exists;
+    sum.puts_started += puts_started;
+    sum.puts_completed += puts_completed;
+    sum.puts_expired += puts_expired;
+    sum.puts_no_space += puts_no_space;
+    sum.evicted_objects += evicted_objects;
+    sum.evicted_bytes += evicted_bytes;
+    sum.expired_objects += expired_objects;
+    sum.removed_objects += removed_objects;
+    sum.lost_objects += lost_objects;
+    sum.reclaimed += reclaimed;
+    sum.orders_refused += orders_refused;
+    sum.reported += reported;
+    sum.reported_killed += reported_killed;
+}

@@ -1,0 +1,401 @@
+//! What the tests of a running master share: starting one, a caller at the framed door, a node that obeys.
+
+// Each test binary uses its own part of this.
+#![allow(dead_code, unreachable_pub)]
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use moontide_master::{MasterConfig, Server};
+use moontide_proto::v1::master_client::MasterClient;
+use moontide_proto::v1::master_nodes_client::MasterNodesClient;
+use moontide_proto::{
+    FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Hello, ObjectEntry, Order, OrderKind,
+    OrderPhase, OrderResult, Packed, PackedBuilder, PackedKeysBuilder, ProtocolVersions, PutEndEntry,
+    PutEntry, Token, v1,
+};
+use moontide_types::bounds::{BATCH_KEYS_MAX, REPLICAS_MAX};
+use moontide_types::record::{State, Word};
+use moontide_types::{Key, NodeId, ObjectId};
+use prost::Message;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::{Channel, Endpoint};
+
+/// All doors on free ports, 4 groups, no waiting for an earlier time.
+pub fn config() -> MasterConfig {
+    let free = "127.0.0.1:0".parse().unwrap();
+    MasterConfig {
+        grpc_listen: free,
+        frame_listen: free,
+        admin_listen: free,
+        groups: 4,
+        reallocate_wait_ms: 0,
+        ..MasterConfig::default()
+    }
+}
+
+pub fn start() -> Server {
+    Server::start(config()).unwrap()
+}
+
+pub fn context() -> Option<v1::RequestContext> {
+    Some(v1::RequestContext { deadline_ms: 5_000, caller: 77, ..Default::default() })
+}
+
+pub fn keys<K: AsRef<[u8]>>(keys: impl IntoIterator<Item = K>) -> bytes::Bytes {
+    let mut packed = PackedKeysBuilder::new();
+    for key in keys {
+        packed.push(Key::new(key.as_ref()).unwrap()).unwrap();
+    }
+    packed.finish().into()
+}
+
+pub fn exist(names: &[&str]) -> v1::ExistRequest {
+    v1::ExistRequest { context: context(), keys: keys(names) }
+}
+
+pub fn put_start(names: &[&str], len: u64) -> v1::PutStartRequest {
+    let config = v1::PutConfig { replicas: 1, replicas_min: 1, ..Default::default() };
+    let objects: PackedBuilder<PutEntry> = names.iter().map(|_| PutEntry { len, config: 0 }).collect();
+    v1::PutStartRequest {
+        context: context(),
+        keys: keys(names),
+        configs: vec![config],
+        objects: objects.finish().into(),
+        attributes: Default::default(),
+    }
+}
+
+/// Ends every put of a PutStart that was granted, successfully. The ids are those of `names`.
+pub fn put_end(ids: &[ObjectId], started: &v1::PutStartResponse) -> v1::PutEndRequest {
+    let objects = Packed::<ObjectEntry>::decode(&started.objects, BATCH_KEYS_MAX).unwrap();
+    let granted = ids.iter().zip(objects.iter()).filter(|(_, object)| object.code.is_none());
+    let entries: PackedBuilder<PutEndEntry> = granted
+        .map(|(&id, object)| PutEndEntry {
+            id,
+            epoch: object.epoch,
+            root: 0x5eed,
+            outcomes: [None; REPLICAS_MAX],
+            replica_count: object.replica_count,
+            form: 0,
+            stripe_count: 1,
+        })
+        .collect();
+    v1::PutEndRequest { context: context(), entries: entries.finish().into(), stripe_roots: vec![] }
+}
+
+/// The codes of an answer to PutStart or GetReplicaList.
+pub fn object_codes(objects: &[u8]) -> Vec<u16> {
+    let objects = Packed::<ObjectEntry>::decode(objects, BATCH_KEYS_MAX).unwrap();
+    objects.iter().map(|object| object.code.map_or(0, |code| code as u16)).collect()
+}
+
+/// The ids of keys, as a client computes them.
+pub fn ids(info: &v1::GetClusterInfoResponse, names: &[&str]) -> Vec<ObjectId> {
+    use moontide_types::{IdKey, Tenant, TenantGeneration};
+    let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
+    let id =
+        |name: &&str| key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(name.as_bytes()).unwrap());
+    names.iter().map(id).collect()
+}
+
+pub fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+pub async fn channel(address: SocketAddr) -> Channel {
+    Endpoint::from_shared(format!("http://{address}")).unwrap().tcp_nodelay(true).connect().await.unwrap()
+}
+
+pub async fn grpc(address: SocketAddr) -> MasterClient<Channel> {
+    let max = moontide_types::bounds::REQUEST_BYTES_MAX;
+    MasterClient::new(channel(address).await)
+        .max_decoding_message_size(max)
+        .max_encoding_message_size(2 * max)
+}
+
+// ---------------------------------------------------------------------------------------------- framed caller
+
+/// A frame that came back.
+#[derive(Debug)]
+pub struct Reply {
+    pub header: FrameHeader,
+    pub body: Vec<u8>,
+}
+
+impl Reply {
+    pub fn message<M: Message + Default>(&self) -> M {
+        M::decode(&self.body[..]).unwrap()
+    }
+}
+
+/// A caller at the framed door.
+pub struct FrameCaller {
+    pub socket: TcpStream,
+    request: u64,
+}
+
+impl FrameCaller {
+    /// Connects and says Hello.
+    pub fn connect(address: SocketAddr) -> FrameCaller {
+        let mut caller = FrameCaller::connect_silently(address);
+        let reply = caller.hello(ProtocolVersions::CURRENT).unwrap();
+        assert_eq!(reply.header.kind, FrameKind::HelloAck);
+        caller
+    }
+
+    pub fn connect_silently(address: SocketAddr) -> FrameCaller {
+        let socket = TcpStream::connect(address).unwrap();
+        socket.set_nodelay(true).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        FrameCaller { socket, request: 0 }
+    }
+
+    pub fn hello(&mut self, versions: ProtocolVersions) -> std::io::Result<Reply> {
+        self.socket.write_all(&hello(versions, 64))?;
+        self.read()
+    }
+
+    /// The bytes of a request.
+    pub fn frame(&mut self, kind: FrameKind, message: &impl Message) -> Vec<u8> {
+        self.request += 1;
+        frame(kind, self.request, 5_000, &message.encode_to_vec())
+    }
+
+    pub fn call(&mut self, kind: FrameKind, message: &impl Message) -> Reply {
+        let frame = self.frame(kind, message);
+        self.socket.write_all(&frame).unwrap();
+        let reply = self.read().unwrap();
+        assert_eq!(reply.header.request, self.request);
+        reply
+    }
+
+    /// The next frame; an error when the master closes the connection.
+    pub fn read(&mut self) -> std::io::Result<Reply> {
+        let mut bytes = [0; FRAME_HEADER_BYTES];
+        self.socket.read_exact(&mut bytes)?;
+        let header = FrameHeader::decode(&bytes).expect("a master sends no wrong headers");
+        let mut body = vec![0; header.body_len as usize];
+        self.socket.read_exact(&mut body)?;
+        Ok(Reply { header, body })
+    }
+
+    /// Whether the master has closed the connection; waits for it.
+    pub fn is_closed(&mut self) -> bool {
+        loop {
+            match self.read() {
+                Ok(_) => {}
+                Err(error) => return error.kind() != std::io::ErrorKind::WouldBlock,
+            }
+        }
+    }
+}
+
+pub fn frame(kind: FrameKind, request: u64, deadline_ms: u32, body: &[u8]) -> Vec<u8> {
+    let mut header = FrameHeader::new(kind, request);
+    header.deadline_ms = deadline_ms;
+    header.body_len = body.len() as u32;
+    let mut frame = header.encode().to_vec();
+    frame.extend_from_slice(body);
+    frame
+}
+
+pub fn hello(versions: ProtocolVersions, inflight_max: u32) -> Vec<u8> {
+    let mut body = Vec::new();
+    let hello =
+        Hello { node: NodeId(0), caller: 77, versions, inflight_max, features: 0, token: Token::NONE };
+    hello.encode(&mut body);
+    frame(FrameKind::Hello, 1, 5_000, &body)
+}
+
+// -------------------------------------------------------------------------------------------------- fake node
+
+/// A node that has segments, beats, and does at once whatever it is told.
+pub struct FakeNode {
+    task: tokio::task::JoinHandle<Result<(), tonic::Status>>,
+}
+
+/// A tenth of the default time to live.
+const BEAT_EVERY: Duration = Duration::from_secs(1);
+
+/// What a fake node offers.
+#[derive(Clone, Copy)]
+pub struct Offer {
+    pub segments: u32,
+    pub units: u32,
+    pub slots: u32,
+    /// Whether orders are answered.
+    pub obeys: bool,
+}
+
+impl Default for Offer {
+    fn default() -> Offer {
+        Offer { segments: 8, units: 1 << 20, slots: 1 << 16, obeys: true }
+    }
+}
+
+impl FakeNode {
+    pub async fn start(address: SocketAddr, node: u64, offer: Offer) -> FakeNode {
+        let mut client = MasterNodesClient::new(channel(address).await);
+        let request = v1::OpenSessionRequest {
+            context: context(),
+            node,
+            boot: 1,
+            addresses: vec![],
+            topology: Some(v1::Topology::default()),
+            protocol_min: 1,
+            protocol_max: 1,
+            highest_term: 0,
+        };
+        let opened = client.open_session(request).await.unwrap().into_inner();
+        assert_eq!(opened.context.unwrap().code, 0);
+        let session = opened.session;
+        let mut mount_context = context();
+        mount_context.as_mut().unwrap().session = session;
+        let spec = |segment| v1::SegmentSpec {
+            segment,
+            generation: 1,
+            medium: v1::Medium::Memory as i32,
+            units: offer.units,
+            slots: offer.slots,
+            ..Default::default()
+        };
+        let request = v1::MountSegmentsRequest {
+            context: mount_context,
+            segments: (0..offer.segments).map(spec).collect(),
+        };
+        let mounted = client.mount_segments(request).await.unwrap().into_inner();
+        assert_eq!(mounted.context.unwrap().code, 0);
+        assert!(mounted.grants.iter().all(|grant| grant.code == 0), "{:?}", mounted.grants);
+
+        let (to_master, messages) = mpsc::channel(64);
+        to_master.send(beat(session, 1, 1)).await.unwrap();
+        let stream = client.session(ReceiverStream::new(messages)).await.unwrap().into_inner();
+        let task = tokio::spawn(obey(session, stream, to_master, offer.obeys));
+        FakeNode { task }
+    }
+
+    /// How the stream ends, which the master decides.
+    pub async fn end(self) -> Result<(), tonic::Status> {
+        self.task.await.unwrap()
+    }
+
+    /// Whether the stream is still there.
+    pub fn is_alive(&self) -> bool {
+        !self.task.is_finished()
+    }
+}
+
+async fn obey(
+    session: u64,
+    mut stream: tonic::Streaming<v1::MasterMessage>,
+    to_master: mpsc::Sender<v1::NodeMessage>,
+    obeys: bool,
+) -> Result<(), tonic::Status> {
+    // The first beat was said before the stream was there. A node that falls silent loses its session, and the master
+    // what was on it.
+    let (mut sequence, mut beats) = (1, 1);
+    let mut clock = tokio::time::interval(BEAT_EVERY);
+    loop {
+        let message = tokio::select! {
+            message = stream.message() => message?,
+            _ = clock.tick() => {
+                (sequence, beats) = (sequence + 1, beats + 1);
+                if to_master.send(beat(session, sequence, beats)).await.is_err() {
+                    return Ok(());
+                }
+                continue;
+            }
+        };
+        let Some(message) = message else { return Ok(()) };
+        let Some(v1::master_message::Body::Orders(orders)) = message.body else { continue };
+        let orders = Packed::<Order>::decode(&orders.orders, BATCH_KEYS_MAX).unwrap();
+        if orders.is_empty() || !obeys {
+            continue;
+        }
+        let results: PackedBuilder<OrderResult> = orders.iter().map(|order| done(&order)).collect();
+        sequence += 1;
+        let results = v1::OrderResults { results: results.finish().into() };
+        let body = Some(v1::node_message::Body::OrderResults(results));
+        if to_master.send(v1::NodeMessage { session, sequence, highest_term: 0, body }).await.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// A sign of life, with the reads that the node has counted.
+fn beat(session: u64, sequence: u64, beat: u64) -> v1::NodeMessage {
+    let beat = v1::Heartbeat {
+        beat,
+        reads: Some(v1::ReadCounters { local_memory: 5, local_disk: 2, ..Default::default() }),
+        pressure: Some(v1::Pressure::default()),
+        ..Default::default()
+    };
+    let body = Some(v1::node_message::Body::Heartbeat(beat));
+    v1::NodeMessage { session, sequence, highest_term: 0, body }
+}
+
+fn done(order: &Order) -> OrderResult {
+    let (phase, state) = match order.kind {
+        OrderKind::Kill => (OrderPhase::Accepted, State::Dead),
+        _ => (OrderPhase::Done, State::Free),
+    };
+    OrderResult { order: order.order, word: Word::new(order.epoch, state), code: None, phase }
+}
+
+// ------------------------------------------------------------------------------------------------------- HTTP
+
+/// Status, headers and body of a request to the HTTP door.
+pub fn http(
+    address: SocketAddr,
+    method: &str,
+    path: &str,
+    headers: &str,
+    body: &str,
+) -> (u16, String, String) {
+    let mut socket = TcpStream::connect(address).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let request = format!(
+        "{method} {path} HTTP/1.1\r\nHost: master\r\nConnection: close\r\n{headers}Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    socket.write_all(request.as_bytes()).unwrap();
+    let mut answer = Vec::new();
+    socket.read_to_end(&mut answer).unwrap();
+    let answer = String::from_utf8(answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, head.to_ascii_lowercase(), body.to_owned())
+}
+
+pub fn get(address: SocketAddr, path: &str) -> (u16, String) {
+    let (status, _, body) = http(address, "GET", path, "", "");
+    (status, body)
+}
+
+// ---------------------------------------------------------------------------------------------------- process
+
+/// Memory of this process that is in RAM, in bytes.
+pub fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+/// Descriptors of this process that are sockets.
+pub fn sockets() -> usize {
+    let links =
+        std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| entry.ok()?.path().read_link().ok());
+    links.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
+}
+
+/// Waits until `what` holds.
+pub fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(std::time::Instant::now() < end, "{what} does not become true");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,507 @@
+//! The put: a reservation, its end, and giving it up.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use moontide_heap::alloc::Align;
+use moontide_types::bounds::{
+    OBJECT_BYTES_MAX, PAGE_BYTES, PAYLOAD_ALIGN, REPLICAS_MAX, STRIPES_MAX, UNIT_BYTES,
+};
+use moontide_types::record::{Flags, PinClass, RecordLayout};
+use moontide_types::{Epoch, ErrorCode, NodeId, ObjectId, SegmentId, UnixMillis};
+
+use super::Group;
+use super::lookup::{Ask, ObjectState};
+use super::view::{ObjectView, PlaceView, stripe_of};
+use crate::effect::Effects;
+use crate::extra::Extra;
+use crate::placement::{Place as Placed, Wish};
+use crate::record::{Flag, NONE, Place, Record};
+use crate::segment::{Medium, SegmentPhase};
+use crate::slab::Ref;
+use crate::tenant::TenantIx;
+use crate::time::Now;
+
+/// How an object is to be stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PutOptions {
+    /// Replicas wanted.
+    pub replicas: u8,
+    /// Fewest that are acceptable.
+    pub replicas_min: u8,
+    /// Stripes per replica; `None` cuts what is longer than the group's longest stripe.
+    pub stripes: Option<u16>,
+    /// The node on the writer's host, tried before any other.
+    pub local_node: Option<NodeId>,
+    /// Segments to try next.
+    pub preferred_segments: Vec<(NodeId, SegmentId)>,
+    /// Nodes to try then.
+    pub preferred_nodes: Vec<NodeId>,
+    /// Replace a complete object of the same key.
+    pub upsert: bool,
+    /// The writer moves bytes one-sidedly.
+    pub one_sided: bool,
+    /// The record has no digests.
+    pub digestless: bool,
+    /// What the replicas' memory is made of.
+    pub medium: Medium,
+    /// Time to live in milliseconds; 0 for ever.
+    pub ttl_ms: u64,
+}
+
+impl Default for PutOptions {
+    /// One replica, the rest left to the group.
+    fn default() -> PutOptions {
+        PutOptions {
+            replicas: 1,
+            replicas_min: 1,
+            stripes: None,
+            local_node: None,
+            preferred_segments: vec![],
+            preferred_nodes: vec![],
+            upsert: false,
+            one_sided: false,
+            digestless: false,
+            medium: Medium::Memory,
+            ttl_ms: 0,
+        }
+    }
+}
+
+/// An object to be put.
+#[derive(Clone, Copy, Debug)]
+pub struct PutStart<'a> {
+    /// Its key and id.
+    pub ask: Ask<'a>,
+    /// Whose it is.
+    pub tenant: TenantIx,
+    /// Who writes it: a number that the calling process drew. 0 is nobody in particular.
+    pub caller: u64,
+    /// Its length.
+    pub object_len: u64,
+    /// Length of the attributes section in its record.
+    pub attributes_len: u32,
+    /// How strongly it resists eviction.
+    pub pin: PinClass,
+    /// When it expires, if the writer says so; the earlier of this and the time to live counts.
+    pub expires: Option<UnixMillis>,
+    /// Label of objects that are leased and evicted together.
+    pub cohort: Option<&'a [u8]>,
+    /// The block before it.
+    pub parent: Option<&'a [u8]>,
+    /// How it is to be stored.
+    pub options: &'a PutOptions,
+}
+
+/// Space that was reserved. The object's `root` is 0.
+#[derive(Clone, Copy, Debug)]
+pub struct Reservation<'a> {
+    /// Epoch, length and places.
+    pub object: ObjectView<'a>,
+    /// How long the writer has, counted from now.
+    pub window: Duration,
+}
+
+/// How the writing of an object went.
+#[derive(Clone, Copy, Debug)]
+pub struct PutEnd<'a> {
+    /// The object.
+    pub id: ObjectId,
+    /// The version that the reservation gave.
+    pub epoch: Epoch,
+    /// Its root digest.
+    pub root: u64,
+    /// Outcome per replica, in the reservation's order.
+    pub outcomes: &'a [Option<ErrorCode>],
+    /// Roots of the stripes, if there are several.
+    pub stripe_roots: &'a [u64],
+}
+
+/// Segments drawn by the strategy before all of them are looked at.
+const DRAWS: usize = 8;
+
+/// Objects that a put may evict at once to stay within its tenant's quota.
+const QUOTA_VICTIMS_MAX: usize = 64;
+
+/// How an object is cut.
+struct Cut {
+    stripes: usize,
+    stripe_len: u64,
+    /// Units of each stripe's record but the last one's, and of the last one's.
+    units: NonZeroU32,
+    last_units: NonZeroU32,
+    align: Align,
+}
+
+impl Group {
+    /// Reserves space. A complete object of the same key is `AlreadyExists` unless it is to be replaced; one that
+    /// somebody else is writing is `InProgress`; one that the same caller was writing is started again.
+    pub fn put_start(
+        &mut self,
+        now: Now,
+        put: &PutStart<'_>,
+        effects: &mut Effects,
+    ) -> Result<Reservation<'_>, ErrorCode> {
+        let PutOptions { replicas, replicas_min, .. } = *put.options;
+        if replicas == 0 || usize::from(replicas) > REPLICAS_MAX || !(1..=replicas).contains(&replicas_min) {
+            return Err(ErrorCode::InvalidArgument);
+        }
+        let existing = self.find_id(put.ask.id);
+        if let Some(at) = existing {
+            self.may_replace(at, put, now)?;
+        }
+        let cut = self.cut(put)?;
+        self.make_quota_room(now, put, &cut, effects)?;
+        // What made room may have given the record another name.
+        let existing = self.find_id(put.ask.id);
+        let places = match self.place_replicas(put, &cut) {
+            Ok(places) => places,
+            Err(code) => {
+                let units = u64::from(cut.units.get()) * cut.stripes as u64 * u64::from(replicas_min);
+                self.want_space(now, units, effects);
+                self.stats.puts_no_space += 1;
+                return Err(code);
+            }
+        };
+        let epoch = match self.next_epoch() {
+            Ok(epoch) => epoch,
+            Err(code) => {
+                self.unreserve(&places);
+                return Err(code);
+            }
+        };
+        if let Some(at) = existing {
+            self.replace_object(at, now, put.ask.id, effects);
+        }
+        let at = match self.add_reservation(now, put, &cut, epoch, &places) {
+            Ok(at) => at,
+            Err(code) => {
+                self.unreserve(&places);
+                return Err(code);
+            }
+        };
+        self.stats.puts_started += 1;
+        let record = *self.slab.get(at);
+        let mut views: Vec<PlaceView> = std::mem::take(&mut self.scratch);
+        views.clear();
+        let replicas = self.replica_views(&record, &mut views);
+        self.scratch = views;
+        let object = self.object_view(&record, &self.scratch, replicas);
+        Ok(Reservation { object, window: self.config.reservation })
+    }
+
+    /// Ends a put. May be repeated: an object that is complete in this version stays so.
+    ///
+    /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report what they have,
+    /// or an older version is still being killed; ask again.
+    pub fn put_end(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
+        let Some(at) = self.find_id(end.id) else {
+            return Err(if self.is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone });
+        };
+        let record = *self.slab.get(at);
+        if record.epoch() != end.epoch {
+            // A newer version is there, or an older one that a report brought: then ours may still be reported.
+            let may_come = record.epoch() < end.epoch && self.is_unsettled(now);
+            return Err(if may_come { ErrorCode::Retry } else { ErrorCode::Gone });
+        }
+        if self.replacing.contains_key(&end.id) {
+            return Err(ErrorCode::Retry);
+        }
+        if !record.has(Flag::Writing) {
+            return if record.root == end.root { Ok(()) } else { Err(ErrorCode::InvalidArgument) };
+        }
+        let stripes = self.stripes(&record);
+        if stripes > 1 && end.stripe_roots.len() != stripes {
+            return Err(ErrorCode::InvalidArgument);
+        }
+        // A reservation that a report brought back lists its places in the order in which they were reported: which
+        // replica failed is not known then. What a node said to be READY counts, the rest only if nothing failed.
+        let rebuilt = record.has(Flag::Reported);
+        let all_written = end.outcomes.iter().all(Option::is_none);
+        for replica in 0..self.place_count(&record) / stripes {
+            let places = replica * stripes..(replica + 1) * stripes;
+            let written = if rebuilt {
+                all_written || places.clone().all(|index| self.is_committed(&record, index))
+            } else {
+                end.outcomes.get(replica).is_some_and(Option::is_none)
+            };
+            let there = places.clone().all(|index| self.is_readable(self.place(&record, index)));
+            if !(written && there) {
+                for index in places {
+                    self.give_up_place(at, index, None, effects);
+                }
+            }
+        }
+        if !self.has_complete_replica(self.slab.get(at)) {
+            self.drop_object(at, now, effects);
+            return Err(if self.is_unsettled(now) && rebuilt { ErrorCode::Retry } else { ErrorCode::Gone });
+        }
+        if stripes > 1 {
+            self.extra_mut(at).stripe_roots = end.stripe_roots.to_vec();
+        }
+        self.complete_object(at, end.root);
+        Ok(())
+    }
+
+    /// Gives a reservation back.
+    pub fn put_revoke(
+        &mut self,
+        now: Now,
+        id: ObjectId,
+        epoch: Epoch,
+        effects: &mut Effects,
+    ) -> Result<(), ErrorCode> {
+        let at = self.find_id(id).ok_or(ErrorCode::Gone)?;
+        let record = self.slab.get(at);
+        match (record.epoch() == epoch, record.has(Flag::Writing)) {
+            (true, true) => {
+                self.drop_object(at, now, effects);
+                Ok(())
+            }
+            (true, false) => Err(ErrorCode::AlreadyExists),
+            (false, _) => Err(ErrorCode::Gone),
+        }
+    }
+
+    pub(super) fn is_committed(&self, record: &Record, index: usize) -> bool {
+        if index == 0 {
+            return record.has(Flag::Committed);
+        }
+        self.extras.get(record.extra).is_some_and(|extra| extra.committed.get(index) == Some(&true))
+    }
+
+    /// Whether a put may take the place of what is there under its id.
+    fn may_replace(&self, at: Ref, put: &PutStart<'_>, now: Now) -> Result<(), ErrorCode> {
+        let (record, key) = self.slab.with_key(at);
+        if key != put.ask.key.as_bytes() {
+            // Two keys with one id of 128 keyed bits: it is more likely that the caller's id is wrong.
+            return Err(ErrorCode::InvalidArgument);
+        }
+        match self.state_of(record, now) {
+            ObjectState::Gone => Ok(()),
+            ObjectState::Complete if put.options.upsert => Ok(()),
+            ObjectState::Complete => Err(ErrorCode::AlreadyExists),
+            ObjectState::Writing if record.root == put.caller && put.caller != 0 => Ok(()),
+            ObjectState::Writing => Err(ErrorCode::InProgress),
+        }
+    }
+
+    /// How the object is cut, and what its records need.
+    fn cut(&self, put: &PutStart<'_>) -> Result<Cut, ErrorCode> {
+        let len = put.object_len;
+        if len > OBJECT_BYTES_MAX {
+            return Err(ErrorCode::TooLarge);
+        }
+        let wanted = match put.options.stripes {
+            Some(stripes) => u64::from(stripes).max(1),
+            None => len.div_ceil(self.config.stripe_bytes_max).max(1),
+        };
+        // Stripes begin on pages; rounding up may leave fewer of them than were asked for, and none empty.
+        let stripe_len = if wanted == 1 { len } else { len.div_ceil(wanted).next_multiple_of(PAGE_BYTES) };
+        let stripes = if stripe_len == 0 { 1 } else { len.div_ceil(stripe_len).max(1) };
+        if stripes > STRIPES_MAX as u64 {
+            return Err(ErrorCode::TooLarge);
+        }
+        let stripes = stripes as usize;
+        let key_len = 4 + self.tenants.get(put.tenant).name.len() + put.ask.key.as_bytes().len();
+        let flags = if put.options.digestless { Flags::DIGESTLESS } else { Flags::NONE };
+        let units = |stripe: usize| -> Result<NonZeroU32, ErrorCode> {
+            let part = stripe_of(len, stripe_len, stripe, stripes);
+            let layout = RecordLayout::new(part.len, key_len as u32, put.attributes_len, flags);
+            let layout = layout.map_err(|_| ErrorCode::TooLarge)?;
+            Ok(NonZeroU32::new(layout.units()).expect("a record takes at least one unit"))
+        };
+        let align = if stripe_len >= PAYLOAD_ALIGN { Align::Page } else { Align::Unit };
+        Ok(Cut { stripes, stripe_len, units: units(0)?, last_units: units(stripes - 1)?, align })
+    }
+
+    /// Within its quota a tenant may put; at its limit its own oldest objects make room. An object that is to be
+    /// replaced counts as gone, and stays: it has to be killed, not evicted.
+    fn make_quota_room(
+        &mut self,
+        now: Now,
+        put: &PutStart<'_>,
+        cut: &Cut,
+        effects: &mut Effects,
+    ) -> Result<(), ErrorCode> {
+        let units = u64::from(cut.units.get()) * (cut.stripes as u64 - 1) + u64::from(cut.last_units.get());
+        let bytes = units * UNIT_BYTES * u64::from(put.options.replicas);
+        let replaced = self.find_id(put.ask.id).map(|at| self.tenant_bytes(self.slab.get(at)));
+        for _ in 0..QUOTA_VICTIMS_MAX {
+            if self.tenants.get(put.tenant).has_room_for(bytes, replaced) {
+                return Ok(());
+            }
+            if self.evict_from(put.tenant, put.ask.id, now, effects).is_none() {
+                break;
+            }
+        }
+        let fits = self.tenants.get(put.tenant).has_room_for(bytes, replaced);
+        if fits { Ok(()) } else { Err(ErrorCode::QuotaExceeded) }
+    }
+
+    /// The bytes for which a record counts in its tenant's quota.
+    fn tenant_bytes(&self, record: &Record) -> u64 {
+        let places = (0..self.place_count(record)).map(|index| self.place(record, index));
+        let units = places
+            .filter(|place| !place.is_lost())
+            .map(|place| u64::from(self.segment(place.segment).extent(place.block).units));
+        units.sum::<u64>() * UNIT_BYTES
+    }
+
+    /// Places for all replicas that fit, replica by replica; at least as many as are acceptable.
+    fn place_replicas(&mut self, put: &PutStart<'_>, cut: &Cut) -> Result<Vec<Place>, ErrorCode> {
+        let mut places: Vec<Place> = Vec::with_capacity(usize::from(put.options.replicas) * cut.stripes);
+        let mut others: Vec<Placed> = vec![];
+        let near = put.options.local_node.and_then(|node| self.nodes.get(&node)).map(|node| node.topology);
+        for replica in 0..usize::from(put.options.replicas) {
+            let first = places.len();
+            for stripe in 0..cut.stripes {
+                let units = if stripe + 1 == cut.stripes { cut.last_units } else { cut.units };
+                let wish = Wish { near, others: &others };
+                match self.place_stripe(put, &wish, units, cut.align, &places[first..]) {
+                    Some(place) => places.push(place),
+                    None => {
+                        self.unreserve(&places[first..]);
+                        places.truncate(first);
+                        break;
+                    }
+                }
+            }
+            if places.len() == first {
+                // Another replica needs other nodes than these and fits no better.
+                if replica < usize::from(put.options.replicas_min) {
+                    self.unreserve(&places);
+                    return Err(ErrorCode::NoSpace);
+                }
+                break;
+            }
+            for place in &places[first..] {
+                let segment = self.segment(place.segment);
+                others.push(Placed { node: segment.node, topology: segment.topology });
+            }
+        }
+        Ok(places)
+    }
+
+    /// A place for one stripe: where the writer wishes, else where the strategy says, else anywhere.
+    fn place_stripe(
+        &mut self,
+        put: &PutStart<'_>,
+        wish: &Wish<'_>,
+        units: NonZeroU32,
+        align: Align,
+        own: &[Place],
+    ) -> Option<Place> {
+        let options = put.options;
+        let mut named: Vec<u32> = vec![];
+        if let Some(node) = options.local_node.and_then(|node| self.nodes.get(&node)) {
+            named.extend(&node.segments);
+        }
+        named.extend(options.preferred_segments.iter().filter_map(|name| self.by_name.get(name)));
+        for node in options.preferred_nodes.iter().filter_map(|node| self.nodes.get(node)) {
+            named.extend(&node.segments);
+        }
+        for index in named {
+            if let Some(place) = self.try_segment(index, put, wish, units, align) {
+                return Some(place);
+            }
+        }
+        if self.candidates.is_empty() {
+            return None;
+        }
+        let used = |index: u32| own.iter().any(|place| place.segment == index);
+        for _ in 0..DRAWS {
+            let drawn = self.placement.draw(&self.candidates, wish, &mut self.rng);
+            let index = self.candidates[drawn].index;
+            // Stripes of one replica are there to be moved in parallel: rather not through one segment.
+            if used(index) && own.len() < self.candidates.len() {
+                continue;
+            }
+            if let Some(place) = self.try_segment(index, put, wish, units, align) {
+                return Some(place);
+            }
+        }
+        let start = self.rng.below(self.candidates.len());
+        for at in (start..self.candidates.len()).chain(0..start) {
+            let index = self.candidates[at].index;
+            if let Some(place) = self.try_segment(index, put, wish, units, align) {
+                return Some(place);
+            }
+        }
+        None
+    }
+
+    fn try_segment(
+        &mut self,
+        index: u32,
+        put: &PutStart<'_>,
+        wish: &Wish<'_>,
+        units: NonZeroU32,
+        align: Align,
+    ) -> Option<Place> {
+        let segment = self.segments[index as usize].as_mut()?;
+        let allowed = segment.phase == SegmentPhase::Serving
+            && segment.medium == put.options.medium
+            && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
+            && segment.free_units() >= units.get()
+            && wish.others.iter().all(|other| other.node != segment.node);
+        if !allowed {
+            return None;
+        }
+        let place = segment.reserve(index, units, align)?;
+        segment.one_sided |= put.options.one_sided;
+        self.note_free(index);
+        Some(place)
+    }
+
+    /// Gives back what nobody has heard of.
+    fn unreserve(&mut self, places: &[Place]) {
+        for &place in places {
+            self.segment_mut(place.segment).unreserve(place);
+            self.note_free(place.segment);
+        }
+    }
+
+    fn add_reservation(
+        &mut self,
+        now: Now,
+        put: &PutStart<'_>,
+        cut: &Cut,
+        epoch: Epoch,
+        places: &[Place],
+    ) -> Result<Ref, ErrorCode> {
+        let PutStart { ask, tenant, .. } = *put;
+        let mut record = Record::new(ask.id, epoch, tenant, ask.key.as_bytes().len(), put.object_len);
+        record.root = put.caller;
+        record.set_place(places[0]);
+        record.set_until(self.ticker.end(now.mono, self.config.reservation));
+        record.set(Flag::Writing, true);
+        record.set(Flag::Digestless, put.options.digestless);
+        record.set(Flag::OneSided, put.options.one_sided);
+        record.set(Flag::Fewer, places.len() < usize::from(put.options.replicas) * cut.stripes);
+        record.set_pin(put.pin);
+        let ttl = (put.options.ttl_ms > 0).then(|| UnixMillis(now.unix.0.saturating_add(put.options.ttl_ms)));
+        let expires = [ttl, put.expires].into_iter().flatten().min();
+        if places.len() > 1 || expires.is_some() || put.cohort.is_some() || put.parent.is_some() {
+            let cohort = put.cohort.map_or(NONE, |label| self.cohorts.join(tenant, label, ask.id));
+            record.extra = self.extras.add(Extra {
+                stripes: cut.stripes as u16, // ≤ STRIPES_MAX
+                stripe_len: cut.stripe_len,
+                places: places[1..].to_vec(),
+                committed: vec![],
+                stripe_roots: if cut.stripes > 1 { vec![0; cut.stripes] } else { vec![] },
+                expires,
+                cohort,
+                parent: put.parent.map(Into::into),
+            });
+        }
+        let added = self.add_object(&record, ask.key.as_bytes());
+        if added.is_err()
+            && let Some(extra) = self.extras.remove(record.extra)
+            && extra.cohort != NONE
+        {
+            self.cohorts.leave(extra.cohort, ask.id);
+        }
+        added
+    }
+}

@@ -1,0 +1,73 @@
+//! The group against a naive model: random sequences of everything that clients, nodes, operators and crashes do.
+//!
+//! A sequence goes to the [`Group`](moontide_meta::Group) and to plain models beside it: a list of words per node, the
+//! puts with what was acknowledged of them, the leases that readers hold. After every step the group's own audit and
+//! the models' checks must hold. A failing sequence is shrunk and printed with its seed.
+//!
+//! `MOONTIDE_MODEL_CASES=100000 cargo test -p moontide-meta --release --test model` runs more sequences than the
+//! usual 2,000. What was found this way stands in `regressions` below.
+
+#[path = "model/command.rs"]
+mod command;
+
+#[path = "model/node.rs"]
+mod node;
+
+#[path = "model/world.rs"]
+mod world;
+
+#[path = "model/clients.rs"]
+mod clients;
+
+#[path = "model/cluster.rs"]
+mod cluster;
+
+#[path = "model/check.rs"]
+mod check;
+
+#[path = "model/regressions.rs"]
+mod regressions;
+
+use command::{Command, command};
+use moontide_meta::PlacementKind;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
+use world::World;
+
+const CASES: u32 = 2_000;
+
+fn run(placement: PlacementKind, commands: &[Command]) -> Result<(), String> {
+    let mut world = World::new(placement);
+    // Most of a sequence is about a cluster that runs.
+    for node in 0..4 {
+        world.step(&Command::Mount { node, segments: 0 })?;
+    }
+    for (at, command) in commands.iter().enumerate() {
+        world.step(command).map_err(|what| format!("step {at}, {command:?}: {what}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn group_is_as_the_model_says() {
+    let cases =
+        std::env::var("MOONTIDE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number of cases"));
+    let config = Config {
+        cases: cases.unwrap_or(CASES),
+        failure_persistence: None,
+        max_shrink_iters: 20_000,
+        ..Config::default()
+    };
+    let placement = prop::sample::select(PlacementKind::ALL.to_vec());
+    let sequence = (placement, prop::collection::vec(command(), 1..140));
+    let tested = TestRunner::new(config)
+        .run(&sequence, |(placement, commands)| run(placement, &commands).map_err(TestCaseError::fail));
+    match tested {
+        Ok(()) => {}
+        Err(TestError::Fail(why, (placement, commands))) => {
+            let commands: Vec<String> = commands.iter().map(|command| format!("    {command:?},")).collect();
+            panic!("{why}\n  with {placement:?} and\n{}", commands.join("\n"));
+        }
+        Err(TestError::Abort(why)) => panic!("{why}"),
+    }
+}

@@ -1,0 +1,257 @@
+//! What nodes do, and what the master makes of it: sessions, mounts, reports, orders; and the crash of the master.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use moontide_meta::{Ask, Effect, Group, Medium, MountSpec, ReportRecord, ReportState, StripeView, TenantIx};
+use moontide_types::record::PinClass;
+use moontide_types::{ErrorCode, Extent, Key, ObjectId, SessionId, SlotId, Tenant, Term};
+
+use crate::node::MountModel;
+use crate::world::{Check, MayEnd, TENANTS, World, config, ensure};
+
+impl World {
+    pub(crate) fn answer(&mut self, node: usize, count: usize) {
+        for _ in 0..count {
+            let node = &mut self.nodes[node];
+            let Some((order, outcome)) = node.answers.pop_front() else { return };
+            if node.session.is_some() {
+                let name = (node.id, order.segment);
+                self.group.order_outcome(
+                    name,
+                    order.kind,
+                    order.slot,
+                    order.epoch,
+                    outcome,
+                    &mut self.effects,
+                );
+            }
+        }
+    }
+
+    pub(crate) fn report(&mut self, number: usize, count: usize) -> Check {
+        let (node, at) = self.segment_at(number);
+        let name = (self.nodes[node].id, self.nodes[node].segments[at].id);
+        let segment = &mut self.nodes[node].segments[at];
+        let Some(mount) = &mut segment.mount else { return Ok(()) };
+        let count = count.min(mount.stream.len());
+        let changes: Vec<_> = mount.stream.drain(..count).collect();
+        let first = mount.sent;
+        mount.sent += count as u64;
+        let mut keys = 0u8;
+        let records = changes.iter().map(|change| {
+            let record = change.record.as_ref();
+            keys |= record.map_or(0, |record| 1 << (record.id.0[0] - 1));
+            ReportRecord {
+                slot: SlotId(change.slot),
+                state: change.state,
+                epoch: change.epoch,
+                id: record.map_or(ObjectId([0; 16]), |record| record.id),
+                tenant: TenantIx(record.map_or(0, |record| record.tenant.into())),
+                key: record.map_or(&[], |record| &record.key),
+                object_len: record.map_or(0, |record| record.object_len),
+                stripe: record
+                    .map_or(StripeView { index: 0, count: 1, offset: 0, len: 0 }, |record| record.stripe),
+                root: record.filter(|_| change.state == ReportState::Ready).map_or(0, |record| record.root),
+                extent: record.map_or(Extent::default(), |record| record.extent),
+                payload_offset: record.map_or(0, |record| record.extent.span().offset()),
+                digestless: false,
+                one_sided: record.is_some_and(|record| record.one_sided),
+                touched: false,
+                pin: record.map_or(PinClass::None, |record| record.pin),
+                expires: record.and_then(|record| record.expires),
+                cohort: record.and_then(|record| record.cohort.as_deref()),
+                parent: record.and_then(|record| record.parent.as_deref()),
+            }
+        });
+        let records: Vec<_> = records.collect();
+        let answer = self.group.report(
+            self.now,
+            name,
+            segment.generation,
+            self.term,
+            first,
+            records,
+            &mut self.effects,
+        );
+        ensure!(answer.is_ok(), "a report was refused with {answer:?}");
+        // Of several versions the newest complete one wins, whatever the order in which they are reported.
+        for change in changes.iter().filter(|change| change.state == ReportState::Ready) {
+            let Some(record) = change.record.as_ref().filter(|record| record.stripe.count == 1) else {
+                continue;
+            };
+            let ask = Ask { id: record.id, key: Key::new(&record.key).unwrap() };
+            let found = self.group.query(self.now, &ask).filter(|found| !found.writing);
+            let put = self.puts.iter().find(|put| put.epoch == change.epoch);
+            let given_up = mount.ordered.contains(&(change.slot, change.epoch));
+            let stands = put.is_some_and(|put| {
+                !given_up
+                    && !put.removed
+                    && !put.removal_pending
+                    && put.expires.is_none_or(|at| at > self.now.unix)
+            });
+            if let Some(found) = found.filter(|_| stands && put.is_some_and(|put| put.acked)) {
+                ensure!(found.epoch >= change.epoch, "{} is found, not {}", found.epoch, change.epoch);
+            }
+        }
+        self.may_end = match self.may_end {
+            MayEnd::Keys(others) => MayEnd::Keys(others | keys),
+            _ => MayEnd::Keys(keys),
+        };
+        for change in changes {
+            if change.state == ReportState::Ready {
+                mount.known_ready.insert(change.slot, change.epoch);
+            } else {
+                mount.known_ready.remove(&change.slot);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn report_end(&mut self, number: usize) -> Check {
+        let (node, at) = self.segment_at(number);
+        let name = (self.nodes[node].id, self.nodes[node].segments[at].id);
+        let segment = &mut self.nodes[node].segments[at];
+        let Some(mount) = &mut segment.mount else { return Ok(()) };
+        let answer = self.group.report_end(
+            self.now,
+            name,
+            segment.generation,
+            self.term,
+            mount.snapshot,
+            &mut self.effects,
+        );
+        if mount.sent < mount.snapshot && !mount.ended {
+            ensure!(answer == Err(ErrorCode::Retry), "an early end was answered with {answer:?}");
+        } else {
+            ensure!(answer.is_ok(), "an end was refused with {answer:?}");
+            mount.ended = true;
+        }
+        Ok(())
+    }
+
+    /// Everything that is under way arrives, until nothing is.
+    pub(crate) fn settle(&mut self) -> Check {
+        for _ in 0..4 {
+            for node in 0..self.nodes.len() {
+                while self.nodes[node].execute_next(false) {}
+                self.answer(node, usize::MAX);
+            }
+            for segment in 0..self.nodes.iter().map(|node| node.segments.len()).sum() {
+                self.report(segment, usize::MAX)?;
+                self.report_end(segment)?;
+            }
+            self.take_effects()?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn mount(&mut self, node: usize, segments: u8) -> Check {
+        let chosen: Vec<usize> = (0..self.nodes[node].segments.len())
+            .filter(|&at| segments >> at & 1 == 0 && self.nodes[node].segments[at].mount.is_none())
+            .collect();
+        for at in chosen {
+            let session = *self.nodes[node].session.get_or_insert_with(|| {
+                self.sessions += 1;
+                SessionId(u64::from(self.term.get()) << 40 | self.sessions)
+            });
+            self.mounts += 1;
+            let node = &mut self.nodes[node];
+            let segment = &mut node.segments[at];
+            if self.now.mono > segment.wiped_after {
+                segment.wipe();
+            }
+            let (term, occupied) = (segment.term, !segment.is_empty());
+            let spec = MountSpec {
+                node: node.id,
+                session,
+                segment: segment.id,
+                generation: segment.generation,
+                medium: Medium::Memory,
+                units: segment.units,
+                slots: segment.words.len() as u32,
+                labels: ["", ["rack-a", "rack-b"][node.id.0 as usize % 2], "zone"],
+                tenant: None,
+                term,
+                occupied,
+            };
+            let mounted = self.group.mount(self.now, &spec, &mut self.effects);
+            ensure!(
+                mounted.is_ok_and(|mount| mount.report == occupied),
+                "a mount was answered with {mounted:?}"
+            );
+            let wait = if term == Term::ZERO { Duration::ZERO } else { self.group.config().reallocate_wait };
+            segment.term = self.term;
+            segment.mounted_as = self.mounts;
+            let stream = if occupied { segment.snapshot() } else { Default::default() };
+            segment.mount = Some(MountModel {
+                number: self.mounts,
+                usable_at: self.now.mono.after(wait),
+                ended: !occupied,
+                sent: 0,
+                snapshot: stream.len() as u64,
+                stream,
+                known_ready: BTreeMap::new(),
+                ordered: BTreeSet::new(),
+            });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn unmount(&mut self, number: usize) -> Check {
+        let (node, at) = self.segment_at(number);
+        if self.nodes[node].segments[at].mount.is_none() {
+            return Ok(());
+        }
+        let name = (self.nodes[node].id, self.nodes[node].segments[at].id);
+        let unmounted = self.group.unmount(name.0, name.1, &mut self.effects);
+        ensure!(unmounted.is_ok(), "an unmount was refused with {unmounted:?}");
+        let segment = &mut self.nodes[node].segments[at];
+        segment.mount = None;
+        segment.wipe();
+        Ok(())
+    }
+
+    pub(crate) fn foreign_term(&mut self, number: usize) -> Check {
+        let (node, at) = self.segment_at(number);
+        let segment = &self.nodes[node].segments[at];
+        let (name, generation) = ((self.nodes[node].id, segment.id), segment.generation);
+        let (older, newer) =
+            (Term::new(self.term.get() - 1).unwrap(), Term::new(self.term.get() + 1).unwrap());
+        let mut effects = vec![];
+        let answer = self.group.report(self.now, name, generation, older, 0, [], &mut effects);
+        ensure!(
+            answer == Err(ErrorCode::StaleTerm) && effects.is_empty(),
+            "an older term: {answer:?}, {effects:?}"
+        );
+        let answer = self.group.report_end(self.now, name, generation, newer, 0, &mut effects);
+        let steps_down = effects == [Effect::StepDown { seen: newer }];
+        ensure!(answer == Err(ErrorCode::WrongMaster) && steps_down, "a newer term: {answer:?}, {effects:?}");
+        Ok(())
+    }
+
+    pub(crate) fn crash(&mut self) {
+        // A node that stays away for longer than the new master waits is one that it never hears of.
+        let wiped_after = self.now.mono.after(self.group.config().reallocate_wait - Duration::from_millis(1));
+        for node in &mut self.nodes {
+            node.disconnect(wiped_after);
+        }
+        self.term = Term::new(self.term.get() + 1).unwrap();
+        self.group = Group::new(config(self.term, self.placement), self.now);
+        self.removals.clear();
+        self.replaced.clear();
+        self.forced_job = false;
+        for put in &mut self.puts {
+            put.pin = put.pin_stored;
+            put.removal_pending = false;
+        }
+        self.introduce_tenants();
+    }
+
+    pub(crate) fn introduce_tenants(&mut self) {
+        for (tenant, quota) in TENANTS.into_iter().zip(self.quotas) {
+            let ix = self.group.tenant(Tenant::new(tenant).unwrap()).unwrap();
+            self.group.set_quota(ix, quota);
+        }
+    }
+}

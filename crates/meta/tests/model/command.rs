@@ -1,0 +1,272 @@
+//! [`Command`]: one step of a sequence, and the strategies that draw them.
+//!
+//! Commands name things by small numbers that the world takes modulo what it has, so that every sequence is
+//! meaningful after any of its commands was taken out: that is what makes shrinking work.
+
+use proptest::prelude::*;
+
+/// How a put is to be made.
+#[derive(Clone, Debug)]
+pub(crate) struct Put {
+    pub(crate) key: u8,
+    pub(crate) len: u64,
+    pub(crate) replicas: u8,
+    pub(crate) replicas_min: u8,
+    pub(crate) stripes: Option<u16>,
+    pub(crate) upsert: bool,
+    pub(crate) one_sided: bool,
+    pub(crate) ttl_ms: u64,
+    pub(crate) pin: u8,
+    pub(crate) cohort: Option<u8>,
+    pub(crate) parent: bool,
+    pub(crate) caller: u8,
+    pub(crate) local: Option<u8>,
+    pub(crate) preferred: Option<u8>,
+}
+
+/// One step. Indices are taken modulo what there is; an index of puts counts from the newest.
+#[derive(Clone, Debug)]
+pub(crate) enum Command {
+    /// Only the reservation.
+    PutStart(Put),
+    /// Reservation, writing at all nodes, and the end.
+    PutWhole(Put),
+    /// Writes and publishes everything of a put at the nodes.
+    WriteAll {
+        put: u8,
+    },
+    Begin {
+        put: u8,
+        place: u8,
+    },
+    Commit {
+        put: u8,
+        place: u8,
+    },
+    /// Begins all places, and publishes those that the bits name.
+    WriteSome {
+        put: u8,
+        published: u8,
+    },
+    /// The writer's process dies: its claims at all nodes go.
+    WriterDies {
+        put: u8,
+    },
+    /// The put's end; the bits name replicas reported as failed although they were written.
+    PutEnd {
+        put: u8,
+        failed: u8,
+    },
+    Revoke {
+        put: u8,
+    },
+    Lookup {
+        key: u8,
+        lease_ms: u32,
+    },
+    Exist {
+        key: u8,
+    },
+    Touch {
+        key: u8,
+        lease_ms: u32,
+    },
+    SetPin {
+        key: u8,
+        pin: u8,
+    },
+    Remove {
+        key: u8,
+        force: bool,
+    },
+    Job {
+        tenant: u8,
+        kind: u8,
+        force: bool,
+    },
+    /// A node works off so many orders of its session.
+    Execute {
+        node: u8,
+        count: u8,
+        refuse: bool,
+    },
+    /// So many of its answers arrive.
+    Answer {
+        node: u8,
+        count: u8,
+    },
+    /// So many records of a segment's report arrive.
+    Report {
+        segment: u8,
+        count: u8,
+    },
+    /// The end of a segment's snapshot arrives.
+    ReportEnd {
+        segment: u8,
+    },
+    /// Everything under way arrives, of all nodes.
+    Settle,
+    /// A local reader takes a slot.
+    Hold {
+        segment: u8,
+        slot: u8,
+    },
+    /// All local readers of a node let go.
+    LetGo {
+        node: u8,
+    },
+    /// The node finds a record damaged and kills it by itself.
+    Scrub {
+        segment: u8,
+        slot: u8,
+    },
+    Tick {
+        budget: u8,
+    },
+    Advance {
+        ms: u32,
+    },
+    Evict {
+        target_permille: u16,
+        objects: u8,
+    },
+    Quota {
+        tenant: u8,
+        units: u16,
+        objects: u8,
+    },
+    Drain {
+        segment: u8,
+        evict: bool,
+    },
+    /// Out of use for good: the node forgets what was in it.
+    Unmount {
+        segment: u8,
+    },
+    /// The node's session ends; the node itself lives on.
+    Lose {
+        node: u8,
+    },
+    /// The node mounts those of its segments that are not mounted and not named by the bits, in its session or a new one.
+    Mount {
+        node: u8,
+        segments: u8,
+    },
+    /// The node opens a new session without the master having missed it, and mounts some segments in it.
+    Reconnect {
+        node: u8,
+        segments: u8,
+    },
+    /// The master is gone; another one begins with the next term.
+    Crash,
+    /// Reports under foreign terms.
+    ForeignTerm {
+        segment: u8,
+    },
+}
+
+fn len() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        1 => Just(0),
+        6 => 1u64..2_000,
+        5 => 2_000u64..20_000,
+        2 => 20_000u64..60_000,
+        2 => Just(300 << 10),
+        1 => Just(40 << 20),
+    ]
+}
+
+fn put() -> impl Strategy<Value = Put> {
+    let shape =
+        (0u8..6, len(), 1u8..=3, 1u8..=3, prop_oneof![3 => Just(None), 1 => (1u16..3).prop_map(Some)]);
+    let life = (
+        prop::bool::weighted(0.4),
+        prop::bool::weighted(0.2),
+        prop_oneof![4 => Just(0u64), 1 => 1u64..40_000],
+        prop_oneof![5 => Just(0u8), 1 => Just(1u8), 1 => Just(2u8)],
+        prop_oneof![3 => Just(None), 1 => (0u8..2).prop_map(Some)],
+        any::<bool>(),
+    );
+    let who = (
+        0u8..3,
+        prop_oneof![3 => Just(None), 1 => (0u8..4).prop_map(Some)],
+        prop_oneof![3 => Just(None), 1 => (0u8..4).prop_map(Some)],
+    );
+    (shape, life, who).prop_map(|(shape, life, who)| {
+        let (key, len, replicas, min, stripes) = shape;
+        let (upsert, one_sided, ttl_ms, pin, cohort, parent) = life;
+        let (caller, local, preferred) = who;
+        let replicas_min = min.min(replicas);
+        Put {
+            key,
+            len,
+            replicas,
+            replicas_min,
+            stripes,
+            upsert,
+            one_sided,
+            ttl_ms,
+            pin,
+            cohort,
+            parent,
+            caller,
+            local,
+            preferred,
+        }
+    })
+}
+
+fn lease_ms() -> impl Strategy<Value = u32> {
+    prop_oneof![2 => Just(0u32), 3 => 1u32..6_000, 1 => Just(30_000u32), 1 => Just(u32::MAX)]
+}
+
+/// Draws one command.
+pub(crate) fn command() -> impl Strategy<Value = Command> {
+    let recent = || prop_oneof![5 => Just(0u8), 3 => 0u8..3, 1 => 0u8..16];
+    let key = || 0u8..6;
+    let client = prop_oneof![
+        4 => put().prop_map(Command::PutStart),
+        8 => put().prop_map(Command::PutWhole),
+        5 => recent().prop_map(|put| Command::WriteAll { put }),
+        3 => (recent(), 0u8..16).prop_map(|(put, published)| Command::WriteSome { put, published }),
+        2 => (recent(), 0u8..6).prop_map(|(put, place)| Command::Begin { put, place }),
+        3 => (recent(), 0u8..6).prop_map(|(put, place)| Command::Commit { put, place }),
+        1 => recent().prop_map(|put| Command::WriterDies { put }),
+        5 => (recent(), prop_oneof![3 => Just(0u8), 1 => 0u8..8]).prop_map(|(put, failed)| Command::PutEnd { put, failed }),
+        1 => recent().prop_map(|put| Command::Revoke { put }),
+        5 => (key(), lease_ms()).prop_map(|(key, lease_ms)| Command::Lookup { key, lease_ms }),
+        1 => key().prop_map(|key| Command::Exist { key }),
+        1 => (key(), lease_ms()).prop_map(|(key, lease_ms)| Command::Touch { key, lease_ms }),
+        1 => (key(), 0u8..3).prop_map(|(key, pin)| Command::SetPin { key, pin }),
+        5 => (key(), any::<bool>()).prop_map(|(key, force)| Command::Remove { key, force }),
+        1 => (0u8..2, 0u8..3, any::<bool>()).prop_map(|(tenant, kind, force)| Command::Job { tenant, kind, force }),
+    ];
+    let node = || 0u8..4;
+    let segment = || 0u8..6;
+    let few = || prop_oneof![2 => Just(1u8), 2 => 1u8..5, 1 => Just(u8::MAX)];
+    let nodes = prop_oneof![
+        6 => (node(), few(), prop::bool::weighted(0.05)).prop_map(|(node, count, refuse)| Command::Execute { node, count, refuse }),
+        6 => (node(), few()).prop_map(|(node, count)| Command::Answer { node, count }),
+        6 => (segment(), few()).prop_map(|(segment, count)| Command::Report { segment, count }),
+        4 => segment().prop_map(|segment| Command::ReportEnd { segment }),
+        4 => Just(Command::Settle),
+        2 => (segment(), 0u8..16).prop_map(|(segment, slot)| Command::Hold { segment, slot }),
+        2 => node().prop_map(|node| Command::LetGo { node }),
+        1 => (segment(), 0u8..16).prop_map(|(segment, slot)| Command::Scrub { segment, slot }),
+        1 => segment().prop_map(|segment| Command::ForeignTerm { segment }),
+    ];
+    let operator = prop_oneof![
+        6 => prop_oneof![Just(0u8), 1u8..4, Just(u8::MAX)].prop_map(|budget| Command::Tick { budget }),
+        4 => prop_oneof![3 => 1u32..50, 3 => 50u32..6_000, 2 => 6_000u32..31_000, 1 => 31_000u32..70_000].prop_map(|ms| Command::Advance { ms }),
+        1 => (0u16..=1000, 1u8..8).prop_map(|(target_permille, objects)| Command::Evict { target_permille, objects }),
+        1 => (0u8..2, prop_oneof![Just(0u16), 1u16..200], prop_oneof![Just(0u8), 1u8..4])
+            .prop_map(|(tenant, units, objects)| Command::Quota { tenant, units, objects }),
+        1 => (segment(), any::<bool>()).prop_map(|(segment, evict)| Command::Drain { segment, evict }),
+        1 => segment().prop_map(|segment| Command::Unmount { segment }),
+        2 => node().prop_map(|node| Command::Lose { node }),
+        6 => (node(), 0u8..4).prop_map(|(node, segments)| Command::Mount { node, segments }),
+        1 => (node(), 0u8..4).prop_map(|(node, segments)| Command::Reconnect { node, segments }),
+        1 => Just(Command::Crash),
+    ];
+    prop_oneof![5 => client, 4 => nodes, 2 => operator]
+}
