@@ -40,7 +40,7 @@ use tokio::sync::watch;
 
 use crate::metrics::{DoorCounters, Metrics};
 use crate::seats::SeatedListener;
-use crate::service::{Role, Service};
+use crate::service::{NodeInfo, Role, Service};
 use answer::{Failure, Job, Object, Segment, check};
 use text::{Query, decode_value, from_hex, hex, show_key, unescape};
 
@@ -48,7 +48,7 @@ use text::{Query, decode_value, from_hex, hex, show_key, unescape};
 const CONNECTIONS_MAX: usize = 256;
 
 /// A connection that says nothing for so long is closed: it takes a seat.
-const IDLE_MAX: Duration = Duration::from_secs(75);
+const IDLE_MAX: Duration = Duration::from_secs(10);
 
 /// How long a call of this door may take.
 const DEADLINE_MS: u32 = 10_000;
@@ -96,6 +96,7 @@ fn router(door: Door) -> Router {
         .route("/health", get(async || Json(json!({"status": "ok"}))))
         .route("/ready", get(ready))
         .route("/role", get(role))
+        .route("/get_all_nodes", get(get_all_nodes))
         .route("/get_all_segments", get(get_all_segments))
         .route("/get_all_keys", get(get_all_keys))
         .route("/query_key", get(query_key))
@@ -130,6 +131,25 @@ async fn role(State(door): Shared) -> Json<Value> {
 }
 
 // ------------------------------------------------------------------------------------------------- listings
+
+/// The nodes that are registered; there are some thousands at most, so that one page holds them.
+async fn get_all_nodes(State(door): Shared) -> Json<Value> {
+    let node = |info: &NodeInfo| {
+        let [host, rack, zone] = &info.labels;
+        let addresses =
+            info.addresses.iter().map(|(engine, address)| json!({"engine": engine, "address": address}));
+        json!({
+            "node": info.node.0.to_string(),
+            "session": info.session.0.to_string(),
+            "host": host,
+            "rack": rack,
+            "zone": zone,
+            "addresses": addresses.collect::<Vec<_>>(),
+            "orders_outstanding": info.orders_outstanding,
+        })
+    };
+    Json(json!({"nodes": door.service.nodes().iter().map(node).collect::<Vec<_>>()}))
+}
 
 async fn get_all_segments(
     State(door): Shared,
@@ -182,6 +202,8 @@ async fn get_all_keys(
         if cursor.is_empty() || keys.len() >= limit {
             break;
         }
+        // A prefix that few keys have takes many rounds; others use this thread, too.
+        tokio::task::yield_now().await;
     }
     if wants_text(query, &headers) {
         return Ok(lines_of(keys.into_iter(), &cursor));

@@ -46,6 +46,8 @@ pub(crate) struct Shared {
     /// Permits are KiB of large bodies.
     large_bodies: Arc<Semaphore>,
     stopping: AtomicBool,
+    /// There is another core for whoever has something to do while a thread looks for the next request.
+    may_linger: bool,
 }
 
 /// What the door must know.
@@ -103,6 +105,7 @@ impl FrameDoor {
             inflight_max: config.inflight_per_connection_max,
             large_bodies: Arc::new(Semaphore::new(LARGE_BODIES_BYTES_MAX >> 10)),
             stopping: AtomicBool::new(false),
+            may_linger: std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1),
         });
         let threads = (0..config.threads).map(|index| start_thread(index, &shared, stop.clone()));
         let (threads, joins) = threads.collect::<io::Result<(Vec<_>, Vec<_>)>>()?;

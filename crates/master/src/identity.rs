@@ -28,9 +28,6 @@ const LOCK: &str = "lock";
 /// Layout of the file. A release that changes it reads the older one.
 const FILE_VERSION: u32 = 1;
 
-/// The first id key of a cluster.
-const FIRST_ID_KEY: u32 = 1;
-
 /// The term of a cluster's first master.
 const FIRST_TERM: Term = match next_term(Term::ZERO) {
     Some(term) => term,
@@ -152,7 +149,8 @@ impl Identity {
     fn draw() -> Result<Identity, IdentityError> {
         Ok(Identity {
             cluster: u64::from_le_bytes(random()?),
-            id_key: FIRST_ID_KEY,
+            // Drawn, too: records of another cluster, or of one that nobody remembers, are known by it.
+            id_key: u32::from_le_bytes(random()?).max(1),
             secret: random()?,
             term: Term::ZERO,
             _lock: None,

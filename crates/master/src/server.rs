@@ -17,6 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use moontide_proto::convert::IdKeySecret;
 use moontide_types::{IdKey, SystemClock, Term};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -237,7 +238,7 @@ fn service_config(
         groups: config.groups(),
         cluster: identity.cluster,
         id_key: IdKey::new(identity.id_key, identity.secret),
-        id_key_secret: identity.secret,
+        id_key_secret: IdKeySecret(identity.secret),
         term: identity.term,
         session_ttl: millis(config.session_ttl_ms),
         grpc_address: advertised(&config.grpc_advertise, addresses.grpc),

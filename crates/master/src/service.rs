@@ -28,7 +28,7 @@ use moontide_meta::{
     Ask, Effect, Effects, Group, GroupConfig, Now, PlacementKind, Quota, SessionConfig, Sessions,
 };
 use moontide_proto::PackedKeys;
-use moontide_proto::convert::{ConvertError, RequestContext};
+use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
 use moontide_proto::v1;
 use moontide_types::{
     Clock, ErrorCode, GroupId, IdKey, MapVersion, ObjectId, SessionId, Tenant, TenantGeneration, Term,
@@ -58,8 +58,8 @@ pub struct ServiceConfig {
     pub cluster: u64,
     /// The key of ids.
     pub id_key: IdKey,
-    /// Its secret, for clients and nodes.
-    pub id_key_secret: [u8; 32],
+    /// Its secret, for clients and nodes. Not shown when printed.
+    pub id_key_secret: IdKeySecret,
     /// This master's term.
     pub term: Term,
     /// How long a node's session lasts without a heartbeat.
@@ -94,7 +94,7 @@ impl ServiceConfig {
             groups: group.groups,
             cluster: 1,
             id_key: IdKey::new(1, [7; 32]),
-            id_key_secret: [7; 32],
+            id_key_secret: IdKeySecret([7; 32]),
             term: group.term,
             session_ttl: Duration::from_secs(10),
             grpc_address: "127.0.0.1:1".into(),
@@ -245,10 +245,8 @@ impl Service {
 
     /// Understands who asks, or says why the call as a whole fails.
     fn caller<'a>(&self, context: RequestContext<'a>) -> Result<Caller<'a>, ErrorCode> {
-        if context.term > self.config.term {
-            self.step_down(context.term);
-        }
-        if self.stepped_down.load(Ordering::Relaxed) != 0 {
+        // A client that believes in a higher term is asked to look again; only nodes, which obey terms, end a master's.
+        if context.term > self.config.term || self.stepped_down.load(Ordering::Relaxed) != 0 {
             return Err(ErrorCode::WrongMaster);
         }
         let generation = self.tenant_facts(context.tenant).generation;

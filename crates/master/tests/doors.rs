@@ -251,6 +251,9 @@ fn operators_see_what_is_there() {
     assert_eq!(reads("disk_hits"), 2, "as the node's heartbeat said");
     assert_eq!(sample("moontide_master_stored_objects"), 5);
 
+    let (status, nodes) = get(admin, "/get_all_nodes");
+    assert_eq!(status, 200);
+    assert!(nodes.contains("\"orders_outstanding\""), "{nodes}");
     let (status, segments) = get(admin, "/get_all_segments");
     assert_eq!(status, 200);
     let segments: Value = serde_json::from_str(&segments).unwrap();

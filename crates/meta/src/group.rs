@@ -209,6 +209,8 @@ pub struct Group {
     /// Segments that went away with their nodes' sessions, and when they are forgotten. Segments, because a node that
     /// comes back mounts one after the other.
     absent: HashMap<(NodeId, SegmentId), Tick>,
+    /// Until then, segments that this master has never heard of may report what they hold.
+    reports_until: MonoTime,
     /// Before this, nodes that this master has never heard of may have objects of an earlier term.
     settled_at: MonoTime,
 
@@ -259,6 +261,7 @@ impl Group {
             replacing: HashMap::new(),
             tombstones: HashMap::new(),
             absent: HashMap::new(),
+            reports_until: now.mono.after(config.reallocate_wait),
             settled_at: now.mono.after(wait),
             jobs: BTreeMap::new(),
             job_count: 0,

@@ -94,6 +94,8 @@ pub(crate) struct Segment {
     pub(crate) phase: SegmentPhase,
     /// Nothing is given out before.
     pub(crate) usable_at: MonoTime,
+    /// It came back after it was given up: nothing that it holds is believed to be current.
+    pub(crate) is_late: bool,
     /// A remote peer had one-sided access: its reads are verified, even in place.
     pub(crate) one_sided: bool,
     /// Position among the group's candidates.
@@ -159,6 +161,7 @@ impl Segment {
             tenant: shape.tenant,
             phase,
             usable_at,
+            is_late: false,
             one_sided: false,
             candidate: None,
             reported_records: 0,

@@ -315,7 +315,8 @@ mod tests {
             let at = slab.draw(&mut rng).unwrap();
             let _ = slab.remove(at);
         }
-        assert!(slab.memory_bytes() * 100 <= full * 13, "{} of {full}", slab.memory_bytes());
+        // A tenth, the chunk that is begun and the one that is kept.
+        assert!(slab.memory_bytes() <= full / 10 + 2 * CHUNK_BYTES, "{} of {full}", slab.memory_bytes());
     }
 
     #[test]

@@ -18,8 +18,8 @@ pub struct Now {
 /// Nanoseconds of one tick, 16 ms: 32 bits of them last 2.2 years, and nobody notices 16 ms of a lease.
 const TICK_NANOS: u64 = 16_000_000;
 
-/// Ticks since a group was created. Saturates: a group that lives longer than two years loses its leases'
-/// precision, not its objects.
+/// Ticks since a group was created. Saturates: after 2.2 years of one term there would be no more leases, and a master
+/// must have been restarted before that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Tick(pub(crate) u32);
 

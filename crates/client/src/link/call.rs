@@ -118,10 +118,10 @@ pub(super) fn pack(keys: &[Key<'_>]) -> Result<Vec<u8>, LinkError> {
 
 /// The message of an answer, whose frame must be no error.
 pub(super) fn read<M: Bounded>(frame: Frame, address: &Arc<str>) -> Result<M, LinkError> {
-    if let Some(code) = frame.header.status {
-        // A status stands in Error frames, whose body is text; a reply that has one is empty.
+    if let (FrameKind::Error, Some(code)) = (frame.header.kind, frame.header.status) {
         return Err(Rejection::from_frame(code, &frame.body));
     }
+    // A reply may have a status as well; its message says the same in its context, and when to come again.
     convert::decode(frame.body).map_err(|error| LinkError::protocol(address, error))
 }
 

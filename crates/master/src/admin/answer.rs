@@ -40,7 +40,12 @@ struct FailureBody {
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let Failure { code, message } = self;
-        let body = FailureBody { code: code as u16, name: code.name(), message, hint: code.hint() };
+        let hint = match code {
+            // The usual one is for a cache's client.
+            ErrorCode::NotFound => "/get_all_keys, /get_all_segments and /get_all_nodes list what there is",
+            _ => code.hint(),
+        };
+        let body = FailureBody { code: code as u16, name: code.name(), message, hint };
         (http_status(code), Json(body)).into_response()
     }
 }

@@ -7,7 +7,9 @@ use moontide_proto::convert::{
     ExistRequest, GetReplicaListRequest, ListKind, ObjectListBuilder, PrefetchRequest, PutConfig,
     PutEndRequest, PutRevokeRequest, PutStartRequest, SetPinRequest, TouchRequest, Wire,
 };
+use moontide_proto::limits::HANDLES_PER_ANSWER_MAX;
 use moontide_proto::{Capability, Handle, HandleFlags, Medium, ObjectEntry, ObjectFlags, v1};
+use moontide_types::bounds::{REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{Attributes, AttributesRef, ParentHash};
 use moontide_types::{ErrorCode, TenantGeneration, Term};
 
@@ -88,13 +90,10 @@ impl Service {
         let options: Vec<PutOptions> = request.configs.iter().map(put_options).collect();
         let sorted = self.sort(&caller, request.keys);
         let entries: Vec<_> = request.objects.iter().collect();
-        let sections: Vec<AttributesRef<'_>> = match &request.attributes {
-            Some(sections) => sections.iter().map(|section| section.decode_ref()).collect(),
+        let sections: Vec<(AttributesRef<'_>, u32)> = match &request.attributes {
+            // A section has at most 4,096 bytes.
+            Some(sections) => sections.iter().map(|s| (s.decode_ref(), s.as_bytes().len() as u32)).collect(),
             None => vec![],
-        };
-        let section_len = |position: usize| match &request.attributes {
-            Some(sections) => sections.iter().nth(position).map_or(0, |section| section.as_bytes().len()),
-            None => 0,
         };
         let mut answers = Answers::new(self, &caller, request.keys.len());
         let mut expires = vec![0u64; request.keys.len()];
@@ -104,14 +103,19 @@ impl Service {
             let tenant = group.tenant(caller.context.tenant);
             for (ask, &position) in asks.iter().zip(positions) {
                 let at = position as usize;
-                let attributes = sections.get(at).copied().unwrap_or_default();
+                let (attributes, attributes_len) = sections.get(at).copied().unwrap_or_default();
+                if answers.is_full(REPLICAS_MAX * STRIPES_MAX) {
+                    // Before space is reserved that the caller would not hear of.
+                    answers.add(position, Err(ErrorCode::Retry), 0, false);
+                    continue;
+                }
                 let started = tenant.and_then(|tenant| {
                     let put = PutStart {
                         ask: *ask,
                         tenant,
                         caller: caller.context.caller.0,
                         object_len: entries[at].len,
-                        attributes_len: section_len(at) as u32, // ≤ 4,096
+                        attributes_len,
                         pin: attributes.pin,
                         expires: attributes.expires,
                         cohort: attributes.cohort,
@@ -287,7 +291,15 @@ impl Answers {
         }
     }
 
+    /// Whether so many more handles are too many for one answer.
+    fn is_full(&self, more: usize) -> bool {
+        self.handles.len() + more > HANDLES_PER_ANSWER_MAX
+    }
+
     fn add(&mut self, position: u32, found: Found<'_>, window_ms: u32, attributes: bool) {
+        let found = found.and_then(|object| {
+            if self.is_full(object.places.len()) { Err(ErrorCode::Retry) } else { Ok(object) }
+        });
         let entry = &mut self.entries[position as usize];
         let object = match found {
             Ok(object) => object,

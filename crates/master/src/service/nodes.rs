@@ -12,7 +12,7 @@ use moontide_proto::convert::{
     Heartbeat, MountSegmentsRequest, NodeBody, NodeMessage, OpenSessionRequest, OpenSessionResponse,
     ReportChunk, SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant, UnmountSegmentsRequest, Wire,
 };
-use moontide_proto::convert::{IdKeySecret, MountSegmentsResponse, ResponseContext};
+use moontide_proto::convert::{MountSegmentsResponse, ResponseContext};
 use moontide_proto::{Medium, ProtocolVersions, ReportFlags, v1};
 use moontide_types::record::{AttributesRef, State};
 use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, TenantGeneration};
@@ -56,14 +56,19 @@ impl Service {
             let protocol =
                 ProtocolVersions::CURRENT.common(request.protocol).ok_or(ErrorCode::Unsupported)?;
             let now = self.now();
-            let (session, earlier) = self.sessions.lock().open(now.mono, request.node, request.boot);
+            let labels = [request.topology.host, request.topology.rack, request.topology.zone].map(Box::from);
+            let addresses = request.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect();
+            let (session, earlier) = {
+                // Both under one lock: whoever ends this session finds it among the nodes.
+                let mut sessions = self.sessions.lock();
+                let (session, earlier) = sessions.open(now.mono, request.node, request.boot);
+                let node = NodeSession::new(request.node, session, self.config.term, labels, addresses);
+                self.nodes.write().insert(session, Arc::new(node));
+                (session, earlier)
+            };
             if let Some(earlier) = earlier {
                 self.end_session(earlier, request.node);
             }
-            let labels = [request.topology.host, request.topology.rack, request.topology.zone].map(Box::from);
-            let addresses = request.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect();
-            let node = NodeSession::new(request.node, session, self.config.term, labels, addresses);
-            self.nodes.write().insert(session, Arc::new(node));
             let ttl_ms = self.config.session_ttl.as_millis() as u32;
             Ok((caller, session, ttl_ms, protocol))
         });
@@ -75,7 +80,7 @@ impl Service {
                     protocol,
                     groups: self.config.groups.get(),
                     id_key: self.config.id_key.number(),
-                    id_key_secret: Some(IdKeySecret(self.config.id_key_secret)),
+                    id_key_secret: Some(self.config.id_key_secret.clone()),
                 };
                 let context = ResponseContext {
                     map_version: MAP_VERSION,
@@ -233,7 +238,13 @@ impl Service {
         let mut effects = Effects::new();
         let mut group = self.group(index);
         let before = group.find_segment(spec.node, spec.segment).map_or(0, |view| u64::from(view.units));
-        let mounted = group.mount(self.now(), &spec, &mut effects);
+        // A session that ends is marked before its segments are taken out of the groups: either that is seen here, or this
+        // segment is among them.
+        let mounted = if node.is_ended() {
+            Err(ErrorCode::StaleSession)
+        } else {
+            group.mount(self.now(), &spec, &mut effects)
+        };
         self.deliver(index, &mut effects);
         drop(group);
         if mounted.is_ok() {
@@ -292,16 +303,24 @@ impl Service {
                     self.deliver(answered.group, &mut effects);
                 }
             }
-            NodeBody::Report(chunk) => self.report(node, chunk)?,
+            NodeBody::Report(chunk) => passable(node, chunk.segment, self.report(node, chunk))?,
             NodeBody::ReportEnd(end) => {
-                let index = self.segment_group(node, end.segment)?;
-                let mut effects = Effects::new();
-                let mut group = self.group(index);
-                let name = (node.node, end.segment);
-                let outcome =
-                    group.report_end(self.now(), name, end.generation, end.term, end.records, &mut effects);
-                self.deliver(index, &mut effects);
-                outcome?;
+                let outcome = self.segment_group(node, end.segment).and_then(|index| {
+                    let mut effects = Effects::new();
+                    let mut group = self.group(index);
+                    let name = (node.node, end.segment);
+                    let outcome = group.report_end(
+                        self.now(),
+                        name,
+                        end.generation,
+                        end.term,
+                        end.records,
+                        &mut effects,
+                    );
+                    self.deliver(index, &mut effects);
+                    outcome
+                });
+                passable(node, end.segment, outcome)?;
             }
             // Disk tiers are not served yet: a node that has one must not believe that its records are known.
             NodeBody::Offloaded(_) | NodeBody::DiskEvicted(_) => return Err(ErrorCode::Unsupported),
@@ -384,9 +403,12 @@ impl Service {
     /// A tenant's generation is at least what any record says; the answer is the current one for each of the chunk's
     /// tenants.
     fn learn_generations(&self, chunk: &ReportChunk<'_>) -> Vec<TenantGeneration> {
+        let id_key = self.config.id_key.number();
         let mut highest = vec![TenantGeneration(0); chunk.tenants.len()];
         for record in chunk.records.iter() {
-            if let Some(highest) = highest.get_mut(usize::from(record.tenant)) {
+            let told =
+                matches!(record.word.state(), State::Ready | State::Writing) && record.id_key == id_key;
+            if let Some(highest) = highest.get_mut(usize::from(record.tenant)).filter(|_| told) {
                 *highest = (*highest).max(record.tenant_generation);
             }
         }
@@ -438,6 +460,23 @@ impl Service {
                 group.set_quota(ix, Quota { bytes_max, objects_max });
             }
         }
+    }
+}
+
+/// A report about a segment that is no longer mounted, or that contradicts itself, is passed over: the node would send it
+/// again and again, and nothing behind it would be heard.
+fn passable(node: &NodeSession, segment: SegmentId, outcome: Result<(), ErrorCode>) -> Result<(), ErrorCode> {
+    match outcome {
+        Err(
+            code @ (ErrorCode::NotFound
+            | ErrorCode::StaleGeneration
+            | ErrorCode::OutOfBounds
+            | ErrorCode::Overlap),
+        ) => {
+            tracing::warn!(node = node.node.0, segment = segment.0, %code, "a report was passed over");
+            Ok(())
+        }
+        outcome => outcome,
     }
 }
 

@@ -2,8 +2,8 @@
 
 use moontide_meta::{Detail, Effects, ListCursor, Medium as MetaMedium, Quota, SegmentPhase, SegmentView};
 use moontide_proto::convert::{
-    ClusterFacts, ClusterInfo, EvictRequest, GetTenantsRequest, IdKeySecret, ListKeysRequest,
-    ListSegmentsRequest, QueryKeysRequest, RequestContext, ResponseContext, SetTenantQuotaRequest, Wire,
+    ClusterFacts, ClusterInfo, EvictRequest, GetTenantsRequest, ListKeysRequest, ListSegmentsRequest,
+    QueryKeysRequest, RequestContext, ResponseContext, SetTenantQuotaRequest, Wire,
 };
 use moontide_proto::{PackedBuilder, PackedKeysBuilder, ProtocolVersions, v1};
 use moontide_types::{ErrorCode, Key};
@@ -145,7 +145,7 @@ impl Service {
             cluster: self.config.cluster,
             groups: self.config.groups.get(),
             id_key: self.config.id_key.number(),
-            id_key_secret: Some(IdKeySecret(self.config.id_key_secret)),
+            id_key_secret: Some(self.config.id_key_secret.clone()),
             protocol: ProtocolVersions::CURRENT,
         };
         let context =

@@ -4,7 +4,7 @@
 //! with a new stream of the same session. There are never more of them than the node has slots, for an order means
 //! one that is being given back; [`ORDERS_MAX`] is for a node that takes orders and answers none.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -40,10 +40,10 @@ pub(super) struct NodeSession {
 
 #[derive(Debug, Default)]
 struct Outbox {
-    /// Number of the front of `unanswered`.
-    base: u64,
-    /// Orders in the sequence of their numbers; those answered in the middle are gone.
-    unanswered: VecDeque<Option<Sent>>,
+    /// Orders given so far: the last number.
+    ordered: u64,
+    /// By number. One that a reader holds up stays for long, and those behind it do not wait for it.
+    unanswered: BTreeMap<u64, Sent>,
     /// Orders from here on have not been sent on the current stream.
     unsent: u64,
     /// Messages of the node that were applied.
@@ -84,7 +84,7 @@ impl NodeSession {
             term,
             labels,
             addresses,
-            outbox: Mutex::new(Outbox { base: 1, unsent: 1, ..Outbox::default() }),
+            outbox: Mutex::new(Outbox { unsent: 1, ..Outbox::default() }),
             news: Notify::new(),
             segments: Mutex::default(),
             reads: Mutex::default(),
@@ -106,10 +106,17 @@ impl NodeSession {
             outbox.ended = true;
         }
         if !outbox.ended {
-            outbox.unanswered.push_back(Some(Sent { group, order }));
+            outbox.ordered += 1;
+            let number = outbox.ordered;
+            outbox.unanswered.insert(number, Sent { group, order });
         }
         drop(outbox);
         self.news.notify_one();
+    }
+
+    /// Whether the session is over.
+    pub(super) fn is_ended(&self) -> bool {
+        self.outbox.lock().ended
     }
 
     /// The session is over: its stream ends.
@@ -123,7 +130,7 @@ impl NodeSession {
     pub(super) fn attach(&self) -> u64 {
         let mut outbox = self.outbox.lock();
         outbox.stream += 1;
-        outbox.unsent = outbox.base;
+        outbox.unsent = 1;
         outbox.acked_told = 0;
         let stream = outbox.stream;
         drop(outbox);
@@ -158,11 +165,7 @@ impl NodeSession {
         let mut outbox = self.outbox.lock();
         let mut answered = vec![];
         for result in results {
-            let Some(at) = result.order.checked_sub(outbox.base) else { continue };
-            let Some(place) = usize::try_from(at).ok().and_then(|at| outbox.unanswered.get_mut(at)) else {
-                continue;
-            };
-            let Some(Sent { group, order }) = *place else { continue };
+            let Some(&Sent { group, order }) = outbox.unanswered.get(&result.order) else { continue };
             let (outcome, last) = match (result.phase, result.code) {
                 (OrderPhase::Refused, code) => {
                     (OrderOutcome::Refused(code.unwrap_or(ErrorCode::Internal)), true)
@@ -172,17 +175,9 @@ impl NodeSession {
                 (OrderPhase::Accepted, _) => (OrderOutcome::Accepted, order.kind == OrderKind::Kill),
             };
             if last {
-                *place = None;
+                outbox.unanswered.remove(&result.order);
             }
             answered.push(Answered { group, order, outcome });
-        }
-        while outbox.unanswered.front().is_some_and(Option::is_none) {
-            outbox.unanswered.pop_front();
-            outbox.base += 1;
-        }
-        outbox.unsent = outbox.unsent.max(outbox.base);
-        if outbox.unanswered.is_empty() {
-            outbox.unanswered.shrink_to(1024);
         }
         answered
     }
@@ -194,15 +189,10 @@ impl NodeSession {
             return Err(StreamOver);
         }
         let outbox = &mut *outbox;
-        let first = (outbox.unsent - outbox.base) as usize;
         let mut orders = PackedBuilder::<WireOrder>::with_capacity(0);
-        for (number, sent) in
-            (outbox.unsent..).zip(outbox.unanswered.range(first..).take(SESSION_RECORDS_MAX))
-        {
+        for (&number, sent) in outbox.unanswered.range(outbox.unsent..).take(SESSION_RECORDS_MAX) {
+            orders.push(&wire_order(number, &sent.order, self.term));
             outbox.unsent = number + 1;
-            if let Some(sent) = sent {
-                orders.push(&wire_order(number, &sent.order, self.term));
-            }
         }
         let body = if !orders.is_empty() {
             let orders = orders.finish().into();

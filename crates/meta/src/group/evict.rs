@@ -43,6 +43,9 @@ const LOOKS_MAX: usize = 64;
 /// Members of a cohort that follow one victim.
 const FOLLOWERS_MAX: usize = 64;
 
+/// Tenants over their quota that are asked for a victim before one that is not.
+const TENANTS_TRIED: usize = 4;
+
 /// Objects that a put which found no room evicts at once; the rest follows in ticks.
 const AT_ONCE: usize = 16;
 
@@ -130,27 +133,28 @@ impl Group {
 
     fn evict_one(&mut self, now: Now, effects: &mut Effects) -> Option<EvictReport> {
         for class in [Class::Ordinary, Class::Soft] {
-            if let Some(tenant) = self.next_tenant(class)
-                && let Some(victim) = self.victim(tenant, class, None, now)
-            {
-                return Some(self.evict_object(victim, None, now, effects));
+            for tenant in self.next_tenants(class) {
+                if let Some(victim) = self.victim(tenant, class, None, now) {
+                    return Some(self.evict_object(victim, None, now, effects));
+                }
             }
         }
         None
     }
 
-    /// Whose turn it is to give something up.
-    fn next_tenant(&mut self, class: Class) -> Option<TenantIx> {
-        let has_some = |ix: TenantIx| class.queue(self.tenants.get(ix)).len() > 0;
-        let over = |ix: TenantIx| self.tenants.get(ix).is_over_quota();
-        if let Some(&ix) = self.limited.iter().find(|&&ix| over(ix) && has_some(ix)) {
-            return Some(ix);
+    /// Whose turn it is to give something up, some of them: if all that the first one has is held, the next one.
+    fn next_tenants(&mut self, class: Class) -> Vec<TenantIx> {
+        let has_some = |ix: &TenantIx| class.queue(self.tenants.get(*ix)).len() > 0;
+        let over = |ix: &TenantIx| self.tenants.get(*ix).is_over_quota();
+        let limited = self.limited.iter().copied().filter(over).filter(has_some);
+        let mut tenants: Vec<TenantIx> = limited.take(TENANTS_TRIED).collect();
+        let drawn = self.slab.draw(&mut self.rng).map(|at| self.slab.get(at).tenant());
+        tenants.extend(drawn.filter(|ix| class.queue(self.tenants.get(*ix)).len() > 0));
+        if tenants.is_empty() {
+            let any = self.tenants.iter().map(|(ix, _)| ix);
+            tenants.extend(any.filter(|ix| class.queue(self.tenants.get(*ix)).len() > 0).take(1));
         }
-        let drawn = self.slab.draw(&mut self.rng).map(|at| self.slab.get(at).tenant())?;
-        if class.queue(self.tenants.get(drawn)).len() > 0 {
-            return Some(drawn);
-        }
-        self.tenants.iter().map(|(ix, _)| ix).find(|&ix| class.queue(self.tenants.get(ix)).len() > 0)
+        tenants
     }
 
     /// Moves a queue's hand to the next object that can go.

@@ -101,7 +101,7 @@ impl Group {
         if let Some(&earlier) = self.by_name.get(&(spec.node, spec.segment)) {
             self.lose_segment(earlier, effects);
         }
-        self.absent.remove(&(spec.node, spec.segment));
+        let missed = self.absent.remove(&(spec.node, spec.segment)).is_some();
         let topology = self.topology(spec.labels);
         // An earlier master, or this one in an earlier session, may have promised parts of it to somebody.
         let wait = if spec.term == Term::ZERO { Duration::ZERO } else { self.config.reallocate_wait };
@@ -124,7 +124,10 @@ impl Group {
                 (self.segments.len() - 1) as u32
             }
         };
-        self.segments[index as usize] = Some(Segment::new(shape, phase, now.mono.after(wait)));
+        let mut segment = Segment::new(shape, phase, now.mono.after(wait));
+        // Removals have been acknowledged without it: what it holds may be among them.
+        segment.is_late = !missed && now.mono > self.reports_until;
+        self.segments[index as usize] = Some(segment);
         self.by_name.insert((spec.node, spec.segment), index);
         let new = Node { session: spec.session, topology, segments: vec![] };
         let node = self.nodes.entry(spec.node).or_insert(new);

@@ -158,7 +158,9 @@ impl Group {
             Ok(places) => places,
             Err(code) => {
                 let units = u64::from(cut.units.get()) * cut.stripes as u64 * u64::from(replicas_min);
-                self.want_space(now, units, effects);
+                if self.room_would_help(put, &cut) {
+                    self.want_space(now, units, effects);
+                }
                 self.stats.puts_no_space += 1;
                 return Err(code);
             }
@@ -377,7 +379,11 @@ impl Group {
             }
             for place in &places[first..] {
                 let segment = self.segment(place.segment);
-                others.push(Placed { node: segment.node, topology: segment.topology });
+                let placed = Placed { node: segment.node, topology: segment.topology };
+                // Stripes share nodes, and every further stripe looks through this.
+                if others.iter().all(|other| other.node != placed.node) {
+                    others.push(placed);
+                }
             }
         }
         Ok(places)
@@ -452,6 +458,25 @@ impl Group {
         segment.one_sided |= put.options.one_sided;
         self.note_free(index);
         Some(place)
+    }
+
+    /// Whether nothing but free space was missing. A put that could not be placed in an empty group either (no segment
+    /// takes new objects yet, too few nodes, too large a stripe, no such medium) must not empty the cache in vain.
+    fn room_would_help(&self, put: &PutStart<'_>, cut: &Cut) -> bool {
+        let mut nodes: Vec<NodeId> = vec![];
+        for candidate in &self.candidates {
+            let segment = self.segment(candidate.index);
+            let suits = segment.medium == put.options.medium
+                && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
+                && segment.units >= cut.units.get();
+            if suits && !nodes.contains(&candidate.node) {
+                nodes.push(candidate.node);
+                if nodes.len() >= usize::from(put.options.replicas_min) {
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// Gives back what nobody has heard of.

@@ -243,8 +243,23 @@ impl Group {
         let of_this_drain = |drain: Option<&crate::segment::Drain>| drain.is_some_and(|d| d.epoch == epoch);
         match (kind, outcome) {
             (OrderKind::Kill, _) => {
-                // Refused is as good as done: the node has no such version to kill.
-                if of_this_drain(self.segment(index).drains.get(&slot.0)) {
+                // A node that has no such version has nothing to kill; any other refusal leaves it alive.
+                let alive = match outcome {
+                    OrderOutcome::Accepted | OrderOutcome::Done => false,
+                    OrderOutcome::Refused(code) => !matches!(
+                        code,
+                        ErrorCode::StaleEpoch
+                            | ErrorCode::StaleGeneration
+                            | ErrorCode::Gone
+                            | ErrorCode::NotFound
+                    ),
+                };
+                if !of_this_drain(self.segment(index).drains.get(&slot.0)) {
+                    return;
+                }
+                if alive {
+                    self.kill_refused(index, slot.0, effects);
+                } else {
                     self.killed(index, slot.0, false, effects);
                 }
             }
@@ -283,6 +298,13 @@ impl Group {
         }
         for number in self.kills.remove(&(index, slot)).unwrap_or_default() {
             self.kill_answered(number, unreachable, effects);
+        }
+    }
+
+    /// Whoever waits is told that it is not certain; the slot is not forgotten, and its reclaim is under way.
+    fn kill_refused(&mut self, index: u32, slot: u32, effects: &mut Effects) {
+        for number in self.kills.remove(&(index, slot)).unwrap_or_default() {
+            self.kill_answered(number, true, effects);
         }
     }
 

@@ -101,11 +101,16 @@ impl ReportRecord<'_> {
         }
         let stripe_len = if index + 1 < count || count == 1 { len } else { offset / index as u64 };
         let fits = (count as u64 - 1).checked_mul(stripe_len)? <= self.object_len
+            && (count as u64).checked_mul(stripe_len)? >= self.object_len
             && index as u64 * stripe_len == offset
             && stripe_of(self.object_len, stripe_len, index, count).len == len;
         fits.then_some(stripe_len)
     }
 }
+
+/// Epochs of a term up to here are believed: half of all, which no term ever gives out. A record that claims more would
+/// leave none to give.
+const SEQUENCE_CREDIBLE: u64 = Epoch::SEQUENCE_MAX / 2;
 
 impl Group {
     /// Takes in some records of a segment's report, snapshot or later changes alike. `first_record` counts the
@@ -247,6 +252,9 @@ impl Group {
         if slot >= self.segment(index).slot_count() {
             return Err(ErrorCode::OutOfBounds);
         }
+        if new.epoch.term() > self.config.term || new.epoch.sequence() > SEQUENCE_CREDIBLE {
+            return Err(ErrorCode::OutOfBounds);
+        }
         if new.epoch.term() == self.config.term {
             // Never give an epoch twice, even if a node knows more of this term than we do.
             self.sequence = self.sequence.max(new.epoch.sequence());
@@ -268,7 +276,10 @@ impl Group {
                 let which = self.place_index(&record, index, slot);
                 match state {
                     ReportState::Writing => {}
-                    ReportState::Ready => self.committed(at, which, new.root, effects),
+                    ReportState::Ready if (record.epoch(), record.id()) == (new.epoch, new.id) => {
+                        self.committed(at, which, new.root, effects);
+                    }
+                    ReportState::Ready => {} // of something that we never gave out there
                     ReportState::Dead => {
                         // No new reader gets it, but a one-sided one may be reading.
                         let leased = self.lease_of(&record, now);
@@ -305,6 +316,9 @@ impl Group {
         if new.extent.units == 0 || new.extent.end() > u64::from(segment.units) {
             return Err(ErrorCode::OutOfBounds);
         }
+        if new.extent.units > segment.free_units() {
+            return Err(ErrorCode::Overlap); // more than there is: some of it was reported twice
+        }
         let stripe_len = new.stripe_len();
         let welcome = new.state != ReportState::Dead
             && stripe_len.is_some()
@@ -313,7 +327,8 @@ impl Group {
             && !new.key.is_empty()
             && new.key.len() <= moontide_types::bounds::KEY_BYTES_MAX
             && new.expires.is_none_or(|at| at > now.unix)
-            && self.tombstones.get(&new.id).is_none_or(|&removed| new.epoch > removed);
+            && self.tombstones.get(&new.id).is_none_or(|&removed| new.epoch > removed)
+            && !self.segment(index).is_late;
         let Some(stripe_len) = stripe_len.filter(|_| welcome) else {
             self.report_unwelcome(index, new, effects);
             return Ok(());
@@ -434,11 +449,11 @@ impl Group {
         let (stripe, stripes) = (usize::from(new.stripe.index), usize::from(new.stripe.count));
         let extra = self.extras.get(record.extra);
         let as_cut = extra.map_or((1, record.object_len()), |extra| (extra.stripes.into(), extra.stripe_len));
-        let root_known =
-            if stripes > 1 { extra.map_or(0, |extra| extra.stripe_roots[stripe]) } else { record.root };
         if as_cut != (stripes, stripe_len) {
             return false;
         }
+        let root_known =
+            if stripes > 1 { extra.map_or(0, |extra| extra.stripe_roots[stripe]) } else { record.root };
         let complete = !record.has(Flag::Writing);
         if complete && root_known != new.root {
             return false; // the same version with other bytes is no replica

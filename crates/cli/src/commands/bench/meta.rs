@@ -11,24 +11,30 @@ use super::figures::{BenchError, nothing_is_grossly_slow};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  moontide bench meta                          all cases, ten million objects (about 4 GiB of memory)
-  moontide bench meta --objects 100000         the same, in seconds
-  moontide bench meta --only loopback          both doors, with a master of its own on loopback
+  moontide bench meta                                    all cases, ten million objects: 4 GiB, some four minutes
+  moontide bench meta --objects 100000 --repeats 1       the same in half a minute
+  moontide bench meta --only loopback                    both doors, with a master of its own on loopback
 
-Every result is one JSON object per line on standard output.";
+Every result is one JSON object per line on standard output:
+  target, met   what we aim for at ten million objects on two cores, and whether the figure beside it reaches it;
+                smaller runs have fixed costs that count for more
+  spread        (largest - smallest) / middle of the repeats
+  bare_echo_*   a bare TCP echo of the same sizes in the same run: what the machine allows
+  *_cpu_ns_*    processor time of the master, of all its threads
+  share_of_growth   memory that remains after the removal, as a part of what the objects had taken";
 
 /// How it is measured.
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
     /// Objects in the index.
-    #[arg(long, default_value_t = 10_000_000)]
+    #[arg(long, default_value_t = 10_000_000, value_parser = clap::value_parser!(u64).range(1000..=1_000_000_000))]
     objects: u64,
     /// Groups that share them.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
     groups: u16,
     /// How often each rate is measured; the middle one counts.
-    #[arg(long, default_value_t = 5)]
-    repeats: usize,
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    repeats: u16,
     /// Decides which keys are asked for.
     #[arg(long, default_value_t = 1)]
     seed: u64,
