@@ -264,6 +264,15 @@ fn line(case: &str, args: &Args, callers: usize, batch: usize, cpu_ns: f64, rate
         .number("master_cpu_ns_per_key", cpu_ns)
 }
 
+/// Prints a rate of keys, against its target if it has one.
+fn print_keys(line: Line, rate: f64, target: Option<f64>) {
+    match target {
+        Some(target) => line.against("keys_per_s", rate, target, true),
+        None => line.number("keys_per_s", rate),
+    }
+    .print();
+}
+
 /// Batches of keys, made ahead.
 fn batches(args: &Args, seed: u64, count: usize) -> Vec<Vec<[u8; KEY_BYTES]>> {
     let mut dice = Dice::new(args.seed.wrapping_add(seed));
@@ -347,12 +356,7 @@ fn framed_batches(args: &Args, master: &Master) -> Result<(), BenchError> {
                 all_found(found, keys.len())
             })?;
             let rate = median(rates.clone());
-            let line = line(case, args, callers, BATCH, cpu_ns, &rates);
-            match target {
-                Some(target) => line.against("keys_per_s", rate, target, true),
-                None => line.number("keys_per_s", rate),
-            }
-            .print();
+            print_keys(line(case, args, callers, BATCH, cpu_ns, &rates), rate, target);
         }
     }
     Ok(())
@@ -365,21 +369,30 @@ fn all_found(found: usize, asked: usize) -> Result<u64, BenchError> {
 /// Batches of 100 keys over gRPC.
 async fn grpc_batches(args: &Args, master: &Master) -> Result<(), BenchError> {
     eprintln!("batches over gRPC …");
-    for (case, lookup, target) in [("exist_grpc", false, Some(1_500_000.0)), ("lookup_grpc", true, None)] {
+    let cases = [
+        ("bare_grpc_batch", Ask::Nothing, None),
+        ("exist_grpc", Ask::Presence, Some(1_500_000.0)),
+        ("lookup_grpc", Ask::Places, None),
+    ];
+    for (case, ask, target) in cases {
         for callers in [1usize, 4, 8] {
             let mut rates = vec![];
             let (before, mut keys) = (master.cpu()?, 0);
             for _ in 0..args.repeats {
-                let started = Instant::now();
-                let mut tasks = vec![];
+                let mut clients = vec![];
                 for caller in 0..callers {
                     let client = MasterClient::new(master.channel().await?)
                         .max_decoding_message_size(REQUEST_BYTES_MAX)
                         .max_encoding_message_size(REQUEST_BYTES_MAX);
                     let packed: Vec<prost::bytes::Bytes> =
                         batches(args, caller as u64, 200).iter().map(|batch| pack(batch)).collect();
-                    tasks.push(tokio::spawn(grpc_caller(client, packed, lookup, started)));
+                    clients.push((client, packed));
                 }
+                let started = Instant::now();
+                let callers = clients.into_iter();
+                let tasks: Vec<_> = callers
+                    .map(|(client, packed)| tokio::spawn(grpc_caller(client, packed, ask, started)))
+                    .collect();
                 let mut sum = 0;
                 for task in tasks {
                     sum += task.await.map_err(wrong)??;
@@ -389,12 +402,7 @@ async fn grpc_batches(args: &Args, master: &Master) -> Result<(), BenchError> {
             }
             let cpu_ns = master.cpu()?.saturating_sub(before).as_nanos() as f64 / keys.max(1) as f64;
             let rate = median(rates.clone());
-            let line = line(case, args, callers, BATCH, cpu_ns, &rates);
-            match target {
-                Some(target) => line.against("keys_per_s", rate, target, true),
-                None => line.number("keys_per_s", rate),
-            }
-            .print();
+            print_keys(line(case, args, callers, BATCH, cpu_ns, &rates), rate, target);
         }
     }
     Ok(())
@@ -408,10 +416,19 @@ fn pack(batch: &[[u8; KEY_BYTES]]) -> prost::bytes::Bytes {
     keys.finish().into()
 }
 
+/// What a gRPC call asks for.
+#[derive(Clone, Copy)]
+enum Ask {
+    /// Nothing: the same request without a context, which is refused before its keys are looked at. What gRPC costs.
+    Nothing,
+    Presence,
+    Places,
+}
+
 async fn grpc_caller(
     mut client: MasterClient<Channel>,
     packed: Vec<prost::bytes::Bytes>,
-    lookup: bool,
+    ask: Ask,
     started: Instant,
 ) -> Result<u64, BenchError> {
     let context = || Some(v1::RequestContext { deadline_ms: 10_000, caller: 1, ..Default::default() });
@@ -420,18 +437,26 @@ async fn grpc_caller(
         if started.elapsed() >= SPAN {
             break;
         }
-        let found = if lookup {
-            let request = v1::GetReplicaListRequest {
-                context: context(),
-                keys: keys.clone(),
-                lease_ms: 5_000,
-                attributes: false,
-            };
-            client.get_replica_list(request).await.map_err(wrong)?.into_inner().objects.len() / 64
-        } else {
-            let request = v1::ExistRequest { context: context(), keys: keys.clone() };
-            let present = client.exist(request).await.map_err(wrong)?.into_inner().present;
-            present.iter().map(|bits| bits.count_ones() as usize).sum()
+        let found = match ask {
+            Ask::Nothing => {
+                let request = v1::ExistRequest { context: None, keys: keys.clone() };
+                let context = client.exist(request).await.map_err(wrong)?.into_inner().context;
+                if context.is_some_and(|context| context.code != 0) { BATCH } else { 0 }
+            }
+            Ask::Presence => {
+                let request = v1::ExistRequest { context: context(), keys: keys.clone() };
+                let present = client.exist(request).await.map_err(wrong)?.into_inner().present;
+                present.iter().map(|bits| bits.count_ones() as usize).sum()
+            }
+            Ask::Places => {
+                let request = v1::GetReplicaListRequest {
+                    context: context(),
+                    keys: keys.clone(),
+                    lease_ms: 5_000,
+                    attributes: false,
+                };
+                client.get_replica_list(request).await.map_err(wrong)?.into_inner().objects.len() / 64
+            }
         };
         done += all_found(found, BATCH)?;
     }
