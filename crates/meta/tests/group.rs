@@ -63,6 +63,8 @@ fn somebody_elses_put_is_in_progress_and_ones_own_is_started_again() {
     let again = bench.start("k", KIB).unwrap();
     assert!(again > first);
     assert_eq!(bench.end("k", first), Err(ErrorCode::Gone));
+    assert_eq!(bench.end("k", again), Err(ErrorCode::Retry), "the first attempt may have been written");
+    bench.obey();
     assert_eq!(bench.end("k", again), Ok(()));
     let options = PutOptions::default();
     let put = |caller| PutStart {

@@ -212,6 +212,10 @@ impl Group {
         if !record.has(Flag::Writing) {
             return if record.root == end.root { Ok(()) } else { Err(ErrorCode::InvalidArgument) };
         }
+        // An older version that a node brought back, or that was given up a moment ago, may still be alive there.
+        if self.has_undead(end.id) {
+            return Err(ErrorCode::Retry);
+        }
         let stripes = self.stripes(&record);
         if stripes > 1 && end.stripe_roots.len() != stripes {
             return Err(ErrorCode::InvalidArgument);

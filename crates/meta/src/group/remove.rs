@@ -330,6 +330,11 @@ impl Group {
         }
     }
 
+    /// Whether some version of an object was given up and its node has not said that it is dead.
+    pub(super) fn has_undead(&self, id: ObjectId) -> bool {
+        self.undead.range((id, 0, 0)..=(id, u32::MAX, u32::MAX)).next().is_some()
+    }
+
     /// Kills what drains of an object and may be alive on its node, under the removal's number.
     fn kill_undead(&mut self, id: ObjectId, number: u64, effects: &mut Effects) -> u32 {
         let undead: Vec<(u32, u32)> = self
