@@ -406,13 +406,14 @@ impl Group {
         !place.is_lost() && self.segment(place.segment).is_readable()
     }
 
-    /// Whether some replica has all of its stripes.
+    /// Whether every stripe can be read somewhere. After a loss these may be stripes of different replicas, which make
+    /// one again.
     fn has_complete_replica(&self, record: &Record) -> bool {
         let stripes = self.stripes(record);
-        let replicas = self.place_count(record) / stripes;
-        (0..replicas).any(|replica| {
-            (0..stripes).all(|stripe| self.is_readable(self.place(record, replica * stripes + stripe)))
-        })
+        let rows = self.place_count(record) / stripes;
+        let readable =
+            |stripe: usize, row: usize| self.is_readable(self.place(record, row * stripes + stripe));
+        (0..stripes).all(|stripe| (0..rows).any(|row| readable(stripe, row)))
     }
 
     fn is_expired(&self, record: &Record, now: Now) -> bool {

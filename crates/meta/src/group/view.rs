@@ -153,26 +153,23 @@ impl Group {
         }
     }
 
-    /// Appends the places of all replicas that can be read completely; the answer is their number.
+    /// Appends the places of all replicas that can be read completely; the answer is their number. The n-th replica is
+    /// made of the n-th place of each stripe that can be read.
     pub(super) fn replica_views(&self, record: &Record, out: &mut Vec<PlaceView>) -> u8 {
         let stripes = self.stripes(record);
-        let mut replicas = 0;
-        for replica in 0..self.place_count(record) / stripes {
-            let before = out.len();
+        let rows = self.place_count(record) / stripes;
+        let readable = |stripe: usize| {
+            let places = (0..rows).map(move |row| self.place(record, row * stripes + stripe));
+            places.filter(|&place| self.is_readable(place))
+        };
+        let replicas = (0..stripes).map(|stripe| readable(stripe).count()).min().unwrap_or(0);
+        for replica in 0..replicas {
             for stripe in 0..stripes {
-                let place = self.place(record, replica * stripes + stripe);
-                if !self.is_readable(place) {
-                    break;
-                }
-                out.push(self.place_view(record, place, stripe, stripes, replicas));
-            }
-            if out.len() - before == stripes {
-                replicas += 1;
-            } else {
-                out.truncate(before);
+                let place = readable(stripe).nth(replica).expect("counted");
+                out.push(self.place_view(record, place, stripe, stripes, replica as u8)); // ≤ REPLICAS_MAX
             }
         }
-        replicas
+        replicas as u8
     }
 
     pub(super) fn object_view<'a>(
