@@ -66,18 +66,16 @@ pub(crate) enum Flag {
     Visited = LEN_BITS + 1,
     /// Without digests.
     Digestless = LEN_BITS + 2,
-    /// Written one-sidedly by a remote peer.
-    OneSided = LEN_BITS + 3,
     /// Fewer replicas than asked for.
-    Fewer = LEN_BITS + 4,
+    Fewer = LEN_BITS + 3,
     /// A node reported the record's own place as READY.
-    Committed = LEN_BITS + 5,
+    Committed = LEN_BITS + 4,
     /// Brought by a report: its places stand in the order in which they came, and nobody owns its reservation.
-    Reported = LEN_BITS + 6,
+    Reported = LEN_BITS + 5,
 }
 
 /// Two bits of pin class above the single ones.
-const PIN_SHIFT: u32 = LEN_BITS + 7;
+const PIN_SHIFT: u32 = LEN_BITS + 6;
 const _: () = assert!(PIN_SHIFT + 2 <= 64);
 
 /// Where one stripe of one replica is.
@@ -195,15 +193,8 @@ mod tests {
     fn bits_do_not_touch_each_other() {
         let epoch = Epoch::new(Term::MAX, 7).unwrap();
         let mut record = Record::new(ObjectId([3; 16]), epoch, TenantIx(9), 64, OBJECT_BYTES_MAX);
-        let flags = [
-            Flag::Writing,
-            Flag::Visited,
-            Flag::Digestless,
-            Flag::OneSided,
-            Flag::Fewer,
-            Flag::Committed,
-            Flag::Reported,
-        ];
+        let flags =
+            [Flag::Writing, Flag::Visited, Flag::Digestless, Flag::Fewer, Flag::Committed, Flag::Reported];
         for pin in [PinClass::None, PinClass::Hard, PinClass::Soft] {
             record.set_pin(pin);
             for flag in flags {

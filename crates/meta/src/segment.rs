@@ -3,7 +3,7 @@
 //! ```text
 //!   Reporting ──report complete──▶ Waiting ──waiting time over──▶ Serving ──▶ Draining      (by an operator)
 //!       │                                                            │            │
-//!       └──────────────── contradicts itself ──▶ Failed              └─ session ends, unmounted ──▶ Lost
+//!       └─────────── contradicts itself, session ends, unmounted ─────┴────────────┴──▶ Lost
 //! ```
 //!
 //! Only a serving segment gives out space. A lost one is only there until the group has taken its objects away.
@@ -43,8 +43,6 @@ pub enum SegmentPhase {
     Serving,
     /// Takes no new objects.
     Draining,
-    /// Its report contradicts itself; nothing in it is used.
-    Failed,
     /// Its node is gone; objects are being taken out of the index.
     Lost,
 }
@@ -183,7 +181,7 @@ impl Segment {
 
     /// Whether readers may be sent there.
     pub(crate) fn is_readable(&self) -> bool {
-        !matches!(self.phase, SegmentPhase::Failed | SegmentPhase::Lost)
+        self.phase != SegmentPhase::Lost
     }
 
     pub(crate) fn slot_count(&self) -> u32 {

@@ -295,7 +295,7 @@ fn segment_detail(group: u16, view: &SegmentView, term: u32) -> v1::SegmentDetai
         SegmentPhase::Reporting | SegmentPhase::Waiting => v1::SegmentState::Reporting,
         SegmentPhase::Serving => v1::SegmentState::Serving,
         SegmentPhase::Draining => v1::SegmentState::Draining,
-        SegmentPhase::Failed | SegmentPhase::Lost => v1::SegmentState::Failed,
+        SegmentPhase::Lost => v1::SegmentState::Failed,
     };
     v1::SegmentDetail {
         node: view.node.0,

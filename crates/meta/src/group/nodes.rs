@@ -166,7 +166,7 @@ impl Group {
         match self.segment(index).phase {
             SegmentPhase::Serving | SegmentPhase::Waiting | SegmentPhase::Draining => {}
             SegmentPhase::Reporting => return Err(ErrorCode::Retry),
-            SegmentPhase::Failed | SegmentPhase::Lost => return Err(ErrorCode::Gone),
+            SegmentPhase::Lost => return Err(ErrorCode::Gone),
         }
         self.withdraw(index);
         self.waiting_segments.retain(|&waiting| waiting != index);
@@ -339,12 +339,7 @@ impl Group {
         if !lost && held {
             return;
         }
-        let index = (0..self.place_count(&record))
-            .find(|&index| {
-                let place = self.place(&record, index);
-                (place.segment, place.slot) == (segment, slot)
-            })
-            .expect("a slot names the record that has it");
+        let index = self.place_index(&record, segment, slot);
         self.give_up_place(at, index, None, effects);
         self.end_if_incomplete(at, lost, now, effects);
     }
@@ -355,8 +350,7 @@ impl Group {
         let lives = if record.has(Flag::Writing) {
             (0..self.place_count(&record)).any(|index| !self.place(&record, index).is_lost())
         } else {
-            // Stripes of several replicas may still make one.
-            self.gather(at, |group, record, index| group.is_readable(group.place(record, index)))
+            self.has_complete_replica(&record)
         };
         if !lives {
             self.drop_object(at, now, effects);

@@ -506,7 +506,6 @@ impl Group {
         record.set_until(self.ticker.end(now.mono, self.config.reservation));
         record.set(Flag::Writing, true);
         record.set(Flag::Digestless, put.options.digestless);
-        record.set(Flag::OneSided, put.options.one_sided);
         record.set(Flag::Fewer, places.len() < usize::from(put.options.replicas) * cut.stripes);
         record.set_pin(put.pin);
         let ttl = (put.options.ttl_ms > 0).then(|| UnixMillis(now.unix.0.saturating_add(put.options.ttl_ms)));

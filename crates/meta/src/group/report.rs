@@ -232,7 +232,7 @@ impl Group {
     }
 
     /// Which of the record's places is this slot.
-    fn place_index(&self, record: &Record, segment: u32, slot: u32) -> usize {
+    pub(super) fn place_index(&self, record: &Record, segment: u32, slot: u32) -> usize {
         (0..self.place_count(record))
             .find(|&index| {
                 let place = self.place(record, index);
@@ -405,7 +405,6 @@ impl Group {
         record.set(Flag::Writing, !whole);
         record.set(Flag::Visited, new.touched);
         record.set(Flag::Digestless, new.digestless);
-        record.set(Flag::OneSided, new.one_sided);
         record.set_pin(new.pin);
         if whole {
             record.root = new.root;
@@ -488,8 +487,6 @@ impl Group {
             if new.state == ReportState::Ready {
                 self.committed(at, which, new.root, effects);
             }
-        } else {
-            self.gather(at, |group, record, index| group.is_readable(group.place(record, index)));
         }
         true
     }
@@ -512,11 +509,13 @@ impl Group {
         let is_published = |group: &Group, record: &Record, index: usize| {
             group.is_committed(record, index) && group.is_readable(group.place(record, index))
         };
-        if !self.gather(at, is_published) {
+        let record = *self.slab.get(at);
+        let rows = self.place_count(&record) / stripes;
+        let has_stripe = |stripe| (0..rows).any(|row| is_published(self, &record, row * stripes + stripe));
+        if !(0..stripes).all(has_stripe) {
             return;
         }
         // Whoever reads a complete object is sent to all of its places: what is still being written must go.
-        let record = *self.slab.get(at);
         for index in 0..self.place_count(&record) {
             if !is_published(self, &record, index) {
                 self.give_up_place(at, index, None, effects);
@@ -530,30 +529,6 @@ impl Group {
             _ => root,
         };
         self.complete_object(at, root);
-    }
-
-    /// Brings stripes that are usable into one replica, if there is one of each; true if there is such a replica then.
-    pub(super) fn gather(&mut self, at: Ref, usable: impl Fn(&Group, &Record, usize) -> bool) -> bool {
-        let record = *self.slab.get(at);
-        let stripes = self.stripes(&record);
-        let rows = self.place_count(&record) / stripes;
-        let is_whole = |row: usize| (0..stripes).all(|stripe| usable(self, &record, row * stripes + stripe));
-        if (0..rows).any(is_whole) {
-            return true;
-        }
-        let row_with = |stripe: usize| (0..rows).find(|row| usable(self, &record, row * stripes + stripe));
-        let Some(from) = (0..stripes).map(row_with).collect::<Option<Vec<usize>>>() else { return false };
-        for (stripe, row) in from.into_iter().enumerate() {
-            let other = row * stripes + stripe;
-            let (a, b) = (self.place(&record, stripe), self.place(&record, other));
-            let (a_on, b_on) = (self.is_committed(&record, stripe), self.is_committed(&record, other));
-            self.set_place(at, stripe, b);
-            self.set_place(at, other, a);
-            self.set_committed(at, stripe, b_on);
-            self.set_committed(at, other, a_on);
-        }
-        self.slab.get_mut(at).set(Flag::Reported, true);
-        true
     }
 
     fn set_committed(&mut self, at: Ref, which: usize, on: bool) {
