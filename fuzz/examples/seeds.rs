@@ -181,6 +181,7 @@ fn door_messages() -> Vec<Vec<u8>> {
         Message::Welcome(welcome),
         Message::SegmentOffer(shape),
         Message::Refusal(ErrorCode::PermissionDenied),
+        Message::Stream,
     ];
     messages.iter().map(|message| message.encode().to_vec()).collect()
 }

@@ -225,7 +225,7 @@ messages! {
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
-    LoadRequest LoadReply
+    LoadRequest LoadReply AttachRequest AttachReply
 }
 
 /// A control message; the first byte selects which.

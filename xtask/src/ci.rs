@@ -213,7 +213,11 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             let doc = Command::cargo("doc --workspace --no-deps --locked --document-private-items");
             commands([doc.env("RUSTDOCFLAGS", "-D warnings")])
         }
-        Step::Loom | Step::Shuttle => commands([model_check(step.name(), machine)]),
+        Step::Loom => commands([model_check("loom", "-p moontide-heap --test loom", machine)]),
+        Step::Shuttle => commands([
+            model_check("shuttle", "-p moontide-heap --test shuttle", machine),
+            model_check("shuttle", "-p moontide-transfer --lib", machine),
+        ]),
         Step::BenchSmoke => {
             let benches = SMOKE_BENCHES.iter().map(|(package, bench)| {
                 Command::cargo(&format!("bench -p {package} --bench {bench} --locked -- --quick"))
@@ -241,8 +245,8 @@ fn commands(commands: impl IntoIterator<Item = Command>) -> Plan {
 
 /// A model checker replaces the atomics of the whole build, hence a target directory of its own. The tests of the
 /// checker `name` are in the integration test of that name.
-fn model_check(name: &str, machine: &Machine) -> Command {
-    Command::cargo(&format!("test --release -p moontide-heap --test {name} --locked"))
+fn model_check(name: &str, what: &str, machine: &Machine) -> Command {
+    Command::cargo(&format!("test --release {what} --locked"))
         .env("RUSTFLAGS", &format!("--cfg {name}"))
         .env("CARGO_TARGET_DIR", &format!("{}/{name}", machine.target_dir))
 }

@@ -119,8 +119,8 @@ pub use shm::{
     DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages,
     JOINS_PER_PROCESS_MAX, Killed, LedgerError, Ledgers, LocalHeap, Lookup, Message, MessageError, NewRecord,
     NodeClaim, NodeHeap, NodePin, OwnCells, Pins, Protection, Reader, Reclaimed, Region, RegionError,
-    SEGMENTS_MAPPED_MAX, Segment, SegmentError, SegmentShape, Visitor, WatchError, Welcome, WriteClaim,
-    Writer, join, offer_segment,
+    SEGMENTS_MAPPED_MAX, Said, Segment, SegmentError, SegmentShape, Visitor, WatchError, Welcome, WriteClaim,
+    Writer, join, offer_segment, open_stream,
 };
 
 /// What the model tests need beyond the public names.

@@ -31,7 +31,7 @@ mod segment;
 
 pub use board::{Board, BoardError, BoardView};
 pub use death::{DeathWatch, Ended, WatchError};
-pub use door::{Door, DoorError, Visitor, join, offer_segment};
+pub use door::{Door, DoorError, Said, Visitor, join, offer_segment, open_stream};
 pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, Writer};
 pub use ledger::{
     CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, JOINS_PER_PROCESS_MAX, LedgerError, Ledgers, OwnCells, Pins,

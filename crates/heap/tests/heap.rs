@@ -7,7 +7,7 @@ use moontide_heap::{
     BeginError, CommitError, Ended, Guard, Killed, Lookup, Protection, Region, Transition, Writer,
 };
 use moontide_types::record::{State, Word};
-use moontide_types::{ClientId, Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, SystemClock, Term};
+use moontide_types::{ClientId, Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, Span, SystemClock, Term};
 
 fn hit<'h>(lookup: Lookup<'h>) -> Guard<'h> {
     match lookup {
@@ -394,4 +394,59 @@ fn another_nodes_segment_is_not_attached() {
     let headers = import(segment.headers(), Protection::OwnerWrites);
     let payload = import(segment.payload(), Protection::AllWrite);
     assert!(local.attach(segment.shape(), headers, payload).is_err());
+}
+
+#[test]
+fn threads_of_the_node_fill_one_record_each_its_own_bytes() {
+    let page = 256 << 10;
+    let len = 2 * page + 1000;
+    let node = TestNode::new(1, 4, 4 << 20);
+    let granted = node.begin(b"in pieces", len as u64, Writer::Node).unwrap();
+    let Granted { segment, slot, epoch, .. } = granted;
+    let payload = bytes(len, 5);
+    let span = |from: usize, to: usize| Span::new(from as u64, (to - from) as u64).unwrap();
+    let claim = |from, to| node.heap.claim_range(segment, slot, epoch, span(from, to));
+
+    // Four ranges, of which two meet in the middle of the second page.
+    let cuts = [0, page, page + 77, 2 * page, len];
+    std::thread::scope(|scope| {
+        for cut in cuts.windows(2) {
+            let (from, to) = (cut[0], cut[1]);
+            let (claim, payload) = (&claim, &payload);
+            scope.spawn(move || {
+                let mut claim = claim(from, to).expect("nobody else is at these bytes");
+                claim.bytes_mut().copy_from_slice(&payload[from..to]);
+                if (from, to) == (0, page) {
+                    claim.seal_page(0);
+                }
+            });
+        }
+    });
+
+    let first = claim(10, 20).unwrap();
+    assert!(claim(19, 30).is_none(), "somebody is at byte 19");
+    assert!(claim(20, 30).is_some(), "nobody is at these");
+    assert!(claim(len - 1, len + 1).is_none(), "behind the end");
+    assert!(node.heap.claim(segment, slot, epoch).is_none(), "the whole overlaps");
+    let root =
+        moontide_types::record::DigestContext { id: granted.id, version: epoch, stripe: 0, len: len as u64 }
+            .payload(&payload, |_| ());
+    assert_eq!(node.heap.commit(segment, slot, epoch, root, Writer::Node), Err(CommitError::Claimed));
+    drop(first);
+
+    assert!(
+        matches!(node.heap.commit(segment, slot, epoch, root, Writer::Node), Err(CommitError::Root { .. })),
+        "pages that came in pieces are not digested yet"
+    );
+    assert_eq!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
+    // Whoever changes bytes makes the digest unknown again, and it is computed anew.
+    claim(300_000, 300_001).unwrap().bytes_mut()[0] ^= 1;
+    assert_ne!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
+    claim(300_000, 300_001).unwrap().bytes_mut()[0] ^= 1;
+    assert_eq!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
+    node.heap.commit(segment, slot, epoch, root, Writer::Node).unwrap();
+    let pin = node.heap.pin(segment, slot, epoch).unwrap();
+    assert_eq!(pin.payload(), payload);
+    assert_eq!(pin.digests().len(), 3 * 8);
+    assert!(claim(0, 1).is_none(), "READY is not written");
 }

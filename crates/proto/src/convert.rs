@@ -27,7 +27,10 @@ pub use bounded::{Bounded, Repeated, check_counts, decode, encode};
 pub use context::{
     CallerId, GroupMap, MasterEntry, Outcomes, OutcomesResponse, RequestContext, ResponseContext,
 };
-pub use data::{BeginRequest, CommitRequest, LoadReply, LoadRequest, SlotOutcomes};
+pub use data::{
+    AttachReply, AttachRequest, AttachedRegion, BeginRequest, CommitRequest, LoadReply, LoadRequest,
+    SlotOutcomes,
+};
 pub use lookup::{
     ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest, Presence,
     RemoveRequest, Replicas, SetPinRequest, TouchRequest,

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The body of a control frame is the protobuf message that gRPC carries; of Begin, Commit,
-//! Load and their replies one, too; of Read, Write and Release packed [`TransferOp`]s
+//! Load, Attach and their replies one, too; of Read, Write and Release packed [`TransferOp`]s
 //! ([`TransferOps`](crate::TransferOps) holds them against the header); of their replies packed codes; of Hello a
 //! [`Hello`], behind which later releases may say more. The payload goes
 //! straight between socket and segment. [`FRAME_FIELDS`] is the one description of the header's bytes.
@@ -23,7 +23,8 @@ use moontide_types::{ErrorCode, GroupId, MapVersion, Term};
 use crate::hello::Hello;
 use crate::layout::{FieldValue, FixedRecord, assert_tiles, code_from_number, code_number};
 use crate::limits::{
-    DEADLINE_MS_MAX, ERROR_TEXT_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, HELLO_BYTES_MAX, OPS_PER_FRAME_MAX,
+    DEADLINE_MS_MAX, ENGINE_BYTES_MAX, ERROR_TEXT_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, HELLO_BYTES_MAX,
+    OPS_PER_FRAME_MAX,
 };
 use crate::ops::TransferOp;
 use crate::records::{Handle, ObjectEntry};
@@ -129,6 +130,10 @@ numbered! {
         Release = 48,
         /// A code per operation.
         ReleaseReply = 49,
+        /// `AttachRequest`: how may this node's memory be used one-sidedly?
+        Attach = 50,
+        /// `AttachReply`: an address, and a key for each region.
+        AttachReply = 51,
     }
 }
 
@@ -186,6 +191,8 @@ impl FrameKind {
             Read | Write | Release => (true, ops(1), ops(OPS_PER_FRAME_MAX)),
             LoadReply => (false, 0, OPS_PER_FRAME_MAX * STAGED_BYTES + AROUND_ARRAYS),
             ReadReply | WriteReply | ReleaseReply => (false, 0, 2 * OPS_PER_FRAME_MAX),
+            Attach => (true, 0, ENGINE_BYTES_MAX + AROUND_ARRAYS),
+            AttachReply => (false, 0, REQUEST_BYTES_MAX),
             Ping => (true, 0, 0),
             Cancel | Pong => (false, 0, 0),
             Error => (false, 0, ERROR_TEXT_BYTES_MAX),

@@ -16,6 +16,7 @@
 pub mod limits;
 #[macro_use]
 mod layout;
+mod capability;
 mod frame;
 mod hello;
 mod ops;
@@ -37,6 +38,7 @@ pub mod v1 {
     pub use crate::generated::*;
 }
 
+pub use capability::{Capability, CapabilityKey, Granted, Right};
 pub use codec::{BoundedCodec, BoundedDecoder};
 pub use frame::{
     FRAME_FIELDS, FRAME_HEADER_BYTES, FRAME_MAGIC, FRAME_VERSION, FrameError, FrameFlags, FrameHeader,
@@ -44,7 +46,7 @@ pub use frame::{
 };
 pub use hello::{Hello, ProtocolVersions, Token};
 pub use layout::{FixedRecord, RecordError};
-pub use ops::{Capability, OpFlags, OpKind, OpsError, TransferOp, TransferOps};
+pub use ops::{OpFlags, OpKind, OpsError, TransferOp, TransferOps};
 pub use packed::{
     Bitmap, BitmapBuilder, Codes, CodesBuilder, Packed, PackedBuilder, PackedBytes, PackedBytesBuilder,
     PackedError, PackedKeys, PackedKeysBuilder,

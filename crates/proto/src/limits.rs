@@ -2,7 +2,7 @@
 
 use moontide_types::bounds::{
     BATCH_KEYS_MAX, KEY_BYTES_MAX, LEASE_MS_MAX, PAGE_BYTES, REPLICAS_MAX, REQUEST_BYTES_MAX,
-    RESERVATION_MS_MAX, STRIPES_MAX, TENANT_BYTES_MAX,
+    RESERVATION_MS_MAX, SEGMENTS_PER_NODE_MAX, STRIPES_MAX, TENANT_BYTES_MAX,
 };
 
 /// Longest packed array in bytes, and most that the packed arrays of one answer may have together: what is
@@ -42,6 +42,16 @@ pub const ADDRESSES_MAX: usize = 32;
 /// Longest name of a transfer engine in bytes.
 pub const ENGINE_BYTES_MAX: usize = 16;
 
+/// Longest address in an AttachReply in bytes: engines write one entry per device and transport into it.
+pub const ATTACH_BYTES_MAX: usize = 4096;
+
+/// Most regions in one AttachReply: one per segment, and a client on the node's own host maps no more either.
+pub const ATTACH_REGIONS_MAX: usize = BATCH_KEYS_MAX;
+
+/// Longest key of a region in bytes: engines write tens of bytes per device into it. 4,096 such keys are half of
+/// [`REQUEST_BYTES_MAX`]; twice as long, they would leave nothing for what stands around them.
+pub const ATTACH_KEY_BYTES_MAX: usize = 2048;
+
 /// Longest address in bytes: a DNS name is at most 253, and a port.
 pub const ADDRESS_BYTES_MAX: usize = 260;
 
@@ -73,4 +83,13 @@ pub const WINDOW_MS_MAX: u32 =
 
 const _: () = assert!(HANDLES_PER_ANSWER_MAX * 96 + BATCH_KEYS_MAX * 64 < PACKED_BYTES_MAX);
 const _: () = assert!(HANDLES_PER_ANSWER_MAX >= REPLICAS_MAX * STRIPES_MAX, "one object always fits");
+/// Beside its key a region has four tags, two lengths below 16,384, a segment below 65,536 and a generation.
+const ATTACHED_REGION_BYTES_MAX: usize = 4 + 2 * 2 + 3 + 10 + ATTACH_KEY_BYTES_MAX;
+const _: () = assert!(
+    3 + ATTACH_BYTES_MAX + ATTACH_REGIONS_MAX * ATTACHED_REGION_BYTES_MAX <= REQUEST_BYTES_MAX,
+    "the fullest AttachReply can be sent: 8,478,723 bytes"
+);
+const _: () =
+    assert!(ATTACH_BYTES_MAX < 1 << 14 && ATTACHED_REGION_BYTES_MAX < 1 << 14, "lengths of two bytes");
+const _: () = assert!(SEGMENTS_PER_NODE_MAX <= 1 << 21, "a segment of three bytes");
 const _: () = assert!(REPLICAS_MAX * STRIPES_MAX <= u16::MAX as usize);

@@ -9,31 +9,11 @@
 use moontide_types::bounds::{OBJECT_BYTES_MAX, STRIPES_MAX};
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Span, Term};
 
+use crate::capability::Capability;
 use crate::frame::{FrameHeader, FrameKind};
-use crate::layout::{FieldValue, RecordError};
+use crate::layout::RecordError;
 use crate::limits::{FRAME_PAYLOAD_BYTES_MAX, OPS_PER_FRAME_MAX};
 use crate::packed::{Packed, PackedError};
-
-/// Proof that the master granted access to one slot in one epoch. Made by the master, checked by the node.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Capability(pub [u8; 16]);
-
-impl std::fmt::Debug for Capability {
-    /// Says only whether there is one: it must not reach a log.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(if *self == Capability::default() { "Capability(none)" } else { "Capability(..)" })
-    }
-}
-
-impl FieldValue for Capability {
-    const BYTES: usize = 16;
-    fn put(&self, out: &mut [u8]) {
-        self.0.put(out);
-    }
-    fn take(bytes: &[u8]) -> Result<Self, u64> {
-        Ok(Capability(<[u8; 16]>::take(bytes)?))
-    }
-}
 
 numbered! {
     /// What is to be done with the bytes.

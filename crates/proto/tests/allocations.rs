@@ -103,6 +103,7 @@ fn too_many_elements_are_refused_before_they_are_allocated() {
     refused_unallocated::<v1::UnmountSegmentsRequest>("segments", nested(2, &vec![0; 1 << 24][64..]));
     refused_unallocated::<v1::UnmountSegmentsRequest>("segments", [2 << 3, 0].repeat(1 << 22));
     refused_unallocated::<v1::OpenSessionRequest>("addresses", empty_elements(4));
+    refused_unallocated::<v1::AttachReply>("regions", empty_elements(2));
     refused_unallocated::<v1::Heartbeat>("touched", empty_elements(3));
     refused_unallocated::<v1::NodeMessage>("touched", nested(4, &empty_elements(3)));
     refused_unallocated::<v1::NodeMessage>("segments", nested(4, &empty_elements(4)));

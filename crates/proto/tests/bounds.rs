@@ -671,7 +671,7 @@ fn frames() {
     assert_eq!(patched(header, 0, b"MTF2"), Err(FrameError::Magic { found: u32::from_le_bytes(*b"MTF2") }));
     assert_eq!(patched(header, 4, &[2, 0]), Err(FrameError::Version { found: 2 }));
     assert_eq!(patched(header, 6, &[0, 0]), Err(FrameError::Kind { found: 0 }));
-    assert_eq!(patched(header, 6, &[50, 0]), Err(FrameError::Kind { found: 50 }));
+    assert_eq!(patched(header, 6, &[52, 0]), Err(FrameError::Kind { found: 52 }));
     assert_eq!(patched(header, 44, &[2, 0]), Err(FrameError::Flags { found: 2 }));
     assert_eq!(patched(header, 50, &[1]), Err(FrameError::Spare));
     assert_eq!(patched(header, 59, &[1]), Err(FrameError::Spare));
@@ -765,6 +765,34 @@ fn loads() {
     let both = [Handle { replica: 0, ..handle }, handle];
     assert!(list.push(entry, &both, &[]).is_err(), "a load has one staging slot");
     list.push(ObjectEntry::failed(ErrorCode::NotFound, 0), &[], &[]).unwrap();
+}
+
+#[test]
+fn attaches() {
+    edge!(AttachRequest, TooLarge, |m| m.engine = "e".repeat(ENGINE_BYTES_MAX), m.engine.push('e'));
+    edge!(AttachRequest, InvalidArgument, |m| m.engine = "e".into(), m.engine.clear());
+    let request = convert::AttachRequest { engine: &"e".repeat(ENGINE_BYTES_MAX) };
+    assert!(convert::encode(&request).unwrap().len() <= FrameKind::Attach.body_len_max());
+
+    let bytes = |len| Bytes::from(vec![1; len]);
+    let (segment, generation) = (SEGMENTS_PER_NODE_MAX - 1, u64::MAX);
+    let region = |len| v1::AttachedRegion { segment, generation, key: bytes(len) };
+    let beyond = v1::AttachedRegion { segment: segment + 1, ..region(1) };
+    edge!(AttachReply, TooLarge, |m| m.address = bytes(ATTACH_BYTES_MAX), {
+        m.address = bytes(ATTACH_BYTES_MAX + 1)
+    });
+    edge!(AttachReply, TooLarge, |m| m.regions = vec![region(ATTACH_KEY_BYTES_MAX)], {
+        m.regions = vec![region(ATTACH_KEY_BYTES_MAX + 1)]
+    });
+    edge!(AttachReply, InvalidArgument, |m| m.regions = vec![region(1)], m.regions = vec![region(0)]);
+    edge!(AttachReply, TooLarge, |m| m.regions = vec![region(1)], m.regions = vec![beyond.clone()]);
+    let regions = vec![region(ATTACH_KEY_BYTES_MAX); ATTACH_REGIONS_MAX];
+    edge!(AttachReply, TooLarge, |m| m.regions = regions.clone(), m.regions.push(region(1)));
+    // The fullest reply has as many bytes as limits.rs says, and a frame takes it.
+    let reply = v1::AttachReply { address: bytes(ATTACH_BYTES_MAX), regions };
+    let encoded = convert::encode(&convert::AttachReply::from_wire(&reply).unwrap()).unwrap();
+    assert_eq!(encoded.len(), 8_478_723);
+    assert!(encoded.len() <= FrameKind::AttachReply.body_len_max());
 }
 
 #[test]

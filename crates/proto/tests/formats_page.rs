@@ -5,10 +5,12 @@ mod page;
 
 use moontide_proto::limits::HELLO_BYTES_MAX;
 use moontide_proto::{
-    CommitEntry, CommitFlags, FRAME_FIELDS, FixedRecord, FrameKind, Handle, HandleFlags, Hello, Medium,
-    ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, Order, OrderFlags, OrderKind,
-    OrderPhase, OrderResult, PutEndEntry, PutEntry, ReportFlags, ReportRecord, TransferOp, VersionedId,
+    CapabilityKey, CommitEntry, CommitFlags, FRAME_FIELDS, FixedRecord, FrameKind, Granted, Handle,
+    HandleFlags, Hello, Medium, ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind,
+    Order, OrderFlags, OrderKind, OrderPhase, OrderResult, PutEndEntry, PutEntry, ReportFlags, ReportRecord,
+    Right, TransferOp, VersionedId,
 };
+use moontide_types::{Epoch, Generation, ObjectId, SegmentId, SlotId, Term};
 
 #[test]
 fn every_record_is_drawn_as_it_is() {
@@ -28,6 +30,38 @@ fn every_record_is_drawn_as_it_is() {
     check::<Order>();
     check::<OrderResult>();
     check::<Hello>();
+}
+
+#[test]
+fn a_capability_is_made_of_the_bytes_that_are_drawn() {
+    let granted = Granted {
+        right: Right::Write,
+        segment: SegmentId(0x0102),
+        generation: Generation(0x0304_0506_0708_090a),
+        slot: SlotId(0x0b0c_0d0e),
+        epoch: Epoch::from_bits(0x0f10_1112_1314_1516).unwrap(),
+        id: ObjectId(std::array::from_fn(|i| 0x20 + i as u8)),
+        term: Term::new(0x1718).unwrap(),
+    };
+    let mut input = vec![];
+    for row in page::table("Capability") {
+        let [offset, bytes] = [row[0], row[1]].map(|number| number.parse::<usize>().unwrap());
+        assert_eq!(offset, input.len(), "{} follows what is in front of it", row[2]);
+        match row[2] {
+            "right" => input.push(2),
+            "spare" => input.resize(offset + bytes, 0),
+            "segment" => input.extend(granted.segment.0.to_le_bytes()),
+            "slot" => input.extend(granted.slot.0.to_le_bytes()),
+            "generation" => input.extend(granted.generation.0.to_le_bytes()),
+            "epoch" => input.extend(granted.epoch.bits().to_le_bytes()),
+            "id" => input.extend(granted.id.0),
+            "term" => input.extend(granted.term.get().to_le_bytes()),
+            other => panic!("{other} is not in a capability"),
+        }
+        assert_eq!(input.len(), offset + bytes, "{}", row[2]);
+    }
+    let made = CapabilityKey::new([7; 32]).seal(&granted);
+    assert_eq!(made.0, blake3::keyed_hash(&[7; 32], &input).as_bytes()[..16]);
 }
 
 const PAGE: &str = include_str!("../../../docs/formats.md");
@@ -75,6 +109,7 @@ fn every_frame_is_listed_with_its_largest_body() {
         ("| ReadReply / WriteReply | 35 / 37 | ≤ ", FrameKind::ReadReply),
         ("| Load | 46 | 80 … ", FrameKind::Load),
         ("| LoadReply | 47 | ≤ ", FrameKind::LoadReply),
+        ("| Attach | 50 | ≤ ", FrameKind::Attach),
         ("| Error | 41 | ≤ ", FrameKind::Error),
     ] {
         let row = format!("{row}{} |", grouped(kind.body_len_max()));

@@ -7,7 +7,8 @@
 //!     │── Hello            [pidfd of itself] ──▶│  who is it? (uid of the socket's peer; pidfd is the peer's)
 //!     │◀── Welcome         [board, ledger] ─────│
 //!     │◀── SegmentOffer    [headers, payload] ──│  × segments
-//!     │                    … the caller's own messages from here on …
+//!     │── Stream           [end of a stream] ──▶│  whenever the client wants one
+//!     │◀── SegmentOffer    [headers, payload] ──│  whenever there is a new segment
 //! ```
 //!
 //! The pidfd is how the node learns of the client's death: the end of the connection proves nothing, and a
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use moontide_types::ErrorCode;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -174,6 +176,11 @@ impl Door {
         Ok(Door { socket, allowed_uids, stale_after, handshake_max: Duration::from_secs(2) })
     }
 
+    /// As [`Door::accept`], but gives up after `timeout`.
+    pub fn accept_within(&self, timeout: Duration) -> Result<Option<OwnedFd>, DoorError> {
+        if wait_readable(&self.socket, timeout)? { self.accept().map(Some) } else { Ok(None) }
+    }
+
     /// Waits for a connection, for ever. The greeting is [`Door::admit`]'s, so that a slow client does not keep others
     /// waiting: call `admit` on a thread of its own.
     pub fn accept(&self) -> Result<OwnedFd, DoorError> {
@@ -241,6 +248,57 @@ impl Door {
         send(socket, &welcome, &descriptors)?;
         // SAFETY: a client that is being let in.
         segments.iter().try_for_each(|segment| unsafe { offer_segment(socket.as_fd(), segment) })
+    }
+}
+
+/// What a client that is in has to say.
+#[derive(Debug)]
+pub enum Said {
+    /// It opens a stream.
+    Stream(OwnedFd),
+    /// Nothing for now.
+    Nothing,
+    /// It has closed the connection. That does not mean that it has ended.
+    Closed,
+}
+
+impl Visitor {
+    /// Listens for `timeout`.
+    pub fn listen(&self, timeout: Duration) -> Result<Said, DoorError> {
+        if !wait_readable(&self.socket, timeout)? {
+            return Ok(Said::Nothing);
+        }
+        match receive(&self.socket) {
+            Ok((Message::Stream, mut descriptors)) if descriptors.len() == 1 => {
+                Ok(Said::Stream(descriptors.remove(0)))
+            }
+            Ok(_) => Err(DoorError::Unexpected { pid: self.pid }),
+            Err(DoorError::System { source, .. }) if source.kind() == io::ErrorKind::UnexpectedEof => {
+                Ok(Said::Closed)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Opens a stream from a client that has joined to its node, over the socket that [`join`] returned. The node knows
+/// that this client speaks on it.
+pub fn open_stream(socket: BorrowedFd<'_>) -> Result<OwnedFd, DoorError> {
+    let (here, there) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(system("make a pair of sockets"))?;
+    send(socket, &Message::Stream, &[there.as_fd()])?;
+    Ok(here)
+}
+
+/// Whether there is something to receive within `timeout`.
+fn wait_readable(socket: &OwnedFd, timeout: Duration) -> Result<bool, DoorError> {
+    let mut knock = [PollFd::new(socket, PollFlags::IN)];
+    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+    match rustix::event::poll(&mut knock, Some(&timeout)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(errno) => Err(system("wait on the node's socket")(errno)),
     }
 }
 

@@ -14,13 +14,13 @@ use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use moontide_types::record::{DigestContext, Header, State, Word};
-use moontide_types::{ClientId, Epoch, MonoTime, ObjectId, SegmentId, SlotId, Span};
+use moontide_types::record::{Header, State, Word};
+use moontide_types::{ClientId, Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
 use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
 use crate::index::Place;
 use crate::shm::board::{BoardError, BoardView};
-use crate::shm::fill::fill;
+use crate::shm::fill::digest_context;
 use crate::shm::grant::Writer;
 use crate::shm::ledger::{LedgerError, OwnLedger};
 use crate::shm::region::Region;
@@ -113,6 +113,11 @@ impl LocalHeap {
         &self.board
     }
 
+    /// The incarnation of a segment that is mapped.
+    pub fn generation(&self, segment: SegmentId) -> Option<Generation> {
+        self.segment(segment).map(|regions| regions.shape.generation)
+    }
+
     /// A reader for one thread; `None` if too many threads have one, or in a forked child.
     pub fn reader(&self) -> Option<Reader<'_>> {
         if !self.is_here() {
@@ -201,7 +206,10 @@ impl<'h> Reader<'h> {
         }
         let Some(vacancy) = self.vacant() else { return Lookup::Full };
         match self.pin(Place { segment, slot }, vacancy.cell, Expect::ReadyAt(epoch)) {
-            Some(guard) => self.admit(guard, vacancy),
+            Some(guard) => {
+                self.heap.ledger.touch(guard.pin.regions.number(slot));
+                self.admit(guard, vacancy)
+            }
             None => Lookup::Miss,
         }
     }
@@ -388,8 +396,8 @@ impl Guard<'_> {
 
     /// Computes the digests and compares with the root; `None` for a record without digests.
     pub fn verify(&self) -> Option<bool> {
-        let Header { id, flags, stripe_index: stripe, stripe_len: len, root, .. } = self.pin.header;
-        let context = DigestContext { id, version: self.version(), stripe, len };
+        let Header { flags, root, .. } = self.pin.header;
+        let context = digest_context(&self.pin.header);
         (!flags.digestless()).then(|| context.payload(self.bytes(), |_| ()) == root)
     }
 }
@@ -407,11 +415,19 @@ impl WriteClaim<'_> {
     /// # Panics
     /// If the payload has another length than was granted, or in a forked child.
     pub fn fill(&mut self, payload: &[u8]) -> u64 {
+        self.fill_parts(&[payload], |_| ())
+    }
+
+    /// As [`WriteClaim::fill`], with a payload that lies in several places; `each` is told the digest of each page.
+    ///
+    /// # Panics
+    /// As [`WriteClaim::fill`].
+    pub fn fill_parts(&mut self, payload: &[&[u8]], each: impl FnMut(u64)) -> u64 {
         assert!(self.pin.heap.is_here(), "a claim does not survive a fork: start the put again");
         debug_assert_eq!(self.pin.word.state(), State::Writing);
         // SAFETY: the pin was granted on WRITING, this process is the record's one writer, and this is its one
         // claim.
-        unsafe { fill(self.pin.regions, &self.pin.header, payload) }
+        unsafe { self.pin.regions.fill(&self.pin.header, payload, each) }
     }
 
     /// The header as granted; in the place of its root stands the writer's number until the commit.

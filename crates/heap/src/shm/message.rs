@@ -69,6 +69,9 @@ pub enum Message {
     SegmentOffer(SegmentShape),
     /// It may not.
     Refusal(ErrorCode),
+    /// A client that is in opens a stream; one end comes along. What is said on it is not the door's business, but
+    /// the node knows who says it.
+    Stream,
 }
 
 const MAGIC: u32 = u32::from_le_bytes(*b"MTD1");
@@ -100,6 +103,7 @@ impl Message {
                 fields[0] = code as u64;
                 4
             }
+            Message::Stream => 5,
         };
         let mut bytes = [0; Message::BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -149,6 +153,7 @@ impl Message {
                 let code = ErrorCode::try_from(narrow(0)?);
                 (Message::Refusal(code.map_err(|_| MessageError::Field { kind, field: 0 })?), 1)
             }
+            5 => (Message::Stream, 0),
             _ => return Err(MessageError::Kind { kind }),
         };
         match (used..FIELDS).find(|&at| field(at) != 0) {
@@ -183,6 +188,7 @@ mod tests {
             Message::Welcome(welcome),
             Message::SegmentOffer(shape),
             Message::Refusal(ErrorCode::PermissionDenied),
+            Message::Stream,
         ] {
             assert_eq!(Message::decode(&message.encode()), Ok(message));
         }

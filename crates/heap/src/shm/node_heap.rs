@@ -8,12 +8,12 @@ use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, Slot
 use crate::cell::{Cell, Expect, SlotName};
 use crate::shm::board::{Board, BoardError};
 use crate::shm::death::Ended;
-use crate::shm::fill::fill;
+use crate::shm::fill::{digest_context, page_span, pages};
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers, OwnCells};
 use crate::shm::owner::Segment;
 use crate::shm::region::HugePages;
-use crate::shm::segment::{SegmentError, SegmentPages, SegmentShape};
+use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
 use crate::word::Transition;
 
 /// Everything that a node shares with the processes of its host.
@@ -174,12 +174,36 @@ impl NodeHeap {
         Some(NodePin { held })
     }
 
-    /// The node's own claim on a record that it was granted as [`Writer::Node`], one at a time. `None`: it is not
-    /// being written by the node, or claimed already.
+    /// The node's own claim on the payload of a record that it was granted as [`Writer::Node`]. `None`: the node does
+    /// not write it in this version, or a claim is there already.
     pub fn claim(&self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<NodeClaim<'_>> {
+        self.claim_part(segment, slot, epoch, |header| Span::new(0, header.stripe_len))
+    }
+
+    /// As [`NodeHeap::claim`], on a range of the payload: several threads may fill a record, each its own bytes.
+    /// `None`, too, if the range reaches beyond the payload.
+    pub fn claim_range(
+        &self,
+        segment: SegmentId,
+        slot: SlotId,
+        epoch: Epoch,
+        range: Span,
+    ) -> Option<NodeClaim<'_>> {
+        self.claim_part(segment, slot, epoch, |header| (range.end() <= header.stripe_len).then_some(range))
+    }
+
+    fn claim_part(
+        &self,
+        segment: SegmentId,
+        slot: SlotId,
+        epoch: Epoch,
+        range_of: impl FnOnce(&Header) -> Option<Span>,
+    ) -> Option<NodeClaim<'_>> {
         let owner = self.segment(segment)?;
-        let held = OwnPin::acquire(self, Arc::clone(&owner), slot, Expect::WritingAt(epoch))?;
-        owner.note_node_claim(slot).then(|| NodeClaim { held })
+        let held = OwnPin::acquire(self, owner, slot, Expect::WritingAt(epoch))?;
+        let header = held.header();
+        let range = range_of(&header)?;
+        held.owner.note_node_claim(slot, range).then(|| NodeClaim { held, header, range, changed: false })
     }
 
     /// Says that the node is alive, by its own clock.
@@ -246,27 +270,101 @@ impl NodePin<'_> {
         // SAFETY: READY bytes do not change under a pin.
         unsafe { regions.bytes(payload) }
     }
+
+    /// The page digests, as they are stored; none in a record without digests.
+    pub fn digests(&self) -> &[u8] {
+        // SAFETY: as above.
+        unsafe { self.held.owner.regions.digests(&self.header()) }.as_bytes()
+    }
 }
 
-/// A record that the node itself is filling, with bytes from the network or from disk.
+/// A record, or a part of one, that a thread of the node is filling, with bytes from the network or from disk.
 #[derive(Debug)]
 pub struct NodeClaim<'a> {
     held: OwnPin<'a>,
+    header: Header,
+    /// The bytes of the payload that are this claim's alone.
+    range: Span,
+    /// Whether they were handed out to be changed.
+    changed: bool,
 }
 
 impl NodeClaim<'_> {
+    /// The header as granted; in the place of its root stands the writer's mark until the commit.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Which bytes of the payload are claimed.
+    pub fn range(&self) -> Span {
+        self.range
+    }
+
+    /// The claimed bytes, to be changed. Digests of their pages are forgotten.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if !self.changed {
+            self.held.owner.forget_digests(&self.header, self.range);
+            self.changed = true;
+        }
+        // SAFETY: ranges of claims do not overlap, readers are not let in while the record is WRITING, and the slot
+        // is not reused while the claim's cell names it.
+        unsafe { self.held.owner.regions.bytes_mut(self.in_region(self.range)) }
+    }
+
+    /// Digests a page whose bytes are all there, best while they are in cache.
+    ///
+    /// # Panics
+    /// If the claim does not have the whole page.
+    pub fn seal_page(&mut self, page: u64) {
+        let span = page_span(&self.header, page);
+        assert!(self.range.contains(span) && !span.is_empty(), "a page is sealed by whoever has all of it");
+        // SAFETY: no other claim has the page, nothing borrows from this one, and readers are not let in.
+        unsafe {
+            let digest = digest_context(&self.header).page(page, self.regions().bytes(self.in_region(span)));
+            self.regions().write_digest(&self.header, page, digest);
+        }
+    }
+
+    /// Digests the pages that were not sealed when they were written, and gives the root for
+    /// [`NodeHeap::commit`]; 0 for a record without digests.
+    ///
+    /// # Panics
+    /// If the claim is not on the whole payload.
+    pub fn complete(mut self) -> u64 {
+        assert_eq!(self.range.len(), self.header.stripe_len, "only the whole record has a root");
+        if self.header.flags.digestless() {
+            return 0;
+        }
+        // SAFETY: no other claim is there, and readers are not let in.
+        let known: Vec<u64> = unsafe { self.regions().digests(&self.header) }.iter().collect();
+        let unknown = pages(&self.header).zip(known).filter(|&(_, digest)| digest == 0);
+        unknown.for_each(|(page, _)| self.seal_page(page));
+        // SAFETY: as above.
+        digest_context(&self.header).root_of(unsafe { self.regions().digests(&self.header) }.iter())
+    }
+
     /// Copies the payload in, with its page digests; the root for [`NodeHeap::commit`].
     ///
     /// # Panics
-    /// If the payload has another length than was granted.
+    /// If the payload has another length than was granted, or the claim is not on all of it.
     pub fn fill(&mut self, payload: &[u8]) -> u64 {
-        // SAFETY: there is one claim at a time, granted on WRITING; a commit is refused while it is there.
-        unsafe { fill(&self.held.owner.regions, &self.held.header(), payload) }
+        assert_eq!(self.range.len(), self.header.stripe_len, "a claim on a part is filled by its bytes");
+        // SAFETY: no other claim overlaps this one, granted on WRITING; a commit is refused while it is there.
+        unsafe { self.regions().fill(&self.header, &[payload], |_| ()) }
+    }
+
+    fn regions(&self) -> &SegmentRegions {
+        &self.held.owner.regions
+    }
+
+    /// Where bytes of the payload are in the region.
+    fn in_region(&self, range: Span) -> Span {
+        Span::new(self.header.payload_offset + range.offset(), range.len()).expect("inside the record")
     }
 }
 
 impl Drop for NodeClaim<'_> {
     fn drop(&mut self) {
-        self.held.owner.end_node_claim(self.held.slot);
+        self.held.owner.end_node_claim(self.held.slot, self.range);
     }
 }

@@ -10,16 +10,18 @@
 //! - a slot is in the index ⇒ it is READY.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use moontide_types::bounds::UNIT_BYTES;
-use moontide_types::record::{DigestContext, Header, PageDigests, RecordLayout, State, Word, trailer_crc};
+use moontide_types::record::{Header, RecordLayout, State, Word, trailer_crc};
 use moontide_types::{Epoch, Extent, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, Term};
 
 use crate::alloc::ExtentMap;
 use crate::cell::{Shut, SlotName, shut_out_claims};
 use crate::index::{Inserted, Place};
 use crate::shm::board::Board;
+use crate::shm::fill::{digest_context, pages, pages_touched};
 use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::Ledgers;
 use crate::shm::region::Region;
@@ -31,6 +33,8 @@ use crate::word::Transition;
 pub struct Segment {
     pub(super) regions: SegmentRegions,
     books: Mutex<Books>,
+    /// What [`Books::obeyed`] is, for those who serve reads and take no lock. Written under the lock.
+    obeyed: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -41,12 +45,13 @@ struct Books {
     dying: Vec<Dying>,
 }
 
-/// Who writes a record. A client's claim is a cell in its ledger; the node's own is noted here, too, so that
-/// there is one at a time.
-#[derive(Clone, Copy, Debug)]
+/// Who writes a record. A client's claim is a cell in its ledger; the node's own are noted here, too, so that no two
+/// of them are about the same bytes: a record may arrive in pieces, on several connections at once.
+#[derive(Clone, Debug)]
 struct Writing {
     writer: Writer,
-    claimed_by_node: bool,
+    /// Ranges of the payload that threads of the node are filling.
+    node_claims: Vec<Span>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +74,8 @@ impl Segment {
             writing: HashMap::new(),
             dying: Vec::new(),
         };
-        Ok(Segment { regions: SegmentRegions::create(shape, of, huge)?, books: Mutex::new(books) })
+        let obeyed = AtomicU32::new(Term::ZERO.get());
+        Ok(Segment { regions: SegmentRegions::create(shape, of, huge)?, books: Mutex::new(books), obeyed })
     }
 
     /// Number, size and incarnation.
@@ -96,7 +102,14 @@ impl Segment {
     pub fn obey(&self, term: Term) -> Term {
         let mut books = self.books();
         books.obeyed = books.obeyed.max(term);
+        // Relaxed: it only grows, and whoever reads an older one refuses more than it would have to.
+        self.obeyed.store(books.obeyed.get(), Ordering::Relaxed);
         books.obeyed
+    }
+
+    /// The term that is obeyed, or was a moment ago.
+    pub fn obeyed(&self) -> Term {
+        Term::new(self.obeyed.load(Ordering::Relaxed)).expect("a term was stored")
     }
 
     /// Every slot that is not FREE, with its header, as the books are now. For reports and for inspection. The root
@@ -185,10 +198,13 @@ impl Segment {
         // SAFETY: this is the owner, with the lock; the slot is FREE, so nobody is let in to its header.
         unsafe { self.regions.write_header(slot, &header) };
         // SAFETY: the extent overlaps no other (the map said so), and nobody is let in to it yet.
-        unsafe { self.regions.write_bytes(payload_offset + layout.key().offset(), &trailer) };
+        unsafe {
+            self.regions.write_bytes(payload_offset + layout.key().offset(), &trailer);
+            pages(&header).for_each(|page| self.regions.write_digest(&header, page, 0));
+        }
         let begun = word.begin(epoch);
         assert!(matches!(begun, Transition::Done(_)), "only the owner changes words, under its lock");
-        books.writing.insert(slot, Writing { writer: grant.writer, claimed_by_node: false });
+        books.writing.insert(slot, Writing { writer: grant.writer, node_claims: Vec::new() });
         Ok(())
     }
 
@@ -221,7 +237,7 @@ impl Segment {
         let writing = books.writing.get(&slot).filter(|w| w.writer == writer).ok_or(CommitError::Writer)?;
         let ledger = match writer {
             Writer::Client(client) => Some(ledgers.get(client).ok_or(CommitError::Writer)?),
-            Writer::Node if writing.claimed_by_node => return Err(CommitError::Claimed),
+            Writer::Node if !writing.node_claims.is_empty() => return Err(CommitError::Claimed),
             Writer::Node => None,
         };
         let cells = || ledger.iter().flat_map(|ledger| ledger.cells_in_use());
@@ -233,7 +249,9 @@ impl Segment {
         // SAFETY: this is the owner, with the lock.
         let mut header = unsafe { self.regions.header(slot, found) }.expect("written by begin");
         if !header.flags.digestless() {
-            let found = self.root_of_stored_digests(&header, epoch);
+            // SAFETY: the word is shut: no writer and no reader is there, nor let in.
+            let digests = unsafe { self.regions.digests(&header) };
+            let found = digest_context(&header).root_of(digests.iter());
             if found != root {
                 let opened = word.open_again(epoch);
                 assert!(
@@ -258,38 +276,34 @@ impl Segment {
         Ok(())
     }
 
-    /// Notes that the node itself claims a record that it writes: once at a time.
-    pub(super) fn note_node_claim(&self, slot: SlotId) -> bool {
+    /// Notes that a thread of the node fills `range` of a record's payload, which no other thread does. `false`: the
+    /// node does not write this record, or somebody is at these bytes. The caller names the slot in a cell already.
+    pub(super) fn note_node_claim(&self, slot: SlotId, range: Span) -> bool {
         let mut books = self.books();
-        match books.writing.get_mut(&slot) {
-            Some(writing) if writing.writer == Writer::Node => {
-                !std::mem::replace(&mut writing.claimed_by_node, true)
-            }
-            _ => false,
+        let Some(writing) = books.writing.get_mut(&slot).filter(|w| w.writer == Writer::Node) else {
+            return false;
+        };
+        let alone = !writing.node_claims.iter().any(|other| other.overlaps(range));
+        if alone {
+            writing.node_claims.push(range);
         }
+        alone
+    }
+
+    /// The digests of the pages of which `range` is a part are not known any more: its bytes are about to change.
+    pub(super) fn forget_digests(&self, header: &Header, range: Span) {
+        // Under the lock: two claims may meet within a page, and both forget its digest.
+        let _books = self.books();
+        // SAFETY: the digest of a page is written here, or by the one claim that has the whole page, or by begin.
+        pages_touched(range).for_each(|page| unsafe { self.regions.write_digest(header, page, 0) });
     }
 
     /// The node's claim has ended. If the record was killed meanwhile there is nothing to note; its slot is not
     /// used again while it is named in the node's own cell, so no other record's note is hit.
-    pub(super) fn end_node_claim(&self, slot: SlotId) {
+    pub(super) fn end_node_claim(&self, slot: SlotId, range: Span) {
         if let Some(writing) = self.books().writing.get_mut(&slot) {
-            writing.claimed_by_node = false;
+            writing.node_claims.retain(|claim| *claim != range);
         }
-    }
-
-    fn root_of_stored_digests(&self, header: &Header, epoch: Epoch) -> u64 {
-        let (layout, span) = self.regions.record_span(header).expect("begin checked it");
-        let digests = layout.digests();
-        let at = Span::new(span.offset() + digests.offset(), digests.len()).expect("inside the record");
-        // SAFETY: the word is shut: no writer and no reader is there, nor let in.
-        let section = unsafe { self.regions.bytes(at) };
-        let context = DigestContext {
-            id: header.id,
-            version: epoch,
-            stripe: header.stripe_index,
-            len: header.stripe_len,
-        };
-        context.root_of(PageDigests::new(section).iter())
     }
 
     pub(super) fn kill(&self, slot: SlotId, epoch: Epoch, not_before: MonoTime, board: &Board) -> Killed {

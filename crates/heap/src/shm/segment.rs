@@ -277,6 +277,24 @@ impl SegmentRegions {
         unsafe { self.payload.slice(span.offset(), span.len()) }
     }
 
+    /// Bytes of the payload region, to be changed.
+    ///
+    /// # Safety
+    /// Nobody else may read or write them while the slice lives: the caller is the one writer of the record they
+    /// belong to, or of this part of it.
+    ///
+    /// # Panics
+    /// If they do not fit, or the region cannot be written from here.
+    #[expect(clippy::mut_from_ref, reason = "exclusive by the protocol, which the caller vouches for")]
+    pub(crate) unsafe fn bytes_mut(&self, span: Span) -> &mut [u8] {
+        assert!(span.end() <= self.payload.len() && self.payload.is_writable());
+        // SAFETY: in bounds by the line above; exclusive, says the caller.
+        unsafe {
+            let at = self.payload.base().as_ptr().add(span.offset() as usize);
+            std::slice::from_raw_parts_mut(at, span.len() as usize)
+        }
+    }
+
     /// Copies bytes into the payload region.
     ///
     /// # Safety

@@ -16,7 +16,8 @@ use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_f
 use super::check::at_most;
 use super::{ConvertError, Wire};
 use crate::limits::{
-    ADDRESSES_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX,
+    ADDRESSES_MAX, ATTACH_REGIONS_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, SESSION_RECORDS_MAX,
+    TOUCH_BITMAPS_MAX,
 };
 use crate::v1;
 
@@ -164,6 +165,9 @@ bounded! {
     SlotOutcomes: [];
     LoadRequest: [];
     LoadReply: [];
+    AttachRequest: [];
+    AttachReply: [many(2, "regions", ATTACH_REGIONS_MAX, PLAIN)];
+    AttachedRegion: [];
 
     RemoveByPrefixRequest: [];
     RemoveByRegexRequest: [];

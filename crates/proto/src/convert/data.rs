@@ -1,12 +1,15 @@
-//! Bodies of data-plane frames that are messages: begin, commit and load.
+//! Bodies of data-plane frames that are messages: begin, commit, load and attach.
 
-use moontide_types::Tenant;
 use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_MAX};
+use moontide_types::{Generation, SegmentId, Tenant};
 
-use super::check::{self, at_least, at_most, copied, count, rule};
+use super::check::{self, at_least, at_most, copied, count, length, rule};
 use super::objects::{AttributeSections, ListKind, ObjectList};
 use super::{ConvertError, Wire};
-use crate::limits::{HANDLES_PER_ANSWER_MAX, OPS_PER_FRAME_MAX};
+use crate::limits::{
+    ATTACH_BYTES_MAX, ATTACH_KEY_BYTES_MAX, ATTACH_REGIONS_MAX, ENGINE_BYTES_MAX, HANDLES_PER_ANSWER_MAX,
+    OPS_PER_FRAME_MAX,
+};
 use crate::ops::{OpKind, TransferOp};
 use crate::packed::{Codes, Packed, PackedKeys};
 use crate::records::CommitEntry;
@@ -131,5 +134,80 @@ impl<'a> Wire<'a> for SlotOutcomes<'a> {
 
     fn to_wire(&self) -> v1::SlotOutcomes {
         v1::SlotOutcomes { codes: copied(self.codes.as_encoded()) }
+    }
+}
+
+/// Ask how a node's memory may be used one-sidedly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttachRequest<'a> {
+    /// The transfer engine.
+    pub engine: &'a str,
+}
+
+impl<'a> Wire<'a> for AttachRequest<'a> {
+    type Message = v1::AttachRequest;
+
+    fn from_wire(m: &'a v1::AttachRequest) -> Result<Self, ConvertError> {
+        length("engine", &m.engine, 1, ENGINE_BYTES_MAX)?;
+        Ok(AttachRequest { engine: &m.engine })
+    }
+
+    fn to_wire(&self) -> v1::AttachRequest {
+        v1::AttachRequest { engine: self.engine.into() }
+    }
+}
+
+/// Whom to connect to, and what opens each region. The fullest one fits into a frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttachReply<'a> {
+    /// The engine's own notation.
+    pub address: &'a [u8],
+    /// The regions.
+    pub regions: Vec<AttachedRegion<'a>>,
+}
+
+impl<'a> Wire<'a> for AttachReply<'a> {
+    type Message = v1::AttachReply;
+
+    fn from_wire(m: &'a v1::AttachReply) -> Result<Self, ConvertError> {
+        length("address", &m.address, 0, ATTACH_BYTES_MAX)?;
+        at_most("regions", m.regions.len(), ATTACH_REGIONS_MAX)?;
+        let regions = m.regions.iter().map(AttachedRegion::from_wire).collect::<Result<_, ConvertError>>()?;
+        Ok(AttachReply { address: &m.address, regions })
+    }
+
+    fn to_wire(&self) -> v1::AttachReply {
+        v1::AttachReply {
+            address: copied(self.address),
+            regions: self.regions.iter().map(AttachedRegion::to_wire).collect(),
+        }
+    }
+}
+
+/// One segment's payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttachedRegion<'a> {
+    /// The segment.
+    pub segment: SegmentId,
+    /// Which incarnation of it.
+    pub generation: Generation,
+    /// What opens it, in the engine's own notation.
+    pub key: &'a [u8],
+}
+
+impl<'a> Wire<'a> for AttachedRegion<'a> {
+    type Message = v1::AttachedRegion;
+
+    fn from_wire(m: &'a v1::AttachedRegion) -> Result<Self, ConvertError> {
+        length("regions.key", &m.key, 1, ATTACH_KEY_BYTES_MAX)?;
+        Ok(AttachedRegion {
+            segment: check::segment("regions.segment", m.segment)?,
+            generation: Generation(m.generation),
+            key: &m.key,
+        })
+    }
+
+    fn to_wire(&self) -> v1::AttachedRegion {
+        v1::AttachedRegion { segment: self.segment.0, generation: self.generation.0, key: copied(self.key) }
     }
 }

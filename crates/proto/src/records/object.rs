@@ -8,9 +8,9 @@ use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, NodeId, ObjectId, SegmentId, SlotId, Span, TenantGeneration, Term,
 };
 
+use crate::capability::Capability;
 use crate::layout::RecordError;
 use crate::limits::WINDOW_MS_MAX;
-use crate::ops::Capability;
 
 numbered! {
     /// Where bytes are. The numbers are those of the protobuf enum.

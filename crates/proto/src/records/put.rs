@@ -3,9 +3,9 @@
 use moontide_types::bounds::{OBJECT_BYTES_MAX, REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
 
+use crate::capability::Capability;
 use crate::layout::{FieldValue, RecordError, code_from_number, code_number};
 use crate::limits::CONFIGS_MAX;
-use crate::ops::Capability;
 
 fixed_record! {
     /// One object to be put.

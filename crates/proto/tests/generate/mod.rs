@@ -794,6 +794,16 @@ impl Gen {
                 let ObjectFields { objects, handles, .. } = self.staged(n);
                 v1::LoadReply { objects, handles }.encode_to_vec()
             }
+            "AttachRequest" => v1::AttachRequest { engine: self.text(1, 16) }.encode_to_vec(),
+            "AttachReply" => {
+                let region = |g: &mut Gen| v1::AttachedRegion {
+                    segment: g.segment().0,
+                    generation: g.u64(),
+                    key: g.byte_string(1, 200).into(),
+                };
+                let regions = (0..n).map(|_| region(self)).collect();
+                v1::AttachReply { address: self.byte_string(0, 300).into(), regions }.encode_to_vec()
+            }
             other => unreachable!("{other}"),
         }
     }
@@ -852,4 +862,6 @@ pub(crate) const MESSAGES: &[&str] = &[
     "ClusterInfo",
     "LoadRequest",
     "LoadReply",
+    "AttachRequest",
+    "AttachReply",
 ];

@@ -15,6 +15,8 @@
 //! Pages are hashed one by one while they are in cache. The object's root is the root of its single stripe,
 //! or a digest over the roots of its stripes.
 
+use std::hash::Hasher as _;
+
 use twox_hash::XxHash3_64;
 
 use crate::bounds::{DIGEST_FAN_OUT, PAGE_BYTES};
@@ -45,6 +47,13 @@ impl DigestContext {
     pub fn page(&self, index: u64, page: &[u8]) -> u64 {
         debug_assert!(page.len() as u64 <= PAGE_BYTES);
         XxHash3_64::oneshot_with_seed(self.seed(0, index), page)
+    }
+
+    /// As [`DigestContext::page`], for a page that lies in several places.
+    pub fn page_in_parts<'a>(&self, index: u64, parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+        let mut hasher = XxHash3_64::with_seed(self.seed(0, index));
+        parts.into_iter().for_each(|part| hasher.write(part));
+        hasher.finish()
     }
 
     /// The root of a payload, and its page digests written to `digests`.
@@ -201,6 +210,11 @@ impl<'a> PageDigests<'a> {
         PageDigests(section)
     }
 
+    /// The section.
+    pub fn as_bytes(&self) -> &'a [u8] {
+        self.0
+    }
+
     /// The digests in page order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + use<'a> {
         self.0.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().expect("8 bytes")))
@@ -244,6 +258,16 @@ mod tests {
                 naive_root(&context, &digests),
                 "{pages} pages"
             );
+        }
+    }
+
+    #[test]
+    fn parts_of_a_page_are_digested_as_the_page() {
+        let context = context(PAGE_BYTES);
+        let page: Vec<u8> = (0..PAGE_BYTES).map(|i| (i * 31) as u8).collect();
+        for cut in [0, 1, 63, 1024, 100_000, page.len()] {
+            let (a, b) = page.split_at(cut);
+            assert_eq!(context.page_in_parts(0, [a, b]), context.page(0, &page), "cut at {cut}");
         }
     }
 

@@ -1,0 +1,161 @@
+//! [`Owner`]: the node's side of a transfer, and the checks before a byte is touched.
+//!
+//! | what an operation names | must be | else |
+//! |---|---|---|
+//! | segment, generation | one that the node has, in this incarnation | `StaleGeneration` |
+//! | term | not newer than the one the segment obeys; for a write, the epoch's | `StaleTerm` |
+//! | capability | as the owner judges | `PermissionDenied` |
+//! | slot, epoch | READY (read) or being written by the node (write) in this epoch, under a cell | `Gone`, `StaleEpoch` |
+//! | object, stripe | the header's | `Gone` |
+//! | offset, length | inside the payload (or the digests) | `OutOfBounds` |
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use moontide_heap::{NodeClaim, NodeHeap, NodePin, Segment};
+use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, TransferOp};
+use moontide_types::record::Header;
+use moontide_types::{ClientId, ErrorCode, NodeId, Span};
+
+/// Who is on the other end of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caller {
+    /// Somebody over the network; the number it drew when it started.
+    Remote(u64),
+    /// A process of this host that maps the node's memory.
+    Local(ClientId),
+}
+
+/// Whoever owns the memory that peers read and write.
+pub trait Owner: Send + Sync + fmt::Debug {
+    /// Which node this is.
+    fn node(&self) -> NodeId;
+
+    /// The memory.
+    fn heap(&self) -> &NodeHeap;
+
+    /// Whether the peer may speak at all.
+    fn greets(&self, hello: &Hello) -> Result<(), ErrorCode>;
+
+    /// Whether the operation's capability is good.
+    fn admits(&self, op: &TransferOp) -> bool;
+
+    /// Answers Begin, Commit, Load, Release and Attach: the body of the reply.
+    fn call(
+        &self,
+        caller: Caller,
+        kind: FrameKind,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode>;
+}
+
+/// How capabilities are judged.
+#[derive(Clone, Debug)]
+pub enum Capabilities {
+    /// Not at all: everybody who gets in is trusted.
+    Open,
+    /// They must have been made with this key.
+    Keyed(CapabilityKey),
+}
+
+impl Capabilities {
+    /// Whether the operation's is good.
+    pub fn admits(&self, op: &TransferOp) -> bool {
+        match self {
+            Capabilities::Open => true,
+            Capabilities::Keyed(key) => key.admits(op),
+        }
+    }
+}
+
+/// A range of a READY record, pinned.
+#[derive(Debug)]
+pub(crate) struct Source<'a> {
+    pin: NodePin<'a>,
+    digests: bool,
+    range: Span,
+}
+
+impl Source<'_> {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let bytes = if self.digests { self.pin.digests() } else { self.pin.payload() };
+        &bytes[self.range.offset() as usize..self.range.end() as usize]
+    }
+}
+
+/// Checks a read and pins what it is about.
+pub(crate) fn source<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<Source<'a>, ErrorCode> {
+    let range = checked(owner, op)?;
+    let pin = owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?;
+    same_object(&pin.header(), op)?;
+    let digests = op.flags.contains(OpFlags::DIGESTS);
+    let len = if digests { pin.digests().len() as u64 } else { pin.header().stripe_len };
+    if range.end() > len {
+        return Err(ErrorCode::OutOfBounds);
+    }
+    Ok(Source { pin, digests, range })
+}
+
+/// How long a write waits for another on the same bytes: one whose connection broke, of which the thread that serves
+/// it has not heard yet.
+const CLAIM_WAIT_MAX: Duration = Duration::from_secs(5);
+
+/// Checks a write and claims what it is about.
+pub(crate) fn sink<'a>(
+    owner: &'a dyn Owner,
+    op: &TransferOp,
+    deadline: Instant,
+) -> Result<NodeClaim<'a>, ErrorCode> {
+    let range = checked(owner, op)?;
+    if op.term != op.epoch.term() {
+        return Err(ErrorCode::StaleTerm);
+    }
+    let heap = owner.heap();
+    let give_up = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
+    loop {
+        // A claim on nothing tells what the record is: it is refused only if the node does not write it.
+        let nothing = Span::new(0, 0).expect("empty");
+        let probe = heap.claim_range(op.segment, op.slot, op.epoch, nothing).ok_or(ErrorCode::StaleEpoch)?;
+        same_object(probe.header(), op)?;
+        if range.end() > probe.header().stripe_len {
+            return Err(ErrorCode::OutOfBounds);
+        }
+        drop(probe);
+        if let Some(claim) = heap.claim_range(op.segment, op.slot, op.epoch, range) {
+            return Ok(claim);
+        }
+        if Instant::now() >= give_up {
+            return Err(ErrorCode::Busy);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// What can be said without looking at the record.
+fn checked(owner: &dyn Owner, op: &TransferOp) -> Result<Span, ErrorCode> {
+    if op.flags.contains(OpFlags::DISK) {
+        // Bytes on disk are brought into memory by Load first.
+        return Err(ErrorCode::Unsupported);
+    }
+    let segment = owner.heap().segment(op.segment).ok_or(ErrorCode::StaleGeneration)?;
+    if segment.shape().generation != op.generation {
+        return Err(ErrorCode::StaleGeneration);
+    }
+    if !knows_term(&segment, op) {
+        return Err(ErrorCode::StaleTerm);
+    }
+    if !owner.admits(op) {
+        return Err(ErrorCode::PermissionDenied);
+    }
+    Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)
+}
+
+/// A master whose term the segment has not heard of cannot have granted anything on it.
+fn knows_term(segment: &Segment, op: &TransferOp) -> bool {
+    op.term <= segment.obeyed()
+}
+
+fn same_object(header: &Header, op: &TransferOp) -> Result<(), ErrorCode> {
+    if header.id == op.id && header.stripe_index == op.stripe { Ok(()) } else { Err(ErrorCode::Gone) }
+}

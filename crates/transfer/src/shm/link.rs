@@ -1,0 +1,362 @@
+//! [`ShmEngine`] and [`ShmLink`]: gets and puts in memory that a node of this host shares.
+//!
+//! Operations run on the caller's thread, to their end, when they are started: there is nothing to wait for but the
+//! memory itself. A put needs its Begin before and its Commit after, by [`Link::start_call`] on the same link.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use moontide_heap::{Guard, LocalHeap, Lookup, Reader, join, open_stream};
+use moontide_proto::{FrameKind, OpFlags};
+use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
+
+use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting};
+use crate::error::{Failure, Name, TransferError};
+use crate::metrics::Metrics;
+use crate::op::{Direction, OpCore};
+use crate::shm::door_of;
+use crate::sync::{Arc, Mutex, lock};
+use crate::tcp::connection::Connection;
+use crate::tcp::request::{NoAnswer, Request};
+use crate::tcp::socket::Socket;
+
+/// How the engine behaves.
+#[derive(Clone, Debug)]
+pub struct ShmConfig {
+    /// Bytes that one reader may hold in place before it is told to copy.
+    pub pinned_bytes_max: u64,
+}
+
+impl Default for ShmConfig {
+    fn default() -> ShmConfig {
+        ShmConfig { pinned_bytes_max: 1 << 30 }
+    }
+}
+
+/// Shared memory, for peers on the same host.
+#[derive(Debug)]
+pub struct ShmEngine {
+    config: ShmConfig,
+    metrics: Arc<Metrics>,
+}
+
+impl ShmEngine {
+    /// An engine with this configuration.
+    ///
+    /// # Safety
+    /// As [`join`]: the nodes that it connects to, and their clients, are trusted to keep to the protocol.
+    pub unsafe fn new(config: ShmConfig, metrics: Arc<Metrics>) -> ShmEngine {
+        ShmEngine { config, metrics }
+    }
+}
+
+fn door(peer: &Peer) -> Result<PathBuf, NotSuited> {
+    let mut addresses = peer.addresses_of(EngineKind::Shm).peekable();
+    addresses.peek().ok_or(NotSuited::NoAddress)?;
+    let doors = addresses.filter_map(door_of);
+    doors.into_iter().find(|door| door.exists()).ok_or(NotSuited::OtherHost)
+}
+
+impl Engine for ShmEngine {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Shm
+    }
+
+    fn score(&self, peer: &Peer) -> Result<Score, NotSuited> {
+        door(peer).map(|_| Score::SAME_MEMORY)
+    }
+
+    fn connect(&self, peer: &Peer, deadline: Instant) -> Result<Arc<dyn Link>, TransferError> {
+        let unreachable = |what, source| TransferError::Unreachable {
+            node: peer.node,
+            last: Failure::System { what, peer: Name::Local(0), source },
+        };
+        let path = door(peer).map_err(|_| unreachable("find the door of", rustix::io::Errno::NOENT))?;
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        // SAFETY: says whoever made the engine.
+        let joined = unsafe { join(&path, left, self.config.pinned_bytes_max) };
+        let (heap, socket) =
+            joined.map_err(|error| TransferError::NotLetIn { node: peer.node, why: Arc::new(error) })?;
+        let (found, _) = heap.board().node();
+        if found != peer.node {
+            let last = Failure::Node { peer: Name::Local(0), found, expected: peer.node };
+            return Err(TransferError::Unreachable { node: peer.node, last });
+        }
+        self.metrics.link_opened(EngineKind::Shm);
+        let stream = Mutex::new(None);
+        let link = ShmLink { node: peer.node, heap, socket, stream, metrics: Arc::clone(&self.metrics) };
+        Ok(Arc::new(link))
+    }
+}
+
+/// A node's memory, mapped.
+#[derive(Debug)]
+pub struct ShmLink {
+    node: NodeId,
+    heap: LocalHeap,
+    socket: OwnedFd,
+    /// The stream for calls; made when first needed, and again after it broke.
+    stream: Mutex<Option<Arc<Connection>>>,
+    metrics: Arc<Metrics>,
+}
+
+impl Drop for ShmLink {
+    fn drop(&mut self) {
+        if let Some(stream) = lock(&self.stream).take() {
+            stream.stop();
+        }
+        self.metrics.link_closed(EngineKind::Shm);
+    }
+}
+
+impl ShmLink {
+    fn run(&self, op: &OpCore, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
+        let target = op.target();
+        if target.flags != OpFlags::NONE && target.flags != OpFlags::BACKGROUND {
+            return Err(ErrorCode::Unsupported);
+        }
+        if self.heap.generation(target.segment) != Some(target.generation) {
+            return Err(ErrorCode::StaleGeneration);
+        }
+        match op.direction() {
+            Direction::Get => {
+                match reader.get_at(target.segment, target.slot, target.epoch, SystemClock.now()) {
+                    Lookup::Hit(guard) => copy_out(op, &guard),
+                    Lookup::Miss => Err(ErrorCode::Gone),
+                    Lookup::Full => Err(ErrorCode::Busy),
+                    Lookup::Closed => Err(ErrorCode::Unreachable),
+                }
+            }
+            Direction::Put => {
+                let claim = reader.claim(target.segment, target.slot, target.epoch);
+                let mut claim = claim.ok_or(ErrorCode::StaleEpoch)?;
+                let header = claim.header();
+                if header.id != target.id || header.stripe_index != target.stripe {
+                    return Err(ErrorCode::Gone);
+                }
+                if op.offset() != 0 || op.len() != header.stripe_len {
+                    // A record is filled in one go: its digests are computed on the way.
+                    return Err(ErrorCode::Unsupported);
+                }
+                let mut parts: Vec<&[u8]> = Vec::new();
+                // SAFETY: the caller of `start` keeps the memory valid, and nobody writes it.
+                op.visit(whole(op), |base, len| parts.push(unsafe { std::slice::from_raw_parts(base, len) }));
+                let mut page = 0;
+                claim.fill_parts(&parts, |digest| {
+                    // SAFETY: the places for the digests are this thread's.
+                    unsafe { op.note_digest(page, digest) };
+                    page += 1;
+                });
+                Ok(())
+            }
+        }
+    }
+
+    /// The stream for calls.
+    fn stream(&self) -> Result<Arc<Connection>, Failure> {
+        let mut place = lock(&self.stream);
+        if let Some(stream) = place.take_if(|stream| stream.is_dead()) {
+            stream.stop();
+        }
+        if let Some(stream) = &*place {
+            return Ok(Arc::clone(stream));
+        }
+        let peer = Name::Local(0);
+        let stream = open_stream(self.socket.as_fd())
+            .map_err(|_| Failure::Closed { peer })
+            .and_then(|stream| Socket::new(stream, peer))?;
+        let stream = Arc::new(Connection::new(stream, Duration::from_secs(1), CALLS_IN_FLIGHT_MAX));
+        *place = Some(Arc::clone(&stream));
+        Ok(stream)
+    }
+}
+
+/// Calls in flight on the stream; the node answers them one after the other.
+const CALLS_IN_FLIGHT_MAX: usize = 64;
+
+fn whole(op: &OpCore) -> Span {
+    Span::new(0, op.len()).expect("an operation is shorter than 2⁶⁴")
+}
+
+/// Copies a range out of a pinned record, page by page where pages are digested.
+fn copy_out(op: &OpCore, guard: &Guard<'_>) -> Result<(), ErrorCode> {
+    let (header, target) = (guard.header(), op.target());
+    if header.id != target.id || header.stripe_index != target.stripe {
+        return Err(ErrorCode::Gone);
+    }
+    let end = op.offset().checked_add(op.len()).ok_or(ErrorCode::OutOfBounds)?;
+    let bytes = guard.bytes().get(op.offset() as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
+    let copy = |range: Span| {
+        let mut from = range.offset() as usize;
+        op.visit(range, |base, len| {
+            // SAFETY: the caller of `start` keeps the memory valid and unshared; it is not the node's, since
+            // nobody has that writable but under a claim.
+            unsafe { std::ptr::copy_nonoverlapping(bytes[from..from + len].as_ptr(), base, len) };
+            from += len;
+        });
+    };
+    if !op.is_digested() {
+        copy(whole(op));
+        return Ok(());
+    }
+    for page in 0..op.len().div_ceil(PAGE_BYTES) {
+        let start = page * PAGE_BYTES;
+        copy(Span::new(start, (op.len() - start).min(PAGE_BYTES)).expect("inside the operation"));
+        // SAFETY: the page was copied just now, and memory and place are this thread's.
+        unsafe { op.digest_page(page) };
+    }
+    Ok(())
+}
+
+impl Link for ShmLink {
+    fn engine(&self) -> EngineKind {
+        EngineKind::Shm
+    }
+
+    fn node(&self) -> NodeId {
+        self.node
+    }
+
+    fn local(&self) -> Option<&LocalHeap> {
+        Some(&self.heap)
+    }
+
+    unsafe fn start(&self, ops: Vec<OpCore>, _: Instant, _: Waiting) -> Box<dyn Pending> {
+        let reader = self.heap.reader();
+        let mut outcomes = Vec::with_capacity(ops.len());
+        if let Some(mut reader) = reader {
+            for op in &ops {
+                let outcome = self.run(op, &mut reader);
+                self.metrics.op(EngineKind::Shm, op.direction(), op.len(), outcome);
+                outcomes.push(Some(outcome));
+            }
+        } else {
+            // As many threads as the ledger has room for are at it.
+            outcomes.resize(ops.len(), Some(Err(ErrorCode::Busy)));
+        }
+        Box::new(Finished { outcomes })
+    }
+
+    fn start_call(
+        &self,
+        kind: FrameKind,
+        body: Vec<u8>,
+        deadline: Instant,
+        waiting: Waiting,
+    ) -> Box<dyn Pending> {
+        let request = Request::call(kind, body, deadline);
+        let (started, reply, ended) = (Instant::now(), Vec::new(), None);
+        let stream = match self.stream() {
+            Ok(stream) if waiting == Waiting::Here => {
+                stream.submit(&request);
+                Some(stream)
+            }
+            Ok(stream) => {
+                stream.hand_over(Arc::clone(&request));
+                Some(stream)
+            }
+            Err(failure) => {
+                request.finish(Err(NoAnswer::Failed(failure)));
+                None
+            }
+        };
+        Box::new(Call { node: self.node, stream, request, started, reply, ended })
+    }
+}
+
+/// Operations that ran when they were started.
+#[derive(Debug)]
+struct Finished {
+    outcomes: Vec<Option<Result<(), ErrorCode>>>,
+}
+
+impl Pending for Finished {
+    fn wait(&mut self) -> Result<(), TransferError> {
+        Ok(())
+    }
+
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransferError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn abort(&mut self) {}
+
+    fn outcomes(&self) -> &[Option<Result<(), ErrorCode>>] {
+        &self.outcomes
+    }
+
+    fn take_reply(&mut self) -> Vec<u8> {
+        Vec::new()
+    }
+}
+
+/// A call under way.
+#[derive(Debug)]
+struct Call {
+    node: NodeId,
+    stream: Option<Arc<Connection>>,
+    request: Arc<Request>,
+    started: Instant,
+    reply: Vec<u8>,
+    ended: Option<Result<(), TransferError>>,
+}
+
+impl Call {
+    fn settle(&mut self) -> Result<(), TransferError> {
+        if let Some(ended) = &self.ended {
+            return ended.clone();
+        }
+        let result = match self.request.take_answer() {
+            Some(Ok(body)) => {
+                self.reply = body;
+                Ok(())
+            }
+            Some(Err(NoAnswer::Refused(code))) => Err(TransferError::Refused { code }),
+            Some(Err(NoAnswer::Failed(last))) => Err(TransferError::Lost { node: self.node, last }),
+            Some(Err(NoAnswer::Deadline)) => Err(TransferError::Deadline { waited: self.started.elapsed() }),
+            Some(Err(NoAnswer::Aborted)) | None => Err(TransferError::Aborted),
+        };
+        self.ended = Some(result.clone());
+        result
+    }
+}
+
+impl Pending for Call {
+    fn wait(&mut self) -> Result<(), TransferError> {
+        if let Some(stream) = &self.stream {
+            stream.wait(&self.request);
+        }
+        self.settle()
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), TransferError>> {
+        if self.ended.is_none() && !self.request.seat.poll(context.waker()) {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.settle())
+    }
+
+    fn abort(&mut self) {
+        if let Some(stream) = self.stream.take().filter(|_| self.ended.is_none()) {
+            stream.abort(&self.request);
+            let _ = self.settle();
+        }
+    }
+
+    fn outcomes(&self) -> &[Option<Result<(), ErrorCode>>] {
+        &[]
+    }
+
+    fn take_reply(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.reply)
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}

@@ -1,0 +1,64 @@
+//! A sample node in this process, and a link to it.
+
+#![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use moontide_transfer::sample::{Sample, SampleConfig};
+use moontide_transfer::tcp::{Server, ServerConfig, TcpConfig, TcpEngine};
+use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, TransferError, run};
+use moontide_types::ErrorCode;
+
+pub struct TestNode {
+    pub sample: Arc<Sample>,
+    pub server: Server,
+    pub metrics: Arc<Metrics>,
+}
+
+impl TestNode {
+    pub fn new(config: SampleConfig) -> TestNode {
+        TestNode::with(config, ServerConfig::default())
+    }
+
+    pub fn with(config: SampleConfig, server: ServerConfig) -> TestNode {
+        let metrics = Metrics::new();
+        let sample = Arc::new(Sample::new(config).unwrap());
+        let server = Server::start(server, Arc::clone(&sample) as _, Arc::clone(&metrics)).unwrap();
+        TestNode { sample, server, metrics }
+    }
+
+    pub fn config(&self) -> &SampleConfig {
+        self.sample.config()
+    }
+
+    pub fn peer(&self) -> Peer {
+        let addresses = self.server.addresses().iter().map(|a| (EngineKind::Tcp, a.to_string()));
+        Peer { node: self.config().node, addresses: addresses.collect() }
+    }
+
+    pub fn link(&self, connections: usize) -> Arc<dyn Link> {
+        self.link_with(TcpConfig { connections, ..TcpConfig::default() })
+    }
+
+    pub fn link_with(&self, config: TcpConfig) -> Arc<dyn Link> {
+        TcpEngine::new(config, Arc::clone(&self.metrics)).connect(&self.peer(), soon()).unwrap()
+    }
+}
+
+/// Far enough for everything that goes well.
+pub fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+pub fn get(
+    link: &dyn Link,
+    config: &SampleConfig,
+    record: u32,
+) -> Result<Result<Vec<u8>, ErrorCode>, TransferError> {
+    let mut bytes = vec![0xee; config.record_bytes as usize];
+    let mut ops = [Op::get(config.target(record), 0, &mut bytes)];
+    run(link, &mut ops, soon())?;
+    let outcome = ops[0].outcome().expect("the run succeeded");
+    Ok(outcome.map(|()| bytes))
+}

@@ -1,0 +1,409 @@
+//! Gets, puts and calls over TCP between two ends of one process: every byte, every refusal.
+
+mod common;
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use common::{TestNode, get, soon};
+use moontide_proto::{FrameKind, OpFlags, Right};
+use moontide_transfer::sample::SampleConfig;
+use moontide_transfer::tcp::TcpConfig;
+use moontide_transfer::{Op, OwnedOp, Target, Transfer, TransferError, call, run};
+use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
+
+const PAGE: u64 = PAGE_BYTES;
+
+fn sizes() -> [u64; 9] {
+    [0, 1, 4096, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 17, 5 << 20, (9 << 20) + 333]
+}
+
+#[test]
+fn records_of_every_size_come_whole() {
+    for record_bytes in sizes() {
+        let node =
+            TestNode::new(SampleConfig { record_bytes, readable: 3, writable: 0, ..Default::default() });
+        for connections in [1, 2, 4] {
+            let link = node.link(connections);
+            for record in 0..3 {
+                let bytes = get(&*link, node.config(), record).unwrap().unwrap();
+                assert!(bytes == node.config().content(record), "{record_bytes} over {connections}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_put_is_committed_under_its_root_and_comes_back() {
+    for record_bytes in sizes() {
+        let node =
+            TestNode::new(SampleConfig { record_bytes, readable: 0, writable: 2, ..Default::default() });
+        let config = node.config();
+        let link = node.link(2);
+        for record in 0..2 {
+            let bytes = config.content(record + 100);
+            let context = config.digest_context(record);
+            let mut digests = vec![0; record_bytes.div_ceil(PAGE) as usize];
+            let target = config.target(record);
+            let mut ops = [Op::put(target, 0, &bytes).digested(context, &mut digests).unwrap()];
+            run(&*link, &mut ops, soon()).unwrap();
+            assert_eq!(ops[0].outcome(), Some(Ok(())));
+            let root = context.root_of(digests.iter().copied());
+            let mut expected = Vec::new();
+            assert_eq!(root, context.payload(&bytes, |digest| expected.push(digest)));
+            assert_eq!(digests, expected);
+
+            let wrong =
+                call(&*link, FrameKind::Commit, config.commit_body(record, root ^ 1), soon()).unwrap();
+            assert_eq!(codes(&wrong), [Some(ErrorCode::Corrupt)], "the node has hashed what came");
+            let right = call(&*link, FrameKind::Commit, config.commit_body(record, root), soon()).unwrap();
+            assert_eq!(codes(&right), [None]);
+            let back = Target { flags: OpFlags::NONE, ..target };
+            let mut into = vec![0; bytes.len()];
+            let mut ops = [Op::get(back, 0, &mut into)];
+            run(&*link, &mut ops, soon()).unwrap();
+            assert_eq!(ops[0].outcome(), Some(Ok(())));
+            assert!(into == bytes);
+        }
+    }
+}
+
+#[test]
+fn a_record_may_come_in_pieces_that_are_no_pages() {
+    let record_bytes = 2 * PAGE + 1000;
+    let node = TestNode::new(SampleConfig { record_bytes, readable: 0, writable: 1, ..Default::default() });
+    let config = node.config();
+    let link = node.link(2);
+    let bytes = config.content(7);
+    let mut at = 0;
+    for piece in [1, 4095, 300_000, 100, usize::MAX] {
+        let end = bytes.len().min(at + piece.min(bytes.len()));
+        let mut ops = [Op::put(config.target(0), at as u64, &bytes[at..end])];
+        run(&*link, &mut ops, soon()).unwrap();
+        assert_eq!(ops[0].outcome(), Some(Ok(())));
+        at = end;
+    }
+    let root = config.digest_context(0).payload(&bytes, |_| ());
+    let reply = call(&*link, FrameKind::Commit, config.commit_body(0, root), soon()).unwrap();
+    assert_eq!(codes(&reply), [None]);
+}
+
+#[test]
+fn many_small_ones_and_scattered_ones_travel_together() {
+    let config = SampleConfig { record_bytes: 5000, readable: 1500, writable: 0, ..Default::default() };
+    let node = TestNode::new(config);
+    let link = node.link(2);
+    let mut memory = vec![0; 1500 * 5000];
+    let mut pieces: Vec<Vec<&mut [u8]>> =
+        memory.chunks_mut(5000).map(|record| record.chunks_mut(61).collect()).collect();
+    let mut ops: Vec<Op<'_>> = pieces
+        .drain(..)
+        .enumerate()
+        .map(|(record, parts)| Op::get_parts(node.config().target(record as u32), 0, parts))
+        .collect();
+    run(&*link, &mut ops, soon()).unwrap();
+    assert!(ops.iter().all(|op| op.outcome() == Some(Ok(()))));
+    drop(ops);
+    for (record, bytes) in memory.chunks(5000).enumerate() {
+        assert!(bytes == node.config().content(record as u32), "record {record}");
+    }
+}
+
+#[test]
+fn ranges_and_digests_can_be_read() {
+    let record_bytes = 3 * PAGE + 5;
+    let node = TestNode::new(SampleConfig { record_bytes, readable: 1, writable: 0, ..Default::default() });
+    let config = node.config();
+    let content = config.content(0);
+    let link = node.link(1);
+    for (offset, len) in [(0, 10), (17, 300_000), (record_bytes - 1, 1), (record_bytes, 0)] {
+        let mut into = vec![0; len];
+        let mut ops = [Op::get(config.target(0), offset, &mut into)];
+        run(&*link, &mut ops, soon()).unwrap();
+        assert_eq!(ops[0].outcome(), Some(Ok(())));
+        assert!(into == content[offset as usize..offset as usize + len]);
+    }
+    let mut stored = vec![0; 4 * 8];
+    let digests = Target { flags: OpFlags::DIGESTS, ..config.target(0) };
+    let mut ops = [Op::get(digests, 0, &mut stored)];
+    run(&*link, &mut ops, soon()).unwrap();
+    let mut expected = Vec::new();
+    config.digest_context(0).payload(&content, |digest| expected.extend_from_slice(&digest.to_le_bytes()));
+    assert_eq!(stored, expected);
+}
+
+#[test]
+fn what_is_not_so_is_refused_alone_and_nothing_is_touched() {
+    let key = Some([3; 32]);
+    let node = TestNode::new(SampleConfig {
+        record_bytes: 8192,
+        readable: 2,
+        writable: 2,
+        key,
+        ..Default::default()
+    });
+    let config = node.config();
+    let link = node.link(1);
+    node.sample.kill(1);
+    let (read, write) = (config.target(0), config.target(2));
+    let newer = Term::new(9).unwrap();
+    let wrong_epoch = Epoch::new(Term::new(1).unwrap(), 999).unwrap();
+    // The capability must not be what refuses those that are about something else.
+    let sealed = |target: Target, right: Right| {
+        let Target { segment, generation, slot, epoch, id, term, .. } = target;
+        let granted = moontide_proto::Granted { right, segment, generation, slot, epoch, id, term };
+        Target { capability: moontide_proto::CapabilityKey::new([3; 32]).seal(&granted), ..target }
+    };
+    let cases = [
+        ("as it is", read, 0, 8192, false, Ok(())),
+        (
+            "segment",
+            sealed(Target { segment: SegmentId(7), ..read }, Right::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::StaleGeneration),
+        ),
+        (
+            "generation",
+            sealed(Target { generation: Generation(2), ..read }, Right::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::StaleGeneration),
+        ),
+        ("slot", sealed(Target { slot: SlotId(99), ..read }, Right::Read), 0, 1, false, Err(ErrorCode::Gone)),
+        (
+            "epoch",
+            sealed(Target { epoch: wrong_epoch, ..read }, Right::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::Gone),
+        ),
+        ("term", sealed(Target { term: newer, ..read }, Right::Read), 0, 1, false, Err(ErrorCode::StaleTerm)),
+        (
+            "object",
+            sealed(Target { id: ObjectId([1; 16]), ..read }, Right::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::Gone),
+        ),
+        ("stripe", Target { stripe: 1, ..read }, 0, 1, false, Err(ErrorCode::Gone)),
+        ("behind the end", read, 8192, 1, false, Err(ErrorCode::OutOfBounds)),
+        ("over the end", read, 8000, 193, false, Err(ErrorCode::OutOfBounds)),
+        (
+            "no capability",
+            Target { capability: Default::default(), ..read },
+            0,
+            1,
+            false,
+            Err(ErrorCode::PermissionDenied),
+        ),
+        (
+            "a capability for writing",
+            config.target_for(0, Right::Write),
+            0,
+            1,
+            false,
+            Err(ErrorCode::PermissionDenied),
+        ),
+        ("killed", config.target(1), 0, 1, false, Err(ErrorCode::Gone)),
+        ("being written", config.target_for(2, Right::Read), 0, 1, false, Err(ErrorCode::Gone)),
+        ("put", write, 0, 8192, true, Ok(())),
+        ("put to what is READY", config.target_for(0, Right::Write), 0, 1, true, Err(ErrorCode::StaleEpoch)),
+        ("put over the end", write, 8000, 193, true, Err(ErrorCode::OutOfBounds)),
+        (
+            "put with a capability for reading",
+            config.target_for(2, Right::Read),
+            0,
+            1,
+            true,
+            Err(ErrorCode::PermissionDenied),
+        ),
+    ];
+    // All in one batch: each is judged alone, and the bytes of the others arrive all the same.
+    let mut memory: Vec<Vec<u8>> = cases.iter().map(|case| vec![0xab; case.3]).collect();
+    let mut ops: Vec<Op<'_>> = cases
+        .iter()
+        .zip(&mut memory)
+        .map(
+            |((_, target, offset, _, put, _), bytes)| {
+                if *put { Op::put(*target, *offset, bytes) } else { Op::get(*target, *offset, bytes) }
+            },
+        )
+        .collect();
+    run(&*link, &mut ops, soon()).unwrap();
+    for (op, case) in ops.iter().zip(&cases) {
+        assert_eq!(op.outcome(), Some(case.5), "{}", case.0);
+    }
+    drop(ops);
+    for (bytes, case) in memory.iter().zip(&cases).skip(1) {
+        assert!(bytes.iter().all(|&byte| byte == 0xab), "{} touched the memory", case.0);
+    }
+    assert!(memory[0] == config.content(0));
+}
+
+#[test]
+fn four_callers_at_once_get_what_they_asked_for() {
+    let node = TestNode::new(SampleConfig {
+        record_bytes: 700_000,
+        readable: 32,
+        writable: 0,
+        ..Default::default()
+    });
+    for connections in [1, 2] {
+        let link = node.link(connections);
+        std::thread::scope(|scope| {
+            for caller in 0..4u32 {
+                let (link, config) = (&link, node.config());
+                scope.spawn(move || {
+                    for turn in 0..40 {
+                        let record = (turn * 7 + caller * 5) % 32;
+                        let bytes = get(&**link, config, record).unwrap().unwrap();
+                        assert!(bytes == config.content(record));
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn gets_and_puts_of_one_batch_do_not_block_each_other() {
+    // Both sides have more to send than the sockets' buffers hold.
+    let node = TestNode::new(SampleConfig {
+        record_bytes: 24 << 20,
+        readable: 2,
+        writable: 2,
+        ..Default::default()
+    });
+    let config = node.config();
+    let link = node.link(1);
+    let (put, mut got) = (config.content(50), vec![vec![0; 24 << 20]; 2]);
+    let (first, second) = got.split_at_mut(1);
+    let mut ops = [
+        Op::get(config.target(0), 0, &mut first[0]),
+        Op::put(config.target(2), 0, &put),
+        Op::get(config.target(1), 0, &mut second[0]),
+        Op::put(config.target(3), 0, &put),
+    ];
+    run(&*link, &mut ops, soon()).unwrap();
+    assert!(ops.iter().all(|op| op.outcome() == Some(Ok(()))));
+    assert!(got[0] == config.content(0) && got[1] == config.content(1));
+}
+
+struct Unpark(std::thread::Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park_timeout(Duration::from_secs(10)),
+        }
+    }
+}
+
+#[test]
+fn transfers_that_own_their_memory_are_futures() {
+    let node =
+        TestNode::new(SampleConfig { record_bytes: 3 << 20, readable: 8, writable: 1, ..Default::default() });
+    let config = node.config();
+    let link = node.link(2);
+    let transfers: Vec<Transfer> = (0..8)
+        .map(|record| {
+            let op = OwnedOp::get(config.target(record), 0, vec![0; 3 << 20]);
+            Transfer::start(&*link, vec![op.digested(config.digest_context(record)).unwrap()], soon())
+        })
+        .collect();
+    for (record, transfer) in transfers.into_iter().enumerate() {
+        let done = block_on(transfer).unwrap();
+        assert_eq!(done[0].outcome, Ok(()));
+        assert!(done[0].buffer == config.content(record as u32));
+        let mut digests = Vec::new();
+        config.digest_context(record as u32).payload(&done[0].buffer, |digest| digests.push(digest));
+        assert_eq!(done[0].digests, digests);
+    }
+    let put = OwnedOp::put(config.target(8), 0, config.content(9));
+    let done = block_on(Transfer::start(&*link, vec![put], soon())).unwrap();
+    assert_eq!(done[0].outcome, Ok(()));
+}
+
+#[test]
+fn an_aborted_transfer_leaves_its_memory_alone_and_others_go_on() {
+    let node = TestNode::new(SampleConfig {
+        record_bytes: 32 << 20,
+        readable: 4,
+        writable: 0,
+        ..Default::default()
+    });
+    let config = node.config();
+    let link = node.link(1);
+    std::thread::scope(|scope| {
+        let (other, shared) = (&link, config);
+        scope.spawn(move || {
+            for turn in 0..6 {
+                let bytes = get(&**other, shared, turn % 4).unwrap().unwrap();
+                assert!(bytes == shared.content(turn % 4), "who shares the connection is not hurt");
+            }
+        });
+        for turn in 0..12u64 {
+            let op = OwnedOp::get(config.target(0), 0, vec![0; 32 << 20]);
+            let mut transfer = Transfer::start(&*link, vec![op], soon());
+            std::thread::sleep(Duration::from_millis(turn));
+            transfer.abort();
+            let mut buffers = transfer.into_buffers();
+            buffers[0].fill(0x5a);
+            std::thread::sleep(Duration::from_millis(5));
+            assert!(buffers[0].iter().all(|&byte| byte == 0x5a), "touched after abort returned");
+        }
+    });
+    assert!(get(&*link, config, 1).unwrap().unwrap() == config.content(1));
+}
+
+#[test]
+fn a_node_that_is_not_there_is_said_to_be_unreachable_quickly() {
+    let node = TestNode::new(SampleConfig::default());
+    let mut peer = node.peer();
+    drop(node);
+    let engine =
+        moontide_transfer::tcp::TcpEngine::new(TcpConfig::default(), moontide_transfer::Metrics::new());
+    let began = Instant::now();
+    let error = moontide_transfer::Engine::connect(&engine, &peer, soon()).unwrap_err();
+    assert!(matches!(error, TransferError::Unreachable { .. }), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(1));
+    peer.addresses.clear();
+    assert!(moontide_transfer::Engine::score(&engine, &peer).is_err());
+}
+
+#[test]
+fn another_node_at_the_same_address_is_not_taken_for_the_one_that_was_meant() {
+    let node = TestNode::new(SampleConfig::default());
+    let mut peer = node.peer();
+    peer.node = moontide_types::NodeId(77);
+    let engine =
+        moontide_transfer::tcp::TcpEngine::new(TcpConfig::default(), moontide_transfer::Metrics::new());
+    let error = moontide_transfer::Engine::connect(&engine, &peer, soon()).unwrap_err();
+    assert!(error.to_string().contains("is node 1, not node 77"), "{error}");
+}
+
+fn codes(reply: &[u8]) -> Vec<Option<ErrorCode>> {
+    use prost::Message;
+    let message = moontide_proto::v1::SlotOutcomes::decode(reply).unwrap();
+    let outcomes =
+        <moontide_proto::convert::SlotOutcomes<'_> as moontide_proto::convert::Wire<'_>>::from_wire(&message);
+    outcomes.unwrap().codes.iter().collect()
+}
