@@ -8,6 +8,8 @@ use moontide_heap::DoorError;
 use moontide_proto::{FrameError, FrameKind, OpsError, RecordError};
 use moontide_types::{ErrorCode, NodeId};
 
+use crate::ucx::UcxError;
+
 /// Why a batch, or a call, failed as a whole. What failed alone is in the operation's own outcome.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TransferError {
@@ -181,6 +183,12 @@ pub enum Failure {
         /// In how long.
         pause: Duration,
     },
+    /// UCX said so.
+    #[error("ucx: {source}")]
+    Ucx {
+        /// What it said.
+        source: UcxError,
+    },
     /// The link was closed.
     #[error("the link was closed")]
     Stopped,
@@ -193,7 +201,7 @@ impl Failure {
             Failure::System { .. } | Failure::Closed { .. } | Failure::Abandoned { .. } => {
                 ErrorCode::ConnectionLost
             }
-            Failure::Stalled { .. } => ErrorCode::ConnectionLost,
+            Failure::Stalled { .. } | Failure::Ucx { .. } => ErrorCode::ConnectionLost,
             Failure::Frame { source, .. } => source.code(),
             Failure::Answer { .. } | Failure::Greeting { .. } => ErrorCode::Unsupported,
             Failure::Refused { code, .. } => *code,
@@ -218,6 +226,7 @@ impl Failure {
             Failure::Ops { .. } => "ops",
             Failure::Abandoned { .. } => "abandoned",
             Failure::Paused { .. } => "paused",
+            Failure::Ucx { .. } => "ucx",
             Failure::Stopped => "stopped",
         }
     }

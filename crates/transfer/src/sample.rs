@@ -4,6 +4,7 @@
 //! Records `0 … readable` are READY and hold [`SampleConfig::content`]; the ones behind are being written by the node,
 //! or free until somebody begins them.
 
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use moontide_heap::{Grant, HeapConfig, HugePages, NewRecord, NodeHeap, Writer};
@@ -238,6 +239,8 @@ pub struct Sample {
     config: SampleConfig,
     heap: NodeHeap,
     capabilities: Capabilities,
+    /// How the memory can be used one-sidedly, if it can.
+    attach_reply: OnceLock<Vec<u8>>,
 }
 
 /// Why a sample could not be made.
@@ -270,7 +273,7 @@ impl Sample {
         heap.beat();
         let capabilities =
             config.key.map_or(Capabilities::Open, |key| Capabilities::Keyed(CapabilityKey::new(key)));
-        let sample = Sample { config, heap, capabilities };
+        let sample = Sample { config, heap, capabilities, attach_reply: OnceLock::new() };
         for record in 0..sample.config.readable {
             sample.begin(record, Writer::Node)?;
             let (slot, epoch) = (SlotId(record), sample.config.epoch(record));
@@ -290,6 +293,11 @@ impl Sample {
     /// What it consists of.
     pub fn config(&self) -> &SampleConfig {
         &self.config
+    }
+
+    /// Answers Attach with this from now on.
+    pub fn offer_attach(&self, reply: Vec<u8>) {
+        let _ = self.attach_reply.set(reply);
     }
 
     /// A record that can be read is killed; its space comes back when nobody uses it.
@@ -392,6 +400,7 @@ impl Owner for Sample {
         match kind {
             FrameKind::Begin => self.answer_begin(writer_of(caller), body),
             FrameKind::Commit => self.answer_commit(writer_of(caller), body),
+            FrameKind::Attach => self.attach_reply.get().cloned().ok_or(ErrorCode::Unsupported),
             _ => Err(ErrorCode::Unsupported),
         }
     }

@@ -8,10 +8,13 @@
 //! | `flights` | which requests are in flight, and who finishes them |
 //! | `request` | one frame that asks |
 //! | `flow` | the memory behind a frame's payload |
+//! | `inbox` | headers and bodies that came together |
 //! | `connection` | requests in flight on one stream |
 //! | `link` | several connections to one peer; rails; sending again |
 //! | `server` | the owner's end |
 
+#[cfg(not(shuttle))]
+mod inbox;
 #[cfg(not(shuttle))]
 pub(crate) mod connection;
 mod flights;

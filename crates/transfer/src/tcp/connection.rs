@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use moontide_proto::limits::DEADLINE_MS_MAX;
+use moontide_proto::limits::{DEADLINE_MS_MAX, OPS_PER_FRAME_MAX};
 use moontide_proto::{Codes, FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind};
 use moontide_types::ErrorCode;
 
@@ -27,6 +27,7 @@ use crate::error::Failure;
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 use crate::tcp::flights::{Flights, NoEntry};
 use crate::tcp::flow::{Chunk, Flow};
+use crate::tcp::inbox::Inbox;
 use crate::tcp::request::{Answer, NoAnswer, Request};
 use crate::tcp::socket::{Alarm, Halt, Patience, Socket};
 use crate::tcp::turn::{Asked, Seat, Turn, Waited};
@@ -46,6 +47,8 @@ pub(crate) struct Connection {
     /// Rung when the send half is free.
     send_free: Condvar,
     turn: Turn,
+    /// Whoever has the turn uses it.
+    inbox: Mutex<Inbox>,
     flights: Flights<Arc<Request>, Answer>,
     /// Payload of the requests in flight.
     in_flight_bytes: AtomicU64,
@@ -88,6 +91,7 @@ impl Connection {
             send: Mutex::default(),
             send_free: Condvar::default(),
             turn: Turn::default(),
+            inbox: Mutex::new(Inbox::new(FRAME_HEADER_BYTES + 2 * OPS_PER_FRAME_MAX)),
             flights: Flights::new(inflight_max),
             in_flight_bytes: AtomicU64::new(0),
             dead: AtomicBool::new(false),
@@ -316,10 +320,13 @@ impl Connection {
 
     /// Receives one frame, or none when the alarm rings. The caller has the turn.
     fn receive_frame(&self, deadline: Instant, alarm: Option<&Alarm>) -> Result<(), Halt> {
+        let inbox = &mut *lock(&self.inbox);
         let mut bytes = [0; FRAME_HEADER_BYTES];
-        if !self.receive_header(&mut bytes, deadline, alarm)? {
+        if inbox.len() == 0 && !self.await_frame(inbox, deadline, alarm)? {
             return Ok(());
         }
+        let soon = Patience { deadline: Instant::now() + self.stall, stall: self.stall };
+        inbox.receive(&self.socket, &mut bytes, soon)?;
         let peer = self.socket.name();
         let header = FrameHeader::decode(&bytes).map_err(|source| Failure::Frame { peer, source })?;
         let unexpected = || Failure::Answer { peer, kind: header.kind, request: header.request };
@@ -331,9 +338,9 @@ impl Connection {
         if !fits || header.flags != FrameFlags::NONE {
             return Err(unexpected().into());
         }
-        self.socket.receive(&mut body, patience)?;
+        inbox.receive(&self.socket, &mut body, patience)?;
         if header.kind == FrameKind::ReadReply && header.status.is_none() {
-            self.receive_payload(&header, &request, &body, patience)?;
+            self.receive_payload(inbox, &header, &request, &body, patience)?;
         } else if header.payload_len > 0 {
             return Err(unexpected().into());
         }
@@ -348,19 +355,17 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for the next frame's header; `false` if the alarm rang first.
-    fn receive_header(
-        &self,
-        bytes: &mut [u8; FRAME_HEADER_BYTES],
-        deadline: Instant,
-        alarm: Option<&Alarm>,
-    ) -> Result<bool, Halt> {
+    /// Waits for the beginning of the next frame; `false` if the alarm rang first.
+    fn await_frame(&self, inbox: &mut Inbox, deadline: Instant, alarm: Option<&Alarm>) -> Result<bool, Halt> {
         let began = Instant::now();
-        let mut got = 0;
-        while got == 0 {
+        loop {
+            let front = self.flights.front();
+            // Most likely it is the oldest request's answer: its header and codes, and not yet its payload.
+            let work = front.as_ref().and_then(|(request, _)| request.work.as_ref());
+            let likely = FRAME_HEADER_BYTES + work.map_or(0, |work| 2 * work.frame.parts.len());
             // As long as a call is unanswered, which may take its time, silence is no stall.
-            let front = self.flights.front().filter(|(request, _)| request.work.is_some());
-            let due = front.map(|(_, sent_at)| sent_at.max(began) + self.stall);
+            let front = front.as_ref().filter(|(request, _)| request.work.is_some());
+            let due = front.map(|(_, sent_at)| (*sent_at).max(began) + self.stall);
             // What is in front may change meanwhile, so this thread looks again after a stall's time.
             let end = due.unwrap_or_else(|| Instant::now() + self.stall).min(deadline);
             match alarm {
@@ -370,31 +375,31 @@ impl Connection {
                         return Ok(false);
                     }
                     if ready {
-                        got = self.socket.try_receive(bytes)?;
+                        inbox.try_receive(&self.socket, likely)?;
                     }
                 }
-                None => match self.socket.receive_start(bytes, end) {
-                    Ok(count) => got = count,
-                    Err(Halt::Deadline) => {}
+                None => match inbox.receive_first(&self.socket, likely, end) {
+                    Ok(()) | Err(Halt::Deadline) => {}
                     Err(halt) => return Err(halt),
                 },
             }
+            if inbox.len() > 0 {
+                return Ok(true);
+            }
             let now = Instant::now();
-            if got == 0 && now >= deadline {
+            if now >= deadline {
                 return Err(Halt::Deadline);
             }
-            if got == 0 && due.is_some_and(|due| now >= due) {
+            if due.is_some_and(|due| now >= due) {
                 return Err(Failure::Stalled { peer: self.socket.name(), silent: now - began }.into());
             }
         }
-        let patience = Patience { deadline: Instant::now() + self.stall, stall: self.stall };
-        self.socket.receive(&mut bytes[got..], patience)?;
-        Ok(true)
     }
 
     /// Receives the payload of a ReadReply straight into the caller's memory.
     fn receive_payload(
         &self,
+        inbox: &mut Inbox,
         header: &FrameHeader,
         request: &Request,
         codes: &[u8],
@@ -417,6 +422,8 @@ impl Connection {
         while left > 0 {
             flow.next(&mut chunk, is_there);
             left -= chunk.bytes();
+            // SAFETY: as below.
+            unsafe { inbox.drain_into(&mut chunk) };
             while chunk.bytes() > 0 {
                 // SAFETY: the request is not finished, so its memory is valid; this thread has the turn, so nobody
                 // else uses it.

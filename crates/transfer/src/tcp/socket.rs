@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};
 use crate::error::{Failure, Name};
 
 /// How long a blocking call may sit in the kernel before the clock is looked at.
-const TICK: Duration = Duration::from_millis(20);
+pub(crate) const TICK: Duration = Duration::from_millis(20);
 
 /// Most pieces in one call: what Linux copies without allocating a larger table is 8, what it takes is 1,024.
 pub(crate) const PIECES_MAX: usize = 64;
@@ -186,13 +186,25 @@ impl Socket {
         pieces: &mut [libc::iovec],
         patience: Patience,
     ) -> Result<usize, Halt> {
+        // SAFETY: says the caller.
+        unsafe { self.receive_with(pieces, libc::MSG_WAITALL, patience) }
+    }
+
+    /// # Safety
+    /// As [`Socket::receive_some`].
+    unsafe fn receive_with(
+        &self,
+        pieces: &mut [libc::iovec],
+        blocking: i32,
+        patience: Patience,
+    ) -> Result<usize, Halt> {
         let wanted = !pieces.is_empty();
         let began = Instant::now();
         let end = patience.end(began);
         loop {
             // Near the end the kernel's tick would be too coarse.
             let exact = end.saturating_duration_since(Instant::now()) <= TICK;
-            let flags = if exact { libc::MSG_DONTWAIT } else { libc::MSG_WAITALL };
+            let flags = if exact { libc::MSG_DONTWAIT } else { blocking };
             // SAFETY: says the caller.
             match unsafe { self.recvmsg(pieces, flags) } {
                 Ok(0) if wanted => return Err(Failure::Closed { peer: self.name }.into()),
@@ -265,10 +277,10 @@ impl Socket {
     }
 
     /// As much of `into` as comes first, at most until `end`.
-    pub(crate) fn receive_start(&self, into: &mut [u8], end: Instant) -> Result<usize, Halt> {
+    pub(crate) fn receive_first(&self, into: &mut [u8], end: Instant) -> Result<usize, Halt> {
         let mut pieces = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
         // SAFETY: `into` is borrowed for the call.
-        unsafe { self.receive_some(&mut pieces, Patience::until(end)) }
+        unsafe { self.receive_with(&mut pieces, 0, Patience::until(end)) }
     }
 
     /// As much of `into` as is there right now.
