@@ -88,7 +88,7 @@ impl Source<'_> {
 pub(crate) fn source<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<Source<'a>, ErrorCode> {
     let range = checked(owner, op)?;
     let pin = owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?;
-    same_object(&pin.header(), op)?;
+    same_object(pin.header(), op)?;
     let digests = op.flags.contains(OpFlags::DIGESTS);
     let len = if digests { pin.digests().len() as u64 } else { pin.header().stripe_len };
     if range.end() > len {
@@ -98,8 +98,8 @@ pub(crate) fn source<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<Source
 }
 
 /// How long a write waits for another on the same bytes: one whose connection broke, of which the thread that serves
-/// it has not heard yet.
-const CLAIM_WAIT_MAX: Duration = Duration::from_secs(5);
+/// it has not heard yet. Longer than that takes, and shorter than the caller waits for its answer.
+const CLAIM_WAIT_MAX: Duration = Duration::from_millis(900);
 
 /// Checks a write and claims what it is about.
 pub(crate) fn sink<'a>(

@@ -10,11 +10,10 @@
 //! | `flow` | the memory behind a frame's payload |
 //! | `inbox` | headers and bodies that came together |
 //! | `connection` | requests in flight on one stream |
-//! | `link` | several connections to one peer; rails; sending again |
+//! | `link` | several connections to one peer; rails |
+//! | `pending` | a batch under way; sending again |
 //! | `server` | the owner's end |
 
-#[cfg(not(shuttle))]
-mod inbox;
 #[cfg(not(shuttle))]
 pub(crate) mod connection;
 mod flights;
@@ -23,7 +22,11 @@ mod flow;
 #[cfg(not(shuttle))]
 mod hello;
 #[cfg(not(shuttle))]
+mod inbox;
+#[cfg(not(shuttle))]
 mod link;
+#[cfg(not(shuttle))]
+mod pending;
 #[cfg(not(shuttle))]
 pub(crate) mod request;
 #[cfg(not(shuttle))]

@@ -298,6 +298,26 @@ fn gets_and_puts_of_one_batch_do_not_block_each_other() {
     assert!(got[0] == config.content(0) && got[1] == config.content(1));
 }
 
+#[test]
+fn a_batch_of_more_frames_than_may_be_in_flight_goes_through() {
+    let node = TestNode::new(SampleConfig {
+        record_bytes: 40 << 20,
+        readable: 1,
+        writable: 1,
+        ..Default::default()
+    });
+    let config = node.config();
+    let link = node.link_with(TcpConfig { connections: 1, inflight_max: 2, ..TcpConfig::default() });
+    assert!(get(&*link, config, 0).unwrap().unwrap() == config.content(0));
+    let bytes = config.content(5);
+    let mut ops = [Op::put(config.target(1), 0, &bytes)];
+    run(&*link, &mut ops, soon()).unwrap();
+    assert_eq!(ops[0].outcome(), Some(Ok(())));
+    let op = OwnedOp::get(config.target(0), 0, vec![0; 40 << 20]);
+    let done = block_on(Transfer::start(&*link, vec![op], soon())).unwrap();
+    assert!(done[0].buffer == config.content(0));
+}
+
 struct Unpark(std::thread::Thread);
 
 impl Wake for Unpark {

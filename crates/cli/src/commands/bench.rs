@@ -5,6 +5,7 @@
 
 mod figures;
 mod meta;
+mod transfer;
 
 use clap::{ArgMatches, Command, FromArgMatches, Subcommand};
 
@@ -16,6 +17,12 @@ enum Bench {
     /// The master's index: memory, lookups, eviction and reports in process; both doors on loopback
     #[command(after_help = meta::EXAMPLES)]
     Meta(meta::Args),
+    /// Bytes between two processes: every engine beside the bare limit
+    #[command(after_help = transfer::EXAMPLES)]
+    Transfer(transfer::Args),
+    /// The process whose memory `bench transfer` reads and writes
+    #[command(hide = true)]
+    TransferOwner(transfer::OwnerArgs),
 }
 
 pub(crate) fn command() -> Command {
@@ -28,6 +35,8 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     let bench = Bench::from_arg_matches(matches).map_err(Failure::usage)?;
     let measured = match bench {
         Bench::Meta(args) => meta::run(&args),
+        Bench::Transfer(args) => transfer::run(&args),
+        Bench::TransferOwner(args) => transfer::run_owner(&args),
     };
     measured.map_err(Failure::failed)
 }

@@ -171,7 +171,8 @@ impl NodeHeap {
     pub fn pin(&self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<NodePin<'_>> {
         let owner = self.segment(segment)?;
         let held = OwnPin::acquire(self, owner, slot, Expect::ReadyAt(epoch))?;
-        Some(NodePin { held })
+        let header = held.header();
+        Some(NodePin { held, header })
     }
 
     /// The node's own claim on the payload of a record that it was granted as [`Writer::Node`]. `None`: the node does
@@ -253,20 +254,20 @@ impl Drop for OwnPin<'_> {
 #[derive(Debug)]
 pub struct NodePin<'a> {
     held: OwnPin<'a>,
+    header: Header,
 }
 
 impl NodePin<'_> {
     /// The record's header.
-    pub fn header(&self) -> Header {
-        self.held.header()
+    pub fn header(&self) -> &Header {
+        &self.header
     }
 
     /// The payload.
     pub fn payload(&self) -> &[u8] {
         let regions = &self.held.owner.regions;
-        let header = self.header();
-        let (layout, span) = regions.record_span(&header).expect("begin checked it");
-        let payload = Span::new(span.offset(), layout.payload().len()).expect("inside the record");
+        let payload =
+            Span::new(self.header.payload_offset, self.header.stripe_len).expect("begin checked it");
         // SAFETY: READY bytes do not change under a pin.
         unsafe { regions.bytes(payload) }
     }
@@ -274,7 +275,7 @@ impl NodePin<'_> {
     /// The page digests, as they are stored; none in a record without digests.
     pub fn digests(&self) -> &[u8] {
         // SAFETY: as above.
-        unsafe { self.held.owner.regions.digests(&self.header()) }.as_bytes()
+        unsafe { self.held.owner.regions.digests(&self.header) }.as_bytes()
     }
 }
 

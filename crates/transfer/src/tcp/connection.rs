@@ -25,7 +25,7 @@ use moontide_types::ErrorCode;
 
 use crate::error::Failure;
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
-use crate::tcp::flights::{Flights, NoEntry};
+use crate::tcp::flights::{By, Flights, NoEntry};
 use crate::tcp::flow::{Chunk, Flow};
 use crate::tcp::inbox::Inbox;
 use crate::tcp::request::{Answer, NoAnswer, Request};
@@ -42,6 +42,7 @@ const IDLE_LOOK: Duration = Duration::from_secs(3600);
 #[derive(Debug)]
 pub(crate) struct Connection {
     socket: Socket,
+    opened_at: Instant,
     stall: Duration,
     send: Mutex<SendHalf>,
     /// Rung when the send half is free.
@@ -87,6 +88,7 @@ impl Connection {
     pub(crate) fn new(socket: Socket, stall: Duration, inflight_max: usize) -> Connection {
         Connection {
             socket,
+            opened_at: Instant::now(),
             stall,
             send: Mutex::default(),
             send_free: Condvar::default(),
@@ -103,6 +105,11 @@ impl Connection {
     /// Payload bytes of what is in flight.
     pub(crate) fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes.load(Ordering::Relaxed)
+    }
+
+    /// How long it has been there.
+    pub(crate) fn age(&self) -> Duration {
+        self.opened_at.elapsed()
     }
 
     /// Whether it can still be used.
@@ -142,25 +149,41 @@ impl Connection {
 
     fn submit_inner(&self, request: &Arc<Request>) -> Result<(), NoAnswer> {
         let number = self.take_send_half(request.deadline).ok_or(NoAnswer::Deadline)?;
-        let entered = self.flights.enter(number, Arc::clone(request), request.deadline);
+        let entered = loop {
+            match self.flights.enter(number, Arc::clone(request)) {
+                Err(NoEntry::Full) if Instant::now() >= request.deadline => break Err(NoAnswer::Deadline),
+                Err(NoEntry::Full) => self.make_room(request.deadline),
+                Err(NoEntry::Failed(answer)) => break Err(answer.expect_err("a failure is no answer")),
+                Ok(()) => break Ok(()),
+            }
+        };
         if entered.is_ok() {
             self.in_flight_bytes.fetch_add(request.bytes(), Ordering::Relaxed);
         }
         let sent = if entered.is_ok() { self.send(number, request) } else { Ok(()) };
-        lock(&self.send).taken = false;
-        self.send_free.notify_one();
         if let Err(halt) = sent {
             // Something of it may be on the wire: what follows would have no meaning.
             self.fail(self.failure_of(halt));
         }
-        match entered {
-            Ok(()) => {
-                self.finish(self.flights.sent(number));
-                Ok(())
-            }
-            Err(NoEntry::Late) => Err(NoAnswer::Deadline),
-            Err(NoEntry::Failed(answer)) => Err(answer.expect_err("a failure is no answer")),
+        // Before the next sender begins, so that one request at a time is being sent.
+        if entered.is_ok() {
+            self.finish(self.flights.sent(number));
         }
+        lock(&self.send).taken = false;
+        self.send_free.notify_one();
+        entered
+    }
+
+    /// As many requests are in flight as may be. The next answer makes room; if nobody receives it, this thread does.
+    fn make_room(&self, deadline: Instant) {
+        if !self.turn.try_take() {
+            return self.flights.await_room(SEND_WAIT);
+        }
+        if let Err(halt) = self.receive_frame(deadline, None, By::TheSender) {
+            self.mark_failed(self.failure_of(halt));
+        }
+        self.turn.leave();
+        self.clear_if_dead();
     }
 
     /// The number of the next request, with the right to send it.
@@ -203,6 +226,10 @@ impl Connection {
                 self.turn.leave();
                 self.clear_if_dead();
             }
+            if self.is_dead() {
+                // Nothing is received any more; what is left is done by its sender.
+                request.seat.await_done(SEND_WAIT);
+            }
         }
     }
 
@@ -227,7 +254,8 @@ impl Connection {
 
     /// Sends header, body and payload. The caller holds the send half.
     fn send(&self, number: u64, request: &Request) -> Result<(), Halt> {
-        let left = request.deadline.saturating_duration_since(Instant::now());
+        // The caller is the first to give up: the peer would close the connection, and hit others on it.
+        let left = request.deadline.saturating_duration_since(Instant::now()) + self.stall;
         let deadline_ms = (left.as_millis() as u64).clamp(1, DEADLINE_MS_MAX.into()) as u32;
         let header = request.header(number, deadline_ms).encode();
         let mut chunk = Chunk::new();
@@ -260,11 +288,14 @@ impl Connection {
             // SAFETY: says the caller.
             let sent = unsafe { self.socket.try_send(chunk.pieces(), more) }?;
             chunk.advance(sent);
-            if sent > 0 {
-                progress = Instant::now();
+            if sent == 0 {
+                self.cannot_send(deadline, progress)?;
                 continue;
             }
-            self.cannot_send(deadline, progress)?;
+            progress = Instant::now();
+            if progress >= deadline {
+                return Err(Halt::Deadline);
+            }
         }
         Ok(())
     }
@@ -284,7 +315,7 @@ impl Connection {
         }
         let end = deadline.min(progress + self.stall);
         let received = match self.socket.wait(true, true, end) {
-            Ok(ready) if ready.readable => self.receive_frame(deadline, None),
+            Ok(ready) if ready.readable => self.receive_frame(deadline, None, By::TheSender),
             Ok(_) => Ok(()),
             Err(failure) => Err(failure.into()),
         };
@@ -302,7 +333,7 @@ impl Connection {
     /// whether it is done.
     fn receive_until(&self, done: impl Fn() -> bool, deadline: Instant, alarm: Option<&Alarm>) {
         while !done() && !self.is_dead() {
-            if let Err(halt) = self.receive_frame(deadline, alarm) {
+            if let Err(halt) = self.receive_frame(deadline, alarm, By::AReceiver) {
                 self.mark_failed(self.failure_of(halt));
             }
         }
@@ -319,20 +350,19 @@ impl Connection {
     }
 
     /// Receives one frame, or none when the alarm rings. The caller has the turn.
-    fn receive_frame(&self, deadline: Instant, alarm: Option<&Alarm>) -> Result<(), Halt> {
+    fn receive_frame(&self, deadline: Instant, alarm: Option<&Alarm>, by: By) -> Result<(), Halt> {
         let inbox = &mut *lock(&self.inbox);
         let mut bytes = [0; FRAME_HEADER_BYTES];
         if inbox.len() == 0 && !self.await_frame(inbox, deadline, alarm)? {
             return Ok(());
         }
-        let soon = Patience { deadline: Instant::now() + self.stall, stall: self.stall };
-        inbox.receive(&self.socket, &mut bytes, soon)?;
+        // From here on bytes are due: a pause is a stall. Whoever receives stops at its own deadline, whosever frame it is.
+        let patience = Patience { deadline, stall: self.stall };
+        inbox.receive(&self.socket, &mut bytes, patience)?;
         let peer = self.socket.name();
         let header = FrameHeader::decode(&bytes).map_err(|source| Failure::Frame { peer, source })?;
         let unexpected = || Failure::Answer { peer, kind: header.kind, request: header.request };
         let request = self.flights.receive(header.request).ok_or_else(unexpected)?;
-        // From here on bytes are due: a pause is a stall.
-        let patience = Patience { deadline: request.deadline.max(deadline), stall: self.stall };
         let mut body = vec![0; header.body_len as usize];
         let fits = header.kind == FrameKind::Error || Some(header.kind) == request.kind.reply();
         if !fits || header.flags != FrameFlags::NONE {
@@ -351,13 +381,14 @@ impl Connection {
             Some(code) => Err(NoAnswer::Refused(code)),
             None => Ok(body),
         };
-        self.finish(self.flights.answered(header.request, answer));
+        self.finish(self.flights.answered(header.request, answer, by));
         Ok(())
     }
 
     /// Waits for the beginning of the next frame; `false` if the alarm rang first.
     fn await_frame(&self, inbox: &mut Inbox, deadline: Instant, alarm: Option<&Alarm>) -> Result<bool, Halt> {
-        let began = Instant::now();
+        let mut began = Instant::now();
+        let mut unsent = None;
         loop {
             let front = self.flights.front();
             // Most likely it is the oldest request's answer: its header and codes, and not yet its payload.
@@ -367,7 +398,8 @@ impl Connection {
             let front = front.as_ref().filter(|(request, _)| request.work.is_some());
             let due = front.map(|(_, sent_at)| (*sent_at).max(began) + self.stall);
             // What is in front may change meanwhile, so this thread looks again after a stall's time.
-            let end = due.unwrap_or_else(|| Instant::now() + self.stall).min(deadline);
+            let look = if unsent.is_none() { self.stall / 2 } else { self.stall };
+            let end = due.unwrap_or_else(|| Instant::now() + self.stall).min(began + look).min(deadline);
             match alarm {
                 Some(alarm) => {
                     let ready = self.socket.wait_or_alarm(alarm, end)?;
@@ -390,7 +422,13 @@ impl Connection {
             if now >= deadline {
                 return Err(Halt::Deadline);
             }
-            if due.is_some_and(|due| now >= due) {
+            // A peer that takes what was sent, however slowly, is not silent.
+            let left = self.socket.unsent_bytes();
+            if unsent.is_some_and(|before| left < before) {
+                (began, unsent) = (now, None);
+            } else if unsent.is_none() && now >= began + self.stall / 2 {
+                unsent = Some(left);
+            } else if due.is_some_and(|due| now >= due) {
                 return Err(Failure::Stalled { peer: self.socket.name(), silent: now - began }.into());
             }
         }

@@ -5,8 +5,8 @@
 //!
 //! | what happens | who finishes it |
 //! |---|---|
-//! | the answer comes after it was sent | whoever received it ([`Flights::answered`]) |
-//! | the answer comes before its sender is done | the sender ([`Flights::sent`]) |
+//! | the answer comes | whoever received it, once the sender is done ([`Flights::answered`]) |
+//! | its own sender receives the answer, because it could not send on | the sender ([`Flights::sent`]) |
 //! | the connection fails while it waits for its answer | whoever has the turn ([`Flights::clear`]) |
 //! | the connection fails while it is being sent | the sender ([`Flights::sent`]) |
 //! | the same, while its answer is already being received | whoever of the two is done last |
@@ -14,7 +14,7 @@
 //! Generic, and without a socket, so that a model checker runs it.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::sync::{Condvar, Mutex, lock, wait};
 
@@ -24,6 +24,8 @@ pub(crate) struct Flights<R, A> {
     books: Mutex<Books<R, A>>,
     /// Rung when there is room for another request.
     room: Condvar,
+    /// Rung when a sender is done.
+    sent: Condvar,
     max: usize,
 }
 
@@ -42,16 +44,28 @@ struct Flight<R, A> {
     sending: bool,
     /// Whoever has the turn is receiving its answer.
     receiving: bool,
-    /// The answer, which came before its sender was done.
+    /// The answer, which its sender received before it was done.
     early: Option<A>,
     sent_at: Instant,
 }
 
+/// Who received an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// A thread that is in the middle of sending a request.
+    TheSender,
+    /// A thread that only receives.
+    AReceiver,
+}
+
+/// How long is waited for a bell at a time. Whoever rings it does so; this is for the reader's peace of mind.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// Why a request did not enter.
 #[derive(Debug)]
 pub(crate) enum NoEntry<A> {
-    /// There was no room before its deadline.
-    Late,
+    /// There is no room now; there is some after the next answer.
+    Full,
     /// The connection has failed.
     Failed(A),
 }
@@ -60,27 +74,36 @@ impl<R: Clone, A: Clone> Flights<R, A> {
     /// None yet, and at most so many at a time.
     pub(crate) fn new(max: usize) -> Flights<R, A> {
         let books = Books { in_flight: VecDeque::new(), failure: None };
-        Flights { books: Mutex::new(books), room: Condvar::default(), max: max.max(1) }
+        Flights {
+            books: Mutex::new(books),
+            room: Condvar::default(),
+            sent: Condvar::default(),
+            max: max.max(1),
+        }
     }
 
     /// Enters a request that is about to be sent: its answer may come at once. The sender calls [`Flights::sent`] later,
     /// whatever happens.
-    pub(crate) fn enter(&self, number: u64, request: R, deadline: Instant) -> Result<(), NoEntry<A>> {
+    pub(crate) fn enter(&self, number: u64, request: R) -> Result<(), NoEntry<A>> {
         let mut books = lock(&self.books);
-        while books.failure.is_none() && books.in_flight.len() >= self.max {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(NoEntry::Late);
-            }
-            books = wait(&self.room, books, left);
-        }
         if let Some(failure) = &books.failure {
             return Err(NoEntry::Failed(failure.clone()));
+        }
+        if books.in_flight.len() >= self.max {
+            return Err(NoEntry::Full);
         }
         let sent_at = Instant::now();
         let (sending, receiving, early) = (true, false, None);
         books.in_flight.push_back(Flight { number, request, sending, receiving, early, sent_at });
         Ok(())
+    }
+
+    /// Waits until there is room, or the connection has failed, at most so long.
+    pub(crate) fn await_room(&self, timeout: Duration) {
+        let books = lock(&self.books);
+        if books.failure.is_none() && books.in_flight.len() >= self.max {
+            drop(wait(&self.room, books, timeout));
+        }
     }
 
     /// The sender is done with a request. If one is returned, the caller finishes it.
@@ -91,6 +114,7 @@ impl<R: Clone, A: Clone> Flights<R, A> {
         let flight = &mut books.in_flight[at];
         flight.sending = false;
         flight.sent_at = Instant::now();
+        self.sent.notify_all();
         let early = flight.early.take();
         let receiving = flight.receiving && !planted(Bug::ForgetsTheReceiver);
         let answer = early.or_else(|| books.failure.clone().filter(|_| !receiving))?;
@@ -117,19 +141,28 @@ impl<R: Clone, A: Clone> Flights<R, A> {
     }
 
     /// An answer was received. If the request is returned, the caller finishes it with the answer.
+    ///
+    /// A peer answers what it has got, so a request that is still being sent is sent any moment, or never; in both
+    /// cases its sender is done soon, and is waited for: the caller may be waiting for this very request, and if the
+    /// sender finished it would not hear of it. Unless the caller **is** the sender, which it says.
     #[must_use]
-    pub(crate) fn answered(&self, number: u64, answer: A) -> Option<(R, A)> {
+    pub(crate) fn answered(&self, number: u64, answer: A, by: By) -> Option<(R, A)> {
         let mut books = lock(&self.books);
-        let at = books.in_flight.iter().position(|flight| flight.number == number)?;
-        let flight = &mut books.in_flight[at];
-        flight.receiving = false;
-        if flight.sending && !planted(Bug::FinishesWhatIsSent) {
-            flight.early = Some(answer);
-            return None;
+        loop {
+            let at = books.in_flight.iter().position(|flight| flight.number == number)?;
+            let flight = &mut books.in_flight[at];
+            if !flight.sending || planted(Bug::FinishesWhatIsSent) {
+                let flight = books.in_flight.remove(at).expect("found above");
+                self.room.notify_one();
+                return Some((flight.request, answer));
+            }
+            if by == By::TheSender || planted(Bug::LeavesItToTheSender) {
+                flight.receiving = false;
+                flight.early = Some(answer);
+                return None;
+            }
+            books = wait(&self.sent, books, LOOK);
         }
-        let flight = books.in_flight.remove(at).expect("found above");
-        self.room.notify_one();
-        Some((flight.request, answer))
     }
 
     /// The connection has failed: nobody enters any more. The first failure is the one that counts.
@@ -165,6 +198,8 @@ pub(crate) enum Bug {
     FinishesWhatIsSent,
     /// A failure finishes a request whose sender is not done.
     ClearsWhatIsSent,
+    /// Whoever receives an answer leaves the request to its sender, and waits on for that answer.
+    LeavesItToTheSender,
     /// After a failure the sender finishes a request whose answer is being received.
     ForgetsTheReceiver,
     /// Whoever marks a connection as failed finishes all requests, although somebody is receiving.
@@ -188,8 +223,6 @@ fn planted(bug: Bug) -> bool {
 
 #[cfg(all(test, shuttle))]
 mod model {
-    use std::time::Duration;
-
     use shuttle::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
@@ -246,15 +279,25 @@ mod model {
             let mut numbers = lock(&self.numbers);
             *numbers += 1;
             let number = *numbers;
-            if self.flights.enter(number, Arc::clone(job), Instant::now() + HOUR).is_err() {
-                return job.finish();
+            loop {
+                match self.flights.enter(number, Arc::clone(job)) {
+                    Ok(()) => break,
+                    Err(NoEntry::Failed(_)) => return job.finish(),
+                    // As `Connection::make_room`.
+                    Err(NoEntry::Full) if self.turn.try_take() => {
+                        self.receive(By::TheSender);
+                        self.turn.leave();
+                        self.clear_if_failed();
+                    }
+                    Err(NoEntry::Full) => self.flights.await_room(HOUR),
+                }
             }
             // The answer may come before the sender knows that all was sent.
             lock(&self.wire).answers.push_back(number);
             self.arrived.notify_all();
             job.touch();
-            drop(numbers);
             self.finish(self.flights.sent(number));
+            drop(numbers);
         }
 
         /// As `Connection::wait`.
@@ -265,7 +308,7 @@ mod model {
                     Asked::Queued => self.turn.wait(&job.seat, Instant::now() + HOUR) == Waited::Promoted,
                 };
                 if has_turn {
-                    while !job.seat.is_done() && self.receive() {}
+                    while !job.seat.is_done() && self.receive(By::AReceiver) {}
                     self.turn.leave();
                     self.clear_if_failed();
                 }
@@ -273,7 +316,7 @@ mod model {
         }
 
         /// Receives one answer; `false` if the wire is down, after clearing up.
-        fn receive(&self) -> bool {
+        fn receive(&self, by: By) -> bool {
             let mut wire = lock(&self.wire);
             while wire.answers.is_empty() && !wire.down {
                 wire = wait(&self.arrived, wire, HOUR);
@@ -285,15 +328,15 @@ mod model {
             }
             let number = wire.answers.pop_front().expect("not empty");
             drop(wire);
-            self.take_in(number);
+            self.take_in(number, by);
             true
         }
 
-        fn take_in(&self, number: u64) {
+        fn take_in(&self, number: u64, by: By) {
             // After a failure its sender may have finished it.
             if let Some(job) = self.flights.receive(number) {
                 job.touch();
-                self.finish(self.flights.answered(number, true));
+                self.finish(self.flights.answered(number, true, by));
             }
         }
 
@@ -303,7 +346,7 @@ mod model {
                 let next =
                     Some(lock(&self.wire)).filter(|wire| !wire.down).and_then(|mut w| w.answers.pop_front());
                 if let Some(number) = next {
-                    self.take_in(number);
+                    self.take_in(number, By::AReceiver);
                 }
                 self.turn.leave();
                 self.clear_if_failed();
@@ -337,13 +380,19 @@ mod model {
             wire: Mutex::default(),
             arrived: Condvar::default(),
         });
-        let mut threads: Vec<_> = (0..3)
-            .map(|_| {
+        let mut threads: Vec<_> = [false, false, true]
+            .into_iter()
+            .map(|handed_over| {
                 let scene = Arc::clone(&scene);
                 shuttle::thread::spawn(move || {
                     let job = Arc::new(Job::default());
-                    scene.submit(&job);
+                    let (sender, sent) = (Arc::clone(&scene), Arc::clone(&job));
+                    let other = handed_over.then(|| shuttle::thread::spawn(move || sender.submit(&sent)));
+                    if !handed_over {
+                        scene.submit(&job);
+                    }
                     scene.wait(&job);
+                    other.into_iter().for_each(|other| other.join().expect("no sender panics"));
                     assert_eq!(job.ends.load(Ordering::SeqCst), 1);
                 })
             })
@@ -356,7 +405,9 @@ mod model {
             }
         }));
         let failing = Arc::clone(&scene);
-        threads.push(shuttle::thread::spawn(move || failing.fail()));
+        if shuttle::rand::Rng::r#gen(&mut shuttle::rand::thread_rng()) {
+            threads.push(shuttle::thread::spawn(move || failing.fail()));
+        }
         threads.into_iter().for_each(|thread| thread.join().expect("no thread panics"));
     }
 
@@ -380,6 +431,12 @@ mod model {
     #[should_panic]
     fn clearing_what_is_being_sent_is_found() {
         is_found(Bug::ClearsWhatIsSent);
+    }
+
+    #[test]
+    #[should_panic]
+    fn waiting_for_an_answer_that_has_come_is_found() {
+        is_found(Bug::LeavesItToTheSender);
     }
 
     #[test]

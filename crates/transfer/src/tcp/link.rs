@@ -14,24 +14,23 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
-use std::thread::JoinHandle;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use moontide_proto::{FrameKind, Hello, Token};
-use moontide_types::{Clock, ErrorCode, MonoTime, NodeId, SystemClock};
+use moontide_types::{Clock, MonoTime, NodeId, SystemClock};
 use tracing::{debug, warn};
 
 use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting};
 use crate::error::{Failure, TransferError};
 use crate::metrics::Metrics;
 use crate::op::OpCore;
-use crate::plan::{Frame, plan};
-use crate::rails::{Candidate, Rail, RailState, choose};
+use crate::plan::plan;
+use crate::rails::{Candidate, FORGIVEN_AFTER, Rail, RailState, choose};
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
-use crate::tcp::connection::{Connection, code_at};
+use crate::tcp::connection::Connection;
 use crate::tcp::hello;
-use crate::tcp::request::{NoAnswer, Request};
+use crate::tcp::pending::TcpPending;
 use crate::tcp::socket::Socket;
 use crate::topology::{RailAddress, current_numa_node, local_addresses, pair};
 
@@ -41,8 +40,11 @@ pub const CONNECTIONS_DEFAULT: usize = 2;
 /// Most connections to a peer.
 pub const CONNECTIONS_MAX: usize = 16;
 
-/// How often a frame is sent at most.
-const ATTEMPTS_MAX: u32 = 4;
+/// How long a link that has worked is waited for, while it connects again.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// How long is waited at a time for a connection.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// How the TCP engine behaves.
 #[derive(Clone, Debug)]
@@ -115,7 +117,7 @@ impl Engine for TcpEngine {
 
     fn connect(&self, peer: &Peer, deadline: Instant) -> Result<Arc<dyn Link>, TransferError> {
         let link = TcpLink::open(peer.node, self.rails(peer), self.config.clone(), Arc::clone(&self.metrics));
-        link.shared.pick(deadline)?;
+        link.shared.assign(&[0], deadline)?;
         Ok(Arc::new(link))
     }
 }
@@ -127,11 +129,11 @@ pub struct TcpLink {
 }
 
 #[derive(Debug)]
-struct Shared {
-    node: NodeId,
+pub(super) struct Shared {
+    pub(super) node: NodeId,
     config: TcpConfig,
     rails: Vec<RailAddress>,
-    metrics: Arc<Metrics>,
+    pub(super) metrics: Arc<Metrics>,
     state: Mutex<State>,
     /// Rung when a connection came about or an attempt failed.
     changed: Condvar,
@@ -142,8 +144,13 @@ struct Shared {
 struct State {
     health: Vec<Rail>,
     slots: Vec<Slot>,
-    keepers: Vec<Keeper>,
+    /// Whether a thread is connecting each rail. It ends by itself.
+    keepers: Vec<bool>,
     last: Option<Failure>,
+    /// When a connection was there last.
+    last_up: Option<Instant>,
+    /// Who waits for a connection, but not on a thread.
+    wakers: Vec<Waker>,
     stopped: bool,
 }
 
@@ -152,13 +159,6 @@ struct State {
 struct Slot {
     rail: usize,
     connection: Option<Arc<Connection>>,
-}
-
-/// The thread that connects a rail.
-#[derive(Debug, Default)]
-struct Keeper {
-    running: bool,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl TcpLink {
@@ -171,8 +171,10 @@ impl TcpLink {
         let state = State {
             health: rails.iter().map(|_| Rail::new(now)).collect(),
             slots,
-            keepers: rails.iter().map(|_| Keeper::default()).collect(),
+            keepers: vec![false; rails.len()],
             last: None,
+            last_up: None,
+            wakers: Vec::new(),
             stopped: false,
         };
         metrics.link_opened(EngineKind::Tcp);
@@ -199,62 +201,106 @@ impl TcpLink {
 
 impl Drop for TcpLink {
     fn drop(&mut self) {
-        let (connections, keepers) = {
+        let (connections, wakers) = {
             let mut state = lock(&self.shared.state);
             state.stopped = true;
-            let connections: Vec<_> =
-                state.slots.iter_mut().filter_map(|slot| slot.connection.take()).collect();
-            let keepers: Vec<_> =
-                state.keepers.iter_mut().filter_map(|keeper| keeper.thread.take()).collect();
-            (connections, keepers)
+            let slots = state.slots.iter_mut();
+            let connections: Vec<_> = slots.filter_map(|slot| slot.connection.take()).collect();
+            (connections, std::mem::take(&mut state.wakers))
         };
+        // A keeper in the middle of connecting ends when that does, at most `TcpConfig::connect` later.
         self.shared.changed.notify_all();
+        wakers.into_iter().for_each(Waker::wake);
         for connection in connections {
             self.shared.bury(&connection);
-        }
-        for keeper in keepers {
-            // It does not panic; if it did, it has said so.
-            let _ = keeper.join();
         }
         self.shared.metrics.link_closed(EngineKind::Tcp);
     }
 }
 
 impl Shared {
-    /// A connection for the next frame. Waits for one until `deadline`, unless all rails are paused.
-    fn pick(self: &Arc<Self>, deadline: Instant) -> Result<Arc<Connection>, TransferError> {
+    /// A connection for each frame, given the frames' bytes; waits until there is one, at most until `deadline`.
+    pub(super) fn assign(
+        self: &Arc<Self>,
+        frames: &[u64],
+        deadline: Instant,
+    ) -> Result<Vec<Arc<Connection>>, TransferError> {
         let mut state = lock(&self.state);
         loop {
-            self.tend(&mut state);
-            let candidates: Vec<Candidate> = state
-                .slots
-                .iter()
-                .enumerate()
-                .filter_map(|(slot, place)| {
-                    let in_flight_bytes = place.connection.as_ref()?.in_flight_bytes();
-                    let numa = self.rails[place.rail].numa;
-                    Some(Candidate { rail: slot, usable: true, in_flight_bytes, numa })
-                })
-                .collect();
-            let turn = self.rotation.fetch_add(1, Ordering::Relaxed);
-            if let Some(slot) = choose(&candidates, current_numa_node(), turn) {
-                return Ok(Arc::clone(state.slots[slot].connection.as_ref().expect("a candidate")));
+            if let Some(assigned) = self.try_assign(&mut state, frames)? {
+                return Ok(assigned);
             }
-            let now = SystemClock.now();
-            // A rail that is being tried may be there in a moment; for one that is paused it is not worth waiting.
-            let pauses = |rail: &Rail| match rail.state() {
-                RailState::Paused { until } => until > now,
-                RailState::Up { .. } | RailState::Probing { .. } => false,
-            };
-            let paused = state.stopped || state.health.iter().all(pauses);
             let left = deadline.saturating_duration_since(Instant::now());
-            if paused || left.is_zero() {
-                let pause = state.health.iter().map(Rail::ready_at).min().unwrap_or(now).since(now);
-                let last = state.last.clone().unwrap_or(Failure::Paused { pause });
-                return Err(TransferError::Unreachable { node: self.node, last });
+            if left.is_zero() {
+                return Err(self.unreachable(&state));
             }
-            state = wait(&self.changed, state, left);
+            state = wait(&self.changed, state, left.min(LOOK));
         }
+    }
+
+    /// As [`Shared::assign`], but does not wait: `None` if there may be a connection soon; then the waker is woken.
+    pub(super) fn assign_or_wake(
+        self: &Arc<Self>,
+        frames: &[u64],
+        waker: Option<&Waker>,
+    ) -> Result<Option<Vec<Arc<Connection>>>, TransferError> {
+        let mut state = lock(&self.state);
+        let assigned = self.try_assign(&mut state, frames)?;
+        if assigned.is_none() {
+            state.wakers.extend(waker.cloned());
+        }
+        Ok(assigned)
+    }
+
+    /// `None`: no connection is there, but one may be soon.
+    fn try_assign(
+        self: &Arc<Self>,
+        state: &mut State,
+        frames: &[u64],
+    ) -> Result<Option<Vec<Arc<Connection>>>, TransferError> {
+        self.tend(state);
+        let now = SystemClock.now();
+        let mut candidates: Vec<Candidate> = Vec::with_capacity(state.slots.len());
+        for (slot, place) in state.slots.iter().enumerate() {
+            if let Some(connection) = &place.connection {
+                let usable = matches!(state.health[place.rail].state(), RailState::Up { .. });
+                let (numa, in_flight_bytes) = (self.rails[place.rail].numa, connection.in_flight_bytes());
+                candidates.push(Candidate { rail: slot, usable, in_flight_bytes, numa });
+            }
+        }
+        if !candidates.iter().any(|candidate| candidate.usable) {
+            // A connection over a rail that failed is better than none.
+            candidates.iter_mut().for_each(|candidate| candidate.usable = true);
+        }
+        if !candidates.is_empty() {
+            let numa = current_numa_node();
+            let assign = |&bytes: &u64| {
+                let turn = self.rotation.fetch_add(1, Ordering::Relaxed);
+                let slot = choose(&candidates, numa, turn).expect("all of them are usable");
+                candidates.iter_mut().filter(|c| c.rail == slot).for_each(|c| c.in_flight_bytes += bytes);
+                Arc::clone(state.slots[slot].connection.as_ref().expect("a candidate"))
+            };
+            return Ok(Some(frames.iter().map(assign).collect()));
+        }
+        // A rail that is being tried may be there in a moment; for one that is paused it is not worth waiting, unless
+        // it worked until just now and nothing says that the peer has gone.
+        let pauses = |rail: &Rail| match rail.state() {
+            RailState::Paused { until } => until > now,
+            RailState::Up { .. } | RailState::Probing { .. } => false,
+        };
+        let worked = state.last_up.is_some_and(|last_up| last_up.elapsed() < GRACE)
+            && !state.last.as_ref().is_some_and(says_gone);
+        if state.stopped || (state.health.iter().all(pauses) && !worked) {
+            return Err(self.unreachable(state));
+        }
+        Ok(None)
+    }
+
+    fn unreachable(&self, state: &State) -> TransferError {
+        let now = SystemClock.now();
+        let pause = state.health.iter().map(Rail::ready_at).min().unwrap_or(now).since(now);
+        let last = state.last.clone().unwrap_or(Failure::Paused { pause });
+        TransferError::Unreachable { node: self.node, last }
     }
 
     /// How many connections a batch can be spread over.
@@ -270,17 +316,20 @@ impl Shared {
             let rail = *rail;
             if let Some(dead) = connection.take_if(|connection| connection.is_dead()) {
                 let failure = dead.failure().unwrap_or(Failure::Stopped);
-                // A request that was given up says nothing about the rail.
-                if !matches!(failure, Failure::Abandoned { .. }) {
-                    debug!(node = self.node.0, rail, %failure, "connection lost");
-                    state.health[rail].failed(SystemClock.now(), random());
-                    state.last = Some(failure);
+                debug!(node = self.node.0, rail, %failure, "connection lost");
+                if dead.age() >= FORGIVEN_AFTER {
+                    state.health[rail].succeeded(SystemClock.now());
                 }
-                let shared = Arc::clone(self);
-                shared.bury(&dead);
+                // A connection that was closed is worth another try at once; silence is the rail's.
+                if matches!(failure, Failure::Stalled { .. }) {
+                    state.health[rail].failed(SystemClock.now(), random());
+                }
+                state.last = Some(failure);
+                state.last_up = Some(Instant::now());
+                self.bury(&dead);
             }
             let missing = state.slots[slot].connection.is_none();
-            if missing && !state.stopped && !state.keepers[rail].running {
+            if missing && !state.stopped && !state.keepers[rail] {
                 self.start_keeper(state, rail);
             }
         }
@@ -290,13 +339,8 @@ impl Shared {
         let shared = Arc::clone(self);
         let thread =
             std::thread::Builder::new().name("moontide-keeper".into()).spawn(move || shared.keep(rail));
-        let keeper = &mut state.keepers[rail];
         match thread {
-            Ok(thread) => {
-                // One that ran before has ended, or is about to: it has nothing left to do but to return.
-                keeper.running = true;
-                keeper.thread = Some(thread);
-            }
+            Ok(_) => state.keepers[rail] = true,
             Err(error) => warn!(node = self.node.0, %error, "no thread for connecting"),
         }
     }
@@ -307,7 +351,7 @@ impl Shared {
         loop {
             let missing = |slot: &Slot| slot.rail == rail && slot.connection.is_none();
             if state.stopped || !state.slots.iter().any(missing) {
-                state.keepers[rail].running = false;
+                state.keepers[rail] = false;
                 return;
             }
             let now = SystemClock.now();
@@ -326,6 +370,7 @@ impl Shared {
                     match place {
                         Some(slot) => {
                             state.slots[slot].connection = Some(Arc::new(connection));
+                            state.last_up = Some(Instant::now());
                             self.metrics.connection_opened(EngineKind::Tcp);
                         }
                         None => connection.stop(),
@@ -339,6 +384,7 @@ impl Shared {
                 }
             }
             self.changed.notify_all();
+            state.wakers.drain(..).for_each(Waker::wake);
         }
     }
 
@@ -370,10 +416,7 @@ impl Link for TcpLink {
 
     unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, waiting: Waiting) -> Box<dyn Pending> {
         let frames = plan(&ops, self.shared.width());
-        let ops: Arc<[OpCore]> = ops.into();
-        let jobs = frames.into_iter().map(|frame| Job::new(Ask::Frame(frame))).collect();
-        let outcomes = vec![None; ops.len()];
-        Box::new(TcpPending::start(Arc::clone(&self.shared), ops, outcomes, jobs, deadline, waiting))
+        Box::new(TcpPending::transfer(Arc::clone(&self.shared), ops.into(), frames, deadline, waiting))
     }
 
     fn start_call(
@@ -383,245 +426,7 @@ impl Link for TcpLink {
         deadline: Instant,
         waiting: Waiting,
     ) -> Box<dyn Pending> {
-        let jobs = vec![Job::new(Ask::Call(kind, body))];
-        Box::new(TcpPending::start(
-            Arc::clone(&self.shared),
-            Arc::new([]),
-            Vec::new(),
-            jobs,
-            deadline,
-            waiting,
-        ))
-    }
-}
-
-/// A batch, or a call, under way.
-#[derive(Debug)]
-struct TcpPending {
-    shared: Arc<Shared>,
-    ops: Arc<[OpCore]>,
-    jobs: Vec<Job>,
-    outcomes: Vec<Option<Result<(), ErrorCode>>>,
-    reply: Vec<u8>,
-    started: Instant,
-    deadline: Instant,
-    ended: Option<Result<(), TransferError>>,
-}
-
-/// One frame of it.
-#[derive(Debug)]
-struct Job {
-    ask: Ask,
-    flight: Option<(Arc<Connection>, Arc<Request>)>,
-    attempts: u32,
-    done: bool,
-}
-
-#[derive(Debug)]
-enum Ask {
-    Frame(Frame),
-    Call(FrameKind, Vec<u8>),
-}
-
-impl Job {
-    fn new(ask: Ask) -> Job {
-        Job { ask, flight: None, attempts: 0, done: false }
-    }
-}
-
-impl TcpPending {
-    fn start(
-        shared: Arc<Shared>,
-        ops: Arc<[OpCore]>,
-        outcomes: Vec<Option<Result<(), ErrorCode>>>,
-        jobs: Vec<Job>,
-        deadline: Instant,
-        waiting: Waiting,
-    ) -> TcpPending {
-        let (started, reply, ended) = (Instant::now(), Vec::new(), None);
-        let mut pending = TcpPending { shared, ops, jobs, outcomes, reply, started, deadline, ended };
-        if let Err(error) = pending.launch(waiting) {
-            let _ = pending.end(Err(error)); // told by `wait` and `poll`
-        }
-        pending
-    }
-
-    /// Gives every job a connection. A thread that waits serves the first of them itself; the others' own threads are
-    /// set to work before that.
-    fn launch(&mut self, waiting: Waiting) -> Result<(), TransferError> {
-        if let Ask::Call(kind, body) =
-            &self.jobs.first().map_or(&Ask::Call(FrameKind::Ping, Vec::new()), |j| &j.ask)
-        {
-            let (found, max) = (body.len() as u64, kind.body_len_max() as u64);
-            if found > max {
-                return Err(TransferError::TooLarge { what: "the body of a call", found, max });
-            }
-        }
-        let mut own: Option<Arc<Connection>> = None;
-        let mut mine = Vec::new();
-        for index in 0..self.jobs.len() {
-            let until = if waiting == Waiting::Here { self.deadline } else { Instant::now() };
-            let connection = self.shared.pick(until)?;
-            let request = self.board(index, connection);
-            let connection = &self.jobs[index].flight.as_ref().expect("just boarded").0;
-            if waiting == Waiting::Here
-                && Arc::ptr_eq(own.get_or_insert_with(|| Arc::clone(connection)), connection)
-            {
-                mine.push((Arc::clone(connection), request));
-            } else {
-                connection.hand_over(request);
-            }
-        }
-        mine.iter().for_each(|(connection, request)| connection.submit(request));
-        Ok(())
-    }
-
-    /// Makes the request of a job.
-    fn board(&mut self, index: usize, connection: Arc<Connection>) -> Arc<Request> {
-        let job = &mut self.jobs[index];
-        job.attempts += 1;
-        let request = match &job.ask {
-            Ask::Frame(frame) => Request::transfer(&self.ops, frame.clone(), self.deadline),
-            Ask::Call(kind, body) => Request::call(*kind, body.clone(), self.deadline),
-        };
-        job.flight = Some((connection, Arc::clone(&request)));
-        request
-    }
-
-    /// Looks at a job whose request has finished. `false`: it was sent again.
-    fn settle(&mut self, index: usize, waiting: Waiting) -> Result<bool, TransferError> {
-        let (_, request) = self.jobs[index].flight.take().expect("a job that was launched");
-        let answer = request.take_answer().expect("it has finished");
-        let failure = match answer {
-            Ok(body) => {
-                self.jobs[index].done = true;
-                match &self.jobs[index].ask {
-                    Ask::Call(..) => self.reply = body,
-                    Ask::Frame(frame) => {
-                        for (place, part) in frame.parts.iter().enumerate() {
-                            let code = code_at(&body, place);
-                            let outcome = &mut self.outcomes[part.op];
-                            // Of several parts the first that failed speaks for the operation.
-                            if !matches!(outcome, Some(Err(_))) {
-                                *outcome = Some(code.map_or(Ok(()), Err));
-                            }
-                        }
-                    }
-                }
-                return Ok(true);
-            }
-            Err(NoAnswer::Refused(code)) => return Err(TransferError::Refused { code }),
-            Err(NoAnswer::Aborted) => return Err(TransferError::Aborted),
-            Err(NoAnswer::Deadline) => return Err(self.too_late()),
-            Err(NoAnswer::Failed(failure)) => failure,
-        };
-        if Instant::now() >= self.deadline {
-            return Err(self.too_late());
-        }
-        // A connection that somebody else gave up is not this job's fault, but there must be an end.
-        let limit =
-            if matches!(failure, Failure::Abandoned { .. }) { 4 * ATTEMPTS_MAX } else { ATTEMPTS_MAX };
-        if self.jobs[index].attempts >= limit {
-            return Err(TransferError::Lost { node: self.shared.node, last: failure });
-        }
-        let until = if waiting == Waiting::Here { self.deadline } else { Instant::now() };
-        let connection = self.shared.pick(until).map_err(|error| match error {
-            // It was reached, and then lost: that says more.
-            TransferError::Unreachable { node, .. } if self.jobs[index].attempts == 1 => {
-                TransferError::Lost { node, last: failure.clone() }
-            }
-            error => error,
-        })?;
-        self.shared.metrics.resubmitted(EngineKind::Tcp);
-        let request = self.board(index, Arc::clone(&connection));
-        match waiting {
-            Waiting::Here => connection.submit(&request),
-            Waiting::Elsewhere => connection.hand_over(request),
-        }
-        Ok(false)
-    }
-
-    fn too_late(&self) -> TransferError {
-        TransferError::Deadline { waited: self.started.elapsed() }
-    }
-
-    /// Whatever is under way ends here; then the result is known.
-    fn end(&mut self, result: Result<(), TransferError>) -> Result<(), TransferError> {
-        self.give_up();
-        let failed = result.as_ref().err().map(TransferError::code);
-        for (op, outcome) in self.ops.iter().zip(&self.outcomes) {
-            let outcome = outcome.unwrap_or(Err(failed.unwrap_or(ErrorCode::Internal)));
-            self.shared.metrics.op(EngineKind::Tcp, op.direction(), op.len(), outcome);
-        }
-        self.ended = Some(result.clone());
-        result
-    }
-
-    fn give_up(&mut self) {
-        for job in &mut self.jobs {
-            if let Some((connection, request)) = job.flight.take() {
-                connection.abort(&request);
-            }
-        }
-    }
-}
-
-impl Pending for TcpPending {
-    fn wait(&mut self) -> Result<(), TransferError> {
-        if let Some(ended) = &self.ended {
-            return ended.clone();
-        }
-        for index in 0..self.jobs.len() {
-            while !self.jobs[index].done {
-                if let Some((connection, request)) = &self.jobs[index].flight {
-                    connection.wait(request);
-                }
-                if let Err(error) = self.settle(index, Waiting::Here) {
-                    return self.end(Err(error));
-                }
-            }
-        }
-        self.end(Ok(()))
-    }
-
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), TransferError>> {
-        if let Some(ended) = &self.ended {
-            return Poll::Ready(ended.clone());
-        }
-        let mut all_done = true;
-        for index in 0..self.jobs.len() {
-            while !self.jobs[index].done {
-                let (_, request) = self.jobs[index].flight.as_ref().expect("a job that was launched");
-                if !request.seat.poll(context.waker()) {
-                    all_done = false;
-                    break;
-                }
-                if let Err(error) = self.settle(index, Waiting::Elsewhere) {
-                    return Poll::Ready(self.end(Err(error)));
-                }
-            }
-        }
-        if all_done { Poll::Ready(self.end(Ok(()))) } else { Poll::Pending }
-    }
-
-    fn abort(&mut self) {
-        if self.ended.is_none() {
-            let _ = self.end(Err(TransferError::Aborted));
-        }
-    }
-
-    fn outcomes(&self) -> &[Option<Result<(), ErrorCode>>] {
-        &self.outcomes
-    }
-
-    fn take_reply(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.reply)
-    }
-}
-
-impl Drop for TcpPending {
-    fn drop(&mut self) {
-        self.abort();
+        Box::new(TcpPending::call(Arc::clone(&self.shared), kind, body, deadline, waiting))
     }
 }
 
@@ -635,4 +440,13 @@ fn random() -> u64 {
             nanos.wrapping_mul(0x9e37_79b9_7f4a_7c15)
         }
     }
+}
+
+/// Whether a failure to connect says that nobody is there.
+fn says_gone(failure: &Failure) -> bool {
+    use rustix::io::Errno;
+    matches!(
+        failure,
+        Failure::System { source: Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH, .. }
+    )
 }

@@ -14,7 +14,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use moontide_proto::limits::FRAME_PAYLOAD_BYTES_MAX;
-use moontide_proto::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, Token, TransferOp, TransferOps};
+use moontide_proto::{
+    FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind, Hello, Token, TransferOp, TransferOps,
+};
 use moontide_types::ErrorCode;
 use moontide_types::bounds::PAGE_BYTES;
 use tracing::{debug, warn};
@@ -52,7 +54,8 @@ impl Default for ServerConfig {
             connections_max: 4096,
             inflight_max: 64,
             greeting: Duration::from_secs(2),
-            stall: Duration::from_secs(1),
+            // Shorter than a client's: what it sends again finds the bytes free.
+            stall: Duration::from_millis(700),
         }
     }
 }
@@ -294,6 +297,9 @@ impl Shared {
         let header = FrameHeader::decode(&bytes).map_err(|source| Failure::Frame { peer, source })?;
         let deadline = Instant::now() + Duration::from_millis(header.deadline_ms.into());
         let patience = Patience { deadline, stall };
+        if header.flags != FrameFlags::NONE {
+            return Err(Failure::Answer { peer, kind: header.kind, request: header.request }.into());
+        }
         if header.kind == FrameKind::Cancel {
             // Whoever gives a request up ends the connection; this one has been answered already.
             return Ok(());

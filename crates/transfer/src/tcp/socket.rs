@@ -202,8 +202,12 @@ impl Socket {
         let began = Instant::now();
         let end = patience.end(began);
         loop {
+            let now = Instant::now();
+            if now >= patience.deadline {
+                return Err(Halt::Deadline);
+            }
             // Near the end the kernel's tick would be too coarse.
-            let exact = end.saturating_duration_since(Instant::now()) <= TICK;
+            let exact = end.saturating_duration_since(now) <= TICK;
             let flags = if exact { libc::MSG_DONTWAIT } else { blocking };
             // SAFETY: says the caller.
             match unsafe { self.recvmsg(pieces, flags) } {
@@ -338,6 +342,14 @@ impl Socket {
                 Err(errno) => return Err(self.failed("wait for", errno)),
             }
         }
+    }
+
+    /// Bytes that the peer's side has not taken yet.
+    pub(crate) fn unsent_bytes(&self) -> u32 {
+        let mut count: libc::c_int = 0;
+        // SAFETY: writes an int.
+        let result = unsafe { libc::ioctl(self.fd.as_raw_fd(), libc::TIOCOUTQ, &mut count) };
+        if result == 0 { count.max(0) as u32 } else { 0 }
     }
 
     fn patience_over(&self, patience: Patience, began: Instant) -> Halt {

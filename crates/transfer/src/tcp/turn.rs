@@ -15,7 +15,7 @@
 
 use std::collections::VecDeque;
 use std::task::Waker;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 
@@ -149,6 +149,15 @@ impl Seat {
         lock(&self.state).done
     }
 
+    /// Waits until it is there, at most so long.
+    #[cfg_attr(shuttle, expect(dead_code, reason = "the model's connections end by themselves"))]
+    pub(crate) fn await_done(&self, timeout: Duration) {
+        let state = lock(&self.state);
+        if !state.done {
+            drop(wait(&self.bell, state, timeout));
+        }
+    }
+
     /// As [`Seat::is_done`]; if not, `waker` is woken when it is.
     #[cfg_attr(shuttle, expect(dead_code, reason = "the model's callers wait on threads"))]
     pub(crate) fn poll(&self, waker: &Waker) -> bool {
@@ -186,7 +195,6 @@ fn planted(bug: Bug) -> bool {
 #[cfg(all(test, shuttle))]
 mod model {
     use std::collections::VecDeque;
-    use std::time::Duration;
 
     use super::*;
 
