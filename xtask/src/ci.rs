@@ -29,6 +29,8 @@ const SMOKE_BENCHES: &[(&str, &str)] = &[
 const SMOKE_COMMANDS: &[&str] = &[
     "bench meta --objects 200000 --repeats 3 --only in-process --gate",
     "bench meta --objects 100000 --repeats 1 --only loopback",
+    "bench transfer --quick --only shm --gate",
+    "bench transfer --quick --only tcp",
 ];
 
 /// The steps, declared in the order in which they run: cheap ones first.

@@ -42,8 +42,12 @@ struct Why {
 }
 
 /// Counters and gauges of a process that transfers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Metrics {
+    /// Of [`Metrics::ops`] and [`Metrics::bytes`], by engine and direction: those that go well, which are many.
+    well: [[Well; 2]; 3],
+    /// The same, served.
+    served_well: [[Well; 2]; 3],
     bytes: Family<Way, Counter>,
     ops: Family<Outcome, Counter>,
     resubmitted: Family<OfEngine, Counter>,
@@ -57,10 +61,50 @@ pub struct Metrics {
     served_ended: Family<Why, Counter>,
 }
 
+/// Operations that went well, and their bytes: handles, so that nothing is looked up for them.
+#[derive(Clone, Debug)]
+struct Well {
+    ops: Counter,
+    bytes: Counter,
+}
+
+const ENGINES: [EngineKind; 3] = [EngineKind::Shm, EngineKind::Ucx, EngineKind::Tcp];
+const DIRECTIONS: [Direction; 2] = [Direction::Get, Direction::Put];
+const _: () = assert!(ENGINES[0] as usize == 0 && ENGINES[1] as usize == 1 && ENGINES[2] as usize == 2);
+const _: () = assert!(DIRECTIONS[0] as usize == 0 && DIRECTIONS[1] as usize == 1);
+
+fn well(ops: &Family<Outcome, Counter>, bytes: &Family<Way, Counter>) -> [[Well; 2]; 3] {
+    ENGINES.map(|engine| {
+        DIRECTIONS.map(|direction| {
+            let (engine, direction) = (engine.name(), direction.name());
+            let outcome = name_of(Ok(()));
+            Well {
+                ops: ops.get_or_create(&Outcome { engine, direction, outcome }).clone(),
+                bytes: bytes.get_or_create(&Way { engine, direction }).clone(),
+            }
+        })
+    })
+}
+
 impl Metrics {
     /// Metrics that nobody reads yet.
     pub fn new() -> Arc<Metrics> {
-        Arc::default()
+        let (bytes, ops, served_bytes, served_ops) = Default::default();
+        Arc::new(Metrics {
+            well: well(&ops, &bytes),
+            served_well: well(&served_ops, &served_bytes),
+            bytes,
+            ops,
+            resubmitted: Family::default(),
+            links: Family::default(),
+            connects_failed: Family::default(),
+            connections: Family::default(),
+            connections_ended: Family::default(),
+            served_bytes,
+            served_ops,
+            served_connections: Family::default(),
+            served_ended: Family::default(),
+        })
     }
 
     /// Adds them to a registry, under `moontide_transfer_…`.
@@ -118,11 +162,14 @@ impl Metrics {
         bytes: u64,
         outcome: Result<(), ErrorCode>,
     ) {
-        let (engine, direction) = (engine.name(), direction.name());
-        self.ops.get_or_create(&Outcome { engine, direction, outcome: name_of(outcome) }).inc();
         if outcome.is_ok() {
-            self.bytes.get_or_create(&Way { engine, direction }).inc_by(bytes);
+            let well = &self.well[engine as usize][direction as usize];
+            well.ops.inc();
+            well.bytes.inc_by(bytes);
+            return;
         }
+        let (engine, direction, outcome) = (engine.name(), direction.name(), name_of(outcome));
+        self.ops.get_or_create(&Outcome { engine, direction, outcome }).inc();
     }
 
     pub(crate) fn served(
@@ -132,11 +179,14 @@ impl Metrics {
         bytes: u64,
         outcome: Result<(), ErrorCode>,
     ) {
-        let (engine, direction) = (engine.name(), direction.name());
-        self.served_ops.get_or_create(&Outcome { engine, direction, outcome: name_of(outcome) }).inc();
         if outcome.is_ok() {
-            self.served_bytes.get_or_create(&Way { engine, direction }).inc_by(bytes);
+            let well = &self.served_well[engine as usize][direction as usize];
+            well.ops.inc();
+            well.bytes.inc_by(bytes);
+            return;
         }
+        let (engine, direction, outcome) = (engine.name(), direction.name(), name_of(outcome));
+        self.served_ops.get_or_create(&Outcome { engine, direction, outcome }).inc();
     }
 
     pub(crate) fn resubmitted(&self, engine: EngineKind) {

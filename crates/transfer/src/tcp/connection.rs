@@ -51,8 +51,8 @@ pub(crate) struct Connection {
     /// Whoever has the turn uses it.
     inbox: Mutex<Inbox>,
     flights: Flights<Arc<Request>, Answer>,
-    /// Payload of the requests in flight.
-    in_flight_bytes: AtomicU64,
+    /// Bytes that it has been given to move and has not moved yet.
+    load: AtomicU64,
     dead: AtomicBool,
     worker: Worker,
 }
@@ -95,16 +95,27 @@ impl Connection {
             turn: Turn::default(),
             inbox: Mutex::new(Inbox::new(FRAME_HEADER_BYTES + 2 * OPS_PER_FRAME_MAX)),
             flights: Flights::new(inflight_max),
-            in_flight_bytes: AtomicU64::new(0),
+            load: AtomicU64::new(0),
             dead: AtomicBool::new(false),
             // Without one, which only a process without descriptors is, requests wait for the next answer.
             worker: Worker { alarm: Alarm::new().ok(), ..Worker::default() },
         }
     }
 
-    /// Payload bytes of what is in flight.
-    pub(crate) fn in_flight_bytes(&self) -> u64 {
-        self.in_flight_bytes.load(Ordering::Relaxed)
+    /// Bytes that it has been given to move and has not moved yet.
+    pub(crate) fn load(&self) -> u64 {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    /// Gives it so many bytes to move. Counted from here, and not from when they are sent: two callers who choose at the
+    /// same time must see each other.
+    pub(crate) fn take_load(&self, bytes: u64) {
+        self.load.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// They have moved, or will not.
+    pub(crate) fn drop_load(&self, bytes: u64) {
+        self.load.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// How long it has been there.
@@ -157,9 +168,6 @@ impl Connection {
                 Ok(()) => break Ok(()),
             }
         };
-        if entered.is_ok() {
-            self.in_flight_bytes.fetch_add(request.bytes(), Ordering::Relaxed);
-        }
         let sent = if entered.is_ok() { self.send(number, request) } else { Ok(()) };
         if let Err(halt) = sent {
             // Something of it may be on the wire: what follows would have no meaning.
@@ -478,7 +486,6 @@ impl Connection {
 
     fn finish(&self, finished: impl IntoIterator<Item = (Arc<Request>, Answer)>) {
         for (request, answer) in finished {
-            self.in_flight_bytes.fetch_sub(request.bytes(), Ordering::Relaxed);
             let late = matches!(answer, Err(NoAnswer::Failed(_))) && Instant::now() >= request.deadline;
             request.finish(if late { Err(NoAnswer::Deadline) } else { answer });
         }

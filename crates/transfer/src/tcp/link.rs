@@ -219,7 +219,8 @@ impl Drop for TcpLink {
 }
 
 impl Shared {
-    /// A connection for each frame, given the frames' bytes; waits until there is one, at most until `deadline`.
+    /// A connection for each frame, given the frames' bytes, which are its load until the caller drops it; waits until
+    /// there is one, at most until `deadline`.
     pub(super) fn assign(
         self: &Arc<Self>,
         frames: &[u64],
@@ -264,7 +265,7 @@ impl Shared {
         for (slot, place) in state.slots.iter().enumerate() {
             if let Some(connection) = &place.connection {
                 let usable = matches!(state.health[place.rail].state(), RailState::Up { .. });
-                let (numa, in_flight_bytes) = (self.rails[place.rail].numa, connection.in_flight_bytes());
+                let (numa, in_flight_bytes) = (self.rails[place.rail].numa, connection.load());
                 candidates.push(Candidate { rail: slot, usable, in_flight_bytes, numa });
             }
         }
@@ -278,7 +279,9 @@ impl Shared {
                 let turn = self.rotation.fetch_add(1, Ordering::Relaxed);
                 let slot = choose(&candidates, numa, turn).expect("all of them are usable");
                 candidates.iter_mut().filter(|c| c.rail == slot).for_each(|c| c.in_flight_bytes += bytes);
-                Arc::clone(state.slots[slot].connection.as_ref().expect("a candidate"))
+                let connection = state.slots[slot].connection.as_ref().expect("a candidate");
+                connection.take_load(bytes);
+                Arc::clone(connection)
             };
             return Ok(Some(frames.iter().map(assign).collect()));
         }
@@ -303,10 +306,12 @@ impl Shared {
         TransferError::Unreachable { node: self.node, last }
     }
 
-    /// How many connections a batch can be spread over.
+    /// How many connections a batch is spread over: those that have nothing to do. Where every connection is busy with
+    /// somebody else's bytes, cutting a transfer makes it no faster.
     fn width(&self) -> usize {
         let state = lock(&self.state);
-        state.slots.iter().filter(|slot| slot.connection.as_ref().is_some_and(|c| !c.is_dead())).count()
+        let idle = |connection: &Arc<Connection>| !connection.is_dead() && connection.load() == 0;
+        state.slots.iter().filter(|slot| slot.connection.as_ref().is_some_and(idle)).count().max(1)
     }
 
     /// Takes dead connections out and sees to it that missing ones are made.

@@ -21,6 +21,9 @@ const ATTEMPTS_MAX: u32 = 4;
 /// How often at most, when it is others who give its connections up.
 const ABANDONED_MAX: u32 = 16;
 
+/// What a request costs besides its bytes, in bytes: a few microseconds.
+const REQUEST_LOAD: u64 = 16 << 10;
+
 /// A batch, or a call, under way.
 #[derive(Debug)]
 pub(super) struct TcpPending {
@@ -57,11 +60,19 @@ impl Job {
         Job { ask, flight: None, attempts: 0, last: None, done: false }
     }
 
-    fn bytes(&self) -> u64 {
+    /// What it means for a connection: its bytes, and a little for being a request.
+    fn load(&self) -> u64 {
         match &self.ask {
-            Ask::Frame(frame) => frame.bytes,
-            Ask::Call(..) => 0,
+            Ask::Frame(frame) => frame.bytes + REQUEST_LOAD,
+            Ask::Call(..) => REQUEST_LOAD,
         }
+    }
+
+    /// Takes it off its connection.
+    fn land(&mut self) -> Option<(Arc<Connection>, Arc<Request>)> {
+        let (connection, request) = self.flight.take()?;
+        connection.drop_load(self.load());
+        Some((connection, request))
     }
 }
 
@@ -105,7 +116,7 @@ impl TcpPending {
         let outcomes = vec![None; ops.len()];
         let (started, reply, ended) = (Instant::now(), Vec::new(), None);
         let mut pending = TcpPending { shared, ops, jobs, outcomes, reply, started, deadline, ended };
-        let bytes: Vec<u64> = pending.jobs.iter().map(Job::bytes).collect();
+        let bytes: Vec<u64> = pending.jobs.iter().map(Job::load).collect();
         let assigned = match waiting {
             Waiting::Here => pending.shared.assign(&bytes, deadline).map(Some),
             // Without a connection the first poll tries again.
@@ -154,7 +165,7 @@ impl TcpPending {
 
     /// Looks at a job whose request has finished: it is done, or has to be sent again.
     fn settle(&mut self, index: usize) -> Result<(), TransferError> {
-        let (_, request) = self.jobs[index].flight.take().expect("a job that was sent");
+        let (_, request) = self.jobs[index].land().expect("a job that was sent");
         let answer = request.take_answer().expect("it has finished");
         let failure = match answer {
             Ok(body) => {
@@ -215,7 +226,7 @@ impl TcpPending {
     /// Whatever is under way ends here; then the result is known.
     fn end(&mut self, result: Result<(), TransferError>) -> Result<(), TransferError> {
         for job in &mut self.jobs {
-            if let Some((connection, request)) = job.flight.take() {
+            if let Some((connection, request)) = job.land() {
                 connection.abort(&request);
             }
         }
@@ -237,7 +248,7 @@ impl Pending for TcpPending {
         for index in 0..self.jobs.len() {
             while !self.jobs[index].done {
                 if self.jobs[index].flight.is_none() {
-                    match self.shared.assign(&[self.jobs[index].bytes()], self.deadline) {
+                    match self.shared.assign(&[self.jobs[index].load()], self.deadline) {
                         Ok(connections) => {
                             let connection = Arc::clone(&connections[0]);
                             let request = self.board(index, Arc::clone(&connection));
@@ -267,7 +278,7 @@ impl Pending for TcpPending {
         for index in 0..self.jobs.len() {
             while !self.jobs[index].done {
                 if self.jobs[index].flight.is_none() {
-                    let bytes = [self.jobs[index].bytes()];
+                    let bytes = [self.jobs[index].load()];
                     match self.shared.assign_or_wake(&bytes, Some(context.waker())) {
                         Ok(Some(connections)) => {
                             let connection = Arc::clone(&connections[0]);

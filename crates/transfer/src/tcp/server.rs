@@ -284,7 +284,7 @@ impl Shared {
         let mut bytes = [0; FRAME_HEADER_BYTES];
         while room.inbox.len() == 0 {
             // Whoever asks often asks again within a moment, and is spared a call.
-            match room.inbox.receive_first(socket, INBOX_BYTES, Instant::now() + 4 * TICK) {
+            match room.inbox.receive_first(socket, INBOX_BYTES, Instant::now() + 10 * TICK) {
                 Ok(()) => {}
                 Err(Halt::Deadline) => socket.wait_for_ever()?,
                 Err(halt) => return Err(halt),

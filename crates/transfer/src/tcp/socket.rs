@@ -14,8 +14,9 @@ use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};
 
 use crate::error::{Failure, Name};
 
-/// How long a blocking call may sit in the kernel before the clock is looked at.
-pub(crate) const TICK: Duration = Duration::from_millis(20);
+/// How long a blocking call may sit in the kernel before the clock is looked at. Long, because every
+/// wait sets a timer, and a processor that goes idle sets its alarm for the next one.
+pub(crate) const TICK: Duration = Duration::from_millis(100);
 
 /// Most pieces in one call: what Linux copies without allocating a larger table is 8, what it takes is 1,024.
 pub(crate) const PIECES_MAX: usize = 64;
