@@ -412,10 +412,10 @@ fn threads_of_the_node_fill_one_record_each_its_own_bytes() {
     std::thread::scope(|scope| {
         for cut in cuts.windows(2) {
             let (from, to) = (cut[0], cut[1]);
-            let (claim, payload) = (&claim, &payload);
+            let (claim, payload, span) = (&claim, &payload, &span);
             scope.spawn(move || {
                 let mut claim = claim(from, to).expect("nobody else is at these bytes");
-                claim.bytes_mut().copy_from_slice(&payload[from..to]);
+                claim.bytes_mut(span(from, to)).copy_from_slice(&payload[from..to]);
                 if (from, to) == (0, page) {
                     claim.seal_page(0);
                 }
@@ -440,9 +440,17 @@ fn threads_of_the_node_fill_one_record_each_its_own_bytes() {
     );
     assert_eq!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
     // Whoever changes bytes makes the digest unknown again, and it is computed anew.
-    claim(300_000, 300_001).unwrap().bytes_mut()[0] ^= 1;
+    claim(300_000, 300_001).unwrap().bytes_mut(span(300_000, 300_001))[0] ^= 1;
     assert_ne!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
-    claim(300_000, 300_001).unwrap().bytes_mut()[0] ^= 1;
+    claim(300_000, 300_001).unwrap().bytes_mut(span(300_000, 300_001))[0] ^= 1;
+    assert_eq!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
+    // Also a page that was sealed before, by the same claim.
+    let mut again = claim(0, page).unwrap();
+    again.seal_page(0);
+    again.bytes_mut(span(3, 4))[0] ^= 1;
+    drop(again);
+    assert_ne!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
+    claim(3, 4).unwrap().bytes_mut(span(3, 4))[0] ^= 1;
     assert_eq!(node.heap.claim(segment, slot, epoch).unwrap().complete(), root);
     node.heap.commit(segment, slot, epoch, root, Writer::Node).unwrap();
     let pin = node.heap.pin(segment, slot, epoch).unwrap();

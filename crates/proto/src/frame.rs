@@ -447,7 +447,7 @@ impl FrameHeader {
     }
 
     /// The rules that encoder and decoder both insist on.
-    fn check(&self) -> Result<(), FrameError> {
+    pub fn check(&self) -> Result<(), FrameError> {
         let kind = self.kind;
         let KindBounds { body_min, body_max, body_grain, payload_max, request } = kind.bounds();
         let status_fits = match self.status {

@@ -57,15 +57,11 @@ pub enum TransferError {
         /// What was asked.
         what: &'static str,
     },
-    /// A limit of this side.
-    #[error("{what}: {found}, at most {max}")]
-    TooLarge {
-        /// What is too large.
-        what: &'static str,
-        /// How large it is.
-        found: u64,
-        /// How large it may be.
-        max: u64,
+    /// What was asked cannot be said.
+    #[error("this cannot be asked: {source}")]
+    Malformed {
+        /// Why not.
+        source: FrameError,
     },
     /// The caller gave up.
     #[error("the transfer was aborted")]
@@ -81,7 +77,7 @@ impl TransferError {
             TransferError::Lost { last, .. } => last.code(),
             TransferError::Refused { code } => *code,
             TransferError::Unsupported { .. } => ErrorCode::Unsupported,
-            TransferError::TooLarge { .. } => ErrorCode::TooLarge,
+            TransferError::Malformed { source } => source.code(),
             TransferError::Aborted => ErrorCode::Cancelled,
         }
     }

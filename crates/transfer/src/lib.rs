@@ -39,7 +39,7 @@
 //! # }
 //! ```
 //!
-//! Reading order: [`op`](Op) (what is asked), [`engine`](Engine) (who does it), [`plan`] (how a batch is cut), [`tcp`],
+//! Reading order: [`op`](Op) (what is asked), [`engine`](Engine) (who does it), `plan` (how a batch is cut), [`tcp`],
 //! [`shm`], [`ucx`]; [`topology`] and [`rails`] say which ways lead to a peer; [`owner`](Owner) is the far end.
 
 #[cfg(not(shuttle))]

@@ -184,8 +184,7 @@ impl OpCore {
                 continue;
             }
             let len = (piece.len - skip).min(left);
-            // SAFETY: inside the piece.
-            visit(unsafe { piece.base.add(skip) }, len);
+            visit(piece.base.wrapping_add(skip), len); // inside the piece
             skip = 0;
             left -= len;
         }

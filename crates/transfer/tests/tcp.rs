@@ -427,3 +427,39 @@ fn codes(reply: &[u8]) -> Vec<Option<ErrorCode>> {
         <moontide_proto::convert::SlotOutcomes<'_> as moontide_proto::convert::Wire<'_>>::from_wire(&message);
     outcomes.unwrap().codes.iter().collect()
 }
+
+#[test]
+fn what_several_callers_put_at_once_is_there() {
+    let shape = SampleConfig {
+        record_bytes: 4 << 20,
+        readable: 8,
+        writable: 8,
+        digests: false,
+        ..Default::default()
+    };
+    let node = TestNode::new(shape);
+    let config = node.config();
+    let link = node.link(1);
+    std::thread::scope(|scope| {
+        for caller in 0..4u32 {
+            let link = &link;
+            scope.spawn(move || {
+                for record in [9, 8, 9] {
+                    let record = record + 2 * caller;
+                    let bytes = config.content(record);
+                    let mut ops = [Op::put(config.target(record), 0, &bytes)];
+                    run(&**link, &mut ops, soon()).unwrap();
+                    assert_eq!(ops[0].outcome(), Some(Ok(())));
+                }
+            });
+        }
+    });
+    let segment = &moontide_transfer::Owner::heap(&*node.sample).segments()[0];
+    for record in 8..16 {
+        let at = config.target(record).payload_offset as usize;
+        // SAFETY: nobody writes any more.
+        let stored =
+            unsafe { std::slice::from_raw_parts(segment.payload().base().as_ptr().add(at), 4 << 20) };
+        assert!(stored == config.content(record), "record {record}");
+    }
+}

@@ -202,9 +202,8 @@ impl NodeHeap {
     ) -> Option<NodeClaim<'_>> {
         let owner = self.segment(segment)?;
         let held = OwnPin::acquire(self, owner, slot, Expect::WritingAt(epoch))?;
-        let header = held.header();
-        let range = range_of(&header)?;
-        held.owner.note_node_claim(slot, range).then(|| NodeClaim { held, header, range, changed: false })
+        let (header, range) = held.owner.note_node_claim(slot, held.word, range_of)?;
+        Some(NodeClaim { held, header, range })
     }
 
     /// Says that the node is alive, by its own clock.
@@ -286,8 +285,6 @@ pub struct NodeClaim<'a> {
     header: Header,
     /// The bytes of the payload that are this claim's alone.
     range: Span,
-    /// Whether they were handed out to be changed.
-    changed: bool,
 }
 
 impl NodeClaim<'_> {
@@ -301,15 +298,16 @@ impl NodeClaim<'_> {
         self.range
     }
 
-    /// The claimed bytes, to be changed. Digests of their pages are forgotten.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        if !self.changed {
-            self.held.owner.forget_digests(&self.header, self.range);
-            self.changed = true;
-        }
+    /// A part of the claimed bytes, named as in the payload, to be changed. Digests of its pages are forgotten.
+    ///
+    /// # Panics
+    /// If the part is not in the claim.
+    pub fn bytes_mut(&mut self, part: Span) -> &mut [u8] {
+        assert!(self.range.contains(part), "a part of what is claimed");
+        self.held.owner.forget_digests(&self.header, part);
         // SAFETY: ranges of claims do not overlap, readers are not let in while the record is WRITING, and the slot
         // is not reused while the claim's cell names it.
-        unsafe { self.held.owner.regions.bytes_mut(self.in_region(self.range)) }
+        unsafe { self.held.owner.regions.bytes_mut(self.in_region(part)) }
     }
 
     /// Digests a page whose bytes are all there, best while they are in cache.

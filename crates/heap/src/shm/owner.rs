@@ -276,18 +276,26 @@ impl Segment {
         Ok(())
     }
 
-    /// Notes that a thread of the node fills `range` of a record's payload, which no other thread does. `false`: the
-    /// node does not write this record, or somebody is at these bytes. The caller names the slot in a cell already.
-    pub(super) fn note_node_claim(&self, slot: SlotId, range: Span) -> bool {
+    /// Notes that a thread of the node fills a range of a record's payload, which no other thread does; the record's
+    /// header, and the range. `None`: the node does not write this record, or somebody is at these bytes. The caller
+    /// names the slot in a cell, which was granted on `word`.
+    pub(super) fn note_node_claim(
+        &self,
+        slot: SlotId,
+        word: Word,
+        range_of: impl FnOnce(&Header) -> Option<Span>,
+    ) -> Option<(Header, Span)> {
+        // Under the lock the header stands still: a commit, which changes it, takes the record out of the books first.
         let mut books = self.books();
-        let Some(writing) = books.writing.get_mut(&slot).filter(|w| w.writer == Writer::Node) else {
-            return false;
-        };
-        let alone = !writing.node_claims.iter().any(|other| other.overlaps(range));
-        if alone {
-            writing.node_claims.push(range);
+        let writing = books.writing.get_mut(&slot).filter(|w| w.writer == Writer::Node)?;
+        // SAFETY: this is the owner, with the lock.
+        let header = unsafe { self.regions.header(slot, word) }.expect("only the owner writes headers");
+        let range = range_of(&header)?;
+        if writing.node_claims.iter().any(|other| other.overlaps(range)) {
+            return None;
         }
-        alone
+        writing.node_claims.push(range);
+        Some((header, range))
     }
 
     /// The digests of the pages of which `range` is a part are not known any more: its bytes are about to change.

@@ -247,8 +247,13 @@ impl Link for ShmLink {
         deadline: Instant,
         waiting: Waiting,
     ) -> Box<dyn Pending> {
+        let checked = Request::check_call(kind, &body);
         let request = Request::call(kind, body, deadline);
-        let (started, reply, ended) = (Instant::now(), Vec::new(), None);
+        let (started, reply) = (Instant::now(), Vec::new());
+        let (node, ended) = (self.node, checked.err().map(Err));
+        if ended.is_some() {
+            return Box::new(Call { node, stream: None, request, started, reply, ended });
+        }
         let stream = match self.stream() {
             Ok(stream) if waiting == Waiting::Here => {
                 stream.submit(&request);
@@ -263,7 +268,7 @@ impl Link for ShmLink {
                 None
             }
         };
-        Box::new(Call { node: self.node, stream, request, started, reply, ended })
+        Box::new(Call { node, stream, request, started, reply, ended })
     }
 }
 

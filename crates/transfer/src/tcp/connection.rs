@@ -25,7 +25,7 @@ use moontide_types::ErrorCode;
 
 use crate::error::Failure;
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
-use crate::tcp::flights::{By, Flights, NoEntry};
+use crate::tcp::flights::{By, Flights, Late, NoEntry};
 use crate::tcp::flow::{Chunk, Flow};
 use crate::tcp::inbox::Inbox;
 use crate::tcp::request::{Answer, NoAnswer, Request};
@@ -161,8 +161,10 @@ impl Connection {
     fn submit_inner(&self, request: &Arc<Request>) -> Result<(), NoAnswer> {
         let number = self.take_send_half(request.deadline).ok_or(NoAnswer::Deadline)?;
         let entered = loop {
+            if Instant::now() >= request.deadline {
+                break Err(NoAnswer::Deadline);
+            }
             match self.flights.enter(number, Arc::clone(request)) {
-                Err(NoEntry::Full) if Instant::now() >= request.deadline => break Err(NoAnswer::Deadline),
                 Err(NoEntry::Full) => self.make_room(request.deadline),
                 Err(NoEntry::Failed(answer)) => break Err(answer.expect_err("a failure is no answer")),
                 Ok(()) => break Ok(()),
@@ -389,25 +391,28 @@ impl Connection {
             Some(code) => Err(NoAnswer::Refused(code)),
             None => Ok(body),
         };
-        self.finish(self.flights.answered(header.request, answer, by));
+        let finished =
+            self.flights.answered(header.request, answer, by, deadline).map_err(|Late| Halt::Deadline)?;
+        self.finish(finished);
         Ok(())
     }
 
     /// Waits for the beginning of the next frame; `false` if the alarm rang first.
     fn await_frame(&self, inbox: &mut Inbox, deadline: Instant, alarm: Option<&Alarm>) -> Result<bool, Halt> {
-        let mut began = Instant::now();
+        let mut moved_at = Instant::now();
         let mut unsent = None;
         loop {
             let front = self.flights.front();
             // Most likely it is the oldest request's answer: its header and codes, and not yet its payload.
             let work = front.as_ref().and_then(|(request, _)| request.work.as_ref());
             let likely = FRAME_HEADER_BYTES + work.map_or(0, |work| 2 * work.frame.parts.len());
-            // As long as a call is unanswered, which may take its time, silence is no stall.
-            let front = front.as_ref().filter(|(request, _)| request.work.is_some());
-            let due = front.map(|(_, sent_at)| (*sent_at).max(began) + self.stall);
-            // What is in front may change meanwhile, so this thread looks again after a stall's time.
-            let look = if unsent.is_none() { self.stall / 2 } else { self.stall };
-            let end = due.unwrap_or_else(|| Instant::now() + self.stall).min(began + look).min(deadline);
+            // As long as a call is unanswered, which may take its time, silence is no stall; and whoever is sending
+            // has a clock of its own.
+            let sent_at = work.and(front.as_ref()).and_then(|(_, sent_at)| *sent_at);
+            let due = sent_at.map(|sent_at| sent_at.max(moved_at) + self.stall);
+            // What is in front may change meanwhile, so this thread looks again now and then.
+            let look = Instant::now() + self.stall / 2;
+            let end = due.unwrap_or(look).min(look).min(deadline);
             match alarm {
                 Some(alarm) => {
                     let ready = self.socket.wait_or_alarm(alarm, end)?;
@@ -419,7 +424,8 @@ impl Connection {
                     }
                 }
                 None => match inbox.receive_first(&self.socket, likely, end) {
-                    Ok(()) | Err(Halt::Deadline) => {}
+                    Ok(()) => {}
+                    Err(Halt::Deadline) => inbox.try_receive(&self.socket, likely)?,
                     Err(halt) => return Err(halt),
                 },
             }
@@ -432,12 +438,10 @@ impl Connection {
             }
             // A peer that takes what was sent, however slowly, is not silent.
             let left = self.socket.unsent_bytes();
-            if unsent.is_some_and(|before| left < before) {
-                (began, unsent) = (now, None);
-            } else if unsent.is_none() && now >= began + self.stall / 2 {
-                unsent = Some(left);
+            if unsent.replace(left).is_some_and(|before| left < before) {
+                moved_at = now;
             } else if due.is_some_and(|due| now >= due) {
-                return Err(Failure::Stalled { peer: self.socket.name(), silent: now - began }.into());
+                return Err(Failure::Stalled { peer: self.socket.name(), silent: now - moved_at }.into());
             }
         }
     }

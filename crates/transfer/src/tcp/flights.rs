@@ -58,8 +58,9 @@ pub(crate) enum By {
     AReceiver,
 }
 
-/// How long is waited for a bell at a time. Whoever rings it does so; this is for the reader's peace of mind.
-const LOOK: Duration = Duration::from_secs(1);
+/// The sender of a request was not done in time.
+#[derive(Debug)]
+pub(crate) struct Late;
 
 /// Why a request did not enter.
 #[derive(Debug)]
@@ -133,35 +134,48 @@ impl<R: Clone, A: Clone> Flights<R, A> {
         Some(flight.request.clone())
     }
 
-    /// The oldest request, and since when it has been waiting for its answer.
+    /// The oldest request, and since when it has been waiting for its answer; not while it is being sent.
     #[cfg_attr(shuttle, expect(dead_code, reason = "the model has no clock"))]
-    pub(crate) fn front(&self) -> Option<(R, Instant)> {
+    pub(crate) fn front(&self) -> Option<(R, Option<Instant>)> {
         let books = lock(&self.books);
-        books.in_flight.front().map(|flight| (flight.request.clone(), flight.sent_at))
+        let sent_at = |flight: &Flight<R, A>| (!flight.sending).then_some(flight.sent_at);
+        books.in_flight.front().map(|flight| (flight.request.clone(), sent_at(flight)))
     }
 
     /// An answer was received. If the request is returned, the caller finishes it with the answer.
     ///
     /// A peer answers what it has got, so a request that is still being sent is sent any moment, or never; in both
     /// cases its sender is done soon, and is waited for: the caller may be waiting for this very request, and if the
-    /// sender finished it would not hear of it. Unless the caller **is** the sender, which it says.
-    #[must_use]
-    pub(crate) fn answered(&self, number: u64, answer: A, by: By) -> Option<(R, A)> {
+    /// sender finished it would not hear of it. Unless the caller **is** the sender, which it says. A peer that lies may
+    /// answer what it then takes its time to receive: after `deadline` the caller gives up.
+    pub(crate) fn answered(
+        &self,
+        number: u64,
+        answer: A,
+        by: By,
+        deadline: Instant,
+    ) -> Result<Option<(R, A)>, Late> {
         let mut books = lock(&self.books);
         loop {
-            let at = books.in_flight.iter().position(|flight| flight.number == number)?;
+            let Some(at) = books.in_flight.iter().position(|flight| flight.number == number) else {
+                return Ok(None);
+            };
             let flight = &mut books.in_flight[at];
             if !flight.sending || planted(Bug::FinishesWhatIsSent) {
                 let flight = books.in_flight.remove(at).expect("found above");
                 self.room.notify_one();
-                return Some((flight.request, answer));
+                return Ok(Some((flight.request, answer)));
             }
             if by == By::TheSender || planted(Bug::LeavesItToTheSender) {
                 flight.receiving = false;
                 flight.early = Some(answer);
-                return None;
+                return Ok(None);
             }
-            books = wait(&self.sent, books, LOOK);
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Late);
+            }
+            books = wait(&self.sent, books, left);
         }
     }
 
@@ -336,7 +350,7 @@ mod model {
             // After a failure its sender may have finished it.
             if let Some(job) = self.flights.receive(number) {
                 job.touch();
-                self.finish(self.flights.answered(number, true, by));
+                self.finish(self.flights.answered(number, true, by, Instant::now() + HOUR).expect("an hour"));
             }
         }
 

@@ -362,7 +362,12 @@ impl Shared {
             let now = SystemClock.now();
             if !state.health[rail].may_try(now) {
                 let pause = state.health[rail].ready_at().since(now).max(Duration::from_millis(1));
-                state = wait(&self.changed, state, pause);
+                // Whoever waits without a thread looks at its own clock meanwhile.
+                state = wait(&self.changed, state, pause.min(LOOK));
+                let wakers = std::mem::take(&mut state.wakers);
+                drop(state);
+                wakers.into_iter().for_each(Waker::wake);
+                state = lock(&self.state);
                 continue;
             }
             drop(state);
@@ -389,7 +394,10 @@ impl Shared {
                 }
             }
             self.changed.notify_all();
-            state.wakers.drain(..).for_each(Waker::wake);
+            let wakers = std::mem::take(&mut state.wakers);
+            drop(state);
+            wakers.into_iter().for_each(Waker::wake);
+            state = lock(&self.state);
         }
     }
 

@@ -97,11 +97,11 @@ impl TcpPending {
         deadline: Instant,
         waiting: Waiting,
     ) -> TcpPending {
-        let (found, max) = (body.len() as u64, kind.body_len_max() as u64);
-        let jobs = if found > max { Vec::new() } else { vec![Job::new(Ask::Call(kind, body))] };
+        let checked = Request::check_call(kind, &body);
+        let jobs = if checked.is_ok() { vec![Job::new(Ask::Call(kind, body))] } else { Vec::new() };
         let mut pending = TcpPending::start(shared, Arc::new([]), jobs, deadline, waiting);
-        if found > max {
-            pending.ended = Some(Err(TransferError::TooLarge { what: "the body of a call", found, max }));
+        if checked.is_err() {
+            pending.ended = Some(checked);
         }
         pending
     }

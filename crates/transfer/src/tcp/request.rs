@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use moontide_proto::{FixedRecord, FrameHeader, FrameKind};
+use moontide_proto::{FixedRecord, FrameError, FrameHeader, FrameKind};
 use moontide_types::ErrorCode;
 
-use crate::error::Failure;
+use crate::error::{Failure, TransferError};
 use crate::op::{Direction, OpCore};
 use crate::plan::Frame;
 use crate::sync::{Arc, Mutex, lock};
@@ -64,9 +64,20 @@ impl Request {
         Request::new(kind, body, work, deadline)
     }
 
-    /// A call.
+    /// A call, if it can be said. [`Request::check_call`] tells beforehand.
     pub(crate) fn call(kind: FrameKind, body: Vec<u8>, deadline: Instant) -> Arc<Request> {
         Request::new(kind, body, None, deadline)
+    }
+
+    /// Whether a call of this kind with this body makes a frame.
+    pub(crate) fn check_call(kind: FrameKind, body: &[u8]) -> Result<(), TransferError> {
+        use FrameKind::{Attach, Begin, Commit, Load, Release};
+        if !matches!(kind, Begin | Commit | Load | Release | Attach) {
+            return Err(TransferError::Malformed { source: FrameError::Kind { found: kind.number() } });
+        }
+        let body_len = u32::try_from(body.len()).unwrap_or(u32::MAX);
+        let header = FrameHeader { body_len, ..FrameHeader::new(kind, 0) };
+        header.check().map_err(|source| TransferError::Malformed { source })
     }
 
     fn new(kind: FrameKind, body: Vec<u8>, work: Option<Work>, deadline: Instant) -> Arc<Request> {
@@ -77,7 +88,7 @@ impl Request {
     /// The header that goes in front.
     pub(crate) fn header(&self, request: u64, deadline_ms: u32) -> FrameHeader {
         FrameHeader {
-            body_len: self.body.len() as u32, // bounded by `check_body`, or by the plan
+            body_len: self.body.len() as u32, // bounded by `check_call`, or by the plan
             payload_len: if self.kind == FrameKind::Write { self.bytes() } else { 0 },
             deadline_ms,
             ..FrameHeader::new(self.kind, request)

@@ -17,8 +17,8 @@ use moontide_proto::limits::FRAME_PAYLOAD_BYTES_MAX;
 use moontide_proto::{
     FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind, Hello, Token, TransferOp, TransferOps,
 };
-use moontide_types::ErrorCode;
 use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::{ErrorCode, Span};
 use tracing::{debug, warn};
 
 use crate::engine::EngineKind;
@@ -83,7 +83,7 @@ pub enum ServeError {
 pub struct Server {
     shared: Arc<Shared>,
     addresses: Vec<SocketAddr>,
-    acceptors: Vec<(JoinHandle<()>, SocketAddr)>,
+    acceptors: Vec<(JoinHandle<()>, Arc<TcpListener>)>,
 }
 
 /// What all threads of a server share. Also serves streams that came in by another way than a listener.
@@ -116,13 +116,13 @@ impl Server {
         let mut server = Server { shared, addresses: Vec::new(), acceptors: Vec::new() };
         for address in listen {
             let failed = |source| ServeError::Listen { address, source };
-            let listener = TcpListener::bind(address).map_err(failed)?;
+            let listener = Arc::new(TcpListener::bind(address).map_err(failed)?);
             let bound = listener.local_addr().map_err(failed)?;
             server.addresses.push(bound);
-            let shared = Arc::clone(&server.shared);
+            let (shared, heard) = (Arc::clone(&server.shared), Arc::clone(&listener));
             let thread = std::thread::Builder::new().name("moontide-accept".into());
-            let thread = thread.spawn(move || shared.accept(&listener)).map_err(ServeError::Thread)?;
-            server.acceptors.push((thread, bound));
+            let thread = thread.spawn(move || shared.accept(&heard)).map_err(ServeError::Thread)?;
+            server.acceptors.push((thread, listener));
         }
         Ok(server)
     }
@@ -141,24 +141,13 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.shared.stop();
-        for (thread, address) in self.acceptors.drain(..) {
-            // Wakes the acceptor. If nobody can connect any more, neither can it wait.
-            let _ = std::net::TcpStream::connect_timeout(&reachable(address), Duration::from_secs(1));
+        for (thread, listener) in self.acceptors.drain(..) {
+            // Wakes the acceptor, and every later accept.
+            let _ = rustix::net::shutdown(&*listener, rustix::net::Shutdown::Both);
             let _ = thread.join();
         }
         self.shared.stop();
     }
-}
-
-/// An address by which this host reaches a listener of its own.
-fn reachable(mut address: SocketAddr) -> SocketAddr {
-    if address.ip().is_unspecified() {
-        match address {
-            SocketAddr::V4(_) => address.set_ip(std::net::Ipv4Addr::LOCALHOST.into()),
-            SocketAddr::V6(_) => address.set_ip(std::net::Ipv6Addr::LOCALHOST.into()),
-        }
-    }
-    address
 }
 
 impl Shared {
@@ -216,11 +205,11 @@ impl Shared {
             move || {
                 let engine = if known.is_some() { EngineKind::Shm } else { EngineKind::Tcp };
                 shared.metrics.served_opened(engine);
+                let end = SessionEnd { shared: &shared, socket: &socket, number };
                 let failure = shared.session(&socket, known);
                 debug!(peer = %name, %failure, "connection ended");
                 shared.metrics.served_ended(engine, &failure);
-                socket.shut_down();
-                lock(&shared.sessions).retain(|session| session.number != number);
+                drop(end);
             },
         );
         let mut sessions = lock(&self.sessions);
@@ -423,6 +412,20 @@ impl Shared {
     }
 }
 
+/// Takes a session off the list, even if its thread panics.
+struct SessionEnd<'a> {
+    shared: &'a Shared,
+    socket: &'a Socket,
+    number: u64,
+}
+
+impl Drop for SessionEnd<'_> {
+    fn drop(&mut self) {
+        self.socket.shut_down();
+        lock(&self.shared.sessions).retain(|session| session.number != self.number);
+    }
+}
+
 /// Where bytes go that nobody wants.
 const SCRATCH_BYTES: usize = 64 << 10;
 
@@ -468,8 +471,8 @@ fn receive_into(
         let page = at / PAGE_BYTES;
         let page_end = ((page + 1) * PAGE_BYTES).min(stripe_len);
         let until = page_end.min(end);
-        let (from, to) = ((at - op.offset) as usize, (until - op.offset) as usize);
-        inbox.receive(socket, &mut claim.bytes_mut()[from..to], patience)?;
+        let part = Span::new(at, until - at).expect("inside the claim");
+        inbox.receive(socket, claim.bytes_mut(part), patience)?;
         // Pages of which another write brings the rest are digested when the record is committed.
         if digested && until == page_end && page * PAGE_BYTES >= op.offset {
             claim.seal_page(page);

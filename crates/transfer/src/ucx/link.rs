@@ -85,9 +85,9 @@ impl Engine for UcxEngine {
         let (worker, metrics) = (Arc::clone(&self.worker), Arc::clone(&self.metrics));
         let link =
             UcxLink { shared: Arc::new(Shared { frames, worker, attached: Mutex::default(), metrics }) };
+        link.shared.metrics.link_opened(EngineKind::Ucx);
         let attached = link.shared.attached(deadline)?;
         debug!(node = peer.node.0, transports = %attached.endpoint.transports(), "endpoint opened");
-        link.shared.metrics.link_opened(EngineKind::Ucx);
         Ok(Arc::new(link))
     }
 }

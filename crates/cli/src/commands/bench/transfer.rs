@@ -29,7 +29,7 @@ pub(super) use owner::{OwnerArgs, serve as run_owner};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  moontide bench transfer                             all engines, 4 KiB to 16 MiB: 2 GiB, some ten minutes
+  moontide bench transfer                             tcp, 4 KiB to 16 MiB, and shm, from 64 KiB on: 2 GiB, some ten minutes
   moontide bench transfer --quick                     three sizes, half a minute; figures are rough
   moontide bench transfer --only tcp --sizes 1M,4M    one engine, two sizes
 
@@ -128,6 +128,10 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
         shm::run(args, &mut tally)?;
     }
     let Tally { targets, met } = tally;
+    if targets == 0 && args.gate {
+        let what = "nothing that has a target was measured: shm is measured from 64K on, tcp has targets from 256K on";
+        return Err(BenchError::Wrong(what.into()));
+    }
     Line::new("transfer", "summary").with("targets", targets).with("met", met).print();
     if args.gate { nothing_is_grossly_slow() } else { Ok(()) }
 }
@@ -141,8 +145,8 @@ fn size(text: &str) -> Result<u64, String> {
     };
     let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
     match bytes {
-        Some(bytes @ 1..=0x400_0000) => Ok(bytes),
-        _ => Err("a size from 1 to 64M, such as 4096, 64K or 16M".into()),
+        Some(bytes @ 0x1000..=0x400_0000) => Ok(bytes),
+        _ => Err("a size from 4K to 64M, such as 4096, 64K or 16M".into()),
     }
 }
 
@@ -162,7 +166,7 @@ mod tests {
         assert_eq!(size("4096"), Ok(4096));
         assert_eq!(size("64K"), Ok(65536));
         assert_eq!(size("16m"), Ok(16 << 20));
-        for wrong in ["", "0", "K", "-1", "65M", "1G", "99999999999999999999K"] {
+        for wrong in ["", "0", "K", "4095", "-1", "65M", "1G", "99999999999999999999K"] {
             assert!(size(wrong).is_err(), "{wrong}");
         }
     }

@@ -104,7 +104,8 @@ fn touch(sample: &Sample) {
     for record in config.readable..config.records() {
         let target = config.target(record);
         if let Some(mut claim) = sample.heap().claim(SegmentId(0), target.slot, target.epoch) {
-            claim.bytes_mut().fill(1);
+            let all = claim.range();
+            claim.bytes_mut(all).fill(1);
         }
     }
 }

@@ -283,7 +283,10 @@ fn verify(world: &mut World, ends: &Ends, shape: &Shape) -> Result<(), BenchErro
                             {
                                 return Err(different(shape, side, known));
                             }
-                            records.push(*known);
+                            // Looked at once, even if it was moved twice: what was looked at is wiped.
+                            if !records.iter().any(|moved: &Known| moved.record == known.record) {
+                                records.push(*known);
+                            }
                         }
                         Ok(records)
                     })
