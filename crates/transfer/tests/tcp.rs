@@ -463,3 +463,73 @@ fn what_several_callers_put_at_once_is_there() {
         assert!(stored == config.content(record), "record {record}");
     }
 }
+
+/// A node that takes its time for calls.
+#[derive(Debug)]
+struct Slow(moontide_transfer::sample::Sample);
+
+impl moontide_transfer::Owner for Slow {
+    fn node(&self) -> moontide_types::NodeId {
+        self.0.node()
+    }
+
+    fn heap(&self) -> &moontide_heap::NodeHeap {
+        self.0.heap()
+    }
+
+    fn greets(&self, hello: &moontide_proto::Hello) -> Result<(), ErrorCode> {
+        self.0.greets(hello)
+    }
+
+    fn admits(&self, op: &moontide_proto::TransferOp) -> bool {
+        self.0.admits(op)
+    }
+
+    fn call(
+        &self,
+        caller: moontide_transfer::Caller,
+        kind: FrameKind,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
+        std::thread::sleep(Duration::from_millis(1800));
+        self.0.call(caller, kind, body, deadline)
+    }
+}
+
+/// Failure: a call that took longer than the time after which silence is a stall was never received, by a thread that
+/// went round in circles. Cause: the end of the wait stayed in the past. Fix: it is computed anew each time.
+#[test]
+fn a_call_may_take_longer_than_a_stall() {
+    use moontide_transfer::tcp::{Server, ServerConfig, TcpEngine};
+    use moontide_transfer::{Engine, EngineKind, Metrics, Owner, Peer, Waiting};
+    let config = SampleConfig { readable: 0, writable: 2, begun: false, ..Default::default() };
+    let owner = Arc::new(Slow(moontide_transfer::sample::Sample::new(config.clone()).unwrap()));
+    let server = Server::start(ServerConfig::default(), Arc::clone(&owner) as _, Metrics::new()).unwrap();
+    let address = (EngineKind::Tcp, server.addresses()[0].to_string());
+    let peer = Peer { node: owner.node(), addresses: vec![address] };
+    let link = TcpEngine::new(TcpConfig::default(), Metrics::new()).connect(&peer, soon()).unwrap();
+    let began = Instant::now();
+    let reply = call(&*link, FrameKind::Begin, config.begin_body(0), soon()).unwrap();
+    assert_eq!(codes(&reply), [None]);
+    assert!(began.elapsed() < Duration::from_millis(2500), "{:?}", began.elapsed());
+    let mut later = link.start_call(FrameKind::Begin, config.begin_body(1), soon(), Waiting::Elsewhere);
+    block_on(std::future::poll_fn(|context| later.poll(context))).unwrap();
+    assert_eq!(codes(&later.take_reply()), [None]);
+    assert!(began.elapsed() < Duration::from_millis(4500), "{:?}", began.elapsed());
+}
+
+#[test]
+fn what_cannot_be_said_is_refused_before_it_is_sent() {
+    let node = TestNode::new(SampleConfig::default());
+    let link = node.link(1);
+    for (kind, body) in
+        [(FrameKind::Load, vec![]), (FrameKind::Release, vec![0; 81]), (FrameKind::Ping, vec![])]
+    {
+        let error = call(&*link, kind, body, soon()).unwrap_err();
+        assert!(matches!(error, TransferError::Malformed { .. }), "{error}");
+    }
+    let body = vec![0; FrameKind::Begin.body_len_max() + 1];
+    assert_eq!(call(&*link, FrameKind::Begin, body, soon()).unwrap_err().code(), ErrorCode::TooLarge);
+    assert!(get(&*link, node.config(), 0).unwrap().is_ok(), "the link goes on");
+}
