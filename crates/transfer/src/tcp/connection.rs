@@ -23,7 +23,7 @@ use moontide_proto::limits::{DEADLINE_MS_MAX, OPS_PER_FRAME_MAX};
 use moontide_proto::{Codes, FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind};
 use moontide_types::ErrorCode;
 
-use crate::error::Failure;
+use crate::error::{Failure, Name};
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 use crate::tcp::flights::{By, Flights, Late, NoEntry};
 use crate::tcp::flow::{Chunk, Flow};
@@ -34,6 +34,9 @@ use crate::tcp::turn::{Asked, Seat, Turn, Waited};
 
 /// How long a sender that cannot send waits before it looks again whether somebody receives.
 const SEND_WAIT: Duration = Duration::from_millis(1);
+
+/// Bytes that a peer's kernel has room for, whatever its process does.
+const TAKEN_AT_ONCE: u32 = 64 << 10;
 
 /// How long a worker with nothing to do sleeps. It is woken when there is something.
 const IDLE_LOOK: Duration = Duration::from_secs(3600);
@@ -401,6 +404,7 @@ impl Connection {
     fn await_frame(&self, inbox: &mut Inbox, deadline: Instant, alarm: Option<&Alarm>) -> Result<bool, Halt> {
         let mut moved_at = Instant::now();
         let mut unsent = None;
+        let mut taken_at = moved_at;
         loop {
             let front = self.flights.front();
             // Most likely it is the oldest request's answer: its header and codes, and not yet its payload.
@@ -438,9 +442,18 @@ impl Connection {
             }
             // A peer that takes what was sent, however slowly, is not silent.
             let left = self.socket.unsent_bytes();
-            if unsent.replace(left).is_some_and(|before| left < before) {
+            let before = unsent.replace(left);
+            if left == 0 || before.is_some_and(|before| left < before) {
+                taken_at = now;
+            }
+            // However long it takes to answer a call: what is sent is taken by the peer's kernel at once, unless that
+            // has no more room. If it is not, nobody is there.
+            let gone = matches!(self.socket.name(), Name::Tcp(_))
+                && left <= TAKEN_AT_ONCE
+                && now >= taken_at + self.stall;
+            if before.is_some_and(|before| left < before) {
                 moved_at = now;
-            } else if due.is_some_and(|due| now >= due) {
+            } else if gone || due.is_some_and(|due| now >= due) {
                 return Err(Failure::Stalled { peer: self.socket.name(), silent: now - moved_at }.into());
             }
         }
