@@ -362,15 +362,23 @@ impl Sample {
 
     fn commit(&self, writer: Writer, entry: &CommitEntry) -> Result<(), ErrorCode> {
         let CommitEntry { segment, slot, epoch, root, .. } = *entry;
-        if writer == Writer::Node
-            && let Some(claim) = self.heap.claim(segment, slot, epoch)
-        {
+        let publish = || self.heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code());
+        for _ in 0..COMMITS_MAX {
             // Pages that came in pieces have no digest yet.
-            claim.complete();
+            let claim = self.heap.claim(segment, slot, epoch).filter(|_| writer == Writer::Node);
+            let whole = claim.map(|claim| claim.complete());
+            match publish() {
+                // What was whole a moment ago is being written once more, from a connection that was given up.
+                Err(ErrorCode::Corrupt) if whole == Some(root) => {}
+                done => return done,
+            }
         }
-        self.heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code())
+        Err(ErrorCode::Busy)
     }
 }
+
+/// How often a commit is tried while late writes, which bring the same bytes again, come in between.
+const COMMITS_MAX: u32 = 16;
 
 fn writer_of(caller: Caller) -> Writer {
     match caller {
