@@ -304,7 +304,7 @@ async fn obey(
             _ = clock.tick() => {
                 (sequence, beats) = (sequence + 1, beats + 1);
                 if to_master.send(beat(session, sequence, beats)).await.is_err() {
-                    return Ok(());
+                    return last_word(stream).await;
                 }
                 continue;
             }
@@ -320,9 +320,15 @@ async fn obey(
         let results = v1::OrderResults { results: results.finish().into() };
         let body = Some(v1::node_message::Body::OrderResults(results));
         if to_master.send(v1::NodeMessage { session, sequence, highest_term: 0, body }).await.is_err() {
-            return Ok(());
+            return last_word(stream).await;
         }
     }
+}
+
+/// The master hears no more; what it said last is still to be read.
+async fn last_word(mut stream: tonic::Streaming<v1::MasterMessage>) -> Result<(), tonic::Status> {
+    while stream.message().await?.is_some() {}
+    Ok(())
 }
 
 /// A sign of life, with the reads that the node has counted.
