@@ -225,7 +225,7 @@ messages! {
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
-    LoadRequest LoadReply AttachRequest AttachReply
+    LoadRequest LoadReply AttachRequest AttachReply NodeList
 }
 
 /// A control message; the first byte selects which.

@@ -164,7 +164,7 @@ impl Node {
     fn holds_anything(&self) -> bool {
         let mut any = false;
         for segment in self.heap.segments() {
-            segment.for_each_record(|_, _| any = true);
+            segment.for_each_record(|_, _, _| any = true);
         }
         any
     }
@@ -198,7 +198,7 @@ impl Node {
             }
             let shape = segment.shape();
             let mut changes = vec![];
-            segment.for_each_record(|slot, header| {
+            segment.for_each_record(|slot, header, _| {
                 let units = header.layout().expect("the heap checked it").units();
                 let extent = Extent { start: (header.payload_offset / UNIT_BYTES) as u32, units };
                 let state = match header.word.state() {
@@ -342,7 +342,7 @@ impl Node {
 
     fn kill(&mut self, order: Order, events: &mut Events, network: &mut Network) -> OrderOutcome {
         let what = (order.segment, order.slot, order.epoch);
-        // A lease may be out, and the heap takes back no `not_before`: the longest one there is.
+        // A lease may be out, at most the longest one there is. A Reclaim says that it is over.
         let not_before = events.now().after(Duration::from_millis(u64::from(LEASE_MS_MAX)));
         match self.heap.kill(order.segment, order.slot, order.epoch, not_before) {
             Killed::Dying => {

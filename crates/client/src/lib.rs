@@ -1,31 +1,73 @@
-//! What an application talks to.
+//! What an application talks to: puts and gets of objects in a cluster.
 //!
-//! Owns the client's side of every conversation; stores nothing. So far it holds the **link**: one connection to
-//! one master over the framed protocol, shared by everybody in the process. Put and get, the choice of replicas,
-//! hedging, verification and the fast path of the same host are built on it and follow.
-//!
-//! Two links with the same calls: [`BlockingLink`] for threads, [`AsyncLink`] for tasks of a tokio runtime. Reading
-//! order: [`LinkConfig`], [`BlockingLink`], [`AsyncLink`], [`LinkError`], then the module `link`, which draws how
-//! the parts fit.
+//! [`Store`] is for threads, [`AsyncStore`] for tasks; both share everything below. The client's side of every
+//! conversation is here, and it stores nothing but where objects were last seen.
 //!
 //! ```no_run
-//! use moontide_client::{BlockingLink, LinkConfig};
-//! use moontide_proto::convert::CallerId;
-//! use moontide_types::{Key, Tenant};
+//! use moontide_client::{PutOptions, Store, StoreConfig};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let link = BlockingLink::connect(LinkConfig::new("10.0.0.7:7001", CallerId(0x5eed)))?;
-//! match link.exist_one(Tenant::DEFAULT, Key::new(b"prefix-0001")?)? {
-//!     Ok(present) => println!("{present}"),
-//!     Err(code) => println!("the master cannot say: {}", code.hint()),
+//! # fn main() -> Result<(), moontide_client::StoreError> {
+//! let store = Store::connect(StoreConfig::new("127.0.0.1:7400"))?;
+//! store.put(b"prefix-0001", &[42; 600_000])?;
+//! if let Some(bytes) = store.get_ref(b"prefix-0001")? {
+//!     // In place, if a node on this host has it: no call and no copy.
+//!     assert_eq!(bytes.len(), 600_000);
 //! }
+//! let twice = PutOptions { replicas: 2, ..PutOptions::default() };
+//! store.put_with(b"prefix-0002", &[b"a part", b" and another"], &twice)?;
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! Reading order: [`StoreConfig`], [`StoreError`], `cluster` (the master), `nodes` (links to those that hold bytes),
+//! `local` (memory of this host), `place` (where an object is), `read` and `get`, `range`, `put` and `write`, `plan`,
+//! `operate`;
+//! [`decide`] is what of it is pure. Below lies the [`link`](LinkConfig): one connection to one master, shared by
+//! everybody in the process.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
+
+mod config;
+mod error;
+
+mod cluster;
+mod nodes;
+
+mod local;
+mod place;
+
+mod flights;
+mod get;
+mod range;
+mod read;
+
+mod plan;
+mod put;
+mod write;
+
+mod operate;
+
+mod store;
+mod tasks;
+
+pub mod decide;
+mod metrics;
 
 mod link;
+
+pub use config::{
+    CONNECT_DEFAULT, DEADLINE_DEFAULT, Hedge, LOCATIONS_DEFAULT, PutOptions, StoreConfig, WAITING_DEFAULT,
+    WORKING_DEFAULT,
+};
+pub use error::StoreError;
+pub use get::{GetInto, ObjectRef};
+pub use metrics::{StoreMetrics, StoreStats};
+pub use nodes::NodeInfo;
+pub use operate::{KeyPage, ObjectInfo};
+pub use plan::{Location, StripePlace, WritePlan};
+pub use put::{Put, PutItem};
+pub use store::Store;
+pub use tasks::AsyncStore;
 
 pub use link::{
     AsyncLink, BATCH_BYTES_MAX, BATCHES_INFLIGHT_MAX, BlockingLink, CONNECT_MS_DEFAULT, Call,

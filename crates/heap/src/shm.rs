@@ -5,13 +5,16 @@
 //! | `region` | memfds: making, sealing, importing, mapping |
 //! | `fork` | telling a mapping of this process from one that a fork took away |
 //! | `board` | the node's page and the index |
-//! | `ledger` | a client's cells and touch bits; all ledgers of a node |
+//! | `ledger` | a client's cells, counts and touch bits; all ledgers of a node |
+//! | `reads` | what a client's threads have read in place |
 //! | `segment` | header table and payload |
 //! | `fill` | payload and digests into a record |
+//! | `trailer` | what stands behind them: tenant, key and attributes |
 //! | `grant` | what may be put where, and why not |
 //! | `owner` | one segment: begin, commit, kill, reclaim |
 //! | `node_heap` | the node: board, ledgers, segments, its own pins |
 //! | `local` | a client: get in place, claim and fill |
+//! | `shared` | the same without lifetimes: readers and guards that keep the heap alive |
 //! | `message`, `door` | how a client gets in: greeting, descriptors, credentials |
 //! | `death` | how the node learns that a client has ended |
 
@@ -26,8 +29,11 @@ mod local;
 mod message;
 mod node_heap;
 mod owner;
+mod reads;
 mod region;
 mod segment;
+mod shared;
+mod trailer;
 
 pub use board::{Board, BoardError, BoardView};
 pub use death::{DeathWatch, Ended, WatchError};
@@ -40,8 +46,11 @@ pub use local::{AttachError, Guard, LocalHeap, Lookup, Reader, SEGMENTS_MAPPED_M
 pub use message::{Message, MessageError, Welcome};
 pub use node_heap::{HeapConfig, NodeClaim, NodeHeap, NodePin};
 pub use owner::Segment;
+pub use reads::LocalReads;
 pub use region::{HugePages, Protection, Region, RegionError};
 pub use segment::{SegmentError, SegmentShape};
+pub use shared::{SharedGuard, SharedLookup, SharedReader};
+pub use trailer::Trailer;
 
 #[cfg(test)]
 #[path = "../../types/tests/page/mod.rs"]

@@ -138,6 +138,7 @@ impl Master for Handler {
         query_keys(QueryKeysRequest) -> QueryKeysResponse as Other;
         get_group_map(GetGroupMapRequest) -> GetGroupMapResponse as Other;
         get_cluster_info(GetClusterInfoRequest) -> GetClusterInfoResponse as Other;
+        get_nodes(GetNodesRequest) -> GetNodesResponse as Other;
         evict(EvictRequest) -> EvictResponse as Other;
         set_tenant_quota(SetTenantQuotaRequest) -> SetTenantQuotaResponse as Other;
         get_tenants(GetTenantsRequest) -> GetTenantsResponse as Other;

@@ -48,6 +48,7 @@ use crate::queue::Queue;
 use crate::random::Rng;
 use crate::record::{Flag, NONE, Place, Record};
 use crate::segment::{Segment, SegmentPhase};
+use crate::sizes::Sizes;
 use crate::slab::{Ref, Slab};
 use crate::table::Table;
 use crate::tenant::{Quota, TenantIx, TenantUsage, Tenants};
@@ -77,7 +78,8 @@ pub struct GroupConfig {
     pub reallocate_wait: Duration,
     /// How long a node that went away may come back with objects that were removed in the meantime.
     pub absence_max: Duration,
-    /// Longest stripe; larger objects are cut, if the writer leaves it to us.
+    /// Longest stripe; larger objects are cut, if the writer leaves it to us. Where segments are small, stripes are
+    /// shorter, so that two fit into the largest one: an object larger than a segment can be stored, too.
     pub stripe_bytes_max: u64,
 }
 
@@ -187,6 +189,8 @@ pub struct Group {
     labels: HashMap<Box<str>, u32>,
     /// Segments that take new objects.
     candidates: Vec<Candidate>,
+    /// How large they are.
+    sizes: Sizes,
     /// Segments whose report is complete and whose waiting time is not over.
     waiting_segments: Vec<u32>,
     /// Segments that are gone and still have objects in the index.
@@ -251,6 +255,7 @@ impl Group {
             by_name: HashMap::new(),
             labels: HashMap::new(),
             candidates: vec![],
+            sizes: Sizes::default(),
             waiting_segments: vec![],
             lost_segments: VecDeque::new(),
             leased_drains: BTreeMap::new(),

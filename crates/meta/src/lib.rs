@@ -35,6 +35,7 @@ mod random;
 mod record;
 mod segment;
 mod sessions;
+mod sizes;
 mod slab;
 mod table;
 mod tenant;

@@ -23,7 +23,7 @@ use crate::slab::Ref;
 use crate::tenant::TenantIx;
 
 /// What a segment is made of.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Medium {
     /// A node's memory.
     #[default]

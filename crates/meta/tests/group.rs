@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use common::{Bench, ask, config, id};
 use moontide_meta::{
-    JobKind, JobState, OrderKind, OrderOutcome, PutEnd, PutOptions, PutStart, Quota, Removal, ReportRecord,
-    ReportState, SegmentPhase, StripeView, TenantIx, Waiter,
+    JobKind, JobState, Medium, MountSpec, OrderKind, OrderOutcome, PutEnd, PutOptions, PutStart, Quota,
+    Removal, ReportRecord, ReportState, SegmentPhase, StripeView, TenantIx, Waiter,
 };
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SessionId, SlotId, Term};
+use moontide_types::{
+    Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SessionId, SlotId, Tenant, Term,
+};
 
 const KIB: u64 = 1024;
 
@@ -271,6 +273,86 @@ fn replicas_are_never_on_one_node_and_fewer_is_said() {
 }
 
 #[test]
+fn an_object_larger_than_every_segment_is_cut_to_fit() {
+    const MIB: u64 = 1 << 20;
+    let mut bench = Bench::with(config(1));
+    let other_tenant = Tenant::new("other").unwrap();
+    let mount = |bench: &mut Bench, node, mib: u64, medium, tenant| {
+        let spec = MountSpec {
+            node: NodeId(node),
+            session: SessionId(node * 100),
+            segment: SegmentId(0),
+            generation: Generation(1),
+            medium,
+            units: (mib * MIB / 512) as u32,
+            slots: 100,
+            labels: ["", "", ""],
+            tenant,
+            term: Term::ZERO,
+            occupied: false,
+        };
+        bench.group.mount(bench.now, &spec, &mut bench.effects).unwrap();
+        bench.settle();
+    };
+    // How an object would be cut; nothing is kept of it.
+    let cut = |bench: &mut Bench, len, stripes| {
+        let options = PutOptions { stripes, ..PutOptions::default() };
+        let put = PutStart {
+            ask: ask("big"),
+            tenant: bench.tenant,
+            caller: 7,
+            object_len: len,
+            attributes_len: 0,
+            pin: PinClass::None,
+            expires: None,
+            cohort: None,
+            parent: None,
+            options: &options,
+        };
+        let reservation = bench.group.put_start(bench.now, &put, &mut bench.effects)?;
+        let lens: Vec<u64> = reservation.object.places.iter().map(|place| place.stripe.len).collect();
+        let epoch = reservation.object.epoch;
+        bench.group.put_revoke(bench.now, id("big"), epoch, &mut bench.effects).unwrap();
+        bench.settle();
+        bench.obey();
+        Ok(lens)
+    };
+
+    for node in [1, 2, 3] {
+        mount(&mut bench, node, 3, Medium::Memory, None);
+    }
+    // Half of a segment less a page, for what stands behind the payload: so two stripes share a segment.
+    let longest = 5 * 256 * KIB;
+    assert_eq!(cut(&mut bench, longest, None), Ok(vec![longest]));
+    assert_eq!(cut(&mut bench, 3 * longest, None), Ok(vec![longest; 3]));
+    assert_eq!(cut(&mut bench, 6 * longest, None), Ok(vec![longest; 6]), "in three segments");
+    assert_eq!(cut(&mut bench, 4 * MIB, None), Ok(vec![MIB; 4]));
+    assert_eq!(
+        cut(&mut bench, 4 * MIB, Some(1)),
+        Err(ErrorCode::NoSpace),
+        "the writer's cut is the writer's"
+    );
+    // Larger ones that this object cannot be in change nothing.
+    mount(&mut bench, 4, 64, Medium::Device, None);
+    mount(&mut bench, 5, 64, Medium::Memory, Some(other_tenant));
+    assert_eq!(cut(&mut bench, 4 * MIB, None).unwrap().len(), 4);
+    mount(&mut bench, 6, 9, Medium::Memory, Some(Tenant::DEFAULT));
+    assert_eq!(cut(&mut bench, 4 * MIB, None), Ok(vec![4 * MIB]));
+    bench.group.drain(NodeId(6), SegmentId(0), false).unwrap();
+    assert_eq!(cut(&mut bench, 4 * MIB, None).unwrap().len(), 4, "one that drains takes nothing");
+    for node in [1, 2, 3] {
+        bench.group.unmount(NodeId(node), SegmentId(0), &mut bench.effects).unwrap();
+        bench.settle();
+    }
+    assert_eq!(cut(&mut bench, 4 * MIB, None), Err(ErrorCode::NoSpace));
+    // A stripe is at least a page, of which a segment of 500 KiB holds one.
+    for node in [7, 8] {
+        bench.mount(node, 0, Term::ZERO, false);
+    }
+    assert_eq!(cut(&mut bench, 300 * KIB, None), Ok(vec![256 * KIB, 44 * KIB]));
+}
+
+#[test]
 fn a_large_object_is_striped_over_segments() {
     let mut bench = Bench::new(&[1, 2, 3, 4]);
     let len = 1400 * 512; // more than one segment of 1,000 units has
@@ -386,6 +468,13 @@ fn a_full_group_makes_room_ahead_of_need() {
     assert_eq!(bench.start("never", 10 << 20), Err(ErrorCode::NoSpace));
     bench.tick();
     assert_eq!(bench.group.objects(), before, "what can never fit evicts nothing");
+    // Nor does what is smaller than everything: four stripes of a page, of which a segment holds one.
+    for node in [2, 3] {
+        bench.mount(node, 0, Term::ZERO, false);
+    }
+    assert_eq!(bench.start("never", 1 << 20), Err(ErrorCode::NoSpace));
+    bench.tick();
+    assert_eq!(bench.group.objects(), before);
 }
 
 #[test]

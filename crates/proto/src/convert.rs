@@ -16,6 +16,7 @@ mod check;
 mod context;
 mod data;
 mod lookup;
+mod nodes;
 mod objects;
 mod operator;
 mod put;
@@ -35,6 +36,7 @@ pub use lookup::{
     ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest, Presence,
     RemoveRequest, Replicas, SetPinRequest, TouchRequest,
 };
+pub use nodes::{NodeDetail, NodeDetails, NodeList};
 pub use objects::{
     AttributeSection, AttributeSections, ListKind, ObjectFields, ObjectList, ObjectListBuilder,
 };

@@ -39,6 +39,9 @@ pub const TOUCH_BYTES_MAX: usize = 65_536;
 /// Most addresses of one node: engines times rails.
 pub const ADDRESSES_MAX: usize = 32;
 
+/// Most nodes in one answer. Together they stay below [`REQUEST_BYTES_MAX`], which leaves 4 KiB for each.
+pub const NODES_MAX: usize = 4096;
+
 /// Longest name of a transfer engine in bytes.
 pub const ENGINE_BYTES_MAX: usize = 16;
 

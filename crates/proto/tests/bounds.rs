@@ -290,7 +290,7 @@ fn failed_answers_are_readable() {
     }
     readable! {
         ExistResponse GetReplicaListResponse PutStartResponse OutcomesResponse OpenSessionResponse
-        MountSegmentsResponse JobProgress ClusterInfo
+        MountSegmentsResponse JobProgress ClusterInfo NodeList
     }
 }
 

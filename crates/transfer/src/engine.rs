@@ -128,7 +128,7 @@ pub trait Link: Send + Sync + fmt::Debug {
     fn node(&self) -> NodeId;
 
     /// The peer's memory, where it is mapped: objects in it can be read in place.
-    fn local(&self) -> Option<&LocalHeap> {
+    fn local(&self) -> Option<&Arc<LocalHeap>> {
         None
     }
 
@@ -139,6 +139,21 @@ pub trait Link: Send + Sync + fmt::Debug {
     /// finished, was aborted, or was dropped; until then nobody else writes them, nor reads those that are filled.
     unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, waiting: Waiting) -> Box<dyn Pending>;
 
+    /// Opens slots, fills and publishes them without waiting in between, if the engine can and the records are small
+    /// enough for that to matter. `commit` makes the body of the Commit from the roots of the operations.
+    ///
+    /// # Safety
+    /// As [`Link::start`], until this returns.
+    unsafe fn put_in_one_go(
+        &self,
+        _begin: Vec<u8>,
+        _ops: Vec<OpCore>,
+        _commit: &mut dyn FnMut(&[Option<u64>]) -> Vec<u8>,
+        _deadline: Instant,
+    ) -> OneGo {
+        OneGo::NotTried
+    }
+
     /// Starts a call to the node: Begin, Commit, Load, Release or Attach. They can be repeated without harm, and are when a
     /// connection breaks.
     fn start_call(
@@ -148,6 +163,24 @@ pub trait Link: Send + Sync + fmt::Debug {
         deadline: Instant,
         waiting: Waiting,
     ) -> Box<dyn Pending>;
+}
+
+/// What became of a put in one go.
+#[derive(Debug)]
+pub enum OneGo {
+    /// Nothing was sent: do it step by step.
+    NotTried,
+    /// Everything was answered.
+    Done {
+        /// The body of the answer to Begin.
+        begun: Vec<u8>,
+        /// How each operation went.
+        outcomes: Vec<Result<(), ErrorCode>>,
+        /// The body of the answer to Commit.
+        committed: Vec<u8>,
+    },
+    /// Something was not answered. The records may or may not be published.
+    Failed(TransferError),
 }
 
 /// Something that was started. Dropping it aborts it.

@@ -51,6 +51,8 @@ mod op;
 #[cfg(not(shuttle))]
 mod owner;
 #[cfg(not(shuttle))]
+mod together;
+#[cfg(not(shuttle))]
 mod transfer;
 
 #[cfg(not(shuttle))]
@@ -76,7 +78,9 @@ mod metrics;
 mod sync;
 
 #[cfg(not(shuttle))]
-pub use engine::{Engine, EngineKind, Engines, Link, NotSuited, Peer, Pending, Score, Waiting, call, run};
+pub use engine::{
+    Engine, EngineKind, Engines, Link, NotSuited, OneGo, Peer, Pending, Score, Waiting, call, run,
+};
 #[cfg(not(shuttle))]
 pub use error::{Failure, Name, TransferError};
 #[cfg(not(shuttle))]
@@ -85,5 +89,7 @@ pub use metrics::Metrics;
 pub use op::{Direction, Op, OpCore, OpError, Target};
 #[cfg(not(shuttle))]
 pub use owner::{Caller, Capabilities, Owner};
+#[cfg(not(shuttle))]
+pub use together::{Batch, Winner, put_in_one_go, run_hedged, run_together};
 #[cfg(not(shuttle))]
 pub use transfer::{DoneOp, OwnedOp, Transfer};

@@ -201,6 +201,17 @@ impl OpCore {
         unsafe { sink.out.add(page as usize).write(digest) };
     }
 
+    /// The root over the digests of all pages; `None` without a sink, or if the operation is not on a whole stripe.
+    ///
+    /// # Safety
+    /// All pages were digested, and nobody writes the sink meanwhile.
+    pub unsafe fn root(&self) -> Option<u64> {
+        let sink = self.sink.filter(|sink| self.offset == 0 && self.len == sink.context.len)?;
+        // SAFETY: the sink has one place per page, and says the caller.
+        let digests = unsafe { std::slice::from_raw_parts(sink.out, sink.pages) };
+        Some(sink.context.root_of(digests.iter().copied()))
+    }
+
     /// Digests one page of the operation, counted from its first; the bytes are all there. Nothing without a sink.
     ///
     /// # Safety

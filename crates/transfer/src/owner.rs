@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use moontide_heap::{NodeClaim, NodeHeap, NodePin, Segment};
 use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, TransferOp};
 use moontide_types::record::Header;
-use moontide_types::{ClientId, ErrorCode, NodeId, Span};
+use moontide_types::{ClientId, Epoch, ErrorCode, NodeId, SegmentId, SlotId, Span};
 
 /// Who is on the other end of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +48,9 @@ pub trait Owner: Send + Sync + fmt::Debug {
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode>;
+
+    /// A process of this host has ended while it was writing these. They are dead.
+    fn abandoned(&self, _records: &[(SegmentId, SlotId, Epoch)]) {}
 }
 
 /// How capabilities are judged.
@@ -98,8 +101,9 @@ pub(crate) fn source<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<Source
 }
 
 /// How long a write waits for another on the same bytes: one whose connection broke, of which the thread that serves
-/// it has not heard yet. Longer than that takes, and shorter than the caller waits for its answer.
-const CLAIM_WAIT_MAX: Duration = Duration::from_millis(900);
+/// it has not heard yet. Longer than that takes, and shorter than the caller waits for its answer. A commit waits as
+/// long for such a write.
+pub(crate) const CLAIM_WAIT_MAX: Duration = Duration::from_millis(900);
 
 /// Checks a write and claims what it is about.
 pub(crate) fn sink<'a>(

@@ -5,9 +5,9 @@
 //! or free until somebody begins them.
 
 use std::sync::OnceLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use moontide_heap::{Grant, HeapConfig, HugePages, NewRecord, NodeHeap, Writer};
+use moontide_heap::{CommitError, Grant, HeapConfig, HugePages, NewRecord, NodeHeap, Writer};
 use moontide_proto::convert::{BeginRequest, CommitRequest, Wire};
 use moontide_proto::{
     Capability, CapabilityKey, CodesBuilder, CommitEntry, CommitFlags, FixedRecord, FrameKind, Granted,
@@ -23,7 +23,7 @@ use moontide_types::{
 use prost::Message;
 
 use crate::op::Target;
-use crate::owner::{Caller, Capabilities, Owner};
+use crate::owner::{CLAIM_WAIT_MAX, Caller, Capabilities, Owner};
 
 /// What the sample consists of.
 #[derive(Clone, Debug)]
@@ -279,8 +279,7 @@ impl Sample {
             let (slot, epoch) = (SlotId(record), sample.config.epoch(record));
             let mut claim = sample.heap.claim(SEGMENT, slot, epoch).expect("it was begun");
             let root = claim.fill(&sample.config.content(record));
-            drop(claim);
-            sample.heap.commit(SEGMENT, slot, epoch, root, Writer::Node)?;
+            claim.publish(root)?;
         }
         if sample.config.begun {
             for record in sample.config.readable..sample.config.records() {
@@ -350,35 +349,33 @@ impl Sample {
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
     }
 
-    fn answer_commit(&self, writer: Writer, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+    fn answer_commit(&self, writer: Writer, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+        let give_up = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
         let message = v1::CommitRequest::decode(body).map_err(|_| ErrorCode::InvalidArgument)?;
         let request = CommitRequest::from_wire(&message).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
         for entry in request.entries.iter() {
-            codes.push(self.commit(writer, &entry).err());
+            codes.push(self.commit(writer, &entry, give_up).err());
         }
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
     }
 
-    fn commit(&self, writer: Writer, entry: &CommitEntry) -> Result<(), ErrorCode> {
+    fn commit(&self, writer: Writer, entry: &CommitEntry, give_up: Instant) -> Result<(), ErrorCode> {
         let CommitEntry { segment, slot, epoch, root, .. } = *entry;
-        let publish = || self.heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code());
-        for _ in 0..COMMITS_MAX {
-            // Pages that came in pieces have no digest yet.
-            let claim = self.heap.claim(segment, slot, epoch).filter(|_| writer == Writer::Node);
-            let whole = claim.map(|claim| claim.complete());
-            match publish() {
-                // What was whole a moment ago is being written once more, from a connection that was given up.
-                Err(ErrorCode::Corrupt) if whole == Some(root) => {}
-                done => return done,
+        if let Writer::Client(_) = writer {
+            return self.heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code());
+        }
+        loop {
+            match self.heap.publish(segment, slot, epoch, root) {
+                // The same bytes once more, from a connection that was given up.
+                Err(CommitError::Claimed) if Instant::now() < give_up => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                done => return done.map_err(|error| error.code()),
             }
         }
-        Err(ErrorCode::Busy)
     }
 }
-
-/// How often a commit is tried while late writes, which bring the same bytes again, come in between.
-const COMMITS_MAX: u32 = 16;
 
 fn writer_of(caller: Caller) -> Writer {
     match caller {
@@ -404,10 +401,16 @@ impl Owner for Sample {
         self.capabilities.admits(op)
     }
 
-    fn call(&self, caller: Caller, kind: FrameKind, body: &[u8], _: Instant) -> Result<Vec<u8>, ErrorCode> {
+    fn call(
+        &self,
+        caller: Caller,
+        kind: FrameKind,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
         match kind {
             FrameKind::Begin => self.answer_begin(writer_of(caller), body),
-            FrameKind::Commit => self.answer_commit(writer_of(caller), body),
+            FrameKind::Commit => self.answer_commit(writer_of(caller), body, deadline),
             FrameKind::Attach => self.attach_reply.get().cloned().ok_or(ErrorCode::Unsupported),
             _ => Err(ErrorCode::Unsupported),
         }

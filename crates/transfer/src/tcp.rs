@@ -12,6 +12,7 @@
 //! | `connection` | requests in flight on one stream |
 //! | `link` | several connections to one peer; rails |
 //! | `pending` | a batch under way; sending again |
+//! | `one_go` | small puts in one round trip |
 //! | `server` | the owner's end |
 
 #[cfg(not(shuttle))]
@@ -25,6 +26,8 @@ mod hello;
 mod inbox;
 #[cfg(not(shuttle))]
 mod link;
+#[cfg(not(shuttle))]
+mod one_go;
 #[cfg(not(shuttle))]
 mod pending;
 #[cfg(not(shuttle))]

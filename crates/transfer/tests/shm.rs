@@ -2,19 +2,25 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use common::{TestNode, get, soon};
-use moontide_heap::Lookup;
-use moontide_proto::{FrameKind, Right};
+use moontide_heap::{Killed, NodeHeap, SharedLookup, SharedReader};
+use moontide_proto::{FrameKind, Hello, Right, TransferOp};
 use moontide_transfer::sample::{Sample, SampleConfig};
 use moontide_transfer::shm::{Host, HostConfig, ShmConfig, ShmEngine, address};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
-use moontide_transfer::{Engine, EngineKind, Engines, Link, Metrics, Op, Peer, Target, call, run};
+use moontide_transfer::{
+    Caller, Engine, EngineKind, Engines, Link, Metrics, Op, Owner, Peer, Target, call, run,
+};
 use moontide_types::bounds::PAGE_BYTES;
-use moontide_types::{Clock, Epoch, ErrorCode, Generation, ObjectId, SystemClock, Term};
+use moontide_types::{
+    Clock, Epoch, ErrorCode, Generation, MonoTime, NodeId, ObjectId, SegmentId, SlotId, SystemClock, Term,
+};
 
 fn door(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("moontide-shm-{name}-{}", std::process::id()))
@@ -56,6 +62,7 @@ fn records_of_every_size_are_copied_or_read_in_place() {
         let config = SampleConfig { record_bytes, readable: 3, writable: 0, ..Default::default() };
         let Joined { sample, link, _host } = joined(config, &format!("sizes-{record_bytes}"));
         let config = sample.config();
+        let mut in_place = Vec::new();
         for record in 0..3 {
             assert!(get(&*link, config, record).unwrap().unwrap() == config.content(record));
             let mut into = vec![0; record_bytes as usize];
@@ -67,11 +74,15 @@ fn records_of_every_size_are_copied_or_read_in_place() {
             assert_eq!(ops[0].outcome(), Some(Ok(())));
             assert_eq!(context.root_of(digests), context.payload(&config.content(record), |_| ()));
 
-            let mut reader = link.local().expect("it is mapped").reader().unwrap();
+            let mut reader = SharedReader::new(Arc::clone(link.local().expect("it is mapped"))).unwrap();
             match reader.get(&config.id(record), SystemClock.now()) {
-                Lookup::Hit(guard) => assert!(guard.bytes() == config.content(record)),
+                SharedLookup::Hit(guard) => in_place.push(guard),
                 other => panic!("{other:?}"),
             }
+        }
+        drop(link);
+        for (record, guard) in (0..).zip(in_place) {
+            assert!(guard.bytes() == config.content(record), "what is held outlives the link");
         }
     }
 }
@@ -178,4 +189,95 @@ fn the_best_engine_that_gets_through_is_chosen_and_seen() {
     assert!(shown().contains("moontide_transfer_links{engine=\"shm\"} 0"));
     assert!(shown().contains("moontide_transfer_connects_failed_total{engine=\"shm\"} 1"));
     std::fs::remove_file(door("choice")).unwrap();
+}
+
+/// A sample that remembers what it was told of ended processes.
+#[derive(Debug)]
+struct Bereaved {
+    sample: Sample,
+    told: Mutex<Vec<(SegmentId, SlotId, Epoch)>>,
+}
+
+impl Owner for Bereaved {
+    fn node(&self) -> NodeId {
+        self.sample.node()
+    }
+
+    fn heap(&self) -> &NodeHeap {
+        self.sample.heap()
+    }
+
+    fn greets(&self, hello: &Hello) -> Result<(), ErrorCode> {
+        self.sample.greets(hello)
+    }
+
+    fn admits(&self, op: &TransferOp) -> bool {
+        self.sample.admits(op)
+    }
+
+    fn call(
+        &self,
+        caller: Caller,
+        kind: FrameKind,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
+        self.sample.call(caller, kind, body, deadline)
+    }
+
+    fn abandoned(&self, records: &[(SegmentId, SlotId, Epoch)]) {
+        self.told.lock().unwrap().extend_from_slice(records);
+    }
+}
+
+fn abandoned_config() -> SampleConfig {
+    SampleConfig { record_bytes: 5000, readable: 1, writable: 3, begun: false, ..Default::default() }
+}
+
+/// Not a test: what the child process of the next one runs, when told so by the environment.
+#[test]
+fn child() {
+    let Ok(address) = std::env::var("MOONTIDE_TEST_SHM") else { return };
+    let config = abandoned_config();
+    let peer = Peer { node: config.node, addresses: vec![(EngineKind::Shm, address)] };
+    let link = engine(&Metrics::new()).connect(&peer, soon()).unwrap();
+    for record in [1, 3] {
+        call(&*link, FrameKind::Begin, config.begin_body(record), soon()).unwrap();
+    }
+    println!("two begun");
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+fn the_owner_is_told_what_an_ended_process_was_writing() {
+    let config = abandoned_config();
+    let told = Mutex::default();
+    let owner = Arc::new(Bereaved { sample: Sample::new(config.clone()).unwrap(), told });
+    let stale_after = Duration::from_secs(600);
+    let host = HostConfig { door: door("abandoned"), more_uids: Vec::new(), stale_after, streams_max: 64 };
+    // SAFETY: node and client are this test, which keeps to the protocol.
+    let host = unsafe { Host::start(host, Arc::clone(&owner) as _, Metrics::new()) }.unwrap();
+
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "child", "--nocapture"]).stdout(Stdio::piped());
+    let mut child = command.env("MOONTIDE_TEST_SHM", address(host.door()).unwrap()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("two begun")), "the child wrote nothing");
+    assert_eq!(*owner.told.lock().unwrap(), [], "it is alive");
+    child.kill().unwrap();
+    child.wait().unwrap();
+
+    let give_up = soon();
+    while owner.told.lock().unwrap().is_empty() {
+        assert!(Instant::now() < give_up, "nobody told");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut told = owner.told.lock().unwrap().clone();
+    told.sort();
+    let begun = |record| (SegmentId(0), SlotId(record), config.epoch(record));
+    assert_eq!(told, [begun(1), begun(3)]);
+    // Dead: the slot does not take the same version again.
+    let (segment, slot, epoch) = begun(1);
+    assert_eq!(owner.heap().kill(segment, slot, epoch, MonoTime(0)), Killed::Already);
+    std::fs::remove_file(host.door()).unwrap();
 }

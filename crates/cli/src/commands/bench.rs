@@ -5,6 +5,8 @@
 
 mod figures;
 mod meta;
+mod store;
+mod trace;
 mod transfer;
 
 use clap::{ArgMatches, Command, FromArgMatches, Subcommand};
@@ -23,6 +25,24 @@ enum Bench {
     /// The process whose memory `bench transfer` reads and writes
     #[command(hide = true)]
     TransferOwner(transfer::OwnerArgs),
+    /// Objects in memory of this host: in place, copied, put
+    #[command(after_help = store::LOCAL_EXAMPLES)]
+    Local(store::LocalArgs),
+    /// Objects in another process's memory, over TCP
+    #[command(after_help = store::REMOTE_EXAMPLES)]
+    Remote(store::RemoteArgs),
+    /// Many callers who read and write; also more than can be served
+    #[command(after_help = store::MIXED_EXAMPLES)]
+    Mixed(store::MixedArgs),
+    /// Replay a trace of KV-cache traffic
+    #[command(after_help = store::REPLAY_EXAMPLES)]
+    Trace(store::ReplayArgs),
+    /// Make a trace of KV-cache traffic: users, conversations, shared system prompts
+    #[command(after_help = trace::GENERATE_EXAMPLES)]
+    TraceGen(trace::GenerateArgs),
+    /// Sum up a trace: its size, its working set, what an infinite cache would make of it
+    #[command(after_help = trace::INFO_EXAMPLES)]
+    TraceInfo(trace::InfoArgs),
 }
 
 pub(crate) fn command() -> Command {
@@ -37,6 +57,12 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Meta(args) => meta::run(&args),
         Bench::Transfer(args) => transfer::run(&args),
         Bench::TransferOwner(args) => transfer::run_owner(&args),
+        Bench::Local(args) => store::local(&args),
+        Bench::Remote(args) => store::remote(&args),
+        Bench::Mixed(args) => store::mixed(&args),
+        Bench::Trace(args) => store::replay(&args),
+        Bench::TraceGen(args) => trace::generate(&args),
+        Bench::TraceInfo(args) => trace::info(&args),
     };
     measured.map_err(Failure::failed)
 }

@@ -2,20 +2,15 @@
 //!
 //! Flags are made from [`MasterConfig::SETTINGS`], so that help texts, the printed file and what is in force agree.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use moontide_master::{ENVIRONMENT_PREFIX, MasterConfig, Server, StartError};
-use tokio::signal::unix::{SignalKind, signal};
-use tracing::{info, warn};
-use tracing_subscriber::EnvFilter;
+use tracing::warn;
 
 use super::Failure;
-
-/// Names what is logged, as `info` or `moontide_master=debug,info`.
-const LOG_VARIABLE: &str = "MOONTIDE_LOG";
-const LOG_DEFAULT: &str = "info";
+use crate::process::{LOG_SERVER, Signals, abort_on_panic, log_to_stderr};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -75,62 +70,28 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         let valid = loaded.config.validate().map_err(Failure::usage)?;
         return std::io::stdout().write_all(valid.to_toml().as_bytes()).map_err(Failure::failed);
     }
-    log_to_stderr();
+    log_to_stderr(LOG_SERVER);
     abort_on_panic();
     for variable in loaded.unknown_variables {
         warn!(variable, prefix = ENVIRONMENT_PREFIX, "a variable begins like ours and names no setting");
     }
-    // Signals first: one that comes while the master starts must not be lost.
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failure::failed)?;
-    let _entered = runtime.enter();
-    let mut terminate = signal(SignalKind::terminate()).map_err(Failure::failed)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::failed)?;
+    let signals = Signals::catch().map_err(Failure::failed)?;
     let server = Server::start(loaded.config).map_err(|error| match error {
         StartError::Config(_) => Failure::usage(error),
         _ => Failure::failed(error),
     })?;
     announce(&server).map_err(Failure::failed)?;
-    let name = runtime.block_on(async {
-        tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-        }
-    });
-    info!(signal = name, "told to stop");
+    signals.wait();
     server.shutdown();
     Ok(())
 }
 
 /// One line per address, for people and for scripts that asked for port 0.
-fn announce(server: &Server) -> std::io::Result<()> {
+pub(super) fn announce(server: &Server) -> std::io::Result<()> {
     let addresses = server.addresses();
     let mut out = std::io::stdout().lock();
     writeln!(out, "grpc {}", addresses.grpc)?;
     writeln!(out, "frame {}", addresses.frame)?;
     writeln!(out, "admin http://{}", addresses.admin)?;
     out.flush()
-}
-
-fn log_to_stderr() {
-    let filter = std::env::var(LOG_VARIABLE).unwrap_or_else(|_| LOG_DEFAULT.to_owned());
-    let filter = EnvFilter::try_new(&filter).unwrap_or_else(|error| {
-        eprintln!("moontide: {LOG_VARIABLE} is wrong ({error}); logging {LOG_DEFAULT}");
-        EnvFilter::new(LOG_DEFAULT)
-    });
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
-}
-
-/// A panic is a bug, and may leave half a change behind. The nodes' headers are the truth: a new start rebuilds from
-/// them, which is better than going on.
-fn abort_on_panic() {
-    let usual = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        usual(panic);
-        std::process::abort();
-    }));
 }

@@ -1,11 +1,11 @@
 //! Ledgers: one region per client process, in which it names the slots it is using.
 //!
 //! ```text
-//!   0      4096                          cells_end                              touch_end
-//!   ├ page ─┤─ groups of 16 cells of 8 B ─┤─ touch bitmap, a bit per slot ──────┤
+//!   0      4096                          cells_end               counts_end                        touch_end
+//!   ├ page ─┤─ groups of 16 cells of 8 B ─┤─ 128 B counts a group ─┤─ touch bitmap, a bit per slot ──┤
 //! ```
 //!
-//! The node makes the region and passes it; from then on only the client writes cells and touch bits, and
+//! The node makes the region and passes it; from then on only the client writes cells, counts and touch bits, and
 //! only the node reads them. When the client's process ends, the node drops the ledger whole: nothing is
 //! decremented, so nothing can be decremented twice or not at all.
 //!
@@ -22,12 +22,17 @@ use moontide_types::{ClientId, SegmentId, SlotId};
 
 use crate::cell::{CELLS_PER_GROUP, Cell, CellGroup, SlotName, scan};
 use crate::index::prefetch;
+use crate::shm::reads::{LocalReads, ReadCounts};
 use crate::shm::region::{HugePages, Protection, Region, RegionError};
 use crate::sync::{AtomicU64, Ordering};
 
 const PAGE_BYTES: u64 = 4096;
-const MAGIC: u64 = u64::from_le_bytes(*b"MTLEDGR1");
+const MAGIC: u64 = u64::from_le_bytes(*b"MTLEDGR2");
 const GROUP_BYTES: u64 = (CELLS_PER_GROUP * size_of::<Cell>()) as u64;
+const COUNTS_BYTES: u64 = size_of::<ReadCounts>() as u64;
+
+/// Counts and touch words stand where they are aligned.
+const _: () = assert!(PAGE_BYTES.is_multiple_of(COUNTS_BYTES) && GROUP_BYTES.is_multiple_of(COUNTS_BYTES));
 
 /// Groups of a ledger: 256 threads that read, or fewer that hold many guards; 4,096 cells in 32 KiB.
 pub const GROUPS_PER_LEDGER: u64 = 256;
@@ -90,7 +95,8 @@ struct Ledger {
 impl Ledger {
     fn create(slots_max: u64) -> Result<Ledger, LedgerError> {
         let (groups, touch_words) = (GROUPS_PER_LEDGER, slots_max.div_ceil(64));
-        let len = (PAGE_BYTES + groups * GROUP_BYTES + touch_words * 8).next_multiple_of(PAGE_BYTES);
+        let parts = PAGE_BYTES + groups * (GROUP_BYTES + COUNTS_BYTES) + touch_words * 8;
+        let len = parts.next_multiple_of(PAGE_BYTES);
         let region = Region::create("moontide-ledger", len, HugePages::IfAllowed, Protection::AllWrite)?;
         let page = LedgerPage { magic: MAGIC, groups, touch_words, groups_used: AtomicU64::new(0) };
         // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
@@ -110,8 +116,8 @@ impl Ledger {
         }
         let (groups, touch_words) = (page.groups, page.touch_words);
         let end = groups
-            .checked_mul(GROUP_BYTES)
-            .and_then(|cells| touch_words.checked_mul(8)?.checked_add(cells)?.checked_add(PAGE_BYTES));
+            .checked_mul(GROUP_BYTES + COUNTS_BYTES)
+            .and_then(|parts| touch_words.checked_mul(8)?.checked_add(parts)?.checked_add(PAGE_BYTES));
         let fits = (1..=GROUPS_PER_LEDGER).contains(&groups) && end.is_some_and(|end| end <= len);
         if !fits || !region.is_writable() {
             return Err(shape(groups, touch_words));
@@ -125,8 +131,15 @@ impl Ledger {
         unsafe { self.region.slice(offset, groups * CELLS_PER_GROUP as u64) }
     }
 
+    fn counts(&self, first_group: u64, groups: u64) -> &[ReadCounts] {
+        let offset = PAGE_BYTES + self.groups * GROUP_BYTES + first_group * COUNTS_BYTES;
+        // SAFETY: counts are atomic integers, and spare ones that nobody looks at.
+        unsafe { self.region.slice(offset, groups) }
+    }
+
     fn touched(&self) -> &[AtomicU64] {
-        self.region.atomics(PAGE_BYTES + self.groups * GROUP_BYTES, self.touch_words)
+        let offset = PAGE_BYTES + self.groups * (GROUP_BYTES + COUNTS_BYTES);
+        self.region.atomics(offset, self.touch_words)
     }
 
     /// Not through the page: its other fields are plain, and the client can write them.
@@ -171,6 +184,11 @@ impl OwnLedger {
     #[inline]
     pub(crate) fn group(&self, group: u32) -> CellGroup<'_> {
         CellGroup::new(self.ledger.cells(group.into(), 1))
+    }
+
+    /// What the group's thread has read in place.
+    pub(crate) fn counts(&self, group: u32) -> &ReadCounts {
+        &self.ledger.counts(group.into(), 1)[0]
     }
 
     /// Leaves a mark that the slot with this number was used. Costs a store only the first time.
@@ -225,9 +243,19 @@ impl ClientLedger {
 
     /// The cells in which the client may name something.
     pub(crate) fn cells_in_use(&self) -> &[Cell] {
+        self.ledger.cells(0, self.groups_used())
+    }
+
+    fn groups_used(&self) -> u64 {
         // The client may write anything here; more groups than there are means all.
-        let used = self.ledger.groups_used().load(Ordering::Relaxed).min(self.ledger.groups);
-        self.ledger.cells(0, used)
+        self.ledger.groups_used().load(Ordering::Relaxed).min(self.ledger.groups)
+    }
+
+    /// What the client says to have read in place so far.
+    pub fn reads(&self) -> LocalReads {
+        let mut sum = LocalReads::default();
+        self.ledger.counts(0, self.groups_used()).iter().for_each(|counts| sum.add(counts.load()));
+        sum
     }
 
     /// Takes the marks that the client left, clearing them: the numbers of slots that were used.
@@ -256,6 +284,8 @@ pub struct Ledgers {
     own: OwnCells,
     slots_max: u64,
     last_client: AtomicU64,
+    /// Reads of those who were forgotten. Changed under the write lock of `clients`.
+    past_reads: Mutex<LocalReads>,
 }
 
 impl Ledgers {
@@ -266,6 +296,7 @@ impl Ledgers {
             own: OwnCells::default(),
             slots_max,
             last_client: AtomicU64::new(0),
+            past_reads: Mutex::default(),
         }
     }
 
@@ -287,7 +318,19 @@ impl Ledgers {
     /// Forgets a client whose process has ended, or that never got its ledger. Everything that it had pinned is
     /// free after the next reclaim. `false` if it was forgotten before.
     pub(crate) fn forget(&self, client: ClientId) -> bool {
-        self.clients.write().unwrap_or_else(PoisonError::into_inner).remove(&client).is_some()
+        let mut clients = self.clients.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(gone) = clients.remove(&client) else { return false };
+        // Under the lock: whoever adds up finds the client's reads in one of the two places.
+        self.past_reads.lock().unwrap_or_else(PoisonError::into_inner).add(gone.reads());
+        true
+    }
+
+    /// What all clients of this node have read in place, those that have ended included. Falls only if a client lies.
+    pub fn reads(&self) -> LocalReads {
+        let clients = self.read();
+        let mut sum = *self.past_reads.lock().unwrap_or_else(PoisonError::into_inner);
+        clients.values().for_each(|client| sum.add(client.reads()));
+        sum
     }
 
     /// The ledger of a client that was admitted and not forgotten.

@@ -23,6 +23,7 @@ use crate::shm::board::{BoardError, BoardView};
 use crate::shm::fill::digest_context;
 use crate::shm::grant::Writer;
 use crate::shm::ledger::{LedgerError, OwnLedger};
+use crate::shm::reads::ReadCounts;
 use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
 use crate::sync::{AtomicU64, Ordering};
@@ -124,7 +125,7 @@ impl LocalHeap {
             return None;
         }
         let group = self.ledger.take_group()?;
-        Some(Reader { heap: self, groups: vec![group], allowance: 0 })
+        Some(Reader { heap: self, groups: vec![group], counts: self.ledger.counts(group), allowance: 0 })
     }
 
     /// Whether the mappings are there: not in a child that was forked after they were made.
@@ -162,6 +163,8 @@ pub enum Lookup<'h> {
 pub struct Reader<'h> {
     heap: &'h LocalHeap,
     groups: Vec<u32>,
+    /// Those of its first group: they are its own for as long as it has the group.
+    counts: &'h ReadCounts,
     /// Bytes that may certainly be pinned before the guards that are left have to be counted again. Counting
     /// them costs a look at all cells; keeping an exact sum would cost every guard two atomic additions.
     allowance: u64,
@@ -176,7 +179,7 @@ struct Vacancy<'h> {
 }
 
 impl<'h> Reader<'h> {
-    /// Looks for an object. `now` is [`Clock::now`](moontide_types::Clock::now) or a coarser reading of the same
+    /// Looks for an object, and counts it in the ledger: see [`Ledgers::reads`](crate::Ledgers::reads). `now` is [`Clock::now`](moontide_types::Clock::now) or a coarser reading of the same
     /// clock; it is only compared with the node's beat.
     #[inline]
     pub fn get(&mut self, id: &ObjectId, now: MonoTime) -> Lookup<'h> {
@@ -193,13 +196,21 @@ impl<'h> Reader<'h> {
         match found {
             Some(guard) => {
                 heap.ledger.touch(guard.pin.regions.number(guard.pin.slot));
-                self.admit(guard, vacancy)
+                let admitted = self.admit(guard, vacancy);
+                if let Lookup::Hit(guard) = &admitted {
+                    self.counts.hit(guard.pin.header.stripe_len);
+                }
+                admitted
             }
-            None => Lookup::Miss,
+            None => {
+                self.counts.miss();
+                Lookup::Miss
+            }
         }
     }
 
-    /// Pins the slot that the master named, in the version that the master named.
+    /// Pins the slot that the master named, in the version that the master named. Not counted: what is read on a
+    /// master's word was counted by the master.
     pub fn get_at(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch, now: MonoTime) -> Lookup<'h> {
         if !self.heap.board.is_usable(now) {
             return Lookup::Closed;

@@ -10,7 +10,7 @@ use crate::shm::board::{Board, BoardError};
 use crate::shm::death::Ended;
 use crate::shm::fill::{digest_context, page_span, pages};
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
-use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers, OwnCells};
+use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers};
 use crate::shm::owner::Segment;
 use crate::shm::region::HugePages;
 use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
@@ -61,6 +61,9 @@ impl NodeHeap {
 
     /// Adds a segment of `slots` headers and `units` units, a multiple of 8: whole pages of 4 KiB. The slots of all
     /// segments together are at most the heap's `slots_max`. `huge` is for the payload.
+    ///
+    /// The segment's generation is the heap's: what was granted in an earlier life of the node, on a segment of the same
+    /// number, is refused.
     pub fn add_segment(&self, slots: u32, units: u32, huge: HugePages) -> Result<Arc<Segment>, SegmentError> {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
         let first_number = segments.iter().map(|s| u64::from(s.shape().slots)).sum::<u64>();
@@ -68,7 +71,7 @@ impl NodeHeap {
         if first_number + u64::from(slots) > self.board.slots_max() {
             return Err(SegmentError::SlotsMax { slots, used: first_number, max: self.board.slots_max() });
         }
-        let shape = SegmentShape { segment, generation: Generation(1), slots, units, first_number };
+        let shape = SegmentShape { segment, generation: self.node.1, slots, units, first_number };
         let pages = SegmentPages { headers: self.huge, payload: huge };
         let segment = Arc::new(Segment::create(shape, self.node, pages)?);
         segments.push(Arc::clone(&segment));
@@ -111,7 +114,28 @@ impl NodeHeap {
         owner.commit(slot, epoch, root, writer, &self.board, &self.ledgers)
     }
 
-    /// WRITING or READY → DEAD, at once. The space comes back by [`NodeHeap::reclaim`], not before `not_before`.
+    /// WRITING → READY in one step, for a record that the node writes: claims the whole of it, digests what is not yet,
+    /// compares with the root, and lets readers in without letting go of the claim. A late write of the same bytes,
+    /// from a connection that was given up, cannot come in between. [`CommitError::Claimed`]: one is at it just now; try
+    /// again in a moment. Repeating it with the same root is harmless.
+    pub fn publish(
+        &self,
+        segment: SegmentId,
+        slot: SlotId,
+        epoch: Epoch,
+        root: u64,
+    ) -> Result<(), CommitError> {
+        match self.claim(segment, slot, epoch) {
+            Some(claim) => claim.publish(root),
+            None => {
+                let owner = self.segment(segment).ok_or(CommitError::Slot { segment, slot })?;
+                owner.unclaimed(slot, epoch, root)
+            }
+        }
+    }
+
+    /// WRITING or READY → DEAD, at once. The space comes back by [`NodeHeap::reclaim`], not before `not_before`. A
+    /// second kill with an earlier time brings it forward, and never puts it off.
     pub fn kill(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, not_before: MonoTime) -> Killed {
         match self.segment(segment) {
             Some(owner) => owner.kill(slot, epoch, not_before, &self.board),
@@ -149,18 +173,19 @@ impl NodeHeap {
         out
     }
 
-    /// A client's process has ended: its pins are void, and what it was writing dies. Returns how many records
-    /// that were.
-    pub fn client_died(&self, ended: Ended) -> usize {
+    /// A client's process has ended: its pins are void, and what it was writing dies. Returns which records those
+    /// were.
+    pub fn client_died(&self, ended: Ended) -> Vec<(SegmentId, SlotId, Epoch)> {
         let client = ended.client();
         self.ledgers.forget(client);
-        let mut killed = 0;
+        let mut killed = Vec::new();
         for segment in self.segments() {
             let id = segment.shape().segment;
             for (slot, epoch) in segment.slots_written_by(Writer::Client(client)) {
                 // Nobody but the writer had access, so there is no lease to wait for.
-                let dying = self.kill(id, slot, epoch, MonoTime(0)) == Killed::Dying;
-                killed += usize::from(dying);
+                if self.kill(id, slot, epoch, MonoTime(0)) == Killed::Dying {
+                    killed.push((id, slot, epoch));
+                }
             }
         }
         killed
@@ -217,20 +242,19 @@ impl NodeHeap {
 struct OwnPin<'a> {
     owner: Arc<Segment>,
     cell: Arc<Cell>,
-    cells: &'a OwnCells,
+    heap: &'a NodeHeap,
     slot: SlotId,
     word: Word,
 }
 
 impl<'a> OwnPin<'a> {
     fn acquire(heap: &'a NodeHeap, owner: Arc<Segment>, slot: SlotId, expect: Expect) -> Option<OwnPin<'a>> {
-        let cells = heap.ledgers.own();
-        let cell = cells.take();
+        let cell = heap.ledgers.own().take();
         let name = SlotName::new(owner.regions.shape.segment, slot);
         match owner.regions.word(slot).and_then(|word| cell.acquire(name, word, expect).ok()) {
-            Some(word) => Some(OwnPin { owner, cell, cells, slot, word }),
+            Some(word) => Some(OwnPin { owner, cell, heap, slot, word }),
             None => {
-                cells.give(cell);
+                heap.ledgers.own().give(cell);
                 None
             }
         }
@@ -245,7 +269,7 @@ impl<'a> OwnPin<'a> {
 impl Drop for OwnPin<'_> {
     fn drop(&mut self) {
         self.cell.release();
-        self.cells.give(Arc::clone(&self.cell));
+        self.heap.ledgers.own().give(Arc::clone(&self.cell));
     }
 }
 
@@ -330,6 +354,24 @@ impl NodeClaim<'_> {
     /// # Panics
     /// If the claim is not on the whole payload.
     pub fn complete(mut self) -> u64 {
+        self.root()
+    }
+
+    /// Digests the pages that were not sealed, compares with the root, and lets readers in: see [`NodeHeap::publish`].
+    /// On an error the record is as it was, and the claim has ended.
+    ///
+    /// # Panics
+    /// If the claim is not on the whole payload.
+    pub fn publish(mut self, root: u64) -> Result<(), CommitError> {
+        let found = self.root();
+        if !self.header.flags.digestless() && found != root {
+            return Err(CommitError::Root { found, named: root });
+        }
+        let header = Header { root, ..self.header };
+        self.held.owner.publish_claimed(self.held.slot, &header, &self.held.heap.board)
+    }
+
+    fn root(&mut self) -> u64 {
         assert_eq!(self.range.len(), self.header.stripe_len, "only the whole record has a root");
         if self.header.flags.digestless() {
             return 0;

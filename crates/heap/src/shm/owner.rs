@@ -9,7 +9,7 @@
 //!   of a reclaim;
 //! - a slot is in the index ⇒ it is READY.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -26,6 +26,7 @@ use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed
 use crate::shm::ledger::Ledgers;
 use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
+use crate::shm::trailer::Trailer;
 use crate::word::Transition;
 
 /// A segment as its owner sees it.
@@ -42,7 +43,8 @@ struct Books {
     obeyed: Term,
     taken: ExtentMap,
     writing: HashMap<SlotId, Writing>,
-    dying: Vec<Dying>,
+    /// By slot: a slot dies once before it is used again.
+    dying: BTreeMap<SlotId, Dying>,
 }
 
 /// Who writes a record. A client's claim is a cell in its ledger; the node's own are noted here, too, so that no two
@@ -72,7 +74,7 @@ impl Segment {
             obeyed: Term::ZERO,
             taken: ExtentMap::new(shape.units),
             writing: HashMap::new(),
-            dying: Vec::new(),
+            dying: BTreeMap::new(),
         };
         let obeyed = AtomicU32::new(Term::ZERO.get());
         Ok(Segment { regions: SegmentRegions::create(shape, of, huge)?, books: Mutex::new(books), obeyed })
@@ -112,18 +114,21 @@ impl Segment {
         Term::new(self.obeyed.load(Ordering::Relaxed)).expect("a term was stored")
     }
 
-    /// Every slot that is not FREE, with its header, as the books are now. For reports and for inspection. The root
-    /// of a WRITING record is not one yet. `record` runs under the segment's lock and must not call the heap.
-    pub fn for_each_record(&self, mut record: impl FnMut(SlotId, &Header)) {
+    /// Every slot that is not FREE, with its header and what stands behind its payload, as the books are now. For
+    /// reports and for inspection. The root of a WRITING record is not one yet. `record` runs under the segment's
+    /// lock and must not call the heap.
+    pub fn for_each_record(&self, mut record: impl FnMut(SlotId, &Header, Option<Trailer<'_>>)) {
         let _books = self.books();
+        let mut scratch = Vec::new();
         for slot in (0..self.regions.shape.slots).map(SlotId) {
             let word = self.regions.word(slot).expect("in range").load();
             if word.state() == State::Free {
                 continue;
             }
             // SAFETY: this is the owner, with the lock.
-            let header = unsafe { self.regions.header(slot, word) };
-            record(slot, &header.expect("only the owner writes headers"));
+            let header = unsafe { self.regions.header(slot, word) }.expect("only the owner writes headers");
+            let trailer = self.regions.trailer(&header, &mut scratch);
+            record(slot, &header, trailer);
         }
     }
 
@@ -222,14 +227,7 @@ impl Segment {
         let mut books = self.books();
         let found = word.load();
         if found == Word::new(epoch, State::Ready) {
-            // The answer to the first attempt was lost, unless it was about other bytes.
-            // SAFETY: this is the owner, with the lock.
-            let done = unsafe { self.regions.header(slot, found) }.expect("only the owner writes headers");
-            return if done.root == root {
-                Ok(())
-            } else {
-                Err(CommitError::Root { found: done.root, named: root })
-            };
+            return self.published_as(slot, found, root);
         }
         if found != Word::new(epoch, State::Writing) {
             return Err(CommitError::Word { found, named: epoch });
@@ -262,9 +260,16 @@ impl Segment {
             }
         }
         header.root = root;
+        self.let_readers_in(&mut books, slot, &header, board);
+        Ok(())
+    }
+
+    /// The last step of a commit: DEAD, which the word was shut to, → READY.
+    fn let_readers_in(&self, books: &mut Books, slot: SlotId, header: &Header, board: &Board) {
+        let segment = self.regions.shape.segment;
         // SAFETY: this is the owner, with the lock; no writer and no reader is there, nor let in.
-        unsafe { self.regions.write_header(slot, &header) };
-        let published = word.publish_shut(epoch);
+        unsafe { self.regions.write_header(slot, header) };
+        let published = self.regions.word(slot).expect("it was shut").publish_shut(header.word.epoch());
         assert!(matches!(published, Transition::Done(_)), "only the owner changes words, under its lock");
         books.writing.remove(&slot);
         // A stripe alone is of no use to a local reader.
@@ -273,7 +278,53 @@ impl Segment {
         {
             board.count_overflow();
         }
+    }
+
+    /// WRITING → READY for a record that the node writes and of which the caller claims the whole payload, digested:
+    /// no other claim has a byte of it, and none is granted before readers are let in. `header` is the record's, with
+    /// its root.
+    pub(super) fn publish_claimed(
+        &self,
+        slot: SlotId,
+        header: &Header,
+        board: &Board,
+    ) -> Result<(), CommitError> {
+        let word = self.regions.word(slot).expect("it is claimed");
+        let mut books = self.books();
+        // A client that asks for this record by mistake looks at its header before it is refused; none is let in to
+        // do so from here on.
+        match word.shut(header.word.epoch()) {
+            Transition::Done(_) => {}
+            // It was killed.
+            _ => return Err(CommitError::Word { found: word.load(), named: header.word.epoch() }),
+        }
+        self.let_readers_in(&mut books, slot, header, board);
         Ok(())
+    }
+
+    /// Why the whole of a record could not be claimed to be published, or that it is published already.
+    pub(super) fn unclaimed(&self, slot: SlotId, epoch: Epoch, root: u64) -> Result<(), CommitError> {
+        let segment = self.regions.shape.segment;
+        let word = self.regions.word(slot).ok_or(CommitError::Slot { segment, slot })?;
+        let books = self.books();
+        let found = word.load();
+        if found == Word::new(epoch, State::Ready) {
+            return self.published_as(slot, found, root);
+        }
+        if found != Word::new(epoch, State::Writing) {
+            return Err(CommitError::Word { found, named: epoch });
+        }
+        let by_node = books.writing.get(&slot).is_some_and(|writing| writing.writer == Writer::Node);
+        // Perhaps the claim that was in the way has ended just now: then the next attempt will do.
+        Err(if by_node { CommitError::Claimed } else { CommitError::Writer })
+    }
+
+    /// Whether a READY record is the one that somebody says to have written: the answer to the first attempt was
+    /// lost, unless it was about other bytes. The caller has the lock.
+    fn published_as(&self, slot: SlotId, word: Word, root: u64) -> Result<(), CommitError> {
+        // SAFETY: this is the owner, with the lock.
+        let found = unsafe { self.regions.header(slot, word) }.expect("only the owner writes headers").root;
+        if found == root { Ok(()) } else { Err(CommitError::Root { found, named: root }) }
     }
 
     /// Notes that a thread of the node fills a range of a record's payload, which no other thread does; the record's
@@ -319,7 +370,13 @@ impl Segment {
         let mut books = self.books();
         let old = match word.kill(epoch) {
             Transition::Done(old) => old,
-            Transition::Already => return Killed::Already,
+            Transition::Already => {
+                // Killed so that nobody enters, with a lease to wait for; whoever kills again may know that it is over.
+                if let Some(dying) = books.dying.get_mut(&slot) {
+                    dying.not_before = dying.not_before.min(not_before);
+                }
+                return Killed::Already;
+            }
             Transition::Refused(now) if now == Word::new(epoch, State::Free) => return Killed::Already,
             Transition::Refused(_) => return Killed::NotThere,
         };
@@ -333,7 +390,7 @@ impl Segment {
             board.index().remove(&header.id, Place { segment, slot });
         }
         let freed = Freed { segment, slot, epoch, extent: Extent { start, units } };
-        books.dying.push(Dying { freed, not_before });
+        books.dying.insert(slot, Dying { freed, not_before });
         Killed::Dying
     }
 
@@ -348,8 +405,8 @@ impl Segment {
     /// Takes the dying records whose time has come out of the list. They are DEAD.
     pub(super) fn take_dying(&self, now: MonoTime) -> (Vec<Dying>, usize) {
         let mut books = self.books();
-        let (due, later): (Vec<_>, Vec<_>) = books.dying.drain(..).partition(|d| d.not_before <= now);
-        books.dying = later;
+        let due =
+            books.dying.extract_if(.., |_, dying| dying.not_before <= now).map(|(_, dying)| dying).collect();
         (due, books.dying.len())
     }
 
@@ -364,7 +421,7 @@ impl Segment {
         for dying in due {
             let Freed { segment, slot, epoch, extent } = dying.freed;
             if pinned(segment, slot) {
-                books.dying.push(dying);
+                books.dying.insert(slot, dying);
                 out.draining += 1;
                 continue;
             }

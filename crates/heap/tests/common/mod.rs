@@ -171,7 +171,7 @@ impl TestNode {
             assert_eq!(books.free_slots.len(), shape.slots as usize, "slots leaked in {:?}", shape.segment);
             let stats = books.allocator.stats();
             assert_eq!((stats.free_units, stats.free_blocks), (shape.units, 1), "{stats:?}");
-            segment.for_each_record(|slot, header| panic!("{slot} still holds {header:?}"));
+            segment.for_each_record(|slot, header, _| panic!("{slot} still holds {header:?}"));
         }
         assert!(self.heap.board().index().is_empty(), "the index still has entries");
     }

@@ -313,7 +313,11 @@ impl Owner {
             let is_named = |e: &Entry| named.contains(&(e.granted.segment, e.granted.slot));
             let claims = directory.of(|e| e.writer == client && e.life == Life::Writing);
             let pins = directory.of(|e| e.life == Life::Dead && is_named(e));
-            assert_eq!(self.node.heap.client_died(ended), claims.len(), "what client {client} was writing");
+            assert_eq!(
+                self.node.heap.client_died(ended).len(),
+                claims.len(),
+                "what client {client} was writing"
+            );
             claims.iter().for_each(|&epoch| directory.mark_dead(epoch));
             (pid, claims, pins)
         };

@@ -179,7 +179,9 @@ impl Service {
             orders_outstanding: node.orders_outstanding(),
         };
         let mut nodes: Vec<NodeInfo> = self.nodes.read().values().map(info).collect();
-        nodes.sort_by_key(|node| node.node);
+        // One that registers again has two sessions for a moment: the newer one, which has the larger number, counts.
+        nodes.sort_by_key(|node| (node.node, std::cmp::Reverse(node.session)));
+        nodes.dedup_by_key(|node| node.node);
         nodes
     }
 

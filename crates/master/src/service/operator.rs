@@ -5,10 +5,14 @@ use moontide_proto::convert::{
     ClusterFacts, ClusterInfo, EvictRequest, GetTenantsRequest, ListKeysRequest, ListSegmentsRequest,
     QueryKeysRequest, RequestContext, ResponseContext, SetTenantQuotaRequest, Wire,
 };
+use moontide_proto::limits::NODES_MAX;
 use moontide_proto::{PackedBuilder, PackedKeysBuilder, ProtocolVersions, v1};
+use moontide_types::bounds::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, Key};
+use prost::Message;
 
 use super::hot::handle;
+use super::nodes::NodeInfo;
 use super::{Codes, MAP_VERSION, Service, refused};
 
 /// Objects that one call may evict in a group before the group is given to others for a moment.
@@ -16,6 +20,9 @@ const EVICT_PER_LOCK: usize = 256;
 
 /// Objects that one call may evict in all: a call has to end.
 const EVICT_PER_CALL: u64 = 1 << 20;
+
+/// What a list of nodes leaves for the context in front of it: some numbers, and no map.
+const CONTEXT_BYTES_MAX: usize = 1 << 10;
 
 impl Service {
     /// Keys of a tenant, page by page, in no order.
@@ -153,6 +160,29 @@ impl Service {
         ClusterInfo::new(context, facts).to_wire()
     }
 
+    /// Which nodes are registered, and how to reach them. Those that do not fit into a message are left off, and that
+    /// is logged.
+    pub fn get_nodes(&self, m: &v1::GetNodesRequest) -> v1::GetNodesResponse {
+        if let Err(code) = self.answers(&m.context) {
+            return v1::GetNodesResponse { context: Some(self.refusal(code)), ..Default::default() };
+        }
+        let known = self.nodes();
+        let mut nodes = Vec::with_capacity(known.len().min(NODES_MAX));
+        let mut room = REQUEST_BYTES_MAX - CONTEXT_BYTES_MAX;
+        for info in &known {
+            let detail = node_detail(info);
+            // Its tag, and a length of at most three bytes.
+            let bytes = detail.encoded_len() + 4;
+            if nodes.len() == NODES_MAX || bytes > room {
+                tracing::warn!(known = known.len(), told = nodes.len(), "more nodes than an answer holds");
+                break;
+            }
+            room -= bytes;
+            nodes.push(detail);
+        }
+        v1::GetNodesResponse { context: Some(self.context(None)), nodes }
+    }
+
     /// Evicts until usage is below a ratio, as far as nobody holds what is there.
     pub fn evict(&self, m: &v1::EvictRequest) -> v1::EvictResponse {
         let target = EvictRequest::from_wire(m).map_err(refused).and_then(|request| {
@@ -283,6 +313,20 @@ impl Service {
         let context = context.as_ref().ok_or(ErrorCode::InvalidArgument)?;
         let context = RequestContext::from_wire(context).map_err(refused)?;
         self.caller(context).map(|_| ())
+    }
+}
+
+fn node_detail(info: &NodeInfo) -> v1::NodeDetail {
+    let address = |(engine, address): &(Box<str>, Box<str>)| v1::Address {
+        engine: engine.clone().into(),
+        address: address.clone().into(),
+    };
+    let [host, rack, zone] = info.labels.clone().map(String::from);
+    v1::NodeDetail {
+        node: info.node.0,
+        session: info.session.0,
+        addresses: info.addresses.iter().map(address).collect(),
+        topology: Some(v1::Topology { host, rack, zone }),
     }
 }
 

@@ -9,6 +9,7 @@ use moontide_types::{Epoch, Extent, NodeId, SegmentId, SlotId};
 use super::Group;
 use crate::record::{Flag, NONE};
 use crate::segment::{SegmentPhase, SlotState};
+use crate::sizes::Sizes;
 use crate::slab::Ref;
 use crate::time::Now;
 
@@ -86,6 +87,9 @@ impl Group {
                 && segment.free_units() == candidate.free_units;
             hold(right, || format!("candidate {at} is not its segment"))?;
         }
+        let mut sizes = Sizes::default();
+        self.candidates.iter().for_each(|candidate| sizes.add(self.segment(candidate.index)));
+        hold(sizes == self.sizes, || format!("sizes are {:?}, not {sizes:?}", self.sizes))?;
         Ok(audit)
     }
 

@@ -232,9 +232,10 @@ impl Group {
             }
             self.waiting_segments.swap_remove(at);
             let position = self.candidates.len() as u32;
-            let segment = self.segment_mut(index);
+            let segment = self.segments[index as usize].as_mut().expect("a segment that waits is there");
             segment.phase = SegmentPhase::Serving;
             segment.candidate = Some(position);
+            self.sizes.add(segment);
             let candidate = Candidate {
                 index,
                 node: segment.node,
@@ -249,7 +250,10 @@ impl Group {
 
     /// Takes a segment off the list of those that take new objects.
     fn withdraw(&mut self, index: u32) {
-        let Some(at) = self.segment_mut(index).candidate.take() else { return };
+        let segment =
+            self.segments[index as usize].as_mut().expect("only those that are there are withdrawn");
+        let Some(at) = segment.candidate.take() else { return };
+        self.sizes.remove(segment);
         self.candidates.swap_remove(at as usize);
         if let Some(moved) = self.candidates.get(at as usize) {
             let moved = moved.index;

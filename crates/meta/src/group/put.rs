@@ -133,6 +133,25 @@ struct Cut {
     align: Align,
 }
 
+impl Cut {
+    /// Units of one replica.
+    fn all_units(&self) -> u64 {
+        u64::from(self.units.get()) * (self.stripes as u64 - 1) + u64::from(self.last_units.get())
+    }
+
+    /// How many stripes are as long as the first one; a shorter last one finds room beside them.
+    fn full_stripes(&self) -> usize {
+        self.stripes - usize::from(self.last_units < self.units)
+    }
+
+    /// How many full stripes an empty segment holds.
+    fn stripes_in(&self, segment_units: u32) -> usize {
+        let align_units = if self.align == Align::Page { (PAYLOAD_ALIGN / UNIT_BYTES) as u32 } else { 1 };
+        let left = segment_units.checked_sub(self.units.get());
+        left.map_or(0, |left| 1 + (left / self.units.get().next_multiple_of(align_units)) as usize)
+    }
+}
+
 impl Group {
     /// Reserves space. A complete object of the same key is `AlreadyExists` unless it is to be replaced; one that
     /// somebody else is writing is `InProgress`; one that the same caller was writing is started again.
@@ -157,7 +176,7 @@ impl Group {
         let places = match self.place_replicas(put, &cut) {
             Ok(places) => places,
             Err(code) => {
-                let units = u64::from(cut.units.get()) * cut.stripes as u64 * u64::from(replicas_min);
+                let units = cut.all_units() * u64::from(replicas_min);
                 if self.room_would_help(put, &cut) {
                     self.want_space(now, units, effects);
                 }
@@ -292,15 +311,30 @@ impl Group {
         }
     }
 
+    /// Longest stripe of an object that the group may cut as it likes: two of them, with what stands behind them, fit
+    /// into the largest segment that it may be in. Two, because a segment that has to be empty for a stripe to fit would
+    /// hardly ever take one.
+    fn stripe_bytes_max(&self, put: &PutStart<'_>, trailer_len: u64) -> u64 {
+        let Some(units) = self.sizes.largest(put.options.medium, put.tenant) else {
+            return self.config.stripe_bytes_max;
+        };
+        let half = u64::from(units) * UNIT_BYTES / 2 / PAYLOAD_ALIGN * PAYLOAD_ALIGN;
+        let digests_len = half.div_ceil(PAGE_BYTES) * 8;
+        let payload = half.saturating_sub(digests_len + trailer_len) / PAGE_BYTES * PAGE_BYTES;
+        self.config.stripe_bytes_max.min(payload).max(PAGE_BYTES)
+    }
+
     /// How the object is cut, and what its records need.
     fn cut(&self, put: &PutStart<'_>) -> Result<Cut, ErrorCode> {
         let len = put.object_len;
         if len > OBJECT_BYTES_MAX {
             return Err(ErrorCode::TooLarge);
         }
+        let key_len = 4 + self.tenants.get(put.tenant).name.len() + put.ask.key.as_bytes().len();
+        let trailer_len = key_len as u64 + u64::from(put.attributes_len);
         let wanted = match put.options.stripes {
             Some(stripes) => u64::from(stripes).max(1),
-            None => len.div_ceil(self.config.stripe_bytes_max).max(1),
+            None => len.div_ceil(self.stripe_bytes_max(put, trailer_len)).max(1),
         };
         // Stripes begin on pages; rounding up may leave fewer of them than were asked for, and none empty.
         let stripe_len = if wanted == 1 { len } else { len.div_ceil(wanted).next_multiple_of(PAGE_BYTES) };
@@ -309,7 +343,6 @@ impl Group {
             return Err(ErrorCode::TooLarge);
         }
         let stripes = stripes as usize;
-        let key_len = 4 + self.tenants.get(put.tenant).name.len() + put.ask.key.as_bytes().len();
         let flags = if put.options.digestless { Flags::DIGESTLESS } else { Flags::NONE };
         let units = |stripe: usize| -> Result<NonZeroU32, ErrorCode> {
             let part = stripe_of(len, stripe_len, stripe, stripes);
@@ -330,8 +363,7 @@ impl Group {
         cut: &Cut,
         effects: &mut Effects,
     ) -> Result<(), ErrorCode> {
-        let units = u64::from(cut.units.get()) * (cut.stripes as u64 - 1) + u64::from(cut.last_units.get());
-        let bytes = units * UNIT_BYTES * u64::from(put.options.replicas);
+        let bytes = cut.all_units() * UNIT_BYTES * u64::from(put.options.replicas);
         let replaced = self.find_id(put.ask.id).map(|at| self.tenant_bytes(self.slab.get(at)));
         for _ in 0..QUOTA_VICTIMS_MAX {
             if self.tenants.get(put.tenant).has_room_for(bytes, replaced) {
@@ -465,19 +497,23 @@ impl Group {
     }
 
     /// Whether nothing but free space was missing. A put that could not be placed in an empty group either (no segment
-    /// takes new objects yet, too few nodes, too large a stripe, no such medium) must not empty the cache in vain.
+    /// takes new objects yet, too few nodes, too large a stripe or too many of them, no such medium) must not empty the
+    /// cache in vain.
     fn room_would_help(&self, put: &PutStart<'_>, cut: &Cut) -> bool {
+        let replicas = usize::from(put.options.replicas_min);
         let mut nodes: Vec<NodeId> = vec![];
+        let mut stripes = 0;
         for candidate in &self.candidates {
             let segment = self.segment(candidate.index);
             let suits = segment.medium == put.options.medium
-                && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
-                && segment.units >= cut.units.get();
-            if suits && !nodes.contains(&candidate.node) {
+                && segment.tenant.is_none_or(|tenant| tenant == put.tenant);
+            let held = if suits { cut.stripes_in(segment.units) } else { 0 };
+            stripes += held;
+            if held > 0 && nodes.len() < replicas && !nodes.contains(&candidate.node) {
                 nodes.push(candidate.node);
-                if nodes.len() >= usize::from(put.options.replicas_min) {
-                    return true;
-                }
+            }
+            if nodes.len() >= replicas && stripes >= cut.full_stripes() * replicas {
+                return true;
             }
         }
         false

@@ -16,7 +16,7 @@ use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_f
 use super::check::at_most;
 use super::{ConvertError, Wire};
 use crate::limits::{
-    ADDRESSES_MAX, ATTACH_REGIONS_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, SESSION_RECORDS_MAX,
+    ADDRESSES_MAX, ATTACH_REGIONS_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, NODES_MAX, SESSION_RECORDS_MAX,
     TOUCH_BITMAPS_MAX,
 };
 use crate::v1;
@@ -184,6 +184,9 @@ bounded! {
     GetGroupMapResponse: [CONTEXT, one(2, "map", v1::GroupMap::REPEATED)];
     GetClusterInfoRequest: [];
     GetClusterInfoResponse: [CONTEXT];
+    GetNodesRequest: [];
+    GetNodesResponse: [CONTEXT, many(2, "nodes", NODES_MAX, Element::Message(v1::NodeDetail::REPEATED))];
+    NodeDetail: [many(3, "addresses", ADDRESSES_MAX, PLAIN)];
     EvictRequest: [];
     EvictResponse: [CONTEXT];
     SetTenantQuotaRequest: [];

@@ -554,6 +554,14 @@ impl Gen {
         }
     }
 
+    fn addresses(&mut self, count: usize) -> Vec<v1::Address> {
+        (0..count).map(|_| v1::Address { engine: self.text(1, 16), address: self.text(1, 260) }).collect()
+    }
+
+    fn topology(&mut self) -> v1::Topology {
+        v1::Topology { host: self.text(0, 64), rack: self.text(0, 64), zone: self.text(0, 64) }
+    }
+
     pub(crate) fn node_message(&mut self) -> v1::NodeMessage {
         use v1::node_message::Body;
         let n = self.below(5) as usize;
@@ -696,14 +704,8 @@ impl Gen {
                 context,
                 node: self.u64().max(1),
                 boot: self.u64(),
-                addresses: (0..n)
-                    .map(|_| v1::Address { engine: self.text(1, 16), address: self.text(1, 260) })
-                    .collect(),
-                topology: Some(v1::Topology {
-                    host: self.text(0, 64),
-                    rack: self.text(0, 64),
-                    zone: self.text(0, 64),
-                }),
+                addresses: self.addresses(n),
+                topology: Some(self.topology()),
                 protocol_min: 1,
                 protocol_max: 1 + self.below(9) as u32,
                 highest_term: self.term().get(),
@@ -804,6 +806,16 @@ impl Gen {
                 let regions = (0..n).map(|_| region(self)).collect();
                 v1::AttachReply { address: self.byte_string(0, 300).into(), regions }.encode_to_vec()
             }
+            "NodeList" => {
+                let node = |g: &mut Gen| v1::NodeDetail {
+                    node: g.u64().max(1),
+                    session: g.u64().max(1),
+                    addresses: g.addresses(n),
+                    topology: Some(g.topology()),
+                };
+                let nodes = (0..n).map(|_| node(self)).collect();
+                v1::GetNodesResponse { context: answer, nodes }.encode_to_vec()
+            }
             other => unreachable!("{other}"),
         }
     }
@@ -819,6 +831,7 @@ pub(crate) const ANSWERS: &[&str] = &[
     "MountSegmentsResponse",
     "JobProgress",
     "ClusterInfo",
+    "NodeList",
 ];
 
 /// Every convertible message, by the name of its plain struct. New ones go to the end: the fuzzer's inputs
@@ -864,4 +877,5 @@ pub(crate) const MESSAGES: &[&str] = &[
     "LoadReply",
     "AttachRequest",
     "AttachReply",
+    "NodeList",
 ];

@@ -190,7 +190,11 @@ impl Shared {
                     for ended in ended {
                         let client = ended.client().0;
                         let abandoned = self.owner.heap().client_died(ended);
-                        info!(client, abandoned, "a process that mapped the node's memory has ended");
+                        let count = abandoned.len();
+                        info!(client, abandoned = count, "a process that mapped the node's memory has ended");
+                        if count > 0 {
+                            self.owner.abandoned(&abandoned);
+                        }
                     }
                 }
                 Err(error) => {

@@ -86,7 +86,7 @@ impl Engine for ShmEngine {
             return Err(TransferError::Unreachable { node: peer.node, last });
         }
         self.metrics.link_opened(EngineKind::Shm);
-        let stream = Mutex::new(None);
+        let (heap, stream) = (std::sync::Arc::new(heap), Mutex::new(None));
         let link = ShmLink { node: peer.node, heap, socket, stream, metrics: Arc::clone(&self.metrics) };
         Ok(Arc::new(link))
     }
@@ -96,7 +96,8 @@ impl Engine for ShmEngine {
 #[derive(Debug)]
 pub struct ShmLink {
     node: NodeId,
-    heap: LocalHeap,
+    /// Shared with those who read in place: they may outlive the link.
+    heap: std::sync::Arc<LocalHeap>,
     socket: OwnedFd,
     /// The stream for calls; made when first needed, and again after it broke.
     stream: Mutex<Option<Arc<Connection>>>,
@@ -220,7 +221,7 @@ impl Link for ShmLink {
         self.node
     }
 
-    fn local(&self) -> Option<&LocalHeap> {
+    fn local(&self) -> Option<&std::sync::Arc<LocalHeap>> {
         Some(&self.heap)
     }
 

@@ -21,7 +21,7 @@ use moontide_proto::{FrameKind, Hello, Token};
 use moontide_types::{Clock, MonoTime, NodeId, SystemClock};
 use tracing::{debug, warn};
 
-use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting};
+use crate::engine::{Engine, EngineKind, Link, NotSuited, OneGo, Peer, Pending, Score, Waiting};
 use crate::error::{Failure, TransferError};
 use crate::metrics::Metrics;
 use crate::op::OpCore;
@@ -30,6 +30,7 @@ use crate::rails::{Candidate, FORGIVEN_AFTER, Rail, RailState, choose};
 use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 use crate::tcp::connection::Connection;
 use crate::tcp::hello;
+use crate::tcp::one_go;
 use crate::tcp::pending::TcpPending;
 use crate::tcp::socket::Socket;
 use crate::topology::{RailAddress, current_numa_node, local_addresses, pair};
@@ -430,6 +431,17 @@ impl Link for TcpLink {
     unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, waiting: Waiting) -> Box<dyn Pending> {
         let frames = plan(&ops, self.shared.width());
         Box::new(TcpPending::transfer(Arc::clone(&self.shared), ops.into(), frames, deadline, waiting))
+    }
+
+    unsafe fn put_in_one_go(
+        &self,
+        begin: Vec<u8>,
+        ops: Vec<OpCore>,
+        commit: &mut dyn FnMut(&[Option<u64>]) -> Vec<u8>,
+        deadline: Instant,
+    ) -> OneGo {
+        // SAFETY: says the caller.
+        unsafe { one_go::put_in_one_go(&self.shared, begin, ops, commit, deadline) }
     }
 
     fn start_call(

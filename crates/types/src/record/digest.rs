@@ -79,8 +79,15 @@ impl DigestContext {
 
     /// The root over page digests that are known already.
     pub fn root_of(&self, digests: impl IntoIterator<Item = u64>) -> u64 {
+        let mut digests = digests.into_iter();
+        if self.pages() <= 1 {
+            // Small objects are many: spare them the builder's 12 KiB.
+            let page = digests.next();
+            assert_eq!(page.iter().count() as u64, self.pages(), "pages given");
+            return self.node(1, 0, page.as_slice());
+        }
         let mut root = RootBuilder::new(*self);
-        digests.into_iter().for_each(|digest| root.push(digest));
+        digests.for_each(|digest| root.push(digest));
         root.finish()
     }
 

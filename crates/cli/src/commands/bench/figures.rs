@@ -74,6 +74,14 @@ impl Line {
         self.number(name, value).number("target", target).with("met", met)
     }
 
+    /// As [`Line::against`], for a second figure of the same line: its target has its name in front.
+    pub(crate) fn also_against(self, name: &str, value: f64, target: f64, at_least: bool) -> Line {
+        let met = if at_least { value >= target } else { value <= target };
+        let gross = if at_least { value < target / 2.0 } else { value > target * 2.0 };
+        GROSS_MISSES.fetch_add(gross.into(), Ordering::Relaxed);
+        self.number(name, value).number(&format!("{name}_target"), target).with(&format!("{name}_met"), met)
+    }
+
     /// Prints it.
     pub(crate) fn print(self) {
         let mut out = std::io::stdout().lock();

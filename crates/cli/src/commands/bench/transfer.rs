@@ -25,7 +25,9 @@ use clap::Args as ClapArgs;
 use super::figures::{BenchError, Line, nothing_is_grossly_slow};
 use measure::Tally;
 
-pub(super) use owner::{OwnerArgs, serve as run_owner};
+pub(super) use bare::Bare;
+pub(super) use measure::{Run, timed};
+pub(super) use owner::{OwnerArgs, OwnerProcess, serve as run_owner, wrong};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -137,7 +139,7 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
 }
 
 /// Reads `4096`, `64K` or `16M`.
-fn size(text: &str) -> Result<u64, String> {
+pub(super) fn size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.as_bytes().last() {
         Some(b'K' | b'k') => (&text[..text.len() - 1], 10),
         Some(b'M' | b'm') => (&text[..text.len() - 1], 20),
@@ -150,7 +152,7 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
+pub(super) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.001..=60.0).contains(&seconds) => Ok(seconds),
         _ => Err("seconds from 0.001 to 60".into()),

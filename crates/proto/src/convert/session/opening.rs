@@ -34,6 +34,38 @@ pub struct Topology<'a> {
     pub zone: &'a str,
 }
 
+impl<'a> Address<'a> {
+    /// Reads the addresses of a node.
+    pub(in crate::convert) fn all(messages: &'a [v1::Address]) -> Result<Vec<Address<'a>>, ConvertError> {
+        at_most("addresses", messages.len(), ADDRESSES_MAX)?;
+        let address = |a: &'a v1::Address| {
+            length("addresses.engine", &a.engine, 1, ENGINE_BYTES_MAX)?;
+            length("addresses.address", &a.address, 1, ADDRESS_BYTES_MAX)?;
+            Ok(Address { engine: &a.engine, address: &a.address })
+        };
+        messages.iter().map(address).collect()
+    }
+
+    pub(in crate::convert) fn to_wire(self) -> v1::Address {
+        v1::Address { engine: self.engine.into(), address: self.address.into() }
+    }
+}
+
+impl<'a> Topology<'a> {
+    /// Reads where a node stands.
+    pub(in crate::convert) fn of(message: &'a Option<v1::Topology>) -> Result<Topology<'a>, ConvertError> {
+        let v1::Topology { host, rack, zone } = required("topology", message)?;
+        for label in [host, rack, zone] {
+            length("topology", label, 0, LABEL_BYTES_MAX)?;
+        }
+        Ok(Topology { host, rack, zone })
+    }
+
+    pub(in crate::convert) fn to_wire(self) -> v1::Topology {
+        v1::Topology { host: self.host.into(), rack: self.rack.into(), zone: self.zone.into() }
+    }
+}
+
 /// Register.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenSessionRequest<'a> {
@@ -58,16 +90,6 @@ impl<'a> Wire<'a> for OpenSessionRequest<'a> {
 
     fn from_wire(m: &'a v1::OpenSessionRequest) -> Result<Self, ConvertError> {
         at_least("node", m.node, 1u64)?;
-        at_most("addresses", m.addresses.len(), ADDRESSES_MAX)?;
-        let address = |a: &'a v1::Address| {
-            length("addresses.engine", &a.engine, 1, ENGINE_BYTES_MAX)?;
-            length("addresses.address", &a.address, 1, ADDRESS_BYTES_MAX)?;
-            Ok(Address { engine: &a.engine, address: &a.address })
-        };
-        let topology = required("topology", &m.topology)?;
-        for label in [&topology.host, &topology.rack, &topology.zone] {
-            length("topology", label, 0, LABEL_BYTES_MAX)?;
-        }
         let protocol = ProtocolVersions {
             min: check::narrow("protocol_min", m.protocol_min, u16::MAX)?,
             max: check::narrow("protocol_max", m.protocol_max, u16::MAX)?,
@@ -77,25 +99,20 @@ impl<'a> Wire<'a> for OpenSessionRequest<'a> {
             context: RequestContext::of(&m.context)?,
             node: NodeId(m.node),
             boot: m.boot,
-            addresses: m.addresses.iter().map(address).collect::<Result<_, ConvertError>>()?,
-            topology: Topology { host: &topology.host, rack: &topology.rack, zone: &topology.zone },
+            addresses: Address::all(&m.addresses)?,
+            topology: Topology::of(&m.topology)?,
             protocol,
             highest_term: check::term(m.highest_term)?,
         })
     }
 
     fn to_wire(&self) -> v1::OpenSessionRequest {
-        let address = |a: &Address<'_>| v1::Address { engine: a.engine.into(), address: a.address.into() };
         v1::OpenSessionRequest {
             context: Some(self.context.to_wire()),
             node: self.node.0,
             boot: self.boot,
-            addresses: self.addresses.iter().map(address).collect(),
-            topology: Some(v1::Topology {
-                host: self.topology.host.into(),
-                rack: self.topology.rack.into(),
-                zone: self.topology.zone.into(),
-            }),
+            addresses: self.addresses.iter().map(|address| address.to_wire()).collect(),
+            topology: Some(self.topology.to_wire()),
             protocol_min: self.protocol.min.into(),
             protocol_max: self.protocol.max.into(),
             highest_term: self.highest_term.get(),

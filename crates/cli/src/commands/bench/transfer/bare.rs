@@ -108,10 +108,10 @@ fn answer_all(stream: &TcpStream, sample: &Sample) -> io::Result<()> {
 
 /// A connection to the bare server.
 #[derive(Debug)]
-pub(super) struct Bare(TcpStream);
+pub(in super::super) struct Bare(TcpStream);
 
 impl Bare {
-    pub(super) fn connect(to: SocketAddr) -> io::Result<Bare> {
+    pub(in super::super) fn connect(to: SocketAddr) -> io::Result<Bare> {
         let stream = TcpStream::connect(to)?;
         stream.set_nodelay(true)?;
         // A benchmark that hangs is worse than one that fails.
@@ -121,7 +121,7 @@ impl Bare {
     }
 
     /// From the owner's memory; with a context, every page is hashed when it has come.
-    pub(super) fn get(
+    pub(in super::super) fn get(
         &self,
         offset: u64,
         into: &mut [u8],
@@ -135,7 +135,12 @@ impl Bare {
 
     /// To the owner's memory; with a context, every page is hashed before it goes, and again by the owner when it has
     /// come.
-    pub(super) fn put(&self, offset: u64, from: &[u8], digests: Option<&DigestContext>) -> io::Result<()> {
+    pub(in super::super) fn put(
+        &self,
+        offset: u64,
+        from: &[u8],
+        digests: Option<&DigestContext>,
+    ) -> io::Result<()> {
         let (len, direction) = (from.len() as u32, Direction::Put);
         let request = Request { offset, len, direction, digests: digests.is_some() };
         send(&self.0, &request.encode(), !from.is_empty())?;

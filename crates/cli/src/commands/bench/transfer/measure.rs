@@ -198,10 +198,10 @@ pub(super) fn different(shape: &Shape, side: Side, known: &Known) -> BenchError 
 
 /// One measurement.
 #[derive(Debug, Default)]
-pub(super) struct Run {
-    bytes_per_s: f64,
+pub(in super::super) struct Run {
+    pub(in super::super) bytes_per_s: f64,
     bytes: u64,
-    nanos: Vec<u32>,
+    pub(in super::super) nanos: Vec<u32>,
     cpu: Duration,
     /// Frames that were sent again because a connection broke: there should be none.
     pub(super) resubmitted: u64,
@@ -220,7 +220,7 @@ impl Run {
 }
 
 /// Lets every mover move again and again, each on its own thread, until the time is over.
-pub(super) fn timed<M>(movers: Vec<M>, span: Duration, bytes: u64) -> Result<Run, BenchError>
+pub(in super::super) fn timed<M>(movers: Vec<M>, span: Duration, bytes: u64) -> Result<Run, BenchError>
 where
     M: FnMut() -> Result<(), BenchError> + Send,
 {

@@ -114,19 +114,19 @@ fn touch(sample: &Sample) {
 
 /// An owner that ends with this value.
 #[derive(Debug)]
-pub(super) struct OwnerProcess {
+pub(in super::super) struct OwnerProcess {
     child: Child,
     /// Where ours listens.
     pub(super) tcp: SocketAddr,
     /// Where the bare server listens.
-    pub(super) bare: SocketAddr,
+    pub(in super::super) bare: SocketAddr,
     /// Where its door is.
     pub(super) shm: String,
 }
 
 impl OwnerProcess {
     /// Starts it, and waits until it serves.
-    pub(super) fn start(config: &SampleConfig) -> Result<OwnerProcess, BenchError> {
+    pub(in super::super) fn start(config: &SampleConfig) -> Result<OwnerProcess, BenchError> {
         let program = std::env::current_exe().map_err(io("finding this program"))?;
         let mut command = Command::new(program);
         command.args(["bench", "transfer-owner"]);
@@ -179,6 +179,6 @@ impl Drop for OwnerProcess {
     }
 }
 
-pub(super) fn wrong(what: impl std::fmt::Display) -> BenchError {
+pub(in super::super) fn wrong(what: impl std::fmt::Display) -> BenchError {
     BenchError::Wrong(what.to_string())
 }

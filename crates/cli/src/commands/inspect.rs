@@ -1,0 +1,300 @@
+//! `moontide inspect`: what lies where in a node's memory.
+//!
+//! | file | what |
+//! |---|---|
+//! | `page` | what a node's admin pages say |
+//! | `map` | the space of a segment: extents, holes, a drawing |
+//!
+//! Only asks and draws; the node is the one who knows.
+
+mod map;
+mod page;
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::{Failure, written};
+use crate::http::{self, HttpError};
+use crate::text;
+use map::{Kind, Map};
+use page::{Node, Record, Segment};
+
+const EXAMPLES: &str = "\
+Examples:
+  moontide inspect --admin 127.0.0.1:7403          all segments of a node
+  moontide inspect --admin 127.0.0.1:7403 0        one of them: map, holes, records
+  moontide inspect --admin 127.0.0.1:7403 0 --records 0 --width 120
+  moontide inspect --admin 127.0.0.1:7403 0 --json | jq '.records[] | select(.state == \"writing\")'
+
+The address is what `moontide node` prints behind `admin`. In a map # is live, w being written, x dying (killed, and
+not given back yet), . free. Fragmentation is 1 - largest hole / free: 0 if all that is free is in one piece.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such segment, 4 the node cannot be reached.";
+
+/// Rows of the map: half a screen.
+const ROWS: usize = 16;
+/// Without a terminal.
+const WIDTH_DEFAULT: usize = 80;
+const RECORDS_DEFAULT: usize = 40;
+
+/// What is looked at.
+#[derive(Debug, ClapArgs)]
+struct Args {
+    /// The segment; without one, all are listed
+    segment: Option<u32>,
+    /// The node's admin address, as host:port or http://host:port
+    #[arg(long, env = "MOONTIDE_ADMIN", value_name = "URL")]
+    admin: String,
+    /// Records that are listed, from the lowest address on; 0 for all
+    #[arg(long, value_name = "N", default_value_t = RECORDS_DEFAULT)]
+    records: usize,
+    /// Characters per line [default: the terminal's, or 80]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(20..=1000))]
+    width: Option<u16>,
+    /// How long the node may take to answer
+    #[arg(long, value_name = "TIME", value_parser = text::duration, default_value = "10s")]
+    deadline: Duration,
+    /// Print the node's answer, one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What answers is no node of ours, or another release.
+#[derive(Debug, thiserror::Error)]
+#[error("the page of {admin} is not what a node says ({source}); run the same release on both sides")]
+struct NotANode {
+    admin: String,
+    source: serde_json::Error,
+}
+
+pub(crate) fn command() -> Command {
+    let inspect = Command::new("inspect").about("Draw what lies where in a node's memory");
+    Args::augment_args(inspect).after_help(EXAMPLES)
+}
+
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
+    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+    let mut out = std::io::stdout().lock();
+    let path = args.segment.map_or("/segments".to_owned(), |segment| format!("/segments/{segment}"));
+    let body = http::get(&args.admin, &path, args.deadline).map_err(|error| match error {
+        HttpError::Unreachable { .. } => Failure::Unreachable(Box::new(error)),
+        HttpError::Status { status: 404, .. } if args.segment.is_some() => Failure::NotFound(Box::new(error)),
+        _ => Failure::failed(error),
+    })?;
+    if args.json {
+        let page: Value = parse(&args, &body)?;
+        return written(writeln!(out, "{page}"));
+    }
+    written(match args.segment {
+        None => print_node(&mut out, &parse(&args, &body)?),
+        Some(_) => print_segment(&mut out, &parse(&args, &body)?, width(&args), args.records),
+    })
+}
+
+fn parse<T: DeserializeOwned>(args: &Args, body: &[u8]) -> Result<T, Failure> {
+    let not = |source| Failure::failed(NotANode { admin: args.admin.clone(), source });
+    serde_json::from_slice(body).map_err(not)
+}
+
+fn width(args: &Args) -> usize {
+    let terminal = || {
+        let out = std::io::stdout();
+        let columns = out.is_terminal().then(|| rustix::termios::tcgetwinsize(&out).ok())??.ws_col;
+        (columns >= 20).then_some(usize::from(columns))
+    };
+    args.width.map(usize::from).or_else(terminal).unwrap_or(WIDTH_DEFAULT)
+}
+
+fn print_node(out: &mut impl Write, node: &Node) -> std::io::Result<()> {
+    writeln!(out, "=== Node {} ===", node.hex())?;
+    writeln!(
+        out,
+        "{:>7} {:>5} {:>5} {:>10} {:>6} {:>6} {:>6} {:>6} {:>10} {:>10}",
+        "segment", "group", "term", "size", "live", "wrtng", "dying", "free", "slots", "taken"
+    )?;
+    for segment in &node.segments {
+        let share = |units: u64| format!("{:.1}%", 100.0 * units as f64 / segment.units.max(1) as f64);
+        writeln!(
+            out,
+            "{:>7} {:>5} {:>5} {:>10} {:>6} {:>6} {:>6} {:>6} {:>10} {:>10}{}",
+            segment.segment,
+            segment.group.map_or("-".to_owned(), |group| group.to_string()),
+            segment.term.map_or("-".to_owned(), |term| term.to_string()),
+            text::bytes(segment.bytes()),
+            share(segment.live_units),
+            share(segment.writing_units),
+            share(segment.draining_units),
+            share(segment.free_units),
+            segment.slots,
+            segment.taken_slots(),
+            if segment.draining { "  draining" } else { "" },
+        )?;
+    }
+    Ok(())
+}
+
+fn print_segment(out: &mut impl Write, segment: &Segment, width: usize, most: usize) -> std::io::Result<()> {
+    let unit = segment.unit_bytes;
+    let size = |units: u64| text::bytes(units.saturating_mul(unit));
+    let map = Map::new(segment.units, segment.records.iter().filter_map(Record::extent));
+    writeln!(out, "=== Segment {} ===", segment.segment)?;
+    writeln!(out, "Configuration:")?;
+    match (segment.group, segment.term) {
+        (Some(group), Some(term)) => {
+            writeln!(out, "  Group: {group}, Term: {term}, Generation: {}", segment.generation)?
+        }
+        _ => writeln!(out, "  Group: none yet, Generation: {}", segment.generation)?,
+    }
+    writeln!(
+        out,
+        "  Unit: {unit} B, Units: {} ({}), Slots: {}",
+        segment.units,
+        size(segment.units),
+        segment.slots
+    )?;
+    writeln!(out, "\nAllocation State:")?;
+    for (name, units) in [
+        ("Live", segment.live_units),
+        ("Writing", segment.writing_units),
+        ("Dying", segment.draining_units),
+        ("Free", segment.free_units),
+    ] {
+        writeln!(out, "  {name:<8} {units:>10} units  {:>10}", size(units))?;
+    }
+    let count = |kind: Kind| segment.records.iter().filter(|record| record.kind() == Some(kind)).count();
+    writeln!(
+        out,
+        "  Records  {:>10} live, {} writing, {} dying; {} of {} slots taken",
+        count(Kind::Live),
+        count(Kind::Writing),
+        count(Kind::Dying),
+        segment.taken_slots(),
+        segment.slots
+    )?;
+    let holes = map.holes();
+    writeln!(
+        out,
+        "  Holes    {:>10}, {} units free in them, the largest {} units ({})",
+        holes.count,
+        holes.free,
+        holes.largest,
+        size(holes.largest)
+    )?;
+    writeln!(out, "  Fragmentation: {:.2}", holes.fragmentation())?;
+    if segment.truncated {
+        writeln!(
+            out,
+            "  The node lists its first {} records only: map and holes are incomplete.",
+            segment.records.len()
+        )?;
+    }
+    let drawing = map.draw(width.saturating_sub(2).max(1), ROWS);
+    writeln!(
+        out,
+        "\nBlock map (# live, w writing, x dying, . free; a character is {} units, {}):",
+        drawing.step,
+        size(drawing.step)
+    )?;
+    drawing.rows.iter().try_for_each(|row| writeln!(out, "  {row}"))?;
+    print_records(out, segment, most)
+}
+
+fn print_records(out: &mut impl Write, segment: &Segment, most: usize) -> std::io::Result<()> {
+    let mut records: Vec<&Record> = segment.records.iter().collect();
+    records.sort_by_key(|record| (record.extent_start, record.slot));
+    let shown = if most == 0 { records.len() } else { most.min(records.len()) };
+    writeln!(out, "\nRecords:")?;
+    if records.is_empty() {
+        return writeln!(out, "  none");
+    }
+    writeln!(
+        out,
+        "  {:>8} {:<7} {:>14} {:>22} {:>12} {:>9}  key",
+        "slot", "state", "epoch", "units", "length", "stripe"
+    )?;
+    for record in &records[..shown] {
+        let units = format!("[{}, +{}]", record.extent_start, record.extent_units);
+        let stripe = format!("{}/{}", record.stripe_index + 1, record.stripe_count);
+        writeln!(
+            out,
+            "  {:>8} {:<7} {:>14} {units:>22} {:>12} {stripe:>9}  {}",
+            record.slot,
+            record.state,
+            record.epoch,
+            record.length,
+            record.name()
+        )?;
+    }
+    match records.len() - shown {
+        0 => Ok(()),
+        more => writeln!(out, "  … and {more} more; --records 0 lists all"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment() -> Segment {
+        let page = serde_json::json!({
+            "segment": 3, "generation": "17", "group": 1, "term": 2, "draining": false, "unit_bytes": 512,
+            "units": 100, "live_units": 30, "writing_units": 10, "draining_units": 5, "free_units": 55,
+            "slots": 64, "free_slots": 60,
+            "records": [
+                {"slot": 0, "state": "ready", "epoch": "2.1", "id": "00ff", "tenant": "default", "key": "model/a\u{1b}[2J",
+                 "extent_start": 0, "extent_units": 30, "stripe_index": 0, "stripe_count": 1, "length": 15000},
+                {"slot": 1, "state": "writing", "epoch": "2.2", "id": "01ff", "tenant": null, "key": null,
+                 "extent_start": 40, "extent_units": 10, "stripe_index": 1, "stripe_count": 2, "length": 5000},
+                {"slot": 2, "state": "dead", "epoch": "1.9", "id": "02ff", "tenant": "other", "key": "b",
+                 "extent_start": 95, "extent_units": 5, "stripe_index": 0, "stripe_count": 1, "length": 2000},
+            ],
+            "truncated": false,
+        });
+        serde_json::from_value(page).unwrap()
+    }
+
+    fn shown(most: usize) -> String {
+        let mut out = vec![];
+        print_segment(&mut out, &segment(), 52, most).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn a_segment_is_drawn_with_its_holes_and_records() {
+        let shown = shown(0);
+        for part in [
+            "=== Segment 3 ===",
+            "Group: 1, Term: 2",
+            "2, 55 units free in them, the largest 45 units",
+            "Fragmentation: 0.18",
+            "1 live, 1 writing, 1 dying; 4 of 64 slots taken",
+            "a character is 1 units",
+            "  ##############################..........wwwwwwwwww\n  .............................................xxxxx\n",
+            "[40, +10]",
+            "2/2",
+            "other:b",
+            "id 01ff",
+        ] {
+            assert!(shown.contains(part), "{part:?} is not in\n{shown}");
+        }
+        assert!(!shown.contains('\u{1b}'), "a key must not steer the terminal");
+    }
+
+    #[test]
+    fn long_lists_are_cut_and_say_so() {
+        assert!(shown(1).contains("… and 2 more"));
+        assert!(!shown(3).contains("more"));
+    }
+
+    #[test]
+    fn a_node_is_listed_segment_by_segment() {
+        let node = Node { node: "4660".to_owned(), segments: vec![segment()] };
+        let mut out = vec![];
+        print_node(&mut out, &node).unwrap();
+        let shown = String::from_utf8(out).unwrap();
+        assert!(shown.contains("Node 0000000000001234") && shown.contains("30.0%"), "{shown}");
+    }
+}

@@ -1,0 +1,172 @@
+//! What the tests of the binary share: runs with a deadline, and processes that end with their test.
+#![allow(dead_code, reason = "every test file uses its own part")]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Longest that anything may take. Machines that run tests are slow and busy.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// The binary, with nothing of this test's environment that it would listen to.
+pub(crate) fn moontide(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moontide"));
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(|name| name.starts_with("MOONTIDE_")) {
+            command.env_remove(name);
+        }
+    }
+    command.args(arguments);
+    command
+}
+
+/// How a run ended.
+pub(crate) struct Ended {
+    pub(crate) code: i32,
+    pub(crate) out: Vec<u8>,
+    pub(crate) err: String,
+}
+
+impl Ended {
+    pub(crate) fn text(&self) -> &str {
+        std::str::from_utf8(&self.out).unwrap()
+    }
+
+    /// The one JSON object that was printed.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.out).unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
+    }
+
+    /// One JSON object per line.
+    pub(crate) fn json_lines(&self) -> Vec<serde_json::Value> {
+        self.text().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+/// Runs it to its end.
+pub(crate) fn run(arguments: &[&str], input: &[u8]) -> Ended {
+    run_command(moontide(arguments), input)
+}
+
+pub(crate) fn run_command(mut command: Command, input: &[u8]) -> Ended {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = Running { child: command.spawn().unwrap(), _doors: None };
+    let mut stdin = child.child.stdin.take().unwrap();
+    let input = input.to_vec();
+    // Whoever does not read its input ends before all of it is written.
+    std::thread::spawn(move || stdin.write_all(&input));
+    let out = collect(child.child.stdout.take().unwrap());
+    let err = collect(child.child.stderr.take().unwrap());
+    let code = child.wait();
+    let err = String::from_utf8(err.recv_timeout(DEADLINE).unwrap()).unwrap();
+    Ended { code, out: out.recv_timeout(DEADLINE).unwrap(), err }
+}
+
+/// Runs it and insists on an exit code.
+pub(crate) fn expect(code: i32, arguments: &[&str], input: &[u8]) -> Ended {
+    let ended = run(arguments, input);
+    assert_eq!(ended.code, code, "{arguments:?}: {}", ended.err);
+    ended
+}
+
+fn collect(mut from: impl Read + Send + 'static) -> mpsc::Receiver<Vec<u8>> {
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut bytes = vec![];
+        let _ = from.read_to_end(&mut bytes);
+        let _ = send.send(bytes);
+    });
+    receive
+}
+
+/// A process that is killed when its test is over.
+pub(crate) struct Running {
+    child: Child,
+    /// Where its door is: a node that is killed leaves it behind.
+    _doors: Option<Folder>,
+}
+
+impl Running {
+    /// Starts a server and takes its lines up to `ready`.
+    pub(crate) fn start(arguments: &[&str]) -> (Running, Vec<String>) {
+        static STARTED: AtomicU32 = AtomicU32::new(0);
+        let doors = Folder::new(&format!("doors-{}", STARTED.fetch_add(1, Ordering::Relaxed)));
+        let mut command = moontide(arguments);
+        command.env("XDG_RUNTIME_DIR", &doors.0);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut running = Running { child: command.spawn().unwrap(), _doors: Some(doors) };
+        let out = BufReader::new(running.child.stdout.take().unwrap());
+        let (send, receive) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                let _ = send.send(line);
+            }
+        });
+        let started = Instant::now();
+        let mut lines = vec![];
+        while lines.last().is_none_or(|line| line != "ready") {
+            let left = DEADLINE.saturating_sub(started.elapsed());
+            let line = receive.recv_timeout(left);
+            lines.push(line.unwrap_or_else(|_| panic!("{arguments:?} did not get ready: {lines:?}")));
+        }
+        (running, lines)
+    }
+
+    /// Asks it to end, as a supervisor does; the exit code.
+    pub(crate) fn stop(mut self, signal: Signal) -> i32 {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        self.wait()
+    }
+
+    fn wait(&mut self) -> i32 {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(started.elapsed() < DEADLINE, "the process does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // By its own number, which nobody else has until it was waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What stands behind a word that a server printed.
+pub(crate) fn told<'a>(lines: &'a [String], word: &str) -> &'a str {
+    let found = lines.iter().find_map(|line| line.strip_prefix(word)?.strip_prefix(' '));
+    found.unwrap_or_else(|| panic!("{word} is not in {lines:?}"))
+}
+
+/// A directory that goes with its test.
+pub(crate) struct Folder(PathBuf);
+
+impl Folder {
+    pub(crate) fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("moontide-cli-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    /// A path in it, as an argument.
+    pub(crate) fn file(&self, name: &str) -> String {
+        self.0.join(name).to_str().unwrap().to_owned()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

@@ -1,0 +1,223 @@
+//! `moontide dev` with `put`, `get`, `rm`, `ls`, `stat` and `inspect`, as a person or a script uses them.
+
+mod common;
+
+use common::{Folder, Running, expect, run, told};
+use moontide_client::{Store, StoreConfig};
+use rustix::process::Signal;
+
+/// A cluster of its own for each test, so that they do not see each other's objects.
+struct Dev {
+    running: Running,
+    lines: Vec<String>,
+}
+
+impl Dev {
+    fn start() -> Dev {
+        let (running, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "128MiB"]);
+        Dev { running, lines }
+    }
+
+    fn master(&self) -> &str {
+        told(&self.lines, "grpc")
+    }
+
+    fn with_master<'a>(&'a self, arguments: &[&'a str]) -> Vec<&'a str> {
+        [arguments, &["--master", self.master()]].concat()
+    }
+
+    fn expect(&self, code: i32, arguments: &[&str], input: &[u8]) -> common::Ended {
+        expect(code, &self.with_master(arguments), input)
+    }
+
+    fn ok(&self, arguments: &[&str]) -> common::Ended {
+        self.expect(0, arguments, b"")
+    }
+}
+
+/// Bytes that no compression or luck makes equal.
+fn sample(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|n| (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+#[test]
+fn an_object_goes_in_and_comes_back() {
+    let dev = Dev::start();
+    let folder = Folder::new("round-trip");
+
+    let put = dev.expect(0, &["put", "hello", "-"], b"world\n");
+    assert_eq!(put.text(), "stored hello (6 B)\n");
+    assert_eq!(dev.ok(&["get", "hello"]).out, b"world\n");
+
+    // What is there stays, unless it is to be replaced.
+    let again = dev.expect(0, &["put", "hello", "--json"], b"other").json();
+    assert_eq!(again["outcome"], "existed");
+    assert_eq!(dev.ok(&["get", "hello"]).out, b"world\n");
+    dev.expect(0, &["put", "hello", "--upsert"], b"other");
+    assert_eq!(dev.ok(&["get", "hello"]).out, b"other");
+
+    // By files, of a size that is no multiple of anything.
+    let (source, target) = (folder.file("source"), folder.file("target"));
+    let bytes = sample(3_000_001);
+    std::fs::write(&source, &bytes).unwrap();
+    dev.ok(&["put", "big", &source, "--stripes", "3", "--ttl", "1h", "--pin", "soft"]);
+    let got = dev.ok(&["get", "big", "-o", &target, "--json"]).json();
+    assert_eq!(got["bytes"], 3_000_001);
+    assert!(std::fs::read(&target).unwrap() == bytes, "the file differs");
+
+    for (range, expected) in [
+        ("0:10", &bytes[..10]),
+        ("1000000:5000", &bytes[1_000_000..1_005_000]),
+        ("2999991:", &bytes[2_999_991..]),
+        ("2999991:1GiB", &bytes[2_999_991..]),
+        ("3000001:", &[]),
+    ] {
+        assert!(dev.ok(&["get", "big", "--range", range]).out == expected, "{range}");
+    }
+    dev.expect(2, &["get", "big", "--range", "3000002:1"], b"");
+
+    // An object may be empty, too.
+    dev.expect(0, &["put", "empty"], b"");
+    assert_eq!(dev.ok(&["get", "empty"]).out, b"");
+
+    assert_eq!(dev.running.stop(Signal::INT), 0);
+}
+
+#[test]
+fn objects_are_listed_described_and_removed() {
+    let dev = Dev::start();
+    for (key, value) in [("model/a", "1"), ("model/b", "22"), ("other", "333")] {
+        dev.expect(0, &["put", key], value.as_bytes());
+    }
+    assert_eq!(dev.ok(&["ls"]).text(), "model/a\nmodel/b\nother\n");
+    assert_eq!(dev.ok(&["ls", "model/"]).text(), "model/a\nmodel/b\n");
+    let listed = dev.ok(&["ls", "-l", "--json"]).json_lines();
+    assert_eq!(listed.len(), 3);
+    assert_eq!((&listed[1]["key"], &listed[1]["bytes"]), (&"model/b".into(), &2.into()));
+    assert!(dev.ok(&["ls", "-l", "other"]).text().contains(" 3 1 ready   none other"));
+
+    let stat = dev.ok(&["stat", "model/b", "--json"]).json();
+    assert_eq!(stat["bytes"], 2);
+    assert_eq!(stat["replicas"], 1);
+    assert_eq!(stat["writing"], false);
+    assert_eq!(stat["stripes"][0]["node"], told(&dev.lines, "node"));
+    assert_eq!(stat["expires_unix_ms"], serde_json::Value::Null);
+    assert!(dev.ok(&["stat", "model/b"]).text().contains("length   2 (2 B)"));
+
+    // What is not there is told, and does not keep the rest from being removed.
+    let removed = dev.expect(3, &["rm", "model/a", "nothing", "--json"], b"");
+    assert_eq!(removed.json(), serde_json::json!({ "removed": 1, "missing": ["nothing"], "refused": 0 }));
+    assert!(removed.err.contains("nothing"), "{}", removed.err);
+    assert_eq!(dev.ok(&["rm", "--prefix", "model/"]).text(), "removed 1\n");
+    assert_eq!(dev.ok(&["ls"]).text(), "other\n");
+    dev.expect(2, &["rm", "--prefix", ""], b"");
+    assert_eq!(dev.ok(&["ls", "--tenant", "somebody"]).text(), "");
+    assert_eq!(dev.ok(&["rm", "--all"]).text(), "removed 1\n");
+    assert_eq!(dev.ok(&["ls"]).text(), "");
+    assert_eq!(dev.running.stop(Signal::TERM), 0);
+}
+
+#[test]
+fn listings_go_beyond_a_page() {
+    let dev = Dev::start();
+    let store = Store::connect(StoreConfig::new(dev.master())).unwrap();
+    for number in 0..2500 {
+        store.put(format!("many/{number:04}").as_bytes(), b"x").unwrap();
+    }
+    let some = dev.ok(&["ls", "many/", "--limit", "1200"]);
+    assert_eq!(some.text().lines().count(), 1200);
+    assert!(some.err.contains("there are more"), "{}", some.err);
+    let all = dev.ok(&["ls", "many/", "--limit", "0"]);
+    let mut keys: Vec<&str> = all.text().lines().collect();
+    keys.sort_unstable();
+    keys.dedup();
+    assert_eq!(keys.len(), 2500);
+    let exactly = dev.ok(&["ls", "many/", "--limit", "2500"]);
+    assert_eq!((exactly.text().lines().count(), exactly.err.as_str()), (2500, ""));
+    assert_eq!(dev.ok(&["rm", "--prefix", "many/"]).text(), "removed 2500\n");
+    assert_eq!(dev.ok(&["ls"]).text(), "");
+}
+
+#[test]
+fn keys_of_any_bytes_can_be_named() {
+    let dev = Dev::start();
+    dev.expect(0, &["put", "--escaped", "odd%FF%0Akey"], b"value");
+    let listed = dev.ok(&["ls"]);
+    assert_eq!(listed.text(), "odd%FF%0Akey\n");
+    assert_eq!(dev.ok(&["get", "--escaped", listed.text().trim_end()]).out, b"value");
+    dev.expect(3, &["get", "odd%FF%0Akey"], b"");
+    dev.expect(2, &["get", "--escaped", "odd%F"], b"");
+    dev.ok(&["rm", "--escaped", "odd%FF%0Akey"]);
+}
+
+#[test]
+fn a_nodes_memory_is_drawn() {
+    let dev = Dev::start();
+    dev.expect(0, &["put", "drawn"], &sample(1 << 20));
+    let stat = dev.ok(&["stat", "drawn", "--json"]).json();
+    let segment = stat["stripes"][0]["segment"].to_string();
+    let admin = told(&dev.lines, "node-admin");
+
+    let node = expect(0, &["inspect", "--admin", admin], b"");
+    assert!(node.text().contains(told(&dev.lines, "node")), "{}", node.text());
+    assert_eq!(node.text().lines().count(), 2 + 4, "a title, a head and a line for each of four groups");
+
+    let drawn = expect(0, &["inspect", "--admin", admin, &segment, "--width", "100"], b"");
+    for part in ["Fragmentation: 0.00", "1 live, 0 writing, 0 dying", "  ####", "  drawn\n"] {
+        assert!(drawn.text().contains(part), "{part:?} is not in\n{}", drawn.text());
+    }
+    assert!(drawn.text().lines().filter(|line| line.starts_with("  #")).all(|line| line.len() <= 100));
+
+    let page = expect(0, &["inspect", "--admin", admin, &segment, "--json"], b"").json();
+    assert_eq!(page["records"][0]["key"], "drawn");
+    expect(3, &["inspect", "--admin", admin, "4000000"], b"");
+    expect(4, &["inspect", "--admin", "127.0.0.1:1"], b"");
+    // The master's page is not a node's.
+    expect(1, &["inspect", "--admin", told(&dev.lines, "admin")], b"");
+}
+
+#[test]
+fn exit_codes_are_as_documented() {
+    let dev = Dev::start();
+    let unreachable = ["--master", "127.0.0.1:1"];
+    for command in [&["get", "k"][..], &["put", "k"], &["rm", "k"], &["ls"], &["stat", "k"]] {
+        let ended = run(&[command, &unreachable].concat(), b"");
+        assert_eq!(ended.code, 4, "{command:?}: {}", ended.err);
+        assert!(ended.err.contains("moontide master"), "it says what to do: {}", ended.err);
+    }
+    for command in [&["get", "nothing"][..], &["stat", "nothing"], &["rm", "nothing"]] {
+        dev.expect(3, command, b"");
+    }
+    for command in [
+        &["get"][..],
+        &["get", ""],
+        &["get", "k", "--json"],
+        &["get", "k", "--range", "4"],
+        &["get", "k", "--tenant", ""],
+        &["put", "k", "--ttl", "soon"],
+        &["put", "k", "--replicas", "9"],
+        &["rm"],
+        &["rm", "k", "--all"],
+        &["ls", "--limit", "-1"],
+    ] {
+        dev.expect(2, command, b"");
+    }
+    dev.expect(1, &["put", "k", "/nowhere/at/all"], b"");
+    dev.expect(1, &["put", "k", "/"], b"");
+    // A miss leaves the file alone.
+    let folder = Folder::new("miss");
+    let file = folder.file("kept");
+    std::fs::write(&file, "kept").unwrap();
+    dev.expect(3, &["get", "nothing", "-o", &file], b"");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "kept");
+}
+
+#[test]
+fn the_master_can_be_named_by_the_environment() {
+    let dev = Dev::start();
+    let mut put = common::moontide(&["put", "by-environment"]);
+    put.env("MOONTIDE_MASTER", dev.master()).env("MOONTIDE_TENANT", "somebody");
+    assert_eq!(common::run_command(put, b"x").code, 0);
+    dev.expect(3, &["get", "by-environment"], b"");
+    assert_eq!(dev.ok(&["get", "by-environment", "--tenant", "somebody"]).out, b"x");
+}

@@ -1,0 +1,159 @@
+//! Commands that need no cluster: `doctor`, `completions`, traces, and every `--help`.
+
+mod common;
+
+use common::{Folder, Running, expect, run, told};
+
+#[test]
+fn the_doctor_answers_for_people_and_for_programs() {
+    let shown = expect(0, &["doctor", "--master", "127.0.0.1:1"], b"");
+    for part in ["ok       kernel", "shared memory", "io_uring", "→ start one with `moontide master`"] {
+        assert!(shown.text().contains(part), "{part:?} is not in\n{}", shown.text());
+    }
+    let told = expect(0, &["doctor", "--json", "--master", "127.0.0.1:1"], b"").json();
+    assert_eq!(told["ok"], true);
+    let checks = told["checks"].as_array().unwrap();
+    assert!(checks.len() >= 18);
+    for check in checks {
+        assert!(["ok", "limited", "absent"].contains(&check["state"].as_str().unwrap()), "{check}");
+        assert_eq!(check["next"].is_null(), check["state"] == "ok", "{check}");
+    }
+    let state = |name: &str| checks.iter().find(|check| check["name"] == name).unwrap()["state"].clone();
+    assert_eq!(state("loopback"), "ok");
+    assert_eq!(state("master"), "absent");
+}
+
+#[test]
+fn the_doctor_finds_a_master_that_runs() {
+    let (_dev, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "16MiB"]);
+    let told = expect(0, &["doctor", "--json", "--master", told(&lines, "grpc")], b"").json();
+    let checks = told["checks"].as_array().unwrap();
+    assert_eq!(checks.iter().find(|check| check["name"] == "master").unwrap()["state"], "ok");
+}
+
+#[test]
+fn completions_are_there_for_every_shell() {
+    for shell in ["bash", "zsh", "fish"] {
+        let script = expect(0, &["completions", shell], b"");
+        for part in ["moontide", "doctor", "upsert"] {
+            assert!(script.text().contains(part), "{part} is not completed in {shell}");
+        }
+    }
+    expect(2, &["completions", "cmd"], b"");
+}
+
+#[test]
+fn every_help_has_examples() {
+    for command in [
+        &[][..],
+        &["master"],
+        &["node"],
+        &["dev"],
+        &["put"],
+        &["get"],
+        &["rm"],
+        &["ls"],
+        &["stat"],
+        &["inspect"],
+        &["doctor"],
+        &["completions"],
+        &["bench", "meta"],
+        &["bench", "transfer"],
+        &["bench", "trace-gen"],
+        &["bench", "trace-info"],
+    ] {
+        let help = expect(0, &[command, &["--help"]].concat(), b"");
+        assert!(help.text().contains("Examples:\n  moontide "), "{command:?}:\n{}", help.text());
+    }
+    for command in ["put", "get", "rm", "ls", "stat"] {
+        let help = expect(0, &[command, "--help"], b"");
+        assert!(help.text().contains("3 no such object, 4 the master cannot be reached"), "{command}");
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_bytes() {
+    let folder = Folder::new("trace");
+    let (first, second) = (folder.file("first.jsonl"), folder.file("second.jsonl"));
+    let generate = |seed: &str, file: &str| {
+        expect(
+            0,
+            &["bench", "trace-gen", "--users", "40", "--requests", "500", "--seed", seed, "-o", file],
+            b"",
+        )
+        .json()
+    };
+    let summary = generate("7", &first);
+    assert_eq!(generate("7", &second), summary);
+    let bytes = std::fs::read(&first).unwrap();
+    assert_eq!(std::fs::read(&second).unwrap(), bytes);
+    generate("8", &second);
+    assert_ne!(std::fs::read(&second).unwrap(), bytes);
+
+    assert_eq!(expect(0, &["bench", "trace-info", &first], b"").json(), summary);
+    let piped = expect(
+        0,
+        &["bench", "trace-gen", "--users", "40", "--requests", "500", "--seed", "7", "-o", "-"],
+        b"",
+    );
+    assert!(piped.out == bytes, "the same on standard output");
+    check_naively(std::str::from_utf8(&bytes).unwrap(), &summary);
+}
+
+/// Counts everything again, from the lines alone.
+fn check_naively(trace: &str, summary: &serde_json::Value) {
+    let mut lines = trace.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let header = lines.next().unwrap();
+    assert_eq!(header["moontide_trace"], 1);
+    let (mut cache, mut sessions): (Vec<String>, Vec<u64>) = (vec![], vec![]);
+    let (mut requests, mut named, mut hits, mut tokens) = (0u64, 0u64, 0u64, 0u64);
+    for request in lines {
+        requests += 1;
+        tokens += request["input_tokens"].as_u64().unwrap();
+        sessions.push(request["session"].as_u64().unwrap());
+        let blocks: Vec<String> = request["blocks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|block| block.as_str().unwrap().to_owned())
+            .collect();
+        named += blocks.len() as u64;
+        hits += blocks.iter().take_while(|block| cache.contains(block)).count() as u64;
+        for block in blocks {
+            if !cache.contains(&block) {
+                cache.push(block);
+            }
+        }
+    }
+    sessions.sort_unstable();
+    sessions.dedup();
+    let distinct = cache.len() as u64;
+    assert_eq!(summary["requests"], requests);
+    assert_eq!(summary["sessions"], sessions.len());
+    assert_eq!(summary["input_tokens"], tokens);
+    assert_eq!(summary["blocks"], named);
+    assert_eq!(summary["distinct_blocks"], distinct);
+    assert_eq!(summary["working_set_bytes"], distinct * 131_072);
+    let rate = summary["ideal_hit_rate"].as_f64().unwrap();
+    assert!((rate - hits as f64 / named as f64).abs() < 1e-6, "{rate}");
+    assert!((0.3..0.99).contains(&rate), "conversations repeat themselves: {rate}");
+}
+
+#[test]
+fn a_broken_trace_is_told_with_its_line() {
+    let folder = Folder::new("broken-trace");
+    let file = folder.file("broken.jsonl");
+    let header = r#"{"moontide_trace":1,"block_bytes":131072,"block_tokens":512,"seed":7}"#;
+    std::fs::write(&file, format!("{header}\n{{\"at_ms\": 1}}\n")).unwrap();
+    let ended = expect(1, &["bench", "trace-info", &file], b"");
+    assert!(ended.err.contains("line 2"), "{}", ended.err);
+    for wrong in
+        [&["--users", "0"][..], &["--requests", "0"], &["--zipf", "NaN"], &["--rate", "0"], &["--end", "2"]]
+    {
+        let given = ["bench", "trace-gen", "--seed", "1", "-o", "-"];
+        let rest: Vec<&str> =
+            ["--users", "1", "--requests", "1"].into_iter().filter(|a| !wrong.contains(a)).collect();
+        let ended = run(&[&given[..], wrong, &rest].concat(), b"");
+        assert_eq!(ended.code, 2, "{wrong:?}: {}", ended.err);
+    }
+}

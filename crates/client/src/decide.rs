@@ -1,0 +1,18 @@
+//! What the client decides, without a clock, a socket or a lock: time and randomness are arguments.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `replicas` | in which order replicas are asked |
+//! | `hedge` | when a second one is asked beside a slow first one |
+//! | `retry` | whether and when a call is tried again |
+//! | `locations` | which places are remembered |
+
+mod hedge;
+mod locations;
+mod replicas;
+mod retry;
+
+pub use hedge::{HedgeTimer, SIZE_CLASSES};
+pub use locations::Locations;
+pub use replicas::{Candidate, Nearness, order};
+pub use retry::{Backoff, Budget, Verdict, judge};

@@ -1,0 +1,302 @@
+//! [`Store`]: what an application holds. Here is what all calls share; the calls are in `get`, `range`, `put`, `plan`
+//! and `operate`.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use moontide_proto::convert::{Answer, NodeDetails, Wire};
+use moontide_proto::v1;
+use moontide_transfer::Metrics as TransferMetrics;
+use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock};
+use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
+use tracing::{debug, warn};
+
+use crate::cluster::{Cluster, Identity};
+use crate::config::{KEYS_PER_CALL, StoreConfig};
+use crate::decide::{Budget, HedgeTimer, Locations};
+use crate::error::StoreError;
+use crate::flights::Flights;
+use crate::link::{KeyResult, Located};
+use crate::local::Near;
+use crate::metrics::StoreMetrics;
+use crate::nodes::{NodeInfo, Nodes};
+use crate::place::Placed;
+
+/// How often the table of nodes is asked for.
+const REFRESH: Duration = Duration::from_secs(2);
+
+/// The table is not asked for more often than this, however many nodes are unknown.
+const REFRESH_MIN: Duration = Duration::from_millis(100);
+
+/// Parts of the memory of places, each behind a lock of its own.
+const SHARDS: usize = 16;
+
+/// How often a look-up that is told to come again does.
+const LOOKUPS_MAX: usize = 8;
+
+/// A store, for threads. Clones share everything. Calls wait; do not call them on a task of a runtime, which has
+/// [`AsyncStore`](crate::AsyncStore).
+#[derive(Clone, Debug)]
+pub struct Store {
+    pub(crate) inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) cluster: Cluster,
+    pub(crate) nodes: Nodes,
+    pub(crate) near: Near,
+    locations: Vec<Mutex<Locations<Arc<Placed>>>>,
+    pub(crate) flights: Flights,
+    pub(crate) budget: Mutex<Budget>,
+    pub(crate) hedge: Mutex<HedgeTimer>,
+    pub(crate) metrics: StoreMetrics,
+    transfer_metrics: Arc<TransferMetrics>,
+    refreshed: Mutex<Option<Instant>>,
+}
+
+impl Store {
+    /// Connects. Fails within [`StoreConfig::connect`] if no master answers, saying where and what to do.
+    pub fn connect(config: StoreConfig) -> Result<Store, StoreError> {
+        let (cluster, identity) = Cluster::connect(config)?;
+        let transfer_metrics = TransferMetrics::new();
+        let nodes = Nodes::new(&cluster.config, cluster.caller.0, Arc::clone(&transfer_metrics));
+        let per_shard = cluster.config.locations.div_ceil(SHARDS);
+        let metrics = StoreMetrics::default();
+        let inner = Arc::new(Inner {
+            nodes,
+            near: Near::new(identity, metrics.clone()),
+            locations: (0..SHARDS).map(|_| Mutex::new(Locations::new(per_shard))).collect(),
+            flights: Flights::default(),
+            budget: Mutex::default(),
+            hedge: Mutex::default(),
+            metrics,
+            transfer_metrics,
+            refreshed: Mutex::new(None),
+            cluster,
+        });
+        inner.refresh_nodes(inner.deadline())?;
+        inner.keep_fresh();
+        Ok(Store { inner })
+    }
+
+    /// What this store counts.
+    pub fn metrics(&self) -> &StoreMetrics {
+        &self.inner.metrics
+    }
+
+    /// Adds its counters, and those of its transfers, to a registry.
+    pub fn register_metrics(&self, registry: &mut Registry) {
+        self.inner.metrics.register(registry);
+        self.inner.transfer_metrics.register(registry);
+    }
+
+    /// The nodes that are registered now.
+    pub fn nodes(&self) -> Result<Vec<NodeInfo>, StoreError> {
+        self.inner.refresh_nodes(self.inner.deadline())?;
+        Ok(self.inner.nodes.all())
+    }
+}
+
+impl Inner {
+    pub(crate) fn config(&self) -> &StoreConfig {
+        &self.cluster.config
+    }
+
+    /// When a call that starts now ends.
+    pub(crate) fn deadline(&self) -> Instant {
+        Instant::now() + self.config().deadline
+    }
+
+    pub(crate) fn too_late(&self) -> StoreError {
+        StoreError::Deadline { deadline_ms: self.config().deadline.as_millis() as u64 }
+    }
+
+    // ------------------------------------------------------------------------------------------------ the cluster
+
+    /// Asks who is there, unless that was done a moment ago.
+    pub(crate) fn refresh_nodes(&self, deadline: Instant) -> Result<(), StoreError> {
+        let mut refreshed = self.refreshed.lock();
+        if refreshed.is_some_and(|last| last.elapsed() < REFRESH_MIN) {
+            return Ok(());
+        }
+        let context = Some(self.cluster.context(deadline).to_wire());
+        let message = self.cluster.call(deadline, move |mut master| async move {
+            master.get_nodes(v1::GetNodesRequest { context }).await
+        })?;
+        self.take_nodes(&message)?;
+        *refreshed = Some(Instant::now());
+        Ok(())
+    }
+
+    fn take_nodes(&self, message: &v1::GetNodesResponse) -> Result<(), StoreError> {
+        let answer = Answer::<NodeDetails<'_>>::from_wire(message).map_err(StoreError::Answer)?;
+        let generation = answer.context().tenant_generation;
+        let details = answer
+            .into_result()
+            .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
+        let info = |detail: &moontide_proto::convert::NodeDetail<'_>| NodeInfo {
+            node: detail.node,
+            addresses: detail.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect(),
+            host: detail.topology.host.into(),
+            rack: detail.topology.rack.into(),
+            zone: detail.topology.zone.into(),
+        };
+        let heaps = self.nodes.update(details.nodes.iter().map(info).collect());
+        self.near.set_heaps(heaps);
+        let identity = self.near.identity();
+        if generation > identity.generation {
+            self.near.set_identity(Identity { generation, ..(*identity).clone() });
+        }
+        Ok(())
+    }
+
+    /// Keeps the table of nodes fresh as long as somebody holds the store.
+    fn keep_fresh(self: &Arc<Self>) {
+        let (weak, mut master) = (Arc::downgrade(self), self.cluster.master());
+        self.cluster.spawn(async move {
+            loop {
+                tokio::time::sleep(REFRESH).await;
+                let Some(store) = weak.upgrade() else { return };
+                let context = Some(store.cluster.context(Instant::now() + REFRESH).to_wire());
+                // Not held while waiting: the last holder must be able to let go.
+                drop(store);
+                let asked = tokio::time::timeout(REFRESH, master.get_nodes(v1::GetNodesRequest { context }));
+                let answer = asked.await;
+                let Some(store) = weak.upgrade() else { return };
+                match answer {
+                    Ok(Ok(message)) => {
+                        // Joining memory waits for a node: not on the runtime's thread.
+                        let done = tokio::task::spawn_blocking(move || {
+                            if let Err(error) = store.take_nodes(&message.into_inner()) {
+                                debug!(%error, "the table of nodes was not understood");
+                            }
+                        });
+                        let _ = done.await;
+                    }
+                    Ok(Err(status)) => debug!(%status, "the table of nodes was not answered"),
+                    Err(_) => debug!("the table of nodes was not answered in time"),
+                }
+            }
+        });
+    }
+
+    /// The master answers for another cluster than it did: it was started anew, and everything it knew is gone.
+    fn check_identity(&self, id_key: u32, deadline: Instant) {
+        let known = self.near.identity();
+        if known.id_key.number() == id_key {
+            return;
+        }
+        match self.cluster.ask_identity(deadline) {
+            Ok(identity) => {
+                warn!(
+                    cluster = identity.cluster,
+                    before = known.cluster,
+                    "the master serves another cluster now"
+                );
+                self.near.set_identity(identity);
+                self.locations.iter().for_each(|shard| shard.lock().clear());
+            }
+            Err(error) => debug!(%error, "the cluster's identity was not answered"),
+        }
+    }
+
+    // ---------------------------------------------------------------------------------------------------- places
+
+    fn shard(&self, id: &ObjectId) -> &Mutex<Locations<Arc<Placed>>> {
+        &self.locations[usize::from(id.0[0]) % SHARDS]
+    }
+
+    /// A place that is remembered.
+    pub(crate) fn remembered(&self, id: &ObjectId) -> Option<Arc<Placed>> {
+        let placed = self.shard(id).lock().get(id)?;
+        self.metrics.locations_used.inc();
+        Some(placed)
+    }
+
+    /// Remembers a place. Not that of an empty object: nobody would notice that it has gone.
+    pub(crate) fn remember(&self, placed: &Arc<Placed>) {
+        if placed.len() > 0 {
+            self.shard(&placed.id()).lock().put(placed.id(), Arc::clone(placed));
+        }
+    }
+
+    /// A place was not right any more.
+    pub(crate) fn forget(&self, placed: &Arc<Placed>) {
+        self.metrics.locations_stale.inc();
+        self.shard(&placed.id()).lock().forget_if(&placed.id(), |other| other.epoch() == placed.epoch());
+    }
+
+    /// Whatever is remembered of an object is not right any more.
+    pub(crate) fn forget_object(&self, id: &ObjectId) {
+        self.shard(id).lock().forget_if(id, |_| true);
+    }
+
+    /// Asks the master where objects are, one answer per key. `None`: it is not there, or not complete.
+    pub(crate) fn look_up(
+        &self,
+        keys: &[Key<'_>],
+        deadline: Instant,
+    ) -> Vec<Result<Option<Arc<Placed>>, StoreError>> {
+        let mut answers: Vec<Option<Result<Option<Arc<Placed>>, StoreError>>> = vec![None; keys.len()];
+        for _ in 0..LOOKUPS_MAX {
+            let open: Vec<usize> = (0..keys.len()).filter(|&at| answers[at].is_none()).collect();
+            if open.is_empty() || Instant::now() >= deadline {
+                break;
+            }
+            for part in open.chunks(KEYS_PER_CALL) {
+                let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                match self.ask(&asked) {
+                    Ok(found) => {
+                        for (&at, found) in part.iter().zip(found) {
+                            answers[at] = self.understood(found, deadline);
+                        }
+                    }
+                    Err(error) => part.iter().for_each(|&at| answers[at] = Some(Err(error.clone()))),
+                }
+            }
+        }
+        let late = || Err(StoreError::refused(ErrorCode::Retry));
+        answers.into_iter().map(|answer| answer.unwrap_or_else(late)).collect()
+    }
+
+    /// One call. A single key travels with those of other threads.
+    fn ask(&self, keys: &[Key<'_>]) -> Result<Vec<KeyResult<Located>>, StoreError> {
+        let (tenant, lease_ms) = (self.cluster.tenant(), self.config().lease_ms());
+        if let &[key] = keys {
+            return Ok(vec![self.cluster.link.lookup_one(tenant, key, lease_ms)?]);
+        }
+        let reply = self.cluster.link.lookup(tenant, keys, lease_ms, false)?;
+        let replicas = reply.replicas()?;
+        let each = replicas.list.iter().map(|(object, handles)| match object.code {
+            Some(code) => Err(code),
+            None => Ok(Located { object, handles: handles.iter().collect() }),
+        });
+        Ok(each.collect())
+    }
+
+    /// What an answer means; `None`: ask again.
+    pub(crate) fn understood(
+        &self,
+        found: KeyResult<Located>,
+        deadline: Instant,
+    ) -> Option<Result<Option<Arc<Placed>>, StoreError>> {
+        match found {
+            Ok(located) => {
+                self.check_identity(located.object.id_key, deadline);
+                // Counted from now, which is later than the sending: shortened by a part for that.
+                let lease = Duration::from_millis(located.object.window_ms.into()) / 4 * 3;
+                let leased_until = (!lease.is_zero()).then(|| SystemClock.now().after(lease));
+                let placed = Placed::new(located, leased_until).map(Arc::new);
+                if let Ok(placed) = &placed {
+                    self.remember(placed);
+                }
+                Some(placed.map(Some))
+            }
+            Err(ErrorCode::NotFound | ErrorCode::NotReady | ErrorCode::Gone) => Some(Ok(None)),
+            Err(ErrorCode::Retry) => None,
+            Err(code) => Some(Err(StoreError::refused(code))),
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! Every call of the store against a master and nodes in this process: same host by mapped memory, and over TCP.
+
+use std::time::Duration;
+
+use moontide_client::{GetInto, Hedge, Put, PutItem, PutOptions, Store, StoreConfig};
+use moontide_master::{MasterConfig, Server};
+use moontide_node::{Node, NodeConfig};
+use moontide_types::ErrorCode;
+
+/// A cluster in this process.
+struct Cluster {
+    master: Server,
+    nodes: Vec<Node>,
+}
+
+impl Cluster {
+    fn start(nodes: usize, memory_bytes: u64) -> Cluster {
+        let free = "127.0.0.1:0".parse().unwrap();
+        let config = MasterConfig {
+            grpc_listen: free,
+            frame_listen: free,
+            admin_listen: free,
+            groups: 4,
+            reallocate_wait_ms: 0,
+            ..MasterConfig::default()
+        };
+        let master = Server::start(config).unwrap();
+        let address = master.addresses().grpc.to_string();
+        let node = |_| {
+            let node = Node::start(NodeConfig {
+                master: address.clone(),
+                memory_bytes,
+                ..NodeConfig::default()
+            });
+            let node = node.unwrap();
+            assert!(node.wait_until_mounted(Duration::from_secs(10)));
+            node
+        };
+        let nodes = (0..nodes).map(node).collect();
+        Cluster { master, nodes }
+    }
+
+    fn config(&self) -> StoreConfig {
+        StoreConfig::new(self.master.addresses().grpc.to_string())
+    }
+
+    /// Reads in place.
+    fn near(&self) -> Store {
+        Store::connect(self.config()).unwrap()
+    }
+
+    /// Reads over TCP.
+    fn far(&self) -> Store {
+        Store::connect(StoreConfig { local: false, ..self.config() }).unwrap()
+    }
+}
+
+fn content(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// Lengths around every boundary: empty, one unit, the payload's alignment, one page, several.
+const LENGTHS: [usize; 12] =
+    [0, 1, 511, 4095, 4096, 4097, 65_536, 262_143, 262_144, 262_145, 1_000_003, 5 << 20];
+
+#[test]
+fn what_was_put_is_got_by_every_call_near_and_far() {
+    let cluster = Cluster::start(2, 256 << 20);
+    let stores = [("near", cluster.near()), ("far", cluster.far())];
+    for (by, writer) in &stores {
+        for len in LENGTHS {
+            let key = format!("{by}-{len}");
+            let value = content(len as u64, len);
+            assert_eq!(writer.put(key.as_bytes(), &value).unwrap(), Put::Stored, "{key}");
+            assert_eq!(writer.put(key.as_bytes(), b"other").unwrap(), Put::Existed, "{key}");
+            for (reads, store) in &stores {
+                let what = format!("{key} read {reads}");
+                assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value, "{what}");
+                let held = store.get_ref(key.as_bytes()).unwrap().unwrap();
+                assert_eq!(&held[..], &value[..], "{what}");
+                assert!(held.verify(), "{what}");
+                assert_eq!(held.is_in_place(), *reads == "near", "{what}");
+                let mut into = vec![0; len + 10];
+                assert_eq!(store.get_into(key.as_bytes(), &mut into).unwrap(), Some(len), "{what}");
+                assert_eq!(&into[..len], &value[..], "{what}");
+                if len > 0 {
+                    let error = store.get_into(key.as_bytes(), &mut into[..len - 1]).unwrap_err();
+                    assert_eq!(error.code(), ErrorCode::InvalidArgument, "{what}");
+                }
+                for (offset, wanted) in [(0, len), (len / 2, len), (len / 3, 100), (len, 5)] {
+                    let mut part = vec![0; wanted];
+                    let got = store.get_range(key.as_bytes(), offset as u64, &mut part).unwrap().unwrap();
+                    let end = len.min(offset + wanted);
+                    assert_eq!(&part[..got], &value[offset..end], "{what}, {wanted} from {offset}");
+                }
+                assert!(store.exists(key.as_bytes()).unwrap(), "{what}");
+                let location = store.get_location(key.as_bytes()).unwrap().unwrap();
+                assert_eq!(location.len, len as u64, "{what}");
+                let info = store.stat(key.as_bytes()).unwrap().unwrap();
+                assert_eq!((info.len, info.epoch), (len as u64, location.epoch), "{what}");
+            }
+        }
+    }
+    let (near, far) = (&stores[0].1, &stores[1].1);
+    assert_eq!(far.touch(&[b"near-1", b"nobody"]).unwrap(), [true, false]);
+    assert_eq!(far.exists_batch(&[b"near-1", b"nobody"]).unwrap(), [true, false]);
+    let listed = near.list(b"near-", b"", 100).unwrap();
+    assert_eq!(listed.keys.len(), LENGTHS.len());
+    // A removal is seen by everybody at once, also by those who remember where it was.
+    assert!(near.remove(b"far-262145", false).unwrap());
+    assert!(!near.remove(b"far-262145", false).unwrap());
+    for (_, store) in &stores {
+        assert!(store.get(b"far-262145").unwrap().is_none());
+        assert!(store.get_ref(b"far-262145").unwrap().is_none());
+        assert!(!store.exists(b"far-262145").unwrap());
+        assert!(store.get(b"nobody").unwrap().is_none());
+        let stats = store.metrics().stats();
+        assert_eq!(
+            stats.requested,
+            stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.failed,
+            "{stats:?}"
+        );
+        assert_eq!(stats.corrupt, 0);
+    }
+    assert_eq!(far.metrics().stats().hits_local, 0);
+}
+
+#[test]
+fn batches_do_what_single_calls_do() {
+    let cluster = Cluster::start(2, 256 << 20);
+    for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
+        let objects: Vec<(String, Vec<u8>)> =
+            (0..300).map(|n| (format!("{by}-{n}"), content(n, (n as usize * 977) % 40_000))).collect();
+        let parts: Vec<[&[u8]; 2]> = objects
+            .iter()
+            .map(|(_, value)| {
+                let (a, b) = value.split_at(value.len() / 3);
+                [a, b]
+            })
+            .collect();
+        let items: Vec<PutItem<'_>> =
+            objects.iter().zip(&parts).map(|((key, _), parts)| PutItem { key: key.as_bytes(), parts }).collect();
+        for outcome in store.put_batch(&items, &PutOptions::default()) {
+            assert_eq!(outcome.unwrap(), Put::Stored);
+        }
+        assert!(store.put_batch(&items, &PutOptions::default()).iter().all(|o| *o.as_ref().unwrap() == Put::Existed));
+        let mut keys: Vec<&[u8]> = objects.iter().map(|(key, _)| key.as_bytes()).collect();
+        keys.push(b"nobody");
+        let got = store.get_batch(&keys);
+        for ((_, value), got) in objects.iter().zip(&got) {
+            assert_eq!(got.as_ref().unwrap().as_ref().unwrap(), value);
+        }
+        assert!(got.last().unwrap().as_ref().unwrap().is_none());
+        let mut spaces = vec![vec![0; 40_000]; keys.len()];
+        let mut wants: Vec<GetInto<'_>> =
+            keys.iter().zip(&mut spaces).map(|(key, into)| GetInto { key, into }).collect();
+        let lens = store.get_batch_into(&mut wants);
+        for (((_, value), len), space) in objects.iter().zip(&lens).zip(&spaces) {
+            assert_eq!(*len.as_ref().unwrap(), Some(value.len()));
+            assert_eq!(&space[..value.len()], &value[..]);
+        }
+        assert!(lens.last().unwrap().as_ref().unwrap().is_none());
+        let removed = store.remove_batch(&keys, false);
+        assert_eq!(removed.iter().filter(|r| *r.as_ref().unwrap()).count(), objects.len());
+        assert!(store.get_batch(&keys).iter().all(|got| got.as_ref().unwrap().is_none()));
+    }
+}
+
+#[test]
+fn replicas_and_stripes_are_spread_and_read_back() {
+    let cluster = Cluster::start(3, 256 << 20);
+    for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
+        let value = content(5, 9 << 20);
+        let options = PutOptions { replicas: 3, ..PutOptions::default() };
+        let key = format!("{by}-replicas");
+        assert_eq!(store.put_with(key.as_bytes(), &[&value], &options).unwrap(), Put::Stored);
+        let location = store.get_location(key.as_bytes()).unwrap().unwrap();
+        let nodes: std::collections::HashSet<_> = location.stripes.iter().map(|stripe| stripe.node).collect();
+        assert_eq!(nodes.len(), 3);
+        assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
+
+        let options = PutOptions { stripes: Some(3), replicas: 1, ..PutOptions::default() };
+        let key = format!("{by}-stripes");
+        assert_eq!(store.put_with(key.as_bytes(), &[&value], &options).unwrap(), Put::Stored);
+        let location = store.get_location(key.as_bytes()).unwrap().unwrap();
+        assert_eq!(location.stripes.len(), 3);
+        assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
+        let mut part = vec![0; 4 << 20];
+        assert_eq!(store.get_range(key.as_bytes(), 2 << 20, &mut part).unwrap(), Some(4 << 20));
+        assert_eq!(part, value[2 << 20..6 << 20]);
+
+        let options = PutOptions { upsert: true, ..PutOptions::default() };
+        assert_eq!(store.put_with(key.as_bytes(), &[b"new"], &options).unwrap(), Put::Stored);
+        assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), &b"new"[..]);
+    }
+}
+
+#[test]
+fn a_plan_is_written_and_committed_in_its_own_epoch_or_given_back() {
+    let cluster = Cluster::start(1, 64 << 20);
+    for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
+        let value = content(9, 700_000);
+        let key = format!("{by}-plan");
+        let mut plan = store.open_for_write(key.as_bytes(), value.len() as u64, &PutOptions::default()).unwrap();
+        assert_eq!(plan.stripes().len(), 1);
+        assert!(store.get(key.as_bytes()).unwrap().is_none(), "not readable yet");
+        plan.write(&[&value[..100], &value[100..]]).unwrap();
+        assert!(store.get(key.as_bytes()).unwrap().is_none(), "not readable yet");
+        let epoch = plan.epoch();
+        assert_eq!(plan.commit(epoch).unwrap(), Put::Stored);
+        assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
+
+        let key = format!("{by}-abandoned");
+        let plan = store.open_for_write(key.as_bytes(), 100, &PutOptions::default()).unwrap();
+        plan.abort();
+        let end = std::time::Instant::now() + Duration::from_secs(10);
+        while store.stat(key.as_bytes()).unwrap().is_some() {
+            assert!(std::time::Instant::now() < end, "the reservation is given back");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut plan = store.open_for_write(key.as_bytes(), 100, &PutOptions::default()).unwrap();
+        plan.write(&[&[1; 100]]).unwrap();
+        let other = moontide_types::Epoch::from_bits(1).unwrap();
+        assert_eq!(plan.commit(other).unwrap_err().code(), ErrorCode::StaleEpoch);
+    }
+}
+
+#[test]
+fn a_missing_master_is_said_at_once_with_what_to_do() {
+    let began = std::time::Instant::now();
+    let error = Store::connect(StoreConfig::new("127.0.0.1:1")).unwrap_err();
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(error.to_string().contains("moontide master"), "{error}");
+    assert_eq!(error.code(), ErrorCode::Unreachable);
+}
+
+#[test]
+fn a_replica_that_is_gone_is_read_elsewhere() {
+    let mut cluster = Cluster::start(2, 128 << 20);
+    let store = Store::connect(StoreConfig { local: false, hedge: Hedge::Off, ..cluster.config() }).unwrap();
+    let options = PutOptions { replicas: 2, ..PutOptions::default() };
+    let objects: Vec<(String, Vec<u8>)> = (0..50).map(|n| (format!("twice-{n}"), content(n, 100_000))).collect();
+    for (key, value) in &objects {
+        assert_eq!(store.put_with(key.as_bytes(), &[value], &options).unwrap(), Put::Stored);
+    }
+    cluster.nodes.pop().unwrap().shutdown();
+    for (key, value) in &objects {
+        assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value, "{key}");
+    }
+}

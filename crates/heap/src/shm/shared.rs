@@ -1,0 +1,171 @@
+//! [`SharedReader`] and [`SharedGuard`]: [`Reader`] and [`Guard`] that keep their heap alive by themselves, for
+//! threads, futures and bindings that cannot name a lifetime.
+//!
+//! Each holds the borrowing form with its lifetime extended, and the `Arc` that makes this true. Invariants: what
+//! borrows is dropped before the `Arc` is given back; nothing hands out the long borrow, so whatever a caller gets
+//! from here borrows from the reader or the guard itself.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use moontide_types::record::Header;
+use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId};
+
+use crate::shm::local::{Guard, LocalHeap, Lookup, Reader};
+
+/// One thread's way to read, without a lifetime: [`Reader`].
+#[derive(Debug)]
+pub struct SharedReader {
+    // Fields are dropped in this order: the borrow first.
+    reader: Lent<Reader<'static>>,
+    heap: Arc<LocalHeap>,
+}
+
+/// An object's bytes, in place, without a lifetime: [`Guard`]. It may outlive its reader.
+#[derive(Debug)]
+pub struct SharedGuard {
+    // Fields are dropped in this order: the borrow first.
+    guard: Lent<Guard<'static>>,
+    /// Never looked at: it keeps alive what the guard borrows from.
+    _heap: Arc<LocalHeap>,
+}
+
+/// What a get through a [`SharedReader`] found: [`Lookup`].
+#[derive(Debug)]
+pub enum SharedLookup {
+    /// The object, in place.
+    Hit(SharedGuard),
+    /// It is not here, or not complete; ask the master.
+    Miss,
+    /// With this object the reader would hold more guards or bytes than it may: get a copy instead, or drop some.
+    Full,
+    /// The node is silent or has closed its index: ask the master.
+    Closed,
+}
+
+const _: () = {
+    const fn crosses_threads<T: Send + Sync + 'static>() {}
+    crosses_threads::<SharedReader>();
+    crosses_threads::<SharedGuard>();
+    crosses_threads::<SharedLookup>();
+};
+
+impl SharedReader {
+    /// A reader for one thread; `None` if too many threads have one, or in a forked child.
+    pub fn new(heap: Arc<LocalHeap>) -> Option<SharedReader> {
+        // SAFETY: the heap stands where the `Arc` points, which does not move with the `Arc` and stays as long as
+        // this one or a clone is there. The reader is kept beside this one and dropped before it; the guards that
+        // it hands out leave this module only as `SharedGuard`, each beside a clone of its own.
+        let lasting: &'static LocalHeap = unsafe { &*Arc::as_ptr(&heap) };
+        let reader = Lent::new(lasting.reader()?);
+        Some(SharedReader { reader, heap })
+    }
+
+    /// The heap that it reads.
+    pub fn heap(&self) -> &Arc<LocalHeap> {
+        &self.heap
+    }
+
+    /// Looks for an object: [`Reader::get`].
+    #[inline]
+    pub fn get(&mut self, id: &ObjectId, now: MonoTime) -> SharedLookup {
+        let found = self.reader.get(id, now);
+        self.share(found)
+    }
+
+    /// Pins the slot that the master named, in the version that the master named: [`Reader::get_at`].
+    #[inline]
+    pub fn get_at(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch, now: MonoTime) -> SharedLookup {
+        let found = self.reader.get_at(segment, slot, epoch, now);
+        self.share(found)
+    }
+
+    #[inline]
+    fn share(&self, found: Lookup<'static>) -> SharedLookup {
+        match found {
+            Lookup::Hit(guard) => {
+                SharedLookup::Hit(SharedGuard { guard: Lent::new(guard), _heap: Arc::clone(&self.heap) })
+            }
+            Lookup::Miss => SharedLookup::Miss,
+            Lookup::Full => SharedLookup::Full,
+            Lookup::Closed => SharedLookup::Closed,
+        }
+    }
+}
+
+impl SharedGuard {
+    /// The payload.
+    ///
+    /// # Panics
+    /// In a child that was forked after the guard was made: the memory is not there.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        self.guard.bytes()
+    }
+
+    /// The record's header.
+    pub fn header(&self) -> &Header {
+        self.guard.header()
+    }
+
+    /// The object's version.
+    pub fn version(&self) -> Epoch {
+        self.guard.version()
+    }
+
+    /// Where the object is.
+    pub fn place(&self) -> (SegmentId, SlotId) {
+        self.guard.place()
+    }
+
+    /// Computes the digests and compares with the root; `None` for a record without digests.
+    pub fn verify(&self) -> Option<bool> {
+        self.guard.verify()
+    }
+}
+
+/// A value with a borrow that may end while a function still has the value as its argument: `drop(guard)` may give
+/// back the last `Arc`. A plain reference promises the compiler that it stays valid until the function returns;
+/// inside of `MaybeUninit` it promises nothing. Always initialised.
+struct Lent<T>(MaybeUninit<T>);
+
+impl<T> Lent<T> {
+    #[inline]
+    fn new(value: T) -> Lent<T> {
+        Lent(MaybeUninit::new(value))
+    }
+}
+
+impl<T> Deref for Lent<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: initialised by `new`.
+        unsafe { self.0.assume_init_ref() }
+    }
+}
+
+impl<T> DerefMut for Lent<T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: initialised by `new`.
+        unsafe { self.0.assume_init_mut() }
+    }
+}
+
+impl<T> Drop for Lent<T> {
+    #[inline]
+    fn drop(&mut self) {
+        // SAFETY: initialised by `new`, and not used after this.
+        unsafe { self.0.assume_init_drop() };
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Lent<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        T::fmt(self, f)
+    }
+}

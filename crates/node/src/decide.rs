@@ -1,0 +1,14 @@
+//! What a node decides: pure code. No clock, no I/O, no lock and no runtime; time and what the heap said arrive as
+//! arguments, and what is to be done is returned.
+//!
+//! Reading order: [`plan`] (which segments there are), [`books`] (what is in them), [`orders`] (what a master's order
+//! means), [`outgoing`] and [`report`] (what is said to the master, and in which order), [`touch`] (what was read),
+//! [`pace`] (when).
+
+pub(crate) mod books;
+pub(crate) mod orders;
+pub(crate) mod outgoing;
+pub(crate) mod pace;
+pub(crate) mod plan;
+pub(crate) mod report;
+pub(crate) mod touch;

@@ -1,0 +1,205 @@
+//! [`Memory`]: the node's heap, and beside each of its segments what only the node process needs to know: the master's
+//! grant, the books of its space, and marks of what remote peers read.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError};
+use moontide_types::record::{State, Word};
+use moontide_types::{Epoch, Generation, GroupId, NodeId, SegmentId, SlotId, Term};
+use parking_lot::Mutex;
+
+use crate::decide::books::{Books, Usage};
+use crate::decide::plan::SegmentPlan;
+use crate::decide::touch::TouchMap;
+
+/// Everything that a node shares, and its notes about it.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    heap: NodeHeap,
+    sides: Vec<Side>,
+    generation: Generation,
+    slots: u32,
+}
+
+/// What stands beside a segment.
+#[derive(Debug)]
+pub(crate) struct Side {
+    segment: Arc<Segment>,
+    books: Mutex<Books>,
+    /// One bit per slot.
+    touched: Box<[AtomicU64]>,
+    closed: AtomicBool,
+    grant: Mutex<Option<(GroupId, Term)>>,
+}
+
+/// Why the memory could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// No room for the index.
+    #[error(
+        "the index cannot be made: {0}; lower memory_bytes, or raise the limit of locked or shared memory"
+    )]
+    Board(#[from] BoardError),
+    /// No room for a segment.
+    #[error(
+        "segment {number} of {count} cannot be made: {source}; lower memory_bytes, or free memory of this host"
+    )]
+    Segment {
+        /// Which one.
+        number: u32,
+        /// Of how many.
+        count: u32,
+        /// Why.
+        source: SegmentError,
+    },
+}
+
+impl Memory {
+    pub(crate) fn create(
+        node: NodeId,
+        generation: Generation,
+        plan: SegmentPlan,
+        huge: HugePages,
+    ) -> Result<Memory, MemoryError> {
+        let heap = NodeHeap::create(HeapConfig { node, generation, slots_max: plan.slots_all(), huge })?;
+        let mut sides = Vec::with_capacity(plan.count as usize);
+        for number in 0..plan.count {
+            let segment = heap
+                .add_segment(plan.slots, plan.units, huge)
+                .map_err(|source| MemoryError::Segment { number, count: plan.count, source })?;
+            sides.push(Side {
+                segment,
+                books: Mutex::new(Books::new(plan.units, plan.slots)),
+                touched: (0..plan.slots.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+                closed: AtomicBool::new(false),
+                grant: Mutex::new(None),
+            });
+        }
+        Ok(Memory { heap, sides, generation, slots: plan.slots })
+    }
+
+    pub(crate) fn heap(&self) -> &NodeHeap {
+        &self.heap
+    }
+
+    pub(crate) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    pub(crate) fn sides(&self) -> &[Side] {
+        &self.sides
+    }
+
+    pub(crate) fn side(&self, segment: SegmentId) -> Option<&Side> {
+        self.sides.get(segment.0 as usize)
+    }
+
+    /// A slot's word has become this.
+    pub(crate) fn note(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, state: State) {
+        if let Some(side) = self.side(segment) {
+            side.books.lock().note(slot, Word::new(epoch, state), None);
+        }
+    }
+
+    /// A slot was begun, with an extent of so many units.
+    pub(crate) fn note_begun(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, units: u32) {
+        if let Some(side) = self.side(segment) {
+            side.books.lock().note(slot, Word::new(epoch, State::Writing), Some(units));
+        }
+    }
+
+    /// All segments together.
+    pub(crate) fn usage(&self) -> Usage {
+        let mut all = Usage::default();
+        self.sides.iter().for_each(|side| all.add(&side.usage()));
+        all
+    }
+
+    /// Takes all marks of what was read.
+    pub(crate) fn take_touched(&self) -> TouchMap {
+        let mut map = TouchMap::new(self.sides.len(), self.slots);
+        for ledger in self.heap.ledgers().clients() {
+            ledger.take_touched(|number| map.mark_number(number));
+        }
+        for (segment, side) in self.sides.iter().enumerate() {
+            for (index, word) in (0u32..).zip(&side.touched) {
+                // Relaxed, here and where they are set: hints for eviction, ordered with nothing.
+                if word.load(Ordering::Relaxed) == 0 {
+                    continue;
+                }
+                let mut bits = word.swap(0, Ordering::Relaxed);
+                while bits != 0 {
+                    map.mark(segment, index * 64 + bits.trailing_zeros());
+                    bits &= bits - 1;
+                }
+            }
+        }
+        map
+    }
+}
+
+impl Side {
+    pub(crate) fn segment(&self) -> &Arc<Segment> {
+        &self.segment
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        self.books.lock().usage()
+    }
+
+    /// Marks a slot as read. Costs a store only the first time.
+    pub(crate) fn touch(&self, slot: SlotId) {
+        let Some(word) = self.touched.get(slot.0 as usize / 64) else { return };
+        let bit = 1 << (slot.0 % 64);
+        if word.load(Ordering::Relaxed) & bit == 0 {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether nobody may begin in it any more.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+
+    /// Nobody may begin in it any more.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// The group that it belongs to, and the term that was adopted for it.
+    pub(crate) fn grant(&self) -> Option<(GroupId, Term)> {
+        *self.grant.lock()
+    }
+
+    /// A master has taken it into use. A newer term is obeyed from now on.
+    pub(crate) fn granted(&self, group: GroupId, term: Term) {
+        let term = self.segment.obey(term);
+        *self.grant.lock() = Some((group, term));
+        self.closed.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether it holds any record.
+    pub(crate) fn is_occupied(&self) -> bool {
+        self.segment.taken_units() > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_of_remote_reads_are_taken_once() {
+        let plan = SegmentPlan { count: 3, units: 2048, slots: 100 };
+        let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed).unwrap();
+        let touch = |segment, slot| memory.side(SegmentId(segment)).unwrap().touch(SlotId(slot));
+        for (segment, slot) in [(0, 0), (2, 99), (2, 64), (1, 100), (1, 5000)] {
+            touch(segment, slot);
+        }
+        let bitmaps = memory.take_touched().bitmaps(memory.generation(), 0);
+        let segments: Vec<(u32, u32)> = bitmaps.iter().map(|b| (b.segment, b.first_slot)).collect();
+        assert_eq!(segments, [(0, 0), (2, 64)], "slots that there are not leave no mark");
+        assert!(memory.take_touched().bitmaps(memory.generation(), 0).is_empty());
+    }
+}

@@ -1,0 +1,281 @@
+//! [`Obedience`]: the thread that carries out a master's orders, and the only one that reclaims.
+//!
+//! Reclaim runs right after each batch of orders, every few milliseconds while somebody waits for a slot, and now and
+//! then anyway. What was freed by order is answered; what was freed without one is told to the master as a change.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use moontide_proto::limits::SESSION_RECORDS_MAX;
+use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
+use moontide_types::record::{DigestContext, State, Word};
+use moontide_types::{Clock, Epoch, ErrorCode, MonoTime, SessionId, SystemClock};
+use tokio::sync::mpsc::UnboundedSender;
+use tracing::{debug, warn};
+
+use crate::decide::orders::{Answer, Drains, Known, Name, Next, admissible, after_burn, after_kill};
+use crate::decide::pace::reclaim_interval;
+use crate::decide::report::Change;
+use crate::memory::Memory;
+use crate::metrics::{Counters, OrderCounts};
+use crate::session::Event;
+
+/// A drain that lasts longer is worth a line: somebody holds on to what was removed.
+const DRAIN_LONG: Duration = Duration::from_secs(10);
+
+/// A killed slot is not due before its Reclaim is ordered.
+const NEVER: MonoTime = MonoTime(u64::MAX);
+
+/// What the thread is given to do.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// A session has begun. Orders of earlier ones are void.
+    Session(SessionId),
+    /// A master's orders.
+    Orders { session: SessionId, orders: Vec<Order> },
+    /// Records that were given up and are dead.
+    GivenUp(Vec<Name>),
+    /// The end.
+    Stop,
+}
+
+/// Carries out orders.
+#[derive(Debug)]
+pub(crate) struct Obedience {
+    memory: Arc<Memory>,
+    counters: Arc<Counters>,
+    events: UnboundedSender<Event>,
+    session: SessionId,
+    drains: Drains,
+    /// Orders of this round that wait for their slot.
+    fresh: Vec<(u64, Name)>,
+    results: Vec<OrderResult>,
+    counts: OrderCounts,
+    /// When something was freed, or added, the last time.
+    progress: MonoTime,
+}
+
+impl Obedience {
+    pub(crate) fn new(
+        memory: Arc<Memory>,
+        counters: Arc<Counters>,
+        events: UnboundedSender<Event>,
+    ) -> Obedience {
+        Obedience {
+            memory,
+            counters,
+            events,
+            session: SessionId(0),
+            drains: Drains::default(),
+            fresh: Vec::new(),
+            results: Vec::new(),
+            counts: OrderCounts::default(),
+            progress: MonoTime(0),
+        }
+    }
+
+    /// Works until told to stop.
+    pub(crate) fn run(mut self, work: &Receiver<Work>) {
+        loop {
+            let wait = reclaim_interval(!self.drains.is_empty(), self.progress, SystemClock.now());
+            match work.recv_timeout(wait) {
+                Ok(Work::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(first) => {
+                    self.take(first);
+                    while let Ok(more) = work.try_recv() {
+                        match more {
+                            Work::Stop => return,
+                            more => self.take(more),
+                        }
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.round(SystemClock.now());
+        }
+    }
+
+    fn take(&mut self, work: Work) {
+        match work {
+            Work::Session(session) => self.begin_session(session),
+            Work::Orders { session, orders } => {
+                if session != self.session {
+                    self.begin_session(session);
+                }
+                orders.iter().for_each(|order| self.carry_out(order));
+            }
+            Work::GivenUp(names) => {
+                let now = SystemClock.now();
+                names.into_iter().for_each(|name| self.drains.add(name, now));
+                self.progress = now;
+            }
+            Work::Stop => {}
+        }
+    }
+
+    fn begin_session(&mut self, session: SessionId) {
+        self.answer_all();
+        self.fresh.clear();
+        self.counts.void += self.drains.end_session() as u64;
+        self.session = session;
+    }
+
+    fn carry_out(&mut self, order: &Order) {
+        if self.drains.knows(order.order) {
+            return; // sent again on a new stream, and still under way
+        }
+        self.counts.received += 1;
+        let side = self.memory.side(order.segment);
+        let known = side.map(|side| Known {
+            generation: side.segment().shape().generation,
+            obeyed: side.segment().obeyed(),
+            slots: side.segment().shape().slots,
+        });
+        if let Err(code) = admissible(order, known) {
+            return self.answer(order.order, Answer::refused(code, Word::default()));
+        }
+        let Some(side) = side else { return };
+        let done = Answer::done(Word::default());
+        match order.kind {
+            OrderKind::Kill => self.kill(order),
+            OrderKind::Reclaim | OrderKind::Burn => self.burn(order),
+            OrderKind::Scrub => {
+                let answer = self.scrub(order);
+                self.answer(order.order, answer);
+            }
+            OrderKind::Drain => {
+                side.close();
+                self.answer(order.order, done);
+            }
+            OrderKind::AdoptTerm => {
+                side.granted(order.group, order.term);
+                let _ = self.events.send(Event::Report(order.segment));
+                self.answer(order.order, done);
+            }
+            OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk => unreachable!("not admissible"),
+        }
+    }
+
+    fn kill(&mut self, order: &Order) {
+        let killed = self.memory.heap().kill(order.segment, order.slot, order.epoch, NEVER);
+        match after_kill(order.epoch, killed) {
+            Next::Answer(answer) => {
+                self.memory.note(order.segment, order.slot, order.epoch, State::Dead);
+                self.answer(order.order, answer);
+            }
+            Next::Burn | Next::Drain => self.burn(order),
+        }
+    }
+
+    fn burn(&mut self, order: &Order) {
+        let burnt = self.memory.heap().burn(order.segment, order.slot, order.epoch);
+        match after_burn(order.kind, order.epoch, burnt) {
+            Next::Answer(answer) => {
+                if answer.phase == OrderPhase::Done {
+                    self.memory.note(order.segment, order.slot, order.epoch, State::Free);
+                }
+                self.answer(order.order, answer);
+            }
+            Next::Drain | Next::Burn => {
+                let name = (order.segment, order.slot, order.epoch);
+                // Due at once, also if it was killed before and was to wait.
+                let _ = self.memory.heap().kill(order.segment, order.slot, order.epoch, MonoTime(0));
+                self.memory.note(order.segment, order.slot, order.epoch, State::Dead);
+                let now = SystemClock.now();
+                self.drains.add_order(order.order, name, now);
+                self.fresh.push((order.order, name));
+                self.progress = now;
+            }
+        }
+    }
+
+    /// Compares a record with its digests.
+    fn scrub(&self, order: &Order) -> Answer {
+        let word = Word::new(order.epoch, State::Ready);
+        let Some(pin) = self.memory.heap().pin(order.segment, order.slot, order.epoch) else {
+            return Answer::refused(ErrorCode::Gone, Word::default());
+        };
+        let header = pin.header();
+        if header.flags.digestless() {
+            return Answer::refused(ErrorCode::Unsupported, word);
+        }
+        let context = DigestContext {
+            id: header.id,
+            version: order.epoch,
+            stripe: header.stripe_index,
+            len: header.stripe_len,
+        };
+        if context.payload(pin.payload(), |_| ()) == header.root {
+            return Answer::done(word);
+        }
+        self.counters.corrupt();
+        warn!(segment = order.segment.0, slot = order.slot.0, epoch = %order.epoch, "a record does not match its digests");
+        Answer::refused(ErrorCode::Corrupt, word)
+    }
+
+    /// Reclaims, and says what came of it.
+    fn round(&mut self, now: MonoTime) {
+        let reclaimed = self.memory.heap().reclaim(now);
+        for freed in &reclaimed.freed {
+            let (segment, slot, epoch) = (freed.segment, freed.slot, freed.epoch);
+            self.memory.note(segment, slot, epoch, State::Free);
+            let orders = self.drains.freed((segment, slot, epoch));
+            if orders.is_empty() {
+                let _ = self.events.send(Event::Change(Change::Freed { segment, slot, epoch }));
+            }
+            for order in orders {
+                self.answer(order, Answer::done(Word::new(epoch, State::Free)));
+            }
+        }
+        if !reclaimed.freed.is_empty() {
+            self.progress = now;
+            self.counters.freed(reclaimed.freed.iter().map(|freed| freed.extent.span().len()).sum());
+        }
+        // What is left is dead as far as readers can tell, and the master need not wait to say so.
+        for (order, (_, _, epoch)) in std::mem::take(&mut self.fresh) {
+            if self.drains.knows(order) {
+                self.results.push(Answer::accepted(epoch).to(order));
+            }
+        }
+        self.answer_all();
+        self.complain(now);
+        self.counts.outstanding = self.drains.orders() as u64;
+        self.counters.orders(self.counts, self.drains.overdue() as u64);
+    }
+
+    fn answer(&mut self, order: u64, answer: Answer) {
+        match answer.phase {
+            OrderPhase::Done => self.counts.done += 1,
+            OrderPhase::Accepted => self.counts.accepted += 1,
+            OrderPhase::Refused => self.counts.refused += 1,
+        }
+        self.results.push(answer.to(order));
+    }
+
+    fn answer_all(&mut self) {
+        for results in std::mem::take(&mut self.results).chunks(SESSION_RECORDS_MAX) {
+            debug!(session = self.session.0, results = results.len(), "orders answered");
+            let _ = self.events.send(Event::Results { session: self.session, results: results.to_vec() });
+        }
+    }
+
+    fn complain(&mut self, now: MonoTime) {
+        let overdue = self.drains.take_overdue(now, DRAIN_LONG);
+        if overdue.is_empty() {
+            return;
+        }
+        self.counters.overdue(overdue.len() as u64);
+        for late in overdue {
+            let (segment, slot, epoch): (_, _, Epoch) = late.name;
+            // Who it is the ledgers do not tell; how many it may be they do.
+            let clients = self.memory.heap().ledgers().clients().len();
+            let seconds = now.since(late.since).as_secs();
+            warn!(segment = segment.0, slot = slot.0, %epoch, seconds, clients,
+                "a removed object is still held, and its space is not free");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,487 @@
+//! What the tests of a running node share: a real master, a node, and a writer and reader who go the whole way.
+
+// Each test binary uses its own part of this.
+#![allow(dead_code, unreachable_pub)]
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use moontide_master::{MasterConfig, Server};
+use moontide_node::{Node, NodeConfig};
+use moontide_proto::convert::{GetReplicaListResponse, PutStartResponse, SlotOutcomes, Wire};
+use moontide_proto::{
+    Codes, CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, OpFlags, PackedBuilder,
+    PackedKeysBuilder, PutEndEntry, PutEntry, v1,
+};
+use moontide_transfer::shm::{ShmConfig, ShmEngine, address};
+use moontide_transfer::tcp::{TcpConfig, TcpEngine};
+use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, Target, call, run};
+use moontide_types::bounds::{BATCH_KEYS_MAX, PAGE_BYTES, REPLICAS_MAX};
+use moontide_types::record::DigestContext;
+use moontide_types::{ErrorCode, IdKey, Key, ObjectId, Tenant, TenantGeneration};
+use prost::Message;
+
+pub const GROUPS: u16 = 4;
+
+/// What a test waits for at most.
+pub const SOON: Duration = Duration::from_secs(20);
+
+pub fn soon() -> Instant {
+    Instant::now() + SOON
+}
+
+/// All doors on free ports, few groups, no waiting for an earlier time.
+pub fn master_config() -> MasterConfig {
+    let free = "127.0.0.1:0".parse().unwrap();
+    MasterConfig {
+        grpc_listen: free,
+        frame_listen: free,
+        admin_listen: free,
+        groups: GROUPS,
+        reallocate_wait_ms: 0,
+        ..MasterConfig::default()
+    }
+}
+
+pub fn master() -> Server {
+    Server::start(master_config()).unwrap()
+}
+
+/// A name that no other test of this host uses.
+fn unique() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Three addresses that stay free while nobody uses them: below the ports that the kernel draws for others.
+pub fn lasting_addresses() -> [SocketAddr; 3] {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let first = std::process::id() * 60;
+    std::array::from_fn(|_| {
+        let end = soon();
+        loop {
+            let port = 15_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 15_000;
+            let address = SocketAddr::from(([127, 0, 0, 1], port as u16)); // < 30,000
+            if std::net::TcpListener::bind(address).is_ok() {
+                return address;
+            }
+            assert!(Instant::now() < end, "no port is free");
+        }
+    })
+}
+
+/// A folder that goes with the test.
+pub struct Folder(pub PathBuf);
+
+impl Folder {
+    pub fn new() -> Folder {
+        let path = std::env::temp_dir().join(format!("moontide-node-test-{}", unique()));
+        std::fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+pub fn node_config(master: SocketAddr) -> NodeConfig {
+    NodeConfig {
+        master: master.to_string(),
+        memory_bytes: 64 << 20,
+        slot_bytes: 16 << 10,
+        door: Some(std::env::temp_dir().join(format!("moontide-node-test-{}.sock", unique()))),
+        ..NodeConfig::default()
+    }
+}
+
+pub fn node(master: &Server) -> Node {
+    Node::start(node_config(master.addresses().grpc)).unwrap()
+}
+
+pub fn peer(node: &Node) -> Peer {
+    let tcp = node.addresses().tcp.iter().map(|address| (EngineKind::Tcp, address.to_string()));
+    let door = node.addresses().door.iter().map(|door| (EngineKind::Shm, address(door).unwrap()));
+    Peer { node: node.id(), addresses: tcp.chain(door).collect() }
+}
+
+pub fn tcp(node: &Node) -> Arc<dyn Link> {
+    TcpEngine::new(TcpConfig::default(), Metrics::new()).connect(&peer(node), soon()).unwrap()
+}
+
+pub fn shm(node: &Node) -> Arc<dyn Link> {
+    // SAFETY: node and client are this test, which keeps to the protocol.
+    let engine = unsafe { ShmEngine::new(ShmConfig::default(), Metrics::new()) };
+    engine.connect(&peer(node), soon()).unwrap()
+}
+
+pub fn context() -> Option<v1::RequestContext> {
+    Some(v1::RequestContext { deadline_ms: 5_000, caller: 77, ..Default::default() })
+}
+
+pub fn keys(names: &[&str]) -> bytes::Bytes {
+    let mut packed = PackedKeysBuilder::new();
+    names.iter().for_each(|name| packed.push(Key::new(name.as_bytes()).unwrap()).unwrap());
+    packed.finish().into()
+}
+
+/// Bytes that follow from a number.
+pub fn content(seed: u64, len: usize) -> Vec<u8> {
+    let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        word ^= word << 13;
+        word ^= word >> 7;
+        word ^= word << 17;
+        bytes.extend_from_slice(&word.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// A reservation of one object.
+pub struct Reserved {
+    pub name: String,
+    pub id: ObjectId,
+    pub object: ObjectEntry,
+    pub handles: Vec<Handle>,
+}
+
+impl Reserved {
+    pub fn target(&self) -> Target {
+        target(&self.object, self.id, &self.handles[0])
+    }
+}
+
+pub fn target(object: &ObjectEntry, id: ObjectId, handle: &Handle) -> Target {
+    Target {
+        segment: handle.segment,
+        generation: handle.generation,
+        slot: handle.slot,
+        term: handle.term,
+        epoch: object.epoch,
+        id,
+        stripe: handle.stripe_index,
+        payload_offset: handle.payload_offset,
+        capability: handle.capability,
+        flags: OpFlags::NONE,
+    }
+}
+
+/// What a client does at a master, without one.
+pub struct Client<'a> {
+    pub master: &'a Server,
+    pub runtime: tokio::runtime::Runtime,
+}
+
+impl<'a> Client<'a> {
+    pub fn new(master: &'a Server) -> Client<'a> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        Client { master, runtime }
+    }
+
+    pub fn id(&self, name: &str) -> ObjectId {
+        let info = self.master.service().get_cluster_info(&v1::GetClusterInfoRequest { context: context() });
+        let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
+        key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
+    }
+
+    pub fn put_start(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
+        let mut objects = PackedBuilder::with_capacity(1);
+        objects.push(&PutEntry { len, config: 0 });
+        let request = v1::PutStartRequest {
+            context: context(),
+            keys: keys(&[name]),
+            configs: vec![v1::PutConfig { replicas: 1, replicas_min: 1, ..Default::default() }],
+            objects: objects.finish().into(),
+            attributes: Default::default(),
+        };
+        let answer = self.master.service().put_start(&request);
+        let answer = PutStartResponse::from_wire(&answer).unwrap();
+        if let Some(code) = answer.context().code {
+            return Err(code);
+        }
+        let (object, handles) = answer.body().unwrap().list.iter().next().unwrap();
+        match object.code {
+            Some(code) => Err(code),
+            None => {
+                let handles = handles.iter().collect();
+                Ok(Reserved { name: name.to_owned(), id: self.id(name), object, handles })
+            }
+        }
+    }
+
+    /// A put that may have to wait for a segment.
+    pub fn put_start_soon(&self, name: &str, len: u64) -> Reserved {
+        let end = soon();
+        loop {
+            match self.put_start(name, len) {
+                Ok(reserved) => return reserved,
+                Err(code) if code.is_retryable() && Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(code) => panic!("{name}: {code}"),
+            }
+        }
+    }
+
+    pub fn put_end(&self, reserved: &Reserved, root: u64) -> Option<ErrorCode> {
+        let entry = PutEndEntry {
+            id: reserved.id,
+            epoch: reserved.object.epoch,
+            root,
+            outcomes: [None; REPLICAS_MAX],
+            replica_count: reserved.object.replica_count,
+            form: 0,
+            stripe_count: 1,
+        };
+        let mut entries = PackedBuilder::with_capacity(1);
+        entries.push(&entry);
+        let request =
+            v1::PutEndRequest { context: context(), entries: entries.finish().into(), stripe_roots: vec![] };
+        one_code(&self.master.service().put_end(&request))
+    }
+
+    pub fn exists(&self, name: &str) -> bool {
+        let answer =
+            self.master.service().exist(&v1::ExistRequest { context: context(), keys: keys(&[name]) });
+        answer.present.first().is_some_and(|byte| byte & 1 == 1)
+    }
+
+    pub fn lookup(&self, name: &str) -> Result<Reserved, ErrorCode> {
+        let request = v1::GetReplicaListRequest {
+            context: context(),
+            keys: keys(&[name]),
+            lease_ms: 0,
+            attributes: false,
+        };
+        let answer = self.master.service().get_replica_list(&request);
+        let answer = GetReplicaListResponse::from_wire(&answer).unwrap();
+        let (object, handles) = answer.body().unwrap().list.iter().next().unwrap();
+        match object.code {
+            Some(code) => Err(code),
+            None => Ok(Reserved {
+                name: name.to_owned(),
+                id: self.id(name),
+                object,
+                handles: handles.iter().collect(),
+            }),
+        }
+    }
+
+    pub fn remove(&self, name: &str) -> Option<ErrorCode> {
+        let request = v1::RemoveRequest { context: context(), keys: keys(&[name]), force: true };
+        one_code(&self.runtime.block_on(self.master.service().remove(&request)))
+    }
+
+    /// The whole way of a put.
+    pub fn put(&self, link: &dyn Link, name: &str, bytes: &[u8]) -> Reserved {
+        let reserved = self.put_start_soon(name, bytes.len() as u64);
+        assert_eq!(begin(link, &reserved), None, "{name}");
+        let root = write(link, &reserved, bytes);
+        assert_eq!(commit(link, &reserved, root, CommitFlags::NONE), None, "{name}");
+        assert_eq!(self.put_end(&reserved, root), None, "{name}");
+        reserved
+    }
+
+    /// The whole way of a get.
+    pub fn get(&self, link: &dyn Link, name: &str) -> Result<Vec<u8>, ErrorCode> {
+        let found = self.lookup(name)?;
+        let mut bytes = vec![0; found.object.object_len as usize];
+        let mut digests = vec![0; bytes.len().div_ceil(PAGE_BYTES as usize)];
+        let context = digest_context(&found);
+        let op = Op::get(found.target(), 0, &mut bytes).digested(context, &mut digests).unwrap();
+        let mut ops = [op];
+        run(link, &mut ops, soon()).unwrap();
+        ops[0].outcome().unwrap()?;
+        assert_eq!(context.root_of(digests), found.handles[0].stripe_root, "{name}");
+        Ok(bytes)
+    }
+}
+
+pub fn one_code(answer: &v1::OutcomesResponse) -> Option<ErrorCode> {
+    assert_eq!(answer.context.as_ref().unwrap().code, 0);
+    Codes::decode(&answer.codes, BATCH_KEYS_MAX).unwrap().iter().next().unwrap()
+}
+
+pub fn digest_context(reserved: &Reserved) -> DigestContext {
+    DigestContext {
+        id: reserved.id,
+        version: reserved.object.epoch,
+        stripe: 0,
+        len: reserved.object.object_len,
+    }
+}
+
+fn outcome(body: &[u8]) -> Option<ErrorCode> {
+    let message = v1::SlotOutcomes::decode(body).unwrap();
+    SlotOutcomes::from_wire(&message).unwrap().codes.iter().next().unwrap()
+}
+
+pub fn begin_body(reserved: &Reserved) -> Vec<u8> {
+    let mut objects = PackedBuilder::with_capacity(1);
+    objects.push(&reserved.object);
+    let handles: PackedBuilder<Handle> = reserved.handles.iter().copied().collect();
+    v1::BeginRequest {
+        tenant: Tenant::DEFAULT.as_str().into(),
+        keys: keys(&[&reserved.name]),
+        objects: objects.finish().into(),
+        handles: handles.finish().into(),
+        attributes: Default::default(),
+    }
+    .encode_to_vec()
+}
+
+/// A put that may fail anywhere, and says whether it did.
+pub fn try_put(client: &Client<'_>, link: &dyn Link, name: &str, bytes: &[u8]) -> Result<(), ErrorCode> {
+    let fail = |code: Option<ErrorCode>| code.map_or(Ok(()), Err);
+    let reserved = client.put_start(name, bytes.len() as u64)?;
+    fail(begin(link, &reserved))?;
+    let mut digests = vec![0; bytes.len().div_ceil(PAGE_BYTES as usize)];
+    let context = digest_context(&reserved);
+    let mut ops = [Op::put(reserved.target(), 0, bytes).digested(context, &mut digests).unwrap()];
+    run(link, &mut ops, soon()).unwrap();
+    ops[0].outcome().unwrap()?;
+    let root = context.root_of(digests);
+    fail(commit(link, &reserved, root, CommitFlags::NONE))?;
+    fail(client.put_end(&reserved, root))
+}
+
+pub fn begin(link: &dyn Link, reserved: &Reserved) -> Option<ErrorCode> {
+    outcome(&call(link, FrameKind::Begin, begin_body(reserved), soon()).unwrap())
+}
+
+/// Writes the payload; its root.
+pub fn write(link: &dyn Link, reserved: &Reserved, bytes: &[u8]) -> u64 {
+    let mut digests = vec![0; bytes.len().div_ceil(PAGE_BYTES as usize)];
+    let context = digest_context(reserved);
+    let mut ops = [Op::put(reserved.target(), 0, bytes).digested(context, &mut digests).unwrap()];
+    run(link, &mut ops, soon()).unwrap();
+    assert_eq!(ops[0].outcome(), Some(Ok(())));
+    context.root_of(digests)
+}
+
+pub fn commit(link: &dyn Link, reserved: &Reserved, root: u64, flags: CommitFlags) -> Option<ErrorCode> {
+    let handle = &reserved.handles[0];
+    let entry = CommitEntry {
+        id: reserved.id,
+        epoch: reserved.object.epoch,
+        generation: handle.generation,
+        segment: handle.segment,
+        slot: handle.slot,
+        root,
+        capability: handle.capability,
+        term: handle.term,
+        flags,
+    };
+    let mut entries = Vec::new();
+    entry.encode(&mut entries);
+    let body = v1::CommitRequest { entries: entries.into() }.encode_to_vec();
+    outcome(&call(link, FrameKind::Commit, body, soon()).unwrap())
+}
+
+/// Waits until `what` holds.
+pub fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let end = soon();
+    while !holds() {
+        assert!(Instant::now() < end, "{what} does not become true");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Status and body of a page.
+pub fn http(address: SocketAddr, path: &str) -> (u16, String) {
+    let mut socket = TcpStream::connect(address).unwrap();
+    socket.set_read_timeout(Some(SOON)).unwrap();
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+pub fn json(node: &Node, path: &str) -> serde_json::Value {
+    let (status, body) = http(node.addresses().admin.unwrap(), path);
+    assert_eq!(status, 200, "{path}: {body}");
+    serde_json::from_str(&body).unwrap()
+}
+
+/// A number of the metrics page.
+pub fn metric(node: &Node, name: &str) -> u64 {
+    let (_, page) = http(node.addresses().admin.unwrap(), "/metrics");
+    let line = page.lines().find_map(|line| line.strip_prefix(&format!("moontide_node_{name} ")));
+    line.unwrap_or_else(|| panic!("no {name} in {page}")).parse().unwrap()
+}
+
+/// Free, and all, bytes of the node.
+pub fn free_bytes(node: &Node) -> (u64, u64) {
+    (metric(node, "memory_free_bytes"), metric(node, "memory_all_bytes"))
+}
+
+/// Logs of a test that fails.
+pub fn logs() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+}
+
+/// Stands between a node and its master, and can be cut.
+pub struct Proxy {
+    pub address: SocketAddr,
+    shared: Arc<ProxyShared>,
+}
+
+struct ProxyShared {
+    to: SocketAddr,
+    open: std::sync::atomic::AtomicBool,
+    sockets: std::sync::Mutex<Vec<TcpStream>>,
+}
+
+impl Proxy {
+    pub fn new(to: SocketAddr) -> Proxy {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let shared = Arc::new(ProxyShared { to, open: true.into(), sockets: Default::default() });
+        let accepting = Arc::clone(&shared);
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            for near in listener.incoming() {
+                let Ok(near) = near else { return };
+                if !accepting.open.load(Ordering::SeqCst) {
+                    continue;
+                }
+                let Ok(far) = TcpStream::connect(accepting.to) else { continue };
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    from.set_nodelay(true).unwrap();
+                    std::thread::spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(std::net::Shutdown::Both);
+                    });
+                }
+                accepting.sockets.lock().unwrap().extend([near, far]);
+            }
+        });
+        Proxy { address, shared }
+    }
+
+    /// Cuts all connections; new ones go through.
+    pub fn cut(&self) {
+        for socket in self.shared.sockets.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    /// Lets nothing through, or everything again.
+    pub fn set_open(&self, open: bool) {
+        self.shared.open.store(open, Ordering::SeqCst);
+        if !open {
+            self.cut();
+        }
+    }
+}
