@@ -13,6 +13,7 @@ use std::time::Instant;
 use crate::command::{Command, CommandError};
 use crate::fuzz::{self, FuzzError};
 use crate::machine::Machine;
+use crate::quickstart::{self, QuickstartError};
 use crate::tidy::{self, TidyError};
 
 /// Benches that CI runs for a moment, so that they keep compiling and running: (package, bench).
@@ -31,6 +32,9 @@ const SMOKE_COMMANDS: &[&str] = &[
     "bench meta --objects 100000 --repeats 1 --only loopback",
     "bench transfer --quick --only shm --gate",
     "bench transfer --quick --only tcp",
+    "bench local --quick --gate",
+    "bench remote --quick",
+    "bench mixed --seconds 3 --objects 500",
 ];
 
 /// The steps, declared in the order in which they run: cheap ones first.
@@ -45,6 +49,7 @@ pub(crate) enum Step {
     Loom,
     Shuttle,
     BenchSmoke,
+    Quickstart,
     Fuzz,
     Deny,
 }
@@ -60,6 +65,7 @@ impl Step {
         Self::Loom,
         Self::Shuttle,
         Self::BenchSmoke,
+        Self::Quickstart,
         Self::Fuzz,
         Self::Deny,
     ];
@@ -79,6 +85,7 @@ impl Step {
             Self::Loom => "loom",
             Self::Shuttle => "shuttle",
             Self::BenchSmoke => "bench-smoke",
+            Self::Quickstart => "quickstart",
             Self::Fuzz => "fuzz",
             Self::Deny => "deny",
         }
@@ -95,6 +102,7 @@ impl Step {
             Self::Loom => "every interleaving of the small concurrent cores, weak orderings included",
             Self::Shuttle => "random interleavings of larger concurrent scenes",
             Self::BenchSmoke => "benches compile and run, and nothing is twice as slow as it should be",
+            Self::Quickstart => "the first lines of README.md work as they stand",
             Self::Fuzz => "each fuzz target for a few seconds",
             Self::Deny => "licences, bans and sources of dependencies",
         }
@@ -115,6 +123,8 @@ enum StepError {
     Tidy(#[from] TidyError),
     #[error(transparent)]
     Fuzz(#[from] FuzzError),
+    #[error(transparent)]
+    Quickstart(#[from] QuickstartError),
 }
 
 /// What a step is going to do on this machine.
@@ -123,6 +133,7 @@ enum Plan {
     Commands { commands: Vec<Command>, note: Option<String> },
     Tidy,
     Fuzz { targets: Vec<String> },
+    Quickstart,
     NotRun { why: String },
 }
 
@@ -184,6 +195,7 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
             println!("$ cargo xtask tidy");
             tidy::run(root)?;
         }
+        Plan::Quickstart => quickstart::run(root)?,
         Plan::Fuzz { targets } => fuzz::run(root, machine, &targets, fuzz::SMOKE_SECONDS)?,
         Plan::NotRun { why } => {
             println!("NOT RUN: {why}");
@@ -228,6 +240,7 @@ fn plan(step: Step, machine: &Machine) -> Plan {
                 Command::cargo(&format!("run --release -p moontide-cli --locked -- {arguments}"))
             })))
         }
+        Step::Quickstart => Plan::Quickstart,
         Step::Fuzz => match fuzz::obstacle(machine) {
             None => Plan::Fuzz { targets: machine.fuzz_targets.clone() },
             Some(why) => Plan::NotRun { why },

@@ -1,7 +1,8 @@
 //! `cargo xtask`: the commands of this workspace that are more than one call of cargo.
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
-//! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets; [`machine`] knows
+//! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets,
+//! [`quickstart`] the first lines of README.md; [`machine`] knows
 //! what is installed, and [`command`] starts child processes in a known environment.
 //!
 //! Invariants: nothing here ships; nothing here writes outside the target directory.
@@ -9,6 +10,7 @@
 mod ci;
 
 mod fuzz;
+mod quickstart;
 mod tidy;
 
 mod command;

@@ -17,7 +17,7 @@ use tonic::{Response, Status};
 
 use crate::config::StoreConfig;
 use crate::error::StoreError;
-use crate::link::{BlockingLink, LinkConfig};
+use crate::link::{BlockingLink, LinkConfig, LinkError};
 
 /// What ids are made of.
 #[derive(Clone, Debug)]
@@ -230,6 +230,15 @@ fn said(status: &Status) -> String {
         source = error.source();
     }
     if text.is_empty() { format!("{:?}", status.code()) } else { text }
+}
+
+/// Says something again that may be said twice, if the connection was lost over it: a master that was started anew is
+/// found by the next attempt, and nobody should have to know.
+pub(crate) fn insisting<T>(mut say: impl FnMut() -> Result<T, LinkError>) -> Result<T, LinkError> {
+    match say() {
+        Err(LinkError::Lost { .. }) => say(),
+        answer => answer,
+    }
 }
 
 /// A number that nobody else draws.

@@ -135,7 +135,7 @@ pub struct PutOptions {
     pub cohort: Option<Vec<u8>>,
     /// Hash of the block before this one; 1 to 32 bytes.
     pub parent: Option<Vec<u8>>,
-    /// Prefer memory on this host.
+    /// Prefer memory on this host, unless a number of stripes is given: these are spread.
     pub near: bool,
 }
 

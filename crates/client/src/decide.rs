@@ -14,5 +14,5 @@ mod retry;
 
 pub use hedge::{HedgeTimer, SIZE_CLASSES};
 pub use locations::Locations;
-pub use replicas::{Candidate, Nearness, order};
+pub use replicas::{Candidate, Nearness, Trust, order};
 pub use retry::{Backoff, Budget, Verdict, judge};

@@ -19,7 +19,7 @@ use parking_lot::{Mutex, RwLock};
 use tracing::{debug, warn};
 
 use crate::config::StoreConfig;
-use crate::decide::Nearness;
+use crate::decide::{Nearness, Trust};
 use crate::error::StoreError;
 
 /// How long a node that failed is asked last.
@@ -55,17 +55,30 @@ pub(crate) struct Node {
     link: Mutex<Option<Arc<dyn Link>>>,
     /// Nanoseconds of the clock until which it is asked last.
     suspect_until: AtomicU64,
+    /// Until which it is asked only if there is no other.
+    slow_until: AtomicU64,
 }
 
 impl Node {
-    /// Whether it failed a moment ago.
-    pub(crate) fn is_suspect(&self) -> bool {
-        // Relaxed: a hint.
-        SystemClock.now().0 < self.suspect_until.load(Ordering::Relaxed)
+    /// What it did a moment ago.
+    pub(crate) fn trust(&self) -> Trust {
+        // Relaxed, here and below: hints.
+        let now = SystemClock.now().0;
+        match () {
+            () if now < self.suspect_until.load(Ordering::Relaxed) => Trust::Failed,
+            () if now < self.slow_until.load(Ordering::Relaxed) => Trust::Slow,
+            () => Trust::Good,
+        }
     }
 
+    /// It failed.
     pub(crate) fn suspect(&self) {
         self.suspect_until.store(SystemClock.now().after(SUSPECT).0, Ordering::Relaxed);
+    }
+
+    /// Another one was faster.
+    pub(crate) fn was_slow(&self) {
+        self.slow_until.store(SystemClock.now().after(SUSPECT).0, Ordering::Relaxed);
     }
 
     /// A link to memory of this host that nobody owns any more.
@@ -183,7 +196,14 @@ impl Nodes {
             && self.engines.ranked(&peer).first().is_some_and(|(_, best)| best.kind() == EngineKind::Shm);
         let ours = [&*self.labels[0], &*self.labels[1], &*self.labels[2]];
         let nearness = Nearness::of(mapped, ours, [&info.host, &info.rack, &info.zone]);
-        Node { info, peer, nearness, link: Mutex::default(), suspect_until: AtomicU64::new(0) }
+        Node {
+            info,
+            peer,
+            nearness,
+            link: Mutex::default(),
+            suspect_until: AtomicU64::new(0),
+            slow_until: AtomicU64::new(0),
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use moontide_types::bounds::REQUEST_BYTES_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Key, ObjectId, Span};
 
+use crate::cluster::insisting;
 use crate::config::KEYS_PER_CALL;
 use crate::error::StoreError;
 use crate::plan::StripePlace;
@@ -49,7 +50,8 @@ impl Store {
     /// Whether there is such an object. Leaves together with the keys of other threads.
     pub fn exists(&self, key: &[u8]) -> Result<bool, StoreError> {
         let inner = &*self.inner;
-        let answer = inner.cluster.link.exist_one(inner.cluster.tenant(), Key::new(key)?)?;
+        let (tenant, key) = (inner.cluster.tenant(), Key::new(key)?);
+        let answer = insisting(|| inner.cluster.link.exist_one(tenant, key))?;
         answer.map_err(StoreError::refused)
     }
 
@@ -59,7 +61,7 @@ impl Store {
         let keys: Vec<Key<'_>> = keys.iter().map(|key| Key::new(key)).collect::<Result<_, _>>()?;
         let mut found = Vec::with_capacity(keys.len());
         for part in keys.chunks(KEYS_PER_CALL) {
-            for answer in inner.cluster.link.exist(inner.cluster.tenant(), part)? {
+            for answer in insisting(|| inner.cluster.link.exist(inner.cluster.tenant(), part))? {
                 found.push(answer.map_err(StoreError::refused)?);
             }
         }
@@ -179,7 +181,7 @@ impl Inner {
         }
         let packed = PackedKeys::decode(&packed).expect("made by us");
         let request = RemoveRequest { context: self.cluster.context(deadline), keys: packed, force };
-        let reply = self.cluster.link.call(&request)?;
+        let reply = insisting(|| self.cluster.link.call(&request))?;
         codes(&reply, keys.len())
     }
 }

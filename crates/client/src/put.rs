@@ -251,7 +251,8 @@ impl Inner {
             replicas: options.replicas,
             replicas_min: options.replicas_min,
             stripes: options.stripes,
-            local_node: if options.near { self.nodes.mapped() } else { None },
+            // Stripes are there to be spread.
+            local_node: if options.near && options.stripes.is_none() { self.nodes.mapped() } else { None },
             upsert: options.upsert,
             ttl_ms: options.ttl.map_or(0, |ttl| (ttl.as_millis() as u64).max(1)),
             ..PutConfig::default()

@@ -18,7 +18,7 @@ use moontide_types::{Clock, ErrorCode, NodeId, SystemClock};
 
 use crate::cluster::spread;
 use crate::config::Hedge;
-use crate::decide::{Candidate, Nearness, Verdict, judge, order};
+use crate::decide::{Candidate, Nearness, Trust, Verdict, judge, order};
 use crate::error::StoreError;
 use crate::nodes::{Node, is_of_connection};
 use crate::place::Placed;
@@ -132,7 +132,7 @@ impl Inner {
                 replica,
                 disk: placed.is_on_disk(replica),
                 nearness: node.as_ref().map_or(Nearness::Far, |node| node.nearness),
-                suspect: node.as_ref().is_none_or(|node| node.is_suspect()),
+                trust: node.as_ref().map_or(Trust::Failed, |node| node.trust()),
             }
         };
         let mut candidates: Vec<Candidate> = (0..placed.replica_count()).map(candidate).collect();
@@ -204,11 +204,8 @@ impl Round<'_> {
                 self.outcomes[job.read] = Outcome::Failed(self.store.too_late());
                 continue;
             }
+            // Another replica costs the cluster nothing more than the first would have: it is not drawn from the budget.
             if job.next > 1 {
-                if !self.store.budget.lock().spend() {
-                    self.outcomes[job.read] = Outcome::Failed(job.exhausted());
-                    continue;
-                }
                 self.store.metrics.retries.inc();
             }
             let handle = self.placed[job.read].handle(replica, job.stripe);
@@ -337,7 +334,7 @@ impl Round<'_> {
         let won = winner == Winner::Second && other.as_ref().is_some_and(all_well);
         drop(other);
         if won {
-            lot.node.suspect();
+            lot.node.was_slow();
             store.metrics.hedges_won.inc();
             return Some(Hedged { node, scratch });
         }

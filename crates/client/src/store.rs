@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tracing::{debug, warn};
 
-use crate::cluster::{Cluster, Identity};
+use crate::cluster::{Cluster, Identity, insisting};
 use crate::config::{KEYS_PER_CALL, StoreConfig};
 use crate::decide::{Budget, HedgeTimer, Locations};
 use crate::error::StoreError;
@@ -265,9 +265,9 @@ impl Inner {
     fn ask(&self, keys: &[Key<'_>]) -> Result<Vec<KeyResult<Located>>, StoreError> {
         let (tenant, lease_ms) = (self.cluster.tenant(), self.config().lease_ms());
         if let &[key] = keys {
-            return Ok(vec![self.cluster.link.lookup_one(tenant, key, lease_ms)?]);
+            return Ok(vec![insisting(|| self.cluster.link.lookup_one(tenant, key, lease_ms))?]);
         }
-        let reply = self.cluster.link.lookup(tenant, keys, lease_ms, false)?;
+        let reply = insisting(|| self.cluster.link.lookup(tenant, keys, lease_ms, false))?;
         let replicas = reply.replicas()?;
         let each = replicas.list.iter().map(|(object, handles)| match object.code {
             Some(code) => Err(code),

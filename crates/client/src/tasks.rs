@@ -16,7 +16,7 @@ use tokio::time::timeout_at;
 use crate::config::{PutOptions, StoreConfig};
 use crate::error::StoreError;
 use crate::get::ObjectRef;
-use crate::link::AsyncLink;
+use crate::link::{AsyncLink, LinkError};
 use crate::local::Found;
 use crate::put::{Put, PutItem};
 use crate::store::{Inner, Store};
@@ -78,10 +78,21 @@ impl AsyncStore {
         let inner = &*self.store.inner;
         inner.metrics.requested.inc();
         let deadline = inner.deadline();
+        // Before anything is asked: whoever would wait in vain is told for nearly nothing.
+        let limit = inner.config().waiting;
+        if self.waiting.load(Ordering::Relaxed) >= limit {
+            inner.count_failed();
+            return Err(StoreError::Overloaded { limit });
+        }
         if inner.remembered(&id).is_none() {
             // Asked here, where it travels with the keys of other tasks; the fetch finds it remembered.
             let (tenant, lease_ms) = (inner.cluster.tenant(), inner.config().lease_ms());
-            let answer = self.link.lookup_one(tenant, Key::new(key)?, lease_ms).await;
+            let key = Key::new(key)?;
+            let mut answer = self.link.lookup_one(tenant, key, lease_ms).await;
+            if let Err(LinkError::Lost { .. }) = answer {
+                // A master that was started anew is found by the next attempt.
+                answer = self.link.lookup_one(tenant, key, lease_ms).await;
+            }
             match answer.map(|found| inner.understood(found, deadline)) {
                 Ok(Some(Ok(Some(_))) | None) => {}
                 Ok(Some(Ok(None))) => {
@@ -152,8 +163,12 @@ impl AsyncStore {
 
     /// Whether there is such an object. Leaves together with the keys of other tasks.
     pub async fn exists(&self, key: &[u8]) -> Result<bool, StoreError> {
-        let answer = self.link.exist_one(self.store.inner.cluster.tenant(), Key::new(key)?).await?;
-        answer.map_err(StoreError::refused)
+        let (tenant, key) = (self.store.inner.cluster.tenant(), Key::new(key)?);
+        let mut answer = self.link.exist_one(tenant, key).await;
+        if let Err(LinkError::Lost { .. }) = answer {
+            answer = self.link.exist_one(tenant, key).await;
+        }
+        answer?.map_err(StoreError::refused)
     }
 
     /// Which objects there are, in the order of the keys; at most 4,096.

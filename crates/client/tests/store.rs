@@ -27,11 +27,8 @@ impl Cluster {
         let master = Server::start(config).unwrap();
         let address = master.addresses().grpc.to_string();
         let node = |_| {
-            let node = Node::start(NodeConfig {
-                master: address.clone(),
-                memory_bytes,
-                ..NodeConfig::default()
-            });
+            let node =
+                Node::start(NodeConfig { master: address.clone(), memory_bytes, ..NodeConfig::default() });
             let node = node.unwrap();
             assert!(node.wait_until_mounted(Duration::from_secs(10)));
             node
@@ -147,12 +144,20 @@ fn batches_do_what_single_calls_do() {
                 [a, b]
             })
             .collect();
-        let items: Vec<PutItem<'_>> =
-            objects.iter().zip(&parts).map(|((key, _), parts)| PutItem { key: key.as_bytes(), parts }).collect();
+        let items: Vec<PutItem<'_>> = objects
+            .iter()
+            .zip(&parts)
+            .map(|((key, _), parts)| PutItem { key: key.as_bytes(), parts })
+            .collect();
         for outcome in store.put_batch(&items, &PutOptions::default()) {
             assert_eq!(outcome.unwrap(), Put::Stored);
         }
-        assert!(store.put_batch(&items, &PutOptions::default()).iter().all(|o| *o.as_ref().unwrap() == Put::Existed));
+        assert!(
+            store
+                .put_batch(&items, &PutOptions::default())
+                .iter()
+                .all(|o| *o.as_ref().unwrap() == Put::Existed)
+        );
         let mut keys: Vec<&[u8]> = objects.iter().map(|(key, _)| key.as_bytes()).collect();
         keys.push(b"nobody");
         let got = store.get_batch(&keys);
@@ -210,7 +215,8 @@ fn a_plan_is_written_and_committed_in_its_own_epoch_or_given_back() {
     for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
         let value = content(9, 700_000);
         let key = format!("{by}-plan");
-        let mut plan = store.open_for_write(key.as_bytes(), value.len() as u64, &PutOptions::default()).unwrap();
+        let mut plan =
+            store.open_for_write(key.as_bytes(), value.len() as u64, &PutOptions::default()).unwrap();
         assert_eq!(plan.stripes().len(), 1);
         assert!(store.get(key.as_bytes()).unwrap().is_none(), "not readable yet");
         plan.write(&[&value[..100], &value[100..]]).unwrap();
@@ -248,7 +254,8 @@ fn a_replica_that_is_gone_is_read_elsewhere() {
     let mut cluster = Cluster::start(2, 128 << 20);
     let store = Store::connect(StoreConfig { local: false, hedge: Hedge::Off, ..cluster.config() }).unwrap();
     let options = PutOptions { replicas: 2, ..PutOptions::default() };
-    let objects: Vec<(String, Vec<u8>)> = (0..50).map(|n| (format!("twice-{n}"), content(n, 100_000))).collect();
+    let objects: Vec<(String, Vec<u8>)> =
+        (0..50).map(|n| (format!("twice-{n}"), content(n, 100_000))).collect();
     for (key, value) in &objects {
         assert_eq!(store.put_with(key.as_bytes(), &[value], &options).unwrap(), Put::Stored);
     }

@@ -197,6 +197,8 @@ impl Service {
                 low_permille: config.low_permille,
                 reservation: config.reservation,
                 reallocate_wait: config.reallocate_wait,
+                // A node notices within a session's life that its master has changed, and comes back within another.
+                report_wait: config.reallocate_wait.max(2 * config.session_ttl),
                 absence_max: config.absence_max,
                 stripe_bytes_max: config.stripe_bytes_max,
                 ..GroupConfig::new(GroupId(number), config.groups, config.term)

@@ -76,6 +76,9 @@ pub struct GroupConfig {
     /// How long nothing is given out in a segment that an earlier master, or an earlier session, may have given out
     /// parts of.
     pub reallocate_wait: Duration,
+    /// How long a new master waits for nodes of the time before. Removals are not certain until then; what comes later is
+    /// taken as empty, because it may hold what was removed.
+    pub report_wait: Duration,
     /// How long a node that went away may come back with objects that were removed in the meantime.
     pub absence_max: Duration,
     /// Longest stripe; larger objects are cut, if the writer leaves it to us. Where segments are small, stripes are
@@ -99,6 +102,7 @@ impl GroupConfig {
             reallocate_wait: Duration::from_millis(
                 u64::from(LEASE_MS_MAX.max(RESERVATION_MS_MAX)) * 101 / 100,
             ),
+            report_wait: Duration::from_secs(30),
             absence_max: Duration::from_secs(60),
             stripe_bytes_max: 256 << 20,
         }
@@ -236,7 +240,7 @@ impl Group {
     pub fn new(config: GroupConfig, now: Now) -> Group {
         // In the first term there is nothing from before.
         let first = config.term <= Term::new(1).expect("1 is a term");
-        let wait = if first { Duration::ZERO } else { config.reallocate_wait };
+        let wait = if first { Duration::ZERO } else { config.report_wait };
         Group {
             ticker: Ticker::new(now.mono),
             rng: Rng::new(config.seed),
@@ -266,7 +270,7 @@ impl Group {
             replacing: HashMap::new(),
             tombstones: HashMap::new(),
             absent: HashMap::new(),
-            reports_until: now.mono.after(config.reallocate_wait),
+            reports_until: now.mono.after(config.report_wait),
             settled_at: now.mono.after(wait),
             jobs: BTreeMap::new(),
             job_count: 0,

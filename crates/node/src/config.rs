@@ -20,7 +20,7 @@ pub const MEMORY_BYTES_DEFAULT: u64 = 1 << 30;
 pub const SEGMENT_BYTES_MAX_DEFAULT: u64 = 1 << 30;
 /// A header is 128 bytes: at 8 KiB a slot, headers take a 64th of the memory.
 pub const SLOT_BYTES_DEFAULT: u64 = 8192;
-/// As long as the master waits for a node that is gone before it gives up on what the node had, half of it.
+/// Half of the time for which a master keeps in mind what was removed while a node is away.
 pub const LOCAL_STALE_MAX_DEFAULT: Duration = Duration::from_secs(30);
 /// A transfer takes milliseconds; who holds a guard for longer than this is cut off.
 pub const DRAIN_DEFAULT: Duration = Duration::from_secs(5);

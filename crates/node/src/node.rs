@@ -388,20 +388,19 @@ impl Drop for Node {
 /// Asks the master about the cluster, until it answers or the time is over.
 async fn find_cluster(master: &str, boot: u64) -> Result<crate::session::Cluster, StartError> {
     let begun = Instant::now();
+    let left = || MASTER_WAIT.saturating_sub(begun.elapsed());
     let mut backoff = Backoff::new(boot);
     let mut why = "it does not answer".to_owned();
-    loop {
-        let left = MASTER_WAIT.saturating_sub(begun.elapsed());
-        match tokio::time::timeout(left, learn_cluster(master, boot)).await {
+    while !left().is_zero() {
+        match tokio::time::timeout(left(), learn_cluster(master, boot)).await {
             Ok(Ok(cluster)) => return Ok(cluster),
             Ok(Err(failure)) => why = failure.to_string(),
-            Err(_) => {
-                return Err(StartError::Master { master: master.to_owned(), waited: begun.elapsed(), why });
-            }
+            Err(_) => break,
         }
         debug!(master, why, "master not reached");
-        tokio::time::sleep(backoff.wait().min(MASTER_WAIT.saturating_sub(begun.elapsed()))).await;
+        tokio::time::sleep(backoff.wait().min(left())).await;
     }
+    Err(StartError::Master { master: master.to_owned(), waited: begun.elapsed(), why })
 }
 
 /// How others reach the node.

@@ -95,8 +95,9 @@ fn a_master_that_was_restarted_is_told_everything() {
     eventually("the put that the old master began is complete", || client.exists("unfinished"));
     assert!(client.get(&*tcp, "unfinished").unwrap() == bytes);
     assert_eq!(client.put_end(&unfinished, root), None, "its writer may say so as well");
+    assert!(client.put_start_as_other("given-up", 10).is_err());
     assert_eq!(commit(&*tcp, &given_up, 0, CommitFlags::ABORT), None);
-    eventually("the other one is gone", || client.put_start("given-up", 10).is_ok());
+    eventually("the other one is gone", || client.put_start_as_other("given-up", 10).is_ok());
     // Old grants are void, new ones work.
     let late = Reserved { name: "late".into(), ..unfinished };
     assert!(begin(&*tcp, &late).is_some());

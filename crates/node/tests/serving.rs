@@ -165,10 +165,11 @@ fn a_put_that_is_given_up_is_free_at_once() {
     let reserved = client.put_start_soon("aborted", 100_000);
     assert_eq!(begin(&*link, &reserved), None);
     assert!(metric(&node, "memory_writing_bytes") > 0);
+    assert!(matches!(client.put_start_as_other("aborted", 10), Err(ErrorCode::InProgress)));
     assert_eq!(commit(&*link, &reserved, 0, CommitFlags::ABORT), None);
     eventually("the space is free", || free_bytes(&node) == (all, all));
     // The master heard of it: the key can be put again at once, long before the reservation would end.
-    eventually("the key is free", || match client.put_start("aborted", 100_000) {
+    eventually("the key is free", || match client.put_start_as_other("aborted", 100_000) {
         Ok(_) => true,
         Err(ErrorCode::InProgress) => false,
         Err(other) => panic!("{other}"),
@@ -193,7 +194,7 @@ fn what_a_dead_writer_left_is_free_at_once() {
     node.owner().abandoned(&[(handle.segment, handle.slot, reserved.object.epoch)]);
     eventually("the space is free", || free_bytes(&node) == (all, all));
     assert_eq!(begin(&*link, &reserved), Some(ErrorCode::StaleEpoch), "it is not begun again");
-    eventually("the key can be put again", || client.put_start("orphan", 100_000).is_ok());
+    eventually("the key can be put again", || client.put_start_as_other("orphan", 100_000).is_ok());
 }
 
 #[test]

@@ -12,7 +12,10 @@ use common::{TestNode, get, soon};
 use moontide_proto::{FrameKind, OpFlags, Right};
 use moontide_transfer::sample::SampleConfig;
 use moontide_transfer::tcp::TcpConfig;
-use moontide_transfer::{Op, OwnedOp, Target, Transfer, TransferError, call, run};
+use moontide_transfer::{
+    Batch, OneGo, Op, OwnedOp, Target, Transfer, TransferError, Winner, call, put_in_one_go, run, run_hedged,
+    run_together,
+};
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
 
@@ -532,4 +535,138 @@ fn what_cannot_be_said_is_refused_before_it_is_sent() {
     let body = vec![0; FrameKind::Begin.body_len_max() + 1];
     assert_eq!(call(&*link, FrameKind::Begin, body, soon()).unwrap_err().code(), ErrorCode::TooLarge);
     assert!(get(&*link, node.config(), 0).unwrap().is_ok(), "the link goes on");
+}
+
+#[test]
+fn small_records_are_begun_filled_and_published_in_one_go() {
+    for record_bytes in [1, 4096, PAGE + 1, 2 << 20, (2 << 20) + 1] {
+        let shape =
+            SampleConfig { record_bytes, readable: 0, writable: 3, begun: false, ..Default::default() };
+        let node = TestNode::new(shape);
+        let config = node.config();
+        let link = node.link(2);
+        for record in 0..3 {
+            let bytes = config.content(record + 7);
+            let mut digests = vec![0; record_bytes.div_ceil(PAGE) as usize];
+            let context = config.digest_context(record);
+            let target = config.target(record);
+            let mut ops = [Op::put(target, 0, &bytes).digested(context, &mut digests).unwrap()];
+            let begin = config.begin_body(record);
+            let mut named = None;
+            let commit = |roots: &[Option<u64>]| {
+                named = roots[0];
+                config.commit_body(record, roots[0].unwrap())
+            };
+            let done = put_in_one_go(&*link, begin, &mut ops, commit, soon());
+            if record_bytes > 2 << 20 {
+                assert!(matches!(done, OneGo::NotTried), "what is larger goes step by step");
+                continue;
+            }
+            let OneGo::Done { begun, outcomes, committed } = done else { panic!("{done:?}") };
+            assert_eq!((codes(&begun), outcomes, codes(&committed)), (vec![None], vec![Ok(())], vec![None]));
+            assert_eq!(named, Some(context.payload(&bytes, |_| ())));
+            assert_eq!(get(&*link, config, record).unwrap(), Ok(bytes.clone()));
+            // A second time the slot is taken: everything is answered, and nothing changes.
+            let other = config.content(record + 99);
+            let mut digests = vec![0; record_bytes.div_ceil(PAGE) as usize];
+            let mut ops = [Op::put(target, 0, &other).digested(context, &mut digests).unwrap()];
+            let commit = |roots: &[Option<u64>]| config.commit_body(record, roots[0].unwrap());
+            let again = put_in_one_go(&*link, config.begin_body(record), &mut ops, commit, soon());
+            let OneGo::Done { begun, outcomes, committed } = again else { panic!("{again:?}") };
+            assert_eq!(codes(&begun), [Some(ErrorCode::StaleEpoch)]);
+            assert!(outcomes[0].is_err() && codes(&committed)[0].is_some());
+            assert_eq!(get(&*link, config, record).unwrap(), Ok(bytes));
+        }
+    }
+}
+
+#[test]
+fn batches_at_several_peers_run_together_and_fail_alone() {
+    let shape = SampleConfig { record_bytes: 3 * PAGE + 9, readable: 4, writable: 0, ..Default::default() };
+    let nodes = [TestNode::new(shape.clone()), TestNode::new(shape)];
+    let links = [nodes[0].link(1), nodes[1].link(2)];
+    let len = nodes[0].config().record_bytes as usize;
+    let mut memory = vec![vec![0; len]; 8];
+    let mut batches: Vec<Batch<'_, '_>> = Vec::new();
+    for (link, memory) in links.iter().zip(memory.chunks_mut(4)) {
+        let ops = (0..).zip(memory).map(|(record, into)| Op::get(nodes[0].config().target(record), 0, into));
+        batches.push(Batch::new(&**link, ops.collect()));
+    }
+    // One operation that means nothing fails alone.
+    let mut nothing = [0; 5];
+    let strange = Target { slot: SlotId(77), ..nodes[0].config().target(0) };
+    batches[0].ops.push(Op::get(strange, 0, &mut nothing));
+    run_together(&mut batches, soon());
+    for batch in &batches {
+        assert!(matches!(batch.result, Some(Ok(()))));
+        assert!(batch.ops[..4].iter().all(|op| op.outcome() == Some(Ok(()))));
+    }
+    assert_eq!(batches[0].ops[4].outcome(), Some(Err(ErrorCode::Gone)));
+    drop(batches);
+    for (record, bytes) in (0u32..).zip(&memory) {
+        assert!(*bytes == nodes[0].config().content(record % 4), "record {record}");
+    }
+}
+
+/// A peer that takes a connection, greets, and never answers: a proxy that stops forwarding after the greeting.
+fn silent_behind(node: &TestNode) -> std::net::SocketAddr {
+    use std::io::{Read, Write};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, upstream) = (listener.local_addr().unwrap(), node.server.addresses()[0]);
+    std::thread::spawn(move || {
+        let mut kept = Vec::new();
+        while let Ok((mut near, _)) = listener.accept() {
+            let mut far = std::net::TcpStream::connect(upstream).unwrap();
+            for (from, to) in [(near.try_clone(), far.try_clone()), (far.try_clone(), near.try_clone())] {
+                let (mut from, mut to) = (from.unwrap(), to.unwrap());
+                let mut hello = [0; 4096];
+                let count = from.read(&mut hello).unwrap();
+                to.write_all(&hello[..count]).unwrap();
+            }
+            near.flush().and(far.flush()).unwrap();
+            kept.push((near, far));
+        }
+    });
+    address
+}
+
+#[test]
+fn a_second_peer_is_asked_when_the_first_is_slow_and_nobody_touches_the_memory_of_the_loser() {
+    use moontide_transfer::tcp::TcpEngine;
+    use moontide_transfer::{Engine, EngineKind, Peer};
+    let shape = SampleConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
+    let node = TestNode::new(shape);
+    let config = node.config();
+    let good = node.link(1);
+    let peer =
+        Peer { node: config.node, addresses: vec![(EngineKind::Tcp, silent_behind(&node).to_string())] };
+    let slow = TcpConfig { connections: 1, stall: Duration::from_secs(60), ..TcpConfig::default() };
+    let slow = TcpEngine::new(slow, Arc::clone(&node.metrics)).connect(&peer, soon()).unwrap();
+    let (mut first, mut second) =
+        (vec![0xee; config.record_bytes as usize], vec![0; config.record_bytes as usize]);
+    let hedge = |first_link, second_link, impatient: Duration, first: &mut [u8], second: &mut [u8]| {
+        let mut batch = Batch::new(first_link, vec![Op::get(config.target(1), 0, first)]);
+        let began = Instant::now();
+        let (winner, other) = run_hedged(
+            &mut batch,
+            began + impatient,
+            || Some(Batch::new(second_link, vec![Op::get(config.target(1), 0, second)])),
+            soon(),
+        );
+        let outcome = match winner {
+            Winner::First => batch.ops[0].outcome(),
+            Winner::Second => other.unwrap().ops[0].outcome(),
+        };
+        assert_eq!(outcome, Some(Ok(())));
+        (winner, began.elapsed())
+    };
+    let (winner, took) = hedge(&*slow, &*good, Duration::from_millis(20), &mut first, &mut second);
+    assert_eq!(winner, Winner::Second);
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    assert_eq!(second, config.content(1));
+    assert!(first.iter().all(|&byte| byte == 0xee), "the loser wrote nothing");
+    // A first one that is quick enough is alone.
+    let (winner, _) = hedge(&*good, &*slow, Duration::from_secs(10), &mut first, &mut second);
+    assert_eq!(winner, Winner::First);
+    assert_eq!(first, config.content(1));
 }

@@ -41,14 +41,25 @@ pub struct Candidate {
     pub disk: bool,
     /// How far its node is.
     pub nearness: Nearness,
-    /// Whether its node failed a moment ago.
-    pub suspect: bool,
+    /// What its node did a moment ago.
+    pub trust: Trust,
+}
+
+/// What a node did a moment ago; better is less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Trust {
+    /// Nothing is known against it.
+    Good,
+    /// Another one was faster.
+    Slow,
+    /// It failed.
+    Failed,
 }
 
 /// Sorts candidates, best first. `draw` is any number; equal candidates are rotated by it.
 pub fn order(candidates: &mut [Candidate], draw: u64) {
-    // Suspects last, whatever else they are: waiting for one costs more than any distance.
-    let rank = |candidate: &Candidate| (candidate.suspect, candidate.disk, candidate.nearness);
+    // Those that failed last, whatever else they are: waiting for one costs more than any distance.
+    let rank = |candidate: &Candidate| (candidate.trust, candidate.disk, candidate.nearness);
     candidates.sort_by_key(rank);
     let mut start = 0;
     while start < candidates.len() {
@@ -62,29 +73,31 @@ pub fn order(candidates: &mut [Candidate], draw: u64) {
 mod tests {
     use super::*;
 
-    fn candidate(replica: usize, disk: bool, nearness: Nearness, suspect: bool) -> Candidate {
-        Candidate { replica, disk, nearness, suspect }
+    fn candidate(replica: usize, disk: bool, nearness: Nearness, trust: Trust) -> Candidate {
+        Candidate { replica, disk, nearness, trust }
     }
 
     #[test]
-    fn near_memory_comes_before_far_memory_before_disk_before_suspects() {
+    fn near_memory_comes_before_far_memory_before_disk_before_what_was_slow_or_failed() {
         use Nearness::*;
         let mut candidates = [
-            candidate(0, true, Mapped, false),
-            candidate(1, false, Far, false),
-            candidate(2, false, Mapped, true),
-            candidate(3, false, Host, false),
-            candidate(4, true, Far, false),
+            candidate(0, true, Mapped, Trust::Good),
+            candidate(1, false, Far, Trust::Good),
+            candidate(2, false, Mapped, Trust::Failed),
+            candidate(3, false, Host, Trust::Good),
+            candidate(4, true, Far, Trust::Good),
+            candidate(5, false, Mapped, Trust::Slow),
         ];
         order(&mut candidates, 7);
-        assert_eq!(candidates.map(|c| c.replica), [3, 1, 0, 4, 2]);
+        assert_eq!(candidates.map(|c| c.replica), [3, 1, 0, 4, 5, 2]);
     }
 
     #[test]
     fn equals_share_the_load() {
         let mut firsts = [0; 3];
         for draw in 0..300 {
-            let mut candidates = [0, 1, 2].map(|replica| candidate(replica, false, Nearness::Far, false));
+            let mut candidates =
+                [0, 1, 2].map(|replica| candidate(replica, false, Nearness::Far, Trust::Good));
             order(&mut candidates, draw);
             firsts[candidates[0].replica] += 1;
         }

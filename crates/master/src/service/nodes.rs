@@ -121,7 +121,8 @@ impl Service {
     pub fn unmount_segments(&self, m: &v1::UnmountSegmentsRequest) -> v1::OutcomesResponse {
         let request = UnmountSegmentsRequest::from_wire(m).map_err(refused);
         let request = request.and_then(|r| Ok((r.context, (self.node_of(r.context.session)?, r))));
-        self.outcomes(request, |_, (node, request), codes| {
+        let mut leaves = None;
+        let answer = self.outcomes(request, |_, (node, request), codes| {
             *codes = Codes::new(request.segments.len());
             for (at, segment) in request.segments.iter().enumerate() {
                 let index = node.segments.lock().remove(segment);
@@ -141,7 +142,20 @@ impl Service {
                 };
                 codes.set(at, code);
             }
-        })
+            leaves = (!request.segments.is_empty() && node.segments.lock().is_empty()).then_some(node);
+        });
+        // A node without segments has said goodbye: nobody is to wait for its heartbeat, or to be sent there.
+        if let Some(node) = leaves
+            && self.sessions.lock().close(node.session()).is_some()
+        {
+            tracing::info!(
+                node = node.node.0,
+                session = node.session().0,
+                "session ended: the node has left"
+            );
+            self.end_session(node.session(), node.node);
+        }
+        answer
     }
 
     /// The stream of a session; an earlier one ends.

@@ -232,7 +232,7 @@ impl World {
 
     pub(crate) fn crash(&mut self) {
         // A node that stays away for longer than the new master waits is one that it never hears of.
-        let wiped_after = self.now.mono.after(self.group.config().reallocate_wait - Duration::from_millis(1));
+        let wiped_after = self.now.mono.after(self.group.config().report_wait - Duration::from_millis(1));
         for node in &mut self.nodes {
             node.disconnect(wiped_after);
         }

@@ -193,10 +193,25 @@ impl<'a> Client<'a> {
     }
 
     pub fn put_start(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
+        self.put_start_in(context(), name, len)
+    }
+
+    /// As somebody else, who does not get a reservation that another has.
+    pub fn put_start_as_other(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
+        let other = context().map(|context| v1::RequestContext { caller: 78, ..context });
+        self.put_start_in(other, name, len)
+    }
+
+    fn put_start_in(
+        &self,
+        context: Option<v1::RequestContext>,
+        name: &str,
+        len: u64,
+    ) -> Result<Reserved, ErrorCode> {
         let mut objects = PackedBuilder::with_capacity(1);
         objects.push(&PutEntry { len, config: 0 });
         let request = v1::PutStartRequest {
-            context: context(),
+            context,
             keys: keys(&[name]),
             configs: vec![v1::PutConfig { replicas: 1, replicas_min: 1, ..Default::default() }],
             objects: objects.finish().into(),

@@ -298,7 +298,7 @@ async fn open(world: &Arc<World>, rate: f64, span: Duration, args: &Args) -> Res
     let largest = Arc::clone(&memory);
     let source = tokio::spawn(async move {
         let mut clock = tokio::time::interval(Duration::from_millis(1));
-        let mut sent = 0u64;
+        let (mut sent, mut ticks) = (0u64, 0u64);
         while began.elapsed() < span {
             clock.tick().await;
             // Those that have become due, also those that are late because this task was.
@@ -308,7 +308,8 @@ async fn open(world: &Arc<World>, rate: f64, span: Duration, args: &Args) -> Res
                 tokio::spawn(async move { world.serve(key, deadline).await });
             }
             sent = due.max(sent);
-            if sent % 1024 == 0 || due % 64 == 0 {
+            ticks += 1;
+            if ticks.is_multiple_of(64) {
                 largest.fetch_max(resident_bytes(std::process::id()).unwrap_or(0), Ordering::Relaxed);
             }
         }

@@ -1,0 +1,355 @@
+//! A cluster whose network is cut: master, nodes and client in network namespaces of their own, joined by a bridge.
+//!
+//! ```text
+//!   master 10.78.0.1 ──┐
+//!   node   10.78.0.2 ──┤
+//!   node   10.78.0.3 ──┼── bridge, in a namespace of its own
+//!   node   10.78.0.4 ──┤
+//!   client 10.78.0.9 ──┘
+//! ```
+//!
+//! A node is cut off without a word: packets vanish in both directions, nobody sends a reset. By `nft`, which drops what
+//! comes in and goes out, or without it by `ip`, which takes the node's port off the bridge.
+//!
+//! Needs root and `ip`, and says so and passes where they are missing. The client is this binary, started again with a
+//! variable that says so.
+
+#![allow(unreachable_pub, missing_docs, reason = "a program of several files, not a library")]
+
+#[path = "cluster/content.rs"]
+mod content;
+#[path = "cluster/kit.rs"]
+mod kit;
+#[path = "cluster/readers.rs"]
+mod readers;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use content::Rng;
+use kit::{Folder, KIB, Process, SOON, connect, sized, until, words};
+use moontide_client::{PutOptions, StoreConfig};
+use readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until};
+
+/// Tells the client what it is: `master seed`.
+const ROLE: &str = "MOONTIDE_NAMESPACES_CLIENT";
+
+const TTL_MS: u64 = 2000;
+/// From the cut until everybody knows: the session's end, a tick of the master, the client's next look at the table.
+const KNOWN_AFTER: Duration = Duration::from_millis(TTL_MS + 3000);
+/// How long a node is cut off: longer than its session lives, and long enough to see what comes after.
+const CUT: Duration = Duration::from_millis(TTL_MS + 5000);
+/// What a call of the client may take.
+const DEADLINE: Duration = Duration::from_secs(4);
+/// How late an answer may be on a machine with two cores that runs five busy processes.
+const LATE: Duration = Duration::from_millis(1000);
+
+const NODES: usize = 3;
+
+fn missing() -> Option<&'static str> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("it makes network namespaces, for which it needs to be root");
+    }
+    if Command::new("ip").arg("-V").output().is_err() {
+        return Some("it needs ip (iproute2)");
+    }
+    match Command::new("unshare").args(["--net", "true"]).output() {
+        Ok(made) if made.status.success() => None,
+        _ => Some("network namespaces cannot be made here"),
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ namespaces
+
+/// A namespace for each, and one for the bridge. Gone when it is dropped.
+struct Scene {
+    name: String,
+    has_nft: bool,
+}
+
+/// Sides, and the last number of their addresses.
+const SIDES: [(&str, u8); 5] = [("m", 1), ("0", 2), ("1", 3), ("2", 4), ("c", 9)];
+const BRIDGE: &str = "s";
+
+#[track_caller]
+fn ip(words: &str) {
+    let output = Command::new("ip").args(words.split_whitespace()).output().expect("ip runs");
+    assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+impl Scene {
+    fn new() -> Scene {
+        Scene::sweep();
+        let has_nft = Command::new("nft").arg("-v").output().is_ok_and(|output| output.status.success());
+        let scene = Scene { name: format!("mc{}", std::process::id()), has_nft };
+        let name = &scene.name;
+        ip(&format!("netns add {name}{BRIDGE}"));
+        ip(&format!("-n {name}{BRIDGE} link add bridge type bridge"));
+        ip(&format!("-n {name}{BRIDGE} link set bridge up"));
+        for (side, host) in SIDES {
+            ip(&format!("netns add {name}{side}"));
+            ip(&format!(
+                "link add eth netns {name}{side} type veth peer name port{side} netns {name}{BRIDGE}"
+            ));
+            ip(&format!("-n {name}{side} address add 10.78.0.{host}/24 dev eth"));
+            ip(&format!("-n {name}{side} link set eth up"));
+            ip(&format!("-n {name}{side} link set lo up"));
+            ip(&format!("-n {name}{BRIDGE} link set port{side} master bridge"));
+            ip(&format!("-n {name}{BRIDGE} link set port{side} up"));
+        }
+        println!("nodes are cut off by {}", if has_nft { "nft" } else { "ip link" });
+        scene
+    }
+
+    /// Takes away what a run that was killed has left.
+    fn sweep() {
+        let Ok(entries) = std::fs::read_dir("/run/netns") else { return };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let mut pid = name.strip_prefix("mc").unwrap_or_default().to_owned();
+            pid.pop();
+            if pid.parse::<u32>().is_ok() && !std::path::Path::new(&format!("/proc/{pid}")).exists() {
+                let _ = Command::new("ip").args(["netns", "del", &name]).status();
+            }
+        }
+    }
+
+    fn inside(&self, side: &str) -> Vec<String> {
+        ["ip".into(), "netns".into(), "exec".into(), format!("{}{side}", self.name)].into()
+    }
+
+    fn nft(&self, side: &str, rules: &str) {
+        let words = self.inside(side);
+        let output =
+            Command::new(&words[0]).args(&words[1..]).args(["nft", rules]).output().expect("nft runs");
+        assert!(output.status.success(), "nft {rules}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// From here on nothing comes in and nothing goes out.
+    fn cut(&self, side: &str) {
+        if self.has_nft {
+            let chain = |name: &str, hook: &str| {
+                format!("add chain inet cut {name} {{ type filter hook {hook} priority 0; policy drop; }};")
+            };
+            let (comes, goes) = (chain("comes", "input"), chain("goes", "output"));
+            self.nft(side, &format!("add table inet cut; {comes} {goes}"));
+        } else {
+            ip(&format!("-n {}{BRIDGE} link set port{side} nomaster", self.name));
+        }
+    }
+
+    fn heal(&self, side: &str) {
+        if self.has_nft {
+            self.nft(side, "delete table inet cut");
+        } else {
+            ip(&format!("-n {}{BRIDGE} link set port{side} master bridge", self.name));
+        }
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        for side in SIDES.map(|(side, _)| side).into_iter().chain([BRIDGE]) {
+            let _ = Command::new("ip").args(["netns", "del", &format!("{}{side}", self.name)]).status();
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- client
+
+/// The client, seen from the test. Killed when it is dropped.
+struct Client {
+    child: Child,
+    input: ChildStdin,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Client {
+    fn start(scene: &Scene, master: &str, seed: u64) -> Client {
+        let through = scene.inside("c");
+        let me = std::env::current_exe().expect("a path to this test");
+        let mut child = Command::new(&through[0])
+            .args(&through[1..])
+            .arg(me)
+            .args(["--exact", "a_node_that_is_cut_off_is_read_around_and_comes_back", "--nocapture"])
+            .env(ROLE, format!("{master} {seed}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("this test can be started");
+        let (input, out) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        let (tell, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            BufReader::new(out).lines().map_while(Result::ok).try_for_each(|line| tell.send(line))
+        });
+        Client { child, input, lines }
+    }
+
+    /// The next line about something; others are shown.
+    #[track_caller]
+    fn line(&self, about: &str) -> String {
+        let end = Instant::now() + 2 * SOON;
+        loop {
+            let line = self.lines.recv_timeout(end.saturating_duration_since(Instant::now()));
+            let line = line.unwrap_or_else(|why| panic!("the client says nothing about {about}: {why}"));
+            match line.strip_prefix(about) {
+                Some(rest) => return rest.trim().to_owned(),
+                None if line.starts_with("right ") => {}
+                None => println!("client: {line}"),
+            }
+        }
+    }
+
+    /// Waits until it has read so many objects more.
+    #[track_caller]
+    fn reads(&self, more: u64) {
+        let right = |line: String| line.parse::<u64>().expect("a number");
+        let first = right(self.line("right "));
+        let end = Instant::now() + SOON;
+        while right(self.line("right ")) < first + more {
+            assert!(Instant::now() < end, "the client has not read {more} objects within {SOON:?}");
+        }
+    }
+
+    fn tell(&mut self, word: &str) {
+        writeln!(self.input, "{word}").expect("the client listens");
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn say(line: &str) {
+    println!("{line}");
+    let _ = std::io::stdout().flush();
+}
+
+/// A client's life: puts, and gets until it is told to end, while it is told what happens.
+fn be_client(role: &str) {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).expect("prctl");
+    let (master, seed) = role.split_once(' ').expect("a master and a seed");
+    let mut rng = Rng::new(seed.parse().expect("a seed"));
+    let config = StoreConfig { local: false, deadline: DEADLINE, ..StoreConfig::new(master) };
+    let store = connect(config.clone());
+    let twice = PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() };
+    let objects: Vec<Object> =
+        (0..sized(60, 600)).map(|n| Object::new("far", n, &mut rng, 1..300 * KIB)).collect();
+    put_all(&store, &objects, &twice);
+    // A line ends the wait for the test's words, and begins them.
+    say("\nput");
+    let (stop, tally) = (AtomicBool::new(false), Tally::default());
+    let moments = Mutex::new(Vec::<(String, Instant)>::new());
+    std::thread::scope(|scope| {
+        let _stop = StopAtEnd(&stop);
+        for _ in 0..2 {
+            let (rng, stop, store, objects, tally) = (rng.fork(), &stop, &store, &objects, &tally);
+            scope.spawn(move || read_until(stop, store, objects, rng, &Way::ALL, tally));
+        }
+        let (stop, tally) = (&stop, &tally);
+        scope.spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                say(&format!("right {}", tally.right()));
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        for line in std::io::stdin().lock().lines() {
+            let line = line.expect("the test speaks");
+            if line == "end" {
+                return;
+            }
+            moments.lock().expect("no holder panics").push((line, Instant::now()));
+        }
+    });
+    tally.summary("gets");
+    println!("{:?}", store.metrics().stats());
+    let moment = |word: &str| {
+        let moments = moments.lock().expect("no holder panics");
+        moments.iter().find(|(said, _)| said == word).expect("the test said so").1
+    };
+    let longest = tally.longest();
+    assert!(longest <= DEADLINE + LATE, "a get took {longest:?}, its deadline is {DEADLINE:?}");
+    let misses = tally.lost().iter().filter(|lost| lost.why == "a miss").count();
+    assert_eq!(misses, 0, "gets of objects with another replica missed");
+    let lost = tally.lost().into_iter().filter(|lost| lost.began > moment("cut") + KNOWN_AFTER);
+    let lost: Vec<_> = lost.map(|lost| (lost.began - moment("cut"), lost.why)).collect();
+    assert!(lost.is_empty(), "gets failed after the session of the node had ended: {lost:?}");
+    assert_eq!(store.metrics().stats().corrupt, 0);
+
+    // All are there, and all nodes take objects again.
+    until("all nodes are back", SOON, || store.nodes().is_ok_and(|nodes| nodes.len() == NODES));
+    let everywhere = PutOptions { replicas: 3, replicas_min: 3, ..PutOptions::default() };
+    let last = Object::new("last", 0, &mut rng, 100 * KIB..200 * KIB);
+    until("a put on all nodes", SOON, || last.put(&store, &everywhere).is_ok());
+    for store in [&store, &connect(config)] {
+        for object in objects.iter().chain([&last]) {
+            let got = read(store, Way::Copy, object);
+            assert!(matches!(got, Got::Right), "{} {got:?}", object.key);
+        }
+    }
+    say("done");
+}
+
+// ------------------------------------------------------------------------------------------------------------ test
+
+#[test]
+fn a_node_that_is_cut_off_is_read_around_and_comes_back() {
+    if let Ok(role) = std::env::var(ROLE) {
+        return be_client(&role);
+    }
+    if let Some(missing) = missing() {
+        println!("skipped: {missing}");
+        return;
+    }
+    let seed = Rng::seeded().draw();
+    let (scene, folder) = (Scene::new(), Folder::new());
+    let master = words(&format!(
+        "master --grpc-listen 10.78.0.1:7400 --frame-listen 10.78.0.1:7401 --admin-listen 10.78.0.1:7402 --groups 2 \
+         --session-ttl-ms {TTL_MS} --reallocate-wait-ms 0"
+    ));
+    let master = Process::start(folder.path(), "master", &scene.inside("m"), &master, "admin");
+    let nodes: Vec<Process> = (0..NODES)
+        .map(|node| {
+            // No door: hosts of their own share no memory.
+            let all = words(&format!(
+                "node --master 10.78.0.1:7400 --memory-bytes 128MiB --listen 10.78.0.{}:7500 --local false \
+                 --host host-{node}",
+                node + 2
+            ));
+            Process::start(
+                folder.path(),
+                &format!("node-{node}"),
+                &scene.inside(&node.to_string()),
+                &all,
+                "ready",
+            )
+        })
+        .collect();
+    let mut client = Client::start(&scene, master.said("grpc"), seed);
+    client.line("put");
+    client.reads(200);
+    client.tell("cut");
+    scene.cut("1");
+    let cut_at = Instant::now();
+    client.reads(100);
+    println!("{:?} after the cut, 100 objects more were read", cut_at.elapsed());
+    until("the cut's end", 2 * CUT, || cut_at.elapsed() > CUT);
+    client.reads(200);
+    client.tell("heal");
+    scene.heal("1");
+    client.reads(500);
+    client.tell("end");
+    client.line("done");
+    let status = client.child.wait().expect("our child");
+    assert!(status.success(), "the client failed: {status}");
+    for process in nodes.iter().chain([&master]) {
+        let text = process.log_text();
+        assert!(!text.contains(" ERROR ") && !text.contains("panicked at"), "{text}");
+    }
+}
