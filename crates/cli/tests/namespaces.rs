@@ -31,8 +31,8 @@ use std::time::{Duration, Instant};
 
 use content::Rng;
 use kit::{Folder, KIB, Process, SOON, connect, sized, until, words};
-use moontide_client::{PutOptions, StoreConfig};
-use readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until};
+use moontide_client::StoreConfig;
+use readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until, replicas};
 
 /// Tells the client what it is: `master seed`.
 const ROLE: &str = "MOONTIDE_NAMESPACES_CLIENT";
@@ -238,7 +238,7 @@ fn be_client(role: &str) {
     let mut rng = Rng::new(seed.parse().expect("a seed"));
     let config = StoreConfig { local: false, deadline: DEADLINE, ..StoreConfig::new(master) };
     let store = connect(config.clone());
-    let twice = PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() };
+    let twice = replicas(2);
     let objects: Vec<Object> =
         (0..sized(60, 600)).map(|n| Object::new("far", n, &mut rng, 1..300 * KIB)).collect();
     put_all(&store, &objects, &twice);
@@ -284,7 +284,7 @@ fn be_client(role: &str) {
 
     // All are there, and all nodes take objects again.
     until("all nodes are back", SOON, || store.nodes().is_ok_and(|nodes| nodes.len() == NODES));
-    let everywhere = PutOptions { replicas: 3, replicas_min: 3, ..PutOptions::default() };
+    let everywhere = replicas(3);
     let last = Object::new("last", 0, &mut rng, 100 * KIB..200 * KIB);
     until("a put on all nodes", SOON, || last.put(&store, &everywhere).is_ok());
     for store in [&store, &connect(config)] {

@@ -493,6 +493,33 @@ fn an_older_term_is_refused_and_a_higher_one_ends_this_master() {
     assert!(matches!(effects[..], [moontide_meta::Effect::StepDown { seen }] if seen.get() == 6));
     let put_end = bench.end("unknown", moontide_types::Epoch::new(Term::new(4).unwrap(), 9).unwrap());
     assert_eq!(put_end, Err(ErrorCode::Retry), "its node may still report it");
+    // Failure: a put that had failed was told to wait for a minute. Cause: reports of any node were due. Fix: whoever
+    // says itself that nothing was written is told to start again.
+    let epoch = moontide_types::Epoch::new(Term::new(4).unwrap(), 9).unwrap();
+    let failed = bench.end_with("unknown", epoch, &[Some(ErrorCode::ConnectionLost); 2]);
+    assert_eq!(failed, Err(ErrorCode::Gone));
+    assert_eq!(
+        bench.end_with("unknown", epoch, &[Some(ErrorCode::ConnectionLost), None]),
+        Err(ErrorCode::Retry)
+    );
+}
+
+#[test]
+fn nodes_are_waited_for_however_short_the_wait_for_their_space_is() {
+    // Failure: a master that was started again threw away everything its nodes reported. Cause: it waited for them as
+    // long as for leases to end, which may be no time at all. Fix: a time of its own.
+    let config = moontide_meta::GroupConfig { reallocate_wait: Duration::ZERO, ..config(2) };
+    let mut bench = Bench::with(config);
+    bench.advance(Duration::from_secs(5));
+    bench.tick();
+    bench.mount(1, 0, Term::new(1).unwrap(), true);
+    let record = reported(&bench, "k", Epoch::new(Term::new(1).unwrap(), 9).unwrap(), 0);
+    let (now, term, name) = (bench.now, Term::new(2).unwrap(), (NodeId(1), SegmentId(0)));
+    let generation = moontide_types::Generation(1);
+    bench.group.report(now, name, generation, term, 0, [record], &mut bench.effects).unwrap();
+    bench.group.report_end(now, name, generation, term, 1, &mut bench.effects).unwrap();
+    bench.settle();
+    assert!(bench.has("k"));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use moontide_types::{ErrorCode, NodeId};
 
 use crate::content::{Rng, check, content};
 use crate::kit::{Cluster, KIB, MIB, SOON, Shape, connect, is_full, sized, until};
+use crate::readers::replicas;
 
 /// Lengths around every boundary, and long ones.
 fn lengths() -> Vec<usize> {
@@ -212,7 +213,7 @@ fn replicas_and_stripes_lie_on_different_nodes() {
     for (by, store) in &stores {
         for len in [1, 5000, 9 * MIB] {
             let (key, seed) = (format!("replicas-{by}-{len}"), rng.draw());
-            let options = PutOptions { replicas: 3, replicas_min: 3, ..PutOptions::default() };
+            let options = replicas(3);
             assert_eq!(
                 store.put_with(key.as_bytes(), &[&content(seed, len)], &options).unwrap(),
                 Put::Stored

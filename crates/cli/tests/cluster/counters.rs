@@ -7,7 +7,7 @@ use crate::content::Rng;
 use crate::kit::{
     Cluster, KIB, Process, SOON, Shape, check_master_sums, check_node_sums, connect, sized, until,
 };
-use crate::readers::{Object, put_all};
+use crate::readers::{Object, put_all, replicas};
 
 #[track_caller]
 fn check_sum(stats: &StoreStats) {
@@ -86,7 +86,7 @@ fn counters_add_up_at_the_client_the_nodes_and_the_master() {
     // A second replica that is asked in vain would be bytes that nobody has read.
     let far = connect(StoreConfig { local: false, hedge: Hedge::Off, ..cluster.config() });
     put_all(&near, &objects[..50], &PutOptions::default());
-    put_all(&far, &objects[50..], &PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() });
+    put_all(&far, &objects[50..], &replicas(2));
     let put_bytes = |objects: &[Object]| objects.iter().map(|object| object.len as u64).sum::<u64>();
     for (store, objects) in [(&near, &objects[..50]), (&far, &objects[50..])] {
         let stats = store.metrics().stats();

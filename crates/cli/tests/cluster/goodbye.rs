@@ -8,7 +8,7 @@ use rustix::process::Signal;
 
 use crate::content::Rng;
 use crate::kit::{Cluster, KIB, SOON, Shape, sized, until, words};
-use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until};
+use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until, replicas};
 
 const DRAIN: Duration = Duration::from_secs(3);
 /// Around the drain: the goodbye to the master, threads that end, and a machine that is busy.
@@ -23,7 +23,7 @@ fn a_node_that_is_told_to_end_ends_in_time_and_readers_go_on() {
         (0..sized(80, 1000)).map(|n| Object::new("twice", n, &mut rng, 1..200 * KIB)).collect();
     let single: Vec<Object> = (0..40).map(|n| Object::new("once", n, &mut rng, 1..50 * KIB)).collect();
     let (near, far) = (cluster.near(), cluster.far());
-    let twice = PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() };
+    let twice = replicas(2);
     put_all(&far, &objects, &twice);
     put_all(&far, &single, &PutOptions { near: false, ..PutOptions::default() });
 

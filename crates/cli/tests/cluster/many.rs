@@ -110,9 +110,9 @@ fn a_hundred_thousand_keys_are_what_was_written_last() {
         return be_writer(&role);
     }
     let seed = Rng::seeded().draw();
-    let total = sized(20_000, 100_000);
+    let total = sized(100_000, 400_000);
     let cluster = Cluster::start(Shape {
-        memory_mib: sized(128, 512),
+        memory_mib: sized(512, 1536),
         node_words: crate::kit::words("--slot-bytes 2048"),
         ..Shape::default()
     });

@@ -41,6 +41,11 @@ impl Object {
     }
 }
 
+/// So many replicas, and not one less.
+pub fn replicas(count: u8) -> PutOptions {
+    PutOptions { replicas: count, replicas_min: count, ..PutOptions::default() }
+}
+
 /// Puts objects, each of which must be stored.
 #[track_caller]
 pub fn put_all(store: &Store, objects: &[Object], options: &PutOptions) {

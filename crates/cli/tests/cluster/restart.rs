@@ -8,7 +8,7 @@ use moontide_types::ErrorCode;
 
 use crate::content::Rng;
 use crate::kit::{Cluster, KIB, SOON, Shape, sized, until};
-use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until};
+use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until, replicas};
 
 #[test]
 fn a_master_that_was_killed_learns_everything_again() {
@@ -19,7 +19,7 @@ fn a_master_that_was_killed_learns_everything_again() {
     let (near, far) = (cluster.near(), cluster.far());
     let half = objects.len() / 2;
     put_all(&near, &objects[..half], &PutOptions::default());
-    put_all(&far, &objects[half..], &PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() });
+    put_all(&far, &objects[half..], &replicas(2));
     let removed = Object::new("removed", 0, &mut rng, KIB..2 * KIB);
     put_all(&far, std::slice::from_ref(&removed), &PutOptions::default());
     assert!(far.remove(removed.key(), false).unwrap());
@@ -101,7 +101,10 @@ fn a_master_that_was_killed_learns_everything_again() {
         }
         // Whether a node that has not come back holds it, too, is not known yet: then the removal is pending.
         let removal = store.remove(object.key(), true);
-        assert!(removal.as_ref().map_or_else(|error| error.code() == ErrorCode::Pending, |there| *there), "{removal:?}");
+        assert!(
+            removal.as_ref().map_or_else(|error| error.code() == ErrorCode::Pending, |there| *there),
+            "{removal:?}"
+        );
         for store in [&near, &far] {
             assert!(store.get(object.key()).unwrap().is_none(), "{} was removed", object.key);
         }

@@ -216,6 +216,13 @@ impl Group {
     /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report what they have,
     /// or an older version is still being killed; ask again.
     pub fn put_end(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
+        if !end.outcomes.is_empty() && end.outcomes.iter().all(Option::is_some) {
+            // The writer itself says that nothing was written: whatever nodes have yet to report, it is to start again. If
+            // the object is complete all the same, this end is a late one, and as good as any other.
+            if self.put_revoke(now, end.id, end.epoch, effects) != Err(ErrorCode::AlreadyExists) {
+                return Err(ErrorCode::Gone);
+            }
+        }
         let Some(at) = self.find_id(end.id) else {
             return Err(if self.is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone });
         };
