@@ -389,8 +389,10 @@ impl Inner {
                 }
                 Outcome::Failed(error) => {
                     self.forget(placed);
-                    let again =
-                        error.is_retryable() && Instant::now() < deadline && self.budget.lock().spend();
+                    // A place from memory may be of another time: the master knows better, and asking it is not a repetition.
+                    let from_memory = !unknown.contains(&at);
+                    let again = Instant::now() < deadline
+                        && (from_memory || error.is_retryable() && self.budget.lock().spend());
                     match again {
                         true => wants[at].last = Some(error),
                         false => self.settle(&mut wants[at], Err(error), Nearness::Far),
