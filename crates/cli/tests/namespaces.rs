@@ -268,7 +268,6 @@ fn be_client(role: &str) {
         }
     });
     tally.summary("gets");
-    println!("{:?}", store.metrics().stats());
     let moment = |word: &str| {
         let moments = moments.lock().expect("no holder panics");
         moments.iter().find(|(said, _)| said == word).expect("the test said so").1

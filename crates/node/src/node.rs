@@ -423,12 +423,33 @@ fn door_of(config: &NodeConfig, node: NodeId) -> Result<PathBuf, StartError> {
     }
     let name = format!("moontide-{:016x}.sock", node.0);
     if let Some(folder) = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|f| f.is_dir()) {
+        sweep(&folder);
         return Ok(folder.join(name));
     }
     let uid = rustix::process::getuid().as_raw();
     let folder = PathBuf::from(format!("/tmp/moontide-{uid}"));
     make_private(&folder, uid)?;
+    sweep(&folder);
     Ok(folder.join(name))
+}
+
+/// Removes the doors of nodes that were killed: behind them nobody listens.
+fn sweep(folder: &Path) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let is_door =
+            name.to_str().is_some_and(|name| name.starts_with("moontide-") && name.ends_with(".sock"));
+        // A door that somebody listens behind takes another type of socket, and says so; a deserted one refuses.
+        let deserted = || {
+            let tried = std::os::unix::net::UnixStream::connect(entry.path());
+            tried.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+        };
+        if is_door && deserted() {
+            debug!(door = ?entry.path(), "removing the door of a node that is gone");
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// A folder of this user alone: in `/tmp` somebody else could have put one there to listen in our place.
@@ -460,4 +481,30 @@ fn random_u64() -> io::Result<u64> {
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.to_owned()).spawn(run)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+
+    #[test]
+    fn only_doors_that_nobody_listens_behind_are_swept() {
+        let folder = std::env::temp_dir().join(format!("moontide-sweep-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let door = |name: &str| {
+            let path = folder.join(name);
+            let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            listen(&socket, 1).unwrap();
+            (path, socket)
+        };
+        let (open, _listening) = door("moontide-0000000000000001.sock");
+        let (deserted, gone) = door("moontide-0000000000000002.sock");
+        let (foreign, other) = door("another-0000000000000002.sock");
+        drop((gone, other));
+        sweep(&folder);
+        assert_eq!([open.exists(), deserted.exists(), foreign.exists()], [true, false, true]);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 }

@@ -55,7 +55,6 @@ fn a_node_that_is_told_to_end_ends_in_time_and_readers_go_on() {
     });
     for (tally, by) in tallies.iter().zip(["near", "far"]) {
         tally.summary(&format!("gets {by}"));
-        println!("{:?}", if by == "near" { &near } else { &far }.metrics().stats());
         assert!(tally.lost().is_empty(), "gets {by} noticed: {:?}", tally.lost());
     }
     cluster.wait_for_nodes(2);

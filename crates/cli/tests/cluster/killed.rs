@@ -175,7 +175,6 @@ fn gets_of_two_replicas_survive_a_node_that_is_killed() {
     });
     for (tally, by) in tallies.iter().zip(["near", "far"]) {
         tally.summary(&format!("gets {by}"));
-        println!("{:?}", if by == "near" { &near } else { &far }.metrics().stats());
         let late = tally.lost_after(killed_at + KNOWN_AFTER);
         assert!(late.is_empty(), "gets {by} were lost after the session's end: {late:?}");
         let misses = tally.lost().iter().filter(|lost| lost.why == "a miss").count();
