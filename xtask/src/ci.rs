@@ -231,6 +231,7 @@ fn plan(step: Step, machine: &Machine) -> Plan {
         Step::Shuttle => commands([
             model_check("shuttle", "-p moontide-heap --test shuttle", machine),
             model_check("shuttle", "-p moontide-transfer --lib", machine),
+            model_check("shuttle", "-p moontide-client --lib", machine),
         ]),
         Step::BenchSmoke => {
             let benches = SMOKE_BENCHES.iter().map(|(package, bench)| {

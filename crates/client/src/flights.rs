@@ -6,80 +6,77 @@
 //! looked up after its caller had asked.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::hash::Hash;
 use std::time::Instant;
 
-use bytes::Bytes;
-use moontide_types::ObjectId;
-use parking_lot::{Condvar, Mutex};
-
-use crate::error::StoreError;
-
-/// What a fetch gives.
-pub(crate) type Fetched = Result<Option<Bytes>, StoreError>;
+use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 
 /// Fetches under way, by object.
-#[derive(Debug, Default)]
-pub(crate) struct Flights {
-    lines: Mutex<HashMap<ObjectId, Line>>,
+#[derive(Debug)]
+pub(crate) struct Flights<K, T> {
+    lines: Mutex<HashMap<K, Line<T>>>,
+}
+
+impl<K, T> Default for Flights<K, T> {
+    fn default() -> Flights<K, T> {
+        Flights { lines: Mutex::new(HashMap::new()) }
+    }
 }
 
 #[derive(Debug)]
-struct Line {
-    current: Arc<Flight>,
-    next: Option<Arc<Flight>>,
+struct Line<T> {
+    current: Arc<Flight<T>>,
+    next: Option<Arc<Flight<T>>>,
 }
 
-#[derive(Debug, Default)]
-struct Flight {
-    landed: Mutex<Option<Landed>>,
+#[derive(Debug)]
+struct Flight<T> {
+    landed: Mutex<Option<Landed<T>>>,
     bell: Condvar,
 }
 
 #[derive(Clone, Debug)]
-enum Landed {
-    With(Fetched),
+enum Landed<T> {
+    With(T),
     /// Its leader never finished: a panic, or its time was over before it began.
     Lost,
 }
 
-impl Flight {
+impl<T: Clone> Flight<T> {
+    fn new() -> Arc<Flight<T>> {
+        Arc::new(Flight { landed: Mutex::new(None), bell: Condvar::new() })
+    }
+
     /// Waits; `None` when the time is over.
-    fn wait(&self, deadline: Instant) -> Option<Landed> {
-        let mut landed = self.landed.lock();
-        while landed.is_none() {
-            if self.bell.wait_until(&mut landed, deadline).timed_out() {
-                break;
-            }
+    fn wait(&self, deadline: Instant) -> Option<Landed<T>> {
+        let mut landed = lock(&self.landed);
+        let mut in_time = true;
+        while landed.is_none() && in_time {
+            (landed, in_time) = wait(&self.bell, landed, deadline);
         }
         landed.clone()
     }
 
-    fn land(&self, with: Landed) {
-        self.landed.lock().get_or_insert(with);
+    fn land(&self, with: Landed<T>) {
+        lock(&self.landed).get_or_insert(with);
         self.bell.notify_all();
     }
 }
 
 /// What a newcomer does.
-enum Part {
+enum Part<T> {
     /// It fetches at once.
-    Lead(Arc<Flight>),
+    Lead(Arc<Flight<T>>),
     /// It fetches when the current flight has landed.
-    LeadNext { current: Arc<Flight>, own: Arc<Flight> },
+    LeadNext { current: Arc<Flight<T>>, own: Arc<Flight<T>> },
     /// It waits.
-    Follow(Arc<Flight>),
+    Follow(Arc<Flight<T>>),
 }
 
-impl Flights {
+impl<K: Copy + Eq + Hash, T: Clone> Flights<K, T> {
     /// Fetches an object, or shares the fetch of somebody who asked after this began. `None`: the time is over.
     /// The flag says that it was somebody else's.
-    pub(crate) fn fetch(
-        &self,
-        id: ObjectId,
-        deadline: Instant,
-        fetch: impl FnOnce() -> Fetched,
-    ) -> Option<(Fetched, bool)> {
+    pub(crate) fn fetch(&self, id: K, deadline: Instant, fetch: impl FnOnce() -> T) -> Option<(T, bool)> {
         let mut fetch = Some(fetch);
         loop {
             match self.arrive(id) {
@@ -100,24 +97,27 @@ impl Flights {
         }
     }
 
-    fn arrive(&self, id: ObjectId) -> Part {
-        let mut lines = self.lines.lock();
+    fn arrive(&self, id: K) -> Part<T> {
+        let mut lines = lock(&self.lines);
         let Some(line) = lines.get_mut(&id) else {
-            let own = Arc::new(Flight::default());
+            let own = Flight::new();
             lines.insert(id, Line { current: Arc::clone(&own), next: None });
             return Part::Lead(own);
         };
+        if planted(Bug::JoinsTheCurrent) {
+            return Part::Follow(Arc::clone(&line.current));
+        }
         if let Some(next) = &line.next {
             return Part::Follow(Arc::clone(next));
         }
-        let own = Arc::new(Flight::default());
+        let own = Flight::new();
         line.next = Some(Arc::clone(&own));
         Part::LeadNext { current: Arc::clone(&line.current), own }
     }
 
     /// A flight is over: the next one, if there is one, is the current one now.
-    fn over(&self, id: ObjectId, own: &Arc<Flight>) {
-        let mut lines = self.lines.lock();
+    fn over(&self, id: K, own: &Arc<Flight<T>>) {
+        let mut lines = lock(&self.lines);
         let Some(line) = lines.get_mut(&id) else { return };
         if Arc::ptr_eq(&line.current, own) {
             match line.next.take() {
@@ -133,36 +133,146 @@ impl Flights {
 }
 
 /// Who fetches. Gives the place up, whatever happens to it.
-struct Leader<'a> {
-    flights: &'a Flights,
-    id: ObjectId,
-    own: &'a Arc<Flight>,
-    landed: Landed,
+struct Leader<'a, K: Copy + Eq + Hash, T: Clone> {
+    flights: &'a Flights<K, T>,
+    id: K,
+    own: &'a Arc<Flight<T>>,
+    landed: Landed<T>,
 }
 
-impl Leader<'_> {
-    fn lead(mut self, fetch: impl FnOnce() -> Fetched) -> Fetched {
+impl<K: Copy + Eq + Hash, T: Clone> Leader<'_, K, T> {
+    fn lead(mut self, fetch: impl FnOnce() -> T) -> T {
         let fetched = fetch();
         self.landed = Landed::With(fetched.clone());
         fetched
     }
 }
 
-impl Drop for Leader<'_> {
+impl<K: Copy + Eq + Hash, T: Clone> Drop for Leader<'_, K, T> {
     fn drop(&mut self) {
+        let landed = std::mem::replace(&mut self.landed, Landed::Lost);
+        if planted(Bug::LandsBeforeItLeaves) {
+            self.own.land(landed);
+            return self.flights.over(self.id, self.own);
+        }
+        if planted(Bug::NeverLeaves) {
+            return self.own.land(landed);
+        }
         // Out of the line first: the next leader begins when this one has landed, and nobody may join it from then on.
         self.flights.over(self.id, self.own);
-        self.own.land(std::mem::replace(&mut self.landed, Landed::Lost));
+        self.own.land(landed);
     }
 }
 
-#[cfg(test)]
+/// Mistakes that the model switches on, to show that it would find them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bug {
+    /// Who comes shares the fetch that is under way.
+    JoinsTheCurrent,
+    /// The next leader begins while newcomers can still join it.
+    LandsBeforeItLeaves,
+    /// The line is never empty again.
+    NeverLeaves,
+}
+
+#[cfg(not(shuttle))]
+fn planted(_: Bug) -> bool {
+    false
+}
+
+#[cfg(shuttle)]
+thread_local!(static PLANTED: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) });
+
+/// Shuttle runs all threads of a model on one thread of the machine.
+#[cfg(shuttle)]
+fn planted(bug: Bug) -> bool {
+    PLANTED.get() == Some(bug)
+}
+
+#[cfg(all(test, shuttle))]
+mod model {
+    use std::time::Duration;
+
+    use shuttle::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    /// Callers change the truth and ask for it; one of them has no patience.
+    fn scene() {
+        struct World {
+            flights: Flights<u8, u64>,
+            truth: AtomicU64,
+            running: AtomicU64,
+        }
+        let world = Arc::new(World {
+            flights: Flights::default(),
+            truth: AtomicU64::new(0),
+            running: AtomicU64::new(0),
+        });
+        let hour = Duration::from_secs(3600);
+        let callers: Vec<_> = [hour, hour, hour, Duration::ZERO]
+            .into_iter()
+            .map(|patience| {
+                let world = Arc::clone(&world);
+                shuttle::thread::spawn(move || {
+                    for _ in 0..2 {
+                        let asked = world.truth.fetch_add(1, Ordering::SeqCst) + 1;
+                        let fetched = world.flights.fetch(7, Instant::now() + patience, || {
+                            assert_eq!(world.running.fetch_add(1, Ordering::SeqCst), 0, "one at a time");
+                            let found = world.truth.load(Ordering::SeqCst);
+                            shuttle::thread::yield_now();
+                            world.running.fetch_sub(1, Ordering::SeqCst);
+                            found
+                        });
+                        match fetched {
+                            Some((found, _)) => assert!(found >= asked, "an answer from before it was asked"),
+                            None => assert_eq!(patience, Duration::ZERO),
+                        }
+                    }
+                })
+            })
+            .collect();
+        callers.into_iter().for_each(|caller| caller.join().expect("no caller panics"));
+        assert!(lock(&world.flights.lines).is_empty(), "nothing is left behind");
+    }
+
+    #[test]
+    fn every_answer_was_looked_up_after_its_question() {
+        shuttle::check_random(scene, 20_000);
+        shuttle::check_pct(scene, 10_000, 4);
+    }
+
+    fn finds(bug: Bug) {
+        PLANTED.set(Some(bug));
+        shuttle::check_random(scene, 20_000);
+    }
+
+    #[test]
+    #[should_panic]
+    fn joining_a_fetch_that_is_under_way_is_found() {
+        finds(Bug::JoinsTheCurrent);
+    }
+
+    #[test]
+    #[should_panic]
+    fn landing_before_leaving_is_found() {
+        finds(Bug::LandsBeforeItLeaves);
+    }
+
+    #[test]
+    #[should_panic]
+    fn a_line_that_stays_is_found() {
+        finds(Bug::NeverLeaves);
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::time::Duration;
 
-    const ID: ObjectId = ObjectId([7; 16]);
+    const ID: u8 = 7;
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(10)
@@ -184,17 +294,16 @@ mod tests {
                             let found = truth.load(Ordering::SeqCst);
                             std::thread::sleep(Duration::from_micros(50));
                             running.fetch_sub(1, Ordering::SeqCst);
-                            Ok(Some(Bytes::copy_from_slice(&found.to_le_bytes())))
+                            found
                         };
-                        let (fetched, _) = flights.fetch(ID, soon(), fetch).unwrap();
-                        let found = u64::from_le_bytes(fetched.unwrap().unwrap()[..].try_into().unwrap());
+                        let (found, _) = flights.fetch(ID, soon(), fetch).unwrap();
                         assert!(found >= asked, "an answer of {found} to a question of {asked}");
                     }
                 });
             }
         });
         assert!(fetches.load(Ordering::SeqCst) < 8 * 300, "some were shared");
-        assert!(flights.lines.lock().is_empty(), "nothing is left behind");
+        assert!(lock(&flights.lines).is_empty(), "nothing is left behind");
     }
 
     #[test]
@@ -213,11 +322,11 @@ mod tests {
                 flights.fetch(ID, Instant::now() + Duration::from_millis(5), || unreachable!("no time"))
             });
             std::thread::sleep(Duration::from_millis(2));
-            let patient = scope.spawn(|| flights.fetch(ID, soon(), || Ok(None)));
+            let patient = scope.spawn(|| flights.fetch(ID, soon(), || 5u64));
             assert!(first.join().is_err());
             assert!(impatient.join().unwrap().is_none());
-            assert!(matches!(patient.join().unwrap(), Some((Ok(None), _))));
+            assert!(matches!(patient.join().unwrap(), Some((5, _))));
         });
-        assert!(flights.lines.lock().is_empty());
+        assert!(lock(&flights.lines).is_empty());
     }
 }

@@ -27,50 +27,59 @@
 
 #![deny(unsafe_code)]
 
-mod config;
-mod error;
-
-mod cluster;
-mod nodes;
-
-mod local;
-mod place;
+/// Everything but what a model checker runs by itself (`--cfg shuttle`): that is [`flights`] alone.
+macro_rules! the_rest {
+    ($($item:item)*) => { $(#[cfg(not(shuttle))] $item)* };
+}
 
 mod flights;
-mod get;
-mod range;
-mod read;
+mod sync;
 
-mod plan;
-mod put;
-mod write;
+the_rest! {
+    mod config;
+    mod error;
 
-mod operate;
+    mod cluster;
+    mod nodes;
 
-mod store;
-mod tasks;
+    mod local;
+    mod place;
 
-pub mod decide;
-mod metrics;
+    mod get;
+    mod range;
+    mod read;
 
-mod link;
+    mod plan;
+    mod put;
+    mod write;
 
-pub use config::{
-    CONNECT_DEFAULT, DEADLINE_DEFAULT, Hedge, LOCATIONS_DEFAULT, PutOptions, StoreConfig, WAITING_DEFAULT,
-    WORKING_DEFAULT,
-};
-pub use error::StoreError;
-pub use get::{GetInto, ObjectRef};
-pub use metrics::{StoreMetrics, StoreStats};
-pub use nodes::NodeInfo;
-pub use operate::{KeyPage, ObjectInfo};
-pub use plan::{Location, StripePlace, WritePlan};
-pub use put::{Put, PutItem};
-pub use store::Store;
-pub use tasks::AsyncStore;
+    mod operate;
 
-pub use link::{
-    AsyncLink, BATCH_BYTES_MAX, BATCHES_INFLIGHT_MAX, BlockingLink, CONNECT_MS_DEFAULT, Call,
-    DEADLINE_MS_DEFAULT, INFLIGHT_DEFAULT, INFLIGHT_MAX, KeyResult, Known, LinkConfig, LinkError, LinkLoad,
-    Located, LookupReply, ProtocolError, Rejection,
-};
+    mod store;
+    mod tasks;
+
+    pub mod decide;
+    mod metrics;
+
+    mod link;
+
+    pub use config::{
+        CONNECT_DEFAULT, DEADLINE_DEFAULT, Hedge, LOCATIONS_DEFAULT, PutOptions, StoreConfig, WAITING_DEFAULT,
+        WORKING_DEFAULT,
+    };
+    pub use error::StoreError;
+    pub use get::{GetInto, ObjectRef};
+    pub use metrics::{StoreMetrics, StoreStats};
+    pub use nodes::NodeInfo;
+    pub use operate::{KeyPage, ObjectInfo};
+    pub use plan::{Location, StripePlace, WritePlan};
+    pub use put::{Put, PutItem};
+    pub use store::Store;
+    pub use tasks::AsyncStore;
+
+    pub use link::{
+        AsyncLink, BATCH_BYTES_MAX, BATCHES_INFLIGHT_MAX, BlockingLink, CONNECT_MS_DEFAULT, Call,
+        DEADLINE_MS_DEFAULT, INFLIGHT_DEFAULT, INFLIGHT_MAX, KeyResult, Known, LinkConfig, LinkError, LinkLoad,
+        Located, LookupReply, ProtocolError, Rejection,
+    };
+}

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use moontide_proto::convert::{Answer, NodeDetails, Wire};
 use moontide_proto::v1;
 use moontide_transfer::Metrics as TransferMetrics;
@@ -35,6 +36,9 @@ const SHARDS: usize = 16;
 /// How often a look-up that is told to come again does.
 const LOOKUPS_MAX: usize = 8;
 
+/// What a fetch gives.
+pub(crate) type Fetched = Result<Option<Bytes>, StoreError>;
+
 /// A store, for threads. Clones share everything. Calls wait; do not call them on a task of a runtime, which has
 /// [`AsyncStore`](crate::AsyncStore).
 #[derive(Clone, Debug)]
@@ -48,7 +52,7 @@ pub(crate) struct Inner {
     pub(crate) nodes: Nodes,
     pub(crate) near: Near,
     locations: Vec<Mutex<Locations<Arc<Placed>>>>,
-    pub(crate) flights: Flights,
+    pub(crate) flights: Flights<ObjectId, Fetched>,
     pub(crate) budget: Mutex<Budget>,
     pub(crate) hedge: Mutex<HedgeTimer>,
     pub(crate) metrics: StoreMetrics,
