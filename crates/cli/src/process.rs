@@ -12,7 +12,7 @@ const LOG_VARIABLE: &str = "MOONTIDE_LOG";
 /// What a server logs unless told otherwise.
 pub(crate) const LOG_SERVER: &str = "info";
 /// What a command at a terminal logs unless told otherwise: its own words are enough.
-pub(crate) const LOG_TERMINAL: &str = "warn";
+pub(crate) const LOG_TERMINAL: &str = "error";
 /// The same for a cluster to try things out, which forgets everything and is meant to.
 pub(crate) const LOG_DEV: &str = "warn,moontide_master::server=error";
 

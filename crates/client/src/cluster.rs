@@ -118,15 +118,6 @@ impl Cluster {
         cold.call(call).map_err(|status| self.failed(&status))
     }
 
-    /// Who the cluster is, asked again.
-    pub(crate) fn ask_identity(&self, deadline: Instant) -> Result<Identity, StoreError> {
-        let context = Some(self.context(deadline).to_wire());
-        let info = self.call(deadline, move |mut master| async move {
-            master.get_cluster_info(v1::GetClusterInfoRequest { context }).await
-        })?;
-        identity(&info)
-    }
-
     /// Runs something in the background as long as the client lives.
     pub(crate) fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
         self.runtime().spawn(future);
@@ -205,7 +196,8 @@ fn context(config: &StoreConfig, caller: CallerId, deadline: Duration) -> v1::Re
     }
 }
 
-fn identity(message: &v1::GetClusterInfoResponse) -> Result<Identity, StoreError> {
+/// What the master said about the cluster.
+pub(crate) fn identity(message: &v1::GetClusterInfoResponse) -> Result<Identity, StoreError> {
     let answer = ClusterInfo::from_wire(message).map_err(StoreError::Answer)?;
     let generation = answer.context().tenant_generation;
     let facts = answer

@@ -52,6 +52,14 @@ pub enum StoreError {
         /// Where they were read.
         nodes: Vec<NodeId>,
     },
+    /// A replica needs a node of its own.
+    #[error("{wanted} copies need {wanted} nodes, and {nodes} are registered; start more with `moontide node`")]
+    TooFewNodes {
+        /// How many are needed.
+        wanted: usize,
+        /// How many there are.
+        nodes: usize,
+    },
     /// The time is over.
     #[error("not done within {deadline_ms} ms; {hint}", hint = ErrorCode::DeadlineExceeded.hint())]
     Deadline {
@@ -115,6 +123,7 @@ impl StoreError {
             StoreError::Refused { code } => *code,
             StoreError::Node { source, .. } => source.code(),
             StoreError::Corrupt { .. } => ErrorCode::Corrupt,
+            StoreError::TooFewNodes { .. } => ErrorCode::NoSpace,
             StoreError::Deadline { .. } => ErrorCode::DeadlineExceeded,
             StoreError::BufferTooSmall { .. } | StoreError::Range { .. } | StoreError::Argument { .. } => {
                 ErrorCode::InvalidArgument

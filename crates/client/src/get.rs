@@ -8,7 +8,7 @@ use bytes::Bytes;
 use moontide_heap::SharedGuard;
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::record::DigestContext;
-use moontide_types::{Key, ObjectId};
+use moontide_types::{ErrorCode, Key, ObjectId};
 
 use crate::cluster::spread;
 use crate::decide::{Backoff, Nearness};
@@ -325,7 +325,12 @@ impl Inner {
         }
         for want in wants.iter_mut().filter(|want| want.answer.is_none()) {
             // Found again and again, and gone when it was read: for the caller it is not there.
-            let answer = want.last.take().map_or(Ok(None), Err);
+            let answer = match want.last.take() {
+                // Its node has left the cluster, and took it along.
+                Some(error) if error.code() == ErrorCode::StaleSession => Ok(None),
+                Some(error) => Err(error),
+                None => Ok(None),
+            };
             self.settle(want, answer, Nearness::Far);
         }
     }
@@ -365,8 +370,14 @@ impl Inner {
                         Some(space) => space,
                         None => {
                             let error = StoreError::BufferTooSmall { len: placed.len(), room };
-                            want.answer = Some(Err(error));
-                            self.count_failed();
+                            if unknown.contains(&at) {
+                                want.answer = Some(Err(error));
+                                self.count_failed();
+                            } else {
+                                // Remembered from another time, perhaps: the master knows how long it is now.
+                                self.forget(placed);
+                                want.last = Some(error);
+                            }
                             continue;
                         }
                     }

@@ -13,17 +13,38 @@ use moontide_heap::{Liveness, LocalHeap};
 use moontide_transfer::shm::{ShmConfig, ShmEngine};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::ucx::UcxEngine;
-use moontide_transfer::{Engine, EngineKind, Engines, Link, Metrics, Peer, TransferError};
+use moontide_transfer::{Engine, EngineKind, Engines, Failure, Link, Metrics, Peer, TransferError};
+use moontide_types::bounds::REPLICAS_MAX;
 use moontide_types::{Clock, NodeId, SystemClock};
 use parking_lot::{Mutex, RwLock};
 use tracing::{debug, warn};
 
+use crate::cluster::spread;
 use crate::config::StoreConfig;
 use crate::decide::{Nearness, Trust};
 use crate::error::StoreError;
 
 /// How long a node that failed is asked last.
 const SUSPECT: Duration = Duration::from_secs(1);
+
+/// How often memory that could be mapped and is not is tried again.
+const MAP_AGAIN: Duration = Duration::from_secs(10);
+
+/// Memory of this host that this process has mapped, whichever store did it first. A process may join a node's memory
+/// only so often, because its ledgers last until it ends.
+static JOINED: Mutex<Vec<(Vec<String>, Arc<dyn Link>)>> = Mutex::new(Vec::new());
+
+/// The memory of a node, if this process has it mapped.
+fn joined(node: &Node) -> Option<Arc<dyn Link>> {
+    if node.nearness != Nearness::Mapped {
+        return None;
+    }
+    let mut joined = JOINED.lock();
+    joined.retain(|(_, link)| !Node::is_orphaned(link));
+    let doors = node.doors();
+    let same = |(of, link): &&(Vec<String>, Arc<dyn Link>)| *of == doors && link.node() == node.info.node;
+    joined.iter().find(same).map(|(_, link)| Arc::clone(link))
+}
 
 /// How long a connection may take to come about.
 const CONNECT: Duration = Duration::from_secs(1);
@@ -57,6 +78,7 @@ pub(crate) struct Node {
     suspect_until: AtomicU64,
     /// Until which it is asked only if there is no other.
     slow_until: AtomicU64,
+    made: Instant,
 }
 
 impl Node {
@@ -79,6 +101,16 @@ impl Node {
     /// Another one was faster.
     pub(crate) fn was_slow(&self) {
         self.slow_until.store(SystemClock.now().after(SUSPECT).0, Ordering::Relaxed);
+    }
+
+    /// Where its memory is to be had.
+    fn doors(&self) -> Vec<String> {
+        self.peer.addresses_of(EngineKind::Shm).map(str::to_owned).collect()
+    }
+
+    /// The link to it, if there is one.
+    pub(crate) fn open_link(&self) -> Option<Arc<dyn Link>> {
+        self.link.lock().clone()
     }
 
     /// A link to memory of this host that nobody owns any more.
@@ -135,16 +167,35 @@ impl Nodes {
         all
     }
 
-    /// The nearest node whose memory is mapped.
+    /// How many are registered.
+    pub(crate) fn count(&self) -> usize {
+        self.table.read().len()
+    }
+
+    /// Nodes to put on while others are not to be trusted: the master finds out later than those who try.
+    pub(crate) fn good_if_some_are_not(&self) -> Vec<NodeId> {
+        let table = self.table.read();
+        let is_good = |node: &&Arc<Node>| node.trust() != Trust::Failed;
+        let mut good: Vec<NodeId> = table.values().filter(is_good).map(|node| node.info.node).collect();
+        if good.len() == table.len() {
+            return Vec::new();
+        }
+        // Not the same one first for everybody.
+        good.sort();
+        let first = spread() as usize % good.len().max(1);
+        good.rotate_left(first);
+        good.truncate(REPLICAS_MAX);
+        good
+    }
+
+    /// A node whose memory is mapped; of several, each in its turn.
     pub(crate) fn mapped(&self) -> Option<NodeId> {
         let table = self.table.read();
-        let mut mapped: Vec<NodeId> = table
-            .values()
-            .filter(|node| node.nearness == Nearness::Mapped)
-            .map(|node| node.info.node)
-            .collect();
+        let is_mapped =
+            |node: &&Arc<Node>| node.nearness == Nearness::Mapped && node.trust() != Trust::Failed;
+        let mut mapped: Vec<NodeId> = table.values().filter(is_mapped).map(|node| node.info.node).collect();
         mapped.sort();
-        mapped.first().copied()
+        (!mapped.is_empty()).then(|| mapped[spread() as usize % mapped.len()])
     }
 
     /// The link to a node; made if there is none.
@@ -153,9 +204,24 @@ impl Nodes {
         if let Some(link) = &*place {
             return Ok(Arc::clone(link));
         }
+        if let Some(joined) = joined(node) {
+            *place = Some(Arc::clone(&joined));
+            return Ok(joined);
+        }
+        if node.trust() == Trust::Failed {
+            // Somebody has just tried: those who waited for that do not try again one after the other.
+            let source = TransferError::Unreachable {
+                node: node.info.node,
+                last: Failure::Paused { pause: SUSPECT },
+            };
+            return Err(StoreError::Node { node: node.info.node, source });
+        }
         let until = deadline.min(Instant::now() + CONNECT);
         match self.engines.connect(&node.peer, until) {
             Ok(link) => {
+                if link.local().is_some() {
+                    JOINED.lock().push((node.doors(), Arc::clone(&link)));
+                }
                 *place = Some(Arc::clone(&link));
                 Ok(link)
             }
@@ -172,7 +238,12 @@ impl Nodes {
         let before = self.table.read().clone();
         for info in found {
             let kept = before.get(&info.node).filter(|node| {
-                node.info == info && !node.link.lock().as_ref().is_some_and(Node::is_orphaned)
+                let link = node.open_link();
+                // Its memory could be mapped, but was not when it was first reached: that is tried again now and then.
+                let may_map = node.nearness == Nearness::Mapped
+                    && link.as_ref().is_some_and(|link| link.local().is_none())
+                    && node.made.elapsed() > MAP_AGAIN;
+                node.info == info && !may_map && !link.as_ref().is_some_and(Node::is_orphaned)
             });
             let node = kept.cloned().unwrap_or_else(|| Arc::new(self.node(info)));
             next.insert(node.info.node, node);
@@ -203,6 +274,7 @@ impl Nodes {
             link: Mutex::default(),
             suspect_until: AtomicU64::new(0),
             slow_until: AtomicU64::new(0),
+            made: Instant::now(),
         }
     }
 }

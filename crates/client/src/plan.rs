@@ -7,14 +7,15 @@
 
 use std::time::Instant;
 
-use moontide_proto::convert::Wire;
+use moontide_proto::convert::{CallerId, Wire};
 use moontide_proto::{FixedRecord, Handle, VersionedId, v1};
 use moontide_types::{Epoch, ErrorCode, Generation, Key, NodeId, ObjectId, SegmentId, SlotId};
 
+use crate::cluster::draw;
 use crate::config::PutOptions;
 use crate::error::StoreError;
 use crate::place::Placed;
-use crate::put::{Granted, Put, Start};
+use crate::put::{Granted, How, Put, Start};
 use crate::store::Store;
 use crate::write::Writing;
 
@@ -112,8 +113,9 @@ impl Store {
         let inner = &*self.inner;
         let mut attributes = Vec::new();
         options.attributes().encode(&mut attributes);
+        let how = How { caller: CallerId(draw()), options, attributes: &attributes };
         let started = inner
-            .put_start(&[(Key::new(key)?, len)], options, &attributes, inner.deadline())?
+            .put_start(&[(Key::new(key)?, len)], how, inner.deadline())?
             .into_iter()
             .next();
         match started.expect("one answer per key") {

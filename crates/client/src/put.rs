@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use moontide_proto::convert::{
-    self, OutcomesResponse, PutConfig, PutEndRequest, PutStartRequest, PutStartResponse, Wire,
+    self, CallerId, OutcomesResponse, PutConfig, PutEndRequest, PutStartRequest, PutStartResponse,
+    RequestContext, Wire,
 };
 use moontide_proto::{
     Handle, ObjectEntry, Packed, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, PutEndEntry, PutEntry,
@@ -21,7 +22,7 @@ use moontide_types::bounds::BATCH_KEYS_MAX;
 use moontide_types::record::object_root;
 use moontide_types::{ErrorCode, Key};
 
-use crate::cluster::spread;
+use crate::cluster::{draw, spread};
 use crate::config::{KEYS_PER_CALL, PutOptions};
 use crate::decide::Backoff;
 use crate::error::StoreError;
@@ -77,6 +78,9 @@ impl Inner {
         if let Err(error) = options.validate() {
             return items.iter().map(|_| Err(error.clone())).collect();
         }
+        if let Err(error) = self.check_nodes(options, deadline) {
+            return items.iter().map(|_| Err(error.clone())).collect();
+        }
         let outcomes = self.put_all(items, options, deadline);
         for (item, outcome) in items.iter().zip(&outcomes) {
             let metrics = &self.metrics;
@@ -96,6 +100,15 @@ impl Inner {
         }
         outcomes
     }
+}
+
+/// How objects are put: by which call, and as what.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct How<'a> {
+    pub(crate) caller: CallerId,
+    pub(crate) options: &'a PutOptions,
+    /// The attributes section of each.
+    pub(crate) attributes: &'a [u8],
 }
 
 /// A reservation: where an object may be written.
@@ -118,6 +131,16 @@ pub(crate) enum Start {
 }
 
 impl Inner {
+    /// Enough nodes for what is wanted: without them no waiting helps.
+    fn check_nodes(&self, options: &PutOptions, deadline: Instant) -> Result<(), StoreError> {
+        let wanted = usize::from(options.replicas_min);
+        if self.nodes.count() < wanted {
+            self.refresh_nodes(deadline)?;
+        }
+        let nodes = self.nodes.count();
+        if nodes >= wanted { Ok(()) } else { Err(StoreError::TooFewNodes { wanted, nodes }) }
+    }
+
     fn put_all(
         &self,
         items: &[PutItem<'_>],
@@ -129,6 +152,9 @@ impl Inner {
         let mut outcomes: Vec<Option<Result<Put, StoreError>>> = vec![None; items.len()];
         let mut lasts: Vec<Option<StoreError>> = vec![None; items.len()];
         let mut backoff = Backoff::default();
+        items.iter().for_each(|_| self.budget.lock().earn());
+        // Of this call alone: what it has begun it may begin again, and nobody else of this process.
+        let how = How { caller: CallerId(draw()), options, attributes: &attributes };
         loop {
             let open: Vec<usize> = (0..items.len()).filter(|&at| outcomes[at].is_none()).collect();
             if open.is_empty() {
@@ -137,7 +163,7 @@ impl Inner {
             let mut pause = Duration::ZERO;
             for part in open.chunks(KEYS_PER_CALL) {
                 let after =
-                    self.put_some(items, part, options, &attributes, &mut outcomes, &mut lasts, deadline);
+                    self.put_some(items, part, how, &mut outcomes, &mut lasts, deadline);
                 pause = pause.max(after);
             }
             if outcomes.iter().any(Option::is_none) {
@@ -155,13 +181,11 @@ impl Inner {
     }
 
     /// One attempt for some of the items. The answer: how long to pause before the next one.
-    #[expect(clippy::too_many_arguments, reason = "the state of one loop, passed on")]
     fn put_some(
         &self,
         items: &[PutItem<'_>],
         part: &[usize],
-        options: &PutOptions,
-        attributes: &[u8],
+        how: How<'_>,
         outcomes: &mut [Option<Result<Put, StoreError>>],
         lasts: &mut [Option<StoreError>],
         deadline: Instant,
@@ -175,7 +199,7 @@ impl Inner {
             }
         }
         let keys: Vec<(Key<'_>, u64)> = asked.iter().map(|&(_, key, len)| (key, len)).collect();
-        let started = match self.put_start(&keys, options, attributes, deadline) {
+        let started = match self.put_start(&keys, how, deadline) {
             Ok(started) => started,
             Err(error) => {
                 let again = error.is_retryable();
@@ -199,12 +223,14 @@ impl Inner {
                     pause = pause.max(after);
                 }
                 Start::Granted(granted) => {
-                    writing.push(Writing::new(key, granted, items[at].parts, attributes));
+                    writing.push(Writing::new(key, granted, items[at].parts, how.attributes));
                     of.push(at);
                 }
             }
         }
         self.write(&mut writing, deadline);
+        let least = how.options.replicas_min;
+        writing.iter_mut().for_each(|writing| writing.insist_on(least));
         let ended = self.put_end(&mut writing, deadline);
         for ((at, ended), writing) in of.into_iter().zip(ended).zip(&mut writing) {
             match ended {
@@ -230,10 +256,10 @@ impl Inner {
     pub(crate) fn put_start(
         &self,
         keys: &[(Key<'_>, u64)],
-        options: &PutOptions,
-        attributes: &[u8],
+        how: How<'_>,
         deadline: Instant,
     ) -> Result<Vec<Start>, StoreError> {
+        let How { caller, options, attributes } = how;
         if keys.is_empty() {
             return Ok(Vec::new());
         }
@@ -253,12 +279,13 @@ impl Inner {
             stripes: options.stripes,
             // Stripes are there to be spread.
             local_node: if options.near && options.stripes.is_none() { self.nodes.mapped() } else { None },
+            preferred_nodes: self.nodes.good_if_some_are_not(),
             upsert: options.upsert,
             ttl_ms: options.ttl.map_or(0, |ttl| (ttl.as_millis() as u64).max(1)),
             ..PutConfig::default()
         };
         let message = v1::PutStartRequest {
-            context: Some(self.cluster.context(deadline).to_wire()),
+            context: Some(RequestContext { caller, ..self.cluster.context(deadline) }.to_wire()),
             keys: packed.into(),
             configs: vec![config.to_wire()],
             objects: objects.into(),
@@ -276,7 +303,10 @@ impl Inner {
             }
         };
         let start = |(object, handles): (ObjectEntry, Packed<'_, Handle>)| match object.code {
-            None => Start::Granted(Granted { object, handles: handles.iter().collect() }),
+            None => {
+                self.learn_generation(object.tenant_generation);
+                Start::Granted(Granted { object, handles: handles.iter().collect() })
+            }
             Some(ErrorCode::AlreadyExists) => Start::Existed,
             Some(code @ (ErrorCode::NoSpace | ErrorCode::Busy | ErrorCode::Retry)) => {
                 Start::Later { code, after: retry_after.max(PAUSE_FOR_ROOM) }

@@ -2,15 +2,16 @@
 //!
 //! Bytes that cross the network are believed only as far as the master's root: the digests of all pages of the stripe
 //! come along, must lead to the root, and each page that was read must match its own. So whole pages travel, and the
-//! caller gets its part of them. On this host a range is a part of bytes that are in place.
+//! caller gets its part of them. On this host the pages are looked at in place.
 
 use std::sync::Arc;
 use std::time::Instant;
 
+use moontide_heap::SharedGuard;
 use moontide_proto::OpFlags;
 use moontide_transfer::{Op, Target, run};
 use moontide_types::bounds::PAGE_BYTES;
-use moontide_types::record::PageDigests;
+use moontide_types::record::{DigestContext, PageDigests};
 use moontide_types::{ErrorCode, Key, Span};
 
 use crate::decide::{Nearness, Verdict, judge};
@@ -58,9 +59,9 @@ impl Inner {
         let (id, found) = self.near.find_key(self.cluster.tenant(), key);
         if let Found::Here(guard) = found {
             let range = within(offset, into.len(), guard.bytes().len() as u64)?;
-            let bytes = &guard.bytes()[range.offset() as usize..range.end() as usize];
-            into[..bytes.len()].copy_from_slice(bytes);
-            return Ok(Some((Nearness::Mapped, bytes.len())));
+            if self.copy_part(&guard, range, &mut into[..range.len() as usize]) {
+                return Ok(Some((Nearness::Mapped, range.len() as usize)));
+            }
         }
         for attempt in 0..ATTEMPTS_MAX {
             let remembered = if attempt == 0 { self.remembered(&id) } else { None };
@@ -82,6 +83,34 @@ impl Inner {
             }
         }
         Ok(None)
+    }
+
+    /// Copies a part of an object of this host out, and compares the pages that it touches with their digests, and
+    /// these with the root. `false`: the bytes are not right.
+    fn copy_part(&self, guard: &SharedGuard, range: Span, into: &mut [u8]) -> bool {
+        into.copy_from_slice(&guard.bytes()[range.offset() as usize..range.end() as usize]);
+        let header = guard.header();
+        if !self.config().verify_local || header.flags.digestless() || range.is_empty() {
+            return true;
+        }
+        let context = DigestContext {
+            id: header.id,
+            version: guard.version(),
+            stripe: header.stripe_index,
+            len: header.stripe_len,
+        };
+        let known: Vec<u64> = guard.digests().iter().collect();
+        let touched = range.offset() / PAGE_BYTES..range.end().div_ceil(PAGE_BYTES);
+        let is_right = |page: u64| {
+            let (start, end) = (page * PAGE_BYTES, ((page + 1) * PAGE_BYTES).min(header.stripe_len));
+            // Looked at in place: nobody changes them while they are held.
+            known.get(page as usize) == Some(&context.page(page, &guard.bytes()[start as usize..end as usize]))
+        };
+        let right = context.root_of(known.iter().copied()) == header.root && touched.into_iter().all(is_right);
+        if !right {
+            self.metrics.corrupt.inc();
+        }
+        right
     }
 
     fn read_range(
@@ -153,10 +182,7 @@ impl Inner {
         let mut digests =
             vec![0; if digested { 8 * handle.stripe_len.div_ceil(PAGE_BYTES) as usize } else { 0 }];
         let mut ops = vec![op];
-        // Memory of this host is mapped, and its digests are not: there the page digests are those of the root only
-        // when all pages are read.
-        let in_memory = link.local().is_some();
-        if digested && !in_memory {
+        if digested {
             ops.push(Op::get(Target { flags: OpFlags::DIGESTS, ..target }, 0, &mut digests));
         }
         let result = run(&*link, &mut ops, deadline);
@@ -166,7 +192,7 @@ impl Inner {
         for outcome in outcomes {
             outcome.unwrap_or(Err(ErrorCode::Internal)).map_err(StoreError::refused)?;
         }
-        if digested && !in_memory {
+        if digested {
             let known: Vec<u64> = PageDigests::new(&digests).iter().collect();
             let right = context.root_of(known.iter().copied()) == handle.stripe_root
                 && known[first as usize..behind as usize] == found[..];

@@ -190,6 +190,8 @@ impl Round<'_> {
     /// The next replica of every open job, by node.
     fn lots(&mut self) -> Vec<Lot> {
         let mut lots: Vec<Lot> = Vec::new();
+        // Nodes that cannot be reached are not tried again for every job.
+        let mut failed: Vec<(NodeId, StoreError)> = Vec::new();
         for index in 0..self.jobs.len() {
             let job = &mut self.jobs[index];
             if job.done || !matches!(self.outcomes[job.read], Outcome::Open) {
@@ -213,9 +215,14 @@ impl Round<'_> {
                 job.done = true; // an empty object has no bytes to ask for
                 continue;
             }
+            if let Some((_, error)) = failed.iter().find(|(node, _)| *node == handle.node) {
+                job.last = Some(error.clone());
+                continue;
+            }
             let (node, link) = match self.store.reach(handle.node, self.deadline) {
                 Ok(reached) => reached,
                 Err(error) => {
+                    failed.push((handle.node, error.clone()));
                     job.last = Some(error);
                     continue;
                 }
@@ -310,7 +317,8 @@ impl Round<'_> {
                 if !store.budget.lock().spend() {
                     return None;
                 }
-                let (_, reached) = store.reach(node, self.deadline).ok()?;
+                // Nobody waits for a connection while the first may be done any moment.
+                let reached = store.nodes.get(node)?.open_link()?;
                 if reached.engine() == EngineKind::Ucx {
                     return None; // its lease may end while it is waited for
                 }
@@ -382,7 +390,14 @@ impl Round<'_> {
             Err(error) => match judge(error.code()) {
                 Verdict::Stale => self.outcomes[job.read] = Outcome::Stale,
                 Verdict::Final => self.outcomes[job.read] = Outcome::Failed(error),
-                Verdict::Elsewhere => job.last = Some(error),
+                Verdict::Elsewhere => {
+                    if error.code() == ErrorCode::StaleSession
+                        && let Some(node) = self.store.nodes.get(node)
+                    {
+                        node.suspect(); // it is leaving
+                    }
+                    job.last = Some(error);
+                }
             },
         }
     }

@@ -1,21 +1,21 @@
 //! [`Store`]: what an application holds. Here is what all calls share; the calls are in `get`, `range`, `put`, `plan`
 //! and `operate`.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use moontide_proto::convert::{Answer, NodeDetails, Wire};
 use moontide_proto::v1;
 use moontide_transfer::Metrics as TransferMetrics;
-use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock};
+use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock, TenantGeneration};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tracing::{debug, warn};
 
-use crate::cluster::{Cluster, Identity, insisting};
+use crate::cluster::{Cluster, Identity, identity, insisting, spread};
 use crate::config::{KEYS_PER_CALL, StoreConfig};
-use crate::decide::{Budget, HedgeTimer, Locations};
+use crate::decide::{Backoff, Budget, HedgeTimer, Locations};
 use crate::error::StoreError;
 use crate::flights::Flights;
 use crate::link::{KeyResult, Located};
@@ -48,6 +48,7 @@ pub struct Store {
 
 #[derive(Debug)]
 pub(crate) struct Inner {
+    me: Weak<Inner>,
     pub(crate) cluster: Cluster,
     pub(crate) nodes: Nodes,
     pub(crate) near: Near,
@@ -68,7 +69,8 @@ impl Store {
         let nodes = Nodes::new(&cluster.config, cluster.caller.0, Arc::clone(&transfer_metrics));
         let per_shard = cluster.config.locations.div_ceil(SHARDS);
         let metrics = StoreMetrics::default();
-        let inner = Arc::new(Inner {
+        let inner = Arc::new_cyclic(|me| Inner {
+            me: Weak::clone(me),
             nodes,
             near: Near::new(identity, metrics.clone()),
             locations: (0..SHARDS).map(|_| Mutex::new(Locations::new(per_shard))).collect(),
@@ -149,11 +151,17 @@ impl Inner {
         };
         let heaps = self.nodes.update(details.nodes.iter().map(info).collect());
         self.near.set_heaps(heaps);
+        self.learn_generation(generation);
+        Ok(())
+    }
+
+    /// Everything of the tenant was removed, by whomever: ids of before mean nothing any more.
+    pub(crate) fn learn_generation(&self, generation: TenantGeneration) {
         let identity = self.near.identity();
         if generation > identity.generation {
             self.near.set_identity(Identity { generation, ..(*identity).clone() });
+            self.locations.iter().for_each(|shard| shard.lock().clear());
         }
-        Ok(())
     }
 
     /// Keeps the table of nodes fresh as long as somebody holds the store.
@@ -187,23 +195,28 @@ impl Inner {
     }
 
     /// The master answers for another cluster than it did: it was started anew, and everything it knew is gone.
-    fn check_identity(&self, id_key: u32, deadline: Instant) {
-        let known = self.near.identity();
-        if known.id_key.number() == id_key {
+    fn check_identity(&self, id_key: u32) {
+        if self.near.identity().id_key.number() == id_key {
             return;
         }
-        match self.cluster.ask_identity(deadline) {
-            Ok(identity) => {
-                warn!(
-                    cluster = identity.cluster,
-                    before = known.cluster,
-                    "the master serves another cluster now"
-                );
-                self.near.set_identity(identity);
-                self.locations.iter().for_each(|shard| shard.lock().clear());
+        // In the background: whoever noticed it may be a task, and has its answer already.
+        let (me, mut master) = (self.me.clone(), self.cluster.master());
+        let context = Some(self.cluster.context(Instant::now() + REFRESH).to_wire());
+        self.cluster.spawn(async move {
+            let asked = master.get_cluster_info(v1::GetClusterInfoRequest { context }).await;
+            let identity = asked.map(|message| identity(message.get_ref()));
+            let Some(store) = me.upgrade() else { return };
+            match identity {
+                Ok(Ok(identity)) => {
+                    let before = store.near.identity().cluster;
+                    warn!(cluster = identity.cluster, before, "the master serves another cluster now");
+                    store.near.set_identity(identity);
+                    store.locations.iter().for_each(|shard| shard.lock().clear());
+                }
+                Ok(Err(error)) => debug!(%error, "the cluster's identity was not understood"),
+                Err(status) => debug!(%status, "the cluster's identity was not answered"),
             }
-            Err(error) => debug!(%error, "the cluster's identity was not answered"),
-        }
+        });
     }
 
     // ---------------------------------------------------------------------------------------------------- places
@@ -244,17 +257,21 @@ impl Inner {
         deadline: Instant,
     ) -> Vec<Result<Option<Arc<Placed>>, StoreError>> {
         let mut answers: Vec<Option<Result<Option<Arc<Placed>>, StoreError>>> = vec![None; keys.len()];
-        for _ in 0..LOOKUPS_MAX {
+        let mut backoff = Backoff::default();
+        for attempt in 0..LOOKUPS_MAX {
             let open: Vec<usize> = (0..keys.len()).filter(|&at| answers[at].is_none()).collect();
             if open.is_empty() || Instant::now() >= deadline {
                 break;
+            }
+            if attempt > 0 {
+                std::thread::sleep(backoff.pause(Duration::ZERO, spread()));
             }
             for part in open.chunks(KEYS_PER_CALL) {
                 let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
                 match self.ask(&asked) {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
-                            answers[at] = self.understood(found, deadline);
+                            answers[at] = self.understood(found);
                         }
                     }
                     Err(error) => part.iter().for_each(|&at| answers[at] = Some(Err(error.clone()))),
@@ -284,11 +301,11 @@ impl Inner {
     pub(crate) fn understood(
         &self,
         found: KeyResult<Located>,
-        deadline: Instant,
     ) -> Option<Result<Option<Arc<Placed>>, StoreError>> {
         match found {
             Ok(located) => {
-                self.check_identity(located.object.id_key, deadline);
+                self.check_identity(located.object.id_key);
+                self.learn_generation(located.object.tenant_generation);
                 // Counted from now, which is later than the sending: shortened by a part for that.
                 let lease = Duration::from_millis(located.object.window_ms.into()) / 4 * 3;
                 let leased_until = (!lease.is_zero()).then(|| SystemClock.now().after(lease));

@@ -93,7 +93,7 @@ impl AsyncStore {
                 // A master that was started anew is found by the next attempt.
                 answer = self.link.lookup_one(tenant, key, lease_ms).await;
             }
-            match answer.map(|found| inner.understood(found, deadline)) {
+            match answer.map(|found| inner.understood(found)) {
                 Ok(Some(Ok(Some(_))) | None) => {}
                 Ok(Some(Ok(None))) => {
                     inner.count_miss();

@@ -68,6 +68,18 @@ impl<'a> Writing<'a> {
         self.last = Some(error);
     }
 
+    /// With fewer replicas than are acceptable there is none: the put is to start again.
+    pub(crate) fn insist_on(&mut self, replicas_min: u8) {
+        let mut well = [true; REPLICAS_MAX];
+        for (handle, outcome) in self.granted.handles.iter().zip(&self.outcomes) {
+            well[usize::from(handle.replica)] &= *outcome == Some(Ok(()));
+        }
+        let count = usize::from(self.granted.object.replica_count);
+        if well[..count].iter().filter(|well| **well).count() < usize::from(replicas_min) {
+            self.outcomes.fill(Some(Err(ErrorCode::Cancelled)));
+        }
+    }
+
     /// What the master is told at the end.
     pub(crate) fn end(&self) -> (PutEndEntry, Vec<u64>) {
         let Granted { object, handles } = &self.granted;

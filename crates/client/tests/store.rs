@@ -264,3 +264,68 @@ fn a_replica_that_is_gone_is_read_elsewhere() {
         assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value, "{key}");
     }
 }
+
+/// Failure: after everything of a tenant was removed, clients went on making ids of before, and found what was removed.
+/// Cause: the master did not tell the generation where clients look for it. Fix: it does, and every answer teaches it.
+#[test]
+fn what_was_put_after_everything_was_removed_is_found_and_nothing_of_before() {
+    let cluster = Cluster::start(1, 64 << 20);
+    let stores = [cluster.near(), cluster.far()];
+    // Pinned, so that it stays where it is although it was removed.
+    let pinned = PutOptions { pin: moontide_types::record::PinClass::Hard, ..PutOptions::default() };
+    stores[0].put_with(b"k", &[b"before"], &pinned).unwrap();
+    for store in &stores {
+        assert_eq!(store.get(b"k").unwrap().unwrap(), &b"before"[..]);
+    }
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let address = format!("http://{}", cluster.master.addresses().grpc);
+    runtime.block_on(async {
+        let channel = tonic::transport::Endpoint::from_shared(address).unwrap().connect().await.unwrap();
+        let mut master = moontide_proto::v1::master_client::MasterClient::new(channel);
+        let context = Some(moontide_proto::v1::RequestContext {
+            tenant: "default".into(),
+            deadline_ms: 5000,
+            ..Default::default()
+        });
+        let request = moontide_proto::v1::RemoveAllRequest { context, force: false };
+        assert_eq!(master.remove_all(request).await.unwrap().into_inner().context.unwrap().code, 0);
+    });
+    // Whoever puts knows at once.
+    assert_eq!(stores[0].put(b"k", b"after").unwrap(), Put::Stored);
+    assert_eq!(stores[0].get(b"k").unwrap().unwrap(), &b"after"[..]);
+    // The others within two seconds.
+    let end = std::time::Instant::now() + Duration::from_secs(10);
+    while stores[1].get(b"k").unwrap().is_none_or(|bytes| bytes != &b"after"[..]) {
+        assert!(std::time::Instant::now() < end, "the other store never hears of it");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Failure: two threads that put the same key took each other's reservation away until both gave up. Cause: to the master
+/// they were one caller, who had started again. Fix: every put has a number of its own.
+#[test]
+fn threads_that_put_the_same_key_do_not_undo_each_other() {
+    let cluster = Cluster::start(1, 256 << 20);
+    let store = cluster.far();
+    for round in 0..20 {
+        let key = format!("same-{round}");
+        let value = content(round, 3 << 20);
+        let stored = std::thread::scope(|scope| {
+            let put = || match store.put(key.as_bytes(), &value) {
+                Ok(put) => Some(put),
+                Err(error) => {
+                    assert_eq!(error.code(), ErrorCode::InProgress, "{error}");
+                    None
+                }
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(put)).collect();
+            threads
+                .into_iter()
+                .filter_map(|thread| thread.join().unwrap())
+                .filter(|p| *p == Put::Stored)
+                .count()
+        });
+        assert_eq!(stored, 1, "{key}");
+        assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
+    }
+}

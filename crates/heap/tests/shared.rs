@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{TestNode, id_of, now};
-use moontide_heap::{Killed, SharedGuard, SharedLookup, SharedReader};
+use moontide_heap::{Killed, LocalHeap, SharedGuard, SharedLookup, SharedReader};
 use moontide_types::Epoch;
 
 fn hit(lookup: SharedLookup) -> SharedGuard {
@@ -65,6 +65,24 @@ fn every_reader_takes_a_group_and_gives_it_back() {
     let heap = Arc::new(node.join("shared-groups"));
     for _ in 0..3 {
         let readers: Vec<_> = std::iter::from_fn(|| SharedReader::new(Arc::clone(&heap))).collect();
-        assert_eq!(readers.len() as u64, moontide_heap::GROUPS_PER_LEDGER);
+        assert_eq!(readers.len() as u64, moontide_heap::GROUPS_PER_LEDGER / 4 * 3);
+        // Whoever needs one for a moment still finds one.
+        let brief: Vec<_> = std::iter::from_fn(|| heap.reader()).collect();
+        assert_eq!(brief.len() as u64, moontide_heap::GROUPS_PER_LEDGER / 4);
     }
+}
+
+#[test]
+fn groups_that_were_needed_once_are_given_back() {
+    let node = TestNode::new(1, 4, 64 << 10);
+    let object = node.put(b"k", &[1; 100]);
+    let heap = Arc::new(node.join("shared-many"));
+    let mut reader = SharedReader::new(Arc::clone(&heap)).unwrap();
+    let held: Vec<SharedGuard> = (0..100).map(|_| hit(reader.get(&object.id, now()))).collect();
+    let left = |heap: &LocalHeap| std::iter::from_fn(|| heap.lasting_reader()).collect::<Vec<_>>().len();
+    let before = left(&heap);
+    drop(held);
+    // One is given back at a time, when the reader is used.
+    (0..20).for_each(|_| drop(hit(reader.get(&object.id, now()))));
+    assert_eq!(left(&heap), before + 6, "100 guards took seven groups of sixteen cells");
 }

@@ -538,6 +538,27 @@ fn a_put_that_no_room_would_help_evicts_nothing() {
 }
 
 #[test]
+fn replicas_of_stripes_have_nodes_of_their_own_and_nothing_is_evicted_for_them() {
+    // Failure: two replicas of three stripes on three nodes were refused, and everything was evicted for them. Cause: the
+    // first replica took all nodes. Fix: the nodes are shared out among the replicas.
+    let mut bench = Bench::new(&[1, 2, 3]);
+    bench.put("k", KIB);
+    let options = PutOptions { stripes: Some(3), ..replicas(2, 2) };
+    for n in 0..5 {
+        let key = format!("striped-{n}");
+        let (epoch, count) = bench.start_with(&key, 700_000 / 8, &options).map(|e| (e, 2)).unwrap();
+        bench.end_with(&key, epoch, &[None; 2]).ok();
+        assert_eq!(count, 2);
+    }
+    bench.tick();
+    assert!(bench.has("k"), "nothing had to go");
+    let four = replicas(4, 4);
+    assert_eq!(bench.start_with("four", KIB, &four), Err(ErrorCode::NoSpace), "there are three nodes");
+    bench.tick();
+    assert!(bench.has("k"));
+}
+
+#[test]
 fn what_comes_back_too_late_is_not_believed() {
     let mut bench = Bench::with(config(2));
     let epoch = Epoch::new(Term::new(1).unwrap(), 9).unwrap();

@@ -319,7 +319,7 @@ impl Node {
         Arc::clone(&self.owner) as Arc<dyn Owner>
     }
 
-    /// Ends it: nothing new is begun, the master forgets its segments, transfers under way end, for as long as
+    /// Ends it: nothing new is begun or read, the master forgets its segments, transfers under way end, for as long as
     /// [`NodeConfig::drain`] says at most.
     pub fn shutdown(mut self) {
         let drain = self.drain;
@@ -330,7 +330,9 @@ impl Node {
         let Some(runtime) = self.runtime.take() else { return };
         info!(node = self.id.0, "node stops");
         let begun = Instant::now();
+        // Before the master forgets what is here: what is removed or replaced from then on must not be found here.
         self.owner.close();
+        self.keeper.shut();
         self.stop_driver.send_replace(true);
         if let Some(driver) = self.driver.take() {
             let ended = runtime.block_on(async { tokio::time::timeout(DRIVER_END_MAX, driver).await });
@@ -338,7 +340,6 @@ impl Node {
                 warn!("the session did not end in time");
             }
         }
-        self.keeper.shut();
         while begun.elapsed() < drain && self.is_in_use() {
             std::thread::sleep(LOOK);
         }

@@ -78,7 +78,7 @@ impl NodeOwner {
         }
     }
 
-    /// Nobody may begin anything any more.
+    /// Nobody may begin, or begin to read, anything any more.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
@@ -307,9 +307,11 @@ impl Owner for NodeOwner {
         if hello.node == NodeId(0) || hello.node == self.node { Ok(()) } else { Err(ErrorCode::StaleSession) }
     }
 
-    fn admits(&self, op: &TransferOp) -> bool {
-        if !self.capabilities.admits(op) {
-            return false;
+    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
+        self.capabilities.admits(op)?;
+        // The master is about to forget what is here, or has: it may be removed or replaced elsewhere from now on.
+        if self.closed.load(Ordering::SeqCst) && op.kind == OpKind::Read {
+            return Err(ErrorCode::StaleSession);
         }
         if op.kind == OpKind::Read && !op.flags.contains(OpFlags::DIGESTS) {
             if let Some(side) = self.memory.side(op.segment) {
@@ -319,7 +321,7 @@ impl Owner for NodeOwner {
             self.reads.remote.fetch_add(u64::from(op.offset == 0), Ordering::Relaxed);
             self.reads.bytes.fetch_add(op.len, Ordering::Relaxed);
         }
-        true
+        Ok(())
     }
 
     fn call(

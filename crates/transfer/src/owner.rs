@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | segment, generation | one that the node has, in this incarnation | `StaleGeneration` |
 //! | term | not newer than the one the segment obeys; for a write, the epoch's | `StaleTerm` |
-//! | capability | as the owner judges | `PermissionDenied` |
+//! | capability | as the owner judges | `PermissionDenied`, or the owner's reason |
 //! | slot, epoch | READY (read) or being written by the node (write) in this epoch, under a cell | `Gone`, `StaleEpoch` |
 //! | object, stripe | the header's | `Gone` |
 //! | offset, length | inside the payload (or the digests) | `OutOfBounds` |
@@ -37,8 +37,8 @@ pub trait Owner: Send + Sync + fmt::Debug {
     /// Whether the peer may speak at all.
     fn greets(&self, hello: &Hello) -> Result<(), ErrorCode>;
 
-    /// Whether the operation's capability is good.
-    fn admits(&self, op: &TransferOp) -> bool;
+    /// Whether the operation may be done, as far as that does not depend on the record; why not.
+    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode>;
 
     /// Answers Begin, Commit, Load, Release and Attach: the body of the reply.
     fn call(
@@ -64,10 +64,10 @@ pub enum Capabilities {
 
 impl Capabilities {
     /// Whether the operation's is good.
-    pub fn admits(&self, op: &TransferOp) -> bool {
+    pub fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         match self {
-            Capabilities::Open => true,
-            Capabilities::Keyed(key) => key.admits(op),
+            Capabilities::Keyed(key) if !key.admits(op) => Err(ErrorCode::PermissionDenied),
+            Capabilities::Open | Capabilities::Keyed(_) => Ok(()),
         }
     }
 }
@@ -149,9 +149,7 @@ fn checked(owner: &dyn Owner, op: &TransferOp) -> Result<Span, ErrorCode> {
     if !knows_term(&segment, op) {
         return Err(ErrorCode::StaleTerm);
     }
-    if !owner.admits(op) {
-        return Err(ErrorCode::PermissionDenied);
-    }
+    owner.admits(op)?;
     Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)
 }
 

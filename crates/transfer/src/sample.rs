@@ -397,7 +397,7 @@ impl Owner for Sample {
         Ok(())
     }
 
-    fn admits(&self, op: &TransferOp) -> bool {
+    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         self.capabilities.admits(op)
     }
 

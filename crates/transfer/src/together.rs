@@ -73,7 +73,7 @@ pub enum Winner {
 }
 
 /// Runs a batch. If it has not ended at `impatient`, `second` may name another one, usually the same bytes at another
-/// peer into other memory; then the first that ends well is waited for, and the other one is given up.
+/// peer into other memory; then the first of which every operation ends well is waited for, and the other one is given up.
 ///
 /// The winner's operations have outcomes. If both failed the answer is the first.
 pub fn run_hedged<'a, 'm>(
@@ -111,21 +111,21 @@ pub fn run_hedged<'a, 'm>(
             }
         }
         match theirs.poll(&mut context) {
-            Poll::Ready(Ok(())) => {
+            Poll::Ready(Ok(())) if theirs.outcomes().iter().all(|outcome| *outcome == Some(Ok(()))) => {
                 ours.abort();
                 first.settle(&*ours, Err(failed.unwrap_or(TransferError::Aborted)));
                 other.settle(&*theirs, Ok(()));
                 drop(theirs);
                 return (Winner::Second, Some(other));
             }
-            Poll::Ready(Err(error)) => {
-                // The first may still make it, or has said why not.
+            Poll::Ready(ended) => {
+                // It failed, or was refused. The first may still make it, or has said why not.
                 let result = match failed {
                     Some(failed) => Err(failed),
                     None => ours.wait(),
                 };
                 first.settle(&*ours, result);
-                other.settle(&*theirs, Err(error));
+                other.settle(&*theirs, ended);
                 drop(theirs);
                 return (Winner::First, Some(other));
             }

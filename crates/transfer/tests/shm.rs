@@ -211,7 +211,7 @@ impl Owner for Bereaved {
         self.sample.greets(hello)
     }
 
-    fn admits(&self, op: &TransferOp) -> bool {
+    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         self.sample.admits(op)
     }
 

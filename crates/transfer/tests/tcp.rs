@@ -484,7 +484,7 @@ impl moontide_transfer::Owner for Slow {
         self.0.greets(hello)
     }
 
-    fn admits(&self, op: &moontide_proto::TransferOp) -> bool {
+    fn admits(&self, op: &moontide_proto::TransferOp) -> Result<(), ErrorCode> {
         self.0.admits(op)
     }
 
@@ -665,6 +665,19 @@ fn a_second_peer_is_asked_when_the_first_is_slow_and_nobody_touches_the_memory_o
     assert!(took < Duration::from_secs(5), "{took:?}");
     assert_eq!(second, config.content(1));
     assert!(first.iter().all(|&byte| byte == 0xee), "the loser wrote nothing");
+    // A second one that refuses does not end a first one that is under way.
+    let strange = Target { slot: SlotId(77), ..config.target(1) };
+    let mut patient = Batch::new(&*good, vec![Op::get(config.target(0), 0, &mut first)]);
+    let (winner, other) = run_hedged(
+        &mut patient,
+        Instant::now(),
+        || Some(Batch::new(&*good, vec![Op::get(strange, 0, &mut second[..1])])),
+        soon(),
+    );
+    drop(other);
+    assert_eq!((winner, patient.ops[0].outcome()), (Winner::First, Some(Ok(()))));
+    drop(patient);
+    assert_eq!(first, config.content(0));
     // A first one that is quick enough is alone.
     let (winner, _) = hedge(&*good, &*slow, Duration::from_secs(10), &mut first, &mut second);
     assert_eq!(winner, Winner::First);

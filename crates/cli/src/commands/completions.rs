@@ -22,8 +22,11 @@ struct Args {
 }
 
 pub(crate) fn command() -> Command {
-    let completions = Command::new("completions").about("Print a script that completes our flags in a shell");
-    Args::augment_args(completions).after_help(EXAMPLES)
+    let completions = Command::new("completions");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(completions)
+        .about("Print a script that completes our flags in a shell")
+        .after_help(EXAMPLES)
 }
 
 pub(crate) fn run(matches: &ArgMatches, mut whole: Command) -> Result<(), Failure> {

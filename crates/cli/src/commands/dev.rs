@@ -45,8 +45,11 @@ impl Args {
 }
 
 pub(crate) fn command() -> Command {
-    let dev = Command::new("dev").about("Run a master and a node in one process, to try things out");
-    Args::augment_args(dev).after_help(EXAMPLES)
+    let dev = Command::new("dev");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(dev)
+        .about("Run a master and a node in one process, to try things out")
+        .after_help(EXAMPLES)
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

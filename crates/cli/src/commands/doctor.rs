@@ -123,8 +123,9 @@ struct Broken {
 }
 
 pub(crate) fn command() -> Command {
-    let doctor = Command::new("doctor").about("Say what this machine can do, and what to change");
-    Args::augment_args(doctor).after_help(EXAMPLES)
+    let doctor = Command::new("doctor");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(doctor).about("Say what this machine can do, and what to change").after_help(EXAMPLES)
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

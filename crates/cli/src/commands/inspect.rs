@@ -71,8 +71,9 @@ struct NotANode {
 }
 
 pub(crate) fn command() -> Command {
-    let inspect = Command::new("inspect").about("Draw what lies where in a node's memory");
-    Args::augment_args(inspect).after_help(EXAMPLES)
+    let inspect = Command::new("inspect");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(inspect).about("Draw what lies where in a node's memory").after_help(EXAMPLES)
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

@@ -47,8 +47,9 @@ struct Args {
 }
 
 pub(crate) fn command() -> Command {
-    let node = Command::new("node").about("Run a node: owner of memory, server of transfers");
-    Args::augment_args(node).after_help(EXAMPLES)
+    let node = Command::new("node");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(node).about("Run a node: owner of memory, server of transfers").after_help(EXAMPLES)
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use moontide_client::{ObjectRef, Put, PutOptions, Store};
+use moontide_types::record::PinClass;
 
 use crate::content::Rng;
 use crate::kit::{Cluster, KIB, MIB, SOON, Shape, check_master_sums, check_node_sums, sized, until};
-use crate::readers::{Got, Object, StopAtEnd, Tally, Way, read};
+use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read};
 
 /// Of each node; three of them.
 const MEMORY_MIB: usize = 48;
@@ -135,9 +136,9 @@ fn held_and_let_go(cluster: &Cluster, near: &Store, seed: u64) {
     until("nothing drains", SOON, || draining() == 0);
     let objects: Vec<Object> =
         (0..4).map(|n| Object { key: format!("held-{n}"), seed: seed ^ n, len: 700 * KIB }).collect();
-    for object in &objects {
-        assert_eq!(object.put(near, &PutOptions::default()).unwrap(), Put::Stored);
-    }
+    // Pinned: the memory is full, and a new object may be the first to leave.
+    let pinned = PutOptions { pin: PinClass::Hard, ..PutOptions::default() };
+    put_all(near, &objects, &pinned);
     let held: Vec<ObjectRef> =
         objects.iter().map(|object| near.get_ref(object.key()).unwrap().unwrap()).collect();
     assert!(held.iter().all(ObjectRef::is_in_place));

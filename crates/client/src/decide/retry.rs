@@ -75,10 +75,8 @@ pub enum Verdict {
 pub fn judge(code: ErrorCode) -> Verdict {
     use ErrorCode::*;
     match code {
-        NotFound | Gone | StaleEpoch | StaleGeneration | StaleTerm | StaleSession | LeaseExpired => {
-            Verdict::Stale
-        }
-        InvalidArgument | TooLarge | Unauthenticated | PermissionDenied | Cancelled => Verdict::Final,
+        NotFound | Gone | StaleEpoch | StaleGeneration | StaleTerm | LeaseExpired => Verdict::Stale,
+        InvalidArgument | TooLarge | Unauthenticated | PermissionDenied => Verdict::Final,
         _ => Verdict::Elsewhere,
     }
 }

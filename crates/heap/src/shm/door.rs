@@ -17,6 +17,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -159,12 +160,16 @@ impl Door {
         let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
         let mut socket = socket()?;
         let bound = rustix::net::bind(&socket, &address);
-        if bound == Err(Errno::ADDRINUSE) && nobody_listens(&address)? {
+        let is_socket = || std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+        if bound == Err(Errno::ADDRINUSE) && is_socket() && nobody_listens(&address)? {
             std::fs::remove_file(path).map_err(system("remove the socket that a node left behind"))?;
             socket = self::socket()?;
             rustix::net::bind(&socket, &address).map_err(system("bind the node's socket"))?;
         } else {
             let what = match bound {
+                Err(Errno::ADDRINUSE) if !is_socket() => {
+                    "bind the node's socket (something else has this name)"
+                }
                 Err(Errno::ADDRINUSE) => "bind the node's socket (is another node running there?)",
                 _ => "bind the node's socket (does its folder exist?)",
             };

@@ -37,6 +37,10 @@ const _: () = assert!(PAGE_BYTES.is_multiple_of(COUNTS_BYTES) && GROUP_BYTES.is_
 /// Groups of a ledger: 256 threads that read, or fewer that hold many guards; 4,096 cells in 32 KiB.
 pub const GROUPS_PER_LEDGER: u64 = 256;
 
+/// Groups that readers may keep for long. The others are for those who take one for a moment, to copy or to write: they
+/// must find one, however many threads hold theirs.
+pub(crate) const GROUPS_KEPT_MAX: usize = GROUPS_PER_LEDGER as usize / 4 * 3;
+
 /// Processes that may use one node's memory at the same time: every reclaim scans their ledgers.
 pub const CLIENTS_MAX: usize = 4096;
 
@@ -169,10 +173,11 @@ impl OwnLedger {
         Ok(OwnLedger { ledger, taken })
     }
 
-    /// A group for one thread to fill, until it is given back.
-    pub(crate) fn take_group(&self) -> Option<u32> {
+    /// A group for one thread to fill, until it is given back: one of the first `below`.
+    pub(crate) fn take_group(&self, below: usize) -> Option<u32> {
         // AcqRel: the next thread sees the cells as the last one left them.
-        let group = self.taken.iter().position(|taken| !taken.swap(true, Ordering::AcqRel))? as u32;
+        let mut groups = self.taken.iter().take(below);
+        let group = groups.position(|taken| !taken.swap(true, Ordering::AcqRel))? as u32;
         self.ledger.groups_used().fetch_max(u64::from(group) + 1, Ordering::Relaxed);
         Some(group)
     }

@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use moontide_types::record::{Header, State, Word};
+use moontide_types::record::{Header, PageDigests, State, Word};
 use moontide_types::{ClientId, Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
 use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
@@ -22,7 +22,7 @@ use crate::index::Place;
 use crate::shm::board::{BoardError, BoardView};
 use crate::shm::fill::digest_context;
 use crate::shm::grant::Writer;
-use crate::shm::ledger::{LedgerError, OwnLedger};
+use crate::shm::ledger::{GROUPS_KEPT_MAX, GROUPS_PER_LEDGER, LedgerError, OwnLedger};
 use crate::shm::reads::ReadCounts;
 use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
@@ -119,12 +119,22 @@ impl LocalHeap {
         self.segment(segment).map(|regions| regions.shape.generation)
     }
 
-    /// A reader for one thread; `None` if too many threads have one, or in a forked child.
+    /// A reader for one thread, for a moment; `None` if too many threads have one, or in a forked child.
     pub fn reader(&self) -> Option<Reader<'_>> {
+        self.reader_among(GROUPS_PER_LEDGER as usize)
+    }
+
+    /// A reader that a thread keeps. `None` earlier than [`LocalHeap::reader`]: some room is left for those who need one
+    /// for a moment only.
+    pub fn lasting_reader(&self) -> Option<Reader<'_>> {
+        self.reader_among(GROUPS_KEPT_MAX)
+    }
+
+    fn reader_among(&self, groups: usize) -> Option<Reader<'_>> {
         if !self.is_here() {
             return None;
         }
-        let group = self.ledger.take_group()?;
+        let group = self.ledger.take_group(groups)?;
         Some(Reader { heap: self, groups: vec![group], counts: self.ledger.counts(group), allowance: 0 })
     }
 
@@ -309,11 +319,19 @@ impl<'h> Reader<'h> {
             Some(Vacancy { cell, group, place: cells.place_of(cell) })
         };
         if let Some(vacancy) = self.groups.iter().find_map(|&group| in_group(group)) {
+            // A group that was needed once, and is empty now, is somebody else's again.
+            if let [_, .., last] = self.groups[..]
+                && vacancy.group != last
+                && heap.ledger.group(last).in_use().next().is_none()
+            {
+                self.groups.pop();
+                heap.ledger.give_group(last);
+            }
             return Some(vacancy);
         }
         // A group may come full of guards that its last reader left behind: then the next one is taken.
         while self.groups.len() < GROUPS_PER_READER {
-            let group = heap.ledger.take_group()?;
+            let group = heap.ledger.take_group(GROUPS_KEPT_MAX)?;
             self.groups.push(group);
             if let Some(vacancy) = in_group(group) {
                 return Some(vacancy);
@@ -388,6 +406,16 @@ impl Guard<'_> {
         let span = Span::new(header.payload_offset, header.stripe_len).expect("checked by record_span");
         // SAFETY: the pin was granted on READY, so nobody writes these bytes until it is released.
         unsafe { self.pin.regions.bytes(span) }
+    }
+
+    /// The page digests, as the writer left them; none in a record without digests.
+    ///
+    /// # Panics
+    /// As [`Guard::bytes`].
+    pub fn digests(&self) -> PageDigests<'_> {
+        assert!(self.pin.heap.is_here(), "a guard does not survive a fork: get the object again");
+        // SAFETY: as for the payload: READY, and pinned.
+        unsafe { self.pin.regions.digests(&self.pin.header) }
     }
 
     /// The record's header.

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use moontide_types::record::Header;
+use moontide_types::record::{Header, PageDigests};
 use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId};
 
 use crate::shm::local::{Guard, LocalHeap, Lookup, Reader};
@@ -59,7 +59,7 @@ impl SharedReader {
         // this one or a clone is there. The reader is kept beside this one and dropped before it; the guards that
         // it hands out leave this module only as `SharedGuard`, each beside a clone of its own.
         let lasting: &'static LocalHeap = unsafe { &*Arc::as_ptr(&heap) };
-        let reader = Lent::new(lasting.reader()?);
+        let reader = Lent::new(lasting.lasting_reader()?);
         Some(SharedReader { reader, heap })
     }
 
@@ -103,6 +103,11 @@ impl SharedGuard {
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         self.guard.bytes()
+    }
+
+    /// The page digests: [`Guard::digests`].
+    pub fn digests(&self) -> PageDigests<'_> {
+        self.guard.digests()
     }
 
     /// The record's header.

@@ -8,7 +8,7 @@ use moontide_proto::convert::{
 use moontide_proto::limits::NODES_MAX;
 use moontide_proto::{PackedBuilder, PackedKeysBuilder, ProtocolVersions, v1};
 use moontide_types::bounds::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, Key};
+use moontide_types::{ErrorCode, Key, Tenant, TenantGeneration};
 use prost::Message;
 
 use super::hot::handle;
@@ -155,8 +155,12 @@ impl Service {
             id_key_secret: Some(self.config.id_key_secret.clone()),
             protocol: ProtocolVersions::CURRENT,
         };
-        let context =
-            ResponseContext { map_version: MAP_VERSION, term: self.config.term, ..Default::default() };
+        let context = ResponseContext {
+            map_version: MAP_VERSION,
+            term: self.config.term,
+            tenant_generation: self.generation_of(&m.context),
+            ..Default::default()
+        };
         ClusterInfo::new(context, facts).to_wire()
     }
 
@@ -180,7 +184,16 @@ impl Service {
             room -= bytes;
             nodes.push(detail);
         }
-        v1::GetNodesResponse { context: Some(self.context(None)), nodes }
+        let tenant_generation = self.generation_of(&m.context).0;
+        let context = v1::ResponseContext { tenant_generation, ..self.context(None) };
+        v1::GetNodesResponse { context: Some(context), nodes }
+    }
+
+    /// The generation of the tenant that a request names: clients make ids of it.
+    fn generation_of(&self, context: &Option<v1::RequestContext>) -> TenantGeneration {
+        let name = context.as_ref().map_or("", |context| context.tenant.as_str());
+        let tenant = if name.is_empty() { Ok(Tenant::DEFAULT) } else { Tenant::new(name) };
+        tenant.map_or(TenantGeneration(0), |tenant| self.tenant_facts(tenant).generation)
     }
 
     /// Evicts until usage is below a ratio, as far as nobody holds what is there.

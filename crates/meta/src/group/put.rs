@@ -398,12 +398,13 @@ impl Group {
         let mut places: Vec<Place> = Vec::with_capacity(usize::from(put.options.replicas) * cut.stripes);
         let mut others: Vec<Placed> = vec![];
         let near = put.options.local_node.and_then(|node| self.nodes.get(&node)).map(|node| node.topology);
+        let nodes_max = self.nodes_per_replica(put, cut);
         for replica in 0..usize::from(put.options.replicas) {
             let first = places.len();
             for stripe in 0..cut.stripes {
                 let units = if stripe + 1 == cut.stripes { cut.last_units } else { cut.units };
                 let wish = Wish { near, others: &others };
-                match self.place_stripe(put, &wish, units, cut.align, &places[first..]) {
+                match self.place_stripe(put, &wish, units, cut.align, (&places[first..], nodes_max)) {
                     Some(place) => places.push(place),
                     None => {
                         self.unreserve(&places[first..]);
@@ -432,16 +433,54 @@ impl Group {
         Ok(places)
     }
 
-    /// A place for one stripe: where the writer wishes, else where the strategy says, else anywhere.
+    /// How many nodes the stripes of one replica are spread over: replicas have no node in common, so the first must not
+    /// take them all.
+    fn nodes_per_replica(&self, put: &PutStart<'_>, cut: &Cut) -> usize {
+        if cut.stripes == 1 || put.options.replicas == 1 {
+            return usize::MAX;
+        }
+        let nodes = self.stripes_by_node(put, cut).len();
+        (nodes / usize::from(put.options.replicas)).max(1)
+    }
+
+    /// Nodes that could take stripes if they were empty, and how many each.
+    fn stripes_by_node(&self, put: &PutStart<'_>, cut: &Cut) -> Vec<(NodeId, usize)> {
+        let mut nodes: Vec<(NodeId, usize)> = vec![];
+        for candidate in &self.candidates {
+            let segment = self.segment(candidate.index);
+            let suits = segment.medium == put.options.medium
+                && segment.tenant.is_none_or(|tenant| tenant == put.tenant);
+            let held = if suits { cut.stripes_in(segment.units) } else { 0 };
+            match nodes.iter_mut().find(|(node, _)| *node == candidate.node) {
+                _ if held == 0 => {}
+                Some((_, stripes)) => *stripes += held,
+                None => nodes.push((candidate.node, held)),
+            }
+        }
+        nodes
+    }
+
+    /// A place for one stripe: where the writer wishes, else where the strategy says, else anywhere. Beside it stand the
+    /// replica's other stripes, which are on at most so many nodes.
     fn place_stripe(
         &mut self,
         put: &PutStart<'_>,
         wish: &Wish<'_>,
         units: NonZeroU32,
         align: Align,
-        own: &[Place],
+        (own, nodes_max): (&[Place], usize),
     ) -> Option<Place> {
         let options = put.options;
+        let mut own_nodes: Vec<NodeId> = vec![];
+        if nodes_max < usize::MAX {
+            for place in own {
+                let node = self.segment(place.segment).node;
+                if !own_nodes.contains(&node) {
+                    own_nodes.push(node);
+                }
+            }
+        }
+        let only = (own_nodes.len() >= nodes_max).then_some(&own_nodes[..]);
         let mut named: Vec<u32> = vec![];
         if let Some(node) = options.local_node.and_then(|node| self.nodes.get(&node)) {
             named.extend(&node.segments);
@@ -451,7 +490,7 @@ impl Group {
             named.extend(&node.segments);
         }
         for index in named {
-            if let Some(place) = self.try_segment(index, put, wish, units, align) {
+            if let Some(place) = self.try_segment(index, put, wish, only, units, align) {
                 return Some(place);
             }
         }
@@ -466,14 +505,14 @@ impl Group {
             if used(index) && own.len() < self.candidates.len() {
                 continue;
             }
-            if let Some(place) = self.try_segment(index, put, wish, units, align) {
+            if let Some(place) = self.try_segment(index, put, wish, only, units, align) {
                 return Some(place);
             }
         }
         let start = self.rng.below(self.candidates.len());
         for at in (start..self.candidates.len()).chain(0..start) {
             let index = self.candidates[at].index;
-            if let Some(place) = self.try_segment(index, put, wish, units, align) {
+            if let Some(place) = self.try_segment(index, put, wish, only, units, align) {
                 return Some(place);
             }
         }
@@ -485,6 +524,7 @@ impl Group {
         index: u32,
         put: &PutStart<'_>,
         wish: &Wish<'_>,
+        only: Option<&[NodeId]>,
         units: NonZeroU32,
         align: Align,
     ) -> Option<Place> {
@@ -493,7 +533,8 @@ impl Group {
             && segment.medium == put.options.medium
             && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
             && segment.free_units() >= units.get()
-            && wish.others.iter().all(|other| other.node != segment.node);
+            && wish.others.iter().all(|other| other.node != segment.node)
+            && only.is_none_or(|only| only.contains(&segment.node));
         if !allowed {
             return None;
         }
@@ -508,22 +549,17 @@ impl Group {
     /// cache in vain.
     fn room_would_help(&self, put: &PutStart<'_>, cut: &Cut) -> bool {
         let replicas = usize::from(put.options.replicas_min);
-        let mut nodes: Vec<NodeId> = vec![];
-        let mut stripes = 0;
-        for candidate in &self.candidates {
-            let segment = self.segment(candidate.index);
-            let suits = segment.medium == put.options.medium
-                && segment.tenant.is_none_or(|tenant| tenant == put.tenant);
-            let held = if suits { cut.stripes_in(segment.units) } else { 0 };
-            stripes += held;
-            if held > 0 && nodes.len() < replicas && !nodes.contains(&candidate.node) {
-                nodes.push(candidate.node);
-            }
-            if nodes.len() >= replicas && stripes >= cut.full_stripes() * replicas {
-                return true;
-            }
+        let mut nodes = self.stripes_by_node(put, cut);
+        if nodes.len() < replicas {
+            return false;
         }
-        false
+        // The nodes with most room, so many for each replica: the last of them has the least.
+        nodes.sort_by_key(|&(_, stripes)| std::cmp::Reverse(stripes));
+        let each = self.nodes_per_replica(put, cut).min(nodes.len() / replicas);
+        let held = |replica: usize| -> usize {
+            nodes[replica * each..(replica + 1) * each].iter().map(|(_, held)| held).sum()
+        };
+        (0..replicas).all(|replica| held(replica) >= cut.full_stripes())
     }
 
     /// Gives back what nobody has heard of.

@@ -116,7 +116,8 @@ impl Drop for ShmLink {
 impl ShmLink {
     fn run(&self, op: &OpCore, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
         let target = op.target();
-        if target.flags != OpFlags::NONE && target.flags != OpFlags::BACKGROUND {
+        let digests = target.flags.contains(OpFlags::DIGESTS) && op.direction() == Direction::Get;
+        if !digests && target.flags != OpFlags::NONE && target.flags != OpFlags::BACKGROUND {
             return Err(ErrorCode::Unsupported);
         }
         if self.heap.generation(target.segment) != Some(target.generation) {
@@ -125,7 +126,8 @@ impl ShmLink {
         match op.direction() {
             Direction::Get => {
                 match reader.get_at(target.segment, target.slot, target.epoch, SystemClock.now()) {
-                    Lookup::Hit(guard) => copy_out(op, &guard),
+                    Lookup::Hit(guard) if digests => copy_out(op, &guard, guard.digests().as_bytes()),
+                    Lookup::Hit(guard) => copy_out(op, &guard, guard.bytes()),
                     Lookup::Miss => Err(ErrorCode::Gone),
                     Lookup::Full => Err(ErrorCode::Busy),
                     Lookup::Closed => Err(ErrorCode::Unreachable),
@@ -182,14 +184,14 @@ fn whole(op: &OpCore) -> Span {
     Span::new(0, op.len()).expect("an operation is shorter than 2⁶⁴")
 }
 
-/// Copies a range out of a pinned record, page by page where pages are digested.
-fn copy_out(op: &OpCore, guard: &Guard<'_>) -> Result<(), ErrorCode> {
+/// Copies a range out of a pinned record, of its payload or of its digests; page by page where pages are digested.
+fn copy_out(op: &OpCore, guard: &Guard<'_>, of: &[u8]) -> Result<(), ErrorCode> {
     let (header, target) = (guard.header(), op.target());
     if header.id != target.id || header.stripe_index != target.stripe {
         return Err(ErrorCode::Gone);
     }
     let end = op.offset().checked_add(op.len()).ok_or(ErrorCode::OutOfBounds)?;
-    let bytes = guard.bytes().get(op.offset() as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
+    let bytes = of.get(op.offset() as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
     let copy = |range: Span| {
         let mut from = range.offset() as usize;
         op.visit(range, |base, len| {

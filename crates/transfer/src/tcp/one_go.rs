@@ -70,7 +70,8 @@ pub(super) unsafe fn put_in_one_go(
     for frame in &frames {
         train.send(Request::transfer(&ops, frame.clone(), deadline));
     }
-    // SAFETY: everything was sent, and digested, on this thread.
+    // SAFETY: whatever was sent was digested on this thread, which is done with it. Where sending failed the places hold
+    // what they held before, and the Commit, which then says something wrong, fails as well.
     let roots: Vec<Option<u64>> = ops.iter().map(|op| unsafe { op.root() }).collect();
     let commit = commit(&roots);
     let committed = Request::check_call(FrameKind::Commit, &commit);

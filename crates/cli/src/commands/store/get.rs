@@ -69,8 +69,11 @@ enum GetError {
 }
 
 pub(crate) fn command() -> Command {
-    let get = Command::new("get").about("Print an object, or write it to a file");
-    Args::augment_args(get).after_help(format!("{EXAMPLES}\n\n{EXIT_CODES}"))
+    let get = Command::new("get");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(get)
+        .about("Print an object, or write it to a file")
+        .after_help(format!("{EXAMPLES}\n\n{EXIT_CODES}"))
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

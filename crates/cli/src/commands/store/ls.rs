@@ -41,8 +41,9 @@ struct Args {
 }
 
 pub(crate) fn command() -> Command {
-    let ls = Command::new("ls").about("List keys");
-    Args::augment_args(ls).after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
+    let ls = Command::new("ls");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(ls).about("List keys").after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

@@ -84,8 +84,9 @@ enum InputError {
 }
 
 pub(crate) fn command() -> Command {
-    let put = Command::new("put").about("Store an object");
-    Args::augment_args(put).after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
+    let put = Command::new("put");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(put).about("Store an object").after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {

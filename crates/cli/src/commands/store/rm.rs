@@ -5,6 +5,7 @@ use std::io::Write;
 
 use clap::{ArgGroup, ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use moontide_client::{Store, StoreError};
+use moontide_types::ErrorCode;
 use serde_json::json;
 
 use super::super::{EXIT_CODES, Failure, written};
@@ -54,14 +55,17 @@ struct NotRemoved {
 }
 
 pub(crate) fn command() -> Command {
-    let rm = Command::new("rm").about("Remove objects");
-    Args::augment_args(rm).after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
+    let rm = Command::new("rm");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(rm).about("Remove objects").after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
 }
 
 /// What came of it.
 #[derive(Default)]
 struct Tally {
     removed: u64,
+    /// Out of the index; a node that cannot be reached has yet to confirm it.
+    pending: u64,
     missing: Vec<Vec<u8>>,
     refused: Vec<(Vec<u8>, StoreError)>,
 }
@@ -73,6 +77,7 @@ impl Tally {
             match answer {
                 Ok(true) => self.removed += 1,
                 Ok(false) => self.missing.push(key.clone()),
+                Err(error) if error.code() == ErrorCode::Pending => self.pending += 1,
                 Err(error) => self.refused.push((key.clone(), error)),
             }
         }
@@ -98,13 +103,23 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     } else {
         tally.remove(&store, keys, args.force);
     }
-    let Tally { removed, missing, refused } = tally;
+    let Tally { removed, pending, missing, refused } = tally;
     let mut out = std::io::stdout().lock();
     written(if args.store.json {
         let shown: Vec<String> = missing.iter().map(|key| text::escaped(key)).collect();
-        writeln!(out, "{}", json!({ "removed": removed, "missing": shown, "refused": refused.len() }))
+        writeln!(
+            out,
+            "{}",
+            json!({ "removed": removed, "pending": pending, "missing": shown, "refused": refused.len() })
+        )
     } else {
-        writeln!(out, "removed {removed}")
+        match pending {
+            0 => writeln!(out, "removed {removed}"),
+            _ => writeln!(
+                out,
+                "removed {removed}, and {pending} that a node which cannot be reached has yet to confirm"
+            ),
+        }
     })?;
     let count = refused.len();
     match refused.into_iter().next() {

@@ -1,5 +1,6 @@
 //! `moontide stat`: everything the master knows about an object.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -30,8 +31,11 @@ struct Args {
 }
 
 pub(crate) fn command() -> Command {
-    let stat = Command::new("stat").about("Say everything that is known about an object");
-    Args::augment_args(stat).after_help(format!("{EXAMPLES}\n\n{EXIT_CODES}"))
+    let stat = Command::new("stat");
+    // After the arguments, whose own description would stand in its place.
+    Args::augment_args(stat)
+        .about("Say everything that is known about an object")
+        .after_help(format!("{EXAMPLES}\n\n{EXIT_CODES}"))
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
@@ -50,7 +54,9 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
 
 /// How many copies there are.
 pub(super) fn replicas(info: &ObjectInfo) -> usize {
-    info.stripes.iter().map(|stripe| usize::from(stripe.replica) + 1).max().unwrap_or(0)
+    // They may have gaps: one whose node is gone is not among them.
+    let replicas: BTreeSet<u8> = info.stripes.iter().map(|stripe| stripe.replica).collect();
+    replicas.len()
 }
 
 pub(super) fn pin_name(pin: PinClass) -> &'static str {
