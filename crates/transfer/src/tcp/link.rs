@@ -263,8 +263,16 @@ impl Shared {
         self.tend(state);
         let now = SystemClock.now();
         let mut candidates: Vec<Candidate> = Vec::with_capacity(state.slots.len());
+        let mut idle_rails: Vec<usize> = Vec::new();
         for (slot, place) in state.slots.iter().enumerate() {
             if let Some(connection) = &place.connection {
+                // A lone request takes the same idle connection of a rail again and again: both ends of it are warm.
+                if frames.len() == 1 && connection.load() == 0 {
+                    if idle_rails.contains(&place.rail) {
+                        continue;
+                    }
+                    idle_rails.push(place.rail);
+                }
                 let usable = matches!(state.health[place.rail].state(), RailState::Up { .. });
                 let (numa, in_flight_bytes) = (self.rails[place.rail].numa, connection.load());
                 candidates.push(Candidate { rail: slot, usable, in_flight_bytes, numa });
