@@ -106,7 +106,10 @@ fn objects_are_listed_described_and_removed() {
 
     // What is not there is told, and does not keep the rest from being removed.
     let removed = dev.expect(3, &["rm", "model/a", "nothing", "--json"], b"");
-    assert_eq!(removed.json(), serde_json::json!({ "removed": 1, "pending": 0, "missing": ["nothing"], "refused": 0 }));
+    assert_eq!(
+        removed.json(),
+        serde_json::json!({ "removed": 1, "pending": 0, "missing": ["nothing"], "refused": 0 })
+    );
     assert!(removed.err.contains("nothing"), "{}", removed.err);
     assert_eq!(dev.ok(&["rm", "--prefix", "model/"]).text(), "removed 1\n");
     assert_eq!(dev.ok(&["ls"]).text(), "other\n");

@@ -32,7 +32,10 @@ const MAP_AGAIN: Duration = Duration::from_secs(10);
 
 /// Memory of this host that this process has mapped, whichever store did it first. A process may join a node's memory
 /// only so often, because its ledgers last until it ends.
-static JOINED: Mutex<Vec<(Vec<String>, Arc<dyn Link>)>> = Mutex::new(Vec::new());
+static JOINED: Mutex<Vec<Joined>> = Mutex::new(Vec::new());
+
+/// Where memory of this host was had, and the link to it.
+type Joined = (Vec<String>, Arc<dyn Link>);
 
 /// The memory of a node, if this process has it mapped.
 fn joined(node: &Node) -> Option<Arc<dyn Link>> {
@@ -42,7 +45,7 @@ fn joined(node: &Node) -> Option<Arc<dyn Link>> {
     let mut joined = JOINED.lock();
     joined.retain(|(_, link)| !Node::is_orphaned(link));
     let doors = node.doors();
-    let same = |(of, link): &&(Vec<String>, Arc<dyn Link>)| *of == doors && link.node() == node.info.node;
+    let same = |(of, link): &&Joined| *of == doors && link.node() == node.info.node;
     joined.iter().find(same).map(|(_, link)| Arc::clone(link))
 }
 

@@ -1,4 +1,4 @@
-//! [`Reads`]: the bytes of objects whose places are known, straight into the caller's memory.
+//! [`Read`]: the bytes of objects whose places are known, straight into the caller's memory.
 //!
 //! ```text
 //!   for each stripe: replicas in order ─▶ batches by node ─▶ run, hedged ─▶ digests right? ─▶ done

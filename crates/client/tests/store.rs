@@ -295,7 +295,7 @@ fn what_was_put_after_everything_was_removed_is_found_and_nothing_of_before() {
     assert_eq!(stores[0].get(b"k").unwrap().unwrap(), &b"after"[..]);
     // The others within two seconds.
     let end = std::time::Instant::now() + Duration::from_secs(10);
-    while stores[1].get(b"k").unwrap().is_none_or(|bytes| bytes != &b"after"[..]) {
+    while stores[1].get(b"k").unwrap().is_none_or(|bytes| bytes != b"after"[..]) {
         assert!(std::time::Instant::now() < end, "the other store never hears of it");
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use clap::Args as ClapArgs;
 use moontide_client::{GetInto, PutItem, PutOptions, Store};
 use moontide_meta::Rng;
+use moontide_types::ErrorCode;
 use parking_lot::Mutex;
 
 use super::super::figures::{BenchError, Line, Percentiles, io};
@@ -32,6 +33,8 @@ One JSON object on standard output:
   hit_rate, ideal_hit_rate   blocks that were stored, over blocks asked for; the same for a memory without end
   gb_per_s                   bytes got and put
   p50_us …                   one request: all of its gets and puts
+  in_progress                puts that another engine was just doing
+  failed                     gets and puts that ended with an error
   wrong                      blocks that did not hold what they should: there must be none";
 
 /// What is replayed, and how.
@@ -65,6 +68,8 @@ struct Counts {
     asked: AtomicU64,
     hits: AtomicU64,
     puts: AtomicU64,
+    /// Blocks that another engine was putting at the same time.
+    in_progress: AtomicU64,
     wrong: AtomicU64,
     failed: AtomicU64,
     nanos: Mutex<Vec<u32>>,
@@ -123,6 +128,7 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
         .number("ideal_hit_rate", summary.ideal_hit_rate())
         .number("requests_per_s", requests.len() as f64 / seconds)
         .number("gb_per_s", ((hits + puts) * header.block_bytes) as f64 / seconds / 1e9)
+        .with("in_progress", count(&counts.in_progress))
         .with("wrong", count(&counts.wrong))
         .with("failed", count(&counts.failed));
     percentiles(line, &Percentiles::new(std::mem::take(&mut counts.nanos.lock()))).print();
@@ -189,6 +195,9 @@ fn serve(store: &Store, blocks: &[BlockHash], bytes: usize, counts: &Counts) {
         for put in store.put_batch(&items, &PutOptions::default()) {
             match put {
                 Ok(_) => counts.puts.fetch_add(1, Ordering::Relaxed),
+                Err(error) if error.code() == ErrorCode::InProgress => {
+                    counts.in_progress.fetch_add(1, Ordering::Relaxed)
+                }
                 Err(_) => counts.failed.fetch_add(1, Ordering::Relaxed),
             };
         }
