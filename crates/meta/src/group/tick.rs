@@ -107,7 +107,10 @@ impl Group {
         let tick = self.ticker.now(now.mono);
         self.absent.retain(|_, &mut until| until > tick);
         if !self.tombstones.is_empty() && !self.is_unsettled(now) {
-            self.tombstones.clear();
+            // What a node was told to kill and has not confirmed may still come back with its next report.
+            let mut tombstones = std::mem::take(&mut self.tombstones);
+            tombstones.retain(|&id, _| self.has_undead(id));
+            self.tombstones = tombstones;
         }
     }
 }

@@ -315,3 +315,45 @@ fn stripes_are_read_from_whichever_replica_has_them() {
         ],
     );
 }
+
+/// Failure: a removed object came back. Cause: its tombstone was forgotten when the last absent node was given up, while
+/// a node that was there had not confirmed the kill yet. Fix: it is kept as long as a kill is outstanding.
+#[test]
+fn a_tombstone_is_kept_until_the_kill_is_confirmed() {
+    check(
+        Random,
+        &[
+            PutStart(Put { len: 0, caller: 2, ..put(1) }),
+            PutWhole(Put { len: 307200, caller: 2, ..put(1) }),
+            PutWhole(Put { len: 307200, preferred: Some(0), replicas_min: 1, ..replicas(2, 2) }),
+            Lose { node: 0 },
+            PutWhole(Put { len: 0, local: Some(3), ..put(5) }),
+            Tick { budget: 1 },
+            Remove { key: 5, force: false },
+            Advance { ms: 60000 },
+            Tick { budget: 0 },
+            Reconnect { node: 3, segments: 0 },
+            Settle,
+        ],
+    );
+}
+
+/// Failure: a removed object came back with the second report. Cause and fix: as above, with a kill that was refused.
+#[test]
+fn a_tombstone_is_kept_when_the_kill_was_refused() {
+    check(
+        Random,
+        &[
+            Unmount { segment: 3 },
+            PutWhole(Put { len: 0, ..put(5) }),
+            Reconnect { node: 2, segments: 0 },
+            Remove { key: 5, force: false },
+            Report { segment: 4, count: 1 },
+            Execute { node: 2, count: 1, refuse: true },
+            Settle,
+            Tick { budget: 0 },
+            Reconnect { node: 2, segments: 0 },
+            Report { segment: 4, count: 1 },
+        ],
+    );
+}
