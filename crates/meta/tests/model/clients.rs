@@ -212,7 +212,10 @@ impl World {
         match answer {
             Ok(()) => {
                 // A complete one whose time is over, or whose nodes went away, is gone for readers; its put was a good one.
-                let was_complete = put.acked || put.seen;
+                // So is one that a report completed, and whose time was over before any reader asked.
+                let expired = put.expires.is_some_and(|at| at <= self.now.unix);
+                let stored = (0..replicas).any(&written);
+                let was_complete = put.acked || put.seen || expired && stored;
                 ensure!(current || was_complete, "the end of {} was acknowledged: {before:?}", put.epoch);
                 ensure!(!put.removed, "the end of {} was acknowledged after its removal", put.epoch);
                 if !put.acked {
