@@ -12,7 +12,7 @@ mod locations;
 mod replicas;
 mod retry;
 
-pub use hedge::{HedgeTimer, SIZE_CLASSES};
+pub use hedge::HedgeTimer;
 pub use locations::Locations;
 pub use replicas::{Candidate, Nearness, Trust, order};
 pub use retry::{Backoff, Budget, Verdict, judge};

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 /// Classes of size: up to 64 KiB, 512 KiB, 4 MiB, and above.
-pub const SIZE_CLASSES: usize = 4;
+const SIZE_CLASSES: usize = 4;
 
 /// Never earlier than this: a thread that was not scheduled for a moment is no slow replica.
 const EARLIEST: Duration = Duration::from_millis(2);
