@@ -102,6 +102,9 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
             [&[which], &records[..]].concat()
         }),
         "control_messages" => Some(control_messages()),
+        "disk_front" => Some(moontide_disk::fuzzing::front_seeds()),
+        "disk_footer" => Some(moontide_disk::fuzzing::bucket_footer_seeds()),
+        "disk_removals" => Some(moontide_disk::fuzzing::removals_seeds()),
         _ => None,
     }
 }

@@ -39,6 +39,9 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("control_messages", control_messages),
     ("door_messages", door_messages),
     ("allocator", allocator),
+    ("disk_front", disk_front),
+    ("disk_footer", disk_footer),
+    ("disk_removals", disk_removals),
 ];
 
 /// The 128-byte header of a record: as it is, and with the right CRC, which random changes never hit.
@@ -169,6 +172,21 @@ pub fn door_messages(data: &[u8]) {
 /// Bytes as steps of an allocator beside its naive model, which is the one of the heap's own tests.
 pub fn allocator(data: &[u8]) {
     steps::run_steps(data);
+}
+
+/// A record on disk: everything before its payload, and the payload.
+pub fn disk_front(data: &[u8]) {
+    moontide_disk::fuzzing::front(data);
+}
+
+/// What stands behind the records of a bucket.
+pub fn disk_footer(data: &[u8]) {
+    moontide_disk::fuzzing::bucket_footer(data);
+}
+
+/// A block of the log of what was removed from a disk.
+pub fn disk_removals(data: &[u8]) {
+    moontide_disk::fuzzing::removals(data);
 }
 
 /// The records, if they are valid; then they encode to the same bytes.

@@ -335,6 +335,10 @@ impl Node {
             match order.kind {
                 OrderKind::Kill => self.kill(order, events, network),
                 OrderKind::Reclaim => self.reclaim(order, events, network),
+                // These nodes have no disk.
+                OrderKind::Offload | OrderKind::Promote { .. } => {
+                    OrderOutcome::Refused(ErrorCode::Unsupported)
+                }
             }
         };
         network.send(events, Message::Outcome { node: self.index, session, number, outcome });

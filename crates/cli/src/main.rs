@@ -6,6 +6,7 @@
 mod commands;
 mod http;
 mod process;
+mod scratch;
 mod text;
 mod trace;
 

@@ -15,8 +15,11 @@ use crate::decide::{Backoff, Nearness};
 use crate::error::StoreError;
 use crate::local::Found;
 use crate::place::Placed;
-use crate::read::{Outcome, Read};
+use crate::read::{Outcome, Read, Served};
 use crate::store::{Inner, Store};
+
+/// Where nothing came from, it does not matter how far that is.
+const FAR: Served = Served::Memory(Nearness::Far);
 
 /// How often a get looks an object up before it gives up: places may change under it.
 const ATTEMPTS_MAX: u32 = 4;
@@ -297,7 +300,7 @@ impl Inner {
             Some((fetched, true)) => {
                 self.metrics.joined.inc();
                 match &fetched {
-                    Ok(Some(bytes)) => self.count_hit(Nearness::Far, bytes.len()),
+                    Ok(Some(bytes)) => self.count_hit(Served::Memory(Nearness::Far), bytes.len()),
                     Ok(None) => self.count_miss(),
                     Err(_) => self.count_failed(),
                 }
@@ -331,7 +334,7 @@ impl Inner {
                 Some(error) => Err(error),
                 None => Ok(None),
             };
-            self.settle(want, answer, Nearness::Far);
+            self.settle(want, answer, FAR);
         }
     }
 
@@ -349,8 +352,8 @@ impl Inner {
             for (&at, answer) in unknown.iter().zip(self.look_up(&keys, deadline)) {
                 match answer {
                     Ok(Some(placed)) => places[at] = Some(placed),
-                    Ok(None) => self.settle(&mut wants[at], Ok(None), Nearness::Far),
-                    Err(error) => self.settle(&mut wants[at], Err(error), Nearness::Far),
+                    Ok(None) => self.settle(&mut wants[at], Ok(None), FAR),
+                    Err(error) => self.settle(&mut wants[at], Err(error), FAR),
                 }
             }
         }
@@ -391,9 +394,10 @@ impl Inner {
         for (at, outcome) in of.into_iter().zip(outcomes) {
             let placed = places[at].as_ref().expect("it was read there");
             match outcome {
-                Outcome::Done(nearness) => {
-                    self.settle(&mut wants[at], Ok(Some(placed.len() as usize)), nearness)
+                Outcome::Done(served) => {
+                    self.settle(&mut wants[at], Ok(Some(placed.len() as usize)), served)
                 }
+                Outcome::Lost => self.settle(&mut wants[at], Ok(None), FAR),
                 Outcome::Stale => {
                     self.forget(placed);
                     wants[at].last = None;
@@ -406,7 +410,7 @@ impl Inner {
                         && (from_memory || error.is_retryable() && self.budget.lock().spend());
                     match again {
                         true => wants[at].last = Some(error),
-                        false => self.settle(&mut wants[at], Err(error), Nearness::Far),
+                        false => self.settle(&mut wants[at], Err(error), FAR),
                     }
                 }
                 Outcome::Open => unreachable!("each has an outcome"),
@@ -414,19 +418,20 @@ impl Inner {
         }
     }
 
-    fn settle(&self, want: &mut Want<'_, '_>, answer: Result<Option<usize>, StoreError>, nearness: Nearness) {
+    fn settle(&self, want: &mut Want<'_, '_>, answer: Result<Option<usize>, StoreError>, served: Served) {
         match &answer {
-            Ok(Some(len)) => self.count_hit(nearness, *len),
+            Ok(Some(len)) => self.count_hit(served, *len),
             Ok(None) => self.count_miss(),
             Err(_) => self.count_failed(),
         }
         want.answer = Some(answer);
     }
 
-    pub(crate) fn count_hit(&self, nearness: Nearness, len: usize) {
-        match nearness {
-            Nearness::Mapped => self.metrics.hits_local.inc(),
-            _ => self.metrics.hits_remote.inc(),
+    pub(crate) fn count_hit(&self, served: Served, len: usize) {
+        match served {
+            Served::Memory(Nearness::Mapped) => self.metrics.hits_local.inc(),
+            Served::Memory(_) => self.metrics.hits_remote.inc(),
+            Served::Disk => self.metrics.hits_disk.inc(),
         };
         self.metrics.bytes_read.inc_by(len as u64);
     }

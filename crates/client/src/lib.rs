@@ -77,6 +77,8 @@ the_rest! {
     pub use store::Store;
     pub use tasks::AsyncStore;
 
+    pub use moontide_proto::Medium;
+
     pub use link::{
         AsyncLink, BATCH_BYTES_MAX, BATCHES_INFLIGHT_MAX, BlockingLink, CONNECT_MS_DEFAULT, Call,
         DEADLINE_MS_DEFAULT, INFLIGHT_DEFAULT, INFLIGHT_MAX, KeyResult, Known, LinkConfig, LinkError, LinkLoad,

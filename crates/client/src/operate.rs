@@ -1,4 +1,4 @@
-//! Everything about objects but their bytes: exists, remove, touch, list, stat.
+//! Everything about objects but their bytes: exists, remove, touch, prefetch, list, stat.
 
 use std::time::Instant;
 
@@ -107,6 +107,33 @@ impl Store {
             for code in codes(&message, part.len())? {
                 found.push(match code {
                     None => true,
+                    Some(ErrorCode::NotFound | ErrorCode::NotReady) => false,
+                    Some(code) => return Err(StoreError::refused(code)),
+                });
+            }
+        }
+        Ok(found)
+    }
+
+    /// Has objects that are on disk brought back into memory ahead of need, as soon as there is room; whether each is there
+    /// at all. Returns when that is ordered, not when it is done.
+    pub fn prefetch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
+        let inner = &*self.inner;
+        let deadline = inner.deadline();
+        let mut found = Vec::with_capacity(keys.len());
+        for part in keys.chunks(KEYS_PER_CALL) {
+            let request = v1::PrefetchRequest {
+                context: Some(inner.cluster.context(deadline).to_wire()),
+                keys: pack(part)?.into(),
+                near_node: 0,
+            };
+            let message = inner
+                .cluster
+                .call(deadline, move |mut master| async move { master.prefetch(request).await })?;
+            for code in codes(&message, part.len())? {
+                found.push(match code {
+                    // Busy: too many are on their way already. It is there, and will be read from disk.
+                    None | Some(ErrorCode::Busy) => true,
                     Some(ErrorCode::NotFound | ErrorCode::NotReady) => false,
                     Some(code) => return Err(StoreError::refused(code)),
                 });

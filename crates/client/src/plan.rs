@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use moontide_proto::convert::{CallerId, Wire};
-use moontide_proto::{FixedRecord, Handle, VersionedId, v1};
+use moontide_proto::{FixedRecord, Handle, Medium, VersionedId, v1};
 use moontide_types::{Epoch, ErrorCode, Generation, Key, NodeId, ObjectId, SegmentId, SlotId};
 
 use crate::cluster::draw;
@@ -26,6 +26,8 @@ pub struct StripePlace {
     pub replica: u8,
     /// The node.
     pub node: NodeId,
+    /// Where it has it. On a disk there is no segment, slot or offset: these are 0.
+    pub medium: Medium,
     /// Its segment.
     pub segment: SegmentId,
     /// Which incarnation of it.
@@ -72,6 +74,7 @@ impl StripePlace {
         StripePlace {
             replica: handle.replica,
             node: handle.node,
+            medium: handle.medium,
             segment: handle.segment,
             generation: handle.generation,
             slot: handle.slot,

@@ -18,6 +18,7 @@ use crate::decide::{Nearness, Verdict, judge};
 use crate::error::StoreError;
 use crate::local::Found;
 use crate::place::Placed;
+use crate::read::{Served, is_of_disk};
 use crate::store::{Inner, Store};
 
 /// How often a range is looked up anew when its place was not right.
@@ -29,11 +30,11 @@ impl Store {
         let inner = &*self.inner;
         let answer = inner.get_range(key, offset, into, inner.deadline());
         match &answer {
-            Ok(Some((Nearness::Mapped, len))) => return Ok(Some(*len)), // counted when it was found
+            Ok(Some((Served::Memory(Nearness::Mapped), len))) => return Ok(Some(*len)), // counted when it was found
             _ => inner.metrics.requested.inc(),
         };
         match &answer {
-            Ok(Some((nearness, len))) => inner.count_hit(*nearness, *len),
+            Ok(Some((served, len))) => inner.count_hit(*served, *len),
             Ok(None) => inner.count_miss(),
             Err(_) => inner.count_failed(),
         }
@@ -44,6 +45,8 @@ impl Store {
 /// How a stripe's part of a range ended, if not well.
 enum Fault {
     Stale,
+    /// It was on disks only, and those could not bring it back.
+    Lost,
     Error(StoreError),
 }
 
@@ -54,13 +57,13 @@ impl Inner {
         offset: u64,
         into: &mut [u8],
         deadline: Instant,
-    ) -> Result<Option<(Nearness, usize)>, StoreError> {
+    ) -> Result<Option<(Served, usize)>, StoreError> {
         let key = Key::new(key)?;
         let (id, found) = self.near.find_key(self.cluster.tenant(), key);
         if let Found::Here(guard) = found {
             let range = within(offset, into.len(), guard.bytes().len() as u64)?;
             if self.copy_part(&guard, range, &mut into[..range.len() as usize]) {
-                return Ok(Some((Nearness::Mapped, range.len() as usize)));
+                return Ok(Some((Served::Memory(Nearness::Mapped), range.len() as usize)));
             }
         }
         for attempt in 0..ATTEMPTS_MAX {
@@ -77,8 +80,14 @@ impl Inner {
             };
             let range = within(offset, into.len(), placed.len())?;
             match self.read_range(&placed, range, &mut into[..range.len() as usize], deadline) {
-                Ok(()) => return Ok(Some((Nearness::Far, range.len() as usize))),
+                Ok(()) => {
+                    // Replicas in memory stand in front.
+                    let on_disk = placed.is_on_disk(0);
+                    let served = if on_disk { Served::Disk } else { Served::Memory(Nearness::Far) };
+                    return Ok(Some((served, range.len() as usize)));
+                }
                 Err(Fault::Stale) => self.forget(&placed),
+                Err(Fault::Lost) => return Ok(None),
                 Err(Fault::Error(error)) => return Err(error),
             }
         }
@@ -149,6 +158,9 @@ impl Inner {
         for replica in 0..placed.replica_count() {
             match self.read_pages(placed, replica, stripe, range, into, deadline) {
                 Ok(()) => return Ok(()),
+                Err(error) if is_of_disk(error.code()) && placed.is_on_disk(replica) => {
+                    last = Fault::Lost;
+                }
                 Err(error) => match judge(error.code()) {
                     Verdict::Stale => return Err(Fault::Stale),
                     Verdict::Final => return Err(Fault::Error(error)),
@@ -183,7 +195,7 @@ impl Inner {
             vec![0; if digested { 8 * handle.stripe_len.div_ceil(PAGE_BYTES) as usize } else { 0 }];
         let mut ops = vec![op];
         if digested {
-            ops.push(Op::get(Target { flags: OpFlags::DIGESTS, ..target }, 0, &mut digests));
+            ops.push(Op::get(Target { flags: target.flags.with(OpFlags::DIGESTS), ..target }, 0, &mut digests));
         }
         let result = run(&*link, &mut ops, deadline);
         let outcomes: Vec<_> = ops.iter().map(Op::outcome).collect();

@@ -12,6 +12,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use moontide_proto::Medium;
 use moontide_transfer::{Batch, EngineKind, Link, Op, Target, Winner, run_hedged, run_together};
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, NodeId, SystemClock};
@@ -38,12 +39,23 @@ pub(crate) struct Read<'m> {
 pub(crate) enum Outcome {
     /// Not done yet.
     Open,
-    /// The bytes are there, from memory that is this far away.
-    Done(Nearness),
+    /// The bytes are there.
+    Done(Served),
     /// The object is not where the master said: ask again.
     Stale,
+    /// It was on disks only, and those could not bring it back: for the caller it is not there.
+    Lost,
     /// It failed.
     Failed(StoreError),
+}
+
+/// Where bytes came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Served {
+    /// From memory that is this far away.
+    Memory(Nearness),
+    /// From a disk.
+    Disk,
 }
 
 /// One stripe that is not there yet.
@@ -54,6 +66,10 @@ struct Job {
     replicas: Vec<usize>,
     next: usize,
     done: bool,
+    /// It came from a disk.
+    from_disk: bool,
+    /// A disk that was to have it could not bring it back.
+    hurt_disk: bool,
     corrupt: Vec<NodeId>,
     last: Option<StoreError>,
 }
@@ -107,6 +123,8 @@ impl Inner {
                     replicas: self.replicas_of(&read.placed, stripe, draw),
                     next: 0,
                     done: false,
+                    from_disk: false,
+                    hurt_disk: false,
                     corrupt: Vec::new(),
                     last: None,
                 });
@@ -153,6 +171,14 @@ impl Inner {
                 self.nodes.get(node).ok_or(StoreError::UnknownNode { node })?
             }
         };
+        let known = match known.trust() {
+            Trust::Good | Trust::Slow => known,
+            // One that failed may have been started again: with a disk it keeps its number, at another address.
+            Trust::Failed => {
+                self.refresh_nodes_anew(deadline)?;
+                self.nodes.get(node).ok_or(StoreError::UnknownNode { node })?
+            }
+        };
         let link = self.nodes.link(&known, deadline)?;
         Ok((known, link))
     }
@@ -181,7 +207,10 @@ impl Round<'_> {
         for read in 0..self.outcomes.len() {
             if self.is_open(read) && self.jobs.iter().all(|job| job.read != read || job.done) {
                 let node = self.placed[read].nodes(0).next().and_then(|node| self.store.nodes.get(node));
-                self.outcomes[read] = Outcome::Done(node.map_or(Nearness::Far, |node| node.nearness));
+                let nearness = node.map_or(Nearness::Far, |node| node.nearness);
+                let from_disk = self.jobs.iter().any(|job| job.read == read && job.from_disk);
+                let served = if from_disk { Served::Disk } else { Served::Memory(nearness) };
+                self.outcomes[read] = Outcome::Done(served);
             }
         }
         self.jobs.iter().any(|job| !job.done && self.is_open(job.read))
@@ -198,7 +227,7 @@ impl Round<'_> {
                 continue;
             }
             let Some(&replica) = job.replicas.get(job.next) else {
-                self.outcomes[job.read] = Outcome::Failed(job.exhausted());
+                self.outcomes[job.read] = job.exhausted();
                 continue;
             };
             job.next += 1;
@@ -381,11 +410,17 @@ impl Round<'_> {
                     || placed.digest_context(handle).root_of(digests) == handle.stripe_root
                 {
                     job.done = true;
+                    job.from_disk = handle.medium == Medium::Disk;
                     return;
                 }
                 self.store.metrics.corrupt.inc();
                 tracing::warn!(node = node.0, "bytes do not match their digest; not returned");
                 job.corrupt.push(node);
+            }
+            // A cache that cannot read its disk has lost something, and is not out of order.
+            Err(error) if is_of_disk(error.code()) && handle.medium == Medium::Disk => {
+                job.hurt_disk = true;
+                job.last = Some(error);
             }
             Err(error) => match judge(error.code()) {
                 Verdict::Stale => self.outcomes[job.read] = Outcome::Stale,
@@ -405,12 +440,18 @@ impl Round<'_> {
 
 impl Job {
     /// No replica is left.
-    fn exhausted(&mut self) -> StoreError {
+    fn exhausted(&mut self) -> Outcome {
         if !self.corrupt.is_empty() {
-            return StoreError::Corrupt { nodes: std::mem::take(&mut self.corrupt) };
+            return Outcome::Failed(StoreError::Corrupt { nodes: std::mem::take(&mut self.corrupt) });
         }
-        self.last.take().unwrap_or(StoreError::refused(ErrorCode::Unreachable))
+        let last = self.last.take().unwrap_or(StoreError::refused(ErrorCode::Unreachable));
+        if self.hurt_disk && is_of_disk(last.code()) { Outcome::Lost } else { Outcome::Failed(last) }
     }
+}
+
+/// Whether a node says that its disk, or what was on it, is damaged.
+pub(crate) fn is_of_disk(code: ErrorCode) -> bool {
+    matches!(code, ErrorCode::DiskError | ErrorCode::DiskFull | ErrorCode::Corrupt)
 }
 
 /// What a second replica gave.

@@ -9,7 +9,7 @@ use moontide_proto::convert::{Answer, NodeDetails, Wire};
 use moontide_proto::v1;
 use moontide_transfer::Metrics as TransferMetrics;
 use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock, TenantGeneration};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::registry::Registry;
 use tracing::{debug, warn};
 
@@ -28,7 +28,7 @@ use crate::place::Placed;
 const REFRESH: Duration = Duration::from_secs(2);
 
 /// The table is not asked for more often than this, however many nodes are unknown.
-const REFRESH_MIN: Duration = Duration::from_millis(100);
+const REFRESH_MIN: Duration = Duration::from_millis(50);
 
 /// Parts of the memory of places, each behind a lock of its own.
 const SHARDS: usize = 16;
@@ -123,10 +123,31 @@ impl Inner {
 
     /// Asks who is there, unless that was done a moment ago.
     pub(crate) fn refresh_nodes(&self, deadline: Instant) -> Result<(), StoreError> {
-        let mut refreshed = self.refreshed.lock();
+        let refreshed = self.refreshed.lock();
         if refreshed.is_some_and(|last| last.elapsed() < REFRESH_MIN) {
             return Ok(());
         }
+        self.refresh(refreshed, deadline)
+    }
+
+    /// As [`Inner::refresh_nodes`], for somebody who knows that what was heard before is not right any more.
+    pub(crate) fn refresh_nodes_anew(&self, deadline: Instant) -> Result<(), StoreError> {
+        let asked = Instant::now();
+        let refreshed = self.refreshed.lock();
+        if refreshed.is_some_and(|last| last >= asked) {
+            return Ok(()); // somebody else did while we waited
+        }
+        if let Some(pause) = refreshed.and_then(|last| REFRESH_MIN.checked_sub(last.elapsed())) {
+            std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+        }
+        self.refresh(refreshed, deadline)
+    }
+
+    fn refresh(
+        &self,
+        mut refreshed: MutexGuard<'_, Option<Instant>>,
+        deadline: Instant,
+    ) -> Result<(), StoreError> {
         let context = Some(self.cluster.context(deadline).to_wire());
         let message = self.cluster.call(deadline, move |mut master| async move {
             master.get_nodes(v1::GetNodesRequest { context }).await
@@ -232,9 +253,10 @@ impl Inner {
         Some(placed)
     }
 
-    /// Remembers a place. Not that of an empty object: nobody would notice that it has gone.
+    /// Remembers a place. Not that of an empty object: nobody would notice that it has gone. Nor one on disk: the master
+    /// brings back into memory what it is asked for again.
     pub(crate) fn remember(&self, placed: &Arc<Placed>) {
-        if placed.len() > 0 {
+        if placed.len() > 0 && !placed.is_on_disk(0) {
             self.shard(&placed.id()).lock().put(placed.id(), Arc::clone(placed));
         }
     }

@@ -194,6 +194,16 @@ impl AsyncStore {
         .await
     }
 
+    /// Has objects that are on disk brought back into memory; whether each is there at all.
+    pub async fn prefetch(&self, keys: Vec<Bytes>) -> Result<Vec<bool>, StoreError> {
+        let store = self.store.clone();
+        self.work(self.store.inner.deadline(), move |_| {
+            let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+            store.prefetch(&keys)
+        })
+        .await
+    }
+
     /// Runs something that waits on a blocking thread, in its turn.
     async fn work<R: Send + 'static>(
         &self,

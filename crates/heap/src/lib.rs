@@ -5,11 +5,12 @@
 //! granted. The **master**, somewhere else, keeps the [`Allocator`](alloc::Allocator) of each segment and decides what goes where.
 //!
 //! Reading order: [`word`](AtomicWord) and [`cell`] (the two halves of the protocol that lets readers in and
-//! memory out), [`index`](Index), [`liveness`](Row); then [`region`](Region), [`board`](Board), [`ledger`](Ledgers)
-//! and [`segment`](SegmentShape), which put these into shared memory; then [`NodeHeap`], [`LocalHeap`] and the
-//! [`Door`] between them; [`alloc`] stands by itself.
+//! memory out), `floor` (copies of older versions), `rooms` (who has what of [`Staging`]), [`index`](Index),
+//! [`liveness`](Row); then [`region`](Region), [`board`](Board), [`ledger`](Ledgers) and [`segment`](SegmentShape), which
+//! put these into shared memory; then [`NodeHeap`], [`Staging`], [`LocalHeap`] and the [`Door`] between them; [`alloc`]
+//! stands by itself.
 //!
-//! The first four are written on slices of atomics and run unchanged under model checkers (`--cfg loom`,
+//! The first six are written on slices of atomics and run unchanged under model checkers (`--cfg loom`,
 //! `--cfg shuttle`), where the rest is left out.
 //!
 //! # A put and a get
@@ -99,9 +100,11 @@ compile_error!("regions are larger than a 32-bit address space");
 compile_error!("records are shared in place between processes and stored little-endian");
 
 pub mod cell;
+mod floor;
 mod index;
 mod liveness;
 mod planted;
+mod rooms;
 mod sync;
 mod word;
 
@@ -120,8 +123,8 @@ pub use shm::{
     JOINS_PER_PROCESS_MAX, Killed, LedgerError, Ledgers, LocalHeap, LocalReads, Lookup, Message,
     MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, Pins, Protection, Reader, Reclaimed,
     Region, RegionError, SEGMENTS_MAPPED_MAX, Said, Segment, SegmentError, SegmentShape, SharedGuard,
-    SharedLookup, SharedReader, Trailer, Visitor, WatchError, Welcome, WriteClaim, Writer, join,
-    offer_segment, open_stream,
+    SharedLookup, SharedReader, StageError, Staged, Staging, StagingRoom, StagingUse, Trailer, Unpublished,
+    Visitor, WatchError, Welcome, WriteClaim, Writer, join, offer_segment, open_stream,
 };
 
 /// What the model tests need beyond the public names.
@@ -130,7 +133,9 @@ pub use shm::{
 pub mod model {
     use moontide_types::Epoch;
 
+    pub use crate::floor::Floors;
     pub use crate::planted::{Bug, with_planted};
+    pub use crate::rooms::{Room, Rooms};
     use crate::{AtomicWord, Transition};
 
     /// [`AtomicWord::free`], which is otherwise the owner's alone, after a scan.

@@ -19,6 +19,10 @@ pub enum Bug {
     CheckThenStore,
     /// Beginning in a slot that has seen the epoch already.
     LateBegin,
+    /// Freeing a copy at its own version, although its slot's fence was higher.
+    FloorForgotten,
+    /// Giving out the room of a record that was killed, without waiting until its slot is FREE.
+    RoomWhileNamed,
     /// Naming the slot and looking at the word without a fence in between.
     AcquireFenceMissing,
     /// Scanning the ledgers right after DEAD without a fence in between.

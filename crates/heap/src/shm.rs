@@ -11,8 +11,10 @@
 //! | `fill` | payload and digests into a record |
 //! | `trailer` | what stands behind them: tenant, key and attributes |
 //! | `grant` | what may be put where, and why not |
+//! | `draft` | a record's header and trailer before they are written |
 //! | `owner` | one segment: begin, commit, kill, reclaim |
 //! | `node_heap` | the node: board, ledgers, segments, its own pins |
+//! | `staging` | a segment of the node's own, into which records are read from disk |
 //! | `local` | a client: get in place, claim and fill |
 //! | `shared` | the same without lifetimes: readers and guards that keep the heap alive |
 //! | `message`, `door` | how a client gets in: greeting, descriptors, credentials |
@@ -21,6 +23,7 @@
 mod board;
 mod death;
 mod door;
+mod draft;
 mod fill;
 mod fork;
 mod grant;
@@ -33,12 +36,13 @@ mod reads;
 mod region;
 mod segment;
 mod shared;
+mod staging;
 mod trailer;
 
 pub use board::{Board, BoardError, BoardView};
 pub use death::{DeathWatch, Ended, WatchError};
 pub use door::{Door, DoorError, Said, Visitor, join, offer_segment, open_stream};
-pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, Writer};
+pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, StageError, Writer};
 pub use ledger::{
     CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, JOINS_PER_PROCESS_MAX, LedgerError, Ledgers, OwnCells, Pins,
 };
@@ -50,6 +54,7 @@ pub use reads::LocalReads;
 pub use region::{HugePages, Protection, Region, RegionError};
 pub use segment::{SegmentError, SegmentShape};
 pub use shared::{SharedGuard, SharedLookup, SharedReader};
+pub use staging::{Staged, Staging, StagingRoom, StagingUse, Unpublished};
 pub use trailer::Trailer;
 
 #[cfg(test)]

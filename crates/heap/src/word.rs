@@ -8,6 +8,19 @@
 //!     └───────── free ────────── DEAD(e′) ◀─────────────┘
 //! ```
 //!
+//! The epoch is the version of the bytes and the slot's fence: a begin that comes late, with an epoch that the slot has
+//! seen or passed, is refused. A **copy** is the exception: the node puts back what it had on disk, in its old version.
+//!
+//! ```text
+//!   FREE(e) ── begin_copy(v), any v ──▶ WRITING(v) ──▶ READY(v) ──▶ DEAD(v) ── free_above(v, e) ──▶ FREE(max(v, e))
+//! ```
+//!
+//! Why this is sound. A version is never used twice for different objects, so READY(v) in a slot means the same bytes
+//! whenever a reader that names an object and its version finds it there, and digests are bound to both. The fence is
+//! not lost: while the copy is there no begin finds the slot FREE, and after that the word is at the old fence again,
+//! which the owner kept meanwhile ([`Floors`](crate::floor::Floors)). And only the node itself begins copies, so nobody
+//! else can hold a grant for one.
+//!
 //! A commit goes the long way from WRITING to READY: it shuts the word (DEAD) for a moment, so that no claim
 //! can be granted, looks for claims, and then publishes or opens the word again. Nobody else changes the word
 //! meanwhile: the owner holds its lock.
@@ -64,6 +77,14 @@ impl AtomicWord {
         self.change(new, |old| old.state() == State::Free && is_new(old))
     }
 
+    /// FREE(e) → WRITING(version), whatever the order of the two: a copy of what was written before. The caller keeps e,
+    /// which is in the word that is returned, for [`Self::free_above`]. A retired slot stays retired, and no version is 0.
+    pub(crate) fn begin_copy(&self, version: Epoch) -> Transition {
+        let new = Word::new(version, State::Writing);
+        let usable = |old: Word| old.epoch() != Epoch::MAX && version != Epoch::ZERO;
+        self.change(new, |old| old.state() == State::Free && usable(old))
+    }
+
     /// FREE(e) → FREE(epoch): a reservation was cancelled before it began, so a late begin must be refused.
     pub fn burn(&self, epoch: Epoch) -> Transition {
         let new = Word::new(epoch, State::Free);
@@ -92,10 +113,19 @@ impl AtomicWord {
     }
 
     /// DEAD(epoch) → FREE(epoch). No ledger may name the slot: see [`Pins`](crate::Pins).
+    #[cfg_attr(
+        not(any(test, loom, shuttle)),
+        expect(dead_code, reason = "the owner frees through its floors")
+    )]
     pub(crate) fn free(&self, epoch: Epoch) -> Transition {
+        self.free_above(epoch, epoch)
+    }
+
+    /// DEAD(epoch) → FREE(epoch or `floor`, whichever is higher). As [`Self::free`] otherwise.
+    pub(crate) fn free_above(&self, epoch: Epoch, floor: Epoch) -> Transition {
         // AcqRel: what the scan saw happens before what the next owner does.
         let order = weakened(Bug::RelaxedFree, Ordering::AcqRel);
-        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Free), order)
+        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch.max(floor), State::Free), order)
     }
 
     /// WRITING(epoch) → DEAD(epoch), for the moment of a commit: see [`shut_out_claims`](crate::cell::shut_out_claims).
@@ -161,8 +191,9 @@ mod tests {
     #[test]
     fn every_state_allows_only_its_own_transitions() {
         type Try = fn(&AtomicWord, Epoch) -> Transition;
-        let tries: [(&str, Try); 8] = [
+        let tries: [(&str, Try); 9] = [
             ("begin", AtomicWord::begin),
+            ("begin_copy", AtomicWord::begin_copy),
             ("burn", AtomicWord::burn),
             ("publish", AtomicWord::publish),
             ("kill", AtomicWord::kill),
@@ -174,6 +205,7 @@ mod tests {
         // From a word at epoch 5: for each transition naming epochs 4, 5 and 6, the word it leads to.
         let leads = |name: &str, from: State, named: u64| match (name, from, named) {
             ("begin", Free, 6) => Some(word(6, Writing)),
+            ("begin_copy", Free, named) => Some(word(named, Writing)),
             ("burn", Free, 6) => Some(word(6, Free)),
             ("publish", Writing, 5) => Some(word(5, Ready)),
             ("kill", Writing | Ready, 5) => Some(word(5, Dead)),
@@ -186,7 +218,7 @@ mod tests {
         // Asking for what is already so is not an error.
         let already = |name: &str, from: State, named: u64| {
             let wanted = match name {
-                "begin" | "open_again" => Writing,
+                "begin" | "begin_copy" | "open_again" => Writing,
                 "burn" | "free" => Free,
                 "publish" | "publish_shut" => Ready,
                 _kill_or_shut => Dead,
@@ -215,5 +247,22 @@ mod tests {
         let atomic = AtomicWord::new(Word::new(Epoch::MAX, Free));
         assert!(!atomic.begin(epoch(1)).holds());
         assert!(matches!(atomic.begin(Epoch::MAX), Transition::Refused(_)));
+        assert!(matches!(atomic.begin_copy(epoch(1)), Transition::Refused(_)), "for copies, too");
+    }
+
+    #[test]
+    fn nothing_is_of_version_zero() {
+        let atomic = AtomicWord::new(word(5, Free));
+        assert_eq!(atomic.begin_copy(Epoch::ZERO), Transition::Refused(word(5, Free)));
+    }
+
+    #[test]
+    fn a_word_is_freed_at_the_higher_of_epoch_and_floor() {
+        for (floor, at) in [(4, 5), (5, 5), (8, 8)] {
+            let atomic = AtomicWord::new(word(5, Dead));
+            assert_eq!(atomic.free_above(epoch(6), epoch(floor)), Transition::Refused(word(5, Dead)));
+            assert_eq!(atomic.free_above(epoch(5), epoch(floor)), Transition::Done(word(5, Dead)));
+            assert_eq!(atomic.load(), word(at, Free));
+        }
     }
 }

@@ -19,7 +19,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread::{self, JoinHandle};
 use moontide_heap::cell::{Cell, CellGroup, Expect, Shut, SlotName, scan, shut_out_claims};
-use moontide_heap::model::{Bug, free, publish_shut, with_planted};
+use moontide_heap::model::{Bug, Floors, free, publish_shut, with_planted};
 use moontide_heap::{AtomicWord, ENTRIES_PER_BUCKET, Index, Inserted, Liveness, Place, Row, Transition};
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId};
@@ -173,6 +173,22 @@ models! {
         all(burn, &["begun", "burnt"]), {
         beginning_after_a_burn_is_found: LateBegin => "both burnt and begun",
         transitions_without_compare_and_swap_are_found: CheckThenStore => "both burnt and begun",
+    }
+    bytes_of_a_copy_stay_as_they_are_under_a_pin:
+        all(|| copy(Payload::values), &["held", "held the copy", "refused", "draining", "copied", "reused"]), {
+        reusing_a_copys_slot_without_a_scan_is_found: ReuseWithoutScan => "foreign bytes",
+        naming_a_copy_without_a_fence_is_found: AcquireFenceMissing => "foreign bytes",
+        scanning_for_a_copy_without_a_fence_is_found: ScanFenceMissing => "foreign bytes",
+        publishing_a_copy_without_release_is_found: RelaxedPublish => "foreign bytes",
+    }
+    reading_a_copy_is_over_before_the_next_owner_writes:
+        all(|| copy(Payload::plain), &["held", "held the copy", "refused", "draining", "copied", "reused"]), {
+        releasing_a_copy_without_release_is_found: RelaxedRelease => "Causality violation",
+    }
+    no_begin_is_let_in_late_by_a_copy:
+        all(late_begin_around_a_copy, &["refused at a copy", "refused at the fence", "freed", "reused"]), {
+        forgetting_the_floor_is_found: FloorForgotten => "a late begin was let in",
+        beginning_late_around_a_copy_is_found: LateBegin => "a late begin was let in",
     }
     a_record_dies_once:
         all(two_kills, &["mine", "already dead"]), {
@@ -649,6 +665,70 @@ fn burn() {
     assert!(!(burnt && begun), "both burnt and begun");
     assert!(burnt || begun, "neither burnt nor begun");
     seen(if begun { "begun" } else { "burnt" });
+}
+
+/// A slot that has seen version 2 gets a copy of version 1 back, which dies, and then version 3. What a reader gets
+/// there it is told by the word.
+fn copy(payload: fn(u64) -> Payload) {
+    let slot = Slot::new(0, 2, State::Ready, payload);
+    let shared = share((slot, vacant_cells(1)));
+    let reader =
+        spawn(&shared, |(slot, cells)| match cells[0].acquire(slot.name, &slot.word, Expect::Ready) {
+            Ok(word) => {
+                let version = word.epoch().bits();
+                slot.payload.check(version, "foreign bytes");
+                seen(if version == 1 { "held the copy" } else { "held" });
+                cells[0].release();
+            }
+            Err(_) => seen("refused"),
+        });
+    let (slot, cells) = shared.enter();
+    let mut floors = Floors::default();
+    let is_named = || {
+        let mut named = false;
+        scan(cells, |name| named |= name == slot.name);
+        if named {
+            seen("draining");
+        }
+        named
+    };
+    assert!(matches!(slot.word.kill(epoch(2)), Transition::Done(_)));
+    if !is_named() {
+        assert!(floors.free(SlotId(0), &slot.word, epoch(2)).holds());
+        let begun = floors.begin_copy(SlotId(0), &slot.word, epoch(1));
+        assert!(matches!(begun, Transition::Done(_)));
+        slot.payload.write(1);
+        assert!(matches!(slot.word.publish(epoch(1)), Transition::Done(_)));
+        seen("copied");
+        assert!(matches!(slot.word.kill(epoch(1)), Transition::Done(_)));
+        if !is_named() {
+            assert!(floors.free(SlotId(0), &slot.word, epoch(1)).holds());
+            slot.refill(3);
+        }
+    }
+    reader.join().unwrap();
+}
+
+/// Two begins that were granted long ago come in at any moment while a copy comes and goes in a slot that has passed both.
+fn late_begin_around_a_copy() {
+    let shared = share(Slot::new(0, 4, State::Free, Payload::values));
+    let late = spawn(&shared, |slot| {
+        for granted in [3, 4] {
+            match slot.word.begin(epoch(granted)) {
+                Transition::Done(old) => panic!("a late begin was let in at {old:?}"),
+                Transition::Refused(word) if word.state() == State::Free => seen("refused at the fence"),
+                _ => seen("refused at a copy"),
+            }
+        }
+    });
+    let slot = shared.enter();
+    let mut floors = Floors::default();
+    assert!(matches!(floors.begin_copy(SlotId(0), &slot.word, epoch(2)), Transition::Done(_)));
+    assert!(slot.word.publish(epoch(2)).holds() && slot.word.kill(epoch(2)).holds());
+    assert!(floors.free(SlotId(0), &slot.word, epoch(2)).holds());
+    seen("freed");
+    slot.refill(5);
+    late.join().unwrap();
 }
 
 fn two_kills() {

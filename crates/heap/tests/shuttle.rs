@@ -9,16 +9,19 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashSet};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
+use moontide_heap::alloc::PAGE_UNITS;
 use moontide_heap::cell::{Cell, CellGroup, Expect, SlotName, scan};
-use moontide_heap::model::{Bug, free, with_planted};
+use moontide_heap::model::{Bug, Floors, Room, Rooms, free, with_planted};
 use moontide_heap::{AtomicWord, ENTRIES_PER_BUCKET, Index, Inserted, Liveness, Place, Row, Transition};
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
+use shuttle::sync::Mutex;
 use shuttle::sync::atomic::{AtomicU64, Ordering};
 use shuttle::{Config, Runner, thread};
 
@@ -107,6 +110,15 @@ models! {
         a_commit_that_ignores_the_epoch_is_found: EpochIgnored => "another version was published",
         cutting_a_writer_short_without_a_scan_is_found: ReuseWithoutScan => "foreign bytes",
     }
+    a_room_is_its_holders_alone, a_room_is_its_holders_alone_with_few_interruptions: Model {
+        run: || staging(true),
+        outcomes: &["published", "read", "refused", "draining", "drained", "out of room", "late begin refused"],
+    }, {
+        giving_out_a_room_whose_slot_is_named_is_found: RoomWhileNamed => "a room whose slot is not free",
+        giving_out_a_room_after_no_scan_is_found: ReuseWithoutScan => "foreign bytes",
+        reading_a_room_without_a_look_at_the_word_is_found: WordUnchecked => "foreign bytes",
+        forgetting_the_floor_of_a_slot_is_found: FloorForgotten => "a late begin was let in",
+    }
     the_dead_stay_dead_while_rows_change_hands, the_dead_stay_dead_with_few_interruptions: Model {
         run: succession,
         outcomes: &["absent", "alive", "silent", "late beat"],
@@ -115,6 +127,14 @@ models! {
         joining_without_a_beat_is_found: JoinUnsigned => "a new member was reported silent",
         a_beat_that_overwrites_a_newer_one_is_found: BeatByStore => "a new member was reported silent",
     }
+}
+
+#[test]
+#[should_panic(expected = "foreign bytes")]
+fn what_harm_a_room_does_that_is_given_out_too_early() {
+    let scheduler = RandomScheduler::new_from_seed(1, SCHEDULES);
+    let model = Model { run: || staging(false), outcomes: &[] };
+    explore("a room given out too early", &model, scheduler, Some(Bug::RoomWhileNamed));
 }
 
 #[test]
@@ -407,6 +427,158 @@ fn write_granted(desk: &Desk, writer: u64) {
             Transition::Refused(_) => seen("commit refused"),
             other => panic!("another version was published: {other:?}"),
         }
+    }
+}
+
+const ROOMS: usize = 2;
+const STAGERS: u64 = 2;
+const STAGED: u64 = 3;
+/// Every slot has seen it before the first version comes back.
+const FENCE: u64 = 100;
+
+/// A staging segment of two slots and two pages.
+struct Yard {
+    slots: Vec<Slot>,
+    /// Per slot: in which page its record is. In place of the header.
+    places: Vec<AtomicU64>,
+    pages: Vec<[AtomicU64; 2]>,
+    cells: Vec<Cell>,
+    books: Mutex<YardBooks>,
+    next_version: AtomicU64,
+}
+
+struct YardBooks {
+    rooms: Rooms,
+    floors: Floors,
+    dying: Vec<(usize, u64)>,
+}
+
+impl Yard {
+    fn write(&self, page: usize, version: u64) {
+        self.pages[page].iter().for_each(|p| p.store(bytes_of(version), Ordering::Relaxed));
+    }
+
+    fn check(&self, page: usize, version: u64) {
+        let value = bytes_of(version);
+        self.pages[page].iter().for_each(|p| assert_eq!(p.load(Ordering::Relaxed), value, "foreign bytes"));
+    }
+
+    fn sweep(&self, books: &mut YardBooks) {
+        (0..books.rooms.sweep(|slot| &self.slots[slot.0 as usize].word)).for_each(|_| seen("drained"));
+    }
+
+    /// One scan for all that are dying.
+    fn reclaim(&self, books: &mut YardBooks) {
+        let mut named = HashSet::new();
+        scan(&self.cells, |name| {
+            named.insert(name);
+        });
+        let YardBooks { floors, dying, .. } = books;
+        dying.retain(|&(at, version)| {
+            let slot = &self.slots[at];
+            if named.contains(&slot.name) {
+                seen("draining");
+                return true;
+            }
+            let freed = floors.free(SlotId(at as u32), &slot.word, epoch(version));
+            assert!(matches!(freed, Transition::Done(_)), "{freed:?}");
+            false
+        });
+    }
+
+    /// As in the shipped `take`.
+    fn take(&self) -> Option<Room> {
+        let books = &mut *self.books.lock().unwrap();
+        let page = NonZeroU32::new(PAGE_UNITS).unwrap();
+        books.rooms.take(page).or_else(|| {
+            self.reclaim(books);
+            self.sweep(books);
+            books.rooms.take(page)
+        })
+    }
+}
+
+/// Stagers take rooms, fill, publish and release them, versions falling; readers pin what they find; and a begin that
+/// was granted before all of that comes late.
+fn staging(strict: bool) {
+    let fence = |at| Slot { word: AtomicWord::new(Word::new(epoch(FENCE), State::Free)), ..Slot::free(at) };
+    let books = YardBooks {
+        rooms: Rooms::new(ROOMS as u32, ROOMS as u32 * PAGE_UNITS),
+        floors: Floors::default(),
+        dying: Vec::new(),
+    };
+    let yard = Arc::new(Yard {
+        slots: (0..ROOMS).map(fence).collect(),
+        places: (0..ROOMS).map(|_| AtomicU64::new(0)).collect(),
+        pages: (0..ROOMS).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
+        cells: (0..READERS).map(|_| Cell::vacant()).collect(),
+        books: Mutex::new(books),
+        next_version: AtomicU64::new(STAGERS * STAGED),
+    });
+    let spawn = |body: Box<dyn FnOnce(&Yard) + Send>| {
+        let yard = Arc::clone(&yard);
+        thread::spawn(move || body(&yard))
+    };
+    let mut threads: Vec<_> = (0..STAGERS)
+        .map(|_| spawn(Box::new(move |yard| (0..STAGED).for_each(|_| stage(yard, strict)))))
+        .collect();
+    threads.extend((0..READERS).map(|reader| spawn(Box::new(move |yard| read_rooms(yard, reader)))));
+    threads.push(spawn(Box::new(|yard| {
+        for _ in 0..4 {
+            let slot = &yard.slots[thread_rng().gen_range(0..ROOMS)];
+            let begun = slot.word.begin(epoch(FENCE));
+            assert!(!matches!(begun, Transition::Done(_)), "a late begin was let in: {begun:?}");
+            seen("late begin refused");
+        }
+    })));
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+fn stage(yard: &Yard, strict: bool) {
+    let Some(room) = yard.take() else {
+        seen("out of room");
+        return thread::yield_now();
+    };
+    let version = yard.next_version.fetch_sub(1, Ordering::Relaxed);
+    let (at, page) = (room.slot().0 as usize, (room.extent().start / PAGE_UNITS) as usize);
+    let slot = &yard.slots[at];
+    yard.write(page, version);
+    yard.check(page, version);
+    {
+        let books = &mut *yard.books.lock().unwrap();
+        if slot.word.load().state() != State::Free {
+            assert!(!strict, "a room whose slot is not free was given out");
+            return books.rooms.give(room);
+        }
+        yard.places[at].store(page as u64, Ordering::Relaxed);
+        assert!(matches!(
+            books.floors.begin_copy(room.slot(), &slot.word, epoch(version)),
+            Transition::Done(_)
+        ));
+        assert!(matches!(slot.word.publish(epoch(version)), Transition::Done(_)));
+        seen("published");
+    }
+    (0..thread_rng().gen_range(0..4)).for_each(|_| thread::yield_now());
+    {
+        let books = &mut *yard.books.lock().unwrap();
+        assert!(matches!(slot.word.kill(epoch(version)), Transition::Done(_)));
+        books.dying.push((at, version));
+    }
+    yard.books.lock().unwrap().rooms.drain(room);
+}
+
+fn read_rooms(yard: &Yard, reader: usize) {
+    for _ in 0..LOOKS {
+        let at = thread_rng().gen_range(0..ROOMS);
+        let (slot, cell) = (&yard.slots[at], &yard.cells[reader]);
+        let Ok(word) = cell.acquire(slot.name, &slot.word, Expect::Ready) else {
+            seen("refused");
+            continue;
+        };
+        let page = yard.places[at].load(Ordering::Relaxed) as usize;
+        (0..2).for_each(|_| yard.check(page, word.epoch().bits()));
+        cell.release();
+        seen("read");
     }
 }
 

@@ -11,7 +11,7 @@ use std::num::NonZeroU16;
 use std::ops::{Deref, RangeInclusive};
 use std::path::{Path, PathBuf};
 
-use moontide_meta::PlacementKind;
+use moontide_meta::{Admission, PlacementKind};
 use moontide_proto::limits::ADDRESS_BYTES_MAX;
 use moontide_types::bounds::{
     GROUPS_DEFAULT, GROUPS_MAX, LEASE_MS_MAX, OBJECT_BYTES_MAX, PAGE_BYTES, RESERVATION_MS_MAX,
@@ -137,6 +137,9 @@ settings! {
     low_permille: u16 = LOW_PERMILLE_DEFAULT;
     /// Where new objects go: "random", "free-ratio" or "topology".
     placement: PlacementName = PlacementName(PlacementKind::FreeRatio);
+    /// What is written to nodes' disks when it has to leave memory: "all", or "read-before" for what was read since it was
+    /// put, which spares SSDs.
+    offload_admission: AdmissionName = AdmissionName(Admission::All);
     /// Objects longer than this are cut into stripes, in bytes; a multiple of 262144.
     stripe_bytes_max: u64 = STRIPE_BYTES_MAX_DEFAULT;
     /// Most connections at the framed door, and as many at the gRPC door.
@@ -156,6 +159,30 @@ impl<'de> Deserialize<'de> for PlacementName {
         let name = String::deserialize(deserializer)?;
         PlacementName::read(&name).ok_or_else(|| {
             serde::de::Error::invalid_value(serde::de::Unexpected::Str(&name), &PlacementName::EXPECTED)
+        })
+    }
+}
+
+/// What is admitted to disks, by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdmissionName(pub Admission);
+
+impl AdmissionName {
+    const ALL: [AdmissionName; 2] = [AdmissionName(Admission::All), AdmissionName(Admission::ReadBefore)];
+
+    fn name(self) -> &'static str {
+        match self.0 {
+            Admission::All => "all",
+            Admission::ReadBefore => "read-before",
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for AdmissionName {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<AdmissionName, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        AdmissionName::read(&name).ok_or_else(|| {
+            serde::de::Error::invalid_value(serde::de::Unexpected::Str(&name), &AdmissionName::EXPECTED)
         })
     }
 }
@@ -231,6 +258,16 @@ impl Value for PlacementName {
     }
     fn show(&self) -> Option<String> {
         quoted(self.0.name())
+    }
+}
+
+impl Value for AdmissionName {
+    const EXPECTED: &'static str = "one of all, read-before";
+    fn read(text: &str) -> Option<Self> {
+        AdmissionName::ALL.into_iter().find(|admission| admission.name() == text)
+    }
+    fn show(&self) -> Option<String> {
+        quoted(self.name())
     }
 }
 
@@ -630,6 +667,7 @@ mod tests {
         let flags = [
             ("data_dir", "/var/lib/moon \"tide\""),
             ("placement", "topology"),
+            ("offload-admission", "read-before"),
             ("grpc-listen", "[::1]:9"),
             ("frame_advertise", "a.example:7401"),
         ];
@@ -655,6 +693,10 @@ mod tests {
         assert!(wrong.contains("gruops") && wrong.contains("--print-config"), "{wrong}");
         let wrong = text(load(Some("placement = \"best\"\n"), &[], &[]));
         assert!(wrong.contains("free-ratio"), "{wrong}");
+        let wrong = text(load(Some("offload_admission = \"none\"\n"), &[], &[]));
+        assert!(wrong.contains("read-before"), "{wrong}");
+        let wrong = text(load(None, &[("MOONTIDE_MASTER_OFFLOAD_ADMISSION", "none")], &[]));
+        assert!(wrong.contains("read-before"), "{wrong}");
         let wrong = text(MasterConfig::load(Some(Path::new("/nowhere/at/all.toml")), [], []));
         assert!(wrong.contains("/nowhere/at/all.toml"), "{wrong}");
     }

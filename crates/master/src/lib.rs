@@ -25,8 +25,9 @@ mod metrics;
 mod seats;
 
 pub use config::{
-    ADMIN_LISTEN_DEFAULT, ConfigError, ENVIRONMENT_PREFIX, FRAME_LISTEN_DEFAULT, GRPC_LISTEN_DEFAULT,
-    InvalidConfig, Loaded, MasterConfig, Origin, PlacementName, Setting, ValidConfig, WrongValue,
+    ADMIN_LISTEN_DEFAULT, AdmissionName, ConfigError, ENVIRONMENT_PREFIX, FRAME_LISTEN_DEFAULT,
+    GRPC_LISTEN_DEFAULT, InvalidConfig, Loaded, MasterConfig, Origin, PlacementName, Setting, ValidConfig,
+    WrongValue,
 };
 pub use grpc_door::{CODE_METADATA, code_of};
 pub use identity::IdentityError;

@@ -171,6 +171,12 @@ const GAUGES: &[Number] = &[
     ("header_all_slots", "Header slots in all segments", |s| s.slots),
     ("header_taken_slots", "Header slots in use", |s| s.taken_slots),
     ("index_memory_bytes", "Memory of the index", |s| s.memory_bytes),
+    ("disk_only_objects", "Objects that are nowhere but on disks", |s| s.objects_on_disk),
+    ("offloading_units", "Units of memory that are being written to disks", |s| s.offloading_units),
+    ("disks_mounted", "Nodes with a disk", |s| s.disks),
+    ("disks_closed", "Disks that take no more: full, or writes failed", |s| s.disks_closed),
+    ("disk_used_bytes", "Bytes on disks", |s| s.disk_used_bytes),
+    ("disk_limit_bytes", "Bytes that disks may hold", |s| s.disk_limit_bytes),
     ("outstanding_orders", "Orders that nodes have not answered yet", |s| s.orders_outstanding),
 ];
 
@@ -197,6 +203,19 @@ const COUNTERS: &[Number] = &[
     ("expired_objects", "Objects whose time to live was over", |s| s.group.expired_objects),
     ("removed_objects", "Objects removed by a call or a job", |s| s.group.removed_objects),
     ("lost_objects", "Objects lost with the last node that had them", |s| s.group.lost_objects),
+    ("offloads_ordered_objects", "Objects that nodes were told to write to disk", |s| {
+        s.group.offloads_ordered
+    }),
+    ("offloaded_objects", "Objects that were written to disk", |s| s.group.offloaded_objects),
+    ("demoted_objects", "Objects that left memory and stayed on disk", |s| s.group.demoted_objects),
+    ("offloads_not_admitted_objects", "Objects evicted unwritten, because nobody had read them", |s| {
+        s.group.offloads_not_admitted
+    }),
+    ("promoted_objects", "Objects brought back from disk to memory", |s| s.group.promoted_objects),
+    ("recovered_objects", "Objects that nodes found on their disks at a start", |s| {
+        s.group.recovered_objects
+    }),
+    ("disk_evicted_records", "Records that left a full disk", |s| s.group.disk_evicted),
     ("reclaimed_ranges", "Ranges that nodes have given back", |s| s.group.reclaimed),
     ("refused_orders", "Orders that nodes refused", |s| s.group.orders_refused),
     ("reported_records", "Records that nodes reported", |s| s.group.reported),

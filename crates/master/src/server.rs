@@ -244,6 +244,7 @@ fn service_config(
         grpc_address: advertised(&config.grpc_advertise, addresses.grpc),
         frame_address: advertised(&config.frame_advertise, addresses.frame),
         placement: config.placement.0,
+        admission: config.offload_admission.0,
         high_permille: config.high_permille,
         low_permille: config.low_permille,
         reservation: millis(config.reservation_ms),

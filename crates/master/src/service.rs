@@ -10,6 +10,7 @@
 //! Locks, in the order in which they may be taken: `tenants`, one group, then one of the leaves (`sessions`, an
 //! outbox, `removals`). No group is locked while another one is.
 
+mod disks;
 mod hot;
 mod jobs;
 mod nodes;
@@ -25,7 +26,7 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 use moontide_meta::{
-    Ask, Effect, Effects, Group, GroupConfig, Now, PlacementKind, Quota, SessionConfig, Sessions,
+    Admission, Ask, Effect, Effects, Group, GroupConfig, Now, PlacementKind, Quota, SessionConfig, Sessions,
 };
 use moontide_proto::PackedKeys;
 use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
@@ -70,6 +71,8 @@ pub struct ServiceConfig {
     pub frame_address: String,
     /// Where new objects go.
     pub placement: PlacementKind,
+    /// What is worth being written to a disk.
+    pub admission: Admission,
     /// Eviction begins above this share, in thousandths.
     pub high_permille: u16,
     /// Eviction ends below this share, in thousandths.
@@ -100,6 +103,7 @@ impl ServiceConfig {
             grpc_address: "127.0.0.1:1".into(),
             frame_address: "127.0.0.1:2".into(),
             placement: group.placement,
+            admission: group.admission,
             high_permille: group.high_permille,
             low_permille: group.low_permille,
             reservation: group.reservation,
@@ -193,6 +197,7 @@ impl Service {
             let group = GroupConfig {
                 seed: config.seed.wrapping_add(number.into()),
                 placement: config.placement,
+                admission: config.admission,
                 high_permille: config.high_permille,
                 low_permille: config.low_permille,
                 reservation: config.reservation,

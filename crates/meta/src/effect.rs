@@ -4,7 +4,7 @@
 //! node does, keeps them until the node has answered, sends them again after a broken connection, and brings the
 //! answer back by [`Group::order_outcome`](crate::Group::order_outcome).
 
-use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SessionId, SlotId, Term};
+use moontide_types::{Epoch, ErrorCode, Extent, Generation, ObjectId, SegmentId, SessionId, SlotId, Term};
 
 /// Where effects go. The caller empties it and uses it again.
 pub type Effects = Vec<Effect>;
@@ -37,7 +37,8 @@ pub enum Effect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Waiter(pub u64);
 
-/// What a node is to do with a slot.
+/// What a node is to do with a slot; or with its disk, if the segment is [`SegmentId::DISK`]: then a version is to be
+/// removed from it so that it does not come back, the slot says nothing, and `Kill` and `Reclaim` are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Order {
     /// What.
@@ -63,6 +64,16 @@ pub enum OrderKind {
     /// Afterwards the slot is FREE at an epoch that is not lower: one that never began is burned, one that is
     /// WRITING or READY is killed first, and none is freed while a ledger names it.
     Reclaim,
+    /// Write the record in this slot to the node's disk, say so by
+    /// [`Group::disk_notice`](crate::Group::disk_notice), then answer.
+    Offload,
+    /// Bring a record from the node's disk into this slot, which is FREE.
+    Promote {
+        /// Which stripe.
+        stripe: u16,
+        /// The slot's extent.
+        extent: Extent,
+    },
 }
 
 /// What became of an order.

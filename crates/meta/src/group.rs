@@ -1,7 +1,7 @@
 //! [`Group`]: the state of one group and the primitives that keep its books consistent.
 //!
 //! The calls are in the modules below, one idea each: [`lookup`], [`put`], [`remove`], the nodes' side in [`nodes`]
-//! and [`report`], [`evict`], and [`tick`], which does everything that waits for time.
+//! and [`report`], [`disk`], [`evict`], and [`tick`], which does everything that waits for time.
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and
 //! stands in the queue of reservations. Complete: it has at least one replica with all of its stripes, and stands in
@@ -9,6 +9,7 @@
 //! the nodes say so.
 
 mod audit;
+mod disk;
 mod evict;
 mod lookup;
 mod nodes;
@@ -22,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU16;
 use std::time::Duration;
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use moontide_types::bounds::{LEASE_MS_MAX, PAGE_BYTES, RESERVATION_MS_MAX, UNIT_BYTES};
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -30,6 +31,7 @@ use moontide_types::{
 };
 
 pub use audit::{Audit, Range, Violation};
+pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
 pub use lookup::{Ask, Found, ListCursor, LookupCounts};
 pub use nodes::{Mount, MountSpec, SegmentView};
@@ -49,6 +51,7 @@ use crate::random::Rng;
 use crate::record::{Flag, NONE, Place, Record};
 use crate::segment::{Segment, SegmentPhase};
 use crate::sizes::Sizes;
+use crate::sketch::Sketch;
 use crate::slab::{Ref, Slab};
 use crate::table::Table;
 use crate::tenant::{Quota, TenantIx, TenantUsage, Tenants};
@@ -81,6 +84,13 @@ pub struct GroupConfig {
     pub report_wait: Duration,
     /// How long a node that went away may come back with objects that were removed in the meantime.
     pub absence_max: Duration,
+    /// How long a disk that went away, or was never heard of in this term, may come back with what it has. What was removed
+    /// or forgotten meanwhile is remembered for it; after this time it is taken as empty, because nobody knows any more.
+    pub disk_absence_max: Duration,
+    /// How long a node has for writing an object to its disk.
+    pub offload_window: Duration,
+    /// What is worth being written to a disk.
+    pub admission: Admission,
     /// Longest stripe; larger objects are cut, if the writer leaves it to us. Where segments are small, stripes are
     /// shorter, so that two fit into the largest one: an object larger than a segment can be stored, too.
     pub stripe_bytes_max: u64,
@@ -104,6 +114,9 @@ impl GroupConfig {
             ),
             report_wait: Duration::from_secs(30),
             absence_max: Duration::from_secs(60),
+            disk_absence_max: Duration::from_secs(900),
+            offload_window: Duration::from_millis(LEASE_MS_MAX.into()),
+            admission: Admission::default(),
             stripe_bytes_max: 256 << 20,
         }
     }
@@ -111,7 +124,7 @@ impl GroupConfig {
 
 const _: () = assert!((256 << 20) % PAGE_BYTES == 0);
 
-/// Counts since the group began. `requested = hits + misses + not_ready`.
+/// Counts since the group began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupStats {
     /// Reads and checks of keys.
@@ -134,6 +147,20 @@ pub struct GroupStats {
     pub removed_objects: u64,
     /// Objects lost with the last node that had them.
     pub lost_objects: u64,
+    /// Objects that nodes were told to write to their disks.
+    pub offloads_ordered: u64,
+    /// Objects that are on disk because of it. The rest was refused, took too long, or was removed meanwhile.
+    pub offloaded_objects: u64,
+    /// Objects that left memory and are read from disk since.
+    pub demoted_objects: u64,
+    /// Objects evicted without being written, because nobody had read them.
+    pub offloads_not_admitted: u64,
+    /// Objects that were brought back from disk to memory.
+    pub promoted_objects: u64,
+    /// Objects that nodes found on their disks after a start.
+    pub recovered_objects: u64,
+    /// Records that left a disk because it was full.
+    pub disk_evicted: u64,
     /// Ranges that nodes have given back.
     pub reclaimed: u64,
     /// Orders that nodes refused.
@@ -183,6 +210,18 @@ pub struct Group {
     tenants: Tenants,
     /// Objects being written, those that end first in front.
     writing: Queue,
+    /// Complete objects that nodes are writing to their disks, those that were ordered first in front.
+    offloading: Queue,
+    /// When their time is over, and how many units of memory they will give back.
+    offloads: HashMap<ObjectId, disk::Offload>,
+    /// The sum of those units.
+    offloading_units: u64,
+    /// Objects that their nodes will not write to disk: too large for it, or damaged.
+    unfit: HashSet<ObjectId>,
+    /// Objects on disk that are wanted in memory.
+    to_promote: VecDeque<ObjectId>,
+    /// How often objects were read, if that decides what is written to disk.
+    sketch: Option<Sketch>,
     /// Objects with a time to live.
     expiring: BTreeSet<(u64, ObjectId)>,
 
@@ -217,8 +256,12 @@ pub struct Group {
     /// Segments that went away with their nodes' sessions, and when they are forgotten. Segments, because a node that
     /// comes back mounts one after the other.
     absent: HashMap<(NodeId, SegmentId), Tick>,
+    /// Disks that went away, in the same way.
+    absent_disks: HashMap<NodeId, Tick>,
     /// Until then, segments that this master has never heard of may report what they hold.
     reports_until: MonoTime,
+    /// The same for disks.
+    disk_reports_until: MonoTime,
     /// Before this, nodes that this master has never heard of may have objects of an earlier term.
     settled_at: MonoTime,
 
@@ -241,6 +284,7 @@ impl Group {
         // In the first term there is nothing from before.
         let first = config.term <= Term::new(1).expect("1 is a term");
         let wait = if first { Duration::ZERO } else { config.report_wait };
+        let disk_wait = if first { config.report_wait } else { config.disk_absence_max };
         Group {
             ticker: Ticker::new(now.mono),
             rng: Rng::new(config.seed),
@@ -252,6 +296,12 @@ impl Group {
             cohorts: Cohorts::default(),
             tenants: Tenants::default(),
             writing: Queue::default(),
+            offloading: Queue::default(),
+            offloads: HashMap::new(),
+            offloading_units: 0,
+            unfit: HashSet::new(),
+            to_promote: VecDeque::new(),
+            sketch: (config.admission == Admission::ReadBefore).then(Sketch::default),
             expiring: BTreeSet::new(),
             nodes: HashMap::new(),
             segments: vec![],
@@ -270,7 +320,9 @@ impl Group {
             replacing: HashMap::new(),
             tombstones: HashMap::new(),
             absent: HashMap::new(),
+            absent_disks: HashMap::new(),
             reports_until: now.mono.after(config.report_wait),
+            disk_reports_until: now.mono.after(disk_wait),
             settled_at: now.mono.after(wait),
             jobs: BTreeMap::new(),
             job_count: 0,
@@ -449,11 +501,22 @@ impl Group {
     // --------------------------------------------------------------------------------------------- books
 
     /// The queue in which a record stands, by its state.
-    fn queue_of<'a>(writing: &'a mut Queue, tenants: &'a mut Tenants, record: &Record) -> &'a mut Queue {
+    fn queue_of<'a>(
+        writing: &'a mut Queue,
+        offloading: &'a mut Queue,
+        tenants: &'a mut Tenants,
+        record: &Record,
+    ) -> &'a mut Queue {
         if record.has(Flag::Writing) {
             return writing;
         }
+        if record.has(Flag::Offloading) {
+            return offloading;
+        }
         let tenant = tenants.get_mut(record.tenant());
+        if record.has(Flag::OnDisk) {
+            return &mut tenant.on_disk;
+        }
         match record.pin() {
             PinClass::None => &mut tenant.ordinary,
             PinClass::Soft => &mut tenant.soft,
@@ -463,12 +526,14 @@ impl Group {
 
     fn enqueue(&mut self, at: Ref) {
         let record = *self.slab.get(at);
-        Group::queue_of(&mut self.writing, &mut self.tenants, &record).push(&mut self.slab, at);
+        Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
+            .push(&mut self.slab, at);
     }
 
     fn dequeue(&mut self, at: Ref) {
         let record = *self.slab.get(at);
-        Group::queue_of(&mut self.writing, &mut self.tenants, &record).unlink(&mut self.slab, at);
+        Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
+            .unlink(&mut self.slab, at);
     }
 
     /// Puts a record into slab, table and queue and counts its places for the tenant.
@@ -505,6 +570,10 @@ impl Group {
         );
         self.dequeue(at);
         let record = *self.slab.get(at);
+        if record.has(Flag::Offloading) {
+            self.end_offload(record.id());
+        }
+        self.unfit.remove(&record.id());
         if let Some(extra) = self.extras.remove(record.extra) {
             if let Some(expires) = extra.expires {
                 self.expiring.remove(&(expires.0, record.id()));
@@ -526,7 +595,11 @@ impl Group {
         let record = *self.slab.get(new);
         let replaced = self.table.replace(record.id(), old.number(), new.number());
         debug_assert!(replaced, "every record is in the table");
-        Group::queue_of(&mut self.writing, &mut self.tenants, &record).renamed(&mut self.slab, old, new);
+        Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record).renamed(
+            &mut self.slab,
+            old,
+            new,
+        );
         for index in 0..self.place_count(&record) {
             let place = self.place(&record, index);
             if !place.is_lost() {
@@ -564,6 +637,19 @@ impl Group {
 
     /// Gives up all places of an object and forgets it. A lease that is out delays the reclaim, not the end.
     fn drop_object(&mut self, at: Ref, now: Now, effects: &mut Effects) {
+        let record = *self.slab.get(at);
+        for index in 0..self.place_count(&record) {
+            // An offload that took too long may still be under way there. A reclaim does not stop it, a kill does.
+            let place = self.place(&record, index);
+            if !record.has(Flag::Writing) && self.is_readable(place) && self.has_disk_beside(place) {
+                self.order(OrderKind::Kill, place.segment, place.slot, record.epoch(), record.id(), effects);
+            }
+        }
+        self.drop_places(at, now, effects);
+    }
+
+    /// The same, when nodes were told to kill what can be killed.
+    fn drop_places(&mut self, at: Ref, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
         let leased = self.lease_of(&record, now);
         for index in 0..self.place_count(&record) {
@@ -623,10 +709,18 @@ impl Group {
         self.stats.puts_completed += 1;
     }
 
-    /// Whether nodes that could have objects of this group have not reported yet.
+    /// Whether nodes that could have objects of this group, in memory or on disk, have not reported yet.
     fn is_unsettled(&self, now: Now) -> bool {
-        now.mono < self.settled_at
-            || !self.absent.is_empty()
-            || self.segments.iter().flatten().any(|segment| segment.phase == SegmentPhase::Reporting)
+        !self.absent_disks.is_empty() || self.unsettled(now, |_| true)
+    }
+
+    /// The same without disks, on which nothing is ever half written.
+    fn memory_is_unsettled(&self, now: Now) -> bool {
+        self.unsettled(now, |segment| !segment.is_disk())
+    }
+
+    fn unsettled(&self, now: Now, counts: impl Fn(&Segment) -> bool) -> bool {
+        let reporting = |segment: &Segment| segment.phase == SegmentPhase::Reporting && counts(segment);
+        now.mono < self.settled_at || !self.absent.is_empty() || self.segments.iter().flatten().any(reporting)
     }
 }

@@ -1,7 +1,7 @@
 //! [`Record`]: what a group remembers of one object, in 72 bytes; its key stands behind it.
 //!
 //! ```text
-//!   id 16 │ epoch 8 │ root 8 │ length:41 and flags:23 8 │ prev 4 │ next 4 │ until 4
+//!   id 16 │ epoch 8 │ root 8 │ length:41, flags:10, attributes:13 8 │ prev 4 │ next 4 │ until 4
 //!   segment 4 │ slot 4 │ block 4 │ extra 4 │ tenant 2 │ key length 2
 //! ```
 //!
@@ -12,7 +12,7 @@
 //! |---|---|---|
 //! | `root` | the caller that owns the reservation | the root digest |
 //! | `until` | when the reservation ends | when the longest lease ends |
-//! | `prev`, `next` | the queue of reservations | the eviction queue of its tenant and class |
+//! | `prev`, `next` | the queue of reservations | the eviction queue of its tenant and class, or that of offloads |
 //!
 //! The first place of the bytes stands in the record. Objects with more places, stripes or attributes have an
 //! [`Extra`](crate::extra::Extra).
@@ -72,11 +72,19 @@ pub(crate) enum Flag {
     Committed = LEN_BITS + 4,
     /// Brought by a report: its places stand in the order in which they came, and nobody owns its reservation.
     Reported = LEN_BITS + 5,
+    /// Complete, and nowhere but on disks.
+    OnDisk = LEN_BITS + 6,
+    /// Nodes have been told to write it to their disks.
+    Offloading = LEN_BITS + 7,
 }
 
 /// Two bits of pin class above the single ones.
-const PIN_SHIFT: u32 = LEN_BITS + 6;
-const _: () = assert!(PIN_SHIFT + 2 <= 64);
+const PIN_SHIFT: u32 = LEN_BITS + 8;
+/// Above these the length of the attributes in the record, of objects that are on a disk: what comes back needs as much
+/// room as it had.
+const ATTRIBUTES_SHIFT: u32 = PIN_SHIFT + 2;
+const ATTRIBUTES_MASK: u64 = (1 << 13) - 1;
+const _: () = assert!(ATTRIBUTES_SHIFT + 13 <= 64);
 
 /// Where one stripe of one replica is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,6 +159,16 @@ impl Record {
         self.len_flags = self.len_flags & !(3 << PIN_SHIFT) | (pin as u64) << PIN_SHIFT;
     }
 
+    pub(crate) fn attributes_len(&self) -> u32 {
+        (self.len_flags >> ATTRIBUTES_SHIFT & ATTRIBUTES_MASK) as u32
+    }
+
+    /// Attributes have at most 4 KiB, so that their length fits.
+    pub(crate) fn set_attributes_len(&mut self, len: u32) {
+        let len = u64::from(len) & ATTRIBUTES_MASK;
+        self.len_flags = self.len_flags & !(ATTRIBUTES_MASK << ATTRIBUTES_SHIFT) | len << ATTRIBUTES_SHIFT;
+    }
+
     pub(crate) fn until(&self) -> Tick {
         Tick(self.until)
     }
@@ -193,10 +211,20 @@ mod tests {
     fn bits_do_not_touch_each_other() {
         let epoch = Epoch::new(Term::MAX, 7).unwrap();
         let mut record = Record::new(ObjectId([3; 16]), epoch, TenantIx(9), 64, OBJECT_BYTES_MAX);
-        let flags =
-            [Flag::Writing, Flag::Visited, Flag::Digestless, Flag::Fewer, Flag::Committed, Flag::Reported];
+        let flags = [
+            Flag::Writing,
+            Flag::Visited,
+            Flag::Digestless,
+            Flag::Fewer,
+            Flag::Committed,
+            Flag::Reported,
+            Flag::OnDisk,
+            Flag::Offloading,
+        ];
         for pin in [PinClass::None, PinClass::Hard, PinClass::Soft] {
             record.set_pin(pin);
+            record.set_attributes_len(4096);
+            assert_eq!(record.attributes_len(), 4096);
             for flag in flags {
                 record.set(flag, true);
                 assert_eq!((record.object_len(), record.pin()), (OBJECT_BYTES_MAX, pin));

@@ -30,6 +30,9 @@ pub enum Medium {
     Memory,
     /// A GPU's memory.
     Device,
+    /// A node's disk. Its node decides what stands where, so that it has no units here, and its slots are made as
+    /// objects come: they are there to find the objects of a disk that is lost.
+    Disk,
 }
 
 /// How far a segment is.
@@ -119,6 +122,8 @@ pub(crate) struct Segment {
     pub(crate) live_units: u32,
     pub(crate) reserved_units: u32,
     pub(crate) draining_units: u32,
+    /// A disk: whether it takes more. A node says so with every heartbeat.
+    pub(crate) takes_offloads: bool,
 }
 
 /// Allocations for which the allocator's books are made ahead, because growing them in the middle of a put takes
@@ -166,7 +171,7 @@ impl Segment {
             reported: vec![],
             freed_while_reporting: HashMap::new(),
             swept: 0,
-            rebuilt: phase != SegmentPhase::Reporting,
+            rebuilt: phase != SegmentPhase::Reporting || shape.medium == Medium::Disk,
             allocator,
             slots: vec![0; shape.slots as usize],
             free_link: NO_LINK,
@@ -176,7 +181,24 @@ impl Segment {
             live_units: 0,
             reserved_units: 0,
             draining_units: 0,
+            takes_offloads: false,
         }
+    }
+
+    pub(crate) fn is_disk(&self) -> bool {
+        self.medium == Medium::Disk
+    }
+
+    /// A slot of a disk that nobody has: one more, if need be.
+    pub(crate) fn disk_slot(&mut self) -> Option<u32> {
+        debug_assert!(self.is_disk());
+        if let Some(slot) = self.free_slot() {
+            return Some(slot);
+        }
+        (self.slot_count() < SLOTS_MAX).then(|| {
+            self.slots.push(0);
+            self.slot_count() - 1
+        })
     }
 
     /// Whether readers may be sent there.
@@ -253,11 +275,13 @@ impl Segment {
             self.drains.shrink_to(self.drains.len() * 2);
         }
         self.draining_units -= drain.units;
-        if self.rebuilt {
-            self.allocator.free(BlockRef(drain.block));
-        } else {
-            self.reported[drain.block as usize].1.units = 0;
-            self.freed_while_reporting.insert(slot, epoch);
+        if !self.is_disk() {
+            if self.rebuilt {
+                self.allocator.free(BlockRef(drain.block));
+            } else {
+                self.reported[drain.block as usize].1.units = 0;
+                self.freed_while_reporting.insert(slot, epoch);
+            }
         }
         self.give_slot(slot);
         true
@@ -270,11 +294,21 @@ impl Segment {
 
     /// The extent of a block, or of a position in the report.
     pub(crate) fn extent(&self, block: u32) -> Extent {
-        if self.rebuilt { self.allocator.extent(BlockRef(block)) } else { self.reported[block as usize].1 }
+        if self.is_disk() {
+            Extent::default()
+        } else if self.rebuilt {
+            self.allocator.extent(BlockRef(block))
+        } else {
+            self.reported[block as usize].1
+        }
     }
 
     /// A slot that a report says is taken. The place's block is the position in the report.
     pub(crate) fn report(&mut self, segment: u32, slot: u32, extent: Extent, live: bool) -> Place {
+        if self.is_disk() {
+            self.take_slot(slot);
+            return Place { segment, slot, block: 0 };
+        }
         self.reported.push((slot, extent));
         self.taken_slots += 1;
         if live {
@@ -309,6 +343,21 @@ impl Segment {
             self.fresh += 1;
         }
         (self.fresh < self.slot_count()).then_some(self.fresh)
+    }
+
+    /// A draining place has become one of a complete object: what a promotion brought.
+    pub(crate) fn revive(&mut self, segment: u32, slot: u32, at: Ref) -> Place {
+        let drain = self.drains.remove(&slot).expect("a promotion has its slot");
+        self.draining_units -= drain.units;
+        self.live_units += drain.units;
+        self.set_slot(slot, at);
+        Place { segment, slot, block: drain.block }
+    }
+
+    /// A place of a disk is gone without anybody being told: its node has said so.
+    pub(crate) fn vacate(&mut self, slot: u32) {
+        debug_assert!(self.is_disk());
+        self.give_slot(slot);
     }
 
     fn take_slot(&mut self, slot: u32) {

@@ -16,9 +16,9 @@ pub(crate) const TENANTS_MAX: usize = 4096;
 /// A cluster's quota is split by the master into shares that sum to it, so that a group decides alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Quota {
-    /// Most bytes, counted in whole units and with all replicas.
+    /// Most bytes of memory, counted in whole units and with all replicas. What is on disk does not count.
     pub bytes_max: u64,
-    /// Most objects.
+    /// Most objects, those on disk included.
     pub objects_max: u64,
 }
 
@@ -47,12 +47,19 @@ pub(crate) struct TenantState {
     pub(crate) soft: Queue,
     /// Never evicted; a queue only so that every complete object is in one.
     pub(crate) hard: Queue,
+    /// Nowhere but on disks, so that there is nothing to evict from memory.
+    pub(crate) on_disk: Queue,
 }
 
 impl TenantState {
     pub(crate) fn is_over_quota(&self) -> bool {
         let over = |used: u64, max: u64| max != 0 && used > max;
         over(self.bytes, self.quota.bytes_max) || over(self.objects, self.quota.objects_max)
+    }
+
+    /// Whether it has all objects that it may have, wherever they are.
+    pub(crate) fn has_too_many(&self) -> bool {
+        self.quota.objects_max != 0 && self.objects >= self.quota.objects_max
     }
 
     /// Whether another object of so many bytes would stay within the quota, once one of `replaced` bytes is gone.
@@ -91,6 +98,7 @@ impl Tenants {
             ordinary: Queue::default(),
             soft: Queue::default(),
             hard: Queue::default(),
+            on_disk: Queue::default(),
         });
         Ok(ix)
     }

@@ -341,7 +341,7 @@ fn an_object_larger_than_every_segment_is_cut_to_fit() {
     bench.group.drain(NodeId(6), SegmentId(0), false).unwrap();
     assert_eq!(cut(&mut bench, 4 * MIB, None).unwrap().len(), 4, "one that drains takes nothing");
     for node in [1, 2, 3] {
-        bench.group.unmount(NodeId(node), SegmentId(0), &mut bench.effects).unwrap();
+        bench.group.unmount(bench.now, NodeId(node), SegmentId(0), &mut bench.effects).unwrap();
         bench.settle();
     }
     assert_eq!(cut(&mut bench, 4 * MIB, None), Err(ErrorCode::NoSpace));

@@ -13,6 +13,9 @@ mod command;
 #[path = "model/node.rs"]
 mod node;
 
+#[path = "model/disk.rs"]
+mod disk;
+
 #[path = "model/world.rs"]
 mod world;
 
@@ -28,15 +31,18 @@ mod check;
 #[path = "model/regressions.rs"]
 mod regressions;
 
-use command::{Command, command};
-use moontide_meta::PlacementKind;
+use std::cell::Cell;
+
+use command::{Command, command, disk_command};
+use moontide_meta::{GroupStats, PlacementKind};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 use world::World;
 
 const CASES: u32 = 2_000;
 
-fn run(placement: PlacementKind, commands: &[Command]) -> Result<(), String> {
+/// The answer is what the last master counted.
+fn run(placement: PlacementKind, commands: &[Command]) -> Result<GroupStats, String> {
     let mut world = World::new(placement);
     // Most of a sequence is about a cluster that runs.
     for node in 0..4 {
@@ -45,7 +51,7 @@ fn run(placement: PlacementKind, commands: &[Command]) -> Result<(), String> {
     for (at, command) in commands.iter().enumerate() {
         world.step(command).map_err(|what| format!("step {at}, {command:?}: {what}"))?;
     }
-    Ok(())
+    Ok(*world.group.stats())
 }
 
 #[test]
@@ -59,11 +65,29 @@ fn group_is_as_the_model_says() {
         ..Config::default()
     };
     let placement = prop::sample::select(PlacementKind::ALL.to_vec());
-    let sequence = (placement, prop::collection::vec(command(), 1..140));
-    let tested = TestRunner::new(config)
-        .run(&sequence, |(placement, commands)| run(placement, &commands).map_err(TestCaseError::fail));
+    // Half of the sequences are about everything, half about disks.
+    let commands =
+        prop_oneof![prop::collection::vec(command(), 1..140), prop::collection::vec(disk_command(), 1..140)];
+    let sequence = (placement, commands);
+    let seen: [Cell<u64>; 6] = Default::default();
+    let tested = TestRunner::new(config).run(&sequence, |(placement, commands)| {
+        let stats = run(placement, &commands).map_err(TestCaseError::fail)?;
+        let counts = [
+            stats.offloads_ordered,
+            stats.offloaded_objects,
+            stats.demoted_objects,
+            stats.promoted_objects,
+            stats.recovered_objects,
+            stats.disk_evicted,
+        ];
+        for (sum, count) in seen.iter().zip(counts) {
+            sum.set(sum.get() + count);
+        }
+        Ok(())
+    });
     match tested {
-        Ok(()) => {}
+        // Sequences in which nothing gets to disk and back would show nothing.
+        Ok(()) => assert!(seen.iter().all(|sum| sum.get() > 0), "{seen:?}"),
         Err(TestError::Fail(why, (placement, commands))) => {
             let commands: Vec<String> = commands.iter().map(|command| format!("    {command:?},")).collect();
             panic!("{why}\n  with {placement:?} and\n{}", commands.join("\n"));

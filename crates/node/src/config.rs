@@ -6,6 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use moontide_disk::{BackendKind, EngineChoice, EvictionOrder};
 use moontide_heap::HugePages;
 use moontide_proto::limits::{ADDRESS_BYTES_MAX, ADDRESSES_MAX, LABEL_BYTES_MAX};
 use moontide_types::NodeId;
@@ -24,6 +25,11 @@ pub const SLOT_BYTES_DEFAULT: u64 = 8192;
 pub const LOCAL_STALE_MAX_DEFAULT: Duration = Duration::from_secs(30);
 /// A transfer takes milliseconds; who holds a guard for longer than this is cut off.
 pub const DRAIN_DEFAULT: Duration = Duration::from_secs(5);
+
+/// Room for what comes from disk on its way to readers: 256 records of 1 MiB, a tenth of a second's reading.
+pub const STAGING_BYTES_DEFAULT: u64 = 256 << 20;
+/// Threads that read from disk: one keeps a disk busy, two do while one of them verifies the end of a record.
+pub const LOAD_THREADS_DEFAULT: usize = 2;
 
 /// How long a start waits for the master: to be told how many groups there are, and to have its segments taken.
 pub const MASTER_WAIT: Duration = Duration::from_secs(5);
@@ -63,6 +69,45 @@ pub struct NodeConfig {
     pub drain: Duration,
     /// Pages of the memory.
     pub huge: HugePages,
+    /// A disk for what does not fit into memory; none: it is lost.
+    pub disk: Option<DiskConfig>,
+}
+
+/// A node's disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskConfig {
+    /// The directory. The node's number is kept there, too.
+    pub dir: PathBuf,
+    /// How records stand in it.
+    pub backend: BackendKind,
+    /// Most bytes; none: nine tenths of what is free on its file system at the start.
+    pub limit_bytes: Option<u64>,
+    /// Who goes first when they are used up.
+    pub order: EvictionOrder,
+    /// By which calls of the system it is read and written.
+    pub engine: EngineChoice,
+    /// Most bytes written per second; 0: as fast as it goes.
+    pub write_bytes_per_s: u64,
+    /// Memory for what comes from disk on its way to readers.
+    pub staging_bytes: u64,
+    /// Threads that read.
+    pub load_threads: usize,
+}
+
+impl DiskConfig {
+    /// A disk in this directory, everything else as usual.
+    pub fn new(dir: impl Into<PathBuf>) -> DiskConfig {
+        DiskConfig {
+            dir: dir.into(),
+            backend: BackendKind::default(),
+            limit_bytes: None,
+            order: EvictionOrder::default(),
+            engine: EngineChoice::Auto,
+            write_bytes_per_s: 0,
+            staging_bytes: STAGING_BYTES_DEFAULT,
+            load_threads: LOAD_THREADS_DEFAULT,
+        }
+    }
 }
 
 const ANY_LOCAL_PORT: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
@@ -86,6 +131,7 @@ impl Default for NodeConfig {
             local_stale_max: LOCAL_STALE_MAX_DEFAULT,
             drain: DRAIN_DEFAULT,
             huge: HugePages::IfAllowed,
+            disk: None,
         }
     }
 }
@@ -228,9 +274,42 @@ impl NodeConfig {
             format!("is {:?}, more than an hour", self.drain),
             "a shutdown must end",
         );
+        if let Some(disk) = &self.disk {
+            rule(
+                !disk.dir.as_os_str().is_empty(),
+                "disk.dir",
+                "is empty".into(),
+                "name a directory on the SSD",
+            );
+            rule(
+                disk.limit_bytes.is_none_or(|limit| limit >= DISK_BYTES_MIN),
+                "disk.limit_bytes",
+                format!("is {}, less than {DISK_BYTES_MIN}", disk.limit_bytes.unwrap_or(0)),
+                "give the disk at least 64 MiB, or leave it out for nine tenths of what is free",
+            );
+            rule(
+                (STAGING_BYTES_MIN..=STAGING_BYTES_MAX).contains(&disk.staging_bytes),
+                "disk.staging_bytes",
+                format!("is {}, not {STAGING_BYTES_MIN} to {STAGING_BYTES_MAX}", disk.staging_bytes),
+                "give it a few times the largest object, and 256 MiB if memory is no matter",
+            );
+            rule(
+                (1..=64).contains(&disk.load_threads),
+                "disk.load_threads",
+                format!("is {}, not 1 to 64", disk.load_threads),
+                "one or two keep an SSD busy",
+            );
+        }
         if wrong.is_empty() { Ok(()) } else { Err(InvalidConfig { wrong }) }
     }
 }
+
+/// Less than this is not worth a file.
+const DISK_BYTES_MIN: u64 = 64 << 20;
+
+/// Room for the longest stripe that a master cuts, and some.
+const STAGING_BYTES_MIN: u64 = 8 << 20;
+const STAGING_BYTES_MAX: u64 = 1 << 40;
 
 fn is_host_and_port(text: &str) -> bool {
     let fits = text.len() <= ADDRESS_BYTES_MAX;

@@ -3,8 +3,9 @@
 //!
 //! Reading order: [`plan`] (which segments there are), [`books`] (what is in them), [`orders`] (what a master's order
 //! means), [`outgoing`] and [`report`] (what is said to the master, and in which order), [`touch`] (what was read),
-//! [`pace`] (when).
+//! [`pace`] (when), [`batch`] (what is written to disk together, and how fast).
 
+pub(crate) mod batch;
 pub(crate) mod books;
 pub(crate) mod orders;
 pub(crate) mod outgoing;

@@ -30,12 +30,13 @@
 //! ```
 //!
 //! Reading order: [`NodeConfig`], `node` ([`Node`]: how the parts are put together), `memory`, `owner` (what peers ask),
-//! `orders` (what a master orders), `session` (what is said to the master), `decide` (what follows from what), `keeper`
+//! `orders` (what a master orders), `disk` (what does not fit into memory), `session` (what is said to the master), `decide` (what follows from what), `keeper`
 //! (beats and the index), `admin` and `metrics`.
 
 mod admin;
 mod config;
 mod decide;
+mod disk;
 mod keeper;
 mod memory;
 mod metrics;
@@ -46,10 +47,13 @@ mod session;
 mod status;
 
 pub use config::{
-    DRAIN_DEFAULT, InvalidConfig, LOCAL_STALE_MAX_DEFAULT, MASTER_DEFAULT, MASTER_WAIT, MEMORY_BYTES_DEFAULT,
-    NodeConfig, SEGMENT_BYTES_MAX_DEFAULT, SLOT_BYTES_DEFAULT, WrongValue,
+    DRAIN_DEFAULT, DiskConfig, InvalidConfig, LOAD_THREADS_DEFAULT, LOCAL_STALE_MAX_DEFAULT, MASTER_DEFAULT,
+    MASTER_WAIT, MEMORY_BYTES_DEFAULT, NodeConfig, SEGMENT_BYTES_MAX_DEFAULT, SLOT_BYTES_DEFAULT,
+    STAGING_BYTES_DEFAULT, WrongValue,
 };
 pub use decide::plan::PlanError;
+pub use disk::{DiskError, IdentityError};
 pub use memory::MemoryError;
+pub use moontide_disk::{BackendKind, EngineChoice, EvictionOrder};
 pub use moontide_heap::HugePages;
 pub use node::{Addresses, Node, StartError};

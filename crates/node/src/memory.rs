@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError};
+use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError, Staging};
+use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, GroupId, NodeId, SegmentId, SlotId, Term};
 use parking_lot::Mutex;
@@ -16,7 +17,9 @@ use crate::decide::touch::TouchMap;
 /// Everything that a node shares, and its notes about it.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    heap: NodeHeap,
+    heap: Arc<NodeHeap>,
+    /// Where records come from disk.
+    staging: Option<Arc<Staging>>,
     sides: Vec<Side>,
     generation: Generation,
     slots: u32,
@@ -53,6 +56,17 @@ pub enum MemoryError {
         /// Why.
         source: SegmentError,
     },
+    /// No room for what comes from disk.
+    #[error("memory for loading from disk cannot be made: {0}; lower disk.staging_bytes")]
+    Staging(SegmentError),
+}
+
+/// Smallest record that staging is made for: with smaller ones its slots run out before its bytes.
+const STAGED_BYTES_MIN: u64 = 64 << 10;
+
+/// Slots of staging: at least some, for a small one.
+fn staging_slots(bytes: u64) -> u32 {
+    u32::try_from(bytes / STAGED_BYTES_MIN).unwrap_or(u32::MAX).clamp(64, 1 << 16)
 }
 
 impl Memory {
@@ -61,8 +75,11 @@ impl Memory {
         generation: Generation,
         plan: SegmentPlan,
         huge: HugePages,
+        staging_bytes: Option<u64>,
     ) -> Result<Memory, MemoryError> {
-        let heap = NodeHeap::create(HeapConfig { node, generation, slots_max: plan.slots_all(), huge })?;
+        let more_slots = staging_bytes.map_or(0, |bytes| staging_slots(bytes).into());
+        let slots_max = plan.slots_all() + more_slots;
+        let heap = Arc::new(NodeHeap::create(HeapConfig { node, generation, slots_max, huge })?);
         let mut sides = Vec::with_capacity(plan.count as usize);
         for number in 0..plan.count {
             let segment = heap
@@ -76,11 +93,20 @@ impl Memory {
                 grant: Mutex::new(None),
             });
         }
-        Ok(Memory { heap, sides, generation, slots: plan.slots })
+        // Behind the others, whose numbers masters know.
+        let staging = staging_bytes.map(|bytes| {
+            let units = u32::try_from(bytes / UNIT_BYTES / 8 * 8).unwrap_or(u32::MAX / 8 * 8);
+            Staging::new(&heap, staging_slots(bytes), units, huge).map(Arc::new).map_err(MemoryError::Staging)
+        });
+        Ok(Memory { heap, staging: staging.transpose()?, sides, generation, slots: plan.slots })
     }
 
     pub(crate) fn heap(&self) -> &NodeHeap {
         &self.heap
+    }
+
+    pub(crate) fn staging(&self) -> Option<&Arc<Staging>> {
+        self.staging.as_ref()
     }
 
     pub(crate) fn generation(&self) -> Generation {
@@ -192,7 +218,7 @@ mod tests {
     #[test]
     fn marks_of_remote_reads_are_taken_once() {
         let plan = SegmentPlan { count: 3, units: 2048, slots: 100 };
-        let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed).unwrap();
+        let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None).unwrap();
         let touch = |segment, slot| memory.side(SegmentId(segment)).unwrap().touch(SlotId(slot));
         for (segment, slot) in [(0, 0), (2, 99), (2, 64), (1, 100), (1, 5000)] {
             touch(segment, slot);

@@ -6,6 +6,9 @@
 //! * space: `memory_live + memory_writing + memory_draining + memory_free = memory_all` (`_bytes` each);
 //! * orders: `orders_received = orders_done + orders_accepted + orders_refused + orders_void + orders_outstanding`:
 //!   received are answered or outstanding. Void are those whose session ended before they were.
+//!
+//! With a disk a third: `disk_loads_requested = disk_loads_staged + disk_loads_read + disk_loads_missed +
+//! disk_loads_failed`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,6 +23,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::decide::books::Usage;
+use crate::disk::{DiskNumbers, DiskTier};
 use crate::keeper::Keeper;
 use crate::memory::Memory;
 use crate::status::Status;
@@ -124,6 +128,7 @@ pub(crate) struct Metrics {
     pub(crate) counters: Arc<Counters>,
     pub(crate) transfer: Arc<moontide_transfer::Metrics>,
     pub(crate) memory: Arc<Memory>,
+    pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) keeper: Arc<Keeper>,
     pub(crate) status: Arc<Status>,
 }
@@ -141,6 +146,7 @@ impl Metrics {
             overflowed: self.memory.heap().board().overflowed(),
             mounted: self.status.is_mounted(),
             open: self.keeper.is_open(),
+            disk: self.disk.as_ref().map(|disk| disk.numbers()),
             counters: Arc::clone(&self.counters),
         };
         let mut registry = Registry::default();
@@ -163,6 +169,7 @@ struct Page {
     overflowed: u64,
     mounted: bool,
     open: bool,
+    disk: Option<DiskNumbers>,
     counters: Arc<Counters>,
 }
 
@@ -185,7 +192,9 @@ impl Collector for Page {
             ("session_mounted", "1 while a master knows of all segments", self.mounted.into()),
             ("index_open", "1 while processes of this host may use the index", self.open.into()),
         ];
-        for (name, help, value) in gauges {
+        let (disk_gauges, disk_counts) =
+            self.disk.as_ref().map_or((&[][..], &[][..]), |disk| (&disk.gauges[..], &disk.counts[..]));
+        for (name, help, value) in gauges.into_iter().chain(disk_gauges.iter().copied()) {
             let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
             value.encode(encoder.encode_descriptor(name, help, None, value.metric_type())?)?;
         }
@@ -211,7 +220,7 @@ impl Collector for Page {
             ("unreadable_records", "Records killed for an unreadable key", read(&counters.unreadable)),
             ("index_overflowed_records", "Records that found no place in the index", self.overflowed),
         ];
-        for (name, help, value) in counts {
+        for (name, help, value) in counts.into_iter().chain(disk_counts.iter().copied()) {
             let value = ConstCounter::new(value);
             value.encode(encoder.encode_descriptor(name, help, None, value.metric_type())?)?;
         }

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `moontide-beat` | says that the node lives; opens and closes the index |
 //! | `moontide-orders` | carries out orders, reclaims |
+//! | of the disk | see `disk` |
 //! | `moontide-node-…` | the session with the master, and the page for operators |
 //! | of the transfers | a thread per connection, see `moontide_transfer` |
 //!
@@ -33,6 +34,7 @@ use crate::admin::{self, Page};
 use crate::config::{InvalidConfig, MASTER_WAIT, NodeConfig};
 use crate::decide::pace::Backoff;
 use crate::decide::plan::{PlanArgs, PlanError, plan};
+use crate::disk::{DiskError, DiskTier, Identity};
 use crate::keeper::{Keeper, STALE_AFTER};
 use crate::memory::{Memory, MemoryError};
 use crate::metrics::{Counters, Metrics};
@@ -85,6 +87,9 @@ pub enum StartError {
     /// The memory cannot be had.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// The disk cannot be used.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
     /// Transfers cannot be served.
     #[error("transfers cannot be served: {0}; set `listen` to an address of this host with a free port")]
     Serve(#[from] ServeError),
@@ -131,6 +136,7 @@ pub struct Node {
     addresses: Addresses,
     drain: Duration,
     owner: Arc<NodeOwner>,
+    disk: Option<Arc<DiskTier>>,
     keeper: Arc<Keeper>,
     status: Arc<Status>,
     work: mpsc::Sender<Work>,
@@ -158,10 +164,6 @@ impl Node {
     /// Starts a node. When this returns, a master knows of it, and it serves.
     pub fn start(config: NodeConfig) -> Result<Node, StartError> {
         config.validate()?;
-        let id = match config.node {
-            Some(node) => node,
-            None => NodeId(random_u64()?.max(1)),
-        };
         let boot = random_u64()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -170,6 +172,14 @@ impl Node {
             .build()?;
         let begun = Instant::now();
         let cluster = runtime.block_on(find_cluster(&config.master, boot))?;
+        let draw = || Ok(NodeId(random_u64()?.max(1)));
+        let id = match (&config.disk, config.node) {
+            (Some(disk), wanted) => {
+                Identity::of(&disk.dir, cluster.number, wanted, draw).map_err(DiskError::from)?.node
+            }
+            (None, Some(node)) => node,
+            (None, None) => draw()?,
+        };
         let groups = u16::try_from(cluster.groups).unwrap_or(u16::MAX);
         let plan = plan(PlanArgs {
             memory_bytes: config.memory_bytes,
@@ -178,7 +188,8 @@ impl Node {
             groups,
             page_bytes: config.huge.page_bytes(),
         })?;
-        let memory = Arc::new(Memory::create(id, generation(), plan, config.huge)?);
+        let staging_bytes = config.disk.as_ref().map(|disk| disk.staging_bytes);
+        let memory = Arc::new(Memory::create(id, generation(), plan, config.huge, staging_bytes)?);
         info!(
             node = id.0,
             segments = plan.count,
@@ -192,9 +203,23 @@ impl Node {
         let transfer = moontide_transfer::Metrics::new();
         let (events, events_taken) = channels::unbounded_channel();
         let (work, work_taken) = mpsc::channel();
-        let owner =
-            NodeOwner::new(id, Arc::clone(&memory), Arc::clone(&counters), events.clone(), work.clone());
-        let owner = Arc::new(owner);
+        let disk = match (config.disk.clone(), memory.staging()) {
+            (Some(disk), Some(staging)) => {
+                let tier = DiskTier::open(disk, Arc::clone(&memory), Arc::clone(staging), events.clone())?;
+                Some(Arc::new(tier))
+            }
+            _ => None,
+        };
+        // What reads the disk takes its time, and the master is not waited for meanwhile.
+        let begun = begun.max(Instant::now() - MASTER_WAIT / 2);
+        let owner = Arc::new(NodeOwner::new(
+            id,
+            Arc::clone(&memory),
+            disk.clone(),
+            Arc::clone(&counters),
+            events.clone(),
+            work.clone(),
+        ));
         let keeper = Arc::new(Keeper::new(Arc::clone(&memory), config.local_stale_max));
         // A beat before anybody can look.
         memory.heap().beat();
@@ -209,6 +234,7 @@ impl Node {
             addresses: Addresses::default(),
             drain: config.drain,
             owner: Arc::clone(&owner),
+            disk: disk.clone(),
             keeper: Arc::clone(&keeper),
             status: Arc::clone(&status),
             work: work.clone(),
@@ -222,7 +248,10 @@ impl Node {
             threads: Vec::new(),
             runtime: Some(runtime),
         };
-        let obedience = Obedience::new(Arc::clone(&memory), Arc::clone(&counters), events);
+        if let Some(disk) = &disk {
+            node.threads.extend(disk.start()?);
+        }
+        let obedience = Obedience::new(Arc::clone(&memory), disk.clone(), Arc::clone(&counters), events);
         node.threads.push(spawn("moontide-orders", move || obedience.run(&work_taken))?);
         let beating = Arc::clone(&keeper);
         node.threads.push(spawn("moontide-beat", move || beating.run(&beat_stopped))?);
@@ -251,6 +280,7 @@ impl Node {
             counters: Arc::clone(&counters),
             transfer,
             memory: Arc::clone(&memory),
+            disk: disk.clone(),
             keeper: Arc::clone(&keeper),
             status: Arc::clone(&status),
         };
@@ -267,7 +297,7 @@ impl Node {
             cluster: cluster.number,
             groups: cluster.groups,
         };
-        let parts = Parts { memory, owner, keeper, status, counters, work };
+        let parts = Parts { memory, disk, owner, keeper, status, counters, work };
         let driver = Driver::new(facts, parts, events_taken, driver_stopped);
         node.driver = node.runtime.as_ref().map(|runtime| runtime.spawn(driver.run()));
         let left = MASTER_WAIT.saturating_sub(begun.elapsed()).max(Duration::from_secs(1));
@@ -357,6 +387,9 @@ impl Node {
             let _ = std::fs::remove_file(door);
         }
         // Threads that are gone have said why.
+        if let Some(disk) = &self.disk {
+            disk.stop();
+        }
         let _ = self.work.send(Work::Stop);
         let _ = self.stop_beat.send(());
         for thread in self.threads.drain(..) {

@@ -5,10 +5,12 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use moontide_disk::RecordName;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
+use moontide_types::bounds::LEASE_MS_MAX;
 use moontide_types::record::{DigestContext, State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, MonoTime, SessionId, SystemClock};
 use tokio::sync::mpsc::UnboundedSender;
@@ -17,6 +19,7 @@ use tracing::{debug, warn};
 use crate::decide::orders::{Answer, Drains, Known, Name, Next, admissible, after_burn, after_kill};
 use crate::decide::pace::reclaim_interval;
 use crate::decide::report::Change;
+use crate::disk::{DiskTier, OffloadJob, PromoteJob, RemovalJob};
 use crate::memory::Memory;
 use crate::metrics::{Counters, OrderCounts};
 use crate::session::Event;
@@ -44,6 +47,7 @@ pub(crate) enum Work {
 #[derive(Debug)]
 pub(crate) struct Obedience {
     memory: Arc<Memory>,
+    disk: Option<Arc<DiskTier>>,
     counters: Arc<Counters>,
     events: UnboundedSender<Event>,
     session: SessionId,
@@ -59,11 +63,13 @@ pub(crate) struct Obedience {
 impl Obedience {
     pub(crate) fn new(
         memory: Arc<Memory>,
+        disk: Option<Arc<DiskTier>>,
         counters: Arc<Counters>,
         events: UnboundedSender<Event>,
     ) -> Obedience {
         Obedience {
             memory,
+            disk,
             counters,
             events,
             session: SessionId(0),
@@ -132,8 +138,20 @@ impl Obedience {
             obeyed: side.segment().obeyed(),
             slots: side.segment().shape().slots,
         });
-        if let Err(code) = admissible(order, known) {
+        if let Err(code) = admissible(order, known, self.disk.is_some()) {
             return self.answer(order.order, Answer::refused(code, Word::default()));
+        }
+        if let Some(disk) = self.disk.clone() {
+            match order.kind {
+                OrderKind::DropDisk => return self.drop_from_disk(&disk, order),
+                OrderKind::Offload => return self.offload(&disk, order),
+                OrderKind::Promote => return self.promote(&disk, order),
+                // Nothing is to appear there any more.
+                OrderKind::Kill | OrderKind::Reclaim => {
+                    disk.cancel_promotion(order.segment, order.slot);
+                }
+                _ => {}
+            }
         }
         let Some(side) = side else { return };
         let done = Answer::done(Word::default());
@@ -153,18 +171,73 @@ impl Obedience {
                 let _ = self.events.send(Event::Report(order.segment));
                 self.answer(order.order, done);
             }
-            OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk => unreachable!("not admissible"),
+            OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk => {
+                unreachable!("admissible with a disk only, and done above")
+            }
         }
     }
 
     fn kill(&mut self, order: &Order) {
-        let killed = self.memory.heap().kill(order.segment, order.slot, order.epoch, NEVER);
+        let heap = self.memory.heap();
+        let name = heap.pin(order.segment, order.slot, order.epoch).map(|pin| RecordName::of(pin.header()));
+        let killed = heap.kill(order.segment, order.slot, order.epoch, NEVER);
         match after_kill(order.epoch, killed) {
             Next::Answer(answer) => {
                 self.memory.note(order.segment, order.slot, order.epoch, State::Dead);
-                self.answer(order.order, answer);
+                let disk = self.disk.as_ref().zip(name).filter(|(disk, name)| disk.may_have(name));
+                match disk {
+                    // After a crash the disk would bring it back: that it was removed is durable before it is said.
+                    Some((disk, name)) => {
+                        disk.remove(removal(self.session, order, name.version, answer));
+                        self.count(&answer);
+                    }
+                    None => self.answer(order.order, answer),
+                }
             }
             Next::Burn | Next::Drain => self.burn(order),
+        }
+    }
+
+    fn drop_from_disk(&mut self, disk: &DiskTier, order: &Order) {
+        let answer = Answer::done(Word::new(order.epoch, State::Free));
+        disk.remove(removal(self.session, order, order.epoch, answer));
+        self.count(&answer);
+    }
+
+    fn offload(&mut self, disk: &DiskTier, order: &Order) {
+        let Some(pin) = self.memory.heap().pin(order.segment, order.slot, order.epoch) else {
+            return self.answer(order.order, Answer::refused(ErrorCode::Gone, Word::default()));
+        };
+        let bytes = pin.header().stripe_len;
+        drop(pin);
+        let lease_ms = if order.lease_ms == 0 { LEASE_MS_MAX } else { order.lease_ms };
+        disk.offload(OffloadJob {
+            session: self.session,
+            order: order.order,
+            segment: order.segment,
+            slot: order.slot,
+            epoch: order.epoch,
+            id: order.id,
+            bytes,
+            until: Instant::now() + Duration::from_millis(lease_ms.into()),
+        });
+        self.counts.accepted += 1;
+    }
+
+    fn promote(&mut self, disk: &DiskTier, order: &Order) {
+        let begun = disk.begin_promotion(PromoteJob {
+            session: self.session,
+            order: order.order,
+            name: RecordName { id: order.id, version: order.epoch, stripe: order.stripe },
+            segment: order.segment,
+            slot: order.slot,
+            extent: order.extent,
+            term: order.term,
+        });
+        if begun {
+            self.counts.accepted += 1;
+        } else {
+            self.answer(order.order, Answer::refused(ErrorCode::Busy, Word::default()));
         }
     }
 
@@ -216,7 +289,9 @@ impl Obedience {
 
     /// Reclaims, and says what came of it.
     fn round(&mut self, now: MonoTime) {
-        let reclaimed = self.memory.heap().reclaim(now);
+        let mut reclaimed = self.memory.heap().reclaim(now);
+        // Of staging no master knows.
+        reclaimed.freed.retain(|freed| self.memory.side(freed.segment).is_some());
         for freed in &reclaimed.freed {
             let (segment, slot, epoch) = (freed.segment, freed.slot, freed.epoch);
             self.memory.note(segment, slot, epoch, State::Free);
@@ -245,12 +320,17 @@ impl Obedience {
     }
 
     fn answer(&mut self, order: u64, answer: Answer) {
+        self.count(&answer);
+        self.results.push(answer.to(order));
+    }
+
+    /// Orders that the disk's threads answer later are counted as what they will be if all goes well.
+    fn count(&mut self, answer: &Answer) {
         match answer.phase {
             OrderPhase::Done => self.counts.done += 1,
             OrderPhase::Accepted => self.counts.accepted += 1,
             OrderPhase::Refused => self.counts.refused += 1,
         }
-        self.results.push(answer.to(order));
     }
 
     fn answer_all(&mut self) {
@@ -275,6 +355,10 @@ impl Obedience {
                 "a removed object is still held, and its space is not free");
         }
     }
+}
+
+fn removal(session: SessionId, order: &Order, version: Epoch, answer: Answer) -> RemovalJob {
+    RemovalJob { session, order: order.order, id: order.id, version, answer }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! [`NodeOwner`]: the node as its peers see it. Answers Begin and Commit, and notes what was read.
+//! [`NodeOwner`]: the node as its peers see it. Answers Begin, Commit, Load and Release, and notes what was read.
 //!
 //! Invariant: whatever it changes in the heap it notes in the books, and tells those who keep the master informed.
 
@@ -7,11 +7,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use moontide_heap::{CommitError, Grant, Killed, LocalReads, NewRecord, NodeHeap, Writer};
-use moontide_proto::convert::{AttributeSection, BeginRequest, CommitRequest, Wire, decode};
+use moontide_disk::RecordName;
+use moontide_heap::{CommitError, Grant, Killed, LocalReads, NewRecord, NodeHeap, NodePin, Staged, Writer};
+use moontide_proto::convert::{
+    AttributeSection, BeginRequest, CommitRequest, ListKind, LoadRequest, ObjectListBuilder, Wire, decode,
+};
+use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{
-    CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, Hello, ObjectEntry, ObjectFlags, OpFlags,
-    OpKind, ReportFlags, ReportRecord, TransferOp, v1,
+    CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, Medium, ObjectEntry,
+    ObjectFlags, OpFlags, OpKind, Packed, ReportFlags, ReportRecord, TransferOp, v1,
 };
 use moontide_transfer::{Caller, Capabilities, Owner};
 use moontide_types::record::{Attributes, Flags, KeySection, State, Word};
@@ -21,6 +25,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use crate::decide::orders::Name;
 use crate::decide::report::{Change, Reported};
+use crate::disk::DiskTier;
 use crate::memory::Memory;
 use crate::metrics::Counters;
 use crate::orders::Work;
@@ -39,6 +44,7 @@ const CLOSED: ErrorCode = ErrorCode::StaleEpoch;
 pub(crate) struct NodeOwner {
     node: NodeId,
     memory: Arc<Memory>,
+    disk: Option<Arc<DiskTier>>,
     capabilities: Capabilities,
     counters: Arc<Counters>,
     events: UnboundedSender<Event>,
@@ -53,6 +59,7 @@ pub(crate) struct NodeOwner {
 #[derive(Debug, Default)]
 struct Reads {
     remote: AtomicU64,
+    disk: AtomicU64,
     bytes: AtomicU64,
 }
 
@@ -60,6 +67,7 @@ impl NodeOwner {
     pub(crate) fn new(
         node: NodeId,
         memory: Arc<Memory>,
+        disk: Option<Arc<DiskTier>>,
         counters: Arc<Counters>,
         events: UnboundedSender<Event>,
         work: mpsc::Sender<Work>,
@@ -67,6 +75,7 @@ impl NodeOwner {
         NodeOwner {
             node,
             memory,
+            disk,
             capabilities: Capabilities::Open,
             counters,
             events,
@@ -99,6 +108,7 @@ impl NodeOwner {
         let local = local_reads(self.memory.heap());
         v1::ReadCounters {
             remote_memory: self.reads.remote.load(Ordering::Relaxed),
+            remote_disk: self.reads.disk.load(Ordering::Relaxed),
             bytes: local.bytes.wrapping_add(self.reads.bytes.load(Ordering::Relaxed)),
             ..local
         }
@@ -235,6 +245,97 @@ impl NodeOwner {
         }
     }
 
+    /// Brings records from disk into memory, for a peer that reads it by itself.
+    fn answer_load(&self, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+        let message: v1::LoadRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
+        let request = LoadRequest::from_wire(&message).map_err(|error| error.code())?;
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(ErrorCode::StaleSession);
+        }
+        let disk = self.disk.as_ref().ok_or(ErrorCode::Gone)?;
+        let ops: Vec<TransferOp> = request.ops.iter().collect();
+        for op in &ops {
+            self.capabilities.admits(op)?;
+        }
+        let names: Vec<RecordName> = ops.iter().map(name_of).collect();
+        let until = Instant::now() + Duration::from_millis(request.lease_ms.into());
+        let mut list = ObjectListBuilder::with_capacity(ListKind::Load, names.len());
+        for (op, staged) in ops.iter().zip(disk.stage_and_keep(&names, until, deadline)) {
+            let loaded = staged.and_then(|staged| self.loaded(op, &staged, request.lease_ms));
+            let pushed = match loaded {
+                Ok((entry, handle)) => {
+                    // A large object is read in many pieces; the first one counts.
+                    self.reads.disk.fetch_add(u64::from(op.offset == 0), Ordering::Relaxed);
+                    self.reads.bytes.fetch_add(op.len, Ordering::Relaxed);
+                    list.push(entry, &[handle], &[])
+                }
+                Err(code) => list.push(ObjectEntry::failed(code, 0), &[], &[]),
+            };
+            pushed.map_err(|_| ErrorCode::TooLarge)?;
+        }
+        let fields = list.finish();
+        Ok(v1::LoadReply { objects: fields.objects, handles: fields.handles }.encode_to_vec())
+    }
+
+    /// A record in staging as a peer is told of it.
+    fn loaded(
+        &self,
+        op: &TransferOp,
+        staged: &Staged,
+        window_ms: u32,
+    ) -> Result<(ObjectEntry, Handle), ErrorCode> {
+        let pin = staged.pin().ok_or(ErrorCode::Gone)?;
+        let header = pin.header();
+        let entry = ObjectEntry {
+            code: None,
+            flags: ObjectFlags::NONE,
+            window_ms,
+            id: header.id,
+            epoch: header.word.epoch(),
+            object_len: header.object_len,
+            root: header.root,
+            first_handle: 0,
+            handle_count: 1,
+            replica_count: 1,
+            form: 0,
+            tenant_generation: header.tenant_generation,
+            id_key: header.id_key,
+        };
+        let extent = staged.extent();
+        let handle = Handle {
+            node: self.node,
+            segment: staged.segment(),
+            slot: staged.slot(),
+            generation: self.memory.generation(),
+            extent,
+            payload_offset: header.payload_offset,
+            stripe_offset: header.stripe_offset,
+            stripe_len: header.stripe_len,
+            stripe_root: header.root,
+            capability: op.capability,
+            term: op.term,
+            stripe_index: header.stripe_index,
+            stripe_count: header.stripe_count,
+            replica: 0,
+            medium: Medium::Memory,
+            flags: HandleFlags::NONE,
+        };
+        Ok((entry, handle))
+    }
+
+    /// Records that were loaded have been read.
+    fn answer_release(&self, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+        let ops = Packed::<TransferOp>::decode(body, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
+        let mut codes = CodesBuilder::default();
+        for op in ops.iter() {
+            if let Some(disk) = &self.disk {
+                disk.give_back(name_of(&op));
+            }
+            codes.push(None);
+        }
+        Ok(codes.finish())
+    }
+
     /// These are dead, and the master did not order it.
     pub(crate) fn gave_up(&self, names: &[Name]) {
         for &(segment, slot, epoch) in names {
@@ -250,6 +351,11 @@ impl NodeOwner {
 fn local_reads(heap: &NodeHeap) -> v1::ReadCounters {
     let LocalReads { hits, misses, bytes } = heap.ledgers().reads();
     v1::ReadCounters { local_memory: hits, local_misses: misses, bytes, ..Default::default() }
+}
+
+/// The record that an operation on the disk is about.
+fn name_of(op: &TransferOp) -> RecordName {
+    RecordName { id: op.id, version: op.epoch, stripe: op.stripe }
 }
 
 fn begun_record(object: &ObjectEntry, handle: &Handle) -> ReportRecord {
@@ -314,14 +420,27 @@ impl Owner for NodeOwner {
             return Err(ErrorCode::StaleSession);
         }
         if op.kind == OpKind::Read && !op.flags.contains(OpFlags::DIGESTS) {
-            if let Some(side) = self.memory.side(op.segment) {
+            let on_disk = op.flags.contains(OpFlags::DISK);
+            if let Some(side) = self.memory.side(op.segment).filter(|_| !on_disk) {
                 side.touch(op.slot);
             }
             // A large object is read in many pieces; the first one counts.
-            self.reads.remote.fetch_add(u64::from(op.offset == 0), Ordering::Relaxed);
+            let reads = if on_disk { &self.reads.disk } else { &self.reads.remote };
+            reads.fetch_add(u64::from(op.offset == 0), Ordering::Relaxed);
             self.reads.bytes.fetch_add(op.len, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    fn stage(&self, ops: &[TransferOp], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
+        match &self.disk {
+            Some(disk) if !self.closed.load(Ordering::SeqCst) => {
+                let names: Vec<RecordName> = ops.iter().map(name_of).collect();
+                disk.stage(&names, deadline)
+            }
+            Some(_) => ops.iter().map(|_| Err(ErrorCode::StaleSession)).collect(),
+            None => ops.iter().map(|_| Err(ErrorCode::Gone)).collect(),
+        }
     }
 
     fn call(
@@ -335,7 +454,9 @@ impl Owner for NodeOwner {
         let answer = match kind {
             FrameKind::Begin => self.answer_begin(writer_of(caller), body),
             FrameKind::Commit => self.answer_commit(writer_of(caller), body, deadline),
-            // There is no disk to load from, and no engine that attaches.
+            FrameKind::Load => self.answer_load(body, deadline),
+            FrameKind::Release => self.answer_release(body),
+            // There is no engine that attaches.
             _ => Err(ErrorCode::Unsupported),
         };
         self.calls.fetch_sub(1, Ordering::SeqCst);

@@ -17,6 +17,7 @@
 mod calls;
 mod snapshot;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use moontide_proto::convert::{MasterBody, MasterMessage, Wire};
 use moontide_proto::{OrderResult, PackedBuilder, v1};
 use moontide_types::{Clock, ErrorCode, NodeId, SegmentId, SessionId, SystemClock, Term};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tracing::{debug, info, warn};
 use v1::node_message::Body;
@@ -33,6 +34,7 @@ use self::calls::{Client, Failure, code_of};
 use crate::decide::outgoing::{Beats, Outgoing};
 use crate::decide::pace::{Backoff, beat_interval};
 use crate::decide::report::{Change, Of, Reports};
+use crate::disk::DiskTier;
 use crate::keeper::Keeper;
 use crate::memory::Memory;
 use crate::metrics::Counters;
@@ -71,6 +73,11 @@ pub(crate) enum Event {
     Results { session: SessionId, results: Vec<OrderResult> },
     /// A segment is to be reported anew.
     Report(SegmentId),
+    /// Records are on the disk.
+    Offloaded { session: SessionId, notice: v1::OffloadNotice },
+    /// Records are about to leave the disk. Whoever waits is told when the master has heard, or when nobody is there to
+    /// hear it.
+    DiskEvicted { session: SessionId, evicted: v1::DiskEvicted, heard: oneshot::Sender<()> },
 }
 
 /// What does not change while the node runs.
@@ -90,6 +97,7 @@ pub(crate) struct Facts {
 #[derive(Debug)]
 pub(crate) struct Parts {
     pub(crate) memory: Arc<Memory>,
+    pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) owner: Arc<NodeOwner>,
     pub(crate) keeper: Arc<Keeper>,
     pub(crate) status: Arc<Status>,
@@ -126,6 +134,8 @@ struct Conversation {
     reports: Reports,
     /// The message with which the master knows of everything, once it has been said.
     complete: Option<u64>,
+    /// Who waits for the master to hear a message, by its number.
+    awaited: VecDeque<(u64, oneshot::Sender<()>)>,
     /// Reads until the session began: they were counted in earlier ones.
     reads_before: v1::ReadCounters,
     tell_until: Option<moontide_types::MonoTime>,
@@ -285,6 +295,7 @@ impl Driver {
             beats: Beats::new(asked, ttl),
             reports: Reports::default(),
             complete: None,
+            awaited: VecDeque::new(),
             reads_before: self.parts.reads(),
             tell_until: again.then(|| asked.after(TELL_FOR)),
         });
@@ -318,13 +329,23 @@ impl Driver {
             }
         }
         info!(session = session.0, segments = memory.sides().len(), "segments mounted");
+        if let Some(disk) = self.parts.disk.clone() {
+            let spec = calls::disk_spec(memory.generation(), disk.is_occupied());
+            let call = client.mount_segments(calls::mount_segments(&self.facts, session, vec![spec]));
+            calls::mounted(self.call(call).await?, 1)?;
+            disk.begin_telling(session);
+        }
         Ok(())
     }
 
     async fn unmount(&mut self, client: &mut Client) {
         let Some(conversation) = self.conversation.take() else { return };
-        for sides in self.parts.memory.sides().chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
-            let segments = sides.iter().map(|side| side.segment().shape().segment.0).collect();
+        // The disk first: with the last segment the session ends.
+        let disk = self.parts.disk.iter().map(|_| SegmentId::DISK.0);
+        let sides = self.parts.memory.sides().iter().map(|side| side.segment().shape().segment.0);
+        let all: Vec<u32> = disk.chain(sides).collect();
+        for segments in all.chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
+            let segments = segments.to_vec();
             let request = calls::unmount_segments(&self.facts, conversation.session, segments);
             match tokio::time::timeout(CALL_MAX / 2, client.unmount_segments(request)).await {
                 Ok(Ok(_)) => {}
@@ -362,6 +383,9 @@ impl Driver {
         let mut stop = self.stop.clone();
         loop {
             self.report_next().await;
+            if let (Some(disk), Some(conversation)) = (&self.parts.disk, &self.conversation) {
+                disk.note_unheard(conversation.outgoing.bytes());
+            }
             let has_next = self.conversation.as_ref().is_some_and(|c| c.outgoing.has_next());
             tokio::select! {
                 () = stopped(&mut stop) => return End::Stop,
@@ -417,6 +441,12 @@ impl Driver {
         }
         self.highest_term = self.highest_term.max(message.term);
         conversation.outgoing.acked(message.acked_sequence);
+        let acknowledged = conversation.outgoing.acknowledged();
+        while conversation.awaited.front().is_some_and(|(number, _)| *number <= acknowledged) {
+            if let Some((_, heard)) = conversation.awaited.pop_front() {
+                let _ = heard.send(()); // whoever does not wait any more went on
+            }
+        }
         match message.body {
             MasterBody::Orders(orders) if orders.is_empty() => {}
             MasterBody::Orders(orders) => {
@@ -492,8 +522,11 @@ impl Driver {
                 .take(moontide_types::bounds::BATCH_KEYS_MAX)
                 .map(calls::segment_status)
                 .collect(),
-            disk: None,
-            pressure: Some(v1::Pressure::default()),
+            disk: self.parts.disk.as_ref().map(|disk| disk.status()),
+            pressure: Some(v1::Pressure {
+                staging_permille: self.parts.disk.as_ref().map_or(0, |disk| disk.staging_permille()),
+                ..Default::default()
+            }),
         };
         conversation.outgoing.push(Body::Heartbeat(heartbeat));
     }
@@ -531,6 +564,14 @@ impl Driver {
                 conversation.reports.again(segment);
                 conversation.complete = None;
             }
+            Event::Offloaded { session, notice } if session == conversation.session => {
+                conversation.outgoing.push(Body::Offloaded(notice));
+            }
+            Event::DiskEvicted { session, evicted, heard } if session == conversation.session => {
+                let number = conversation.outgoing.push(Body::DiskEvicted(evicted));
+                conversation.awaited.push_back((number, heard));
+            }
+            Event::Offloaded { .. } | Event::DiskEvicted { .. } => {} // as above
         }
     }
 

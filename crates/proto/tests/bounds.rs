@@ -506,7 +506,8 @@ fn sessions() {
         (ErrorCode::InvalidArgument, broken(|s| s.slots = 0)),
         (ErrorCode::TooLarge, broken(|s| s.slots = u32::MAX)),
         (ErrorCode::Unsupported, broken(|s| s.medium = 0)),
-        (ErrorCode::InvalidArgument, broken(|s| s.medium = 3)),
+        (ErrorCode::InvalidArgument, broken(|s| (s.segment, s.medium) = (0, 3))),
+        (ErrorCode::InvalidArgument, broken(|s| (s.segment, s.medium) = (SEGMENTS_PER_NODE_MAX - 1, 1))),
         (ErrorCode::TooLarge, broken(|s| s.group = Some(4096))),
     ] {
         let same = vec![spec.clone(); BATCH_KEYS_MAX];

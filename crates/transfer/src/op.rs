@@ -9,7 +9,7 @@
 
 use std::marker::PhantomData;
 
-use moontide_proto::{Capability, Handle, OpFlags, OpKind, TransferOp};
+use moontide_proto::{Capability, Handle, Medium, OpFlags, OpKind, TransferOp};
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::record::DigestContext;
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Span, Term};
@@ -52,7 +52,8 @@ impl Target {
             stripe: handle.stripe_index,
             payload_offset: handle.payload_offset,
             capability: handle.capability,
-            flags: OpFlags::NONE,
+            // What is on disk is named by its version alone; its node brings it into memory first.
+            flags: if handle.medium == Medium::Disk { OpFlags::DISK } else { OpFlags::NONE },
         }
     }
 

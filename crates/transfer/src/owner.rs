@@ -8,12 +8,15 @@
 //! | slot, epoch | READY (read) or being written by the node (write) in this epoch, under a cell | `Gone`, `StaleEpoch` |
 //! | object, stripe | the header's | `Gone` |
 //! | offset, length | inside the payload (or the digests) | `OutOfBounds` |
+//!
+//! An operation on the disk names no segment and slot: the owner finds the record by object, version and stripe, brings it
+//! into memory of its own, and what follows is the same.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use moontide_heap::{NodeClaim, NodeHeap, NodePin, Segment};
-use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, TransferOp};
+use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, Packed, TransferOp};
 use moontide_types::record::Header;
 use moontide_types::{ClientId, Epoch, ErrorCode, NodeId, SegmentId, SlotId, Span};
 
@@ -39,6 +42,12 @@ pub trait Owner: Send + Sync + fmt::Debug {
 
     /// Whether the operation may be done, as far as that does not depend on the record; why not.
     fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode>;
+
+    /// Brings what operations on the disk are about into memory, all of it before this returns, and pins it. One answer
+    /// for each operation.
+    fn stage(&self, ops: &[TransferOp], _deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
+        ops.iter().map(|_| Err(ErrorCode::Unsupported)).collect()
+    }
 
     /// Answers Begin, Commit, Load, Release and Attach: the body of the reply.
     fn call(
@@ -87,10 +96,32 @@ impl Source<'_> {
     }
 }
 
-/// Checks a read and pins what it is about.
-pub(crate) fn source<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<Source<'a>, ErrorCode> {
-    let range = checked(owner, op)?;
-    let pin = owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?;
+/// Checks reads and pins what they are about. What is on disk is brought into memory first, all of it together.
+pub(crate) fn sources<'a>(
+    owner: &'a dyn Owner,
+    ops: Packed<'_, TransferOp>,
+    deadline: Instant,
+) -> Vec<Result<Source<'a>, ErrorCode>> {
+    let on_disk: Vec<TransferOp> = ops.iter().filter(|op| op.flags.contains(OpFlags::DISK)).collect();
+    let mut staged = match on_disk.is_empty() {
+        true => Vec::new(),
+        false => owner.stage(&on_disk, deadline),
+    }
+    .into_iter();
+    let source = |op: TransferOp| {
+        if op.flags.contains(OpFlags::DISK) {
+            let pin = staged.next().unwrap_or(Err(ErrorCode::Internal))?;
+            owner.admits(&op)?;
+            let range = Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)?;
+            return source_of(pin, range, &op);
+        }
+        let range = checked(owner, &op)?;
+        source_of(owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?, range, &op)
+    };
+    ops.iter().map(source).collect()
+}
+
+fn source_of<'a>(pin: NodePin<'a>, range: Span, op: &TransferOp) -> Result<Source<'a>, ErrorCode> {
     same_object(pin.header(), op)?;
     let digests = op.flags.contains(OpFlags::DIGESTS);
     let len = if digests { pin.digests().len() as u64 } else { pin.header().stripe_len };
@@ -139,8 +170,7 @@ pub(crate) fn sink<'a>(
 /// What can be said without looking at the record.
 fn checked(owner: &dyn Owner, op: &TransferOp) -> Result<Span, ErrorCode> {
     if op.flags.contains(OpFlags::DISK) {
-        // Bytes on disk are brought into memory by Load first.
-        return Err(ErrorCode::Unsupported);
+        return Err(ErrorCode::Unsupported); // disks are not written to by peers
     }
     let segment = owner.heap().segment(op.segment).ok_or(ErrorCode::StaleGeneration)?;
     if segment.shape().generation != op.generation {

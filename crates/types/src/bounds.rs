@@ -52,7 +52,7 @@ pub const PAGE_BYTES: u64 = 256 << 10;
 /// Digests under one node of the digest tree. 512 × 8 B = one 4 KiB block of digests for 128 MiB of payload.
 pub const DIGEST_FAN_OUT: usize = 512;
 
-/// Most segments of one node: the local index has 16 bits for them.
+/// Most segments of one node, its disk included: the local index has 16 bits for them.
 pub const SEGMENTS_PER_NODE_MAX: u32 = 1 << 16;
 
 /// Most slots of one segment: a ledger cell stores slot + 1 in 32 bits.

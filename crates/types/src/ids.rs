@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::bounds::{SEQUENCE_BITS, TERM_BITS};
+use crate::bounds::{SEGMENTS_PER_NODE_MAX, SEQUENCE_BITS, TERM_BITS};
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident($inner:ty)) => {
@@ -35,6 +35,11 @@ id! {
     /// One region of a node's memory, numbered by the node; unique together with the [`NodeId`].
     SegmentId(u32)
 }
+impl SegmentId {
+    /// A node's disk, where a segment is to be named: no region of memory has this number.
+    pub const DISK: SegmentId = SegmentId(SEGMENTS_PER_NODE_MAX - 1);
+}
+
 id! {
     /// A header's place in its segment's header table. One slot = one extent = one stripe of one replica.
     SlotId(u32)

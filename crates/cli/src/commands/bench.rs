@@ -1,8 +1,9 @@
 //! `moontide bench`: figures that anyone can repeat, as JSON lines.
 //!
-//! Progress goes to standard error, one JSON object per result to standard output. Every figure that the machine
-//! limits stands beside the bare limit measured in the same run.
+//! Progress goes to standard error, one JSON object per result to standard output; `disk` prints a table unless it is told
+//! to print JSON. Every figure that the machine limits stands beside the bare limit measured in the same run.
 
+mod disk;
 mod figures;
 mod meta;
 mod store;
@@ -25,12 +26,18 @@ enum Bench {
     /// The process whose memory `bench transfer` reads and writes
     #[command(hide = true)]
     TransferOwner(transfer::OwnerArgs),
+    /// Records on an SSD: reads and writes of a disk tier beside `fio`
+    #[command(after_help = disk::EXAMPLES)]
+    Disk(disk::Args),
     /// Objects in memory of this host: in place, copied, put
     #[command(after_help = store::LOCAL_EXAMPLES)]
     Local(store::LocalArgs),
     /// Objects in another process's memory, over TCP
     #[command(after_help = store::REMOTE_EXAMPLES)]
     Remote(store::RemoteArgs),
+    /// Objects on another process's disk, over TCP
+    #[command(after_help = store::LOAD_EXAMPLES)]
+    Load(store::LoadArgs),
     /// Many callers who read and write; also more than can be served
     #[command(after_help = store::MIXED_EXAMPLES)]
     Mixed(store::MixedArgs),
@@ -57,8 +64,10 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Meta(args) => meta::run(&args),
         Bench::Transfer(args) => transfer::run(&args),
         Bench::TransferOwner(args) => transfer::run_owner(&args),
+        Bench::Disk(args) => disk::run(&args),
         Bench::Local(args) => store::local(&args),
         Bench::Remote(args) => store::remote(&args),
+        Bench::Load(args) => store::load(&args),
         Bench::Mixed(args) => store::mixed(&args),
         Bench::Trace(args) => store::replay(&args),
         Bench::TraceGen(args) => trace::generate(&args),

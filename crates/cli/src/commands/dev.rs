@@ -1,13 +1,15 @@
 //! `moontide dev`: a master and a node in this process, to try things out.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use moontide_master::{MasterConfig, Server, StartError};
-use moontide_node::{Node, NodeConfig};
+use moontide_node::{DiskConfig, Node, NodeConfig};
 
 use super::{Failure, master, node};
 use crate::process::{LOG_DEV, Signals, abort_on_panic, log_to_stderr};
+use crate::scratch::Scratch;
 use crate::text;
 
 const EXAMPLES: &str = "\
@@ -15,9 +17,12 @@ Examples:
   moontide dev
   moontide dev --memory 4GiB --port-base 9400
   moontide dev --port-base 0            free ports, for tests
+  moontide dev --memory 64MiB --disk-dir /mnt/ssd --disk-limit 4GiB
+      little memory and a disk, to see what leaves one for the other
 
-It prints `grpc`, `frame` and `admin` of the master, `node`, `tcp`, `door` and `node-admin` of the node, and `ready`, a
-line each. It listens on this host only and forgets everything at the end. MOONTIDE_LOG names what is logged to stderr.
+It prints `grpc`, `frame` and `admin` of the master, `node`, `tcp`, `door`, `disk` and `node-admin` of the node, and
+`ready`, a line each. It listens on this host only and forgets everything at the end. The disk is a new directory in
+--disk-dir, which goes with the process. MOONTIDE_LOG names what is logged to stderr.
 Exit codes: 0 stopped by SIGTERM or ctrl-c, 1 failure, 2 usage.";
 
 /// A port, and the four behind it: gRPC, frames and HTTP of the master; HTTP and transfers of the node.
@@ -35,6 +40,20 @@ struct Args {
     #[arg(long, value_name = "PORT", default_value_t = PORT_BASE_DEFAULT,
         value_parser = clap::value_parser!(u16).range(0..=65_531))]
     port_base: u16,
+    /// Give the node a disk, in a new directory under this one
+    #[arg(long, value_name = "DIR")]
+    disk_dir: Option<PathBuf>,
+    /// Most bytes on the disk [default: nine tenths of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = text::size, requires = "disk_dir")]
+    disk_limit: Option<u64>,
+}
+
+/// There is no place for the disk.
+#[derive(Debug, thiserror::Error)]
+#[error("no disk can be made in {}: {source}; name a directory that this user may write with --disk-dir", dir.display())]
+struct NoDisk {
+    dir: PathBuf,
+    source: std::io::Error,
 }
 
 impl Args {
@@ -71,16 +90,26 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         _ => Failure::failed(error),
     })?;
     let grpc = server.addresses().grpc;
+    // What is in it belongs to a cluster that never comes back.
+    let scratch = args.disk_dir.as_deref().map(|dir| {
+        Scratch::new(dir, "moontide-dev")
+            .map_err(|source| Failure::usage(NoDisk { dir: dir.to_owned(), source }))
+    });
+    let scratch = scratch.transpose()?;
+    let disk = scratch
+        .as_ref()
+        .map(|scratch| DiskConfig { limit_bytes: args.disk_limit, ..DiskConfig::new(scratch.path()) });
     let started = Node::start(NodeConfig {
         master: grpc.to_string(),
         memory_bytes: args.memory,
         admin_listen: Some(args.address(3)),
         listen: vec![args.address(4)],
+        disk,
         ..NodeConfig::default()
     })
     .map_err(node::start_failure)?;
     master::announce(&server).map_err(Failure::failed)?;
-    node::announce(&started, "node-admin").map_err(Failure::failed)?;
+    node::announce(&started, scratch.as_ref().map(Scratch::path), "node-admin").map_err(Failure::failed)?;
     advise(grpc, started.addresses().admin);
     signals.wait();
     // The node first: it says goodbye to the master.

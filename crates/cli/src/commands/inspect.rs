@@ -1,12 +1,14 @@
-//! `moontide inspect`: what lies where in a node's memory.
+//! `moontide inspect`: what lies where in a node's memory, or on its disk.
 //!
 //! | file | what |
 //! |---|---|
 //! | `page` | what a node's admin pages say |
 //! | `map` | the space of a segment: extents, holes, a drawing |
+//! | `disk` | the files of a node's disk |
 //!
-//! Only asks and draws; the node is the one who knows.
+//! Of memory it only asks and draws; the node is the one who knows.
 
+mod disk;
 mod map;
 mod page;
 
@@ -28,6 +30,7 @@ Examples:
   moontide inspect --admin 127.0.0.1:7403          all segments of a node
   moontide inspect --admin 127.0.0.1:7403 0        one of them: map, holes, records
   moontide inspect --admin 127.0.0.1:7403 0 --records 0 --width 120
+  moontide inspect disk --dir /mnt/ssd/moontide    what is on its disk: see `moontide inspect disk --help`
   moontide inspect --admin 127.0.0.1:7403 0 --json | jq '.records[] | select(.state == \"writing\")'
 
 The address is what `moontide node` prints behind `admin`. In a map # is live, w being written, x dying (killed, and
@@ -73,10 +76,18 @@ struct NotANode {
 pub(crate) fn command() -> Command {
     let inspect = Command::new("inspect");
     // After the arguments, whose own description would stand in its place.
-    Args::augment_args(inspect).about("Draw what lies where in a node's memory").after_help(EXAMPLES)
+    Args::augment_args(inspect)
+        .about("Draw what lies where in a node's memory, or list what is on its disk")
+        .after_help(EXAMPLES)
+        .subcommand(disk::command())
+        .args_conflicts_with_subcommands(true)
+        .subcommand_negates_reqs(true)
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
+    if let Some(("disk", matches)) = matches.subcommand() {
+        return disk::run(matches);
+    }
     let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
     let mut out = std::io::stdout().lock();
     let path = args.segment.map_or("/segments".to_owned(), |segment| format!("/segments/{segment}"));

@@ -6,7 +6,7 @@
 mod settings;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use moontide_node::{Node, NodeConfig, StartError};
@@ -28,9 +28,12 @@ Examples:
       settings from a file, one of them by a flag
   moontide node --print-config > node.toml
       every setting with its meaning, as a file to begin with
+  moontide node --memory-bytes 64GiB --disk-dir /mnt/ssd/moontide --disk-limit 200GiB
+      with a disk for what does not fit into memory
 
-When it serves it prints `node ID`, `tcp ADDRESS`, `door PATH`, `admin URL` and `ready`, a line each. Every setting can
-also be given by the environment, as MOONTIDE_NODE_MEMORY_BYTES=4GiB. MOONTIDE_LOG names what is logged to stderr.
+When it serves it prints `node ID`, `tcp ADDRESS`, `door PATH`, `disk DIR`, `admin URL` and `ready`, a line each. Every
+setting can also be given by the environment, as MOONTIDE_NODE_MEMORY_BYTES=4GiB; in the file, those of the disk are the
+table [disk]. MOONTIDE_LOG names what is logged to stderr.
 Exit codes: 0 stopped by SIGTERM or ctrl-c, 1 failure, 2 usage, 4 the master cannot be reached.";
 
 /// How it is run.
@@ -65,8 +68,9 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         warn!(variable, prefix = ENVIRONMENT_PREFIX, "a variable begins like ours and names no setting");
     }
     let signals = Signals::catch().map_err(Failure::failed)?;
+    let disk = config.disk.as_ref().map(|disk| disk.dir.clone());
     let node = Node::start(config).map_err(start_failure)?;
-    announce(&node, "admin").map_err(Failure::failed)?;
+    announce(&node, disk.as_deref(), "admin").map_err(Failure::failed)?;
     signals.wait();
     node.shutdown();
     Ok(())
@@ -90,13 +94,16 @@ pub(super) fn start_failure(error: StartError) -> Failure {
 }
 
 /// One line per fact, for people and for scripts that asked for port 0. The last one is `ready`.
-pub(super) fn announce(node: &Node, admin: &str) -> std::io::Result<()> {
+pub(super) fn announce(node: &Node, disk: Option<&Path>, admin: &str) -> std::io::Result<()> {
     let addresses = node.addresses();
     let mut out = std::io::stdout().lock();
     writeln!(out, "node {:016x}", node.id().0)?;
     addresses.tcp.iter().try_for_each(|address| writeln!(out, "tcp {address}"))?;
     if let Some(door) = &addresses.door {
         writeln!(out, "door {}", door.display())?;
+    }
+    if let Some(dir) = disk {
+        writeln!(out, "disk {}", dir.display())?;
     }
     if let Some(address) = addresses.admin {
         writeln!(out, "{admin} http://{address}")?;

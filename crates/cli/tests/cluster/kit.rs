@@ -102,24 +102,36 @@ pub struct Process {
     name: String,
     log: PathBuf,
     lines: HashMap<String, Vec<String>>,
+    /// When it was started.
+    pub started: Instant,
 }
 
 impl Process {
     /// Starts `moontide` with these words, behind others that start it elsewhere, and waits until it has printed a line
     /// that begins with `last`.
     pub fn start(folder: &Path, name: &str, through: &[String], words: &[String], last: &str) -> Process {
+        Process::start_prepared(folder, name, through, words, last, &|_| ())
+    }
+
+    /// The same, by a command that was prepared in some way.
+    pub fn start_prepared(
+        folder: &Path,
+        name: &str,
+        through: &[String],
+        words: &[String],
+        last: &str,
+        prepare: &dyn Fn(&mut Command),
+    ) -> Process {
         let log = folder.join(format!("{name}.log"));
         let logged = File::options().create(true).append(true).open(&log).expect("a log");
         let all = through.iter().cloned().chain([env!("CARGO_BIN_EXE_moontide").to_owned()]);
         let all: Vec<String> = all.chain(words.iter().cloned()).collect();
-        let child = Command::new(&all[0])
-            .args(&all[1..])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(logged)
-            .spawn()
-            .expect("the command starts");
-        let mut process = Process { child, name: name.to_owned(), log, lines: HashMap::new() };
+        let mut command = Command::new(&all[0]);
+        command.args(&all[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(logged);
+        prepare(&mut command);
+        let started = Instant::now();
+        let child = command.spawn().expect("the command starts");
+        let mut process = Process { child, name: name.to_owned(), log, lines: HashMap::new(), started };
         let out = process.child.stdout.take().expect("it is piped");
         let (tell, told) = mpsc::channel();
         std::thread::spawn(move || {
@@ -148,6 +160,10 @@ impl Process {
     pub fn said(&self, word: &str) -> &str {
         let lines = self.lines.get(word).and_then(|lines| lines.first());
         lines.unwrap_or_else(|| panic!("{} said {:?}, nothing about {word}", self.name, self.lines))
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -340,7 +356,19 @@ impl Cluster {
         self.nodes.push(node);
     }
 
+    /// Starts one more node, behind words that start it elsewhere, by a command that was prepared in some way.
+    pub fn add_node_prepared(&mut self, through: &[String], prepare: &dyn Fn(&mut Command)) {
+        let name = format!("node-{}", self.nodes.len());
+        let words = self.node_words(&name, &[]);
+        let node = Process::start_prepared(self.folder.path(), &name, through, &words, "ready", prepare);
+        self.nodes.push(node);
+    }
+
     fn start_node(&self, name: &str, more: &[String]) -> Process {
+        Process::start(self.folder.path(), name, &[], &self.node_words(name, more), "ready")
+    }
+
+    fn node_words(&self, name: &str, more: &[String]) -> Vec<String> {
         let shape = &self.shape;
         let mut all = words(&format!(
             "node --master {} --memory-bytes {}MiB --admin-listen 127.0.0.1:0",
@@ -354,7 +382,7 @@ impl Cluster {
         all.extend(["--door".to_owned(), door.display().to_string()]);
         all.extend(shape.node_words.iter().cloned());
         all.extend(more.iter().cloned());
-        Process::start(self.folder.path(), name, &[], &all, "ready")
+        all
     }
 
     /// Starts a node again where it was and under its number, after it has ended.

@@ -121,6 +121,12 @@ pub enum BeginError {
     /// The writer's process has ended, or never was a client of this node.
     #[error("client {0} is not, or no longer, a client of this node")]
     Client(ClientId),
+    /// A copy of an older version was granted to a client: only the node itself begins one.
+    #[error("client {0} cannot write a copy of an older version: only the node itself does")]
+    Copy(ClientId),
+    /// The segment is the node's own: no master grants in it.
+    #[error("segment {0} is the node's staging memory, in which nothing is granted")]
+    Staging(SegmentId),
     /// The record cannot be laid out.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -141,7 +147,9 @@ impl BeginError {
             BeginError::Word { .. } => ErrorCode::StaleEpoch,
             BeginError::Space(ClaimError::Overlap { .. }) => ErrorCode::Overlap,
             BeginError::Slot { .. } | BeginError::Space(_) => ErrorCode::OutOfBounds,
-            BeginError::Extent { .. }
+            BeginError::Staging(_) => ErrorCode::PermissionDenied,
+            BeginError::Copy(_)
+            | BeginError::Extent { .. }
             | BeginError::Layout(_)
             | BeginError::Attributes(_)
             | BeginError::Header(_) => ErrorCode::InvalidArgument,
@@ -197,6 +205,44 @@ impl CommitError {
     }
 }
 
+/// Why what is in a room of [`Staging`](crate::Staging) is not published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StageError {
+    /// The record does not fit its slot or its header, or cannot be laid out.
+    #[error(transparent)]
+    Record(#[from] BeginError),
+    /// Payload and trailer reach beyond the room, or the payload starts where none may.
+    #[error(
+        "a record of {needed} bytes at {at} of a room of {room} bytes; it starts on a multiple of {align}"
+    )]
+    Room {
+        /// Where in the room the payload starts.
+        at: u64,
+        /// Bytes of payload and trailer, in whole units.
+        needed: u64,
+        /// Length of the room.
+        room: u64,
+        /// What the start must be a multiple of.
+        align: u64,
+    },
+    /// There are more or fewer bytes of digests than the record's pages need.
+    #[error("{found} bytes of page digests, the record has {expected}")]
+    Digests {
+        /// What was given.
+        found: u64,
+        /// What is needed.
+        expected: u64,
+    },
+    /// The page digests do not lead to the root.
+    #[error("page digests lead to root {found:#018x}, the record's is {named:#018x}")]
+    Root {
+        /// What the digests lead to.
+        found: u64,
+        /// What the record's root is said to be.
+        named: u64,
+    },
+}
+
 /// What became of a kill.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,7 +251,7 @@ pub enum Killed {
     Dying,
     /// It was dying already, or has been freed.
     Already,
-    /// The slot holds another version, or there is no such slot.
+    /// The slot holds another version, or is FREE above this one, or there is no such slot.
     NotThere,
 }
 
@@ -214,7 +260,7 @@ pub enum Killed {
 pub struct Freed {
     /// The segment.
     pub segment: SegmentId,
-    /// The slot, FREE at `epoch`.
+    /// The slot, FREE at `epoch`; above it, if a copy of an older version was there.
     pub slot: SlotId,
     /// The version that was there.
     pub epoch: Epoch,

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use moontide_types::record::{Header, Word};
+use moontide_types::record::{Header, RecordLayout, Word};
 use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, SystemClock};
 
 use crate::cell::{Cell, Expect, SlotName};
@@ -11,7 +11,7 @@ use crate::shm::death::Ended;
 use crate::shm::fill::{digest_context, page_span, pages};
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers};
-use crate::shm::owner::Segment;
+use crate::shm::owner::{BeginKind, Segment, UseFor};
 use crate::shm::region::HugePages;
 use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
 use crate::word::Transition;
@@ -65,6 +65,17 @@ impl NodeHeap {
     /// The segment's generation is the heap's: what was granted in an earlier life of the node, on a segment of the same
     /// number, is refused.
     pub fn add_segment(&self, slots: u32, units: u32, huge: HugePages) -> Result<Arc<Segment>, SegmentError> {
+        self.add(slots, units, huge, UseFor::Grants)
+    }
+
+    /// As [`NodeHeap::add_segment`], for either use.
+    pub(super) fn add(
+        &self,
+        slots: u32,
+        units: u32,
+        huge: HugePages,
+        use_for: UseFor,
+    ) -> Result<Arc<Segment>, SegmentError> {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
         let first_number = segments.iter().map(|s| u64::from(s.shape().slots)).sum::<u64>();
         let segment = SegmentId(segments.len() as u32);
@@ -73,7 +84,7 @@ impl NodeHeap {
         }
         let shape = SegmentShape { segment, generation: self.node.1, slots, units, first_number };
         let pages = SegmentPages { headers: self.huge, payload: huge };
-        let segment = Arc::new(Segment::create(shape, self.node, pages)?);
+        let segment = Arc::new(Segment::create(shape, self.node, pages, use_for)?);
         segments.push(Arc::clone(&segment));
         Ok(segment)
     }
@@ -97,7 +108,22 @@ impl NodeHeap {
     /// FREE → WRITING: the writer may claim the slot and fill the extent. The grant's term must be the one given to
     /// [`Segment::obey`]. Repeating it with the same grant is harmless.
     pub fn begin(&self, segment: SegmentId, grant: &Grant<'_>) -> Result<(), BeginError> {
-        self.segment(segment).ok_or(BeginError::Segment(segment))?.begin(grant, &self.ledgers)
+        self.segment(segment).ok_or(BeginError::Segment(segment))?.begin(grant, BeginKind::New, &self.ledgers)
+    }
+
+    /// FREE → WRITING for a record that was complete before and comes back in its old version, from disk or from another
+    /// node. The version may be below what the slot has seen (not the same, though), and of an earlier term than the
+    /// grant's, which must be the one that the segment obeys. The writer is [`Writer::Node`]. Repeating it with the same
+    /// grant is harmless.
+    ///
+    /// The slot's fence against late begins stays where it is: when the copy is freed the slot is FREE at the higher of
+    /// the two, and whatever was refused before is refused then.
+    pub fn begin_copy(&self, segment: SegmentId, grant: &Grant<'_>) -> Result<(), BeginError> {
+        self.segment(segment).ok_or(BeginError::Segment(segment))?.begin(
+            grant,
+            BeginKind::Copy,
+            &self.ledgers,
+        )
     }
 
     /// WRITING → READY: readers get in, here through the index. Repeating it with the same root is harmless, whoever
@@ -143,7 +169,9 @@ impl NodeHeap {
         }
     }
 
-    /// A reservation was cancelled that may not have begun: a late begin is refused from now on.
+    /// A reservation was cancelled that may not have begun: a late begin is refused from now on. Where a copy of an older
+    /// version stands in the slot the word stays as it is, which is the answer; the begin is refused when the copy is
+    /// gone, too.
     pub fn burn(&self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Transition {
         match self.segment(segment) {
             Some(owner) => owner.burn(slot, epoch),
@@ -153,9 +181,18 @@ impl NodeHeap {
 
     /// DEAD → FREE for everything that is due and that nobody names in a ledger. One scan for all.
     pub fn reclaim(&self, now: MonoTime) -> Reclaimed {
+        self.reclaim_in(self.segments(), now)
+    }
+
+    /// As [`NodeHeap::reclaim`], in these segments only.
+    pub(super) fn reclaim_in(
+        &self,
+        segments: impl IntoIterator<Item = Arc<Segment>>,
+        now: MonoTime,
+    ) -> Reclaimed {
         let mut out = Reclaimed::default();
         let mut due = Vec::new();
-        for segment in self.segments() {
+        for segment in segments {
             let (now_due, later) = segment.take_dying(now);
             out.draining += later;
             if !now_due.is_empty() {
@@ -300,6 +337,25 @@ impl NodePin<'_> {
         // SAFETY: as above.
         unsafe { self.held.owner.regions.digests(&self.header) }.as_bytes()
     }
+
+    /// Tenant and key, as they are stored.
+    pub fn key(&self) -> &[u8] {
+        self.behind_payload(RecordLayout::key)
+    }
+
+    /// Attributes, as they are stored.
+    pub fn attributes(&self) -> &[u8] {
+        self.behind_payload(RecordLayout::attributes)
+    }
+
+    fn behind_payload(&self, part: impl FnOnce(&RecordLayout) -> Span) -> &[u8] {
+        let layout = self.header.layout().expect("begin checked it");
+        let part = part(&layout);
+        let offset = self.header.payload_offset + part.offset();
+        let span = Span::new(offset, part.len()).expect("begin checked it");
+        // SAFETY: as above.
+        unsafe { self.held.owner.regions.bytes(span) }
+    }
 }
 
 /// A record, or a part of one, that a thread of the node is filling, with bytes from the network or from disk.
@@ -346,6 +402,19 @@ impl NodeClaim<'_> {
             let digest = digest_context(&self.header).page(page, self.regions().bytes(self.in_region(span)));
             self.regions().write_digest(&self.header, page, digest);
         }
+    }
+
+    /// As [`NodeClaim::seal_page`], with a digest that the caller has computed from exactly the bytes that stand there, so
+    /// that they are not looked at twice: they were verified on their way from disk. A wrong one is noticed when the
+    /// digests do not lead to the record's root, unless that is wrong, too. Changing the page forgets it.
+    ///
+    /// # Panics
+    /// If the claim does not have the whole page.
+    pub fn seal_page_as(&mut self, page: u64, digest: u64) {
+        let span = page_span(&self.header, page);
+        assert!(self.range.contains(span) && !span.is_empty(), "a page is sealed by whoever has all of it");
+        // SAFETY: no other claim has the page, so nobody else writes its digest, and readers are not let in.
+        unsafe { self.regions().write_digest(&self.header, page, digest) };
     }
 
     /// Digests the pages that were not sealed when they were written, and gives the root for

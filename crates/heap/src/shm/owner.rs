@@ -7,22 +7,26 @@
 //! - an extent's units are taken in the map ⇔ its slot is WRITING, READY or DEAD;
 //! - every WRITING slot has a writer on record; every DEAD slot is in the list of dying ones, or in the hands
 //!   of a reclaim;
-//! - a slot is in the index ⇒ it is READY.
+//! - a slot is in the index ⇒ it is READY;
+//! - a slot's fence, which is its floor or else its word's epoch, never falls, whatever versions come and go: a late begin
+//!   stays refused.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use moontide_types::bounds::UNIT_BYTES;
-use moontide_types::record::{Header, RecordLayout, State, Word, trailer_crc};
+use moontide_types::record::{Header, PageDigests, State, Word};
 use moontide_types::{Epoch, Extent, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, Term};
 
 use crate::alloc::ExtentMap;
 use crate::cell::{Shut, SlotName, shut_out_claims};
+use crate::floor::Floors;
 use crate::index::{Inserted, Place};
 use crate::shm::board::Board;
+use crate::shm::draft::Draft;
 use crate::shm::fill::{digest_context, pages, pages_touched};
-use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, Writer};
+use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, StageError, Writer};
 use crate::shm::ledger::Ledgers;
 use crate::shm::region::Region;
 use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
@@ -36,6 +40,7 @@ pub struct Segment {
     books: Mutex<Books>,
     /// What [`Books::obeyed`] is, for those who serve reads and take no lock. Written under the lock.
     obeyed: AtomicU32,
+    use_for: UseFor,
 }
 
 #[derive(Debug)]
@@ -45,6 +50,8 @@ struct Books {
     writing: HashMap<SlotId, Writing>,
     /// By slot: a slot dies once before it is used again.
     dying: BTreeMap<SlotId, Dying>,
+    /// What fences a slot off that holds a copy of an older version.
+    floors: Floors,
 }
 
 /// Who writes a record. A client's claim is a cell in its ledger; the node's own are noted here, too, so that no two
@@ -52,8 +59,27 @@ struct Books {
 #[derive(Clone, Debug)]
 struct Writing {
     writer: Writer,
+    kind: BeginKind,
     /// Ranges of the payload that threads of the node are filling.
     node_claims: Vec<Span>,
+}
+
+/// What is begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BeginKind {
+    /// A version that is above all that the slot has seen.
+    New,
+    /// A version that was complete before, here or elsewhere: see [`AtomicWord`](crate::AtomicWord).
+    Copy,
+}
+
+/// Who decides what goes where in a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum UseFor {
+    /// A master, by grants.
+    Grants,
+    /// The node itself, by [`Staging`](crate::Staging).
+    Staging,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -69,15 +95,23 @@ impl Segment {
         shape: SegmentShape,
         of: (NodeId, Generation),
         huge: SegmentPages,
+        use_for: UseFor,
     ) -> Result<Segment, SegmentError> {
         let books = Books {
             obeyed: Term::ZERO,
             taken: ExtentMap::new(shape.units),
             writing: HashMap::new(),
             dying: BTreeMap::new(),
+            floors: Floors::default(),
         };
         let obeyed = AtomicU32::new(Term::ZERO.get());
-        Ok(Segment { regions: SegmentRegions::create(shape, of, huge)?, books: Mutex::new(books), obeyed })
+        let regions = SegmentRegions::create(shape, of, huge)?;
+        Ok(Segment { regions, books: Mutex::new(books), obeyed, use_for })
+    }
+
+    /// Whether it is the node's own, for [`Staging`](crate::Staging): no master grants in it or is told of it.
+    pub fn is_staging(&self) -> bool {
+        self.use_for == UseFor::Staging
     }
 
     /// Number, size and incarnation.
@@ -137,10 +171,22 @@ impl Segment {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn begin(&self, grant: &Grant<'_>, ledgers: &Ledgers) -> Result<(), BeginError> {
+    /// FREE → WRITING, of a new version or, as a copy, of an older one.
+    pub(super) fn begin(
+        &self,
+        grant: &Grant<'_>,
+        kind: BeginKind,
+        ledgers: &Ledgers,
+    ) -> Result<(), BeginError> {
         let Grant { slot, epoch, record, .. } = *grant;
         let slots = self.regions.shape.slots;
         let word = self.regions.word(slot).ok_or(BeginError::Slot { slot, slots })?;
+        if self.is_staging() {
+            return Err(BeginError::Staging(self.regions.shape.segment));
+        }
+        if let (BeginKind::Copy, Writer::Client(client)) = (kind, grant.writer) {
+            return Err(BeginError::Copy(client));
+        }
         let mut books = self.books();
         // Under the lock: `client_died` forgets the ledger first and looks for the client's records, under this
         // lock, after that. So it finds this record, or the record is refused here.
@@ -149,50 +195,30 @@ impl Segment {
         {
             return Err(BeginError::Client(client));
         }
-        if grant.term != books.obeyed || epoch.term() != grant.term {
+        let of_its_time = match kind {
+            BeginKind::New => epoch.term() == grant.term,
+            // An earlier master gave the version, or this one; nobody has one of a later term.
+            BeginKind::Copy => epoch.term() <= grant.term,
+        };
+        if grant.term != books.obeyed || !of_its_time {
             return Err(BeginError::Term { named: grant.term, epoch: epoch.term(), obeyed: books.obeyed });
         }
         let found = word.load();
         let repeats = found == Word::new(epoch, State::Writing)
-            && books.writing.get(&slot).is_some_and(|w| w.writer == grant.writer);
-        if !repeats && (found.state() != State::Free || found.epoch() >= epoch) {
+            && books.writing.get(&slot).is_some_and(|w| (w.writer, w.kind) == (grant.writer, kind));
+        let usable = match kind {
+            BeginKind::New => found.epoch() < epoch,
+            // Also the version that the slot had last: orders about that one were given, and arrive, before this one.
+            BeginKind::Copy => found.epoch() != Epoch::MAX && epoch != Epoch::ZERO,
+        };
+        if !repeats && (found.state() != State::Free || !usable) {
             return Err(BeginError::Word { found, named: epoch });
         }
-        record.attributes.check()?;
-        let key_len = record.key.encoded_len();
-        let mut trailer = Vec::with_capacity(key_len + 64);
-        record.key.encode(&mut trailer);
-        record.attributes.encode(&mut trailer);
-        let (key_part, attributes_part) = trailer.split_at(key_len);
-        let layout = RecordLayout::new(
-            record.stripe_len,
-            key_part.len() as u32,
-            attributes_part.len() as u32,
-            record.flags,
-        )?;
         let payload_offset = grant.extent.span().offset();
-        if grant.extent.units != layout.units() || !payload_offset.is_multiple_of(layout.align()) {
-            let (units, align) = (layout.units(), layout.align());
-            return Err(BeginError::Extent { extent: grant.extent, units, align });
-        }
-        let header = Header {
-            flags: record.flags,
-            id: record.id,
-            word: Word::new(epoch, State::Writing),
-            object_len: record.object_len,
-            stripe_offset: record.stripe_offset,
-            stripe_len: record.stripe_len,
-            payload_offset,
-            root: grant.writer.mark(),
-            stripe_index: record.stripe_index,
-            stripe_count: record.stripe_count,
-            key_len: key_part.len() as u32,
-            attributes_len: attributes_part.len() as u32,
-            trailer_crc: trailer_crc(key_part, attributes_part),
-            id_key: record.id_key,
-            tenant_generation: record.tenant_generation,
-        };
-        header.check()?;
+        let writing = Word::new(epoch, State::Writing);
+        let draft = Draft::new(&record, writing, payload_offset, grant.writer.mark())?;
+        draft.check(grant.extent)?;
+        let header = draft.header;
         if repeats {
             // The answer to the first attempt was lost, unless it was about another record.
             // SAFETY: this is the owner, with the lock.
@@ -204,12 +230,66 @@ impl Segment {
         unsafe { self.regions.write_header(slot, &header) };
         // SAFETY: the extent overlaps no other (the map said so), and nobody is let in to it yet.
         unsafe {
-            self.regions.write_bytes(payload_offset + layout.key().offset(), &trailer);
+            draft.write_trailer(&self.regions);
             pages(&header).for_each(|page| self.regions.write_digest(&header, page, 0));
         }
-        let begun = word.begin(epoch);
+        let begun = match kind {
+            BeginKind::New => word.begin(epoch),
+            BeginKind::Copy => books.floors.begin_copy(slot, word, epoch),
+        };
         assert!(matches!(begun, Transition::Done(_)), "only the owner changes words, under its lock");
-        books.writing.insert(slot, Writing { writer: grant.writer, node_claims: Vec::new() });
+        books.writing.insert(slot, Writing { writer: grant.writer, kind, node_claims: Vec::new() });
+        Ok(())
+    }
+
+    /// FREE → WRITING → READY in one go, by the rule for copies, for a record in a staging segment whose payload is there
+    /// already. `index`: where local readers are to find it.
+    ///
+    /// # Safety
+    /// The record's extent must be the caller's alone.
+    pub(super) unsafe fn stage(
+        &self,
+        slot: SlotId,
+        draft: &Draft,
+        digests: &[u8],
+        index: Option<&Board>,
+    ) -> Result<(), StageError> {
+        assert!(self.is_staging(), "what is granted in other segments is not staged there");
+        let word = self.regions.word(slot).expect("a room's slot");
+        let (header, extent) = (&draft.header, draft.extent());
+        let version = header.word.epoch();
+        draft.check(extent)?;
+        let (found, expected) = (digests.len() as u64, draft.layout.digests().len());
+        if found != expected {
+            return Err(StageError::Digests { found, expected });
+        }
+        if !header.flags.digestless() {
+            let found = digest_context(header).root_of(PageDigests::new(digests).iter());
+            if found != header.root {
+                return Err(StageError::Root { found, named: header.root });
+            }
+        }
+        let mut books = self.books();
+        let found = word.load();
+        if found.state() != State::Free || found.epoch() == Epoch::MAX || version == Epoch::ZERO {
+            return Err(BeginError::Word { found, named: version }.into());
+        }
+        books.taken.try_claim(extent).map_err(BeginError::from)?;
+        // SAFETY: this is the owner, with the lock; the slot is FREE, so nobody is let in to its header. Nor to the
+        // extent, which is the caller's.
+        unsafe {
+            self.regions.write_header(slot, header);
+            draft.write_trailer(&self.regions);
+            draft.write_digests(&self.regions, digests);
+        }
+        // Nobody was granted this record to write, so nobody claims it between the two.
+        let begun = books.floors.begin_copy(slot, word, version);
+        let published = word.publish(version);
+        let done = matches!((begun, published), (Transition::Done(_), Transition::Done(_)));
+        assert!(done, "only the owner changes words, under its lock");
+        if let Some(board) = index {
+            self.show(slot, header, board);
+        }
         Ok(())
     }
 
@@ -266,12 +346,18 @@ impl Segment {
 
     /// The last step of a commit: DEAD, which the word was shut to, → READY.
     fn let_readers_in(&self, books: &mut Books, slot: SlotId, header: &Header, board: &Board) {
-        let segment = self.regions.shape.segment;
         // SAFETY: this is the owner, with the lock; no writer and no reader is there, nor let in.
         unsafe { self.regions.write_header(slot, header) };
         let published = self.regions.word(slot).expect("it was shut").publish_shut(header.word.epoch());
         assert!(matches!(published, Transition::Done(_)), "only the owner changes words, under its lock");
         books.writing.remove(&slot);
+        self.show(slot, header, board);
+    }
+
+    /// Puts a READY record into the index. Another record of the same object may be there, of this version or another:
+    /// each has its own entry, and takes only that one away when it dies.
+    fn show(&self, slot: SlotId, header: &Header, board: &Board) {
+        let segment = self.regions.shape.segment;
         // A stripe alone is of no use to a local reader.
         if header.stripe_count == 1
             && board.index().insert(&header.id, Place { segment, slot }) == Inserted::Overflow
@@ -395,9 +481,11 @@ impl Segment {
     }
 
     pub(super) fn burn(&self, slot: SlotId, epoch: Epoch) -> Transition {
-        let _books = self.books();
+        let mut books = self.books();
         match self.regions.word(slot) {
-            Some(word) => word.burn(epoch),
+            // Nothing was granted in there that could begin late.
+            Some(word) if self.is_staging() => Transition::Refused(word.load()),
+            Some(word) => books.floors.burn(slot, word, epoch),
             None => Transition::Refused(Word::default()),
         }
     }
@@ -425,7 +513,8 @@ impl Segment {
                 out.draining += 1;
                 continue;
             }
-            let freed = self.regions.word(slot).expect("it was killed here").free(epoch);
+            let word = self.regions.word(slot).expect("it was killed here");
+            let freed = books.floors.free(slot, word, epoch);
             assert!(matches!(freed, Transition::Done(_)), "DEAD until freed here: {freed:?}");
             books.taken.release(extent);
             out.freed.push(dying.freed);

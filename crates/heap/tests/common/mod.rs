@@ -5,8 +5,8 @@
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
 use moontide_heap::alloc::{Align, Allocator, BlockRef};
@@ -46,6 +46,24 @@ pub const TERM: u32 = 1;
 
 pub fn id_of(key: &[u8]) -> ObjectId {
     IdKey::new(1, [7; 32]).object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(key).unwrap())
+}
+
+/// An object of one stripe, with the key as its only property.
+pub fn record_of(key: &[u8], len: u64) -> NewRecord<'_> {
+    static NO_ATTRIBUTES: LazyLock<Attributes> = LazyLock::new(Attributes::default);
+    NewRecord {
+        id: id_of(key),
+        flags: Flags::NONE,
+        object_len: len,
+        stripe_index: 0,
+        stripe_count: 1,
+        stripe_offset: 0,
+        stripe_len: len,
+        key: KeySection { tenant: Tenant::DEFAULT, key: Key::new(key).unwrap() },
+        attributes: &NO_ATTRIBUTES,
+        id_key: 1,
+        tenant_generation: TenantGeneration(0),
+    }
 }
 
 pub fn now() -> MonoTime {
@@ -120,19 +138,7 @@ impl TestNode {
         len: u64,
         writer: Writer,
     ) -> Result<(), BeginError> {
-        let record = NewRecord {
-            id: id_of(key),
-            flags: Flags::NONE,
-            object_len: len,
-            stripe_index: 0,
-            stripe_count: 1,
-            stripe_offset: 0,
-            stripe_len: len,
-            key: KeySection { tenant: Tenant::DEFAULT, key: Key::new(key).unwrap() },
-            attributes: &Attributes::default(),
-            id_key: 1,
-            tenant_generation: TenantGeneration(0),
-        };
+        let record = record_of(key, len);
         let Granted { segment, slot, epoch, extent, .. } = *granted;
         self.heap.begin(segment, &Grant { slot, epoch, term: epoch.term(), extent, record, writer })
     }
@@ -178,10 +184,7 @@ impl TestNode {
 
     /// A door in a folder of its own.
     pub fn open_door(&self, name: &str) -> (Door, PathBuf) {
-        let path = std::env::temp_dir().join(format!("moontide-{}-{name}", std::process::id()));
-        let _ = std::fs::remove_file(&path);
-        // SAFETY: node and clients are these tests.
-        (unsafe { Door::open(&path, &[], Duration::from_secs(5)) }.unwrap(), path)
+        open_door(name)
     }
 
     /// A client of this node in the same process.
@@ -190,15 +193,27 @@ impl TestNode {
     }
 
     pub fn join_with_limit(&self, name: &str, pinned_bytes_max: u64) -> LocalHeap {
-        let (door, path) = self.open_door(name);
-        let heap = std::thread::scope(|scope| {
-            let admit = scope.spawn(|| door.admit(door.accept().unwrap(), &self.heap).unwrap());
-            // SAFETY: node and client are this test.
-            let (heap, _socket) = unsafe { join(&path, Duration::from_secs(5), pinned_bytes_max) }.unwrap();
-            admit.join().unwrap();
-            heap
-        });
-        std::fs::remove_file(&path).unwrap();
-        heap
+        join_heap(&self.heap, name, pinned_bytes_max)
     }
+}
+
+pub fn open_door(name: &str) -> (Door, PathBuf) {
+    let path = std::env::temp_dir().join(format!("moontide-{}-{name}", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    // SAFETY: node and clients are these tests.
+    (unsafe { Door::open(&path, &[], Duration::from_secs(5)) }.unwrap(), path)
+}
+
+/// A client of a heap in the same process.
+pub fn join_heap(heap: &NodeHeap, name: &str, pinned_bytes_max: u64) -> LocalHeap {
+    let (door, path) = open_door(name);
+    let local = std::thread::scope(|scope| {
+        let admit = scope.spawn(|| door.admit(door.accept().unwrap(), heap).unwrap());
+        // SAFETY: node and client are this test.
+        let (local, _socket) = unsafe { join(&path, Duration::from_secs(5), pinned_bytes_max) }.unwrap();
+        admit.join().unwrap();
+        local
+    });
+    std::fs::remove_file(&path).unwrap();
+    local
 }

@@ -11,7 +11,7 @@ use moontide_proto::limits::HANDLES_PER_ANSWER_MAX;
 use moontide_proto::{Capability, Handle, HandleFlags, Medium, ObjectEntry, ObjectFlags, v1};
 use moontide_types::bounds::{REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{Attributes, AttributesRef, ParentHash};
-use moontide_types::{ErrorCode, TenantGeneration, Term};
+use moontide_types::{ErrorCode, Generation, SegmentId, SlotId, TenantGeneration, Term};
 
 use super::{Caller, Codes, Service, refused};
 
@@ -214,16 +214,17 @@ impl Service {
         })
     }
 
-    /// Brings objects from disk to memory. What is in memory is there; there is no disk tier yet.
+    /// Brings objects from disk to memory ahead of need. Done when it is on its way, or there is nothing to bring.
     pub fn prefetch(&self, m: &v1::PrefetchRequest) -> v1::OutcomesResponse {
         let request = PrefetchRequest::from_wire(m).map_err(refused);
         self.outcomes(request.map(|r| (r.context, r)), |caller, request, codes| {
             let now = self.now();
             *codes = Codes::new(request.keys.len());
             for (group, asks, positions) in self.sort(caller, request.keys).parts() {
-                self.group(group).exist(now, asks, |index, there| {
-                    codes.set(positions[index] as usize, (!there).then_some(ErrorCode::NotFound));
-                });
+                let mut group = self.group(group);
+                for (ask, &position) in asks.iter().zip(positions) {
+                    codes.set(position as usize, group.prefetch(now, ask).err());
+                }
             }
         })
     }
@@ -262,7 +263,8 @@ fn put_options(config: &PutConfig) -> PutOptions {
         digestless: config.digestless,
         medium: match config.medium {
             Some(Medium::Device) => MetaMedium::Device,
-            _ => MetaMedium::Memory,
+            Some(Medium::Disk) => MetaMedium::Disk,
+            Some(Medium::Memory) | None => MetaMedium::Memory,
         },
         ttl_ms: config.ttl_ms,
     }
@@ -372,11 +374,16 @@ pub(super) fn handle(place: &PlaceView, term: Term, digestless: bool) -> Handle 
     if place.verify {
         flags = flags.with(HandleFlags::VERIFY);
     }
+    // A record on disk is named by its version; where it stands is its node's business.
+    let on_disk = place.medium == MetaMedium::Disk;
+    let nowhere = (SegmentId(0), SlotId(0), Generation(0));
+    let (segment, slot, generation) =
+        if on_disk { nowhere } else { (place.segment, place.slot, place.generation) };
     Handle {
         node: place.node,
-        segment: place.segment,
-        slot: place.slot,
-        generation: place.generation,
+        segment,
+        slot,
+        generation,
         extent: place.extent,
         payload_offset: place.payload_offset(),
         stripe_offset: place.stripe.offset,
@@ -390,6 +397,7 @@ pub(super) fn handle(place: &PlaceView, term: Term, digestless: bool) -> Handle 
         medium: match place.medium {
             MetaMedium::Memory => Medium::Memory,
             MetaMedium::Device => Medium::Device,
+            MetaMedium::Disk => Medium::Disk,
         },
         flags,
     }

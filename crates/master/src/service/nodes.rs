@@ -9,13 +9,14 @@ use moontide_meta::{
     TickBudget,
 };
 use moontide_proto::convert::{
-    Heartbeat, MountSegmentsRequest, NodeBody, NodeMessage, OpenSessionRequest, OpenSessionResponse,
-    ReportChunk, SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant, UnmountSegmentsRequest, Wire,
+    DiskStatus, Heartbeat, MountSegmentsRequest, NodeBody, NodeMessage, OpenSessionRequest,
+    OpenSessionResponse, ReportChunk, SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant,
+    UnmountSegmentsRequest, Wire,
 };
 use moontide_proto::convert::{MountSegmentsResponse, ResponseContext};
 use moontide_proto::{Medium, ProtocolVersions, ReportFlags, v1};
 use moontide_types::record::{AttributesRef, State};
-use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, TenantGeneration};
+use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, Tenant, TenantGeneration};
 
 use super::outbox::{NodeSession, SessionStream};
 use super::{Codes, MAP_VERSION, Service, refused};
@@ -42,6 +43,8 @@ pub struct NodeInfo {
     pub addresses: Vec<(Box<str>, Box<str>)>,
     /// Orders that it has not answered yet.
     pub orders_outstanding: usize,
+    /// How its disk is, if it has one.
+    pub disk: Option<DiskStatus>,
 }
 
 impl Service {
@@ -99,7 +102,11 @@ impl Service {
         let mounted = MountSegmentsRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
             let node = self.node_of(request.context.session)?;
-            let grants = request.segments.iter().map(|spec| self.mount(&node, spec)).collect();
+            let grants = request.segments.iter().map(|spec| match spec.medium {
+                Medium::Disk => self.mount_disk(&node, spec),
+                Medium::Memory | Medium::Device => self.mount(&node, spec),
+            });
+            let grants = grants.collect();
             Ok(SegmentGrants { grants })
         });
         match mounted {
@@ -125,6 +132,10 @@ impl Service {
         let answer = self.outcomes(request, |_, (node, request), codes| {
             *codes = Codes::new(request.segments.len());
             for (at, segment) in request.segments.iter().enumerate() {
+                if *segment == SegmentId::DISK {
+                    codes.set(at, self.unmount_disk(&node).err());
+                    continue;
+                }
                 let index = node.segments.lock().remove(segment);
                 let code = match index {
                     None => Some(ErrorCode::NotFound),
@@ -135,7 +146,7 @@ impl Service {
                             // Relaxed: a hint for spreading segments.
                             self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
                         }
-                        let code = group.unmount(node.node, *segment, &mut effects).err();
+                        let code = group.unmount(self.now(), node.node, *segment, &mut effects).err();
                         self.deliver(index, &mut effects);
                         code
                     }
@@ -191,6 +202,7 @@ impl Service {
             labels: node.labels.clone(),
             addresses: node.addresses.clone(),
             orders_outstanding: node.orders_outstanding(),
+            disk: *node.disk.lock(),
         };
         let mut nodes: Vec<NodeInfo> = self.nodes.read().values().map(info).collect();
         // One that registers again has two sessions for a moment: the newer one, which has the larger number, counts.
@@ -242,7 +254,8 @@ impl Service {
             generation: spec.generation,
             medium: match spec.medium {
                 Medium::Device => MetaMedium::Device,
-                _ => MetaMedium::Memory,
+                Medium::Disk => MetaMedium::Disk, // which the group refuses: a disk is mounted in all of them
+                Medium::Memory => MetaMedium::Memory,
             },
             units: spec.units,
             slots: spec.slots,
@@ -268,7 +281,7 @@ impl Service {
                 .fetch_add(u64::from(spec.units) - before.min(spec.units.into()), Ordering::Relaxed);
             let elsewhere = node.segments.lock().insert(spec.segment, index).filter(|&other| other != index);
             if let Some(other) = elsewhere {
-                let _ = self.group(other).unmount(spec.node, spec.segment, &mut effects);
+                let _ = self.group(other).unmount(self.now(), spec.node, spec.segment, &mut effects);
                 self.deliver(other, &mut effects);
             }
         }
@@ -338,8 +351,8 @@ impl Service {
                 });
                 passable(node, end.segment, outcome)?;
             }
-            // Disk tiers are not served yet: a node that has one must not believe that its records are known.
-            NodeBody::Offloaded(_) | NodeBody::DiskEvicted(_) => return Err(ErrorCode::Unsupported),
+            NodeBody::Offloaded(notice) => self.offloaded(node, notice)?,
+            NodeBody::DiskEvicted(evicted) => self.disk_evicted(node, evicted)?,
         }
         node.applied(message.sequence, beat);
         Ok(())
@@ -351,6 +364,7 @@ impl Service {
 
     fn heartbeat(&self, node: &NodeSession, heartbeat: &Heartbeat<'_>) {
         node.reads.lock().set(&heartbeat.reads);
+        self.disk_status(node, heartbeat.disk);
         for touched in &heartbeat.touched {
             let Ok(index) = self.segment_group(node, touched.segment) else { continue };
             let name = (node.node, touched.segment);
@@ -360,7 +374,11 @@ impl Service {
 
     fn report(&self, node: &NodeSession, chunk: &ReportChunk<'_>) -> Result<(), ErrorCode> {
         let index = self.segment_group(node, chunk.segment)?;
-        let generations = self.learn_generations(chunk);
+        let told = chunk.records.iter().map(|record| {
+            let alive = matches!(record.word.state(), State::Ready | State::Writing);
+            (record.tenant, record.tenant_generation, alive && record.id_key == self.config.id_key.number())
+        });
+        let generations = self.learn_generations(&chunk.tenants, told);
         let now = self.now();
         let mut effects = Effects::new();
         let mut group = self.group(index);
@@ -416,21 +434,22 @@ impl Service {
         outcome
     }
 
-    /// A tenant's generation is at least what any record says; the answer is the current one for each of the chunk's
-    /// tenants.
-    fn learn_generations(&self, chunk: &ReportChunk<'_>) -> Vec<TenantGeneration> {
-        let id_key = self.config.id_key.number();
-        let mut highest = vec![TenantGeneration(0); chunk.tenants.len()];
-        for record in chunk.records.iter() {
-            let told =
-                matches!(record.word.state(), State::Ready | State::Writing) && record.id_key == id_key;
-            if let Some(highest) = highest.get_mut(usize::from(record.tenant)).filter(|_| told) {
-                *highest = (*highest).max(record.tenant_generation);
+    /// A tenant's generation is at least what any record says whose word counts; the answer is the current one for each
+    /// of the tenants. Of a record: the position of its tenant, its generation, and whether it counts.
+    pub(super) fn learn_generations(
+        &self,
+        names: &[Tenant<'_>],
+        records: impl Iterator<Item = (u16, TenantGeneration, bool)>,
+    ) -> Vec<TenantGeneration> {
+        let mut highest = vec![TenantGeneration(0); names.len()];
+        for (tenant, generation, counts) in records {
+            if let Some(highest) = highest.get_mut(usize::from(tenant)).filter(|_| counts) {
+                *highest = (*highest).max(generation);
             }
         }
         let known =
             |name: &str| self.tenants.read().get(name).map_or(TenantGeneration(0), |facts| facts.generation);
-        for (tenant, highest) in chunk.tenants.iter().zip(&mut highest) {
+        for (tenant, highest) in names.iter().zip(&mut highest) {
             let known = known(tenant.as_str());
             if *highest > known {
                 let mut tenants = self.tenants.write();

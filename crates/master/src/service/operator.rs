@@ -295,7 +295,9 @@ impl Service {
         };
         let mut all: Vec<(u16, SegmentView)> = vec![];
         for index in 0..self.groups.len() {
-            let views = self.group(index).segments().collect::<Vec<_>>();
+            let group = self.group(index);
+            let views: Vec<_> = group.segments().filter(|view| view.medium != MetaMedium::Disk).collect();
+            drop(group);
             let wanted = views.into_iter().filter(|view| request.node.is_none_or(|node| node == view.node));
             all.extend(
                 wanted.filter(|view| view.phase != SegmentPhase::Lost).map(|view| (index as u16, view)),
@@ -347,6 +349,7 @@ fn segment_detail(group: u16, view: &SegmentView, term: u32) -> v1::SegmentDetai
     let medium = match view.medium {
         MetaMedium::Memory => v1::Medium::Memory,
         MetaMedium::Device => v1::Medium::Device,
+        MetaMedium::Disk => v1::Medium::Disk,
     };
     let state = match view.phase {
         SegmentPhase::Reporting | SegmentPhase::Waiting => v1::SegmentState::Reporting,

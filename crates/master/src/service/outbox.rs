@@ -9,11 +9,12 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 use moontide_meta::{Order, OrderKind, OrderOutcome};
+use moontide_proto::convert::DiskStatus;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{
     Order as WireOrder, OrderFlags, OrderKind as WireKind, OrderPhase, OrderResult, PackedBuilder, v1,
 };
-use moontide_types::{ErrorCode, NodeId, SegmentId, SessionId, Term};
+use moontide_types::{ErrorCode, Extent, NodeId, SegmentId, SessionId, Term};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -36,6 +37,8 @@ pub(super) struct NodeSession {
     /// Which group has which segment.
     pub(super) segments: Mutex<HashMap<SegmentId, usize>>,
     pub(super) reads: Mutex<Reads>,
+    /// How its disk is, if it has one.
+    pub(super) disk: Mutex<Option<DiskStatus>>,
 }
 
 #[derive(Debug, Default)]
@@ -88,6 +91,7 @@ impl NodeSession {
             news: Notify::new(),
             segments: Mutex::default(),
             reads: Mutex::default(),
+            disk: Mutex::default(),
         }
     }
 
@@ -222,10 +226,27 @@ struct StreamOver;
 
 fn wire_order(number: u64, order: &Order, term: Term) -> WireOrder {
     let (kind, flags) = match order.kind {
+        OrderKind::Kill | OrderKind::Reclaim if order.segment == SegmentId::DISK => {
+            return WireOrder {
+                flags: OrderFlags::TOMBSTONE,
+                epoch: order.epoch,
+                id: order.id,
+                ..WireOrder::new(number, WireKind::DropDisk, term)
+            };
+        }
         OrderKind::Kill => (WireKind::Kill, OrderFlags::TOMBSTONE),
         OrderKind::Reclaim => (WireKind::Reclaim, OrderFlags::NONE),
+        OrderKind::Offload => (WireKind::Offload, OrderFlags::NONE),
+        OrderKind::Promote { .. } => (WireKind::Promote, OrderFlags::NONE),
+    };
+    let (stripe, extent) = match order.kind {
+        OrderKind::Promote { stripe, extent } => (stripe, extent),
+        _ => (0, Extent::default()),
     };
     WireOrder {
+        stripe,
+        extent,
+        payload_offset: extent.span().offset(),
         flags,
         segment: order.segment,
         generation: order.generation,

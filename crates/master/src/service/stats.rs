@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use moontide_meta::{GroupStats, LookupCounts, Quota, SegmentPhase, TenantUsage};
-use moontide_proto::convert::ReadCounters;
+use moontide_meta::{GroupStats, LookupCounts, Medium, Quota, SegmentPhase, SegmentView, TenantUsage};
+use moontide_proto::convert::{DiskState, ReadCounters};
 
 use super::Service;
 
@@ -34,6 +34,18 @@ pub struct MasterStats {
     pub taken_slots: u64,
     /// Memory held by the index.
     pub memory_bytes: u64,
+    /// Complete objects that are nowhere but on disks.
+    pub objects_on_disk: u64,
+    /// Units of memory that will be free when what is being written to disks is there.
+    pub offloading_units: u64,
+    /// Nodes with a disk.
+    pub disks: u64,
+    /// Of these, those that take no more.
+    pub disks_closed: u64,
+    /// Bytes on disks.
+    pub disk_used_bytes: u64,
+    /// Bytes that disks may hold.
+    pub disk_limit_bytes: u64,
     /// Counts of all groups, summed.
     pub group: GroupStats,
     /// Reads, wherever they happened.
@@ -55,7 +67,7 @@ pub struct ReadSums {
     pub memory_hits: u64,
     /// Found in a GPU's memory on the same host.
     pub device_hits: u64,
-    /// Found on disk on the same host.
+    /// Found on disk alone.
     pub disk_hits: u64,
     /// Not found or not ready. A local miss is followed by a lookup, which counts instead of it.
     pub misses: u64,
@@ -105,7 +117,10 @@ impl Service {
             stats.objects += group.objects() as u64;
             stats.objects_writing += group.objects_writing();
             stats.memory_bytes += group.memory_bytes() as u64;
-            for view in group.segments().filter(|view| view.phase != SegmentPhase::Lost) {
+            stats.objects_on_disk += group.objects_on_disk();
+            stats.offloading_units += group.offloading_units();
+            let in_use = |view: &SegmentView| view.phase != SegmentPhase::Lost && view.medium != Medium::Disk;
+            for view in group.segments().filter(in_use) {
                 stats.segments += 1;
                 stats.units += u64::from(view.units);
                 stats.live_units += u64::from(view.live_units);
@@ -122,6 +137,13 @@ impl Service {
             stats.sessions += 1;
             stats.orders_outstanding += node.orders_outstanding() as u64;
             reads.add(&node.reads.lock());
+            if let Some(disk) = *node.disk.lock() {
+                stats.disks += 1;
+                stats.disks_closed +=
+                    u64::from(matches!(disk.state, DiskState::Full | DiskState::WriteFailed));
+                stats.disk_used_bytes += disk.used_bytes;
+                stats.disk_limit_bytes += disk.limit_bytes;
+            }
         }
         let lookups = stats.group.lookups;
         let misses = lookups.misses + lookups.not_ready;
@@ -131,7 +153,7 @@ impl Service {
             requested: lookups.requested + reads.memory + reads.device + reads.disk,
             memory_hits,
             device_hits: reads.device,
-            disk_hits: reads.disk,
+            disk_hits: lookups.hits_disk + reads.disk,
             misses,
             bytes: reads.bytes,
             corrupt: reads.corrupt,
@@ -164,7 +186,7 @@ impl Service {
 
 fn add(sum: &mut GroupStats, group: &GroupStats) {
     let GroupStats {
-        lookups: LookupCounts { requested, hits, misses, not_ready, exists },
+        lookups: LookupCounts { requested, hits, hits_disk, misses, not_ready, exists },
         puts_started,
         puts_completed,
         puts_expired,
@@ -174,6 +196,13 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
         expired_objects,
         removed_objects,
         lost_objects,
+        offloads_ordered,
+        offloaded_objects,
+        demoted_objects,
+        offloads_not_admitted,
+        promoted_objects,
+        recovered_objects,
+        disk_evicted,
         reclaimed,
         orders_refused,
         reported,
@@ -181,6 +210,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     } = *group;
     sum.lookups.requested += requested;
     sum.lookups.hits += hits;
+    sum.lookups.hits_disk += hits_disk;
     sum.lookups.misses += misses;
     sum.lookups.not_ready += not_ready;
     sum.lookups.exists += exists;
@@ -193,6 +223,13 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     sum.expired_objects += expired_objects;
     sum.removed_objects += removed_objects;
     sum.lost_objects += lost_objects;
+    sum.offloads_ordered += offloads_ordered;
+    sum.offloaded_objects += offloaded_objects;
+    sum.demoted_objects += demoted_objects;
+    sum.offloads_not_admitted += offloads_not_admitted;
+    sum.promoted_objects += promoted_objects;
+    sum.recovered_objects += recovered_objects;
+    sum.disk_evicted += disk_evicted;
     sum.reclaimed += reclaimed;
     sum.orders_refused += orders_refused;
     sum.reported += reported;

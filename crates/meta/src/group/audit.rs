@@ -6,7 +6,7 @@ use moontide_types::ObjectId;
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::{Epoch, Extent, NodeId, SegmentId, SlotId};
 
-use super::Group;
+use super::{Group, disk};
 use crate::record::{Flag, NONE};
 use crate::segment::{SegmentPhase, SlotState};
 use crate::sizes::Sizes;
@@ -104,9 +104,11 @@ impl Group {
         hold(objects.len() == self.slab.len(), || "the slab counts wrongly".into())?;
         hold(self.table.len() == self.slab.len(), || "table and slab differ in length".into())?;
         let mut queued = HashSet::new();
-        let tenant_queues =
-            self.tenants.iter().flat_map(|(_, tenant)| [&tenant.ordinary, &tenant.soft, &tenant.hard]);
-        for queue in tenant_queues.chain([&self.writing]) {
+        let tenant_queues = self
+            .tenants
+            .iter()
+            .flat_map(|(_, tenant)| [&tenant.ordinary, &tenant.soft, &tenant.hard, &tenant.on_disk]);
+        for queue in tenant_queues.chain([&self.writing, &self.offloading]) {
             let mut len = 0;
             for at in queue.iter(&self.slab) {
                 hold(queued.insert(at), || format!("{at:?} stands in two queues"))?;
@@ -123,7 +125,7 @@ impl Group {
             let (count, stripes) = (self.place_count(record), self.stripes(record));
             hold(count.is_multiple_of(stripes), || format!("{} has half a replica", record.id()))?;
             let mut replica_nodes: Vec<HashSet<NodeId>> = vec![HashSet::new(); count / stripes];
-            let mut places = 0;
+            let (mut places, mut in_memory) = (0, 0);
             for index in 0..count {
                 let place = self.place(record, index);
                 if place.is_lost() {
@@ -131,6 +133,7 @@ impl Group {
                 }
                 places += 1;
                 let segment = self.segment(place.segment);
+                in_memory += usize::from(!segment.is_disk());
                 hold(segment.slot(place.slot) == SlotState::Object(at), || {
                     format!(
                         "{}: slot {} of segment {} is not its own",
@@ -139,11 +142,15 @@ impl Group {
                         place.segment
                     )
                 })?;
-                if segment.is_readable() {
+                if segment.is_readable() && !segment.is_disk() {
                     replica_nodes[index / stripes].insert(segment.node);
                 }
             }
             hold(places > 0, || format!("{} has no place at all", record.id()))?;
+            let on_disk = !record.has(Flag::Writing) && in_memory == 0;
+            hold(record.has(Flag::OnDisk) == on_disk, || format!("{} is not where it seems", record.id()))?;
+            let offloading = self.offloads.contains_key(&record.id());
+            hold(record.has(Flag::Offloading) == offloading, || format!("{}: a lost offload", record.id()))?;
             // What was placed here is on different nodes; reports bring what they bring.
             if !record.has(Flag::Reported) {
                 for (a, nodes) in replica_nodes.iter().enumerate() {
@@ -152,6 +159,9 @@ impl Group {
                 }
             }
         }
+        hold(self.offloads.len() as u64 == self.offloading.len(), || "offloads are counted wrongly".into())?;
+        let units: u64 = self.offloads.values().map(disk::Offload::units).sum();
+        hold(units == self.offloading_units, || "units of offloads are counted wrongly".into())?;
         hold(extras == self.extras.len(), || "an extra belongs to nobody".into())?;
         hold(self.cohorts.len() <= extras, || "a cohort has no member".into())?;
         Ok(objects)

@@ -4,12 +4,16 @@
 //! 2. of the others, a tenant drawn in proportion to its objects: with one tenant this is plain SIEVE;
 //! 3. ordinary objects before soft-pinned ones; hard-pinned and leased ones never.
 //!
+//! Where the victim's node has a disk, it is written there first and leaves memory when it is there; only where there is
+//! none, or it takes nothing, is it lost. Units that are being written count as evicted here, too: they are on their way.
+//!
 //! A victim costs a bounded number of steps, whatever the number of objects. It is out of the index at once, and its
 //! range drains until its node has given it back; draining units are not free, but they are on their way, so that
 //! they count as evicted here.
 
 use moontide_types::ObjectId;
 use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::record::PinClass;
 
 use super::Group;
 use crate::effect::Effects;
@@ -49,10 +53,21 @@ const TENANTS_TRIED: usize = 4;
 /// Objects that a put which found no room evicts at once; the rest follows in ticks.
 const AT_ONCE: usize = 16;
 
+/// What becomes of a victim.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// It goes to disk, where there is one.
+    Demote,
+    /// It is lost, wherever it is.
+    Drop,
+}
+
 #[derive(Clone, Copy)]
 enum Class {
     Ordinary,
     Soft,
+    /// Nowhere but on disk: goes only if there are too many objects, since it gives no memory back.
+    OnDisk,
 }
 
 impl Class {
@@ -60,13 +75,14 @@ impl Class {
         match self {
             Class::Ordinary => &tenant.ordinary,
             Class::Soft => &tenant.soft,
+            Class::OnDisk => &tenant.on_disk,
         }
     }
 }
 
 impl Group {
-    /// How full the segments in use are, in thousandths: of units or of slots, whichever is more. What drains counts
-    /// as free here.
+    /// How full the segments in use are, in thousandths: of units or of slots, whichever is more. What drains, or is on its
+    /// way to a disk, counts as free here.
     pub fn pressure_permille(&self) -> u16 {
         self.usage().permille()
     }
@@ -114,6 +130,10 @@ impl Group {
         if units > all {
             return;
         }
+        // What is on its way to disks will be free soon; whoever asks again meanwhile must not empty memory.
+        if self.offloading_units > units + all / 32 {
+            return;
+        }
         self.wanted_units = self.wanted_units.max(units);
         self.evict_ahead(now, AT_ONCE, effects);
     }
@@ -126,16 +146,30 @@ impl Group {
         now: Now,
         effects: &mut Effects,
     ) -> Option<EvictReport> {
-        let classes = [Class::Ordinary, Class::Soft];
-        let victim = classes.into_iter().find_map(|class| self.victim(tenant, class, Some(keep), now))?;
-        Some(self.evict_object(victim, Some(keep), now, effects))
+        let many = self.tenants.get(tenant).has_too_many();
+        let classes: &[Class] = if many {
+            &[Class::Ordinary, Class::Soft, Class::OnDisk]
+        } else {
+            &[Class::Ordinary, Class::Soft]
+        };
+        let victim = classes.iter().find_map(|&class| self.victim(tenant, class, Some(keep), now))?;
+        // The room is needed now, so that nothing is written to disk first.
+        let victim_id = self.slab.get(victim).id();
+        if many || !self.is_whole_on_disk(self.slab.get(victim)) {
+            return Some(self.evict_object(victim, Some(keep), How::Drop, now, effects));
+        }
+        debug_assert_ne!(victim_id, keep);
+        Some(self.evict_alone(victim, How::Demote, now, effects))
     }
 
     fn evict_one(&mut self, now: Now, effects: &mut Effects) -> Option<EvictReport> {
+        if !self.may_offload_more() {
+            return None; // the disks have enough to do: puts wait
+        }
         for class in [Class::Ordinary, Class::Soft] {
             for tenant in self.next_tenants(class) {
                 if let Some(victim) = self.victim(tenant, class, None, now) {
-                    return Some(self.evict_object(victim, None, now, effects));
+                    return Some(self.evict_object(victim, None, How::Demote, now, effects));
                 }
             }
         }
@@ -166,10 +200,11 @@ impl Group {
             let queue = match class {
                 Class::Ordinary => &mut state.ordinary,
                 Class::Soft => &mut state.soft,
+                Class::OnDisk => &mut state.on_disk,
             };
             let at = queue.advance(&self.slab)?;
             let record = self.slab.get(at);
-            if Some(record.id()) == keep || self.is_leased(record, now) {
+            if Some(record.id()) == keep || record.pin() == PinClass::Hard || self.is_leased(record, now) {
                 continue;
             }
             let record = self.slab.get_mut(at);
@@ -186,6 +221,7 @@ impl Group {
         &mut self,
         at: Ref,
         keep: Option<ObjectId>,
+        how: How,
         now: Now,
         effects: &mut Effects,
     ) -> EvictReport {
@@ -198,26 +234,41 @@ impl Group {
             followers = others.take(FOLLOWERS_MAX).collect();
             followers.sort(); // a hash set's order is nobody's business
         }
-        let mut report = self.evict_alone(at, now, effects);
+        let mut report = self.evict_alone(at, how, now, effects);
         for id in followers {
             let Some(at) = self.find_id(id) else { continue };
             let record = self.slab.get(at);
             let held = record.has(Flag::Writing)
-                || record.pin() != moontide_types::record::PinClass::None
+                || record.has(Flag::Offloading)
+                || record.has(Flag::OnDisk)
+                || record.pin() != PinClass::None
                 || self.is_leased(record, now);
             if !held {
-                report.add(self.evict_alone(at, now, effects));
+                report.add(self.evict_alone(at, how, now, effects));
             }
         }
         report
     }
 
-    fn evict_alone(&mut self, at: Ref, now: Now, effects: &mut Effects) -> EvictReport {
-        debug_assert!(!self.is_leased(self.slab.get(at), now), "a lease-holder's range is never reclaimed");
-        let tenant = self.slab.get(at).tenant();
-        let before = self.tenants.get(tenant).bytes;
+    fn evict_alone(&mut self, at: Ref, how: How, now: Now, effects: &mut Effects) -> EvictReport {
+        let record = *self.slab.get(at);
+        debug_assert!(!self.is_leased(&record, now), "a lease-holder's range is never reclaimed");
+        let before = self.tenants.get(record.tenant()).bytes;
+        if how == How::Demote {
+            if self.is_whole_on_disk(&record) {
+                self.demote(at, now, effects);
+                let bytes = before - self.tenants.get(record.tenant()).bytes;
+                return EvictReport { objects: 1, bytes };
+            }
+            let under_way = self.offloading_units;
+            if self.is_worth_offloading(&record) && self.start_offload(at, now, effects) {
+                let bytes = (self.offloading_units - under_way) * UNIT_BYTES;
+                return EvictReport { objects: 1, bytes };
+            }
+        }
+        self.remember_for_disks(record.id(), record.epoch(), now);
         self.drop_object(at, now, effects);
-        let bytes = before - self.tenants.get(tenant).bytes;
+        let bytes = before - self.tenants.get(record.tenant()).bytes;
         self.stats.evicted_objects += 1;
         self.stats.evicted_bytes += bytes;
         EvictReport { objects: 1, bytes }
@@ -227,6 +278,7 @@ impl Group {
     fn usage(&self) -> Usage {
         let in_use = |segment: &&Segment| {
             matches!(segment.phase, SegmentPhase::Serving | SegmentPhase::Waiting | SegmentPhase::Reporting)
+                && !segment.is_disk()
         };
         let mut usage = Usage::default();
         for segment in self.segments.iter().flatten().filter(in_use) {
@@ -235,6 +287,8 @@ impl Group {
             usage.slots += u64::from(segment.slot_count());
             usage.used_slots += u64::from(segment.taken_slots) - segment.drains.len() as u64;
         }
+        usage.used_units = usage.used_units.saturating_sub(self.offloading_units);
+        usage.used_slots = usage.used_slots.saturating_sub(self.offloading.len());
         usage
     }
 }

@@ -30,13 +30,15 @@ pub struct Ask<'a> {
 /// The answer for one key of a lookup.
 pub type Found<'a> = Result<ObjectView<'a>, ErrorCode>;
 
-/// What was looked up. `requested = hits + misses + not_ready`.
+/// What was looked up. `requested = hits + hits_disk + misses + not_ready`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LookupCounts {
     /// Keys of lookups.
     pub requested: u64,
     /// Found, with a replica in memory.
     pub hits: u64,
+    /// Found, on disk alone.
+    pub hits_disk: u64,
     /// Not found.
     pub misses: u64,
     /// Being written.
@@ -106,7 +108,12 @@ impl Group {
                     answer(index, Err(ErrorCode::NotReady));
                 }
                 ObjectState::Complete => {
-                    group.stats.lookups.hits += 1;
+                    if record.has(Flag::OnDisk) {
+                        group.stats.lookups.hits_disk += 1;
+                        group.read_from_disk(&record);
+                    } else {
+                        group.stats.lookups.hits += 1;
+                    }
                     group.use_object(at, lease);
                     let replicas = group.replica_views(&record, &mut places);
                     answer(index, Ok(group.object_view(&record, &places, replicas)));
@@ -166,7 +173,7 @@ impl Group {
         Some(ListCursor(cursor.map_or(NONE, Ref::number)))
     }
 
-    fn find_complete(&self, ask: &Ask<'_>, now: Now) -> Result<Ref, ErrorCode> {
+    pub(super) fn find_complete(&self, ask: &Ask<'_>, now: Now) -> Result<Ref, ErrorCode> {
         let at = self.find(ask).ok_or(ErrorCode::NotFound)?;
         match self.state_of(self.slab.get(at), now) {
             ObjectState::Complete => Ok(at),
@@ -183,6 +190,9 @@ impl Group {
     fn use_object(&mut self, at: Ref, lease: Option<Tick>) {
         let record = self.slab.get_mut(at);
         record.set(Flag::Visited, true);
+        if let Some(sketch) = &mut self.sketch {
+            sketch.add(record.id());
+        }
         let Some(lease) = lease else { return };
         record.set_until(record.until().max(lease));
         let cohort = self.extras.get(record.extra).map_or(NONE, |extra| extra.cohort);

@@ -88,7 +88,11 @@ impl Group {
         effects: &mut Effects,
     ) -> Result<Mount, ErrorCode> {
         self.seen_term(spec.term, effects)?;
-        if spec.units == 0 || spec.slots == 0 {
+        if spec.units == 0
+            || spec.slots == 0
+            || spec.medium == Medium::Disk
+            || spec.segment == SegmentId::DISK
+        {
             return Err(ErrorCode::InvalidArgument);
         }
         if spec.units > SEGMENT_UNITS_MAX || spec.slots > SLOTS_MAX {
@@ -99,7 +103,7 @@ impl Group {
             self.lose_node(spec.node, now, effects);
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, spec.segment)) {
-            self.lose_segment(earlier, effects);
+            self.lose_segment(earlier, now, effects);
         }
         let missed = self.absent.remove(&(spec.node, spec.segment)).is_some();
         let topology = self.topology(spec.labels);
@@ -117,22 +121,10 @@ impl Group {
             topology,
             tenant,
         };
-        let index = match self.vacant_segments.pop() {
-            Some(index) => index,
-            None => {
-                self.segments.push(None);
-                (self.segments.len() - 1) as u32
-            }
-        };
         let mut segment = Segment::new(shape, phase, now.mono.after(wait));
         // Removals have been acknowledged without it: what it holds may be among them.
         segment.is_late = !missed && now.mono > self.reports_until;
-        self.segments[index as usize] = Some(segment);
-        self.by_name.insert((spec.node, spec.segment), index);
-        let new = Node { session: spec.session, topology, segments: vec![] };
-        let node = self.nodes.entry(spec.node).or_insert(new);
-        node.topology = topology;
-        node.segments.push(index);
+        let index = self.add_segment(segment, topology);
         if !spec.occupied {
             self.waiting_segments.push(index);
             self.activate_segments(now);
@@ -140,15 +132,34 @@ impl Group {
         Ok(Mount { report: spec.occupied, usable_in: wait })
     }
 
+    /// Gives a segment its place in the tables, and its node one if it has none.
+    pub(super) fn add_segment(&mut self, segment: Segment, topology: Topology) -> u32 {
+        let index = match self.vacant_segments.pop() {
+            Some(index) => index,
+            None => {
+                self.segments.push(None);
+                (self.segments.len() - 1) as u32
+            }
+        };
+        self.by_name.insert((segment.node, segment.id), index);
+        let new = Node { session: segment.session, topology, segments: vec![] };
+        let node = self.nodes.entry(segment.node).or_insert(new);
+        node.topology = topology;
+        node.segments.push(index);
+        self.segments[index as usize] = Some(segment);
+        index
+    }
+
     /// Takes a segment out of use. What is in it is gone for the index; the sweep follows in ticks.
     pub fn unmount(
         &mut self,
+        now: Now,
         node: NodeId,
         segment: SegmentId,
         effects: &mut Effects,
     ) -> Result<(), ErrorCode> {
         let &index = self.by_name.get(&(node, segment)).ok_or(ErrorCode::NotFound)?;
-        self.lose_segment(index, effects);
+        self.lose_segment(index, now, effects);
         Ok(())
     }
 
@@ -163,6 +174,9 @@ impl Group {
     /// Lets no new object into a segment. With `evict`, what is in it and not held leaves in the course of ticks.
     pub fn drain(&mut self, node: NodeId, segment: SegmentId, evict: bool) -> Result<(), ErrorCode> {
         let &index = self.by_name.get(&(node, segment)).ok_or(ErrorCode::NotFound)?;
+        if self.segment(index).is_disk() {
+            return Err(ErrorCode::InvalidArgument); // its node decides what leaves it
+        }
         match self.segment(index).phase {
             SegmentPhase::Serving | SegmentPhase::Waiting | SegmentPhase::Draining => {}
             SegmentPhase::Reporting => return Err(ErrorCode::Retry),
@@ -196,7 +210,11 @@ impl Group {
                     return;
                 }
                 if let SlotState::Object(at) = segment.slot(slot) {
-                    self.slab.get_mut(at).set(Flag::Visited, true);
+                    let record = self.slab.get_mut(at);
+                    record.set(Flag::Visited, true);
+                    if let Some(sketch) = &mut self.sketch {
+                        sketch.add(record.id());
+                    }
                 }
             }
         }
@@ -261,12 +279,14 @@ impl Group {
         }
     }
 
-    fn lose_node(&mut self, node: NodeId, now: Now, effects: &mut Effects) {
+    pub(super) fn lose_node(&mut self, node: NodeId, now: Now, effects: &mut Effects) {
         let segments = self.nodes.get(&node).map(|node| node.segments.clone()).unwrap_or_default();
         for index in segments {
             let name = (node, self.segment(index).id);
-            self.lose_segment(index, effects);
-            self.miss_segment(name, now);
+            self.lose_segment(index, now, effects);
+            if name.1 != SegmentId::DISK {
+                self.miss_segment(name, now);
+            }
         }
         self.nodes.remove(&node);
     }
@@ -276,10 +296,18 @@ impl Group {
         self.absent.insert(name, self.ticker.end(now.mono, self.config.absence_max));
     }
 
-    /// A segment cannot be read or used any more.
-    pub(super) fn lose_segment(&mut self, index: u32, effects: &mut Effects) {
+    /// A segment cannot be read or used any more. A disk keeps what it has, and is expected back.
+    pub(super) fn lose_segment(&mut self, index: u32, now: Now, effects: &mut Effects) {
         self.withdraw(index);
         self.waiting_segments.retain(|&waiting| waiting != index);
+        let segment = self.segment(index);
+        // A late one that still has something which nobody knows any more is a late one again if it comes back.
+        let is_stale =
+            segment.is_late && (segment.phase == SegmentPhase::Reporting || !segment.drains.is_empty());
+        if segment.is_disk() && !is_stale {
+            let until = self.ticker.end(now.mono, self.config.disk_absence_max);
+            self.absent_disks.insert(self.segment(index).node, until);
+        }
         let segment = self.segment_mut(index);
         segment.phase = SegmentPhase::Lost;
         segment.swept = 0;
@@ -356,13 +384,15 @@ impl Group {
         } else {
             self.has_complete_replica(&record)
         };
-        if !lives {
+        if lives {
+            self.places_changed(at);
+        } else {
             self.drop_object(at, now, effects);
             self.stats.lost_objects += u64::from(lost);
         }
     }
 
-    fn topology(&mut self, labels: [&str; 3]) -> Topology {
+    pub(super) fn topology(&mut self, labels: [&str; 3]) -> Topology {
         let [host, rack, zone] = labels.map(|label| {
             if label.is_empty() {
                 return 0;

@@ -165,6 +165,9 @@ impl Group {
         if replicas == 0 || usize::from(replicas) > REPLICAS_MAX || !(1..=replicas).contains(&replicas_min) {
             return Err(ErrorCode::InvalidArgument);
         }
+        if put.options.medium == Medium::Disk {
+            return Err(ErrorCode::Unsupported); // objects get there when memory is short
+        }
         let existing = self.find_id(put.ask.id);
         if let Some(at) = existing {
             self.may_replace(at, put, now)?;
@@ -224,12 +227,12 @@ impl Group {
             }
         }
         let Some(at) = self.find_id(end.id) else {
-            return Err(if self.is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone });
+            return Err(if self.memory_is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone });
         };
         let record = *self.slab.get(at);
         if record.epoch() != end.epoch {
             // A newer version is there, or an older one that a report brought: then ours may still be reported.
-            let may_come = record.epoch() < end.epoch && self.is_unsettled(now);
+            let may_come = record.epoch() < end.epoch && self.memory_is_unsettled(now);
             return Err(if may_come { ErrorCode::Retry } else { ErrorCode::Gone });
         }
         if self.replacing.contains_key(&end.id) {
@@ -266,7 +269,8 @@ impl Group {
         }
         if !self.has_complete_replica(self.slab.get(at)) {
             self.drop_object(at, now, effects);
-            return Err(if self.is_unsettled(now) && rebuilt { ErrorCode::Retry } else { ErrorCode::Gone });
+            let may_come = self.memory_is_unsettled(now) && rebuilt;
+            return Err(if may_come { ErrorCode::Retry } else { ErrorCode::Gone });
         }
         if stripes > 1 {
             self.extra_mut(at).stripe_roots = end.stripe_roots.to_vec();
@@ -329,6 +333,18 @@ impl Group {
         let digests_len = half.div_ceil(PAGE_BYTES) * 8;
         let payload = half.saturating_sub(digests_len + trailer_len) / PAGE_BYTES * PAGE_BYTES;
         self.config.stripe_bytes_max.min(payload).max(PAGE_BYTES)
+    }
+
+    /// What the record of one stripe of an object that is on disk needs in memory.
+    pub(super) fn units_of_stripe(&self, at: Ref, stripe: usize) -> Option<(NonZeroU32, Align)> {
+        let (record, key) = self.slab.with_key(at);
+        let extra = self.extras.get(record.extra);
+        let stripe_len = extra.map_or(record.object_len(), |extra| extra.stripe_len);
+        let part = stripe_of(record.object_len(), stripe_len, stripe, self.stripes(record));
+        let key_len = (4 + self.tenants.get(record.tenant()).name.len() + key.len()) as u32;
+        let layout = RecordLayout::new(part.len, key_len, record.attributes_len(), Flags::NONE).ok()?;
+        let align = if stripe_len >= PAYLOAD_ALIGN { Align::Page } else { Align::Unit };
+        Some((NonZeroU32::new(layout.units())?, align))
     }
 
     /// How the object is cut, and what its records need.

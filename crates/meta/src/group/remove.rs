@@ -46,7 +46,10 @@ impl Group {
         let at = match self.find(ask) {
             Some(at) => at,
             None if unsettled => return Removal::Done(Some(self.entomb(ask.id))),
-            None => return self.remove_undead(ask.id, waiter, effects),
+            None => {
+                self.remember_for_disks(ask.id, self.newest_epoch(), now);
+                return self.remove_undead(ask.id, waiter, effects);
+            }
         };
         let record = *self.slab.get(at);
         match self.state_of(&record, now) {
@@ -62,6 +65,7 @@ impl Group {
         if unsettled && self.tombstones.len() >= TOMBSTONES_MAX {
             return Removal::Done(Some(ErrorCode::Busy));
         }
+        self.remember_for_disks(ask.id, self.newest_epoch(), now);
         let removal = self.kill_object(at, now, effects);
         if !gone {
             self.stats.removed_objects += 1;
@@ -174,6 +178,7 @@ impl Group {
             job.status.kept += 1;
             return;
         }
+        self.remember_for_disks(record.id(), record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         if removal.kills > 0 {
             self.wait_for(
@@ -208,6 +213,7 @@ impl Group {
             let removed = self.tombstones.entry(record.id()).or_insert(record.epoch());
             *removed = record.epoch().max(*removed);
         }
+        self.remember_for_disks(record.id(), record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         if removal.kills == 0 {
             return;
@@ -274,6 +280,10 @@ impl Group {
                 }
             }
             (OrderKind::Reclaim, OrderOutcome::Refused(_)) => {}
+            (OrderKind::Offload, _) => self.offload_answered(index, slot.0, epoch, outcome),
+            (OrderKind::Promote { stripe, .. }, _) => {
+                self.promotion_answered(index, slot.0, (epoch, stripe), outcome, effects);
+            }
         }
     }
 
@@ -383,7 +393,7 @@ impl Group {
                 killing.unreachable = true;
             }
         }
-        self.drop_object(at, now, effects);
+        self.drop_places(at, now, effects);
         killing
     }
 

@@ -227,7 +227,7 @@ impl Group {
     fn fail_segment(&mut self, index: u32, now: Now, effects: &mut Effects) {
         let segment = self.segment(index);
         let name = (segment.node, segment.id);
-        self.lose_segment(index, effects);
+        self.lose_segment(index, now, effects);
         self.miss_segment(name, now);
     }
 
@@ -252,13 +252,7 @@ impl Group {
         if slot >= self.segment(index).slot_count() {
             return Err(ErrorCode::OutOfBounds);
         }
-        if new.epoch.term() > self.config.term || new.epoch.sequence() > SEQUENCE_CREDIBLE {
-            return Err(ErrorCode::OutOfBounds);
-        }
-        if new.epoch.term() == self.config.term {
-            // Never give an epoch twice, even if a node knows more of this term than we do.
-            self.sequence = self.sequence.max(new.epoch.sequence());
-        }
+        self.believe_epoch(new.epoch)?;
         match (self.segment(index).slot(slot), new.state) {
             (SlotState::Free, ReportState::Free) => {}
             (SlotState::Draining, ReportState::Free) => self.place_freed(index, slot, new.epoch, effects),
@@ -304,7 +298,19 @@ impl Group {
         Ok(())
     }
 
-    fn report_new(
+    /// An epoch that a node knows is never given out again, even if it knows more of this term than we do.
+    pub(super) fn believe_epoch(&mut self, epoch: Epoch) -> Result<(), ErrorCode> {
+        if epoch.term() > self.config.term || epoch.sequence() > SEQUENCE_CREDIBLE {
+            return Err(ErrorCode::OutOfBounds);
+        }
+        if epoch.term() == self.config.term {
+            self.sequence = self.sequence.max(epoch.sequence());
+        }
+        Ok(())
+    }
+
+    /// A record of which nothing is known here yet.
+    pub(super) fn report_new(
         &mut self,
         now: Now,
         index: u32,
@@ -313,11 +319,13 @@ impl Group {
     ) -> Result<(), ErrorCode> {
         let segment = self.segment_mut(index);
         segment.one_sided |= new.one_sided;
-        if new.extent.units == 0 || new.extent.end() > u64::from(segment.units) {
-            return Err(ErrorCode::OutOfBounds);
-        }
-        if new.extent.units > segment.free_units() {
-            return Err(ErrorCode::Overlap); // more than there is: some of it was reported twice
+        if !segment.is_disk() {
+            if new.extent.units == 0 || new.extent.end() > u64::from(segment.units) {
+                return Err(ErrorCode::OutOfBounds);
+            }
+            if new.extent.units > segment.free_units() {
+                return Err(ErrorCode::Overlap); // more than there is: some of it was reported twice
+            }
         }
         let stripe_len = new.stripe_len();
         let welcome = new.state != ReportState::Dead
@@ -328,7 +336,7 @@ impl Group {
             && new.key.len() <= moontide_types::bounds::KEY_BYTES_MAX
             && new.expires.is_none_or(|at| at > now.unix)
             && self.tombstones.get(&new.id).is_none_or(|&removed| new.epoch > removed)
-            && !self.segment(index).is_late;
+            && (self.segment(index).is_disk() || !self.segment(index).is_late);
         let Some(stripe_len) = stripe_len.filter(|_| welcome) else {
             self.report_unwelcome(index, new, effects);
             return Ok(());
@@ -378,7 +386,7 @@ impl Group {
     }
 
     /// What nobody wants drains.
-    fn report_unwelcome(&mut self, index: u32, new: &ReportRecord<'_>, effects: &mut Effects) {
+    pub(super) fn report_unwelcome(&mut self, index: u32, new: &ReportRecord<'_>, effects: &mut Effects) {
         let segment = self.segment_mut(index);
         let place = segment.report(index, new.slot.0, new.extent, false);
         segment.drain(place, new.epoch, new.id, false);
@@ -404,6 +412,7 @@ impl Group {
         record.set(Flag::Reported, true);
         record.set(Flag::Writing, !whole);
         record.set(Flag::Visited, new.touched);
+        record.set(Flag::OnDisk, whole && self.segment(index).is_disk());
         record.set(Flag::Digestless, new.digestless);
         record.set_pin(new.pin);
         if whole {
@@ -469,7 +478,9 @@ impl Group {
                 && name(self.segment(place.segment)) == name(self.segment(index))
         };
         let row = (0..rows).filter(vacant).find(own).or((0..rows).find(vacant)).unwrap_or(rows);
-        if row == REPLICAS_MAX {
+        // An object with all replicas that it may have in memory can be on as many disks, too.
+        let rows_max = if self.segment(index).is_disk() { 2 * REPLICAS_MAX } else { REPLICAS_MAX };
+        if row >= rows_max {
             return false;
         }
         if row == rows {
@@ -482,7 +493,9 @@ impl Group {
         self.set_place(at, which, place);
         self.count_place(at, place);
         self.slab.get_mut(at).set(Flag::Reported, true);
-        if !complete {
+        if complete {
+            self.places_changed(at);
+        } else {
             self.set_committed(at, which, false);
             if new.state == ReportState::Ready {
                 self.committed(at, which, new.root, effects);
@@ -529,6 +542,7 @@ impl Group {
             _ => root,
         };
         self.complete_object(at, root);
+        self.places_changed(at);
     }
 
     fn set_committed(&mut self, at: Ref, which: usize, on: bool) {

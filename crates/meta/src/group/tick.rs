@@ -21,11 +21,20 @@ pub struct TickBudget {
     pub job_objects: usize,
     /// Reclaims whose lease has ended.
     pub reclaims: usize,
+    /// Objects brought back from disk.
+    pub promotions: usize,
 }
 
 impl Default for TickBudget {
     fn default() -> TickBudget {
-        TickBudget { expiries: 256, evictions: 256, swept_slots: 4096, job_objects: 2048, reclaims: 1024 }
+        TickBudget {
+            expiries: 256,
+            evictions: 256,
+            swept_slots: 4096,
+            job_objects: 2048,
+            reclaims: 1024,
+            promotions: 64,
+        }
     }
 }
 
@@ -36,7 +45,9 @@ impl Group {
         self.activate_segments(now);
         self.forget_absent(now);
         let expired = self.expire_reservations(now, budget.expiries, effects)
-            | self.expire_objects(now, budget.expiries, effects);
+            | self.expire_objects(now, budget.expiries, effects)
+            | self.expire_offloads(now, budget.expiries)
+            | self.promote_some(now, budget.promotions, effects);
         let reclaims = self.reclaim_leased(now, budget.reclaims, effects);
         let swept = self.sweep(now, budget.swept_slots, effects) >= budget.swept_slots;
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
@@ -106,7 +117,8 @@ impl Group {
     fn forget_absent(&mut self, now: Now) {
         let tick = self.ticker.now(now.mono);
         self.absent.retain(|_, &mut until| until > tick);
-        if !self.tombstones.is_empty() && !self.is_unsettled(now) {
+        self.absent_disks.retain(|_, &mut until| until > tick);
+        if !self.tombstones.is_empty() && !self.is_unsettled(now) && !self.disks_may_return(now) {
             // What a node was told to kill and has not confirmed may still come back with its next report.
             let mut tombstones = std::mem::take(&mut self.tombstones);
             tombstones.retain(|&id, _| self.has_undead(id));

@@ -1,6 +1,6 @@
 //! What a caller gets to see of an object: borrowed or copied, never the record itself.
 
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::bounds::{REPLICAS_MAX, UNIT_BYTES};
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, Extent, Generation, NodeId, ObjectId, SegmentId, SlotId, UnixMillis};
 
@@ -154,15 +154,19 @@ impl Group {
     }
 
     /// Appends the places of all replicas that can be read completely; the answer is their number. The n-th replica is
-    /// made of the n-th place of each stripe that can be read.
+    /// made of the n-th place of each stripe that can be read, those in memory first.
     pub(super) fn replica_views(&self, record: &Record, out: &mut Vec<PlaceView>) -> u8 {
         let stripes = self.stripes(record);
         let rows = self.place_count(record) / stripes;
         let readable = |stripe: usize| {
             let places = (0..rows).map(move |row| self.place(record, row * stripes + stripe));
-            places.filter(|&place| self.is_readable(place))
+            let places = places.filter(|&place| self.is_readable(place));
+            let on_disk = |place: Place| self.segment(place.segment).is_disk();
+            let in_memory = places.clone().filter(move |&place| !on_disk(place));
+            in_memory.chain(places.filter(move |&place| on_disk(place)))
         };
-        let replicas = (0..stripes).map(|stripe| readable(stripe).count()).min().unwrap_or(0);
+        let replicas =
+            (0..stripes).map(|stripe| readable(stripe).count()).min().unwrap_or(0).min(REPLICAS_MAX);
         for replica in 0..replicas {
             for stripe in 0..stripes {
                 let place = readable(stripe).nth(replica).expect("counted");

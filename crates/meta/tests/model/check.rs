@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use moontide_meta::{Ask, Audit, PlaceView, ReportState, SegmentPhase};
+use moontide_meta::{Ask, Audit, Medium, PlaceView, ReportState, SegmentPhase};
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::{Epoch, Extent, Key};
 
@@ -97,6 +97,9 @@ fn must_find(world: &World, key: u8, audit: &Audit) -> Option<Epoch> {
     let complete = puts.filter(|put| {
         (0..put.places.len() / put.stripes).any(|replica| {
             (0..put.stripes).all(|stripe| {
+                if world.is_known_on_disk((id_of(key), put.epoch, stripe as u16), audit) {
+                    return true;
+                }
                 let which = replica * put.stripes + stripe;
                 let place = &put.places[which];
                 let (node, at) = world.position(place.node, place.segment);
@@ -140,13 +143,22 @@ pub(crate) fn may_be_read(
 ) -> Check {
     let at = world.put_of(key, epoch).ok_or_else(|| format!("{epoch} of key {key} was never given"))?;
     let put = &world.puts[at];
-    ensure!(put.acked || was_reported(world, put), "{epoch} is found, but its put has not ended");
+    ensure!(put.acked || put.seen || was_reported(world, put), "{epoch} is found, but its put has not ended");
     ensure!(!put.removed, "{epoch} of key {key} was removed, and is back");
     ensure!(!put.removal_pending, "{epoch} of key {key} was being removed, and is back");
     ensure!(put.expires.is_none_or(|expires| expires > world.now.unix), "{epoch} has expired");
     ensure!((len, root) == (put.object_len, put.root()), "{epoch}: length {len}, root {root:x}");
     let mut nodes = BTreeSet::new();
     for place in places {
+        ensure!(
+            put.stripes > 1 || nodes.insert((place.node, place.medium)),
+            "{epoch} has two replicas on node {}",
+            place.node
+        );
+        if place.medium == Medium::Disk {
+            world.may_be_read_from_disk(epoch, id_of(key), place)?;
+            continue;
+        }
         let (node, segment) = world.position(place.node, place.segment);
         let segment = &world.nodes[node].segments[segment];
         ensure!(
@@ -162,11 +174,6 @@ pub(crate) fn may_be_read(
             "{epoch}: {place:?} is not {record:?}"
         );
         ensure!(place.root == record.root, "{epoch}: the root of {place:?} is {:x}", record.root);
-        ensure!(
-            put.stripes > 1 || nodes.insert(place.node),
-            "{epoch} has two replicas on node {}",
-            place.node
-        );
     }
     world.puts[at].seen = true;
     Ok(())

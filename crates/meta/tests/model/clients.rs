@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use moontide_meta::{Ask, PlaceView, PutEnd, PutOptions, PutStart, Removal, ReportState, TenantIx, Waiter};
+use moontide_meta::{
+    Ask, Medium, PlaceView, PutEnd, PutOptions, PutStart, Removal, ReportState, TenantIx, Waiter,
+};
 use moontide_types::bounds::LEASE_MS_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Key, SegmentId};
@@ -269,6 +271,10 @@ impl World {
                 ensure!(!is_old, "{by} was acknowledged while {old} can still be read");
             }
         }
+        for disk in self.nodes.iter().filter_map(|node| node.disk.as_ref()) {
+            let within_reach = disk.mount.as_ref().is_some_and(|mount| mount.recovered);
+            ensure!(!within_reach || !disk.may_have(old), "{by} was acknowledged while {old} is on disk");
+        }
         Ok(())
     }
 
@@ -316,7 +322,8 @@ impl World {
         let until = self.now.mono.after(Duration::from_millis(lease_ms.min(LEASE_MS_MAX).into()));
         let now = self.now.mono;
         self.leases.retain(|lease| lease.until > now);
-        for place in places.iter().filter(|_| lease_ms > 0) {
+        let in_memory = |place: &&PlaceView| place.medium != Medium::Disk;
+        for place in places.iter().filter(in_memory).filter(|_| lease_ms > 0) {
             let (node, at) = self.position(place.node, place.segment);
             let mount = self.nodes[node].segments[at].mount.as_ref().map_or(0, |mount| mount.number);
             self.leases.push(Lease {
@@ -444,6 +451,16 @@ impl World {
                     );
                 }
             }
+        }
+        for node in &self.nodes {
+            // A disk that nobody waits for any more is taken as empty when it comes.
+            let Some(disk) = node.disk.as_ref().filter(|disk| disk.mount.is_some()) else { continue };
+            let left = meant.iter().find(|&&epoch| disk.may_have(epoch));
+            ensure!(
+                left.is_none(),
+                "the removal of key {key} is acknowledged, but {left:?} is or will be on the disk of node {}",
+                node.id
+            );
         }
         for put in self.puts.iter_mut().filter(|put| meant.contains(&put.epoch)) {
             put.removed = true;

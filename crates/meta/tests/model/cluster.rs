@@ -135,6 +135,11 @@ impl World {
         for _ in 0..4 {
             for node in 0..self.nodes.len() {
                 while self.nodes[node].execute_next(false) {}
+                while self.nodes[node].write_next() || self.nodes[node].promote_next() {}
+                for _ in 0..32 {
+                    self.tell_disk(node, true)?;
+                    self.tell_disk(node, false)?;
+                }
                 self.answer(node, usize::MAX);
             }
             for segment in 0..self.nodes.iter().map(|node| node.segments.len()).sum() {
@@ -150,12 +155,17 @@ impl World {
         let chosen: Vec<usize> = (0..self.nodes[node].segments.len())
             .filter(|&at| segments >> at & 1 == 0 && self.nodes[node].segments[at].mount.is_none())
             .collect();
+        // A disk comes before its node's memory as often as after it.
+        let disk_first = self.mounts.is_multiple_of(2);
         for at in chosen {
             let session = *self.nodes[node].session.get_or_insert_with(|| {
                 self.sessions += 1;
                 SessionId(u64::from(self.term.get()) << 40 | self.sessions)
             });
             self.mounts += 1;
+            if disk_first {
+                self.mount_disk(node);
+            }
             let node = &mut self.nodes[node];
             let segment = &mut node.segments[at];
             if self.now.mono > segment.wiped_after {
@@ -195,6 +205,7 @@ impl World {
                 ordered: BTreeSet::new(),
             });
         }
+        self.mount_disk(node);
         Ok(())
     }
 
@@ -204,7 +215,7 @@ impl World {
             return Ok(());
         }
         let name = (self.nodes[node].id, self.nodes[node].segments[at].id);
-        let unmounted = self.group.unmount(name.0, name.1, &mut self.effects);
+        let unmounted = self.group.unmount(self.now, name.0, name.1, &mut self.effects);
         ensure!(unmounted.is_ok(), "an unmount was refused with {unmounted:?}");
         let segment = &mut self.nodes[node].segments[at];
         segment.mount = None;
@@ -241,7 +252,13 @@ impl World {
         self.removals.clear();
         self.replaced.clear();
         self.forced_job = false;
+        self.any_job = false;
         for put in &mut self.puts {
+            // A removal that was acknowledged while a disk with the object was away is remembered by the master for it.
+            // With both gone at a time, the disk brings it back.
+            let away =
+                self.nodes.iter().filter_map(|node| node.disk.as_ref()).any(|disk| disk.may_have(put.epoch));
+            put.removed &= !away;
             put.pin = put.pin_stored;
             put.removal_pending = false;
         }

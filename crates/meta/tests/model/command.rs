@@ -120,6 +120,48 @@ pub(crate) enum Command {
         segment: u8,
         slot: u8,
     },
+    /// The next record that a node writes to its disk is there for good.
+    DiskWrite {
+        node: u8,
+    },
+    /// A node tells what it wrote, or what it found on its disk.
+    DiskTell {
+        node: u8,
+        found: bool,
+        count: u8,
+    },
+    /// The next record that a node brings back from its disk is READY.
+    DiskPromote {
+        node: u8,
+    },
+    /// A node's disk is full.
+    DiskEvict {
+        node: u8,
+        which: u8,
+    },
+    DiskStatus {
+        node: u8,
+        takes: bool,
+    },
+    /// Eviction, and what nodes have to do for it: what is not held is on disk alone.
+    Demote {
+        objects: u8,
+    },
+    /// Everything wanted in memory is ordered there, and nodes begin with it.
+    Promote {
+        key: u8,
+    },
+    /// A node's process ends and begins again.
+    Restart {
+        node: u8,
+    },
+    /// A node's process ends; the master hears of it.
+    CrashNode {
+        node: u8,
+    },
+    Prefetch {
+        key: u8,
+    },
     Tick {
         budget: u8,
     },
@@ -268,5 +310,77 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => (node(), 0u8..4).prop_map(|(node, segments)| Command::Reconnect { node, segments }),
         1 => Just(Command::Crash),
     ];
-    prop_oneof![5 => client, 4 => nodes, 2 => operator]
+    let disk = prop_oneof![
+        6 => node().prop_map(|node| Command::DiskWrite { node }),
+        7 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskTell { node, found, count }),
+        3 => node().prop_map(|node| Command::DiskPromote { node }),
+        1 => (node(), 0u8..8).prop_map(|(node, which)| Command::DiskEvict { node, which }),
+        1 => (node(), prop::bool::weighted(0.7)).prop_map(|(node, takes)| Command::DiskStatus { node, takes }),
+        2 => node().prop_map(|node| Command::CrashNode { node }),
+        3 => key().prop_map(|key| Command::Prefetch { key }),
+        3 => (0u16..400, 1u8..4).prop_map(|(target_permille, objects)| Command::Evict { target_permille, objects }),
+    ];
+    prop_oneof![5 => client, 4 => nodes, 2 => operator, 3 => disk]
+}
+
+/// Draws one command of a sequence that is mostly about disks.
+pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
+    let key = || 0u8..6;
+    let node = || prop::sample::select(vec![0u8, 2, 3]);
+    let few = || prop_oneof![2 => Just(1u8), 1 => Just(u8::MAX)];
+    // Short keys and hardly any pressure: what is on disk is there because it was sent there.
+    let small = (key(), any::<bool>(), prop_oneof![3 => Just(None), 2 => node().prop_map(Some)], 1u8..3)
+        .prop_map(|(key, upsert, local, replicas)| Put {
+            key,
+            len: 700,
+            replicas,
+            replicas_min: 1,
+            stripes: None,
+            upsert,
+            one_sided: false,
+            ttl_ms: 0,
+            pin: 0,
+            cohort: None,
+            parent: false,
+            caller: 1,
+            local,
+            preferred: None,
+        });
+    let striped = (key(), 1u8..3).prop_map(|(key, replicas)| Put {
+        key,
+        len: 300 << 10,
+        replicas,
+        replicas_min: 1,
+        stripes: Some(2),
+        upsert: true,
+        one_sided: false,
+        ttl_ms: 0,
+        pin: 0,
+        cohort: None,
+        parent: false,
+        caller: 1,
+        local: None,
+        preferred: None,
+    });
+    let disk = prop_oneof![
+        10 => small.prop_map(Command::PutWhole),
+        2 => striped.prop_map(Command::PutWhole),
+        8 => (1u8..8).prop_map(|objects| Command::Demote { objects }),
+        6 => key().prop_map(|key| Command::Promote { key }),
+        3 => node().prop_map(|node| Command::Restart { node }),
+        4 => node().prop_map(|node| Command::DiskWrite { node }),
+        6 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskTell { node, found, count }),
+        5 => node().prop_map(|node| Command::DiskPromote { node }),
+        3 => (node(), 0u8..8).prop_map(|(node, which)| Command::DiskEvict { node, which }),
+        6 => (key(), any::<bool>()).prop_map(|(key, force)| Command::Remove { key, force }),
+        4 => (key(), prop_oneof![3 => Just(0u32), 1 => Just(3_000)]).prop_map(|(key, lease_ms)| Command::Lookup { key, lease_ms }),
+        5 => (node(), few(), prop::bool::weighted(0.1)).prop_map(|(node, count, refuse)| Command::Execute { node, count, refuse }),
+        5 => (node(), few()).prop_map(|(node, count)| Command::Answer { node, count }),
+        3 => (0u8..6, few()).prop_map(|(segment, count)| Command::Report { segment, count }),
+        3 => Just(Command::Settle),
+        2 => node().prop_map(|node| Command::Mount { node, segments: 0 }),
+        1 => Just(Command::Tick { budget: u8::MAX }),
+        2 => prop_oneof![Just(16u32), Just(31_000), Just(61_000)].prop_map(|ms| Command::Advance { ms }),
+    ];
+    prop_oneof![9 => disk, 1 => command()]
 }

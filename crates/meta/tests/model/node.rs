@@ -11,6 +11,8 @@ use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term, UnixMillis,
 };
 
+use crate::disk::DiskModel;
+
 /// What a record says about its object.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordModel {
@@ -40,12 +42,27 @@ pub(crate) struct Word {
     pub(crate) reclaim: Option<Order>,
     /// The node killed it by itself.
     pub(crate) scrubbed: bool,
+    /// It is being written to disk.
+    pub(crate) pinned: bool,
+    /// A copy from disk: nobody but the master knows of it, and answers to its orders say all.
+    pub(crate) is_copy: bool,
+    /// The epoch that the slot of a copy had before, and will have again.
+    pub(crate) floor: Epoch,
 }
 
 impl Word {
-    fn new() -> Word {
-        let epoch = Epoch::ZERO;
-        Word { epoch, state: ReportState::Free, record: None, holders: 0, reclaim: None, scrubbed: false }
+    pub(crate) fn new() -> Word {
+        Word {
+            epoch: Epoch::ZERO,
+            state: ReportState::Free,
+            record: None,
+            holders: 0,
+            reclaim: None,
+            scrubbed: false,
+            pinned: false,
+            is_copy: false,
+            floor: Epoch::ZERO,
+        }
     }
 
     pub(crate) fn is_free(&self) -> bool {
@@ -133,8 +150,11 @@ impl SegmentModel {
         Change { slot, epoch: word.epoch, state: word.state, record: word.record.clone() }
     }
 
-    fn tell(&mut self, slot: u32) {
+    pub(crate) fn tell(&mut self, slot: u32) {
         let change = self.change(slot);
+        if self.words[slot as usize].is_copy {
+            return;
+        }
         if let Some(mount) = &mut self.mount {
             mount.stream.push_back(change);
         }
@@ -204,7 +224,7 @@ impl SegmentModel {
     /// A damaged record: READY → DEAD without anybody's order.
     pub(crate) fn scrub(&mut self, slot: u32) {
         let word = &mut self.words[slot as usize];
-        if word.state == ReportState::Ready {
+        if word.state == ReportState::Ready && !word.is_copy {
             word.state = ReportState::Dead;
             word.scrubbed = true;
             self.tell(slot);
@@ -225,11 +245,28 @@ impl SegmentModel {
         let word = &mut self.words[slot as usize];
         if word.state == ReportState::Dead
             && word.holders == 0
+            && !word.pinned
             && let Some(order) = word.reclaim.take()
         {
-            *word = Word { epoch: word.epoch, ..Word::new() };
+            let is_copy = word.is_copy;
+            *word = Word { epoch: word.epoch.max(word.floor), is_copy, ..Word::new() };
             self.tell(slot);
+            self.words[slot as usize].is_copy = false;
             answers.push_back((order, OrderOutcome::Done));
+        }
+    }
+
+    /// A version was written to disk, or given up there: its slot may be freed.
+    pub(crate) fn unpin(
+        &mut self,
+        slot: u32,
+        epoch: Epoch,
+        still: bool,
+        answers: &mut VecDeque<(Order, OrderOutcome)>,
+    ) {
+        if self.words[slot as usize].epoch == epoch {
+            self.words[slot as usize].pinned &= still;
+            self.free_if_drained(slot, answers);
         }
     }
 
@@ -245,6 +282,7 @@ impl SegmentModel {
                 OrderOutcome::Accepted
             }
             OrderKind::Kill => OrderOutcome::Refused(ErrorCode::Gone),
+            OrderKind::Offload | OrderKind::Promote { .. } => unreachable!("the disk has seen to it"),
             OrderKind::Reclaim if word.epoch > order.epoch => OrderOutcome::Done,
             OrderKind::Reclaim if word.is_free() => {
                 if word.epoch < order.epoch {
@@ -260,7 +298,7 @@ impl SegmentModel {
                     self.tell(slot);
                 }
                 let word = &mut self.words[slot as usize];
-                if word.reclaim.is_some() || word.holders > 0 {
+                if word.reclaim.is_some() || word.holders > 0 || word.pinned {
                     word.reclaim = Some(order);
                     OrderOutcome::Accepted
                 } else {
@@ -281,10 +319,11 @@ pub(crate) struct NodeModel {
     pub(crate) orders: VecDeque<Order>,
     pub(crate) answers: VecDeque<(Order, OrderOutcome)>,
     pub(crate) segments: Vec<SegmentModel>,
+    pub(crate) disk: Option<DiskModel>,
 }
 
 impl NodeModel {
-    pub(crate) fn new(id: u64, segments: &[(u32, usize)]) -> NodeModel {
+    pub(crate) fn new(id: u64, segments: &[(u32, usize)], has_disk: bool) -> NodeModel {
         let segments =
             (0..).zip(segments).map(|(id, &(units, slots))| SegmentModel::new(id, units, slots)).collect();
         NodeModel {
@@ -293,6 +332,7 @@ impl NodeModel {
             orders: VecDeque::new(),
             answers: VecDeque::new(),
             segments,
+            disk: has_disk.then(DiskModel::default),
         }
     }
 
@@ -301,6 +341,7 @@ impl NodeModel {
         self.session = None;
         self.orders.clear();
         self.answers.clear();
+        self.disk.iter_mut().for_each(DiskModel::disconnect);
         for segment in &mut self.segments {
             // A segment that was away before keeps the earlier end.
             segment.wiped_after =
@@ -315,6 +356,9 @@ impl NodeModel {
     /// Works off the next order of the session.
     pub(crate) fn execute_next(&mut self, refuse: bool) -> bool {
         let Some(order) = self.orders.pop_front() else { return false };
+        if self.execute_on_disk(order, refuse) {
+            return true;
+        }
         let segment = self.segments.iter_mut().find(|segment| segment.id == order.segment);
         let segment = segment.expect("orders name segments of the node");
         if segment.generation != order.generation || segment.mount.is_none() {

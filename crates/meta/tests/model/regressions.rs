@@ -357,3 +357,26 @@ fn a_tombstone_is_kept_when_the_kill_was_refused() {
         ],
     );
 }
+
+/// Failure, found by reading: a removal was acknowledged as `NotFound` while a node was still writing the object to its
+/// disk, so that a crash of the master right after it would have brought the object back. Cause: the offload took longer
+/// than its time, the object was evicted, and a reclaim does not stop the write. Fix: what is given up on a node with a
+/// disk is killed there before it is reclaimed.
+#[test]
+fn a_removal_waits_for_what_is_still_being_written_to_disk() {
+    check(
+        Random,
+        &[
+            PutWhole(Put { local: Some(3), ..put(2) }),
+            Evict { target_permille: 0, objects: 1 },
+            Execute { node: 3, count: 255, refuse: false },
+            Advance { ms: 31_000 },
+            Tick { budget: 255 },
+            DiskStatus { node: 3, takes: false },
+            Evict { target_permille: 0, objects: 1 },
+            Execute { node: 3, count: 255, refuse: false },
+            Answer { node: 3, count: 255 },
+            Remove { key: 2, force: true },
+        ],
+    );
+}

@@ -116,6 +116,7 @@ pub(crate) struct World {
     /// Complete versions that a put is about to replace, by key.
     pub(crate) replaced: BTreeMap<u8, Epoch>,
     pub(crate) forced_job: bool,
+    pub(crate) any_job: bool,
     pub(crate) mounts: u64,
     pub(crate) sessions: u64,
     pub(crate) effects: Effects,
@@ -134,7 +135,9 @@ pub(crate) fn tenant_of(key: u8) -> u8 {
 }
 
 pub(crate) fn config(term: Term, placement: PlacementKind) -> GroupConfig {
-    GroupConfig { placement, ..GroupConfig::new(GroupId(0), NonZeroU16::MIN, term) }
+    // Short enough that disks come too late within a sequence, too.
+    let disk_absence_max = Duration::from_secs(90);
+    GroupConfig { placement, disk_absence_max, ..GroupConfig::new(GroupId(0), NonZeroU16::MIN, term) }
 }
 
 impl World {
@@ -146,10 +149,10 @@ impl World {
             group: Group::new(config(term, placement), now),
             term,
             nodes: vec![
-                NodeModel::new(1, &[(64, 8), (1100, 6)]),
-                NodeModel::new(2, &[(96, 12)]),
-                NodeModel::new(3, &[(1100, 8), (80, 6)]),
-                NodeModel::new(4, &[(128, 16)]),
+                NodeModel::new(1, &[(64, 8), (1100, 6)], true),
+                NodeModel::new(2, &[(96, 12)], false),
+                NodeModel::new(3, &[(1100, 8), (80, 6)], true),
+                NodeModel::new(4, &[(128, 16)], true),
             ],
             puts: vec![],
             leases: vec![],
@@ -160,6 +163,7 @@ impl World {
             removals: BTreeMap::new(),
             replaced: BTreeMap::new(),
             forced_job: false,
+            any_job: false,
             mounts: 0,
             sessions: 0,
             effects: vec![],
@@ -230,6 +234,7 @@ impl World {
                 };
                 let started = self.group.start_job(TenantIx(tenant.into()), kind, force);
                 self.forced_job |= force && started.is_ok();
+                self.any_job |= started.is_ok();
                 Ok(())
             }
             Command::Execute { node, count, refuse } => {
@@ -281,10 +286,12 @@ impl World {
                         swept_slots: few,
                         job_objects: few,
                         reclaims: few,
+                        promotions: few,
                     },
                 };
+                let protected = if self.any_job { vec![] } else { self.protected() };
                 let _more = self.group.tick(self.now, &budget, &mut self.effects);
-                Ok(())
+                self.nothing_lost(&protected)
             }
             Command::Advance { ms } => {
                 self.now.mono = self.now.mono.after(Duration::from_millis(ms.into()));
@@ -293,8 +300,9 @@ impl World {
             }
             Command::Evict { target_permille, objects } => {
                 self.may_end = MayEnd::Any;
+                let protected = self.protected();
                 self.group.evict(self.now, target_permille, objects.into(), &mut self.effects);
-                Ok(())
+                self.nothing_lost(&protected)
             }
             Command::Quota { tenant, units, objects } => {
                 let quota = Quota { bytes_max: u64::from(units) * UNIT_BYTES, objects_max: objects.into() };
@@ -333,6 +341,73 @@ impl World {
                 self.crash();
                 Ok(())
             }
+            Command::DiskWrite { node } => {
+                self.nodes[usize::from(node)].write_next();
+                Ok(())
+            }
+            Command::DiskTell { node, found, count } => {
+                for _ in 0..count {
+                    self.tell_disk(node.into(), found)?;
+                }
+                Ok(())
+            }
+            Command::DiskPromote { node } => {
+                self.nodes[usize::from(node)].promote_next();
+                Ok(())
+            }
+            Command::DiskEvict { node, which } => self.evict_from_disk(node.into(), which),
+            Command::DiskStatus { node, takes } => {
+                self.disk_status(node.into(), takes);
+                Ok(())
+            }
+            Command::Demote { objects } => {
+                self.may_end = MayEnd::Any;
+                let protected = self.protected();
+                self.group.evict(self.now, 0, objects.into(), &mut self.effects);
+                self.nothing_lost(&protected)?;
+                self.take_effects()?;
+                for node in 0..self.nodes.len() {
+                    while self.nodes[node].execute_next(false) {}
+                    while self.nodes[node].write_next() {
+                        self.tell_disk(node, false)?;
+                    }
+                    // What nodes were ordered by this, and their answers, every other time.
+                    if objects % 2 == 1 {
+                        self.take_effects()?;
+                        while self.nodes[node].execute_next(false) {}
+                        self.answer(node, usize::MAX);
+                    }
+                }
+                Ok(())
+            }
+            Command::Promote { key } => {
+                self.may_end = MayEnd::Any;
+                self.prefetch(key % KEYS)?;
+                let nothing = TickBudget {
+                    expiries: 0,
+                    evictions: 0,
+                    swept_slots: 0,
+                    job_objects: 0,
+                    reclaims: 0,
+                    promotions: 8,
+                };
+                let _more = self.group.tick(self.now, &nothing, &mut self.effects);
+                self.take_effects()?;
+                for node in &mut self.nodes {
+                    while node.execute_next(false) {}
+                }
+                Ok(())
+            }
+            Command::Restart { node } => {
+                self.crash_node(node.into());
+                self.take_effects()?;
+                self.mount(node.into(), 0)
+            }
+            Command::CrashNode { node } => {
+                self.crash_node(node.into());
+                Ok(())
+            }
+            Command::Prefetch { key } => self.prefetch(key % KEYS),
             Command::ForeignTerm { segment } => self.foreign_term(segment.into()),
         }
     }
@@ -383,6 +458,10 @@ impl World {
     fn take_order(&mut self, session: SessionId, order: Order) -> Check {
         let node = self.nodes.iter_mut().position(|node| node.session == Some(session));
         let node = node.ok_or_else(|| format!("{order:?} for a session that has ended"))?;
+        let of_disk = order.segment == SegmentId::DISK;
+        if of_disk || matches!(order.kind, OrderKind::Offload | OrderKind::Promote { .. }) {
+            return self.take_disk_order(node, order);
+        }
         let (_, at) = self.position(self.nodes[node].id, order.segment);
         let now = self.now;
         let segment = &mut self.nodes[node].segments[at];

@@ -9,6 +9,9 @@
 //! | | FREE of this epoch or a later one | nothing | Done |
 //! | | WRITING, READY or DEAD of the epoch | killed, due at once | Done when it is free, until then Accepted |
 //! | Burn | FREE | burnt, or was past it already | Done |
+//! | Offload | READY of the epoch | written to the disk, and told | Done |
+//! | Promote | FREE | what the disk has of the version is brought there | Done |
+//! | DropDisk | (none) | the version, and all before it, is removed from the disk for good | Done |
 //! | any | taken in another epoch | nothing | Refused: StaleEpoch |
 //!
 //! FREE of this epoch is what a repeated order finds, so all of them can be repeated without harm.
@@ -34,9 +37,12 @@ pub(crate) struct Known {
 }
 
 /// Whether the order is one to be carried out at all. `segment`: nothing if there is none of this number.
-pub(crate) fn admissible(order: &Order, segment: Option<Known>) -> Result<(), ErrorCode> {
-    if matches!(order.kind, OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk) {
-        return Err(ErrorCode::Unsupported); // there is no disk
+pub(crate) fn admissible(order: &Order, segment: Option<Known>, has_disk: bool) -> Result<(), ErrorCode> {
+    if matches!(order.kind, OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk) && !has_disk {
+        return Err(ErrorCode::Unsupported);
+    }
+    if order.kind == OrderKind::DropDisk {
+        return Ok(()); // of no segment
     }
     let known = segment.ok_or(ErrorCode::NotFound)?;
     if known.generation != order.generation {
@@ -238,12 +244,12 @@ mod tests {
         ];
         for (kind, generation, of_term, known, expected) in cases {
             let order = Order { generation: Generation(generation), ..Order::new(1, kind, term(of_term)) };
-            assert_eq!(admissible(&order, known), expected, "{kind:?} {generation} {of_term}");
+            assert_eq!(admissible(&order, known, false), expected, "{kind:?} {generation} {of_term}");
         }
         for (slot, expected) in [(7, Ok(())), (8, Err(ErrorCode::OutOfBounds))] {
             let order = Order { slot: SlotId(slot), ..Order::new(1, OrderKind::Reclaim, term(5)) };
             let order = Order { generation: Generation(9), ..order };
-            assert_eq!(admissible(&order, known), expected, "slot {slot}");
+            assert_eq!(admissible(&order, known, false), expected, "slot {slot}");
         }
     }
 

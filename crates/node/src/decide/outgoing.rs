@@ -98,7 +98,8 @@ fn bytes_of(body: &Body) -> usize {
         Body::OrderResults(results) => results.results.len(),
         Body::Report(chunk) => chunk.records.len() + chunk.keys.len() + chunk.attributes.len(),
         Body::ReportEnd(_) => 64,
-        Body::Offloaded(_) | Body::DiskEvicted(_) => 0,
+        Body::Offloaded(notice) => notice.records.len() + notice.keys.len() + notice.attributes.len(),
+        Body::DiskEvicted(evicted) => evicted.versions.len(),
     }
 }
 

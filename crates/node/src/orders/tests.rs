@@ -57,7 +57,7 @@ struct Scene<'a> {
 
 fn memory() -> Arc<Memory> {
     let plan = SegmentPlan { count: 1, units: SLOTS * UNITS, slots: SLOTS };
-    let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed).unwrap();
+    let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None).unwrap();
     memory.side(SEGMENT).unwrap().granted(GroupId(0), term());
     Arc::new(memory)
 }
@@ -65,7 +65,7 @@ fn memory() -> Arc<Memory> {
 impl<'a> Scene<'a> {
     fn new(memory: &'a Arc<Memory>) -> Scene<'a> {
         let (sender, events) = unbounded_channel();
-        let mut obedience = Obedience::new(Arc::clone(memory), Arc::default(), sender);
+        let mut obedience = Obedience::new(Arc::clone(memory), None, Arc::default(), sender);
         obedience.take(Work::Session(SessionId(5)));
         Scene {
             memory,

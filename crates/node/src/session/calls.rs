@@ -7,7 +7,7 @@ use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{ProtocolVersions, v1};
 use moontide_types::bounds::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, SessionId, Term};
+use moontide_types::{ErrorCode, Generation, SegmentId, SessionId, Term};
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
@@ -189,6 +189,20 @@ pub(super) fn spec(side: &Side) -> v1::SegmentSpec {
     }
 }
 
+/// The node's disk as it is offered.
+pub(super) fn disk_spec(generation: Generation, occupied: bool) -> v1::SegmentSpec {
+    v1::SegmentSpec {
+        segment: SegmentId::DISK.0,
+        generation: generation.0,
+        medium: v1::Medium::Disk.into(),
+        // Its size is told with every heartbeat; none is given out by units.
+        units: 1,
+        slots: 1,
+        occupied,
+        ..Default::default()
+    }
+}
+
 pub(super) fn mount_segments(
     facts: &Facts,
     session: SessionId,
@@ -245,6 +259,7 @@ pub(super) fn since(now: v1::ReadCounters, before: &v1::ReadCounters) -> v1::Rea
         local_memory: now.local_memory.saturating_sub(before.local_memory),
         local_misses: now.local_misses.saturating_sub(before.local_misses),
         remote_memory: now.remote_memory.saturating_sub(before.remote_memory),
+        remote_disk: now.remote_disk.saturating_sub(before.remote_disk),
         bytes: now.bytes.saturating_sub(before.bytes),
         corrupt: now.corrupt.saturating_sub(before.corrupt),
         ..Default::default()

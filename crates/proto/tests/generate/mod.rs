@@ -611,10 +611,11 @@ impl Gen {
     }
 
     pub(crate) fn segment_spec(&mut self) -> v1::SegmentSpec {
+        let disk = self.below(8) == 0;
         v1::SegmentSpec {
-            segment: self.below(65_536) as u32,
+            segment: if disk { 65_535 } else { self.below(65_535) as u32 },
             generation: self.u64(),
-            medium: 1 + self.below(2) as i32,
+            medium: if disk { 3 } else { 1 + self.below(2) as i32 },
             units: self.u32().max(1),
             slots: (self.u32() >> 1).max(1),
             numa: self.below(3) as u32,

@@ -1,7 +1,8 @@
 //! [`ShmEngine`] and [`ShmLink`]: gets and puts in memory that a node of this host shares.
 //!
 //! Operations run on the caller's thread, to their end, when they are started: there is nothing to wait for but the
-//! memory itself. A put needs its Begin before and its Commit after, by [`Link::start_call`] on the same link.
+//! memory itself. A put needs its Begin before and its Commit after, by [`Link::start_call`] on the same link. What is on
+//! the node's disk is loaded by the node first, into memory that this process maps as well.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -9,14 +10,16 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use moontide_heap::{Guard, LocalHeap, Lookup, Reader, join, open_stream};
-use moontide_proto::{FrameKind, OpFlags};
+use moontide_proto::convert::{LoadReply, LoadRequest, Wire, decode, encode};
+use moontide_proto::limits::OPS_PER_FRAME_MAX;
+use moontide_proto::{FrameKind, OpFlags, OpKind, Packed, PackedBuilder, TransferOp, v1};
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
 
-use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting};
+use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting, call};
 use crate::error::{Failure, Name, TransferError};
 use crate::metrics::Metrics;
-use crate::op::{Direction, OpCore};
+use crate::op::{Direction, OpCore, Target};
 use crate::shm::door_of;
 use crate::sync::{Arc, Mutex, lock};
 use crate::tcp::connection::Connection;
@@ -113,27 +116,81 @@ impl Drop for ShmLink {
     }
 }
 
+/// How long what was loaded from disk is kept for us; it is given back as soon as it is copied.
+const LOAD_LEASE_MS: u32 = 2_000;
+
 impl ShmLink {
+    /// Runs operations on the disk: has the node load all of them, copies, and gives the memory back.
+    fn run_on_disk(
+        &self,
+        ops: &[&OpCore],
+        reader: &mut Reader<'_>,
+        deadline: Instant,
+    ) -> Result<Vec<Result<(), ErrorCode>>, ErrorCode> {
+        let mut wanted = PackedBuilder::<TransferOp>::with_capacity(ops.len());
+        for op in ops {
+            let flags = OpFlags::DISK;
+            wanted.push(&Target { flags, ..*op.target() }.to_wire(OpKind::Load, op.offset(), op.len()));
+        }
+        let wanted = wanted.finish();
+        let ops_wanted = Packed::decode(&wanted, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
+        let request = LoadRequest { ops: ops_wanted, lease_ms: LOAD_LEASE_MS };
+        let request = encode(&request).map_err(|error| error.code())?;
+        let code = |error: TransferError| error.code();
+        let reply = call(self, FrameKind::Load, request, deadline).map_err(code)?;
+        let reply: v1::LoadReply = decode(reply.into()).map_err(|error| error.code())?;
+        let reply = LoadReply::from_wire(&reply).map_err(|error| error.code())?;
+        if reply.list.len() != ops.len() {
+            return Err(ErrorCode::InvalidArgument);
+        }
+        let mut release = PackedBuilder::<TransferOp>::with_capacity(ops.len());
+        let mut outcomes = Vec::with_capacity(ops.len());
+        for (op, (entry, handles)) in ops.iter().zip(reply.list.iter()) {
+            let outcome = match (entry.code, handles.iter().next()) {
+                (Some(code), _) => Err(code),
+                (None, None) => Err(ErrorCode::Internal),
+                (None, Some(handle)) => {
+                    let target = Target::of(&handle, op.target().id, op.target().epoch);
+                    release.push(&target.to_wire(OpKind::Release, 0, 0));
+                    self.copy_from(op, &target, reader)
+                }
+            };
+            outcomes.push(outcome);
+        }
+        if !release.is_empty() {
+            // If it does not arrive, the time that was asked for ends by itself.
+            let _ = call(self, FrameKind::Release, release.finish(), deadline);
+        }
+        Ok(outcomes)
+    }
+
+    /// Copies what an operation wants out of a record in memory.
+    fn copy_from(&self, op: &OpCore, target: &Target, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
+        if self.heap.generation(target.segment) != Some(target.generation) {
+            return Err(ErrorCode::StaleGeneration);
+        }
+        let digests = op.target().flags.contains(OpFlags::DIGESTS);
+        match reader.get_at(target.segment, target.slot, target.epoch, SystemClock.now()) {
+            Lookup::Hit(guard) if digests => copy_out(op, &guard, guard.digests().as_bytes()),
+            Lookup::Hit(guard) => copy_out(op, &guard, guard.bytes()),
+            Lookup::Miss => Err(ErrorCode::Gone),
+            Lookup::Full => Err(ErrorCode::Busy),
+            Lookup::Closed => Err(ErrorCode::Unreachable),
+        }
+    }
+
     fn run(&self, op: &OpCore, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
         let target = op.target();
         let digests = target.flags.contains(OpFlags::DIGESTS) && op.direction() == Direction::Get;
         if !digests && target.flags != OpFlags::NONE && target.flags != OpFlags::BACKGROUND {
             return Err(ErrorCode::Unsupported);
         }
-        if self.heap.generation(target.segment) != Some(target.generation) {
-            return Err(ErrorCode::StaleGeneration);
-        }
         match op.direction() {
-            Direction::Get => {
-                match reader.get_at(target.segment, target.slot, target.epoch, SystemClock.now()) {
-                    Lookup::Hit(guard) if digests => copy_out(op, &guard, guard.digests().as_bytes()),
-                    Lookup::Hit(guard) => copy_out(op, &guard, guard.bytes()),
-                    Lookup::Miss => Err(ErrorCode::Gone),
-                    Lookup::Full => Err(ErrorCode::Busy),
-                    Lookup::Closed => Err(ErrorCode::Unreachable),
-                }
-            }
+            Direction::Get => self.copy_from(op, target, reader),
             Direction::Put => {
+                if self.heap.generation(target.segment) != Some(target.generation) {
+                    return Err(ErrorCode::StaleGeneration);
+                }
                 let claim = reader.claim(target.segment, target.slot, target.epoch);
                 let mut claim = claim.ok_or(ErrorCode::StaleEpoch)?;
                 let header = claim.header();
@@ -176,6 +233,9 @@ impl ShmLink {
         Ok(stream)
     }
 }
+
+/// Loads in one call: while the node has several on its disk, none waits for all of a long list.
+const LOADS_TOGETHER: usize = 16;
 
 /// Calls in flight on the stream; the node answers them one after the other.
 const CALLS_IN_FLIGHT_MAX: usize = 64;
@@ -227,12 +287,25 @@ impl Link for ShmLink {
         Some(&self.heap)
     }
 
-    unsafe fn start(&self, ops: Vec<OpCore>, _: Instant, _: Waiting) -> Box<dyn Pending> {
+    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, _: Waiting) -> Box<dyn Pending> {
         let reader = self.heap.reader();
         let mut outcomes = Vec::with_capacity(ops.len());
         if let Some(mut reader) = reader {
+            let is_on_disk =
+                |op: &OpCore| op.target().flags.contains(OpFlags::DISK) && op.direction() == Direction::Get;
+            let on_disk: Vec<&OpCore> = ops.iter().filter(|op| is_on_disk(op)).collect();
+            let mut loaded = Vec::with_capacity(on_disk.len());
+            // As many as one call carries.
+            for lot in on_disk.chunks(LOADS_TOGETHER) {
+                let done = self.run_on_disk(lot, &mut reader, deadline);
+                loaded.extend(done.unwrap_or_else(|code| vec![Err(code); lot.len()]));
+            }
+            let mut loaded = loaded.into_iter();
             for op in &ops {
-                let outcome = self.run(op, &mut reader);
+                let outcome = match is_on_disk(op) {
+                    true => loaded.next().unwrap_or(Err(ErrorCode::Internal)),
+                    false => self.run(op, &mut reader),
+                };
                 self.metrics.op(EngineKind::Shm, op.direction(), op.len(), outcome);
                 outcomes.push(Some(outcome));
             }

@@ -25,7 +25,7 @@ use crate::engine::EngineKind;
 use crate::error::{Failure, Name};
 use crate::metrics::Metrics;
 use crate::op::Direction;
-use crate::owner::{Caller, Owner, Source, sink, source};
+use crate::owner::{Caller, Owner, Source, sink, sources};
 use crate::sync::{Arc, Mutex, lock};
 use crate::tcp::flow::Chunk;
 use crate::tcp::hello;
@@ -338,8 +338,7 @@ impl Shared {
         if ops.iter().map(|op| op.len).sum::<u64>() > FRAME_PAYLOAD_BYTES_MAX {
             return refuse(socket, header, ErrorCode::TooLarge, patience);
         }
-        let sources: Vec<Result<Source<'_>, ErrorCode>> =
-            ops.iter().map(|op| source(&*self.owner, &op)).collect();
+        let sources: Vec<Result<Source<'_>, ErrorCode>> = sources(&*self.owner, ops, patience.deadline);
         let mut codes = Vec::with_capacity(2 * sources.len());
         for (source, op) in sources.iter().zip(ops.iter()) {
             let outcome = source.as_ref().map(|_| ()).map_err(|code| *code);

@@ -1,4 +1,4 @@
-//! `moontide bench local`, `remote`, `mixed` and `trace`: the store as an application sees it, in a cluster of real
+//! `moontide bench local`, `remote`, `load`, `mixed` and `trace`: the store as an application sees it, in a cluster of real
 //! processes that the benchmark starts from its own program, or in one that is there already.
 //!
 //! | file | what |
@@ -7,10 +7,12 @@
 //! | `turns` | ours and the bare limit in turns, and what a case's line says |
 //! | `local` | memory of this host: in place, copies, puts |
 //! | `remote` | the same over TCP |
+//! | `load` | the same, from a node's disk |
 //! | `mixed` | many callers, reads and writes, also more than can be served |
 //! | `replay` | a trace of KV-cache traffic |
 
 mod cluster;
+mod load;
 mod local;
 mod mixed;
 mod remote;
@@ -22,6 +24,7 @@ use std::time::Duration;
 use clap::Args as ClapArgs;
 use moontide_meta::Rng;
 
+pub(super) use load::{Args as LoadArgs, EXAMPLES as LOAD_EXAMPLES, run as load};
 pub(super) use local::{Args as LocalArgs, EXAMPLES as LOCAL_EXAMPLES, run as local};
 pub(super) use mixed::{Args as MixedArgs, EXAMPLES as MIXED_EXAMPLES, run as mixed};
 pub(super) use remote::{Args as RemoteArgs, EXAMPLES as REMOTE_EXAMPLES, run as remote};

@@ -10,11 +10,26 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Command};
-use moontide_node::{HugePages, NodeConfig};
+use moontide_node::{DiskConfig, HugePages, NodeConfig};
 use moontide_types::NodeId;
 use serde::{Deserialize, Deserializer};
 
 use crate::text;
+
+/// Types that are text on the command line and in the file.
+macro_rules! from_text {
+    ($($name:ident),*) => {$(
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<$name, D::Error> {
+                String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    )*};
+}
+
+mod disk;
+
+use disk::DiskSettings;
 
 /// In front of a setting's name in the environment.
 pub(super) const ENVIRONMENT_PREFIX: &str = "MOONTIDE_NODE_";
@@ -80,6 +95,8 @@ pub(super) struct Settings {
     /// Pages of the memory: "if-allowed", or "reserved" for 2 MiB pages that the operator reserved
     #[arg(long, env = "MOONTIDE_NODE_HUGE", value_name = "PAGES")]
     huge: Option<Pages>,
+    #[command(flatten)]
+    disk: DiskSettings,
 }
 
 impl Settings {
@@ -95,11 +112,6 @@ impl Settings {
 
     /// Puts what is given over what is there.
     pub(super) fn apply(self, config: &mut NodeConfig) {
-        fn set<T>(target: &mut T, given: Option<T>) {
-            if let Some(given) = given {
-                *target = given;
-            }
-        }
         let Settings {
             master,
             node,
@@ -117,6 +129,7 @@ impl Settings {
             local_stale_max,
             drain,
             huge,
+            disk,
         } = self;
         set(&mut config.master, master);
         set(&mut config.node, node.map(|node| Some(node.0)));
@@ -134,43 +147,75 @@ impl Settings {
         set(&mut config.local_stale_max, local_stale_max.map(|time| time.0));
         set(&mut config.drain, drain.map(|time| time.0));
         set(&mut config.huge, huge.map(|pages| pages.0));
+        disk.apply(&mut config.disk);
     }
+}
+
+fn set<T>(target: &mut T, given: Option<T>) {
+    if let Some(given) = given {
+        *target = given;
+    }
+}
+
+fn quoted(text: &str) -> String {
+    toml::Value::from(text).to_string()
+}
+
+/// A line of the file; without a value it is a comment.
+struct Printed {
+    name: &'static str,
+    value: Option<String>,
 }
 
 /// A configuration as a file that [`Settings::read`] takes. What is not set stands there as a comment.
 pub(super) fn to_toml(config: &NodeConfig) -> String {
-    let quoted = |text: &str| toml::Value::from(text).to_string();
     let list = |list: Vec<String>| toml::Value::from(list).to_string();
     let time = |time: Duration| quoted(&format!("{}ms", time.as_millis()));
-    let values: [(&str, Option<String>); 16] = [
-        ("master", Some(quoted(&config.master))),
-        ("node", config.node.map(|node| quoted(&format!("{:016x}", node.0)))),
-        ("memory_bytes", Some(config.memory_bytes.to_string())),
-        ("segment_bytes_max", Some(config.segment_bytes_max.to_string())),
-        ("slot_bytes", Some(config.slot_bytes.to_string())),
-        ("listen", Some(list(config.listen.iter().map(ToString::to_string).collect()))),
-        ("advertise", Some(list(config.advertise.clone()))),
-        ("local", Some(config.local.to_string())),
-        ("door", config.door.as_ref().map(|door| quoted(&door.to_string_lossy()))),
-        ("host", Some(quoted(&config.host))),
-        ("rack", Some(quoted(&config.rack))),
-        ("zone", Some(quoted(&config.zone))),
-        (
+    let named = |name: &'static str, value: Option<String>| Printed { name, value };
+    let values = [
+        named("master", Some(quoted(&config.master))),
+        named("node", config.node.map(|node| quoted(&format!("{:016x}", node.0)))),
+        named("memory_bytes", Some(config.memory_bytes.to_string())),
+        named("segment_bytes_max", Some(config.segment_bytes_max.to_string())),
+        named("slot_bytes", Some(config.slot_bytes.to_string())),
+        named("listen", Some(list(config.listen.iter().map(ToString::to_string).collect()))),
+        named("advertise", Some(list(config.advertise.clone()))),
+        named("local", Some(config.local.to_string())),
+        named("door", config.door.as_ref().map(|door| quoted(&door.to_string_lossy()))),
+        named("host", Some(quoted(&config.host))),
+        named("rack", Some(quoted(&config.rack))),
+        named("zone", Some(quoted(&config.zone))),
+        named(
             "admin_listen",
             Some(quoted(&config.admin_listen.map_or("none".to_owned(), |address| address.to_string()))),
         ),
-        ("local_stale_max", Some(time(config.local_stale_max))),
-        ("drain", Some(time(config.drain))),
-        ("huge", Some(quoted(Pages(config.huge).name()))),
+        named("local_stale_max", Some(time(config.local_stale_max))),
+        named("drain", Some(time(config.drain))),
+        named("huge", Some(quoted(Pages(config.huge).name()))),
     ];
     let described = Settings::augment_args(Command::new("settings"));
+    let help = |id: &str| {
+        let argument = described.get_arguments().find(|argument| argument.get_id() == id);
+        argument.and_then(|argument| argument.get_help()).map(ToString::to_string).unwrap_or_default()
+    };
     let mut file = String::from("# Settings of `moontide node`.\n");
-    for (name, value) in values {
-        let argument = described.get_arguments().find(|argument| argument.get_id() == name);
-        let help =
-            argument.and_then(|argument| argument.get_help()).map(ToString::to_string).unwrap_or_default();
+    for Printed { name, value } in values {
+        let help = help(name);
         let _ = match value {
             Some(value) => write!(file, "\n# {help}.\n{name} = {value}\n"),
+            None => write!(file, "\n# {help}.\n# {name} = \n"),
+        };
+    }
+    // Without a disk the whole table is a comment, with what would be in force.
+    let (sign, disk) = match &config.disk {
+        Some(disk) => ("", disk.clone()),
+        None => ("# ", DiskConfig::new("")),
+    };
+    let _ = write!(file, "\n{sign}[disk]\n");
+    for Printed { name, value } in disk::to_toml(&disk) {
+        let help = help(&format!("disk_{name}"));
+        let _ = match value {
+            Some(value) => write!(file, "\n# {help}.\n{sign}{name} = {value}\n"),
             None => write!(file, "\n# {help}.\n# {name} = \n"),
         };
     }
@@ -187,17 +232,6 @@ pub(super) fn unknown_variables() -> Vec<String> {
             name.starts_with(ENVIRONMENT_PREFIX) && !known.iter().any(|known| *known == name.as_str())
         })
         .collect()
-}
-
-/// Types that are text on the command line and in the file.
-macro_rules! from_text {
-    ($($name:ident),*) => {$(
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<$name, D::Error> {
-                String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
-            }
-        }
-    )*};
 }
 
 from_text!(Number, Time, Listen, Pages);
@@ -300,6 +334,7 @@ impl FromStr for Pages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moontide_node::{BackendKind, EngineChoice, EvictionOrder};
 
     #[test]
     fn what_is_printed_is_read_as_the_same() {
@@ -314,16 +349,28 @@ mod tests {
             admin_listen: None,
             drain: Duration::from_millis(1250),
             huge: HugePages::Reserved,
+            disk: Some(DiskConfig::new("/mnt/ssd/moon \"tide\"")),
             ..NodeConfig::default()
         };
-        for config in [NodeConfig::default(), changed] {
+        let all_of_a_disk = DiskConfig {
+            backend: BackendKind::Offset,
+            limit_bytes: Some(200 << 30),
+            order: EvictionOrder::Lru,
+            engine: EngineChoice::Posix,
+            write_bytes_per_s: 500 << 20,
+            staging_bytes: 64 << 20,
+            load_threads: 3,
+            ..DiskConfig::new("/mnt/ssd")
+        };
+        let with_disk = NodeConfig { disk: Some(all_of_a_disk), ..NodeConfig::default() };
+        for config in [NodeConfig::default(), changed, with_disk] {
             let printed = to_toml(&config);
             let read: Settings =
                 toml::from_str(&printed).unwrap_or_else(|error| panic!("{error}\n{printed}"));
             let mut again = NodeConfig::default();
             read.apply(&mut again);
             assert_eq!(again, config, "{printed}");
-            assert!(printed.matches("\n# ").count() >= 16, "{printed}");
+            assert!(printed.matches("\n# ").count() >= 24, "{printed}");
         }
     }
 
@@ -339,6 +386,25 @@ mod tests {
     }
 
     #[test]
+    fn a_directory_turns_the_disk_on_and_other_layers_may_add_to_it() {
+        let applied = |layers: &[&str]| {
+            let mut config = NodeConfig::default();
+            for layer in layers {
+                toml::from_str::<Settings>(layer).unwrap().apply(&mut config);
+            }
+            config
+        };
+        assert_eq!(applied(&["rack = \"a\""]).disk, None);
+        let disk =
+            applied(&["[disk]\ndir = \"/ssd\"\norder = \"lru\"", "[disk]\nlimit_bytes = \"1GiB\""]).disk;
+        let expected =
+            DiskConfig { order: EvictionOrder::Lru, limit_bytes: Some(1 << 30), ..DiskConfig::new("/ssd") };
+        assert_eq!(disk, Some(expected));
+        let invalid = applied(&["[disk]\nlimit_bytes = \"1GiB\""]).validate().unwrap_err();
+        assert_eq!(invalid.wrong[0].setting, "disk.dir", "a limit without a disk is refused: {invalid}");
+    }
+
+    #[test]
     fn wrong_values_are_refused() {
         for wrong in [
             "memory = 1",
@@ -349,6 +415,13 @@ mod tests {
             "admin_listen = \"here\"",
             "huge = \"yes\"",
             "unknown = 1",
+            "disk = \"/ssd\"",
+            "[disk]\ndisk_dir = \"/ssd\"",
+            "[disk]\nbackend = \"tape\"",
+            "[disk]\norder = \"random\"",
+            "[disk]\nengine = \"aio\"",
+            "[disk]\nlimit_bytes = \"most\"",
+            "[disk]\nload_threads = -1",
         ] {
             assert!(toml::from_str::<Settings>(wrong).is_err(), "{wrong}");
         }

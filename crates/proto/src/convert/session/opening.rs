@@ -209,9 +209,15 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
         at_least("segments.slots", m.slots, 1u32)?;
         at_most("segments.slots", m.slots, SLOTS_PER_SEGMENT_MAX)?;
         let medium = medium("segments.medium", m.medium)?;
-        rule("segments.medium", medium != Medium::Disk, "a segment is memory")?;
+        let segment = check::segment("segments.segment", m.segment)?;
+        let is_disk = segment == SegmentId::DISK;
+        rule(
+            "segments.medium",
+            (medium == Medium::Disk) == is_disk,
+            "the disk has the largest number, and no other",
+        )?;
         Ok(SegmentSpec {
-            segment: check::segment("segments.segment", m.segment)?,
+            segment,
             generation: Generation(m.generation),
             medium,
             units: m.units,

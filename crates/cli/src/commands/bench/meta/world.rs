@@ -188,6 +188,7 @@ pub(super) fn answer_order(group: &mut Group, effect: &Effect, effects: &mut Eff
         let outcome = match order.kind {
             OrderKind::Kill => OrderOutcome::Accepted,
             OrderKind::Reclaim => OrderOutcome::Done,
+            OrderKind::Offload | OrderKind::Promote { .. } => unreachable!("the node has no disk"),
         };
         group.order_outcome((NODE, order.segment), order.kind, order.slot, order.epoch, outcome, effects);
     }

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,24 @@ pub(super) struct Size {
     pub(super) groups: u16,
 }
 
+/// A node's disk.
+#[derive(Clone, Debug)]
+pub(super) struct Disk {
+    pub(super) dir: PathBuf,
+    pub(super) limit_bytes: u64,
+    pub(super) staging_bytes: u64,
+}
+
+impl Disk {
+    fn args(&self) -> Vec<String> {
+        let dir = self.dir.display().to_string();
+        let sizes = [("--disk-limit", self.limit_bytes), ("--disk-staging", self.staging_bytes)];
+        let mut args = vec!["--disk-dir".to_owned(), dir];
+        args.extend(sizes.into_iter().flat_map(|(name, bytes)| [name.to_owned(), bytes.to_string()]));
+        args
+    }
+}
+
 /// A cluster that ends with this value.
 #[derive(Debug)]
 pub(super) struct BenchCluster {
@@ -35,6 +54,11 @@ pub(super) struct BenchCluster {
 impl BenchCluster {
     /// Starts it, and waits until all nodes serve.
     pub(super) fn start(size: Size) -> Result<BenchCluster, BenchError> {
+        BenchCluster::start_with_disk(size, None)
+    }
+
+    /// The same with a disk, for a cluster of one node.
+    pub(super) fn start_with_disk(size: Size, disk: Option<&Disk>) -> Result<BenchCluster, BenchError> {
         eprintln!("starting a master and {} node(s) of {} MiB …", size.nodes, size.node_bytes >> 20);
         let free = "127.0.0.1:0";
         let groups = size.groups.to_string();
@@ -60,7 +84,10 @@ impl BenchCluster {
         let mut nodes = Vec::with_capacity(size.nodes);
         for _ in 0..size.nodes {
             let bytes = size.node_bytes.to_string();
-            let mut node = Process::start(&["node", "--master", &address, "--memory-bytes", &bytes])?;
+            let mut args = vec!["node", "--master", &address, "--memory-bytes", &bytes];
+            let of_disk = disk.map(Disk::args).unwrap_or_default();
+            args.extend(of_disk.iter().map(String::as_str));
+            let mut node = Process::start(&args)?;
             node.read_until("ready")?;
             nodes.push(node);
         }

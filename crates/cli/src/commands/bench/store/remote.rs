@@ -76,7 +76,7 @@ fn remove(store: &Store, keys: &[String]) -> Result<(), BenchError> {
 }
 
 /// The bare side: a process with as many records of the same size.
-struct World {
+pub(super) struct World {
     bytes: u64,
     config: SampleConfig,
     _owner: OwnerProcess,
@@ -84,7 +84,7 @@ struct World {
 }
 
 impl World {
-    fn start(bytes: u64, effort: &Effort) -> Result<World, BenchError> {
+    pub(super) fn start(bytes: u64, effort: &Effort) -> Result<World, BenchError> {
         let records = (effort.set_bytes() / bytes).max(8) as u32;
         let config = SampleConfig {
             record_bytes: bytes,
@@ -102,7 +102,7 @@ impl World {
     }
 
     /// Moves records of the bare side, with as many threads as it has connections for.
-    fn run(
+    pub(super) fn run(
         &self,
         put: bool,
         digests: bool,

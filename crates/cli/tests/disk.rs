@@ -1,0 +1,281 @@
+//! A node's disk as the command line sees it: settings, `inspect disk`, `bench disk`.
+
+mod common;
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Ended, Folder, Running, expect, moontide, run, run_command, told};
+use moontide_disk::samples::Sample;
+use moontide_disk::{
+    BackendConfig, BackendKind, EngineChoice, EvictionOrder, OsStorage, QueueConfig, Storage,
+};
+use rustix::process::Signal;
+use serde_json::Value;
+
+#[test]
+fn settings_come_from_file_environment_and_flags() {
+    let folder = Folder::new("disk-config");
+    let file = folder.file("node.toml");
+    let text = "[disk]\ndir = \"/ssd/file\"\nbackend = \"offset\"\norder = \"lru\"\nlimit_bytes = \"1GiB\"\n\
+                write_bytes_per_s = \"100MiB\"\n";
+    std::fs::write(&file, text).unwrap();
+    let arguments =
+        ["node", "--print-config", "--config", &file, "--disk-limit", "3GiB", "--disk-engine", "posix"];
+    let mut print = moontide(&arguments);
+    print.env("MOONTIDE_NODE_DISK_LIMIT_BYTES", "2GiB").env("MOONTIDE_NODE_DISK_ORDER", "fifo");
+    print.env("MOONTIDE_NODE_DISK_STAGING_BYTES", "64MiB");
+    let printed = run_command(print, b"");
+    assert_eq!(printed.code, 0, "{}", printed.err);
+    let lines: Vec<&str> = printed.text().lines().collect();
+    for line in [
+        "[disk]",
+        "dir = \"/ssd/file\"",
+        "backend = \"offset\"",
+        "limit_bytes = 3221225472",
+        "order = \"fifo\"",
+        "engine = \"posix\"",
+        "write_bytes_per_s = 104857600",
+        "staging_bytes = 67108864",
+        "load_threads = 2",
+    ] {
+        assert!(lines.contains(&line), "{line} is not in\n{}", printed.text());
+    }
+    // It is a file that can be used.
+    std::fs::write(&file, &printed.out).unwrap();
+    assert_eq!(expect(0, &["node", "--print-config", "--config", &file], b"").out, printed.out);
+    // And without a directory there is no disk.
+    let without = expect(0, &["node", "--print-config"], b"");
+    assert!(without.text().contains("\n# [disk]\n") && !without.text().contains("\n[disk]\n"));
+}
+
+#[test]
+fn wrong_settings_of_a_disk_are_refused() {
+    for (arguments, named) in [
+        (&["--disk-limit", "200GiB"][..], "disk.dir"),
+        (&["--disk-dir", "/ssd", "--disk-limit", "1MiB"], "disk.limit_bytes"),
+        (&["--disk-dir", "/ssd", "--disk-staging", "1KiB"], "disk.staging_bytes"),
+        (&["--disk-dir", "/ssd", "--disk-load-threads", "0"], "disk.load_threads"),
+        (&["--disk-dir", "/ssd", "--disk-backend", "tape"], "bucket, file and offset"),
+        (&["--disk-dir", "/ssd", "--disk-order", "random"], "fifo"),
+        (&["--disk-dir", "/ssd", "--disk-engine", "aio"], "posix"),
+        (&["--disk-dir", "/ssd", "--disk-write-limit", "much"], "size"),
+    ] {
+        let ended = expect(2, &[&["node"], arguments].concat(), b"");
+        assert!(ended.err.contains(named), "{arguments:?}: {}", ended.err);
+    }
+    expect(2, &["dev", "--disk-limit", "1GiB"], b"");
+    let ended = expect(2, &["master", "--offload-admission", "none"], b"");
+    assert!(ended.err.contains("read-before"), "{}", ended.err);
+    let printed = expect(0, &["master", "--print-config", "--offload-admission", "read-before"], b"");
+    assert!(printed.text().contains("\noffload_admission = \"read-before\"\n"));
+}
+
+#[test]
+fn a_cluster_to_try_things_out_may_have_a_disk() {
+    let folder = Folder::new("dev-disk");
+    let parent = folder.file("ssd");
+    let (dev, lines) = Running::start(&[
+        "dev",
+        "--port-base",
+        "0",
+        "--memory",
+        "64MiB",
+        "--disk-dir",
+        &parent,
+        "--disk-limit",
+        "128MiB",
+    ]);
+    let dir = told(&lines, "disk").to_owned();
+    assert!(dir.starts_with(&parent) && Path::new(&dir).join("node.id").is_file(), "{dir}");
+    let master = told(&lines, "grpc");
+    expect(0, &["put", "hello", "-", "--master", master], b"world");
+    assert_eq!(expect(0, &["get", "hello", "--master", master], b"").out, b"world");
+    // Nothing had to leave memory yet.
+    let told = expect(0, &["inspect", "disk", "--dir", &dir, "--json"], b"").json();
+    assert_eq!((&told["records"], &told["damaged"]), (&Value::from(0), &Value::from(0)));
+    assert_eq!(dev.stop(Signal::TERM), 0);
+    assert!(!Path::new(&dir).exists() && Path::new(&parent).exists(), "the disk goes with the process");
+}
+
+/// Payload of the records below: a front of one block, and three blocks.
+const PAYLOAD: usize = 10_000;
+const FRONT: u64 = 4096;
+const STEERING: &[u8] = b"model/\xff\x1b[2J";
+
+/// A tier with eight records, one of them with a key that is no text; number 3 is removed.
+fn make_tier(dir: &str, kind: BackendKind) {
+    let storage: Arc<dyn Storage> = Arc::new(OsStorage::open(Path::new(dir), EngineChoice::Auto).unwrap());
+    let mut queue = storage.queue(&QueueConfig::default());
+    let config = BackendConfig { limit_bytes: 64 << 20, order: EvictionOrder::Fifo };
+    let (backend, _) = kind.open(Arc::clone(&storage), &mut *queue, config, &mut |_| {}).unwrap();
+    let mut samples: Vec<Sample> = (0..7).map(|number| Sample::new(number, 1, PAYLOAD)).collect();
+    samples.push(Sample::with_key(7, 1, PAYLOAD, STEERING, &[], 0));
+    let sources: Vec<_> = samples.iter().map(Sample::source).collect();
+    assert!(backend.write(&mut *queue, &sources).iter().all(Result::is_ok));
+    let removed = samples[3].name();
+    backend.remove(&mut *queue, &[(removed.id, removed.version)]).unwrap();
+}
+
+fn inspect(code: i32, dir: &str, flags: &[&str]) -> Ended {
+    expect(code, &[&["inspect", "disk", "--dir", dir], flags].concat(), b"")
+}
+
+/// Where the record of this key stands.
+fn place(dir: &str, key: &str) -> (String, u64) {
+    let lines = inspect(0, dir, &["--all", "--json"]).json_lines();
+    let found = lines.iter().find(|line| line["key"] == key).unwrap_or_else(|| panic!("{key}: {lines:?}"));
+    let file = Path::new(dir).join(found["file"].as_str().unwrap());
+    (file.to_str().unwrap().to_owned(), found["offset"].as_u64().unwrap())
+}
+
+fn flip(file: &str, at: u64) {
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(file).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    file.sync_all().unwrap();
+}
+
+#[test]
+fn a_tier_is_told_as_it_is() {
+    for kind in BackendKind::ALL {
+        let folder = Folder::new(&format!("tier-{kind}"));
+        let dir = folder.file("tier");
+        make_tier(&dir, kind);
+
+        for flags in [&["--json"][..], &["--json", "--verify"], &["--json", "--backend", kind.name()]] {
+            let totals = inspect(0, &dir, flags).json();
+            assert_eq!(totals["backend"], kind.name());
+            assert_eq!(
+                (totals["records"].as_u64(), totals["damaged"].as_u64()),
+                (Some(7), Some(0)),
+                "{totals}"
+            );
+            assert!(totals["bytes"].as_u64().unwrap() >= 7 * PAYLOAD as u64, "{totals}");
+            assert_eq!(totals["verified"], flags.contains(&"--verify"));
+            // A removed record with a file of its own is gone; others stay until their space is wanted.
+            assert_eq!(totals["removed"], u64::from(kind != BackendKind::File), "{totals}");
+        }
+        let shown = inspect(0, &dir, &["--all", "--verify"]);
+        for part in
+            ["ok ", "key-0", "key-6", "model/%FF%1B[2J", "Records             7", "Verified ", kind.name()]
+        {
+            assert!(shown.text().contains(part), "{kind}: {part:?} is not in\n{}", shown.text());
+        }
+        assert!(!shown.out.contains(&0x1b), "a key must not steer the terminal");
+        let lines = inspect(0, &dir, &["--all", "--json"]).json_lines();
+        let keys =
+            lines.iter().filter(|line| line["state"] == "ok").map(|line| line["key"].as_str().unwrap());
+        let mut keys: Vec<_> = keys.collect();
+        keys.sort_unstable();
+        assert_eq!(keys, ["key-0", "key-1", "key-2", "key-4", "key-5", "key-6", "model/%FF%1B[2J"]);
+    }
+}
+
+#[test]
+fn what_is_damaged_is_listed_and_changes_the_exit_code() {
+    for kind in BackendKind::ALL {
+        let folder = Folder::new(&format!("damaged-{kind}"));
+        let dir = folder.file("tier");
+        make_tier(&dir, kind);
+        let ((payload, payload_at), (header, header_at)) = (place(&dir, "key-1"), place(&dir, "key-5"));
+
+        flip(&payload, payload_at + FRONT + 7000);
+        assert_eq!(
+            inspect(0, &dir, &["--json"]).json()["records"],
+            7,
+            "payloads are read only with --verify"
+        );
+        let told = inspect(1, &dir, &["--json", "--verify"]).json_lines();
+        let [damaged, totals] = &told[..] else { panic!("{told:?}") };
+        assert_eq!((&damaged["key"], &damaged["state"]), (&"key-1".into(), &"damaged".into()));
+        assert_eq!(damaged["offset"], payload_at);
+        assert!(damaged["why"].as_str().unwrap().contains("page 0"), "{damaged}");
+        assert_eq!((&totals["records"], &totals["damaged"]), (&6.into(), &1.into()), "{totals}");
+
+        flip(&header, header_at + 20);
+        let shown = inspect(1, &dir, &["--verify"]);
+        assert!(shown.text().contains("Damaged             2"), "{kind}:\n{}", shown.text());
+        assert!(
+            shown.text().contains("key-1: ") && shown.err.contains("2 records are damaged"),
+            "{}",
+            shown.err
+        );
+        // The footer of a bucket has its headers once more; the others must read the one that is damaged.
+        let code = i32::from(kind != BackendKind::Bucket);
+        let totals = inspect(code, &dir, &["--json"]).json_lines().pop().unwrap();
+        assert_eq!(totals["damaged"], code, "{kind}: {totals}");
+    }
+}
+
+#[test]
+fn directories_that_are_no_tier_are_refused() {
+    let folder = Folder::new("no-tier");
+    let dir = folder.file("plain");
+    std::fs::create_dir(&dir).unwrap();
+    assert!(inspect(2, &dir, &[]).err.contains("no files of a disk tier"));
+    std::fs::write(folder.file("plain/0000000000000001.bucket"), b"short").unwrap();
+    assert!(inspect(1, &dir, &[]).text().contains("the file is too short"));
+    std::fs::write(folder.file("plain/data.moontide"), b"short").unwrap();
+    assert!(inspect(2, &dir, &[]).err.contains("bucket and offset"));
+    assert_eq!(inspect(1, &dir, &["--backend", "offset"]).text(), "", "it cannot be opened at all");
+    let nowhere = folder.file("nowhere");
+    inspect(2, &nowhere, &[]);
+    assert!(!Path::new(&nowhere).exists(), "looking makes nothing");
+    expect(2, &["inspect", "disk"], b"");
+    expect(2, &["inspect", "disk", "--dir", &dir, "--backend", "tape"], b"");
+}
+
+/// A run of the benchmark that takes a moment.
+fn bench(folder: &Folder, flags: &[&str]) -> std::process::Command {
+    let dir = folder.file("ssd");
+    let small = ["bench", "disk", "--dir", &dir, "--size", "8MiB", "--rounds", "2", "--seconds", "0.02"];
+    moontide(&[&small[..], flags].concat())
+}
+
+#[test]
+fn the_benchmark_runs_without_fio_and_says_so() {
+    let folder = Folder::new("bench-disk");
+    for kind in BackendKind::ALL {
+        let mut command = bench(&folder, &["--json", "--depths", "1,4", "--backend", kind.name()]);
+        command.env("PATH", folder.file("empty"));
+        let ended = run_command(command, b"");
+        assert_eq!(ended.code, 0, "{kind}: {}", ended.err);
+        assert!(ended.err.contains("fio is not there"), "{}", ended.err);
+        let lines = ended.json_lines();
+        let told: Vec<_> = lines
+            .iter()
+            .map(|l| (l["case"].as_str().unwrap(), l["bytes"].as_u64(), l["depth"].as_u64()))
+            .collect();
+        let of = |bytes| {
+            [("write", Some(bytes), None), ("read", Some(bytes), Some(1)), ("read", Some(bytes), Some(4))]
+        };
+        assert_eq!(told, [of(1 << 20), of(256 << 10)].concat());
+        for line in &lines {
+            assert_eq!((&line["limit"], &line["backend"]), (&"loop".into(), &kind.name().into()));
+            for figure in ["gb_per_s", "limit_gb_per_s", "ratio"] {
+                assert!(line[figure].as_f64().unwrap() > 0.0, "{figure}: {line}");
+            }
+        }
+        let left = std::fs::read_dir(folder.file("ssd")).unwrap().count();
+        assert_eq!(left, 0, "nothing stays behind");
+    }
+    let mut command = bench(&folder, &["--against", "fio"]);
+    command.env("PATH", folder.file("empty"));
+    assert_eq!(run_command(command, b"").code, 1);
+}
+
+#[test]
+fn the_benchmark_prints_a_table() {
+    let folder = Folder::new("bench-disk-table");
+    let ended = run_command(bench(&folder, &["--records", "64K", "--depths", "2", "--against", "loop"]), b"");
+    assert_eq!(ended.code, 0, "{}", ended.err);
+    let lines: Vec<&str> = ended.text().lines().collect();
+    assert_eq!(lines.len(), 4, "{}", ended.text());
+    assert!(lines[0].contains("bucket backend") && lines[0].contains("the limit is loop"), "{}", lines[0]);
+    assert!(lines[2].starts_with("write   64.0 KiB     -") && lines[3].starts_with("read    64.0 KiB     2"));
+    let much = run(&["bench", "disk", "--size", "8000T", "--dir", &folder.file("ssd")], b"");
+    assert!(much.code == 1 && much.err.contains("--size"), "{}", much.err);
+}

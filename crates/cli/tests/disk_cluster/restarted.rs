@@ -1,0 +1,89 @@
+//! A node with very many small objects on its disk, started again: how soon they are served.
+
+use std::time::{Duration, Instant};
+
+use moontide_client::{Put, PutItem, PutOptions, Store};
+use moontide_disk::BackendKind;
+use rustix::process::Signal;
+
+use crate::content::Rng;
+use crate::kit::{KIB, SOON, is_full, sized, until};
+use crate::readers::Object;
+use crate::scene::{PATIENT, Scene, Sizes, THREADS, count_existing, first_hit, on_disk, read_fast};
+
+#[test]
+fn very_many_objects_are_served_soon_after_a_restart() {
+    let backends = if is_full() { &BackendKind::ALL[..] } else { &[BackendKind::Bucket] };
+    for &backend in backends {
+        // A file for each, and each durable by itself, is slow to fill.
+        let full = if backend == BackendKind::File { 20_000 } else { 100_000 };
+        restart_with_many(backend, sized(5000, full));
+    }
+}
+
+/// Puts small objects, many per call.
+fn put_batches(store: &Store, objects: &[Object]) {
+    std::thread::scope(|scope| {
+        for objects in objects.chunks(objects.len().div_ceil(THREADS)) {
+            scope.spawn(move || {
+                let contents: Vec<Vec<u8>> = objects.iter().map(Object::content).collect();
+                let parts: Vec<[&[u8]; 1]> = contents.iter().map(|content| [&content[..]]).collect();
+                let items = objects.iter().zip(&parts);
+                let items: Vec<PutItem<'_>> =
+                    items.map(|(object, parts)| PutItem { key: object.key(), parts }).collect();
+                for (object, put) in objects.iter().zip(store.put_batch(&items, &PutOptions::default())) {
+                    match put {
+                        Ok(put) => assert_eq!(put, Put::Stored, "{}", object.key),
+                        Err(error) => panic!("the put of {} failed: {error}", object.key),
+                    }
+                }
+            });
+        }
+    });
+}
+
+fn restart_with_many(backend: BackendKind, wanted: usize) {
+    let mut rng = Rng::seeded();
+    let sizes = Sizes { memory_mib: sized(48, 256), limit_mib: 4096, staging_mib: 32 };
+    let mut scene = Scene::start(backend, sizes, "--slot-bytes 4096");
+    let store = scene.store(false);
+    let (began, mut objects) = (Instant::now(), Vec::<Object>::new());
+    while (scene.node_metrics().node("disk_records") as usize) < wanted {
+        let first = objects.len();
+        let more = (first..first + 1000).map(|n| Object::new("small", n, &mut rng, 4 * KIB..4 * KIB + 1));
+        objects.extend(more);
+        put_batches(&store, &objects[first..]);
+        assert!(began.elapsed() < 10 * PATIENT, "{} are put, and too few on disk", objects.len());
+    }
+    let put = began.elapsed();
+    let known = on_disk(&store, &objects);
+    assert!(known.len() >= wanted * 99 / 100, "only {} are known to be on disk", known.len());
+    scene.cluster.nodes[0].signal(Signal::TERM);
+    until("the node ends", SOON, || scene.cluster.nodes[0].ended().is_some());
+    scene.cluster.restart_node(0);
+    let ready = scene.cluster.nodes[0].started.elapsed();
+    let first = first_hit(&scene, &store, &known);
+    let (started, mut half) = (scene.cluster.nodes[0].started, None);
+    let all = loop {
+        let there = count_existing(&store, &known);
+        let now = started.elapsed();
+        if half.is_none() && there * 2 >= known.len() {
+            half = Some(now);
+        }
+        if there == known.len() {
+            break now;
+        }
+        assert!(now < PATIENT, "{there} of {} are there {now:?} after the start", known.len());
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    println!(
+        "{backend}: {} objects of 4 KiB, put in {put:?}; after the start: ready {ready:?}, first hit {first:?}, half there \
+         {:?}, all there {all:?}",
+        known.len(),
+        half.unwrap_or(all)
+    );
+    let sample: Vec<Object> = known.iter().step_by(known.len() / 1000).cloned().collect();
+    let tally = read_fast(&store, &sample);
+    assert_eq!(tally.right(), sample.len() as u64, "{:?}", tally.lost().first());
+    scene.cluster.end();
+}

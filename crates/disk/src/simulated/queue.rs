@@ -1,0 +1,139 @@
+//! [`SimulatedQueue`]: runs what is in flight in an order that the seed draws, so that nobody depends on one.
+
+use std::fmt;
+use std::io;
+
+use super::faults::Rng;
+use super::state::Kind;
+use super::{SECTOR_BYTES, SimulatedDisk};
+use crate::os::check;
+use crate::storage::{Done, Op, OpKind, Queue, Work};
+
+/// Runs operations on a simulated disk.
+pub(super) struct SimulatedQueue {
+    disk: SimulatedDisk,
+    depth: usize,
+    rng: Rng,
+}
+
+impl SimulatedQueue {
+    pub(super) fn new(disk: SimulatedDisk, depth: usize, seed: u64) -> SimulatedQueue {
+        SimulatedQueue { disk, depth: depth.max(1), rng: Rng::new(seed) }
+    }
+
+    fn perform<'a>(&mut self, mut op: Op<'a>) -> Done<'a> {
+        let result = match check(&op, true) {
+            Ok(true) => match op.kind {
+                OpKind::Read => self.read(&mut op),
+                OpKind::Write => self.write(&op),
+                OpKind::Sync => {
+                    let inode = self.disk.inode(&op.file);
+                    self.disk.begin(Kind::Sync).and_then(|mut state| state.sync(inode))
+                }
+            },
+            Ok(false) => Ok(()),
+            Err(err) => Err(err),
+        };
+        Done { tag: op.tag, result, buffer: op.buffer }
+    }
+
+    fn read(&mut self, op: &mut Op<'_>) -> io::Result<()> {
+        let inode = self.disk.inode(&op.file);
+        let buffer = op.buffer.as_mut_slice().expect("checked");
+        let (cuts, flipped) = {
+            let mut state = self.disk.begin(Kind::Read)?;
+            state.node(inode.id, inode.boot)?;
+            let permille = state.faults.read_error_permille;
+            state.fail_by_chance(permille)?;
+            let faults = state.faults;
+            let cuts = cuts(&mut self.rng, buffer.len(), faults.short_permille);
+            state.counters.short_transfers += u64::from(cuts.len() > 1);
+            let flipped = self.rng.chance(faults.flipped_read_permille);
+            (cuts, flipped)
+        };
+        let mut start = 0;
+        for end in cuts {
+            let mut state = self.disk.state.lock();
+            state.read(inode, op.offset + start as u64, &mut buffer[start..end])?;
+            start = end;
+        }
+        if flipped {
+            let bit = self.rng.below(buffer.len() as u64 * 8) as usize;
+            buffer[bit / 8] ^= 1 << (bit % 8);
+            self.disk.state.lock().counters.flipped_reads += 1;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, op: &Op<'_>) -> io::Result<()> {
+        let inode = self.disk.inode(&op.file);
+        let bytes = op.buffer.as_slice();
+        let cuts = {
+            let mut state = self.disk.begin(Kind::Write)?;
+            state.admit_write(inode, op.offset, bytes)?;
+            let permille = state.faults.short_permille;
+            let cuts = cuts(&mut self.rng, bytes.len(), permille);
+            state.counters.short_transfers += u64::from(cuts.len() > 1);
+            if cuts.len() == 1 {
+                // The power may go with this operation: it is done before that.
+                state.put(inode, op.offset, bytes)?;
+                return Ok(());
+            }
+            cuts
+        };
+        let mut start = 0;
+        for end in cuts {
+            let mut state = self.disk.state.lock();
+            state.put(inode, op.offset + start as u64, &bytes[start..end])?;
+            start = end;
+        }
+        Ok(())
+    }
+}
+
+impl Queue for SimulatedQueue {
+    fn engine(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn run<'a>(&mut self, work: &mut dyn Work<'a>) {
+        let mut taken: Vec<Op<'a>> = vec![];
+        loop {
+            while taken.len() < self.depth {
+                match work.next() {
+                    Some(op) => taken.push(op),
+                    None => break,
+                }
+            }
+            if taken.is_empty() {
+                return;
+            }
+            let place = self.rng.below(taken.len() as u64) as usize;
+            let op = taken.swap_remove(place);
+            work.done(self.perform(op));
+        }
+    }
+}
+
+impl fmt::Debug for SimulatedQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimulatedQueue").field("depth", &self.depth).finish()
+    }
+}
+
+/// Where the steps of a transfer end, by the sector.
+fn cuts(rng: &mut Rng, len: usize, permille: u32) -> Vec<usize> {
+    let mut cuts = vec![];
+    if rng.chance(permille) {
+        let mut at = 0;
+        loop {
+            at += (1 + rng.below((len / SECTOR_BYTES) as u64) as usize) * SECTOR_BYTES;
+            if at >= len {
+                break;
+            }
+            cuts.push(at);
+        }
+    }
+    cuts.push(len);
+    cuts
+}
