@@ -50,6 +50,10 @@ pub struct PutItem<'a> {
     pub parts: &'a [&'a [u8]],
 }
 
+/// Before a put whose node could not be reached is tried again. As many times as the budget allows are longer than a link
+/// rests after it failed.
+const UNREACHABLE_PAUSE: Duration = Duration::from_millis(100);
+
 impl Store {
     /// Stores an object.
     pub fn put(&self, key: &[u8], value: &[u8]) -> Result<Put, StoreError> {
@@ -242,6 +246,10 @@ impl Inner {
                     let error = writing.last.take().unwrap_or(error);
                     // A node that went away in the middle: the master has others.
                     let again = error.is_retryable() || error.code() == ErrorCode::Gone || is_lost(&error);
+                    // A node that cannot be reached is not tried again for a moment; others may be, and so may it, later.
+                    if error.code() == ErrorCode::Unreachable {
+                        pause = pause.max(UNREACHABLE_PAUSE);
+                    }
                     match again && self.budget.lock().spend() {
                         true => lasts[at] = Some(error),
                         false => outcomes[at] = Some(Err(error)),

@@ -135,6 +135,13 @@ impl Memory {
         }
     }
 
+    /// A copy from disk was begun in a slot, with an extent of so many units.
+    pub(crate) fn note_copy(&self, segment: SegmentId, slot: SlotId, version: Epoch, units: u32) {
+        if let Some(side) = self.side(segment) {
+            side.books.lock().note_copy(slot, version, units);
+        }
+    }
+
     /// All segments together.
     pub(crate) fn usage(&self) -> Usage {
         let mut all = Usage::default();

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use moontide_disk::RecordName;
+use moontide_heap::Killed;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
 use moontide_types::bounds::LEASE_MS_MAX;
@@ -184,11 +185,15 @@ impl Obedience {
         match after_kill(order.epoch, killed) {
             Next::Answer(answer) => {
                 self.memory.note(order.segment, order.slot, order.epoch, State::Dead);
-                let disk = self.disk.as_ref().zip(name).filter(|(disk, name)| disk.may_have(name));
-                match disk {
+                // Of one that was dead before nobody knows any more which stripe it was, nor whether its removal was durable.
+                let may_have = |disk: &&Arc<DiskTier>| match name {
+                    Some(name) => disk.may_have(&name),
+                    None => killed == Killed::Already,
+                };
+                match self.disk.as_ref().filter(may_have) {
                     // After a crash the disk would bring it back: that it was removed is durable before it is said.
-                    Some((disk, name)) => {
-                        disk.remove(removal(self.session, order, name.version, answer));
+                    Some(disk) => {
+                        disk.remove(removal(self.session, order, order.epoch, answer));
                         self.count(&answer);
                     }
                     None => self.answer(order.order, answer),

@@ -607,6 +607,15 @@ impl Group {
         *removed = epoch.max(*removed);
     }
 
+    /// Whether a disk has come back and still has what nobody knows of, or what it was told to drop because it came late.
+    pub(super) fn disks_are_returning(&self) -> bool {
+        let returning = |segment: &Segment| {
+            let dropping = segment.is_late && !segment.drains.is_empty();
+            segment.is_disk() && (segment.phase == SegmentPhase::Reporting || dropping)
+        };
+        self.segments.iter().flatten().any(returning)
+    }
+
     /// Whether a disk may come back with what was removed or forgotten meanwhile.
     pub(super) fn disks_may_return(&self, now: Now) -> bool {
         let first_term = self.config.term <= Term::new(1).expect("1 is a term");

@@ -333,7 +333,9 @@ impl Group {
         }
         let waiting = entry.remove();
         if let Some(waiter) = waiting.waiter {
-            effects.push(Effect::Removed { waiter, code: waiting.pending.then_some(ErrorCode::Pending) });
+            // A disk that has come back meanwhile may have it, too.
+            let pending = waiting.pending || self.disks_are_returning();
+            effects.push(Effect::Removed { waiter, code: pending.then_some(ErrorCode::Pending) });
         }
         if let Some(id) = waiting.replaced_by {
             self.replaced(id);

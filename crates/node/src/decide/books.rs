@@ -73,10 +73,19 @@ impl Books {
         Books { units, slots: vec![Note::default(); slots as usize], sums }
     }
 
+    /// The slot, which was free, holds a copy of a version that may be older than what was there before. Nothing comes late
+    /// of that: a master gives a slot out when it was told that it is free, and that was noted first.
+    pub(crate) fn note_copy(&mut self, slot: SlotId, version: Epoch, units: u32) {
+        let new = Note { word: Word::new(version, State::Writing), units };
+        self.replace(slot, |_| new);
+    }
+
     /// The slot's word has become this. `units`: of its extent, where that is known.
     pub(crate) fn note(&mut self, slot: SlotId, word: Word, units: Option<u32>) {
-        let Some(note) = self.slots.get_mut(slot.0 as usize) else { return };
-        let old = *note;
+        self.replace(slot, |old| Books::after(old, word, units));
+    }
+
+    fn after(old: Note, word: Word, units: Option<u32>) -> Note {
         let mut new = old;
         if rank(word) > rank(old.word) {
             new.word = word;
@@ -90,6 +99,13 @@ impl Books {
         if new.word.state() == State::Free {
             new.units = 0;
         }
+        new
+    }
+
+    fn replace(&mut self, slot: SlotId, by: impl FnOnce(Note) -> Note) {
+        let Some(note) = self.slots.get_mut(slot.0 as usize) else { return };
+        let old = *note;
+        let new = by(old);
         *note = new;
         let from = &mut self.sums[old.word.state() as usize];
         (from.units, from.slots) = (from.units - u64::from(old.units), from.slots - 1);
@@ -134,6 +150,24 @@ mod tests {
             usage.units
         );
         assert_eq!(usage.free_slots, free_slots);
+    }
+
+    #[test]
+    fn an_older_version_comes_back_into_a_slot() {
+        let mut books = Books::new(100, 4);
+        let slot = SlotId(2);
+        for state in [State::Writing, State::Ready, State::Dead, State::Free] {
+            books.note(slot, word(9, state), Some(7));
+        }
+        check(&books, [0, 0, 0], 4);
+        books.note_copy(slot, word(3, State::Writing).epoch(), 5);
+        check(&books, [0, 5, 0], 3);
+        books.note(slot, word(3, State::Ready), None);
+        check(&books, [5, 0, 0], 3);
+        books.note(slot, word(3, State::Dead), None);
+        check(&books, [0, 0, 5], 3);
+        books.note(slot, word(9, State::Free), None);
+        check(&books, [0, 0, 0], 4);
     }
 
     #[test]

@@ -118,7 +118,7 @@ impl DiskTier {
             return Err(ErrorCode::Cancelled);
         }
         heap.begin_copy(segment, &grant).map_err(|error| error.code())?;
-        self.memory.note_begun(segment, slot, epoch, job.extent.units);
+        self.memory.note_copy(segment, slot, epoch, job.extent.units);
         drop(slots);
         let give_up = |code| {
             let _ = heap.kill(segment, slot, epoch, MonoTime(0));

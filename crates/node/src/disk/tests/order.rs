@@ -122,13 +122,17 @@ fn play(seed: u64, backend: BackendKind, bug: Option<Bug>) -> (Vec<Note>, BTreeM
 #[test]
 fn what_is_gone_is_not_told_as_there_afterwards() {
     let (mut there, mut gone) = (0, 0);
-    for (seed, backend) in (1..).zip(BackendKind::ALL) {
+    // How much is told depends on how fast the machine is: more plays, if these were too few.
+    for (seed, backend) in (1..=30).zip(BackendKind::ALL.into_iter().cycle()) {
         println!("seed {seed}, {backend}");
         let (notes, removals) = play(seed, backend, None);
         there += check(&notes, &removals);
         gone += notes.iter().filter(|note| matches!(note, Note::Gone { .. })).count();
+        if seed >= 3 && there > 100 && gone > 5 {
+            return;
+        }
     }
-    assert!(there > 100 && gone > 5, "{there} times there, {gone} times gone: too few to show anything");
+    panic!("{there} times there, {gone} times gone: too few to show anything");
 }
 
 #[test]
