@@ -3,13 +3,18 @@
 //! Everything that direct I/O touches starts on a multiple of [`BLOCK_BYTES`] and has a length that is one: the memory,
 //! the place in the file, the number of bytes.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
+use rustix::mm::{Advice, madvise};
+
 /// What addresses, offsets and lengths of direct I/O are multiples of. 4 KiB suits every SSD and file system.
 pub const BLOCK_BYTES: usize = 4096;
+
+/// Buffers from this size on lie on huge pages, where the system has them.
+const HUGE_BYTES: usize = 2 << 20;
 
 /// Memory of an operation.
 #[derive(Debug, Default)]
@@ -75,13 +80,24 @@ impl Aligned {
         let len = len.max(1).next_multiple_of(BLOCK_BYTES);
         let layout = Aligned::layout(len);
         // SAFETY: the layout is not empty.
-        let start = unsafe { alloc_zeroed(layout) };
+        let start = unsafe { alloc(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
+        if len >= HUGE_BYTES {
+            // A disk takes a request in a bounded number of pieces, and pages that follow each other are one. If it is
+            // refused, pages are small.
+            // SAFETY: the range was just allocated and is whole pages; advice changes nothing of what it holds.
+            let _ = unsafe {
+                madvise(start.as_ptr().cast(), len / HUGE_BYTES * HUGE_BYTES, Advice::LinuxHugepage)
+            };
+        }
+        // SAFETY: allocated with this length; zeros are bytes.
+        unsafe { start.as_ptr().write_bytes(0, len) };
         Aligned { start, len }
     }
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len, BLOCK_BYTES).expect("a length that fits in memory")
+        let align = if len >= HUGE_BYTES { HUGE_BYTES } else { BLOCK_BYTES };
+        Layout::from_size_align(len, align).expect("a length that fits in memory")
     }
 }
 

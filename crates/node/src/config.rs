@@ -293,6 +293,14 @@ impl NodeConfig {
                 format!("is {}, not {STAGING_BYTES_MIN} to {STAGING_BYTES_MAX}", disk.staging_bytes),
                 "give it a few times the largest object, and 256 MiB if memory is no matter",
             );
+            let info = rustix::system::sysinfo();
+            let half = u64::from(info.mem_unit) * info.totalram as u64 / 2;
+            rule(
+                disk.staging_bytes <= half,
+                "disk.staging_bytes",
+                format!("is {}, more than half of this machine's memory", disk.staging_bytes),
+                "it is held in memory as long as the node runs: a few times the largest object is enough",
+            );
             rule(
                 (1..=64).contains(&disk.load_threads),
                 "disk.load_threads",

@@ -27,21 +27,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-use hashbrown::HashSet;
 use moontide_disk::{
-    Backend, BackendConfig, OpenError, OsStorage, Queue, QueueConfig, RecordName, Recovery, RegisteredMemory,
-    Storage,
+    Backend, BackendConfig, OpenError, OsStorage, Queue, QueueConfig, Recovery, RegisteredMemory, Storage,
 };
 use moontide_heap::{SegmentError, Staging};
 use moontide_proto::v1;
-use moontide_types::{ErrorCode, ObjectId, SessionId};
+use moontide_types::{ErrorCode, SessionId};
 use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
 use tracing::{info, warn};
 
 use self::counters::DiskCounters;
-pub(crate) use self::identity::Identity;
 pub use self::identity::IdentityError;
+pub(crate) use self::identity::{Held, Identity};
 pub(crate) use self::offload::OffloadJob;
 pub(crate) use self::promote::PromoteJob;
 pub(crate) use self::removal::RemovalJob;
@@ -102,8 +100,6 @@ pub(crate) struct DiskTier {
     session: AtomicU64,
     /// Held while something is found or taken away *and* told, so that the two are told in this order.
     telling: Mutex<()>,
-    /// Objects that are being written, of which the backend does not know yet.
-    in_flight: Mutex<HashSet<ObjectId>>,
     /// Writing has failed: when it is tried again.
     closed_until: Mutex<Option<(Instant, Closed)>>,
     /// Bytes that were ordered and not written yet.
@@ -206,7 +202,6 @@ impl DiskTier {
             recovery,
             session: AtomicU64::new(0),
             telling: Mutex::default(),
-            in_flight: Mutex::default(),
             closed_until: Mutex::default(),
             backlog: AtomicU64::new(0),
             unheard: AtomicUsize::new(0),
@@ -256,17 +251,16 @@ impl DiskTier {
         }
     }
 
+    /// Only in tests that plant this mistake.
+    pub(crate) fn forgets_kills(&self) -> bool {
+        self.trial.planted(planted::Bug::KilledUntold)
+    }
+
     /// A removal is to be made durable, and answered.
     pub(crate) fn remove(&self, job: RemovalJob) {
         if let Some(removals) = &*self.removals.lock() {
             let _ = removals.send(job);
         }
-    }
-
-    /// Whether a record is on the disk, or on its way to it.
-    pub(crate) fn may_have(&self, name: &RecordName) -> bool {
-        // In this order: what is taken off the way is on the disk by then.
-        self.in_flight.lock().contains(&name.id) || self.backend.contains(name)
     }
 
     /// Whether it holds anything that a master has to be told.
@@ -356,6 +350,12 @@ impl DiskTier {
             ("disk_recovery_bad_records", "Damaged records found at the start", self.recovery.bad_count),
         ];
         DiskNumbers { gauges, counts }
+    }
+
+    /// A session is over, or another one is about to begin: nothing of it is wanted any more.
+    pub(crate) fn end_session(&self) {
+        self.session.store(0, Ordering::SeqCst);
+        self.cancel_promotions();
     }
 
     /// How much the master has not heard yet.

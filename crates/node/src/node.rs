@@ -34,7 +34,7 @@ use crate::admin::{self, Page};
 use crate::config::{InvalidConfig, MASTER_WAIT, NodeConfig};
 use crate::decide::pace::Backoff;
 use crate::decide::plan::{PlanArgs, PlanError, plan};
-use crate::disk::{DiskError, DiskTier, Identity};
+use crate::disk::{DiskError, DiskTier, Held, Identity};
 use crate::keeper::{Keeper, STALE_AFTER};
 use crate::memory::{Memory, MemoryError};
 use crate::metrics::{Counters, Metrics};
@@ -137,6 +137,8 @@ pub struct Node {
     drain: Duration,
     owner: Arc<NodeOwner>,
     disk: Option<Arc<DiskTier>>,
+    /// The disk is this process's alone.
+    _held: Option<Held>,
     keeper: Arc<Keeper>,
     status: Arc<Status>,
     work: mpsc::Sender<Work>,
@@ -173,10 +175,15 @@ impl Node {
         let begun = Instant::now();
         let cluster = runtime.block_on(find_cluster(&config.master, boot))?;
         let draw = || Ok(NodeId(random_u64()?.max(1)));
-        let id = match (&config.disk, config.node) {
-            (Some(disk), wanted) => {
-                Identity::of(&disk.dir, cluster.number, wanted, draw).map_err(DiskError::from)?.node
+        let held = match &config.disk {
+            Some(disk) => {
+                let held = Identity::hold(&disk.dir, cluster.number, disk.backend, config.node, draw);
+                Some(held.map_err(DiskError::from)?)
             }
+            None => None,
+        };
+        let id = match (&held, config.node) {
+            (Some(held), _) => held.identity.node,
             (None, Some(node)) => node,
             (None, None) => draw()?,
         };
@@ -235,6 +242,7 @@ impl Node {
             drain: config.drain,
             owner: Arc::clone(&owner),
             disk: disk.clone(),
+            _held: held,
             keeper: Arc::clone(&keeper),
             status: Arc::clone(&status),
             work: work.clone(),

@@ -8,7 +8,6 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use moontide_disk::RecordName;
-use moontide_heap::Killed;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
 use moontide_types::bounds::LEASE_MS_MAX;
@@ -59,6 +58,9 @@ pub(crate) struct Obedience {
     counts: OrderCounts,
     /// When something was freed, or added, the last time.
     progress: MonoTime,
+    /// The last order of the session to write to disk or to bring back from it. Those up to here were taken: they are
+    /// answered, or will be, and answers that were not heard are said again.
+    taken: u64,
 }
 
 impl Obedience {
@@ -79,6 +81,7 @@ impl Obedience {
             results: Vec::new(),
             counts: OrderCounts::default(),
             progress: MonoTime(0),
+            taken: 0,
         }
     }
 
@@ -126,12 +129,18 @@ impl Obedience {
         self.fresh.clear();
         self.counts.void += self.drains.end_session() as u64;
         self.session = session;
+        self.taken = 0;
     }
 
     fn carry_out(&mut self, order: &Order) {
         if self.drains.knows(order.order) {
             return; // sent again on a new stream, and still under way
         }
+        let is_disk_work = matches!(order.kind, OrderKind::Offload | OrderKind::Promote);
+        if is_disk_work && order.order <= self.taken {
+            return; // the same: what was cancelled meanwhile must not begin again
+        }
+        self.taken = if is_disk_work { order.order } else { self.taken };
         self.counts.received += 1;
         let side = self.memory.side(order.segment);
         let known = side.map(|side| Known {
@@ -180,18 +189,13 @@ impl Obedience {
 
     fn kill(&mut self, order: &Order) {
         let heap = self.memory.heap();
-        let name = heap.pin(order.segment, order.slot, order.epoch).map(|pin| RecordName::of(pin.header()));
         let killed = heap.kill(order.segment, order.slot, order.epoch, NEVER);
         match after_kill(order.epoch, killed) {
             Next::Answer(answer) => {
                 self.memory.note(order.segment, order.slot, order.epoch, State::Dead);
-                // Of one that was dead before nobody knows any more which stripe it was, nor whether its removal was durable.
-                let may_have = |disk: &&Arc<DiskTier>| match name {
-                    Some(name) => disk.may_have(&name),
-                    None => killed == Killed::Already,
-                };
-                match self.disk.as_ref().filter(may_have) {
-                    // After a crash the disk would bring it back: that it was removed is durable before it is said.
+                match self.disk.as_ref().filter(|disk| !disk.forgets_kills()) {
+                    // After a crash the disk would bring it back: that it was removed is durable before it is said. Also if
+                    // it cannot be found there: what is being written, or is on its way out, is on the disk all the same.
                     Some(disk) => {
                         disk.remove(removal(self.session, order, order.epoch, answer));
                         self.count(&answer);

@@ -285,6 +285,10 @@ impl Driver {
         }
         self.sessions += 1;
         self.parts.counters.session();
+        if let Some(disk) = &self.parts.disk {
+            // Before the segments are looked at: nothing is to appear in them that the new session is not told.
+            disk.end_session();
+        }
         let _ = self.parts.work.send(Work::Session(session));
         // Before the segments are looked at: what is begun from now on is told, or seen.
         let again = self.sessions > 1;

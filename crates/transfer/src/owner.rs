@@ -102,7 +102,13 @@ pub(crate) fn sources<'a>(
     ops: Packed<'_, TransferOp>,
     deadline: Instant,
 ) -> Vec<Result<Source<'a>, ErrorCode>> {
-    let on_disk: Vec<TransferOp> = ops.iter().filter(|op| op.flags.contains(OpFlags::DISK)).collect();
+    // Nobody has the disk read who may not. Each is asked about once: what is admitted counts as read.
+    let of_disk = ops.iter().filter(|op| op.flags.contains(OpFlags::DISK));
+    let admitted: Vec<(TransferOp, Result<(), ErrorCode>)> =
+        of_disk.map(|op| (op, owner.admits(&op))).collect();
+    let on_disk: Vec<TransferOp> =
+        admitted.iter().filter(|(_, admitted)| admitted.is_ok()).map(|(op, _)| *op).collect();
+    let mut admitted = admitted.into_iter();
     let mut staged = match on_disk.is_empty() {
         true => Vec::new(),
         false => owner.stage(&on_disk, deadline),
@@ -110,8 +116,8 @@ pub(crate) fn sources<'a>(
     .into_iter();
     let source = |op: TransferOp| {
         if op.flags.contains(OpFlags::DISK) {
+            admitted.next().map_or(Err(ErrorCode::Internal), |(_, admitted)| admitted)?;
             let pin = staged.next().unwrap_or(Err(ErrorCode::Internal))?;
-            owner.admits(&op)?;
             let range = Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)?;
             return source_of(pin, range, &op);
         }

@@ -7,6 +7,7 @@
 //! [`FRAME_BYTES_MAX`] bytes and [`OPS_PER_FRAME_MAX`] operations; pieces of one operation begin at a page of the stripe,
 //! but for the first.
 
+use moontide_proto::OpFlags;
 use moontide_proto::limits::{FRAME_PAYLOAD_BYTES_MAX, OPS_PER_FRAME_MAX};
 use moontide_types::Span;
 use moontide_types::bounds::PAGE_BYTES;
@@ -49,7 +50,10 @@ pub(crate) fn plan(ops: &[OpCore], connections: usize) -> Vec<Frame> {
     for direction in [Direction::Get, Direction::Put] {
         let of_direction = || ops.iter().enumerate().filter(|(_, op)| op.direction() == direction);
         let total: u64 = of_direction().map(|(_, op)| op.len()).sum();
-        let share = share(total, connections);
+        // A node answers a frame when all of it is in memory: in small frames it reads the next ones from its disk while it
+        // sends the first.
+        let on_disk = of_direction().any(|(_, op)| op.target().flags.contains(OpFlags::DISK));
+        let share = if on_disk { SHARE_BYTES_MIN } else { share(total, connections) };
         let mut open: Option<Frame> = None;
         for (index, op) in of_direction() {
             for range in pieces(op.offset(), op.len(), share) {

@@ -119,6 +119,9 @@ struct Bucket {
     kept: u64,
     /// Records in the file that were removed: as long as the file is there, so is the need for their tombstones.
     removed: Vec<(ObjectId, Epoch)>,
+    /// Records in the file that cannot be found although nobody removed them: damaged, on their way out, or there twice. If
+    /// they are removed later, their tombstones are needed, too.
+    hidden: Vec<ObjectId>,
 }
 
 impl BucketBackend {
@@ -186,7 +189,10 @@ impl BucketBackend {
         let claimed = self.claims.objects();
         let needed: HashSet<ObjectId> = {
             let buckets = self.buckets.lock();
-            buckets.values().flat_map(|bucket| bucket.removed.iter().map(|(id, _)| *id)).collect()
+            let of = |bucket: &Bucket| -> Vec<ObjectId> {
+                bucket.removed.iter().map(|(id, _)| *id).chain(bucket.hidden.iter().copied()).collect()
+            };
+            buckets.values().flat_map(of).collect()
         };
         self.tombstones.rewrite(queue, |id, _| keep_all || needed.contains(id) || claimed.contains(id))
     }
@@ -223,7 +229,11 @@ impl Backend for BucketBackend {
 
     /// The bucket stays until it is evicted: who could not read it now may be able to after a restart.
     fn drop_damaged(&self, name: &RecordName) {
+        let Some(place) = self.index.get(name) else { return };
         self.index.remove(name);
+        if let Some(bucket) = self.buckets.lock().get_mut(&place.bucket) {
+            bucket.hidden.push(name.id);
+        }
     }
 
     fn remove(&self, queue: &mut dyn Queue, names: &[(ObjectId, Epoch)]) -> io::Result<()> {
@@ -250,6 +260,9 @@ impl Backend for BucketBackend {
                 std::mem::take(&mut bucket.hashes)
             };
             let taken = self.index.remove_bucket(number, &hashes);
+            if let Some(bucket) = self.buckets.lock().get_mut(&number) {
+                bucket.hidden.extend(taken.iter().map(|taken| taken.name.id));
+            }
             eviction.names.extend(taken.iter().map(|taken| taken.name));
             eviction.parts.push(number);
         }

@@ -18,6 +18,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use hashbrown::HashMap;
 use moontide_types::{Epoch, ObjectId};
@@ -43,8 +44,8 @@ const ENTRIES_MAX: usize = (CRC_OFFSET - ENTRIES_OFFSET) / ENTRY_BYTES;
 /// A log up to this length is never written anew: it is read in a moment.
 const REWRITE_BYTES_MIN: u64 = 1 << 20;
 
-/// How many times longer than what it says the log may become.
-const REWRITE_FACTOR: u64 = 4;
+/// How many times longer than it was when it was written anew the log may become.
+const REWRITE_FACTOR: u64 = 3;
 
 /// Blocks that are read at a time.
 const READ_BLOCKS: u64 = 256;
@@ -60,6 +61,10 @@ pub(crate) struct Tombstones {
     waiting: Mutex<Waiting>,
     /// Taken before `waiting`, and this before `removed`.
     log: Mutex<Log>,
+    /// Bytes of the log, for those who must not wait while it is written.
+    log_len: AtomicU64,
+    /// Bytes that it had when it was written anew the last time.
+    anew_len: AtomicU64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -130,6 +135,8 @@ impl Tombstones {
             storage: storage.clone(),
             removed: RwLock::new(removed),
             waiting: Mutex::default(),
+            log_len: AtomicU64::new(log.len),
+            anew_len: AtomicU64::new(0),
             log: Mutex::new(log),
         };
         Ok((tombstones, bad))
@@ -145,9 +152,9 @@ impl Tombstones {
         self.removed.read().len()
     }
 
-    /// Bytes of the log.
+    /// Bytes of the log. Does not wait for a disk.
     pub(crate) fn log_bytes(&self) -> u64 {
-        self.log.lock().len
+        self.log_len.load(Ordering::Relaxed)
     }
 
     /// Records removals; when it returns, they are durable. From before that on [`Tombstones::covers`] knows them.
@@ -183,10 +190,10 @@ impl Tombstones {
         result
     }
 
-    /// Whether the log has become much longer than what it says.
+    /// Whether the log has become much longer than it was when it was written anew.
     pub(crate) fn wants_rewrite(&self) -> bool {
-        let needed = self.len() as u64 * ENTRY_BYTES as u64;
-        self.log.lock().len > REWRITE_BYTES_MIN.max(REWRITE_FACTOR * needed)
+        let anew = self.anew_len.load(Ordering::Relaxed);
+        self.log_bytes() > REWRITE_BYTES_MIN.max(REWRITE_FACTOR * anew)
     }
 
     /// Writes the log anew, without removals that `keep` does not want, unless they came after the last writing: a
@@ -204,6 +211,7 @@ impl Tombstones {
         // Forgotten only now: while the old log may still be read, what it says must be known, or a record would be
         // written that the next start takes for a removed one.
         self.removed.write().retain(|id, removed| stays(id, removed));
+        self.anew_len.store(log.len, Ordering::Relaxed);
         log.generation += 1;
         Ok(())
     }
@@ -222,6 +230,7 @@ impl Tombstones {
             sync(queue, &file)?;
         }
         log.len = end;
+        self.log_len.store(end, Ordering::Relaxed);
         Ok(())
     }
 
@@ -254,6 +263,7 @@ impl Tombstones {
         self.storage.rename(temporary, Path::new(LOG))?;
         self.storage.sync_dir(Path::new(""))?;
         (log.file, log.len) = (Some(file), len);
+        self.log_len.store(len, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -93,12 +93,20 @@ impl Service {
             let current = record.id_key == id_key && record.tenant_generation == generations[tenant];
             let index = self.group_of(record.id);
             let mut group = self.group(index);
+            let Ok(tenant) = group.tenant(tenant_name) else {
+                tracing::warn!(
+                    node = node.node.0,
+                    tenant = tenant_name.as_str(),
+                    "too many tenants: a record on disk was passed over"
+                );
+                continue;
+            };
             let reported = ReportRecord {
                 slot: SlotId(0),
                 state: ReportState::Ready,
                 epoch: record.epoch,
                 id: record.id,
-                tenant: group.tenant(tenant_name)?,
+                tenant,
                 key: key.as_bytes(),
                 object_len: record.object_len,
                 stripe: StripeView {

@@ -274,6 +274,10 @@ impl DiskTier {
     /// in memory.
     fn room_for(&self, name: &RecordName, give_up: Instant) -> Result<(Location, StagingRoom), ErrorCode> {
         let Some(location) = self.backend.locate(name) else {
+            // Of an object that is here in one piece somebody asks for a second one: the object is not gone.
+            if name.stripe != 0 && self.backend.contains(&RecordName { stripe: 0, ..*name }) {
+                return Err(ErrorCode::Gone);
+            }
             self.trial.reached(Point::Missed);
             // The master believes that it is here: it is told, so that nobody is sent again.
             if self.tell_gone(*name) {

@@ -76,11 +76,6 @@ impl DiskTier {
     fn write_batch(&self, queue: &mut dyn Queue, jobs: &[OffloadJob], throttle: &mut Throttle) {
         let mut answers: Vec<(SessionId, OrderResult)> = Vec::with_capacity(jobs.len());
         let mut pinned: Vec<(&OffloadJob, NodePin<'_>)> = Vec::with_capacity(jobs.len());
-        let note = || self.in_flight.lock().extend(jobs.iter().map(|job| job.id));
-        // Before they are pinned: a kill that comes later than the pin finds them here, and is remembered.
-        if !self.trial.planted(Bug::InFlightAfterPin) {
-            note();
-        }
         for job in jobs {
             match self.pin_for_writing(job) {
                 Ok(pin) => pinned.push((job, pin)),
@@ -88,17 +83,9 @@ impl DiskTier {
             }
         }
         self.trial.reached(Point::Pinned);
-        if self.trial.planted(Bug::InFlightAfterPin) {
-            note();
-        }
         if !pinned.is_empty() {
             self.write_pinned(queue, &pinned, throttle, &mut answers);
         }
-        let mut in_flight = self.in_flight.lock();
-        jobs.iter().for_each(|job| {
-            in_flight.remove(&job.id);
-        });
-        drop(in_flight);
         answers.sort_by_key(|(session, _)| *session);
         for of_session in answers.chunk_by(|a, b| a.0 == b.0) {
             let results = of_session.iter().map(|(_, result)| *result).collect();

@@ -6,8 +6,8 @@
 /// A mistake that somebody could make here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bug {
-    /// What is being written is noted after it was pinned, so that a kill in between does not know of it.
-    InFlightAfterPin,
+    /// A kill is answered without a word to the disk.
+    KilledUntold,
     /// An eviction is finished first and told then.
     EvictedUntold,
     /// A promotion is published without a look whether it was cancelled.

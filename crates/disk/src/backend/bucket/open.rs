@@ -131,6 +131,8 @@ impl BucketBackend {
             recovery.records += 1;
             let Told { header, key, attributes, layout, .. } = told;
             found(Found { header, key, attributes, disk_len: layout.len });
+        } else {
+            bucket.hidden.push(name.id);
         }
     }
 

@@ -122,7 +122,9 @@ impl OffsetBackend {
             leaving: Mutex::default(),
             evicting: Mutex::new(HashMap::new()),
             debris: Mutex::default(),
-            sequence: AtomicU64::new(entries.iter().map(|(_, entry)| entry.sequence + 1).max().unwrap_or(0)),
+            sequence: AtomicU64::new(
+                entries.iter().map(|(_, entry)| entry.sequence.saturating_add(1)).max().unwrap_or(0),
+            ),
             records: AtomicU64::new(recovery.records),
             complete: cleared,
         };

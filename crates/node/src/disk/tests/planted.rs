@@ -7,8 +7,8 @@ use super::races::{
 use super::*;
 
 #[test]
-fn writing_that_is_noted_after_the_pin_is_noticed() {
-    assert!(!killed_while_written(BackendKind::Bucket, Some(Bug::InFlightAfterPin)));
+fn a_kill_of_which_the_disk_does_not_hear_is_noticed() {
+    assert!(!killed_while_written(BackendKind::Bucket, Some(Bug::KilledUntold)));
 }
 
 #[test]
