@@ -44,8 +44,11 @@ pub(super) fn run(tier: &DiskTier, jobs: &Receiver<RemovalJob>) {
         }
         drop(telling);
         if let Err(error) = &removed {
-            error!(%error, "a removal could not be written to the disk: what was removed may come back after a restart");
-            tier.close(super::Closed::Failed);
+            if tier.closed().is_none() {
+                error!(%error, "a removal could not be written to the disk: what was removed may come back after a restart");
+            }
+            let full = error.kind() == std::io::ErrorKind::StorageFull;
+            tier.close(if full { super::Closed::Full } else { super::Closed::Failed });
         } else {
             raise(&tier.counters.removed_records, versions.len() as u64);
         }

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
-use moontide_client::{ObjectInfo, StripePlace};
+use moontide_client::{Medium, ObjectInfo, StripePlace};
 use moontide_types::record::PinClass;
 use serde_json::{Value, json};
 
@@ -67,11 +67,20 @@ pub(super) fn pin_name(pin: PinClass) -> &'static str {
     }
 }
 
+fn medium_name(medium: Medium) -> &'static str {
+    match medium {
+        Medium::Memory => "memory",
+        Medium::Device => "device",
+        Medium::Disk => "disk",
+    }
+}
+
 fn to_json(key: &str, info: &ObjectInfo) -> Value {
     let stripe = |stripe: &StripePlace| {
         json!({
             "replica": stripe.replica,
             "node": format!("{:016x}", stripe.node.0),
+            "medium": medium_name(stripe.medium),
             "segment": stripe.segment.0,
             "slot": stripe.slot.0,
             "payload_offset": stripe.payload_offset,
@@ -107,13 +116,14 @@ fn print(out: &mut impl Write, key: &str, info: &ObjectInfo) -> std::io::Result<
     writeln!(out, "expires  {}", expiry(info.expires_unix_ms))?;
     writeln!(out, "copies   {}", replicas(info))?;
     for stripe in &info.stripes {
-        let StripePlace { replica, node, segment, slot, payload_offset, offset, len, .. } = stripe;
-        writeln!(
-            out,
-            "  copy {replica}  bytes {offset}..{}  node {:016x}  segment {segment}  slot {slot}  at {payload_offset}",
-            offset + len,
-            node.0
-        )?;
+        let StripePlace { replica, node, medium, segment, slot, payload_offset, offset, len, .. } = stripe;
+        let place = match medium {
+            Medium::Disk => "disk".to_owned(),
+            Medium::Memory | Medium::Device => {
+                format!("segment {segment}  slot {slot}  at {payload_offset}")
+            }
+        };
+        writeln!(out, "  copy {replica}  bytes {offset}..{}  node {:016x}  {place}", offset + len, node.0)?;
     }
     Ok(())
 }
