@@ -1,6 +1,6 @@
 //! Mistakes that a test switches on for its own thread, to show that the crash matrix would find them.
 //!
-//! In a release build [`planted`] is the constant `false` and the branches vanish.
+//! In a release build `planted` is the constant `false` and the branches vanish.
 
 /// A mistake that somebody could make in this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
