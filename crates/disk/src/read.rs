@@ -23,7 +23,7 @@ use moontide_types::record::{DigestContext, Header};
 use crate::backend::{Location, RecordName};
 use crate::buffer::Buffer;
 use crate::planted::{Bug, planted};
-use crate::record::{Damage, Front, decode_front, digest_context};
+use crate::record::{Damage, Front, decode_front};
 use crate::storage::{Done, Op, OpKind, Queue, Work};
 
 /// A record to be read.
@@ -159,7 +159,7 @@ impl<'a> Job<'a> {
             return Err(ReadError::OtherRecord);
         }
         front.verify_root()?;
-        let context = digest_context(&front.header);
+        let context = front.header.digest_context();
         let front_len = layout.front_len;
         verify_pages(&front, &context, front_len, &piece[front_len as usize..])?;
         for (position, piece) in self.early.drain(..) {

@@ -19,8 +19,7 @@ mod write;
 
 use moontide_types::bounds::{PAGE_BYTES, PAYLOAD_ALIGN, UNIT_BYTES};
 use moontide_types::record::{
-    DigestContext, HEADER_BYTES, Header, HeaderError, KeySection, PageDigests, State, TrailerError,
-    trailer_crc,
+    HEADER_BYTES, Header, HeaderError, KeySection, PageDigests, State, TrailerError, trailer_crc,
 };
 
 use crate::backend::{Source, WriteError};
@@ -77,7 +76,7 @@ impl DiskLayout {
         let sound = parts_fit
             && trailer_crc(source.key, source.attributes) == header.trailer_crc
             && KeySection::decode(source.key).is_ok()
-            && digest_context(header).root_of(PageDigests::new(source.digests).iter()) == header.root;
+            && header.digest_context().root_of(PageDigests::new(source.digests).iter()) == header.root;
         if sound { Ok(DiskLayout::of(header)) } else { Err(WriteError::Damaged) }
     }
 }
@@ -238,20 +237,10 @@ pub(crate) fn decode_trailer<'a>(
     Ok(KeySection::decode(key)?)
 }
 
-/// What the digests of a record are bound to.
-pub(crate) fn digest_context(header: &Header) -> DigestContext {
-    DigestContext {
-        id: header.id,
-        version: header.word.epoch(),
-        stripe: header.stripe_index,
-        len: header.stripe_len,
-    }
-}
-
 impl Front<'_> {
     /// Whether the digests in the front are those that the header vouches for.
     pub fn verify_root(&self) -> Result<(), Damage> {
-        let root = digest_context(&self.header).root_of(self.digests.iter());
+        let root = self.header.digest_context().root_of(self.digests.iter());
         if root == self.header.root { Ok(()) } else { Err(Damage::Root) }
     }
 }
@@ -263,7 +252,7 @@ impl Front<'_> {
 pub fn verify(front: &Front<'_>, payload: &[u8]) -> Result<(), Damage> {
     assert_eq!(payload.len() as u64, front.header.stripe_len, "the payload of this front");
     front.verify_root()?;
-    let context = digest_context(&front.header);
+    let context = front.header.digest_context();
     let pages = payload.chunks(PAGE_BYTES as usize).zip(front.digests.iter());
     for ((page, digest), index) in pages.zip(0..) {
         if context.page(index, page) != digest {

@@ -216,6 +216,8 @@ pub struct Group {
     offloads: HashMap<ObjectId, disk::Offload>,
     /// The sum of those units.
     offloading_units: u64,
+    /// Objects of which an offload took too long, or ended in part: nodes may still be writing them.
+    late_offloads: HashSet<ObjectId>,
     /// Objects that their nodes will not write to disk: too large for it, or damaged.
     unfit: HashSet<ObjectId>,
     /// Objects on disk that are wanted in memory.
@@ -299,6 +301,7 @@ impl Group {
             offloading: Queue::default(),
             offloads: HashMap::new(),
             offloading_units: 0,
+            late_offloads: HashSet::new(),
             unfit: HashSet::new(),
             to_promote: VecDeque::new(),
             sketch: (config.admission == Admission::ReadBefore).then(Sketch::default),
@@ -573,6 +576,7 @@ impl Group {
         if record.has(Flag::Offloading) {
             self.end_offload(record.id());
         }
+        self.late_offloads.remove(&record.id());
         self.unfit.remove(&record.id());
         if let Some(extra) = self.extras.remove(record.extra) {
             if let Some(expires) = extra.expires {
@@ -639,9 +643,9 @@ impl Group {
     fn drop_object(&mut self, at: Ref, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
         for index in 0..self.place_count(&record) {
-            // An offload that took too long may still be under way there. A reclaim does not stop it, a kill does.
+            // What is being written to disk there would stay. A reclaim does not stop that, a kill does.
             let place = self.place(&record, index);
-            if !record.has(Flag::Writing) && self.is_readable(place) && self.has_disk_beside(place) {
+            if self.may_be_written(&record) && self.is_readable(place) && self.has_disk_beside(place) {
                 self.order(OrderKind::Kill, place.segment, place.slot, record.epoch(), record.id(), effects);
             }
         }

@@ -225,7 +225,7 @@ fn what_has_no_digests_is_never_written() {
     let epoch = bench.start_with("k", KIB, &options).unwrap();
     bench.end("k", epoch).unwrap();
     evict(&mut bench, 1);
-    assert_eq!((kinds(&bench), bench.has("k")), (vec![OrderKind::Kill, OrderKind::Reclaim], false));
+    assert_eq!((kinds(&bench), bench.has("k")), (vec![OrderKind::Reclaim], false));
 }
 
 #[test]

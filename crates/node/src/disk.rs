@@ -30,8 +30,8 @@ use std::{fmt, io};
 use moontide_disk::{
     Backend, BackendConfig, OpenError, OsStorage, Queue, QueueConfig, Recovery, RegisteredMemory, Storage,
 };
-use moontide_heap::{SegmentError, Staging};
-use moontide_proto::v1;
+use moontide_heap::Staging;
+use moontide_proto::{OrderResult, v1};
 use moontide_types::{ErrorCode, SessionId};
 use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
@@ -70,9 +70,6 @@ pub enum DiskError {
         /// Why.
         source: OpenError,
     },
-    /// There is no memory to load into.
-    #[error("no memory for loading from disk: {0}; lower `disk.staging_bytes`")]
-    Staging(#[from] SegmentError),
     /// The system gives no threads.
     #[error("cannot start a thread for the disk: {0}; raise the limit of processes")]
     Threads(#[from] io::Error),
@@ -361,6 +358,15 @@ impl DiskTier {
     /// How much the master has not heard yet.
     pub(crate) fn note_unheard(&self, bytes: usize) {
         self.unheard.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Says what became of orders, to the sessions that gave them.
+    fn answer(&self, mut answers: Vec<(SessionId, OrderResult)>) {
+        answers.sort_by_key(|(session, _)| *session);
+        for of_session in answers.chunk_by(|a, b| a.0 == b.0) {
+            let results = of_session.iter().map(|(_, result)| *result).collect();
+            let _ = self.events.send(Event::Results { session: of_session[0].0, results });
+        }
     }
 
     fn session(&self) -> SessionId {

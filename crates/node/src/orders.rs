@@ -11,7 +11,7 @@ use moontide_disk::RecordName;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
 use moontide_types::bounds::LEASE_MS_MAX;
-use moontide_types::record::{DigestContext, State, Word};
+use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, MonoTime, SessionId, SystemClock};
 use tokio::sync::mpsc::UnboundedSender;
 use tracing::{debug, warn};
@@ -282,13 +282,7 @@ impl Obedience {
         if header.flags.digestless() {
             return Answer::refused(ErrorCode::Unsupported, word);
         }
-        let context = DigestContext {
-            id: header.id,
-            version: order.epoch,
-            stripe: header.stripe_index,
-            len: header.stripe_len,
-        };
-        if context.payload(pin.payload(), |_| ()) == header.root {
+        if header.digest_context().payload(pin.payload(), |_| ()) == header.root {
             return Answer::done(word);
         }
         self.counters.corrupt();

@@ -7,19 +7,9 @@ use std::ops::Range;
 
 use moontide_types::Span;
 use moontide_types::bounds::PAGE_BYTES;
-use moontide_types::record::{DigestContext, Header, PageDigests, RootBuilder};
+use moontide_types::record::{Header, PageDigests, RootBuilder};
 
 use crate::shm::segment::SegmentRegions;
-
-/// What the digests of a record are bound to.
-pub(crate) fn digest_context(header: &Header) -> DigestContext {
-    DigestContext {
-        id: header.id,
-        version: header.word.epoch(),
-        stripe: header.stripe_index,
-        len: header.stripe_len,
-    }
-}
 
 /// All pages of a record.
 pub(crate) fn pages(header: &Header) -> Range<u64> {
@@ -81,7 +71,7 @@ impl SegmentRegions {
         let len: u64 = payload.iter().map(|part| part.len() as u64).sum();
         assert_eq!(len, header.stripe_len, "payload for another record");
         let (_, span) = self.record_span(header).expect("a record inside of its segment");
-        let context = digest_context(header);
+        let context = header.digest_context();
         let mut root = RootBuilder::new(context);
         let mut parts = payload.iter().copied();
         let mut part: &[u8] = &[];

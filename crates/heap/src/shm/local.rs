@@ -20,7 +20,6 @@ use moontide_types::{ClientId, Epoch, Generation, MonoTime, ObjectId, SegmentId,
 use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
 use crate::index::Place;
 use crate::shm::board::{BoardError, BoardView};
-use crate::shm::fill::digest_context;
 use crate::shm::grant::Writer;
 use crate::shm::ledger::{GROUPS_KEPT_MAX, GROUPS_PER_LEDGER, LedgerError, OwnLedger};
 use crate::shm::reads::ReadCounts;
@@ -436,7 +435,7 @@ impl Guard<'_> {
     /// Computes the digests and compares with the root; `None` for a record without digests.
     pub fn verify(&self) -> Option<bool> {
         let Header { flags, root, .. } = self.pin.header;
-        let context = digest_context(&self.pin.header);
+        let context = self.pin.header.digest_context();
         (!flags.digestless()).then(|| context.payload(self.bytes(), |_| ()) == root)
     }
 }

@@ -8,7 +8,7 @@ use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, Slot
 use crate::cell::{Cell, Expect, SlotName};
 use crate::shm::board::{Board, BoardError};
 use crate::shm::death::Ended;
-use crate::shm::fill::{digest_context, page_span, pages};
+use crate::shm::fill::{page_span, pages};
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers};
 use crate::shm::owner::{BeginKind, Segment, UseFor};
@@ -399,7 +399,7 @@ impl NodeClaim<'_> {
         assert!(self.range.contains(span) && !span.is_empty(), "a page is sealed by whoever has all of it");
         // SAFETY: no other claim has the page, nothing borrows from this one, and readers are not let in.
         unsafe {
-            let digest = digest_context(&self.header).page(page, self.regions().bytes(self.in_region(span)));
+            let digest = self.header.digest_context().page(page, self.regions().bytes(self.in_region(span)));
             self.regions().write_digest(&self.header, page, digest);
         }
     }
@@ -450,7 +450,7 @@ impl NodeClaim<'_> {
         let unknown = pages(&self.header).zip(known).filter(|&(_, digest)| digest == 0);
         unknown.for_each(|(page, _)| self.seal_page(page));
         // SAFETY: as above.
-        digest_context(&self.header).root_of(unsafe { self.regions().digests(&self.header) }.iter())
+        self.header.digest_context().root_of(unsafe { self.regions().digests(&self.header) }.iter())
     }
 
     /// Copies the payload in, with its page digests; the root for [`NodeHeap::commit`].

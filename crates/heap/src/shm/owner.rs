@@ -25,7 +25,7 @@ use crate::floor::Floors;
 use crate::index::{Inserted, Place};
 use crate::shm::board::Board;
 use crate::shm::draft::Draft;
-use crate::shm::fill::{digest_context, pages, pages_touched};
+use crate::shm::fill::{pages, pages_touched};
 use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, StageError, Writer};
 use crate::shm::ledger::Ledgers;
 use crate::shm::region::Region;
@@ -264,7 +264,7 @@ impl Segment {
             return Err(StageError::Digests { found, expected });
         }
         if !header.flags.digestless() {
-            let found = digest_context(header).root_of(PageDigests::new(digests).iter());
+            let found = header.digest_context().root_of(PageDigests::new(digests).iter());
             if found != header.root {
                 return Err(StageError::Root { found, named: header.root });
             }
@@ -329,7 +329,7 @@ impl Segment {
         if !header.flags.digestless() {
             // SAFETY: the word is shut: no writer and no reader is there, nor let in.
             let digests = unsafe { self.regions.digests(&header) };
-            let found = digest_context(&header).root_of(digests.iter());
+            let found = header.digest_context().root_of(digests.iter());
             if found != root {
                 let opened = word.open_again(epoch);
                 assert!(

@@ -1,12 +1,13 @@
 //! Disks of nodes: mounted in every group, because objects of all groups go to a node's one disk.
 
-use moontide_meta::{DiskSpec, Effects, ReportRecord, ReportState, StripeView};
+use moontide_meta::{DiskSpec, Effects, ReportRecord, ReportState};
 use moontide_proto::convert::{DiskState, DiskStatus, OffloadNotice, SegmentGrant, SegmentSpec};
 use moontide_proto::{OffloadFlags, Packed, VersionedId};
 use moontide_types::record::AttributesRef;
 use moontide_types::{ErrorCode, Extent, GroupId, SegmentId, SlotId};
 
 use super::Service;
+use super::nodes::stripe_view;
 use super::outbox::NodeSession;
 
 impl Service {
@@ -109,12 +110,7 @@ impl Service {
                 tenant,
                 key: key.as_bytes(),
                 object_len: record.object_len,
-                stripe: StripeView {
-                    index: record.stripe_index,
-                    count: record.stripe_count,
-                    offset: record.stripe_offset,
-                    len: record.stripe_len,
-                },
+                stripe: stripe_view(record.stripe()),
                 root: record.root,
                 extent: Extent::default(),
                 payload_offset: 0,

@@ -14,7 +14,7 @@ use moontide_proto::convert::{
     UnmountSegmentsRequest, Wire,
 };
 use moontide_proto::convert::{MountSegmentsResponse, ResponseContext};
-use moontide_proto::{Medium, ProtocolVersions, ReportFlags, v1};
+use moontide_proto::{Medium, ProtocolVersions, ReportFlags, Stripe, v1};
 use moontide_types::record::{AttributesRef, State};
 use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, Tenant, TenantGeneration};
 
@@ -409,12 +409,7 @@ impl Service {
                 tenant: tenants.get(tenant).copied().unwrap_or(TenantIx(0)),
                 key,
                 object_len: record.object_len,
-                stripe: StripeView {
-                    index: record.stripe_index,
-                    count: record.stripe_count,
-                    offset: record.stripe_offset,
-                    len: record.stripe_len,
-                },
+                stripe: stripe_view(record.stripe()),
                 root: record.root,
                 extent: record.extent,
                 payload_offset: record.payload_offset,
@@ -496,6 +491,11 @@ impl Service {
             }
         }
     }
+}
+
+/// The group's view of a stripe.
+pub(super) fn stripe_view(Stripe { index, count, offset, len }: Stripe) -> StripeView {
+    StripeView { index, count, offset, len }
 }
 
 /// A report about a segment that is no longer mounted, or that contradicts itself, is passed over: the node would send it

@@ -325,6 +325,10 @@ impl Group {
             // It would be refused again and again, and stay for ever.
             self.unfit.insert(record.id());
         }
+        if self.stripes(record) > 1 {
+            // Of the others nothing was said.
+            self.late_offloads.insert(record.id());
+        }
         self.back_from_offload(at);
     }
 
@@ -338,8 +342,14 @@ impl Group {
                 return false;
             }
             self.back_from_offload(at);
+            self.late_offloads.insert(id);
         }
         true
+    }
+
+    /// Whether a node may be writing an object to its disk.
+    pub(super) fn may_be_written(&self, record: &Record) -> bool {
+        record.has(Flag::Offloading) || self.late_offloads.contains(&record.id())
     }
 
     /// Of an object that was being offloaded another record is on disk: if that was the last one, memory is free.

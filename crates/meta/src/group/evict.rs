@@ -154,11 +154,9 @@ impl Group {
         };
         let victim = classes.iter().find_map(|&class| self.victim(tenant, class, Some(keep), now))?;
         // The room is needed now, so that nothing is written to disk first.
-        let victim_id = self.slab.get(victim).id();
         if many || !self.is_whole_on_disk(self.slab.get(victim)) {
             return Some(self.evict_object(victim, Some(keep), How::Drop, now, effects));
         }
-        debug_assert_ne!(victim_id, keep);
         Some(self.evict_alone(victim, How::Demote, now, effects))
     }
 

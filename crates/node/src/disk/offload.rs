@@ -21,7 +21,6 @@ use super::tell::NoticeBuilder;
 use super::{Closed, DiskTier};
 use crate::decide::batch::{Batch, Limits, Throttle};
 use crate::decide::orders::Answer;
-use crate::session::Event;
 
 /// A record that is to be written.
 #[derive(Clone, Copy, Debug)]
@@ -86,11 +85,7 @@ impl DiskTier {
         if !pinned.is_empty() {
             self.write_pinned(queue, &pinned, throttle, &mut answers);
         }
-        answers.sort_by_key(|(session, _)| *session);
-        for of_session in answers.chunk_by(|a, b| a.0 == b.0) {
-            let results = of_session.iter().map(|(_, result)| *result).collect();
-            let _ = self.events.send(Event::Results { session: of_session[0].0, results });
-        }
+        self.answer(answers);
     }
 
     fn pin_for_writing(&self, job: &OffloadJob) -> Result<NodePin<'_>, ErrorCode> {
@@ -138,6 +133,7 @@ impl DiskTier {
             }
         }
         self.trial.reached(Point::Written);
+        self.judge(&outcomes);
         let mut notice = NoticeBuilder::default();
         for ((job, pin), outcome) in pinned.iter().zip(outcomes) {
             let answer = match outcome {
@@ -153,7 +149,7 @@ impl DiskTier {
                     Answer::done(Word::new(job.epoch, State::Ready)).to(job.order)
                 }
                 Err(error) => {
-                    self.judge(error);
+                    debug!(id = %job.id, %error, "a record is not written to disk");
                     self.refuse(job, refusal(error)).1
                 }
             };
@@ -164,12 +160,13 @@ impl DiskTier {
         }
     }
 
-    /// Whether a failure says something about the disk, and not about the record.
-    fn judge(&self, error: WriteError) {
-        match error {
-            WriteError::NoSpace | WriteError::Full { .. } => self.close(Closed::Full),
-            WriteError::Io => self.close(Closed::Failed),
-            _ => debug!(%error, "a record is not written to disk"),
+    /// Whether failures of a batch say something about the disk, and not about the records.
+    fn judge(&self, outcomes: &[Result<(), WriteError>]) {
+        let has = |is: fn(&WriteError) -> bool| outcomes.iter().filter_map(|o| o.as_ref().err()).any(is);
+        if has(|error| matches!(error, WriteError::Io)) {
+            self.close(Closed::Failed);
+        } else if has(|error| matches!(error, WriteError::NoSpace | WriteError::Full { .. })) {
+            self.close(Closed::Full);
         }
     }
 

@@ -6,7 +6,6 @@
 use hashbrown::HashMap;
 use moontide_disk::{Queue, RecordName};
 use moontide_heap::{Grant, Staged, Writer};
-use moontide_proto::OrderResult;
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::record::{Attributes, KeySection, State, Word};
 use moontide_types::{ErrorCode, Extent, MonoTime, SegmentId, SessionId, SlotId, Span, Term};
@@ -19,7 +18,6 @@ use super::load::new_record;
 use super::planted::{Bug, Point};
 use super::staged::Looked;
 use crate::decide::orders::Answer;
-use crate::session::Event;
 
 /// A record that is to be brought back.
 #[derive(Clone, Copy, Debug)]
@@ -75,8 +73,7 @@ impl DiskTier {
                 Answer::refused(code, Word::default())
             }
         };
-        let results: Vec<OrderResult> = vec![answer.to(job.order)];
-        let _ = self.events.send(Event::Results { session: job.session, results });
+        self.answer(vec![(job.session, answer.to(job.order))]);
     }
 
     fn try_promote(&self, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {

@@ -2,7 +2,6 @@
 
 use std::sync::mpsc::Receiver;
 
-use moontide_proto::OrderResult;
 use moontide_types::record::Word;
 use moontide_types::{Epoch, ErrorCode, ObjectId, SessionId};
 use tracing::error;
@@ -10,7 +9,6 @@ use tracing::error;
 use super::DiskTier;
 use super::counters::raise;
 use crate::decide::orders::Answer;
-use crate::session::Event;
 
 /// A version that was removed, and what is to be answered when that is durable.
 #[derive(Clone, Copy, Debug)]
@@ -39,9 +37,7 @@ pub(super) fn run(tier: &DiskTier, jobs: &Receiver<RemovalJob>) {
         let removed = tier.backend.remove(&mut *queue, &versions);
         // After they can be found no more, so that nothing is loaded again; and told by the answer, not before.
         let telling = tier.telling.lock();
-        for &(id, version) in &versions {
-            tier.shut(&tier.staged.take_versions(id, version));
-        }
+        tier.shut(&tier.staged.take_versions(&versions));
         drop(telling);
         if let Err(error) = &removed {
             if tier.closed().is_none() {
@@ -59,11 +55,6 @@ pub(super) fn run(tier: &DiskTier, jobs: &Receiver<RemovalJob>) {
             };
             (job.session, answer.to(job.order))
         });
-        let mut answered: Vec<(SessionId, OrderResult)> = answered.collect();
-        answered.sort_by_key(|(session, _)| *session);
-        for of_session in answered.chunk_by(|a, b| a.0 == b.0) {
-            let results = of_session.iter().map(|(_, result)| *result).collect();
-            let _ = tier.events.send(Event::Results { session: of_session[0].0, results });
-        }
+        tier.answer(answered.collect());
     }
 }

@@ -179,10 +179,17 @@ impl StagedRecords {
         true
     }
 
-    /// A version, and all before it, was removed: what was here of it, to be shut by the caller.
-    pub(super) fn take_versions(&self, id: ObjectId, version: Epoch) -> Vec<Arc<Staged>> {
+    /// Versions, and all before each, were removed: what was here of them, to be shut by the caller. One look at the table,
+    /// however many they are.
+    pub(super) fn take_versions(&self, removed: &[(ObjectId, Epoch)]) -> Vec<Arc<Staged>> {
+        let mut highest: HashMap<ObjectId, Epoch> = HashMap::with_capacity(removed.len());
+        for &(id, version) in removed {
+            let known = highest.entry(id).or_insert(version);
+            *known = version.max(*known);
+        }
         let mut table = self.table.lock();
-        let of_them = |name: &&RecordName| name.id == id && name.version <= version;
+        let of_them =
+            |name: &&RecordName| highest.get(&name.id).is_some_and(|version| name.version <= *version);
         let names: Vec<RecordName> = table.entries.keys().filter(of_them).copied().collect();
         let gone = names.iter().filter_map(|name| table.take(name)).collect();
         drop(table);
@@ -283,7 +290,7 @@ mod tests {
     fn load_that_was_overtaken_is_not_let_in_whoever_comes_next() {
         type Take = fn(&StagedRecords, RecordName) -> Vec<Arc<Staged>>;
         let takes: [Take; 2] = [
-            |records, name| records.take_versions(name.id, name.version),
+            |records, name| records.take_versions(&[(name.id, name.version)]),
             |records, name| records.take(&[name]),
         ];
         for take in takes {
@@ -304,7 +311,7 @@ mod tests {
         let (records, staging) = (StagedRecords::default(), staging());
         let names = [name(1, 1), name(1, 2), name(1, 3), name(2, 1)];
         names.iter().for_each(|name| load(&records, &staging, *name));
-        assert_eq!(records.take_versions(names[1].id, names[1].version).len(), 2);
+        assert_eq!(records.take_versions(&[(names[1].id, names[1].version)]).len(), 2);
         assert_eq!(names.map(|name| is_there(&records, name)), [false, false, true, true]);
     }
 
@@ -353,7 +360,7 @@ mod tests {
         load(&records, &staging, name);
         let until = Instant::now() + Duration::from_millis(50);
         records.keep(name, Some(until));
-        assert_eq!(records.take_versions(name.id, name.version).len(), 1);
+        assert_eq!(records.take_versions(&[(name.id, name.version)]).len(), 1);
         assert!(!is_there(&records, name));
         let is_held = staging.in_use().held_rooms == 1;
         assert!(is_held && !records.evict_one() || Instant::now() >= until);

@@ -10,6 +10,7 @@
 
 use crate::bounds::{OBJECT_BYTES_MAX, PAGE_BYTES, STRIPES_MAX};
 use crate::key::{ObjectId, TenantGeneration};
+use crate::record::digest::DigestContext;
 use crate::record::flags::Flags;
 use crate::record::layout::{LayoutError, RecordLayout};
 use crate::record::word::{State, Word};
@@ -182,6 +183,12 @@ pub struct Header {
 }
 
 impl Header {
+    /// What the record's digests are bound to.
+    pub fn digest_context(&self) -> DigestContext {
+        let Header { id, stripe_index: stripe, stripe_len: len, .. } = *self;
+        DigestContext { id, version: self.word.epoch(), stripe, len }
+    }
+
     /// Where the record's parts stand.
     pub fn layout(&self) -> Result<RecordLayout, LayoutError> {
         RecordLayout::new(self.stripe_len, self.key_len, self.attributes_len, self.flags)
