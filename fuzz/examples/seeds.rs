@@ -12,6 +12,7 @@ use generate::Gen;
 use moontide_fuzz::{BODIES, MESSAGES, TARGETS, accepted_message};
 use moontide_proto::{FixedRecord, FrameKind, OpKind};
 use moontide_types::record::{Flags, Header, KeySection, State, Word};
+use moontide_types::tensor::{Dtype, TensorHeader};
 use moontide_types::{Key, Tenant, TenantGeneration};
 
 /// Most inputs of one target, and most bytes of one input: a corpus is read by people, too.
@@ -104,6 +105,11 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
         "control_messages" => Some(control_messages()),
         "disk_front" => Some(moontide_disk::fuzzing::front_seeds()),
         "disk_footer" => Some(moontide_disk::fuzzing::bucket_footer_seeds()),
+        "tensor_header" => many(12, &|g| {
+            let dtype = Dtype::ALL[g.below(Dtype::ALL.len() as u64) as usize];
+            let shape: Vec<u64> = (0..g.below(9)).map(|_| g.below(100)).collect();
+            TensorHeader::new(dtype, &shape).expect("a small shape").encode().to_vec()
+        }),
         "disk_removals" => Some(moontide_disk::fuzzing::removals_seeds()),
         _ => None,
     }

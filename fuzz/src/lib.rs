@@ -21,6 +21,7 @@ use moontide_proto::{
 };
 use moontide_types::bounds::{BATCH_KEYS_MAX, KEY_BYTES_MAX, OBJECT_BYTES_MAX, REQUEST_BYTES_MAX};
 use moontide_types::record::{Attributes, HEADER_BYTES, Header, KeySection, State, WORD_OFFSET};
+use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorError, TensorHeader};
 use prost::Message;
 use prost::bytes::Bytes;
 
@@ -42,6 +43,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("disk_front", disk_front),
     ("disk_footer", disk_footer),
     ("disk_removals", disk_removals),
+    ("tensor_header", tensor_header),
 ];
 
 /// The 128-byte header of a record: as it is, and with the right CRC, which random changes never hit.
@@ -63,6 +65,29 @@ fn check_record_header(bytes: &[u8; HEADER_BYTES]) {
     assert!(header.object_len <= OBJECT_BYTES_MAX);
     let layout = header.layout().expect("a decoded header can be laid out");
     assert!(layout.total_len() >= header.stripe_len);
+}
+
+/// What stands in front of a tensor: as it is, and with the right CRC.
+pub fn tensor_header(data: &[u8]) {
+    let Some((bytes, _)) = data.split_first_chunk::<TENSOR_HEADER_BYTES>() else { return };
+    check_tensor_header(bytes);
+    let mut sealed = *bytes;
+    let crc = crc32c::crc32c(&sealed[..TENSOR_HEADER_BYTES - 4]);
+    sealed[TENSOR_HEADER_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
+    check_tensor_header(&sealed);
+}
+
+fn check_tensor_header(bytes: &[u8; TENSOR_HEADER_BYTES]) {
+    // An object without elements is refused by its length unless that is what the header says.
+    let len = match TensorHeader::decode(bytes, 0) {
+        Ok(header) => header.payload_bytes(),
+        Err(TensorError::Length { expected, .. }) => expected,
+        Err(_) => return,
+    };
+    let header = TensorHeader::decode(bytes, len + TENSOR_HEADER_BYTES as u64).expect("its own length");
+    assert_eq!(header.encode(), *bytes);
+    let product: u128 = header.shape().iter().map(|&len| u128::from(len)).product();
+    assert_eq!(product * header.dtype().bytes() as u128, u128::from(len));
 }
 
 /// Tenant and key behind a payload.

@@ -13,8 +13,11 @@ use std::time::Instant;
 use crate::command::{Command, CommandError};
 use crate::fuzz::{self, FuzzError};
 use crate::machine::Machine;
+use crate::python::{self, PythonError};
 use crate::quickstart::{self, QuickstartError};
 use crate::tidy::{self, TidyError};
+use crate::venv;
+use crate::wheel::{self, WheelError};
 
 /// Benches that CI runs for a moment, so that they keep compiling and running: (package, bench).
 /// The figures of such a run mean nothing.
@@ -50,6 +53,8 @@ pub(crate) enum Step {
     Shuttle,
     BenchSmoke,
     Quickstart,
+    Wheel,
+    Python,
     Fuzz,
     Deny,
 }
@@ -66,6 +71,8 @@ impl Step {
         Self::Shuttle,
         Self::BenchSmoke,
         Self::Quickstart,
+        Self::Wheel,
+        Self::Python,
         Self::Fuzz,
         Self::Deny,
     ];
@@ -86,6 +93,8 @@ impl Step {
             Self::Shuttle => "shuttle",
             Self::BenchSmoke => "bench-smoke",
             Self::Quickstart => "quickstart",
+            Self::Wheel => "wheel",
+            Self::Python => "python",
             Self::Fuzz => "fuzz",
             Self::Deny => "deny",
         }
@@ -103,6 +112,8 @@ impl Step {
             Self::Shuttle => "random interleavings of larger concurrent scenes",
             Self::BenchSmoke => "benches compile and run, and nothing is twice as slow as it should be",
             Self::Quickstart => "the first lines of README.md work as they stand",
+            Self::Wheel => "the Python package builds, is small, and asks for nothing but an old glibc",
+            Self::Python => "it installs into a clean environment, and its tests pass there",
             Self::Fuzz => "each fuzz target for a few seconds",
             Self::Deny => "licences, bans and sources of dependencies",
         }
@@ -125,16 +136,35 @@ enum StepError {
     Fuzz(#[from] FuzzError),
     #[error(transparent)]
     Quickstart(#[from] QuickstartError),
+    #[error(transparent)]
+    Wheel(#[from] WheelError),
+    #[error(transparent)]
+    Python(#[from] PythonError),
+    #[error("this step may not be left out here (CI=true): {0}")]
+    LeftOut(String),
 }
 
 /// What a step is going to do on this machine.
 #[derive(Debug, PartialEq, Eq)]
 enum Plan {
-    Commands { commands: Vec<Command>, note: Option<String> },
+    Commands {
+        commands: Vec<Command>,
+        note: Option<String>,
+    },
     Tidy,
-    Fuzz { targets: Vec<String> },
+    Fuzz {
+        targets: Vec<String>,
+    },
     Quickstart,
-    NotRun { why: String },
+    Wheel,
+    Python,
+    NotRun {
+        why: String,
+    },
+    /// Cannot run, where it must.
+    LeftOut {
+        why: String,
+    },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -196,11 +226,16 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
             tidy::run(root)?;
         }
         Plan::Quickstart => quickstart::run(root)?,
+        Plan::Wheel => {
+            wheel::run(root, machine, &wheel::Options::default())?;
+        }
+        Plan::Python => python::run(root, machine, &python::Options::default())?,
         Plan::Fuzz { targets } => fuzz::run(root, machine, &targets, fuzz::SMOKE_SECONDS)?,
         Plan::NotRun { why } => {
             println!("NOT RUN: {why}");
             return Ok(Outcome::NotRun);
         }
+        Plan::LeftOut { why } => return Err(StepError::LeftOut(why)),
     }
     Ok(Outcome::Passed)
 }
@@ -242,6 +277,12 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             })))
         }
         Step::Quickstart => Plan::Quickstart,
+        Step::Wheel | Step::Python if machine.interpreters.is_empty() => {
+            let why = venv::NO_INTERPRETER.to_owned();
+            if machine.is_ci { Plan::LeftOut { why } } else { Plan::NotRun { why } }
+        }
+        Step::Wheel => Plan::Wheel,
+        Step::Python => Plan::Python,
         Step::Fuzz => match fuzz::obstacle(machine) {
             None => Plan::Fuzz { targets: machine.fuzz_targets.clone() },
             Some(why) => Plan::NotRun { why },
@@ -291,6 +332,7 @@ fn summary(rows: &[Row]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::venv::{Interpreter, Version};
 
     fn machine() -> Machine {
         Machine {
@@ -298,6 +340,11 @@ mod tests {
             has_nightly: true,
             has_cargo_fuzz: true,
             has_cargo_deny: true,
+            interpreters: vec![Interpreter {
+                version: Version { minor: 12 },
+                program: "/usr/bin/python3.12".to_owned(),
+            }],
+            is_ci: false,
             target_dir: "target".to_owned(),
             fuzz_targets: vec!["frame".to_owned()],
         }
@@ -348,6 +395,17 @@ mod tests {
         for step in [Step::Fuzz, Step::Deny] {
             assert!(matches!(plan(step, &bare), Plan::NotRun { .. }), "{step:?}");
             assert!(!matches!(plan(step, &machine()), Plan::NotRun { .. }), "{step:?}");
+        }
+    }
+
+    #[test]
+    fn without_python_a_laptop_goes_on_and_ci_fails() {
+        let bare = Machine { interpreters: Vec::new(), ..machine() };
+        let bare_ci = Machine { is_ci: true, ..bare.clone() };
+        for (step, there) in [(Step::Wheel, Plan::Wheel), (Step::Python, Plan::Python)] {
+            assert_eq!(plan(step, &machine()), there);
+            assert!(matches!(plan(step, &bare), Plan::NotRun { why } if why.contains("python3-venv")));
+            assert!(matches!(plan(step, &bare_ci), Plan::LeftOut { .. }));
         }
     }
 

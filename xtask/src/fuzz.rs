@@ -161,6 +161,8 @@ mod tests {
             has_nightly: true,
             has_cargo_fuzz: true,
             has_cargo_deny: true,
+            interpreters: Vec::new(),
+            is_ci: false,
             target_dir: "target".to_owned(),
             fuzz_targets: vec!["frame".to_owned(), "record".to_owned()],
         }

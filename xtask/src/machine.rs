@@ -1,10 +1,11 @@
-//! What this machine and this checkout offer: which tools are installed, where builds go, which fuzz targets exist.
+//! What this machine and this checkout offer: which tools and interpreters are installed, where builds go, which fuzz targets exist.
 //!
 //! Owns [`Machine`], gathered once and then passed as an argument, so that the plans made from it are pure.
 
 use std::path::Path;
 
 use crate::command::Command;
+use crate::venv::{self, Interpreter};
 
 /// Facts on which the plan of a CI run depends.
 #[derive(Debug, Clone)]
@@ -13,6 +14,10 @@ pub(crate) struct Machine {
     pub(crate) has_nightly: bool,
     pub(crate) has_cargo_fuzz: bool,
     pub(crate) has_cargo_deny: bool,
+    /// Of Python, oldest first.
+    pub(crate) interpreters: Vec<Interpreter>,
+    /// Whether this run decides about a change (`CI=true`): there, what must run may not be left out.
+    pub(crate) is_ci: bool,
     /// As the caller set it, or `target`; relative paths start at the workspace root.
     pub(crate) target_dir: String,
     /// Names of `fuzz/fuzz_targets/*.rs`, sorted.
@@ -28,6 +33,8 @@ impl Machine {
             has_nightly: toolchains.lines().any(|line| line.starts_with("nightly")),
             has_cargo_fuzz: Command::cargo("fuzz --version").succeeds(root),
             has_cargo_deny: Command::cargo("deny --version").succeeds(root),
+            interpreters: venv::interpreters(root),
+            is_ci: std::env::var("CI").is_ok_and(|value| value == "true"),
             target_dir: std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_owned()),
             fuzz_targets: fuzz_targets(root),
         }

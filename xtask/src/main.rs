@@ -2,19 +2,25 @@
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
 //! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets,
-//! [`quickstart`] the first lines of README.md; [`machine`] knows
-//! what is installed, and [`command`] starts child processes in a known environment.
+//! [`quickstart`] the first lines of README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
+//! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, and [`command`] starts
+//! child processes in a known environment.
 //!
-//! Invariants: nothing here ships; nothing here writes outside the target directory.
+//! Invariants: nothing here ships; nothing here writes outside the target directory, but for the one file that
+//! [`wheel`] names.
 
 mod ci;
 
 mod fuzz;
+mod python;
 mod quickstart;
 mod tidy;
+mod wheel;
 
 mod command;
+mod elf;
 mod machine;
+mod venv;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -34,6 +40,16 @@ commands:
                        paths named in ARCHITECTURE.md, links in every *.md, headers and lengths of sources
   fuzz [target]        run all fuzz targets, or one
       --seconds <n>    time for each target (default 60)
+  wheel                build the Python package and look at what it asks of a system
+      --zig            for every system with glibc 2.28 or later (default)
+      --plain          for this machine only, with its own linker
+      --out <dir>      where the wheels go (default: wheels, in the target directory)
+      --check-free-threaded   also compile for an interpreter without the global lock
+  python               install the wheels into clean environments and run their tests there
+      --wheel-dir <dir>       where the wheels are
+      --python <versions>     which interpreters (default 3.11,3.12)
+      --full           all tests on each, not only on the newest
+      --torch          the tests that need torch, and only those
   help                 print this page
 
 examples:
@@ -42,6 +58,7 @@ examples:
   cargo xtask tidy                             after moving a file or adding a crate
   cargo xtask fuzz                             every target, a minute each
   cargo xtask fuzz <target> --seconds 3600     one target, an hour
+  cargo xtask wheel && cargo xtask python      the Python package, from sources to its tests
 ";
 
 /// Why a command of ours did not succeed.
@@ -55,6 +72,10 @@ enum Failure {
     Tidy(#[from] tidy::TidyError),
     #[error(transparent)]
     Fuzz(#[from] fuzz::FuzzError),
+    #[error(transparent)]
+    Wheel(#[from] wheel::WheelError),
+    #[error(transparent)]
+    Python(#[from] python::PythonError),
 }
 
 /// A command line that was understood.
@@ -65,6 +86,8 @@ enum Request {
     CiList,
     Tidy,
     Fuzz { target: Option<String>, seconds: u32 },
+    Wheel(wheel::Options),
+    Python(python::Options),
 }
 
 fn main() -> ExitCode {
@@ -90,6 +113,10 @@ fn perform(request: Request) -> Result<(), Failure> {
         Request::Fuzz { target, seconds } => {
             fuzz::run_named(&root, &Machine::probe(&root), target.as_deref(), seconds)?;
         }
+        Request::Wheel(options) => {
+            wheel::run(&root, &Machine::probe(&root), &options)?;
+        }
+        Request::Python(options) => python::run(&root, &Machine::probe(&root), &options)?,
     }
     Ok(())
 }
@@ -106,6 +133,8 @@ fn parse(args: &[String]) -> Result<Request, Failure> {
         },
         ["tidy"] => Ok(Request::Tidy),
         ["fuzz", rest @ ..] => parse_fuzz(rest),
+        ["wheel", rest @ ..] => parse_wheel(rest),
+        ["python", rest @ ..] => parse_python(rest),
         [command @ ("ci" | "tidy"), rest @ ..] => {
             Err(Failure::Usage(format!("`{command}` does not know `{}`", rest.join(" "))))
         }
@@ -129,6 +158,57 @@ fn parse_fuzz(mut rest: &[&str]) -> Result<Request, Failure> {
                 tail
             }
             [other, ..] => return Err(Failure::Usage(format!("`fuzz` does not know `{other}`"))),
+        }
+    }
+}
+
+fn parse_wheel(mut rest: &[&str]) -> Result<Request, Failure> {
+    let mut options = wheel::Options::default();
+    loop {
+        rest = match rest {
+            [] => return Ok(Request::Wheel(options)),
+            [kind @ ("--zig" | "--plain"), tail @ ..] => {
+                options.plain = *kind == "--plain";
+                tail
+            }
+            ["--out", directory, tail @ ..] => {
+                options.out = Some((*directory).to_owned());
+                tail
+            }
+            ["--check-free-threaded", tail @ ..] => {
+                options.free_threaded = true;
+                tail
+            }
+            [other, ..] => return Err(Failure::Usage(format!("`wheel` does not know `{other}`"))),
+        }
+    }
+}
+
+fn parse_python(mut rest: &[&str]) -> Result<Request, Failure> {
+    let mut options = python::Options::default();
+    loop {
+        rest = match rest {
+            [] => return Ok(Request::Python(options)),
+            ["--wheel-dir", directory, tail @ ..] => {
+                options.wheel_dir = Some((*directory).to_owned());
+                tail
+            }
+            ["--python", versions, tail @ ..] => {
+                let parsed: Option<Vec<_>> = versions.split(',').map(venv::Version::parse).collect();
+                options.versions = parsed.ok_or_else(|| {
+                    Failure::Usage(format!("`--python` wants versions such as 3.11,3.12, not `{versions}`"))
+                })?;
+                tail
+            }
+            ["--full", tail @ ..] => {
+                options.full = true;
+                tail
+            }
+            ["--torch", tail @ ..] => {
+                options.torch = true;
+                tail
+            }
+            [other, ..] => return Err(Failure::Usage(format!("`python` does not know `{other}`"))),
         }
     }
 }
@@ -175,5 +255,30 @@ mod tests {
         check("fuzz frame record", None);
         check("fuzz --forever", None);
         check("deploy", None);
+
+        let wheel = |plain, out: Option<&str>, free_threaded| {
+            Some(Request::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))
+        };
+        check("wheel", wheel(false, None, false));
+        check("wheel --zig", wheel(false, None, false));
+        check("wheel --plain --out x", wheel(true, Some("x"), false));
+        check("wheel --check-free-threaded", wheel(false, None, true));
+        check("wheel --out", None);
+        check("wheel now", None);
+
+        let python = |options| Some(Request::Python(options));
+        check("python", python(python::Options::default()));
+        let versions = vec![venv::Version { minor: 11 }, venv::Version { minor: 12 }];
+        check(
+            "python --python 3.11,3.12 --full",
+            python(python::Options { versions, full: true, ..python::Options::default() }),
+        );
+        let wheel_dir = Some("x".to_owned());
+        check(
+            "python --wheel-dir x --torch",
+            python(python::Options { wheel_dir, torch: true, ..python::Options::default() }),
+        );
+        check("python --python two", None);
+        check("python --python", None);
     }
 }

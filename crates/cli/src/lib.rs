@@ -24,7 +24,8 @@ Examples:
 Every command has its own --help with examples. Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such object,
 4 the master cannot be reached.";
 
-fn main() -> ExitCode {
+/// Does what the command line says.
+pub fn main() -> ExitCode {
     // clap answers wrong usage itself, with exit code 2, and --help with 0.
     let matches = command().get_matches();
     let result = match matches.subcommand() {

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use moontide_heap::SharedGuard;
 use moontide_types::bounds::PAGE_BYTES;
-use moontide_types::record::DigestContext;
 use moontide_types::{ErrorCode, Key, ObjectId};
 
 use crate::cluster::spread;
@@ -42,10 +41,6 @@ impl ObjectRef {
         ObjectRef(Held::InPlace(guard))
     }
 
-    pub(crate) fn copied(bytes: Bytes) -> ObjectRef {
-        ObjectRef(Held::Copied(bytes))
-    }
-
     /// Whether the bytes are the node's own.
     pub fn is_in_place(&self) -> bool {
         matches!(self.0, Held::InPlace(_))
@@ -57,6 +52,12 @@ impl ObjectRef {
             Held::InPlace(guard) => guard.verify().unwrap_or(true),
             Held::Copied(_) => true,
         }
+    }
+}
+
+impl From<Bytes> for ObjectRef {
+    fn from(copied: Bytes) -> ObjectRef {
+        ObjectRef(Held::Copied(copied))
     }
 }
 
@@ -94,6 +95,61 @@ impl Store {
         inner.metrics.requested.inc();
         let fetched = inner.fetch_shared(key, id, inner.deadline());
         Ok(fetched?.map(|bytes| ObjectRef(Held::Copied(bytes))))
+    }
+
+    /// As [`Store::get_ref`], but only if it takes no waiting: `None` if no node on this host has the object in place.
+    #[inline]
+    pub fn get_ref_here(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
+        let inner = &*self.inner;
+        let (_, found) = inner.near.find_key(inner.cluster.tenant(), inner.key(key)?);
+        Ok(match found {
+            Found::Here(guard) => Some(ObjectRef(Held::InPlace(guard))),
+            Found::Elsewhere => None,
+        })
+    }
+
+    /// Copies an object out of what [`Store::get_ref_here`] gave, verified like every copy; `false`: the bytes are not
+    /// right, get it elsewhere. `into` is as long as the object.
+    pub fn copy_out(&self, from: &ObjectRef, into: &mut [u8]) -> bool {
+        match &from.0 {
+            Held::InPlace(guard) => self.inner.copy_out(guard, into),
+            Held::Copied(bytes) => {
+                into.copy_from_slice(bytes);
+                true
+            }
+        }
+    }
+
+    /// As [`Store::copy_out`], into several pieces of memory one after the other, which together are as long as the object.
+    pub fn copy_out_parts(&self, from: &ObjectRef, into: &mut [&mut [u8]]) -> bool {
+        let Held::InPlace(guard) = &from.0 else {
+            Scatter::over(into).take(from);
+            return true;
+        };
+        self.inner.copy_out_parts(guard, into)
+    }
+
+    /// Copies an object into memory that is made when its length is known; how long it is. `make` is called again if the
+    /// object is another one when it is read; what counts is the memory of its last call.
+    pub fn get_with<'m>(
+        &self,
+        key: &[u8],
+        make: &mut dyn FnMut(usize) -> &'m mut [u8],
+    ) -> Result<Option<usize>, StoreError> {
+        let inner = &*self.inner;
+        let key = inner.key(key)?;
+        let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
+        if let Found::Here(guard) = found {
+            let len = guard.bytes().len();
+            if inner.copy_out(&guard, &mut make(len)[..len]) {
+                return Ok(Some(len));
+            }
+        }
+        inner.metrics.requested.inc();
+        let mut wants = [Want::new(key, id, Space::Made(make))];
+        inner.fetch_all(&mut wants, inner.deadline());
+        let [want] = wants;
+        want.into_len()
     }
 
     /// A copy of an object. Threads that want the same one at the same time share it.
@@ -198,23 +254,52 @@ impl Store {
     }
 }
 
+/// Pieces of memory that are filled one after the other.
+struct Scatter<'a, 'm> {
+    rest: std::slice::IterMut<'a, &'m mut [u8]>,
+    /// What is left of the piece that was begun.
+    begun: &'a mut [u8],
+}
+
+impl<'a, 'm> Scatter<'a, 'm> {
+    fn over(pieces: &'a mut [&'m mut [u8]]) -> Scatter<'a, 'm> {
+        Scatter { rest: pieces.iter_mut(), begun: &mut [] }
+    }
+
+    fn take(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            if self.begun.is_empty() {
+                self.begun = self.rest.next().expect("as much memory as there are bytes");
+                continue;
+            }
+            let len = bytes.len().min(self.begun.len());
+            let (here, later) = bytes.split_at(len);
+            let (space, left) = std::mem::take(&mut self.begun).split_at_mut(len);
+            space.copy_from_slice(here);
+            (bytes, self.begun) = (later, left);
+        }
+    }
+}
+
 /// An object that has to be fetched.
-pub(crate) struct Want<'k, 'm> {
+pub(crate) struct Want<'k, 'a, 'm> {
     key: Key<'k>,
     id: ObjectId,
-    space: Space<'m>,
+    space: Space<'a, 'm>,
     answer: Option<Result<Option<usize>, StoreError>>,
     /// The last attempt's failure.
     last: Option<StoreError>,
 }
 
-pub(crate) enum Space<'m> {
+pub(crate) enum Space<'a, 'm> {
     Owned(Vec<u8>),
     Lent(&'m mut [u8]),
+    /// Made when it is known how much is needed.
+    Made(&'a mut dyn FnMut(usize) -> &'m mut [u8]),
 }
 
-impl<'k, 'm> Want<'k, 'm> {
-    pub(crate) fn new(key: Key<'k>, id: ObjectId, space: Space<'m>) -> Want<'k, 'm> {
+impl<'k, 'a, 'm> Want<'k, 'a, 'm> {
+    pub(crate) fn new(key: Key<'k>, id: ObjectId, space: Space<'a, 'm>) -> Want<'k, 'a, 'm> {
         Want { key, id, space, answer: None, last: None }
     }
 
@@ -256,30 +341,42 @@ impl Inner {
         let header = guard.header();
         if !self.config().verify_local || header.flags.digestless() {
             into.copy_from_slice(guard.bytes());
-        } else {
-            let context = DigestContext {
-                id: header.id,
-                version: guard.version(),
-                stripe: header.stripe_index,
-                len: header.stripe_len,
-            };
-            let page_bytes = PAGE_BYTES as usize;
-            let pages = into.chunks_mut(page_bytes).zip(guard.bytes().chunks(page_bytes));
-            let digests = (0u64..).zip(pages).map(|(index, (to, from))| {
-                to.copy_from_slice(from);
-                context.page(index, to)
-            });
-            if context.root_of(digests) != header.root {
-                self.metrics.corrupt.inc();
-                tracing::warn!(
-                    segment = guard.place().0.0,
-                    slot = guard.place().1.0,
-                    "bytes do not match their digest"
-                );
-                return false;
-            }
+            return true;
         }
-        true
+        let context = header.digest_context();
+        let page_bytes = PAGE_BYTES as usize;
+        let pages = into.chunks_mut(page_bytes).zip(guard.bytes().chunks(page_bytes));
+        let digests = (0u64..).zip(pages).map(|(index, (to, from))| {
+            to.copy_from_slice(from);
+            context.page(index, to)
+        });
+        context.root_of(digests) == header.root || self.not_right(guard)
+    }
+
+    /// As [`Inner::copy_out`], into several pieces. A page may lie in two of them, so that it is verified where it comes
+    /// from: while it is pinned it does not change.
+    fn copy_out_parts(&self, guard: &SharedGuard, into: &mut [&mut [u8]]) -> bool {
+        let header = guard.header();
+        let mut into = Scatter::over(into);
+        if !self.config().verify_local || header.flags.digestless() {
+            into.take(guard.bytes());
+            return true;
+        }
+        let context = header.digest_context();
+        let pages = (0u64..).zip(guard.bytes().chunks(PAGE_BYTES as usize));
+        let digests = pages.map(|(index, page)| {
+            into.take(page);
+            context.page(index, page)
+        });
+        context.root_of(digests) == header.root || self.not_right(guard)
+    }
+
+    /// Bytes of this host do not match their digest.
+    fn not_right(&self, guard: &SharedGuard) -> bool {
+        self.metrics.corrupt.inc();
+        let (segment, slot) = guard.place();
+        tracing::warn!(segment = segment.0, slot = slot.0, "bytes do not match their digest");
+        false
     }
 
     /// Fetches a copy, together with whoever else wants it.
@@ -314,7 +411,7 @@ impl Inner {
     }
 
     /// Fetches objects that are not in memory of this host, or not readable in place.
-    pub(crate) fn fetch_all(&self, wants: &mut [Want<'_, '_>], deadline: Instant) {
+    pub(crate) fn fetch_all(&self, wants: &mut [Want<'_, '_, '_>], deadline: Instant) {
         let mut backoff = Backoff::default();
         for attempt in 0..ATTEMPTS_MAX {
             if wants.iter().all(|want| want.answer.is_some()) {
@@ -338,7 +435,7 @@ impl Inner {
         }
     }
 
-    fn attempt(&self, wants: &mut [Want<'_, '_>], may_remember: bool, deadline: Instant) {
+    fn attempt(&self, wants: &mut [Want<'_, '_, '_>], may_remember: bool, deadline: Instant) {
         // Places: those that are remembered, and one call for the others.
         let mut places: Vec<Option<Arc<Placed>>> = Vec::with_capacity(wants.len());
         for want in wants.iter() {
@@ -367,6 +464,7 @@ impl Inner {
                     *bytes = vec![0; placed.len() as usize];
                     bytes
                 }
+                Space::Made(make) => &mut make(placed.len() as usize)[..placed.len() as usize],
                 Space::Lent(space) => {
                     let room = space.len();
                     match space.get_mut(..placed.len() as usize) {
@@ -418,7 +516,7 @@ impl Inner {
         }
     }
 
-    fn settle(&self, want: &mut Want<'_, '_>, answer: Result<Option<usize>, StoreError>, served: Served) {
+    fn settle(&self, want: &mut Want<'_, '_, '_>, answer: Result<Option<usize>, StoreError>, served: Served) {
         match &answer {
             Ok(Some(len)) => self.count_hit(served, *len),
             Ok(None) => self.count_miss(),

@@ -68,6 +68,11 @@ macro_rules! counters {
         }
 
         impl StoreStats {
+            /// Every counter by its name.
+            pub fn by_name(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)*]
+            }
+
             /// Names, meanings and values.
             fn each(&self) -> Vec<(&'static str, &'static str, u64)> {
                 vec![$((stringify!($name), concat!($($doc),+), self.$name),)*]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use moontide_heap::{Liveness, LocalHeap};
+use moontide_heap::{Liveness, LocalHeap, PerProcess};
 use moontide_transfer::shm::{ShmConfig, ShmEngine};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::ucx::UcxEngine;
@@ -32,7 +32,7 @@ const MAP_AGAIN: Duration = Duration::from_secs(10);
 
 /// Memory of this host that this process has mapped, whichever store did it first. A process may join a node's memory
 /// only so often, because its ledgers last until it ends.
-static JOINED: Mutex<Vec<Joined>> = Mutex::new(Vec::new());
+static JOINED: PerProcess<Mutex<Vec<Joined>>> = PerProcess::new();
 
 /// Where memory of this host was had, and the link to it.
 type Joined = (Vec<String>, Arc<dyn Link>);
@@ -42,7 +42,7 @@ fn joined(node: &Node) -> Option<Arc<dyn Link>> {
     if node.nearness != Nearness::Mapped {
         return None;
     }
-    let mut joined = JOINED.lock();
+    let mut joined = JOINED.get_or_init(Mutex::default).lock();
     joined.retain(|(_, link)| !Node::is_orphaned(link));
     let doors = node.doors();
     let same = |(of, link): &&Joined| *of == doors && link.node() == node.info.node;
@@ -223,7 +223,7 @@ impl Nodes {
         match self.engines.connect(&node.peer, until) {
             Ok(link) => {
                 if link.local().is_some() {
-                    JOINED.lock().push((node.doors(), Arc::clone(&link)));
+                    JOINED.get_or_init(Mutex::default).lock().push((node.doors(), Arc::clone(&link)));
                 }
                 *place = Some(Arc::clone(&link));
                 Ok(link)

@@ -1,6 +1,6 @@
 //! Everything about objects but their bytes: exists, remove, touch, prefetch, list, stat.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use moontide_proto::convert::{self, OutcomesResponse, RemoveRequest, Wire};
 use moontide_proto::{FixedRecord, Handle, Packed, PackedKeys, PackedKeysBuilder, v1};
@@ -8,8 +8,9 @@ use moontide_types::bounds::REQUEST_BYTES_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Key, ObjectId, Span};
 
-use crate::cluster::insisting;
+use crate::cluster::{insisting, spread};
 use crate::config::KEYS_PER_CALL;
+use crate::decide::Backoff;
 use crate::error::StoreError;
 use crate::plan::StripePlace;
 use crate::store::{Inner, Store};
@@ -191,6 +192,42 @@ impl Store {
             .call(deadline, move |mut master| async move { master.remove_by_prefix(request).await })?;
         refusal(&message.context)?;
         Ok(message.job)
+    }
+
+    /// Removes every object of the tenant; how many there were, as far as the master had counted them when this returns.
+    pub fn remove_all(&self, force: bool) -> Result<u64, StoreError> {
+        let inner = &*self.inner;
+        let deadline = inner.deadline();
+        let context = Some(inner.cluster.context(deadline).to_wire());
+        let request = v1::RemoveAllRequest { context, force };
+        let message =
+            inner.cluster.call(deadline, move |mut master| async move { master.remove_all(request).await })?;
+        refusal(&message.context)?;
+        // What this process remembers is of before; others learn it with the table of nodes.
+        inner.refresh_nodes_anew(deadline)?;
+        self.job_done(message.job, deadline)
+    }
+
+    /// Waits for a job; what it removed.
+    fn job_done(&self, job: u64, deadline: Instant) -> Result<u64, StoreError> {
+        let inner = &*self.inner;
+        let mut backoff = Backoff::default();
+        loop {
+            let request = v1::GetJobRequest { context: Some(inner.cluster.context(deadline).to_wire()), job };
+            let message =
+                inner.cluster.call(deadline, move |mut master| async move { master.get_job(request).await })?;
+            refusal(&message.context)?;
+            match (message.state(), ErrorCode::try_from(message.code)) {
+                (v1::JobState::Done, _) => return Ok(message.affected),
+                (v1::JobState::Failed, Ok(code)) => return Err(StoreError::refused(code)),
+                (v1::JobState::Failed, Err(_)) => return Err(StoreError::refused(ErrorCode::Internal)),
+                _ => {}
+            }
+            if Instant::now() >= deadline {
+                return Err(inner.too_late());
+            }
+            std::thread::sleep(backoff.pause(Duration::ZERO, spread()));
+        }
     }
 }
 

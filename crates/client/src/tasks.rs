@@ -54,7 +54,7 @@ impl AsyncStore {
         if let Found::Here(guard) = found {
             return Ok(Some(ObjectRef::in_place(guard)));
         }
-        Ok(self.fetch(key, id).await?.map(ObjectRef::copied))
+        Ok(self.fetch(key, id).await?.map(ObjectRef::from))
     }
 
     /// A copy of an object. Tasks that want the same one at the same time share it.
@@ -202,6 +202,15 @@ impl AsyncStore {
             store.prefetch(&keys)
         })
         .await
+    }
+
+    /// Runs something of the store for threads, on a thread of its own and in its turn.
+    pub async fn run<R: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Store) -> R + Send + 'static,
+    ) -> Result<R, StoreError> {
+        let store = self.store.clone();
+        self.work(self.store.inner.deadline(), move |_| Ok(work(&store))).await
     }
 
     /// Runs something that waits on a blocking thread, in its turn.

@@ -121,10 +121,11 @@ pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
     DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages,
     JOINS_PER_PROCESS_MAX, Killed, LedgerError, Ledgers, LocalHeap, LocalReads, Lookup, Message,
-    MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, Pins, Protection, Reader, Reclaimed,
-    Region, RegionError, SEGMENTS_MAPPED_MAX, Said, Segment, SegmentError, SegmentShape, SharedGuard,
-    SharedLookup, SharedReader, StageError, Staged, Staging, StagingRoom, StagingUse, Trailer, Unpublished,
-    Visitor, WatchError, Welcome, WriteClaim, Writer, join, offer_segment, open_stream,
+    MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, PerProcess, Pins, ProcessToken,
+    Protection, Reader, Reclaimed, Region, RegionError, SEGMENTS_MAPPED_MAX, Said, Segment, SegmentError,
+    SegmentShape, SharedGuard, SharedLookup, SharedReader, StageError, Staged, Staging, StagingRoom,
+    StagingUse, Trailer, Unpublished, Visitor, WatchError, Welcome, WriteClaim, Writer, join, offer_segment,
+    open_stream,
 };
 
 /// What the model tests need beyond the public names.

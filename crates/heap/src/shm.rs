@@ -42,6 +42,7 @@ mod trailer;
 pub use board::{Board, BoardError, BoardView};
 pub use death::{DeathWatch, Ended, WatchError};
 pub use door::{Door, DoorError, Said, Visitor, join, offer_segment, open_stream};
+pub use fork::{PerProcess, ProcessToken};
 pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, StageError, Writer};
 pub use ledger::{
     CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, JOINS_PER_PROCESS_MAX, LedgerError, Ledgers, OwnCells, Pins,

@@ -3,7 +3,7 @@
 //! | request | answer |
 //! |---|---|
 //! | `GET /metrics` | Prometheus |
-//! | `GET /health` | 200 while the process lives, with how it stands with its master |
+//! | `GET /health` | 200 while the process lives, with where its master is and how it stands with it |
 //! | `GET /segments` | every segment with its grant and its space |
 //! | `GET /segments/{n}` | one segment with every record in it, 65,536 at most |
 //!
@@ -38,6 +38,7 @@ const RECORDS_MAX: usize = 65_536;
 #[derive(Debug)]
 pub(crate) struct Page {
     pub(crate) node: NodeId,
+    pub(crate) master: String,
     pub(crate) metrics: Metrics,
 }
 
@@ -81,6 +82,7 @@ async fn health(State(page): Shared) -> Json<Value> {
     Json(json!({
         "status": "ok",
         "node": page.node.0.to_string(),
+        "master": page.master,
         "mounted": standing.mounted,
         "session": standing.session.map(|session| session.0.to_string()),
         "term": standing.term.get(),

@@ -293,7 +293,8 @@ impl Node {
             status: Arc::clone(&status),
         };
         if let Some(address) = config.admin_listen {
-            node.serve_admin(address, Page { node: id, metrics }, admin_stopped)?;
+            let page = Page { node: id, master: config.master.clone(), metrics };
+            node.serve_admin(address, page, admin_stopped)?;
         }
 
         let facts = Facts {

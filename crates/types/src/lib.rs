@@ -5,7 +5,7 @@
 //!
 //! Reading order: [`bounds`] (limits, with their reasons), [`ids`](SegmentId), [`Key`] and [`ObjectId`],
 //! [`Span`] and [`Extent`], [`ErrorCode`], [`Clock`], then [`record`]: the 128-byte header, the word in it,
-//! the digests and the trailer.
+//! the digests and the trailer; [`tensor`] is what stands in front of an object that is a tensor.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +17,7 @@ mod ids;
 mod key;
 pub mod record;
 mod span;
+pub mod tensor;
 
 pub use clock::{Clock, ManualClock, MonoTime, SystemClock, UnixMillis};
 pub use error::{ErrorCode, UnknownErrorCode};

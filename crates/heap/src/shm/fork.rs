@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Proof that a mapping was made in a certain process.
+/// Proof that something was made in a certain process, and not inherited from the one that forked it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Token(u64);
+pub struct ProcessToken(u64);
 
-impl Token {
+impl ProcessToken {
     /// The token of this process.
-    pub(crate) fn of_this_process() -> Token {
+    pub fn of_this_process() -> ProcessToken {
         let mark = mark();
         match mark.load(Ordering::Relaxed) {
             0 => {
@@ -24,18 +24,54 @@ impl Token {
                 // memory, so the next number differs from every ancestor's.
                 let fresh = LAST.fetch_add(1, Ordering::Relaxed) + 1;
                 match mark.compare_exchange(0, fresh, Ordering::Relaxed, Ordering::Relaxed) {
-                    Ok(_) => Token(fresh),
-                    Err(by_another_thread) => Token(by_another_thread),
+                    Ok(_) => ProcessToken(fresh),
+                    Err(by_another_thread) => ProcessToken(by_another_thread),
                 }
             }
-            armed => Token(armed),
+            armed => ProcessToken(armed),
         }
     }
 
     /// Whether what was made under this token is still there: `false` in a forked child.
     #[inline]
-    pub(crate) fn is_valid(self) -> bool {
+    pub fn is_valid(self) -> bool {
         mark().load(Ordering::Relaxed) == self.0
+    }
+}
+
+/// A value of which each process has its own: a forked child begins with a new one and leaves its parent's alone, whose
+/// locks may be held and whose threads are missing.
+#[derive(Debug)]
+pub struct PerProcess<T: 'static>(OnceLock<Incarnation<T>>);
+
+#[derive(Debug)]
+struct Incarnation<T: 'static> {
+    made_in: ProcessToken,
+    value: T,
+    /// That of a child.
+    next: OnceLock<Box<Incarnation<T>>>,
+}
+
+impl<T> Incarnation<T> {
+    fn new(value: T) -> Incarnation<T> {
+        Incarnation { made_in: ProcessToken::of_this_process(), value, next: OnceLock::new() }
+    }
+}
+
+impl<T> PerProcess<T> {
+    /// None yet.
+    #[allow(clippy::new_without_default)] // for statics
+    pub const fn new() -> PerProcess<T> {
+        PerProcess(OnceLock::new())
+    }
+
+    /// This process's value.
+    pub fn get_or_init(&'static self, make: impl Fn() -> T) -> &'static T {
+        let mut found = self.0.get_or_init(|| Incarnation::new(make()));
+        while !found.made_in.is_valid() {
+            found = found.next.get_or_init(|| Box::new(Incarnation::new(make())));
+        }
+        &found.value
     }
 }
 

@@ -19,7 +19,7 @@ use std::ptr::NonNull;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::shm::fork::Token;
+use crate::shm::fork::ProcessToken;
 use crate::sync::AtomicU64;
 
 /// Why a region could not be made or mapped.
@@ -125,7 +125,7 @@ pub struct Region {
     base: NonNull<u8>,
     len: usize,
     writable: bool,
-    made_in: Token,
+    made_in: ProcessToken,
 }
 
 // SAFETY: a region is an address range that stays mapped for as long as the value lives; all access goes
@@ -187,7 +187,7 @@ impl Region {
             base,
             len: len_usize,
             writable: access.contains(ProtFlags::WRITE),
-            made_in: Token::of_this_process(),
+            made_in: ProcessToken::of_this_process(),
         };
         for (call, advice) in
             [("MADV_DONTFORK", Advice::LinuxDontFork), ("MADV_DONTDUMP", Advice::LinuxDontDump)]

@@ -58,13 +58,16 @@ impl Service {
         }))
     }
 
-    /// Removes everything of a tenant: from now on its ids are others, space returns in the background.
+    /// Removes everything of a tenant. By force its ids are others from now on, so that everything is gone at once, and space
+    /// returns in the background; otherwise what is leased or pinned stays, under the ids it has.
     pub fn remove_all(&self, m: &v1::RemoveAllRequest) -> v1::StartJobResponse {
         let request = RemoveAllRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
             Ok(request)
         });
-        if let Ok(request) = &request {
+        if let Ok(request) = &request
+            && request.force
+        {
             let mut tenants = self.tenants.write();
             let facts = tenants.entry_ref(request.context.tenant.as_str()).or_default();
             facts.generation = TenantGeneration(facts.generation.0.saturating_add(1));

@@ -1,0 +1,102 @@
+"""Moontide: a distributed KV-cache store for LLM inference.
+
+>>> import moontide
+>>> with moontide.dev() as cluster, cluster.store() as store:
+...     store["greeting"] = b"high tide"
+...     store["greeting"]
+b'high tide'
+
+``Store`` is what programs hold, ``AsyncStore`` its form for asyncio, ``dev()`` a cluster to try things out.
+"""
+
+from moontide._binary import binary
+from moontide._native import AsyncStore, LocalMaster, LocalNode, Memory, PutOptions, Tensor, View, __version__
+from moontide.errors import (
+    AlreadyExists,
+    BatchError,
+    Busy,
+    Cancelled,
+    Closed,
+    ConnectionLost,
+    Corrupt,
+    DeadlineExceeded,
+    DiskError,
+    DiskFull,
+    Error,
+    Gone,
+    InProgress,
+    Internal,
+    InvalidArgument,
+    Leased,
+    LeaseExpired,
+    NoSpace,
+    NotFound,
+    NotReady,
+    OutOfBounds,
+    Overlap,
+    Pending,
+    PermissionDenied,
+    QuotaExceeded,
+    Retry,
+    StaleEpoch,
+    StaleGeneration,
+    StaleSession,
+    StaleTerm,
+    TooLarge,
+    Unauthenticated,
+    Unreachable,
+    Unsupported,
+    WrongMaster,
+)
+from moontide.store import Dev, Store, dev, doctor
+
+__all__ = [
+    "__version__",
+    "AlreadyExists",
+    "AsyncStore",
+    "BatchError",
+    "binary",
+    "Busy",
+    "Cancelled",
+    "Closed",
+    "ConnectionLost",
+    "Corrupt",
+    "DeadlineExceeded",
+    "Dev",
+    "dev",
+    "DiskError",
+    "DiskFull",
+    "doctor",
+    "Error",
+    "Gone",
+    "InProgress",
+    "Internal",
+    "InvalidArgument",
+    "Leased",
+    "LeaseExpired",
+    "LocalMaster",
+    "LocalNode",
+    "Memory",
+    "NoSpace",
+    "NotFound",
+    "NotReady",
+    "OutOfBounds",
+    "Overlap",
+    "Pending",
+    "PermissionDenied",
+    "PutOptions",
+    "QuotaExceeded",
+    "Retry",
+    "StaleEpoch",
+    "StaleGeneration",
+    "StaleSession",
+    "StaleTerm",
+    "Store",
+    "Tensor",
+    "TooLarge",
+    "Unauthenticated",
+    "Unreachable",
+    "Unsupported",
+    "View",
+    "WrongMaster",
+]

@@ -1,0 +1,19 @@
+"""The command ``moontide``, also as ``python -m moontide``: the program in this package, in place of this process."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from moontide._binary import become
+
+
+def main() -> NoReturn:
+    try:
+        become(sys.argv[1:])
+    except OSError as error:
+        sys.exit(f"moontide: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Modules that answer the calls of other stores, so that programs written for those run on Moontide."""

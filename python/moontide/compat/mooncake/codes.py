@@ -1,0 +1,91 @@
+"""How failures are numbered: 0 is success, a negative number says what went wrong, and nothing is raised.
+
+Programs compare these numbers, so they are Mooncake's. Our own are in ``crates/types/src/error.rs``; the calls with
+addresses give them as negative numbers, all other calls raise errors that carry them.
+"""
+
+import logging
+from typing import NoReturn
+
+from moontide.errors import Closed, Error
+
+LOG = logging.getLogger("moontide.compat.mooncake")
+
+INTERNAL = -1
+NO_SPACE = -200
+BAD_KEY = -400
+BAD_ARGUMENT = -600
+NOT_READY = -703
+NOT_FOUND = -704
+EXISTS = -705
+LEASED = -706
+LEASE_EXPIRED = -707
+TRANSFER_FAILED = -800
+CORRUPT = -801
+UNREACHABLE = -900
+TIMED_OUT = -901
+
+# From our numbers, negative as the calls with addresses give them.
+READ = {
+    -1: INTERNAL,
+    -2: BAD_ARGUMENT,
+    -3: BAD_ARGUMENT,
+    -4: UNREACHABLE,
+    -5: UNREACHABLE,
+    -6: BAD_ARGUMENT,
+    -100: NOT_FOUND,
+    -101: EXISTS,
+    -102: NOT_READY,
+    -103: NOT_READY,
+    -104: NOT_FOUND,
+    -105: NOT_READY,
+    -200: NO_SPACE,
+    -201: NO_SPACE,
+    -202: UNREACHABLE,
+    -203: UNREACHABLE,
+    -204: LEASED,
+    -205: LEASE_EXPIRED,
+    -300: UNREACHABLE,
+    -301: UNREACHABLE,
+    -302: TRANSFER_FAILED,
+    -303: TRANSFER_FAILED,
+    -304: UNREACHABLE,
+    -305: TRANSFER_FAILED,
+    -306: BAD_ARGUMENT,
+    -400: TIMED_OUT,
+    -401: UNREACHABLE,
+    -402: UNREACHABLE,
+    -403: INTERNAL,
+    -500: CORRUPT,
+    -501: TRANSFER_FAILED,
+    -502: NO_SPACE,
+}
+# A put of what is there, or is being put by somebody else, has nothing to do.
+WRITE = {**READ, -101: 0, -102: 0}
+# A removal that not every node has confirmed yet is decided: the master keeps at it.
+REMOVE = {**READ, -103: 0}
+# No object can have a key that is refused.
+LOOK = {**READ, -2: 0, -3: 0}
+
+
+class NotSetUp(Exception):
+    """The store has not been set up, or is closed."""
+
+
+def not_set_up(*_arguments: object, **_named: object) -> NoReturn:
+    """Stands in for every call of the store below until there is one."""
+    raise NotSetUp
+
+
+def code_of(error: BaseException, codes: dict[int, int] = READ) -> int:
+    """The number for what a call raised. What the caller did wrong with types is raised, as it is by Mooncake."""
+    if isinstance(error, (NotSetUp, Closed)):
+        return BAD_ARGUMENT
+    if isinstance(error, Error):
+        return codes.get(-error.code, INTERNAL)
+    if isinstance(error, OverflowError):
+        raise TypeError(f"sizes and addresses are numbers from 0 to 2**64 - 1: {error}") from None
+    if isinstance(error, ValueError):
+        LOG.warning("refused: %s", error)
+        return BAD_ARGUMENT
+    raise error

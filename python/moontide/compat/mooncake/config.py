@@ -1,0 +1,133 @@
+"""``ReplicateConfig``: how an object is to be stored, under the names that Mooncake gives to it."""
+
+import enum
+from typing import Any
+
+from moontide._native import PutOptions
+
+
+class SoftPinAction(enum.IntEnum):
+    """Whether an object is to leave memory later than others."""
+
+    PRESERVE = 0
+    ENABLE = 1
+    DISABLE = 2
+
+
+class ObjectDataType(enum.IntEnum):
+    """What an object is. Taken and not used."""
+
+    UNKNOWN = 0
+    KVCACHE = 1
+    TENSOR = 2
+    WEIGHT = 3
+    SAMPLE = 4
+    ACTIVATION = 5
+    GRADIENT = 6
+    OPTIMIZER_STATE = 7
+    METADATA = 8
+    GENERAL = 9
+
+
+# More of one object are never made.
+_REPLICAS_MAX = 8
+
+# The type that a field takes, and its value unless set.
+_FIELDS: dict[str, tuple[Any, Any]] = {
+    "replica_num": (int, 1),
+    "with_soft_pin": (bool, False),
+    "with_hard_pin": (bool, False),
+    "preferred_segment": (str, ""),
+    "preferred_segments": (list, ()),
+    "prefer_alloc_in_same_node": (bool, False),
+    "group_ids": (list | None, None),
+    "soft_pin_action": (SoftPinAction, SoftPinAction.PRESERVE),
+    "soft_pin_ttl_ms": (int | None, None),
+    "data_type": (ObjectDataType, ObjectDataType.UNKNOWN),
+    "nof_replica_num": (int, 0),
+    "dfs_replica_num": (int, 0),
+    "preferred_nof_segments": (list, ()),
+}
+
+
+class ReplicateConfig:
+    """How objects are to be stored. The options made from it are kept until a field is set."""
+
+    __slots__ = (*_FIELDS, "_kept")
+
+    replica_num: int
+    with_soft_pin: bool
+    with_hard_pin: bool
+    preferred_segment: str
+    preferred_segments: list[str]
+    prefer_alloc_in_same_node: bool
+    group_ids: list[str] | None
+    soft_pin_action: SoftPinAction
+    soft_pin_ttl_ms: int | None
+    data_type: ObjectDataType
+    nof_replica_num: int
+    dfs_replica_num: int
+    preferred_nof_segments: list[str]
+    _kept: dict[tuple[bool, str | None], PutOptions]
+
+    def __init__(self) -> None:
+        for name, (kind, value) in _FIELDS.items():
+            setattr(self, name, [] if kind is list else value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind, _ = _FIELDS.get(name, (None, None))
+        if kind is not None:
+            if isinstance(value, tuple):
+                value = list(value)
+            if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 1 << 64):
+                raise TypeError(f"{name} cannot be {value!r}")
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, "_kept", {})
+
+    def __str__(self) -> str:
+        fields = ", ".join(f"{name}: {getattr(self, name)!r}" for name in _FIELDS)
+        return f"ReplicateConfig: {{ {fields} }}"
+
+    def _options(self, overwrite: bool, cohort: str | None) -> PutOptions:
+        """Our options. As many replicas as there are nodes is enough, as it is for Mooncake."""
+        kept = self._kept.get((overwrite, cohort))
+        if kept is None:
+            soft = self.with_soft_pin or self.soft_pin_action is SoftPinAction.ENABLE
+            kept = PutOptions(
+                replicas=min(self.replica_num, _REPLICAS_MAX),
+                replicas_min=1,
+                overwrite=overwrite,
+                pin="hard" if self.with_hard_pin else "soft" if soft else "none",
+                cohort=cohort,
+            )
+            if cohort is None:
+                self._kept[overwrite, None] = kept
+        return kept
+
+
+_OVERWRITE = PutOptions(overwrite=True)
+_COHORT_BYTES_MAX = 64
+
+
+def options(config: ReplicateConfig | None, keys: int, overwrite: bool = False) -> PutOptions | None:
+    """Options for a call with so many keys.
+
+    Raises ValueError where Mooncake refuses: no replica at all, how long a pin is to last where none is asked for, or
+    group ids that are not one per key.
+    """
+    if config is None:
+        return _OVERWRITE if overwrite else None
+    if not isinstance(config, ReplicateConfig):
+        raise TypeError(f"config is a ReplicateConfig, not {type(config).__name__}")
+    if config.replica_num == 0:
+        raise ValueError("replica_num is 0")
+    if config.soft_pin_ttl_ms is not None and config.soft_pin_action is not SoftPinAction.ENABLE:
+        raise ValueError("soft_pin_ttl_ms without SoftPinAction.ENABLE")
+    groups, cohort = config.group_ids, None
+    if groups is not None:
+        if len(groups) != keys:
+            raise ValueError(f"{len(groups)} group_ids for {keys} keys")
+        # Options are for a whole call. Ids that differ within it are a hint that is not taken.
+        if groups and groups.count(groups[0]) == keys and 0 < len(groups[0].encode()) <= _COHORT_BYTES_MAX:
+            cohort = groups[0]
+    return config._options(overwrite, cohort)

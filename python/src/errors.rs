@@ -1,0 +1,74 @@
+//! Exceptions: the classes are in `moontide/errors.py`, by the numbers of [`ErrorCode`].
+
+use moontide_client::StoreError;
+use moontide_types::ErrorCode;
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyList};
+
+static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+fn module(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
+    let module = MODULE.get_or_try_init(py, || py.import("moontide.errors").map(Bound::unbind))?;
+    Ok(module.bind(py))
+}
+
+/// An instance of the class for this code.
+fn of_code<'py>(py: Python<'py>, code: ErrorCode, message: String) -> PyResult<Bound<'py, PyAny>> {
+    let classes = module(py)?.getattr("BY_CODE")?.cast_into::<PyDict>()?;
+    let class = match classes.get_item(code as u16)? {
+        Some(class) => class,
+        None => module(py)?.getattr("Error")?,
+    };
+    class.call1((message,))
+}
+
+fn raised(made: PyResult<Bound<'_, PyAny>>) -> PyErr {
+    made.map_or_else(|error| error, PyErr::from_value)
+}
+
+/// The exception for a failure of the store; or that of a signal that came while the call waited, which is why the
+/// caller wants to stop.
+pub(crate) fn store(py: Python<'_>, error: &StoreError) -> PyErr {
+    if let Err(interrupt) = py.check_signals() {
+        return interrupt;
+    }
+    raised(of_code(py, error.code(), error.to_string()))
+}
+
+/// The exception for a failure that something else describes.
+pub(crate) fn other(py: Python<'_>, code: ErrorCode, message: impl ToString) -> PyErr {
+    raised(of_code(py, code, message.to_string()))
+}
+
+/// Used after it was closed.
+pub(crate) fn closed(py: Python<'_>, message: String) -> PyErr {
+    raised(module(py).and_then(|module| module.getattr("Closed")?.call1((message,))))
+}
+
+/// Outcomes of a batch: a list of them, or an exception that has them if any failed.
+pub(crate) fn batch<'py, T>(
+    py: Python<'py>,
+    outcomes: Vec<Result<T, StoreError>>,
+) -> PyResult<Bound<'py, PyList>>
+where
+    T: IntoPyObject<'py>,
+{
+    let mut failed = false;
+    let mut all = Vec::with_capacity(outcomes.len());
+    for outcome in outcomes {
+        all.push(match outcome {
+            Ok(value) => value.into_bound_py_any(py)?,
+            Err(error) => {
+                failed = true;
+                of_code(py, error.code(), error.to_string())?
+            }
+        });
+    }
+    let list = PyList::new(py, all)?;
+    if !failed {
+        return Ok(list);
+    }
+    Err(raised(module(py).and_then(|module| module.getattr("BatchError")?.call1((list,)))))
+}

@@ -1,0 +1,118 @@
+//! [`Pinned`]: an object that Python reads in place, and how long it stays.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use moontide_client::ObjectRef;
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::process::{Gone, OfProcess, gone};
+
+/// An object's bytes. They stay where they are until this is released or dropped; it is not released while somebody has
+/// a buffer of it.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    object: OfProcess<ObjectRef>,
+    /// Buffers that were lent and not given back.
+    buffers: AtomicUsize,
+}
+
+impl Pinned {
+    pub(crate) fn new(object: ObjectRef) -> Pinned {
+        Pinned { object: OfProcess::new(object), buffers: AtomicUsize::new(0) }
+    }
+
+    /// What `look` says of the object.
+    pub(crate) fn with<R>(&self, py: Python<'_>, look: impl FnOnce(&ObjectRef) -> R) -> PyResult<R> {
+        self.object.with(look).map_err(|why| released(py, why))
+    }
+
+    /// Where the bytes begin, and how many there are, for somebody who does not say when it is done: from now on they
+    /// stay there until this is dropped.
+    pub(crate) fn place(&self, py: Python<'_>) -> PyResult<(*const u8, usize)> {
+        self.with(py, |object| {
+            self.buffers.fetch_add(1, Ordering::SeqCst);
+            (object.as_ptr(), object.len())
+        })
+    }
+
+    pub(crate) fn release(&self) -> PyResult<()> {
+        let released = self.object.take_unless(|| match self.buffers.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            _ => Err(PyBufferError::new_err(
+                "its memory is lent to arrays or memoryviews; it is given back when the last of them is dropped",
+            )),
+        });
+        released.map(drop)
+    }
+
+    /// Fills a buffer with bytes of the object from `offset` on, read-only, in the given shape.
+    ///
+    /// # Safety
+    /// `view` is what Python passed to `__getbuffer__`; `layout` lives as long as `owner`, and fits the object.
+    pub(crate) unsafe fn lend(
+        &self,
+        owner: &Bound<'_, PyAny>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+        offset: usize,
+        layout: Layout<'_>,
+    ) -> PyResult<()> {
+        let py = owner.py();
+        if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
+            return Err(PyBufferError::new_err(
+                "objects of the store are read-only; copy what is to be changed",
+            ));
+        }
+        let lent = self.object.with(|object| {
+            self.buffers.fetch_add(1, Ordering::SeqCst);
+            let bytes = &object[offset..];
+            (bytes.as_ptr(), bytes.len())
+        });
+        let (start, len) = lent.map_err(|why| released(py, why))?;
+        // SAFETY: the caller's buffer; everything that is put into it lives as long as the owner, of which the buffer
+        // holds a reference.
+        unsafe {
+            (*view).obj = owner.clone().into_ptr();
+            (*view).buf = start.cast_mut().cast::<c_void>();
+            (*view).len = len as isize;
+            (*view).readonly = 1;
+            (*view).itemsize = layout.item_bytes as isize;
+            (*view).format = match flags & ffi::PyBUF_FORMAT == ffi::PyBUF_FORMAT {
+                true => layout.format.as_ptr().cast_mut(),
+                false => std::ptr::null_mut(),
+            };
+            (*view).ndim = layout.shape.len() as c_int;
+            (*view).shape = match flags & ffi::PyBUF_ND == ffi::PyBUF_ND {
+                true => layout.shape.as_ptr().cast_mut(),
+                false => std::ptr::null_mut(),
+            };
+            (*view).strides = match flags & ffi::PyBUF_STRIDES == ffi::PyBUF_STRIDES {
+                true => layout.strides.as_ptr().cast_mut(),
+                false => std::ptr::null_mut(),
+            };
+            (*view).suboffsets = std::ptr::null_mut();
+            (*view).internal = std::ptr::null_mut();
+        }
+        Ok(())
+    }
+
+    /// A buffer came back.
+    pub(crate) fn given_back(&self) {
+        self.buffers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// How a buffer's elements are laid out.
+pub(crate) struct Layout<'a> {
+    pub(crate) format: &'static CStr,
+    pub(crate) item_bytes: usize,
+    pub(crate) shape: &'a [isize],
+    pub(crate) strides: &'a [isize],
+}
+
+fn released(py: Python<'_>, why: Gone) -> PyErr {
+    gone(py, "view", why)
+}

@@ -1,0 +1,164 @@
+//! [`View`]: an object's bytes, lent to Python.
+
+use std::ffi::c_int;
+
+use moontide_client::ObjectRef;
+use moontide_types::tensor::Dtype;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::arguments::python_bool;
+use crate::dlpack::{self, Request};
+use crate::pinned::{Layout, Pinned};
+
+/// An object's bytes, read-only: in place in the memory of a node on this host, or a copy.
+///
+/// It is a buffer: ``memoryview(view)``, ``numpy.frombuffer(view, dtype)`` and ``numpy.asarray(view)`` read it without a
+/// copy. Bytes in place stay as they are until the view and everything made from it is dropped, whatever happens to the
+/// object meanwhile; drop it soon, because the node cannot use the memory again before.
+///
+/// >>> _ = store.put("k", b"tides")
+/// >>> view = store.get_view("k")
+/// >>> len(view), view.in_place, bytes(view)
+/// (5, True, b'tides')
+/// >>> with store.get_view("k") as view:
+/// ...     first = memoryview(view)[0]
+/// >>> first
+/// 116
+#[pyclass(module = "moontide", frozen)]
+#[derive(Debug)]
+pub(crate) struct View {
+    pinned: Pinned,
+    shape: [isize; 1],
+}
+
+impl View {
+    pub(crate) fn new(object: ObjectRef) -> View {
+        let shape = [object.len() as isize];
+        View { pinned: Pinned::new(object), shape }
+    }
+}
+
+#[pymethods]
+impl View {
+    /// Where the bytes begin in memory, for callers who need a pointer. The view must outlive its use.
+    fn ptr(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.pinned.place(py)?.0 as usize)
+    }
+
+    /// How many bytes there are.
+    fn size(&self) -> usize {
+        self.shape[0] as usize
+    }
+
+    /// Whether the bytes are the node's own, and not a copy.
+    #[getter]
+    fn in_place(&self, py: Python<'_>) -> PyResult<bool> {
+        self.pinned.with(py, ObjectRef::is_in_place)
+    }
+
+    /// Compares the bytes with their digest. False: do not use them, and get the object again.
+    fn verify(&self, py: Python<'_>) -> PyResult<bool> {
+        self.pinned.with(py, ObjectRef::verify)
+    }
+
+    /// Gives the memory back now. Raises BufferError while something made from it is in use.
+    fn release(&self) -> PyResult<()> {
+        self.pinned.release()
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __exit__(
+        &self,
+        _kind: &Bound<'_, PyAny>,
+        _value: &Bound<'_, PyAny>,
+        _trace: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        // What was made from it may outlive the block; then it is given back with the last of that.
+        let _ = self.pinned.release();
+        Ok(())
+    }
+
+    fn __len__(&self) -> usize {
+        self.shape[0] as usize
+    }
+
+    fn __bytes__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.pinned.with(py, |object| PyBytes::new(py, object))
+    }
+
+    fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Ok(other) = crate::array::Source::of(other) else { return Ok(false) };
+        self.pinned.with(py, |object| object[..] == *other.bytes())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        match self.pinned.with(py, ObjectRef::is_in_place) {
+            Ok(in_place) => {
+                format!("<moontide.View of {} bytes, in_place={}>", self.shape[0], python_bool(in_place))
+            }
+            Err(_) => "<moontide.View, released>".to_owned(),
+        }
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        let layout = Layout { format: c"B", item_bytes: 1, shape: &this.shape, strides: &[1] };
+        // SAFETY: Python's buffer; the layout is of this object or of the program, and describes all of its bytes.
+        unsafe { this.pinned.lend(slf.as_any(), view, flags, 0, layout) }
+    }
+
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
+        self.pinned.given_back();
+    }
+
+    #[getter]
+    fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let py = slf.py();
+        let (start, len) = slf.get().pinned.place(py)?;
+        array_interface(py, start, Dtype::Uint8, &[len as u64])
+    }
+
+    /// Lends the bytes to an array library. Read-only.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        slf: &Bound<'py, Self>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let _ = stream; // memory of this host has none
+        let (start, len) = slf.get().pinned.place(slf.py())?;
+        dlpack::lend(
+            slf.as_any(),
+            start,
+            Dtype::Uint8,
+            &[len as u64],
+            &Request { max_version, device: dl_device, copy },
+        )
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        dlpack::DEVICE
+    }
+}
+
+/// What numpy asks for. The caller holds the object as long as it uses the memory.
+pub(crate) fn array_interface<'py>(
+    py: Python<'py>,
+    start: *const u8,
+    dtype: Dtype,
+    shape: &[u64],
+) -> PyResult<Bound<'py, PyDict>> {
+    let interface = PyDict::new(py);
+    interface.set_item("version", 3)?;
+    interface.set_item("typestr", crate::array::typestr_of_dtype(dtype))?;
+    interface.set_item("shape", pyo3::types::PyTuple::new(py, shape)?)?;
+    interface.set_item("data", (start as usize, true))?;
+    Ok(interface)
+}

@@ -1,0 +1,508 @@
+"""Every call, by every kind of store: what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import moontide
+
+
+@pytest.mark.smoke
+def test_what_was_put_is_got(caller, key):
+    assert caller.put(key("a"), b"one") is True
+    assert caller.get(key("a")) == b"one"
+    assert caller.exists(key("a")) is True
+    assert caller.remove(key("a")) is True
+    assert caller.get(key("a")) is None
+
+
+def test_what_is_not_there_is_none_or_false(caller, key):
+    nothing = key("nothing")
+    assert caller.get(nothing) is None
+    assert caller.get_into(nothing, bytearray(8)) is None
+    assert caller.get_into(nothing, [bytearray(8), bytearray(8)]) is None
+    assert caller.get_view(nothing) is None
+    assert caller.get_tensor(nothing) is None
+    assert caller.exists(nothing) is False
+    assert caller.remove(nothing) is False
+    assert caller.touch(nothing) is False
+    assert caller.prefetch([nothing]) == [False]
+    assert caller.batch_get([nothing]) == [None]
+    assert caller.batch_get_into([nothing], [bytearray(1)]) == [None]
+    assert caller.batch_exists([nothing]) == [False]
+    assert caller.batch_remove([nothing]) == [False]
+    assert caller.batch_touch([nothing]) == [False]
+    assert caller.batch_get_view([nothing]) == [None]
+
+
+def test_what_is_not_there_in_calls_that_only_threads_have(either, key):
+    nothing = key("nothing")
+    assert either.stat(nothing) is None
+    assert nothing not in either
+    with pytest.raises(KeyError, match="nothing"):
+        either[nothing]
+    with pytest.raises(KeyError, match="nothing"):
+        del either[nothing]
+
+
+def test_an_object_that_exists_stays(caller, key):
+    assert caller.put(key("a"), b"one")
+    assert caller.put(key("a"), b"two") is False
+    assert caller.put_from(key("a"), [b"t", b"wo"]) is False
+    assert caller.batch_put([key("a"), key("b")], [b"two", b"new"]) == [False, True]
+    assert caller.batch_get([key("a"), key("b")]) == [b"one", b"new"]
+
+
+@pytest.mark.parametrize("content", [b"", b"longer than before", b"s"])
+def test_overwrite_replaces(caller, key, content):
+    assert caller.put(key("a"), b"before")
+    assert caller.put(key("a"), content, overwrite=True) is True
+    assert caller.get(key("a")) == content
+    assert caller.put(key("a"), b"again", moontide.PutOptions(overwrite=True))
+    assert caller.get(key("a")) == b"again"
+
+
+def test_text_and_bytes_name_the_same_key(caller, key):
+    name = key("Gezeiten-潮汐")
+    assert caller.put(name, b"1")
+    assert caller.get(name.encode()) == b"1"
+    raw = key().encode() + b"\x00\xff\xfe"
+    assert caller.put(raw, b"2")
+    assert caller.get(raw) == b"2"
+
+
+def test_gather_and_scatter(caller, key):
+    assert caller.put_from(key("a"), [b"0123", bytearray(b"45"), memoryview(b"6789"), b""])
+    assert caller.get(key("a")) == b"0123456789"
+    parts = [bytearray(3), bytearray(0), bytearray(3), bytearray(b"......")]
+    assert caller.get_into(key("a"), parts) == 10
+    assert parts == [b"012", b"", b"345", b"6789.."]
+    assert caller.get_into(key("a"), tuple(parts)) == 10
+
+
+def test_gather_of_nothing_is_an_empty_object(caller, key):
+    assert caller.put_from(key("a"), [])
+    assert caller.get(key("a")) == b""
+
+
+def test_get_into_leaves_what_is_behind(caller, key):
+    caller.put(key("a"), b"1234")
+    space = bytearray(b"......")
+    assert caller.get_into(key("a"), space) == 4
+    assert space == b"1234.."
+
+
+@pytest.mark.parametrize("space", [bytearray(3), [bytearray(1), bytearray(2)], []])
+def test_too_small_a_space_is_refused_and_says_what_is_needed(caller, key, space):
+    caller.put(key("a"), b"1234")
+    with pytest.raises(moontide.InvalidArgument, match="at least 4"):
+        caller.get_into(key("a"), space)
+
+
+def test_batches_keep_their_order(caller, key):
+    keys = [key(str(number)) for number in range(300)]
+    values = [bytes([number % 251]) * number for number in range(300)]
+    assert caller.batch_put(keys[::2], values[::2]) == [True] * 150
+    assert caller.batch_exists(keys) == [True, False] * 150
+    expected = [value if number % 2 == 0 else None for number, value in enumerate(values)]
+    assert caller.batch_get(keys) == expected
+    spaces = [bytearray(300) for _ in keys]
+    lengths = [None if value is None else len(value) for value in expected]
+    assert caller.batch_get_into(keys, spaces) == lengths
+    assert all(value is None or space[: len(value)] == value for value, space in zip(expected, spaces, strict=True))
+    assert caller.batch_touch(keys) == [True, False] * 150
+    assert caller.prefetch(keys) == [True, False] * 150
+    assert caller.batch_remove(keys) == [True, False] * 150
+    assert caller.batch_exists(keys) == [False] * 300
+
+
+def test_views_of_a_batch(caller, key):
+    keys = [key(str(number)) for number in range(100)]
+    caller.batch_put(keys[::2], [str(number).encode() for number in range(0, 100, 2)])
+    views = caller.batch_get_view(keys)
+    assert [view and bytes(view) for view in views] == [
+        str(number).encode() if number % 2 == 0 else None for number in range(100)
+    ]
+
+
+def test_empty_batches(caller):
+    assert caller.batch_put([], []) == []
+    assert caller.batch_get([]) == []
+    assert caller.batch_get_into([], []) == []
+    assert caller.batch_exists([]) == []
+    assert caller.batch_remove([]) == []
+    assert caller.batch_touch([]) == []
+    assert caller.batch_get_view([]) == []
+    assert caller.prefetch([]) == []
+
+
+def test_iterators_are_as_good_as_lists(caller, key):
+    names = [key("a"), key("b")]
+    assert caller.batch_put(iter(names), (value for value in (b"1", b"2"))) == [True, True]
+    assert caller.batch_get(name for name in names) == [b"1", b"2"]
+    assert caller.put_from(key("c"), iter([b"1", b"2"]))
+
+
+def test_the_same_key_twice_in_a_batch(caller, key):
+    assert sorted(caller.batch_put([key("a"), key("a")], [b"1", b"1"])) == [False, True]
+    assert caller.batch_get([key("a"), key("a")]) == [b"1", b"1"]
+    assert caller.batch_exists([key("a"), key("a")]) == [True, True]
+
+
+def test_scatter_of_a_batch(caller, key):
+    caller.batch_put([key("a"), key("b")], [b"1234", b"5678"])
+    spaces = [bytearray(2), bytearray(2), bytearray(4)]
+    assert caller.batch_get_into([key("a"), key("b")], [spaces[:2], spaces[2]]) == [4, 4]
+    assert spaces == [b"12", b"34", b"5678"]
+
+
+def test_a_batch_of_which_some_fail_does_the_others(caller, key):
+    with pytest.raises(moontide.BatchError, match="1 of 3 failed; the first: the key has") as caught:
+        caller.batch_put([key("a"), "k" * 5000, key("b")], [b"1", b"2", b"3"])
+    fine, wrong, also_fine = caught.value.outcomes
+    assert (fine, also_fine) == (True, True)
+    assert isinstance(wrong, moontide.InvalidArgument)
+    assert caught.value.code == 2
+    assert caught.value.retryable is False
+    with pytest.raises(moontide.BatchError) as caught:
+        caller.batch_get_into([key("a"), key("b")], [bytearray(0), bytearray(1)])
+    assert isinstance(caught.value.outcomes[0], moontide.InvalidArgument)
+    assert caught.value.outcomes[1] == 1
+
+
+WRONG_KEYS = [3, None, 1.5, bytearray(b"k"), memoryview(b"k"), ["k"], object()]
+
+
+@pytest.mark.parametrize("wrong", WRONG_KEYS, ids=lambda wrong: type(wrong).__name__)
+def test_keys_of_other_types_are_refused(caller, wrong):
+    for call in (
+        lambda: caller.put(wrong, b""),
+        lambda: caller.put_from(wrong, [b""]),
+        lambda: caller.put_tensor(wrong, b""),
+        lambda: caller.get(wrong),
+        lambda: caller.get_into(wrong, bytearray(1)),
+        lambda: caller.get_view(wrong),
+        lambda: caller.get_tensor(wrong),
+        lambda: caller.exists(wrong),
+        lambda: caller.remove(wrong),
+        lambda: caller.touch(wrong),
+        lambda: caller.batch_get([wrong]),
+        lambda: caller.batch_put([wrong], [b""]),
+        lambda: caller.batch_exists([wrong]),
+        lambda: caller.batch_remove([wrong]),
+    ):
+        with pytest.raises(TypeError, match="a key is a str or bytes, not"):
+            call()
+
+
+@pytest.mark.parametrize("one", ["ab", b"ab"])
+def test_one_key_is_no_list_of_keys(caller, one):
+    for name in ("batch_get", "batch_exists", "batch_remove", "batch_touch", "prefetch"):
+        with pytest.raises(TypeError, match="a list of keys is expected"):
+            getattr(caller, name)(one)
+    with pytest.raises(TypeError, match="a list of keys is expected"):
+        caller.batch_put(one, [b"", b""])
+
+
+def test_a_surrogate_is_no_key(caller):
+    with pytest.raises(UnicodeEncodeError):
+        caller.get("\ud800")
+
+
+WRONG_VALUES = ["text", None, 3, [1, 2], {}, object()]
+
+
+@pytest.mark.parametrize("wrong", WRONG_VALUES, ids=lambda wrong: type(wrong).__name__)
+def test_values_of_other_types_are_refused(caller, key, wrong):
+    expected = "bytes, a buffer or an array is expected, not"
+    for call in (
+        lambda: caller.put(key("a"), wrong),
+        lambda: caller.put_from(key("a"), [b"", wrong]),
+        lambda: caller.batch_put([key("a")], [wrong]),
+        lambda: caller.batch_get_into([key("a")], [[wrong]]),
+        lambda: caller.get_into(key("a"), [bytearray(1), wrong]),
+    ):
+        with pytest.raises(TypeError, match=expected):
+            call()
+    assert not caller.exists(key("a"))
+
+
+def test_lists_that_do_not_belong_together_are_refused(caller):
+    with pytest.raises(ValueError, match="1 keys, but 2 values"):
+        caller.batch_put(["a"], [b"", b""])
+    with pytest.raises(ValueError, match="2 keys, but 1 buffers"):
+        caller.batch_get_into(["a", "b"], [bytearray(1)])
+
+
+@pytest.mark.parametrize("wrong", ["", "k" * 4097, b""], ids=["empty", "long", "empty bytes"])
+def test_keys_out_of_bounds_are_refused(caller, wrong):
+    with pytest.raises(moontide.InvalidArgument, match="the key"):
+        caller.put(wrong, b"")
+    with pytest.raises(moontide.InvalidArgument, match="the key"):
+        caller.get(wrong)
+
+
+def test_the_longest_key(caller, key):
+    longest = key().ljust(4096, "k")
+    assert caller.put(longest, b"1")
+    assert caller.get(longest) == b"1"
+
+
+WRONG_OPTIONS = [
+    ({"replicas": 0}, ValueError, "replicas must be 1 to 8"),
+    ({"replicas": 9}, ValueError, "replicas must be 1 to 8"),
+    ({"replicas": 2, "replicas_min": 3}, ValueError, "replicas_min"),
+    ({"replicas_min": 0}, ValueError, "replicas_min"),
+    ({"stripes": 0}, ValueError, "stripes"),
+    ({"stripes": 1025}, ValueError, "stripes"),
+    ({"ttl": -1}, ValueError, "ttl must be a number of seconds"),
+    ({"ttl": float("nan")}, ValueError, "ttl must be a number of seconds"),
+    ({"ttl": float("inf")}, ValueError, "ttl must be a number of seconds"),
+    ({"ttl": "soon"}, TypeError, "."),
+    ({"pin": "iron"}, ValueError, "pin must be"),
+    ({"cohort": b"c" * 65}, ValueError, "cohort"),
+    ({"cohort": b""}, ValueError, "cohort"),
+    ({"cohort": 3}, TypeError, "."),
+    ({"color": "blue"}, TypeError, "color"),
+    ({"options": {"ttl": 1}}, TypeError, "PutOptions"),
+    ({"options": moontide.PutOptions(), "ttl": 1}, TypeError, "not both"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "text"), WRONG_OPTIONS, ids=lambda value: str(value)[:24])
+def test_wrong_options_are_refused(caller, key, options, kind, text):
+    for call in (
+        lambda: caller.put(key("a"), b"", **options),
+        lambda: caller.put_from(key("a"), [b""], **options),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    with pytest.raises((kind, moontide.BatchError), match=text):
+        caller.batch_put([key("a")], [b""], **options)
+    assert not caller.exists(key("a"))
+
+
+def test_every_option_is_accepted(caller, store, key):
+    options = moontide.PutOptions(
+        replicas=2, replicas_min=1, stripes=1, overwrite=True, ttl=60, pin="soft", cohort="c", near=False
+    )
+    assert caller.put(key("a"), b"1", options)
+    assert caller.put_from(key("b"), [b"1"], options)
+    assert caller.batch_put([key("c")], [b"1"], options) == [True]
+    for name in "abc":
+        found = store.stat(key(name))
+        assert found["pin"] == "soft"
+        assert found["expires"] == pytest.approx(time.time() + 60, abs=10)
+        assert len(found["places"]) == 2
+
+
+def test_options_show_and_compare_themselves():
+    options = moontide.PutOptions(replicas=2, ttl=1.5, pin="hard")
+    assert eval(repr(options), {"PutOptions": moontide.PutOptions}) == options
+    assert options != moontide.PutOptions(replicas=2)
+    assert moontide.PutOptions(cohort="a") == moontide.PutOptions(cohort=b"a")
+
+
+def test_an_object_goes_when_its_time_is_over(caller, key):
+    assert caller.put(key("a"), b"1", ttl=0.3)
+    assert caller.get(key("a")) == b"1"
+    ends = time.monotonic() + 10
+    while caller.get(key("a")) is not None:
+        assert time.monotonic() < ends, "it is still there"
+        time.sleep(0.05)
+    assert not caller.exists(key("a"))
+    assert caller.put(key("a"), b"2")
+    assert caller.get(key("a")) == b"2"
+
+
+def test_replicas_stand_on_different_nodes(caller, store, key):
+    assert caller.put(key("a"), b"twice", replicas=2, replicas_min=2)
+    places = store.stat(key("a"))["places"]
+    assert len({place["node"] for place in places}) == 2
+    assert {place["replica"] for place in places} == {0, 1}
+
+
+def test_more_replicas_than_nodes(own_cluster):
+    cluster = own_cluster(nodes=1)
+    with moontide.Store(cluster.master, deadline=1) as store:
+        assert store.put("fewer", b"1", replicas=2)
+        with pytest.raises(moontide.NoSpace, match="2 nodes") as caught:
+            store.put("all", b"1", replicas=2, replicas_min=2)
+        assert isinstance(caught.value, MemoryError)
+        assert caught.value.retryable
+
+
+def test_what_is_pinned_hard_is_removed_by_force_only(caller, key):
+    assert caller.put(key("a"), b"1", pin="hard")
+    with pytest.raises(moontide.Leased, match="force"):
+        caller.remove(key("a"))
+    assert caller.exists(key("a"))
+    with pytest.raises(moontide.BatchError):
+        caller.batch_remove([key("a")])
+    assert caller.batch_remove([key("a")], force=True) == [True]
+    assert not caller.exists(key("a"))
+
+
+def test_stat_says_where_an_object_is(either, key):
+    either.put(key("a"), b"123")
+    found = either.stat(key("a"))
+    (place,) = found.pop("places")
+    assert found == {"size": 3, "pin": "none", "writing": False, "expires": None}
+    assert place["node"] in {node["node"] for node in either.nodes()}
+    assert (place["medium"], place["replica"], place["offset"], place["size"]) == ("memory", 0, 0, 3)
+
+
+def test_nodes_are_listed(either):
+    nodes = either.nodes()
+    assert len(nodes) == 2
+    assert all(any(engine == "tcp" for engine, _ in node["addresses"]) for node in nodes)
+
+
+def test_keys_are_listed_by_prefix(either, key):
+    names = [key(f"{number:04}") for number in range(2500)]
+    either.batch_put(names, [b""] * len(names))
+    assert sorted(either.keys(key())) == [name.encode() for name in names]
+    assert either.keys(key("000").encode()) != []
+    assert either.keys(key("none")) == []
+    assert set(either.keys(key("001"))) <= set(either.keys())
+
+
+def test_stats_add_up(cluster, key):
+    with moontide.Store(cluster.master) as store:
+        store.put(key("a"), b"123")
+        store.put(key("a"), b"123")
+        store.get(key("a"))
+        store.get(key("b"))
+        store.get_into(key("a"), bytearray(3))
+        store.batch_get([key("a"), key("b")])
+        view = store.get_view(key("a"))
+        counted = store.stats()
+    assert bytes(view) == b"123"
+    assert counted["requested"] == 6
+    hits = counted["hits_local"] + counted["hits_remote"] + counted["hits_disk"]
+    assert counted["requested"] == hits + counted["misses"] + counted["failed"]
+    assert counted["misses"] == 2
+    assert (counted["puts"], counted["puts_existed"]) == (2, 1)
+
+
+def test_tenants_do_not_see_each_other(cluster, store, key):
+    with moontide.Store(cluster.master, tenant="another") as other:
+        store.put(key("a"), b"mine")
+        assert other.get(key("a")) is None
+        assert other.put(key("a"), b"theirs")
+        assert store.get(key("a")) == b"mine"
+        assert other.remove_all() == 1
+        assert other.keys() == []
+        assert store.get(key("a")) == b"mine"
+
+
+def test_remove_all_counts_and_keeps_what_is_pinned(cluster):
+    with moontide.Store(cluster.master, tenant="cleaner") as store:
+        assert store.remove_all() == 0
+        store.batch_put(["a", "b", "c"], [b"1"] * 3)
+        assert store.remove_all() == 3
+        store.put("pinned", b"1", pin="hard")
+        assert store.remove_all() == 0
+        assert store.keys() == [b"pinned"]
+        assert store.get("pinned") == b"1"
+        assert store.remove_all(force=True) == 1
+        assert store.get("pinned") is None
+        assert store.keys() == []
+
+
+@pytest.mark.smoke
+def test_a_store_has_the_manners_of_a_mapping(either, key):
+    either[key("a")] = b"one"
+    assert either[key("a")] == b"one"
+    assert key("a") in either
+    either[key("a")] = bytearray(b"two")
+    assert either[key("a")] == b"two"
+    either[key("a")] = memoryview(b"three")
+    assert either[key("a")] == b"three"
+    either[key("a")] = np.arange(3, dtype="u2")
+    assert either[key("a")].numpy().tolist() == [0, 1, 2]
+    del either[key("a")]
+    assert key("a") not in either
+    with pytest.raises(TypeError, match="encode"):
+        either[key("a")] = "text"
+
+
+WRONG_SETTINGS = [
+    ({"deadline": 0}, ValueError, "deadline"),
+    ({"deadline": -1}, ValueError, "deadline"),
+    ({"deadline": 601}, ValueError, "deadline"),
+    ({"connect": 0}, ValueError, "connect"),
+    ({"connections": 0}, ValueError, "connections"),
+    ({"connections": 17}, ValueError, "connections"),
+    ({"tenant": ""}, ValueError, "tenant"),
+    ({"color": 1}, TypeError, "color"),
+    ({"local": "yes"}, TypeError, "."),
+]
+
+
+@pytest.mark.parametrize(("settings", "kind", "text"), WRONG_SETTINGS, ids=lambda value: str(value)[:24])
+def test_wrong_settings_are_refused(cluster, settings, kind, text):
+    with pytest.raises(kind, match=text):
+        moontide.Store(cluster.master, **settings)
+    with pytest.raises(kind, match=text):
+        moontide.Store.connect(cluster.master, **settings)
+
+
+def test_a_store_can_be_made_from_all_settings(cluster, key):
+    settings = {
+        "tenant": "default",
+        "deadline": 2.5,
+        "connect": 1.0,
+        "local": True,
+        "verify_local": False,
+        "connections": 4,
+        "hedge": False,
+        "locations": 16,
+        "rack": "r1",
+        "zone": "z1",
+    }
+    with moontide.Store.connect(cluster.master, **settings) as store:
+        assert store.put(key("a"), b"1")
+        assert store.get(key("a")) == b"1"
+        assert store.master == cluster.master
+        assert repr(store) == f"<moontide.Store of {cluster.master}>"
+    assert store.closed
+    assert repr(store) == f"<moontide.Store of {cluster.master}, closed>"
+
+
+def test_nothing_works_after_close(cluster, key):
+    store = moontide.Store(cluster.master)
+    store.close()
+    store.close()
+    for call in (
+        lambda: store.put(key("a"), b""),
+        lambda: store.put_from(key("a"), [b""]),
+        lambda: store.put_tensor(key("a"), np.zeros(1)),
+        lambda: store.get(key("a")),
+        lambda: store.get_into(key("a"), bytearray(1)),
+        lambda: store.get_view(key("a")),
+        lambda: store.get_tensor(key("a")),
+        lambda: store.exists(key("a")),
+        lambda: store.remove(key("a")),
+        lambda: store.touch(key("a")),
+        lambda: store.prefetch([key("a")]),
+        lambda: store.batch_put([key("a")], [b""]),
+        lambda: store.batch_get([key("a")]),
+        lambda: store.batch_get_into([key("a")], [bytearray(1)]),
+        lambda: store.batch_get_view([key("a")]),
+        lambda: store.batch_exists([key("a")]),
+        lambda: store.batch_remove([key("a")]),
+        lambda: store.batch_touch([key("a")]),
+        lambda: store.keys(),
+        lambda: store.stat(key("a")),
+        lambda: store.nodes(),
+        lambda: store.stats(),
+        lambda: store.remove_all(),
+        lambda: store[key("a")],
+        lambda: key("a") in store,
+    ):
+        with pytest.raises(moontide.Closed, match="the store is closed"):
+            call()

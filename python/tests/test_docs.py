@@ -1,0 +1,65 @@
+"""The pages for users of Python do what they say: every block of code runs, in order, and prints what stands below it.
+
+A block in ``python`` is run. A block in ``text`` before the next one is what it prints, exactly; without one it prints
+nothing. A block whose first line is a comment with the name of a file is saved there as well, so that other programs of
+the page can import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """Blocks of code with the line where each begins, and what it is to print."""
+    text = page.read_text()
+    found: list[tuple[int, str, str]] = []
+    for match in BLOCK.finditer(text):
+        kind, content = match.groups()
+        line = text.count("\n", 0, match.start()) + 2
+        if kind == "python":
+            found.append((line, content, ""))
+        elif found:
+            before, code, expected = found.pop()
+            assert expected == "", f"{page.name}:{line}: two outputs of one block"
+            found.append((before, code, content))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tutorial.md", "python.md"])
+def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
+    if not DOCS.is_dir():
+        pytest.skip("the pages are not here")
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / name
+    names: dict[str, object] = {"__name__": "__main__"}
+    ran = blocks(page)
+    assert len(ran) > 5
+    for line, code, expected in ran:
+        saved = re.match(r"# (\w+\.py)\n", code)
+        if saved:
+            with Path(saved[1]).open("a") as file:
+                file.write(code + "\n\n")
+        printed = io.StringIO()
+        # Empty lines first, so that a traceback has the page's own lines.
+        compiled = compile("\n" * (line - 1) + code, str(page), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(compiled, names)
+        assert printed.getvalue() == expected, f"{name}:{line} prints something else"
+
+
+@pytest.mark.parametrize("name", ["tutorial.md", "python.md"])
+def test_links_lead_somewhere(name):
+    page = DOCS / name
+    if not page.is_file():
+        pytest.skip("the pages are not here")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (DOCS / target).exists(), target

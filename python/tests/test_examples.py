@@ -1,0 +1,83 @@
+"""Every example in a docstring is run. doctest itself does not look into extensions, so it is shown where they are."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import types
+from collections.abc import Iterator
+
+import pytest
+
+import moontide
+from moontide import _binary, _native, errors
+from moontide import store as store_module
+
+MODULES = [moontide, _native, errors, store_module, _binary]
+
+
+def documented(name: str, thing: object, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Everything that has a docstring of ours, with its name."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    text = getattr(thing, "__doc__", None)
+    if isinstance(text, str):
+        yield name, text
+    if inspect.isclass(thing) or (isinstance(thing, types.ModuleType) and thing in MODULES):
+        for inner_name, inner in sorted(vars(thing).items()):
+            inner = getattr(inner, "__func__", inner)
+            ours = getattr(inner, "__module__", None) or getattr(thing, "__module__", "") or ""
+            if inspect.ismodule(inner) or not ours.startswith("moontide") or inner_name == "__class__":
+                continue
+            yield from documented(f"{name}.{inner_name}", inner, seen)
+
+
+def examples() -> dict[str, doctest.DocTest]:
+    seen: set[int] = set()
+    parser = doctest.DocTestParser()
+    found = {}
+    for module in MODULES:
+        for name, text in documented(module.__name__, module, seen):
+            example = parser.get_doctest(inspect.cleandoc(text), {}, name, None, None)
+            if example.examples:
+                found[name] = example
+    return found
+
+
+EXAMPLES = examples()
+
+
+def test_examples_are_found():
+    assert {"moontide", "moontide.Store", "moontide.View", "moontide.Tensor", "moontide.Memory"} <= set(EXAMPLES)
+    assert any(name.endswith("Store.put") for name in EXAMPLES)
+    assert any(name.endswith("BatchError") for name in EXAMPLES)
+
+
+@pytest.fixture(scope="module")
+def dev() -> Iterator[moontide.Dev]:
+    with moontide.dev(64 << 20) as dev:
+        yield dev
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name, dev, capsys):
+    with dev.store() as store:
+        store.remove_all(force=True)
+        example = EXAMPLES[name]
+        example.globs = {"moontide": moontide, "dev": dev, "store": store, "binary": moontide.binary}
+        ran = doctest.DocTestRunner().run(example)
+    assert ran.failed == 0, capsys.readouterr().out
+
+
+def test_every_call_is_described():
+    missing = []
+    for kind in (getattr(moontide, name) for name in moontide.__all__):
+        if inspect.isclass(kind):
+            missing += [kind.__name__] * (not kind.__doc__)
+            for name, member in vars(kind).items():
+                if not name.startswith("_") and callable(member) and not member.__doc__:
+                    missing.append(f"{kind.__name__}.{name}")
+        elif callable(kind) and not kind.__doc__:
+            missing.append(kind.__name__)
+    assert missing == []

@@ -1,0 +1,371 @@
+"""``moontide.compat.mooncake``: coming and going."""
+
+import ctypes
+import http.server
+import json
+import logging
+import os
+import threading
+import time
+
+import pytest
+from mooncake_support import MIB, Block, set_up, unused_port
+
+from moontide.compat.mooncake import MooncakeDistributedStore, ReplicateConfig
+from moontide.compat.mooncake.setup import parse_size, split_port
+
+
+@pytest.fixture(scope="module")
+def with_node(start_cluster):
+    cluster = start_cluster(memory="256MiB", groups=4)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture(scope="module")
+def pool(with_node):
+    return with_node.master
+
+
+@pytest.fixture(scope="module")
+def empty_pool(start_cluster):
+    """A master without a node."""
+    cluster = start_cluster(nodes=0, groups=4)
+    yield cluster.master
+    cluster.end()
+
+
+def every_call(store: MooncakeDistributedStore, at: int) -> list[tuple[str, object, object]]:
+    """Each call with what it answers when there is no store."""
+    none = ReplicateConfig()
+    return [
+        ("health_check", store.health_check(), 1),
+        ("get_hostname", store.get_hostname(), ""),
+        ("put", store.put("k", b"v"), -600),
+        ("put", store.put("k", b"v", none), -600),
+        ("upsert", store.upsert("k", b"v"), -600),
+        ("put_parts", store.put_parts("k", b"v"), -600),
+        ("put_parts", store.put_parts("k"), -600),
+        ("put_batch", store.put_batch(["k"], [b"v"]), -600),
+        ("get", store.get("k"), b""),
+        ("get_batch", store.get_batch(["k", "l"]), [b"", b""]),
+        ("get_buffer", store.get_buffer("k"), None),
+        ("batch_get_buffer", store.batch_get_buffer(["k"]), [None]),
+        ("is_exist", store.is_exist("k"), -600),
+        ("batch_is_exist", store.batch_is_exist(["k", "l"]), [-600, -600]),
+        ("get_size", store.get_size("k"), -600),
+        ("remove", store.remove("k"), -600),
+        ("batch_remove", store.batch_remove(["k"]), [-600]),
+        ("remove_all", store.remove_all(), -600),
+        ("remove_by_regex", store.remove_by_regex("k"), -600),
+        ("register_buffer", store.register_buffer(at, 100), -600),
+        ("unregister_buffer", store.unregister_buffer(at), -600),
+        ("put_from", store.put_from("k", at, 10), -600),
+        ("put_from", store.put_from("k", at, 0), -600),
+        ("upsert_from", store.upsert_from("k", at, 10), -600),
+        ("get_into", store.get_into("k", at, 10), -600),
+        ("batch_put_from", store.batch_put_from(["k"], [at], [10]), [-600]),
+        ("batch_get_into", store.batch_get_into(["k", ""], [at, at], [10, 10]), [-600, -600]),
+        ("put multi", store.batch_put_from_multi_buffers(["k"], [[at]], [[10]]), [-600]),
+        ("get multi", store.batch_get_into_multi_buffers(["k"], [[at]], [[10]]), [-600]),
+        ("batch_get_replica_desc", store.batch_get_replica_desc(["k"]), {}),
+        ("alloc_from_mem_pool", store.alloc_from_mem_pool(100), 0),
+        ("put_tensor", store.put_tensor("k", memoryview(b"v")), -600),
+        ("get_tensor", store.get_tensor("k"), None),
+    ]
+
+
+def check_every_call(store: MooncakeDistributedStore) -> None:
+    block = Block()
+    for name, answer, expected in every_call(store, block.address):
+        assert answer == expected, name
+    assert store.close() == 0
+
+
+@pytest.mark.smoke
+def test_nothing_works_before_setup_and_nothing_breaks():
+    check_every_call(MooncakeDistributedStore())
+
+
+def test_nothing_works_after_close_and_nothing_breaks(pool):
+    store = set_up(pool)
+    assert store.put("k", b"v") == 0
+    assert store.health_check() == 0
+    assert store.close() == 0
+    check_every_call(store)
+
+
+def test_setup_after_close(pool):
+    store = set_up(pool)
+    assert store.close() == 0
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", pool) == 0
+    assert store.health_check() == 0
+    store.close()
+
+
+def test_setup_twice_replaces_the_first(pool):
+    store = set_up(pool)
+    block = Block()
+    assert store.register_buffer(block.address, block.size) == 0
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", pool) == 0
+    assert store.register_buffer(block.address, block.size) == 0, "what was registered is forgotten"
+    store.close()
+
+
+def test_setup_without_a_master_fails_soon_and_says_so(caplog):
+    store = MooncakeDistributedStore()
+    begun = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        code = store.setup("127.0.0.1", "P2PHANDSHAKE", 64 * MIB, 0, "tcp", "", f"127.0.0.1:{unused_port()}")
+    assert time.monotonic() - begun < 5
+    assert code in (-900, -901)
+    (record,) = caplog.records
+    assert "mooncake_master" in record.getMessage()
+    check_every_call(store)
+
+
+def test_setup_with_a_dict(pool):
+    given = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": "0",
+        "local_buffer_size": "16MB",
+        "protocol": "tcp",
+        "rdma_devices": "",
+        "master_server_addr": pool,
+    }
+    without_host = {name: value for name, value in given.items() if name != "local_hostname"}
+    elsewhere = dict(given)
+    elsewhere["master_server_address"] = elsewhere.pop("master_server_addr")
+    for config, code in [
+        (given, 0),
+        ({**given, "unknown": 1}, 0),
+        ({**given, "tenant_id": "t1"}, 0),
+        ({**given, "global_segment_size": 0}, 0),
+        (elsewhere, 0),
+        (without_host, -600),
+        ({**given, "global_segment_size": "abc"}, -600),
+        ({**given, "global_segment_size": -1}, -600),
+        ({**given, "enable_ssd_offload": True}, -600),
+    ]:
+        store = MooncakeDistributedStore()
+        assert store.setup(config) == code, config
+        assert store.close() == 0
+    store = MooncakeDistributedStore()
+    assert store.setup(config=given) == 0
+    given.update(global_segment_size=0, local_buffer_size=0)
+    assert store.setup(**given) == 0
+    store.close()
+
+
+def test_setup_with_wrong_arguments(pool):
+    store = MooncakeDistributedStore()
+    right = ["127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", pool]
+    for place, value in [(2, "0"), (2, 0.0), (2, -1), (3, None), (6, None), (0, 5)]:
+        wrong = list(right)
+        wrong[place] = value
+        with pytest.raises(TypeError):
+            store.setup(*wrong)
+    with pytest.raises(TypeError):
+        store.setup("127.0.0.1")
+    # A program that finds out which arguments there are looks for their names in the message.
+    with pytest.raises(TypeError, match="not_there"):
+        store.setup(*right, not_there=1)
+    assert store.setup("no such host. nowhere", "P2PHANDSHAKE", 32 * MIB, 0, "tcp", "", pool) == -600
+
+
+def test_what_means_nothing_to_us_is_named_in_one_line(pool, caplog):
+    store = MooncakeDistributedStore()
+    with caplog.at_level(logging.INFO, logger="moontide.compat.mooncake"):
+        code = store.setup("127.0.0.1", "http://metadata:8080", 0, 0, "rdma", "mlx5_0", pool, None, False, "")
+    assert code == 0
+    (record,) = caplog.records
+    for word in ("metadata_server", "rdma", "rdma_devices"):
+        assert word in record.getMessage()
+    store.close()
+
+
+def test_a_segment_of_this_process(empty_pool):
+    store = set_up(empty_pool, segment_bytes=64 * MIB)
+    assert store.health_check() == 0
+    host, port = store.get_hostname().split(":")
+    assert host == "127.0.0.1" and int(port) > 0
+    config = ReplicateConfig()
+    config.preferred_segment = store.get_hostname()
+    assert store.put("k", b"in this process", config) == 0
+    other = set_up(empty_pool)
+    assert other.get("k") == b"in this process"
+    (replica,) = other.get_replica_desc("k")
+    assert replica.get_memory_descriptor().buffer_descriptor.transport_endpoint == store.get_hostname()
+    other.close()
+    assert store.close() == 0
+
+
+def test_a_small_segment_is_rounded_up(empty_pool):
+    store = set_up(empty_pool, segment_bytes=1 * MIB)
+    assert store.put("k", bytes(MIB)) == 0
+    store.close()
+
+
+def test_without_a_segment_there_is_no_space(empty_pool):
+    store = set_up(empty_pool)
+    begun = time.monotonic()
+    assert store.put("k", b"v") == -200
+    assert time.monotonic() - begun < 8
+    store.close()
+
+
+def test_a_disk_for_what_does_not_fit(empty_pool, tmp_path):
+    disk = str(tmp_path / "ssd")
+    named = {"enable_ssd_offload": True, "ssd_offload_path": disk}
+    first = set_up(empty_pool, segment_bytes=32 * MIB, **named)
+    second = set_up(empty_pool, segment_bytes=32 * MIB, **named)
+    assert {"node-0", "node-1"} <= set(os.listdir(disk)), "each has a directory of its own"
+    keys = [f"k{number}" for number in range(96)]
+    for number, key in enumerate(keys):
+        assert first.put(key, bytes([number]) * MIB) == 0
+    assert sum(first.batch_is_exist(keys)) == 96
+    found = first.batch_get_replica_desc(keys)
+    assert any(replica.is_local_disk_replica() for replicas in found.values() for replica in replicas)
+    assert first.get("k0") == bytes(MIB)
+    second.close()
+    first.close()
+
+
+def test_a_master_that_goes_away(own_cluster):
+    cluster = own_cluster()
+    store = set_up(cluster.master)
+    assert store.put("k", b"v") == 0
+    cluster.master_server.end(kill=True)
+    assert store.health_check() == 2
+    assert store.is_exist("nope") in (-900, -901)
+    assert store.batch_is_exist(["nope", "k"]) in ([-900, -900], [-901, -901])
+    assert store.put("l", b"v") in (-900, -901)
+    assert store.remove("l") in (-900, -901)
+    assert store.remove_all() in (-900, -901)
+    assert store.get("nope") == b""
+    assert store.get_into("nope", Block().address, 16) in (-900, -901)
+    assert store.close() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_is_refused(pool):
+    store = set_up(pool)
+    assert store.put("k", b"v") == 0
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = json.dumps([store.put("l", b"v"), store.is_exist("k"), store.get("k").decode(), store.health_check()])
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        put, exists, got, health = json.loads(answers.read())
+    assert os.waitpid(child, 0)[1] == 0
+    assert put < 0 and exists < 0 and got == "" and health != 0
+    assert store.get("k") == b"v"
+    store.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- setup_dummy
+
+
+def test_setup_dummy(with_node):
+    store = MooncakeDistributedStore()
+    assert store.setup_dummy(64 * MIB, 16 * MIB, with_node.nodes[0].facts["admin"].removeprefix("http://")) == 0
+    assert store.health_check() == 0
+    first, second = store.alloc_from_mem_pool(MIB), store.alloc_from_mem_pool(100)
+    assert second - first >= MIB
+    assert store.alloc_from_mem_pool(0) == 0
+    assert store.alloc_from_mem_pool(128 * MIB) == 0
+    ctypes.memset(first, 7, 100)
+    assert store.put_from("d", first, 100) == 0, "the pool needs no registration"
+    assert store.register_buffer(first, MIB) == 0
+    assert store.get_into("d", first + 4096, 100) == 100
+    assert ctypes.string_at(first + 4096, 100) == b"\7" * 100
+    block = Block()
+    assert store.put_from("e", block.address, 10) == -600, "what is not registered is refused here"
+    assert store.get_into("d", block.address, 100) == -600
+    assert store.batch_get_into(["d", "d"], [block.address, first], [100, 100]) == [-600, 100]
+    assert store.batch_put_from_multi_buffers(["e"], [[block.address]], [[10]]) == [-600]
+    assert store.register_buffer(block.address, block.size) == 0
+    assert store.get_into("d", block.address, 100) == 100
+    assert store.unregister_buffer(first) == 0
+    assert store.unregister_buffer(first) == -1
+    assert store.put("f", b"by value") == 0
+    assert store.get_hostname() == ""
+    assert store.close() == 0
+    assert store.alloc_from_mem_pool(100) == 0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "", "127.0.0.1:nothing"])
+def test_setup_dummy_with_no_address(address, caplog):
+    assert MooncakeDistributedStore().setup_dummy(MIB, MIB, address) == -900
+    assert len(caplog.records) == 1
+
+
+def test_setup_dummy_without_a_node(caplog):
+    begun = time.monotonic()
+    assert MooncakeDistributedStore().setup_dummy(MIB, MIB, f"127.0.0.1:{unused_port()}") == -900
+    assert time.monotonic() - begun < 5
+    (record,) = caplog.records
+    assert "mooncake_client" in record.getMessage()
+
+
+def test_setup_dummy_with_something_else_there(caplog):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[]" if self.path == "/health" else b"")
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert MooncakeDistributedStore().setup_dummy(MIB, MIB, f"127.0.0.1:{server.server_port}") == -900
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("arguments", [("x", 1, "a:1"), (-1, 1, "a:1"), (1, 1, None)])
+def test_setup_dummy_with_wrong_types(arguments):
+    with pytest.raises(TypeError):
+        MooncakeDistributedStore().setup_dummy(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GB", 80 << 30),
+        ("3 GB", 3 << 30),
+        ("1.5gb", 3 << 29),
+        ("16MB", 16 << 20),
+        ("7", 7),
+        (7, 7),
+        ("2 TiB", 2 << 40),
+        ("0", 0),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "3 XB", "-1", -1, "1e", "nan gb"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("a", "a", None), ("a:1", "a", 1), ("[::1]:2", "::1", 2), ("::1", "::1", None), ("10.0.0.1:", "10.0.0.1:", None)],
+)
+def test_hosts_and_ports(address, host, port):
+    assert split_port(address) == (host, port)

@@ -1,0 +1,244 @@
+"""Tasks of asyncio: many, cancelled ones, and event loops that come and go. test_calls has the calls themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import threading
+import time
+import weakref
+
+import pytest
+
+import moontide
+
+MIB = 1 << 20
+
+
+def test_many_tasks(cluster, key, seed):
+    async def work(store: moontide.AsyncStore, number: int) -> None:
+        draw = random.Random(seed + number)
+        name, content = key(f"task/{number}"), draw.randbytes(draw.randrange(20_000))
+        assert await store.put(name, content)
+        assert await store.get(name) == content
+        view = await store.get_view(name)
+        assert bytes(view) == content
+        space = bytearray(20_000)
+        assert await store.get_into(name, space) == len(content)
+        assert space[: len(content)] == content
+        assert await store.exists(name)
+        assert await store.remove(name)
+        assert await store.get(name) is None
+
+    async def main() -> None:
+        async with await moontide.AsyncStore.connect(cluster.master) as store:
+            assert store.master == cluster.master
+            await asyncio.gather(*(work(store, number) for number in range(200)))
+
+    asyncio.run(main())
+
+
+def test_the_loop_runs_while_a_task_waits(cluster, store, key):
+    async def main() -> int:
+        async with await moontide.AsyncStore.connect(cluster.master, local=False) as far:
+            waiting = asyncio.ensure_future(far.get(key("a")))
+            ticks = 0
+            while not waiting.done():
+                ticks += 1
+                await asyncio.sleep(0.001)
+            assert len(await waiting) == 64 * MIB
+            return ticks
+
+    store.put(key("a"), bytes(64 * MIB))
+    assert asyncio.run(main()) >= 3
+
+
+def test_tasks_that_are_cancelled_harm_nothing(cluster, key):
+    async def main() -> None:
+        async with await moontide.AsyncStore.connect(cluster.master, local=False) as store:
+            assert await store.put(key("a"), bytes(8 * MIB))
+            spaces = [bytearray(8 * MIB) for _ in range(4)]
+            for delay in (0, 0.0005, 0.002, 0.005):
+                tasks = [asyncio.ensure_future(store.get_into(key("a"), space)) for space in spaces]
+                tasks += [asyncio.ensure_future(store.put(key(f"b{delay}"), spaces[0], overwrite=True))]
+                await asyncio.sleep(delay)
+                for task in tasks:
+                    task.cancel()
+                for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                    assert ended in (8 * MIB, True) or isinstance(ended, (asyncio.CancelledError, moontide.Error))
+            assert await store.get(key("a")) == bytes(8 * MIB)
+
+    asyncio.run(main())
+
+
+def test_a_deadline_of_asyncio_is_kept(own_cluster, stopped):
+    cluster = own_cluster()
+
+    async def main() -> float:
+        store = await moontide.AsyncStore.connect(cluster.master, deadline=4)
+        with stopped(cluster.master_server):
+            begun = time.monotonic()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await store.exists("a")
+            store.close()
+            return time.monotonic() - begun
+
+    assert asyncio.run(main()) < 2
+
+
+def test_an_async_store_after_its_end(cluster, key):
+    async def main() -> None:
+        async with await moontide.AsyncStore.connect(cluster.master) as store:
+            await store.put(key("a"), b"123")
+            view = await store.get_view(key("a"))
+            assert store.stats()["puts"] == 1
+            assert not store.closed
+        assert store.closed
+        assert bytes(view) == b"123"
+        store.close()
+        with pytest.raises(moontide.Closed, match="the store is closed"):
+            await store.get(key("a"))
+
+    asyncio.run(main())
+
+
+def test_tasks_remove_everything(cluster):
+    async def main() -> None:
+        async with await moontide.AsyncStore.connect(cluster.master, tenant="tasks") as store:
+            await store.batch_put(["a", "b"], [b"1", b"2"])
+            assert await store.remove_all() == 2
+            assert await store.batch_exists(["a", "b"]) == [False, False]
+
+    asyncio.run(main())
+
+
+def test_an_async_call_needs_a_loop(cluster):
+    async def connect() -> moontide.AsyncStore:
+        return await moontide.AsyncStore.connect(cluster.master)
+
+    store = asyncio.run(connect())
+    with pytest.raises(RuntimeError, match="loop"):
+        store.get("a")
+
+    async def again() -> bool:
+        return await store.exists("never put")
+
+    assert asyncio.run(again()) is False, "another loop of the same process may use it"
+    store.close()
+
+
+def test_one_store_for_loops_of_many_threads(cluster, key):
+    store: list[moontide.AsyncStore] = []
+
+    async def connect() -> None:
+        store.append(await moontide.AsyncStore.connect(cluster.master))
+
+    async def work(number: int) -> None:
+        for round in range(20):
+            name = key(f"{number}/{round}")
+            assert await store[0].put(name, name.encode())
+            assert await asyncio.gather(store[0].get(name), store[0].exists(name)) == [name.encode(), True]
+
+    asyncio.run(connect())
+    failed: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            asyncio.run(work(number))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store[0].close()
+    assert failed == []
+
+
+def test_loops_come_and_go_and_leave_nothing_behind(cluster, key):
+    async def connect() -> moontide.AsyncStore:
+        return await moontide.AsyncStore.connect(cluster.master)
+
+    store = asyncio.run(connect())
+
+    async def work() -> None:
+        assert await store.put(key("a"), b"1", overwrite=True)
+        assert await store.get(key("a")) == b"1"
+
+    for _ in range(10):
+        asyncio.run(work())
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    loops = []
+    for _ in range(100):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(work())
+        loop.close()
+        loops.append(weakref.ref(loop))
+        del loop
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    assert sum(loop() is not None for loop in loops) <= 2
+    store.close()
+
+
+def test_a_loop_that_ends_during_calls(cluster, store, key):
+    async def leave() -> moontide.AsyncStore:
+        far = await moontide.AsyncStore.connect(cluster.master, local=False)
+        for number in range(50):
+            far.put(key(str(number)), bytes(MIB))
+        return far
+
+    async def again(far: moontide.AsyncStore) -> None:
+        assert await far.put(key("last"), b"1")
+        assert await far.get(key("last")) == b"1"
+
+    far = asyncio.run(leave())
+    asyncio.run(again(far))
+    far.close()
+
+
+def test_what_a_call_was_given_is_let_go(cluster, key):
+    class Value(bytearray):
+        pass
+
+    async def main() -> None:
+        async with await moontide.AsyncStore.connect(cluster.master) as store:
+            value, space = Value(b"123"), Value(3)
+            seen = [weakref.ref(value), weakref.ref(space)]
+            await store.put(key("a"), value)
+            await store.get_into(key("a"), space)
+            value.append(1)
+            space.append(1)
+            del value, space
+            gc.collect()
+            assert [each() for each in seen] == [None, None]
+
+    asyncio.run(main())
+
+
+def test_errors_reach_the_task_that_waits(cluster, key):
+    async def main() -> None:
+        async with await moontide.AsyncStore.connect(cluster.master) as store:
+            ended = await asyncio.gather(
+                store.put(key("a"), b"1"),
+                store.put("", b""),
+                store.get_into(key("b"), bytearray(1)),
+                store.batch_put(["k" * 5000], [b""]),
+                return_exceptions=True,
+            )
+            assert [type(each) for each in ended] == [
+                bool,
+                moontide.InvalidArgument,
+                type(None),
+                moontide.BatchError,
+            ]
+            with pytest.raises(TypeError):
+                store.put(3, b"")
+
+    asyncio.run(main())

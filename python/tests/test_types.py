@@ -1,0 +1,148 @@
+"""The stub names everything that the extension has, and typical programs pass a strict checker."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+
+import moontide
+from moontide import _native
+
+
+def stub() -> dict[str, set[str]]:
+    """Classes of the stub, with the names in each."""
+    text = resources.files(moontide).joinpath("_native.pyi").read_text()
+    return {
+        each.name: {inner.name for inner in each.body if isinstance(inner, ast.FunctionDef)}
+        for each in ast.parse(text).body
+        if isinstance(each, ast.ClassDef)
+    }
+
+
+def test_the_stub_is_complete():
+    classes = stub()
+    public = {name for name in vars(_native) if not name.startswith("_")}
+    assert public <= set(classes)
+    for name in public:
+        of_object = set(dir(object))
+        own = {member for member in vars(getattr(_native, name)) if member not in of_object}
+        own -= {"__module__", "__doc__", "__weakref__", "__hash__", "__buffer__", "__release_buffer__"}
+        assert own <= classes[name], name
+
+
+def test_the_package_says_that_it_has_types():
+    assert resources.files(moontide).joinpath("py.typed").is_file()
+
+
+def test_everything_public_is_exported():
+    exported = set(moontide.__all__)
+    assert {name for name in vars(_native) if not name.startswith("_")} <= exported
+    for name in exported:
+        assert hasattr(moontide, name)
+    assert not any(inspect.ismodule(getattr(moontide, name)) for name in exported)
+
+
+TYPICAL = """
+import asyncio
+import ctypes
+from array import array
+from typing import assert_type
+
+import numpy
+
+import moontide
+
+
+def threads(master: str) -> None:
+    with moontide.dev(64 << 20, nodes=2) as dev, dev.store(local=False, deadline=1.0) as store:
+        assert_type(store, moontide.Store)
+        store["a"] = b"1"
+        del store["a"]
+        assert_type("a" in store, bool)
+    with moontide.Store(master, tenant="t", deadline=2, hedge=False) as store:
+        options = moontide.PutOptions(replicas=2, ttl=1, pin="soft", cohort=b"c")
+        assert_type(store.put("k", b"v", options), bool)
+        store.put(b"k", bytearray(1), overwrite=True, ttl=None)
+        store.put("k", memoryview(b"").cast("I"))
+        store.put("k", array("d", [1.0]))
+        store.put("k", numpy.zeros((2, 3)))
+        store.put_from("k", [b"1", numpy.zeros(3)])
+        block = (ctypes.c_uint8 * 16)()
+        store.put("k", moontide.Memory(ctypes.addressof(block), 16))
+        assert_type(store.get("k"), bytes | None)
+        assert_type(store.get_into("k", bytearray(3)), int | None)
+        store.get_into("k", [bytearray(3), numpy.zeros(1)])
+        assert_type(store.batch_get(["k", b"l"]), list[bytes | None])
+        assert_type(store.batch_get_into(["k"], [bytearray(1)]), list[int | None])
+        assert_type(store.batch_put(["k"], [b""], replicas=2), list[bool])
+        view = store.get_view("k")
+        if view is not None:
+            with view as same:
+                assert_type(same, moontide.View)
+            assert_type(bytes(view), bytes)
+            assert_type(memoryview(view), memoryview)
+            numpy.frombuffer(view, "u1")
+            store.put("again", view)
+        tensor = store.get_tensor("k")
+        if tensor is not None:
+            assert_type(tensor.shape, tuple[int, ...])
+            store.put_tensor("again", tensor)
+        assert_type(store.keys("p"), list[bytes])
+        try:
+            store.remove("k", force=True)
+        except moontide.BatchError as error:
+            print(error.outcomes, error.code, error.retryable)
+        except (moontide.Unreachable, moontide.NoSpace) as other:
+            print(other.code)
+
+
+async def tasks(master: str) -> None:
+    async with await moontide.AsyncStore.connect(master, local=False) as store:
+        assert_type(store, moontide.AsyncStore)
+        assert_type(await store.put("k", b"v", ttl=1.5), bool)
+        assert_type(await store.get("k"), bytes | None)
+        both = await asyncio.gather(store.exists("k"), store.get_view("k"))
+        assert_type(both, tuple[bool, moontide.View | None])
+"""
+
+WRONG = """
+import moontide
+store = moontide.Store("m")
+store.put("k", "text")
+store.put(3, b"")
+store.put("k", b"", color=1)
+store.put("k", b"", pin="iron")
+store.get_into("k", 3)
+moontide.Store("m", deadlin=1)
+"""
+
+
+def mypy(path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(path.parent),
+        "--no-error-summary",
+        str(path),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=path.parent)
+
+
+@pytest.mark.slow
+def test_typical_programs_pass_a_strict_checker(tmp_path):
+    pytest.importorskip("mypy")
+    good = tmp_path / "good.py"
+    good.write_text(TYPICAL)
+    assert mypy(good).stdout == ""
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(WRONG)
+    found = [int(line.split(":")[1]) for line in mypy(wrong).stdout.splitlines() if ": error:" in line]
+    assert sorted(set(found)) == list(range(4, 10))
