@@ -143,6 +143,8 @@ class AsyncStore:
         locations: int = 65536,
         rack: str = "",
         zone: str = "",
+        working: int = 16,
+        waiting: int = 1024,
     ) -> Future[AsyncStore]: ...
     @property
     def master(self) -> str: ...
@@ -281,6 +283,7 @@ class LocalNode:
         zone: str = "",
         listen: str = "127.0.0.1:0",
         slot_bytes: int = 2048,
+        drain: float = 5.0,
     ) -> Self: ...
     @property
     def id(self) -> str: ...

@@ -6,7 +6,7 @@ use moontide_client::{PutItem, StoreError};
 use moontide_types::ErrorCode;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::types::{PyInt, PyList, PyTuple};
 
 use crate::arguments::{Keys, PutOptions, put_options, same_length};
 use crate::store::{Store, copy_out, get_batch_into_parts};
@@ -17,8 +17,13 @@ struct Parts(Vec<(usize, usize)>);
 impl Parts {
     /// One address and one size, or a list of each.
     fn of(addresses: &Bound<'_, PyAny>, sizes: &Bound<'_, PyAny>) -> PyResult<Parts> {
-        if addresses.is_instance_of::<PyInt>() {
+        // One that stands for a number: an int, or one of numpy's.
+        let is_list = addresses.is_instance_of::<PyList>() || addresses.is_instance_of::<PyTuple>();
+        if addresses.is_instance_of::<PyInt>() || !is_list && addresses.extract::<usize>().is_ok() {
             return Ok(Parts(vec![part(addresses, sizes)?]));
+        }
+        if addresses.len()? != sizes.len()? {
+            return Err(PyValueError::new_err("as many sizes as addresses are expected for each key"));
         }
         let (addresses, sizes) = (addresses.try_iter()?, sizes.try_iter()?);
         let pairs: Vec<_> =

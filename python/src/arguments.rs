@@ -52,6 +52,17 @@ pub(crate) fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
         .map_err(|_| PyValueError::new_err(format!("{what} must be a number of seconds, not {seconds}")))
 }
 
+/// How long an object may live.
+fn lifetime(ttl: f64) -> PyResult<Duration> {
+    const MAX_S: f64 = 1e9;
+    match ttl {
+        0.001..=MAX_S => seconds("ttl", ttl),
+        _ => Err(PyValueError::new_err(format!(
+            "ttl must be a number of seconds, 0.001 to {MAX_S:e}, not {ttl}"
+        ))),
+    }
+}
+
 /// A number that the store knows the bounds of.
 fn small<T: TryFrom<i64>>(what: &str, number: i64) -> PyResult<T> {
     T::try_from(number).map_err(|_| PyValueError::new_err(format!("{what} cannot be {number}")))
@@ -101,7 +112,7 @@ impl PutOptions {
             replicas_min: small("replicas_min", replicas_min)?,
             stripes: stripes.map(|stripes| small("stripes", stripes)).transpose()?,
             upsert: overwrite,
-            ttl: ttl.map(|ttl| seconds("ttl", ttl)).transpose()?,
+            ttl: ttl.map(lifetime).transpose()?,
             pin,
             cohort: cohort.as_ref().map(key).transpose()?.map(<[u8]>::to_vec),
             parent: None,

@@ -4,7 +4,7 @@
 use std::ffi::CStr;
 
 use moontide_types::tensor::Dtype;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -41,6 +41,16 @@ unsafe impl Sync for Array {}
 impl Array {
     /// Borrows an object's memory.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Array> {
+        let array = Array::lent_by(object)?;
+        // Whatever a lender says, what is computed from it stays within bounds.
+        let bytes = array.shape.iter().try_fold(array.item_bytes, |bytes, &len| bytes.checked_mul(len));
+        match bytes.filter(|&bytes| bytes <= isize::MAX as usize) {
+            Some(_) if array.strides.len() == array.shape.len() => Ok(array),
+            _ => Err(PyValueError::new_err("an array of this shape has more bytes than there can be")),
+        }
+    }
+
+    fn lent_by(object: &Bound<'_, PyAny>) -> PyResult<Array> {
         if let Ok(bytes) = object.cast::<PyBytes>() {
             let content = bytes.as_bytes();
             return Ok(Array {
@@ -104,7 +114,8 @@ impl Array {
             // SAFETY: text that ends with a zero and stays as long as the buffer.
             false => unsafe { CStr::from_ptr(raw.format) },
         };
-        if format.to_bytes().contains(&b'O') {
+        // Fields have names between colons.
+        if format.to_bytes().split(|&byte| byte == b':').step_by(2).any(|types| types.contains(&b'O')) {
             return Err(objects());
         }
         Ok(Array {
@@ -145,6 +156,8 @@ impl Array {
         let shape: Vec<usize> = field("shape")?.extract()?;
         let typestr: String = field("typestr")?.extract()?;
         let (item_bytes, by_type) = type_of_typestr(&typestr)?;
+        // The name of a type says nothing of the order of its bytes.
+        let is_native = !typestr.starts_with('>') || item_bytes == 1;
         let strides: Vec<isize> = match field("strides") {
             Ok(strides) => strides.extract()?,
             Err(_) => row_strides(&shape, item_bytes),
@@ -164,7 +177,7 @@ impl Array {
             shape,
             strides,
             item_bytes,
-            dtype: by_type.or_else(named),
+            dtype: by_type.or_else(|| is_native.then(named).flatten()),
             readonly,
             // What it points into is the object's, or the dictionary's.
             _lender: Lender::Object((object, found).into_pyobject(py)?.into_any().unbind()),
@@ -191,28 +204,34 @@ impl Array {
     }
 
     /// The bytes, row by row; those of scattered elements are collected first.
-    pub(crate) fn into_source(self) -> Source {
+    pub(crate) fn into_source(self, py: Python<'_>) -> PyResult<Source> {
         match self.is_contiguous() {
-            true => Source::Lent(self),
-            false => Source::Collected(self.collect()),
+            true => Ok(Source::Lent(self)),
+            false => py.detach(|| self.collect()).map(Source::Collected),
         }
     }
 
-    fn collect(&self) -> Vec<u8> {
-        let mut all = Vec::with_capacity(self.len());
-        let mut index = vec![0usize; self.shape.len()];
+    fn collect(&self) -> PyResult<Vec<u8>> {
+        let mut all = Vec::new();
+        all.try_reserve_exact(self.len())
+            .map_err(|_| PyMemoryError::new_err(format!("no memory to collect {} bytes", self.len())))?;
+        // Elements that follow each other at the end of a row are taken together.
+        let mut dims = self.shape.len();
+        let mut run = self.item_bytes;
+        while dims > 0 && (self.strides[dims - 1] == run as isize || self.shape[dims - 1] == 1) {
+            run *= self.shape[dims - 1];
+            dims -= 1;
+        }
+        let mut index = vec![0usize; dims];
         loop {
             let offset: isize =
                 index.iter().zip(&self.strides).map(|(&at, &stride)| at as isize * stride).sum();
             // SAFETY: the lender says that there is an element at every index within the shape; none is empty, since the
             // array would be contiguous then.
-            let element =
-                unsafe { std::slice::from_raw_parts(self.start.wrapping_offset(offset), self.item_bytes) };
-            all.extend_from_slice(element);
+            let elements = unsafe { std::slice::from_raw_parts(self.start.wrapping_offset(offset), run) };
+            all.extend_from_slice(elements);
             // The next index, the last dimension first.
-            let Some(at) = (0..index.len()).rev().find(|&at| index[at] + 1 < self.shape[at]) else {
-                return all;
-            };
+            let Some(at) = (0..dims).rev().find(|&at| index[at] + 1 < self.shape[at]) else { return Ok(all) };
             index[at] += 1;
             index[at + 1..].fill(0);
         }
@@ -240,7 +259,7 @@ pub(crate) enum Source {
 
 impl Source {
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Source> {
-        Array::of(object).map(Array::into_source)
+        Array::of(object)?.into_source(object.py())
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -309,7 +328,7 @@ fn type_of_typestr(typestr: &str) -> PyResult<(usize, Option<Dtype>)> {
     let bytes = match kind {
         b'O' => return Err(objects()),
         // Characters of four bytes.
-        b'U' => number * 4,
+        b'U' => number.checked_mul(4).ok_or_else(wrong)?,
         _ => number,
     };
     if bytes == 0 {

@@ -201,7 +201,7 @@ impl Borrowed {
             // SAFETY: as many numbers as dimensions.
             unsafe { std::slice::from_raw_parts(tensor.strides, dims) }
                 .iter()
-                .map(|&stride| stride as isize * item_bytes as isize)
+                .map(|&stride| (stride as isize).wrapping_mul(item_bytes as isize))
                 .collect()
         };
         let start = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
@@ -257,7 +257,7 @@ pub(crate) struct Request {
 /// with a version can say the former.
 pub(crate) fn lend<'py>(
     owner: &Bound<'py, PyAny>,
-    start: *const u8,
+    start: impl FnOnce() -> PyResult<*const u8>,
     dtype: Dtype,
     shape: &[u64],
     request: &Request,
@@ -272,6 +272,7 @@ pub(crate) fn lend<'py>(
             "the memory is read-only, and the caller's DLPack is too old to be told so; use .numpy() or a copy",
         ));
     }
+    let start = start()?;
     let wants_copy = request.copy == Some(true);
     let copy = match wants_copy {
         true => {
@@ -338,8 +339,9 @@ unsafe extern "C" fn delete_lent(managed: *mut DlManagedTensorVersioned) {
     unsafe {
         let managed = Box::from_raw(managed);
         let keeper = Box::from_raw(managed.manager.cast::<Keeper>());
-        // Not when the interpreter is gone: its objects are, too.
-        if Python::try_attach(|_| ()).is_none() {
+        // Not when the interpreter is gone: its objects are, too. Within, so that the memory is given back now.
+        let mut keeper = Some(keeper);
+        if Python::try_attach(|_| drop(keeper.take())).is_none() {
             std::mem::forget(keeper);
         }
     }

@@ -10,6 +10,7 @@ use moontide_types::ErrorCode;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::arguments::seconds;
 use crate::errors;
 use crate::process::OfProcess;
 
@@ -87,7 +88,7 @@ pub(crate) struct LocalNode {
 impl LocalNode {
     #[new]
     #[pyo3(signature = (master, memory_bytes, *, disk_dir=None, disk_limit_bytes=None, rack="", zone="",
-        listen="127.0.0.1:0", slot_bytes=2048))]
+        listen="127.0.0.1:0", slot_bytes=2048, drain=5.0))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         py: Python<'_>,
@@ -99,6 +100,7 @@ impl LocalNode {
         zone: &str,
         listen: &str,
         slot_bytes: u64,
+        drain: f64,
     ) -> PyResult<LocalNode> {
         let disk = disk_dir.map(|dir| DiskConfig { limit_bytes: disk_limit_bytes, ..DiskConfig::new(dir) });
         let config = NodeConfig {
@@ -110,6 +112,7 @@ impl LocalNode {
             zone: zone.to_owned(),
             admin_listen: None,
             disk,
+            drain: seconds("drain", drain)?,
             ..NodeConfig::default()
         };
         let node = py.detach(|| {

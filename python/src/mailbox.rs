@@ -6,8 +6,8 @@
 //!   our runtime:         └─▶ work.await ─▶ letter into the box, eventfd ─▶ loop reads, empties the box
 //! ```
 //!
-//! Invariant: threads of the runtime never touch Python. They carry its objects from the loop's thread to the letter,
-//! unopened; everything else is done by the loop's thread. So an interpreter that ends does not find us inside it.
+//! Invariant: threads of the runtime make and change nothing of Python's. They carry its objects from the loop's thread to
+//! the letter, unopened; what a call borrowed they give back, which they do not when the interpreter has ended.
 
 use std::future::Future;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -64,35 +64,46 @@ pub(crate) struct Mailbox {
 
 static RUNNING_LOOP: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-fn running_loop(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+/// The loop that runs on this thread.
+pub(crate) fn running_loop(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     let get = RUNNING_LOOP
         .get_or_try_init(py, || py.import("asyncio")?.getattr("get_running_loop").map(Bound::unbind))?;
     get.bind(py).call0()
 }
 
 impl Mailbox {
-    /// A box of the loop that runs now; the given one if it is.
-    pub(crate) fn of_running_loop(py: Python<'_>, known: Option<&Py<Mailbox>>) -> PyResult<Py<Mailbox>> {
-        let event_loop = running_loop(py)?;
-        if let Some(known) = known.filter(|known| known.get().event_loop.is(&event_loop)) {
-            return Ok(known.clone_ref(py));
-        }
+    /// A new box of an event loop, on its thread.
+    pub(crate) fn new(py: Python<'_>, event_loop: &Bound<'_, PyAny>) -> PyResult<Py<Mailbox>> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| errors::other(py, ErrorCode::Internal, format!("no eventfd: {error}")))?;
         let number = wake.as_raw_fd();
-        let shelf = Arc::new(Shelf { letters: Mutex::default(), wake });
         let made = Py::new(
             py,
             Mailbox {
-                shelf,
+                shelf: Arc::new(Shelf { letters: Mutex::default(), wake }),
                 event_loop: event_loop.clone().unbind(),
                 awaited: AtomicUsize::new(0),
-                closed: AtomicBool::new(false),
+                closed: AtomicBool::new(true),
             },
         )?;
         // The loop holds the box from now on, so that the number stays the box's as long as the loop knows it.
         event_loop.call_method1(intern!(py, "add_reader"), (number, made.getattr(py, "_empty")?))?;
         Ok(made)
+    }
+
+    /// Somebody will post into it until `close`. Before, the loop forgets it with the last letter.
+    pub(crate) fn keep(&self) {
+        self.closed.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_of(&self, event_loop: &Bound<'_, PyAny>) -> bool {
+        self.event_loop.is(event_loop)
+    }
+
+    /// Whether its loop has ended.
+    pub(crate) fn is_orphaned(&self, py: Python<'_>) -> bool {
+        let closed = self.event_loop.call_method0(py, intern!(py, "is_closed"));
+        closed.and_then(|closed| closed.is_truthy(py)).unwrap_or(true)
     }
 
     /// Runs `work` on threads of ours; the awaitable becomes what `made` makes of its outcome on the loop's thread.
@@ -159,7 +170,6 @@ impl Mailbox {
         let _ = rustix::io::read(self.shelf.wake.as_fd(), &mut count);
         let letters = std::mem::take(&mut *self.shelf.letters.lock());
         self.awaited.fetch_sub(letters.len(), Ordering::Relaxed);
-        self.leave_if_done(py);
         for Letter { future, content } in letters {
             let future = future.bind(py);
             // What the call has held is let go of here, also if whoever waited has given up.
@@ -167,10 +177,15 @@ impl Mailbox {
                 Ok(value) => (intern!(py, "set_result"), value),
                 Err(error) => (intern!(py, "set_exception"), error.into_value(py).into_any()),
             };
-            if !future.call_method0(intern!(py, "done"))?.is_truthy()? {
-                future.call_method1(set, (value,))?;
+            let done = future.call_method0(intern!(py, "done")).and_then(|done| done.is_truthy());
+            if let Ok(false) = done
+                && let Err(error) = future.call_method1(set, (value,))
+            {
+                // The others are not to wait for ever because of this one.
+                error.write_unraisable(py, Some(future));
             }
         }
+        self.leave_if_done(py);
         Ok(())
     }
 }

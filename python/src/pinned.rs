@@ -1,6 +1,7 @@
 //! [`Pinned`]: an object that Python reads in place, and how long it stays.
 
 use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use moontide_client::ObjectRef;
@@ -14,35 +15,37 @@ use crate::process::{Gone, OfProcess, gone};
 /// a buffer of it.
 #[derive(Debug)]
 pub(crate) struct Pinned {
-    object: OfProcess<ObjectRef>,
+    object: OfProcess<Arc<ObjectRef>>,
     /// Buffers that were lent and not given back.
     buffers: AtomicUsize,
 }
 
 impl Pinned {
     pub(crate) fn new(object: ObjectRef) -> Pinned {
-        Pinned { object: OfProcess::new(object), buffers: AtomicUsize::new(0) }
+        Pinned { object: OfProcess::new(Arc::new(object)), buffers: AtomicUsize::new(0) }
     }
 
-    /// What `look` says of the object.
-    pub(crate) fn with<R>(&self, py: Python<'_>, look: impl FnOnce(&ObjectRef) -> R) -> PyResult<R> {
-        self.object.with(look).map_err(|why| released(py, why))
+    /// The object, for a moment.
+    pub(crate) fn object(&self, py: Python<'_>) -> PyResult<Arc<ObjectRef>> {
+        self.object.with(Arc::clone).map_err(|why| released(py, why))
     }
 
     /// Where the bytes begin, and how many there are, for somebody who does not say when it is done: from now on they
     /// stay there until this is dropped.
     pub(crate) fn place(&self, py: Python<'_>) -> PyResult<(*const u8, usize)> {
-        self.with(py, |object| {
+        let placed = self.object.with(|object| {
             self.buffers.fetch_add(1, Ordering::SeqCst);
             (object.as_ptr(), object.len())
-        })
+        });
+        placed.map_err(|why| released(py, why))
     }
 
     pub(crate) fn release(&self) -> PyResult<()> {
         let released = self.object.take_unless(|| match self.buffers.load(Ordering::SeqCst) {
             0 => Ok(()),
             _ => Err(PyBufferError::new_err(
-                "its memory is lent to arrays or memoryviews; it is given back when the last of them is dropped",
+                "its memory is lent, to an array, a memoryview or as an address; it is given back when the view and all of \
+                 them are dropped",
             )),
         });
         released.map(drop)
@@ -65,6 +68,10 @@ impl Pinned {
             return Err(PyBufferError::new_err(
                 "objects of the store are read-only; copy what is to be changed",
             ));
+        }
+        let is_row_by_row_only = layout.shape.iter().filter(|&&len| len > 1).count() > 1;
+        if flags & ffi::PyBUF_F_CONTIGUOUS == ffi::PyBUF_F_CONTIGUOUS && is_row_by_row_only {
+            return Err(PyBufferError::new_err("the elements lie row by row, not column by column"));
         }
         let lent = self.object.with(|object| {
             self.buffers.fetch_add(1, Ordering::SeqCst);

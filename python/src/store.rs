@@ -1,5 +1,6 @@
 //! [`Store`]: the calls of threads.
 
+use bytes::Bytes;
 use moontide_client::{GetInto, Hedge, ObjectRef, Put, PutItem, StoreConfig, StoreError};
 use moontide_types::NodeId;
 use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorHeader};
@@ -130,6 +131,13 @@ impl Unfilled {
         let bytes = self.0.bind(py).as_bytes();
         // SAFETY: the object is this one's alone until `filled`, and bytes may be anything.
         unsafe { std::slice::from_raw_parts_mut(bytes.as_ptr().cast_mut(), bytes.len()) }
+    }
+
+    /// A copy of some bytes.
+    pub(crate) fn copy<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+        let mut made = Unfilled::new(py, bytes.len())?;
+        made.content(py).copy_from_slice(bytes);
+        Ok(made.filled().into_bound(py))
     }
 
     pub(crate) fn filled(self) -> Py<PyBytes> {
@@ -383,9 +391,10 @@ impl Store {
         if let Some(object) = here
             && let [target] = &mut targets[..]
             && let Some(space) = target.bytes().get_mut(..object.len())
-            && copy_out(py, &client, &object, space) {
-                return Ok(Some(object.len()));
-            }
+            && copy_out(py, &client, &object, space)
+        {
+            return Ok(Some(object.len()));
+        }
         let mut spaces: Vec<&mut [u8]> = targets.iter_mut().map(Target::bytes).collect();
         py.detach(|| get_into_parts(&client, key, &mut spaces)).map_err(|error| errors::store(py, &error))
     }
@@ -395,8 +404,7 @@ impl Store {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
         let outcomes = self.call(py, |client| Ok(client.get_batch(&keys)))?;
-        let bytes = outcomes.into_iter().map(|outcome| Ok(outcome?.map(|bytes| PyBytes::new(py, &bytes))));
-        errors::batch(py, bytes.collect())
+        batch_bytes(py, outcomes)
     }
 
     /// Copies many objects, each into memory of its own (or a list of such); their lengths, None for those that are not
@@ -604,6 +612,22 @@ pub(crate) fn targets(into: &Bound<'_, PyAny>) -> PyResult<Vec<Target>> {
     Ok(vec![Target::of(into)?])
 }
 
+/// Copies of a batch, as `bytes`.
+pub(crate) fn batch_bytes(
+    py: Python<'_>,
+    outcomes: Vec<Result<Option<Bytes>, StoreError>>,
+) -> PyResult<Bound<'_, PyList>> {
+    let mut all = Vec::with_capacity(outcomes.len());
+    for outcome in outcomes {
+        all.push(match outcome {
+            Ok(Some(bytes)) => Ok(Some(Unfilled::copy(py, &bytes)?)),
+            Ok(None) => Ok(None),
+            Err(error) => Err(error),
+        });
+    }
+    errors::batch(py, all)
+}
+
 /// Many objects, in place those that are here.
 pub(crate) fn get_refs(
     client: &moontide_client::Store,
@@ -634,7 +658,7 @@ pub(crate) fn tensor_parts(
         )
     })?;
     let header = TensorHeader::new(dtype, &array.shape()).map_err(|error| no_tensor(py, error))?;
-    Ok((header.encode(), array.into_source()))
+    Ok((header.encode(), array.into_source(py)?))
 }
 
 /// The counters of a store, by name.

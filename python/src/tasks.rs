@@ -14,10 +14,11 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::arguments::{Keys, PutOptions, key, put_options, same_length};
 use crate::array::{Source, Target};
 use crate::errors;
-use crate::mailbox::{Mailbox, runtime};
+use crate::mailbox::{Mailbox, running_loop, runtime};
 use crate::process::{OfProcess, gone};
 use crate::store::{
-    config, get_batch_into_parts, get_into_parts, get_refs, stats_of, targets, tensor_parts, was_stored,
+    Unfilled, batch_bytes, config, get_batch_into_parts, get_into_parts, get_refs, stats_of, targets,
+    tensor_parts, was_stored,
 };
 use crate::tensor::Tensor;
 use crate::view::View;
@@ -35,14 +36,16 @@ use crate::view::View;
 #[derive(Debug)]
 pub(crate) struct AsyncStore {
     held: OfProcess<moontide_client::AsyncStore>,
-    /// Of the loop that called last.
-    mailbox: Mutex<Py<Mailbox>>,
+    /// One for each loop that called. Python is not run while this is locked: another thread could wait for the lock with
+    /// Python's own in its hands.
+    mailboxes: Mutex<Vec<Py<Mailbox>>>,
     master: String,
 }
 
 impl Drop for AsyncStore {
     fn drop(&mut self) {
-        Python::try_attach(|py| self.mailbox.get_mut().get().close(py));
+        let mailboxes = std::mem::take(self.mailboxes.get_mut());
+        Python::try_attach(|py| mailboxes.iter().for_each(|mailbox| mailbox.get().close(py)));
     }
 }
 
@@ -51,6 +54,30 @@ type Awaitable<'py> = PyResult<Bound<'py, PyAny>>;
 impl AsyncStore {
     fn client(&self, py: Python<'_>) -> PyResult<moontide_client::AsyncStore> {
         self.held.with(Clone::clone).map_err(|why| gone(py, "store", why))
+    }
+
+    /// The box of the loop that runs on this thread.
+    fn mailbox(&self, py: Python<'_>) -> PyResult<Py<Mailbox>> {
+        let event_loop = running_loop(py)?;
+        let known = self
+            .mailboxes
+            .lock()
+            .iter()
+            .find(|known| known.get().is_of(&event_loop))
+            .map(|m| m.clone_ref(py));
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let made = Mailbox::new(py, &event_loop)?;
+        made.get().keep();
+        let all: Vec<_> = self.mailboxes.lock().iter().map(|known| known.clone_ref(py)).collect();
+        let orphaned: Vec<_> = all.iter().filter(|known| known.get().is_orphaned(py)).collect();
+        let mut mailboxes = self.mailboxes.lock();
+        // Those that go are held by `all` as well: nothing of Python's ends under the lock.
+        mailboxes.retain(|known| !orphaned.iter().any(|orphan| orphan.is(known)));
+        mailboxes.push(made.clone_ref(py));
+        drop(mailboxes);
+        Ok(made)
     }
 
     /// Runs a call of the client; the awaitable becomes what `made` makes of its answer.
@@ -66,12 +93,7 @@ impl AsyncStore {
         T: for<'a> IntoPyObject<'a>,
     {
         let client = self.client(py)?;
-        let mailbox = {
-            let mut known = self.mailbox.lock();
-            let running = Mailbox::of_running_loop(py, Some(&known))?;
-            *known = running.clone_ref(py);
-            running
-        };
+        let mailbox = self.mailbox(py)?;
         mailbox.get().post(py, call(client), made)
     }
 
@@ -95,7 +117,7 @@ fn plain<T>(_py: Python<'_>, value: T) -> PyResult<T> {
 }
 
 fn bytes_of(py: Python<'_>, bytes: Option<Bytes>) -> PyResult<Option<Py<PyBytes>>> {
-    Ok(bytes.map(|bytes| PyBytes::new(py, &bytes).unbind()))
+    bytes.map(|bytes| Unfilled::copy(py, &bytes).map(Bound::unbind)).transpose()
 }
 
 /// A key that outlives the call's arguments.
@@ -129,7 +151,7 @@ impl AsyncStore {
     /// Connects. Raises Unreachable within `connect` seconds if no master answers.
     #[staticmethod]
     #[pyo3(signature = (master="127.0.0.1:7400", *, tenant="default", deadline=5.0, connect=3.0, local=true,
-        verify_local=true, connections=2, hedge=true, locations=65536, rack="", zone=""))]
+        verify_local=true, connections=2, hedge=true, locations=65536, rack="", zone="", working=16, waiting=1024))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn connect<'py>(
         py: Python<'py>,
@@ -144,26 +166,34 @@ impl AsyncStore {
         locations: usize,
         rack: &str,
         zone: &str,
+        working: usize,
+        waiting: usize,
     ) -> Awaitable<'py> {
-        let config: StoreConfig = config(
-            master,
-            tenant,
-            deadline,
-            connect,
-            local,
-            verify_local,
-            connections,
-            hedge,
-            locations,
-            rack,
-            zone,
-        )?;
+        let config = StoreConfig {
+            working,
+            waiting,
+            ..config(
+                master,
+                tenant,
+                deadline,
+                connect,
+                local,
+                verify_local,
+                connections,
+                hedge,
+                locations,
+                rack,
+                zone,
+            )?
+        };
         let master = master.to_owned();
         let connecting = moontide_client::AsyncStore::connect(config);
-        let mailbox = Mailbox::of_running_loop(py, None)?;
+        let mailbox = Mailbox::new(py, &running_loop(py)?)?;
         let kept = mailbox.clone_ref(py);
         mailbox.get().post(py, connecting, move |_, client| {
-            Ok(AsyncStore { held: OfProcess::new(client), mailbox: Mutex::new(kept), master })
+            kept.get().keep();
+            let mailboxes = Mutex::new(vec![kept]);
+            Ok(AsyncStore { held: OfProcess::new(client), mailboxes, master })
         })
     }
 
@@ -176,7 +206,8 @@ impl AsyncStore {
     /// Ends the connection. Calls under way end first; views stay good. A second time it does nothing.
     fn close(&self, py: Python<'_>) {
         if let Some(client) = self.held.take() {
-            self.mailbox.lock().get().close(py);
+            let mailboxes = std::mem::take(&mut *self.mailboxes.lock());
+            mailboxes.iter().for_each(|mailbox| mailbox.get().close(py));
             // Its last owner may wait a moment for threads: not on the loop's thread.
             if let Ok(runtime) = runtime(py) {
                 runtime.spawn_blocking(move || drop(client));
@@ -296,11 +327,7 @@ impl AsyncStore {
         self.call(
             py,
             |client| async move { client.get_batch(keys).await },
-            |py, outcomes| {
-                let bytes =
-                    outcomes.into_iter().map(|outcome| Ok(outcome?.map(|bytes| PyBytes::new(py, &bytes))));
-                Ok(errors::batch(py, bytes.collect())?.unbind())
-            },
+            |py, outcomes| Ok(batch_bytes(py, outcomes)?.unbind()),
         )
     }
 

@@ -95,12 +95,13 @@ impl Tensor {
     /// Whether the bytes are the node's own, and not a copy.
     #[getter]
     fn in_place(&self, py: Python<'_>) -> PyResult<bool> {
-        self.pinned.with(py, ObjectRef::is_in_place)
+        Ok(self.pinned.object(py)?.is_in_place())
     }
 
     /// Compares the bytes with their digest. False: do not use them, and get the object again.
     fn verify(&self, py: Python<'_>) -> PyResult<bool> {
-        self.pinned.with(py, ObjectRef::verify)
+        let object = self.pinned.object(py)?;
+        Ok(py.detach(|| object.verify()))
     }
 
     /// Gives the memory back now. Raises BufferError while something made from it is in use.
@@ -173,13 +174,9 @@ impl Tensor {
     ) -> PyResult<Bound<'py, PyAny>> {
         let _ = stream; // memory of this host has none
         let this = slf.get();
-        dlpack::lend(
-            slf.as_any(),
-            this.start(slf.py())?,
-            this.header.dtype(),
-            this.header.shape(),
-            &Request { max_version, device: dl_device, copy },
-        )
+        let request = Request { max_version, device: dl_device, copy };
+        let start = || this.start(slf.py());
+        dlpack::lend(slf.as_any(), start, this.header.dtype(), this.header.shape(), &request)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

@@ -11,6 +11,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::arguments::python_bool;
 use crate::dlpack::{self, Request};
 use crate::pinned::{Layout, Pinned};
+use crate::store::Unfilled;
 
 /// An object's bytes, read-only: in place in the memory of a node on this host, or a copy.
 ///
@@ -55,12 +56,13 @@ impl View {
     /// Whether the bytes are the node's own, and not a copy.
     #[getter]
     fn in_place(&self, py: Python<'_>) -> PyResult<bool> {
-        self.pinned.with(py, ObjectRef::is_in_place)
+        Ok(self.pinned.object(py)?.is_in_place())
     }
 
     /// Compares the bytes with their digest. False: do not use them, and get the object again.
     fn verify(&self, py: Python<'_>) -> PyResult<bool> {
-        self.pinned.with(py, ObjectRef::verify)
+        let object = self.pinned.object(py)?;
+        Ok(py.detach(|| object.verify()))
     }
 
     /// Gives the memory back now. Raises BufferError while something made from it is in use.
@@ -88,16 +90,17 @@ impl View {
     }
 
     fn __bytes__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.pinned.with(py, |object| PyBytes::new(py, object))
+        Unfilled::copy(py, &self.pinned.object(py)?)
     }
 
     fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Ok(other) = crate::array::Source::of(other) else { return Ok(false) };
-        self.pinned.with(py, |object| object[..] == *other.bytes())
+        let object = self.pinned.object(py)?;
+        Ok(object[..] == *other.bytes())
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
-        match self.pinned.with(py, ObjectRef::is_in_place) {
+        match self.pinned.object(py).map(|object| object.is_in_place()) {
             Ok(in_place) => {
                 format!("<moontide.View of {} bytes, in_place={}>", self.shape[0], python_bool(in_place))
             }
@@ -133,14 +136,10 @@ impl View {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let _ = stream; // memory of this host has none
-        let (start, len) = slf.get().pinned.place(slf.py())?;
-        dlpack::lend(
-            slf.as_any(),
-            start,
-            Dtype::Uint8,
-            &[len as u64],
-            &Request { max_version, device: dl_device, copy },
-        )
+        let this = slf.get();
+        let start = || Ok(this.pinned.place(slf.py())?.0);
+        let request = Request { max_version, device: dl_device, copy };
+        dlpack::lend(slf.as_any(), start, Dtype::Uint8, &[this.shape[0] as u64], &request)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

@@ -166,6 +166,21 @@ def test_pointers_are_no_bytes(store, key):
     assert not store.exists(key("a"))
 
 
+TOO_MANY = """
+import sys, moontide, numpy
+store = moontide.Store(sys.argv[1])
+try:
+    store.put("a", numpy.broadcast_to(numpy.uint8(1), (1 << 45,)))
+except (MemoryError, moontide.TooLarge) as error:
+    print("refused")
+"""
+
+
+def test_more_elements_than_there_is_memory_for(python):
+    ended = python(TOO_MANY)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "refused\n", "")
+
+
 class Interface:
     """Something that only has ``__array_interface__``."""
 
@@ -183,6 +198,31 @@ def test_objects_with_an_array_interface(either, key):
     space = np.zeros((3, 4), "<f4")
     assert either.get_into(key("a"), Interface(space)) == 48
     assert (space == numbers).all()
+
+
+def test_an_array_interface_says_what_its_elements_are(store, key):
+    for kind, name in [("<f4", "float32"), ("|u1", "uint8"), ("<c8", "complex64"), ("|b1", "bool")]:
+        numbers = np.arange(4).astype(kind)
+        assert store.put_tensor(key(name), Interface(numbers))
+        tensor = store.get_tensor(key(name))
+        assert (tensor.dtype, tensor.shape) == (name, (4,))
+        assert (tensor.numpy() == numbers).all()
+
+
+@pytest.mark.parametrize("kind", [">f4", "<U2", "|S4", "|V4", "|O"])
+def test_an_array_interface_of_other_elements_is_no_tensor(store, key, kind):
+    array = np.zeros(4, kind)
+    named = Interface(array)
+    named.dtype = array.dtype
+    for value in (Interface(array), named):
+        with pytest.raises((TypeError, ValueError)):
+            store.put_tensor(key("a"), value)
+    if kind == "|O":
+        with pytest.raises((TypeError, ValueError)):
+            store.put(key("a"), Interface(array))
+    else:
+        assert store.put(key("a"), Interface(array))
+        assert store.get(key("a")) == array.tobytes()
 
 
 @pytest.mark.parametrize(

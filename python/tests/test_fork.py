@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import resource
+import signal
 import subprocess
 import sys
 import warnings
@@ -67,6 +70,20 @@ def test_a_child_cannot_use_what_it_inherits(cluster, store, key):
     assert in_child(child) == 0
     assert bytes(view) == b"123"
     assert store.get(key("a")) == b"123"
+
+
+def test_a_child_has_no_memory_behind_arrays_of_its_parent(store, key):
+    store.put(key("a"), b"123")
+    array = np.asarray(store.get_view(key("a")))
+
+    def child() -> None:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        bytes(array)
+
+    assert in_child(child) == -signal.SIGSEGV
+    assert bytes(array) == b"123"
+    assert in_child(lambda: None) == 0, "one that leaves them alone is fine"
 
 
 def test_a_child_can_connect_anew(cluster, store, key):

@@ -252,9 +252,6 @@ def test_hard_pins_resist_removal(store):
     assert store.remove("pinned", True) == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="remove_all without force makes what is pinned unreachable, and keeps its memory"
-)
 def test_removing_everything_leaves_what_is_pinned(store):
     config = ReplicateConfig()
     config.with_hard_pin = True

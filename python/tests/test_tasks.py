@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import random
-import threading
 import time
 import weakref
 
@@ -130,34 +129,63 @@ def test_an_async_call_needs_a_loop(cluster):
     store.close()
 
 
-def test_one_store_for_loops_of_many_threads(cluster, key):
-    store: list[moontide.AsyncStore] = []
+MANY_LOOPS = """
+import asyncio, os, sys, threading, moontide
+master, key = sys.argv[1:]
+async def connect():
+    return await moontide.AsyncStore.connect(master)
+store = asyncio.run(connect())
+done = []
+async def work(number):
+    for round in range(100):
+        name = f"{key}/{number}/{round}"
+        assert await store.put(name, name.encode())
+        assert await asyncio.gather(store.get(name), store.exists(name)) == [name.encode(), True]
+    if number == 0:
+        print("few files are open:", len(os.listdir("/proc/self/fd")) < 100)
+    done.append(number)
+threads = [threading.Thread(target=lambda number=number: asyncio.run(work(number))) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+store.close()
+print("done:", len(done))
+"""
 
-    async def connect() -> None:
-        store.append(await moontide.AsyncStore.connect(cluster.master))
 
-    async def work(number: int) -> None:
-        for round in range(20):
-            name = key(f"{number}/{round}")
-            assert await store[0].put(name, name.encode())
-            assert await asyncio.gather(store[0].get(name), store[0].exists(name)) == [name.encode(), True]
+def test_one_store_for_loops_of_many_threads(python, key):
+    # In a process of its own: threads that wait for each other with Python's lock held stop all of it.
+    ended = python(MANY_LOOPS, key("a"), seconds=30)
+    assert (ended.stdout, ended.stderr) == ("few files are open: True\ndone: 8\n", "")
 
-    asyncio.run(connect())
-    failed: list[BaseException] = []
 
-    def run(number: int) -> None:
-        try:
-            asyncio.run(work(number))
-        except BaseException as error:
-            failed.append(error)
+CLOSED_ELSEWHERE = """
+import asyncio, sys, threading, moontide
+master, key = sys.argv[1:]
+async def main():
+    store = await moontide.AsyncStore.connect(master)
+    await store.put(key, b"1")
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    try:
+        while True:
+            await store.get(key)
+    except moontide.Closed:
+        print("closed")
+    closing.join()
+for _ in range(10):
+    asyncio.run(main())
+    async def remove():
+        async with await moontide.AsyncStore.connect(master) as store:
+            await store.remove(key)
+    asyncio.run(remove())
+"""
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    store[0].close()
-    assert failed == []
+
+def test_another_thread_may_close_it(python, key):
+    ended = python(CLOSED_ELSEWHERE, key("a"), seconds=30)
+    assert (ended.stdout, ended.stderr) == ("closed\n" * 10, "")
 
 
 def test_loops_come_and_go_and_leave_nothing_behind(cluster, key):
@@ -185,6 +213,22 @@ def test_loops_come_and_go_and_leave_nothing_behind(cluster, key):
     assert len(os.listdir("/proc/self/fd")) <= before + 4
     assert sum(loop() is not None for loop in loops) <= 2
     store.close()
+
+
+def test_connections_that_fail_leave_nothing_behind():
+    async def main() -> int:
+        async def attempt() -> None:
+            with pytest.raises(moontide.Unreachable):
+                await moontide.AsyncStore.connect("127.0.0.1:1")
+
+        await attempt()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            await attempt()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")) - before
+
+    assert asyncio.run(main()) <= 3
 
 
 def test_a_loop_that_ends_during_calls(cluster, store, key):

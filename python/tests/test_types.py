@@ -86,7 +86,7 @@ def threads(master: str) -> None:
                 assert_type(same, moontide.View)
             assert_type(bytes(view), bytes)
             assert_type(memoryview(view), memoryview)
-            numpy.frombuffer(view, "u1")
+            numpy.frombuffer(memoryview(view), "u1")
             store.put("again", view)
         tensor = store.get_tensor("k")
         if tensor is not None:

@@ -263,6 +263,17 @@ def test_a_with_block_passes_exceptions_on(store, key):
         raise KeyError("mine")
 
 
+def test_an_array_lets_go_of_a_view_at_once(store, key):
+    store.put(key("a"), b"123")
+    view = store.get_view(key("a"))
+    before = sys.getrefcount(view)
+    for make in (np.from_dlpack, np.asarray, memoryview, lambda view: np.frombuffer(view, "u1")):
+        array = make(view)
+        assert sys.getrefcount(view) > before
+        del array
+        assert sys.getrefcount(view) == before
+
+
 def test_a_copy_through_dlpack_is_the_callers_own(store, key):
     store.put(key("a"), b"123")
     try:

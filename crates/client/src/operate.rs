@@ -194,18 +194,42 @@ impl Store {
         Ok(message.job)
     }
 
-    /// Removes every object of the tenant; how many there were, as far as the master had counted them when this returns.
+    /// Removes every object of the tenant; how many there were. What is leased or pinned stays, unless by `force`: then
+    /// everything is gone at once, and the master frees the space afterwards.
     pub fn remove_all(&self, force: bool) -> Result<u64, StoreError> {
+        if !force {
+            return self.remove_one_by_one();
+        }
         let inner = &*self.inner;
         let deadline = inner.deadline();
         let context = Some(inner.cluster.context(deadline).to_wire());
-        let request = v1::RemoveAllRequest { context, force };
+        let request = v1::RemoveAllRequest { context, force: true };
         let message =
             inner.cluster.call(deadline, move |mut master| async move { master.remove_all(request).await })?;
         refusal(&message.context)?;
         // What this process remembers is of before; others learn it with the table of nodes.
         inner.refresh_nodes_anew(deadline)?;
         self.job_done(message.job, deadline)
+    }
+
+    /// Like any removal, each is acknowledged when the nodes have killed the object.
+    fn remove_one_by_one(&self) -> Result<u64, StoreError> {
+        let (mut removed, mut cursor) = (0, Vec::new());
+        loop {
+            let page = self.list(b"", &cursor, KEYS_PER_CALL as u32)?;
+            let keys: Vec<&[u8]> = page.keys.iter().map(|key| &key[..]).collect();
+            for outcome in self.remove_batch(&keys, false) {
+                match outcome {
+                    Ok(was_there) => removed += u64::from(was_there),
+                    Err(error) if error.code() == ErrorCode::Leased => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            if page.next.is_empty() {
+                return Ok(removed);
+            }
+            cursor = page.next;
+        }
     }
 
     /// Waits for a job; what it removed.

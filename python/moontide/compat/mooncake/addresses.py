@@ -277,7 +277,7 @@ class Addresses:
         count = len(keys)
         if not count or count != len(all_buffer_ptrs) or count != len(all_sizes):
             return [False] * count
-        if list(map(len, all_buffer_ptrs)) == list(map(len, all_sizes)) and all(all_sizes):
+        if list(map(len, all_buffer_ptrs)) == list(map(len, all_sizes)) and min(map(len, all_sizes)) > 0:
             addresses, sizes = list(chain.from_iterable(all_buffer_ptrs)), list(chain.from_iterable(all_sizes))
             if self._admits(addresses, sizes):
                 return None

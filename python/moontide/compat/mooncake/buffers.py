@@ -43,6 +43,11 @@ def unmap_memory(address: int, size: int) -> None:
     _LIBC.munmap(address, size)
 
 
+def empty_memory(address: int, size: int) -> None:
+    """Gives back the pages of what `map_memory` gave, but not the addresses."""
+    _LIBC.madvise(address, size, mmap.MADV_DONTNEED)
+
+
 @cache
 def _probe() -> int:
     """A file into which single bytes are written, to learn whether they can be read."""
@@ -155,9 +160,9 @@ class Pool:
         return address
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back. The addresses stay: a call of another thread may be using them."""
         if self.address:
-            unmap_memory(self.address, self.size)
+            empty_memory(self.address, self.size)
         self.address = self.size = self._used = 0
 
 

@@ -77,9 +77,14 @@ class Tensors:
         if tensor is None:
             return None
         try:
-            return tensor.torch().clone()
+            copy = tensor.torch().clone()
         except ImportError:
-            return tensor.numpy().copy()
+            copy = tensor.numpy().copy()
+        # Bytes in place are compared with their digest only on request.
+        if not tensor.verify():
+            LOG.warning("get_tensor failed: the bytes do not match their digest")
+            return None
+        return copy
 
     def batch_put_tensor(self, keys: Sequence[str], tensors_list: Sequence[Any]) -> list[int]:
         """Stores many; a number for each."""
