@@ -277,7 +277,7 @@ impl Connection {
         let work = request.work.as_ref().filter(|_| request.kind == FrameKind::Write);
         let mut left_bytes = work.map_or(0, |work| work.frame.bytes);
         // SAFETY: header and body live here and in the request.
-        unsafe { self.send_chunk(&mut chunk, left_bytes > 0, request.deadline) }?;
+        unsafe { self.send_chunk(&mut chunk, left_bytes > 0 || request.is_followed, request.deadline) }?;
         let Some(work) = work else { return Ok(()) };
         let mut flow = Flow::new(&work.ops, &work.frame.parts);
         while left_bytes > 0 {
@@ -287,7 +287,7 @@ impl Connection {
             // this thread's to write, since it holds the send half.
             unsafe {
                 chunk.digest(&work.ops);
-                self.send_chunk(&mut chunk, left_bytes > 0, request.deadline)?;
+                self.send_chunk(&mut chunk, left_bytes > 0 || request.is_followed, request.deadline)?;
             }
         }
         Ok(())

@@ -66,9 +66,10 @@ pub(super) unsafe fn put_in_one_go(
     let frames = plan(&ops, 1);
     let ops: Arc<[OpCore]> = ops.into();
     let mut train = Train { connection, load: bytes, requests: Vec::with_capacity(frames.len() + 2) };
-    train.send(Request::call(FrameKind::Begin, begin, deadline));
+    // One packet instead of three, where they fit: each would wake the owner by itself.
+    train.send(Request::call(FrameKind::Begin, begin, deadline).followed());
     for frame in &frames {
-        train.send(Request::transfer(&ops, frame.clone(), deadline));
+        train.send(Request::transfer(&ops, frame.clone(), deadline).followed());
     }
     // SAFETY: whatever was sent was digested on this thread, which is done with it. Where sending failed the places hold
     // what they held before, and the Commit, which then says something wrong, fails as well.

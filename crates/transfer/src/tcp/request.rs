@@ -37,6 +37,8 @@ pub(crate) struct Request {
     pub(crate) work: Option<Work>,
     pub(crate) deadline: Instant,
     pub(crate) seat: Arc<Seat>,
+    /// The same thread sends another one at once: the kernel may let them travel together.
+    pub(crate) is_followed: bool,
     answer: Mutex<Option<Answer>>,
 }
 
@@ -48,6 +50,12 @@ pub(crate) struct Work {
 }
 
 impl Request {
+    /// As it is, and followed by another one at once.
+    pub(crate) fn followed(mut self: Arc<Request>) -> Arc<Request> {
+        Arc::get_mut(&mut self).expect("nobody has it yet").is_followed = true;
+        self
+    }
+
     /// A Read or Write of these parts.
     pub(crate) fn transfer(ops: &Arc<[OpCore]>, frame: Frame, deadline: Instant) -> Arc<Request> {
         let kind = match frame.direction {
@@ -82,7 +90,7 @@ impl Request {
 
     fn new(kind: FrameKind, body: Vec<u8>, work: Option<Work>, deadline: Instant) -> Arc<Request> {
         let (seat, answer) = (Arc::default(), Mutex::default());
-        Arc::new(Request { kind, body, work, deadline, seat, answer })
+        Arc::new(Request { kind, body, work, deadline, seat, is_followed: false, answer })
     }
 
     /// The header that goes in front.

@@ -153,19 +153,25 @@ class Segment:
         self._drop_claim()
 
 
+def _connect(settings: Settings) -> Store:
+    # There is no argument for this in Mooncake's calls.
+    local = os.environ.get("MOONTIDE_LOCAL", "1") not in ("0", "off", "false")
+    return Store(settings.master, tenant=settings.tenant, connect=CONNECT_SECONDS, local=local)
+
+
 def open_store(settings: Settings) -> tuple[Store, Segment | None]:
     """Connects, and runs a node in this process if memory is to be given. Raises our errors."""
     if settings.ignored:
         LOG.info("ignored: %s", "; ".join(settings.ignored))
     # Without a master this fails first, within CONNECT_SECONDS.
-    store = Store(settings.master, tenant=settings.tenant, connect=CONNECT_SECONDS)
+    store = _connect(settings)
     if not settings.segment_bytes:
         return store, None
     store.close()
     segment = Segment(settings)
     try:
         # Once more, so that the store finds the node among those of this host from its first call on.
-        return Store(settings.master, tenant=settings.tenant, connect=CONNECT_SECONDS), segment
+        return _connect(settings), segment
     except BaseException:
         segment.close()
         raise
