@@ -8,6 +8,7 @@ use bytes::Bytes;
 use moontide_heap::SharedGuard;
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::{ErrorCode, Key, ObjectId};
+use parking_lot::Mutex;
 
 use crate::cluster::spread;
 use crate::decide::{Backoff, Nearness};
@@ -19,6 +20,15 @@ use crate::store::{Inner, Store};
 
 /// Where nothing came from, it does not matter how far that is.
 const FAR: Served = Served::Memory(Nearness::Far);
+
+/// A copy within this host that is not longer is made by one thread: starting another takes some tens of microseconds.
+const COPY_ALONE_MAX: usize = 4 << 20;
+
+/// Pages that a thread takes at a time.
+const PART_PAGES: usize = 4;
+
+/// Threads that help with a longer one.
+const COPY_HELPERS_MAX: usize = 3;
 
 /// How often a get looks an object up before it gives up: places may change under it.
 const ATTEMPTS_MAX: u32 = 4;
@@ -345,10 +355,30 @@ impl Inner {
         }
         let context = header.digest_context();
         let page_bytes = PAGE_BYTES as usize;
-        let pages = into.chunks_mut(page_bytes).zip(guard.bytes().chunks(page_bytes));
-        let digests = (0u64..).zip(pages).map(|(index, (to, from))| {
-            to.copy_from_slice(from);
-            context.page(index, to)
+        let mut digests = vec![0; guard.bytes().len().div_ceil(page_bytes)];
+        let parts = into
+            .chunks_mut(PART_PAGES * page_bytes)
+            .zip(guard.bytes().chunks(PART_PAGES * page_bytes))
+            .zip(digests.chunks_mut(PART_PAGES))
+            .enumerate();
+        let parts = Mutex::new(parts);
+        let work = || {
+            while let Some((nth, ((to, from), digests))) = { parts.lock().next() } {
+                let pages = to.chunks_mut(page_bytes).zip(from.chunks(page_bytes)).zip(digests);
+                for (index, ((to, from), digest)) in ((nth * PART_PAGES) as u64..).zip(pages) {
+                    to.copy_from_slice(from);
+                    *digest = context.page(index, to);
+                }
+            }
+        };
+        // One core does not use all of the memory's speed. If there is no thread to be had, this one does everything.
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let helpers = (guard.bytes().len() / COPY_ALONE_MAX).min(cores - 1).min(COPY_HELPERS_MAX);
+        std::thread::scope(|scope| {
+            for _ in 0..helpers {
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
         });
         context.root_of(digests) == header.root || self.not_right(guard)
     }
