@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use moontide_heap::SharedGuard;
+use moontide_heap::{SharedGuard, copy_helpers};
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::{ErrorCode, Key, ObjectId};
 use parking_lot::Mutex;
@@ -21,14 +21,8 @@ use crate::store::{Inner, Store};
 /// Where nothing came from, it does not matter how far that is.
 const FAR: Served = Served::Memory(Nearness::Far);
 
-/// A copy within this host that is not longer is made by one thread: starting another takes some tens of microseconds.
-const COPY_ALONE_MAX: usize = 4 << 20;
-
 /// Pages that a thread takes at a time.
 const PART_PAGES: usize = 4;
-
-/// Threads that help with a longer one.
-const COPY_HELPERS_MAX: usize = 3;
 
 /// How often a get looks an object up before it gives up: places may change under it.
 const ATTEMPTS_MAX: u32 = 4;
@@ -371,11 +365,9 @@ impl Inner {
                 }
             }
         };
-        // One core does not use all of the memory's speed. If there is no thread to be had, this one does everything.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let helpers = (guard.bytes().len() / COPY_ALONE_MAX).min(cores - 1).min(COPY_HELPERS_MAX);
         std::thread::scope(|scope| {
-            for _ in 0..helpers {
+            for _ in 0..copy_helpers(guard.bytes().len() as u64) {
+                // If there is no thread to be had, this one does everything.
                 let _ = std::thread::Builder::new().spawn_scoped(scope, work);
             }
             work();

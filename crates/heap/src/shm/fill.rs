@@ -4,6 +4,7 @@
 //! page whose digest really is 0 is digested once more at the end, which costs time and nothing else.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use moontide_types::Span;
 use moontide_types::bounds::PAGE_BYTES;
@@ -60,7 +61,8 @@ impl SegmentRegions {
     }
 
     /// Copies the payload, given in parts, into the record and its page digests behind it, which `each` is told; the
-    /// root over them, 0 without digests.
+    /// root over them, 0 without digests. Several threads copy what is long: one does not use all of the memory's speed,
+    /// and the kernel's work at the first use of a page is spread, too.
     ///
     /// # Safety
     /// The caller is the one writer of the record, and holds a pin granted on WRITING.
@@ -68,39 +70,96 @@ impl SegmentRegions {
     /// # Panics
     /// If the payload has another length than the record's, or the record does not lie in the segment.
     pub(crate) unsafe fn fill(&self, header: &Header, payload: &[&[u8]], mut each: impl FnMut(u64)) -> u64 {
-        let len: u64 = payload.iter().map(|part| part.len() as u64).sum();
-        assert_eq!(len, header.stripe_len, "payload for another record");
+        let payload = Payload::new(payload);
+        assert_eq!(payload.len, header.stripe_len, "payload for another record");
         let (_, span) = self.record_span(header).expect("a record inside of its segment");
         let context = header.digest_context();
-        let mut root = RootBuilder::new(context);
-        let mut parts = payload.iter().copied();
-        let mut part: &[u8] = &[];
-        for page in pages(header) {
+        let fill_page = |page: u64| -> u64 {
             let bytes = page_span(header, page);
-            let mut at = bytes.offset();
-            while at < bytes.end() {
-                if part.is_empty() {
-                    part = parts.next().expect("the lengths add up");
-                    continue;
-                }
-                let (piece, rest) = part.split_at(part.len().min((bytes.end() - at) as usize));
-                // SAFETY: inside the record, of which the caller is the one writer.
-                unsafe { self.write_bytes(span.offset() + at, piece) };
+            let mut at = span.offset() + bytes.offset();
+            payload.pieces(bytes, |piece| {
+                // SAFETY: inside the record, of which the caller is the one writer, and this thread that of the page.
+                unsafe { self.write_bytes(at, piece) };
                 at += piece.len() as u64;
-                part = rest;
-            }
+            });
             if header.flags.digestless() {
-                continue;
+                return 0;
             }
             // The copy above has brought the page into cache.
             let stored = Span::new(span.offset() + bytes.offset(), bytes.len()).expect("inside the record");
             // SAFETY: as above.
-            let digest = context.page(page, unsafe { self.bytes(stored) });
-            // SAFETY: as above.
+            context.page(page, unsafe { self.bytes(stored) })
+        };
+        let mut digests = vec![0; pages(header).count()];
+        let parts = Mutex::new(digests.chunks_mut(PART_PAGES).enumerate());
+        let work = || {
+            while let Some((nth, digests)) = { parts.lock().unwrap_or_else(PoisonError::into_inner).next() } {
+                for (page, digest) in ((nth * PART_PAGES) as u64..).zip(digests) {
+                    *digest = fill_page(page);
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..copy_helpers(payload.len) {
+                // If there is no thread to be had, this one does everything.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
+        });
+        if header.flags.digestless() {
+            return 0;
+        }
+        let mut root = RootBuilder::new(context);
+        for (page, digest) in pages(header).zip(digests) {
+            // SAFETY: the caller is the record's one writer.
             unsafe { self.write_digest(header, page, digest) };
             root.push(digest);
             each(digest);
         }
-        if header.flags.digestless() { 0 } else { root.finish() }
+        root.finish()
     }
+}
+
+/// A payload in parts, of which any range can be had.
+struct Payload<'a> {
+    /// Each part, and where it starts.
+    parts: Vec<(u64, &'a [u8])>,
+    len: u64,
+}
+
+impl<'a> Payload<'a> {
+    fn new(parts: &[&'a [u8]]) -> Payload<'a> {
+        let mut len = 0;
+        let placed = parts.iter().map(|part| {
+            let start = len;
+            len += part.len() as u64;
+            (start, *part)
+        });
+        Payload { parts: placed.collect(), len }
+    }
+
+    /// Tells `take` the bytes of a range, piece by piece.
+    fn pieces(&self, range: Span, mut take: impl FnMut(&[u8])) {
+        let first = self.parts.partition_point(|(start, part)| start + part.len() as u64 <= range.offset());
+        for (start, part) in &self.parts[first..] {
+            if *start >= range.end() {
+                return;
+            }
+            let from = range.offset().saturating_sub(*start) as usize;
+            let to = (part.len() as u64).min(range.end() - start) as usize;
+            take(&part[from..to]);
+        }
+    }
+}
+
+/// Pages that a thread takes at a time.
+const PART_PAGES: usize = 4;
+
+/// How many threads should help with a copy of so many bytes within this host. Starting one takes some tens of microseconds, in which a core
+/// copies a few hundred KiB.
+pub fn copy_helpers(bytes: u64) -> usize {
+    const ALONE_MAX: u64 = 4 << 20;
+    const HELPERS_MAX: usize = 3;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    ((bytes / ALONE_MAX) as usize).min(cores - 1).min(HELPERS_MAX)
 }
