@@ -56,7 +56,7 @@ class PutOptions:
 class Store:
     def __new__(
         cls,
-        master: str = "127.0.0.1:7400",
+        master: str | None = None,
         *,
         tenant: str = "default",
         deadline: float = 5.0,
@@ -131,7 +131,7 @@ class Store:
 class AsyncStore:
     @staticmethod
     def connect(
-        master: str = "127.0.0.1:7400",
+        master: str | None = None,
         *,
         tenant: str = "default",
         deadline: float = 5.0,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import tempfile
 from types import TracebackType
 from typing import Any, Optional, Union
 
 from moontide import _native
 from moontide._binary import binary
+from moontide.errors import Closed, InvalidArgument
 
 Key = Union[str, bytes]
 
@@ -15,8 +19,11 @@ Key = Union[str, bytes]
 class Store(_native.Store):
     __doc__ = _native.Store.__doc__
 
+    #: The cluster to try things out that it belongs to, which must not end before.
+    _dev: Optional[Dev] = None
+
     @classmethod
-    def connect(cls, master: str = "127.0.0.1:7400", **settings: Any) -> Store:
+    def connect(cls, master: Optional[str] = None, **settings: Any) -> Store:
         """The same as ``Store(master, ...)``."""
         return cls(master, **settings)
 
@@ -80,31 +87,43 @@ class Store(_native.Store):
 class Dev:
     """A master and nodes in this process. They end with it, and everything they have."""
 
-    def __init__(self, memory: int, nodes: int, disk_dir: Optional[str]) -> None:
-        self._master = _native.LocalMaster()
+    def __init__(self, memory: int, nodes: int, disk_dir: Optional[Union[str, os.PathLike[str]]]) -> None:
+        if nodes < 1:
+            raise InvalidArgument("a cluster needs at least one node")
         self._nodes: list[_native.LocalNode] = []
+        self._closed = False
+        # What is in it belongs to a cluster that never comes back.
+        self._disks = None if disk_dir is None else tempfile.mkdtemp(prefix="moontide-dev-", dir=disk_dir)
+        self._master = _native.LocalMaster()
         #: What stores connect to, also those of other processes of this host.
         self.master: str = self._master.address
         #: Where the master's page for operators is.
         self.admin: str = f"http://{self._master.admin_address}"
         try:
             for number in range(nodes):
-                place = None if disk_dir is None else f"{disk_dir}/{number}"
+                place = None if self._disks is None else f"{self._disks}/{number}"
                 self._nodes.append(_native.LocalNode(self.master, memory, disk_dir=place, drain=0.2))
         except BaseException:
             self.close()
             raise
 
     def store(self, **settings: Any) -> Store:
-        """A store of this cluster."""
-        return Store(self.master, **settings)
+        """A store of this cluster, which lasts at least as long as the store."""
+        if self._closed:
+            raise Closed("the cluster is closed; make another with moontide.dev()")
+        store = Store(self.master, **settings)
+        store._dev = self
+        return store
 
     def close(self) -> None:
         """Ends it. A second time it does nothing."""
+        self._closed = True
         # The nodes first: they say goodbye to the master.
         while self._nodes:
             self._nodes.pop().close()
         self._master.close()
+        if self._disks is not None:
+            shutil.rmtree(self._disks, ignore_errors=True)
 
     def __enter__(self) -> Dev:
         return self
@@ -118,13 +137,14 @@ class Dev:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<moontide.Dev with its master at {self.master}>"
+        return f"<moontide.Dev with its master at {self.master}{', closed' if self._closed else ''}>"
 
 
-def dev(memory: int = 256 << 20, *, nodes: int = 1, disk_dir: Optional[str] = None) -> Dev:
+def dev(memory: int = 256 << 20, *, nodes: int = 1, disk_dir: Optional[Union[str, os.PathLike[str]]] = None) -> Dev:
     """A cluster in this process, to try things out: ``memory`` bytes in each of ``nodes`` nodes.
 
-    Other processes of this host can use it, too. With ``disk_dir``, what does not fit into memory goes there.
+    Other processes of this host can use it, too. With ``disk_dir``, what does not fit into memory goes
+    to a new directory there, which goes with the cluster. An object must fit into a quarter of a node's memory.
 
     >>> with moontide.dev(64 << 20, nodes=2) as cluster, cluster.store() as store:
     ...     store.put("twice", b"...", replicas=2)

@@ -2,11 +2,12 @@
 
 use std::ffi::{c_int, c_void};
 
-use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::arguments::python_bool;
+use crate::errors;
 
 /// Memory by its address, as a buffer: what an engine has allocated itself and knows by a pointer.
 ///
@@ -34,7 +35,7 @@ impl Memory {
     fn new(address: usize, size: usize, readonly: bool) -> PyResult<Memory> {
         let end = address.checked_add(size).filter(|&end| end <= isize::MAX as usize);
         if address == 0 || end.is_none() {
-            return Err(PyValueError::new_err(format!("{size} bytes at {address:#x} are no memory")));
+            return Err(errors::argument(format!("{size} bytes at {address:#x} are no memory")));
         }
         Ok(Memory { address, size, readonly })
     }

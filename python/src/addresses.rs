@@ -4,11 +4,11 @@
 
 use moontide_client::{PutItem, StoreError};
 use moontide_types::ErrorCode;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyTuple};
 
 use crate::arguments::{Keys, PutOptions, put_options, same_length};
+use crate::errors;
 use crate::store::{Store, copy_out, get_batch_into_parts};
 
 /// Memory of one object: where its parts are and how long.
@@ -23,7 +23,7 @@ impl Parts {
             return Ok(Parts(vec![part(addresses, sizes)?]));
         }
         if addresses.len()? != sizes.len()? {
-            return Err(PyValueError::new_err("as many sizes as addresses are expected for each key"));
+            return Err(errors::argument("as many sizes as addresses are expected for each key"));
         }
         let (addresses, sizes) = (addresses.try_iter()?, sizes.try_iter()?);
         let pairs: Vec<_> =
@@ -58,7 +58,7 @@ fn part(address: &Bound<'_, PyAny>, size: &Bound<'_, PyAny>) -> PyResult<(usize,
     let (address, size): (usize, usize) = (address.extract()?, size.extract()?);
     let end = address.checked_add(size).filter(|&end| end <= isize::MAX as usize);
     if size > 0 && (address == 0 || end.is_none()) {
-        return Err(PyValueError::new_err(format!("{size} bytes at {address:#x} are no memory")));
+        return Err(errors::argument(format!("{size} bytes at {address:#x} are no memory")));
     }
     Ok((address, size))
 }

@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use moontide_types::record::PinClass;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
+
+use crate::errors;
 
 /// The bytes of a key: text is stored as UTF-8.
 pub(crate) fn key<'a>(key: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
@@ -42,14 +44,14 @@ impl<'py> Keys<'py> {
 pub(crate) fn same_length(keys: usize, others: usize, what: &str) -> PyResult<()> {
     match keys == others {
         true => Ok(()),
-        false => Err(PyValueError::new_err(format!("{keys} keys, but {others} {what}"))),
+        false => Err(errors::argument(format!("{keys} keys, but {others} {what}"))),
     }
 }
 
 /// Seconds, as Python counts them.
 pub(crate) fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
-        .map_err(|_| PyValueError::new_err(format!("{what} must be a number of seconds, not {seconds}")))
+        .map_err(|_| errors::argument(format!("{what} must be a number of seconds, not {seconds}")))
 }
 
 /// How long an object may live.
@@ -57,21 +59,27 @@ fn lifetime(ttl: f64) -> PyResult<Duration> {
     const MAX_S: f64 = 1e9;
     match ttl {
         0.001..=MAX_S => seconds("ttl", ttl),
-        _ => Err(PyValueError::new_err(format!(
-            "ttl must be a number of seconds, 0.001 to {MAX_S:e}, not {ttl}"
-        ))),
+        _ => Err(errors::argument(format!("ttl must be a number of seconds, 0.001 to {MAX_S:e}, not {ttl}"))),
     }
 }
 
 /// A number that the store knows the bounds of.
 fn small<T: TryFrom<i64>>(what: &str, number: i64) -> PyResult<T> {
-    T::try_from(number).map_err(|_| PyValueError::new_err(format!("{what} cannot be {number}")))
+    T::try_from(number).map_err(|_| errors::argument(format!("{what} cannot be {number}")))
 }
 
 /// How an object is to be stored.
 ///
 /// The same names are accepted as keyword arguments by every put:
 /// ``store.put("k", b"v", replicas=2)`` is ``store.put("k", b"v", PutOptions(replicas=2))``.
+///
+/// - ``replicas``: copies on as many nodes; ``replicas_min``: fewest that will do.
+/// - ``stripes``: pieces of each copy, on as many nodes; None leaves it to the master.
+/// - ``overwrite``: replace an object of the same key.
+/// - ``ttl``: seconds after which it may be forgotten; None: when room is needed.
+/// - ``pin``: "soft" is evicted last, "hard" never, and removed only by force.
+/// - ``cohort``: label of objects that are evicted together.
+/// - ``near``: prefer memory of this host.
 #[pyclass(module = "moontide", frozen, eq)]
 #[derive(Clone, Debug)]
 pub(crate) struct PutOptions(pub(crate) moontide_client::PutOptions);
@@ -102,7 +110,7 @@ impl PutOptions {
             "soft" => PinClass::Soft,
             "hard" => PinClass::Hard,
             other => {
-                return Err(PyValueError::new_err(format!(
+                return Err(errors::argument(format!(
                     "pin must be \"none\", \"soft\" or \"hard\", not {other:?}"
                 )));
             }

@@ -4,13 +4,14 @@
 use std::ffi::CStr;
 
 use moontide_types::tensor::Dtype;
-use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyTypeError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::dlpack::Borrowed;
+use crate::errors;
 
 /// Memory of an object, which is held as long as this is.
 pub(crate) struct Array {
@@ -46,7 +47,7 @@ impl Array {
         let bytes = array.shape.iter().try_fold(array.item_bytes, |bytes, &len| bytes.checked_mul(len));
         match bytes.filter(|&bytes| bytes <= isize::MAX as usize) {
             Some(_) if array.strides.len() == array.shape.len() => Ok(array),
-            _ => Err(PyValueError::new_err("an array of this shape has more bytes than there can be")),
+            _ => Err(errors::argument("an array of this shape has more bytes than there can be")),
         }
     }
 
@@ -90,9 +91,7 @@ impl Array {
     fn of_buffer(buffer: Buffer) -> PyResult<Array> {
         let raw = &*buffer.0;
         if !raw.suboffsets.is_null() {
-            return Err(PyValueError::new_err(
-                "the buffer is a table of pointers; copy it into one piece first",
-            ));
+            return Err(errors::argument("the buffer is a table of pointers; copy it into one piece first"));
         }
         let dims = raw.ndim as usize;
         let item_bytes = raw.itemsize as usize;
@@ -101,7 +100,7 @@ impl Array {
         let shape: Vec<usize> = match (dims, raw.shape.is_null()) {
             (0, _) => Vec::new(),
             (1, true) => vec![raw.len as usize / item_bytes.max(1)],
-            (_, true) => return Err(PyValueError::new_err("a buffer with dimensions, but without a shape")),
+            (_, true) => return Err(errors::argument("a buffer with dimensions, but without a shape")),
             (_, false) => numbers(raw.shape).iter().map(|&len| len as usize).collect(),
         };
         let strides = match dims > 0 && !raw.strides.is_null() {
@@ -150,7 +149,7 @@ impl Array {
             found
                 .get_item(name)?
                 .filter(|value| !value.is_none())
-                .ok_or_else(|| PyValueError::new_err(format!("__array_interface__ without {name}")))
+                .ok_or_else(|| errors::argument(format!("__array_interface__ without {name}")))
         };
         let (start, readonly): (usize, bool) = field("data")?.extract()?;
         let shape: Vec<usize> = field("shape")?.extract()?;
@@ -163,9 +162,7 @@ impl Array {
             Err(_) => row_strides(&shape, item_bytes),
         };
         if strides.len() != shape.len() {
-            return Err(PyValueError::new_err(
-                "__array_interface__ with another number of strides than lengths",
-            ));
+            return Err(errors::argument("__array_interface__ with another number of strides than lengths"));
         }
         // Types that numpy does not know by itself have a name all the same: those of ml_dtypes.
         let named = || -> Option<Dtype> {
@@ -240,10 +237,10 @@ impl Array {
     /// The bytes, to be written.
     pub(crate) fn into_target(self) -> PyResult<Target> {
         if self.readonly {
-            return Err(PyValueError::new_err("the memory is read-only; pass something that can be written"));
+            return Err(errors::argument("the memory is read-only; pass something that can be written"));
         }
         if !self.is_contiguous() {
-            return Err(PyValueError::new_err(
+            return Err(errors::argument(
                 "the elements do not follow each other in memory; pass a contiguous array",
             ));
         }
@@ -321,7 +318,7 @@ fn objects() -> PyErr {
 
 /// How long an element is that `__array_interface__` describes so, and what it is if that has a name here.
 fn type_of_typestr(typestr: &str) -> PyResult<(usize, Option<Dtype>)> {
-    let wrong = || PyValueError::new_err(format!("__array_interface__ with the type {typestr:?}"));
+    let wrong = || errors::argument(format!("__array_interface__ with the type {typestr:?}"));
     let [order, kind, digits @ ..] = typestr.as_bytes() else { return Err(wrong()) };
     let number: usize =
         std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).ok_or_else(wrong)?;

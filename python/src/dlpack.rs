@@ -7,11 +7,13 @@ use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
 use moontide_types::tensor::Dtype;
-use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
+
+use crate::errors;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -180,7 +182,7 @@ impl Borrowed {
                 }
             }
         };
-        let wrong = |what: &str| PyValueError::new_err(format!("a DLPack tensor with {what}"));
+        let wrong = |what: &str| errors::argument(format!("a DLPack tensor with {what}"));
         let bits = usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
         if bits == 0 || !bits.is_multiple_of(8) {
             return Err(wrong("elements that are no whole bytes"));

@@ -42,6 +42,11 @@ pub(crate) fn other(py: Python<'_>, code: ErrorCode, message: impl ToString) -> 
     raised(of_code(py, code, message.to_string()))
 }
 
+/// The exception for an argument that makes no sense.
+pub(crate) fn argument(message: impl ToString) -> PyErr {
+    Python::attach(|py| other(py, ErrorCode::InvalidArgument, message))
+}
+
 /// Used after it was closed.
 pub(crate) fn closed(py: Python<'_>, message: String) -> PyErr {
     raised(module(py).and_then(|module| module.getattr("Closed")?.call1((message,))))

@@ -5,9 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use moontide_master::{MasterConfig, Server};
-use moontide_node::{DiskConfig, Node, NodeConfig};
+use moontide_node::{DiskConfig, Node, NodeConfig, StartError};
 use moontide_types::ErrorCode;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::arguments::seconds;
@@ -20,7 +19,7 @@ const MOUNT_MAX: Duration = Duration::from_secs(5);
 fn address(listen: &str) -> PyResult<SocketAddr> {
     listen
         .parse()
-        .map_err(|_| PyValueError::new_err(format!("{listen:?} is no address; write it as \"127.0.0.1:0\"")))
+        .map_err(|_| errors::argument(format!("{listen:?} is no address; write it as \"127.0.0.1:0\"")))
 }
 
 /// A master in this process. It ends with the process, and everything it knows with it.
@@ -116,16 +115,24 @@ impl LocalNode {
             ..NodeConfig::default()
         };
         let node = py.detach(|| {
-            let node = Node::start(config).map_err(|error| error.to_string())?;
+            let node = Node::start(config).map_err(|error| match error {
+                StartError::Config(_) | StartError::Disk(_) => {
+                    (ErrorCode::InvalidArgument, error.to_string())
+                }
+                _ => (ErrorCode::Unreachable, error.to_string()),
+            })?;
             match node.wait_until_mounted(MOUNT_MAX) {
                 true => Ok(node),
-                false => Err(format!(
-                    "the master at {master} has not taken the node in after {} s; check its log",
-                    MOUNT_MAX.as_secs()
+                false => Err((
+                    ErrorCode::Unreachable,
+                    format!(
+                        "the master at {master} has not taken the node in after {} s; check its log",
+                        MOUNT_MAX.as_secs()
+                    ),
                 )),
             }
         });
-        let node = node.map_err(|error| errors::other(py, ErrorCode::Unreachable, error))?;
+        let node = node.map_err(|(code, message)| errors::other(py, code, message))?;
         let id = format!("{:016x}", node.id().0);
         let tcp = node.addresses().tcp.iter().map(ToString::to_string).collect();
         Ok(LocalNode { held: OfProcess::new(node), id, tcp })

@@ -38,6 +38,12 @@ pub(crate) struct Store {
     pub(crate) master: String,
 }
 
+/// Where the master is: as the command line has it, named, in the environment, or where one is by default.
+pub(crate) fn master_or_default(named: Option<&str>) -> String {
+    let named = named.map(str::to_owned).or_else(|| std::env::var("MOONTIDE_MASTER").ok());
+    named.unwrap_or_else(|| "127.0.0.1:7400".to_owned())
+}
+
 /// What a store is configured with, from keywords.
 #[allow(clippy::too_many_arguments)] // keywords of a constructor
 pub(crate) fn config(
@@ -186,12 +192,12 @@ pub(crate) fn get_bytes(
 #[pymethods]
 impl Store {
     #[new]
-    #[pyo3(signature = (master="127.0.0.1:7400", *, tenant="default", deadline=5.0, connect=3.0, local=true,
+    #[pyo3(signature = (master=None, *, tenant="default", deadline=5.0, connect=3.0, local=true,
         verify_local=true, connections=2, hedge=true, locations=65536, rack="", zone=""))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         py: Python<'_>,
-        master: &str,
+        master: Option<&str>,
         tenant: &str,
         deadline: f64,
         connect: f64,
@@ -203,6 +209,7 @@ impl Store {
         rack: &str,
         zone: &str,
     ) -> PyResult<Store> {
+        let master = &master_or_default(master);
         let config = config(
             master,
             tenant,
@@ -244,7 +251,8 @@ impl Store {
 
     /// Stores bytes, a buffer or an array under a key. False: an object of this key was there, and stays.
     ///
-    /// Elements that are scattered are collected first; everything else is sent from where it is.
+    /// Elements that are scattered are collected first; everything else is sent from where it is. Options are those of
+    /// PutOptions, also by name.
     ///
     /// >>> store.put("k1", b"one"), store.put("k1", b"two")
     /// (True, False)

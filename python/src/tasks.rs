@@ -17,8 +17,8 @@ use crate::errors;
 use crate::mailbox::{Mailbox, running_loop, runtime};
 use crate::process::{OfProcess, gone};
 use crate::store::{
-    Unfilled, batch_bytes, config, get_batch_into_parts, get_into_parts, get_refs, stats_of, targets,
-    tensor_parts, was_stored,
+    Unfilled, batch_bytes, config, get_batch_into_parts, get_into_parts, get_refs, master_or_default,
+    stats_of, targets, tensor_parts, was_stored,
 };
 use crate::tensor::Tensor;
 use crate::view::View;
@@ -150,12 +150,12 @@ fn value(value: &Bound<'_, PyAny>) -> PyResult<Bytes> {
 impl AsyncStore {
     /// Connects. Raises Unreachable within `connect` seconds if no master answers.
     #[staticmethod]
-    #[pyo3(signature = (master="127.0.0.1:7400", *, tenant="default", deadline=5.0, connect=3.0, local=true,
+    #[pyo3(signature = (master=None, *, tenant="default", deadline=5.0, connect=3.0, local=true,
         verify_local=true, connections=2, hedge=true, locations=65536, rack="", zone="", working=16, waiting=1024))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn connect<'py>(
         py: Python<'py>,
-        master: &str,
+        master: Option<&str>,
         tenant: &str,
         deadline: f64,
         connect: f64,
@@ -169,6 +169,7 @@ impl AsyncStore {
         working: usize,
         waiting: usize,
     ) -> Awaitable<'py> {
+        let master = &master_or_default(master);
         let config = StoreConfig {
             working,
             waiting,

@@ -18,8 +18,8 @@ use crate::view::array_interface;
 
 /// A tensor that was put with ``put_tensor`` or ``store[key] = array``: read-only, in place where it can be.
 ///
-/// numpy and torch read it without a copy: ``tensor.numpy()``, ``tensor.torch()``, ``numpy.asarray(tensor)``,
-/// ``torch.from_dlpack(tensor)``. What is true of a View's memory is true of a Tensor's.
+/// numpy and torch read it without a copy: ``tensor.numpy()``, ``tensor.torch()``, ``torch.from_dlpack(tensor)``; for types
+/// that numpy knows by itself also ``numpy.asarray(tensor)``. What is true of a View's memory is true of a Tensor's.
 ///
 /// >>> import numpy
 /// >>> _ = store.put_tensor("t", numpy.arange(6, dtype=numpy.float32).reshape(2, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -116,8 +117,33 @@ def test_a_dev_cluster(tmp_path):
         with dev.store(local=False) as store:
             assert store.put("a", b"1", replicas=2, replicas_min=2)
     dev.close()
-    with pytest.raises(moontide.Unreachable):
+    assert repr(dev).endswith(", closed>")
+    with pytest.raises(moontide.Closed, match="moontide.dev"):
         dev.store()
+    with pytest.raises(moontide.InvalidArgument):
+        moontide.dev(64 * MIB, nodes=0)
+    with pytest.raises(moontide.InvalidArgument):
+        moontide.dev(1)
+
+
+def test_a_store_keeps_its_dev_cluster():
+    store = moontide.dev(64 * MIB).store()
+    gc.collect()
+    assert store.put("a", b"1")
+    assert store.get("a") == b"1"
+
+
+def test_the_disk_of_a_dev_cluster_goes_with_it(tmp_path):
+    for _ in range(2):
+        with moontide.dev(64 * MIB, disk_dir=tmp_path) as dev, dev.store() as store:
+            assert store.put("a", b"1")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_environment_names_the_master(cluster, monkeypatch):
+    monkeypatch.setenv("MOONTIDE_MASTER", cluster.master)
+    with moontide.Store() as store:
+        assert store.master == cluster.master
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ pub enum StoreError {
     #[error("the master's answer makes no sense: {0}; run the same release on both sides")]
     Answer(ConvertError),
     /// As many calls are under way as may be.
-    #[error("{limit} calls wait already; compute instead, or raise StoreConfig::waiting")]
+    #[error("{limit} calls wait already; compute instead, or let more of them wait (`waiting`)")]
     Overloaded {
         /// How many may wait.
         limit: usize,

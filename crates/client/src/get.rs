@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use moontide_heap::{SharedGuard, copy_helpers};
+use moontide_heap::{SharedGuard, with_helpers};
 use moontide_types::bounds::PAGE_BYTES;
 use moontide_types::{ErrorCode, Key, ObjectId};
 use parking_lot::Mutex;
@@ -365,13 +365,7 @@ impl Inner {
                 }
             }
         };
-        std::thread::scope(|scope| {
-            for _ in 0..copy_helpers(guard.bytes().len() as u64) {
-                // If there is no thread to be had, this one does everything.
-                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
-            }
-            work();
-        });
+        with_helpers(guard.bytes().len() as u64, work);
         context.root_of(digests) == header.root || self.not_right(guard)
     }
 

@@ -124,8 +124,8 @@ pub use shm::{
     MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, PerProcess, Pins, ProcessToken,
     Protection, Reader, Reclaimed, Region, RegionError, SEGMENTS_MAPPED_MAX, Said, Segment, SegmentError,
     SegmentShape, SharedGuard, SharedLookup, SharedReader, StageError, Staged, Staging, StagingRoom,
-    StagingUse, Trailer, Unpublished, Visitor, WatchError, Welcome, WriteClaim, Writer, copy_helpers, join,
-    offer_segment, open_stream,
+    StagingUse, Trailer, Unpublished, Visitor, WatchError, Welcome, WriteClaim, Writer, join, offer_segment,
+    open_stream, with_helpers,
 };
 
 /// What the model tests need beyond the public names.

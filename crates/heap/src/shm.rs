@@ -42,7 +42,7 @@ mod trailer;
 pub use board::{Board, BoardError, BoardView};
 pub use death::{DeathWatch, Ended, WatchError};
 pub use door::{Door, DoorError, Said, Visitor, join, offer_segment, open_stream};
-pub use fill::copy_helpers;
+pub use fill::with_helpers;
 pub use fork::{PerProcess, ProcessToken};
 pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclaimed, StageError, Writer};
 pub use ledger::{

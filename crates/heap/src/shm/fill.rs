@@ -4,7 +4,7 @@
 //! page whose digest really is 0 is digested once more at the end, which costs time and nothing else.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use moontide_types::Span;
 use moontide_types::bounds::PAGE_BYTES;
@@ -99,13 +99,7 @@ impl SegmentRegions {
                 }
             }
         };
-        std::thread::scope(|scope| {
-            for _ in 0..copy_helpers(payload.len) {
-                // If there is no thread to be had, this one does everything.
-                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
-            }
-            work();
-        });
+        with_helpers(payload.len, work);
         if header.flags.digestless() {
             return 0;
         }
@@ -155,11 +149,33 @@ impl<'a> Payload<'a> {
 /// Pages that a thread takes at a time.
 const PART_PAGES: usize = 4;
 
+/// Runs `work` on this thread, and for a copy of many bytes within this host on some others as well. It must do what is left
+/// to do, whoever else does.
+pub fn with_helpers(bytes: u64, work: impl Fn() + Copy + Send) {
+    match copy_helpers(bytes) {
+        0 => work(),
+        helpers => std::thread::scope(|scope| {
+            for _ in 0..helpers {
+                // If there is no thread to be had, this one does everything.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
+        }),
+    }
+}
+
 /// How many threads should help with a copy of so many bytes within this host. Starting one takes some tens of microseconds, in which a core
 /// copies a few hundred KiB.
-pub fn copy_helpers(bytes: u64) -> usize {
+fn copy_helpers(bytes: u64) -> usize {
     const ALONE_MAX: u64 = 4 << 20;
     const HELPERS_MAX: usize = 3;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    ((bytes / ALONE_MAX) as usize).min(cores - 1).min(HELPERS_MAX)
+    // Asked once: the answer is read from files.
+    static CORES: OnceLock<usize> = OnceLock::new();
+    match (bytes / ALONE_MAX) as usize {
+        0 => 0,
+        wanted => {
+            let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
+            wanted.min(cores - 1).min(HELPERS_MAX)
+        }
+    }
 }
