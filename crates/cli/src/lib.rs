@@ -1,6 +1,6 @@
 //! The command `moontide`: one binary for the processes of a cluster and the tools around them.
 //!
-//! Here is only the choice of the subcommand; each is a file of [`commands`], which also says which exit codes there
+//! Here is only the choice of the subcommand; each is a file of `commands`, which also says which exit codes there
 //! are.
 
 mod commands;
