@@ -35,7 +35,7 @@ const COPY_HELD_MAX: usize = 64 << 10;
 #[derive(Debug)]
 pub(crate) struct Store {
     held: OfProcess<moontide_client::Store>,
-    pub(crate) master: String,
+    master: String,
 }
 
 /// Where the master is: as the command line has it, named, in the environment, or where one is by default.
@@ -152,10 +152,7 @@ impl Unfilled {
 }
 
 /// Gets an object as `bytes`, with no copy besides the one into them. Called with Python's lock released.
-pub(crate) fn get_bytes(
-    client: &moontide_client::Store,
-    key: &[u8],
-) -> Result<Option<Py<PyBytes>>, StoreError> {
+fn get_bytes(client: &moontide_client::Store, key: &[u8]) -> Result<Option<Py<PyBytes>>, StoreError> {
     let mut made: Option<Unfilled> = None;
     let mut no_memory: Vec<u8> = Vec::new();
     let mut make = |len: usize| -> &mut [u8] {

@@ -70,7 +70,7 @@ macro_rules! counters {
         impl StoreStats {
             /// Every counter by its name.
             pub fn by_name(&self) -> Vec<(&'static str, u64)> {
-                vec![$((stringify!($name), self.$name),)*]
+                self.each().into_iter().map(|(name, _, value)| (name, value)).collect()
             }
 
             /// Names, meanings and values.

@@ -164,8 +164,8 @@ pub fn with_helpers(bytes: u64, work: impl Fn() + Copy + Send) {
     }
 }
 
-/// How many threads should help with a copy of so many bytes within this host. Starting one takes some tens of microseconds, in which a core
-/// copies a few hundred KiB.
+/// How many threads should help with a copy of so many bytes within this host. Starting one takes some tens of
+/// microseconds, in which a core copies a few hundred KiB.
 fn copy_helpers(bytes: u64) -> usize {
     const ALONE_MAX: u64 = 4 << 20;
     const HELPERS_MAX: usize = 3;
