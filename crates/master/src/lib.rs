@@ -32,4 +32,4 @@ pub use config::{
 pub use grpc_door::{CODE_METADATA, code_of};
 pub use identity::IdentityError;
 pub use server::{Addresses, Server, StartError};
-pub use service::{MasterStats, NodeInfo, ReadSums, Role, Service, ServiceConfig, SessionStream};
+pub use service::{MasterStats, NodeInfo, ReadSums, Role, Service, ServiceConfig, SessionStream, StreamOver};

@@ -41,7 +41,7 @@ use outbox::NodeSession;
 use remove::Removals;
 
 pub use nodes::NodeInfo;
-pub use outbox::SessionStream;
+pub use outbox::{SessionStream, StreamOver};
 pub use stats::{MasterStats, ReadSums};
 
 /// Keys for which a group is held in a row: some tens of microseconds, which is how long another thread may wait.

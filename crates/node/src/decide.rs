@@ -5,11 +5,11 @@
 //! means), [`outgoing`] and [`report`] (what is said to the master, and in which order), [`touch`] (what was read),
 //! [`pace`] (when), [`batch`] (what is written to disk together, and how fast).
 
-pub(crate) mod batch;
-pub(crate) mod books;
-pub(crate) mod orders;
-pub(crate) mod outgoing;
-pub(crate) mod pace;
-pub(crate) mod plan;
-pub(crate) mod report;
-pub(crate) mod touch;
+pub mod batch;
+pub mod books;
+pub mod orders;
+pub mod outgoing;
+pub mod pace;
+pub mod plan;
+pub mod report;
+pub mod touch;

@@ -35,7 +35,9 @@
 
 mod admin;
 mod config;
-mod decide;
+/// Not for programs: what the simulation runs on virtual time.
+#[doc(hidden)]
+pub mod decide;
 mod disk;
 mod keeper;
 mod memory;

@@ -222,7 +222,9 @@ impl NodeSession {
     }
 }
 
-struct StreamOver;
+/// A stream that says nothing any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamOver;
 
 fn wire_order(number: u64, order: &Order, term: Term) -> WireOrder {
     let (kind, flags) = match order.kind {
@@ -277,6 +279,11 @@ impl SessionStream {
             return Err(ErrorCode::StaleSession);
         }
         self.service.node_says(&self.node, message)
+    }
+
+    /// The next message to the node, if there is one now. An error: the session is over, or has another stream.
+    pub fn next_now(&self) -> Result<Option<v1::MasterMessage>, StreamOver> {
+        self.node.message(self.stream)
     }
 
     /// The next message to the node, as soon as there is one. None: the session is over, or has another stream.

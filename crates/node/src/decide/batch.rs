@@ -7,15 +7,15 @@ use moontide_types::MonoTime;
 
 /// When a batch of offloads is written.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub struct Limits {
     /// A batch of so many bytes is large enough.
-    pub(crate) bytes: u64,
+    pub bytes: u64,
     /// And one of so many records.
-    pub(crate) records: usize,
+    pub records: usize,
     /// Nothing waits longer for company, if none comes.
-    pub(crate) idle: Duration,
+    pub idle: Duration,
     /// Nothing waits longer than this, whatever comes.
-    pub(crate) age: Duration,
+    pub age: Duration,
 }
 
 impl Default for Limits {
@@ -31,7 +31,7 @@ impl Default for Limits {
 
 /// What waits to be written together.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Batch {
+pub struct Batch {
     bytes: u64,
     records: usize,
     first: Option<MonoTime>,
@@ -39,7 +39,7 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    pub(crate) fn add(&mut self, bytes: u64, now: MonoTime) {
+    pub fn add(&mut self, bytes: u64, now: MonoTime) {
         self.bytes += bytes;
         self.records += 1;
         self.first.get_or_insert(now);
@@ -47,7 +47,7 @@ impl Batch {
     }
 
     /// How long to wait for more; none: write it now.
-    pub(crate) fn wait(&self, limits: &Limits, now: MonoTime) -> Option<Duration> {
+    pub fn wait(&self, limits: &Limits, now: MonoTime) -> Option<Duration> {
         let first = self.first?;
         if self.bytes >= limits.bytes || self.records >= limits.records {
             return None;
@@ -60,7 +60,7 @@ impl Batch {
 
 /// Keeps writing to a bandwidth: whoever has written more than its share waits.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Throttle {
+pub struct Throttle {
     /// 0 is no limit.
     bytes_per_s: u64,
     /// When what was written so far is paid for.
@@ -71,12 +71,12 @@ pub(crate) struct Throttle {
 const BURST: Duration = Duration::from_millis(250);
 
 impl Throttle {
-    pub(crate) fn new(bytes_per_s: u64) -> Throttle {
+    pub fn new(bytes_per_s: u64) -> Throttle {
         Throttle { bytes_per_s, paid: MonoTime(0) }
     }
 
     /// So many bytes are about to be written: how long to wait before.
-    pub(crate) fn take(&mut self, bytes: u64, now: MonoTime) -> Duration {
+    pub fn take(&mut self, bytes: u64, now: MonoTime) -> Duration {
         if self.bytes_per_s == 0 {
             return Duration::ZERO;
         }

@@ -12,18 +12,18 @@ use moontide_types::{Epoch, SlotId};
 
 /// Units and slots of a segment, by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
-    pub(crate) live_units: u64,
-    pub(crate) writing_units: u64,
-    pub(crate) draining_units: u64,
-    pub(crate) free_units: u64,
-    pub(crate) free_slots: u64,
-    pub(crate) units: u64,
-    pub(crate) slots: u64,
+pub struct Usage {
+    pub live_units: u64,
+    pub writing_units: u64,
+    pub draining_units: u64,
+    pub free_units: u64,
+    pub free_slots: u64,
+    pub units: u64,
+    pub slots: u64,
 }
 
 impl Usage {
-    pub(crate) fn add(&mut self, other: &Usage) {
+    pub fn add(&mut self, other: &Usage) {
         self.live_units += other.live_units;
         self.writing_units += other.writing_units;
         self.draining_units += other.draining_units;
@@ -36,7 +36,7 @@ impl Usage {
 
 /// One segment's.
 #[derive(Clone, Debug)]
-pub(crate) struct Books {
+pub struct Books {
     units: u32,
     slots: Vec<Note>,
     /// By state; of FREE only slots count.
@@ -67,7 +67,7 @@ fn rank(word: Word) -> (Epoch, u8) {
 }
 
 impl Books {
-    pub(crate) fn new(units: u32, slots: u32) -> Books {
+    pub fn new(units: u32, slots: u32) -> Books {
         let mut sums = [Sum::default(); 4];
         sums[State::Free as usize].slots = slots.into();
         Books { units, slots: vec![Note::default(); slots as usize], sums }
@@ -75,13 +75,13 @@ impl Books {
 
     /// The slot, which was free, holds a copy of a version that may be older than what was there before. Nothing comes late
     /// of that: a master gives a slot out when it was told that it is free, and that was noted first.
-    pub(crate) fn note_copy(&mut self, slot: SlotId, version: Epoch, units: u32) {
+    pub fn note_copy(&mut self, slot: SlotId, version: Epoch, units: u32) {
         let new = Note { word: Word::new(version, State::Writing), units };
         self.replace(slot, |_| new);
     }
 
     /// The slot's word has become this. `units`: of its extent, where that is known.
-    pub(crate) fn note(&mut self, slot: SlotId, word: Word, units: Option<u32>) {
+    pub fn note(&mut self, slot: SlotId, word: Word, units: Option<u32>) {
         self.replace(slot, |old| Books::after(old, word, units));
     }
 
@@ -113,7 +113,7 @@ impl Books {
         (to.units, to.slots) = (to.units + u64::from(new.units), to.slots + 1);
     }
 
-    pub(crate) fn usage(&self) -> Usage {
+    pub fn usage(&self) -> Usage {
         // The heap lets no two extents overlap. Here two may for a moment, when a slot's note is late and its units are
         // noted for another one already: what is too much is the late one's.
         let mut free = u64::from(self.units);

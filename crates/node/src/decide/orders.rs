@@ -25,19 +25,19 @@ use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, ErrorCode, Generation, MonoTime, SegmentId, SlotId, Term};
 
 /// A version of a slot.
-pub(crate) type Name = (SegmentId, SlotId, Epoch);
+pub type Name = (SegmentId, SlotId, Epoch);
 
 /// What the node knows of the segment that an order names.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Known {
-    pub(crate) generation: Generation,
+pub struct Known {
+    pub generation: Generation,
     /// The term that the segment obeys.
-    pub(crate) obeyed: Term,
-    pub(crate) slots: u32,
+    pub obeyed: Term,
+    pub slots: u32,
 }
 
 /// Whether the order is one to be carried out at all. `segment`: nothing if there is none of this number.
-pub(crate) fn admissible(order: &Order, segment: Option<Known>, has_disk: bool) -> Result<(), ErrorCode> {
+pub fn admissible(order: &Order, segment: Option<Known>, has_disk: bool) -> Result<(), ErrorCode> {
     if matches!(order.kind, OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk) && !has_disk {
         return Err(ErrorCode::Unsupported);
     }
@@ -62,7 +62,7 @@ pub(crate) fn admissible(order: &Order, segment: Option<Known>, has_disk: bool) 
 
 /// What follows from what the heap said.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Next {
+pub enum Next {
     /// That is all.
     Answer(Answer),
     /// Kill it, due at once, and wait until it is free.
@@ -73,32 +73,32 @@ pub(crate) enum Next {
 
 /// What is said of an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
-    pub(crate) phase: OrderPhase,
-    pub(crate) code: Option<ErrorCode>,
-    pub(crate) word: Word,
+pub struct Answer {
+    pub phase: OrderPhase,
+    pub code: Option<ErrorCode>,
+    pub word: Word,
 }
 
 impl Answer {
-    pub(crate) fn done(word: Word) -> Answer {
+    pub fn done(word: Word) -> Answer {
         Answer { phase: OrderPhase::Done, code: None, word }
     }
 
-    pub(crate) fn accepted(epoch: Epoch) -> Answer {
+    pub fn accepted(epoch: Epoch) -> Answer {
         Answer { phase: OrderPhase::Accepted, code: None, word: Word::new(epoch, State::Dead) }
     }
 
-    pub(crate) fn refused(code: ErrorCode, word: Word) -> Answer {
+    pub fn refused(code: ErrorCode, word: Word) -> Answer {
         Answer { phase: OrderPhase::Refused, code: Some(code), word }
     }
 
-    pub(crate) fn to(self, order: u64) -> OrderResult {
+    pub fn to(self, order: u64) -> OrderResult {
         OrderResult { order, word: self.word, code: self.code, phase: self.phase }
     }
 }
 
 /// A Kill was tried.
-pub(crate) fn after_kill(epoch: Epoch, killed: Killed) -> Next {
+pub fn after_kill(epoch: Epoch, killed: Killed) -> Next {
     match killed {
         Killed::Dying | Killed::Already => Next::Answer(Answer::accepted(epoch)),
         Killed::NotThere => Next::Burn,
@@ -106,7 +106,7 @@ pub(crate) fn after_kill(epoch: Epoch, killed: Killed) -> Next {
 }
 
 /// A burn was tried, for an order of this kind.
-pub(crate) fn after_burn(kind: OrderKind, epoch: Epoch, burnt: Transition) -> Next {
+pub fn after_burn(kind: OrderKind, epoch: Epoch, burnt: Transition) -> Next {
     let found = match burnt {
         Transition::Done(_) | Transition::Already => {
             return Next::Answer(Answer::done(Word::new(epoch, State::Free)));
@@ -126,7 +126,7 @@ pub(crate) fn after_burn(kind: OrderKind, epoch: Epoch, burnt: Transition) -> Ne
 /// Slots that somebody waits for to be free: a master, by order, or the node itself, for a record that its writer gave
 /// up.
 #[derive(Debug, Default)]
-pub(crate) struct Drains {
+pub struct Drains {
     waiting: BTreeMap<Name, Waiting>,
     /// By number, so that one that is sent again is known.
     orders: BTreeMap<u64, Name>,
@@ -142,14 +142,14 @@ struct Waiting {
 
 /// A slot that drains for too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Overdue {
-    pub(crate) name: Name,
-    pub(crate) since: MonoTime,
+pub struct Overdue {
+    pub name: Name,
+    pub since: MonoTime,
 }
 
 impl Drains {
     /// An order waits for the slot.
-    pub(crate) fn add_order(&mut self, order: u64, name: Name, now: MonoTime) {
+    pub fn add_order(&mut self, order: u64, name: Name, now: MonoTime) {
         self.add(name, now);
         if self.orders.insert(order, name).is_none() {
             self.waiting.entry(name).and_modify(|waiting| waiting.orders.push(order));
@@ -157,17 +157,17 @@ impl Drains {
     }
 
     /// The node itself does.
-    pub(crate) fn add(&mut self, name: Name, now: MonoTime) {
+    pub fn add(&mut self, name: Name, now: MonoTime) {
         self.waiting.entry(name).or_insert(Waiting { since: now, orders: Vec::new(), overdue: false });
     }
 
     /// Whether the order waits already: it was sent again.
-    pub(crate) fn knows(&self, order: u64) -> bool {
+    pub fn knows(&self, order: u64) -> bool {
         self.orders.contains_key(&order)
     }
 
     /// The slot is free: the orders that waited for it. None: only the node did, and the master does not know of it.
-    pub(crate) fn freed(&mut self, name: Name) -> Vec<u64> {
+    pub fn freed(&mut self, name: Name) -> Vec<u64> {
         let orders = self.waiting.remove(&name).map_or_else(Vec::new, |waiting| waiting.orders);
         for order in &orders {
             self.orders.remove(order);
@@ -176,22 +176,22 @@ impl Drains {
     }
 
     /// The session ended, and with it its orders. Their slots go on draining, and the next master hears of it.
-    pub(crate) fn end_session(&mut self) -> usize {
+    pub fn end_session(&mut self) -> usize {
         self.waiting.values_mut().for_each(|waiting| waiting.orders.clear());
         std::mem::take(&mut self.orders).len()
     }
 
     /// Orders that wait.
-    pub(crate) fn orders(&self) -> usize {
+    pub fn orders(&self) -> usize {
         self.orders.len()
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
     /// Slots that have drained for longer than `limit`, and how many of them; each is told once.
-    pub(crate) fn take_overdue(&mut self, now: MonoTime, limit: Duration) -> Vec<Overdue> {
+    pub fn take_overdue(&mut self, now: MonoTime, limit: Duration) -> Vec<Overdue> {
         let late = |waiting: &Waiting| !waiting.overdue && now.since(waiting.since) >= limit;
         let newly = self.waiting.iter_mut().filter(|(_, waiting)| late(waiting));
         newly
@@ -203,7 +203,7 @@ impl Drains {
     }
 
     /// How many have.
-    pub(crate) fn overdue(&self) -> usize {
+    pub fn overdue(&self) -> usize {
         self.waiting.values().filter(|waiting| waiting.overdue).count()
     }
 }

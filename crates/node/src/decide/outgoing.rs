@@ -10,7 +10,7 @@ use v1::node_message::Body;
 
 /// Messages of one session.
 #[derive(Debug)]
-pub(crate) struct Outgoing {
+pub struct Outgoing {
     session: SessionId,
     /// From the first that is not acknowledged on.
     kept: VecDeque<Kept>,
@@ -28,12 +28,12 @@ struct Kept {
 }
 
 impl Outgoing {
-    pub(crate) fn new(session: SessionId) -> Outgoing {
+    pub fn new(session: SessionId) -> Outgoing {
         Outgoing { session, kept: VecDeque::new(), first: 1, sent: 0, bytes: 0 }
     }
 
     /// Adds a message; its number.
-    pub(crate) fn push(&mut self, body: Body) -> u64 {
+    pub fn push(&mut self, body: Body) -> u64 {
         let bytes = bytes_of(&body);
         self.bytes += bytes;
         self.kept.push_back(Kept { body, bytes });
@@ -41,12 +41,12 @@ impl Outgoing {
     }
 
     /// Number of the last message; 0 before the first.
-    pub(crate) fn last(&self) -> u64 {
+    pub fn last(&self) -> u64 {
         self.first + self.kept.len() as u64 - 1
     }
 
     /// The master has applied all messages up to this one. What it cannot have seen yet is not believed.
-    pub(crate) fn acked(&mut self, sequence: u64) {
+    pub fn acked(&mut self, sequence: u64) {
         while self.first <= sequence && self.sent > 0 {
             let Some(kept) = self.kept.pop_front() else { return };
             self.bytes -= kept.bytes;
@@ -56,22 +56,22 @@ impl Outgoing {
     }
 
     /// Number of the last message that was acknowledged.
-    pub(crate) fn acknowledged(&self) -> u64 {
+    pub fn acknowledged(&self) -> u64 {
         self.first - 1
     }
 
     /// A new stream: everything that is kept is said again.
-    pub(crate) fn rewind(&mut self) {
+    pub fn rewind(&mut self) {
         self.sent = 0;
     }
 
     /// Whether there is something to be sent.
-    pub(crate) fn has_next(&self) -> bool {
+    pub fn has_next(&self) -> bool {
         self.sent < self.kept.len()
     }
 
     /// The next message for the stream.
-    pub(crate) fn next(&mut self, highest_term: Term) -> Option<v1::NodeMessage> {
+    pub fn next(&mut self, highest_term: Term) -> Option<v1::NodeMessage> {
         let body = self.kept.get(self.sent)?.body.clone();
         let sequence = self.first + self.sent as u64;
         self.sent += 1;
@@ -84,7 +84,7 @@ impl Outgoing {
     }
 
     /// Of messages that are kept, about.
-    pub(crate) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.bytes
     }
 }
@@ -105,7 +105,7 @@ fn bytes_of(body: &Body) -> usize {
 
 /// Heartbeats under way: the session lives for its time to live from the *sending* of the last one that arrived.
 #[derive(Debug)]
-pub(crate) struct Beats {
+pub struct Beats {
     last: u64,
     unheard: VecDeque<(u64, MonoTime)>,
     heard: MonoTime,
@@ -117,12 +117,12 @@ const BEATS_UNHEARD_MAX: usize = 8;
 
 impl Beats {
     /// A session that was asked for at `asked`.
-    pub(crate) fn new(asked: MonoTime, ttl: Duration) -> Beats {
+    pub fn new(asked: MonoTime, ttl: Duration) -> Beats {
         Beats { last: 0, unheard: VecDeque::new(), heard: asked, ttl }
     }
 
     /// The next beat's number, sent now; none while too many are unheard.
-    pub(crate) fn beat(&mut self, now: MonoTime) -> Option<u64> {
+    pub fn beat(&mut self, now: MonoTime) -> Option<u64> {
         if self.unheard.len() >= BEATS_UNHEARD_MAX {
             return None;
         }
@@ -132,7 +132,7 @@ impl Beats {
     }
 
     /// A beat arrived; what it says about the time to live holds from now on.
-    pub(crate) fn acked(&mut self, beat: u64, ttl: Duration) {
+    pub fn acked(&mut self, beat: u64, ttl: Duration) {
         self.ttl = ttl;
         while let Some(&(number, sent)) = self.unheard.front() {
             if number > beat {
@@ -144,16 +144,16 @@ impl Beats {
     }
 
     /// Whether the master must have given the session up.
-    pub(crate) fn is_lost(&self, now: MonoTime) -> bool {
+    pub fn is_lost(&self, now: MonoTime) -> bool {
         now.since(self.heard) >= self.ttl
     }
 
     /// Whether a stream that says nothing should be tried anew, while there is time.
-    pub(crate) fn is_silent(&self, now: MonoTime) -> bool {
+    pub fn is_silent(&self, now: MonoTime) -> bool {
         now.since(self.heard) >= self.ttl / 2
     }
 
-    pub(crate) fn ttl(&self) -> Duration {
+    pub fn ttl(&self) -> Duration {
         self.ttl
     }
 }

@@ -21,12 +21,12 @@ const RECLAIM_PATIENCE: Duration = Duration::from_secs(1);
 const RECLAIM_ANYWAY: Duration = Duration::from_millis(100);
 
 /// Time between two heartbeats of a session: three may be lost before it ends.
-pub(crate) fn beat_interval(ttl: Duration) -> Duration {
+pub fn beat_interval(ttl: Duration) -> Duration {
     (ttl / 4).min(BEAT_MAX)
 }
 
 /// When reclaim is tried next. `progress`: when something was freed, or a slot was added, the last time.
-pub(crate) fn reclaim_interval(something_drains: bool, progress: MonoTime, now: MonoTime) -> Duration {
+pub fn reclaim_interval(something_drains: bool, progress: MonoTime, now: MonoTime) -> Duration {
     match something_drains {
         false => RECLAIM_ANYWAY,
         true if now.since(progress) < RECLAIM_PATIENCE => RECLAIM_SOON,
@@ -35,24 +35,24 @@ pub(crate) fn reclaim_interval(something_drains: bool, progress: MonoTime, now: 
 }
 
 /// Whether processes of this host may use the index. `good`: when the master last knew of everything in it.
-pub(crate) fn index_open(good: Option<MonoTime>, now: MonoTime, stale_max: Duration) -> bool {
+pub fn index_open(good: Option<MonoTime>, now: MonoTime, stale_max: Duration) -> bool {
     good.is_some_and(|good| now.since(good) < stale_max)
 }
 
 /// Waits before attempts: doubling, and spread so that a thousand nodes do not come back in step.
 #[derive(Debug)]
-pub(crate) struct Backoff {
+pub struct Backoff {
     next: Duration,
     random: u64,
 }
 
 impl Backoff {
-    pub(crate) fn new(seed: u64) -> Backoff {
+    pub fn new(seed: u64) -> Backoff {
         Backoff { next: BACKOFF_MIN, random: seed }
     }
 
     /// How long to wait now: between half and all of the current step.
-    pub(crate) fn wait(&mut self) -> Duration {
+    pub fn wait(&mut self) -> Duration {
         let step = self.next;
         self.next = (step * 2).min(BACKOFF_MAX);
         // SplitMix64: any sequence that differs between nodes will do.
@@ -65,7 +65,7 @@ impl Backoff {
     }
 
     /// It worked.
-    pub(crate) fn reset(&mut self) {
+    pub fn reset(&mut self) {
         self.next = BACKOFF_MIN;
     }
 }

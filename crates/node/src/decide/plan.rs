@@ -4,7 +4,7 @@
 use moontide_types::bounds::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, UNIT_BYTES};
 
 /// Smaller ones hold no object of a usual size.
-pub(crate) const SEGMENT_BYTES_MIN: u64 = 1 << 20;
+pub const SEGMENT_BYTES_MIN: u64 = 1 << 20;
 
 /// Fewer slots than that are not worth a header page.
 const SLOTS_MIN: u64 = 64;
@@ -14,34 +14,34 @@ const SLOTS_MAX: u64 = 1 << 30;
 
 /// Segments of equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SegmentPlan {
-    pub(crate) count: u32,
+pub struct SegmentPlan {
+    pub count: u32,
     /// Of each: whole pages.
-    pub(crate) units: u32,
+    pub units: u32,
     /// Of each.
-    pub(crate) slots: u32,
+    pub slots: u32,
 }
 
 impl SegmentPlan {
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         u64::from(self.units) * UNIT_BYTES
     }
 
-    pub(crate) fn slots_all(&self) -> u64 {
+    pub fn slots_all(&self) -> u64 {
         u64::from(self.slots) * u64::from(self.count)
     }
 }
 
 /// What the memory is cut by.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PlanArgs {
-    pub(crate) memory_bytes: u64,
-    pub(crate) segment_bytes_max: u64,
-    pub(crate) slot_bytes: u64,
+pub struct PlanArgs {
+    pub memory_bytes: u64,
+    pub segment_bytes_max: u64,
+    pub slot_bytes: u64,
     /// Groups of the cluster.
-    pub(crate) groups: u16,
+    pub groups: u16,
     /// Of the pages that the memory is made of.
-    pub(crate) page_bytes: u64,
+    pub page_bytes: u64,
 }
 
 /// Why memory cannot be cut.
@@ -78,7 +78,7 @@ pub enum PlanError {
 }
 
 /// Cuts the memory.
-pub(crate) fn plan(args: PlanArgs) -> Result<SegmentPlan, PlanError> {
+pub fn plan(args: PlanArgs) -> Result<SegmentPlan, PlanError> {
     let PlanArgs { memory_bytes, segment_bytes_max, slot_bytes, groups, page_bytes } = args;
     let largest = segment_bytes_max.min(u64::from(SEGMENT_UNITS_MAX) * UNIT_BYTES);
     let count = memory_bytes.div_ceil(largest.max(1)).max(u64::from(groups)).max(1);

@@ -28,15 +28,15 @@ const CHUNK_BYTES_MAX: usize = 512 << 10;
 
 /// A record with what stands beside it in a report.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Reported {
-    pub(crate) record: ReportRecord,
-    pub(crate) tenant: Box<str>,
-    pub(crate) key: Box<[u8]>,
-    pub(crate) attributes: Box<[u8]>,
+pub struct Reported {
+    pub record: ReportRecord,
+    pub tenant: Box<str>,
+    pub key: Box<[u8]>,
+    pub attributes: Box<[u8]>,
 }
 
 /// A header as it is reported. The tenant's index is the chunk's to fill in.
-pub(crate) fn record_of(slot: SlotId, header: &Header) -> ReportRecord {
+pub fn record_of(slot: SlotId, header: &Header) -> ReportRecord {
     let writing = header.word.state() == State::Writing;
     let units = header.layout().map_or(0, |layout| layout.units());
     ReportRecord {
@@ -60,16 +60,16 @@ pub(crate) fn record_of(slot: SlotId, header: &Header) -> ReportRecord {
 
 /// What all chunks of a segment have in common.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Of {
-    pub(crate) segment: SegmentId,
-    pub(crate) generation: Generation,
+pub struct Of {
+    pub segment: SegmentId,
+    pub generation: Generation,
     /// The term that it has adopted.
-    pub(crate) term: Term,
+    pub term: Term,
 }
 
 /// Packs records of one segment.
 #[derive(Debug)]
-pub(crate) struct ReportBuilder {
+pub struct ReportBuilder {
     of: Of,
     kind: v1::ReportKind,
     /// Number of the next record.
@@ -106,12 +106,12 @@ impl Chunk {
 
 impl ReportBuilder {
     /// `first`: the number of the first record.
-    pub(crate) fn new(of: Of, kind: v1::ReportKind, first: u64) -> ReportBuilder {
+    pub fn new(of: Of, kind: v1::ReportKind, first: u64) -> ReportBuilder {
         let chunk = Chunk { first, ..Chunk::default() };
         ReportBuilder { of, kind, next: first, full: Vec::new(), chunk }
     }
 
-    pub(crate) fn push(&mut self, mut record: ReportRecord, tenant: &str, key: &[u8], attributes: &[u8]) {
+    pub fn push(&mut self, mut record: ReportRecord, tenant: &str, key: &[u8], attributes: &[u8]) {
         let more = ReportRecord::BYTES + key.len() + attributes.len() + 4;
         if self.chunk.records.len() == SESSION_RECORDS_MAX || self.chunk.bytes() + more > CHUNK_BYTES_MAX {
             self.close();
@@ -150,7 +150,7 @@ impl ReportBuilder {
     }
 
     /// The chunks, and the number of the record that comes next.
-    pub(crate) fn finish(mut self) -> (Vec<v1::ReportChunk>, u64) {
+    pub fn finish(mut self) -> (Vec<v1::ReportChunk>, u64) {
         self.close();
         (self.full, self.next)
     }
@@ -158,18 +158,18 @@ impl ReportBuilder {
 
 /// A segment's snapshot.
 #[derive(Debug)]
-pub(crate) struct Snapshot {
-    pub(crate) of: Of,
-    pub(crate) chunks: Vec<v1::ReportChunk>,
+pub struct Snapshot {
+    pub of: Of,
+    pub chunks: Vec<v1::ReportChunk>,
     /// Records of the report so far.
-    pub(crate) records: u64,
+    pub records: u64,
     /// Those that are being written: what becomes of them is told.
-    pub(crate) writing: Vec<Reported>,
+    pub writing: Vec<Reported>,
 }
 
 /// What changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
+pub enum Change {
     Begun(SegmentId, Box<Reported>),
     Committed { segment: SegmentId, slot: SlotId, epoch: Epoch, root: u64 },
     Killed { segment: SegmentId, slot: SlotId, epoch: Epoch },
@@ -178,7 +178,7 @@ pub(crate) enum Change {
 
 /// How far the reports of a session are.
 #[derive(Debug, Default)]
-pub(crate) struct Reports {
+pub struct Reports {
     told: BTreeMap<SegmentId, Told>,
     /// Whose snapshot is still to be taken.
     due: BTreeSet<SegmentId>,
@@ -195,7 +195,7 @@ struct Told {
 
 impl Reports {
     /// A segment was mounted. One without records needs no snapshot: `occupied` said so.
-    pub(crate) fn mounted(&mut self, of: Of, occupied: bool) {
+    pub fn mounted(&mut self, of: Of, occupied: bool) {
         if occupied {
             self.due.insert(of.segment);
         } else {
@@ -204,23 +204,23 @@ impl Reports {
     }
 
     /// A segment is to be reported anew, with the numbers going on.
-    pub(crate) fn again(&mut self, segment: SegmentId) {
+    pub fn again(&mut self, segment: SegmentId) {
         self.due.insert(segment);
     }
 
     /// The next segment whose snapshot is to be taken, and the number of its first record.
-    pub(crate) fn next_due(&self) -> Option<(SegmentId, u64)> {
+    pub fn next_due(&self) -> Option<(SegmentId, u64)> {
         let &segment = self.due.first()?;
         Some((segment, self.told.get(&segment).map_or(0, |told| told.next)))
     }
 
     /// All snapshots have been taken.
-    pub(crate) fn is_complete(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.due.is_empty()
     }
 
     /// A snapshot was taken: what is to be said.
-    pub(crate) fn snapshot(&mut self, snapshot: Snapshot) -> Vec<Body> {
+    pub fn snapshot(&mut self, snapshot: Snapshot) -> Vec<Body> {
         let Snapshot { of, chunks, records, writing } = snapshot;
         self.due.remove(&of.segment);
         self.told.insert(of.segment, Told { of, next: records });
@@ -237,7 +237,7 @@ impl Reports {
     }
 
     /// Changes: what is to be said of them, in order.
-    pub(crate) fn changes(&mut self, changes: impl IntoIterator<Item = Change>) -> Vec<Body> {
+    pub fn changes(&mut self, changes: impl IntoIterator<Item = Change>) -> Vec<Body> {
         let mut bodies = Vec::new();
         let mut open: Option<ReportBuilder> = None;
         for change in changes {

@@ -10,25 +10,25 @@ const BYTES_MAX: usize = 4 << 20;
 
 /// Marks of all segments, which have the same number of slots.
 #[derive(Debug)]
-pub(crate) struct TouchMap {
+pub struct TouchMap {
     slots: u32,
     /// One bit per slot, per segment; empty for one without marks.
     segments: Vec<Vec<u8>>,
 }
 
 impl TouchMap {
-    pub(crate) fn new(segments: usize, slots: u32) -> TouchMap {
+    pub fn new(segments: usize, slots: u32) -> TouchMap {
         TouchMap { slots, segments: vec![Vec::new(); segments] }
     }
 
     /// A slot by its number among all slots of the node.
-    pub(crate) fn mark_number(&mut self, number: u64) {
+    pub fn mark_number(&mut self, number: u64) {
         let slots = u64::from(self.slots);
         self.mark((number / slots) as usize, (number % slots) as u32);
     }
 
     /// A slot of a segment. One that there is not is passed over: clients write these numbers.
-    pub(crate) fn mark(&mut self, segment: usize, slot: u32) {
+    pub fn mark(&mut self, segment: usize, slot: u32) {
         let Some(bits) = self.segments.get_mut(segment).filter(|_| slot < self.slots) else { return };
         if bits.is_empty() {
             bits.resize((self.slots as usize).div_ceil(8), 0);
@@ -38,7 +38,7 @@ impl TouchMap {
 
     /// For a heartbeat: the marked parts of each segment. What exceeds a heartbeat's bound is dropped, since marks are
     /// hints; `turn` says with which segment to begin, so that it is not always the same ones.
-    pub(crate) fn bitmaps(&self, generation: Generation, turn: u64) -> Vec<v1::TouchBitmap> {
+    pub fn bitmaps(&self, generation: Generation, turn: u64) -> Vec<v1::TouchBitmap> {
         let (mut bitmaps, mut bytes) = (Vec::new(), 0);
         let first = (turn % self.segments.len().max(1) as u64) as usize;
         let (before, after) = self.segments.split_at(first);
