@@ -13,6 +13,7 @@
 mod server;
 
 mod config;
+pub mod election;
 mod identity;
 
 mod service;
