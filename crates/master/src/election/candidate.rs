@@ -357,7 +357,8 @@ mod tests {
         let before = world.candidates[&one].hosted().clone();
         let number = Term::new(one).unwrap();
         (world.document, _) = world.document.with_owner(&[GroupId(0)], number, &at(one)).unwrap();
-        let plan = world.candidates.get_mut(&one).unwrap().seen(world.now, &world.snapshot());
+        let snapshot = world.snapshot();
+        let plan = world.candidates.get_mut(&one).unwrap().seen(world.now, &snapshot);
         assert_eq!(plan.lose, [GroupId(0)], "what it knew belongs to the old term");
         assert_eq!(plan.host.len(), 1);
         assert!(plan.host[0].1 > before[&GroupId(0)]);
