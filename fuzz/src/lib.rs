@@ -268,7 +268,7 @@ messages! {
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
-    LoadRequest LoadReply AttachRequest AttachReply NodeList
+    LoadRequest LoadReply AttachRequest AttachReply NodeList Bequest
 }
 
 /// A control message; the first byte selects which.

@@ -203,7 +203,7 @@ impl Store {
         let inner = &*self.inner;
         let deadline = inner.deadline();
         let context = Some(inner.cluster.context(deadline).to_wire());
-        let request = v1::RemoveAllRequest { context, force: true };
+        let request = v1::RemoveAllRequest { context, force: true, generation: 0 };
         let message =
             inner.cluster.call(deadline, move |mut master| async move { master.remove_all(request).await })?;
         refusal(&message.context)?;

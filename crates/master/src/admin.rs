@@ -127,6 +127,10 @@ async fn role(State(door): Shared) -> Json<Value> {
     Json(match door.service.role() {
         Role::Leader { term } => json!({"role": "leader", "term": term.get()}),
         Role::SteppedDown { seen } => json!({"role": "stepped_down", "seen_term": seen.get()}),
+        Role::Member { number, groups, confirmed } => {
+            let role = if groups > 0 { "leader" } else { "standby" };
+            json!({"role": role, "number": number.get(), "groups": groups, "confirmed": confirmed})
+        }
     })
 }
 

@@ -33,6 +33,8 @@ const SESSION_TTL_MS_DEFAULT: u32 = 10_000;
 const ABSENCE_MAX_MS_DEFAULT: u32 = 60_000;
 /// The longest lease or reservation, and 1 % for clocks that run apart.
 const REALLOCATE_WAIT_MS_DEFAULT: u32 = max(LEASE_MS_MAX, RESERVATION_MS_MAX) / 100 * 101;
+/// A master that dies is replaced after this time; one that stalls for longer loses its groups.
+const LEASE_MS_DEFAULT: u32 = 5_000;
 /// Eviction begins above this.
 const HIGH_PERMILLE_DEFAULT: u16 = 950;
 /// Eviction ends below this.
@@ -118,6 +120,11 @@ settings! {
     grpc_advertise: Option<String> = None;
     /// "host:port" under which others reach the framed protocol; as grpc_advertise.
     frame_advertise: Option<String> = None;
+    /// Where masters meet, if there are several: "etcd://host:port,host:port/prefix" or "kubernetes://namespace/name". The
+    /// cluster's identity is kept there, and data_dir is not used.
+    registry: Option<String> = None;
+    /// How long others wait for a master that does not renew its lease, in milliseconds.
+    lease_ms: u32 = LEASE_MS_DEFAULT;
     /// Directory for the cluster's identity; without one a restart begins a new cluster.
     data_dir: Option<PathBuf> = None;
     /// Groups of the cluster, 1 to 4096; fixed when data_dir is first used.
@@ -430,6 +437,12 @@ impl MasterConfig {
             self.session_ttl_ms.into(),
             100..=3_600_000,
             "take some times the longest pause of a healthy node; 10000 is usual",
+        );
+        within(
+            "lease_ms",
+            self.lease_ms.into(),
+            1_000..=60_000,
+            "take some times the longest pause of a healthy master; 5000 is usual",
         );
         within(
             "reservation_ms",

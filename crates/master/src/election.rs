@@ -16,10 +16,16 @@
 //!
 //! Invariant: a group's term rises whenever its owner changes, because both are written at once.
 
+mod campaign;
 mod candidate;
 mod document;
+mod estate;
+mod memory;
 mod registry;
 
+pub(crate) use campaign::{Campaign, Proposal};
 pub use candidate::{Candidate, Gift, Plan, Standing};
-pub use document::{Document, Identity, MasterAddresses, Owner, TenantEntry};
+pub use document::{Document, Hosting, Identity, MasterAddresses, Owner, TenantChange, TenantEntry};
+pub(crate) use estate::Estates;
+pub use memory::{Board, MemoryRegistry};
 pub use registry::{Registry, RegistryError, Snapshot, Token};

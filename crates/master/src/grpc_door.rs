@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use moontide_proto::v1;
 use moontide_proto::v1::master_nodes_server::{MasterNodes, MasterNodesServer};
+use moontide_proto::v1::master_peers_server::{MasterPeers, MasterPeersServer};
 use moontide_proto::v1::master_server::{Master, MasterServer};
 use moontide_types::bounds::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, SessionId};
@@ -73,7 +74,10 @@ pub(crate) async fn serve(
     let master = MasterServer::from_arc(Arc::clone(&handler))
         .max_decoding_message_size(bytes_max)
         .max_encoding_message_size(bytes_max);
-    let nodes = MasterNodesServer::from_arc(handler)
+    let nodes = MasterNodesServer::from_arc(Arc::clone(&handler))
+        .max_decoding_message_size(bytes_max)
+        .max_encoding_message_size(bytes_max);
+    let peers = MasterPeersServer::from_arc(handler)
         .max_decoding_message_size(bytes_max)
         .max_encoding_message_size(bytes_max);
     Server::builder()
@@ -86,6 +90,7 @@ pub(crate) async fn serve(
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
         .add_service(master)
         .add_service(nodes)
+        .add_service(peers)
         .serve_with_incoming_shutdown(listener.into_stream(), async move {
             // An error means that the server is gone, which is the end as well.
             let _ = stop.wait_for(|&stop| stop).await;
@@ -119,6 +124,25 @@ macro_rules! at_once {
     )*};
 }
 
+/// Calls that wait for other masters, within the deadline of the caller.
+macro_rules! when_agreed {
+    ($($call:ident($request:ident) -> $response:ident;)*) => {$(
+        fn $call<'s, 'f>(
+            &'s self,
+            request: Request<v1::$request>,
+        ) -> Pin<Box<dyn Future<Output = Result<Response<v1::$response>, Status>> + Send + 'f>>
+        where
+            's: 'f,
+            Self: 'f,
+        {
+            Box::pin(async move {
+                self.counters.request(Call::Other);
+                Ok(Response::new(self.service.$call(request.get_ref()).await))
+            })
+        }
+    )*};
+}
+
 // `async_trait` turns methods into what `at_once` writes by hand: a macro cannot stand inside of an impl that it rewrites.
 impl Master for Handler {
     at_once! {
@@ -132,7 +156,6 @@ impl Master for Handler {
         prefetch(PrefetchRequest) -> OutcomesResponse as Other;
         remove_by_prefix(RemoveByPrefixRequest) -> StartJobResponse as Other;
         remove_by_regex(RemoveByRegexRequest) -> StartJobResponse as Other;
-        remove_all(RemoveAllRequest) -> StartJobResponse as Other;
         get_job(GetJobRequest) -> GetJobResponse as Other;
         list_keys(ListKeysRequest) -> ListKeysResponse as Other;
         query_keys(QueryKeysRequest) -> QueryKeysResponse as Other;
@@ -140,10 +163,14 @@ impl Master for Handler {
         get_cluster_info(GetClusterInfoRequest) -> GetClusterInfoResponse as Other;
         get_nodes(GetNodesRequest) -> GetNodesResponse as Other;
         evict(EvictRequest) -> EvictResponse as Other;
-        set_tenant_quota(SetTenantQuotaRequest) -> SetTenantQuotaResponse as Other;
         get_tenants(GetTenantsRequest) -> GetTenantsResponse as Other;
         list_segments(ListSegmentsRequest) -> ListSegmentsResponse as Other;
         drain_segment(DrainSegmentRequest) -> StartJobResponse as Other;
+    }
+
+    when_agreed! {
+        remove_all(RemoveAllRequest) -> StartJobResponse;
+        set_tenant_quota(SetTenantQuotaRequest) -> SetTenantQuotaResponse;
     }
 
     fn remove<'s, 'f>(
@@ -201,6 +228,12 @@ impl MasterNodes for Handler {
             }
         });
         Box::pin(async move { Ok(Response::new(ReceiverStream::new(messages))) })
+    }
+}
+
+impl MasterPeers for Handler {
+    at_once! {
+        bequeath(Bequest) -> OutcomesResponse as Other;
     }
 }
 

@@ -193,6 +193,12 @@ impl Identity {
     }
 }
 
+/// A new cluster, for a registry that has none.
+pub(crate) fn draft(groups: NonZeroU16) -> Result<crate::election::Identity, IdentityError> {
+    let Identity { cluster, id_key, secret, .. } = Identity::draw()?;
+    Ok(crate::election::Identity { cluster, id_key, secret, groups })
+}
+
 /// 64 random bits, for what needs no identity: seeds, the number of this process.
 pub(crate) fn random_u64() -> Result<u64, IdentityError> {
     random().map(u64::from_le_bytes)

@@ -128,6 +128,7 @@ impl Metrics {
         let (is_leader, term) = match self.service.role() {
             Role::Leader { term } => (true, term),
             Role::SteppedDown { seen } => (false, seen),
+            Role::Member { number, groups, .. } => (groups > 0, number),
         };
         let page = Page {
             stats: self.service.stats(),

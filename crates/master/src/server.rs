@@ -12,6 +12,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -19,12 +20,14 @@ use std::time::{Duration, Instant};
 
 use moontide_proto::convert::IdKeySecret;
 use moontide_types::{IdKey, SystemClock, Term};
+use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
 use crate::config::{InvalidConfig, MasterConfig, ValidConfig};
+use crate::election::{self, Campaign, Document, MasterAddresses, Registry, RegistryError};
 use crate::frame_door::{FrameDoor, FrameDoorConfig};
 use crate::grpc_door::{self, GrpcDoorConfig};
 use crate::identity::{Identity, IdentityError, random_u64};
@@ -38,6 +41,13 @@ const TICK_MAX: Duration = Duration::from_millis(100);
 
 /// A tick that takes longer holds callers up, and is worth a line.
 const TICK_SLOW: Duration = Duration::from_millis(100);
+
+/// How long a master that starts waits for its registry, and how often it looks.
+const REGISTRY_WAIT: Duration = Duration::from_secs(30);
+const REGISTRY_PAUSE: Duration = Duration::from_millis(500);
+
+/// Changes that wait to be agreed on; operators make few.
+const PROPOSALS_MAX: usize = 16;
 
 /// How long calls under way may take at the end.
 const GRACE: Duration = Duration::from_secs(5);
@@ -63,6 +73,19 @@ pub enum StartError {
     /// The cluster's identity cannot be had.
     #[error(transparent)]
     Identity(#[from] IdentityError),
+    /// The registry is not there, or does not want us.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// A cluster's number of groups is fixed.
+    #[error(
+        "the cluster was created with {found} groups, and {configured} are configured; set groups to {found}"
+    )]
+    Groups {
+        /// What the registry says.
+        found: NonZeroU16,
+        /// What was asked for.
+        configured: NonZeroU16,
+    },
     /// The system gives no threads or event loops.
     #[error("cannot start threads: {0}; raise the limits of processes and open files")]
     Threads(#[source] io::Error),
@@ -101,10 +124,26 @@ pub struct Server {
     addresses: Addresses,
     term: Term,
     stop: watch::Sender<bool>,
+    /// One of several: its part in the election, which ends before the rest.
+    campaign: Option<Running>,
     stop_ticker: Sender<()>,
     threads: Vec<JoinHandle<()>>,
     /// Keeps other processes out of the data directory.
-    _identity: Identity,
+    _identity: Option<Identity>,
+}
+
+/// A campaign that runs.
+struct Running {
+    stop: watch::Sender<bool>,
+    ended: Mutex<Receiver<()>>,
+}
+
+/// How a master came to be.
+enum Origin {
+    /// It is the only one.
+    Alone(Identity),
+    /// It is one of several.
+    Member(Box<Campaign>, election::Identity),
 }
 
 impl std::fmt::Debug for Server {
@@ -124,8 +163,13 @@ struct Listeners {
 }
 
 impl Server {
-    /// Starts a master. When this returns, it serves.
+    /// Starts a master. When this returns, it serves; one of several masters then hosts groups as soon as it is given some.
     pub fn start(config: MasterConfig) -> Result<Server, StartError> {
+        Server::start_at(config, None)
+    }
+
+    /// Starts one of several masters, which meet at this registry.
+    pub fn start_at(config: MasterConfig, registry: Option<Arc<dyn Registry>>) -> Result<Server, StartError> {
         let config = config.validate()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .thread_name("doors-worker")
@@ -133,11 +177,18 @@ impl Server {
             .build()
             .map_err(StartError::Threads)?;
         let (listeners, addresses) = runtime.block_on(bind_all(&config))?;
-        let identity = Identity::establish(config.data_dir.as_deref(), config.groups())?;
-        if config.data_dir.is_none() {
+        let origin = match registry {
+            Some(registry) => runtime.block_on(join(&config, registry, addresses))?,
+            None => Origin::Alone(Identity::establish(config.data_dir.as_deref(), config.groups())?),
+        };
+        if config.data_dir.is_none() && matches!(origin, Origin::Alone(_)) {
             warn!("no data_dir: a restart forgets the cluster's identity, and nodes begin anew");
         }
-        let service = Service::new(service_config(&config, &identity, addresses)?, Arc::new(SystemClock));
+        let service = Service::new(service_config(&config, &origin, addresses)?, Arc::new(SystemClock));
+        let (campaign, identity) = match origin {
+            Origin::Alone(identity) => (None, Some(identity)),
+            Origin::Member(campaign, _) => (Some(run(*campaign, &runtime, &service)), None),
+        };
         let (stop, stopped) = watch::channel(false);
         let frame_config = FrameDoorConfig {
             threads: config.frame_threads(),
@@ -153,7 +204,7 @@ impl Server {
         let doors =
             Doors { config: config.clone(), listeners, service: Arc::clone(&service), frame_door, stopped };
         threads.push(spawn("doors", move || doors.serve(runtime))?);
-        let term = identity.term;
+        let term = service.term();
         info!(
             grpc = %addresses.grpc,
             frame = %addresses.frame,
@@ -163,7 +214,7 @@ impl Server {
             frame_threads = config.frame_threads(),
             "master serves"
         );
-        Ok(Server { service, addresses, term, stop, stop_ticker, threads, _identity: identity })
+        Ok(Server { service, addresses, term, stop, campaign, stop_ticker, threads, _identity: identity })
     }
 
     /// Where it can be reached: the addresses that were bound, also for port 0.
@@ -171,7 +222,7 @@ impl Server {
         self.addresses
     }
 
-    /// Its term.
+    /// Its number: the term of all groups, if it is alone.
     pub fn term(&self) -> Term {
         self.term
     }
@@ -190,6 +241,11 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         info!("master stops");
+        if let Some(campaign) = self.campaign.take() {
+            // Groups are handed over while the doors are open: the heir may have questions, and so may clients.
+            campaign.stop.send_replace(true);
+            let _ = campaign.ended.lock().recv_timeout(2 * GRACE);
+        }
         self.stop.send_replace(true);
         // A ticker that is gone has said why.
         let _ = self.stop_ticker.send(());
@@ -225,24 +281,88 @@ async fn bind(
     Ok((listener, bound))
 }
 
+/// Where others reach this master.
+fn advertised(config: &ValidConfig, addresses: Addresses) -> MasterAddresses {
+    let of = |advertise: &Option<String>, bound: SocketAddr| {
+        advertise.clone().unwrap_or_else(|| bound.to_string())
+    };
+    MasterAddresses {
+        grpc: of(&config.grpc_advertise, addresses.grpc),
+        frame: of(&config.frame_advertise, addresses.frame),
+    }
+}
+
+/// Becomes one of several masters. Waits some time for a registry that is not there yet.
+async fn join(
+    config: &ValidConfig,
+    registry: Arc<dyn Registry>,
+    addresses: Addresses,
+) -> Result<Origin, StartError> {
+    let draft = identity::draft(config.groups())?;
+    let lease = Duration::from_millis(config.lease_ms.into());
+    let until = Instant::now() + REGISTRY_WAIT;
+    loop {
+        let joined = async {
+            let identity = registry.identity(&draft).await?;
+            if identity.groups != config.groups() {
+                let (found, configured) = (identity.groups, config.groups());
+                return Err(StartError::Groups { found, configured });
+            }
+            let first = Document::new(identity.groups);
+            let advertised = advertised(config, addresses);
+            let campaign = Campaign::join(Arc::clone(&registry), &first, advertised, lease).await?;
+            Ok(Origin::Member(Box::new(campaign), identity))
+        };
+        match joined.await {
+            Err(StartError::Registry(error @ RegistryError::Unreachable { .. }))
+                if Instant::now() < until =>
+            {
+                info!(%error, "waiting for the registry");
+                tokio::time::sleep(REGISTRY_PAUSE).await;
+            }
+            joined => return joined,
+        }
+    }
+}
+
+/// Lets a campaign run beside the doors.
+fn run(campaign: Campaign, runtime: &Runtime, service: &Arc<Service>) -> Running {
+    let (stop, stopped) = watch::channel(false);
+    let (ends, ended) = channel();
+    let (proposals, proposed) = mpsc::channel(PROPOSALS_MAX);
+    service.set_proposals(proposals);
+    let service = Arc::clone(service);
+    runtime.spawn(async move {
+        campaign.run(service, proposed, stopped).await;
+        // Nobody may wait for it.
+        let _ = ends.send(());
+    });
+    Running { stop, ended: Mutex::new(ended) }
+}
+
 fn service_config(
     config: &ValidConfig,
-    identity: &Identity,
+    origin: &Origin,
     addresses: Addresses,
 ) -> Result<ServiceConfig, identity::IdentityError> {
     let millis = |ms: u32| Duration::from_millis(ms.into());
-    let advertised = |advertise: &Option<String>, bound: SocketAddr| {
-        advertise.clone().unwrap_or_else(|| bound.to_string())
+    let advertised = advertised(config, addresses);
+    let (cluster, id_key, secret, term) = match origin {
+        Origin::Alone(identity) => (identity.cluster, identity.id_key, identity.secret, identity.term),
+        Origin::Member(campaign, identity) => {
+            (identity.cluster, identity.id_key, identity.secret, campaign.number())
+        }
     };
     Ok(ServiceConfig {
         groups: config.groups(),
-        cluster: identity.cluster,
-        id_key: IdKey::new(identity.id_key, identity.secret),
-        id_key_secret: IdKeySecret(identity.secret),
-        term: identity.term,
+        cluster,
+        id_key: IdKey::new(id_key, secret),
+        id_key_secret: IdKeySecret(secret),
+        term,
+        shared: matches!(origin, Origin::Member(..)),
         session_ttl: millis(config.session_ttl_ms),
-        grpc_address: advertised(&config.grpc_advertise, addresses.grpc),
-        frame_address: advertised(&config.frame_advertise, addresses.frame),
+        grpc_address: advertised.grpc,
+        frame_address: advertised.frame,
         placement: config.placement.0,
         admission: config.offload_admission.0,
         high_permille: config.high_permille,
@@ -330,6 +450,10 @@ fn tick(service: &Service, stopped: &Receiver<()>) {
                 Role::Leader { term } => info!(term = term.get(), "master leads"),
                 Role::SteppedDown { seen } => {
                     warn!(seen_term = seen.get(), "master steps down: a node knows a higher term");
+                }
+                Role::Member { groups, confirmed: true, .. } => info!(groups, "master is confirmed"),
+                Role::Member { groups, confirmed: false, .. } => {
+                    warn!(groups, "master is not confirmed by the registry: removals are not certain");
                 }
             }
         }

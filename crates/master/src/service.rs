@@ -11,6 +11,7 @@
 //! outbox, `removals`). No group is locked while another one is.
 
 mod disks;
+mod hosting;
 mod hot;
 mod jobs;
 mod nodes;
@@ -20,35 +21,34 @@ mod remove;
 mod stats;
 
 use std::num::NonZeroU16;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use hashbrown::HashMap;
 use moontide_meta::{
-    Admission, Ask, Effect, Effects, Group, GroupConfig, Now, PlacementKind, Quota, SessionConfig, Sessions,
+    Admission, Ask, Effect, Effects, GroupConfig, Now, PlacementKind, Quota, SessionConfig, Sessions,
 };
 use moontide_proto::PackedKeys;
 use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
 use moontide_proto::v1;
-use moontide_types::{
-    Clock, ErrorCode, GroupId, IdKey, MapVersion, ObjectId, SessionId, Tenant, TenantGeneration, Term,
-};
+use moontide_types::{Clock, ErrorCode, GroupId, IdKey, ObjectId, SessionId, Tenant, TenantGeneration, Term};
 use parking_lot::{Mutex, RwLock};
+use tokio::sync::{Notify, mpsc};
 
+use crate::election::{Estates, Hosting, Proposal};
+use hosting::{Held, Seat};
 use jobs::Jobs;
 use outbox::NodeSession;
 use remove::Removals;
 
+pub(crate) use hot::handle;
 pub use nodes::NodeInfo;
 pub use outbox::{SessionStream, StreamOver};
 pub use stats::{MasterStats, ReadSums};
 
 /// Keys for which a group is held in a row: some tens of microseconds, which is how long another thread may wait.
 const KEYS_PER_LOCK: usize = 128;
-
-/// Version of the group map while one master hosts all groups.
-const MAP_VERSION: MapVersion = MapVersion(1);
 
 /// What the service must know.
 #[derive(Clone, Debug)]
@@ -61,8 +61,10 @@ pub struct ServiceConfig {
     pub id_key: IdKey,
     /// Its secret, for clients and nodes. Not shown when printed.
     pub id_key_secret: IdKeySecret,
-    /// This master's term.
+    /// This master's number: the term of all groups, if it is alone.
     pub term: Term,
+    /// Whether other masters host some of the groups.
+    pub shared: bool,
     /// How long a node's session lasts without a heartbeat.
     pub session_ttl: Duration,
     /// Where clients reach gRPC.
@@ -99,6 +101,7 @@ impl ServiceConfig {
             id_key: IdKey::new(1, [7; 32]),
             id_key_secret: IdKeySecret([7; 32]),
             term: group.term,
+            shared: false,
             session_ttl: Duration::from_secs(10),
             grpc_address: "127.0.0.1:1".into(),
             frame_address: "127.0.0.1:2".into(),
@@ -128,6 +131,15 @@ pub enum Role {
         /// That term.
         seen: Term,
     },
+    /// One of several masters.
+    Member {
+        /// Its number.
+        number: Term,
+        /// How many groups it hosts.
+        groups: usize,
+        /// Whether the registry has confirmed that they are its own.
+        confirmed: bool,
+    },
 }
 
 /// A tenant, as the whole master knows it.
@@ -143,7 +155,7 @@ struct TenantFacts {
 pub struct Service {
     config: ServiceConfig,
     clock: Arc<dyn ClockDebug>,
-    groups: Vec<Padded<Mutex<Group>>>,
+    seats: Vec<Padded<Mutex<Seat>>>,
     /// Units mounted per group, to spread segments.
     group_units: Vec<AtomicU64>,
     tenants: RwLock<HashMap<Box<str>, TenantFacts>>,
@@ -153,6 +165,19 @@ pub struct Service {
     jobs: Mutex<Jobs>,
     /// The highest foreign term that was seen above ours; 0 while we lead.
     stepped_down: AtomicU32,
+    /// Groups of which nodes know a higher term, where there are several masters.
+    ousted: Mutex<Vec<(GroupId, Term)>>,
+    ousted_news: Notify,
+    /// What other masters have handed to us.
+    pub(crate) estates: Estates,
+    /// Where changes go that all masters must agree on.
+    proposals: OnceLock<mpsc::Sender<Proposal>>,
+    /// The highest term in which a group is or was hosted here.
+    newest_term: AtomicU32,
+    /// Until when the registry has confirmed our lease, in nanoseconds of the clock.
+    confirmed_until: AtomicU64,
+    /// Which master hosts which group, as far as we know.
+    map: RwLock<v1::GroupMap>,
     /// Counters of sessions that have ended.
     past_reads: Mutex<stats::Reads>,
     /// When quotas were split last, in nanoseconds of the clock.
@@ -190,30 +215,26 @@ struct Caller<'a> {
 }
 
 impl Service {
-    /// A master of all groups, without nodes.
+    /// A master of all groups, or, where there are several masters, of none yet; without nodes.
     pub fn new(config: ServiceConfig, clock: Arc<dyn Clock>) -> Arc<Service> {
-        let now = Now { mono: clock.now(), unix: clock.unix() };
-        let group = |number: u16| {
-            let group = GroupConfig {
-                seed: config.seed.wrapping_add(number.into()),
-                placement: config.placement,
-                admission: config.admission,
-                high_permille: config.high_permille,
-                low_permille: config.low_permille,
-                reservation: config.reservation,
-                reallocate_wait: config.reallocate_wait,
-                // A node notices within a session's life that its master has changed, and comes back within another.
-                report_wait: config.reallocate_wait.max(2 * config.session_ttl),
-                absence_max: config.absence_max,
-                stripe_bytes_max: config.stripe_bytes_max,
-                ..GroupConfig::new(GroupId(number), config.groups, config.term)
-            };
-            Padded(Mutex::new(Group::new(group, now)))
-        };
         let sessions = Sessions::new(SessionConfig { ttl: config.session_ttl }, config.term);
-        Arc::new(Service {
-            groups: (0..config.groups.get()).map(group).collect(),
-            group_units: (0..config.groups.get()).map(|_| AtomicU64::new(0)).collect(),
+        let groups = config.groups.get();
+        let alone = v1::GroupMap {
+            // Rises with every start, as the term does.
+            version: config.term.get().into(),
+            groups: groups.into(),
+            masters: vec![v1::MasterEntry {
+                grpc_address: config.grpc_address.clone(),
+                frame_address: config.frame_address.clone(),
+                term: config.term.get(),
+                groups: (0..u32::from(groups)).collect(),
+            }],
+            alone: true,
+        };
+        let shared = v1::GroupMap { version: 0, groups: groups.into(), masters: vec![], alone: false };
+        let service = Service {
+            seats: (0..groups).map(|_| Padded(Mutex::default())).collect(),
+            group_units: (0..groups).map(|_| AtomicU64::new(0)).collect(),
             clock: Arc::new(AnyClock(clock)),
             tenants: RwLock::default(),
             sessions: Mutex::new(sessions),
@@ -221,14 +242,32 @@ impl Service {
             removals: Removals::default(),
             jobs: Mutex::default(),
             stepped_down: AtomicU32::new(0),
+            ousted: Mutex::default(),
+            newest_term: AtomicU32::new(0),
+            ousted_news: Notify::new(),
+            estates: Estates::default(),
+            proposals: OnceLock::new(),
+            confirmed_until: AtomicU64::new(0),
+            map: RwLock::new(if config.shared { shared } else { alone }),
             past_reads: Mutex::default(),
             quotas_split: AtomicU64::new(0),
             config,
-        })
+        };
+        if !service.config.shared {
+            let term = service.config.term;
+            let previous = Term::new(term.get().saturating_sub(1)).expect("less than a term is one");
+            let hosting = |group| Hosting { group: GroupId(group), term, previous };
+            (0..groups).for_each(|group| service.host(hosting(group), None));
+        }
+        Arc::new(service)
     }
 
     /// Whether this master answers.
     pub fn role(&self) -> Role {
+        if self.config.shared {
+            let (groups, confirmed) = (self.hosted_count(), !self.is_unconfirmed());
+            return Role::Member { number: self.config.term, groups, confirmed };
+        }
         // Relaxed: the number stands for itself.
         match self.stepped_down.load(Ordering::Relaxed) {
             0 => Role::Leader { term: self.config.term },
@@ -236,14 +275,24 @@ impl Service {
         }
     }
 
-    /// This master's term.
+    /// This master's number: the term of all groups, if it is alone.
     pub fn term(&self) -> Term {
         self.config.term
     }
 
     /// Whether it has a node to give space on. Lookups are answered before that, too.
     pub fn is_ready(&self) -> bool {
-        matches!(self.role(), Role::Leader { .. }) && !self.nodes.read().is_empty()
+        let serves = match self.role() {
+            Role::Leader { .. } => true,
+            Role::SteppedDown { .. } => false,
+            Role::Member { groups, .. } => groups > 0,
+        };
+        serves && !self.nodes.read().is_empty()
+    }
+
+    /// Where changes go that all masters must agree on.
+    pub(crate) fn set_proposals(&self, proposals: mpsc::Sender<Proposal>) {
+        assert!(self.proposals.set(proposals).is_ok(), "it is set once, at the start");
     }
 
     fn now(&self) -> Now {
@@ -253,7 +302,7 @@ impl Service {
     /// Understands who asks, or says why the call as a whole fails.
     fn caller<'a>(&self, context: RequestContext<'a>) -> Result<Caller<'a>, ErrorCode> {
         // A client that believes in a higher term is asked to look again; only nodes, which obey terms, end a master's.
-        if context.term > self.config.term || self.stepped_down.load(Ordering::Relaxed) != 0 {
+        if context.term > self.newest_term() || self.stepped_down.load(Ordering::Relaxed) != 0 {
             return Err(ErrorCode::WrongMaster);
         }
         let generation = self.tenant_facts(context.tenant).generation;
@@ -268,10 +317,26 @@ impl Service {
         self.stepped_down.fetch_max(seen.get(), Ordering::Relaxed);
     }
 
+    /// The highest term that is our own. What is higher was given to somebody else.
+    fn newest_term(&self) -> Term {
+        let hosted = self.newest_term.load(Ordering::Relaxed);
+        self.config.term.max(Term::new(hosted).expect("it was one"))
+    }
+
+    /// Somebody knows this term. A master that is alone has been replaced if it is higher; one of several cannot tell: it
+    /// may be that of another group.
+    fn hears_of(&self, seen: Term) -> Result<(), ErrorCode> {
+        if self.config.shared || seen <= self.config.term {
+            return Ok(());
+        }
+        self.step_down(seen);
+        Err(ErrorCode::WrongMaster)
+    }
+
     /// The context of an answer.
     fn context(&self, caller: Option<&Caller<'_>>) -> v1::ResponseContext {
         v1::ResponseContext {
-            map_version: MAP_VERSION.0,
+            map_version: self.map_version().0,
             term: self.config.term.get(),
             code: 0,
             retry_after_ms: 0,
@@ -286,11 +351,8 @@ impl Service {
             ErrorCode::Busy | ErrorCode::Retry | ErrorCode::NoSpace => RETRY_AFTER_MS,
             _ => 0,
         };
-        v1::ResponseContext { code: code as u32, retry_after_ms, ..self.context(None) }
-    }
-
-    fn group(&self, index: usize) -> parking_lot::MutexGuard<'_, Group> {
-        self.groups[index].0.lock()
+        let newer_map = (code == ErrorCode::WrongMaster).then(|| self.map.read().clone());
+        v1::ResponseContext { code: code as u32, retry_after_ms, newer_map, ..self.context(None) }
     }
 
     fn group_of(&self, id: ObjectId) -> usize {
@@ -302,11 +364,11 @@ impl Service {
         let mut ids = Vec::with_capacity(keys.len());
         self.config.id_key.object_ids(caller.context.tenant, caller.generation, keys.iter(), &mut ids);
         let asks = keys.iter().zip(ids).map(|(key, id)| Ask { id, key });
-        Sorted::new(self.groups.len(), self.config.groups, asks)
+        Sorted::new(self.seats.len(), self.config.groups, asks)
     }
 
     /// Sees to what a command asked for. Called under the group's lock, so that orders to one slot keep their order.
-    fn deliver(&self, group: usize, effects: &mut Effects) {
+    fn deliver(&self, group: &Held<'_>, effects: &mut Effects) {
         if effects.is_empty() {
             return;
         }
@@ -318,10 +380,14 @@ impl Service {
                         last = self.nodes.read().get(&session).cloned();
                     }
                     if let Some(node) = &last {
-                        node.order(group, order);
+                        node.order(group.index, group.term(), order);
                     }
                 }
                 Effect::Removed { waiter, code } => self.removals.finish(waiter, code),
+                Effect::StepDown { seen } if self.config.shared => {
+                    self.ousted.lock().push((GroupId(group.index as u16), seen)); // ≤ GROUPS_MAX
+                    self.ousted_news.notify_one();
+                }
                 Effect::StepDown { seen } => self.step_down(seen),
             }
         }

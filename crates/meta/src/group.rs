@@ -11,6 +11,7 @@
 mod audit;
 mod disk;
 mod evict;
+mod inherit;
 mod lookup;
 mod nodes;
 mod put;
@@ -27,12 +28,13 @@ use hashbrown::{HashMap, HashSet};
 use moontide_types::bounds::{LEASE_MS_MAX, PAGE_BYTES, RESERVATION_MS_MAX, UNIT_BYTES};
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, GroupId, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Tenant, Term,
+    Epoch, ErrorCode, Generation, GroupId, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Tenant, Term,
 };
 
 pub use audit::{Audit, Range, Violation};
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
+pub use inherit::{Heirloom, Inheritance};
 pub use lookup::{Ask, Found, ListCursor, LookupCounts};
 pub use nodes::{Mount, MountSpec, SegmentView};
 pub use put::{PutEnd, PutOptions, PutStart, Reservation};
@@ -64,8 +66,10 @@ pub struct GroupConfig {
     pub group: GroupId,
     /// Of how many.
     pub groups: NonZeroU16,
-    /// The term of the master that runs it.
+    /// Its term: that of the master that runs it.
     pub term: Term,
+    /// The term before it; zero if nobody has run it before, so that there is nothing from before.
+    pub previous: Term,
     /// Decides placements.
     pub seed: u64,
     /// Where new objects go.
@@ -103,6 +107,7 @@ impl GroupConfig {
             group,
             groups,
             term,
+            previous: Term::new(term.get().saturating_sub(1)).expect("less than a term is one"),
             seed: u64::from(group.0),
             placement: PlacementKind::default(),
             high_permille: 950,
@@ -177,6 +182,14 @@ struct Node {
     session: SessionId,
     topology: Topology,
     segments: Vec<u32>,
+}
+
+/// A segment that went away.
+#[derive(Clone, Copy, Debug)]
+struct Absence {
+    generation: Generation,
+    /// It is forgotten then.
+    until: Tick,
 }
 
 /// A removal that waits for nodes.
@@ -257,13 +270,15 @@ pub struct Group {
     tombstones: HashMap<ObjectId, Epoch>,
     /// Segments that went away with their nodes' sessions, and when they are forgotten. Segments, because a node that
     /// comes back mounts one after the other.
-    absent: HashMap<(NodeId, SegmentId), Tick>,
+    absent: HashMap<(NodeId, SegmentId), Absence>,
     /// Disks that went away, in the same way.
     absent_disks: HashMap<NodeId, Tick>,
     /// Until then, segments that this master has never heard of may report what they hold.
     reports_until: MonoTime,
     /// The same for disks.
     disk_reports_until: MonoTime,
+    /// What the master before handed on, and no node has reported yet.
+    inherited: inherit::Inherited,
     /// Before this, nodes that this master has never heard of may have objects of an earlier term.
     settled_at: MonoTime,
 
@@ -283,8 +298,7 @@ pub struct Group {
 impl Group {
     /// A group without nodes and objects.
     pub fn new(config: GroupConfig, now: Now) -> Group {
-        // In the first term there is nothing from before.
-        let first = config.term <= Term::new(1).expect("1 is a term");
+        let first = config.previous == Term::ZERO;
         let wait = if first { Duration::ZERO } else { config.report_wait };
         let disk_wait = if first { config.report_wait } else { config.disk_absence_max };
         Group {
@@ -326,6 +340,7 @@ impl Group {
             absent_disks: HashMap::new(),
             reports_until: now.mono.after(config.report_wait),
             disk_reports_until: now.mono.after(disk_wait),
+            inherited: inherit::Inherited::new(),
             settled_at: now.mono.after(wait),
             jobs: BTreeMap::new(),
             job_count: 0,

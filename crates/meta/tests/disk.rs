@@ -195,7 +195,10 @@ fn without_a_disk_that_takes_it_a_victim_is_dropped() {
     let cases: [(&str, Set); 4] = [
         ("no disk", |bench| bench.group.unmount(bench.now, NodeId(1), SegmentId::DISK, &mut vec![]).unwrap()),
         ("full or failed", |bench| bench.group.disk_status(NodeId(1), session(1, 0), false)),
-        ("not told all", |bench| bench.mount_disk(1, 0, true)),
+        ("not told all", |bench| {
+            bench.group.unmount(bench.now, NodeId(1), SegmentId::DISK, &mut vec![]).unwrap();
+            bench.mount_disk(1, 0, true);
+        }),
         ("another node's", |bench| {
             bench.group.unmount(bench.now, NodeId(1), SegmentId::DISK, &mut vec![]).unwrap();
             bench.mount_disk(2, 0, false);

@@ -290,6 +290,8 @@ fn an_object_larger_than_every_segment_is_cut_to_fit() {
             tenant,
             term: Term::ZERO,
             occupied: false,
+            away: Duration::ZERO,
+            one_sided: true,
         };
         bench.group.mount(bench.now, &spec, &mut bench.effects).unwrap();
         bench.settle();

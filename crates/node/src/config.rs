@@ -37,7 +37,8 @@ pub const MASTER_WAIT: Duration = Duration::from_secs(5);
 /// Everything that can be set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeConfig {
-    /// "host:port" of the master's gRPC.
+    /// "host:port" of the master's gRPC; several with commas between them where there are several masters, any of which will
+    /// do.
     pub master: String,
     /// The node's number; none: drawn at random at each start.
     pub node: Option<NodeId>,
@@ -172,6 +173,11 @@ pub struct InvalidConfig {
 }
 
 impl NodeConfig {
+    /// The masters that are named, each by itself.
+    pub(crate) fn masters(&self) -> Vec<String> {
+        self.master.split(',').map(|master| master.trim().to_owned()).collect()
+    }
+
     /// Whether a node can be started with it.
     pub fn validate(&self) -> Result<(), InvalidConfig> {
         let mut wrong = Vec::new();
@@ -182,9 +188,9 @@ impl NodeConfig {
         };
         let master = &self.master;
         rule(
-            is_host_and_port(master),
+            self.masters().iter().all(|master| is_host_and_port(master)),
             "master",
-            format!("is \"{master}\", not \"host:port\""),
+            format!("is \"{master}\", not \"host:port\", or several with commas between them"),
             "name the master's gRPC address, as 127.0.0.1:7400",
         );
         rule(

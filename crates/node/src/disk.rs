@@ -33,8 +33,7 @@ use moontide_disk::{
 use moontide_heap::Staging;
 use moontide_proto::{OrderResult, v1};
 use moontide_types::{ErrorCode, SessionId};
-use parking_lot::Mutex;
-use tokio::sync::mpsc::UnboundedSender;
+use parking_lot::{Mutex, RwLock};
 use tracing::{info, warn};
 
 use self::counters::DiskCounters;
@@ -44,7 +43,10 @@ pub(crate) use self::offload::OffloadJob;
 pub(crate) use self::promote::PromoteJob;
 pub(crate) use self::removal::RemovalJob;
 use self::staged::StagedRecords;
+use self::tell::Audience;
 use crate::config::DiskConfig;
+use crate::decide::groups::GroupSet;
+use crate::lines::Lines;
 use crate::memory::Memory;
 use crate::session::Event;
 
@@ -89,12 +91,12 @@ pub(crate) struct DiskTier {
     memory: Arc<Memory>,
     staging: Arc<Staging>,
     staged: StagedRecords,
-    events: UnboundedSender<Event>,
+    events: Arc<Lines>,
     counters: DiskCounters,
     /// Found at the start.
     recovery: Recovery,
-    /// The master's session; what concerns an earlier one is of no use to anybody.
-    session: AtomicU64,
+    /// Who is told about the disk; what concerns a session that is over is of no use to anybody.
+    audience: RwLock<Audience>,
     /// Held while something is found or taken away *and* told, so that the two are told in this order.
     telling: Mutex<()>,
     /// Writing has failed: when it is tried again.
@@ -103,8 +105,8 @@ pub(crate) struct DiskTier {
     backlog: AtomicU64,
     /// Bytes of messages that the master has not heard yet: whoever has much to tell waits.
     unheard: AtomicUsize,
-    /// Still telling what is there.
-    is_telling: std::sync::atomic::AtomicBool,
+    /// How many sessions are still being told what is there.
+    telling_now: AtomicUsize,
     loads: load::Loads,
     promoting: promote::Promoting,
     offloads: Mutex<Option<std::sync::mpsc::Sender<OffloadJob>>>,
@@ -142,7 +144,7 @@ impl DiskTier {
         config: DiskConfig,
         memory: Arc<Memory>,
         staging: Arc<Staging>,
-        events: UnboundedSender<Event>,
+        events: Arc<Lines>,
     ) -> Result<DiskTier, DiskError> {
         let dir = config.dir.display().to_string();
         let storage = OsStorage::open(&config.dir, config.engine)
@@ -157,7 +159,7 @@ impl DiskTier {
         config: DiskConfig,
         memory: Arc<Memory>,
         staging: Arc<Staging>,
-        events: UnboundedSender<Event>,
+        events: Arc<Lines>,
     ) -> Result<DiskTier, DiskError> {
         let dir = config.dir.display().to_string();
         let limit_bytes = match config.limit_bytes {
@@ -197,12 +199,12 @@ impl DiskTier {
             events,
             counters: DiskCounters::default(),
             recovery,
-            session: AtomicU64::new(0),
+            audience: RwLock::default(),
             telling: Mutex::default(),
             closed_until: Mutex::default(),
             backlog: AtomicU64::new(0),
             unheard: AtomicUsize::new(0),
-            is_telling: std::sync::atomic::AtomicBool::new(false),
+            telling_now: AtomicUsize::new(0),
             loads: load::Loads::default(),
             promoting: promote::Promoting::default(),
             offloads: Mutex::default(),
@@ -237,7 +239,7 @@ impl DiskTier {
         let unread = self.loads.stop();
         unread.iter().for_each(|name| self.staged.failed(*name));
         counters::raise(&self.counters.loads_failed, unread.len() as u64);
-        self.session.store(0, Ordering::SeqCst);
+        *self.audience.write() = Audience::default();
     }
 
     /// A record is to be written.
@@ -271,7 +273,7 @@ impl DiskTier {
         let state = match self.closed() {
             Some(Closed::Full) => v1::DiskState::Full,
             Some(Closed::Failed) => v1::DiskState::WriteFailed,
-            None if self.is_telling.load(Ordering::Relaxed) => v1::DiskState::Recovering,
+            None if self.telling_now.load(Ordering::Relaxed) > 0 => v1::DiskState::Recovering,
             None => v1::DiskState::Serving,
         };
         v1::DiskStatus {
@@ -349,10 +351,15 @@ impl DiskTier {
         DiskNumbers { gauges, counts }
     }
 
-    /// A session is over, or another one is about to begin: nothing of it is wanted any more.
-    pub(crate) fn end_session(&self) {
-        self.session.store(0, Ordering::SeqCst);
-        self.cancel_promotions();
+    /// A session is over: nothing of it is wanted any more.
+    pub(crate) fn end_session(&self, session: SessionId) {
+        self.audience.write().end(session);
+        self.cancel_promotions(session);
+    }
+
+    /// A session is not told any more about groups that are not among these.
+    pub(crate) fn narrow(&self, session: SessionId, groups: &GroupSet) {
+        self.audience.write().narrow(session, groups);
     }
 
     /// How much the master has not heard yet.
@@ -365,12 +372,12 @@ impl DiskTier {
         answers.sort_by_key(|(session, _)| *session);
         for of_session in answers.chunk_by(|a, b| a.0 == b.0) {
             let results = of_session.iter().map(|(_, result)| *result).collect();
-            let _ = self.events.send(Event::Results { session: of_session[0].0, results });
+            self.events.send(Event::Results { session: of_session[0].0, results });
         }
     }
 
-    fn session(&self) -> SessionId {
-        SessionId(self.session.load(Ordering::SeqCst))
+    fn is_live(&self, session: SessionId) -> bool {
+        self.audience.read().is_live(session)
     }
 
     fn closed(&self) -> Option<Closed> {

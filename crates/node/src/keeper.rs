@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use moontide_types::bounds::LOCAL_STALE_MS;
 use moontide_types::{Clock, MonoTime, SystemClock};
 use parking_lot::Mutex;
 use tracing::{info, warn};
@@ -21,7 +22,7 @@ const BEAT_EVERY: Duration = Duration::from_millis(100);
 /// How long clients of this host believe the node without a beat. Twenty beats: no scheduler forgets a thread for so
 /// long, and a node that is stopped is noticed long before its session at the master ends and its objects are written
 /// off.
-pub(crate) const STALE_AFTER: Duration = Duration::from_secs(2);
+pub(crate) const STALE_AFTER: Duration = Duration::from_millis(LOCAL_STALE_MS as u64);
 
 const _: () = assert!(STALE_AFTER.as_millis() >= 20 * BEAT_EVERY.as_millis());
 
@@ -35,7 +36,7 @@ pub(crate) struct Keeper {
 
 #[derive(Debug, Default)]
 struct State {
-    /// When the master last knew of everything.
+    /// When masters last knew of everything.
     good: Option<MonoTime>,
     open: bool,
     shut: bool,
@@ -46,10 +47,10 @@ impl Keeper {
         Keeper { memory, stale_max, state: Mutex::default() }
     }
 
-    /// The master is heard, and knows of everything in the index.
-    pub(crate) fn good(&self) {
+    /// All masters were heard, and knew of everything in the index then.
+    pub(crate) fn good(&self, at: MonoTime) {
         let mut state = self.state.lock();
-        state.good = Some(SystemClock.now());
+        state.good = state.good.max(Some(at));
         self.settle(&mut state);
     }
 
@@ -65,7 +66,10 @@ impl Keeper {
     }
 
     fn settle(&self, state: &mut State) {
-        let open = !state.shut && index_open(state.good, SystemClock.now(), self.stale_max);
+        let heard = index_open(state.good, SystemClock.now(), self.stale_max);
+        // Peers who know a place are not served from it either; before the first master is heard nobody knows one.
+        self.memory.set_stale(state.good.is_some() && !heard);
+        let open = !state.shut && heard;
         if open == state.open {
             return;
         }
@@ -76,7 +80,7 @@ impl Keeper {
             false if state.shut => info!("index closed: the node shuts down"),
             false => warn!(
                 stale_max_ms = self.stale_max.as_millis() as u64,
-                "index closed: no master was heard for too long; other paths go on"
+                "index closed, and reads refused: no master was heard for too long, and what is here may have been removed"
             ),
         }
     }

@@ -40,6 +40,7 @@ mod config;
 pub mod decide;
 mod disk;
 mod keeper;
+mod lines;
 mod memory;
 mod metrics;
 mod node;

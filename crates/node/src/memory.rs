@@ -23,6 +23,8 @@ pub(crate) struct Memory {
     sides: Vec<Side>,
     generation: Generation,
     slots: u32,
+    /// No master was heard for too long.
+    stale: AtomicBool,
 }
 
 /// What stands beside a segment.
@@ -98,7 +100,17 @@ impl Memory {
             let units = u32::try_from(bytes / UNIT_BYTES / 8 * 8).unwrap_or(u32::MAX / 8 * 8);
             Staging::new(&heap, staging_slots(bytes), units, huge).map(Arc::new).map_err(MemoryError::Staging)
         });
-        Ok(Memory { heap, staging: staging.transpose()?, sides, generation, slots: plan.slots })
+        let staging = staging.transpose()?;
+        Ok(Memory { heap, staging, sides, generation, slots: plan.slots, stale: AtomicBool::new(false) })
+    }
+
+    /// Whether no master was heard for so long that what is here may have been removed.
+    pub(crate) fn is_stale(&self) -> bool {
+        self.stale.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_stale(&self, stale: bool) {
+        self.stale.store(stale, Ordering::SeqCst);
     }
 
     pub(crate) fn heap(&self) -> &NodeHeap {

@@ -24,23 +24,25 @@ use moontide_proto::v1;
 use moontide_transfer::shm::{self, Host, HostConfig, HostError};
 use moontide_transfer::tcp::{ServeError, Server, ServerConfig};
 use moontide_transfer::{EngineKind, Owner};
-use moontide_types::{Generation, NodeId};
+use moontide_types::{Generation, NodeId, SegmentId};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
-use tokio::sync::{mpsc as channels, watch};
+use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 
 use crate::admin::{self, Page};
 use crate::config::{InvalidConfig, MASTER_WAIT, NodeConfig};
+use crate::decide::groups::group_of_segment;
 use crate::decide::pace::Backoff;
 use crate::decide::plan::{PlanArgs, PlanError, plan};
 use crate::disk::{DiskError, DiskTier, Held, Identity};
 use crate::keeper::{Keeper, STALE_AFTER};
+use crate::lines::Lines;
 use crate::memory::{Memory, MemoryError};
 use crate::metrics::{Counters, Metrics};
 use crate::orders::{Obedience, Work};
 use crate::owner::NodeOwner;
-use crate::session::{Driver, Facts, Parts, learn_cluster};
+use crate::session::{Facts, Fleet, Parts, learn_cluster};
 use crate::status::Status;
 
 /// Streams of processes of this host at a time: one per process and some.
@@ -48,6 +50,9 @@ const STREAMS_MAX: usize = 4096;
 
 /// How often a shutdown looks whether transfers have ended.
 const LOOK: Duration = Duration::from_millis(5);
+
+/// How long one master has to tell about the cluster before another one is asked.
+const LEARN_MAX: Duration = Duration::from_secs(2);
 
 /// How long the session's driver may take to end: one call to unmount, and some.
 const DRIVER_END_MAX: Duration = Duration::from_secs(2);
@@ -173,7 +178,8 @@ impl Node {
             .enable_all()
             .build()?;
         let begun = Instant::now();
-        let cluster = runtime.block_on(find_cluster(&config.master, boot))?;
+        let seeds = config.masters();
+        let cluster = runtime.block_on(find_cluster(&seeds, boot))?;
         let draw = || Ok(NodeId(random_u64()?.max(1)));
         let held = match &config.disk {
             Some(disk) => {
@@ -187,12 +193,12 @@ impl Node {
             (None, Some(node)) => node,
             (None, None) => draw()?,
         };
-        let groups = u16::try_from(cluster.groups).unwrap_or(u16::MAX);
+        let groups = cluster.groups;
         let plan = plan(PlanArgs {
             memory_bytes: config.memory_bytes,
             segment_bytes_max: config.segment_bytes_max,
             slot_bytes: config.slot_bytes,
-            groups,
+            groups: groups.get(),
             page_bytes: config.huge.page_bytes(),
         })?;
         let staging_bytes = config.disk.as_ref().map(|disk| disk.staging_bytes);
@@ -208,11 +214,13 @@ impl Node {
 
         let counters = Arc::<Counters>::default();
         let transfer = moontide_transfer::Metrics::new();
-        let (events, events_taken) = channels::unbounded_channel();
+        let group = |number| group_of_segment(id, SegmentId(number), groups);
+        let lines = Lines::new((0..plan.count).map(group).collect());
         let (work, work_taken) = mpsc::channel();
         let disk = match (config.disk.clone(), memory.staging()) {
             (Some(disk), Some(staging)) => {
-                let tier = DiskTier::open(disk, Arc::clone(&memory), Arc::clone(staging), events.clone())?;
+                let tier =
+                    DiskTier::open(disk, Arc::clone(&memory), Arc::clone(staging), Arc::clone(&lines))?;
                 Some(Arc::new(tier))
             }
             _ => None,
@@ -224,7 +232,7 @@ impl Node {
             Arc::clone(&memory),
             disk.clone(),
             Arc::clone(&counters),
-            events.clone(),
+            Arc::clone(&lines),
             work.clone(),
         ));
         let keeper = Arc::new(Keeper::new(Arc::clone(&memory), config.local_stale_max));
@@ -259,7 +267,8 @@ impl Node {
         if let Some(disk) = &disk {
             node.threads.extend(disk.start()?);
         }
-        let obedience = Obedience::new(Arc::clone(&memory), disk.clone(), Arc::clone(&counters), events);
+        let obedience =
+            Obedience::new(Arc::clone(&memory), disk.clone(), Arc::clone(&counters), Arc::clone(&lines));
         node.threads.push(spawn("moontide-orders", move || obedience.run(&work_taken))?);
         let beating = Arc::clone(&keeper);
         node.threads.push(spawn("moontide-beat", move || beating.run(&beat_stopped))?);
@@ -298,17 +307,16 @@ impl Node {
         }
 
         let facts = Facts {
-            master: config.master.clone(),
             node: id,
             boot,
             addresses: announced(&config, &node.addresses),
             topology: v1::Topology { host: config.host, rack: config.rack, zone: config.zone },
             cluster: cluster.number,
-            groups: cluster.groups,
+            groups,
         };
         let parts = Parts { memory, disk, owner, keeper, status, counters, work };
-        let driver = Driver::new(facts, parts, events_taken, driver_stopped);
-        node.driver = node.runtime.as_ref().map(|runtime| runtime.spawn(driver.run()));
+        let fleet = Fleet::new(facts, parts, lines, seeds, driver_stopped);
+        node.driver = node.runtime.as_ref().map(|runtime| runtime.spawn(fleet.run()));
         let left = MASTER_WAIT.saturating_sub(begun.elapsed()).max(Duration::from_secs(1));
         if !node.status.wait_until_mounted(left) {
             let why = node.status.get().trouble.unwrap_or_else(|| "it has not answered yet".into());
@@ -428,22 +436,24 @@ impl Drop for Node {
     }
 }
 
-/// Asks the master about the cluster, until it answers or the time is over.
-async fn find_cluster(master: &str, boot: u64) -> Result<crate::session::Cluster, StartError> {
+/// Asks the masters in turn about the cluster, until one answers or the time is over.
+async fn find_cluster(masters: &[String], boot: u64) -> Result<crate::session::Cluster, StartError> {
     let begun = Instant::now();
     let left = || MASTER_WAIT.saturating_sub(begun.elapsed());
     let mut backoff = Backoff::new(boot);
     let mut why = "it does not answer".to_owned();
     while !left().is_zero() {
-        match tokio::time::timeout(left(), learn_cluster(master, boot)).await {
-            Ok(Ok(cluster)) => return Ok(cluster),
-            Ok(Err(failure)) => why = failure.to_string(),
-            Err(_) => break,
+        for master in masters {
+            match tokio::time::timeout(left().min(LEARN_MAX), learn_cluster(master, boot)).await {
+                Ok(Ok(cluster)) => return Ok(cluster),
+                Ok(Err(failure)) => why = failure.to_string(),
+                Err(_) => {}
+            }
+            debug!(master, why, "master not reached");
         }
-        debug!(master, why, "master not reached");
         tokio::time::sleep(backoff.wait().min(left())).await;
     }
-    Err(StartError::Master { master: master.to_owned(), waited: begun.elapsed(), why })
+    Err(StartError::Master { master: masters.join(","), waited: begun.elapsed(), why })
 }
 
 /// How others reach the node.

@@ -3,6 +3,7 @@
 //! Reclaim runs right after each batch of orders, every few milliseconds while somebody waits for a slot, and now and
 //! then anyway. What was freed by order is answered; what was freed without one is told to the master as a change.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -13,13 +14,15 @@ use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
 use moontide_types::bounds::LEASE_MS_MAX;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, MonoTime, SessionId, SystemClock};
-use tokio::sync::mpsc::UnboundedSender;
 use tracing::{debug, warn};
 
-use crate::decide::orders::{Answer, Drains, Known, Name, Next, admissible, after_burn, after_kill};
+use crate::decide::orders::{
+    Answer, Drains, Known, Name, Next, Numbered, admissible, after_burn, after_kill,
+};
 use crate::decide::pace::reclaim_interval;
 use crate::decide::report::Change;
 use crate::disk::{DiskTier, OffloadJob, PromoteJob, RemovalJob};
+use crate::lines::Lines;
 use crate::memory::Memory;
 use crate::metrics::{Counters, OrderCounts};
 use crate::session::Event;
@@ -33,8 +36,8 @@ const NEVER: MonoTime = MonoTime(u64::MAX);
 /// What the thread is given to do.
 #[derive(Debug)]
 pub(crate) enum Work {
-    /// A session has begun. Orders of earlier ones are void.
-    Session(SessionId),
+    /// A session has begun, or one has ended, or both: orders of one that has ended are void.
+    Session { begins: Option<SessionId>, ends: Option<SessionId> },
     /// A master's orders.
     Orders { session: SessionId, orders: Vec<Order> },
     /// Records that were given up and are dead.
@@ -49,18 +52,17 @@ pub(crate) struct Obedience {
     memory: Arc<Memory>,
     disk: Option<Arc<DiskTier>>,
     counters: Arc<Counters>,
-    events: UnboundedSender<Event>,
-    session: SessionId,
+    events: Arc<Lines>,
     drains: Drains,
     /// Orders of this round that wait for their slot.
-    fresh: Vec<(u64, Name)>,
-    results: Vec<OrderResult>,
+    fresh: Vec<(Numbered, Name)>,
+    results: Vec<(SessionId, OrderResult)>,
     counts: OrderCounts,
     /// When something was freed, or added, the last time.
     progress: MonoTime,
-    /// The last order of the session to write to disk or to bring back from it. Those up to here were taken: they are
+    /// The last order of each session to write to disk or to bring back from it. Those up to here were taken: they are
     /// answered, or will be, and answers that were not heard are said again.
-    taken: u64,
+    taken: BTreeMap<SessionId, u64>,
 }
 
 impl Obedience {
@@ -68,20 +70,19 @@ impl Obedience {
         memory: Arc<Memory>,
         disk: Option<Arc<DiskTier>>,
         counters: Arc<Counters>,
-        events: UnboundedSender<Event>,
+        events: Arc<Lines>,
     ) -> Obedience {
         Obedience {
             memory,
             disk,
             counters,
             events,
-            session: SessionId(0),
             drains: Drains::default(),
             fresh: Vec::new(),
             results: Vec::new(),
             counts: OrderCounts::default(),
             progress: MonoTime(0),
-            taken: 0,
+            taken: BTreeMap::new(),
         }
     }
 
@@ -108,12 +109,9 @@ impl Obedience {
 
     fn take(&mut self, work: Work) {
         match work {
-            Work::Session(session) => self.begin_session(session),
+            Work::Session { begins, ends } => self.begin_session(begins, ends),
             Work::Orders { session, orders } => {
-                if session != self.session {
-                    self.begin_session(session);
-                }
-                orders.iter().for_each(|order| self.carry_out(order));
+                orders.iter().for_each(|order| self.carry_out(session, order));
             }
             Work::GivenUp(names) => {
                 let now = SystemClock.now();
@@ -124,23 +122,29 @@ impl Obedience {
         }
     }
 
-    fn begin_session(&mut self, session: SessionId) {
+    fn begin_session(&mut self, begins: Option<SessionId>, ends: Option<SessionId>) {
         self.answer_all();
-        self.fresh.clear();
-        self.counts.void += self.drains.end_session() as u64;
-        self.session = session;
-        self.taken = 0;
+        if let Some(ends) = ends {
+            self.fresh.retain(|&((session, _), _)| session != ends);
+            self.counts.void += self.drains.end_session(ends) as u64;
+            self.taken.remove(&ends);
+        }
+        self.taken.extend(begins.map(|begins| (begins, 0)));
     }
 
-    fn carry_out(&mut self, order: &Order) {
-        if self.drains.knows(order.order) {
+    fn carry_out(&mut self, session: SessionId, order: &Order) {
+        let Some(&taken) = self.taken.get(&session) else { return }; // it is over
+        let number = (session, order.order);
+        if self.drains.knows(number) {
             return; // sent again on a new stream, and still under way
         }
         let is_disk_work = matches!(order.kind, OrderKind::Offload | OrderKind::Promote);
-        if is_disk_work && order.order <= self.taken {
+        if is_disk_work && order.order <= taken {
             return; // the same: what was cancelled meanwhile must not begin again
         }
-        self.taken = if is_disk_work { order.order } else { self.taken };
+        if is_disk_work {
+            self.taken.insert(session, order.order);
+        }
         self.counts.received += 1;
         let side = self.memory.side(order.segment);
         let known = side.map(|side| Known {
@@ -149,13 +153,13 @@ impl Obedience {
             slots: side.segment().shape().slots,
         });
         if let Err(code) = admissible(order, known, self.disk.is_some()) {
-            return self.answer(order.order, Answer::refused(code, Word::default()));
+            return self.answer(number, Answer::refused(code, Word::default()));
         }
         if let Some(disk) = self.disk.clone() {
             match order.kind {
-                OrderKind::DropDisk => return self.drop_from_disk(&disk, order),
-                OrderKind::Offload => return self.offload(&disk, order),
-                OrderKind::Promote => return self.promote(&disk, order),
+                OrderKind::DropDisk => return self.drop_from_disk(&disk, session, order),
+                OrderKind::Offload => return self.offload(&disk, session, order),
+                OrderKind::Promote => return self.promote(&disk, session, order),
                 // Nothing is to appear there any more.
                 OrderKind::Kill | OrderKind::Reclaim => {
                     disk.cancel_promotion(order.segment, order.slot);
@@ -166,20 +170,20 @@ impl Obedience {
         let Some(side) = side else { return };
         let done = Answer::done(Word::default());
         match order.kind {
-            OrderKind::Kill => self.kill(order),
-            OrderKind::Reclaim | OrderKind::Burn => self.burn(order),
+            OrderKind::Kill => self.kill(session, order),
+            OrderKind::Reclaim | OrderKind::Burn => self.burn(session, order),
             OrderKind::Scrub => {
                 let answer = self.scrub(order);
-                self.answer(order.order, answer);
+                self.answer(number, answer);
             }
             OrderKind::Drain => {
                 side.close();
-                self.answer(order.order, done);
+                self.answer(number, done);
             }
             OrderKind::AdoptTerm => {
                 side.granted(order.group, order.term);
-                let _ = self.events.send(Event::Report(order.segment));
-                self.answer(order.order, done);
+                self.events.send(Event::Report(order.segment));
+                self.answer(number, done);
             }
             OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk => {
                 unreachable!("admissible with a disk only, and done above")
@@ -187,7 +191,7 @@ impl Obedience {
         }
     }
 
-    fn kill(&mut self, order: &Order) {
+    fn kill(&mut self, session: SessionId, order: &Order) {
         let heap = self.memory.heap();
         let killed = heap.kill(order.segment, order.slot, order.epoch, NEVER);
         match after_kill(order.epoch, killed) {
@@ -197,31 +201,31 @@ impl Obedience {
                     // After a crash the disk would bring it back: that it was removed is durable before it is said. Also if
                     // it cannot be found there: what is being written, or is on its way out, is on the disk all the same.
                     Some(disk) => {
-                        disk.remove(removal(self.session, order, order.epoch, answer));
+                        disk.remove(removal(session, order, order.epoch, answer));
                         self.count(&answer);
                     }
-                    None => self.answer(order.order, answer),
+                    None => self.answer((session, order.order), answer),
                 }
             }
-            Next::Burn | Next::Drain => self.burn(order),
+            Next::Burn | Next::Drain => self.burn(session, order),
         }
     }
 
-    fn drop_from_disk(&mut self, disk: &DiskTier, order: &Order) {
+    fn drop_from_disk(&mut self, disk: &DiskTier, session: SessionId, order: &Order) {
         let answer = Answer::done(Word::new(order.epoch, State::Free));
-        disk.remove(removal(self.session, order, order.epoch, answer));
+        disk.remove(removal(session, order, order.epoch, answer));
         self.count(&answer);
     }
 
-    fn offload(&mut self, disk: &DiskTier, order: &Order) {
+    fn offload(&mut self, disk: &DiskTier, session: SessionId, order: &Order) {
         let Some(pin) = self.memory.heap().pin(order.segment, order.slot, order.epoch) else {
-            return self.answer(order.order, Answer::refused(ErrorCode::Gone, Word::default()));
+            return self.answer((session, order.order), Answer::refused(ErrorCode::Gone, Word::default()));
         };
         let bytes = pin.header().stripe_len;
         drop(pin);
         let lease_ms = if order.lease_ms == 0 { LEASE_MS_MAX } else { order.lease_ms };
         disk.offload(OffloadJob {
-            session: self.session,
+            session,
             order: order.order,
             segment: order.segment,
             slot: order.slot,
@@ -233,9 +237,9 @@ impl Obedience {
         self.counts.accepted += 1;
     }
 
-    fn promote(&mut self, disk: &DiskTier, order: &Order) {
+    fn promote(&mut self, disk: &DiskTier, session: SessionId, order: &Order) {
         let begun = disk.begin_promotion(PromoteJob {
-            session: self.session,
+            session,
             order: order.order,
             name: RecordName { id: order.id, version: order.epoch, stripe: order.stripe },
             segment: order.segment,
@@ -246,18 +250,18 @@ impl Obedience {
         if begun {
             self.counts.accepted += 1;
         } else {
-            self.answer(order.order, Answer::refused(ErrorCode::Busy, Word::default()));
+            self.answer((session, order.order), Answer::refused(ErrorCode::Busy, Word::default()));
         }
     }
 
-    fn burn(&mut self, order: &Order) {
+    fn burn(&mut self, session: SessionId, order: &Order) {
         let burnt = self.memory.heap().burn(order.segment, order.slot, order.epoch);
         match after_burn(order.kind, order.epoch, burnt) {
             Next::Answer(answer) => {
                 if answer.phase == OrderPhase::Done {
                     self.memory.note(order.segment, order.slot, order.epoch, State::Free);
                 }
-                self.answer(order.order, answer);
+                self.answer((session, order.order), answer);
             }
             Next::Drain | Next::Burn => {
                 let name = (order.segment, order.slot, order.epoch);
@@ -265,8 +269,9 @@ impl Obedience {
                 let _ = self.memory.heap().kill(order.segment, order.slot, order.epoch, MonoTime(0));
                 self.memory.note(order.segment, order.slot, order.epoch, State::Dead);
                 let now = SystemClock.now();
-                self.drains.add_order(order.order, name, now);
-                self.fresh.push((order.order, name));
+                let number = (session, order.order);
+                self.drains.add_order(number, name, now);
+                self.fresh.push((number, name));
                 self.progress = now;
             }
         }
@@ -300,7 +305,7 @@ impl Obedience {
             self.memory.note(segment, slot, epoch, State::Free);
             let orders = self.drains.freed((segment, slot, epoch));
             if orders.is_empty() {
-                let _ = self.events.send(Event::Change(Change::Freed { segment, slot, epoch }));
+                self.events.send(Event::Change(Change::Freed { segment, slot, epoch }));
             }
             for order in orders {
                 self.answer(order, Answer::done(Word::new(epoch, State::Free)));
@@ -313,7 +318,7 @@ impl Obedience {
         // What is left is dead as far as readers can tell, and the master need not wait to say so.
         for (order, (_, _, epoch)) in std::mem::take(&mut self.fresh) {
             if self.drains.knows(order) {
-                self.results.push(Answer::accepted(epoch).to(order));
+                self.results.push((order.0, Answer::accepted(epoch).to(order.1)));
             }
         }
         self.answer_all();
@@ -322,9 +327,9 @@ impl Obedience {
         self.counters.orders(self.counts, self.drains.overdue() as u64);
     }
 
-    fn answer(&mut self, order: u64, answer: Answer) {
+    fn answer(&mut self, (session, order): Numbered, answer: Answer) {
         self.count(&answer);
-        self.results.push(answer.to(order));
+        self.results.push((session, answer.to(order)));
     }
 
     /// Orders that the disk's threads answer later are counted as what they will be if all goes well.
@@ -337,9 +342,14 @@ impl Obedience {
     }
 
     fn answer_all(&mut self) {
-        for results in std::mem::take(&mut self.results).chunks(SESSION_RECORDS_MAX) {
-            debug!(session = self.session.0, results = results.len(), "orders answered");
-            let _ = self.events.send(Event::Results { session: self.session, results: results.to_vec() });
+        let mut all = std::mem::take(&mut self.results);
+        all.sort_by_key(|&(session, _)| session);
+        for of_session in all.chunk_by(|a, b| a.0 == b.0) {
+            for results in of_session.chunks(SESSION_RECORDS_MAX) {
+                let (session, results) = (results[0].0, results.iter().map(|&(_, result)| result).collect());
+                debug!(session = session.0, "orders answered");
+                self.events.send(Event::Results { session, results });
+            }
         }
     }
 

@@ -19,13 +19,13 @@ use moontide_proto::{
 };
 use moontide_transfer::{Caller, Capabilities, Owner};
 use moontide_types::record::{Attributes, Flags, KeySection, State, Word};
-use moontide_types::{Epoch, ErrorCode, MonoTime, NodeId, SegmentId, SlotId};
+use moontide_types::{Epoch, ErrorCode, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
 use prost::Message;
-use tokio::sync::mpsc::UnboundedSender;
 
 use crate::decide::orders::Name;
 use crate::decide::report::{Change, Reported};
 use crate::disk::DiskTier;
+use crate::lines::Lines;
 use crate::memory::Memory;
 use crate::metrics::Counters;
 use crate::orders::Work;
@@ -47,10 +47,11 @@ pub(crate) struct NodeOwner {
     disk: Option<Arc<DiskTier>>,
     capabilities: Capabilities,
     counters: Arc<Counters>,
-    events: UnboundedSender<Event>,
+    events: Arc<Lines>,
     work: mpsc::Sender<Work>,
     closed: AtomicBool,
-    telling: AtomicBool,
+    /// Until when begins and commits are told, in nanoseconds of the clock.
+    telling_until: AtomicU64,
     calls: AtomicUsize,
     reads: Reads,
 }
@@ -69,7 +70,7 @@ impl NodeOwner {
         memory: Arc<Memory>,
         disk: Option<Arc<DiskTier>>,
         counters: Arc<Counters>,
-        events: UnboundedSender<Event>,
+        events: Arc<Lines>,
         work: mpsc::Sender<Work>,
     ) -> NodeOwner {
         NodeOwner {
@@ -81,7 +82,7 @@ impl NodeOwner {
             events,
             work,
             closed: AtomicBool::new(false),
-            telling: AtomicBool::new(false),
+            telling_until: AtomicU64::new(0),
             calls: AtomicUsize::new(0),
             reads: Reads::default(),
         }
@@ -92,10 +93,10 @@ impl NodeOwner {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Whether begins and commits are told, because a new master, or one that forgot, may not know of them.
-    pub(crate) fn set_telling(&self, telling: bool) {
+    /// Until then begins and commits are told, because a new master, or one that forgot, may not know of them.
+    pub(crate) fn tell_until(&self, until: MonoTime) {
         // SeqCst: a snapshot that is taken after this has what was begun before it.
-        self.telling.store(telling, Ordering::SeqCst);
+        self.telling_until.fetch_max(until.0, Ordering::SeqCst);
     }
 
     /// Calls that are being answered.
@@ -114,13 +115,19 @@ impl NodeOwner {
         }
     }
 
+    /// Whether what is here may be removed or replaced elsewhere.
+    fn is_out_of_date(&self) -> bool {
+        self.closed.load(Ordering::SeqCst) || self.memory.is_stale()
+    }
+
     fn is_telling(&self) -> bool {
-        self.telling.load(Ordering::SeqCst)
+        let until = self.telling_until.load(Ordering::SeqCst);
+        until != 0 && SystemClock.now_coarse().0 < until
     }
 
     fn tell(&self, change: Change) {
         // A session's driver that is gone needs to know nothing.
-        let _ = self.events.send(Event::Change(change));
+        self.events.send(Event::Change(change));
     }
 
     fn answer_begin(&self, writer: Writer, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
@@ -416,7 +423,7 @@ impl Owner for NodeOwner {
     fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         self.capabilities.admits(op)?;
         // The master is about to forget what is here, or has: it may be removed or replaced elsewhere from now on.
-        if self.closed.load(Ordering::SeqCst) && op.kind == OpKind::Read {
+        if self.is_out_of_date() && op.kind == OpKind::Read {
             return Err(ErrorCode::StaleSession);
         }
         if op.kind == OpKind::Read && !op.flags.contains(OpFlags::DIGESTS) {
@@ -434,7 +441,7 @@ impl Owner for NodeOwner {
 
     fn stage(&self, ops: &[TransferOp], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
         match &self.disk {
-            Some(disk) if !self.closed.load(Ordering::SeqCst) => {
+            Some(disk) if !self.is_out_of_date() => {
                 let names: Vec<RecordName> = ops.iter().map(name_of).collect();
                 disk.stage(&names, deadline)
             }

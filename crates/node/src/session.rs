@@ -1,10 +1,11 @@
-//! [`Driver`]: keeps a session with the master. Registers, mounts, reports, beats, and does it all again when the session
-//! is lost.
+//! [`Driver`]: keeps a session with one master. Registers, mounts, reports, beats, and does it all again when the session
+//! is lost. [`Fleet`] has one driver for each master that hosts groups.
 //!
 //! ```text
 //!   reach ──▶ open session ──▶ mount ──▶ stream ─────────────▶ (stop) ──▶ unmount
-//!     ▲            │             │        │  ▲ broken: again, same session
-//!     └────────────┴─────────────┴────────┴──┘
+//!     ▲            │             ▲ │      │  ▲ broken: again, same session
+//!     │            │             └─┼──────┤  │ other groups: mounted beside
+//!     └────────────┴───────────────┴──────┴──┘
 //!       failed, or the session is lost: after a pause
 //! ```
 //!
@@ -15,9 +16,11 @@
 //! dropped, because the next one begins with a snapshot.
 
 mod calls;
+mod fleet;
 mod snapshot;
 
 use std::collections::VecDeque;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,18 +34,22 @@ use tracing::{debug, info, warn};
 use v1::node_message::Body;
 
 use self::calls::{Client, Failure, code_of};
+use self::fleet::News;
+use crate::decide::groups::GroupSet;
 use crate::decide::outgoing::{Beats, Outgoing};
 use crate::decide::pace::{Backoff, beat_interval};
 use crate::decide::report::{Change, Of, Reports};
 use crate::disk::DiskTier;
 use crate::keeper::Keeper;
-use crate::memory::Memory;
+use crate::lines::Lines;
+use crate::memory::{Memory, Side};
 use crate::metrics::Counters;
 use crate::orders::Work;
 use crate::owner::NodeOwner;
 use crate::status::Status;
 
 pub(crate) use self::calls::{Cluster, learn_cluster};
+pub(crate) use self::fleet::Fleet;
 
 /// How long one call to the master may take.
 const CALL_MAX: Duration = Duration::from_secs(2);
@@ -60,6 +67,9 @@ const ON_THE_WAY_MAX: usize = 4;
 
 /// Events that are looked at together.
 const EVENTS_MAX: usize = 4096;
+
+/// How long a master that does not know yet that it hosts a group is given.
+const BEHIND_PAUSE: Duration = Duration::from_millis(100);
 
 /// Streams of one session that may break one after the other without a word from the master.
 const BREAKS_MAX: u32 = 5;
@@ -83,14 +93,13 @@ pub(crate) enum Event {
 /// What does not change while the node runs.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
-    pub(crate) master: String,
     pub(crate) node: NodeId,
     pub(crate) boot: u64,
     pub(crate) addresses: Vec<v1::Address>,
     pub(crate) topology: v1::Topology,
     /// The cluster's number: another one is another world.
     pub(crate) cluster: u64,
-    pub(crate) groups: u32,
+    pub(crate) groups: NonZeroU16,
 }
 
 /// The parts of a node that the driver works with.
@@ -112,23 +121,29 @@ impl Parts {
     }
 }
 
-/// Keeps the session.
+/// Keeps the session with one master.
 #[derive(Debug)]
-pub(crate) struct Driver {
-    facts: Facts,
-    parts: Parts,
+struct Driver {
+    master: Arc<str>,
+    facts: Arc<Facts>,
+    parts: Arc<Parts>,
+    lines: Arc<Lines>,
     events: UnboundedReceiver<Event>,
+    /// The groups that the master hosts; nobody to say so any more means that it hosts none.
+    wanted: watch::Receiver<GroupSet>,
+    news: Arc<News>,
     stop: watch::Receiver<bool>,
     highest_term: Term,
     conversation: Option<Conversation>,
     backoff: Backoff,
-    sessions: u64,
 }
 
 /// One session.
 #[derive(Debug)]
 struct Conversation {
     session: SessionId,
+    /// The groups whose segments are mounted.
+    mounted: GroupSet,
     outgoing: Outgoing,
     beats: Beats,
     reports: Reports,
@@ -138,7 +153,6 @@ struct Conversation {
     awaited: VecDeque<(u64, oneshot::Sender<()>)>,
     /// Reads until the session began: they were counted in earlier ones.
     reads_before: v1::ReadCounters,
-    tell_until: Option<moontide_types::MonoTime>,
 }
 
 /// Why something ended before its time.
@@ -158,6 +172,8 @@ impl From<Failure> for Cut {
 #[derive(Debug)]
 enum End {
     Stop,
+    /// The master hosts other groups than before.
+    Remount,
     /// The session goes on, with another stream.
     Broken(Failure),
     /// The session is over.
@@ -165,29 +181,12 @@ enum End {
 }
 
 impl Driver {
-    pub(crate) fn new(
-        facts: Facts,
-        parts: Parts,
-        events: UnboundedReceiver<Event>,
-        stop: watch::Receiver<bool>,
-    ) -> Driver {
-        let backoff = Backoff::new(facts.boot);
-        Driver {
-            facts,
-            parts,
-            events,
-            stop,
-            highest_term: Term::ZERO,
-            conversation: None,
-            backoff,
-            sessions: 0,
-        }
-    }
-
-    /// Runs until told to stop; takes the segments away from the master at the end.
-    pub(crate) async fn run(mut self) {
+    /// Runs until told to stop, or until the master hosts nothing; takes the segments away from it at the end.
+    async fn run(mut self) {
         loop {
-            match self.session().await {
+            let cut = self.session().await;
+            self.end_conversation();
+            match cut {
                 Cut::Stop => return,
                 Cut::Failed(failure) => {
                     if matches!(&failure, Failure::Status(status) if code_of(status) == Some(ErrorCode::StaleSession))
@@ -195,8 +194,8 @@ impl Driver {
                         self.backoff.reset(); // the master is there, and waits for us
                     }
                     self.parts.counters.attempt_failed();
-                    warn!(master = self.facts.master, %failure, "no session with the master; trying again");
-                    self.conversation = None;
+                    warn!(master = %self.master, %failure, "no session with the master; trying again");
+                    self.news.look(); // it may not be the master any more
                     self.parts.status.change(|standing| {
                         standing.mounted = false;
                         standing.session = None;
@@ -208,6 +207,17 @@ impl Driver {
                 return;
             }
         }
+    }
+
+    /// The session is over: nothing of it is wanted any more.
+    fn end_conversation(&mut self) {
+        self.lines.bad(&self.master);
+        let Some(conversation) = self.conversation.take() else { return };
+        self.lines.set_session(&self.master, SessionId(0));
+        if let Some(disk) = &self.parts.disk {
+            disk.end_session(conversation.session);
+        }
+        let _ = self.parts.work.send(Work::Session { begins: None, ends: Some(conversation.session) });
     }
 
     /// One session from its beginning to its end.
@@ -230,6 +240,10 @@ impl Driver {
                     return Err(Cut::Stop);
                 }
                 End::Lost(failure) => return Err(Cut::Failed(failure)),
+                End::Remount => {
+                    self.mount(&mut client).await?;
+                    continue;
+                }
                 End::Broken(failure) => {
                     // One that breaks as soon as it is there will not come to anything in this session.
                     breaks = if self.acknowledged() > acknowledged { 0 } else { breaks + 1 };
@@ -237,7 +251,8 @@ impl Driver {
                         return Err(Cut::Failed(failure));
                     }
                     self.parts.counters.attempt_failed();
-                    info!(master = self.facts.master, %failure, "stream to the master broke; opening another");
+                    info!(master = %self.master, %failure, "stream to the master broke; opening another");
+                    self.news.look();
                     self.parts.status.change(|standing| standing.trouble = Some(failure.to_string()));
                 }
             }
@@ -268,7 +283,7 @@ impl Driver {
         self.conversation.as_ref().map_or(0, |c| c.outgoing.acknowledged())
     }
 
-    /// Registers, and mounts all segments.
+    /// Registers, and mounts the segments of the master's groups.
     async fn open(&mut self, client: &mut Client) -> Result<(), Cut> {
         let asked = SystemClock.now();
         let request = calls::open_session(&self.facts, self.highest_term);
@@ -276,51 +291,80 @@ impl Driver {
         let grant = calls::opened(self.call(call).await?)?;
         self.highest_term = self.highest_term.max(grant.term);
         let (session, ttl) = (grant.session, grant.ttl);
-        if grant.groups != self.facts.groups {
+        if grant.groups != u32::from(self.facts.groups.get()) {
             warn!(
                 groups = grant.groups,
                 planned = self.facts.groups,
                 "the cluster's groups changed; restart this node"
             );
         }
-        self.sessions += 1;
         self.parts.counters.session();
-        if let Some(disk) = &self.parts.disk {
-            // Before the segments are looked at: nothing is to appear in them that the new session is not told.
-            disk.end_session();
-        }
-        let _ = self.parts.work.send(Work::Session(session));
-        // Before the segments are looked at: what is begun from now on is told, or seen.
-        let again = self.sessions > 1;
-        self.parts.owner.set_telling(again);
+        self.end_conversation();
+        self.lines.set_session(&self.master, session);
+        let _ = self.parts.work.send(Work::Session { begins: Some(session), ends: None });
         self.conversation = Some(Conversation {
             session,
+            mounted: GroupSet::none(self.facts.groups),
             outgoing: Outgoing::new(session),
             beats: Beats::new(asked, ttl),
             reports: Reports::default(),
             complete: None,
             awaited: VecDeque::new(),
             reads_before: self.parts.reads(),
-            tell_until: again.then(|| asked.after(TELL_FOR)),
         });
         self.parts.status.change(|standing| {
             standing.mounted = false;
             standing.session = Some(session);
             standing.term = grant.term;
         });
-        info!(master = self.facts.master, session = session.0, term = grant.term.get(), "session opened");
-        self.mount(client, session).await
+        info!(master = %self.master, session = session.0, term = grant.term.get(), "session opened");
+        self.mount(client).await
     }
 
-    async fn mount(&mut self, client: &mut Client, session: SessionId) -> Result<(), Cut> {
+    /// Mounts the segments of groups that the master hosts and did not host before, and forgets those that it hosts no more.
+    async fn mount(&mut self, client: &mut Client) -> Result<(), Cut> {
+        let wanted = self.wanted.borrow_and_update().clone();
+        let Some(conversation) = &mut self.conversation else { return Ok(()) };
+        let session = conversation.session;
+        let (lost, missing) = (conversation.mounted.without(&wanted), wanted.without(&conversation.mounted));
+        conversation.complete = None;
+        conversation.mounted = conversation.mounted.without(&lost);
         let memory = Arc::clone(&self.parts.memory);
-        for sides in memory.sides().chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
-            let specs: Vec<v1::SegmentSpec> = sides.iter().map(calls::spec).collect();
+        let of = |groups: &GroupSet, side: &Side| {
+            self.lines.group_of(side.segment().shape().segment).is_some_and(|group| groups.contains(group))
+        };
+        for side in memory.sides().iter().filter(|side| of(&lost, side)) {
+            conversation.reports.unmounted(side.segment().shape().segment);
+        }
+        if let Some(disk) = &self.parts.disk {
+            disk.narrow(session, &wanted);
+        }
+        let sides: Vec<&Side> = memory.sides().iter().filter(|side| of(&missing, side)).collect();
+        // Before the segments are looked at: what is begun from now on is told, or seen.
+        if sides.iter().any(|side| side.grant().is_some()) {
+            self.parts.owner.tell_until(SystemClock.now().after(TELL_FOR));
+        }
+        let mut mounted = missing;
+        for sides in sides.chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
+            let specs: Vec<v1::SegmentSpec> = sides.iter().map(|side| self.spec(side)).collect();
             let occupied: Vec<bool> = specs.iter().map(|spec| spec.occupied).collect();
             let request = calls::mount_segments(&self.facts, session, specs);
             let call = client.mount_segments(request);
             let grants = calls::mounted(self.call(call).await?, sides.len())?;
+            let mut elsewhere = GroupSet::none(self.facts.groups);
             for ((side, grant), occupied) in sides.iter().zip(grants).zip(occupied) {
+                match grant.code {
+                    None => {}
+                    // It does not host the group yet, or not any more: the next map will tell.
+                    Some(ErrorCode::WrongMaster | ErrorCode::Retry) => {
+                        self.lines
+                            .group_of(side.segment().shape().segment)
+                            .into_iter()
+                            .for_each(|group| elsewhere.insert(group));
+                        continue;
+                    }
+                    Some(code) => return Err(Failure::Refused { what: "mount the segments", code }.into()),
+                }
                 // First the term, then the snapshot: what an older master granted is refused from here on.
                 side.granted(grant.group, grant.term);
                 self.highest_term = self.highest_term.max(grant.term);
@@ -331,23 +375,48 @@ impl Driver {
                     conversation.reports.mounted(of, occupied || side.is_occupied());
                 }
             }
+            mounted = mounted.without(&elsewhere);
         }
-        info!(session = session.0, segments = memory.sides().len(), "segments mounted");
-        if let Some(disk) = self.parts.disk.clone() {
+        info!(master = %self.master, session = session.0, groups = mounted.len(), "segments mounted");
+        if let Some(disk) = self.parts.disk.clone()
+            && !mounted.is_empty()
+        {
             let spec = calls::disk_spec(memory.generation(), disk.is_occupied());
             let call = client.mount_segments(calls::mount_segments(&self.facts, session, vec![spec]));
-            calls::mounted(self.call(call).await?, 1)?;
-            disk.begin_telling(session);
+            let grants = calls::mounted(self.call(call).await?, 1)?;
+            if let Some(code) = grants.iter().find_map(|grant| grant.code) {
+                return Err(Failure::Refused { what: "mount the disk", code }.into());
+            }
+            disk.begin_telling(session, mounted.clone());
+        }
+        if let Some(conversation) = &mut self.conversation {
+            conversation.mounted.extend(&mounted);
         }
         Ok(())
     }
 
+    /// A segment as it is offered.
+    fn spec(&self, side: &Side) -> v1::SegmentSpec {
+        let group = self.lines.group_of(side.segment().shape().segment);
+        let away = group.and_then(|group| self.lines.away(group, SystemClock.now()));
+        calls::spec(side, group, away)
+    }
+
+    /// Whether the master hosts groups whose segments are not mounted there.
+    fn is_behind(&self) -> bool {
+        let wanted = self.wanted.borrow();
+        self.conversation.as_ref().is_some_and(|c| !wanted.without(&c.mounted).is_empty())
+    }
+
     async fn unmount(&mut self, client: &mut Client) {
-        let Some(conversation) = self.conversation.take() else { return };
+        let Some(conversation) = &self.conversation else { return };
         // The disk first: with the last segment the session ends.
         let disk = self.parts.disk.iter().map(|_| SegmentId::DISK.0);
-        let sides = self.parts.memory.sides().iter().map(|side| side.segment().shape().segment.0);
-        let all: Vec<u32> = disk.chain(sides).collect();
+        let of_groups = |segment: &SegmentId| {
+            self.lines.group_of(*segment).is_some_and(|group| conversation.mounted.contains(group))
+        };
+        let sides = self.parts.memory.sides().iter().map(|side| side.segment().shape().segment);
+        let all: Vec<u32> = disk.chain(sides.filter(of_groups).map(|segment| segment.0)).collect();
         for segments in all.chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
             let segments = segments.to_vec();
             let request = calls::unmount_segments(&self.facts, conversation.session, segments);
@@ -385,14 +454,24 @@ impl Driver {
         clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         clock.reset();
         let mut stop = self.stop.clone();
+        let mut wanted = self.wanted.clone();
         loop {
             self.report_next().await;
             if let (Some(disk), Some(conversation)) = (&self.parts.disk, &self.conversation) {
                 disk.note_unheard(conversation.outgoing.bytes());
             }
             let has_next = self.conversation.as_ref().is_some_and(|c| c.outgoing.has_next());
+            let is_behind = self.is_behind();
             tokio::select! {
                 () = stopped(&mut stop) => return End::Stop,
+                changed = wanted.changed() => return match changed {
+                    Ok(()) => End::Remount,
+                    Err(_) => End::Lost(Failure::NotMaster),
+                },
+                () = tokio::time::sleep(BEHIND_PAUSE), if is_behind => {
+                    self.news.look();
+                    return End::Remount;
+                },
                 message = from_master.message() => match message {
                     Ok(Some(message)) => if let Err(failure) = self.heard(&message) {
                         return End::Broken(failure);
@@ -422,9 +501,6 @@ impl Driver {
                     if conversation.beats.is_silent(now) {
                         return End::Broken(Failure::Silent);
                     }
-                    if conversation.tell_until.take_if(|until| *until <= now).is_some() {
-                        self.parts.owner.set_telling(false);
-                    }
                     self.beat();
                 },
             }
@@ -444,6 +520,7 @@ impl Driver {
             return Err(Failure::OtherSession);
         }
         self.highest_term = self.highest_term.max(message.term);
+        self.news.version(message.map_version);
         conversation.outgoing.acked(message.acked_sequence);
         let acknowledged = conversation.outgoing.acknowledged();
         while conversation.awaited.front().is_some_and(|(number, _)| *number <= acknowledged) {
@@ -464,14 +541,17 @@ impl Driver {
         let acknowledged = conversation.outgoing.acknowledged();
         if conversation.complete.is_some_and(|complete| complete <= acknowledged) {
             self.backoff.reset();
-            self.parts.keeper.good();
-            if !self.parts.status.is_mounted() {
-                info!(session = conversation.session.0, "the master knows of everything");
+            // All masters have, if this one was the last of them.
+            if let Some(at) = self.lines.good(&self.master, conversation.beats.heard()) {
+                self.parts.keeper.good(at);
+                if !self.parts.status.is_mounted() {
+                    info!(session = conversation.session.0, "the masters know of everything");
+                }
+                self.parts.status.change(|standing| {
+                    standing.mounted = true;
+                    standing.trouble = None;
+                });
             }
-            self.parts.status.change(|standing| {
-                standing.mounted = true;
-                standing.trouble = None;
-            });
         }
         Ok(())
     }
@@ -505,7 +585,8 @@ impl Driver {
                 self.parts.owner.gave_up(&unreadable);
             }
         }
-        if conversation.complete.is_none() && conversation.reports.is_complete() {
+        let all_mounted = self.wanted.borrow().without(&conversation.mounted).is_empty();
+        if conversation.complete.is_none() && conversation.reports.is_complete() && all_mounted {
             conversation.complete = Some(conversation.outgoing.last());
         }
     }
@@ -515,14 +596,26 @@ impl Driver {
         let Some(conversation) = &mut self.conversation else { return };
         let Some(beat) = conversation.beats.beat(SystemClock.now()) else { return };
         let memory = &self.parts.memory;
-        let reads = calls::since(self.parts.reads(), &conversation.reads_before);
+        // Reads are counted once, whichever groups they were of.
+        let reads = if self.lines.is_first(&self.master) {
+            calls::since(self.parts.reads(), &conversation.reads_before)
+        } else {
+            conversation.reads_before = self.parts.reads();
+            v1::ReadCounters::default()
+        };
+        let touched = memory.take_touched().bitmaps(memory.generation(), beat);
+        let own = |side: &&Side| {
+            let group = self.lines.group_of(side.segment().shape().segment);
+            group.is_some_and(|group| conversation.mounted.contains(group))
+        };
         let heartbeat = v1::Heartbeat {
             beat,
             reads: Some(reads),
-            touched: memory.take_touched().bitmaps(memory.generation(), beat),
+            touched: self.lines.sort_touched(&conversation.mounted, touched),
             segments: memory
                 .sides()
                 .iter()
+                .filter(own)
                 .take(moontide_types::bounds::BATCH_KEYS_MAX)
                 .map(calls::segment_status)
                 .collect(),
@@ -581,8 +674,8 @@ impl Driver {
 
     /// A connection to the master.
     async fn reach(&mut self) -> Result<Client, Cut> {
-        let facts = self.facts.clone();
-        let client = self.limited(calls::reach(&facts), 2 * CALL_MAX).await??;
+        let (master, facts) = (Arc::clone(&self.master), Arc::clone(&self.facts));
+        let client = self.limited(calls::reach(&master, &facts), 2 * CALL_MAX).await??;
         Ok(client)
     }
 
@@ -602,12 +695,13 @@ impl Driver {
 
     /// Waits for something, for so long at most, and takes events meanwhile.
     async fn limited<T>(&mut self, what: impl Future<Output = T>, limit: Duration) -> Result<T, Cut> {
-        let mut stop = self.stop.clone();
+        let (mut stop, mut wanted) = (self.stop.clone(), self.wanted.clone());
         let (mut what, mut over) = (std::pin::pin!(what), std::pin::pin!(tokio::time::sleep(limit)));
         loop {
             tokio::select! {
                 biased;
                 () = stopped(&mut stop) => return Err(Cut::Stop),
+                () = orphaned(&mut wanted) => return Err(Cut::Stop),
                 done = &mut what => return Ok(done),
                 () = &mut over => return Err(Cut::Failed(Failure::Slow)),
                 event = self.events.recv() => if let Some(event) = event {
@@ -621,6 +715,11 @@ impl Driver {
 /// Until the node stops; that whoever would say so is gone means the same.
 async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|&stop| stop).await;
+}
+
+/// Until nobody says any more which groups the master hosts: it hosts none.
+async fn orphaned(wanted: &mut watch::Receiver<GroupSet>) {
+    while wanted.changed().await.is_ok() {}
 }
 
 /// What a stream's end means for its session.

@@ -19,6 +19,7 @@ mod lookup;
 mod nodes;
 mod objects;
 mod operator;
+mod peer;
 mod put;
 mod report;
 mod session;
@@ -46,6 +47,7 @@ pub use operator::{
     QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef,
     SetTenantQuotaRequest,
 };
+pub use peer::Bequest;
 pub use put::{PutConfig, PutEndRequest, PutRevokeRequest, PutStartRequest, PutStartResponse, Reservations};
 pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
 pub use session::{

@@ -24,6 +24,12 @@ pub const HANDLES_PER_ANSWER_MAX: usize = 131_072;
 /// Most distinct configurations in one PutStart. Callers have one or two.
 pub const CONFIGS_MAX: usize = 64;
 
+/// Most parts of a group's bequest: with 4,096 objects each they are 268 million, more than a master has.
+pub const BEQUEST_PARTS_MAX: u32 = 65_535;
+
+/// Most tombstones in one part of a bequest: 1.5 MB of them.
+pub const BEQUEST_TOMBSTONES_MAX: usize = 65_536;
+
 /// Longest time to live: a hundred years, so that no sum of times overflows.
 pub const TTL_MS_MAX: u64 = 100 * 366 * 86_400_000;
 

@@ -40,7 +40,7 @@ message_checks! {
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
-    LoadRequest LoadReply AttachRequest AttachReply NodeList
+    LoadRequest LoadReply AttachRequest AttachReply NodeList Bequest
 }
 
 /// A record comes back; none of its cuts does; and its length is the one announced.

@@ -70,6 +70,10 @@ pub const SEQUENCE_BITS: u32 = 40;
 /// Longest time a reservation may stay unfinished.
 pub const RESERVATION_MS_MAX: u32 = 30_000;
 
+/// How long processes of a host believe a node without a beat of it: twenty beats. A node that is stopped is noticed long
+/// before its session at the master ends and its objects are written off.
+pub const LOCAL_STALE_MS: u32 = 2_000;
+
 /// Longest lease a one-sided reader may be granted.
 pub const LEASE_MS_MAX: u32 = 30_000;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use moontide_types::{GroupId, MonoTime, Term};
 
-use super::document::{Document, MasterAddresses};
+use super::document::{Document, Hosting, MasterAddresses};
 use super::registry::Snapshot;
 
 /// How sure a master is of its groups.
@@ -26,7 +26,7 @@ pub struct Plan {
     /// Groups to let go of at once: they are somebody else's.
     pub lose: Vec<GroupId>,
     /// Groups to host from now on, in a new term each.
-    pub host: Vec<(GroupId, Term)>,
+    pub host: Vec<Hosting>,
     /// What to write, to take groups that nobody has.
     pub take: Option<Document>,
     /// A group to hand over, if nothing else is to be done: this one has more than its share.
@@ -108,18 +108,12 @@ impl Candidate {
     pub fn seen(&mut self, now: MonoTime, snapshot: &Snapshot) -> Plan {
         let Some((_, document)) = &snapshot.document else { return Plan::default() };
         let mut plan = Plan::default();
-        let owned: BTreeMap<GroupId, Term> = document.groups_of(self.number).collect();
-        for (&group, &term) in &self.hosted {
-            if owned.get(&group) != Some(&term) {
-                plan.lose.push(group);
-            }
-        }
-        for (&group, &term) in &owned {
-            if self.hosted.get(&group) != Some(&term) {
-                plan.host.push((group, term));
-            }
-        }
-        self.hosted = owned;
+        let owned: Vec<Hosting> = document.groups_of(self.number).collect();
+        let before = std::mem::take(&mut self.hosted);
+        self.hosted = owned.iter().map(|hosting| (hosting.group, hosting.term)).collect();
+        plan.lose = before.iter().filter(|&(g, t)| self.hosted.get(g) != Some(t)).map(|(&g, _)| g).collect();
+        plan.host = owned;
+        plan.host.retain(|hosting| before.get(&hosting.group) != Some(&hosting.term));
         let members: Vec<u32> = snapshot.members.keys().copied().collect();
         if self.company.0 != members {
             self.company = (members, now);
@@ -361,6 +355,6 @@ mod tests {
         let plan = world.candidates.get_mut(&one).unwrap().seen(world.now, &snapshot);
         assert_eq!(plan.lose, [GroupId(0)], "what it knew belongs to the old term");
         assert_eq!(plan.host.len(), 1);
-        assert!(plan.host[0].1 > before[&GroupId(0)]);
+        assert!(plan.host[0].term > before[&GroupId(0)]);
     }
 }

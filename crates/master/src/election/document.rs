@@ -53,6 +53,19 @@ pub struct Owner {
     pub master: u32,
     /// The group's term.
     pub term: u32,
+    /// Its term before; 0 if nobody had it.
+    pub previous: u32,
+}
+
+/// A group that somebody has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hosting {
+    /// The group.
+    pub group: GroupId,
+    /// Its term.
+    pub term: Term,
+    /// Its term before; zero if nobody had it.
+    pub previous: Term,
 }
 
 /// A tenant, as all masters know it.
@@ -64,6 +77,42 @@ pub struct TenantEntry {
     pub bytes_max: u64,
     /// Most objects; 0 for no limit.
     pub objects_max: u64,
+}
+
+/// What somebody wants to change about a tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TenantChange {
+    /// Everything of it is removed.
+    NextGeneration,
+    /// As before, but of this generation at least.
+    AtLeast {
+        /// The generation.
+        generation: u32,
+    },
+    /// Its quota.
+    Quota {
+        /// Most bytes.
+        bytes_max: u64,
+        /// Most objects.
+        objects_max: u64,
+    },
+}
+
+impl TenantChange {
+    /// The tenant after it.
+    pub fn of(self, before: TenantEntry) -> TenantEntry {
+        match self {
+            TenantChange::NextGeneration => {
+                TenantEntry { generation: before.generation.saturating_add(1), ..before }
+            }
+            TenantChange::AtLeast { generation } => {
+                TenantEntry { generation: before.generation.max(generation), ..before }
+            }
+            TenantChange::Quota { bytes_max, objects_max } => {
+                TenantEntry { bytes_max, objects_max, ..before }
+            }
+        }
+    }
 }
 
 /// What masters agree on.
@@ -105,7 +154,10 @@ impl Document {
         if !document.owners.iter().flatten().all(named) {
             return Err("an owner of a group has no address".into());
         }
-        let known = |owner: &Owner| owner.term <= document.last_term && owner.master <= document.last_term;
+        let known = |owner: &Owner| {
+            let highest = owner.term.max(owner.master).max(owner.previous);
+            highest <= document.last_term
+        };
         if document.last_term > Term::MAX.get() || !document.owners.iter().flatten().all(known) {
             return Err("it names terms that were not given out".into());
         }
@@ -133,19 +185,35 @@ impl Document {
     ) -> Option<(Document, Term)> {
         let (mut next, term) = self.with_next_term()?;
         for group in groups {
-            next.owners[usize::from(group.0)] = Some(Owner { master: master.get(), term: term.get() });
+            let owner = &mut next.owners[usize::from(group.0)];
+            let previous = owner.map_or(0, |owner| owner.term);
+            *owner = Some(Owner { master: master.get(), term: term.get(), previous });
         }
         next.masters.insert(master.get(), addresses.clone());
         next.masters.retain(|number, _| next.owners.iter().flatten().any(|owner| owner.master == *number));
         Some((next, term))
     }
 
-    /// The groups of a master, with their terms.
-    pub fn groups_of(&self, master: Term) -> impl Iterator<Item = (GroupId, Term)> {
+    /// The next version, in which a tenant is this.
+    pub fn with_tenant(&self, name: &str, entry: TenantEntry) -> Document {
+        let mut next = Document { version: self.version + 1, ..self.clone() };
+        next.tenants.insert(name.to_owned(), entry);
+        next
+    }
+
+    /// The same, as if all terms up to this one had been given out.
+    pub fn with_terms_above(&self, seen: Term) -> Document {
+        Document { last_term: self.last_term.max(seen.get()), ..self.clone() }
+    }
+
+    /// The groups of a master.
+    pub fn groups_of(&self, master: Term) -> impl Iterator<Item = Hosting> {
         let owners = (0u16..).zip(&self.owners);
         owners.filter_map(move |(group, owner)| {
             let owner = owner.filter(|owner| owner.master == master.get())?;
-            Some((GroupId(group), Term::new(owner.term).expect("checked when it was read")))
+            let term = |number| Term::new(number).expect("checked when it was read");
+            let (term, previous) = (term(owner.term), term(owner.previous));
+            Some(Hosting { group: GroupId(group), term, previous })
         })
     }
 }
@@ -164,10 +232,8 @@ mod tests {
             document.with_owner(&[GroupId(0), GroupId(2)], first, &addresses).unwrap();
         document.tenants.insert("t".into(), TenantEntry { generation: 3, ..Default::default() });
         assert_eq!((first.get(), second.get(), document.version), (1, 2, 3));
-        assert_eq!(
-            document.groups_of(first).collect::<Vec<_>>(),
-            [(GroupId(0), second), (GroupId(2), second)]
-        );
+        let hosting = |group| Hosting { group: GroupId(group), term: second, previous: Term::ZERO };
+        assert_eq!(document.groups_of(first).collect::<Vec<_>>(), [hosting(0), hosting(2)]);
         assert_eq!(Document::decode(&document.encode()), Ok(document.clone()));
         for change in [
             |d: &mut Document| d.format = 9,
@@ -191,6 +257,11 @@ mod tests {
         let (document, _) = document.with_owner(&all, one, &at("one")).unwrap();
         let (document, _) = document.with_owner(&all[..2], two, &at("two")).unwrap();
         assert_eq!(document.masters.len(), 2);
+        assert!(document.groups_of(one).all(|hosting| hosting.previous == Term::ZERO));
+        assert!(
+            document.groups_of(two).all(|hosting| hosting.previous > Term::ZERO),
+            "somebody had them before"
+        );
         let (document, _) = document.with_owner(&all[2..], two, &at("two")).unwrap();
         assert_eq!(document.masters.keys().copied().collect::<Vec<_>>(), [two.get()]);
         let identity = Identity { cluster: 1, id_key: 2, secret: [77; 32], groups: GROUPS };

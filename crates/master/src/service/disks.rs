@@ -26,14 +26,13 @@ impl Service {
             occupied: spec.occupied,
         };
         let mut effects = Effects::new();
-        for index in 0..self.groups.len() {
-            let mut group = self.group(index);
+        for mut group in self.hosted() {
             // As for segments: a session that ends is marked before its node is taken out of the groups.
             if node.is_ended() {
                 return SegmentGrant { code: Some(ErrorCode::StaleSession), ..grant };
             }
             group.mount_disk(self.now(), &disk, &mut effects);
-            self.deliver(index, &mut effects);
+            self.deliver(&group, &mut effects);
         }
         *node.disk.lock() = Some(DiskStatus {
             state: if spec.occupied { DiskState::Recovering } else { DiskState::Serving },
@@ -48,10 +47,10 @@ impl Service {
     pub(super) fn unmount_disk(&self, node: &NodeSession) -> Result<(), ErrorCode> {
         node.disk.lock().take().ok_or(ErrorCode::NotFound)?;
         let mut effects = Effects::new();
-        for index in 0..self.groups.len() {
+        for mut group in self.hosted() {
             // Of a group that has lost the node nothing has to be taken.
-            let _ = self.group(index).unmount(self.now(), node.node, SegmentId::DISK, &mut effects);
-            self.deliver(index, &mut effects);
+            let _ = group.unmount(self.now(), node.node, SegmentId::DISK, &mut effects);
+            self.deliver(&group, &mut effects);
         }
         Ok(())
     }
@@ -66,8 +65,8 @@ impl Service {
         if takes(before) != takes(status) {
             tracing::warn!(node = node.node.0, state = ?status.state, "the node's disk has changed its state");
         }
-        for index in 0..self.groups.len() {
-            self.group(index).disk_status(node.node, node.session(), takes(status));
+        for mut group in self.hosted() {
+            group.disk_status(node.node, node.session(), takes(status));
         }
     }
 
@@ -92,8 +91,8 @@ impl Service {
             let tenant_name = *notice.tenants.get(tenant).ok_or(ErrorCode::InvalidArgument)?;
             // Ids of another key or of an earlier generation of the tenant cannot be looked up any more.
             let current = record.id_key == id_key && record.tenant_generation == generations[tenant];
-            let index = self.group_of(record.id);
-            let mut group = self.group(index);
+            // What another master hosts, it hears from the node, too.
+            let Ok(mut group) = self.books(self.group_of(record.id)) else { continue };
             let Ok(tenant) = group.tenant(tenant_name) else {
                 tracing::warn!(
                     node = node.node.0,
@@ -124,7 +123,7 @@ impl Service {
             };
             let told = (&reported, attributes_len);
             let outcome = group.disk_notice(now, name, told, notice.recovered && current, &mut effects);
-            self.deliver(index, &mut effects);
+            self.deliver(&group, &mut effects);
             match outcome {
                 // Of a disk that is not mounted any more, or a record that cannot be: the rest is heard all the same.
                 Err(code @ (ErrorCode::NotFound | ErrorCode::StaleSession | ErrorCode::OutOfBounds)) => {
@@ -134,8 +133,8 @@ impl Service {
             }
         }
         if notice.recovery_end {
-            for index in 0..self.groups.len() {
-                let _ = self.group(index).disk_recovered(node.node, node.session());
+            for mut group in self.hosted() {
+                let _ = group.disk_recovered(node.node, node.session());
             }
             tracing::info!(node = node.node.0, "everything on the node's disk is known");
         }
@@ -151,10 +150,10 @@ impl Service {
         let now = self.now();
         let mut effects = Effects::new();
         for version in evicted.iter() {
-            let index = self.group_of(version.id);
+            let Ok(mut group) = self.books(self.group_of(version.id)) else { continue };
             let name = (node.node, node.session());
-            let _ = self.group(index).disk_evicted(now, name, version.id, version.epoch, &mut effects);
-            self.deliver(index, &mut effects);
+            let _ = group.disk_evicted(now, name, version.id, version.epoch, &mut effects);
+            self.deliver(&group, &mut effects);
         }
         Ok(())
     }

@@ -30,17 +30,24 @@ impl Service {
         let now = self.now();
         let sorted = self.sort(&caller, keys);
         let mut present = vec![0u8; keys.len().div_ceil(8)];
+        let mut failed: Option<Codes> = None;
         for (group, asks, positions) in sorted.parts() {
-            self.group(group).exist(now, asks, |index, there| {
-                let position = positions[index] as usize;
-                present[position / 8] |= u8::from(there) << (position % 8);
-            });
+            match self.group(group) {
+                Ok(mut group) => group.exist(now, asks, |index, there| {
+                    let position = positions[index] as usize;
+                    present[position / 8] |= u8::from(there) << (position % 8);
+                }),
+                Err(code) => {
+                    let codes = failed.get_or_insert_with(|| Codes::new(keys.len()));
+                    positions.iter().for_each(|&position| codes.set(position as usize, Some(code)));
+                }
+            }
         }
         v1::ExistResponse {
             context: Some(self.context(Some(&caller))),
             count: keys.len() as u32, // ≤ BATCH_KEYS_MAX
             present: present.into(),
-            codes: Default::default(),
+            codes: failed.map_or_else(Default::default, |codes| codes.0.into()),
         }
     }
 
@@ -61,10 +68,18 @@ impl Service {
         let now = self.now();
         let sorted = self.sort(&caller, request.keys);
         let mut answers = Answers::new(self, &caller, request.keys.len());
+        // A lease is a promise for all masters of the group, and one that is not sure to be among them gives none.
+        let lease_ms = if self.is_unconfirmed() { 0 } else { request.lease_ms };
         for (group, asks, positions) in sorted.parts() {
-            self.group(group).lookup(now, request.lease_ms, asks, |index, found| {
-                answers.add(positions[index], found, request.lease_ms, request.attributes);
-            });
+            match self.group(group) {
+                Ok(mut group) => {
+                    let term = group.term();
+                    group.lookup(now, lease_ms, asks, |index, found| {
+                        answers.add(positions[index], term, found, lease_ms, request.attributes);
+                    });
+                }
+                Err(code) => positions.iter().for_each(|&position| answers.fail(position, code)),
+            }
         }
         let fields = answers.finish();
         v1::GetReplicaListResponse {
@@ -99,14 +114,21 @@ impl Service {
         let mut expires = vec![0u64; request.keys.len()];
         let mut effects = Effects::new();
         for (index, asks, positions) in sorted.parts() {
-            let mut group = self.group(index);
+            let mut group = match self.group(index) {
+                Ok(group) => group,
+                Err(code) => {
+                    positions.iter().for_each(|&position| answers.fail(position, code));
+                    continue;
+                }
+            };
+            let term = group.term();
             let tenant = group.tenant(caller.context.tenant);
             for (ask, &position) in asks.iter().zip(positions) {
                 let at = position as usize;
                 let (attributes, attributes_len) = sections.get(at).copied().unwrap_or_default();
                 if answers.is_full(REPLICAS_MAX * STRIPES_MAX) {
                     // Before space is reserved that the caller would not hear of.
-                    answers.add(position, Err(ErrorCode::Retry), 0, false);
+                    answers.fail(position, ErrorCode::Retry);
                     continue;
                 }
                 let started = tenant.and_then(|tenant| {
@@ -128,12 +150,12 @@ impl Service {
                     Ok(reservation) => {
                         expires[at] = reservation.object.expires.map_or(0, |at| at.0);
                         let window_ms = reservation.window.as_millis() as u32; // ≤ RESERVATION_MS_MAX
-                        answers.add(position, Ok(reservation.object), window_ms, false);
+                        answers.add(position, term, Ok(reservation.object), window_ms, false);
                     }
-                    Err(code) => answers.add(position, Err(code), 0, false),
+                    Err(code) => answers.fail(position, code),
                 }
             }
-            self.deliver(index, &mut effects);
+            self.deliver(&group, &mut effects);
         }
         let some_expire = expires.iter().any(|&at| at != 0);
         let fields = answers.finish();
@@ -161,9 +183,12 @@ impl Service {
                     outcomes: &entry.outcomes[..entry.replica_count.into()],
                     stripe_roots,
                 };
-                let mut group = self.group(index);
-                codes.set(at, group.put_end(now, &end, &mut effects).err());
-                self.deliver(index, &mut effects);
+                let ended = self.group(index).and_then(|mut group| {
+                    let ended = group.put_end(now, &end, &mut effects);
+                    self.deliver(&group, &mut effects);
+                    ended
+                });
+                codes.set(at, ended.err());
             }
         })
     }
@@ -177,9 +202,12 @@ impl Service {
             *codes = Codes::new(request.versions.len());
             for (at, version) in request.versions.iter().enumerate() {
                 let index = self.group_of(version.id);
-                let mut group = self.group(index);
-                codes.set(at, group.put_revoke(now, version.id, version.epoch, &mut effects).err());
-                self.deliver(index, &mut effects);
+                let revoked = self.group(index).and_then(|mut group| {
+                    let revoked = group.put_revoke(now, version.id, version.epoch, &mut effects);
+                    self.deliver(&group, &mut effects);
+                    revoked
+                });
+                codes.set(at, revoked.err());
             }
         })
     }
@@ -193,7 +221,11 @@ impl Service {
             for (group, asks, positions) in self.sort(caller, request.keys).parts() {
                 let mut group = self.group(group);
                 for (ask, &position) in asks.iter().zip(positions) {
-                    codes.set(position as usize, group.touch(now, request.lease_ms, ask).err());
+                    let done = group
+                        .as_mut()
+                        .map_err(|code| *code)
+                        .and_then(|group| group.touch(now, request.lease_ms, ask));
+                    codes.set(position as usize, done.err());
                 }
             }
         })
@@ -208,7 +240,11 @@ impl Service {
             for (group, asks, positions) in self.sort(caller, request.keys).parts() {
                 let mut group = self.group(group);
                 for (ask, &position) in asks.iter().zip(positions) {
-                    codes.set(position as usize, group.set_pin(now, ask, request.pin).err());
+                    let done = group
+                        .as_mut()
+                        .map_err(|code| *code)
+                        .and_then(|group| group.set_pin(now, ask, request.pin));
+                    codes.set(position as usize, done.err());
                 }
             }
         })
@@ -223,7 +259,9 @@ impl Service {
             for (group, asks, positions) in self.sort(caller, request.keys).parts() {
                 let mut group = self.group(group);
                 for (ask, &position) in asks.iter().zip(positions) {
-                    codes.set(position as usize, group.prefetch(now, ask).err());
+                    let done =
+                        group.as_mut().map_err(|code| *code).and_then(|group| group.prefetch(now, ask));
+                    codes.set(position as usize, done.err());
                 }
             }
         })
@@ -272,7 +310,6 @@ fn put_options(config: &PutConfig) -> PutOptions {
 
 /// Answers of a lookup or of the start of a put: gathered group by group, given in the order of the keys.
 struct Answers {
-    term: Term,
     id_key: u32,
     generation: TenantGeneration,
     entries: Vec<ObjectEntry>,
@@ -284,7 +321,6 @@ struct Answers {
 impl Answers {
     fn new(service: &Service, caller: &Caller<'_>, keys: usize) -> Answers {
         Answers {
-            term: service.config.term,
             id_key: service.config.id_key.number(),
             generation: caller.generation,
             entries: vec![ObjectEntry::failed(ErrorCode::NotFound, 0); keys],
@@ -298,19 +334,20 @@ impl Answers {
         self.handles.len() + more > HANDLES_PER_ANSWER_MAX
     }
 
-    fn add(&mut self, position: u32, found: Found<'_>, window_ms: u32, attributes: bool) {
+    fn fail(&mut self, position: u32, code: ErrorCode) {
+        self.entries[position as usize] = ObjectEntry::failed(code, 0);
+    }
+
+    /// `term`: of the object's group.
+    fn add(&mut self, position: u32, term: Term, found: Found<'_>, window_ms: u32, attributes: bool) {
         let found = found.and_then(|object| {
             if self.is_full(object.places.len()) { Err(ErrorCode::Retry) } else { Ok(object) }
         });
-        let entry = &mut self.entries[position as usize];
         let object = match found {
             Ok(object) => object,
-            Err(code) => {
-                *entry = ObjectEntry::failed(code, 0);
-                return;
-            }
+            Err(code) => return self.fail(position, code),
         };
-        *entry = ObjectEntry {
+        self.entries[position as usize] = ObjectEntry {
             code: None,
             flags: object_flags(&object),
             window_ms,
@@ -326,7 +363,7 @@ impl Answers {
             id_key: self.id_key,
         };
         let digestless = object.digestless;
-        self.handles.extend(object.places.iter().map(|place| handle(place, self.term, digestless)));
+        self.handles.extend(object.places.iter().map(|place| handle(place, term, digestless)));
         if attributes {
             let section = attribute_section(&object);
             if !section.is_empty() {
@@ -366,7 +403,7 @@ fn object_flags(object: &ObjectView<'_>) -> ObjectFlags {
 }
 
 /// A place as it travels. Capabilities are empty while nobody has to prove anything.
-pub(super) fn handle(place: &PlaceView, term: Term, digestless: bool) -> Handle {
+pub(crate) fn handle(place: &PlaceView, term: Term, digestless: bool) -> Handle {
     let mut flags = HandleFlags::NONE;
     if digestless {
         flags = flags.with(HandleFlags::DIGESTLESS);

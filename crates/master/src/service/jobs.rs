@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use moontide_meta::{JobId, JobKind, JobState as MetaState};
+use std::time::Duration;
+
+use moontide_meta::{JobId, JobKind, JobState as MetaState, Quota};
 use moontide_proto::convert::{
     DrainSegmentRequest, GetJobRequest, JobProgress, JobState, JobStatus, RemoveAllRequest,
     RemoveByPrefixRequest, RemoveByRegexRequest, RequestContext, ResponseContext, Wire,
@@ -10,7 +12,10 @@ use moontide_proto::convert::{
 use moontide_proto::v1;
 use moontide_types::{ErrorCode, NodeId, SegmentId, Tenant, TenantGeneration};
 
-use super::{MAP_VERSION, Service, refused};
+use tokio::sync::oneshot;
+
+use super::{Service, refused};
+use crate::election::{Proposal, TenantChange, TenantEntry};
 
 /// Jobs that are remembered, running or not.
 const JOBS_MAX: usize = 256;
@@ -23,8 +28,8 @@ pub(super) struct Jobs {
 
 #[derive(Clone, Debug)]
 enum JobParts {
-    /// One part per group.
-    Removal(Vec<JobId>),
+    /// One part per group that was hosted when it began.
+    Removal(Vec<(usize, JobId)>),
     /// The segment empties.
     Drain { node: NodeId, segment: SegmentId, group: usize, units: u32 },
 }
@@ -60,19 +65,58 @@ impl Service {
 
     /// Removes everything of a tenant. By force its ids are others from now on, so that everything is gone at once, and space
     /// returns in the background; otherwise what is leased or pinned stays, under the ids it has.
-    pub fn remove_all(&self, m: &v1::RemoveAllRequest) -> v1::StartJobResponse {
-        let request = RemoveAllRequest::from_wire(m).map_err(refused).and_then(|request| {
+    ///
+    /// Where there are several masters, each is asked: the first for the next generation, the others for that one.
+    pub async fn remove_all(&self, m: &v1::RemoveAllRequest) -> v1::StartJobResponse {
+        let mut request = RemoveAllRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
             Ok(request)
         });
-        if let Ok(request) = &request
-            && request.force
-        {
-            let mut tenants = self.tenants.write();
-            let facts = tenants.entry_ref(request.context.tenant.as_str()).or_default();
-            facts.generation = TenantGeneration(facts.generation.0.saturating_add(1));
+        if let Ok(RemoveAllRequest { context, force: true, generation }) = request {
+            let change = match generation {
+                0 => TenantChange::NextGeneration,
+                generation => TenantChange::AtLeast { generation },
+            };
+            if let Err(code) = self.change_tenant(&context, change).await {
+                request = Err(code);
+            }
         }
-        self.start_job(request.map(|request| (request.context, Ok(JobKind::All), request.force)))
+        let generation = request.as_ref().map_or(0, |r| self.tenant_facts(r.context.tenant).generation.0);
+        let mut answer =
+            self.start_job(request.map(|request| (request.context, Ok(JobKind::All), request.force)));
+        if let Some(context) = &mut answer.context {
+            context.tenant_generation = generation;
+        }
+        answer
+    }
+
+    /// Changes what is known of a tenant: here, or, where there are several masters, for all of them.
+    pub(super) async fn change_tenant(
+        &self,
+        context: &RequestContext<'_>,
+        change: TenantChange,
+    ) -> Result<(), ErrorCode> {
+        let tenant = context.tenant.as_str();
+        let Some(proposals) = self.proposals.get() else {
+            let mut tenants = self.tenants.write();
+            let facts = tenants.entry_ref(tenant).or_default();
+            let after = change.of(TenantEntry {
+                generation: facts.generation.0,
+                bytes_max: facts.quota.bytes_max,
+                objects_max: facts.quota.objects_max,
+            });
+            facts.generation = TenantGeneration(after.generation);
+            facts.quota = Quota { bytes_max: after.bytes_max, objects_max: after.objects_max };
+            return Ok(());
+        };
+        let (agreed, agreement) = oneshot::channel();
+        let proposal = Proposal { tenant: tenant.to_owned(), change, agreed };
+        let deadline = Duration::from_millis(context.deadline_ms.into());
+        let proposed = async {
+            proposals.send(proposal).await.map_err(|_| ErrorCode::Unreachable)?;
+            agreement.await.map_err(|_| ErrorCode::Unreachable)
+        };
+        tokio::time::timeout(deadline, proposed).await.map_err(|_| ErrorCode::DeadlineExceeded)?.map(|_| ())
     }
 
     /// Lets no new object into a segment, and evicts what is in it if asked to.
@@ -80,12 +124,12 @@ impl Service {
         let started = DrainSegmentRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
             let (node, segment) = (request.segment.node, request.segment.segment);
-            let found = (0..self.groups.len()).find_map(|index| {
-                let view = self.group(index).find_segment(node, segment)?;
-                Some((index, view.units))
+            let found = self.hosted().find_map(|group| {
+                let view = group.find_segment(node, segment)?;
+                Some((group.index, view.units))
             });
             let (group, units) = found.ok_or(ErrorCode::NotFound)?;
-            self.group(group).drain(node, segment, request.evict)?;
+            self.group(group)?.drain(node, segment, request.evict)?;
             Ok(self.jobs.lock().add(JobParts::Drain { node, segment, group, units }))
         });
         self.job_answer(started)
@@ -101,7 +145,7 @@ impl Service {
         match status {
             Ok(status) => {
                 let context = ResponseContext {
-                    map_version: MAP_VERSION,
+                    map_version: self.map_version(),
                     term: self.config.term,
                     ..Default::default()
                 };
@@ -115,8 +159,9 @@ impl Service {
         let mut sum = JobStatus { state: JobState::Done, examined: 0, affected: 0, skipped: 0, total: 0 };
         match parts {
             JobParts::Removal(parts) => {
-                for (index, &part) in parts.iter().enumerate() {
-                    let group = self.group(index);
+                for &(index, part) in parts {
+                    // What has gone to another master is not known here any more.
+                    let Ok(group) = self.books(index) else { continue };
                     let Some(status) = group.job(part) else { continue };
                     sum.examined += status.scanned;
                     sum.affected += status.removed;
@@ -129,7 +174,7 @@ impl Service {
                 sum.total = sum.total.max(sum.examined);
             }
             &JobParts::Drain { node, segment, group, units } => {
-                let view = self.group(group).find_segment(node, segment);
+                let view = self.books(group).ok().and_then(|group| group.find_segment(node, segment));
                 let left = view.map_or(0, |view| u64::from(view.live_units + view.reserved_units));
                 // Units stand in for objects: how many there are of these in one segment is not counted.
                 sum.total = units.into();
@@ -153,11 +198,10 @@ impl Service {
     }
 
     fn start_in_groups(&self, tenant: Tenant<'_>, kind: JobKind, force: bool) -> Result<u64, ErrorCode> {
-        let mut parts = Vec::with_capacity(self.groups.len());
-        for index in 0..self.groups.len() {
-            let mut group = self.group(index);
+        let mut parts = Vec::with_capacity(self.seats.len());
+        for mut group in self.hosted() {
             let tenant = group.tenant(tenant)?;
-            parts.push(group.start_job(tenant, kind.clone(), force)?);
+            parts.push((group.index, group.start_job(tenant, kind.clone(), force)?));
         }
         Ok(self.jobs.lock().add(JobParts::Removal(parts)))
     }

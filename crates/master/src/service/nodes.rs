@@ -19,7 +19,7 @@ use moontide_types::record::{AttributesRef, State};
 use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, Tenant, TenantGeneration};
 
 use super::outbox::{NodeSession, SessionStream};
-use super::{Codes, MAP_VERSION, Service, refused};
+use super::{Codes, Service, refused};
 
 /// Longest time between two ticks: how late a reservation or a session may end.
 const TICK_MAX: Duration = Duration::from_millis(50);
@@ -52,10 +52,7 @@ impl Service {
     pub fn open_session(&self, m: &v1::OpenSessionRequest) -> v1::OpenSessionResponse {
         let opened = OpenSessionRequest::from_wire(m).map_err(refused).and_then(|request| {
             let caller = self.caller(request.context)?;
-            if request.highest_term > self.config.term {
-                self.step_down(request.highest_term);
-                return Err(ErrorCode::WrongMaster);
-            }
+            self.hears_of(request.highest_term)?;
             let protocol =
                 ProtocolVersions::CURRENT.common(request.protocol).ok_or(ErrorCode::Unsupported)?;
             let now = self.now();
@@ -86,7 +83,7 @@ impl Service {
                     id_key_secret: Some(self.config.id_key_secret.clone()),
                 };
                 let context = ResponseContext {
-                    map_version: MAP_VERSION,
+                    map_version: self.map_version(),
                     term: self.config.term,
                     tenant_generation: caller.generation,
                     ..ResponseContext::default()
@@ -112,7 +109,7 @@ impl Service {
         match mounted {
             Ok(grants) => {
                 let context = ResponseContext {
-                    map_version: MAP_VERSION,
+                    map_version: self.map_version(),
                     term: self.config.term,
                     ..Default::default()
                 };
@@ -141,14 +138,17 @@ impl Service {
                     None => Some(ErrorCode::NotFound),
                     Some(index) => {
                         let mut effects = Effects::new();
-                        let mut group = self.group(index);
-                        if let Some(view) = group.find_segment(node.node, *segment) {
-                            // Relaxed: a hint for spreading segments.
-                            self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
-                        }
-                        let code = group.unmount(self.now(), node.node, *segment, &mut effects).err();
-                        self.deliver(index, &mut effects);
-                        code
+                        self.books(index)
+                            .and_then(|mut group| {
+                                if let Some(view) = group.find_segment(node.node, *segment) {
+                                    // Relaxed: a hint for spreading segments.
+                                    self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
+                                }
+                                let unmounted = group.unmount(self.now(), node.node, *segment, &mut effects);
+                                self.deliver(&group, &mut effects);
+                                unmounted
+                            })
+                            .err()
                     }
                 };
                 codes.set(at, code);
@@ -186,10 +186,9 @@ impl Service {
         self.split_quotas(now.mono.0);
         let mut effects = Effects::new();
         let mut more = false;
-        for index in 0..self.groups.len() {
-            let mut group = self.group(index);
+        for mut group in self.hosted() {
             more |= group.tick(self.now(), &TickBudget::default(), &mut effects);
-            self.deliver(index, &mut effects);
+            self.deliver(&group, &mut effects);
         }
         if more { TICK_AGAIN } else { TICK_MAX }
     }
@@ -224,26 +223,36 @@ impl Service {
             gone.end();
             self.past_reads.lock().add(&gone.reads.lock());
             for (segment, index) in gone.segments.lock().drain() {
-                if let Some(view) = self.group(index).find_segment(node, segment) {
+                let view = self.books(index).ok().and_then(|group| group.find_segment(node, segment));
+                if let Some(view) = view {
                     self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
                 }
             }
         }
         let mut effects = Effects::new();
-        for index in 0..self.groups.len() {
-            self.group(index).node_lost(now, node, session, &mut effects);
-            self.deliver(index, &mut effects);
+        for mut group in self.hosted() {
+            group.node_lost(now, node, session, &mut effects);
+            self.deliver(&group, &mut effects);
         }
     }
 
     fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> SegmentGrant {
-        let hosted = |group: &GroupId| usize::from(group.0) < self.groups.len();
-        // Records of a segment belong to the group that had it; a fresh one goes where there is least.
-        let index = match spec.group.filter(hosted) {
+        let refused = |code| SegmentGrant {
+            segment: spec.segment,
+            code: Some(code),
+            group: spec.group.unwrap_or(GroupId(0)),
+            term: self.config.term,
+        };
+        let exists = |group: &GroupId| usize::from(group.0) < self.seats.len();
+        // Records of a segment belong to the group that had it; a fresh one of no group goes where there is least.
+        let index = match spec.group.filter(exists) {
             Some(group) => usize::from(group.0),
             None => {
                 let units = |index: &usize| self.group_units[*index].load(Ordering::Relaxed);
-                (0..self.groups.len()).min_by_key(units).expect("there is a group")
+                let Some(least) = self.hosted().map(|group| group.index).min_by_key(units) else {
+                    return refused(ErrorCode::WrongMaster);
+                };
+                least
             }
         };
         let [host, rack, zone] = &node.labels;
@@ -263,9 +272,15 @@ impl Service {
             tenant: spec.tenant,
             term: spec.term,
             occupied: spec.occupied,
+            away: Duration::from_millis(spec.away_ms),
+            one_sided: node.is_one_sided(),
         };
         let mut effects = Effects::new();
-        let mut group = self.group(index);
+        let mut group = match self.books(index) {
+            Ok(group) => group,
+            Err(code) => return refused(code),
+        };
+        let term = group.term();
         let before = group.find_segment(spec.node, spec.segment).map_or(0, |view| u64::from(view.units));
         // A session that ends is marked before its segments are taken out of the groups: either that is seen here, or this
         // segment is among them.
@@ -274,32 +289,29 @@ impl Service {
         } else {
             group.mount(self.now(), &spec, &mut effects)
         };
-        self.deliver(index, &mut effects);
+        self.deliver(&group, &mut effects);
         drop(group);
         if mounted.is_ok() {
             self.group_units[index]
                 .fetch_add(u64::from(spec.units) - before.min(spec.units.into()), Ordering::Relaxed);
             let elsewhere = node.segments.lock().insert(spec.segment, index).filter(|&other| other != index);
-            if let Some(other) = elsewhere {
-                let _ = self.group(other).unmount(self.now(), spec.node, spec.segment, &mut effects);
-                self.deliver(other, &mut effects);
+            if let Some(mut other) = elsewhere.and_then(|other| self.books(other).ok()) {
+                let _ = other.unmount(self.now(), spec.node, spec.segment, &mut effects);
+                self.deliver(&other, &mut effects);
             }
         }
         SegmentGrant {
             segment: spec.segment,
             code: mounted.err(),
             group: GroupId(index as u16), // ≤ GROUPS_MAX
-            term: self.config.term,
+            term,
         }
     }
 
     /// Applies one message of a node's stream.
     pub(super) fn node_says(&self, node: &NodeSession, m: &v1::NodeMessage) -> Result<(), ErrorCode> {
         let message = NodeMessage::from_wire(m).map_err(refused)?;
-        if message.highest_term > self.config.term {
-            self.step_down(message.highest_term);
-            return Err(ErrorCode::WrongMaster);
-        }
+        self.hears_of(message.highest_term)?;
         if self.sessions.lock().beat(self.now().mono, node.session()) == Beat::Stale {
             return Err(ErrorCode::StaleSession);
         }
@@ -319,7 +331,8 @@ impl Service {
                     if let moontide_meta::OrderOutcome::Refused(code) = answered.outcome {
                         tracing::warn!(node = node.node.0, segment = order.segment.0, slot = order.slot.0, %code, "order refused");
                     }
-                    let mut group = self.group(answered.group);
+                    // Of a group that has gone nobody wants to know.
+                    let Ok(mut group) = self.books(answered.group) else { continue };
                     let name = (node.node, order.segment);
                     group.order_outcome(
                         name,
@@ -329,14 +342,14 @@ impl Service {
                         answered.outcome,
                         &mut effects,
                     );
-                    self.deliver(answered.group, &mut effects);
+                    self.deliver(&group, &mut effects);
                 }
             }
             NodeBody::Report(chunk) => passable(node, chunk.segment, self.report(node, chunk))?,
             NodeBody::ReportEnd(end) => {
                 let outcome = self.segment_group(node, end.segment).and_then(|index| {
                     let mut effects = Effects::new();
-                    let mut group = self.group(index);
+                    let mut group = self.books(index)?;
                     let name = (node.node, end.segment);
                     let outcome = group.report_end(
                         self.now(),
@@ -346,7 +359,7 @@ impl Service {
                         end.records,
                         &mut effects,
                     );
-                    self.deliver(index, &mut effects);
+                    self.deliver(&group, &mut effects);
                     outcome
                 });
                 passable(node, end.segment, outcome)?;
@@ -366,9 +379,10 @@ impl Service {
         node.reads.lock().set(&heartbeat.reads);
         self.disk_status(node, heartbeat.disk);
         for touched in &heartbeat.touched {
-            let Ok(index) = self.segment_group(node, touched.segment) else { continue };
+            let group = self.segment_group(node, touched.segment).and_then(|index| self.books(index));
+            let Ok(mut group) = group else { continue };
             let name = (node.node, touched.segment);
-            self.group(index).touched(name, touched.generation, touched.first_slot.0, touched.bits);
+            group.touched(name, touched.generation, touched.first_slot.0, touched.bits);
         }
     }
 
@@ -381,7 +395,7 @@ impl Service {
         let generations = self.learn_generations(&chunk.tenants, told);
         let now = self.now();
         let mut effects = Effects::new();
-        let mut group = self.group(index);
+        let mut group = self.books(index)?;
         let tenants =
             chunk.tenants.iter().map(|&tenant| group.tenant(tenant)).collect::<Result<Vec<_>, _>>()?;
         let mut sections = chunk.attributes.as_ref().map(|sections| sections.iter());
@@ -425,7 +439,7 @@ impl Service {
         let name = (node.node, chunk.segment);
         let outcome =
             group.report(now, name, chunk.generation, chunk.term, chunk.first_record, records, &mut effects);
-        self.deliver(index, &mut effects);
+        self.deliver(&group, &mut effects);
         outcome
     }
 
@@ -475,17 +489,22 @@ impl Service {
 
     pub(super) fn split_quota(&self, name: &str, quota: Quota) {
         let Ok(tenant) = moontide_types::Tenant::new(name) else { return };
-        let used: Vec<(u64, u64)> = (0..self.groups.len())
-            .map(|index| {
-                let mut group = self.group(index);
+        let used: Vec<(usize, u64, u64)> = self
+            .hosted()
+            .map(|mut group| {
                 let usage = group.tenant(tenant).ok().and_then(|ix| group.tenant_usage(ix));
-                usage.map_or((0, 0), |usage| (usage.bytes, usage.objects))
+                usage.map_or((group.index, 0, 0), |usage| (group.index, usage.bytes, usage.objects))
             })
             .collect();
-        let bytes = shares(quota.bytes_max, used.iter().map(|used| used.0));
-        let objects = shares(quota.objects_max, used.iter().map(|used| used.1));
-        for (index, (bytes_max, objects_max)) in bytes.into_iter().zip(objects).enumerate() {
-            let mut group = self.group(index);
+        // Other masters have the parts of their groups. No limit stays no limit, and a limit stays one.
+        let part = |all: u64| match all {
+            0 => 0,
+            all => (u128::from(all) * used.len() as u128 / self.seats.len() as u128).max(1) as u64, // ≤ all
+        };
+        let bytes = shares(part(quota.bytes_max), used.iter().map(|used| used.1));
+        let objects = shares(part(quota.objects_max), used.iter().map(|used| used.2));
+        for ((index, ..), (bytes_max, objects_max)) in used.iter().zip(bytes.into_iter().zip(objects)) {
+            let Ok(mut group) = self.books(*index) else { continue };
             if let Ok(ix) = group.tenant(tenant) {
                 group.set_quota(ix, Quota { bytes_max, objects_max });
             }
@@ -504,6 +523,8 @@ fn passable(node: &NodeSession, segment: SegmentId, outcome: Result<(), ErrorCod
     match outcome {
         Err(
             code @ (ErrorCode::NotFound
+            | ErrorCode::WrongMaster
+            | ErrorCode::StaleTerm
             | ErrorCode::StaleGeneration
             | ErrorCode::OutOfBounds
             | ErrorCode::Overlap),

@@ -8,12 +8,13 @@ use moontide_proto::convert::{
 use moontide_proto::limits::NODES_MAX;
 use moontide_proto::{PackedBuilder, PackedKeysBuilder, ProtocolVersions, v1};
 use moontide_types::bounds::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, Key, Tenant, TenantGeneration};
+use moontide_types::{ErrorCode, Key, Tenant, TenantGeneration, Term};
 use prost::Message;
 
 use super::hot::handle;
 use super::nodes::NodeInfo;
-use super::{Codes, MAP_VERSION, Service, refused};
+use super::{Codes, Service, refused};
+use crate::election::TenantChange;
 
 /// Objects that one call may evict in a group before the group is given to others for a moment.
 const EVICT_PER_LOCK: usize = 256;
@@ -40,8 +41,11 @@ impl Service {
         let mut keys = PackedKeysBuilder::new();
         let (mut index, mut cursor) = list_place(request.page.cursor);
         let mut next_cursor = vec![];
-        while index < self.groups.len() {
-            let group = self.group(index);
+        while index < self.seats.len() {
+            let Ok(group) = self.books(index) else {
+                (index, cursor) = (index + 1, None);
+                continue;
+            };
             let left = request.page.limit as usize - keys.len();
             let Some(tenant) = group.find_tenant(caller.context.tenant) else {
                 (index, cursor) = (index + 1, None);
@@ -62,7 +66,7 @@ impl Service {
                 }
             }
             if keys.len() == request.page.limit as usize {
-                if index < self.groups.len() {
+                if index < self.seats.len() {
                     next_cursor = list_cursor(index, None);
                 }
                 break;
@@ -87,16 +91,21 @@ impl Service {
             }
         };
         let now = self.now();
-        let mut details: Vec<Option<v1::ObjectDetail>> = vec![None; request.keys.len()];
+        let mut details: Vec<Result<v1::ObjectDetail, ErrorCode>> =
+            vec![Err(ErrorCode::NotFound); request.keys.len()];
         for (index, asks, positions) in self.sort(&caller, request.keys).parts() {
             let group = self.group(index);
             for (ask, &position) in asks.iter().zip(positions) {
-                details[position as usize] = group.query(now, ask).map(|detail| self.detail(detail));
+                let found = group.as_ref().map_err(|code| *code).and_then(|group| {
+                    let detail = group.query(now, ask).ok_or(ErrorCode::NotFound)?;
+                    Ok(object_detail(detail, group.term()))
+                });
+                details[position as usize] = found;
             }
         }
         let mut codes = Codes::new(details.len());
         for (at, detail) in details.iter().enumerate() {
-            codes.set(at, detail.is_none().then_some(ErrorCode::NotFound));
+            codes.set(at, detail.as_ref().err().copied());
         }
         v1::QueryKeysResponse {
             context: Some(self.context(Some(&caller))),
@@ -105,38 +114,9 @@ impl Service {
         }
     }
 
-    fn detail(&self, detail: Detail) -> v1::ObjectDetail {
-        let mut handles = PackedBuilder::with_capacity(detail.places.len());
-        for place in &detail.places {
-            handles.push(&handle(place, self.config.term, false));
-        }
-        v1::ObjectDetail {
-            key: detail.key.into_vec().into(),
-            id: detail.id.0.to_vec().into(),
-            epoch: detail.epoch.bits(),
-            len: detail.object_len,
-            root: detail.root,
-            writing: detail.writing,
-            pin: detail.pin as i32,
-            leased_ms: detail.leased_ms,
-            expires_unix_ms: detail.expires.map_or(0, |at| at.0),
-            cohort: detail.cohort.map(Vec::from).unwrap_or_default().into(),
-            handles: handles.finish().into(),
-        }
-    }
-
-    /// Which master hosts which group: this one, all of them.
+    /// Which master hosts which group.
     pub fn get_group_map(&self, m: &v1::GetGroupMapRequest) -> v1::GetGroupMapResponse {
-        let map = v1::GroupMap {
-            version: MAP_VERSION.0,
-            groups: self.config.groups.get().into(),
-            masters: vec![v1::MasterEntry {
-                grpc_address: self.config.grpc_address.clone(),
-                frame_address: self.config.frame_address.clone(),
-                term: self.config.term.get(),
-                groups: (0..u32::from(self.config.groups.get())).collect(),
-            }],
-        };
+        let map = self.map.read().clone();
         match self.answers(&m.context) {
             Ok(()) => v1::GetGroupMapResponse { context: Some(self.context(None)), map: Some(map) },
             Err(code) => v1::GetGroupMapResponse { context: Some(self.refusal(code)), map: None },
@@ -156,7 +136,7 @@ impl Service {
             protocol: ProtocolVersions::CURRENT,
         };
         let context = ResponseContext {
-            map_version: MAP_VERSION,
+            map_version: self.map_version(),
             term: self.config.term,
             tenant_generation: self.generation_of(&m.context),
             ..Default::default()
@@ -210,11 +190,11 @@ impl Service {
         };
         let (mut objects, mut bytes) = (0, 0);
         let mut effects = Effects::new();
-        for index in 0..self.groups.len() {
+        for index in 0..self.seats.len() {
             while objects < EVICT_PER_CALL {
-                let mut group = self.group(index);
+                let Ok(mut group) = self.books(index) else { break };
                 let evicted = group.evict(self.now(), target, EVICT_PER_LOCK, &mut effects);
-                self.deliver(index, &mut effects);
+                self.deliver(&group, &mut effects);
                 objects += evicted.objects;
                 bytes += evicted.bytes;
                 if (evicted.objects as usize) < EVICT_PER_LOCK {
@@ -226,20 +206,21 @@ impl Service {
     }
 
     /// Sets the quota of the context's tenant.
-    pub fn set_tenant_quota(&self, m: &v1::SetTenantQuotaRequest) -> v1::SetTenantQuotaResponse {
-        let set = SetTenantQuotaRequest::from_wire(m).map_err(refused).and_then(|request| {
-            let caller = self.caller(request.context)?;
-            let quota = Quota { bytes_max: request.bytes_max, objects_max: request.objects_max };
-            let name = caller.context.tenant.as_str();
-            self.tenants.write().entry_ref(name).or_default().quota = quota;
-            self.split_quota(name, quota);
-            Ok(())
-        });
-        let context = match set {
+    pub async fn set_tenant_quota(&self, m: &v1::SetTenantQuotaRequest) -> v1::SetTenantQuotaResponse {
+        let context = match self.try_set_tenant_quota(m).await {
             Ok(()) => self.context(None),
             Err(code) => self.refusal(code),
         };
         v1::SetTenantQuotaResponse { context: Some(context) }
+    }
+
+    async fn try_set_tenant_quota(&self, m: &v1::SetTenantQuotaRequest) -> Result<(), ErrorCode> {
+        let request = SetTenantQuotaRequest::from_wire(m).map_err(refused)?;
+        let context = self.caller(request.context)?.context;
+        let (bytes_max, objects_max) = (request.bytes_max, request.objects_max);
+        self.change_tenant(&context, TenantChange::Quota { bytes_max, objects_max }).await?;
+        self.split_quota(context.tenant.as_str(), Quota { bytes_max, objects_max });
+        Ok(())
     }
 
     /// Tenants with their quotas and usage, page by page, by name.
@@ -293,14 +274,14 @@ impl Service {
                 return v1::ListSegmentsResponse { context: Some(self.refusal(code)), ..Default::default() };
             }
         };
-        let mut all: Vec<(u16, SegmentView)> = vec![];
-        for index in 0..self.groups.len() {
-            let group = self.group(index);
+        let mut all: Vec<(u16, Term, SegmentView)> = vec![];
+        for group in self.hosted() {
+            let (index, term) = (group.index as u16, group.term()); // ≤ GROUPS_MAX
             let views: Vec<_> = group.segments().filter(|view| view.medium != MetaMedium::Disk).collect();
             drop(group);
             let wanted = views.into_iter().filter(|view| request.node.is_none_or(|node| node == view.node));
             all.extend(
-                wanted.filter(|view| view.phase != SegmentPhase::Lost).map(|view| (index as u16, view)),
+                wanted.filter(|view| view.phase != SegmentPhase::Lost).map(|view| (index, term, view)),
             );
         }
         let place = |view: &SegmentView| {
@@ -308,16 +289,16 @@ impl Service {
             place.extend(view.segment.0.to_be_bytes());
             place
         };
-        all.sort_by_key(|(_, view)| (view.node, view.segment));
-        all.retain(|(_, view)| request.page.cursor.is_empty() || &place(view)[..] > request.page.cursor);
+        all.sort_by_key(|(_, _, view)| (view.node, view.segment));
+        all.retain(|(_, _, view)| request.page.cursor.is_empty() || &place(view)[..] > request.page.cursor);
         let limit = request.page.limit as usize;
-        let next = if all.len() > limit { place(&all[limit - 1].1) } else { vec![] };
+        let next = if all.len() > limit { place(&all[limit - 1].2) } else { vec![] };
         all.truncate(limit);
         v1::ListSegmentsResponse {
             context: Some(self.context(None)),
             segments: all
                 .iter()
-                .map(|(group, view)| segment_detail(*group, view, self.config.term.get()))
+                .map(|(group, term, view)| segment_detail(*group, view, term.get()))
                 .collect(),
             next_cursor: next.into(),
         }
@@ -328,6 +309,26 @@ impl Service {
         let context = context.as_ref().ok_or(ErrorCode::InvalidArgument)?;
         let context = RequestContext::from_wire(context).map_err(refused)?;
         self.caller(context).map(|_| ())
+    }
+}
+
+fn object_detail(detail: Detail, term: Term) -> v1::ObjectDetail {
+    let mut handles = PackedBuilder::with_capacity(detail.places.len());
+    for place in &detail.places {
+        handles.push(&handle(place, term, false));
+    }
+    v1::ObjectDetail {
+        key: detail.key.into_vec().into(),
+        id: detail.id.0.to_vec().into(),
+        epoch: detail.epoch.bits(),
+        len: detail.object_len,
+        root: detail.root,
+        writing: detail.writing,
+        pin: detail.pin as i32,
+        leased_ms: detail.leased_ms,
+        expires_unix_ms: detail.expires.map_or(0, |at| at.0),
+        cohort: detail.cohort.map(Vec::from).unwrap_or_default().into(),
+        handles: handles.finish().into(),
     }
 }
 

@@ -14,12 +14,12 @@ use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{
     Order as WireOrder, OrderFlags, OrderKind as WireKind, OrderPhase, OrderResult, PackedBuilder, v1,
 };
-use moontide_types::{ErrorCode, Extent, NodeId, SegmentId, SessionId, Term};
+use moontide_types::{ErrorCode, Extent, MapVersion, NodeId, SegmentId, SessionId, Term};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::Service;
 use super::stats::Reads;
-use super::{MAP_VERSION, Service};
 
 /// Orders without an answer, per session: 16 million take a gigabyte. Beyond that the session ends.
 const ORDERS_MAX: usize = 1 << 24;
@@ -29,7 +29,7 @@ const ORDERS_MAX: usize = 1 << 24;
 pub(super) struct NodeSession {
     pub(super) node: NodeId,
     session: SessionId,
-    term: Term,
+    number: Term,
     pub(super) labels: [Box<str>; 3],
     pub(super) addresses: Vec<(Box<str>, Box<str>)>,
     outbox: Mutex<Outbox>,
@@ -62,6 +62,8 @@ struct Outbox {
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     group: usize,
+    /// The group's.
+    term: Term,
     order: Order,
 }
 
@@ -77,14 +79,14 @@ impl NodeSession {
     pub(super) fn new(
         node: NodeId,
         session: SessionId,
-        term: Term,
+        number: Term,
         labels: [Box<str>; 3],
         addresses: Vec<(Box<str>, Box<str>)>,
     ) -> NodeSession {
         NodeSession {
             node,
             session,
-            term,
+            number,
             labels,
             addresses,
             outbox: Mutex::new(Outbox { unsent: 1, ..Outbox::default() }),
@@ -104,7 +106,7 @@ impl NodeSession {
     }
 
     /// Puts an order on its way.
-    pub(super) fn order(&self, group: usize, order: Order) {
+    pub(super) fn order(&self, group: usize, term: Term, order: Order) {
         let mut outbox = self.outbox.lock();
         if outbox.unanswered.len() >= ORDERS_MAX {
             outbox.ended = true;
@@ -112,10 +114,20 @@ impl NodeSession {
         if !outbox.ended {
             outbox.ordered += 1;
             let number = outbox.ordered;
-            outbox.unanswered.insert(number, Sent { group, order });
+            outbox.unanswered.insert(number, Sent { group, term, order });
         }
         drop(outbox);
         self.news.notify_one();
+    }
+
+    /// A group is hosted here no more: its orders mean nothing.
+    pub(super) fn forget_orders(&self, group: usize) {
+        self.outbox.lock().unanswered.retain(|_, sent| sent.group != group);
+    }
+
+    /// Whether peers reach its memory without asking it.
+    pub(super) fn is_one_sided(&self) -> bool {
+        self.addresses.iter().any(|(engine, _)| &**engine == "ucx")
     }
 
     /// Whether the session is over.
@@ -169,7 +181,7 @@ impl NodeSession {
         let mut outbox = self.outbox.lock();
         let mut answered = vec![];
         for result in results {
-            let Some(&Sent { group, order }) = outbox.unanswered.get(&result.order) else { continue };
+            let Some(&Sent { group, order, .. }) = outbox.unanswered.get(&result.order) else { continue };
             let (outcome, last) = match (result.phase, result.code) {
                 (OrderPhase::Refused, code) => {
                     (OrderOutcome::Refused(code.unwrap_or(ErrorCode::Internal)), true)
@@ -187,7 +199,7 @@ impl NodeSession {
     }
 
     /// The next message for a stream, if there is something to say; `Err`: this stream is over.
-    fn message(&self, stream: u64) -> Result<Option<v1::MasterMessage>, StreamOver> {
+    fn message(&self, stream: u64, map_version: MapVersion) -> Result<Option<v1::MasterMessage>, StreamOver> {
         let mut outbox = self.outbox.lock();
         if outbox.ended || outbox.stream != stream {
             return Err(StreamOver);
@@ -195,7 +207,7 @@ impl NodeSession {
         let outbox = &mut *outbox;
         let mut orders = PackedBuilder::<WireOrder>::with_capacity(0);
         for (&number, sent) in outbox.unanswered.range(outbox.unsent..).take(SESSION_RECORDS_MAX) {
-            orders.push(&wire_order(number, &sent.order, self.term));
+            orders.push(&wire_order(number, &sent.order, sent.term));
             outbox.unsent = number + 1;
         }
         let body = if !orders.is_empty() {
@@ -213,8 +225,8 @@ impl NodeSession {
             outbox.acked_told = outbox.acked;
             v1::MasterMessage {
                 session: self.session.0,
-                term: self.term.get(),
-                map_version: MAP_VERSION.0,
+                term: self.number.get(),
+                map_version: map_version.0,
                 acked_sequence: outbox.acked,
                 body: Some(body),
             }
@@ -283,7 +295,7 @@ impl SessionStream {
 
     /// The next message to the node, if there is one now. An error: the session is over, or has another stream.
     pub fn next_now(&self) -> Result<Option<v1::MasterMessage>, StreamOver> {
-        self.node.message(self.stream)
+        self.node.message(self.stream, self.service.map_version())
     }
 
     /// The next message to the node, as soon as there is one. None: the session is over, or has another stream.
@@ -291,7 +303,7 @@ impl SessionStream {
         loop {
             // Registered before looking, so that no news is missed in between.
             let news = self.node.news.notified();
-            match self.node.message(self.stream) {
+            match self.next_now() {
                 Ok(Some(message)) => return Some(message),
                 Ok(None) => news.await,
                 Err(StreamOver) => return None,
@@ -343,23 +355,27 @@ mod tests {
         let node = node();
         let first = node.attach();
         for slot in 0..4 {
-            node.order(0, order(slot, if slot == 0 { OrderKind::Kill } else { OrderKind::Reclaim }));
+            node.order(
+                0,
+                Term::new(2).unwrap(),
+                order(slot, if slot == 0 { OrderKind::Kill } else { OrderKind::Reclaim }),
+            );
         }
-        assert_eq!(numbers(node.message(first).ok().unwrap()), [1, 2, 3, 4]);
-        assert!(node.message(first).ok().unwrap().is_none());
+        assert_eq!(numbers(node.message(first, MapVersion(1)).ok().unwrap()), [1, 2, 3, 4]);
+        assert!(node.message(first, MapVersion(1)).ok().unwrap().is_none());
         // Accepted ends a kill, not a reclaim; done ends both.
         let results = [(1, OrderPhase::Accepted), (2, OrderPhase::Accepted), (3, OrderPhase::Done)];
         assert_eq!(node.answered(results.map(|(n, phase)| result(n, phase)).into_iter()).len(), 3);
         let second = node.attach();
-        assert!(node.message(first).is_err(), "the older stream is over");
-        assert_eq!(numbers(node.message(second).ok().unwrap()), [2, 4]);
+        assert!(node.message(first, MapVersion(1)).is_err(), "the older stream is over");
+        assert_eq!(numbers(node.message(second, MapVersion(1)).ok().unwrap()), [2, 4]);
         // Answers that come twice, or to what was never ordered, change nothing.
         let strange = [1, 3, 99, 0].map(|n| result(n, OrderPhase::Done));
         assert!(node.answered(strange.into_iter()).is_empty());
         assert_eq!(node.answered([2, 4].map(|n| result(n, OrderPhase::Done)).into_iter()).len(), 2);
         assert_eq!(node.orders_outstanding(), 0);
         node.end();
-        assert!(node.message(second).is_err());
+        assert!(node.message(second, MapVersion(1)).is_err());
         assert_eq!(WireOrder::BYTES, 80);
     }
 
@@ -371,10 +387,10 @@ mod tests {
         node.applied(1, Some((7, 10_000)));
         assert_eq!(node.expect(1), Ok(false));
         assert_eq!(node.expect(3), Err(ErrorCode::Retry));
-        let message = node.message(stream).ok().unwrap().unwrap();
+        let message = node.message(stream, MapVersion(1)).ok().unwrap().unwrap();
         assert_eq!(message.acked_sequence, 1);
         assert!(matches!(message.body, Some(v1::master_message::Body::HeartbeatAck(ack)) if ack.beat == 7));
         node.applied(2, None);
-        assert_eq!(node.message(stream).ok().unwrap().unwrap().acked_sequence, 2);
+        assert_eq!(node.message(stream, MapVersion(1)).ok().unwrap().unwrap().acked_sequence, 2);
     }
 }

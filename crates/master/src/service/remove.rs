@@ -18,7 +18,15 @@ use super::{Codes, Service, refused};
 #[derive(Debug, Default)]
 pub(super) struct Removals {
     drawn: AtomicU64,
-    waiting: Mutex<HashMap<Waiter, (Arc<Call>, u32)>>,
+    waiting: Mutex<HashMap<Waiter, Waits>>,
+}
+
+/// A key that waits.
+#[derive(Debug)]
+struct Waits {
+    call: Arc<Call>,
+    position: u32,
+    group: usize,
 }
 
 /// A call with keys that are not done yet.
@@ -49,22 +57,32 @@ impl Call {
 
 impl Removals {
     /// A key that has to wait. Known before the group is asked, so that no end can come too early.
-    fn add(&self, call: &Arc<Call>, position: u32) -> Waiter {
+    fn add(&self, call: &Arc<Call>, position: u32, group: usize) -> Waiter {
         // Relaxed: a number that nobody else draws.
         let waiter = Waiter(self.drawn.fetch_add(1, Ordering::Relaxed));
         call.state.lock().left += 1;
-        self.waiting.lock().insert(waiter, (Arc::clone(call), position));
+        self.waiting.lock().insert(waiter, Waits { call: Arc::clone(call), position, group });
         waiter
     }
 
     /// A removal has come to its end; whoever gave up waiting has been forgotten before.
     pub(super) fn finish(&self, waiter: Waiter, code: Option<ErrorCode>) {
-        let Some((call, position)) = self.waiting.lock().remove(&waiter) else { return };
+        let Some(Waits { call, position, .. }) = self.waiting.lock().remove(&waiter) else { return };
         let mut state = call.state.lock();
         state.left -= 1;
         state.finished.push((position, code));
         if state.left == 0 {
             call.done.notify_one();
+        }
+    }
+
+    /// The group is somebody else's: whoever waits for it hears that it is not certain.
+    pub(super) fn abandon(&self, group: usize) {
+        let of_group = |(waiter, waits): (&Waiter, &Waits)| (waits.group == group).then_some(*waiter);
+        let mut abandoned: Vec<Waiter> = self.waiting.lock().iter().filter_map(of_group).collect();
+        abandoned.sort_unstable(); // a hash map's order is nobody's business
+        for waiter in abandoned {
+            self.finish(waiter, Some(ErrorCode::Pending));
         }
     }
 
@@ -94,9 +112,15 @@ impl Service {
         let mut waiters = vec![];
         let mut effects = Effects::new();
         for (index, asks, positions) in self.sort(&caller, request.keys).parts() {
-            let mut group = self.group(index);
+            let mut group = match self.group(index) {
+                Ok(group) => group,
+                Err(code) => {
+                    positions.iter().for_each(|&position| codes.set(position as usize, Some(code)));
+                    continue;
+                }
+            };
             for (ask, &position) in asks.iter().zip(positions) {
-                let waiter = self.removals.add(&call, position);
+                let waiter = self.removals.add(&call, position, index);
                 match group.remove(now, ask, request.force, waiter, &mut effects) {
                     Removal::Waiting => {
                         codes.set(position as usize, Some(ErrorCode::Pending));
@@ -105,7 +129,7 @@ impl Service {
                     Removal::Done(code) => self.removals.finish(waiter, code),
                 }
             }
-            self.deliver(index, &mut effects);
+            self.deliver(&group, &mut effects);
         }
         if !waiters.is_empty() {
             let deadline = Duration::from_millis(caller.context.deadline_ms.into());
@@ -113,8 +137,11 @@ impl Service {
             let _forget = Forget { removals: &self.removals, waiters: &waiters };
             let _ = tokio::time::timeout(deadline, call.finished()).await;
         }
+        // Another master may have the group by now, and objects that we do not know of.
+        let unconfirmed = self.is_unconfirmed();
         for (position, code) in call.state.lock().finished.drain(..) {
-            codes.set(position as usize, code);
+            let certain = !unconfirmed || !matches!(code, None | Some(ErrorCode::NotFound));
+            codes.set(position as usize, if certain { code } else { Some(ErrorCode::Pending) });
         }
         v1::OutcomesResponse { context: Some(self.context(Some(&caller))), codes: codes.0.into() }
     }

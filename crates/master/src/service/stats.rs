@@ -112,8 +112,7 @@ impl Service {
     /// Counts of everything, group after group.
     pub fn stats(&self) -> MasterStats {
         let mut stats = MasterStats::default();
-        for index in 0..self.groups.len() {
-            let group = self.group(index);
+        for group in self.hosted() {
             stats.objects += group.objects() as u64;
             stats.objects_writing += group.objects_writing();
             stats.memory_bytes += group.memory_bytes() as u64;
@@ -173,8 +172,8 @@ impl Service {
     /// Name, bytes and objects of every tenant, by name.
     pub(super) fn tenant_usage(&self) -> Vec<(Box<str>, u64, u64)> {
         let mut sums: BTreeMap<Box<str>, (u64, u64)> = BTreeMap::new();
-        for index in 0..self.groups.len() {
-            for usage in self.group(index).tenants() {
+        for group in self.hosted() {
+            for usage in group.tenants() {
                 let sum = sums.entry(usage.name).or_default();
                 sum.0 += usage.bytes;
                 sum.1 += usage.objects;

@@ -86,6 +86,9 @@ impl Group {
             self.lose_node(spec.node, now, effects);
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, SegmentId::DISK)) {
+            if self.segment(earlier).session == spec.session {
+                return; // for the sake of other groups
+            }
             self.lose_segment(earlier, now, effects);
         }
         let missed = self.absent_disks.remove(&spec.node).is_some();

@@ -70,12 +70,14 @@ impl Group {
     /// Which keys are complete objects? Takes no lease and counts as no use.
     pub fn exist(&mut self, now: Now, asks: &[Ask<'_>], mut answer: impl FnMut(usize, bool)) {
         self.stats.lookups.exists += asks.len() as u64;
+        let mut places = vec![];
         self.each_found(Wanted::Presence, asks, |group, index, at| {
             let there = at.is_some_and(|at| {
                 let record = group.slab.get(at);
                 group.state_of(record, now) == ObjectState::Complete
             });
-            answer(index, there);
+            let mut inherited = || group.heirloom(&asks[index], now, &mut places).is_some();
+            answer(index, there || at.is_none() && inherited());
         });
     }
 
@@ -94,6 +96,11 @@ impl Group {
             places.clear();
             group.stats.lookups.requested += 1;
             let Some(at) = at else {
+                if let Some(heirloom) = group.heirloom(&asks[index], now, &mut places) {
+                    answer(index, Ok(heirloom.view(&places)));
+                    group.stats.lookups.hits += 1;
+                    return;
+                }
                 group.stats.lookups.misses += 1;
                 return answer(index, Err(ErrorCode::NotFound));
             };

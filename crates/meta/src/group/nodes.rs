@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use moontide_types::bounds::SEGMENT_UNITS_MAX;
+use moontide_types::bounds::{LOCAL_STALE_MS, SEGMENT_UNITS_MAX};
 use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Generation, NodeId, SegmentId, SessionId, Tenant, Term};
 
-use super::{Group, Node};
+use super::{Absence, Group, Node};
 use crate::effect::Effects;
 use crate::placement::{Candidate, Topology};
 use crate::record::Flag;
@@ -39,6 +39,10 @@ pub struct MountSpec<'a> {
     pub term: Term,
     /// Whether it holds records to be reported.
     pub occupied: bool,
+    /// How long ago a master last knew of everything in it; zero if none ever did.
+    pub away: Duration,
+    /// Whether peers reach it without asking its node, so that nothing but time ends what they were promised.
+    pub one_sided: bool,
 }
 
 /// What becomes of an offered segment.
@@ -103,12 +107,27 @@ impl Group {
             self.lose_node(spec.node, now, effects);
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, spec.segment)) {
+            let known = self.segment(earlier);
+            if (known.session, known.generation) == (spec.session, spec.generation) {
+                // Said twice: taken as new, it would be thought empty.
+                let usable_in = known.usable_at.since(now.mono);
+                return Ok(Mount { report: known.phase == SegmentPhase::Reporting, usable_in });
+            }
             self.lose_segment(earlier, now, effects);
         }
-        let missed = self.absent.remove(&(spec.node, spec.segment)).is_some();
+        let missed = self.absent.remove(&(spec.node, spec.segment));
+        if missed.is_some_and(|absence| absence.generation != spec.generation) {
+            // The process before is dead, but processes of its host may take its memory for alive, and read it, until they
+            // miss its beat.
+            let ghost = Duration::from_millis(u64::from(LOCAL_STALE_MS) * 105 / 100);
+            self.settled_at = self.settled_at.max(now.mono.after(ghost));
+        }
+        let missed = missed.is_some();
         let topology = self.topology(spec.labels);
-        // An earlier master, or this one in an earlier session, may have promised parts of it to somebody.
-        let wait = if spec.term == Term::ZERO { Duration::ZERO } else { self.config.reallocate_wait };
+        // An earlier master, or this one in an earlier session, may have promised parts of it to somebody. Where the node is
+        // asked first it refuses what is late: a lower term, an epoch that has passed, a range that is taken.
+        let promised = spec.term != Term::ZERO && spec.one_sided;
+        let wait = if promised { self.config.reallocate_wait } else { Duration::ZERO };
         let phase = if spec.occupied { SegmentPhase::Reporting } else { SegmentPhase::Waiting };
         let shape = Shape {
             node: spec.node,
@@ -122,8 +141,11 @@ impl Group {
             tenant,
         };
         let mut segment = Segment::new(shape, phase, now.mono.after(wait));
-        // Removals have been acknowledged without it: what it holds may be among them.
-        segment.is_late = !missed && now.mono > self.reports_until;
+        // Removals have been acknowledged without it: what it holds may be among them. By this master, which does not wait
+        // for it any more; or by one before, of which it has not even heard, and which waited as long as we do.
+        let skipped = spec.term != Term::ZERO && spec.term < self.config.previous;
+        segment.is_late = !missed && now.mono > self.reports_until
+            || skipped && spec.away >= self.config.report_wait / 100 * 99;
         let index = self.add_segment(segment, topology);
         if !spec.occupied {
             self.waiting_segments.push(index);
@@ -282,18 +304,19 @@ impl Group {
     pub(super) fn lose_node(&mut self, node: NodeId, now: Now, effects: &mut Effects) {
         let segments = self.nodes.get(&node).map(|node| node.segments.clone()).unwrap_or_default();
         for index in segments {
-            let name = (node, self.segment(index).id);
+            let (name, generation) = ((node, self.segment(index).id), self.segment(index).generation);
             self.lose_segment(index, now, effects);
             if name.1 != SegmentId::DISK {
-                self.miss_segment(name, now);
+                self.miss_segment(name, generation, now);
             }
         }
         self.nodes.remove(&node);
     }
 
     /// A segment may come back with what it has: until then, or until it is forgotten, removals are not certain.
-    pub(super) fn miss_segment(&mut self, name: (NodeId, SegmentId), now: Now) {
-        self.absent.insert(name, self.ticker.end(now.mono, self.config.absence_max));
+    pub(super) fn miss_segment(&mut self, name: (NodeId, SegmentId), generation: Generation, now: Now) {
+        let until = self.ticker.end(now.mono, self.config.absence_max);
+        self.absent.insert(name, Absence { generation, until });
     }
 
     /// A segment cannot be read or used any more. A disk keeps what it has, and is expected back.

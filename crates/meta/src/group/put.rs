@@ -171,6 +171,8 @@ impl Group {
         let existing = self.find_id(put.ask.id);
         if let Some(at) = existing {
             self.may_replace(at, put, now)?;
+        } else if !put.options.upsert && self.heirloom(&put.ask, now, &mut vec![]).is_some() {
+            return Err(ErrorCode::AlreadyExists);
         }
         let cut = self.cut(put)?;
         self.make_quota_room(now, put, &cut, effects)?;

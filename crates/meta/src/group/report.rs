@@ -226,9 +226,9 @@ impl Group {
     /// A segment that contradicts itself is as good as lost; its node may mount it again.
     fn fail_segment(&mut self, index: u32, now: Now, effects: &mut Effects) {
         let segment = self.segment(index);
-        let name = (segment.node, segment.id);
+        let (name, generation) = ((segment.node, segment.id), segment.generation);
         self.lose_segment(index, now, effects);
-        self.miss_segment(name, now);
+        self.miss_segment(name, generation, now);
     }
 
     /// Which of the record's places is this slot.
@@ -414,7 +414,7 @@ impl Group {
         record.set(Flag::Visited, new.touched);
         record.set(Flag::OnDisk, whole && self.segment(index).is_disk());
         record.set(Flag::Digestless, new.digestless);
-        record.set_pin(new.pin);
+        record.set_pin(self.heirloom_reported(new.id, new.epoch).unwrap_or(new.pin));
         if whole {
             record.root = new.root;
         } else {

@@ -116,7 +116,10 @@ impl Group {
     /// Nodes that have been away for long, and with them what was removed in their absence.
     fn forget_absent(&mut self, now: Now) {
         let tick = self.ticker.now(now.mono);
-        self.absent.retain(|_, &mut until| until > tick);
+        self.absent.retain(|_, absence| absence.until > tick);
+        if now.mono > self.reports_until && !self.inherited.is_empty() {
+            self.inherited = Default::default();
+        }
         self.absent_disks.retain(|_, &mut until| until > tick);
         if !self.tombstones.is_empty() && !self.is_unsettled(now) && !self.disks_may_return(now) {
             // What a node was told to kill and has not confirmed may still come back with its next report.

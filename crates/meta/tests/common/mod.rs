@@ -113,6 +113,8 @@ impl Bench {
             tenant: None,
             term,
             occupied,
+            away: Duration::ZERO,
+            one_sided: true,
         };
         self.group.mount(self.now, &spec, &mut self.effects).unwrap();
         self.settle();

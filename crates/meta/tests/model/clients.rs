@@ -12,7 +12,9 @@ use moontide_types::{Epoch, ErrorCode, Key, SegmentId};
 
 use crate::command::Put;
 use crate::node::RecordModel;
-use crate::world::{Check, KEYS, Lease, MayEnd, PutModel, World, ensure, id_of, key_of, tenant_of};
+use crate::world::{
+    Check, KEYS, Lease, MayEnd, PutModel, World, ensure, id_of, is_one_sided, key_of, tenant_of,
+};
 
 impl World {
     pub(crate) fn put_start(&mut self, put: &Put) -> Result<Option<usize>, String> {
@@ -322,8 +324,9 @@ impl World {
         let until = self.now.mono.after(Duration::from_millis(lease_ms.min(LEASE_MS_MAX).into()));
         let now = self.now.mono;
         self.leases.retain(|lease| lease.until > now);
-        let in_memory = |place: &&PlaceView| place.medium != Medium::Disk;
-        for place in places.iter().filter(in_memory).filter(|_| lease_ms > 0) {
+        // Where the node is asked first, a lease is a hint: it refuses what is not there any more.
+        let promised = |place: &&PlaceView| place.medium != Medium::Disk && is_one_sided(place.node);
+        for place in places.iter().filter(promised).filter(|_| lease_ms > 0) {
             let (node, at) = self.position(place.node, place.segment);
             let mount = self.nodes[node].segments[at].mount.as_ref().map_or(0, |mount| mount.number);
             self.leases.push(Lease {

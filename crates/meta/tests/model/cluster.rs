@@ -8,7 +8,7 @@ use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Extent, Key, ObjectId, SessionId, SlotId, Tenant, Term};
 
 use crate::node::MountModel;
-use crate::world::{Check, MayEnd, TENANTS, World, config, ensure};
+use crate::world::{Check, MayEnd, TENANTS, World, config, ensure, is_one_sided};
 
 impl World {
     pub(crate) fn answer(&mut self, node: usize, count: usize) {
@@ -172,6 +172,7 @@ impl World {
                 segment.wipe();
             }
             let (term, occupied) = (segment.term, !segment.is_empty());
+            let one_sided = is_one_sided(node.id);
             let spec = MountSpec {
                 node: node.id,
                 session,
@@ -184,13 +185,19 @@ impl World {
                 tenant: None,
                 term,
                 occupied,
+                away: Duration::ZERO,
+                one_sided,
             };
             let mounted = self.group.mount(self.now, &spec, &mut self.effects);
             ensure!(
                 mounted.is_ok_and(|mount| mount.report == occupied),
                 "a mount was answered with {mounted:?}"
             );
-            let wait = if term == Term::ZERO { Duration::ZERO } else { self.group.config().reallocate_wait };
+            let wait = if term == Term::ZERO || !one_sided {
+                Duration::ZERO
+            } else {
+                self.group.config().reallocate_wait
+            };
             segment.term = self.term;
             segment.mounted_as = self.mounts;
             let stream = if occupied { segment.snapshot() } else { Default::default() };

@@ -22,10 +22,13 @@ use std::time::Duration;
 use moontide_heap::{Killed, Transition};
 use moontide_proto::{Order, OrderKind, OrderPhase, OrderResult};
 use moontide_types::record::{State, Word};
-use moontide_types::{Epoch, ErrorCode, Generation, MonoTime, SegmentId, SlotId, Term};
+use moontide_types::{Epoch, ErrorCode, Generation, MonoTime, SegmentId, SessionId, SlotId, Term};
 
 /// A version of a slot.
 pub type Name = (SegmentId, SlotId, Epoch);
+
+/// An order: sessions number theirs by themselves.
+pub type Numbered = (SessionId, u64);
 
 /// What the node knows of the segment that an order names.
 #[derive(Clone, Copy, Debug)]
@@ -128,14 +131,14 @@ pub fn after_burn(kind: OrderKind, epoch: Epoch, burnt: Transition) -> Next {
 #[derive(Debug, Default)]
 pub struct Drains {
     waiting: BTreeMap<Name, Waiting>,
-    /// By number, so that one that is sent again is known.
-    orders: BTreeMap<u64, Name>,
+    /// By session and number, so that one that is sent again is known.
+    orders: BTreeMap<Numbered, Name>,
 }
 
 #[derive(Debug)]
 struct Waiting {
     since: MonoTime,
-    orders: Vec<u64>,
+    orders: Vec<Numbered>,
     /// Whether it has been complained about.
     overdue: bool,
 }
@@ -149,7 +152,7 @@ pub struct Overdue {
 
 impl Drains {
     /// An order waits for the slot.
-    pub fn add_order(&mut self, order: u64, name: Name, now: MonoTime) {
+    pub fn add_order(&mut self, order: Numbered, name: Name, now: MonoTime) {
         self.add(name, now);
         if self.orders.insert(order, name).is_none() {
             self.waiting.entry(name).and_modify(|waiting| waiting.orders.push(order));
@@ -162,12 +165,12 @@ impl Drains {
     }
 
     /// Whether the order waits already: it was sent again.
-    pub fn knows(&self, order: u64) -> bool {
+    pub fn knows(&self, order: Numbered) -> bool {
         self.orders.contains_key(&order)
     }
 
     /// The slot is free: the orders that waited for it. None: only the node did, and the master does not know of it.
-    pub fn freed(&mut self, name: Name) -> Vec<u64> {
+    pub fn freed(&mut self, name: Name) -> Vec<Numbered> {
         let orders = self.waiting.remove(&name).map_or_else(Vec::new, |waiting| waiting.orders);
         for order in &orders {
             self.orders.remove(order);
@@ -176,9 +179,13 @@ impl Drains {
     }
 
     /// The session ended, and with it its orders. Their slots go on draining, and the next master hears of it.
-    pub fn end_session(&mut self) -> usize {
-        self.waiting.values_mut().for_each(|waiting| waiting.orders.clear());
-        std::mem::take(&mut self.orders).len()
+    pub fn end_session(&mut self, session: SessionId) -> usize {
+        let before = self.orders.len();
+        self.orders.retain(|&(of, _), _| of != session);
+        for waiting in self.waiting.values_mut() {
+            waiting.orders.retain(|&(of, _)| of != session);
+        }
+        before - self.orders.len()
     }
 
     /// Orders that wait.
@@ -212,6 +219,9 @@ impl Drains {
 mod tests {
     use super::*;
     use ErrorCode::{NotFound, StaleEpoch, StaleGeneration, StaleTerm, Unsupported};
+
+    const S: SessionId = SessionId(1);
+    const T: SessionId = SessionId(2);
 
     fn epoch(bits: u64) -> Epoch {
         Epoch::from_bits(bits).unwrap()
@@ -292,13 +302,14 @@ mod tests {
     fn a_slot_that_is_free_answers_all_who_wait_for_it() {
         let mut drains = Drains::default();
         let (first, second) = ((SegmentId(0), SlotId(1), epoch(5)), (SegmentId(0), SlotId(2), epoch(6)));
-        drains.add_order(7, first, MonoTime(0));
-        drains.add_order(8, second, MonoTime(0));
-        drains.add_order(9, first, MonoTime(0));
-        assert!(drains.knows(7) && !drains.knows(1));
-        assert_eq!(drains.freed(first), [7, 9]);
+        drains.add_order((S, 7), first, MonoTime(0));
+        drains.add_order((T, 8), second, MonoTime(0));
+        drains.add_order((S, 9), first, MonoTime(0));
+        assert!(drains.knows((S, 7)) && !drains.knows((T, 7)) && !drains.knows((S, 1)));
+        assert_eq!(drains.freed(first), [(S, 7), (S, 9)]);
+        assert_eq!(drains.end_session(S), 0);
         assert!(drains.freed(first).is_empty());
-        assert_eq!(drains.end_session(), 1);
+        assert_eq!(drains.end_session(T), 1);
         assert!(!drains.is_empty(), "its slot goes on draining");
         assert!(drains.freed(second).is_empty());
         assert!(drains.is_empty());

@@ -143,6 +143,11 @@ impl Beats {
         }
     }
 
+    /// When the last beat that arrived was sent.
+    pub fn heard(&self) -> MonoTime {
+        self.heard
+    }
+
     /// Whether the master must have given the session up.
     pub fn is_lost(&self, now: MonoTime) -> bool {
         now.since(self.heard) >= self.ttl

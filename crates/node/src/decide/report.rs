@@ -203,6 +203,13 @@ impl Reports {
         }
     }
 
+    /// A segment belongs to another master now: nothing more is said of it.
+    pub fn unmounted(&mut self, segment: SegmentId) {
+        self.told.remove(&segment);
+        self.due.remove(&segment);
+        self.writing.retain(|&(of, _), _| of != segment);
+    }
+
     /// A segment is to be reported anew, with the numbers going on.
     pub fn again(&mut self, segment: SegmentId) {
         self.due.insert(segment);

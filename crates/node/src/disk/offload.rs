@@ -4,6 +4,7 @@
 //! A record is pinned while it is written, so that it does not change; that it is removed meanwhile the backend notices,
 //! because the removal is in its log before the record is in its index, or after.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -94,7 +95,7 @@ impl DiskTier {
             Some(Closed::Failed) => return Err(ErrorCode::DiskError),
             None => {}
         }
-        if job.session != self.session() || job.until <= Instant::now() {
+        if !self.is_live(job.session) || job.until <= Instant::now() {
             return Err(ErrorCode::Cancelled);
         }
         let pin = self.memory.heap().pin(job.segment, job.slot, job.epoch).ok_or(ErrorCode::Gone)?;
@@ -134,7 +135,7 @@ impl DiskTier {
         }
         self.trial.reached(Point::Written);
         self.judge(&outcomes);
-        let mut notice = NoticeBuilder::default();
+        let mut notices: BTreeMap<SessionId, NoticeBuilder> = BTreeMap::new();
         for ((job, pin), outcome) in pinned.iter().zip(outcomes) {
             let answer = match outcome {
                 Ok(()) | Err(WriteError::Exists) => {
@@ -142,9 +143,10 @@ impl DiskTier {
                         raise(&self.counters.offloaded_records, 1);
                         raise(&self.counters.offloaded_bytes, pin.header().stripe_len);
                     }
+                    let notice = notices.entry(job.session).or_default();
                     notice.push(pin.header(), pin.key(), pin.attributes());
                     if notice.is_full() {
-                        self.tell_written(job.session, &mut notice);
+                        self.tell_written(job.session, notice);
                     }
                     Answer::done(Word::new(job.epoch, State::Ready)).to(job.order)
                 }
@@ -155,8 +157,8 @@ impl DiskTier {
             };
             answers.push((job.session, answer));
         }
-        if let Some((job, _)) = pinned.first() {
-            self.tell_written(job.session, &mut notice);
+        for (session, mut notice) in notices {
+            self.tell_written(session, &mut notice);
         }
     }
 

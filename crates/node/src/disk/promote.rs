@@ -17,7 +17,7 @@ use super::counters::raise;
 use super::load::new_record;
 use super::planted::{Bug, Point};
 use super::staged::Looked;
-use crate::decide::orders::Answer;
+use crate::decide::orders::{Answer, Numbered};
 
 /// A record that is to be brought back.
 #[derive(Clone, Copy, Debug)]
@@ -34,13 +34,13 @@ pub(crate) struct PromoteJob {
 /// Promotions under way, by the slot that they go to: the order that wants it.
 #[derive(Debug, Default)]
 pub(super) struct Promoting {
-    slots: Mutex<HashMap<(SegmentId, SlotId), u64>>,
+    slots: Mutex<HashMap<(SegmentId, SlotId), Numbered>>,
 }
 
 impl DiskTier {
     /// Begins a promotion. False: nobody does it.
     pub(crate) fn begin_promotion(&self, job: PromoteJob) -> bool {
-        self.promoting.slots.lock().insert((job.segment, job.slot), job.order);
+        self.promoting.slots.lock().insert((job.segment, job.slot), (job.session, job.order));
         self.order_promotion(job)
     }
 
@@ -49,16 +49,16 @@ impl DiskTier {
         self.promoting.slots.lock().remove(&(segment, slot)).is_some()
     }
 
-    /// No promotion of an earlier session is wanted any more.
-    pub(crate) fn cancel_promotions(&self) {
-        self.promoting.slots.lock().clear();
+    /// No promotion of a session that is over is wanted any more.
+    pub(super) fn cancel_promotions(&self, session: SessionId) {
+        self.promoting.slots.lock().retain(|_, &mut (of, _)| of != session);
     }
 
     /// Carries out a promotion, and answers.
     pub(super) fn promote(&self, queue: &mut dyn Queue, job: &PromoteJob) {
         let outcome = self.try_promote(queue, job);
         let mut slots = self.promoting.slots.lock();
-        if slots.get(&(job.segment, job.slot)) == Some(&job.order) {
+        if slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.order)) {
             slots.remove(&(job.segment, job.slot));
         }
         drop(slots);
@@ -93,9 +93,9 @@ impl DiskTier {
         self.copy_into_slot(&staged, job)
     }
 
-    /// Whether a promotion was not cancelled, and is of the session that there is.
-    fn is_wanted(&self, slots: &HashMap<(SegmentId, SlotId), u64>, job: &PromoteJob) -> bool {
-        slots.get(&(job.segment, job.slot)) == Some(&job.order) && job.session == self.session()
+    /// Whether a promotion was not cancelled, and is of a session that there is.
+    fn is_wanted(&self, slots: &HashMap<(SegmentId, SlotId), Numbered>, job: &PromoteJob) -> bool {
+        slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.order)) && self.is_live(job.session)
     }
 
     fn copy_into_slot(&self, staged: &Staged, job: &PromoteJob) -> Result<(), ErrorCode> {

@@ -18,6 +18,7 @@ use tracing::{info, warn};
 
 use super::DiskTier;
 use super::planted::{Bug, Point};
+use crate::decide::groups::GroupSet;
 use crate::session::Event;
 
 /// Unheard bytes above which the telling thread waits.
@@ -57,8 +58,8 @@ impl NoticeBuilder {
         self.records.is_empty()
     }
 
-    /// The message for those records that `keep` wants, and the next one starts empty.
-    pub(super) fn take(&mut self, recovered: bool, keep: impl Fn(&RecordName) -> bool) -> v1::OffloadNotice {
+    /// The message for those records that `keep` wants.
+    fn message(&self, recovered: bool, keep: impl Fn(&RecordName) -> bool) -> v1::OffloadNotice {
         let mut records = PackedBuilder::<OffloadRecord>::with_capacity(self.records.len());
         let mut keys = PackedKeysBuilder::default();
         let mut attributes = PackedBytesBuilder::default();
@@ -85,7 +86,6 @@ impl NoticeBuilder {
             attributes.push(&noted.attributes).expect("as above");
             some_attributes |= !noted.attributes.is_empty();
         }
-        *self = NoticeBuilder::default();
         v1::OffloadNotice {
             records: records.finish().into(),
             keys: keys.finish().into(),
@@ -117,27 +117,58 @@ fn offload_record(header: &Header, tenant: u16) -> OffloadRecord {
     }
 }
 
+/// Sessions, and the groups that each is told about.
+#[derive(Debug, Default)]
+pub(super) struct Audience(Vec<(SessionId, GroupSet)>);
+
+impl Audience {
+    fn add(&mut self, session: SessionId, groups: &GroupSet) {
+        match self.0.iter_mut().find(|(of, _)| *of == session) {
+            Some((_, known)) => known.extend(groups),
+            None => self.0.push((session, groups.clone())),
+        }
+    }
+
+    pub(super) fn end(&mut self, session: SessionId) {
+        self.0.retain(|(of, _)| *of != session);
+    }
+
+    pub(super) fn narrow(&mut self, session: SessionId, groups: &GroupSet) {
+        if let Some((_, known)) = self.0.iter_mut().find(|(of, _)| *of == session) {
+            *known = known.without(&known.without(groups));
+        }
+    }
+
+    pub(super) fn is_live(&self, session: SessionId) -> bool {
+        self.0.iter().any(|(of, _)| *of == session)
+    }
+}
+
 impl DiskTier {
-    /// A session has begun: everything on the disk is told, by a thread of its own. What was promised to the session
-    /// before is void.
-    pub(crate) fn begin_telling(self: &Arc<Self>, session: SessionId) {
-        self.session.store(session.0, Ordering::SeqCst);
-        self.cancel_promotions();
-        self.is_telling.store(true, Ordering::SeqCst);
+    /// A session has begun, or is responsible for more groups: everything of them that is on the disk is told, by a thread
+    /// of its own.
+    pub(crate) fn begin_telling(self: &Arc<Self>, session: SessionId, groups: GroupSet) {
+        self.audience.write().add(session, &groups);
+        self.telling_now.fetch_add(1, Ordering::SeqCst);
         let tier = Arc::clone(self);
-        let spawned =
-            std::thread::Builder::new().name("moontide-tell".into()).spawn(move || tier.tell_all(session));
+        let spawned = std::thread::Builder::new()
+            .name("moontide-tell".into())
+            .spawn(move || tier.tell_all(session, &groups));
         if let Err(error) = spawned {
+            self.telling_now.fetch_sub(1, Ordering::SeqCst);
             warn!(%error, "what is on the disk cannot be told: no thread");
         }
     }
 
-    fn tell_all(&self, session: SessionId) {
+    fn tell_all(&self, session: SessionId, groups: &GroupSet) {
         let began = Instant::now();
         let mut queue = self.queue(false);
         let mut builder = NoticeBuilder::default();
         let mut told = 0u64;
         let untold = self.backend.scan(&mut *queue, &mut |found| {
+            if !groups.has_object(found.header.id) {
+                return;
+            }
             builder.push(found.header, found.key, found.attributes);
             if builder.is_full() {
                 told += builder.records.len() as u64;
@@ -146,12 +177,12 @@ impl DiskTier {
         });
         told += builder.records.len() as u64;
         self.tell_found(session, &mut builder);
-        if self.session() != session {
+        self.telling_now.fetch_sub(1, Ordering::SeqCst);
+        if !self.is_live(session) {
             return; // another one has begun, and tells again
         }
-        let end = v1::OffloadNotice { recovery_end: true, ..builder.take(true, |_| true) };
-        let _ = self.events.send(Event::Offloaded { session, notice: end });
-        self.is_telling.store(false, Ordering::SeqCst);
+        let end = v1::OffloadNotice { recovery_end: true, ..builder.message(true, |_| true) };
+        self.events.send(Event::Offloaded { session, notice: end });
         if told > 0 || untold > 0 {
             let took_ms = began.elapsed().as_millis() as u64;
             info!(records = told, untold, took_ms, "the master was told what is on the disk");
@@ -160,31 +191,39 @@ impl DiskTier {
 
     /// Tells what was found and is still there.
     fn tell_found(&self, session: SessionId, builder: &mut NoticeBuilder) {
-        while self.unheard.load(Ordering::Relaxed) > UNHEARD_MAX && self.session() == session {
+        while self.unheard.load(Ordering::Relaxed) > UNHEARD_MAX && self.is_live(session) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        if builder.is_empty() || self.session() != session {
+        let builder = std::mem::take(builder);
+        if builder.is_empty() || !self.is_live(session) {
             return;
         }
         self.trial.reached(Point::Found);
         let _telling = self.telling.lock();
         let unseen = self.trial.planted(Bug::ToldUnseen);
-        let notice = builder.take(true, |name| unseen || self.backend.contains(name));
+        let notice = builder.message(true, |name| unseen || self.backend.contains(name));
         if !notice.records.is_empty() {
-            let _ = self.events.send(Event::Offloaded { session, notice });
+            self.events.send(Event::Offloaded { session, notice });
         }
     }
 
-    /// Tells what was just written, by order of a session, and is still there. If that session is over, the one that
-    /// there is now is told: its scan may have begun too early to find them.
+    /// Tells what was just written, by order of a session, and is still there. If that session is over, those that there are
+    /// now are told: their scans may have begun too early to find them.
     pub(super) fn tell_written(&self, ordered_by: SessionId, builder: &mut NoticeBuilder) {
+        let builder = std::mem::take(builder);
         let _telling = self.telling.lock();
-        let session = if self.trial.planted(Bug::ToldToEnded) { ordered_by } else { self.session() };
-        while !builder.is_empty() {
-            let notice = builder.take(session != ordered_by, |name| self.backend.contains(name));
+        let audience = self.audience.read();
+        let tell = |session, recovered, concerns: &dyn Fn(&RecordName) -> bool| {
+            let notice = builder.message(recovered, |name| concerns(name) && self.backend.contains(name));
             if !notice.records.is_empty() {
-                let _ = self.events.send(Event::Offloaded { session, notice });
+                self.events.send(Event::Offloaded { session, notice });
             }
+        };
+        if audience.is_live(ordered_by) || self.trial.planted(Bug::ToldToEnded) {
+            return tell(ordered_by, false, &|_| true);
+        }
+        for (session, groups) in &audience.0 {
+            tell(*session, true, &|name| groups.has_object(name.id));
         }
     }
 
@@ -199,19 +238,22 @@ impl DiskTier {
         is_gone
     }
 
-    /// As [`DiskTier::tell_gone`], by whoever holds the lock already. Answers when the master has heard all of it, or
-    /// its session is over.
+    /// As [`DiskTier::tell_gone`], by whoever holds the lock already. Answers when the masters have heard all of it, or
+    /// their sessions are over.
     pub(super) fn send_gone(&self, names: &[RecordName]) -> Vec<oneshot::Receiver<()>> {
         self.shut(&self.staged.take(names));
-        let session = self.session();
         let mut heard = Vec::new();
-        for names in names.chunks(SESSION_RECORDS_MAX) {
-            let versions: PackedBuilder<VersionedId> =
-                names.iter().map(|name| VersionedId { id: name.id, epoch: name.version }).collect();
-            let (sender, receiver) = oneshot::channel();
-            let evicted = v1::DiskEvicted { versions: versions.finish().into() };
-            if self.events.send(Event::DiskEvicted { session, evicted, heard: sender }).is_ok() {
-                heard.push(receiver);
+        for (session, groups) in &self.audience.read().0 {
+            let concerned: Vec<&RecordName> =
+                names.iter().filter(|name| groups.has_object(name.id)).collect();
+            for names in concerned.chunks(SESSION_RECORDS_MAX) {
+                let versions: PackedBuilder<VersionedId> =
+                    names.iter().map(|name| VersionedId { id: name.id, epoch: name.version }).collect();
+                let (sender, receiver) = oneshot::channel();
+                let evicted = v1::DiskEvicted { versions: versions.finish().into() };
+                if self.events.send(Event::DiskEvicted { session: *session, evicted, heard: sender }) {
+                    heard.push(receiver);
+                }
             }
         }
         heard

@@ -8,6 +8,7 @@ mod planted;
 mod races;
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, mpsc};
@@ -31,7 +32,9 @@ use tokio::sync::oneshot;
 use super::counters::get;
 use super::planted::{Bug, Point};
 use super::{DiskConfig, DiskError, DiskTier};
+use crate::decide::groups::GroupSet;
 use crate::decide::plan::SegmentPlan;
+use crate::lines::Lines;
 use crate::memory::Memory;
 use crate::orders::{Obedience, Work};
 use crate::session::Event;
@@ -170,6 +173,8 @@ struct World {
     memory: Arc<Memory>,
     tier: Arc<DiskTier>,
     session: Arc<Session>,
+    /// The one that there is now.
+    current: Mutex<Option<SessionId>>,
     work: Sender<Work>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     numbers: Arc<Numbers>,
@@ -204,9 +209,10 @@ impl World {
             ..DiskConfig::new("simulated")
         };
         let (events, heard) = unbounded_channel();
+        let events = Lines::one(events);
         let staging = Arc::clone(memory.staging().unwrap());
         let storage = Arc::new(disk.clone());
-        let mut tier = DiskTier::on(storage, config, Arc::clone(&memory), staging, events.clone())?;
+        let mut tier = DiskTier::on(storage, config, Arc::clone(&memory), staging, Arc::clone(&events))?;
         tier.write_pause = setup.write_pause;
         tier.trial.plant(setup.bug);
         let tier = Arc::new(tier);
@@ -218,14 +224,17 @@ impl World {
         let obedience = Obedience::new(Arc::clone(&memory), Some(Arc::clone(&tier)), Arc::default(), events);
         threads.push(std::thread::spawn(move || obedience.run(&orders)));
         let threads = Mutex::new(threads);
-        let world = World { setup, disk, memory, tier, session, work, threads, numbers };
+        let world =
+            World { setup, disk, memory, tier, session, current: Mutex::default(), work, threads, numbers };
         world.begin_session(SESSION);
         Ok(Arc::new(world))
     }
 
     fn begin_session(&self, session: SessionId) {
-        self.work.send(Work::Session(session)).unwrap();
-        self.tier.begin_telling(session);
+        let ends = std::mem::replace(&mut *self.current.lock(), Some(session));
+        self.work.send(Work::Session { begins: Some(session), ends }).unwrap();
+        ends.into_iter().for_each(|ends| self.tier.end_session(ends));
+        self.tier.begin_telling(session, GroupSet::all(NonZeroU16::MIN));
     }
 
     /// Ends all threads; none of them has died.
@@ -249,7 +258,7 @@ impl World {
 
     /// Names of the records that a new session is told of.
     fn told_anew(&self, session: SessionId) -> Vec<RecordName> {
-        self.tier.begin_telling(session);
+        self.begin_session(session);
         self.session.hear("the end", |note| (*note == Note::End(session)).then_some(()));
         let notes = self.session.notes.lock();
         let of_it = notes.iter().filter_map(|note| match note {
@@ -303,7 +312,7 @@ impl World {
     }
 
     fn give(&self, order: Order) {
-        let session = self.tier.session();
+        let session = self.current.lock().expect("one has begun");
         self.work.send(Work::Orders { session, orders: vec![order] }).unwrap();
     }
 
@@ -340,7 +349,7 @@ impl World {
     fn heard_all(&self) {
         let ends = |notes: &[Note]| notes.iter().filter(|note| **note == Note::End(NOBODY)).count();
         let before = ends(&self.session.notes.lock());
-        self.tier.events.send(Event::Report(SegmentId(u32::MAX))).unwrap();
+        assert!(self.tier.events.send(Event::Report(SegmentId(u32::MAX))));
         let mut count = 0;
         self.session.hear("the end", |note| {
             count += usize::from(*note == Note::End(NOBODY));

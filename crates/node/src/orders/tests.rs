@@ -65,8 +65,8 @@ fn memory() -> Arc<Memory> {
 impl<'a> Scene<'a> {
     fn new(memory: &'a Arc<Memory>) -> Scene<'a> {
         let (sender, events) = unbounded_channel();
-        let mut obedience = Obedience::new(Arc::clone(memory), None, Arc::default(), sender);
-        obedience.take(Work::Session(SessionId(5)));
+        let mut obedience = Obedience::new(Arc::clone(memory), None, Arc::default(), Lines::one(sender));
+        obedience.take(Work::Session { begins: Some(SessionId(5)), ends: None });
         Scene {
             memory,
             obedience,
@@ -378,7 +378,7 @@ fn orders_of_an_ended_session_are_void() {
     scene.give(vec![reclaim]);
     scene.round();
     assert_eq!(scene.obedience.counts.outstanding, 1);
-    scene.obedience.take(Work::Session(SessionId(6)));
+    scene.obedience.take(Work::Session { begins: Some(SessionId(6)), ends: Some(SessionId(5)) });
     scene.obedience.round(SystemClock.now());
     let counts = scene.obedience.counts;
     assert_eq!((counts.received, counts.void, counts.outstanding), (1, 1, 0));

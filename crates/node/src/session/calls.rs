@@ -1,5 +1,6 @@
 //! The calls of a session, made and read: everything about the wire that needs no decision.
 
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use moontide_proto::convert::{MountSegmentsResponse, OpenSessionResponse, SegmentGrant, Wire};
@@ -7,7 +8,7 @@ use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{ProtocolVersions, v1};
 use moontide_types::bounds::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, Generation, SegmentId, SessionId, Term};
+use moontide_types::{ErrorCode, Generation, GroupId, SegmentId, SessionId, Term};
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
@@ -49,6 +50,8 @@ pub(crate) enum Failure {
     Silent,
     #[error("the master ended the stream")]
     Ended,
+    #[error("the master hosts no group any more")]
+    NotMaster,
 }
 
 impl From<Status> for Failure {
@@ -90,7 +93,7 @@ async fn connect(master: &str) -> Result<Channel, Failure> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cluster {
     pub(crate) number: u64,
-    pub(crate) groups: u32,
+    pub(crate) groups: NonZeroU16,
 }
 
 /// Asks the master about its cluster.
@@ -102,12 +105,24 @@ async fn cluster_of(channel: Channel, caller: u64) -> Result<Cluster, Failure> {
     let request = v1::GetClusterInfoRequest { context: context(caller, None) };
     let answer = MasterClient::new(channel).get_cluster_info(request).await?.into_inner();
     accepted("tell about the cluster", answer.context.as_ref())?;
-    Ok(Cluster { number: answer.cluster, groups: answer.groups })
+    let groups = u16::try_from(answer.groups).ok().and_then(NonZeroU16::new);
+    let what = "tell about the cluster";
+    let groups = groups.ok_or(Failure::Refused { what, code: ErrorCode::Internal })?;
+    Ok(Cluster { number: answer.cluster, groups })
+}
+
+/// Which master hosts which group, as the master at this address sees it.
+pub(super) async fn group_map(master: &str, caller: u64) -> Result<v1::GroupMap, Failure> {
+    let channel = connect(master).await?;
+    let request = v1::GetGroupMapRequest { context: context(caller, None) };
+    let answer = MasterClient::new(channel).get_group_map(request).await?.into_inner();
+    accepted("tell who hosts what", answer.context.as_ref())?;
+    answer.map.ok_or(Failure::Refused { what: "tell who hosts what", code: ErrorCode::Internal })
 }
 
 /// Connects, and makes sure that it is still the same cluster.
-pub(crate) async fn reach(facts: &Facts) -> Result<Client, Failure> {
-    let channel = connect(&facts.master).await?;
+pub(crate) async fn reach(master: &str, facts: &Facts) -> Result<Client, Failure> {
+    let channel = connect(master).await?;
     let found = cluster_of(channel.clone(), facts.boot).await?.number;
     if found != facts.cluster {
         return Err(Failure::OtherCluster { expected: facts.cluster, found });
@@ -171,8 +186,8 @@ pub(super) fn opened(answer: v1::OpenSessionResponse) -> Result<Opened, Failure>
     })
 }
 
-/// A segment as it is offered.
-pub(super) fn spec(side: &Side) -> v1::SegmentSpec {
+/// A segment as it is offered. `away`: how long ago a master of its group last knew of everything, if one ever did.
+pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<Duration>) -> v1::SegmentSpec {
     let shape = side.segment().shape();
     let grant = side.grant();
     v1::SegmentSpec {
@@ -182,10 +197,11 @@ pub(super) fn spec(side: &Side) -> v1::SegmentSpec {
         units: shape.units,
         slots: shape.slots,
         numa: 0,
-        group: grant.map(|(group, _)| group.0.into()),
+        group: group.map(|group| group.0.into()),
         term: grant.map_or(0, |(_, term)| term.get()),
         occupied: side.is_occupied(),
         tenant: String::new(),
+        away_ms: away.map_or(0, |away| away.as_millis() as u64),
     }
 }
 
@@ -211,7 +227,7 @@ pub(super) fn mount_segments(
     v1::MountSegmentsRequest { context: context(facts.boot, Some(session)), segments }
 }
 
-/// The grants, all of them.
+/// The grants, one per segment; each says for itself whether it is one.
 pub(super) fn mounted(
     answer: v1::MountSegmentsResponse,
     expected: usize,
@@ -220,9 +236,6 @@ pub(super) fn mounted(
     accepted(what, answer.context.as_ref())?;
     let answer = MountSegmentsResponse::from_wire(&answer).map_err(Failure::Message)?;
     let grants = answer.body().map_or(&[][..], |body| &body.grants);
-    if let Some(code) = grants.iter().find_map(|grant| grant.code) {
-        return Err(Failure::Refused { what, code });
-    }
     if grants.len() != expected {
         return Err(Failure::Refused { what, code: ErrorCode::Internal });
     }

@@ -159,6 +159,7 @@ bounded! {
     PutStartResponse: [CONTEXT, many(4, "expires_unix_ms", BATCH_KEYS_MAX, Element::Varint)];
     PutEndRequest: [many(3, "stripe_roots", HANDLES_PER_ANSWER_MAX, Element::Fixed64)];
     PutRevokeRequest: [];
+    Bequest: [one(7, "replicas", v1::GetReplicaListResponse::REPEATED)];
     RemoveRequest: [];
     BeginRequest: [];
     CommitRequest: [];

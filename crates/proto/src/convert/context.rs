@@ -138,6 +138,8 @@ pub struct GroupMap<'a> {
     pub groups: u16,
     /// The masters.
     pub masters: Vec<MasterEntry<'a>>,
+    /// There is one master, and never another.
+    pub alone: bool,
 }
 
 /// One master and its groups.
@@ -180,7 +182,7 @@ impl<'a> Wire<'a> for GroupMap<'a> {
                 groups: own,
             });
         }
-        Ok(GroupMap { version: MapVersion(m.version), groups, masters })
+        Ok(GroupMap { version: MapVersion(m.version), groups, masters, alone: m.alone })
     }
 
     fn to_wire(&self) -> v1::GroupMap {
@@ -194,6 +196,7 @@ impl<'a> Wire<'a> for GroupMap<'a> {
             version: self.version.0,
             groups: self.groups.into(),
             masters: self.masters.iter().map(master).collect(),
+            alone: self.alone,
         }
     }
 }

@@ -156,6 +156,8 @@ request! {
                 m.force
             },
             |v| force: *v;
+        /// By force: the generation that another master has answered with; 0 for the next one.
+        generation: u32, |m| m.generation, |v| generation: *v;
     }
 }
 

@@ -411,6 +411,16 @@ impl Gen {
         list.finish()
     }
 
+    /// Objects that are there, all of them.
+    pub(crate) fn found(&mut self, count: usize) -> ObjectFields {
+        let mut list = ObjectListBuilder::with_capacity(ListKind::Answer, count);
+        for _ in 0..count {
+            let (object, handles) = self.whole_object();
+            list.push(object, &handles, &self.attributes()).expect("it fits");
+        }
+        list.finish()
+    }
+
     /// What one node is told to begin: one replica of each object.
     pub(crate) fn parts(&mut self, count: usize) -> ObjectFields {
         let mut list = ObjectListBuilder::with_capacity(ListKind::Begin, count);
@@ -448,7 +458,7 @@ impl Gen {
             groups,
         };
         let masters = vec![master(self, vec![0, 3]), master(self, vec![1]), master(self, vec![])];
-        v1::GroupMap { version: self.u64(), groups: 4, masters }
+        v1::GroupMap { version: self.u64(), groups: 4, masters, alone: self.bool() }
     }
 
     pub(crate) fn response(&mut self) -> Option<v1::ResponseContext> {
@@ -623,6 +633,7 @@ impl Gen {
             term: self.term().get(),
             occupied: self.bool(),
             tenant: self.text(0, 9),
+            away_ms: self.u64(),
         }
     }
 
@@ -749,7 +760,9 @@ impl Gen {
             "RemoveByRegexRequest" => {
                 v1::RemoveByRegexRequest { context, pattern: self.text(1, 30), force }.encode_to_vec()
             }
-            "RemoveAllRequest" => v1::RemoveAllRequest { context, force }.encode_to_vec(),
+            "RemoveAllRequest" => {
+                v1::RemoveAllRequest { context, force, generation: self.below(9) as u32 }.encode_to_vec()
+            }
             "GetJobRequest" => v1::GetJobRequest { context, job: self.u64() }.encode_to_vec(),
             "JobProgress" => {
                 let state = 1 + self.below(3) as i32;
@@ -796,6 +809,21 @@ impl Gen {
             "LoadReply" => {
                 let ObjectFields { objects, handles, .. } = self.staged(n);
                 v1::LoadReply { objects, handles }.encode_to_vec()
+            }
+            "Bequest" => {
+                let ObjectFields { objects, handles, attributes } = self.found(n);
+                let replicas = v1::GetReplicaListResponse { context: None, objects, handles, attributes };
+                v1::Bequest {
+                    context,
+                    cluster: self.u64(),
+                    group: self.below(4096) as u32,
+                    part: self.below(65_536) as u32,
+                    last: force,
+                    keys,
+                    replicas: Some(replicas),
+                    tombstones: self.packed(n, Gen::versioned_id),
+                }
+                .encode_to_vec()
             }
             "AttachRequest" => v1::AttachRequest { engine: self.text(1, 16) }.encode_to_vec(),
             "AttachReply" => {
@@ -879,4 +907,5 @@ pub(crate) const MESSAGES: &[&str] = &[
     "AttachRequest",
     "AttachReply",
     "NodeList",
+    "Bequest",
 ];

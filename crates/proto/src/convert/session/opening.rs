@@ -191,7 +191,7 @@ pub struct SegmentSpec<'a> {
     pub slots: u32,
     /// Its NUMA node, if known.
     pub numa: Option<u32>,
-    /// Group that owned it last.
+    /// Group that it is for.
     pub group: Option<GroupId>,
     /// Term it adopted last.
     pub term: Term,
@@ -199,6 +199,8 @@ pub struct SegmentSpec<'a> {
     pub occupied: bool,
     /// Tenant it is reserved for.
     pub tenant: Option<Tenant<'a>>,
+    /// How long ago a master of its group last knew of everything in it; 0 if none ever did.
+    pub away_ms: u64,
 }
 
 impl<'a> Wire<'a> for SegmentSpec<'a> {
@@ -227,6 +229,7 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
             term: check::term(m.term)?,
             occupied: m.occupied,
             tenant: if m.tenant.is_empty() { None } else { Some(Tenant::new(&m.tenant)?) },
+            away_ms: m.away_ms,
         })
     }
 
@@ -242,6 +245,7 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
             term: self.term.get(),
             occupied: self.occupied,
             tenant: self.tenant.map_or_else(String::new, |tenant| tenant.as_str().into()),
+            away_ms: self.away_ms,
         }
     }
 }

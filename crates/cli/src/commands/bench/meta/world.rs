@@ -94,6 +94,8 @@ impl World {
                     tenant: None,
                     term: Term::ZERO,
                     occupied: false,
+                    away: Duration::ZERO,
+                    one_sided: false,
                 };
                 group.mount(now(), &spec, &mut effects).expect("a fresh segment is mounted");
                 group

@@ -1,0 +1,290 @@
+//! [`Campaign`]: carries what the registry says to the [`Candidate`], and what that decides to the service and back.
+//!
+//! ```text
+//!   join ──▶ renew ──▶ read ──▶ decide ──▶ lose, host ──▶ take or give ──▶ wait for a change ──┐
+//!    ▲        │ ▲                                                                              │
+//!    └────────┘ └──────────────────────────────────────────────────────────────────────────────┘
+//!     not a member any more: everything is let go of
+//! ```
+//!
+//! Nothing here decides. Everything is one task, so that what was decided from one sight of the registry is done before the
+//! next one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use moontide_types::{Clock, GroupId, SystemClock, Term};
+use tokio::sync::{mpsc, oneshot, watch};
+use tracing::{info, warn};
+
+use super::candidate::{Candidate, Gift, Plan};
+use super::document::{Document, MasterAddresses, TenantChange, TenantEntry};
+use super::estate;
+use super::registry::{Registry, RegistryError, Snapshot, Token};
+use crate::service::Service;
+
+/// A lease is renewed so many times before it ends.
+const RENEWALS_PER_LEASE: u32 = 5;
+
+/// After a failure of the registry, before it is asked again.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// How long giving everything away at the end may take.
+const FAREWELL_MAX: Duration = Duration::from_secs(5);
+
+/// A change of what all masters agree on, which somebody waits for.
+#[derive(Debug)]
+pub(crate) struct Proposal {
+    pub(crate) tenant: String,
+    pub(crate) change: TenantChange,
+    pub(crate) agreed: oneshot::Sender<TenantEntry>,
+}
+
+/// A master's part in the election.
+#[derive(Debug)]
+pub(crate) struct Campaign {
+    registry: Arc<dyn Registry>,
+    addresses: MasterAddresses,
+    lease: Duration,
+    candidate: Candidate,
+}
+
+impl Campaign {
+    /// Becomes a member. The number is a term that nobody had before.
+    pub(crate) async fn join(
+        registry: Arc<dyn Registry>,
+        first: &Document,
+        addresses: MasterAddresses,
+        lease: Duration,
+    ) -> Result<Campaign, RegistryError> {
+        let candidate = enter(&*registry, first, &addresses, lease).await?;
+        Ok(Campaign { registry, addresses, lease, candidate })
+    }
+
+    /// Its number.
+    pub(crate) fn number(&self) -> Term {
+        self.candidate.number()
+    }
+
+    /// Runs until told to stop, and gives everything away then, as far as somebody is there to take it.
+    pub(crate) async fn run(
+        mut self,
+        service: Arc<Service>,
+        mut proposals: mpsc::Receiver<Proposal>,
+        mut stop: watch::Receiver<bool>,
+    ) {
+        let mut waiting: Option<Proposal> = None;
+        let mut reachable = true;
+        loop {
+            if *stop.borrow() {
+                self.candidate.retire();
+                let farewell = self.farewell(&service);
+                if tokio::time::timeout(FAREWELL_MAX, farewell).await.is_err() {
+                    warn!("not everything was handed over in time");
+                }
+                return;
+            }
+            let looked = self.look(&service, waiting.as_mut()).await;
+            let seen = match looked {
+                Ok(Looked::Done(seen)) => seen,
+                Ok(Looked::Again) => continue,
+                Err(error) => {
+                    if std::mem::replace(&mut reachable, false) {
+                        warn!(%error, "the registry does not answer; what is hosted goes on, and nothing moves");
+                    }
+                    tokio::select! {
+                        () = tokio::time::sleep(PAUSE) => {}
+                        _ = stop.wait_for(|&stop| stop) => {}
+                    }
+                    continue;
+                }
+            };
+            if !std::mem::replace(&mut reachable, true) {
+                info!("the registry answers again");
+            }
+            waiting = None;
+            tokio::select! {
+                () = self.registry.changed(&seen, self.lease / RENEWALS_PER_LEASE) => {}
+                () = service.ousted() => {}
+                proposal = proposals.recv() => waiting = proposal,
+                _ = stop.wait_for(|&stop| stop) => {}
+            }
+        }
+    }
+
+    /// Gives away until nothing is left, or nobody takes it.
+    async fn farewell(&mut self, service: &Service) {
+        while !self.candidate.hosted().is_empty() {
+            match self.look(service, None).await {
+                Ok(Looked::Again) => {}
+                Ok(Looked::Done(_)) | Err(_) => break, // nobody is there, or nobody can be asked
+            }
+        }
+        if let Err(error) = self.registry.remove(self.number()).await {
+            warn!(%error, "membership not ended; it will end by itself");
+        }
+    }
+
+    /// Looks once, and does what follows.
+    async fn look(
+        &mut self,
+        service: &Service,
+        proposal: Option<&mut Proposal>,
+    ) -> Result<Looked, RegistryError> {
+        let sent = SystemClock.now();
+        if self.registry.renew(self.number()).await? {
+            self.candidate.renewed(sent);
+            service.confirm_until(sent.after(self.lease / 2));
+        } else {
+            warn!(number = self.number().get(), "not a member any more: letting go of everything");
+            self.candidate.expelled().into_iter().for_each(|group| service.lose(group));
+            let first = Document::new(service.groups());
+            self.candidate = enter(&*self.registry, &first, &self.addresses, self.lease).await?;
+            return Ok(Looked::Again);
+        }
+        let seen = self.registry.read().await?;
+        let plan = self.candidate.seen(SystemClock.now(), &seen);
+        self.apply(&plan, &seen, service);
+        let Some((token, document)) = &seen.document else { return Ok(Looked::Done(seen)) };
+        if let Some(next) = self.reclaimed(document, service) {
+            self.registry.write(Some(token), &next).await?;
+            return Ok(Looked::Again);
+        }
+        if let Some(next) = plan.take {
+            self.registry.write(Some(token), &next).await?;
+            return Ok(Looked::Again);
+        }
+        if let Some(gift) = plan.give {
+            self.hand_over(&gift, token, document, service).await?;
+            return Ok(Looked::Again);
+        }
+        if let Some(proposal) = proposal
+            && !self.propose(proposal, token, document, service).await?
+        {
+            return Ok(Looked::Again);
+        }
+        Ok(Looked::Done(seen))
+    }
+
+    fn apply(&self, plan: &Plan, seen: &Snapshot, service: &Service) {
+        let Some((_, document)) = &seen.document else { return };
+        for &group in &plan.lose {
+            info!(group = group.0, "group is somebody else's");
+            service.lose(group);
+        }
+        service.learn(document);
+        for hosting in &plan.host {
+            let inherited = service.estates.take(hosting.group);
+            info!(
+                group = hosting.group.0,
+                term = hosting.term.get(),
+                inherited = inherited.as_ref().map_or(0, |estate| estate.objects.len()),
+                "group is hosted here"
+            );
+            service.host(*hosting, inherited);
+        }
+        // One that was about to be handed over, and was not.
+        self.candidate.hosted().keys().for_each(|&group| service.thaw(group));
+    }
+
+    /// Nodes know higher terms of our groups than the registry does: it has forgotten. What follows is a term above all.
+    fn reclaimed(&mut self, document: &Document, service: &Service) -> Option<Document> {
+        let ousted = service.take_ousted();
+        let ours = |&(group, seen): &(GroupId, Term)| {
+            self.candidate.hosted().get(&group).is_some_and(|&term| term < seen)
+        };
+        let ours: Vec<(GroupId, Term)> = ousted.into_iter().filter(ours).collect();
+        let highest = ours.iter().map(|&(_, seen)| seen).max()?;
+        warn!(seen = highest.get(), "nodes know higher terms than the registry, which must have lost them");
+        let groups: Vec<GroupId> = ours.iter().map(|&(group, _)| group).collect();
+        document
+            .with_terms_above(highest)
+            .with_owner(&groups, self.number(), &self.addresses)
+            .map(|(next, _)| next)
+    }
+
+    async fn hand_over(
+        &self,
+        gift: &Gift,
+        token: &Token,
+        document: &Document,
+        service: &Service,
+    ) -> Result<(), RegistryError> {
+        let given = document.with_owner(&[gift.group], gift.heir, &gift.addresses);
+        let (Some(estate), Some((next, _))) = (service.freeze(gift.group), given) else { return Ok(()) };
+        let objects = estate.objects.len();
+        // The heir would be rebuilt from reports without it.
+        if let Err(why) = estate::send(service.cluster(), gift, estate).await {
+            warn!(group = gift.group.0, heir = gift.addresses.grpc, %why, "the heir takes nothing");
+        }
+        if self.registry.write(Some(token), &next).await? {
+            info!(group = gift.group.0, heir = gift.addresses.grpc, objects, "group handed over");
+        }
+        Ok(())
+    }
+
+    /// False: look again.
+    async fn propose(
+        &self,
+        proposal: &mut Proposal,
+        token: &Token,
+        document: &Document,
+        service: &Service,
+    ) -> Result<bool, RegistryError> {
+        let before = document.tenants.get(&proposal.tenant).copied().unwrap_or_default();
+        let after = proposal.change.of(before);
+        if after != before {
+            let next = document.with_tenant(&proposal.tenant, after);
+            if !self.registry.write(Some(token), &next).await? {
+                return Ok(false);
+            }
+            service.learn(&next);
+        }
+        let (unheard, _) = oneshot::channel();
+        // Nobody may wait any more.
+        let _ = std::mem::replace(&mut proposal.agreed, unheard).send(after);
+        Ok(true)
+    }
+}
+
+/// What came of a look.
+enum Looked {
+    /// Nothing more is to be done now.
+    Done(Snapshot),
+    /// Something was done: what is there now is not what was seen.
+    Again,
+}
+
+/// Takes a number, and joins. A member at the same addresses is gone: we have bound them.
+async fn enter(
+    registry: &dyn Registry,
+    first: &Document,
+    addresses: &MasterAddresses,
+    lease: Duration,
+) -> Result<Candidate, RegistryError> {
+    loop {
+        let seen = registry.read().await?;
+        let (token, document) = match seen.document {
+            Some((token, document)) => (Some(token), document),
+            None => (None, first.clone()),
+        };
+        let Some((next, number)) = document.with_next_term() else {
+            return Err(RegistryError::Malformed {
+                address: format!("{registry:?}"),
+                what: "a document",
+                why: "its terms are used up".into(),
+            });
+        };
+        if !registry.write(token.as_ref(), &next).await? {
+            continue;
+        }
+        for predecessor in seen.members.iter().filter(|(_, known)| known.grpc == addresses.grpc) {
+            if let Ok(predecessor) = Term::new(*predecessor.0) {
+                registry.remove(predecessor).await?;
+            }
+        }
+        let asked = SystemClock.now();
+        registry.join(number, addresses, lease).await?;
+        return Ok(Candidate::new(number, addresses.clone(), lease, asked));
+    }
+}
