@@ -292,6 +292,8 @@ impl Master {
                     tenant: None,
                     term,
                     occupied,
+                    away: std::time::Duration::ZERO,
+                    one_sided: true,
                 };
                 self.group.mount(now(mono), &spec, &mut self.effects).map(|_| ())
             }

@@ -1,23 +1,35 @@
-//! [`Cluster`]: what a client knows of the cluster, and the calls to the master that are not hot.
+//! [`Cluster`]: what a client knows of the cluster: which masters there are, and which of them is asked about which key.
 //!
-//! Hot calls go over the framed link ([`BlockingLink`]); everything else over gRPC, on a small runtime of the client's
-//! own, so that it works from any thread, with or without a runtime around it.
+//! Hot calls go over framed links ([`BlockingLink`]), one to each master; everything else over gRPC, on a small runtime of
+//! the client's own, so that it works from any thread, with or without a runtime around it.
 
+use std::collections::BTreeSet;
 use std::future::Future;
+use std::num::NonZeroU16;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moontide_proto::convert::{CallerId, ClusterInfo, RequestContext, Wire};
+use moontide_proto::convert::{CallerId, ClusterInfo, GroupMap, RequestContext, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::{ProtocolVersions, v1};
 use moontide_types::bounds::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, IdKey, MapVersion, Tenant, TenantGeneration, Term};
+use moontide_types::{ErrorCode, IdKey, MapVersion, ObjectId, Tenant, TenantGeneration, Term};
+use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Response, Status};
+use tracing::debug;
 
 use crate::config::StoreConfig;
+use crate::decide::{Backoff, Routes, is_misrouted};
 use crate::error::StoreError;
-use crate::link::{BlockingLink, LinkConfig, LinkError};
+use crate::link::{BlockingLink, KeyResult, LinkConfig, LinkError};
+
+/// The map is not looked at more often than this, however many calls go wrong.
+const LOOK_MIN: Duration = Duration::from_millis(50);
+
+/// How long masters have to answer.
+const LOOK_MAX: Duration = Duration::from_secs(1);
 
 /// What ids are made of.
 #[derive(Clone, Debug)]
@@ -27,21 +39,57 @@ pub(crate) struct Identity {
     pub(crate) generation: TenantGeneration,
 }
 
-/// The master, and what it told.
+/// The masters, and what they told.
 #[derive(Debug)]
 pub(crate) struct Cluster {
     /// Dropped in the background: a client may be dropped by a task.
     runtime: Option<Runtime>,
-    channel: Channel,
     pub(crate) config: StoreConfig,
     pub(crate) caller: CallerId,
-    pub(crate) link: BlockingLink,
+    masters: RwLock<Arc<Masters>>,
+    /// When the map was looked at last; held by whoever looks.
+    looked: Mutex<Instant>,
+}
+
+/// Who hosts what, as far as it is known.
+#[derive(Debug)]
+pub(crate) struct Masters {
+    version: u64,
+    routes: Routes,
+    /// There is one, and never another.
+    alone: bool,
+    all: Vec<Arc<Master>>,
+}
+
+/// One master.
+#[derive(Debug)]
+pub(crate) struct Master {
+    grpc_address: String,
     /// Where the framed protocol is served.
-    pub(crate) frame_address: String,
+    frame_address: String,
+    channel: Channel,
+    link: Mutex<Option<Arc<BlockingLink>>>,
+}
+
+impl Master {
+    /// The framed link, which is made when it is first needed.
+    pub(crate) fn link(&self, cluster: &Cluster) -> Result<Arc<BlockingLink>, StoreError> {
+        let mut link = self.link.lock();
+        if let Some(link) = &*link {
+            return Ok(Arc::clone(link));
+        }
+        let config = link_config(&cluster.config, &self.frame_address, cluster.caller);
+        Ok(Arc::clone(link.insert(Arc::new(BlockingLink::connect(config)?))))
+    }
+
+    /// For calls that are not hot.
+    pub(crate) fn client(&self) -> MasterClient<Channel> {
+        client(&self.channel)
+    }
 }
 
 impl Cluster {
-    /// Asks the master at the configured address who it is, and opens the framed link.
+    /// Asks the masters at the configured addresses who they are, and opens a framed link.
     pub(crate) fn connect(config: StoreConfig) -> Result<(Cluster, Identity), StoreError> {
         config.validate()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -52,37 +100,190 @@ impl Cluster {
             .map_err(|error| StoreError::system("start the client's runtime", error))?;
         let unreachable =
             |why: String| StoreError::NoMaster { address: config.master.clone(), why: why.into() };
-        let endpoint = Endpoint::from_shared(format!("http://{}", config.master))
-            .map_err(|error| unreachable(format!("this is no host:port ({error})")))?
-            .tcp_nodelay(true)
-            .connect_timeout(config.connect);
-        let channel = {
-            // The channel starts tasks where it is made.
-            let _entered = runtime.enter();
-            endpoint.connect_lazy()
-        };
         let caller = CallerId(draw());
         let until = Instant::now() + config.connect;
         let context = context(&config, caller, config.connect);
+        let (mut map, mut why) = (None, "this is no host:port".to_owned());
+        let named = config.masters();
+        for (at, address) in named.iter().enumerate() {
+            let channel = channel(&runtime, address, config.connect).map_err(unreachable)?;
+            // One that says nothing leaves time for those behind it.
+            let left = until.saturating_duration_since(Instant::now()) / (named.len() - at) as u32;
+            let cold = Cold { runtime: &runtime, channel: &channel, until: Instant::now() + left };
+            let asked = context.clone();
+            let answer = cold.call(move |mut master| async move {
+                master.get_group_map(v1::GetGroupMapRequest { context: Some(asked) }).await
+            });
+            match answer {
+                Ok(answer) => {
+                    map = answer.map.map(|map| (map, channel));
+                    break;
+                }
+                Err(status) => why = said(&status),
+            }
+        }
+        let Some((map, channel)) = map else { return Err(unreachable(why)) };
         let first = Cold { runtime: &runtime, channel: &channel, until };
-        let asked = context.clone();
-        let map = first.call(move |mut master| async move {
-            master.get_group_map(v1::GetGroupMapRequest { context: Some(asked) }).await
-        });
-        let map = map.map_err(|status| unreachable(said(&status)))?;
-        let asked = context.clone();
         let info = first.call(move |mut master| async move {
-            master.get_cluster_info(v1::GetClusterInfoRequest { context: Some(asked) }).await
+            master.get_cluster_info(v1::GetClusterInfoRequest { context: Some(context) }).await
         });
         let identity = identity(&info.map_err(|status| unreachable(said(&status)))?)?;
-        let frame_address = map
-            .map
-            .and_then(|map| map.masters.into_iter().next())
-            .map(|master| master.frame_address)
-            .filter(|address| !address.is_empty())
-            .ok_or_else(|| unreachable("it serves no framed protocol".into()))?;
-        let link = BlockingLink::connect(link_config(&config, &frame_address, caller))?;
-        Ok((Cluster { runtime: Some(runtime), channel, config, caller, link, frame_address }, identity))
+        let cluster = Cluster {
+            masters: RwLock::new(Arc::new(Masters {
+                version: 0,
+                routes: Routes::new(NonZeroU16::MIN, []),
+                alone: false,
+                all: vec![],
+            })),
+            runtime: Some(runtime),
+            config,
+            caller,
+            looked: Mutex::new(Instant::now()),
+        };
+        cluster.follow(&map)?;
+        // A cluster that elects a master just now has one soon.
+        while cluster.masters().all.is_empty() && Instant::now() < until {
+            std::thread::sleep(LOOK_MIN);
+            cluster.look(0, until);
+        }
+        let masters = cluster.masters();
+        let Some(master) = masters.all.first() else {
+            let (address, why) = (cluster.config.master.clone(), "no master hosts a group".into());
+            return Err(StoreError::NoMaster { address, why });
+        };
+        if masters.alone {
+            master.link(&cluster)?;
+        }
+        Ok((cluster, identity))
+    }
+
+    pub(crate) fn masters(&self) -> Arc<Masters> {
+        Arc::clone(&self.masters.read())
+    }
+
+    /// Whether there is one master, and never another.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.masters.read().alone
+    }
+
+    /// Asks masters about the entries of a batch, each about its own: `ask` is given a master and positions, and answers
+    /// for each of these. What was asked of the wrong one, or of one that is not there, is asked again when the map has been
+    /// looked at, until the deadline.
+    pub(crate) fn route<T>(
+        &self,
+        count: usize,
+        deadline: Instant,
+        id_of: impl Fn(usize) -> ObjectId,
+        mut ask: impl FnMut(&Master, &[usize]) -> Result<Vec<KeyResult<T>>, StoreError>,
+    ) -> Vec<Result<KeyResult<T>, StoreError>> {
+        let mut answers: Vec<Option<Result<KeyResult<T>, StoreError>>> = (0..count).map(|_| None).collect();
+        let mut backoff = Backoff::default();
+        loop {
+            let masters = self.masters();
+            let open = (0..count).filter(|&at| answers[at].is_none());
+            let parts = match masters.all.len() {
+                1 if masters.alone => vec![(Some(0), open.collect())],
+                _ => masters.routes.split(open.map(|at| (at, id_of(at)))),
+            };
+            let mut last = StoreError::refused(ErrorCode::WrongMaster);
+            for (host, part) in parts.into_iter().filter(|(_, part)| !part.is_empty()) {
+                let Some(host) = host else { continue };
+                match ask(&masters.all[usize::from(host)], &part) {
+                    Ok(found) => {
+                        for (&at, found) in part.iter().zip(found) {
+                            let misrouted = !masters.alone && matches!(found, Err(ErrorCode::WrongMaster));
+                            answers[at] = (!misrouted).then_some(Ok(found));
+                        }
+                    }
+                    Err(error) if !masters.alone && is_misrouted(error.code()) => last = error,
+                    Err(error) => part.iter().for_each(|&at| answers[at] = Some(Err(error.clone()))),
+                }
+            }
+            if answers.iter().all(Option::is_some) {
+                return answers.into_iter().map(|answer| answer.expect("all are there")).collect();
+            }
+            let pause = backoff.pause(Duration::ZERO, spread());
+            if Instant::now() + pause >= deadline {
+                return answers.into_iter().map(|answer| answer.unwrap_or_else(|| Err(last.clone()))).collect();
+            }
+            std::thread::sleep(pause);
+            self.look(masters.version, deadline);
+        }
+    }
+
+    /// Looks at the map, unless somebody has found a newer one than `seen`, or has just looked.
+    pub(crate) fn look(&self, seen: u64, deadline: Instant) {
+        let mut looked = self.looked.lock();
+        if self.masters().version != seen || looked.elapsed() < LOOK_MIN {
+            return;
+        }
+        let known = self.masters().all.iter().map(|master| master.grpc_address.clone()).collect::<Vec<_>>();
+        let addresses: BTreeSet<String> = self.config.masters().into_iter().chain(known).collect();
+        let patience = deadline.saturating_duration_since(Instant::now()).min(LOOK_MAX);
+        let (sender, answers) = std::sync::mpsc::channel();
+        for address in addresses {
+            let Ok(channel) = channel(self.runtime(), &address, patience) else { continue };
+            let (sender, context) = (sender.clone(), context(&self.config, self.caller, LOOK_MAX));
+            self.spawn(async move {
+                let request = v1::GetGroupMapRequest { context: Some(context) };
+                if let Ok(Ok(answer)) = tokio::time::timeout(patience, client(&channel).get_group_map(request)).await {
+                    // Nobody may wait any more.
+                    let _ = sender.send(answer.into_inner());
+                }
+            });
+        }
+        drop(sender);
+        let until = Instant::now() + patience;
+        let mut newest: Option<v1::GroupMap> = None;
+        while let Ok(answer) = answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            let Some(map) = answer.map else { continue };
+            let is_newer = newest.as_ref().is_none_or(|newest| newest.version < map.version);
+            if is_newer {
+                let enough = map.version > seen;
+                newest = Some(map);
+                if enough {
+                    break; // those that do not answer are not worth waiting for
+                }
+            }
+        }
+        if let Some(map) = newest.filter(|map| map.version != seen)
+            && let Err(error) = self.follow(&map)
+        {
+            debug!(%error, "a map was not understood");
+        }
+        *looked = Instant::now();
+    }
+
+    /// Takes a map over. Links to masters that are still there are kept.
+    fn follow(&self, map: &v1::GroupMap) -> Result<(), StoreError> {
+        let parsed = GroupMap::from_wire(map).map_err(StoreError::Answer)?;
+        let before = self.masters();
+        let mut all = Vec::with_capacity(parsed.masters.len());
+        for master in &parsed.masters {
+            // One that is alone may be reached in another way than it knows of.
+            let named = self.config.masters().into_iter().next().filter(|_| parsed.alone);
+            let grpc_address = named.unwrap_or_else(|| master.grpc_address.to_owned());
+            let same = |known: &&Arc<Master>| {
+                known.grpc_address == grpc_address && known.frame_address == master.frame_address
+            };
+            if let Some(known) = before.all.iter().find(same) {
+                all.push(Arc::clone(known));
+                continue;
+            }
+            let address = self.config.master.clone();
+            let unreachable = |why: String| StoreError::NoMaster { address, why: why.into() };
+            if master.frame_address.is_empty() {
+                return Err(unreachable("it serves no framed protocol".into()));
+            }
+            let channel = channel(self.runtime(), &grpc_address, self.config.connect).map_err(unreachable)?;
+            let frame_address = master.frame_address.to_owned();
+            all.push(Arc::new(Master { grpc_address, frame_address, channel, link: Mutex::default() }));
+        }
+        let groups = NonZeroU16::new(parsed.groups).unwrap_or(NonZeroU16::MIN);
+        let routes = Routes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
+        let masters = Masters { version: map.version, routes, alone: parsed.alone, all };
+        *self.masters.write() = Arc::new(masters);
+        Ok(())
     }
 
     /// The context of a call.
@@ -105,17 +306,33 @@ impl Cluster {
         Tenant::new(&self.config.tenant).expect("validated when it was connected")
     }
 
-    /// A call over gRPC. What the master says in the answer's context is left to the caller.
+    /// A call over gRPC to one master. What it says in the answer's context is left to the caller.
     pub(crate) fn call<R: Send + 'static, F>(
         &self,
+        master: &Master,
         deadline: Instant,
         call: impl FnOnce(MasterClient<Channel>) -> F,
     ) -> Result<R, StoreError>
     where
         F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
     {
-        let cold = Cold { runtime: self.runtime(), channel: &self.channel, until: deadline };
-        cold.call(call).map_err(|status| self.failed(&status))
+        let cold = Cold { runtime: self.runtime(), channel: &master.channel, until: deadline };
+        cold.call(call).map_err(|status| StoreError::NoMaster {
+            address: master.grpc_address.clone(),
+            why: said(&status).into(),
+        })
+    }
+
+    /// The same to each master that hosts something, one after the other.
+    pub(crate) fn call_each<R: Send + 'static, F>(
+        &self,
+        deadline: Instant,
+        mut call: impl FnMut(MasterClient<Channel>) -> F,
+    ) -> Vec<Result<R, StoreError>>
+    where
+        F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
+    {
+        self.masters().all.iter().map(|master| self.call(master, deadline, &mut call)).collect()
     }
 
     /// Runs something in the background as long as the client lives.
@@ -123,21 +340,20 @@ impl Cluster {
         self.runtime().spawn(future);
     }
 
-    /// A client of the master, for tasks.
-    pub(crate) fn master(&self) -> MasterClient<Channel> {
-        client(&self.channel)
+    /// Clients of all masters, for tasks.
+    pub(crate) fn clients(&self) -> Vec<MasterClient<Channel>> {
+        self.masters().all.iter().map(|master| master.client()).collect()
     }
 
-    pub(crate) fn link_config(&self) -> LinkConfig {
-        link_config(&self.config, &self.frame_address, self.caller)
+    /// For a link of tasks to a master that is alone.
+    pub(crate) fn link_config(&self) -> Option<LinkConfig> {
+        let masters = self.masters();
+        let master = masters.all.first().filter(|_| masters.alone)?;
+        Some(link_config(&self.config, &master.frame_address, self.caller))
     }
 
     fn runtime(&self) -> &Runtime {
         self.runtime.as_ref().expect("there until it is dropped")
-    }
-
-    fn failed(&self, status: &Status) -> StoreError {
-        StoreError::NoMaster { address: self.config.master.clone(), why: said(status).into() }
     }
 }
 
@@ -147,6 +363,29 @@ impl Drop for Cluster {
             runtime.shutdown_background();
         }
     }
+}
+
+impl Masters {
+    /// The version of the map.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// All of them.
+    pub(crate) fn all(&self) -> &[Arc<Master>] {
+        &self.all
+    }
+}
+
+/// A channel that connects when it is used. The error says what is wrong with the address.
+fn channel(runtime: &Runtime, address: &str, connect: Duration) -> Result<Channel, String> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|error| format!("this is no host:port ({error})"))?
+        .tcp_nodelay(true)
+        .connect_timeout(connect.max(Duration::from_millis(1)));
+    // The channel starts tasks where it is made.
+    let _entered = runtime.enter();
+    Ok(endpoint.connect_lazy())
 }
 
 /// A call over gRPC from a thread that waits.

@@ -27,7 +27,8 @@ pub const WAITING_DEFAULT: usize = 1024;
 /// Where a store is and how it is used.
 #[derive(Clone, Debug)]
 pub struct StoreConfig {
-    /// `host:port` at which a master serves gRPC.
+    /// `host:port` at which a master serves gRPC; several with commas between them where there are several, any of which
+    /// will do.
     pub master: String,
     /// Whose keys are meant.
     pub tenant: String,
@@ -71,6 +72,11 @@ pub enum Hedge {
 }
 
 impl StoreConfig {
+    /// The masters that are named, each by itself.
+    pub(crate) fn masters(&self) -> Vec<String> {
+        self.master.split(',').map(|master| master.trim().to_owned()).collect()
+    }
+
     /// Everything but the master as by default.
     pub fn new(master: impl Into<String>) -> StoreConfig {
         StoreConfig {

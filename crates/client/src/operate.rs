@@ -1,6 +1,9 @@
 //! Everything about objects but their bytes: exists, remove, touch, prefetch, list, stat.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use bytes::Bytes;
 
 use moontide_proto::convert::{self, OutcomesResponse, RemoveRequest, Wire};
 use moontide_proto::{FixedRecord, Handle, Packed, PackedKeys, PackedKeysBuilder, v1};
@@ -8,10 +11,11 @@ use moontide_types::bounds::REQUEST_BYTES_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Key, ObjectId, Span};
 
-use crate::cluster::{insisting, spread};
+use crate::cluster::{Master, insisting, spread};
 use crate::config::KEYS_PER_CALL;
 use crate::decide::Backoff;
 use crate::error::StoreError;
+use crate::link::KeyResult;
 use crate::plan::StripePlace;
 use crate::store::{Inner, Store};
 
@@ -52,18 +56,37 @@ impl Store {
     pub fn exists(&self, key: &[u8]) -> Result<bool, StoreError> {
         let inner = &*self.inner;
         let (tenant, key) = (inner.cluster.tenant(), Key::new(key)?);
-        let answer = insisting(|| inner.cluster.link.exist_one(tenant, key))?;
-        answer.map_err(StoreError::refused)
+        let mut answers = inner.cluster.route(
+            1,
+            inner.deadline(),
+            |_| inner.near.id(tenant, key),
+            |master, _| {
+                let link = master.link(&inner.cluster)?;
+                Ok(vec![insisting(|| link.exist_one(tenant, key))?])
+            },
+        );
+        answers.pop().expect("one answer per key")?.map_err(StoreError::refused)
     }
 
     /// Which objects there are, in the order of the keys.
     pub fn exists_batch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
         let inner = &*self.inner;
         let keys: Vec<Key<'_>> = keys.iter().map(|key| Key::new(key)).collect::<Result<_, _>>()?;
+        let (tenant, deadline) = (inner.cluster.tenant(), inner.deadline());
         let mut found = Vec::with_capacity(keys.len());
-        for part in keys.chunks(KEYS_PER_CALL) {
-            for answer in insisting(|| inner.cluster.link.exist(inner.cluster.tenant(), part))? {
-                found.push(answer.map_err(StoreError::refused)?);
+        for keys in keys.chunks(KEYS_PER_CALL) {
+            let answers = inner.cluster.route(
+                keys.len(),
+                deadline,
+                |at| inner.near.id(tenant, keys[at]),
+                |master, part| {
+                    let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                    let link = master.link(&inner.cluster)?;
+                    Ok(insisting(|| link.exist(tenant, &asked))?)
+                },
+            );
+            for answer in answers {
+                found.push(answer?.map_err(StoreError::refused)?);
             }
         }
         Ok(found)
@@ -80,14 +103,11 @@ impl Store {
         let deadline = inner.deadline();
         let mut answers = Vec::with_capacity(keys.len());
         for part in keys.chunks(KEYS_PER_CALL) {
-            match inner.remove(part, force, deadline) {
-                Ok(codes) => answers.extend(codes.into_iter().map(|code| match code {
-                    None => Ok(true),
-                    Some(ErrorCode::NotFound) => Ok(false),
-                    Some(code) => Err(StoreError::refused(code)),
-                })),
-                Err(error) => answers.extend(part.iter().map(|_| Err(error.clone()))),
-            }
+            answers.extend(inner.remove(part, force, deadline).into_iter().map(|removed| match removed? {
+                Ok(()) => Ok(true),
+                Err(ErrorCode::NotFound) => Ok(false),
+                Err(code) => Err(StoreError::refused(code)),
+            }));
         }
         answers
     }
@@ -98,18 +118,15 @@ impl Store {
         let deadline = inner.deadline();
         let mut found = Vec::with_capacity(keys.len());
         for part in keys.chunks(KEYS_PER_CALL) {
-            let request = v1::TouchRequest {
-                context: Some(inner.cluster.context(deadline).to_wire()),
-                keys: pack(part)?.into(),
-                lease_ms: 0,
-            };
-            let message =
-                inner.cluster.call(deadline, move |mut master| async move { master.touch(request).await })?;
-            for code in codes(&message, part.len())? {
-                found.push(match code {
-                    None => true,
-                    Some(ErrorCode::NotFound | ErrorCode::NotReady) => false,
-                    Some(code) => return Err(StoreError::refused(code)),
+            let touched = inner.keyed(part, deadline, |master, context, keys| {
+                let request = v1::TouchRequest { context, keys, lease_ms: 0 };
+                inner.cluster.call(master, deadline, move |mut m| async move { m.touch(request).await })
+            });
+            for touched in touched {
+                found.push(match touched? {
+                    Ok(()) => true,
+                    Err(ErrorCode::NotFound | ErrorCode::NotReady) => false,
+                    Err(code) => return Err(StoreError::refused(code)),
                 });
             }
         }
@@ -123,20 +140,16 @@ impl Store {
         let deadline = inner.deadline();
         let mut found = Vec::with_capacity(keys.len());
         for part in keys.chunks(KEYS_PER_CALL) {
-            let request = v1::PrefetchRequest {
-                context: Some(inner.cluster.context(deadline).to_wire()),
-                keys: pack(part)?.into(),
-                near_node: 0,
-            };
-            let message = inner
-                .cluster
-                .call(deadline, move |mut master| async move { master.prefetch(request).await })?;
-            for code in codes(&message, part.len())? {
-                found.push(match code {
+            let ordered = inner.keyed(part, deadline, |master, context, keys| {
+                let request = v1::PrefetchRequest { context, keys, near_node: 0 };
+                inner.cluster.call(master, deadline, move |mut m| async move { m.prefetch(request).await })
+            });
+            for ordered in ordered {
+                found.push(match ordered? {
                     // Busy: too many are on their way already. It is there, and will be read from disk.
-                    None | Some(ErrorCode::Busy) => true,
-                    Some(ErrorCode::NotFound | ErrorCode::NotReady) => false,
-                    Some(code) => return Err(StoreError::refused(code)),
+                    Ok(()) | Err(ErrorCode::Busy) => true,
+                    Err(ErrorCode::NotFound | ErrorCode::NotReady) => false,
+                    Err(code) => return Err(StoreError::refused(code)),
                 });
             }
         }
@@ -147,38 +160,65 @@ impl Store {
     pub fn list(&self, prefix: &[u8], cursor: &[u8], limit: u32) -> Result<KeyPage, StoreError> {
         let inner = &*self.inner;
         let deadline = inner.deadline();
+        let masters = inner.cluster.masters();
+        // A master lists what it hosts; the next one begins where it ends. Who is next is written behind its cursor.
+        let (at, cursor) = match cursor.split_last_chunk::<2>() {
+            Some((cursor, at)) => (usize::from(u16::from_le_bytes(*at)), cursor),
+            None => (0, &[][..]),
+        };
+        let master = masters.all().get(at).ok_or(StoreError::refused(ErrorCode::InvalidArgument))?;
         let request = v1::ListKeysRequest {
             context: Some(inner.cluster.context(deadline).to_wire()),
             page: Some(v1::Page { cursor: cursor.to_vec().into(), limit }),
             prefix: prefix.to_vec().into(),
         };
         let message =
-            inner.cluster.call(deadline, move |mut master| async move { master.list_keys(request).await })?;
+            inner.cluster.call(master, deadline, move |mut m| async move { m.list_keys(request).await })?;
         refusal(&message.context)?;
         let keys = PackedKeys::decode(&message.keys)
             .map_err(|source| StoreError::Answer(convert::ConvertError::Packed { field: "keys", source }))?;
-        Ok(KeyPage {
-            keys: keys.iter().map(|key| key.as_bytes().to_vec()).collect(),
-            next: message.next_cursor.to_vec(),
-        })
+        let mut next = message.next_cursor.to_vec();
+        let follows = if next.is_empty() { at + 1 } else { at };
+        if follows < masters.all().len() {
+            next.extend((follows as u16).to_le_bytes()); // ≤ GROUPS_MAX masters
+        }
+        Ok(KeyPage { keys: keys.iter().map(|key| key.as_bytes().to_vec()).collect(), next })
     }
 
     /// What the master knows about an object. Counts as no access.
     pub fn stat(&self, key: &[u8]) -> Result<Option<ObjectInfo>, StoreError> {
         let inner = &*self.inner;
         let deadline = inner.deadline();
-        let request = v1::QueryKeysRequest {
-            context: Some(inner.cluster.context(deadline).to_wire()),
-            keys: pack(&[key])?.into(),
-        };
-        let message = inner
-            .cluster
-            .call(deadline, move |mut master| async move { master.query_keys(request).await })?;
-        refusal(&message.context)?;
-        message.details.first().map(object_info).transpose()
+        let (tenant, name) = (inner.cluster.tenant(), Key::new(key)?);
+        let mut answers = inner.cluster.route(
+            1,
+            deadline,
+            |_| inner.near.id(tenant, name),
+            |master, _| {
+                let request = v1::QueryKeysRequest {
+                    context: Some(inner.cluster.context(deadline).to_wire()),
+                    keys: pack(&[key])?.into(),
+                };
+                let message = inner.cluster.call(master, deadline, move |mut m| async move {
+                    m.query_keys(request).await
+                })?;
+                refusal(&message.context)?;
+                if let Some(detail) = message.details.first() {
+                    return Ok(vec![Ok(object_info(detail)?)]);
+                }
+                let code = message.codes.first_chunk::<2>().map_or(0, |code| u16::from_le_bytes(*code));
+                Ok(vec![Err(ErrorCode::try_from(u32::from(code)).unwrap_or(ErrorCode::NotFound))])
+            },
+        );
+        match answers.pop().expect("one answer per key")? {
+            Ok(info) => Ok(Some(info)),
+            Err(ErrorCode::NotFound) => Ok(None),
+            Err(code) => Err(StoreError::refused(code)),
+        }
     }
 
-    /// Starts removing every object with a prefix; the number of the job, for `GET /jobs/{job}` of the master.
+    /// Starts removing every object with a prefix; the number of the job, for `GET /jobs/{job}` of the master. Where there
+    /// are several masters each has a job of its own, and the number is that of the first.
     pub fn remove_by_prefix(&self, prefix: &[u8], force: bool) -> Result<u64, StoreError> {
         let inner = &*self.inner;
         let deadline = inner.deadline();
@@ -187,11 +227,17 @@ impl Store {
             prefix: prefix.to_vec().into(),
             force,
         };
-        let message = inner
-            .cluster
-            .call(deadline, move |mut master| async move { master.remove_by_prefix(request).await })?;
-        refusal(&message.context)?;
-        Ok(message.job)
+        let answers = inner.cluster.call_each(deadline, |mut master| {
+            let request = request.clone();
+            async move { master.remove_by_prefix(request).await }
+        });
+        let mut first = None;
+        for answer in answers {
+            let message = answer?;
+            refusal(&message.context)?;
+            first.get_or_insert(message.job);
+        }
+        first.ok_or(StoreError::refused(ErrorCode::WrongMaster))
     }
 
     /// Removes every object of the tenant; how many there were. What is leased or pinned stays, unless by `force`: then
@@ -203,13 +249,24 @@ impl Store {
         let inner = &*self.inner;
         let deadline = inner.deadline();
         let context = Some(inner.cluster.context(deadline).to_wire());
-        let request = v1::RemoveAllRequest { context, force: true, generation: 0 };
-        let message =
-            inner.cluster.call(deadline, move |mut master| async move { master.remove_all(request).await })?;
-        refusal(&message.context)?;
+        // The first master draws the generation, the others take it over: all have it when this is acknowledged.
+        let mut generation = 0;
+        let mut jobs = vec![];
+        for master in inner.cluster.masters().all() {
+            let request = v1::RemoveAllRequest { context: context.clone(), force: true, generation };
+            let message =
+                inner.cluster.call(master, deadline, move |mut m| async move { m.remove_all(request).await })?;
+            refusal(&message.context)?;
+            generation = message.context.as_ref().map_or(0, |context| context.tenant_generation);
+            jobs.push((Arc::clone(master), message.job));
+        }
         // What this process remembers is of before; others learn it with the table of nodes.
         inner.refresh_nodes_anew(deadline)?;
-        self.job_done(message.job, deadline)
+        let mut removed = 0;
+        for (master, job) in jobs {
+            removed += self.job_done(&master, job, deadline)?;
+        }
+        Ok(removed)
     }
 
     /// Like any removal, each is acknowledged when the nodes have killed the object.
@@ -233,13 +290,13 @@ impl Store {
     }
 
     /// Waits for a job; what it removed.
-    fn job_done(&self, job: u64, deadline: Instant) -> Result<u64, StoreError> {
+    fn job_done(&self, master: &Master, job: u64, deadline: Instant) -> Result<u64, StoreError> {
         let inner = &*self.inner;
         let mut backoff = Backoff::default();
         loop {
             let request = v1::GetJobRequest { context: Some(inner.cluster.context(deadline).to_wire()), job };
             let message =
-                inner.cluster.call(deadline, move |mut master| async move { master.get_job(request).await })?;
+                inner.cluster.call(master, deadline, move |mut m| async move { m.get_job(request).await })?;
             refusal(&message.context)?;
             match (message.state(), ErrorCode::try_from(message.code)) {
                 (v1::JobState::Done, _) => return Ok(message.affected),
@@ -261,16 +318,53 @@ impl Inner {
         keys: &[&[u8]],
         force: bool,
         deadline: Instant,
-    ) -> Result<Vec<Option<ErrorCode>>, StoreError> {
-        let packed = pack(keys)?;
-        for key in keys {
-            let id = self.near.id(self.cluster.tenant(), Key::new(key)?);
-            self.forget_object(&id);
+    ) -> Vec<Result<KeyResult<()>, StoreError>> {
+        for key in keys.iter().filter_map(|key| Key::new(key).ok()) {
+            self.forget_object(&self.near.id(self.cluster.tenant(), key));
         }
-        let packed = PackedKeys::decode(&packed).expect("made by us");
-        let request = RemoveRequest { context: self.cluster.context(deadline), keys: packed, force };
-        let reply = insisting(|| self.cluster.link.call(&request))?;
-        codes(&reply, keys.len())
+        self.each_keyed(keys, deadline, |master, packed, count| {
+            let packed = PackedKeys::decode(packed).expect("made by us");
+            let request = RemoveRequest { context: self.cluster.context(deadline), keys: packed, force };
+            let link = master.link(&self.cluster)?;
+            codes(&insisting(|| link.call(&request))?, count)
+        })
+    }
+
+    /// A call over gRPC about keys, to each master that hosts some of them, that answers with a code for each.
+    fn keyed(
+        &self,
+        keys: &[&[u8]],
+        deadline: Instant,
+        call: impl Fn(&Master, Option<v1::RequestContext>, Bytes) -> Result<v1::OutcomesResponse, StoreError>,
+    ) -> Vec<Result<KeyResult<()>, StoreError>> {
+        self.each_keyed(keys, deadline, |master, packed, count| {
+            let context = Some(self.cluster.context(deadline).to_wire());
+            codes(&call(master, context, Bytes::copy_from_slice(packed))?, count)
+        })
+    }
+
+    fn each_keyed(
+        &self,
+        keys: &[&[u8]],
+        deadline: Instant,
+        call: impl Fn(&Master, &[u8], usize) -> Result<Vec<Option<ErrorCode>>, StoreError>,
+    ) -> Vec<Result<KeyResult<()>, StoreError>> {
+        let parsed: Result<Vec<Key<'_>>, _> = keys.iter().map(|key| Key::new(key)).collect();
+        let parsed = match parsed {
+            Ok(parsed) => parsed,
+            Err(error) => return keys.iter().map(|_| Err(StoreError::from(error))).collect(),
+        };
+        let tenant = self.cluster.tenant();
+        self.cluster.route(
+            keys.len(),
+            deadline,
+            |at| self.near.id(tenant, parsed[at]),
+            |master, part| {
+                let asked: Vec<&[u8]> = part.iter().map(|&at| keys[at]).collect();
+                let outcomes = call(master, &pack(&asked)?, asked.len())?;
+                Ok(outcomes.into_iter().map(|code| code.map_or(Ok(()), Err)).collect())
+            },
+        )
     }
 }
 

@@ -241,10 +241,12 @@ impl Drop for WritePlan {
         let mut versions = Vec::with_capacity(VersionedId::BYTES);
         VersionedId { id: granted.object.id, epoch: granted.object.epoch }.encode(&mut versions);
         let context = Some(inner.cluster.context(inner.deadline()).to_wire());
-        let mut master = inner.cluster.master();
         // Nobody waits: the master takes the space back by itself when the reservation ends.
-        inner.cluster.spawn(async move {
-            let _ = master.put_revoke(v1::PutRevokeRequest { context, versions: versions.into() }).await;
-        });
+        for mut master in inner.cluster.clients() {
+            let request = v1::PutRevokeRequest { context: context.clone(), versions: versions.clone().into() };
+            inner.cluster.spawn(async move {
+                let _ = master.put_revoke(request).await;
+            });
+        }
     }
 }

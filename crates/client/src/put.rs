@@ -22,7 +22,8 @@ use moontide_types::bounds::BATCH_KEYS_MAX;
 use moontide_types::record::object_root;
 use moontide_types::{ErrorCode, Key};
 
-use crate::cluster::{draw, spread};
+use crate::cluster::{Master, draw, spread};
+use crate::link::KeyResult;
 use crate::config::{KEYS_PER_CALL, PutOptions};
 use crate::decide::Backoff;
 use crate::error::StoreError;
@@ -267,10 +268,35 @@ impl Inner {
         how: How<'_>,
         deadline: Instant,
     ) -> Result<Vec<Start>, StoreError> {
+        let tenant = self.cluster.tenant();
+        let started = self.cluster.route(
+            keys.len(),
+            deadline,
+            |at| self.near.id(tenant, keys[at].0),
+            |master, part| {
+                let keys: Vec<(Key<'_>, u64)> = part.iter().map(|&at| keys[at]).collect();
+                self.put_start_at(master, &keys, how, deadline)
+            },
+        );
+        let refused = |code| Start::Refused(StoreError::refused(code));
+        let start = |started: Result<KeyResult<Start>, StoreError>| match started {
+            Ok(start) => Ok(start.unwrap_or_else(refused)),
+            // With one master a failed call is that of all keys; with several, what others have granted stands.
+            Err(error) if self.cluster.is_alone() => Err(error),
+            Err(error) => Ok(Start::Refused(error)),
+        };
+        started.into_iter().map(start).collect()
+    }
+
+    /// The same at one master; what it does not host is an error of the key.
+    fn put_start_at(
+        &self,
+        master: &Master,
+        keys: &[(Key<'_>, u64)],
+        how: How<'_>,
+        deadline: Instant,
+    ) -> Result<Vec<KeyResult<Start>>, StoreError> {
         let How { caller, options, attributes } = how;
-        if keys.is_empty() {
-            return Ok(Vec::new());
-        }
         let packing = |source| StoreError::Answer(convert::ConvertError::Packed { field: "keys", source });
         let mut packed = PackedKeysBuilder::new();
         for (key, _) in keys {
@@ -300,7 +326,7 @@ impl Inner {
             attributes: sections.into(),
         };
         let request = PutStartRequest::from_wire(&message).map_err(StoreError::Answer)?;
-        let reply = self.cluster.link.call(&request)?;
+        let reply = master.link(&self.cluster)?.call(&request)?;
         let answer = PutStartResponse::from_wire(&reply).map_err(StoreError::Answer)?;
         let retry_after = Duration::from_millis(answer.context().retry_after_ms.into());
         let reservations = match answer.into_result() {
@@ -313,13 +339,13 @@ impl Inner {
         let start = |(object, handles): (ObjectEntry, Packed<'_, Handle>)| match object.code {
             None => {
                 self.learn_generation(object.tenant_generation);
-                Start::Granted(Granted { object, handles: handles.iter().collect() })
+                Ok(Start::Granted(Granted { object, handles: handles.iter().collect() }))
             }
-            Some(ErrorCode::AlreadyExists) => Start::Existed,
+            Some(ErrorCode::AlreadyExists) => Ok(Start::Existed),
             Some(code @ (ErrorCode::NoSpace | ErrorCode::Busy | ErrorCode::Retry)) => {
-                Start::Later { code, after: retry_after.max(PAUSE_FOR_ROOM) }
+                Ok(Start::Later { code, after: retry_after.max(PAUSE_FOR_ROOM) })
             }
-            Some(code) => Start::Refused(StoreError::refused(code)),
+            Some(code) => Err(code),
         };
         Ok(reservations.list.iter().map(start).collect())
     }
@@ -369,25 +395,43 @@ impl Inner {
         open: &[usize],
         deadline: Instant,
     ) -> Result<Vec<Option<ErrorCode>>, StoreError> {
-        let mut entries = PackedBuilder::<PutEndEntry>::with_capacity(open.len());
+        let ends: Vec<_> = open.iter().map(|&at| writing[at].end()).collect();
+        let ended = self.cluster.route(
+            ends.len(),
+            deadline,
+            |at| ends[at].0.id,
+            |master, part| self.put_end_at(master, part.iter().map(|&at| &ends[at]), deadline),
+        );
+        ended.into_iter().map(|end| end.map(Result::err)).collect()
+    }
+
+    /// The same at one master.
+    fn put_end_at<'e>(
+        &self,
+        master: &Master,
+        ends: impl ExactSizeIterator<Item = &'e (PutEndEntry, Vec<u64>)>,
+        deadline: Instant,
+    ) -> Result<Vec<KeyResult<()>>, StoreError> {
+        let count = ends.len();
+        let mut entries = PackedBuilder::<PutEndEntry>::with_capacity(count);
         let mut stripe_roots = Vec::new();
-        for &at in open {
-            let (entry, roots) = writing[at].end();
-            entries.push(&entry);
+        for (entry, roots) in ends {
+            entries.push(entry);
             stripe_roots.extend(roots);
         }
         let entries = entries.finish();
         let entries = Packed::decode(&entries, BATCH_KEYS_MAX).expect("made by us");
         let context = self.cluster.context(deadline);
         let request = PutEndRequest { context, entries, stripe_roots: &stripe_roots };
-        let reply = self.cluster.link.call(&request)?;
+        let reply = master.link(&self.cluster)?.call(&request)?;
         let answer = OutcomesResponse::from_wire(&reply).map_err(StoreError::Answer)?;
         let outcomes = answer
             .into_result()
             .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
-        let codes: Vec<Option<ErrorCode>> = outcomes.codes.iter().collect();
-        if codes.len() != open.len() {
-            let (field, found, expected) = ("codes", codes.len(), open.len());
+        let codes: Vec<KeyResult<()>> =
+            outcomes.codes.iter().map(|code| code.map_or(Ok(()), Err)).collect();
+        if codes.len() != count {
+            let (field, found, expected) = ("codes", codes.len(), count);
             return Err(StoreError::Answer(convert::ConvertError::Count { field, found, expected }));
         }
         Ok(codes)

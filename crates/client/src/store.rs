@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use moontide_proto::convert::{Answer, NodeDetails, Wire};
+use moontide_proto::convert::{Answer, NodeDetail, NodeDetails, Wire};
 use moontide_proto::v1;
 use moontide_transfer::Metrics as TransferMetrics;
 use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock, TenantGeneration};
@@ -13,7 +13,7 @@ use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::registry::Registry;
 use tracing::{debug, warn};
 
-use crate::cluster::{Cluster, Identity, identity, insisting, spread};
+use crate::cluster::{Cluster, Identity, Master, identity, insisting, spread};
 use crate::config::{KEYS_PER_CALL, StoreConfig};
 use crate::decide::{Backoff, Budget, HedgeTimer, Locations};
 use crate::error::StoreError;
@@ -35,6 +35,16 @@ const SHARDS: usize = 16;
 
 /// How often a look-up that is told to come again does.
 const LOOKUPS_MAX: usize = 8;
+
+fn node_info(detail: &NodeDetail<'_>) -> NodeInfo {
+    NodeInfo {
+        node: detail.node,
+        addresses: detail.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect(),
+        host: detail.topology.host.into(),
+        rack: detail.topology.rack.into(),
+        zone: detail.topology.zone.into(),
+    }
+}
 
 /// What a fetch gives.
 pub(crate) type Fetched = Result<Option<Bytes>, StoreError>;
@@ -148,29 +158,43 @@ impl Inner {
         mut refreshed: MutexGuard<'_, Option<Instant>>,
         deadline: Instant,
     ) -> Result<(), StoreError> {
-        let context = Some(self.cluster.context(deadline).to_wire());
-        let message = self.cluster.call(deadline, move |mut master| async move {
-            master.get_nodes(v1::GetNodesRequest { context }).await
-        })?;
-        self.take_nodes(&message)?;
+        let context = self.cluster.context(deadline).to_wire();
+        let answers = self.cluster.call_each(deadline, |mut master| {
+            let context = Some(context.clone());
+            async move { master.get_nodes(v1::GetNodesRequest { context }).await }
+        });
+        let (mut messages, mut failed) = (vec![], None);
+        for answer in answers {
+            match answer {
+                Ok(message) => messages.push(message),
+                Err(error) => failed = Some(error),
+            }
+        }
+        // A master that has gone is somebody else's business: the others know the same nodes.
+        if messages.is_empty() {
+            self.cluster.look(self.cluster.masters().version(), deadline);
+            return Err(failed.unwrap_or_else(|| StoreError::refused(ErrorCode::WrongMaster)));
+        }
+        self.take_nodes(&messages)?;
         *refreshed = Some(Instant::now());
         Ok(())
     }
 
-    fn take_nodes(&self, message: &v1::GetNodesResponse) -> Result<(), StoreError> {
-        let answer = Answer::<NodeDetails<'_>>::from_wire(message).map_err(StoreError::Answer)?;
-        let generation = answer.context().tenant_generation;
-        let details = answer
-            .into_result()
-            .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
-        let info = |detail: &moontide_proto::convert::NodeDetail<'_>| NodeInfo {
-            node: detail.node,
-            addresses: detail.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect(),
-            host: detail.topology.host.into(),
-            rack: detail.topology.rack.into(),
-            zone: detail.topology.zone.into(),
-        };
-        let heaps = self.nodes.update(details.nodes.iter().map(info).collect());
+    /// What the masters said about nodes, all together.
+    fn take_nodes(&self, messages: &[v1::GetNodesResponse]) -> Result<(), StoreError> {
+        let mut nodes: Vec<NodeInfo> = vec![];
+        let mut generation = TenantGeneration(0);
+        for message in messages {
+            let answer = Answer::<NodeDetails<'_>>::from_wire(message).map_err(StoreError::Answer)?;
+            generation = generation.max(answer.context().tenant_generation);
+            let details = answer
+                .into_result()
+                .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
+            nodes.extend(details.nodes.iter().map(node_info));
+        }
+        nodes.sort_by_key(|node| node.node);
+        nodes.dedup_by_key(|node| node.node);
+        let heaps = self.nodes.update(nodes);
         self.near.set_heaps(heaps);
         self.learn_generation(generation);
         Ok(())
@@ -187,30 +211,35 @@ impl Inner {
 
     /// Keeps the table of nodes fresh as long as somebody holds the store.
     fn keep_fresh(self: &Arc<Self>) {
-        let (weak, mut master) = (Arc::downgrade(self), self.cluster.master());
+        let weak = Arc::downgrade(self);
         self.cluster.spawn(async move {
             loop {
                 tokio::time::sleep(REFRESH).await;
                 let Some(store) = weak.upgrade() else { return };
-                let context = Some(store.cluster.context(Instant::now() + REFRESH).to_wire());
+                let context = store.cluster.context(Instant::now() + REFRESH).to_wire();
+                let clients = store.cluster.clients();
                 // Not held while waiting: the last holder must be able to let go.
                 drop(store);
-                let asked = tokio::time::timeout(REFRESH, master.get_nodes(v1::GetNodesRequest { context }));
-                let answer = asked.await;
-                let Some(store) = weak.upgrade() else { return };
-                match answer {
-                    Ok(Ok(message)) => {
-                        // Joining memory waits for a node: not on the runtime's thread.
-                        let done = tokio::task::spawn_blocking(move || {
-                            if let Err(error) = store.take_nodes(&message.into_inner()) {
-                                debug!(%error, "the table of nodes was not understood");
-                            }
-                        });
-                        let _ = done.await;
+                let mut messages = vec![];
+                for mut master in clients {
+                    let request = v1::GetNodesRequest { context: Some(context.clone()) };
+                    match tokio::time::timeout(REFRESH, master.get_nodes(request)).await {
+                        Ok(Ok(message)) => messages.push(message.into_inner()),
+                        Ok(Err(status)) => debug!(%status, "the table of nodes was not answered"),
+                        Err(_) => debug!("the table of nodes was not answered in time"),
                     }
-                    Ok(Err(status)) => debug!(%status, "the table of nodes was not answered"),
-                    Err(_) => debug!("the table of nodes was not answered in time"),
                 }
+                let Some(store) = weak.upgrade() else { return };
+                if messages.is_empty() {
+                    continue;
+                }
+                // Joining memory waits for a node: not on the runtime's thread.
+                let done = tokio::task::spawn_blocking(move || {
+                    if let Err(error) = store.take_nodes(&messages) {
+                        debug!(%error, "the table of nodes was not understood");
+                    }
+                });
+                let _ = done.await;
             }
         });
     }
@@ -220,8 +249,9 @@ impl Inner {
         if self.near.identity().id_key.number() == id_key {
             return;
         }
+        let Some(mut master) = self.cluster.clients().into_iter().next() else { return };
         // In the background: whoever noticed it may be a task, and has its answer already.
-        let (me, mut master) = (self.me.clone(), self.cluster.master());
+        let me = self.me.clone();
         let context = Some(self.cluster.context(Instant::now() + REFRESH).to_wire());
         self.cluster.spawn(async move {
             let asked = master.get_cluster_info(v1::GetClusterInfoRequest { context }).await;
@@ -290,13 +320,11 @@ impl Inner {
             }
             for part in open.chunks(KEYS_PER_CALL) {
                 let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
-                match self.ask(&asked) {
-                    Ok(found) => {
-                        for (&at, found) in part.iter().zip(found) {
-                            answers[at] = self.understood(found);
-                        }
-                    }
-                    Err(error) => part.iter().for_each(|&at| answers[at] = Some(Err(error.clone()))),
+                for (&at, found) in part.iter().zip(self.ask(&asked, deadline)) {
+                    answers[at] = match found {
+                        Ok(found) => self.understood(found),
+                        Err(error) => Some(Err(error)),
+                    };
                 }
             }
         }
@@ -304,13 +332,28 @@ impl Inner {
         answers.into_iter().map(|answer| answer.unwrap_or_else(late)).collect()
     }
 
+    /// One call to each master that knows of some of the keys.
+    fn ask(&self, keys: &[Key<'_>], deadline: Instant) -> Vec<Result<KeyResult<Located>, StoreError>> {
+        let tenant = self.cluster.tenant();
+        self.cluster.route(
+            keys.len(),
+            deadline,
+            |at| self.near.id(tenant, keys[at]),
+            |master, part| {
+                let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                self.ask_at(master, &asked)
+            },
+        )
+    }
+
     /// One call. A single key travels with those of other threads.
-    fn ask(&self, keys: &[Key<'_>]) -> Result<Vec<KeyResult<Located>>, StoreError> {
+    fn ask_at(&self, master: &Master, keys: &[Key<'_>]) -> Result<Vec<KeyResult<Located>>, StoreError> {
         let (tenant, lease_ms) = (self.cluster.tenant(), self.config().lease_ms());
+        let link = master.link(&self.cluster)?;
         if let &[key] = keys {
-            return Ok(vec![insisting(|| self.cluster.link.lookup_one(tenant, key, lease_ms))?]);
+            return Ok(vec![insisting(|| link.lookup_one(tenant, key, lease_ms))?]);
         }
-        let reply = insisting(|| self.cluster.link.lookup(tenant, keys, lease_ms, false))?;
+        let reply = insisting(|| link.lookup(tenant, keys, lease_ms, false))?;
         let replicas = reply.replicas()?;
         let each = replicas.list.iter().map(|(object, handles)| match object.code {
             Some(code) => Err(code),

@@ -28,7 +28,8 @@ const COPY_HERE_MAX: u64 = 256 << 10;
 #[derive(Clone, Debug)]
 pub struct AsyncStore {
     store: Store,
-    link: AsyncLink,
+    /// To a master that is alone. Where there are several, threads ask them.
+    link: Option<AsyncLink>,
     working: Arc<Semaphore>,
     waiting: Arc<AtomicUsize>,
 }
@@ -38,7 +39,10 @@ impl AsyncStore {
     pub async fn connect(config: StoreConfig) -> Result<AsyncStore, StoreError> {
         let working = Arc::new(Semaphore::new(config.working));
         let store = blocking(move || Store::connect(config)).await??;
-        let link = AsyncLink::connect(store.inner.cluster.link_config()).await?;
+        let link = match store.inner.cluster.link_config() {
+            Some(config) => Some(AsyncLink::connect(config).await?),
+            None => None,
+        };
         Ok(AsyncStore { store, link, working, waiting: Arc::default() })
     }
 
@@ -84,14 +88,16 @@ impl AsyncStore {
             inner.count_failed();
             return Err(StoreError::Overloaded { limit });
         }
-        if inner.remembered(&id).is_none() {
+        if inner.remembered(&id).is_none()
+            && let Some(link) = &self.link
+        {
             // Asked here, where it travels with the keys of other tasks; the fetch finds it remembered.
             let (tenant, lease_ms) = (inner.cluster.tenant(), inner.config().lease_ms());
             let key = Key::new(key)?;
-            let mut answer = self.link.lookup_one(tenant, key, lease_ms).await;
+            let mut answer = link.lookup_one(tenant, key, lease_ms).await;
             if let Err(LinkError::Lost { .. }) = answer {
                 // A master that was started anew is found by the next attempt.
-                answer = self.link.lookup_one(tenant, key, lease_ms).await;
+                answer = link.lookup_one(tenant, key, lease_ms).await;
             }
             match answer.map(|found| inner.understood(found)) {
                 Ok(Some(Ok(Some(_))) | None) => {}
@@ -163,18 +169,30 @@ impl AsyncStore {
 
     /// Whether there is such an object. Leaves together with the keys of other tasks.
     pub async fn exists(&self, key: &[u8]) -> Result<bool, StoreError> {
+        let Some(link) = &self.link else {
+            let (store, key) = (self.store.clone(), Box::<[u8]>::from(key));
+            return self.work(self.store.inner.deadline(), move |_| store.exists(&key)).await;
+        };
         let (tenant, key) = (self.store.inner.cluster.tenant(), Key::new(key)?);
-        let mut answer = self.link.exist_one(tenant, key).await;
+        let mut answer = link.exist_one(tenant, key).await;
         if let Err(LinkError::Lost { .. }) = answer {
-            answer = self.link.exist_one(tenant, key).await;
+            answer = link.exist_one(tenant, key).await;
         }
         answer?.map_err(StoreError::refused)
     }
 
     /// Which objects there are, in the order of the keys; at most 4,096.
     pub async fn exists_batch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
+        let Some(link) = &self.link else {
+            let (store, keys) = (self.store.clone(), keys.iter().map(|key| key.to_vec()).collect::<Vec<_>>());
+            return self
+                .work(self.store.inner.deadline(), move |_| {
+                    store.exists_batch(&keys.iter().map(|key| &key[..]).collect::<Vec<_>>())
+                })
+                .await;
+        };
         let keys: Vec<Key<'_>> = keys.iter().map(|key| Key::new(key)).collect::<Result<_, _>>()?;
-        let answers = self.link.exist(self.store.inner.cluster.tenant(), &keys).await?;
+        let answers = link.exist(self.store.inner.cluster.tenant(), &keys).await?;
         answers.into_iter().map(|answer| answer.map_err(StoreError::refused)).collect()
     }
 

@@ -287,7 +287,7 @@ fn what_was_put_after_everything_was_removed_is_found_and_nothing_of_before() {
             deadline_ms: 5000,
             ..Default::default()
         });
-        let request = moontide_proto::v1::RemoveAllRequest { context, force: true };
+        let request = moontide_proto::v1::RemoveAllRequest { context, force: true, generation: 0 };
         assert_eq!(master.remove_all(request).await.unwrap().into_inner().context.unwrap().code, 0);
     });
     // Whoever puts knows at once.

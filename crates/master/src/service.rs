@@ -228,6 +228,7 @@ impl Service {
                 frame_address: config.frame_address.clone(),
                 term: config.term.get(),
                 groups: (0..u32::from(groups)).collect(),
+                terms: vec![config.term.get(); groups.into()],
             }],
             alone: true,
         };

@@ -256,7 +256,7 @@ impl NodeOwner {
     fn answer_load(&self, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::LoadRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = LoadRequest::from_wire(&message).map_err(|error| error.code())?;
-        if self.closed.load(Ordering::SeqCst) {
+        if self.is_out_of_date() {
             return Err(ErrorCode::StaleSession);
         }
         let disk = self.disk.as_ref().ok_or(ErrorCode::Gone)?;

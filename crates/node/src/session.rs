@@ -35,7 +35,7 @@ use v1::node_message::Body;
 
 use self::calls::{Client, Failure, code_of};
 use self::fleet::News;
-use crate::decide::groups::GroupSet;
+use crate::decide::groups::{GroupSet, Hosted, behind, set_of};
 use crate::decide::outgoing::{Beats, Outgoing};
 use crate::decide::pace::{Backoff, beat_interval};
 use crate::decide::report::{Change, Of, Reports};
@@ -125,12 +125,14 @@ impl Parts {
 #[derive(Debug)]
 struct Driver {
     master: Arc<str>,
+    /// Its line's name: a master that starts anew at the same address has another one.
+    line: Arc<str>,
     facts: Arc<Facts>,
     parts: Arc<Parts>,
     lines: Arc<Lines>,
     events: UnboundedReceiver<Event>,
     /// The groups that the master hosts; nobody to say so any more means that it hosts none.
-    wanted: watch::Receiver<GroupSet>,
+    wanted: watch::Receiver<Hosted>,
     news: Arc<News>,
     stop: watch::Receiver<bool>,
     highest_term: Term,
@@ -142,8 +144,8 @@ struct Driver {
 #[derive(Debug)]
 struct Conversation {
     session: SessionId,
-    /// The groups whose segments are mounted.
-    mounted: GroupSet,
+    /// The groups whose segments are mounted, and the terms in which they are.
+    mounted: Hosted,
     outgoing: Outgoing,
     beats: Beats,
     reports: Reports,
@@ -211,9 +213,9 @@ impl Driver {
 
     /// The session is over: nothing of it is wanted any more.
     fn end_conversation(&mut self) {
-        self.lines.bad(&self.master);
+        self.lines.bad(&self.line);
         let Some(conversation) = self.conversation.take() else { return };
-        self.lines.set_session(&self.master, SessionId(0));
+        self.lines.set_session(&self.line, SessionId(0));
         if let Some(disk) = &self.parts.disk {
             disk.end_session(conversation.session);
         }
@@ -300,11 +302,11 @@ impl Driver {
         }
         self.parts.counters.session();
         self.end_conversation();
-        self.lines.set_session(&self.master, session);
+        self.lines.set_session(&self.line, session);
         let _ = self.parts.work.send(Work::Session { begins: Some(session), ends: None });
         self.conversation = Some(Conversation {
             session,
-            mounted: GroupSet::none(self.facts.groups),
+            mounted: Hosted::new(),
             outgoing: Outgoing::new(session),
             beats: Beats::new(asked, ttl),
             reports: Reports::default(),
@@ -326,9 +328,9 @@ impl Driver {
         let wanted = self.wanted.borrow_and_update().clone();
         let Some(conversation) = &mut self.conversation else { return Ok(()) };
         let session = conversation.session;
-        let (lost, missing) = (conversation.mounted.without(&wanted), wanted.without(&conversation.mounted));
+        let (missing, lost) = behind(self.facts.groups, &wanted, &conversation.mounted);
         conversation.complete = None;
-        conversation.mounted = conversation.mounted.without(&lost);
+        conversation.mounted.retain(|group, _| !lost.contains(*group));
         let memory = Arc::clone(&self.parts.memory);
         let of = |groups: &GroupSet, side: &Side| {
             self.lines.group_of(side.segment().shape().segment).is_some_and(|group| groups.contains(group))
@@ -337,7 +339,7 @@ impl Driver {
             conversation.reports.unmounted(side.segment().shape().segment);
         }
         if let Some(disk) = &self.parts.disk {
-            disk.narrow(session, &wanted);
+            disk.narrow(session, &set_of(self.facts.groups, &conversation.mounted));
         }
         let sides: Vec<&Side> = memory.sides().iter().filter(|side| of(&missing, side)).collect();
         // Before the segments are looked at: what is begun from now on is told, or seen.
@@ -345,6 +347,7 @@ impl Driver {
             self.parts.owner.tell_until(SystemClock.now().after(TELL_FOR));
         }
         let mut mounted = missing;
+        let mut terms = Hosted::new();
         for sides in sides.chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
             let specs: Vec<v1::SegmentSpec> = sides.iter().map(|side| self.spec(side)).collect();
             let occupied: Vec<bool> = specs.iter().map(|spec| spec.occupied).collect();
@@ -367,6 +370,7 @@ impl Driver {
                 }
                 // First the term, then the snapshot: what an older master granted is refused from here on.
                 side.granted(grant.group, grant.term);
+                terms.insert(grant.group, grant.term);
                 self.highest_term = self.highest_term.max(grant.term);
                 let shape = side.segment().shape();
                 let of = Of { segment: shape.segment, generation: shape.generation, term: grant.term };
@@ -390,7 +394,7 @@ impl Driver {
             disk.begin_telling(session, mounted.clone());
         }
         if let Some(conversation) = &mut self.conversation {
-            conversation.mounted.extend(&mounted);
+            conversation.mounted.extend(terms.into_iter().filter(|(group, _)| mounted.contains(*group)));
         }
         Ok(())
     }
@@ -405,7 +409,8 @@ impl Driver {
     /// Whether the master hosts groups whose segments are not mounted there.
     fn is_behind(&self) -> bool {
         let wanted = self.wanted.borrow();
-        self.conversation.as_ref().is_some_and(|c| !wanted.without(&c.mounted).is_empty())
+        let groups = self.facts.groups;
+        self.conversation.as_ref().is_some_and(|c| !behind(groups, &wanted, &c.mounted).0.is_empty())
     }
 
     async fn unmount(&mut self, client: &mut Client) {
@@ -413,7 +418,7 @@ impl Driver {
         // The disk first: with the last segment the session ends.
         let disk = self.parts.disk.iter().map(|_| SegmentId::DISK.0);
         let of_groups = |segment: &SegmentId| {
-            self.lines.group_of(*segment).is_some_and(|group| conversation.mounted.contains(group))
+            self.lines.group_of(*segment).is_some_and(|group| conversation.mounted.contains_key(&group))
         };
         let sides = self.parts.memory.sides().iter().map(|side| side.segment().shape().segment);
         let all: Vec<u32> = disk.chain(sides.filter(of_groups).map(|segment| segment.0)).collect();
@@ -542,7 +547,7 @@ impl Driver {
         if conversation.complete.is_some_and(|complete| complete <= acknowledged) {
             self.backoff.reset();
             // All masters have, if this one was the last of them.
-            if let Some(at) = self.lines.good(&self.master, conversation.beats.heard()) {
+            if let Some(at) = self.lines.good(&self.line, conversation.beats.heard()) {
                 self.parts.keeper.good(at);
                 if !self.parts.status.is_mounted() {
                     info!(session = conversation.session.0, "the masters know of everything");
@@ -585,7 +590,8 @@ impl Driver {
                 self.parts.owner.gave_up(&unreadable);
             }
         }
-        let all_mounted = self.wanted.borrow().without(&conversation.mounted).is_empty();
+        let wanted = self.wanted.borrow();
+        let all_mounted = behind(self.facts.groups, &wanted, &conversation.mounted).0.is_empty();
         if conversation.complete.is_none() && conversation.reports.is_complete() && all_mounted {
             conversation.complete = Some(conversation.outgoing.last());
         }
@@ -597,7 +603,7 @@ impl Driver {
         let Some(beat) = conversation.beats.beat(SystemClock.now()) else { return };
         let memory = &self.parts.memory;
         // Reads are counted once, whichever groups they were of.
-        let reads = if self.lines.is_first(&self.master) {
+        let reads = if self.lines.is_first(&self.line) {
             calls::since(self.parts.reads(), &conversation.reads_before)
         } else {
             conversation.reads_before = self.parts.reads();
@@ -606,12 +612,12 @@ impl Driver {
         let touched = memory.take_touched().bitmaps(memory.generation(), beat);
         let own = |side: &&Side| {
             let group = self.lines.group_of(side.segment().shape().segment);
-            group.is_some_and(|group| conversation.mounted.contains(group))
+            group.is_some_and(|group| conversation.mounted.contains_key(&group))
         };
         let heartbeat = v1::Heartbeat {
             beat,
             reads: Some(reads),
-            touched: self.lines.sort_touched(&conversation.mounted, touched),
+            touched: self.lines.sort_touched(&set_of(self.facts.groups, &conversation.mounted), touched),
             segments: memory
                 .sides()
                 .iter()
@@ -718,7 +724,7 @@ async fn stopped(stop: &mut watch::Receiver<bool>) {
 }
 
 /// Until nobody says any more which groups the master hosts: it hosts none.
-async fn orphaned(wanted: &mut watch::Receiver<GroupSet>) {
+async fn orphaned(wanted: &mut watch::Receiver<Hosted>) {
     while wanted.changed().await.is_ok() {}
 }
 

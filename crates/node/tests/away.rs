@@ -135,17 +135,20 @@ fn without_a_master_it_serves_and_closes_the_index_after_a_while() {
         let mut into = vec![0; bytes.len()];
         let mut ops = [Op::get(known.target(), 0, &mut into)];
         run(&*tcp, &mut ops, soon()).unwrap();
-        assert_eq!(ops[0].outcome(), Some(Ok(())));
-        into == bytes
+        match ops[0].outcome().expect("it has ended") {
+            Ok(()) => Ok(into == bytes),
+            Err(code) => Err(code),
+        }
     };
     master.leave();
-    assert!(remote(), "peers who know where it is are served");
+    assert_eq!(remote(), Ok(true), "peers who know where it is are served");
     let end = soon();
     while in_place() {
         assert!(std::time::Instant::now() < end, "the index does not close");
         std::thread::sleep(Duration::from_millis(5));
     }
-    assert!(remote(), "peers are served still");
+    // It may have been removed by now, by a master that we do not hear.
+    assert_eq!(remote(), Err(ErrorCode::StaleSession), "peers are not served any more, either");
     assert_eq!(metric(&node, "index_open"), 0);
     let health = json(&node, "/health");
     assert!(health["trouble"].is_string(), "{health}");
@@ -157,6 +160,7 @@ fn without_a_master_it_serves_and_closes_the_index_after_a_while() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(node.wait_until_mounted(SOON));
+    assert_eq!(remote(), Ok(true), "and again, when it is heard");
     let client = Client::new(master.server());
     assert!(client.get(&*tcp, "key").unwrap() == bytes);
 }

@@ -47,7 +47,7 @@ pub use operator::{
     QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef,
     SetTenantQuotaRequest,
 };
-pub use peer::Bequest;
+pub use peer::{Bequest, KnownSegment};
 pub use put::{PutConfig, PutEndRequest, PutRevokeRequest, PutStartRequest, PutStartResponse, Reservations};
 pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
 pub use session::{

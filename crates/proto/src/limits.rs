@@ -30,6 +30,9 @@ pub const BEQUEST_PARTS_MAX: u32 = 65_535;
 /// Most tombstones in one part of a bequest: 1.5 MB of them.
 pub const BEQUEST_TOMBSTONES_MAX: usize = 65_536;
 
+/// Most segments in a bequest: of a thousand nodes 65 each, or of 65,536 nodes one.
+pub const BEQUEST_SEGMENTS_MAX: usize = 65_536;
+
 /// Longest time to live: a hundred years, so that no sum of times overflows.
 pub const TTL_MS_MAX: u64 = 100 * 366 * 86_400_000;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use moontide_meta::{Heirloom, Inheritance, Medium as MetaMedium, PlaceView, StripeView};
 use moontide_proto::convert::{Bequest, CallerId, ListKind, ObjectListBuilder, RequestContext, Wire};
-use moontide_proto::limits::BEQUEST_TOMBSTONES_MAX;
+use moontide_proto::limits::{BEQUEST_SEGMENTS_MAX, BEQUEST_TOMBSTONES_MAX};
 use moontide_proto::v1::master_peers_client::MasterPeersClient;
 use moontide_proto::{
     Handle, HandleFlags, Medium, ObjectEntry, ObjectFlags, PackedBuilder, PackedKeysBuilder, Token,
@@ -14,8 +14,8 @@ use moontide_proto::{
 use moontide_types::bounds::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
 use moontide_types::record::Attributes;
 use moontide_types::{
-    Clock, ErrorCode, GroupId, Key, MapVersion, MonoTime, SegmentId, SystemClock, Tenant, TenantGeneration,
-    Term,
+    Clock, ErrorCode, Generation, GroupId, Key, MapVersion, MonoTime, NodeId, SegmentId, SystemClock, Tenant,
+    TenantGeneration, Term,
 };
 use parking_lot::Mutex;
 use tonic::transport::Endpoint;
@@ -76,6 +76,12 @@ impl Estates {
             });
         }
         estate.inheritance.tombstones.extend(bequest.tombstones.iter().map(|v| (v.id, v.epoch)));
+        let known = bequest.segments.iter().map(|known| (known.node, known.segment, known.generation));
+        estate.inheritance.segments.extend(known);
+        if bequest.part == 0 {
+            estate.inheritance.all_segments = bequest.all_segments;
+            estate.inheritance.all_disks = bequest.all_disks;
+        }
         estate.next += 1;
         estate.complete = bequest.last;
         Ok(())
@@ -110,7 +116,15 @@ pub(crate) async fn send(cluster: u64, gift: &Gift, estate: Inheritance) -> Resu
 
 /// An estate in parts, each of a size that can be sent. At least one, and the last one says so.
 fn parts(cluster: u64, group: GroupId, estate: &Inheritance) -> Vec<v1::Bequest> {
-    let mut parts = vec![];
+    let mut parts: Vec<v1::Bequest> = vec![];
+    // More than fit are left to the reports, and so is the certainty that there are no others.
+    let all_known = estate.segments.len() <= BEQUEST_SEGMENTS_MAX;
+    let known = |&(node, segment, generation): &(NodeId, SegmentId, Generation)| v1::KnownSegment {
+        node: node.0,
+        segment: segment.0,
+        generation: generation.0,
+    };
+    let segments: Vec<_> = estate.segments.iter().take(BEQUEST_SEGMENTS_MAX).map(known).collect();
     let (mut objects, mut tombstones) = (&estate.objects[..], &estate.tombstones[..]);
     while parts.is_empty() || !objects.is_empty() || !tombstones.is_empty() {
         let mut keys = PackedKeysBuilder::new();
@@ -133,6 +147,7 @@ fn parts(cluster: u64, group: GroupId, estate: &Inheritance) -> Vec<v1::Bequest>
         tombstones = later;
         let versions = now.iter().map(|&(id, epoch)| VersionedId { id, epoch });
         let fields = list.finish();
+        let is_first = parts.is_empty();
         parts.push(v1::Bequest {
             context: Some(context().to_wire()),
             cluster,
@@ -147,6 +162,9 @@ fn parts(cluster: u64, group: GroupId, estate: &Inheritance) -> Vec<v1::Bequest>
                 attributes: fields.attributes,
             }),
             tombstones: versions.collect::<PackedBuilder<_>>().finish().into(),
+            segments: if is_first { segments.clone() } else { vec![] },
+            all_segments: is_first && all_known && estate.all_segments,
+            all_disks: is_first && all_known && estate.all_disks,
         });
     }
     parts.last_mut().expect("there is one").last = true;
@@ -212,5 +230,77 @@ fn place(handle: Handle) -> PlaceView {
         root: handle.stripe_root,
         replica: handle.replica,
         verify: handle.flags.contains(HandleFlags::VERIFY),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moontide_types::bounds::PAGE_BYTES;
+    use moontide_types::record::PinClass;
+    use moontide_types::{Epoch, Extent, ObjectId, SlotId, UnixMillis};
+
+    fn heirloom(number: u32, stripes: u16) -> Heirloom {
+        let mut id = [0; 16];
+        id[..4].copy_from_slice(&number.to_le_bytes());
+        let len = PAGE_BYTES * u64::from(stripes);
+        let place = |replica: u8, index: u16| PlaceView {
+            node: NodeId(3 + u64::from(replica)),
+            segment: SegmentId(7),
+            generation: Generation(9),
+            slot: SlotId(number),
+            extent: Extent { start: number * 8, units: 520 },
+            medium: MetaMedium::Memory,
+            stripe: StripeView {
+                index,
+                count: stripes,
+                offset: PAGE_BYTES * u64::from(index),
+                len: PAGE_BYTES,
+            },
+            root: 5,
+            replica,
+            verify: number % 2 == 0,
+        };
+        Heirloom {
+            id: ObjectId(id),
+            key: format!("key {number}").into_bytes().into(),
+            epoch: Epoch::new(Term::new(4).unwrap(), u64::from(number) + 1).unwrap(),
+            object_len: len,
+            root: 77,
+            digestless: false,
+            pin: [PinClass::None, PinClass::Soft, PinClass::Hard][number as usize % 3],
+            expires: number.is_multiple_of(5).then_some(UnixMillis(1_900_000_000_000)),
+            replicas: 2,
+            places: (0..2).flat_map(|replica| (0..stripes).map(move |at| place(replica, at))).collect(),
+        }
+    }
+
+    #[test]
+    fn what_is_handed_over_arrives_as_it_was() {
+        let tombstones = (0..70_000u32).map(|n| (heirloom(n, 1).id, heirloom(n, 1).epoch)).collect();
+        let objects = (0..9_000).map(|n| heirloom(n, 1 + (n % 2) as u16)).collect();
+        let segments = (1..900).map(|n| (NodeId(n), SegmentId(n as u32), Generation(n))).collect();
+        let full = Inheritance { objects, tombstones, segments, all_segments: true, all_disks: true };
+        for estate in [Inheritance::default(), full] {
+            let (group, estates) = (GroupId(11), Estates::default());
+            let parts = parts(1, group, &estate);
+            assert!(parts.len() >= estate.objects.len() / BATCH_KEYS_MAX);
+            for part in &parts {
+                estates.add(&Bequest::from_wire(part).unwrap()).unwrap();
+            }
+            assert_eq!(estates.take(group), Some(estate));
+            assert_eq!(estates.take(group), None, "it is inherited once");
+        }
+    }
+
+    #[test]
+    fn what_is_not_complete_is_not_inherited() {
+        let objects = (0..5_000).map(|n| heirloom(n, 1)).collect();
+        let estate = Inheritance { objects, ..Inheritance::default() };
+        let (group, estates) = (GroupId(0), Estates::default());
+        let parts = parts(1, group, &estate);
+        estates.add(&Bequest::from_wire(&parts[0]).unwrap()).unwrap();
+        assert_eq!(estates.take(group), None);
+        assert_eq!(estates.add(&Bequest::from_wire(&parts[1]).unwrap()), Err(ErrorCode::NotFound));
     }
 }

@@ -97,7 +97,7 @@ impl Service {
         let config = self.group_config(hosting);
         let mut hosted = Group::new(config, self.now());
         if let Some(inherited) = inherited {
-            hosted.inherit(inherited);
+            hosted.inherit(self.now(), inherited);
         }
         let before = std::mem::replace(&mut *self.seats[index].0.lock(), Seat::Hosted(Box::new(hosted)));
         assert!(matches!(before, Seat::Vacant), "a group is lost before it is hosted in another term");
@@ -181,15 +181,18 @@ impl Service {
 
     /// What masters have agreed on.
     pub fn learn(&self, document: &Document) {
-        let masters = document.masters.iter().map(|(number, addresses)| v1::MasterEntry {
-            grpc_address: addresses.grpc.clone(),
-            frame_address: addresses.frame.clone(),
-            term: *number,
-            groups: (0u32..)
-                .zip(&document.owners)
-                .filter(|(_, owner)| owner.is_some_and(|owner| owner.master == *number))
-                .map(|(group, _)| group)
-                .collect(),
+        let masters = document.masters.iter().map(|(number, addresses)| {
+            let owners = (0u32..).zip(&document.owners);
+            let own =
+                owners.filter_map(|(group, owner)| Some((group, owner.filter(|o| o.master == *number)?)));
+            let (groups, terms) = own.map(|(group, owner)| (group, owner.term)).unzip();
+            v1::MasterEntry {
+                grpc_address: addresses.grpc.clone(),
+                frame_address: addresses.frame.clone(),
+                term: *number,
+                groups,
+                terms,
+            }
         });
         let map = v1::GroupMap {
             version: document.version,

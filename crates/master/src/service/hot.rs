@@ -75,6 +75,9 @@ impl Service {
                 Ok(mut group) => {
                     let term = group.term();
                     group.lookup(now, lease_ms, asks, |index, found| {
+                        // A node refuses a read by a term that it has not heard of.
+                        let inherited = found.as_ref().is_ok_and(|object| object.inherited);
+                        let term = if inherited { Term::ZERO } else { term };
                         answers.add(positions[index], term, found, lease_ms, request.attributes);
                     });
                 }

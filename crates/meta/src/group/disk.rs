@@ -631,7 +631,7 @@ impl Group {
 
     /// Whether a disk may come back with what was removed or forgotten meanwhile.
     pub(super) fn disks_may_return(&self, now: Now) -> bool {
-        let first_term = self.config.term <= Term::new(1).expect("1 is a term");
+        let first_term = self.config.previous == Term::ZERO;
         let reporting = |segment: &Segment| segment.is_disk() && segment.phase == SegmentPhase::Reporting;
         !self.absent_disks.is_empty()
             || (!first_term && now.mono < self.disk_reports_until)

@@ -7,7 +7,7 @@
 
 use hashbrown::HashMap;
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, ObjectId, UnixMillis};
+use moontide_types::{Epoch, Generation, NodeId, ObjectId, SegmentId, UnixMillis};
 
 use super::lookup::{Ask, ObjectState};
 use super::{Group, ObjectView, PlaceView};
@@ -21,6 +21,12 @@ pub struct Inheritance {
     pub objects: Vec<Heirloom>,
     /// Removed versions that nodes may still have.
     pub tombstones: Vec<(ObjectId, Epoch)>,
+    /// Segments, and disks, that have something of the group or may come back with it.
+    pub segments: Vec<(NodeId, SegmentId, Generation)>,
+    /// No other segment has anything of it.
+    pub all_segments: bool,
+    /// No other disk has.
+    pub all_disks: bool,
 }
 
 /// An object, as the master before knew it.
@@ -86,16 +92,43 @@ impl Group {
         let mut tombstones: Vec<(ObjectId, Epoch)> =
             self.tombstones.iter().map(|(&id, &epoch)| (id, epoch)).collect();
         tombstones.sort_unstable();
-        Inheritance { objects, tombstones }
+        let mounted = self.segments.iter().flatten().filter(|s| s.phase != SegmentPhase::Lost);
+        let mounted = mounted.map(|segment| (segment.node, segment.id, segment.generation));
+        let absent = self.absent.iter().map(|(&(node, id), absence)| (node, id, absence.generation));
+        let disks = self.absent_disks.keys().map(|&node| (node, SegmentId::DISK, Generation(0)));
+        let mut segments: Vec<_> = mounted.chain(absent).chain(disks).collect();
+        segments.sort_unstable();
+        Inheritance {
+            objects,
+            tombstones,
+            segments,
+            all_segments: now.mono >= self.settled_at,
+            all_disks: now.mono >= self.disk_reports_until,
+        }
     }
 
     /// Takes over what the master before has handed on. Only before anything else has happened in the group.
-    pub fn inherit(&mut self, inheritance: Inheritance) {
+    pub fn inherit(&mut self, now: Now, inheritance: Inheritance) {
         let (group, groups, term) = (self.config.group, self.config.groups, self.config.term);
         let ours = |id: &ObjectId| id.group(groups) == group;
         let older = |epoch: Epoch| epoch.term() < term;
         let objects =
             inheritance.objects.into_iter().filter(|object| ours(&object.id) && older(object.epoch));
+        // They are expected back; when all have reported, what is not there is nowhere.
+        for (node, segment, generation) in inheritance.segments {
+            if segment == SegmentId::DISK {
+                let until = self.ticker.end(now.mono, self.config.disk_absence_max);
+                self.absent_disks.insert(node, until);
+            } else {
+                self.miss_segment((node, segment), generation, now);
+            }
+        }
+        if inheritance.all_segments {
+            self.settled_at = now.mono;
+        }
+        if inheritance.all_disks {
+            self.disk_reports_until = now.mono;
+        }
         self.inherited = objects.map(|object| (object.id, object)).collect();
         self.tombstones
             .extend(inheritance.tombstones.into_iter().filter(|(id, epoch)| ours(id) && older(*epoch)));
@@ -150,6 +183,7 @@ impl Heirloom {
             expires: self.expires,
             cohort: None,
             parent: None,
+            inherited: true,
             replicas: (places.len() / stripes) as u8, // ≤ REPLICAS_MAX
             places,
         }

@@ -77,6 +77,8 @@ pub struct ObjectView<'a> {
     pub cohort: Option<&'a [u8]>,
     /// The block before it.
     pub parent: Option<&'a [u8]>,
+    /// Known from the master before: the nodes may not obey our term yet.
+    pub inherited: bool,
     /// How many replicas are listed.
     pub replicas: u8,
     /// Complete replicas, one after the other, stripe by stripe.
@@ -195,6 +197,7 @@ impl Group {
             expires: extra.and_then(|extra| extra.expires),
             cohort: (cohort != NONE).then(|| self.cohorts.get(cohort).label()),
             parent: extra.and_then(|extra| extra.parent.as_deref()),
+            inherited: false,
             replicas,
             places,
         }

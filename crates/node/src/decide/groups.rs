@@ -1,8 +1,9 @@
 //! [`GroupSet`]: some of a cluster's groups. And which group a segment is for.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU16;
 
-use moontide_types::{GroupId, NodeId, ObjectId, SegmentId};
+use moontide_types::{GroupId, NodeId, ObjectId, SegmentId, Term};
 
 /// Some of the groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,6 +70,36 @@ impl GroupSet {
     }
 }
 
+/// The groups that a master hosts, each with its term.
+pub type Hosted = BTreeMap<GroupId, Term>;
+
+/// Without the terms.
+pub fn set_of(groups: NonZeroU16, hosted: &Hosted) -> GroupSet {
+    let mut set = GroupSet::none(groups);
+    hosted.keys().for_each(|&group| set.insert(group));
+    set
+}
+
+/// What has to be mounted, and what has to be forgotten first, for a master that hosts `wanted` and knows what was mounted
+/// in these terms. A group in another term is one that knows nothing of before.
+pub fn behind(groups: NonZeroU16, wanted: &Hosted, mounted: &Hosted) -> (GroupSet, GroupSet) {
+    let (mut missing, mut lost) = (GroupSet::none(groups), GroupSet::none(groups));
+    for (&group, &term) in wanted {
+        match mounted.get(&group) {
+            // One that it has not told the others of yet is newer.
+            Some(&known) if known >= term => {}
+            known => {
+                missing.insert(group);
+                if known.is_some() {
+                    lost.insert(group);
+                }
+            }
+        }
+    }
+    mounted.keys().filter(|group| !wanted.contains_key(group)).for_each(|&group| lost.insert(group));
+    (missing, lost)
+}
+
 /// Which group a segment is for: each in turn, and every node begins with another one, so that what is left over when a
 /// node has more segments than there are groups does not go to the same groups everywhere.
 pub fn group_of_segment(node: NodeId, segment: SegmentId, groups: NonZeroU16) -> GroupId {
@@ -94,6 +125,21 @@ mod tests {
         assert_eq!(both, all);
         assert!(some.contains(GroupId(69)) && !some.contains(GroupId(1)) && !some.contains(GroupId(4000)));
         assert_eq!(some.has_object(ObjectId([0; 16])), some.contains(ObjectId([0; 16]).group(groups)));
+    }
+
+    #[test]
+    fn a_group_in_another_term_is_mounted_again() {
+        let groups = NonZeroU16::new(8).unwrap();
+        let hosted = |pairs: &[(u16, u32)]| -> Hosted {
+            pairs.iter().map(|&(group, term)| (GroupId(group), Term::new(term).unwrap())).collect()
+        };
+        let (wanted, mounted) =
+            (hosted(&[(0, 5), (1, 6), (2, 7), (4, 3)]), hosted(&[(0, 5), (1, 4), (3, 9), (4, 8)]));
+        let (missing, lost) = behind(groups, &wanted, &mounted);
+        let list = |set: &GroupSet| (0..8).filter(|&g| set.contains(GroupId(g))).collect::<Vec<_>>();
+        assert_eq!((list(&missing), list(&lost)), (vec![1, 2], vec![1, 3]));
+        let (missing, lost) = behind(groups, &mounted, &mounted);
+        assert!(missing.is_empty() && lost.is_empty());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use tracing::{debug, info, warn};
 
 use super::calls;
 use super::{Driver, Facts, Parts, stopped};
-use crate::decide::groups::GroupSet;
+use crate::decide::groups::{GroupSet, Hosted, set_of};
 use crate::decide::pace::Backoff;
 use crate::lines::Lines;
 
@@ -72,7 +72,10 @@ pub(crate) struct Fleet {
 /// A driver that runs.
 #[derive(Debug)]
 struct Running {
-    wanted: watch::Sender<GroupSet>,
+    /// The master's number.
+    number: u32,
+    line: Arc<str>,
+    wanted: watch::Sender<Hosted>,
     task: JoinHandle<()>,
 }
 
@@ -164,34 +167,41 @@ impl Fleet {
                 "masters know an older map only; following it"
             );
         }
-        let mut hosts: BTreeMap<&str, GroupSet> = BTreeMap::new();
+        let mut hosts: BTreeMap<&str, (u32, Hosted)> = BTreeMap::new();
         let mut covered = GroupSet::none(self.facts.groups);
         for master in &map.masters {
-            let mut groups = GroupSet::none(self.facts.groups);
-            for &group in &master.groups {
-                groups.insert(GroupId(u16::try_from(group).unwrap_or(u16::MAX)));
-            }
-            covered.extend(&groups);
+            let terms = master.terms.iter().map(|&term| Term::new(term).unwrap_or(Term::ZERO));
+            let numbers =
+                master.groups.iter().map(|&group| GroupId(u16::try_from(group).unwrap_or(u16::MAX)));
+            let groups: Hosted = numbers.zip(terms).collect();
+            covered.extend(&set_of(self.facts.groups, &groups));
             // One that is alone may be reached in another way than it knows of.
             let seed = seeds.first().filter(|_| map.alone);
             if !groups.is_empty() {
-                hosts.insert(seed.unwrap_or(&master.grpc_address), groups);
+                hosts.insert(seed.unwrap_or(&master.grpc_address), (master.term, groups));
             }
         }
         self.version = Some(map.version);
         self.covered = covered.len() == usize::from(self.facts.groups.get());
         self.news.followed.store(map.version, Ordering::Relaxed);
         // Those that host less first, so that no group has two lines.
-        let gone: Vec<Arc<str>> =
-            self.drivers.keys().filter(|master| !hosts.contains_key(&***master)).cloned().collect();
+        // One that has another number forgot its sessions, or does not count on them; one that is alone keeps its driver,
+        // which finds out by itself.
+        let is_same = |(master, running): &(&Arc<str>, &Running)| {
+            hosts.get(&***master).is_some_and(|(number, _)| *number == running.number || map.alone)
+        };
+        let gone =
+            self.drivers.iter().filter(|driver| !is_same(driver)).map(|(master, _)| Arc::clone(master));
+        let gone: Vec<Arc<str>> = gone.collect();
         for master in gone {
             info!(master = %master, version = map.version, "master hosts nothing any more");
-            self.lines.close(&master);
-            self.drivers.remove(&master);
+            if let Some(running) = self.drivers.remove(&master) {
+                self.lines.close(&running.line);
+            }
         }
-        for (master, groups) in &hosts {
+        for (master, (_, groups)) in &hosts {
             if let Some(running) = self.drivers.get(*master) {
-                self.lines.set_groups(master, groups.clone());
+                self.lines.set_groups(&running.line, set_of(self.facts.groups, groups));
                 running.wanted.send_if_modified(|wanted| {
                     let changes = *wanted != *groups;
                     wanted.clone_from(groups);
@@ -199,20 +209,22 @@ impl Fleet {
                 });
             }
         }
-        for (master, groups) in hosts {
+        for (master, (number, groups)) in hosts {
             if !self.drivers.contains_key(master) {
-                info!(master, groups = groups.len(), version = map.version, "master hosts groups");
-                self.hire(master.into(), groups);
+                info!(master, number, groups = groups.len(), version = map.version, "master hosts groups");
+                self.hire(master.into(), number, groups);
             }
         }
     }
 
-    fn hire(&mut self, master: Arc<str>, groups: GroupSet) {
+    fn hire(&mut self, master: Arc<str>, number: u32, groups: Hosted) {
         let (events, taken) = mpsc::unbounded_channel();
-        self.lines.open(&master, groups.clone(), events);
+        let line: Arc<str> = format!("{number} at {master}").into();
+        self.lines.open(&line, set_of(self.facts.groups, &groups), events);
         let (wanted, wishes) = watch::channel(groups);
         let driver = Driver {
             master: Arc::clone(&master),
+            line: Arc::clone(&line),
             facts: Arc::clone(&self.facts),
             parts: Arc::clone(&self.parts),
             lines: Arc::clone(&self.lines),
@@ -224,6 +236,6 @@ impl Fleet {
             conversation: None,
             backoff: Backoff::new(self.facts.boot),
         };
-        self.drivers.insert(master, Running { wanted, task: tokio::spawn(driver.run()) });
+        self.drivers.insert(master, Running { number, line, wanted, task: tokio::spawn(driver.run()) });
     }
 }

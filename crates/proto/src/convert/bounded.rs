@@ -16,8 +16,8 @@ use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_f
 use super::check::at_most;
 use super::{ConvertError, Wire};
 use crate::limits::{
-    ADDRESSES_MAX, ATTACH_REGIONS_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, NODES_MAX, SESSION_RECORDS_MAX,
-    TOUCH_BITMAPS_MAX,
+    ADDRESSES_MAX, ATTACH_REGIONS_MAX, BEQUEST_SEGMENTS_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, NODES_MAX,
+    SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX,
 };
 use crate::v1;
 
@@ -139,7 +139,10 @@ bounded! {
     RequestContext: [];
     ResponseContext: [one(6, "map", v1::GroupMap::REPEATED)];
     GroupMap: [many(3, "map.masters", GROUPS_MAX as usize, Element::Message(v1::MasterEntry::REPEATED))];
-    MasterEntry: [many(4, "map.masters.groups", GROUPS_MAX as usize, Element::Varint)];
+    MasterEntry: [
+        many(4, "map.masters.groups", GROUPS_MAX as usize, Element::Varint),
+        many(5, "map.masters.terms", GROUPS_MAX as usize, Element::Varint)
+    ];
     OutcomesResponse: [CONTEXT];
     SegmentRef: [];
 
@@ -159,7 +162,11 @@ bounded! {
     PutStartResponse: [CONTEXT, many(4, "expires_unix_ms", BATCH_KEYS_MAX, Element::Varint)];
     PutEndRequest: [many(3, "stripe_roots", HANDLES_PER_ANSWER_MAX, Element::Fixed64)];
     PutRevokeRequest: [];
-    Bequest: [one(7, "replicas", v1::GetReplicaListResponse::REPEATED)];
+    Bequest: [
+        one(7, "replicas", v1::GetReplicaListResponse::REPEATED),
+        many(9, "segments", BEQUEST_SEGMENTS_MAX, PLAIN)
+    ];
+    KnownSegment: [];
     RemoveRequest: [];
     BeginRequest: [];
     CommitRequest: [];

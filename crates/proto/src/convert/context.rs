@@ -149,10 +149,12 @@ pub struct MasterEntry<'a> {
     pub grpc_address: &'a str,
     /// Where it serves the framed protocol; empty if it does not.
     pub frame_address: &'a str,
-    /// Its term.
+    /// Its number.
     pub term: Term,
     /// The groups it hosts.
     pub groups: Vec<GroupId>,
+    /// The term of each of them.
+    pub terms: Vec<Term>,
 }
 
 impl<'a> Wire<'a> for GroupMap<'a> {
@@ -175,11 +177,14 @@ impl<'a> Wire<'a> for GroupMap<'a> {
                 rule("map.masters.groups", free, "every group is one of the cluster's and has one master")?;
                 own.push(group);
             }
+            check::count("map.masters.terms", master.terms.len(), own.len())?;
+            let terms = master.terms.iter().map(|&term| check::term(term)).collect::<Result<_, _>>()?;
             masters.push(MasterEntry {
                 grpc_address: &master.grpc_address,
                 frame_address: &master.frame_address,
                 term: check::term(master.term)?,
                 groups: own,
+                terms,
             });
         }
         Ok(GroupMap { version: MapVersion(m.version), groups, masters, alone: m.alone })
@@ -191,6 +196,7 @@ impl<'a> Wire<'a> for GroupMap<'a> {
             frame_address: m.frame_address.into(),
             term: m.term.get(),
             groups: m.groups.iter().map(|g| g.0.into()).collect(),
+            terms: m.terms.iter().map(|term| term.get()).collect(),
         };
         v1::GroupMap {
             version: self.version.0,

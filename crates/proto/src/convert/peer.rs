@@ -1,20 +1,20 @@
 //! What masters say to each other: a group goes to another one.
 
-use moontide_types::GroupId;
 use moontide_types::bounds::GROUPS_MAX;
+use moontide_types::{Generation, GroupId, NodeId, SegmentId};
 
 use super::answer::AnswerBody;
 use super::check::{self, at_most, copied, count, rule};
 use super::context::RequestContext;
 use super::lookup::Replicas;
 use super::{ConvertError, Wire};
-use crate::limits::{BEQUEST_PARTS_MAX, BEQUEST_TOMBSTONES_MAX};
+use crate::limits::{BEQUEST_PARTS_MAX, BEQUEST_SEGMENTS_MAX, BEQUEST_TOMBSTONES_MAX};
 use crate::packed::{Packed, PackedKeys};
 use crate::records::VersionedId;
 use crate::v1;
 
 /// Part of what a master knows of a group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bequest<'a> {
     /// Who asks.
     pub context: RequestContext<'a>,
@@ -32,6 +32,23 @@ pub struct Bequest<'a> {
     pub replicas: Replicas<'a>,
     /// What was removed, and nodes may still have.
     pub tombstones: Packed<'a, VersionedId>,
+    /// Segments and disks that are known.
+    pub segments: Vec<KnownSegment>,
+    /// Whether there are no other segments of the group.
+    pub all_segments: bool,
+    /// Whether there are no other disks.
+    pub all_disks: bool,
+}
+
+/// A segment that a master knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KnownSegment {
+    /// Its node.
+    pub node: NodeId,
+    /// Its number.
+    pub segment: SegmentId,
+    /// Which incarnation of it.
+    pub generation: Generation,
 }
 
 impl<'a> Wire<'a> for Bequest<'a> {
@@ -44,6 +61,12 @@ impl<'a> Wire<'a> for Bequest<'a> {
         count("replicas", replicas.list.len(), keys.len())?;
         rule("replicas", replicas.list.iter().all(|(object, _)| object.code.is_none()), "all are there")?;
         at_most("part", m.part, BEQUEST_PARTS_MAX)?;
+        at_most("segments", m.segments.len(), BEQUEST_SEGMENTS_MAX)?;
+        let segment = |known: &v1::KnownSegment| {
+            rule("segments.node", known.node != 0, "a node has a number")?;
+            let segment = check::segment("segments.segment", known.segment)?;
+            Ok(KnownSegment { node: NodeId(known.node), segment, generation: Generation(known.generation) })
+        };
         Ok(Bequest {
             context: RequestContext::of(&m.context)?,
             cluster: m.cluster,
@@ -53,10 +76,18 @@ impl<'a> Wire<'a> for Bequest<'a> {
             keys,
             replicas,
             tombstones: check::records("tombstones", &m.tombstones, BEQUEST_TOMBSTONES_MAX)?,
+            segments: m.segments.iter().map(segment).collect::<Result<_, ConvertError>>()?,
+            all_segments: m.all_segments,
+            all_disks: m.all_disks,
         })
     }
 
     fn to_wire(&self) -> v1::Bequest {
+        let known = |known: &KnownSegment| v1::KnownSegment {
+            node: known.node.0,
+            segment: known.segment.0,
+            generation: known.generation.0,
+        };
         v1::Bequest {
             context: Some(self.context.to_wire()),
             cluster: self.cluster,
@@ -66,6 +97,9 @@ impl<'a> Wire<'a> for Bequest<'a> {
             keys: copied(self.keys.as_encoded()),
             replicas: Some(self.replicas.write()),
             tombstones: copied(self.tombstones.as_encoded()),
+            segments: self.segments.iter().map(known).collect(),
+            all_segments: self.all_segments,
+            all_disks: self.all_disks,
         }
     }
 }

@@ -411,6 +411,11 @@ impl Gen {
         list.finish()
     }
 
+    fn known_segment(&mut self) -> v1::KnownSegment {
+        let (node, segment) = (self.u64().max(1), self.below(65_536) as u32);
+        v1::KnownSegment { node, segment, generation: self.u64() }
+    }
+
     /// Objects that are there, all of them.
     pub(crate) fn found(&mut self, count: usize) -> ObjectFields {
         let mut list = ObjectListBuilder::with_capacity(ListKind::Answer, count);
@@ -455,6 +460,7 @@ impl Gen {
             grpc_address: g.text(1, 30),
             frame_address: g.text(0, 30),
             term: g.term().get(),
+            terms: groups.iter().map(|_| g.term().get()).collect(),
             groups,
         };
         let masters = vec![master(self, vec![0, 3]), master(self, vec![1]), master(self, vec![])];
@@ -822,6 +828,9 @@ impl Gen {
                     keys,
                     replicas: Some(replicas),
                     tombstones: self.packed(n, Gen::versioned_id),
+                    segments: (0..n).map(|_| self.known_segment()).collect(),
+                    all_segments: self.bool(),
+                    all_disks: self.bool(),
                 }
                 .encode_to_vec()
             }

@@ -94,7 +94,7 @@ impl World {
                     tenant: None,
                     term: Term::ZERO,
                     occupied: false,
-                    away: Duration::ZERO,
+                    away: std::time::Duration::ZERO,
                     one_sided: false,
                 };
                 group.mount(now(), &spec, &mut effects).expect("a fresh segment is mounted");
