@@ -1,7 +1,7 @@
 //! `cargo xtask`: the commands of this workspace that are more than one call of cargo.
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
-//! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets,
+//! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] a cluster in trouble,
 //! [`quickstart`] the first lines of README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
 //! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, and [`command`] starts
 //! child processes in a known environment.
@@ -11,6 +11,7 @@
 
 mod ci;
 
+mod chaos;
 mod fuzz;
 mod python;
 mod quickstart;
@@ -40,6 +41,11 @@ commands:
                        paths named in ARCHITECTURE.md, links in every *.md, headers and lengths of sources
   fuzz [target]        run all fuzz targets, or one
       --seconds <n>    time for each target (default 60)
+  chaos                real processes that are killed, stopped, cut off and run out of disk, while clients check every read;
+                       needs root
+      --minutes <n>    for how long (default 10)
+      --seconds <n>    the same, finer
+      --seed <n>       repeat the faults of a run
   wheel                build the Python package and look at what it asks of a system
       --zig            for every system with glibc 2.28 or later (default)
       --plain          for this machine only, with its own linker
@@ -58,6 +64,7 @@ examples:
   cargo xtask tidy                             after moving a file or adding a crate
   cargo xtask fuzz                             every target, a minute each
   cargo xtask fuzz <target> --seconds 3600     one target, an hour
+  cargo xtask chaos --seconds 60               a minute of trouble
   cargo xtask wheel && cargo xtask python      the Python package, from sources to its tests
 ";
 
@@ -73,6 +80,8 @@ enum Failure {
     #[error(transparent)]
     Fuzz(#[from] fuzz::FuzzError),
     #[error(transparent)]
+    Chaos(#[from] command::CommandError),
+    #[error(transparent)]
     Wheel(#[from] wheel::WheelError),
     #[error(transparent)]
     Python(#[from] python::PythonError),
@@ -86,6 +95,7 @@ enum Request {
     CiList,
     Tidy,
     Fuzz { target: Option<String>, seconds: u32 },
+    Chaos(chaos::Options),
     Wheel(wheel::Options),
     Python(python::Options),
 }
@@ -113,6 +123,7 @@ fn perform(request: Request) -> Result<(), Failure> {
         Request::Fuzz { target, seconds } => {
             fuzz::run_named(&root, &Machine::probe(&root), target.as_deref(), seconds)?;
         }
+        Request::Chaos(options) => chaos::run(&root, &options)?,
         Request::Wheel(options) => {
             wheel::run(&root, &Machine::probe(&root), &options)?;
         }
@@ -133,6 +144,7 @@ fn parse(args: &[String]) -> Result<Request, Failure> {
         },
         ["tidy"] => Ok(Request::Tidy),
         ["fuzz", rest @ ..] => parse_fuzz(rest),
+        ["chaos", rest @ ..] => parse_chaos(rest),
         ["wheel", rest @ ..] => parse_wheel(rest),
         ["python", rest @ ..] => parse_python(rest),
         [command @ ("ci" | "tidy"), rest @ ..] => {
@@ -158,6 +170,31 @@ fn parse_fuzz(mut rest: &[&str]) -> Result<Request, Failure> {
                 tail
             }
             [other, ..] => return Err(Failure::Usage(format!("`fuzz` does not know `{other}`"))),
+        }
+    }
+}
+
+fn parse_chaos(mut rest: &[&str]) -> Result<Request, Failure> {
+    let mut options = chaos::Options::default();
+    fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Failure> {
+        text.parse().map_err(|_| Failure::Usage(format!("`{name}` wants a whole number, not `{text}`")))
+    }
+    loop {
+        rest = match rest {
+            [] => return Ok(Request::Chaos(options)),
+            ["--minutes", text, tail @ ..] => {
+                options.seconds = 60 * u32::from(number::<u16>("--minutes", text)?);
+                tail
+            }
+            ["--seconds", text, tail @ ..] => {
+                options.seconds = number("--seconds", text)?;
+                tail
+            }
+            ["--seed", text, tail @ ..] => {
+                options.seed = Some(number("--seed", text)?);
+                tail
+            }
+            [other, ..] => return Err(Failure::Usage(format!("`chaos` does not know `{other}`"))),
         }
     }
 }
@@ -255,6 +292,13 @@ mod tests {
         check("fuzz frame record", None);
         check("fuzz --forever", None);
         check("deploy", None);
+
+        let chaos = |seconds, seed| Some(Request::Chaos(chaos::Options { seconds, seed }));
+        check("chaos", chaos(chaos::LONG_SECONDS, None));
+        check("chaos --minutes 3 --seed 7", chaos(180, Some(7)));
+        check("chaos --seconds 60", chaos(60, None));
+        check("chaos --minutes many", None);
+        check("chaos now", None);
 
         let wheel = |plain, out: Option<&str>, free_threaded| {
             Some(Request::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))

@@ -10,6 +10,7 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::num::NonZeroU16;
 use std::ops::{Deref, RangeInclusive};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use moontide_meta::{Admission, PlacementKind};
 use moontide_proto::limits::ADDRESS_BYTES_MAX;
@@ -17,6 +18,8 @@ use moontide_types::bounds::{
     GROUPS_DEFAULT, GROUPS_MAX, LEASE_MS_MAX, OBJECT_BYTES_MAX, PAGE_BYTES, RESERVATION_MS_MAX,
 };
 use serde::Deserialize;
+
+use crate::election::RegistryAddress;
 
 /// In front of a setting's name in the environment.
 pub const ENVIRONMENT_PREFIX: &str = "MOONTIDE_MASTER_";
@@ -125,7 +128,7 @@ settings! {
     registry: Option<String> = None;
     /// How long others wait for a master that does not renew its lease, in milliseconds.
     lease_ms: u32 = LEASE_MS_DEFAULT;
-    /// Directory for the cluster's identity; without one a restart begins a new cluster.
+    /// Directory for the cluster's identity, where there is no registry; without one a restart begins a new cluster.
     data_dir: Option<PathBuf> = None;
     /// Groups of the cluster, 1 to 4096; fixed when data_dir is first used.
     groups: u16 = GROUPS_DEFAULT;
@@ -507,6 +510,12 @@ impl MasterConfig {
     }
 
     fn check_addresses(&self, wrong: &mut Vec<WrongValue>) {
+        if let Some(Err(error)) = self.registry.as_deref().map(RegistryAddress::from_str) {
+            let (setting, rule) = ("registry", format!("is {:?}: {}", error.text, error.why));
+            let advice =
+                "take etcd://host:port/prefix or kubernetes://namespace/name, or leave it out for one master";
+            wrong.push(WrongValue { setting, rule, advice });
+        }
         let mut rule = |holds: bool, setting, rule: String, advice| {
             if !holds {
                 wrong.push(WrongValue { setting, rule, advice });
@@ -593,6 +602,12 @@ impl ValidConfig {
     /// Groups of the cluster.
     pub(crate) fn groups(&self) -> NonZeroU16 {
         NonZeroU16::new(self.groups).expect("validate() refuses 0 groups")
+    }
+
+    /// Where masters meet.
+    pub(crate) fn registry(&self) -> RegistryAddress {
+        let address = self.registry.as_deref().map(RegistryAddress::from_str);
+        address.map_or(RegistryAddress::None, |address| address.expect("validate() refuses what is none"))
     }
 
     /// Threads of the framed door.

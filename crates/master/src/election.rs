@@ -16,16 +16,22 @@
 //!
 //! Invariant: a group's term rises whenever its owner changes, because both are written at once.
 
+mod address;
 mod campaign;
 mod candidate;
 mod document;
 mod estate;
+mod etcd;
+mod kubernetes;
 mod memory;
 mod registry;
 
+pub use address::{BadRegistryAddress, EtcdTlsFiles, RegistryAddress};
 pub(crate) use campaign::{Campaign, Proposal};
 pub use candidate::{Candidate, Gift, Plan, Standing};
 pub use document::{Document, Hosting, Identity, MasterAddresses, Owner, TenantChange, TenantEntry};
 pub(crate) use estate::Estates;
+pub use etcd::{EtcdRegistry, EtcdTls};
+pub use kubernetes::{KubernetesRegistry, KubernetesServer};
 pub use memory::{Board, MemoryRegistry};
 pub use registry::{Registry, RegistryError, Snapshot, Token};

@@ -168,7 +168,7 @@ impl Server {
         Server::start_at(config, None)
     }
 
-    /// Starts one of several masters, which meet at this registry.
+    /// The same; masters meet at this registry, if there is one, instead of the one that is configured.
     pub fn start_at(config: MasterConfig, registry: Option<Arc<dyn Registry>>) -> Result<Server, StartError> {
         let config = config.validate()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -177,6 +177,11 @@ impl Server {
             .build()
             .map_err(StartError::Threads)?;
         let (listeners, addresses) = runtime.block_on(bind_all(&config))?;
+        let registry = match registry {
+            Some(registry) => Some(registry),
+            // It may want a runtime around it.
+            None => runtime.block_on(async { config.registry().connect() })?,
+        };
         let origin = match registry {
             Some(registry) => runtime.block_on(join(&config, registry, addresses))?,
             None => Origin::Alone(Identity::establish(config.data_dir.as_deref(), config.groups())?),

@@ -4,6 +4,7 @@
 //! to print JSON. Every figure that the machine limits stands beside the bare limit measured in the same run.
 
 mod disk;
+mod failover;
 mod figures;
 mod meta;
 mod store;
@@ -41,6 +42,9 @@ enum Bench {
     /// Many callers who read and write; also more than can be served
     #[command(after_help = store::MIXED_EXAMPLES)]
     Mixed(store::MixedArgs),
+    /// A master that is killed and started again: how long until everything goes on
+    #[command(after_help = failover::EXAMPLES)]
+    Failover(failover::Args),
     /// Replay a trace of KV-cache traffic
     #[command(after_help = store::REPLAY_EXAMPLES)]
     Trace(store::ReplayArgs),
@@ -69,6 +73,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Remote(args) => store::remote(&args),
         Bench::Load(args) => store::load(&args),
         Bench::Mixed(args) => store::mixed(&args),
+        Bench::Failover(args) => failover::run(&args),
         Bench::Trace(args) => store::replay(&args),
         Bench::TraceGen(args) => trace::generate(&args),
         Bench::TraceInfo(args) => trace::info(&args),

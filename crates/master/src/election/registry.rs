@@ -1,6 +1,7 @@
 //! [`Registry`]: where masters meet. A small trait, because everything that is decided is decided elsewhere.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
@@ -93,4 +94,10 @@ pub trait Registry: Send + Sync + fmt::Debug {
     /// Waits until something may have changed since `seen` was read, for `wait` at most. Coming back too early or after
     /// an error does no harm.
     fn changed<'a>(&'a self, seen: &'a Snapshot, wait: Duration) -> BoxFuture<'a, ()>;
+}
+
+/// What an error comes down to: libraries wrap what a person wants to know into layers that say nothing.
+pub(super) fn root_cause(error: &(dyn Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |&cause| cause.source());
+    causes.last().expect("the error itself is one").to_string()
 }

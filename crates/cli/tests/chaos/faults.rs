@@ -1,0 +1,259 @@
+//! What happens to a [`World`]: faults, each with a beginning and an end, drawn from a seed.
+//!
+//! Kinds come from a deck that holds each of them at least once and is shuffled when it is used up, so that also a short run
+//! meets all of them. Up to three faults are open at a time. What has its end here: a killed process is started again, a
+//! stopped one goes on, a cut is healed, a full disk is emptied.
+
+use std::time::{Duration, Instant};
+
+use crate::content::Rng;
+use crate::journal::{Record, now};
+use crate::net::Host;
+use crate::report;
+use crate::world::{self, Part, World};
+
+/// What can happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    Kill(Part),
+    Stop(Part),
+    /// Between two kinds of processes.
+    Cut(Part, Part, Direction),
+    DiskFull,
+    /// Everything is killed at once.
+    KillAll,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Direction {
+    Both,
+    /// Packets from the first to the second are lost.
+    There,
+    Back,
+}
+
+use Direction::{Back, Both, There};
+use Part::{Client, Master, Node, Registry};
+
+/// Each with how often it is in the deck.
+const DECK: &[(Kind, usize)] = &[
+    (Kind::Kill(Master), 2),
+    (Kind::Kill(Node), 2),
+    (Kind::Kill(Client), 2),
+    (Kind::Stop(Master), 1),
+    (Kind::Stop(Node), 2),
+    (Kind::Stop(Client), 1),
+    (Kind::Cut(Node, Master, Both), 2),
+    (Kind::Cut(Node, Master, There), 1),
+    (Kind::Cut(Node, Master, Back), 1),
+    (Kind::Cut(Client, Node, Both), 1),
+    (Kind::Cut(Client, Node, There), 1),
+    (Kind::Cut(Client, Node, Back), 1),
+    (Kind::Cut(Client, Master, Both), 1),
+    (Kind::Cut(Client, Master, There), 1),
+    (Kind::Cut(Client, Master, Back), 1),
+    (Kind::DiskFull, 2),
+    (Kind::KillAll, 1),
+    // Only where there are several masters.
+    (Kind::Kill(Registry), 1),
+    (Kind::Stop(Registry), 1),
+    (Kind::Cut(Master, Registry, Both), 2),
+    (Kind::Cut(Master, Registry, There), 1),
+    (Kind::Cut(Master, Registry, Back), 1),
+    (Kind::Cut(Master, Master, Both), 1),
+];
+
+/// Faults that are open at a time.
+const OPEN_MAX: usize = 3;
+/// From the beginning of one fault to that of the next.
+const PAUSE_MS: std::ops::Range<usize> = 500..4000;
+/// How long most faults last, and how long one in four does: longer than a node's session without beats.
+const SHORT_MS: std::ops::Range<usize> = 50..1500;
+const LONG_MS: std::ops::Range<usize> = 1500..5000;
+
+/// A fault that is over.
+#[derive(Clone, Debug)]
+pub struct Done {
+    pub kind: Kind,
+    pub start: u64,
+    pub end: u64,
+}
+
+/// When a client stood still.
+#[derive(Clone, Copy, Debug)]
+pub struct Stop {
+    life: u32,
+    start: u64,
+    end: u64,
+}
+
+impl Stop {
+    /// Whether a call was under way meanwhile.
+    pub fn touches(&self, record: &Record) -> bool {
+        self.life == record.life && record.start <= self.end && record.end >= self.start
+    }
+}
+
+/// Who is hit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Target {
+    Process(Part, usize),
+    Pair(Host, Host),
+    Disk(usize),
+    All,
+}
+
+struct Open {
+    kind: Kind,
+    target: Target,
+    start: u64,
+    until: Instant,
+    /// Of a client that is stopped.
+    life: Option<u32>,
+}
+
+pub struct Faults {
+    rng: Rng,
+    deck: Vec<Kind>,
+    next_at: Instant,
+    open: Vec<Open>,
+    pub done: Vec<Done>,
+    stops: Vec<Stop>,
+}
+
+impl Faults {
+    pub fn new(rng: Rng) -> Faults {
+        let next_at = Instant::now() + Duration::from_secs(1);
+        Faults { rng, deck: vec![], next_at, open: vec![], done: vec![], stops: vec![] }
+    }
+
+    /// Ends what is over, and begins the next if it is time.
+    pub fn step(&mut self, world: &mut World) {
+        let moment = Instant::now();
+        while let Some(at) = self.open.iter().position(|open| open.until <= moment) {
+            let open = self.open.swap_remove(at);
+            self.end(world, open);
+        }
+        if moment >= self.next_at && self.open.len() < OPEN_MAX {
+            self.begin(world);
+            self.next_at =
+                moment + Duration::from_millis(self.rng.within(PAUSE_MS.start, PAUSE_MS.end) as u64);
+        }
+    }
+
+    /// Ends everything.
+    pub fn heal(&mut self, world: &mut World) {
+        for open in std::mem::take(&mut self.open) {
+            self.end(world, open);
+        }
+        world.net.heal();
+    }
+
+    /// When clients stood still.
+    pub fn stops(&self) -> Vec<Stop> {
+        self.stops.clone()
+    }
+
+    fn draw(&mut self) -> Kind {
+        if self.deck.is_empty() {
+            self.deck = DECK.iter().flat_map(|(kind, times)| std::iter::repeat_n(*kind, *times)).collect();
+            for at in (1..self.deck.len()).rev() {
+                let other = self.rng.within(0, at + 1);
+                self.deck.swap(at, other);
+            }
+        }
+        self.deck.pop().expect("it was filled")
+    }
+
+    fn begin(&mut self, world: &mut World) {
+        if self.open.iter().any(|open| open.kind == Kind::KillAll) {
+            return; // there is nobody to whom something could happen
+        }
+        // What finds nobody to happen to is left out, and another is drawn: at most as many as there are.
+        let drawn = (0..DECK.len()).find_map(|_| {
+            let kind = self.draw();
+            self.target(world, kind).map(|target| (kind, target))
+        });
+        let Some((kind, target)) = drawn else { return };
+        let span = if self.rng.draw().is_multiple_of(4) { LONG_MS } else { SHORT_MS };
+        let lasts = Duration::from_millis(self.rng.within(span.start, span.end) as u64);
+        let mut life = None;
+        let start = now();
+        match (&kind, &target) {
+            (Kind::Kill(_), Target::Process(part, at)) => world.part(*part)[*at].kill(),
+            (Kind::Stop(_), Target::Process(part, at)) => {
+                let process = &mut world.part(*part)[*at];
+                life = (*part == Client).then(|| world::client_life(*at, process.life()));
+                process.stop();
+            }
+            (Kind::Cut(_, _, direction), Target::Pair(one, other)) => {
+                if *direction != Back {
+                    world.net.cut(one, other);
+                }
+                if *direction != There {
+                    world.net.cut(other, one);
+                }
+            }
+            (Kind::DiskFull, Target::Disk(at)) => world.disks[*at].fill(),
+            (Kind::KillAll, _) => {
+                for part in Part::ALL {
+                    world.part(part).iter_mut().for_each(|process| process.kill());
+                }
+            }
+            (kind, target) => unreachable!("{kind:?} of {target:?}"),
+        }
+        println!("{} {kind:?} {target:?} for {lasts:?}", report::moment(start));
+        self.open.push(Open { kind, target, start, until: Instant::now() + lasts, life });
+    }
+
+    /// Somebody to whom nothing happens yet.
+    fn target(&mut self, world: &mut World, kind: Kind) -> Option<Target> {
+        let mut candidates = vec![];
+        match kind {
+            Kind::Kill(part) | Kind::Stop(part) => {
+                let running = world.part(part).iter().enumerate().filter(|(_, process)| process.is_running());
+                candidates.extend(running.map(|(at, _)| Target::Process(part, at)));
+            }
+            Kind::Cut(one, other, _) => {
+                let hosts = |world: &mut World, part| -> Vec<Host> {
+                    world.part(part).iter().map(|process| process.host.clone()).collect()
+                };
+                let (ones, others) = (hosts(world, one), hosts(world, other));
+                for one in &ones {
+                    // A client at a node's host reaches the node without a network.
+                    let others = others.iter().filter(|other| *other != one);
+                    candidates.extend(others.map(|other| Target::Pair(one.clone(), other.clone())));
+                }
+            }
+            Kind::DiskFull => candidates.extend((0..world.disks.len()).map(Target::Disk)),
+            // Only when nothing else is open: what is killed then is started again by its own fault's end.
+            Kind::KillAll if self.open.is_empty() => candidates.push(Target::All),
+            Kind::KillAll => {
+                // Next time.
+                self.deck.insert(self.deck.len() / 2, kind);
+                return None;
+            }
+        }
+        candidates.retain(|target| self.open.iter().all(|open| open.target != *target));
+        (!candidates.is_empty()).then(|| candidates.swap_remove(self.rng.within(0, candidates.len())))
+    }
+
+    fn end(&mut self, world: &mut World, open: Open) {
+        match (&open.kind, &open.target) {
+            (Kind::Kill(_), Target::Process(part, at)) => world.part(*part)[*at].start(),
+            (Kind::Stop(_), Target::Process(part, at)) => world.part(*part)[*at].go_on(),
+            (Kind::Cut(..), Target::Pair(one, other)) => world.net.heal_pair(one, other),
+            (Kind::DiskFull, Target::Disk(at)) => world.disks[*at].empty(),
+            (Kind::KillAll, _) => {
+                for part in Part::ALL {
+                    world.part(part).iter_mut().for_each(|process| process.start());
+                }
+            }
+            (kind, target) => unreachable!("{kind:?} of {target:?}"),
+        }
+        let end = now();
+        println!("{} {:?} is over", report::moment(end), open.kind);
+        self.stops.extend(open.life.map(|life| Stop { life, start: open.start, end }));
+        self.done.push(Done { kind: open.kind, start: open.start, end });
+    }
+}

@@ -1,0 +1,54 @@
+//! Tables for people: which faults happened, what calls came to, how long gets took.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::client::{DEADLINE, LATE};
+use crate::faults::Done;
+
+/// A moment of the machine's clock, in seconds: the same in all lines of a run.
+pub fn moment(nanos: u64) -> String {
+    format!("{:.3}", nanos as f64 / 1e9)
+}
+
+/// Faults by kind.
+pub fn faults(done: &[Done]) {
+    let mut kinds = BTreeMap::<String, (usize, u64, u64)>::new();
+    for fault in done {
+        let kind = kinds.entry(format!("{:?}", fault.kind)).or_default();
+        let ms = (fault.end - fault.start) / 1_000_000;
+        *kind = (kind.0 + 1, kind.1 + ms, kind.2.max(ms));
+    }
+    println!("{:32} {:>6} {:>10} {:>10}", "fault", "times", "mean ms", "longest ms");
+    for (kind, (times, ms, longest)) in &kinds {
+        println!("{kind:32} {times:>6} {:>10} {longest:>10}", ms / *times as u64);
+    }
+    println!("{:32} {:>6}", "all", done.len());
+}
+
+/// Calls by what they came to.
+pub fn operations(counts: &BTreeMap<(&'static str, String), u64>, keys_written: u64) {
+    println!("{:8} {:20} {:>10}", "call", "ended", "times");
+    for ((call, ended), times) in counts {
+        println!("{call:8} {ended:20} {times:>10}");
+    }
+    println!("{keys_written} keys were written");
+}
+
+/// How long gets took, all of them and those that began while something was wrong.
+pub fn latencies(gets: &[(u64, Duration)], faults: &[Done]) {
+    let during = |start: u64| faults.iter().any(|fault| (fault.start..=fault.end).contains(&start));
+    let all: Vec<Duration> = gets.iter().map(|(_, took)| *took).collect();
+    let faulty: Vec<Duration> =
+        gets.iter().filter(|(start, _)| during(*start)).map(|(_, took)| *took).collect();
+    for (which, mut took) in [("all gets", all), ("gets during faults", faulty)] {
+        took.sort_unstable();
+        let share = |share: f64| took.get((took.len().saturating_sub(1) as f64 * share) as usize).copied();
+        let [p50, p99, p999, max] = [0.5, 0.99, 0.999, 1.0].map(|at| share(at).unwrap_or_default());
+        println!(
+            "{which}: {} of them, p50 {p50:?}, p99 {p99:?}, p99.9 {p999:?}, max {max:?}; deadline {DEADLINE:?}, \
+             at most {LATE:?} late",
+            took.len()
+        );
+    }
+}

@@ -1,0 +1,464 @@
+//! [`World`]: which processes there are, where, and with which words they are started; what they hold when all is over.
+//!
+//! Several masters share the groups by a registry, for which an `etcd` of one process is started. How many there are is
+//! [`Shape`]'s; with one there is no registry. What a master is told of it stands in [`registry_words`] alone, and the
+//! addresses that nodes and clients are given in [`masters_address`].
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use moontide_client::{Store, StoreConfig};
+use moontide_types::ErrorCode;
+
+use crate::client::{Role, end_file};
+use crate::kit::{Numbers, http_get, words};
+use crate::net::{Host, Net};
+use crate::process::Process;
+
+/// Kinds of processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    Registry,
+    Master,
+    Node,
+    Client,
+}
+
+impl Part {
+    /// In the order in which they are started.
+    pub const ALL: [Part; 4] = [Part::Registry, Part::Master, Part::Node, Part::Client];
+}
+
+/// How many there are.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    pub masters: u8,
+    pub nodes: u8,
+    /// Clients at nodes' hosts, which read mapped memory.
+    pub near: u8,
+    pub far: u8,
+}
+
+impl Shape {
+    /// With as many masters as `MOONTIDE_CHAOS_MASTERS` says, or one.
+    pub fn from_environment() -> Shape {
+        let masters = std::env::var("MOONTIDE_CHAOS_MASTERS");
+        let masters = masters.map_or(1, |text| text.parse().expect("a number of masters"));
+        Shape { masters, nodes: 4, near: 2, far: 2 }
+    }
+
+    fn has_registry(self) -> bool {
+        self.masters > 1
+    }
+}
+
+const GROUPS: usize = 4;
+const NODE_MIB: usize = 48;
+/// A node's session ends after so long without beats: some faults last longer, some do not.
+const SESSION_TTL_MS: u64 = 2000;
+/// Longest that a writer's reservation lasts: what killed writers leave is free after that.
+const RESERVATION_MS: u64 = 5000;
+/// A master whose lease is not renewed loses its groups after so long.
+const LEASE_MS: u64 = 2000;
+const DISK_MIB: usize = 96;
+const DISK_LIMIT_MIB: usize = 64;
+
+/// Until all processes are there and know each other, after all was healed.
+const SETTLED: Duration = Duration::from_secs(60);
+/// Until everything is free that was removed: reservations of killed writers end, and orders reach their nodes.
+const EMPTY: Duration = Duration::from_secs(60);
+
+/// A disk of a node: a small file system in memory. Gone when it is dropped.
+#[derive(Debug)]
+pub struct Disk {
+    path: PathBuf,
+}
+
+impl Disk {
+    fn mount(path: PathBuf) -> Disk {
+        std::fs::create_dir_all(&path).expect("a folder for a disk");
+        let size = format!("size={DISK_MIB}m");
+        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "none"]).arg(&path).status();
+        assert!(status.is_ok_and(|status| status.success()), "a file system cannot be mounted");
+        Disk { path }
+    }
+
+    /// Takes all its room.
+    pub fn fill(&mut self) {
+        use std::io::Write;
+        let mut ballast = std::fs::File::create(self.path.join("ballast")).expect("a file");
+        let zeros = vec![0; 1 << 20];
+        while ballast.write_all(&zeros).is_ok() {}
+    }
+
+    pub fn empty(&mut self) {
+        std::fs::remove_file(self.path.join("ballast")).expect("the ballast is there");
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // Lazily: whoever still has a file of it open does not keep it.
+        let _ = Command::new("umount").arg("-l").arg(&self.path).status();
+    }
+}
+
+/// The processes. Dropped in this order: they end before their network and their disks.
+pub struct World {
+    clients: Vec<Process>,
+    nodes: Vec<Process>,
+    masters: Vec<Process>,
+    registry: Vec<Process>,
+    pub disks: Vec<Disk>,
+    pub net: Net,
+    folder: PathBuf,
+    shape: Shape,
+}
+
+fn master_host(at: u8) -> Host {
+    Host::new(format!("m{at}"), 1 + at)
+}
+
+fn registry_host() -> Host {
+    Host::new("e0", 31)
+}
+
+/// The registry: one `etcd`, which keeps what it knows when it is killed.
+fn registry_command(folder: &Path) -> Vec<String> {
+    let ip = registry_host().ip();
+    let (clients, peers) = (format!("http://{ip}:2379"), format!("http://{ip}:2380"));
+    let mut all = vec![std::env::var("MOONTIDE_ETCD").unwrap_or_else(|_| "etcd".to_owned())];
+    all.extend(words(&format!(
+        "--name chaos --data-dir {} --listen-client-urls {clients} --advertise-client-urls {clients} \
+         --listen-peer-urls {peers} --initial-advertise-peer-urls {peers} --initial-cluster chaos={peers}",
+        folder.join("etcd").display()
+    )));
+    all
+}
+
+/// What a master is told of the registry, or of a directory of its own.
+fn registry_words(shape: Shape, folder: &Path, at: u8) -> String {
+    if shape.has_registry() {
+        format!("--registry etcd://{}:2379/chaos --lease-ms {LEASE_MS}", registry_host().ip())
+    } else {
+        format!("--data-dir {}", folder.join(format!("master-{at}")).display())
+    }
+}
+
+fn node_host(at: u8) -> Host {
+    Host::new(format!("n{at}"), 11 + at)
+}
+
+/// Where masters serve gRPC; any of them will do.
+fn masters_address(shape: Shape) -> String {
+    let addresses = (0..shape.masters).map(|at| format!("{}:7400", master_host(at).ip()));
+    addresses.collect::<Vec<_>>().join(",")
+}
+
+fn master_admin(at: usize) -> String {
+    format!("{}:7402", master_host(at as u8).ip())
+}
+
+fn node_admin(at: usize) -> String {
+    format!("{}:7600", node_host(at as u8).ip())
+}
+
+/// A number for each life of each client.
+pub fn client_life(client: usize, life: u32) -> u32 {
+    client as u32 * 10_000 + life
+}
+
+fn moontide(rest: &str) -> Vec<String> {
+    let mut all = vec![env!("CARGO_BIN_EXE_moontide").to_owned()];
+    all.extend(words(rest));
+    all
+}
+
+impl World {
+    pub fn start(shape: Shape, folder: &Path, seed: u64) -> World {
+        let far_host = |at: u8| Host::new(format!("c{at}"), 21 + at);
+        let hosts: Vec<Host> = (0..shape.masters)
+            .map(master_host)
+            .chain((0..shape.nodes).map(node_host))
+            .chain((0..shape.far).map(far_host))
+            .chain(shape.has_registry().then(registry_host))
+            .collect();
+        let net = Net::new(&hosts);
+        // Of every two nodes one has a disk, of every two hosts one lets processes map the memory.
+        let has_disk = |at: u8| at % 2 == 1;
+        let is_open = |at: u8| at < shape.near;
+        let disk_path = |at: u8| folder.join(format!("disk-{at}"));
+        let disks =
+            (0..shape.nodes).filter(|at| has_disk(*at)).map(|at| Disk::mount(disk_path(at))).collect();
+
+        let registry = shape.has_registry().then(|| {
+            let all = registry_command(folder);
+            Process::new(&net, folder, "etcd", &registry_host(), Box::new(move |_| (all.clone(), vec![])))
+        });
+        let masters = (0..shape.masters).map(|at| {
+            let host = master_host(at);
+            let ip = host.ip();
+            let all = moontide(&format!(
+                "master --grpc-listen {ip}:7400 --frame-listen {ip}:7401 --admin-listen {ip}:7402 --groups {GROUPS} \
+                 --session-ttl-ms {SESSION_TTL_MS} --reservation-ms {RESERVATION_MS} --reallocate-wait-ms 0 {}",
+                registry_words(shape, folder, at)
+            ));
+            Process::new(&net, folder, &host.name, &host, Box::new(move |_| (all.clone(), vec![])))
+        });
+        let nodes = (0..shape.nodes).map(|at| {
+            let host = node_host(at);
+            let (ip, name) = (host.ip(), &host.name);
+            let door = folder.join(format!("{name}.sock"));
+            let mut rest = format!(
+                "node --master {} --node {:016x} --memory-bytes {NODE_MIB}MiB --slot-bytes 1KiB --listen {ip}:7500 \
+                 --admin-listen {ip}:7600 --host {name} --local {} --door {}",
+                masters_address(shape),
+                0xc0de + u64::from(at),
+                is_open(at),
+                door.display()
+            );
+            if has_disk(at) {
+                let backend = if at % 4 == 1 { "bucket" } else { "file" };
+                rest += &format!(
+                    " --disk-dir {} --disk-limit {DISK_LIMIT_MIB}MiB --disk-staging 8MiB --disk-backend {backend}",
+                    disk_path(at).display()
+                );
+            }
+            let all = moontide(&rest);
+            Process::new(&net, folder, name, &host, Box::new(move |_| (all.clone(), vec![])))
+        });
+        let clients = (0..shape.near + shape.far).map(|at| {
+            let near = at < shape.near;
+            let host = if near { node_host(at) } else { far_host(at - shape.near) };
+            let role = Role {
+                folder: folder.to_owned(),
+                life: 0,
+                writer: at.into(),
+                writers: (shape.near + shape.far).into(),
+                masters: masters_address(shape),
+                near,
+                seed: seed ^ u64::from(at) << 48,
+            };
+            let me = std::env::current_exe().expect("a path to this test").display().to_string();
+            let all =
+                vec![me, "--exact".into(), crate::TEST.into(), "--ignored".into(), "--nocapture".into()];
+            let words = move |starts| {
+                let life = client_life(at.into(), starts + 1);
+                let role = Role { life, seed: role.seed + u64::from(starts), ..role.clone() };
+                (all.clone(), vec![(crate::client::ROLE.to_owned(), role.encode())])
+            };
+            Process::new(&net, folder, format!("client-{at}"), &host, Box::new(words))
+        });
+        let (masters, nodes, clients) = (masters.collect(), nodes.collect(), clients.collect());
+        let registry = registry.into_iter().collect();
+        let mut world =
+            World { clients, nodes, masters, registry, disks, net, folder: folder.to_owned(), shape };
+        for part in Part::ALL {
+            world.part(part).iter_mut().for_each(Process::start);
+        }
+        world.settle();
+        world
+    }
+
+    pub fn part(&mut self, part: Part) -> &mut [Process] {
+        match part {
+            Part::Registry => &mut self.registry,
+            Part::Master => &mut self.masters,
+            Part::Node => &mut self.nodes,
+            Part::Client => &mut self.clients,
+        }
+    }
+
+    /// Starts again whoever has ended by itself.
+    pub fn tend(&mut self) {
+        for part in Part::ALL {
+            self.part(part).iter_mut().for_each(Process::tend);
+        }
+    }
+
+    fn master_pages(&self) -> std::io::Result<Vec<Numbers>> {
+        let pages = (0..self.masters.len()).map(|at| http_get(&master_admin(at), "/metrics"));
+        pages.map(|page| page.map(|page| Numbers::read(&page))).collect()
+    }
+
+    fn node_pages(&self) -> std::io::Result<Vec<Numbers>> {
+        let pages = (0..self.nodes.len()).map(|at| http_get(&node_admin(at), "/metrics"));
+        pages.map(|page| page.map(|page| Numbers::read(&page))).collect()
+    }
+
+    /// Waits until all are there and the masters know all segments of all nodes.
+    pub fn settle(&mut self) {
+        let (end, segments) = (Instant::now() + SETTLED, (self.nodes.len() * GROUPS) as u64);
+        loop {
+            self.tend();
+            let known = |pages: Vec<Numbers>| -> u64 {
+                pages.iter().map(|page| page.master("mounted_segments")).sum()
+            };
+            let mounted = |pages: Vec<Numbers>| pages.iter().all(|page| page.node("session_mounted") == 1);
+            let there = self.master_pages().map(known);
+            if there.as_ref().is_ok_and(|known| *known == segments) && self.node_pages().is_ok_and(mounted) {
+                return;
+            }
+            assert!(Instant::now() < end, "not settled within {SETTLED:?}: {there:?} of {segments} segments");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Clients end by themselves, and well.
+    pub fn end_clients(&mut self) {
+        std::fs::write(end_file(&self.folder), "").expect("a file");
+        for client in &mut self.clients {
+            if let Err(why) = client.wait(Duration::from_secs(30)) {
+                panic!("a client failed: {why}");
+            }
+        }
+    }
+
+    /// Removes every key, and says what is still held when it should be free.
+    pub fn remove_everything(&mut self) -> Vec<String> {
+        let config = StoreConfig {
+            local: false,
+            deadline: Duration::from_secs(10),
+            ..StoreConfig::new(masters_address(self.shape))
+        };
+        let store = Store::connect(config).expect("the master is there");
+        let end = Instant::now() + EMPTY;
+        let (mut removed, mut pending) = (0, 0);
+        loop {
+            let keys = store.list(b"", b"", 1000).expect("a list").keys;
+            if keys.is_empty() {
+                break;
+            }
+            let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+            for outcome in store.remove_batch(&keys, true) {
+                match outcome {
+                    Ok(_) => removed += 1,
+                    Err(error) if error.code() == ErrorCode::Pending => pending += 1,
+                    Err(error) => panic!("a removal failed after all was healed: {error}"),
+                }
+            }
+            assert!(
+                Instant::now() < end,
+                "the keys do not come to an end: {removed} removed, {pending} pending"
+            );
+        }
+        println!("{removed} keys were removed at the end, {pending} pending");
+        let began = Instant::now();
+        loop {
+            let held = self.held();
+            if held.is_empty() {
+                println!("everything was free {:?} later", began.elapsed());
+                return held;
+            }
+            if Instant::now() > end {
+                return held;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// What is on the disks but for the node's number and the log of removals, which is made short when it is long.
+    fn on_disks(&self) -> Vec<String> {
+        let mut found = vec![];
+        let mut folders: Vec<PathBuf> = self.disks.iter().map(|disk| disk.path.clone()).collect();
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
+                let (path, data) = (entry.path(), entry.metadata());
+                match data {
+                    Ok(data) if data.is_dir() => folders.push(path),
+                    Ok(data)
+                        if data.len() > 0
+                            && !["removed.log", "node.id"]
+                                .contains(&&*entry.file_name().to_string_lossy()) =>
+                    {
+                        found.push(format!("{}: {} bytes", path.display(), data.len()));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        found
+    }
+
+    /// What anybody holds.
+    fn held(&self) -> Vec<String> {
+        let (masters, nodes) = match (self.master_pages(), self.node_pages()) {
+            (Ok(masters), Ok(nodes)) => (masters, nodes),
+            (masters, nodes) => return vec![format!("pages: {:?} {:?}", masters.err(), nodes.err())],
+        };
+        let mut held = self.on_disks();
+        let mut none = |who: &str, page: &Numbers, name: &str| {
+            if let Some(number) = page.0.get(name).filter(|number| **number != 0) {
+                held.push(format!("{who}: {name} {number}"));
+            }
+        };
+        for (process, page) in self.masters.iter().zip(&masters) {
+            let gauges = "stored_objects writing_objects space_live_units space_reserved_units space_draining_units \
+                          header_taken_slots disk_only_objects offloading_units outstanding_orders";
+            for gauge in gauges.split_whitespace() {
+                none(&process.name, page, &format!("moontide_master_{gauge}"));
+            }
+        }
+        for (process, page) in self.nodes.iter().zip(&nodes) {
+            let gauges = "memory_live_bytes memory_writing_bytes memory_draining_bytes orders_outstanding \
+                          drains_overdue_slots local_processes disk_records disk_backlog_bytes disk_full \
+                          disk_write_failed";
+            for gauge in gauges.split_whitespace() {
+                none(&process.name, page, &format!("moontide_node_{gauge}"));
+            }
+        }
+        // What is not held is free.
+        for (process, page) in self.nodes.iter().zip(&nodes) {
+            for (free, all) in [
+                ("memory_free_bytes", "memory_all_bytes"),
+                ("slots_free_slots", "slots_all_slots"),
+                ("disk_staging_free_bytes", "disk_staging_all_bytes"),
+            ] {
+                let [free_is, all_is] = [free, all].map(|name| page.0.get(&format!("moontide_node_{name}")));
+                if free_is != all_is {
+                    held.push(format!("{}: {free} is {free_is:?} of {all_is:?}", process.name));
+                }
+            }
+        }
+        held
+    }
+
+    pub fn print_restarts(&self) {
+        for process in self.registry.iter().chain(&self.masters).chain(&self.nodes).chain(&self.clients) {
+            let Process { name, starts, ended_by_itself, .. } = process;
+            println!(
+                "{name:10} started {starts} times, {ended_by_itself} times after it had ended by itself"
+            );
+        }
+    }
+
+    /// Lines of logs that a person should look at.
+    pub fn log_errors(&self) -> Vec<String> {
+        let mut errors = vec![];
+        for process in self.registry.iter().chain(&self.masters).chain(&self.nodes).chain(&self.clients) {
+            let text = process.log_text();
+            let lines = text.lines().filter(|line| line.contains(" ERROR ") || line.contains("panicked at"));
+            // A disk without space is what somebody should look at, and here it is meant to be full.
+            let lines = lines.filter(|line| !line.contains("No space left on device"));
+            errors.extend(lines.take(10).map(|line| format!("{}: {line}", process.name)));
+        }
+        errors
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            return;
+        }
+        let kept = std::env::temp_dir().join(format!("moontide-chaos-logs-{}", std::process::id()));
+        let _ = std::fs::create_dir_all(&kept);
+        for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            if entry.path().extension().is_some_and(|end| end == "log") {
+                let _ = std::fs::copy(entry.path(), kept.join(entry.file_name()));
+            }
+        }
+        eprintln!("all logs are in {}", kept.display());
+    }
+}

@@ -1,0 +1,256 @@
+//! [`RegistryAddress`]: where masters meet, as an operator writes it.
+//!
+//! | | |
+//! |---|---|
+//! | `none` | nowhere: there is one master |
+//! | `etcd://host:port[,host:port…]/prefix[?ca=file[&cert=file&key=file]]` | etcd; with `ca`, over TLS |
+//! | `kubernetes://namespace/name` | the API server of the cluster that this process runs in |
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use super::etcd::{EtcdRegistry, EtcdTls};
+use super::kubernetes::{KubernetesRegistry, KubernetesServer};
+use super::registry::{Registry, RegistryError};
+
+/// Where masters meet.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum RegistryAddress {
+    /// Nowhere: one master has all groups.
+    #[default]
+    None,
+    /// At etcd.
+    Etcd {
+        /// Its servers: host and port.
+        endpoints: Vec<String>,
+        /// What all keys begin with; without slashes at its ends.
+        prefix: String,
+        /// Files for TLS.
+        tls: Option<EtcdTlsFiles>,
+    },
+    /// At the API server of Kubernetes.
+    Kubernetes {
+        /// The namespace of the objects.
+        namespace: String,
+        /// What their names begin with.
+        name: String,
+    },
+}
+
+/// What secures the way to etcd: files in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EtcdTlsFiles {
+    /// Certificates of those who may vouch for a server.
+    pub ca: PathBuf,
+    /// Who we are: certificate and key.
+    pub client: Option<(PathBuf, PathBuf)>,
+}
+
+/// What is wrong with an address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} does not say where masters meet: {why}")]
+pub struct BadRegistryAddress {
+    /// The address.
+    pub text: String,
+    /// What is wrong with it, and how it should be.
+    pub why: String,
+}
+
+impl RegistryAddress {
+    /// Gets ready to call it; none for [`RegistryAddress::None`]. Whether it can be reached, the first call says. Must be
+    /// called inside a runtime.
+    pub fn connect(&self) -> Result<Option<Arc<dyn Registry>>, RegistryError> {
+        match self {
+            RegistryAddress::None => Ok(None),
+            RegistryAddress::Etcd { endpoints, prefix, tls } => {
+                let tls = tls.as_ref().map(|files| files.read(self)).transpose()?;
+                Ok(Some(Arc::new(EtcdRegistry::connect(endpoints, prefix, tls.as_ref())?)))
+            }
+            RegistryAddress::Kubernetes { namespace, name } => {
+                let server = KubernetesServer::in_cluster()
+                    .map_err(|why| RegistryError::Unreachable { address: self.to_string(), why })?;
+                Ok(Some(Arc::new(KubernetesRegistry::connect(server, namespace, name)?)))
+            }
+        }
+    }
+}
+
+impl EtcdTlsFiles {
+    fn read(&self, address: &RegistryAddress) -> Result<EtcdTls, RegistryError> {
+        let read = |path: &Path| {
+            std::fs::read(path).map_err(|error| RegistryError::Denied {
+                address: address.to_string(),
+                why: format!("cannot read {}: {error}", path.display()),
+            })
+        };
+        let client = match &self.client {
+            Some((certificate, key)) => Some((read(certificate)?, read(key)?)),
+            None => None,
+        };
+        Ok(EtcdTls { ca: read(&self.ca)?, client })
+    }
+}
+
+impl FromStr for RegistryAddress {
+    type Err = BadRegistryAddress;
+
+    fn from_str(text: &str) -> Result<RegistryAddress, BadRegistryAddress> {
+        let parsed = match text.split_once("://") {
+            None if text.is_empty() || text == "none" => Ok(RegistryAddress::None),
+            Some(("etcd", rest)) => etcd(rest),
+            Some(("kubernetes", rest)) => kubernetes(rest),
+            _ => Err("it begins with none of etcd://, kubernetes:// and is not \"none\"".into()),
+        };
+        parsed.map_err(|why| BadRegistryAddress { text: text.into(), why })
+    }
+}
+
+fn etcd(rest: &str) -> Result<RegistryAddress, String> {
+    const SHAPE: &str = "etcd://host:port[,host:port...]/prefix";
+    let (rest, options) = rest.split_once('?').unwrap_or((rest, ""));
+    let Some((servers, prefix)) = rest.split_once('/') else {
+        return Err(format!(
+            "the prefix is missing ({SHAPE}); clusters that share an etcd are told apart by it"
+        ));
+    };
+    let prefix = prefix.trim_matches('/');
+    if prefix.is_empty() {
+        return Err(format!(
+            "the prefix is empty ({SHAPE}); clusters that share an etcd are told apart by it"
+        ));
+    }
+    let endpoints: Vec<String> = servers.split(',').map(str::to_owned).collect();
+    for endpoint in &endpoints {
+        let Some((host, port)) = endpoint.rsplit_once(':') else {
+            return Err(format!("{endpoint:?} has no port ({SHAPE}); etcd's own is 2379"));
+        };
+        // An address of version 6 stands in brackets; whatever else has a colon or an @ is a slip.
+        let bracketed = host.starts_with('[') && host.ends_with(']');
+        if host.contains('@') {
+            return Err("user and password are not supported; use a client's certificate (cert, key)".into());
+        }
+        if host.is_empty() || (!bracketed && host.contains([':', ' '])) {
+            return Err(format!("{host:?} is no host ({SHAPE})"));
+        }
+        if !port.parse::<u16>().is_ok_and(|port| port > 0) {
+            return Err(format!("{port:?} is no port ({SHAPE})"));
+        }
+    }
+    Ok(RegistryAddress::Etcd { endpoints, prefix: prefix.into(), tls: tls(options)? })
+}
+
+fn tls(options: &str) -> Result<Option<EtcdTlsFiles>, String> {
+    let (mut ca, mut cert, mut key) = (None, None, None);
+    for option in options.split('&').filter(|option| !option.is_empty()) {
+        let place = match option.split_once('=') {
+            Some(("ca", _)) => &mut ca,
+            Some(("cert", _)) => &mut cert,
+            Some(("key", _)) => &mut key,
+            _ => return Err(format!("{option:?} is none of ca=file, cert=file, key=file")),
+        };
+        *place = option.split_once('=').map(|(_, file)| PathBuf::from(file));
+    }
+    let client = match (cert, key) {
+        (Some(certificate), Some(key)) => Some((certificate, key)),
+        (None, None) => None,
+        _ => return Err("cert and key are given together or not at all".into()),
+    };
+    match (ca, client) {
+        (Some(ca), client) => Ok(Some(EtcdTlsFiles { ca, client })),
+        (None, None) => Ok(None),
+        (None, Some(_)) => Err("ca is missing: the file with the certificates that vouch for etcd".into()),
+    }
+}
+
+fn kubernetes(rest: &str) -> Result<RegistryAddress, String> {
+    const SHAPE: &str = "kubernetes://namespace/name";
+    let Some((namespace, name)) = rest.split_once('/') else {
+        return Err(format!("the name is missing ({SHAPE})"));
+    };
+    // As Kubernetes names things; "-identity" and "-master-4194303" are put behind the name, and 63 is the most for labels.
+    for (what, text, most) in [("namespace", namespace, 63), ("name", name, 45)] {
+        let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if text.is_empty() || text.len() > most || !text.chars().all(allowed) {
+            return Err(format!(
+                "{text:?} is no {what}: one to {most} lower-case letters, digits and hyphens ({SHAPE})"
+            ));
+        }
+        if text.starts_with('-') || text.ends_with('-') {
+            return Err(format!("the {what} {text:?} begins or ends with a hyphen ({SHAPE})"));
+        }
+    }
+    Ok(RegistryAddress::Kubernetes { namespace: namespace.into(), name: name.into() })
+}
+
+impl fmt::Display for RegistryAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RegistryAddress::None => f.write_str("none"),
+            RegistryAddress::Etcd { endpoints, prefix, tls } => {
+                write!(f, "etcd://{}/{prefix}", endpoints.join(","))?;
+                let Some(EtcdTlsFiles { ca, client }) = tls else { return Ok(()) };
+                write!(f, "?ca={}", ca.display())?;
+                match client {
+                    Some((cert, key)) => write!(f, "&cert={}&key={}", cert.display(), key.display()),
+                    None => Ok(()),
+                }
+            }
+            RegistryAddress::Kubernetes { namespace, name } => write!(f, "kubernetes://{namespace}/{name}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_and_written_back() {
+        for text in [
+            "none",
+            "etcd://a:2379/moontide",
+            "etcd://a:2379,10.0.0.2:2380,[::1]:2381/some/where",
+            "etcd://a:2379/moontide?ca=/etc/ca.pem",
+            "etcd://a:2379/moontide?ca=/etc/ca.pem&cert=/etc/c.pem&key=/etc/k.pem",
+            "kubernetes://storage/moontide-0",
+        ] {
+            assert_eq!(text.parse::<RegistryAddress>().unwrap().to_string(), text);
+        }
+        assert_eq!("".parse(), Ok(RegistryAddress::None));
+        let etcd = |prefix: &str| RegistryAddress::Etcd {
+            endpoints: vec!["a:1".into()],
+            prefix: prefix.into(),
+            tls: None,
+        };
+        assert_eq!("etcd://a:1/x/".parse(), Ok(etcd("x")), "slashes at the end are dropped");
+    }
+
+    #[test]
+    fn what_is_wrong_with_an_address_is_said() {
+        for (text, why) in [
+            ("zookeeper://a:1/b", "begins with none of"),
+            ("a:2379", "begins with none of"),
+            ("etcd://a:2379", "prefix is missing"),
+            ("etcd://a:2379/", "prefix is empty"),
+            ("etcd://a/b", "has no port"),
+            ("etcd://a:1,/b", "has no port"),
+            ("etcd://:1/b", "is no host"),
+            ("etcd://a:b:1/b", "is no host"),
+            ("etcd://a:0/b", "is no port"),
+            ("etcd://a:65536/b", "is no port"),
+            ("etcd://me:secret@a:1/b", "user and password are not supported"),
+            ("etcd://a:1/b?cert=c", "cert and key"),
+            ("etcd://a:1/b?cert=c&key=k", "ca is missing"),
+            ("etcd://a:1/b?tls=yes", "none of ca=file"),
+            ("kubernetes://a", "name is missing"),
+            ("kubernetes://a/B", "is no name"),
+            ("kubernetes:///b", "is no namespace"),
+            ("kubernetes://a/b-", "hyphen"),
+        ] {
+            let error = text.parse::<RegistryAddress>().unwrap_err().to_string();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+}

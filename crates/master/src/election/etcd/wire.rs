@@ -1,0 +1,195 @@
+//! The part of etcd's third API that is used here: its messages by their field numbers, and the names of its calls.
+//!
+//! Written by hand, because it is a tenth of the whole, and because compiling the whole takes a `protoc` on the machine that
+//! builds. Fields that are not used are left out: decoders skip what they do not know.
+
+/// Names of calls.
+pub(super) mod call {
+    pub(crate) const RANGE: &str = "/etcdserverpb.KV/Range";
+    pub(crate) const PUT: &str = "/etcdserverpb.KV/Put";
+    pub(crate) const DELETE: &str = "/etcdserverpb.KV/DeleteRange";
+    pub(crate) const TXN: &str = "/etcdserverpb.KV/Txn";
+    pub(crate) const LEASE_GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
+    pub(crate) const LEASE_REVOKE: &str = "/etcdserverpb.Lease/LeaseRevoke";
+    pub(crate) const LEASE_KEEP_ALIVE: &str = "/etcdserverpb.Lease/LeaseKeepAlive";
+    pub(crate) const WATCH: &str = "/etcdserverpb.Watch/Watch";
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct Header {
+    /// The revision of the whole store when it answered.
+    #[prost(int64, tag = "3")]
+    pub(super) revision: i64,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct KeyValue {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(super) key: Vec<u8>,
+    /// The revision that changed it last.
+    #[prost(int64, tag = "3")]
+    pub(super) mod_revision: i64,
+    #[prost(bytes = "vec", tag = "5")]
+    pub(super) value: Vec<u8>,
+    /// The lease it ends with; 0 for none.
+    #[prost(int64, tag = "6")]
+    pub(super) lease: i64,
+}
+
+/// Without `serializable`: such a read is linearizable.
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct RangeRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(super) key: Vec<u8>,
+    /// The first key that is not asked for; empty for one key alone.
+    #[prost(bytes = "vec", tag = "2")]
+    pub(super) range_end: Vec<u8>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct RangeResponse {
+    #[prost(message, repeated, tag = "2")]
+    pub(super) kvs: Vec<KeyValue>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct PutRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(super) key: Vec<u8>,
+    #[prost(bytes = "vec", tag = "2")]
+    pub(super) value: Vec<u8>,
+    #[prost(int64, tag = "3")]
+    pub(super) lease: i64,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct DeleteRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(super) key: Vec<u8>,
+}
+
+/// An answer of which nothing is looked at.
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct Done {}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct Operation {
+    #[prost(oneof = "operation::Request", tags = "1, 2")]
+    pub(super) request: Option<operation::Request>,
+}
+
+pub(super) mod operation {
+    #[derive(Clone, PartialEq, prost::Oneof)]
+    pub(crate) enum Request {
+        #[prost(message, tag = "1")]
+        Range(super::RangeRequest),
+        #[prost(message, tag = "2")]
+        Put(super::PutRequest),
+    }
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct Outcome {
+    #[prost(message, optional, tag = "1")]
+    pub(super) range: Option<RangeResponse>,
+}
+
+/// What a comparison is about, of `Compare::target`.
+pub(super) const TARGET_CREATE: i32 = 1;
+/// See [`TARGET_CREATE`].
+pub(super) const TARGET_MOD: i32 = 2;
+
+/// Equality, which is what `result` means when it is 0.
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct Compare {
+    #[prost(int32, tag = "1")]
+    pub(super) result: i32,
+    #[prost(int32, tag = "2")]
+    pub(super) target: i32,
+    #[prost(bytes = "vec", tag = "3")]
+    pub(super) key: Vec<u8>,
+    #[prost(oneof = "compare::Revision", tags = "5, 6")]
+    pub(super) revision: Option<compare::Revision>,
+}
+
+pub(super) mod compare {
+    #[derive(Clone, Copy, PartialEq, prost::Oneof)]
+    pub(crate) enum Revision {
+        /// 0: there is no such key.
+        #[prost(int64, tag = "5")]
+        Create(i64),
+        #[prost(int64, tag = "6")]
+        Mod(i64),
+    }
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct TxnRequest {
+    #[prost(message, repeated, tag = "1")]
+    pub(super) compare: Vec<Compare>,
+    #[prost(message, repeated, tag = "2")]
+    pub(super) success: Vec<Operation>,
+    #[prost(message, repeated, tag = "3")]
+    pub(super) failure: Vec<Operation>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct TxnResponse {
+    #[prost(message, optional, tag = "1")]
+    pub(super) header: Option<Header>,
+    #[prost(bool, tag = "2")]
+    pub(super) succeeded: bool,
+    #[prost(message, repeated, tag = "3")]
+    pub(super) responses: Vec<Outcome>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct LeaseGrantRequest {
+    #[prost(int64, tag = "1")]
+    pub(super) ttl_seconds: i64,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct LeaseGrantResponse {
+    #[prost(int64, tag = "2")]
+    pub(super) id: i64,
+}
+
+/// Of a revocation and of a renewal.
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct LeaseRequest {
+    #[prost(int64, tag = "1")]
+    pub(super) id: i64,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct LeaseKeepAliveResponse {
+    /// 0: there is no such lease any more.
+    #[prost(int64, tag = "3")]
+    pub(super) ttl_seconds: i64,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct WatchRequest {
+    #[prost(message, optional, tag = "1")]
+    pub(super) create: Option<WatchCreate>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct WatchCreate {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(super) key: Vec<u8>,
+    #[prost(bytes = "vec", tag = "2")]
+    pub(super) range_end: Vec<u8>,
+    #[prost(int64, tag = "3")]
+    pub(super) start_revision: i64,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct WatchResponse {
+    #[prost(bool, tag = "4")]
+    pub(super) canceled: bool,
+    /// Events are only counted: who is woken reads.
+    #[prost(message, repeated, tag = "11")]
+    pub(super) events: Vec<Done>,
+}
