@@ -28,6 +28,10 @@ use crate::link::{BlockingLink, KeyResult, LinkConfig, LinkError};
 /// The map is not looked at more often than this, however many calls go wrong.
 const LOOK_MIN: Duration = Duration::from_millis(50);
 
+/// The shortest time for which one of several masters is waited for, and what its answer may take longer than it was told.
+const ATTEMPT_MIN: Duration = Duration::from_millis(250);
+const ATTEMPT_SLACK: Duration = Duration::from_millis(100);
+
 /// How long masters have to answer.
 const LOOK_MAX: Duration = Duration::from_secs(1);
 
@@ -78,7 +82,13 @@ impl Master {
         if let Some(link) = &*link {
             return Ok(Arc::clone(link));
         }
-        let config = link_config(&cluster.config, &self.frame_address, cluster.caller);
+        let mut config = link_config(&cluster.config, &self.frame_address, cluster.caller);
+        if !cluster.is_alone() {
+            // A little more than what the master is told, so that its answer is heard.
+            let attempt = (cluster.attempt() + ATTEMPT_SLACK).min(cluster.config.deadline);
+            config.deadline_ms = attempt.as_millis() as u32; // ≤ the deadline
+            config.connect_ms = config.connect_ms.min(config.deadline_ms);
+        }
         Ok(Arc::clone(link.insert(Arc::new(BlockingLink::connect(config)?))))
     }
 
@@ -188,6 +198,9 @@ impl Cluster {
             let mut last = StoreError::refused(ErrorCode::WrongMaster);
             for (host, part) in parts.into_iter().filter(|(_, part)| !part.is_empty()) {
                 let Some(host) = host else { continue };
+                if !masters.alone && Instant::now() >= deadline {
+                    break;
+                }
                 match ask(&masters.all[usize::from(host)], &part) {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
@@ -213,7 +226,7 @@ impl Cluster {
 
     /// Looks at the map, unless somebody has found a newer one than `seen`, or has just looked.
     pub(crate) fn look(&self, seen: u64, deadline: Instant) {
-        let mut looked = self.looked.lock();
+        let Some(mut looked) = self.looked.try_lock_until(deadline) else { return };
         if self.masters().version != seen || looked.elapsed() < LOOK_MIN {
             return;
         }
@@ -288,7 +301,11 @@ impl Cluster {
 
     /// The context of a call.
     pub(crate) fn context(&self, deadline: Instant) -> RequestContext<'_> {
-        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+        let mut left = deadline.saturating_duration_since(Instant::now());
+        if !self.is_alone() {
+            left = left.min(self.attempt());
+        }
+        let left = left.as_millis();
         RequestContext {
             tenant: self.tenant(),
             group: None,
@@ -299,6 +316,11 @@ impl Cluster {
             deadline_ms: left.clamp(1, 600_000) as u32, // clamped
             token: self.config.token,
         }
+    }
+
+    /// How long one master is waited for where there are several: one that says nothing may not be the master any more.
+    fn attempt(&self) -> Duration {
+        (self.config.deadline / 4).max(ATTEMPT_MIN).min(self.config.deadline)
     }
 
     /// Whose keys are meant.

@@ -11,7 +11,7 @@ use moontide_types::{GroupId, MonoTime, SegmentId, SessionId};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::decide::groups::GroupSet;
+use crate::decide::groups::{GroupSet, Hosted};
 use crate::decide::report::Change;
 use crate::session::Event;
 
@@ -103,15 +103,13 @@ impl Lines {
         }
     }
 
-    /// The master knew of everything that concerns it, when it was told then. The answer: when all masters last did, if
+    /// The master knew of everything in these groups, when it was told then. The answer: when all masters last did, if
     /// there is one for every group.
-    pub(crate) fn good(&self, master: &str, at: MonoTime) -> Option<MonoTime> {
+    pub(crate) fn good(&self, master: &str, at: MonoTime, mounted: &Hosted) -> Option<MonoTime> {
         let mut lines = self.lines.write();
         if let Some(line) = lines.iter_mut().find(|line| *line.master == *master) {
             line.good = Some(at);
-            let mut known_at = self.known_at.write();
-            let groups = (0..line.groups.of().get()).map(GroupId);
-            known_at.extend(groups.filter(|group| line.groups.contains(*group)).map(|group| (group, at)));
+            self.known_at.write().extend(mounted.keys().map(|&group| (group, at)));
         }
         let mut covered = GroupSet::none(lines.first()?.groups.of());
         lines.iter().for_each(|line| covered.extend(&line.groups));

@@ -547,7 +547,7 @@ impl Driver {
         if conversation.complete.is_some_and(|complete| complete <= acknowledged) {
             self.backoff.reset();
             // All masters have, if this one was the last of them.
-            if let Some(at) = self.lines.good(&self.line, conversation.beats.heard()) {
+            if let Some(at) = self.lines.good(&self.line, conversation.beats.heard(), &conversation.mounted) {
                 self.parts.keeper.good(at);
                 if !self.parts.status.is_mounted() {
                     info!(session = conversation.session.0, "the masters know of everything");

@@ -51,9 +51,11 @@ impl Routes {
     }
 }
 
-/// Whether a failure of a call may be because another master should have been asked.
+/// Whether a failure of a call may be because another master should have been asked: one that says nothing may have been
+/// replaced.
 pub fn is_misrouted(code: ErrorCode) -> bool {
-    matches!(code, ErrorCode::WrongMaster | ErrorCode::Unreachable | ErrorCode::ConnectionLost)
+    use ErrorCode::*;
+    matches!(code, WrongMaster | Unreachable | ConnectionLost | DeadlineExceeded)
 }
 
 #[cfg(test)]

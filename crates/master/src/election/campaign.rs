@@ -13,7 +13,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_types::{Clock, GroupId, SystemClock, Term};
+use moontide_types::{Clock, GroupId, MonoTime, SystemClock, Term};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{info, warn};
 
@@ -133,8 +133,7 @@ impl Campaign {
     ) -> Result<Looked, RegistryError> {
         let sent = SystemClock.now();
         if self.registry.renew(self.number()).await? {
-            self.candidate.renewed(sent);
-            service.confirm_until(sent.after(self.lease / 2));
+            self.confirmed(sent, service);
         } else {
             warn!(number = self.number().get(), "not a member any more: letting go of everything");
             self.candidate.expelled().into_iter().for_each(|group| service.lose(group));
@@ -151,6 +150,11 @@ impl Campaign {
             return Ok(Looked::Again);
         }
         if let Some(next) = plan.take {
+            // Whoever takes a group inherits nothing: what was handed over and then not given is out of date.
+            let taken = next.groups_of(self.number());
+            taken.filter(|taken| !self.candidate.hosted().contains_key(&taken.group)).for_each(|taken| {
+                service.estates.take(taken.group);
+            });
             self.registry.write(Some(token), &next).await?;
             return Ok(Looked::Again);
         }
@@ -164,6 +168,12 @@ impl Campaign {
             return Ok(Looked::Again);
         }
         Ok(Looked::Done(seen))
+    }
+
+    /// The registry has confirmed a renewal that was sent then.
+    fn confirmed(&mut self, sent: MonoTime, service: &Service) {
+        self.candidate.renewed(sent);
+        service.confirm_until(sent.after(self.lease / 2));
     }
 
     fn apply(&self, plan: &Plan, seen: &Snapshot, service: &Service) {
@@ -204,7 +214,7 @@ impl Campaign {
     }
 
     async fn hand_over(
-        &self,
+        &mut self,
         gift: &Gift,
         token: &Token,
         document: &Document,
@@ -213,8 +223,22 @@ impl Campaign {
         let given = document.with_owner(&[gift.group], gift.heir, &gift.addresses);
         let (Some(estate), Some((next, _))) = (service.freeze(gift.group), given) else { return Ok(()) };
         let objects = estate.objects.len();
+        let mut sending = std::pin::pin!(estate::send(service.cluster(), gift, estate));
+        let sent = loop {
+            tokio::select! {
+                sent = &mut sending => break sent,
+                // It may take longer than a lease.
+                () = tokio::time::sleep(self.lease / RENEWALS_PER_LEASE) => {
+                    let asked = SystemClock.now();
+                    if !self.registry.renew(self.number()).await? {
+                        return Ok(()); // the next look says what that means
+                    }
+                    self.confirmed(asked, service);
+                }
+            }
+        };
         // The heir would be rebuilt from reports without it.
-        if let Err(why) = estate::send(service.cluster(), gift, estate).await {
+        if let Err(why) = sent {
             warn!(group = gift.group.0, heir = gift.addresses.grpc, %why, "the heir takes nothing");
         }
         if self.registry.write(Some(token), &next).await? {

@@ -146,7 +146,11 @@ impl Fleet {
             let Ok(Some(map)) = answer else { continue };
             let of_cluster = map.groups == u32::from(self.facts.groups.get());
             if of_cluster && newest.as_ref().is_none_or(|newest| newest.version < map.version) {
+                let enough = self.version.is_some_and(|version| version < map.version);
                 newest = Some(map);
+                if enough {
+                    break; // those that do not answer are not worth waiting for
+                }
             }
         }
         newest
