@@ -72,6 +72,8 @@ pub(crate) struct Master {
     /// Where the framed protocol is served.
     frame_address: String,
     channel: Channel,
+    /// Whether it hosts any group.
+    hosts: bool,
     link: Mutex<Option<Arc<BlockingLink>>>,
 }
 
@@ -85,8 +87,8 @@ impl Master {
         let mut config = link_config(&cluster.config, &self.frame_address, cluster.caller);
         if !cluster.is_alone() {
             // A little more than what the master is told, so that its answer is heard.
-            let attempt = (cluster.attempt() + ATTEMPT_SLACK).min(cluster.config.deadline);
-            config.deadline_ms = attempt.as_millis() as u32; // ≤ the deadline
+            let slack = ATTEMPT_SLACK.min(cluster.config.deadline / 10);
+            config.deadline_ms = (cluster.attempt() + slack).as_millis().max(1) as u32; // ≤ the deadline
             config.connect_ms = config.connect_ms.min(config.deadline_ms);
         }
         Ok(Arc::clone(link.insert(Arc::new(BlockingLink::connect(config)?))))
@@ -152,12 +154,12 @@ impl Cluster {
         };
         cluster.follow(&map)?;
         // A cluster that elects a master just now has one soon.
-        while cluster.masters().all.is_empty() && Instant::now() < until {
+        while cluster.masters().hosts().next().is_none() && Instant::now() < until {
             std::thread::sleep(LOOK_MIN);
-            cluster.look(0, until);
+            cluster.look(cluster.masters().version, until);
         }
         let masters = cluster.masters();
-        let Some(master) = masters.all.first() else {
+        let Some(master) = masters.hosts().next() else {
             let (address, why) = (cluster.config.master.clone(), "no master hosts a group".into());
             return Err(StoreError::NoMaster { address, why });
         };
@@ -204,8 +206,9 @@ impl Cluster {
                 match ask(&masters.all[usize::from(host)], &part) {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
-                            let misrouted = !masters.alone && matches!(found, Err(ErrorCode::WrongMaster));
-                            answers[at] = (!misrouted).then_some(Ok(found));
+                            // Retry: the group is on its way to another master.
+                            let again = matches!(found, Err(ErrorCode::WrongMaster | ErrorCode::Retry));
+                            answers[at] = (masters.alone || !again).then_some(Ok(found));
                         }
                     }
                     Err(error) if !masters.alone && is_misrouted(error.code()) => last = error,
@@ -221,6 +224,19 @@ impl Cluster {
             }
             std::thread::sleep(pause);
             self.look(masters.version, deadline);
+        }
+    }
+
+    /// A map that a master has mentioned by the way.
+    pub(crate) fn heard_of(&self, map: &v1::GroupMap) {
+        let known = self.masters();
+        let newer = map.version > known.version;
+        let other = map.version == known.version && map.masters.len() != known.all.len();
+        if !known.alone
+            && (newer || other)
+            && let Err(error) = self.follow(map)
+        {
+            debug!(%error, "a map was not understood");
         }
     }
 
@@ -276,8 +292,10 @@ impl Cluster {
             // One that is alone may be reached in another way than it knows of.
             let named = self.config.masters().into_iter().next().filter(|_| parsed.alone);
             let grpc_address = named.unwrap_or_else(|| master.grpc_address.to_owned());
+            let hosts = !master.groups.is_empty();
             let same = |known: &&Arc<Master>| {
-                known.grpc_address == grpc_address && known.frame_address == master.frame_address
+                (known.hosts, &*known.grpc_address, &*known.frame_address)
+                    == (hosts, &*grpc_address, master.frame_address)
             };
             if let Some(known) = before.all.iter().find(same) {
                 all.push(Arc::clone(known));
@@ -290,7 +308,7 @@ impl Cluster {
             }
             let channel = channel(self.runtime(), &grpc_address, self.config.connect).map_err(unreachable)?;
             let frame_address = master.frame_address.to_owned();
-            all.push(Arc::new(Master { grpc_address, frame_address, channel, link: Mutex::default() }));
+            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link: Mutex::default() }));
         }
         let groups = NonZeroU16::new(parsed.groups).unwrap_or(NonZeroU16::MIN);
         let routes = Routes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
@@ -320,7 +338,8 @@ impl Cluster {
 
     /// How long one master is waited for where there are several: one that says nothing may not be the master any more.
     fn attempt(&self) -> Duration {
-        (self.config.deadline / 4).max(ATTEMPT_MIN).min(self.config.deadline)
+        // Never all of the time: who has none left does not look who else there is.
+        (self.config.deadline / 4).max(ATTEMPT_MIN).min(self.config.deadline / 2)
     }
 
     /// Whose keys are meant.
@@ -354,7 +373,7 @@ impl Cluster {
     where
         F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
     {
-        self.masters().all.iter().map(|master| self.call(master, deadline, &mut call)).collect()
+        self.masters().hosts().map(|master| self.call(master, deadline, &mut call)).collect()
     }
 
     /// Runs something in the background as long as the client lives.
@@ -362,9 +381,9 @@ impl Cluster {
         self.runtime().spawn(future);
     }
 
-    /// Clients of all masters, for tasks.
+    /// Clients of all masters that host something, for tasks.
     pub(crate) fn clients(&self) -> Vec<MasterClient<Channel>> {
-        self.masters().all.iter().map(|master| master.client()).collect()
+        self.masters().hosts().map(|master| master.client()).collect()
     }
 
     /// For a link of tasks to a master that is alone.
@@ -393,9 +412,9 @@ impl Masters {
         self.version
     }
 
-    /// All of them.
-    pub(crate) fn all(&self) -> &[Arc<Master>] {
-        &self.all
+    /// Those that host something, in an order that stays the same.
+    pub(crate) fn hosts(&self) -> impl Iterator<Item = &Arc<Master>> {
+        self.all.iter().filter(|master| master.hosts)
     }
 }
 

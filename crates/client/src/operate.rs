@@ -166,7 +166,7 @@ impl Store {
             Some((cursor, at)) => (usize::from(u16::from_le_bytes(*at)), cursor),
             None => (0, &[][..]),
         };
-        let master = masters.all().get(at).ok_or(StoreError::refused(ErrorCode::InvalidArgument))?;
+        let master = masters.hosts().nth(at).ok_or(StoreError::refused(ErrorCode::InvalidArgument))?;
         let request = v1::ListKeysRequest {
             context: Some(inner.cluster.context(deadline).to_wire()),
             page: Some(v1::Page { cursor: cursor.to_vec().into(), limit }),
@@ -179,7 +179,7 @@ impl Store {
             .map_err(|source| StoreError::Answer(convert::ConvertError::Packed { field: "keys", source }))?;
         let mut next = message.next_cursor.to_vec();
         let follows = if next.is_empty() { at + 1 } else { at };
-        if follows < masters.all().len() {
+        if follows < masters.hosts().count() {
             next.extend((follows as u16).to_le_bytes()); // ≤ GROUPS_MAX masters
         }
         Ok(KeyPage { keys: keys.iter().map(|key| key.as_bytes().to_vec()).collect(), next })
@@ -252,7 +252,7 @@ impl Store {
         // The first master draws the generation, the others take it over: all have it when this is acknowledged.
         let mut generation = 0;
         let mut jobs = vec![];
-        for master in inner.cluster.masters().all() {
+        for master in inner.cluster.masters().hosts() {
             let request = v1::RemoveAllRequest { context: context.clone(), force: true, generation };
             let message =
                 inner.cluster.call(master, deadline, move |mut m| async move { m.remove_all(request).await })?;

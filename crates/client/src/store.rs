@@ -213,29 +213,48 @@ impl Inner {
     fn keep_fresh(self: &Arc<Self>) {
         let weak = Arc::downgrade(self);
         self.cluster.spawn(async move {
-            loop {
+            for turn in 0usize.. {
                 tokio::time::sleep(REFRESH).await;
                 let Some(store) = weak.upgrade() else { return };
-                let context = store.cluster.context(Instant::now() + REFRESH).to_wire();
-                let clients = store.cluster.clients();
+                let context = Some(store.cluster.context(Instant::now() + REFRESH).to_wire());
+                // Those that host groups know the same nodes: one is asked, each in turn.
+                let mut clients = store.cluster.clients();
+                let several = !store.cluster.is_alone();
                 // Not held while waiting: the last holder must be able to let go.
                 drop(store);
-                let mut messages = vec![];
-                for mut master in clients {
-                    let request = v1::GetNodesRequest { context: Some(context.clone()) };
-                    match tokio::time::timeout(REFRESH, master.get_nodes(request)).await {
-                        Ok(Ok(message)) => messages.push(message.into_inner()),
-                        Ok(Err(status)) => debug!(%status, "the table of nodes was not answered"),
-                        Err(_) => debug!("the table of nodes was not answered in time"),
+                if clients.is_empty() {
+                    continue;
+                }
+                let mut master = clients.swap_remove(turn % clients.len());
+                let request = v1::GetNodesRequest { context: context.clone() };
+                let nodes = match tokio::time::timeout(REFRESH, master.get_nodes(request)).await {
+                    Ok(Ok(message)) => message.into_inner(),
+                    Ok(Err(status)) => {
+                        debug!(%status, "the table of nodes was not answered");
+                        continue;
+                    }
+                    Err(_) => {
+                        debug!("the table of nodes was not answered in time");
+                        continue;
+                    }
+                };
+                let mut map = None;
+                if several {
+                    let asked = master.get_group_map(v1::GetGroupMapRequest { context });
+                    if let Ok(Ok(message)) = tokio::time::timeout(REFRESH, asked).await {
+                        map = message.into_inner().map;
                     }
                 }
                 let Some(store) = weak.upgrade() else { return };
-                if messages.is_empty() {
-                    continue;
-                }
                 // Joining memory waits for a node: not on the runtime's thread.
                 let done = tokio::task::spawn_blocking(move || {
-                    if let Err(error) = store.take_nodes(&messages) {
+                    map.iter().for_each(|map| store.cluster.heard_of(map));
+                    if several && nodes.nodes.len() < store.nodes.count() {
+                        // A node may have left; or this master has not heard of all of them yet.
+                        if let Err(error) = store.refresh_nodes_anew(store.deadline()) {
+                            debug!(%error, "the table of nodes is not known");
+                        }
+                    } else if let Err(error) = store.take_nodes(&[nodes]) {
                         debug!(%error, "the table of nodes was not understood");
                     }
                 });

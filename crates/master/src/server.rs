@@ -186,6 +186,9 @@ impl Server {
             Some(registry) => runtime.block_on(join(&config, registry, addresses))?,
             None => Origin::Alone(Identity::establish(config.data_dir.as_deref(), config.groups())?),
         };
+        if config.data_dir.is_some() && matches!(origin, Origin::Member(..)) {
+            warn!("data_dir is not used: the registry keeps the cluster's identity");
+        }
         if config.data_dir.is_none() && matches!(origin, Origin::Alone(_)) {
             warn!("no data_dir: a restart forgets the cluster's identity, and nodes begin anew");
         }

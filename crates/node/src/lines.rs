@@ -11,7 +11,7 @@ use moontide_types::{GroupId, MonoTime, SegmentId, SessionId};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::decide::groups::{GroupSet, Hosted};
+use crate::decide::groups::{GroupSet, Hosted, set_of};
 use crate::decide::report::Change;
 use crate::session::Event;
 
@@ -92,6 +92,9 @@ impl Lines {
     /// The groups that a master hosts. A line that has got more is not good before their master knows of them.
     pub(crate) fn set_groups(&self, master: &str, groups: GroupSet) {
         if let Some(line) = self.lines.write().iter_mut().find(|line| *line.master == *master) {
+            if !groups.without(&line.groups).is_empty() {
+                line.good = None;
+            }
             line.groups = groups;
         }
     }
@@ -108,7 +111,8 @@ impl Lines {
     pub(crate) fn good(&self, master: &str, at: MonoTime, mounted: &Hosted) -> Option<MonoTime> {
         let mut lines = self.lines.write();
         if let Some(line) = lines.iter_mut().find(|line| *line.master == *master) {
-            line.good = Some(at);
+            let all_mounted = line.groups.without(&set_of(line.groups.of(), mounted)).is_empty();
+            line.good = all_mounted.then_some(at);
             self.known_at.write().extend(mounted.keys().map(|&group| (group, at)));
         }
         let mut covered = GroupSet::none(lines.first()?.groups.of());

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError, Staging};
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{State, Word};
-use moontide_types::{Epoch, Generation, GroupId, NodeId, SegmentId, SlotId, Term};
+use moontide_types::{Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term};
 use parking_lot::Mutex;
 
 use crate::decide::books::{Books, Usage};
@@ -23,8 +23,8 @@ pub(crate) struct Memory {
     sides: Vec<Side>,
     generation: Generation,
     slots: u32,
-    /// No master was heard for too long.
-    stale: AtomicBool,
+    /// When it is too long that a master was heard, in nanoseconds of the clock; 0 before the first one is.
+    stale_at: AtomicU64,
 }
 
 /// What stands beside a segment.
@@ -101,16 +101,18 @@ impl Memory {
             Staging::new(&heap, staging_slots(bytes), units, huge).map(Arc::new).map_err(MemoryError::Staging)
         });
         let staging = staging.transpose()?;
-        Ok(Memory { heap, staging, sides, generation, slots: plan.slots, stale: AtomicBool::new(false) })
+        Ok(Memory { heap, staging, sides, generation, slots: plan.slots, stale_at: AtomicU64::new(0) })
     }
 
     /// Whether no master was heard for so long that what is here may have been removed.
     pub(crate) fn is_stale(&self) -> bool {
-        self.stale.load(Ordering::SeqCst)
+        let at = self.stale_at.load(Ordering::SeqCst);
+        at != 0 && SystemClock.now_coarse().0 >= at
     }
 
-    pub(crate) fn set_stale(&self, stale: bool) {
-        self.stale.store(stale, Ordering::SeqCst);
+    /// From then on, unless a master is heard before.
+    pub(crate) fn stale_at(&self, at: MonoTime) {
+        self.stale_at.store(at.0, Ordering::SeqCst);
     }
 
     pub(crate) fn heap(&self) -> &NodeHeap {

@@ -460,6 +460,8 @@ impl Driver {
         clock.reset();
         let mut stop = self.stop.clone();
         let mut wanted = self.wanted.clone();
+        // Counted from the beginning, whatever else happens on the stream meanwhile.
+        let mut patience = std::pin::pin!(tokio::time::sleep(BEHIND_PAUSE));
         loop {
             self.report_next().await;
             if let (Some(disk), Some(conversation)) = (&self.parts.disk, &self.conversation) {
@@ -473,7 +475,7 @@ impl Driver {
                     Ok(()) => End::Remount,
                     Err(_) => End::Lost(Failure::NotMaster),
                 },
-                () = tokio::time::sleep(BEHIND_PAUSE), if is_behind => {
+                () = &mut patience, if is_behind => {
                     self.news.look();
                     return End::Remount;
                 },

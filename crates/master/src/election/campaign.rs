@@ -10,9 +10,11 @@
 //! Nothing here decides. Everything is one task, so that what was decided from one sight of the registry is done before the
 //! next one.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use moontide_meta::Inheritance;
 use moontide_types::{Clock, GroupId, MonoTime, SystemClock, Term};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{info, warn};
@@ -47,6 +49,8 @@ pub(crate) struct Campaign {
     addresses: MasterAddresses,
     lease: Duration,
     candidate: Candidate,
+    /// What was known of groups, and in which terms, when this master was expelled.
+    own: BTreeMap<GroupId, (Term, Inheritance)>,
 }
 
 impl Campaign {
@@ -58,7 +62,7 @@ impl Campaign {
         lease: Duration,
     ) -> Result<Campaign, RegistryError> {
         let candidate = enter(&*registry, first, &addresses, lease).await?;
-        Ok(Campaign { registry, addresses, lease, candidate })
+        Ok(Campaign { registry, addresses, lease, candidate, own: BTreeMap::new() })
     }
 
     /// Its number.
@@ -136,6 +140,10 @@ impl Campaign {
             self.confirmed(sent, service);
         } else {
             warn!(number = self.number().get(), "not a member any more: letting go of everything");
+            // If nobody takes them meanwhile, what is known of them is still right when they are taken again.
+            for (&group, &term) in self.candidate.hosted() {
+                self.own.extend(service.freeze(group).map(|estate| (group, (term, estate))));
+            }
             self.candidate.expelled().into_iter().for_each(|group| service.lose(group));
             let first = Document::new(service.groups());
             self.candidate = enter(&*self.registry, &first, &self.addresses, self.lease).await?;
@@ -176,23 +184,31 @@ impl Campaign {
         service.confirm_until(sent.after(self.lease / 2));
     }
 
-    fn apply(&self, plan: &Plan, seen: &Snapshot, service: &Service) {
+    fn apply(&mut self, plan: &Plan, seen: &Snapshot, service: &Service) {
         let Some((_, document)) = &seen.document else { return };
-        for &group in &plan.lose {
-            info!(group = group.0, "group is somebody else's");
-            service.lose(group);
+        if !plan.lose.is_empty() {
+            info!(groups = ?numbers(&plan.lose), "groups are somebody else's");
         }
-        service.learn(document);
+        plan.lose.iter().for_each(|&group| service.lose(group));
+        let mut inherited = 0;
         for hosting in &plan.host {
-            let inherited = service.estates.take(hosting.group);
-            info!(
-                group = hosting.group.0,
-                term = hosting.term.get(),
-                inherited = inherited.as_ref().map_or(0, |estate| estate.objects.len()),
-                "group is hosted here"
-            );
-            service.host(*hosting, inherited);
+            // Our own books, if nobody has had the group since; or what somebody has handed over.
+            let own = self.own.remove(&hosting.group).filter(|(term, _)| *term == hosting.previous);
+            let estate = service.estates.take(hosting.group).or(own.map(|(_, estate)| estate));
+            inherited += estate.as_ref().map_or(0, |estate| estate.objects.len());
+            service.host(*hosting, estate);
         }
+        if let Some(last) = plan.host.last() {
+            let groups: Vec<GroupId> = plan.host.iter().map(|hosting| hosting.group).collect();
+            info!(groups = ?numbers(&groups), term = last.term.get(), inherited, "groups are hosted here");
+        }
+        // After they are hosted: whoever reads the map may come at once.
+        service.learn(document, &seen.members);
+        let is_vacant = |group: &GroupId| {
+            let owner = document.owners[usize::from(group.0)];
+            owner.is_none_or(|owner| !seen.members.contains_key(&owner.master))
+        };
+        self.own.retain(|group, _| is_vacant(group));
         // One that was about to be handed over, and was not.
         self.candidate.hosted().keys().for_each(|&group| service.thaw(group));
     }
@@ -262,13 +278,17 @@ impl Campaign {
             if !self.registry.write(Some(token), &next).await? {
                 return Ok(false);
             }
-            service.learn(&next);
+            service.learn(&next, &BTreeMap::new());
         }
         let (unheard, _) = oneshot::channel();
         // Nobody may wait any more.
         let _ = std::mem::replace(&mut proposal.agreed, unheard).send(after);
         Ok(true)
     }
+}
+
+fn numbers(groups: &[GroupId]) -> Vec<u16> {
+    groups.iter().map(|group| group.0).collect()
 }
 
 /// What came of a look.

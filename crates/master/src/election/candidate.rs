@@ -3,7 +3,7 @@
 //! Everybody sees the same document and the same members, and computes the same distribution of what is vacant; each takes
 //! only its own part. Who sees something else, or is too slow, loses the compare-and-swap, looks again, and finds less to do.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use moontide_types::{GroupId, MonoTime, Term};
@@ -27,7 +27,7 @@ pub struct Plan {
     pub lose: Vec<GroupId>,
     /// Groups to host from now on, in a new term each.
     pub host: Vec<Hosting>,
-    /// What to write, to take groups that nobody has.
+    /// What to write, to take groups that nobody has, or to say that this one leaves.
     pub take: Option<Document>,
     /// A group to hand over, if nothing else is to be done: this one has more than its share.
     pub give: Option<Gift>,
@@ -121,6 +121,10 @@ impl Candidate {
         if !snapshot.members.contains_key(&self.number.get()) {
             return plan; // not counted: whoever is will take what is vacant
         }
+        if self.retiring && !document.retiring.contains(&self.number.get()) {
+            plan.take = Some(document.with_retiring(self.number));
+            return plan;
+        }
         let share = Distribution::new(document, snapshot);
         let mine = share.vacant_for(self.number.get());
         if !share.vacant.is_empty() {
@@ -136,7 +140,7 @@ impl Candidate {
     /// The group that goes to the poorest, if that one has at least two less.
     fn gift(&self, share: &Distribution, snapshot: &Snapshot) -> Option<Gift> {
         let (&group, _) = self.hosted.last_key_value()?;
-        let others = share.loads.iter().filter(|&(&number, _)| number != self.number.get());
+        let others = share.takers().filter(|&(&number, _)| number != self.number.get());
         let (&poorest, &load) = others.min_by_key(|&(&number, &load)| (load, number))?;
         let gives = self.retiring || self.hosted.len() >= load + 2;
         gives.then(|| Gift {
@@ -151,6 +155,8 @@ impl Candidate {
 struct Distribution {
     loads: BTreeMap<u32, usize>,
     vacant: Vec<GroupId>,
+    /// Those who are leaving.
+    retiring: BTreeSet<u32>,
 }
 
 impl Distribution {
@@ -163,12 +169,17 @@ impl Distribution {
                 None => vacant.push(GroupId(group)),
             }
         }
-        Distribution { loads, vacant }
+        Distribution { loads, vacant, retiring: document.retiring.clone() }
+    }
+
+    /// Those who may be given something.
+    fn takers(&self) -> impl Iterator<Item = (&u32, &usize)> {
+        self.loads.iter().filter(|(number, _)| !self.retiring.contains(number))
     }
 
     /// The part of what is vacant that this one is to take: each goes to whoever has least by then.
     fn vacant_for(&self, number: u32) -> Vec<GroupId> {
-        let mut loads = self.loads.clone();
+        let mut loads: BTreeMap<u32, usize> = self.takers().map(|(&number, &load)| (number, load)).collect();
         let mut mine = vec![];
         for &group in &self.vacant {
             let poorest =
@@ -331,9 +342,17 @@ mod tests {
         let one = world.join();
         world.settle();
         world.join();
+        world.join();
+        world.settle();
+        // Also when things have been quiet for long: nobody gives it anything back.
+        world.now = world.now.after(LEASE);
+        world.settle();
+        world.now = world.now.after(LEASE);
+        let load = world.loads()[0];
         world.candidates.get_mut(&one).unwrap().retire();
-        assert_eq!(world.settle(), 4);
-        assert_eq!(world.loads(), [0, 4]);
+        assert_eq!(world.settle(), load);
+        assert_eq!(world.loads()[0], 0);
+        assert_eq!(world.loads().iter().sum::<usize>(), 4);
         // Alone it keeps what it has: there is nobody to take it.
         let mut alone = World::new(4);
         let one = alone.join();

@@ -2,7 +2,7 @@
 //!
 //! Both are stored as JSON, so that an operator can read them. The identity is stored apart, because it is a secret.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::num::NonZeroU16;
 
@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 /// Layout of the document. A release that changes it reads the older one.
 const FORMAT: u32 = 1;
+
+/// Masters that are leaving, or have left; more do not leave at a time.
+const RETIRING_MAX: usize = 64;
 
 /// Who a cluster is.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -129,6 +132,9 @@ pub struct Document {
     pub masters: BTreeMap<u32, MasterAddresses>,
     /// Tenants of which something must be remembered.
     pub tenants: BTreeMap<String, TenantEntry>,
+    /// Masters that are about to leave: they are given nothing any more.
+    #[serde(default)]
+    pub retiring: BTreeSet<u32>,
 }
 
 impl Document {
@@ -141,6 +147,7 @@ impl Document {
             owners: vec![None; groups.get().into()],
             masters: BTreeMap::new(),
             tenants: BTreeMap::new(),
+            retiring: BTreeSet::new(),
         }
     }
 
@@ -192,6 +199,17 @@ impl Document {
         next.masters.insert(master.get(), addresses.clone());
         next.masters.retain(|number, _| next.owners.iter().flatten().any(|owner| owner.master == *number));
         Some((next, term))
+    }
+
+    /// The next version, in which a master is about to leave.
+    pub fn with_retiring(&self, master: Term) -> Document {
+        let mut next = Document { version: self.version + 1, ..self.clone() };
+        next.retiring.insert(master.get());
+        // Numbers are never used again: of those who left long ago nothing need be known.
+        while next.retiring.len() > RETIRING_MAX {
+            next.retiring.pop_first();
+        }
+        next
     }
 
     /// The next version, in which a tenant is this.

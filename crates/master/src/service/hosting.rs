@@ -3,6 +3,7 @@
 //! A master that is alone hosts all groups in one term. One of several is told by its election which groups are its own, in
 //! which term, and which map clients and nodes should follow; it hosts nothing before it is told.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU16;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
@@ -14,7 +15,7 @@ use moontide_types::{ErrorCode, GroupId, MapVersion, MonoTime, TenantGeneration,
 use parking_lot::{MappedMutexGuard, MutexGuard};
 
 use super::{Quota, Service, refused};
-use crate::election::{Document, Hosting};
+use crate::election::{Document, Hosting, MasterAddresses};
 
 /// A group's place in a master.
 #[derive(Debug, Default)]
@@ -179,8 +180,8 @@ impl Service {
         self.config.cluster
     }
 
-    /// What masters have agreed on.
-    pub fn learn(&self, document: &Document) {
+    /// What masters have agreed on, and who else is there.
+    pub fn learn(&self, document: &Document, members: &BTreeMap<u32, MasterAddresses>) {
         let masters = document.masters.iter().map(|(number, addresses)| {
             let owners = (0u32..).zip(&document.owners);
             let own =
@@ -194,14 +195,23 @@ impl Service {
                 terms,
             }
         });
+        // Those that host nothing may host everything tomorrow: whoever looks for a master should know of them.
+        let idle = members.iter().filter(|(number, _)| !document.masters.contains_key(number));
+        let idle = idle.map(|(number, addresses)| v1::MasterEntry {
+            grpc_address: addresses.grpc.clone(),
+            frame_address: addresses.frame.clone(),
+            term: *number,
+            ..Default::default()
+        });
         let map = v1::GroupMap {
             version: document.version,
             groups: self.config.groups.get().into(),
-            masters: masters.collect(),
+            masters: masters.chain(idle).collect(),
             alone: false,
         };
         let mut known = self.map.write();
-        if map.version > known.version {
+        // The same version with other members, too.
+        if map.version >= known.version {
             *known = map;
         }
         drop(known);

@@ -69,12 +69,18 @@ impl Service {
         let sorted = self.sort(&caller, request.keys);
         let mut answers = Answers::new(self, &caller, request.keys.len());
         // A lease is a promise for all masters of the group, and one that is not sure to be among them gives none.
-        let lease_ms = if self.is_unconfirmed() { 0 } else { request.lease_ms };
+        let unconfirmed = self.is_unconfirmed();
+        let lease_ms = if unconfirmed { 0 } else { request.lease_ms };
         for (group, asks, positions) in sorted.parts() {
             match self.group(group) {
                 Ok(mut group) => {
                     let term = group.term();
                     group.lookup(now, lease_ms, asks, |index, found| {
+                        // Of an empty object no node is asked: only who is sure may say that it is there.
+                        let found = match found {
+                            Ok(object) if unconfirmed && object.object_len == 0 => Err(ErrorCode::Retry),
+                            found => found,
+                        };
                         // A node refuses a read by a term that it has not heard of.
                         let inherited = found.as_ref().is_ok_and(|object| object.inherited);
                         let term = if inherited { Term::ZERO } else { term };

@@ -64,6 +64,8 @@ pub(crate) struct Fleet {
     stop: watch::Receiver<bool>,
     news: Arc<News>,
     drivers: BTreeMap<Arc<str>, Running>,
+    /// Masters that were mentioned, also those that host nothing.
+    known: BTreeSet<String>,
     /// The map that is followed.
     version: Option<u64>,
     covered: bool,
@@ -95,6 +97,7 @@ impl Fleet {
             stop,
             news: Arc::default(),
             drivers: BTreeMap::new(),
+            known: BTreeSet::new(),
             version: None,
             covered: false,
         }
@@ -103,18 +106,25 @@ impl Fleet {
     /// Runs until told to stop, and then until all drivers have said goodbye.
     pub(crate) async fn run(mut self) {
         let mut stop = self.stop.clone();
-        loop {
+        // When all is well one master is asked, each in turn; otherwise all of them.
+        let mut ask_one = None;
+        for turn in 0.. {
             tokio::select! {
-                map = self.newest_map() => if let Some(map) = map {
+                map = self.newest_map(ask_one) => if let Some(map) = map {
+                    self.known = map.masters.iter().map(|master| master.grpc_address.clone()).collect();
                     self.follow(&map);
                 },
                 () = stopped(&mut stop) => break,
             }
             let wait = if self.covered { LOOK_EVERY } else { LOOK_SOON };
+            ask_one = self.covered.then_some(turn);
             tokio::select! {
                 () = stopped(&mut stop) => break,
                 () = tokio::time::sleep(wait) => {}
-                () = self.news.notify.notified() => tokio::time::sleep(LOOK_PAUSE).await,
+                () = self.news.notify.notified() => {
+                    ask_one = None;
+                    tokio::time::sleep(LOOK_PAUSE).await;
+                }
             }
         }
         for (_, running) in self.drivers {
@@ -122,10 +132,15 @@ impl Fleet {
         }
     }
 
-    /// The newest map that any master knows.
-    async fn newest_map(&self) -> Option<v1::GroupMap> {
-        let known = self.drivers.keys().map(|master| master.to_string());
-        let asked: BTreeSet<String> = self.seeds.iter().cloned().chain(known).collect();
+    /// The newest map that any master knows, or one of them.
+    async fn newest_map(&self, one: Option<usize>) -> Option<v1::GroupMap> {
+        let known = self.drivers.keys().map(|master| master.to_string()).chain(self.known.iter().cloned());
+        let mut asked: BTreeSet<String> = self.seeds.iter().cloned().chain(known).collect();
+        if let Some(turn) = one
+            && let Some(master) = self.drivers.keys().nth(turn % self.drivers.len().max(1))
+        {
+            asked = BTreeSet::from([master.to_string()]);
+        }
         let mut answers = JoinSet::new();
         for master in asked {
             let boot = self.facts.boot;

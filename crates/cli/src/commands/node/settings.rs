@@ -47,7 +47,7 @@ pub(super) enum SettingsError {
 #[derive(Clone, Debug, Default, ClapArgs, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct Settings {
-    /// "host:port" of the master's gRPC
+    /// "host:port" of the master's gRPC; several with commas between them, any of which will do
     #[arg(long, env = "MOONTIDE_NODE_MASTER", value_name = "HOST:PORT")]
     master: Option<String>,
     /// The node's number, 16 hexadecimal digits; drawn at each start unless set
