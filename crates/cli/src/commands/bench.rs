@@ -6,6 +6,7 @@
 mod disk;
 mod failover;
 mod figures;
+mod masters;
 mod meta;
 mod store;
 mod trace;
@@ -45,6 +46,9 @@ enum Bench {
     /// A master that is killed and started again: how long until everything goes on
     #[command(after_help = failover::EXAMPLES)]
     Failover(failover::Args),
+    /// One master beside three that share the groups; one of them is killed, another one added
+    #[command(after_help = masters::EXAMPLES)]
+    Masters(masters::Args),
     /// Replay a trace of KV-cache traffic
     #[command(after_help = store::REPLAY_EXAMPLES)]
     Trace(store::ReplayArgs),
@@ -74,6 +78,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Load(args) => store::load(&args),
         Bench::Mixed(args) => store::mixed(&args),
         Bench::Failover(args) => failover::run(&args),
+        Bench::Masters(args) => masters::run(&args),
         Bench::Trace(args) => store::replay(&args),
         Bench::TraceGen(args) => trace::generate(&args),
         Bench::TraceInfo(args) => trace::info(&args),

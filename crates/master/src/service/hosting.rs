@@ -17,6 +17,9 @@ use parking_lot::{MappedMutexGuard, MutexGuard};
 use super::{Quota, Service, refused};
 use crate::election::{Document, Hosting, MasterAddresses};
 
+/// Objects of a group that are told to its next master: sent in half a second, for which nobody can ask for them.
+const ESTATE_OBJECTS_MAX: usize = 100_000;
+
 /// A group's place in a master.
 #[derive(Debug, Default)]
 pub(super) enum Seat {
@@ -130,7 +133,7 @@ impl Service {
             Seat::Vacant => return None,
         };
         let now = self.now();
-        seat.group_mut().map(|group| group.bequeath(now))
+        seat.group_mut().map(|group| group.bequeath(now, ESTATE_OBJECTS_MAX))
     }
 
     /// The group stays after all.
