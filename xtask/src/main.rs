@@ -42,10 +42,11 @@ commands:
   fuzz [target]        run all fuzz targets, or one
       --seconds <n>    time for each target (default 60)
   chaos                real processes that are killed, stopped, cut off and run out of disk, while clients check every read;
-                       needs root
+                       needs root, and etcd (MOONTIDE_ETCD names it if it is not in the path)
       --minutes <n>    for how long (default 10)
       --seconds <n>    the same, finer
       --seed <n>       repeat the faults of a run
+      --masters <n>    how many (default 3); one needs no etcd
   wheel                build the Python package and look at what it asks of a system
       --zig            for every system with glibc 2.28 or later (default)
       --plain          for this machine only, with its own linker
@@ -194,6 +195,10 @@ fn parse_chaos(mut rest: &[&str]) -> Result<Request, Failure> {
                 options.seed = Some(number("--seed", text)?);
                 tail
             }
+            ["--masters", text, tail @ ..] => {
+                options.masters = number("--masters", text)?;
+                tail
+            }
             [other, ..] => return Err(Failure::Usage(format!("`chaos` does not know `{other}`"))),
         }
     }
@@ -293,10 +298,13 @@ mod tests {
         check("fuzz --forever", None);
         check("deploy", None);
 
-        let chaos = |seconds, seed| Some(Request::Chaos(chaos::Options { seconds, seed }));
+        let masters = chaos::MASTERS;
+        let chaos = |seconds, seed| Some(Request::Chaos(chaos::Options { seconds, seed, masters }));
         check("chaos", chaos(chaos::LONG_SECONDS, None));
         check("chaos --minutes 3 --seed 7", chaos(180, Some(7)));
         check("chaos --seconds 60", chaos(60, None));
+        let one = chaos::Options { masters: 1, ..chaos::Options::default() };
+        check("chaos --masters 1", Some(Request::Chaos(one)));
         check("chaos --minutes many", None);
         check("chaos now", None);
 

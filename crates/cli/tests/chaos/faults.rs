@@ -19,6 +19,8 @@ pub enum Kind {
     Stop(Part),
     /// Between two kinds of processes.
     Cut(Part, Part, Direction),
+    /// Cut off from everybody, with all that is at its host.
+    Alone(Part),
     DiskFull,
     /// Everything is killed at once.
     KillAll,
@@ -37,10 +39,10 @@ use Part::{Client, Master, Node, Registry};
 
 /// Each with how often it is in the deck.
 const DECK: &[(Kind, usize)] = &[
-    (Kind::Kill(Master), 2),
+    (Kind::Kill(Master), 3),
     (Kind::Kill(Node), 2),
     (Kind::Kill(Client), 2),
-    (Kind::Stop(Master), 1),
+    (Kind::Stop(Master), 2),
     (Kind::Stop(Node), 2),
     (Kind::Stop(Client), 1),
     (Kind::Cut(Node, Master, Both), 2),
@@ -52,6 +54,8 @@ const DECK: &[(Kind, usize)] = &[
     (Kind::Cut(Client, Master, Both), 1),
     (Kind::Cut(Client, Master, There), 1),
     (Kind::Cut(Client, Master, Back), 1),
+    (Kind::Alone(Master), 1),
+    (Kind::Alone(Node), 1),
     (Kind::DiskFull, 2),
     (Kind::KillAll, 1),
     // Only where there are several masters.
@@ -60,16 +64,36 @@ const DECK: &[(Kind, usize)] = &[
     (Kind::Cut(Master, Registry, Both), 2),
     (Kind::Cut(Master, Registry, There), 1),
     (Kind::Cut(Master, Registry, Back), 1),
+    (Kind::Alone(Registry), 1),
     (Kind::Cut(Master, Master, Both), 1),
+    (Kind::Cut(Master, Master, There), 1),
 ];
 
 /// Faults that are open at a time.
 const OPEN_MAX: usize = 3;
 /// From the beginning of one fault to that of the next.
 const PAUSE_MS: std::ops::Range<usize> = 500..4000;
-/// How long most faults last, and how long one in four does: longer than a node's session without beats.
+/// How long most faults last, and how long some do: longer than a node's session without beats, and than a master's lease.
 const SHORT_MS: std::ops::Range<usize> = 50..1500;
 const LONG_MS: std::ops::Range<usize> = 1500..5000;
+
+impl Kind {
+    /// One in so many lasts long.
+    fn long_one_in(self) -> u64 {
+        if self.touches_election() { 2 } else { 4 }
+    }
+
+    /// Whether masters may lose groups by it, or nobody may take any.
+    pub fn touches_election(self) -> bool {
+        let of = |part| part == Master || part == Registry;
+        match self {
+            Kind::Kill(part) | Kind::Stop(part) | Kind::Alone(part) => of(part),
+            Kind::Cut(one, other, _) => of(one) && of(other),
+            Kind::DiskFull => false,
+            Kind::KillAll => true,
+        }
+    }
+}
 
 /// A fault that is over.
 #[derive(Clone, Debug)]
@@ -99,8 +123,25 @@ impl Stop {
 enum Target {
     Process(Part, usize),
     Pair(Host, Host),
+    Host(Host),
     Disk(usize),
     All,
+}
+
+impl Target {
+    /// Whether one of the two would be healed with the other.
+    fn overlaps(&self, other: &Target) -> bool {
+        match (self, other) {
+            (Target::Host(host), Target::Pair(one, two)) | (Target::Pair(one, two), Target::Host(host)) => {
+                host == one || host == two
+            }
+            (Target::Host(_), Target::Host(_)) => true,
+            (Target::Pair(one, two), Target::Pair(three, four)) => {
+                (one, two) == (three, four) || (one, two) == (four, three)
+            }
+            (one, other) => one == other,
+        }
+    }
 }
 
 struct Open {
@@ -175,7 +216,7 @@ impl Faults {
             self.target(world, kind).map(|target| (kind, target))
         });
         let Some((kind, target)) = drawn else { return };
-        let span = if self.rng.draw().is_multiple_of(4) { LONG_MS } else { SHORT_MS };
+        let span = if self.rng.draw().is_multiple_of(kind.long_one_in()) { LONG_MS } else { SHORT_MS };
         let lasts = Duration::from_millis(self.rng.within(span.start, span.end) as u64);
         let mut life = None;
         let start = now();
@@ -194,6 +235,7 @@ impl Faults {
                     world.net.cut(other, one);
                 }
             }
+            (Kind::Alone(_), Target::Host(host)) => world.net.isolate(host),
             (Kind::DiskFull, Target::Disk(at)) => world.disks[*at].fill(),
             (Kind::KillAll, _) => {
                 for part in Part::ALL {
@@ -225,6 +267,9 @@ impl Faults {
                     candidates.extend(others.map(|other| Target::Pair(one.clone(), other.clone())));
                 }
             }
+            Kind::Alone(part) => {
+                candidates.extend(world.part(part).iter().map(|process| Target::Host(process.host.clone())));
+            }
             Kind::DiskFull => candidates.extend((0..world.disks.len()).map(Target::Disk)),
             // Only when nothing else is open: what is killed then is started again by its own fault's end.
             Kind::KillAll if self.open.is_empty() => candidates.push(Target::All),
@@ -234,7 +279,7 @@ impl Faults {
                 return None;
             }
         }
-        candidates.retain(|target| self.open.iter().all(|open| open.target != *target));
+        candidates.retain(|target| !self.open.iter().any(|open| open.target.overlaps(target)));
         (!candidates.is_empty()).then(|| candidates.swap_remove(self.rng.within(0, candidates.len())))
     }
 
@@ -243,6 +288,7 @@ impl Faults {
             (Kind::Kill(_), Target::Process(part, at)) => world.part(*part)[*at].start(),
             (Kind::Stop(_), Target::Process(part, at)) => world.part(*part)[*at].go_on(),
             (Kind::Cut(..), Target::Pair(one, other)) => world.net.heal_pair(one, other),
+            (Kind::Alone(_), Target::Host(host)) => world.net.heal_host(host),
             (Kind::DiskFull, Target::Disk(at)) => world.disks[*at].empty(),
             (Kind::KillAll, _) => {
                 for part in Part::ALL {

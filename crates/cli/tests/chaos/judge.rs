@@ -37,6 +37,8 @@ pub struct Verdict {
     /// Each wrong read, in words.
     pub wrong: Vec<String>,
     pub longest_get: Duration,
+    /// Gets that failed though nothing was wrong any more, by client and why: how many.
+    pub unanswered: BTreeMap<String, u64>,
     /// How many reads brought a version that had been replaced, and the longest time since.
     replaced: (u64, Duration),
     pub keys_written: u64,
@@ -46,8 +48,9 @@ pub struct Verdict {
     gets: Vec<(u64, Duration)>,
 }
 
-/// Judges all records. `stops`: when clients stood still, during which time went on without them.
-pub fn judge(records: &[Record], stops: &[Stop]) -> Verdict {
+/// Judges all records. `stops`: when clients stood still, during which time went on without them; `calm`: from when on all is
+/// well.
+pub fn judge(records: &[Record], stops: &[Stop], calm: u64) -> Verdict {
     let mut histories: HashMap<KeyId, History> = HashMap::new();
     for record in records {
         let history = histories.entry(record.key).or_default();
@@ -85,6 +88,11 @@ pub fn judge(records: &[Record], stops: &[Stop]) -> Verdict {
             written.insert(record.key);
         }
         if record.kind == Kind::Get {
+            if let Outcome::Failed(code) = record.outcome
+                && record.start >= calm
+            {
+                *verdict.unanswered.entry(format!("life {}: {}", record.life, code.name())).or_default() += 1;
+            }
             let took = Duration::from_nanos(record.end - record.start);
             if !stops.iter().any(|stop| stop.touches(record)) {
                 verdict.gets.push((record.start, took));
@@ -174,7 +182,7 @@ mod tests {
             .iter()
             .map(|(kind, outcome, version, s, e)| record(*kind, *outcome, *version, *s, *e))
             .collect();
-        assert_eq!(judge(&records, &[]).wrong.len(), wrong, "{records:#?}");
+        assert_eq!(judge(&records, &[], u64::MAX).wrong.len(), wrong, "{records:#?}");
     }
 
     #[test]
@@ -204,6 +212,10 @@ mod tests {
         then(&[&replaced[..], &[(Get, Ok, 7, 41, 50)]].concat(), 0); // by somebody who is cut off
         then(&[&replaced[..], &[(Get, Ok, 9, 41 + allowed, 50 + allowed)]].concat(), 0);
         then(&[&replaced[..], &[(Remove, Ok, 0, 45, 46), (Get, Ok, 7, 47, 50)]].concat(), 1);
+        // Nobody fails when all is well.
+        let failed =
+            [(Get, lost, 7, 30, 35), (Get, lost, 7, 41, 45)].map(|(k, o, v, s, e)| record(k, o, v, s, e));
+        assert_eq!(judge(&failed, &[], 40).unanswered.values().sum::<u64>(), 1);
         // A put that was not acknowledged may be there at any later time.
         let lost =
             [(Begin, Ok, 7, 10, 10), (Put, lost, 7, 10, 20), (Remove, Ok, 0, 30, 40), (Get, Ok, 7, 41, 50)];

@@ -46,6 +46,8 @@ pub fn missing() -> Option<&'static str> {
 /// In front of all names, so that what was left behind is found.
 const PREFIX: &str = "mx";
 const BRIDGE: &str = "s";
+/// The address of the bridge, where the test sits.
+const WATCHER: &str = "10.79.0.254";
 
 /// The namespaces. Gone when it is dropped.
 #[derive(Debug)]
@@ -75,7 +77,7 @@ impl Net {
         let bridge = at(BRIDGE);
         ip(&format!("netns add {bridge}"));
         ip(&format!("-n {bridge} link add bridge type bridge"));
-        ip(&format!("-n {bridge} address add 10.79.0.254/24 dev bridge"));
+        ip(&format!("-n {bridge} address add {WATCHER}/24 dev bridge"));
         ip(&format!("-n {bridge} link set bridge up"));
         ip(&format!("-n {bridge} link set lo up"));
         for host in hosts {
@@ -87,8 +89,13 @@ impl Net {
             ip(&format!("-n {side} link set lo up"));
             ip(&format!("-n {bridge} link set p{} master bridge", host.name));
             ip(&format!("-n {bridge} link set p{} up", host.name));
-            let chain = "add chain inet cut comes { type filter hook input priority 0; policy accept; }";
-            net.nft(host, &format!("add table inet cut; {chain}"));
+            let chains =
+                [("comes", "input"), ("alone_in", "input"), ("alone_out", "output")].map(|(name, hook)| {
+                    format!(
+                        "add chain inet cut {name} {{ type filter hook {hook} priority 0; policy accept; }}"
+                    )
+                });
+            net.nft(host, &format!("add table inet cut; {}", chains.join("; ")));
         }
         let file = File::open(format!("/run/netns/{bridge}")).expect("the namespace was just made");
         move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network)).expect("setns");
@@ -112,6 +119,18 @@ impl Net {
         if self.cuts.insert((from.number, to.number)) {
             self.nft(to, &format!("add rule inet cut comes ip saddr {} drop", from.ip()));
         }
+    }
+
+    /// From here on nobody hears a host, and it hears nobody; but for this test, which looks on.
+    pub fn isolate(&mut self, host: &Host) {
+        let comes = format!("add rule inet cut alone_in iifname eth ip saddr != {WATCHER} drop");
+        let goes = format!("add rule inet cut alone_out oifname eth ip daddr != {WATCHER} drop");
+        self.nft(host, &format!("{comes}; {goes}"));
+    }
+
+    /// Everybody hears a host again, and it them.
+    pub fn heal_host(&mut self, host: &Host) {
+        self.nft(host, "flush chain inet cut alone_in; flush chain inet cut alone_out");
     }
 
     /// Nothing is lost any more.

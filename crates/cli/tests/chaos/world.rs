@@ -41,26 +41,34 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// With as many masters as `MOONTIDE_CHAOS_MASTERS` says, or one.
+    /// With as many masters as `MOONTIDE_CHAOS_MASTERS` says, or three.
     pub fn from_environment() -> Shape {
         let masters = std::env::var("MOONTIDE_CHAOS_MASTERS");
-        let masters = masters.map_or(1, |text| text.parse().expect("a number of masters"));
+        let masters = masters.map_or(3, |text| text.parse().expect("a number of masters"));
         Shape { masters, nodes: 4, near: 2, far: 2 }
     }
 
     fn has_registry(self) -> bool {
         self.masters > 1
     }
+
+    /// Why it cannot be started here.
+    pub fn missing(self) -> Option<String> {
+        let program = registry_program();
+        let is_there = !self.has_registry() || Command::new(&program).arg("--version").output().is_ok();
+        let what = "several masters need etcd, and there is none at";
+        (!is_there).then(|| format!("{what} `{program}`; MOONTIDE_ETCD names another place"))
+    }
 }
 
-const GROUPS: usize = 4;
+pub const GROUPS: usize = 6;
 const NODE_MIB: usize = 48;
 /// A node's session ends after so long without beats: some faults last longer, some do not.
 const SESSION_TTL_MS: u64 = 2000;
 /// Longest that a writer's reservation lasts: what killed writers leave is free after that.
 const RESERVATION_MS: u64 = 5000;
 /// A master whose lease is not renewed loses its groups after so long.
-const LEASE_MS: u64 = 2000;
+pub const LEASE_MS: u64 = 2000;
 const DISK_MIB: usize = 96;
 const DISK_LIMIT_MIB: usize = 64;
 
@@ -111,6 +119,8 @@ pub struct World {
     masters: Vec<Process>,
     registry: Vec<Process>,
     pub disks: Vec<Disk>,
+    /// Where the registry writes: it waits for its disk at every change, and this machine's may be slow.
+    _registry_disk: Option<Disk>,
     pub net: Net,
     folder: PathBuf,
     shape: Shape,
@@ -124,15 +134,19 @@ fn registry_host() -> Host {
     Host::new("e0", 31)
 }
 
+fn registry_program() -> String {
+    std::env::var("MOONTIDE_ETCD").unwrap_or_else(|_| "etcd".to_owned())
+}
+
 /// The registry: one `etcd`, which keeps what it knows when it is killed.
 fn registry_command(folder: &Path) -> Vec<String> {
     let ip = registry_host().ip();
     let (clients, peers) = (format!("http://{ip}:2379"), format!("http://{ip}:2380"));
-    let mut all = vec![std::env::var("MOONTIDE_ETCD").unwrap_or_else(|_| "etcd".to_owned())];
+    let mut all = vec![registry_program()];
     all.extend(words(&format!(
         "--name chaos --data-dir {} --listen-client-urls {clients} --advertise-client-urls {clients} \
          --listen-peer-urls {peers} --initial-advertise-peer-urls {peers} --initial-cluster chaos={peers}",
-        folder.join("etcd").display()
+        folder.join("etcd/data").display()
     )));
     all
 }
@@ -154,6 +168,11 @@ fn node_host(at: u8) -> Host {
 fn masters_address(shape: Shape) -> String {
     let addresses = (0..shape.masters).map(|at| format!("{}:7400", master_host(at).ip()));
     addresses.collect::<Vec<_>>().join(",")
+}
+
+/// Where each master shows its pages.
+pub fn master_pages_at(shape: Shape) -> Vec<String> {
+    (0..shape.masters.into()).map(master_admin).collect()
 }
 
 fn master_admin(at: usize) -> String {
@@ -192,6 +211,7 @@ impl World {
         let disks =
             (0..shape.nodes).filter(|at| has_disk(*at)).map(|at| Disk::mount(disk_path(at))).collect();
 
+        let registry_disk = shape.has_registry().then(|| Disk::mount(folder.join("etcd")));
         let registry = shape.has_registry().then(|| {
             let all = registry_command(folder);
             Process::new(&net, folder, "etcd", &registry_host(), Box::new(move |_| (all.clone(), vec![])))
@@ -251,9 +271,18 @@ impl World {
             Process::new(&net, folder, format!("client-{at}"), &host, Box::new(words))
         });
         let (masters, nodes, clients) = (masters.collect(), nodes.collect(), clients.collect());
-        let registry = registry.into_iter().collect();
-        let mut world =
-            World { clients, nodes, masters, registry, disks, net, folder: folder.to_owned(), shape };
+        let (registry, folder) = (registry.into_iter().collect(), folder.to_owned());
+        let mut world = World {
+            clients,
+            nodes,
+            masters,
+            registry,
+            disks,
+            _registry_disk: registry_disk,
+            net,
+            folder,
+            shape,
+        };
         for part in Part::ALL {
             world.part(part).iter_mut().for_each(Process::start);
         }
@@ -325,12 +354,12 @@ impl World {
         let store = Store::connect(config).expect("the master is there");
         let end = Instant::now() + EMPTY;
         let (mut removed, mut pending) = (0, 0);
+        // Again from the beginning, until a whole walk over all masters finds nothing.
+        let (mut cursor, mut found) = (vec![], 0);
         loop {
-            let keys = store.list(b"", b"", 1000).expect("a list").keys;
-            if keys.is_empty() {
-                break;
-            }
-            let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+            let page = store.list(b"", &cursor, 1000).expect("a list");
+            let keys: Vec<&[u8]> = page.keys.iter().map(|key| &key[..]).collect();
+            found += keys.len();
             for outcome in store.remove_batch(&keys, true) {
                 match outcome {
                     Ok(_) => removed += 1,
@@ -338,6 +367,10 @@ impl World {
                     Err(error) => panic!("a removal failed after all was healed: {error}"),
                 }
             }
+            if page.next.is_empty() && std::mem::take(&mut found) == 0 {
+                break;
+            }
+            cursor = page.next;
             assert!(
                 Instant::now() < end,
                 "the keys do not come to an end: {removed} removed, {pending} pending"

@@ -7,7 +7,7 @@ use moontide_types::{ErrorCode, NodeId};
 use rustix::process::Signal;
 
 use crate::content::Rng;
-use crate::kit::{Cluster, KIB, Process, SOON, Shape, connect, sized, until, words};
+use crate::kit::{Cluster, KIB, Process, SOON, Shape, connect, is_full, sized, until, words};
 use crate::readers::{Got, Object, Way, put_all, read, replicas};
 
 /// A cluster whose nodes have a disk each: a node that is killed comes back with what is there.
@@ -20,7 +20,7 @@ const NODES: usize = 3;
 
 impl Scene {
     fn start() -> Scene {
-        let ttl = Duration::from_millis(2000);
+        let ttl = Duration::from_millis(1000);
         let shape = Shape { nodes: 0, session_ttl_ms: ttl.as_millis() as u64, ..Shape::default() };
         let mut scene = Scene { cluster: Cluster::start(shape), ttl };
         for at in 0..NODES {
@@ -111,14 +111,10 @@ fn what_was_removed_stays_so_whoever_is_killed() {
     let make = |name: &str, rng: &mut Rng| -> Vec<Object> {
         (0..count).map(|n| Object::new(name, n, rng, KIB..200 * KIB)).collect()
     };
-    let rounds = [
-        Killed::Master,
-        Killed::Node(0),
-        Killed::Node(1),
-        Killed::Node(2),
-        Killed::Both(0),
-        Killed::Everybody,
-    ];
+    let mut rounds = vec![Killed::Master, Killed::Node(rng.within(0, NODES)), Killed::Everybody];
+    if is_full() {
+        rounds.extend([Killed::Node(0), Killed::Node(1), Killed::Node(2), Killed::Both(0)]);
+    }
     let (mut gone, mut offloaded) = (Vec::<Object>::new(), 0);
     for (round, killed) in rounds.into_iter().enumerate() {
         let (kept, removed) =
@@ -155,7 +151,7 @@ fn what_was_removed_stays_so_whoever_is_killed() {
             }
         }
         // While everybody comes back, and for as long as somebody's session may last.
-        let until_at = Instant::now() + scene.ttl + Duration::from_secs(1);
+        let until_at = Instant::now() + scene.ttl + Duration::from_millis(500);
         let (fresh, mut looks) = (scene.stores(), 0);
         while Instant::now() < until_at || looks < 2 {
             for store in fresh.iter().chain(&stores) {
@@ -196,7 +192,7 @@ fn what_was_removed_stays_so_whoever_is_killed() {
 #[test]
 fn memory_of_a_node_that_was_killed_is_not_read_after_a_removal() {
     let mut rng = Rng::seeded();
-    for round in 0..sized(12, 60) {
+    for round in 0..sized(2, 60) {
         let mut cluster = Cluster::start(Shape { nodes: 2, session_ttl_ms: 4000, ..Shape::default() });
         let (near, far) = (cluster.near(), cluster.far());
         let objects: Vec<Object> =
@@ -238,7 +234,7 @@ fn memory_of_a_node_that_was_killed_is_not_read_after_a_removal() {
 #[test]
 fn a_pending_removal_may_be_forgotten_with_its_master_and_then_brings_back_the_right_bytes() {
     let mut rng = Rng::seeded();
-    let mut cluster = Cluster::start(Shape { nodes: 2, session_ttl_ms: 1500, ..Shape::default() });
+    let mut cluster = Cluster::start(Shape { nodes: 2, session_ttl_ms: 1000, ..Shape::default() });
     let far = connect(StoreConfig { local: false, locations: 0, ..cluster.config() });
     let objects: Vec<Object> = (0..20).map(|n| Object::new("residue", n, &mut rng, KIB..64 * KIB)).collect();
     put_all(&far, &objects, &PutOptions::default());

@@ -259,7 +259,7 @@ mod tests {
             },
             root: 5,
             replica,
-            verify: number % 2 == 0,
+            verify: number.is_multiple_of(2),
         };
         Heirloom {
             id: ObjectId(id),

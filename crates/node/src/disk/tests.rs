@@ -231,7 +231,7 @@ impl World {
     }
 
     fn begin_session(&self, session: SessionId) {
-        let ends = std::mem::replace(&mut *self.current.lock(), Some(session));
+        let ends = self.current.lock().replace(session);
         self.work.send(Work::Session { begins: Some(session), ends }).unwrap();
         ends.into_iter().for_each(|ends| self.tier.end_session(ends));
         self.tier.begin_telling(session, GroupSet::all(NonZeroU16::MIN));
