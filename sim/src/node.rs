@@ -1,482 +1,234 @@
-//! [`Node`]: a shipped [`NodeHeap`] with real shared memory, and what a node's process does around it: a session with
-//! the master, a report of what it holds and of every change, and the orders that it carries out.
+//! [`Node`]: a shipped [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and around it what the shipped node
+//! decides ([`moontide_node::decide`]).
 //!
-//! Rules of a node that are not in the heap:
-//! - it obeys the term of its session before it looks at what it holds;
-//! - it takes writes only for grants of its present session;
-//! - a node that no master has heard of for [`FORGET_MS`] comes back empty: what it holds may have been removed.
+//! A node has several threads that talk by queues: one serves peers (`serve`), one carries out orders (`obey`), and one
+//! for each master talks to that one (`converse`); `fleet` knows who they are. Each takes what is in its queue a moment
+//! later, so that they get in each other's way here, too.
+
+mod converse;
+mod fleet;
+mod memory;
+mod obey;
+mod serve;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroU16;
 use std::time::Duration;
 
-use moontide_heap::{Grant, HeapConfig, HugePages, Killed, NewRecord, NodeHeap, Transition, Writer};
-use moontide_meta::{Order, OrderKind, OrderOutcome, PlaceView, ReportState, Rng};
-use moontide_types::bounds::{LEASE_MS_MAX, UNIT_BYTES};
-use moontide_types::record::{Attributes, Flags, KeySection, State};
-use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, Key, MonoTime, SegmentId, SessionId, SlotId, Tenant,
-    TenantGeneration, Term,
-};
+use moontide_node::LOCAL_STALE_MAX_DEFAULT;
+use moontide_node::decide::orders::Name;
+use moontide_node::decide::pace::index_open;
+use moontide_node::decide::report::Change;
+use moontide_proto::{Order, OrderResult};
+use moontide_types::{Generation, GroupId, MonoTime, NodeId, SegmentId, SessionId, Term};
 
-use crate::client::{key_bytes, key_of, object_id};
-use crate::event::{Ask, Event, Events, Message, Payload, Request, Told, node_id};
-use crate::network::Network;
-use crate::oracle::pattern;
+use self::converse::Driver;
+use self::fleet::Fleet;
+use self::memory::{Memory, Shape};
+use self::obey::Obedience;
+use crate::dice::Dice;
+use crate::event::{Message, Timer, Who};
+use crate::plan::Plan;
+use crate::scene::Scene;
 
-/// Less than a new master waits before it takes the absent for lost, with the slowest message in flight.
-const FORGET_MS: u64 = 25_000;
-const BEAT_MS: u64 = 1_000;
-const REPEAT_MS: u64 = 300;
-pub(crate) const TICK_MS: u64 = 200;
-/// Records in one message of a report.
-const CHUNK: usize = 7;
-/// Segments of a node: units and slots.
-const SEGMENTS: [(u32, u32); 2] = [(512, 48), (1024, 96)];
+/// Longest time that a thread leaves something in its queue.
+const LAG_MAX: Duration = Duration::from_millis(3);
 
-/// A slot as it was at some time.
-#[derive(Clone, Debug)]
-pub(crate) struct Change {
-    pub(crate) slot: SlotId,
-    pub(crate) state: ReportState,
-    pub(crate) epoch: Epoch,
-    pub(crate) key: usize,
-    pub(crate) key_bytes: Vec<u8>,
-    pub(crate) len: u64,
-    pub(crate) root: u64,
-    pub(crate) extent: Extent,
+/// What a node wants to be woken for. Numbers tell whether it still does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum NodeTimer {
+    /// A driver looks into its queue.
+    Events { line: u64 },
+    /// The thread for orders looks into its queue.
+    Work,
+    /// It is time to reclaim.
+    Reclaim { round: u64 },
+    /// A pause of a driver is over.
+    Pause { pause: u64 },
+    /// A call to a master has taken too long.
+    CallOver { call: u64 },
+    /// It is time for a heartbeat on a stream.
+    Beat { stream: u64 },
+    /// A master that did not know yet that it hosts a group may know it by now.
+    Behind { number: u64 },
+    /// It is time to look at the map, or to stop waiting for it.
+    Look { number: u64 },
 }
 
-/// The node's side of a session.
+/// What concerns a session.
 #[derive(Debug)]
-struct Link {
-    session: SessionId,
-    term: Term,
-    /// Requests that were not answered; the first one is under way.
-    requests: VecDeque<Request>,
-    /// The number of the first one.
-    number: u64,
-    sent_at: MonoTime,
-    beaten_at: MonoTime,
-    /// Records reported per segment.
-    reported: Vec<u64>,
-    /// The number of the next order.
-    next_order: u64,
+enum NodeEvent {
+    Change(Change),
+    Results { session: SessionId, results: Vec<OrderResult> },
+    Report(SegmentId),
 }
 
-/// Bytes on their way to a slot.
+impl NodeEvent {
+    fn segment(&self) -> Option<SegmentId> {
+        match self {
+            NodeEvent::Change(
+                Change::Begun(segment, _)
+                | Change::Committed { segment, .. }
+                | Change::Killed { segment, .. }
+                | Change::Freed { segment, .. },
+            )
+            | NodeEvent::Report(segment) => Some(*segment),
+            NodeEvent::Results { .. } => None,
+        }
+    }
+}
+
+/// What the thread for orders is given to do.
 #[derive(Debug)]
-struct Write {
-    client: usize,
-    op: u64,
-    which: usize,
-    place: PlaceView,
-    epoch: Epoch,
-    len: u64,
-    token: u64,
+enum Work {
+    Session { begins: Option<SessionId>, ends: Option<SessionId> },
+    Orders { session: SessionId, orders: Vec<Order> },
+    GivenUp(Vec<Name>),
 }
 
 /// A node's process.
 #[derive(Debug)]
 pub(crate) struct Node {
     index: usize,
-    heap: NodeHeap,
-    incarnation: u64,
-    rng: Rng,
-    link: Option<Link>,
-    attempts: u64,
-    opened_at: MonoTime,
-    /// When a master last had all that is here.
-    safe_at: MonoTime,
-    /// The last term that each segment has adopted.
-    terms: Vec<Term>,
-    writes: BTreeMap<u64, Write>,
-    write_count: u64,
-}
-
-fn new_heap(index: usize, incarnation: u64) -> NodeHeap {
-    let slots_max = SEGMENTS.iter().map(|&(_, slots)| u64::from(slots)).sum();
-    let huge = HugePages::IfAllowed;
-    let config = HeapConfig { node: node_id(index), generation: Generation(incarnation), slots_max, huge };
-    let heap = NodeHeap::create(config).expect("memory for a small heap");
-    for (units, slots) in SEGMENTS {
-        heap.add_segment(slots, units, huge).expect("memory for a small segment");
-    }
-    heap
+    dice: Dice,
+    id: NodeId,
+    boot: u64,
+    groups: NonZeroU16,
+    /// How many masters were named at its start.
+    masters: usize,
+    /// Used by no process of this host before.
+    numbers: u64,
+    memory: Memory,
+    fleet: Fleet,
+    drivers: BTreeMap<u64, Driver>,
+    obedience: Obedience,
+    /// When a master of each group last knew of everything.
+    known_at: BTreeMap<GroupId, (MonoTime, Term)>,
+    /// When all masters last did.
+    good: Option<MonoTime>,
+    /// Until then begins and commits are told, because a master may not know of them.
+    tell_until: MonoTime,
+    work: VecDeque<Work>,
 }
 
 impl Node {
-    pub(crate) fn new(index: usize, seed: u64) -> Node {
-        Node {
+    /// A process that has just started.
+    pub(crate) fn start(index: usize, plan: &Plan, seed: u64, numbers: u64, scene: &mut Scene<'_>) -> Node {
+        let mut dice = Dice::new(seed);
+        let number = if plan.keeps_number { index as u64 + 1 } else { (seed >> 16) | 1 };
+        let id = NodeId(number);
+        scene.network.enlist(id, index);
+        let boot = dice.draw();
+        // The product draws it from the calendar, and it only has to differ.
+        let generation = Generation(dice.draw() >> 1);
+        let groups = NonZeroU16::new(plan.groups).expect("a cluster has a group");
+        let shape = Shape { segments: plan.segments, units: plan.units, slots: plan.slots, groups };
+        let mut node = Node {
             index,
-            heap: new_heap(index, 1),
-            incarnation: 1,
-            rng: Rng::new(seed),
-            link: None,
-            attempts: 0,
-            opened_at: MonoTime(0),
-            safe_at: MonoTime(0),
-            terms: vec![Term::ZERO; SEGMENTS.len()],
-            writes: BTreeMap::new(),
-            write_count: 0,
+            dice,
+            id,
+            boot,
+            groups,
+            masters: plan.masters,
+            numbers,
+            memory: Memory::create(id, generation, shape),
+            fleet: Fleet::default(),
+            drivers: BTreeMap::new(),
+            obedience: Obedience::default(),
+            known_at: BTreeMap::new(),
+            good: None,
+            tell_until: LONG_AGO,
+            work: VecDeque::new(),
+        };
+        node.look(scene);
+        node.wake_to_reclaim(scene);
+        node
+    }
+
+    /// The highest number that this process, or one before it, has used.
+    pub(crate) fn numbers(&self) -> u64 {
+        self.numbers
+    }
+
+    fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        ((self.index as u64 + 1) << 40) | self.numbers
+    }
+
+    /// Whether masters know of everything here.
+    pub(crate) fn is_mounted(&self) -> bool {
+        self.fleet.is_covered() && self.drivers.values().all(Driver::is_good)
+    }
+
+    /// The streams that it talks on, and to whom.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = (u64, usize)> {
+        self.drivers.values().filter_map(|driver| Some((driver.stream()?, driver.master())))
+    }
+
+    /// Units that are taken by records in any state.
+    pub(crate) fn taken_units(&self) -> u64 {
+        self.memory.taken_units()
+    }
+
+    /// Something that waited for time.
+    pub(crate) fn wake(&mut self, timer: NodeTimer, scene: &mut Scene<'_>) {
+        match timer {
+            NodeTimer::Events { line } => self.take_events(line, scene),
+            NodeTimer::Work => self.take_work(scene),
+            NodeTimer::Reclaim { round } => self.reclaim_due(round, scene),
+            NodeTimer::Pause { pause } => self.pause_over(pause, scene),
+            NodeTimer::CallOver { call } => self.call_over(call, scene),
+            NodeTimer::Beat { stream } => self.beat_due(stream, scene),
+            NodeTimer::Behind { number } => self.behind_due(number, scene),
+            NodeTimer::Look { number } => self.look_due(number, scene),
         }
     }
 
-    /// The process ends and starts again: its memory is new.
-    pub(crate) fn restart(&mut self) {
-        self.incarnation += 1;
-        self.heap = new_heap(self.index, self.incarnation);
-        self.link = None;
-        self.writes.clear();
-    }
-
-    /// What waits for time.
-    pub(crate) fn tick(&mut self, events: &mut Events, network: &mut Network) {
-        let now = events.now();
-        self.free(now, events, network);
-        let forgotten = now.since(self.safe_at) > Duration::from_millis(FORGET_MS);
-        let mounting = self
-            .link
-            .as_ref()
-            .is_some_and(|link| link.requests.iter().any(|request| matches!(request, Request::Mount { .. })));
-        if forgotten && (self.link.is_none() || mounting) && self.holds_anything() {
-            self.restart();
-        }
-        match &mut self.link {
-            None if now.since(self.opened_at) >= Duration::from_millis(REPEAT_MS) => {
-                self.attempts += 1;
-                self.opened_at = now;
-                let open = Message::Open { node: self.index, boot: self.incarnation, attempt: self.attempts };
-                network.send(events, open);
+    /// A message arrives.
+    pub(crate) fn arrives(&mut self, from: Who, message: Message, scene: &mut Scene<'_>) {
+        match message {
+            Message::Ask { call, ask } => {
+                let told = self.serve(ask, scene);
+                scene.send(from, Message::Told { call, told });
             }
-            None => {}
-            Some(link) => {
-                if now.since(link.beaten_at) >= Duration::from_millis(BEAT_MS) {
-                    link.beaten_at = now;
-                    network.send(events, Message::Beat { node: self.index, session: link.session });
-                }
-                if now.since(link.sent_at) >= Duration::from_millis(REPEAT_MS) {
-                    self.send_request(events, network);
-                }
-            }
+            Message::NodeAnswer { call, answer } => self.answered(call, answer, scene),
+            Message::StreamOpened { stream } => self.stream_opened(stream, scene),
+            Message::FromMaster { stream, message } => self.heard(stream, &message, scene),
+            Message::StreamEnd { stream, code } => self.stream_ended(stream, code, scene),
+            _ => unreachable!("not for a node"),
         }
     }
 
-    fn holds_anything(&self) -> bool {
-        let mut any = false;
-        for segment in self.heap.segments() {
-            segment.for_each_record(|_, _, _| any = true);
-        }
-        any
+    /// Whether no master was heard for so long that what is here may have been removed.
+    fn is_stale(&self, now: MonoTime) -> bool {
+        self.good.is_some() && !index_open(self.good, now, LOCAL_STALE_MAX_DEFAULT)
     }
 
-    fn send_request(&mut self, events: &mut Events, network: &mut Network) {
-        let Some(link) = &mut self.link else { return };
-        let Some(request) = link.requests.front() else { return };
-        link.sent_at = events.now();
-        let (session, number) = (link.session, link.number);
-        network
-            .send(events, Message::Request { node: self.index, session, number, request: request.clone() });
-    }
-
-    /// The session is open: first obey, then look, then report.
-    pub(crate) fn opened(
-        &mut self,
-        attempt: u64,
-        session: SessionId,
-        term: Term,
-        events: &mut Events,
-        network: &mut Network,
-    ) {
-        if attempt != self.attempts || self.link.is_some() {
-            return;
-        }
-        let mut requests = VecDeque::new();
-        let mut reported = vec![0; SEGMENTS.len()];
-        for (at, segment) in self.heap.segments().iter().enumerate() {
-            if segment.obey(term) > term {
-                return; // an older master's answer
-            }
-            let shape = segment.shape();
-            let mut changes = vec![];
-            segment.for_each_record(|slot, header, _| {
-                let units = header.layout().expect("the heap checked it").units();
-                let extent = Extent { start: (header.payload_offset / UNIT_BYTES) as u32, units };
-                let state = match header.word.state() {
-                    State::Free => ReportState::Free,
-                    State::Writing => ReportState::Writing,
-                    State::Ready => ReportState::Ready,
-                    State::Dead => ReportState::Dead,
-                };
-                let key = key_of(header.id);
-                changes.push(Change {
-                    slot,
-                    state,
-                    epoch: header.word.epoch(),
-                    key,
-                    key_bytes: key_bytes(key),
-                    len: header.object_len,
-                    root: header.root,
-                    extent,
-                });
-            });
-            let generation = Generation(self.incarnation);
-            requests.push_back(Request::Mount {
-                segment: shape.segment,
-                generation,
-                units: shape.units,
-                slots: shape.slots,
-                term: std::mem::replace(&mut self.terms[at], term),
-                occupied: !changes.is_empty(),
-            });
-            let records = changes.len() as u64;
-            for chunk in changes.chunks(CHUNK) {
-                let (first, changes) = (reported[at], chunk.to_vec());
-                reported[at] += chunk.len() as u64;
-                requests.push_back(Request::Report {
-                    segment: shape.segment,
-                    generation,
-                    term,
-                    first,
-                    changes,
-                });
-            }
-            requests.push_back(Request::ReportEnd { segment: shape.segment, generation, term, records });
-        }
-        let (sent_at, beaten_at) = (events.now(), events.now());
-        self.link =
-            Some(Link { session, term, requests, number: 1, sent_at, beaten_at, reported, next_order: 1 });
-        self.send_request(events, network);
-    }
-
-    /// The master has heard us, or does not know the session any more.
-    pub(crate) fn heard(&mut self, session: SessionId, alive: bool, now: MonoTime) {
-        let Some(link) = self.link.as_ref().filter(|link| link.session == session) else { return };
-        let mounted = !link.requests.iter().any(|request| matches!(request, Request::Mount { .. }));
-        if !alive {
-            self.link = None;
-        } else if mounted {
-            self.safe_at = now;
-        }
-    }
-
-    /// A request was answered.
-    pub(crate) fn answered(
-        &mut self,
-        session: SessionId,
-        number: u64,
-        result: Result<(), ErrorCode>,
-        events: &mut Events,
-        network: &mut Network,
-    ) {
-        let Some(link) = self.link.as_mut().filter(|link| (link.session, link.number) == (session, number))
-        else {
+    /// Tells the master whom it concerns, if there is one.
+    fn tell(&mut self, event: NodeEvent, scene: &mut Scene<'_>) {
+        let group = event.segment().map(|segment| self.memory.group_of(segment));
+        let concerns = |driver: &Driver| match (&event, group) {
+            (NodeEvent::Results { session, .. }, _) => driver.session() == Some(*session),
+            (_, Some(group)) => driver.has_group(group),
+            (_, None) => false,
+        };
+        let Some((&line, driver)) = self.drivers.iter_mut().find(|(_, driver)| concerns(driver)) else {
             return;
         };
-        link.number += 1;
-        link.requests.pop_front();
-        if result.is_err() {
-            // The master does not see it as we do: from the beginning.
-            self.link = None;
-        } else {
-            self.send_request(events, network);
+        if driver.enqueue(event) {
+            let lag = self.dice.up_to(LAG_MAX);
+            scene.wake_in(lag, Timer::Node(NodeTimer::Events { line }));
         }
     }
 
-    fn tell(&mut self, segment: SegmentId, change: Change, events: &mut Events, network: &mut Network) {
-        let generation = Generation(self.incarnation);
-        let Some(link) = &mut self.link else { return };
-        let first = link.reported[segment.0 as usize];
-        link.reported[segment.0 as usize] += 1;
-        let term = link.term;
-        link.requests.push_back(Request::Report { segment, generation, term, first, changes: vec![change] });
-        if link.requests.len() == 1 {
-            self.send_request(events, network);
+    fn give_work(&mut self, work: Work, scene: &mut Scene<'_>) {
+        self.work.push_back(work);
+        if self.work.len() == 1 {
+            let lag = self.dice.up_to(LAG_MAX);
+            scene.wake_in(lag, Timer::Node(NodeTimer::Work));
         }
-    }
-
-    /// A change of which only slot and epoch count.
-    fn tell_bare(
-        &mut self,
-        (segment, slot, epoch): (SegmentId, SlotId, Epoch),
-        state: ReportState,
-        events: &mut Events,
-        network: &mut Network,
-    ) {
-        let extent = Extent { start: 0, units: 1 };
-        let change = Change { slot, state, epoch, key: 0, key_bytes: key_bytes(0), len: 0, root: 0, extent };
-        self.tell(segment, change, events, network);
-    }
-
-    /// Frees what is due, and says so.
-    fn free(&mut self, now: MonoTime, events: &mut Events, network: &mut Network) {
-        for freed in self.heap.reclaim(now).freed {
-            let what = (freed.segment, freed.slot, freed.epoch);
-            self.tell_bare(what, ReportState::Free, events, network);
-        }
-    }
-
-    /// An order of the session, in its turn.
-    pub(crate) fn order(
-        &mut self,
-        session: SessionId,
-        number: u64,
-        order: Order,
-        events: &mut Events,
-        network: &mut Network,
-    ) {
-        let Some(link) = self.link.as_mut().filter(|link| link.session == session) else { return };
-        if number > link.next_order {
-            return; // one before it was lost, and comes again
-        }
-        link.next_order = link.next_order.max(number + 1);
-        let outcome = if order.generation != Generation(self.incarnation) {
-            OrderOutcome::Refused(ErrorCode::StaleGeneration)
-        } else {
-            match order.kind {
-                OrderKind::Kill => self.kill(order, events, network),
-                OrderKind::Reclaim => self.reclaim(order, events, network),
-                // These nodes have no disk.
-                OrderKind::Offload | OrderKind::Promote { .. } => {
-                    OrderOutcome::Refused(ErrorCode::Unsupported)
-                }
-            }
-        };
-        network.send(events, Message::Outcome { node: self.index, session, number, outcome });
-    }
-
-    fn kill(&mut self, order: Order, events: &mut Events, network: &mut Network) -> OrderOutcome {
-        let what = (order.segment, order.slot, order.epoch);
-        // A lease may be out, at most the longest one there is. A Reclaim says that it is over.
-        let not_before = events.now().after(Duration::from_millis(u64::from(LEASE_MS_MAX)));
-        match self.heap.kill(order.segment, order.slot, order.epoch, not_before) {
-            Killed::Dying => {
-                self.tell_bare(what, ReportState::Dead, events, network);
-                OrderOutcome::Accepted
-            }
-            Killed::Already => OrderOutcome::Accepted,
-            Killed::NotThere => OrderOutcome::Refused(ErrorCode::Gone),
-        }
-    }
-
-    fn reclaim(&mut self, order: Order, events: &mut Events, network: &mut Network) -> OrderOutcome {
-        let Order { segment, slot, epoch, .. } = order;
-        match self.heap.burn(segment, slot, epoch) {
-            Transition::Done(_) => {
-                self.tell_bare((segment, slot, epoch), ReportState::Free, events, network);
-                OrderOutcome::Done
-            }
-            Transition::Already => OrderOutcome::Done,
-            Transition::Refused(word) if word.epoch() > epoch => OrderOutcome::Done,
-            Transition::Refused(word) if word.epoch() < epoch => OrderOutcome::Refused(ErrorCode::Overlap),
-            Transition::Refused(_) => {
-                if self.heap.kill(segment, slot, epoch, events.now()) == Killed::Dying {
-                    self.tell_bare((segment, slot, epoch), ReportState::Dead, events, network);
-                }
-                self.free(events.now(), events, network);
-                OrderOutcome::Accepted
-            }
-        }
-    }
-
-    /// A client's request.
-    pub(crate) fn ask(
-        &mut self,
-        (client, op, which): (usize, u64, usize),
-        ask: Ask,
-        events: &mut Events,
-        network: &mut Network,
-    ) {
-        match ask {
-            Ask::Write { place, session, key, epoch, object_len, token } => {
-                let write = Write { client, op, which, place, epoch, len: object_len, token };
-                if let Err(code) = self.begin(&write, session, key, events, network) {
-                    let told = Told::Written(Err(code));
-                    network.send(events, Message::Told { client, op, place: which, told });
-                }
-            }
-            Ask::Read { place, key, epoch } => {
-                let told = self.read(&place, key, epoch);
-                network.send(events, Message::Told { client, op, place: which, told });
-            }
-        }
-    }
-
-    fn read(&self, place: &PlaceView, key: usize, epoch: Epoch) -> Told {
-        if place.generation != Generation(self.incarnation) {
-            return Told::NotThere;
-        }
-        match self.heap.pin(place.segment, place.slot, epoch) {
-            Some(pin) if pin.header().id == object_id(key) => {
-                Told::Bytes { epoch, root: pin.header().root, bytes: Payload(pin.payload().to_vec()) }
-            }
-            _ => Told::NotThere,
-        }
-    }
-
-    fn begin(
-        &mut self,
-        write: &Write,
-        session: SessionId,
-        key: usize,
-        events: &mut Events,
-        network: &mut Network,
-    ) -> Result<(), ErrorCode> {
-        let link =
-            self.link.as_ref().filter(|link| link.session == session).ok_or(ErrorCode::StaleSession)?;
-        let Write { place, epoch, len, .. } = *write;
-        let name = key_bytes(key);
-        let record = NewRecord {
-            id: object_id(key),
-            flags: Flags::NONE,
-            object_len: len,
-            stripe_index: 0,
-            stripe_count: 1,
-            stripe_offset: 0,
-            stripe_len: len,
-            key: KeySection { tenant: Tenant::DEFAULT, key: Key::new(&name).expect("short") },
-            attributes: &Attributes::default(),
-            id_key: 1,
-            tenant_generation: TenantGeneration(0),
-        };
-        let (term, writer) = (link.term, Writer::Node);
-        let grant = Grant { slot: place.slot, epoch, term, extent: place.extent, record, writer };
-        self.heap.begin(place.segment, &grant).map_err(|error| error.code())?;
-        if self.writes.values().any(|under_way| under_way.epoch == epoch && under_way.which == write.which) {
-            return Ok(()); // the message came twice
-        }
-        let (slot, state, extent) = (place.slot, ReportState::Writing, place.extent);
-        let change = Change { slot, state, epoch, key, key_bytes: name, len, root: 0, extent };
-        self.tell(place.segment, change, events, network);
-        self.write_count += 1;
-        self.writes.insert(self.write_count, Write { ..*write });
-        let slow = self.rng.below(50) == 0;
-        let ms = if slow { self.rng.below(8_000) } else { 1 + self.rng.below(40) };
-        events.after_ms(ms as u64, Event::Written { node: self.index, write: self.write_count });
-        Ok(())
-    }
-
-    /// All bytes are here: they are copied in and published.
-    pub(crate) fn written(&mut self, write: u64, events: &mut Events, network: &mut Network) {
-        let Some(write) = self.writes.remove(&write) else { return };
-        let (segment, slot, epoch) = (write.place.segment, write.place.slot, write.epoch);
-        let filled = self
-            .heap
-            .claim(segment, slot, epoch)
-            .map(|mut claim| claim.fill(&pattern(write.token, write.len)));
-        let result = filled.ok_or(ErrorCode::StaleEpoch).and_then(|root| {
-            let committed = self.heap.commit(segment, slot, epoch, root, Writer::Node);
-            committed.map(|()| root).map_err(|error| error.code())
-        });
-        if let Ok(root) = result {
-            let pin = self.heap.pin(segment, slot, epoch).expect("it was just published");
-            let key = key_of(pin.header().id);
-            drop(pin);
-            let (state, extent) = (ReportState::Ready, write.place.extent);
-            let change =
-                Change { slot, state, epoch, key, key_bytes: key_bytes(key), len: write.len, root, extent };
-            self.tell(segment, change, events, network);
-        }
-        let (client, op, place) = (write.client, write.op, write.which);
-        network.send(events, Message::Told { client, op, place, told: Told::Written(result) });
     }
 }
+
+/// A time long past on any clock.
+const LONG_AGO: MonoTime = MonoTime(0);

@@ -2,7 +2,7 @@
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
 //! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] a cluster in trouble,
-//! [`quickstart`] the first lines of README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
+//! [`sim`] the simulation of one, [`quickstart`] the first lines of README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
 //! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, and [`command`] starts
 //! child processes in a known environment.
 //!
@@ -15,6 +15,7 @@ mod chaos;
 mod fuzz;
 mod python;
 mod quickstart;
+mod sim;
 mod tidy;
 mod wheel;
 
@@ -47,6 +48,12 @@ commands:
       --seconds <n>    the same, finer
       --seed <n>       repeat the faults of a run
       --masters <n>    how many (default 3); one needs no etcd
+  sim                  run a whole cluster on virtual time, seed by seed, until a promise is broken
+      --seed <n>       the first seed (default 1)
+      --seeds <n>      how many (default 1)
+      --seconds <n>    virtual time of each until everything is mended (default 600)
+      --threads <n>    seeds at a time (default: one per core)
+      --trace          print every event, of one seed
   wheel                build the Python package and look at what it asks of a system
       --zig            for every system with glibc 2.28 or later (default)
       --plain          for this machine only, with its own linker
@@ -66,6 +73,7 @@ examples:
   cargo xtask fuzz                             every target, a minute each
   cargo xtask fuzz <target> --seconds 3600     one target, an hour
   cargo xtask chaos --seconds 60               a minute of trouble
+  cargo xtask sim --seeds 1000                 ten million operations
   cargo xtask wheel && cargo xtask python      the Python package, from sources to its tests
 ";
 
@@ -81,7 +89,7 @@ enum Failure {
     #[error(transparent)]
     Fuzz(#[from] fuzz::FuzzError),
     #[error(transparent)]
-    Chaos(#[from] command::CommandError),
+    Child(#[from] command::CommandError),
     #[error(transparent)]
     Wheel(#[from] wheel::WheelError),
     #[error(transparent)]
@@ -97,6 +105,7 @@ enum Request {
     Tidy,
     Fuzz { target: Option<String>, seconds: u32 },
     Chaos(chaos::Options),
+    Sim { words: Vec<String> },
     Wheel(wheel::Options),
     Python(python::Options),
 }
@@ -125,6 +134,7 @@ fn perform(request: Request) -> Result<(), Failure> {
             fuzz::run_named(&root, &Machine::probe(&root), target.as_deref(), seconds)?;
         }
         Request::Chaos(options) => chaos::run(&root, &options)?,
+        Request::Sim { words } => sim::run(&root, &words)?,
         Request::Wheel(options) => {
             wheel::run(&root, &Machine::probe(&root), &options)?;
         }
@@ -146,6 +156,9 @@ fn parse(args: &[String]) -> Result<Request, Failure> {
         ["tidy"] => Ok(Request::Tidy),
         ["fuzz", rest @ ..] => parse_fuzz(rest),
         ["chaos", rest @ ..] => parse_chaos(rest),
+        ["sim", rest @ ..] => {
+            Ok(Request::Sim { words: rest.iter().map(|word| (*word).to_owned()).collect() })
+        }
         ["wheel", rest @ ..] => parse_wheel(rest),
         ["python", rest @ ..] => parse_python(rest),
         [command @ ("ci" | "tidy"), rest @ ..] => {
@@ -307,6 +320,9 @@ mod tests {
         check("chaos --masters 1", Some(Request::Chaos(one)));
         check("chaos --minutes many", None);
         check("chaos now", None);
+
+        let words = vec!["--seed".to_owned(), "7".to_owned()];
+        check("sim --seed 7", Some(Request::Sim { words }));
 
         let wheel = |plain, out: Option<&str>, free_threaded| {
             Some(Request::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))

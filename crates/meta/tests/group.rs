@@ -290,6 +290,7 @@ fn an_object_larger_than_every_segment_is_cut_to_fit() {
             tenant,
             term: Term::ZERO,
             occupied: false,
+            known: Term::ZERO,
             away: Duration::ZERO,
             one_sided: true,
         };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use moontide_proto::limits::TOUCH_BITMAPS_MAX;
 use moontide_proto::v1;
-use moontide_types::{GroupId, MonoTime, SegmentId, SessionId};
+use moontide_types::{GroupId, MonoTime, SegmentId, SessionId, Term};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -22,7 +22,7 @@ pub(crate) struct Lines {
     segments: Vec<GroupId>,
     lines: RwLock<Vec<Line>>,
     /// When a master of each group last knew of everything.
-    known_at: RwLock<BTreeMap<GroupId, MonoTime>>,
+    known_at: RwLock<BTreeMap<GroupId, (MonoTime, Term)>>,
     /// Marks of what was read that are for other lines than the one that has taken them.
     touched: Mutex<Vec<v1::TouchBitmap>>,
 }
@@ -113,7 +113,7 @@ impl Lines {
         if let Some(line) = lines.iter_mut().find(|line| *line.master == *master) {
             let all_mounted = line.groups.without(&set_of(line.groups.of(), mounted)).is_empty();
             line.good = all_mounted.then_some(at);
-            self.known_at.write().extend(mounted.keys().map(|&group| (group, at)));
+            self.known_at.write().extend(mounted.iter().map(|(&group, &term)| (group, (at, term))));
         }
         let mut covered = GroupSet::none(lines.first()?.groups.of());
         lines.iter().for_each(|line| covered.extend(&line.groups));
@@ -149,9 +149,9 @@ impl Lines {
         self.segments.get(segment.0 as usize).copied()
     }
 
-    /// How long ago a master of the group last knew of everything; nothing if none ever did.
-    pub(crate) fn away(&self, group: GroupId, now: MonoTime) -> Option<Duration> {
-        self.known_at.read().get(&group).map(|&at| now.since(at))
+    /// How long ago a master of the group last knew of everything, and in which term; nothing if none ever did.
+    pub(crate) fn away(&self, group: GroupId, now: MonoTime) -> Option<(Duration, Term)> {
+        self.known_at.read().get(&group).map(|&(at, term)| (now.since(at), term))
     }
 
     /// Of marks that were taken, and of those that others have taken, those of this line's groups.

@@ -272,6 +272,7 @@ impl Service {
             tenant: spec.tenant,
             term: spec.term,
             occupied: spec.occupied,
+            known: spec.known_term,
             away: Duration::from_millis(spec.away_ms),
             one_sided: node.is_one_sided(),
         };

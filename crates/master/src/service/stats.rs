@@ -169,6 +169,15 @@ impl Service {
         stats
     }
 
+    /// Not for programs: holds every group against its invariants, for a simulation. Looks at everything.
+    #[doc(hidden)]
+    pub fn audit(&self) -> Result<(), String> {
+        for group in self.hosted() {
+            group.audit(self.now()).map_err(|violation| format!("group {}: {violation}", group.index))?;
+        }
+        Ok(())
+    }
+
     /// Name, bytes and objects of every tenant, by name.
     pub(super) fn tenant_usage(&self) -> Vec<(Box<str>, u64, u64)> {
         let mut sums: BTreeMap<Box<str>, (u64, u64)> = BTreeMap::new();

@@ -39,7 +39,9 @@ pub struct MountSpec<'a> {
     pub term: Term,
     /// Whether it holds records to be reported.
     pub occupied: bool,
-    /// How long ago a master last knew of everything in it; zero if none ever did.
+    /// The term of the master that last knew of everything in it; zero if none ever did.
+    pub known: Term,
+    /// How long ago that was.
     pub away: Duration,
     /// Whether peers reach it without asking its node, so that nothing but time ends what they were promised.
     pub one_sided: bool,
@@ -143,7 +145,7 @@ impl Group {
         let mut segment = Segment::new(shape, phase, now.mono.after(wait));
         // Removals have been acknowledged without it: what it holds may be among them. By this master, which does not wait
         // for it any more; or by one before, of which it has not even heard, and which waited as long as we do.
-        let skipped = spec.term != Term::ZERO && spec.term < self.config.previous;
+        let skipped = spec.known != Term::ZERO && spec.known < self.config.previous;
         segment.is_late = !missed && now.mono > self.reports_until
             || skipped && spec.away >= self.config.report_wait / 100 * 99;
         let index = self.add_segment(segment, topology);
@@ -304,9 +306,13 @@ impl Group {
     pub(super) fn lose_node(&mut self, node: NodeId, now: Now, effects: &mut Effects) {
         let segments = self.nodes.get(&node).map(|node| node.segments.clone()).unwrap_or_default();
         for index in segments {
-            let (name, generation) = ((node, self.segment(index).id), self.segment(index).generation);
+            let segment = self.segment(index);
+            let (name, generation) = ((node, segment.id), segment.generation);
+            // A late one that still has something which nobody knows any more is a late one again if it comes back.
+            let is_stale =
+                segment.is_late && (segment.phase == SegmentPhase::Reporting || !segment.drains.is_empty());
             self.lose_segment(index, now, effects);
-            if name.1 != SegmentId::DISK {
+            if name.1 != SegmentId::DISK && !is_stale {
                 self.miss_segment(name, generation, now);
             }
         }

@@ -113,6 +113,7 @@ impl Bench {
             tenant: None,
             term,
             occupied,
+            known: Term::ZERO,
             away: Duration::ZERO,
             one_sided: true,
         };

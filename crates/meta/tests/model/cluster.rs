@@ -185,6 +185,7 @@ impl World {
                 tenant: None,
                 term,
                 occupied,
+                known: term,
                 away: Duration::ZERO,
                 one_sided,
             };

@@ -186,8 +186,9 @@ pub(super) fn opened(answer: v1::OpenSessionResponse) -> Result<Opened, Failure>
     })
 }
 
-/// A segment as it is offered. `away`: how long ago a master of its group last knew of everything, if one ever did.
-pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<Duration>) -> v1::SegmentSpec {
+/// A segment as it is offered. `away`: how long ago a master of its group last knew of everything, and its
+/// term, if one ever did.
+pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<(Duration, Term)>) -> v1::SegmentSpec {
     let shape = side.segment().shape();
     let grant = side.grant();
     v1::SegmentSpec {
@@ -201,7 +202,8 @@ pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<Duration>) 
         term: grant.map_or(0, |(_, term)| term.get()),
         occupied: side.is_occupied(),
         tenant: String::new(),
-        away_ms: away.map_or(0, |away| away.as_millis() as u64),
+        away_ms: away.map_or(0, |(away, _)| away.as_millis() as u64),
+        known_term: away.map_or(0, |(_, term)| term.get()),
     }
 }
 

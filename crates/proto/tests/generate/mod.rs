@@ -640,6 +640,7 @@ impl Gen {
             occupied: self.bool(),
             tenant: self.text(0, 9),
             away_ms: self.u64(),
+            known_term: self.term().get(),
         }
     }
 

@@ -201,6 +201,8 @@ pub struct SegmentSpec<'a> {
     pub tenant: Option<Tenant<'a>>,
     /// How long ago a master of its group last knew of everything in it; 0 if none ever did.
     pub away_ms: u64,
+    /// The term of that master; zero if none ever did.
+    pub known_term: Term,
 }
 
 impl<'a> Wire<'a> for SegmentSpec<'a> {
@@ -230,6 +232,7 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
             occupied: m.occupied,
             tenant: if m.tenant.is_empty() { None } else { Some(Tenant::new(&m.tenant)?) },
             away_ms: m.away_ms,
+            known_term: check::term(m.known_term)?,
         })
     }
 
@@ -246,6 +249,7 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
             occupied: self.occupied,
             tenant: self.tenant.map_or_else(String::new, |tenant| tenant.as_str().into()),
             away_ms: self.away_ms,
+            known_term: self.known_term.get(),
         }
     }
 }

@@ -94,6 +94,7 @@ impl World {
                     tenant: None,
                     term: Term::ZERO,
                     occupied: false,
+                    known: Term::ZERO,
                     away: std::time::Duration::ZERO,
                     one_sided: false,
                 };

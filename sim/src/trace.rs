@@ -1,0 +1,174 @@
+//! One line for each event, for people.
+
+use std::fmt::Write;
+
+use moontide_proto::convert::{
+    GetReplicaListResponse, MasterBody, MasterMessage, NodeBody, NodeMessage, ObjectList, OutcomesResponse,
+    PutEndRequest, PutStartResponse, Wire,
+};
+use moontide_proto::{Handle, PackedKeys, v1};
+use moontide_types::ObjectId;
+
+use crate::client::key_of;
+use crate::event::{Answer, Ask, Event, Message, NodeAnswer, NodeRequest, Request};
+
+/// What happens.
+pub(crate) fn line(event: &Event) -> String {
+    match event {
+        Event::Arrives(letter) => {
+            format!("{:?} → {:?}: {}", letter.from, letter.to, message(&letter.message))
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+fn message(message: &Message) -> String {
+    match message {
+        Message::Call { call, request } => format!("call {call:x}: {}", asked(request)),
+        Message::Answer { call, answer } => format!("answer {call:x}: {}", answered(answer)),
+        Message::Ask { call, ask } => format!("ask {call:x}: {}", of_node(ask)),
+        Message::NodeCall { call, request } => match request {
+            NodeRequest::Open(m) => format!("call {call:x}: open session, boot {:x}", m.boot),
+            NodeRequest::Mount(m) => format!("call {call:x}: mount {:?}", m.segments),
+            NodeRequest::Map(_) => format!("call {call:x}: map"),
+        },
+        Message::NodeAnswer { call, answer } => match answer {
+            NodeAnswer::Opened(m) => format!("answer {call:x}: session {:?}", m.session),
+            NodeAnswer::Mounted(m) => format!("answer {call:x}: mounted {:?}", m.grants),
+            NodeAnswer::Map(m) => format!("answer {call:x}: {}", map(m)),
+        },
+        Message::FromNode { stream, message } => {
+            let body = match NodeMessage::from_wire(message).map(|m| m.body) {
+                Ok(NodeBody::Heartbeat(beat)) => format!("beat {}", beat.beat),
+                Ok(NodeBody::OrderResults(results)) => {
+                    let each = results
+                        .iter()
+                        .map(|r| format!("{} {:?} {:?} {:?}", r.order, r.phase, r.code, r.word));
+                    format!("results {}", each.collect::<Vec<_>>().join("; "))
+                }
+                Ok(NodeBody::Report(chunk)) => {
+                    let each = chunk
+                        .records
+                        .iter()
+                        .map(|r| format!("slot {} {:?} key {:?}", r.slot.0, r.word, key_of(r.id)));
+                    let (segment, first) = (chunk.segment.0, chunk.first_record);
+                    format!(
+                        "report of segment {segment} from {first}: {}",
+                        each.collect::<Vec<_>>().join("; ")
+                    )
+                }
+                Ok(body) => format!("{body:?}"),
+                Err(error) => error.to_string(),
+            };
+            format!("stream {stream:x} #{}: {body}", message.sequence)
+        }
+        Message::FromMaster { stream, message } => {
+            let body = match MasterMessage::from_wire(message).map(|m| m.body) {
+                Ok(MasterBody::Orders(orders)) => {
+                    let each = orders.iter().map(|o| {
+                        let (segment, slot) = (o.segment.0, o.slot.0);
+                        format!(
+                            "{} {:?} {segment}/{slot} {} key {:?}",
+                            o.order,
+                            o.kind,
+                            o.epoch,
+                            key_of(o.id)
+                        )
+                    });
+                    format!("orders {}", each.collect::<Vec<_>>().join("; "))
+                }
+                Ok(body) => format!("{body:?}"),
+                Err(error) => error.to_string(),
+            };
+            format!("stream {stream:x} acks {}: {body}", message.acked_sequence)
+        }
+        Message::Bequest { call, group, estate } => {
+            let (objects, segments) = (estate.objects.len(), estate.segments.len());
+            let all = estate.all_segments;
+            format!("bequest {call:x} of {group:?}: {objects} objects, {segments} segments, all {all}")
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+fn map(answer: &v1::GetGroupMapResponse) -> String {
+    let Some(map) = &answer.map else { return "no map".to_owned() };
+    let each = map.masters.iter().map(|m| format!("{} {:?} {:?}", m.grpc_address, m.groups, m.terms));
+    format!("map {}: {}", map.version, each.collect::<Vec<_>>().join("; "))
+}
+
+fn asked(request: &Request) -> String {
+    let keys = |bytes: &[u8]| match PackedKeys::decode(bytes) {
+        Ok(keys) => keys.iter().map(|key| String::from_utf8_lossy(key.as_bytes()).into_owned()).collect(),
+        Err(error) => error.to_string(),
+    };
+    match request {
+        Request::PutStart(m) => format!("PutStart {} {:?}", keys(&m.keys), m.configs),
+        Request::PutEnd(m) => match PutEndRequest::from_wire(m) {
+            Ok(end) => {
+                let each = end.entries.iter().map(|e| {
+                    let outcomes = &e.outcomes[..e.replica_count.into()];
+                    format!("key {:?} {} {outcomes:?}", key_of(e.id), e.epoch)
+                });
+                format!("PutEnd {}", each.collect::<String>())
+            }
+            Err(error) => error.to_string(),
+        },
+        Request::Revoke(_) => "Revoke".to_owned(),
+        Request::Lookup(m) => format!("Lookup {} lease {}", keys(&m.keys), m.lease_ms),
+        Request::Exist(m) => format!("Exist {}", keys(&m.keys)),
+        Request::Touch(m) => format!("Touch {}", keys(&m.keys)),
+        Request::Remove(m) => format!("Remove {} force {}", keys(&m.keys), m.force),
+        Request::Map(_) => "map".to_owned(),
+    }
+}
+
+fn answered(answer: &Answer) -> String {
+    match answer {
+        Answer::Started(m) => match PutStartResponse::from_wire(m).map(|answer| answer.into_result()) {
+            Ok(Ok(reservations)) => format!("started {}", objects(&reservations.list)),
+            other => format!("{:?}", other.map(|result| result.map(|_| ()))),
+        },
+        Answer::Found(m) => match GetReplicaListResponse::from_wire(m).map(|answer| answer.into_result()) {
+            Ok(Ok(replicas)) => format!("found {}", objects(&replicas.list)),
+            other => format!("{:?}", other.map(|result| result.map(|_| ()))),
+        },
+        Answer::Map(m) => map(m),
+        Answer::Present(m) => format!("present {:?}", m.present),
+        Answer::Outcomes(m) => match OutcomesResponse::from_wire(m).map(|answer| answer.into_result()) {
+            Ok(Ok(outcomes)) => format!("outcomes {:?}", outcomes.codes.iter().collect::<Vec<_>>()),
+            other => format!("{:?}", other.map(|result| result.map(|_| ()))),
+        },
+    }
+}
+
+fn objects(list: &ObjectList<'_>) -> String {
+    let mut text = String::new();
+    for (object, handles) in list.iter() {
+        // Writing to a string does not fail.
+        let _ = match object.code {
+            Some(code) => write!(text, "{code} "),
+            None => write!(text, "key {:?} {} {} bytes ", key_of(object.id), object.epoch, object.object_len),
+        };
+        handles.iter().for_each(|handle| text.push_str(&place(&handle)));
+    }
+    text
+}
+
+fn place(handle: &Handle) -> String {
+    format!("[node {} segment {} slot {}]", handle.node.0, handle.segment.0, handle.slot.0)
+}
+
+fn of_node(ask: &Ask) -> String {
+    let named = |id: ObjectId| key_of(id);
+    match ask {
+        Ask::Begin { object, handle, .. } => {
+            format!("Begin key {:?} {} {}", named(object.id), object.epoch, place(handle))
+        }
+        Ask::Write { object, handle, .. } => {
+            format!("Write key {:?} {} {}", named(object.id), object.epoch, place(handle))
+        }
+        Ask::Commit(entry) => format!("Commit key {:?} {}", named(entry.id), entry.epoch),
+        Ask::Read { id, epoch, handle } => format!("Read key {:?} {epoch} {}", named(*id), place(handle)),
+    }
+}
