@@ -2,7 +2,8 @@
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
 //! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] a cluster in trouble,
-//! [`sim`] the simulation of one, [`quickstart`] the first lines of README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
+//! [`sim`] the simulation of one, [`mutants`] plants bugs and looks whether tests find them, [`quickstart`] the first lines of
+//! README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
 //! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, and [`command`] starts
 //! child processes in a known environment.
 //!
@@ -13,6 +14,7 @@ mod ci;
 
 mod chaos;
 mod fuzz;
+mod mutants;
 mod python;
 mod quickstart;
 mod sim;
@@ -54,6 +56,9 @@ commands:
       --seconds <n>    virtual time of each until everything is mended (default 600)
       --threads <n>    seeds at a time (default: one per core)
       --trace          print every event, of one seed
+  mutants              plant bugs, one at a time, and run the tests that must find them
+      --list           list the bugs, what each would do to a user, and the test that finds it
+      --only <bug>     plant one
   wheel                build the Python package and look at what it asks of a system
       --zig            for every system with glibc 2.28 or later (default)
       --plain          for this machine only, with its own linker
@@ -74,6 +79,7 @@ examples:
   cargo xtask fuzz <target> --seconds 3600     one target, an hour
   cargo xtask chaos --seconds 60               a minute of trouble
   cargo xtask sim --seeds 1000                 ten million operations
+  cargo xtask mutants                          whether our tests find what they are for
   cargo xtask wheel && cargo xtask python      the Python package, from sources to its tests
 ";
 
@@ -91,6 +97,8 @@ enum Failure {
     #[error(transparent)]
     Child(#[from] command::CommandError),
     #[error(transparent)]
+    Mutants(#[from] mutants::MutantsError),
+    #[error(transparent)]
     Wheel(#[from] wheel::WheelError),
     #[error(transparent)]
     Python(#[from] python::PythonError),
@@ -106,6 +114,7 @@ enum Request {
     Fuzz { target: Option<String>, seconds: u32 },
     Chaos(chaos::Options),
     Sim { words: Vec<String> },
+    Mutants(mutants::Options),
     Wheel(wheel::Options),
     Python(python::Options),
 }
@@ -135,6 +144,7 @@ fn perform(request: Request) -> Result<(), Failure> {
         }
         Request::Chaos(options) => chaos::run(&root, &options)?,
         Request::Sim { words } => sim::run(&root, &words)?,
+        Request::Mutants(options) => mutants::run(&root, &Machine::probe(&root).target_dir, &options)?,
         Request::Wheel(options) => {
             wheel::run(&root, &Machine::probe(&root), &options)?;
         }
@@ -159,9 +169,14 @@ fn parse(args: &[String]) -> Result<Request, Failure> {
         ["sim", rest @ ..] => {
             Ok(Request::Sim { words: rest.iter().map(|word| (*word).to_owned()).collect() })
         }
+        ["mutants"] => Ok(Request::Mutants(mutants::Options::default())),
+        ["mutants", "--list"] => Ok(Request::Mutants(mutants::Options { list: true, only: None })),
+        ["mutants", "--only", name] => {
+            Ok(Request::Mutants(mutants::Options { list: false, only: Some((*name).to_owned()) }))
+        }
         ["wheel", rest @ ..] => parse_wheel(rest),
         ["python", rest @ ..] => parse_python(rest),
-        [command @ ("ci" | "tidy"), rest @ ..] => {
+        [command @ ("ci" | "mutants" | "tidy"), rest @ ..] => {
             Err(Failure::Usage(format!("`{command}` does not know `{}`", rest.join(" "))))
         }
         [name, ..] => Err(Failure::Usage(format!("no command is called `{name}`"))),
@@ -323,6 +338,13 @@ mod tests {
 
         let words = vec!["--seed".to_owned(), "7".to_owned()];
         check("sim --seed 7", Some(Request::Sim { words }));
+        let mutants = |list, only: Option<&str>| {
+            Some(Request::Mutants(mutants::Options { list, only: only.map(str::to_owned) }))
+        };
+        check("mutants", mutants(false, None));
+        check("mutants --list", mutants(true, None));
+        check("mutants --only x", mutants(false, Some("x")));
+        check("mutants --only", None);
 
         let wheel = |plain, out: Option<&str>, free_threaded| {
             Some(Request::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))

@@ -206,6 +206,12 @@ impl Cluster {
                 match ask(&masters.all[usize::from(host)], &part) {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
+                            let found = match found {
+                                Err(ErrorCode::WrongMaster) if moontide_types::planted("wrong-master-a-miss") => {
+                                    Err(ErrorCode::NotFound)
+                                }
+                                found => found,
+                            };
                             // Retry: the group is on its way to another master.
                             let again = matches!(found, Err(ErrorCode::WrongMaster | ErrorCode::Retry));
                             answers[at] = (masters.alone || !again).then_some(Ok(found));

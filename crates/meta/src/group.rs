@@ -381,7 +381,7 @@ impl Group {
 
     /// Holds a term that somebody has seen against our own. A higher one means that we are no longer master.
     pub fn seen_term(&self, seen: Term, effects: &mut Effects) -> Result<(), ErrorCode> {
-        if seen > self.config.term {
+        if seen > self.config.term && !moontide_types::planted("higher-term-ignored") {
             effects.push(Effect::StepDown { seen });
             return Err(ErrorCode::WrongMaster);
         }

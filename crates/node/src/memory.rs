@@ -221,7 +221,8 @@ impl Side {
 
     /// A master has taken it into use. A newer term is obeyed from now on.
     pub(crate) fn granted(&self, group: GroupId, term: Term) {
-        let term = self.segment.obey(term);
+        let late = moontide_types::planted("term-not-adopted") && self.grant().is_some();
+        let term = if late { term } else { self.segment.obey(term) };
         *self.grant.lock() = Some((group, term));
         self.closed.store(false, Ordering::Relaxed);
     }

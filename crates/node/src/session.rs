@@ -549,7 +549,9 @@ impl Driver {
         if conversation.complete.is_some_and(|complete| complete <= acknowledged) {
             self.backoff.reset();
             // All masters have, if this one was the last of them.
-            if let Some(at) = self.lines.good(&self.line, conversation.beats.heard(), &conversation.mounted) {
+            let late = moontide_types::planted("old-answer-taken-for-new");
+            let heard = if late { SystemClock.now() } else { conversation.beats.heard() };
+            if let Some(at) = self.lines.good(&self.line, heard, &conversation.mounted) {
                 self.parts.keeper.good(at);
                 if !self.parts.status.is_mounted() {
                     info!(session = conversation.session.0, "the masters know of everything");

@@ -15,6 +15,7 @@ mod error;
 mod id_batch;
 mod ids;
 mod key;
+mod planted;
 pub mod record;
 mod span;
 pub mod tensor;
@@ -26,4 +27,6 @@ pub use ids::{
     Term,
 };
 pub use key::{IdKey, Key, KeyError, ObjectId, Tenant, TenantGeneration};
+#[doc(hidden)]
+pub use planted::planted;
 pub use span::{Extent, Span};

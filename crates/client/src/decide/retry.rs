@@ -75,6 +75,7 @@ pub enum Verdict {
 pub fn judge(code: ErrorCode) -> Verdict {
     use ErrorCode::*;
     match code {
+        _ if moontide_types::planted("stale-place-kept") => Verdict::Elsewhere,
         NotFound | Gone | StaleEpoch | StaleGeneration | StaleTerm | LeaseExpired => Verdict::Stale,
         InvalidArgument | TooLarge | Unauthenticated | PermissionDenied => Verdict::Final,
         _ => Verdict::Elsewhere,

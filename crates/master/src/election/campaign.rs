@@ -137,6 +137,8 @@ impl Campaign {
     ) -> Result<Looked, RegistryError> {
         let sent = SystemClock.now();
         if self.registry.renew(self.number()).await? {
+            let sent =
+                if moontide_types::planted("lease-from-the-answer") { SystemClock.now() } else { sent };
             self.confirmed(sent, service);
         } else {
             warn!(number = self.number().get(), "not a member any more: letting go of everything");
@@ -144,7 +146,11 @@ impl Campaign {
             for (&group, &term) in self.candidate.hosted() {
                 self.own.extend(service.freeze(group).map(|estate| (group, (term, estate))));
             }
-            self.candidate.expelled().into_iter().for_each(|group| service.lose(group));
+            if moontide_types::planted("expelled-and-hosting") {
+                self.candidate.hosted().keys().for_each(|&group| service.thaw(group));
+            } else {
+                self.candidate.expelled().into_iter().for_each(|group| service.lose(group));
+            }
             let first = Document::new(service.groups());
             self.candidate = enter(&*self.registry, &first, &self.addresses, self.lease).await?;
             return Ok(Looked::Again);

@@ -111,6 +111,9 @@ impl Candidate {
         let owned: Vec<Hosting> = document.groups_of(self.number).collect();
         let before = std::mem::take(&mut self.hosted);
         self.hosted = owned.iter().map(|hosting| (hosting.group, hosting.term)).collect();
+        if moontide_types::planted("replaced-and-hosting") {
+            self.hosted.extend(before.clone());
+        }
         plan.lose = before.iter().filter(|&(g, t)| self.hosted.get(g) != Some(t)).map(|(&g, _)| g).collect();
         plan.host = owned;
         plan.host.retain(|hosting| before.get(&hosting.group) != Some(&hosting.term));
@@ -164,6 +167,7 @@ impl Distribution {
         let mut loads: BTreeMap<u32, usize> = snapshot.members.keys().map(|&number| (number, 0)).collect();
         let mut vacant = vec![];
         for (group, owner) in (0u16..).zip(&document.owners) {
+            let owner = owner.filter(|_| group != 0 || !moontide_types::planted("group-of-the-living-taken"));
             match owner.and_then(|owner| loads.get_mut(&owner.master)) {
                 Some(load) => *load += 1,
                 None => vacant.push(GroupId(group)),

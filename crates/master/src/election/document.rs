@@ -190,7 +190,10 @@ impl Document {
         master: Term,
         addresses: &MasterAddresses,
     ) -> Option<(Document, Term)> {
-        let (mut next, term) = self.with_next_term()?;
+        let (mut next, mut term) = self.with_next_term()?;
+        if moontide_types::planted("term-used-again") {
+            (next.last_term, term) = (self.last_term, Term::new(self.last_term).ok()?);
+        }
         for group in groups {
             let owner = &mut next.owners[usize::from(group.0)];
             let previous = owner.map_or(0, |owner| owner.term);

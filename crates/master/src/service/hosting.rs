@@ -73,7 +73,7 @@ impl Service {
     /// A group for a client's call: `WrongMaster` if it is not hosted here, `Retry` if it is about to go.
     pub(super) fn group(&self, index: usize) -> Result<Held<'_>, ErrorCode> {
         let seat = self.seats[index].0.lock();
-        if matches!(*seat, Seat::Frozen(_)) {
+        if matches!(*seat, Seat::Frozen(_)) && !moontide_types::planted("frozen-group-answered") {
             return Err(ErrorCode::Retry);
         }
         held(index, seat)
@@ -112,6 +112,9 @@ impl Service {
     /// Lets go of a group: it is somebody else's. Whoever waits for something in it is told that it is not certain.
     pub fn lose(&self, group: GroupId) {
         let index = usize::from(group.0);
+        if moontide_types::planted("lost-group-answered") {
+            return;
+        }
         let mut seat = self.seats[index].0.lock();
         if matches!(std::mem::take(&mut *seat), Seat::Vacant) {
             return;

@@ -114,6 +114,7 @@ impl NodeSession {
         if !outbox.ended {
             outbox.ordered += 1;
             let number = outbox.ordered;
+            let term = if moontide_types::planted("order-in-the-masters-term") { self.number } else { term };
             outbox.unanswered.insert(number, Sent { group, term, order });
         }
         drop(outbox);
@@ -146,7 +147,7 @@ impl NodeSession {
     pub(super) fn attach(&self) -> u64 {
         let mut outbox = self.outbox.lock();
         outbox.stream += 1;
-        outbox.unsent = 1;
+        outbox.unsent = if moontide_types::planted("orders-not-repeated") { outbox.unsent } else { 1 };
         outbox.acked_told = 0;
         let stream = outbox.stream;
         drop(outbox);

@@ -138,7 +138,7 @@ impl Service {
             let _ = tokio::time::timeout(deadline, call.finished()).await;
         }
         // Another master may have the group by now, and objects that we do not know of.
-        let unconfirmed = self.is_unconfirmed();
+        let unconfirmed = self.is_unconfirmed() && !moontide_types::planted("unconfirmed-removal-certain");
         for (position, code) in call.state.lock().finished.drain(..) {
             let certain = !unconfirmed || !matches!(code, None | Some(ErrorCode::NotFound));
             codes.set(position as usize, if certain { code } else { Some(ErrorCode::Pending) });

@@ -133,6 +133,9 @@ impl Group {
             self.disk_reports_until = now.mono;
         }
         self.inherited = objects.map(|object| (object.id, object)).collect();
+        if moontide_types::planted("tombstones-not-inherited") {
+            return;
+        }
         self.tombstones
             .extend(inheritance.tombstones.into_iter().filter(|(id, epoch)| ours(id) && older(*epoch)));
     }
@@ -145,6 +148,7 @@ impl Group {
         }
         let heirloom = self.inherited.get(&ask.id).filter(|heirloom| *heirloom.key == *ask.key.as_bytes())?;
         let removed = self.tombstones.get(&ask.id).is_some_and(|&removed| removed >= heirloom.epoch);
+        let removed = removed && !moontide_types::planted("heirloom-although-removed");
         if removed || heirloom.expires.is_some_and(|at| at <= now.unix) {
             return None;
         }

@@ -110,7 +110,9 @@ impl Group {
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, spec.segment)) {
             let known = self.segment(earlier);
-            if (known.session, known.generation) == (spec.session, spec.generation) {
+            if (known.session, known.generation) == (spec.session, spec.generation)
+                && !moontide_types::planted("mount-said-twice-taken-as-new")
+            {
                 // Said twice: taken as new, it would be thought empty.
                 let usable_in = known.usable_at.since(now.mono);
                 return Ok(Mount { report: known.phase == SegmentPhase::Reporting, usable_in });
@@ -118,7 +120,9 @@ impl Group {
             self.lose_segment(earlier, now, effects);
         }
         let missed = self.absent.remove(&(spec.node, spec.segment));
-        if missed.is_some_and(|absence| absence.generation != spec.generation) {
+        if missed.is_some_and(|absence| absence.generation != spec.generation)
+            && !moontide_types::planted("ghost-forgotten")
+        {
             // The process before is dead, but processes of its host may take its memory for alive, and read it, until they
             // miss its beat.
             let ghost = Duration::from_millis(u64::from(LOCAL_STALE_MS) * 105 / 100);
@@ -128,7 +132,8 @@ impl Group {
         let topology = self.topology(spec.labels);
         // An earlier master, or this one in an earlier session, may have promised parts of it to somebody. Where the node is
         // asked first it refuses what is late: a lower term, an epoch that has passed, a range that is taken.
-        let promised = spec.term != Term::ZERO && spec.one_sided;
+        let promised =
+            spec.term != Term::ZERO && spec.one_sided && !moontide_types::planted("no-wait-for-old-leases");
         let wait = if promised { self.config.reallocate_wait } else { Duration::ZERO };
         let phase = if spec.occupied { SegmentPhase::Reporting } else { SegmentPhase::Waiting };
         let shape = Shape {
@@ -146,8 +151,10 @@ impl Group {
         // Removals have been acknowledged without it: what it holds may be among them. By this master, which does not wait
         // for it any more; or by one before, of which it has not even heard, and which waited as long as we do.
         let skipped = spec.known != Term::ZERO && spec.known < self.config.previous;
-        segment.is_late = !missed && now.mono > self.reports_until
-            || skipped && spec.away >= self.config.report_wait / 100 * 99;
+        let skipped = skipped && !moontide_types::planted("missed-term-believed");
+        segment.is_late =
+            !missed && now.mono > self.reports_until && !moontide_types::planted("late-segment-believed")
+                || skipped && spec.away >= self.config.report_wait / 100 * 99;
         let index = self.add_segment(segment, topology);
         if !spec.occupied {
             self.waiting_segments.push(index);

@@ -232,19 +232,20 @@ impl Group {
             return Err(if self.memory_is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone });
         };
         let record = *self.slab.get(at);
-        if record.epoch() != end.epoch {
+        if record.epoch() != end.epoch && !moontide_types::planted("put-end-without-epoch") {
             // A newer version is there, or an older one that a report brought: then ours may still be reported.
             let may_come = record.epoch() < end.epoch && self.memory_is_unsettled(now);
             return Err(if may_come { ErrorCode::Retry } else { ErrorCode::Gone });
         }
-        if self.replacing.contains_key(&end.id) {
+        let early = moontide_types::planted("upsert-before-kill");
+        if self.replacing.contains_key(&end.id) && !early {
             return Err(ErrorCode::Retry);
         }
         if !record.has(Flag::Writing) {
             return if record.root == end.root { Ok(()) } else { Err(ErrorCode::InvalidArgument) };
         }
         // An older version that a node brought back, or that was given up a moment ago, may still be alive there.
-        if self.has_undead(end.id) {
+        if self.has_undead(end.id) && !early {
             return Err(ErrorCode::Retry);
         }
         let stripes = self.stripes(&record);

@@ -42,7 +42,7 @@ impl Group {
         waiter: Waiter,
         effects: &mut Effects,
     ) -> Removal {
-        let unsettled = self.is_unsettled(now);
+        let unsettled = self.is_unsettled(now) && !moontide_types::planted("removal-certain-while-unsettled");
         let at = match self.find(ask) {
             Some(at) => at,
             None if unsettled => return Removal::Done(Some(self.entomb(ask.id))),
@@ -74,7 +74,7 @@ impl Group {
             self.entomb(ask.id);
         }
         let pending = unsettled || removal.unreachable;
-        if removal.kills == 0 {
+        if removal.kills == 0 || moontide_types::planted("removal-before-kill") {
             let code = if pending {
                 Some(ErrorCode::Pending)
             } else if gone {
@@ -103,7 +103,7 @@ impl Group {
         self.removal_count += 1;
         let number = self.removal_count;
         let left = self.kill_undead(id, number, effects);
-        if left == 0 {
+        if left == 0 || moontide_types::planted("evicted-taken-for-dead") {
             return Removal::Done(Some(ErrorCode::NotFound));
         }
         let epoch = self.newest_epoch();
@@ -263,7 +263,7 @@ impl Group {
                 if !of_this_drain(self.segment(index).drains.get(&slot.0)) {
                     return;
                 }
-                if alive {
+                if alive && !moontide_types::planted("refused-kill-believed") {
                     self.kill_refused(index, slot.0, effects);
                 } else {
                     self.killed(index, slot.0, false, effects);
@@ -276,6 +276,9 @@ impl Group {
             }
             (OrderKind::Reclaim, OrderOutcome::Accepted) => {
                 if of_this_drain(self.segment(index).drains.get(&slot.0)) {
+                    if moontide_types::planted("range-free-when-accepted") {
+                        return self.place_freed(index, slot.0, epoch, effects);
+                    }
                     self.killed(index, slot.0, false, effects);
                 }
             }

@@ -213,7 +213,7 @@ impl Group {
         effects: &mut Effects,
     ) -> Result<u32, ErrorCode> {
         self.seen_term(term, effects)?;
-        if term < self.config.term {
+        if term < self.config.term && !moontide_types::planted("report-of-an-older-term-believed") {
             return Err(ErrorCode::StaleTerm);
         }
         let &index = self.by_name.get(&name).ok_or(ErrorCode::NotFound)?;
@@ -335,7 +335,8 @@ impl Group {
             && !new.key.is_empty()
             && new.key.len() <= moontide_types::bounds::KEY_BYTES_MAX
             && new.expires.is_none_or(|at| at > now.unix)
-            && self.tombstones.get(&new.id).is_none_or(|&removed| new.epoch > removed)
+            && (self.tombstones.get(&new.id).is_none_or(|&removed| new.epoch > removed)
+                || moontide_types::planted("removed-reported-and-believed"))
             && (self.segment(index).is_disk() || !self.segment(index).is_late);
         let Some(stripe_len) = stripe_len.filter(|_| welcome) else {
             self.report_unwelcome(index, new, effects);
@@ -361,7 +362,8 @@ impl Group {
             self.report_unwelcome(index, new, effects);
             return Ok(());
         }
-        let wins = if new.epoch > record.epoch() { new.is_whole() || rest } else { rest && new.is_whole() };
+        let newer = (new.epoch > record.epoch()) != moontide_types::planted("older-version-wins");
+        let wins = if newer { new.is_whole() || rest } else { rest && new.is_whole() };
         self.report_other_version(now, index, new, stripe_len, at, wins, effects)
     }
 

@@ -55,7 +55,7 @@ pub fn admissible(order: &Order, segment: Option<Known>, has_disk: bool) -> Resu
     let of_its_master = if order.kind == OrderKind::AdoptTerm {
         order.term >= known.obeyed
     } else {
-        order.term == known.obeyed
+        order.term == known.obeyed || moontide_types::planted("order-of-any-term-obeyed")
     };
     if !of_its_master {
         return Err(ErrorCode::StaleTerm);
@@ -120,6 +120,9 @@ pub fn after_burn(kind: OrderKind, epoch: Epoch, burnt: Transition) -> Next {
     let its_own = found.epoch() == epoch;
     match kind {
         _ if free_already => Next::Answer(Answer::done(found)),
+        OrderKind::Reclaim if its_own && moontide_types::planted("reclaim-done-while-held") => {
+            Next::Answer(Answer::done(found))
+        }
         OrderKind::Reclaim if its_own => Next::Drain,
         OrderKind::Kill if its_own => Next::Answer(Answer::accepted(epoch)),
         _ => Next::Answer(Answer::refused(ErrorCode::StaleEpoch, found)),
