@@ -188,6 +188,8 @@ struct Node {
 #[derive(Clone, Copy, Debug)]
 struct Absence {
     generation: Generation,
+    /// It had come too late, and had not got rid of what it brought.
+    late: bool,
     /// It is forgotten then.
     until: Tick,
 }

@@ -270,6 +270,10 @@ impl Segment {
             return false;
         }
         self.drains.remove(&slot);
+        // What it brought back is gone; what is in it now is known.
+        if self.drains.is_empty() && self.phase != SegmentPhase::Reporting {
+            self.is_late = false;
+        }
         // After a great removal the map would stay as large as it was.
         if self.drains.capacity() > DRAINS_KEPT && self.drains.len() * 8 < self.drains.capacity() {
             self.drains.shrink_to(self.drains.len() * 2);

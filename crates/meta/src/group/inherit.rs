@@ -123,7 +123,7 @@ impl Group {
                 let until = self.ticker.end(now.mono, self.config.disk_absence_max);
                 self.absent_disks.insert(node, until);
             } else {
-                self.miss_segment((node, segment), generation, now);
+                self.miss_segment((node, segment), generation, false, now);
             }
         }
         if inheritance.all_segments {

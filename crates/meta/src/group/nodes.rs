@@ -128,6 +128,7 @@ impl Group {
             let ghost = Duration::from_millis(u64::from(LOCAL_STALE_MS) * 105 / 100);
             self.settled_at = self.settled_at.max(now.mono.after(ghost));
         }
+        let late_before = missed.is_some_and(|absence| absence.late && absence.generation == spec.generation);
         let missed = missed.is_some();
         let topology = self.topology(spec.labels);
         // An earlier master, or this one in an earlier session, may have promised parts of it to somebody. Where the node is
@@ -154,7 +155,8 @@ impl Group {
         let skipped = skipped && !moontide_types::planted("missed-term-believed");
         segment.is_late =
             !missed && now.mono > self.reports_until && !moontide_types::planted("late-segment-believed")
-                || skipped && spec.away >= self.config.report_wait / 100 * 99;
+                || skipped && spec.away >= self.config.report_wait / 100 * 99
+                || late_before;
         let index = self.add_segment(segment, topology);
         if !spec.occupied {
             self.waiting_segments.push(index);
@@ -316,20 +318,25 @@ impl Group {
             let segment = self.segment(index);
             let (name, generation) = ((node, segment.id), segment.generation);
             // A late one that still has something which nobody knows any more is a late one again if it comes back.
-            let is_stale =
-                segment.is_late && (segment.phase == SegmentPhase::Reporting || !segment.drains.is_empty());
+            let late = segment.is_late;
             self.lose_segment(index, now, effects);
-            if name.1 != SegmentId::DISK && !is_stale {
-                self.miss_segment(name, generation, now);
+            if name.1 != SegmentId::DISK {
+                self.miss_segment(name, generation, late, now);
             }
         }
         self.nodes.remove(&node);
     }
 
     /// A segment may come back with what it has: until then, or until it is forgotten, removals are not certain.
-    pub(super) fn miss_segment(&mut self, name: (NodeId, SegmentId), generation: Generation, now: Now) {
+    pub(super) fn miss_segment(
+        &mut self,
+        name: (NodeId, SegmentId),
+        generation: Generation,
+        late: bool,
+        now: Now,
+    ) {
         let until = self.ticker.end(now.mono, self.config.absence_max);
-        self.absent.insert(name, Absence { generation, until });
+        self.absent.insert(name, Absence { generation, late, until });
     }
 
     /// A segment cannot be read or used any more. A disk keeps what it has, and is expected back.

@@ -200,6 +200,9 @@ impl Group {
             }
         }
         self.segment_mut(index).phase = SegmentPhase::Waiting;
+        if self.segment(index).drains.is_empty() {
+            self.segment_mut(index).is_late = false;
+        }
         self.waiting_segments.push(index);
         self.activate_segments(now);
         Ok(())
@@ -226,9 +229,9 @@ impl Group {
     /// A segment that contradicts itself is as good as lost; its node may mount it again.
     fn fail_segment(&mut self, index: u32, now: Now, effects: &mut Effects) {
         let segment = self.segment(index);
-        let (name, generation) = ((segment.node, segment.id), segment.generation);
+        let (name, generation, late) = ((segment.node, segment.id), segment.generation, segment.is_late);
         self.lose_segment(index, now, effects);
-        self.miss_segment(name, generation, now);
+        self.miss_segment(name, generation, late, now);
     }
 
     /// Which of the record's places is this slot.
