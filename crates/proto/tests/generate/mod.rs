@@ -4,6 +4,11 @@
 
 #![allow(dead_code)] // each user takes what it needs
 
+mod names;
+
+#[allow(unused_imports, reason = "each user takes what it needs")]
+pub(crate) use names::{ANSWERS, MESSAGES};
+
 use moontide_proto::convert::{ListKind, ObjectFields, ObjectListBuilder};
 use moontide_proto::*;
 use moontide_types::bounds::{PAGE_BYTES, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
@@ -859,63 +864,3 @@ impl Gen {
         }
     }
 }
-
-/// Those that answer a call.
-pub(crate) const ANSWERS: &[&str] = &[
-    "ExistResponse",
-    "GetReplicaListResponse",
-    "PutStartResponse",
-    "OutcomesResponse",
-    "OpenSessionResponse",
-    "MountSegmentsResponse",
-    "JobProgress",
-    "ClusterInfo",
-    "NodeList",
-];
-
-/// Every convertible message, by the name of its plain struct. New ones go to the end: the fuzzer's inputs
-/// name them by position.
-pub(crate) const MESSAGES: &[&str] = &[
-    "ExistRequest",
-    "ExistResponse",
-    "GetReplicaListRequest",
-    "GetReplicaListResponse",
-    "PutStartRequest",
-    "PutStartResponse",
-    "PutEndRequest",
-    "PutRevokeRequest",
-    "RemoveRequest",
-    "TouchRequest",
-    "SetPinRequest",
-    "PrefetchRequest",
-    "OutcomesResponse",
-    "BeginRequest",
-    "CommitRequest",
-    "SlotOutcomes",
-    "OpenSessionRequest",
-    "OpenSessionResponse",
-    "MountSegmentsRequest",
-    "MountSegmentsResponse",
-    "UnmountSegmentsRequest",
-    "NodeMessage",
-    "MasterMessage",
-    "RemoveByPrefixRequest",
-    "RemoveByRegexRequest",
-    "RemoveAllRequest",
-    "GetJobRequest",
-    "JobProgress",
-    "ListKeysRequest",
-    "QueryKeysRequest",
-    "EvictRequest",
-    "SetTenantQuotaRequest",
-    "GetTenantsRequest",
-    "ListSegmentsRequest",
-    "DrainSegmentRequest",
-    "ClusterInfo",
-    "LoadRequest",
-    "LoadReply",
-    "AttachRequest",
-    "AttachReply",
-    "NodeList",
-    "Bequest",
-];
