@@ -80,7 +80,10 @@ pub(crate) struct Master {
 impl Master {
     /// The framed link, which is made when it is first needed.
     pub(crate) fn link(&self, cluster: &Cluster) -> Result<Arc<BlockingLink>, StoreError> {
-        let mut link = self.link.lock();
+        // Whoever connects makes others wait, but not for longer than they would by themselves.
+        let Some(mut link) = self.link.try_lock_for(cluster.config.connect.min(cluster.config.deadline)) else {
+            return Err(StoreError::refused(ErrorCode::Unreachable));
+        };
         if let Some(link) = &*link {
             return Ok(Arc::clone(link));
         }

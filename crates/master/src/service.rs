@@ -319,7 +319,7 @@ impl Service {
     }
 
     /// The highest term that is our own. What is higher was given to somebody else.
-    fn newest_term(&self) -> Term {
+    pub(crate) fn newest_term(&self) -> Term {
         let hosted = self.newest_term.load(Ordering::Relaxed);
         self.config.term.max(Term::new(hosted).expect("it was one"))
     }

@@ -279,6 +279,8 @@ pub struct Group {
     reports_until: MonoTime,
     /// The same for disks.
     disk_reports_until: MonoTime,
+    /// The master before has named all segments: one that some master has known, and that it did not name, was forgotten by it.
+    all_listed: bool,
     /// What the master before handed on, and no node has reported yet.
     inherited: inherit::Inherited,
     /// Before this, nodes that this master has never heard of may have objects of an earlier term.
@@ -342,6 +344,7 @@ impl Group {
             absent_disks: HashMap::new(),
             reports_until: now.mono.after(config.report_wait),
             disk_reports_until: now.mono.after(disk_wait),
+            all_listed: false,
             inherited: inherit::Inherited::new(),
             settled_at: now.mono.after(wait),
             jobs: BTreeMap::new(),

@@ -22,11 +22,12 @@ mod staged;
 mod tell;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
+use hashbrown::HashMap;
 use moontide_disk::{
     Backend, BackendConfig, OpenError, OsStorage, Queue, QueueConfig, Recovery, RegisteredMemory, Storage,
 };
@@ -43,7 +44,7 @@ pub(crate) use self::offload::OffloadJob;
 pub(crate) use self::promote::PromoteJob;
 pub(crate) use self::removal::RemovalJob;
 use self::staged::StagedRecords;
-use self::tell::Audience;
+use self::tell::{Audience, Telling};
 use crate::config::DiskConfig;
 use crate::decide::groups::GroupSet;
 use crate::lines::Lines;
@@ -103,10 +104,8 @@ pub(crate) struct DiskTier {
     closed_until: Mutex<Option<(Instant, Closed)>>,
     /// Bytes that were ordered and not written yet.
     backlog: AtomicU64,
-    /// Bytes of messages that the master has not heard yet: whoever has much to tell waits.
-    unheard: AtomicUsize,
-    /// How many sessions are still being told what is there.
-    telling_now: AtomicUsize,
+    /// How far sessions are with being told what is there.
+    tellings: Mutex<HashMap<SessionId, Telling>>,
     loads: load::Loads,
     promoting: promote::Promoting,
     offloads: Mutex<Option<std::sync::mpsc::Sender<OffloadJob>>>,
@@ -203,8 +202,7 @@ impl DiskTier {
             telling: Mutex::default(),
             closed_until: Mutex::default(),
             backlog: AtomicU64::new(0),
-            unheard: AtomicUsize::new(0),
-            telling_now: AtomicUsize::new(0),
+            tellings: Mutex::default(),
             loads: load::Loads::default(),
             promoting: promote::Promoting::default(),
             offloads: Mutex::default(),
@@ -273,7 +271,9 @@ impl DiskTier {
         let state = match self.closed() {
             Some(Closed::Full) => v1::DiskState::Full,
             Some(Closed::Failed) => v1::DiskState::WriteFailed,
-            None if self.telling_now.load(Ordering::Relaxed) > 0 => v1::DiskState::Recovering,
+            None if self.tellings.lock().values().any(|telling| telling.running > 0) => {
+                v1::DiskState::Recovering
+            }
             None => v1::DiskState::Serving,
         };
         v1::DiskStatus {
@@ -354,6 +354,7 @@ impl DiskTier {
     /// A session is over: nothing of it is wanted any more.
     pub(crate) fn end_session(&self, session: SessionId) {
         self.audience.write().end(session);
+        self.tellings.lock().remove(&session);
         self.cancel_promotions(session);
     }
 
@@ -362,9 +363,11 @@ impl DiskTier {
         self.audience.write().narrow(session, groups);
     }
 
-    /// How much the master has not heard yet.
-    pub(crate) fn note_unheard(&self, bytes: usize) {
-        self.unheard.store(bytes, Ordering::Relaxed);
+    /// How much a master has not heard yet.
+    pub(crate) fn note_unheard(&self, session: SessionId, bytes: usize) {
+        if let Some(telling) = self.tellings.lock().get_mut(&session) {
+            telling.unheard = bytes;
+        }
     }
 
     /// Says what became of orders, to the sessions that gave them.

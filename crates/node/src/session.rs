@@ -385,6 +385,8 @@ impl Driver {
         if let Some(disk) = self.parts.disk.clone()
             && !mounted.is_empty()
         {
+            // Before the master has it: it must not hear that all is told before this is.
+            disk.announce_telling(session);
             let spec = calls::disk_spec(memory.generation(), disk.is_occupied());
             let call = client.mount_segments(calls::mount_segments(&self.facts, session, vec![spec]));
             let grants = calls::mounted(self.call(call).await?, 1)?;
@@ -465,7 +467,7 @@ impl Driver {
         loop {
             self.report_next().await;
             if let (Some(disk), Some(conversation)) = (&self.parts.disk, &self.conversation) {
-                disk.note_unheard(conversation.outgoing.bytes());
+                disk.note_unheard(conversation.session, conversation.outgoing.bytes());
             }
             let has_next = self.conversation.as_ref().is_some_and(|c| c.outgoing.has_next());
             let is_behind = self.is_behind();

@@ -137,6 +137,7 @@ impl Election {
         let ours: Vec<(GroupId, Term)> = ousted.into_iter().filter(ours).collect();
         let highest = ours.iter().map(|&(_, seen)| seen).max()?;
         let groups: Vec<GroupId> = ours.iter().map(|&(group, _)| group).collect();
+        groups.iter().for_each(|&group| self.service.lose(group));
         let above = document.with_terms_above(highest);
         let next = above.with_owner(&groups, self.candidate.number(), &self.desk.addresses());
         next.map(|(next, _)| next)

@@ -49,6 +49,8 @@ pub(crate) struct Campaign {
     addresses: MasterAddresses,
     lease: Duration,
     candidate: Candidate,
+    /// Groups of which nodes know higher terms than the registry.
+    ousted: BTreeMap<GroupId, Term>,
     /// What was known of groups, and in which terms, when this master was expelled.
     own: BTreeMap<GroupId, (Term, Inheritance)>,
 }
@@ -62,7 +64,7 @@ impl Campaign {
         lease: Duration,
     ) -> Result<Campaign, RegistryError> {
         let candidate = enter(&*registry, first, &addresses, lease).await?;
-        Ok(Campaign { registry, addresses, lease, candidate, own: BTreeMap::new() })
+        Ok(Campaign { registry, addresses, lease, candidate, ousted: BTreeMap::new(), own: BTreeMap::new() })
     }
 
     /// Its number.
@@ -93,6 +95,10 @@ impl Campaign {
                 Ok(Looked::Done(seen)) => seen,
                 Ok(Looked::Again) => continue,
                 Err(error) => {
+                    // Whether a group was given away is not known; until it is, it is served, and nothing is certain.
+                    if service.is_unconfirmed() {
+                        self.candidate.hosted().keys().for_each(|&group| service.thaw(group));
+                    }
                     if std::mem::replace(&mut reachable, false) {
                         warn!(%error, "the registry does not answer; what is hosted goes on, and nothing moves");
                     }
@@ -151,14 +157,19 @@ impl Campaign {
             } else {
                 self.candidate.expelled().into_iter().for_each(|group| service.lose(group));
             }
-            let first = Document::new(service.groups());
+            let first = Document::new(service.groups()).with_terms_above(service.newest_term());
             self.candidate = enter(&*self.registry, &first, &self.addresses, self.lease).await?;
             return Ok(Looked::Again);
         }
         let seen = self.registry.read().await?;
         let plan = self.candidate.seen(SystemClock.now(), &seen);
         self.apply(&plan, &seen, service);
-        let Some((token, document)) = &seen.document else { return Ok(Looked::Done(seen)) };
+        let Some((token, document)) = &seen.document else {
+            // It was there when we joined: the registry has lost it.
+            let first = Document::new(service.groups()).with_terms_above(service.newest_term());
+            self.registry.write(None, &first).await?;
+            return Ok(Looked::Again);
+        };
         if let Some(next) = self.reclaimed(document, service) {
             self.registry.write(Some(token), &next).await?;
             return Ok(Looked::Again);
@@ -219,20 +230,21 @@ impl Campaign {
         self.candidate.hosted().keys().for_each(|&group| service.thaw(group));
     }
 
-    /// Nodes know higher terms of our groups than the registry does: it has forgotten. What follows is a term above all.
+    /// Nodes know higher terms of our groups than the registry does: it has forgotten. What follows is a term above all. Said
+    /// until the registry shows it.
     fn reclaimed(&mut self, document: &Document, service: &Service) -> Option<Document> {
-        let ousted = service.take_ousted();
-        let ours = |&(group, seen): &(GroupId, Term)| {
-            self.candidate.hosted().get(&group).is_some_and(|&term| term < seen)
-        };
-        let ours: Vec<(GroupId, Term)> = ousted.into_iter().filter(ours).collect();
-        let highest = ours.iter().map(|&(_, seen)| seen).max()?;
+        for (group, seen) in service.take_ousted() {
+            let known = self.ousted.entry(group).or_insert(seen);
+            *known = (*known).max(seen);
+        }
+        let hosted = self.candidate.hosted();
+        self.ousted.retain(|group, seen| hosted.get(group).is_some_and(|term| term < seen));
+        let &highest = self.ousted.values().max()?;
         warn!(seen = highest.get(), "nodes know higher terms than the registry, which must have lost them");
-        let groups: Vec<GroupId> = ours.iter().map(|&(group, _)| group).collect();
-        document
-            .with_terms_above(highest)
-            .with_owner(&groups, self.number(), &self.addresses)
-            .map(|(next, _)| next)
+        let groups: Vec<GroupId> = self.ousted.keys().copied().collect();
+        groups.iter().for_each(|&group| service.lose(group));
+        let above = document.with_terms_above(highest);
+        above.with_owner(&groups, self.number(), &self.addresses).map(|(next, _)| next)
     }
 
     async fn hand_over(
@@ -252,10 +264,14 @@ impl Campaign {
                 // It may take longer than a lease.
                 () = tokio::time::sleep(self.lease / RENEWALS_PER_LEASE) => {
                     let asked = SystemClock.now();
-                    if !self.registry.renew(self.number()).await? {
-                        return Ok(()); // the next look says what that means
+                    match self.registry.renew(self.number()).await {
+                        Ok(true) => self.confirmed(asked, service),
+                        Ok(false) => return Ok(()), // the next look says what that means
+                        Err(error) => {
+                            service.thaw(gift.group); // nothing was given yet
+                            return Err(error);
+                        }
                     }
-                    self.confirmed(asked, service);
                 }
             }
         };

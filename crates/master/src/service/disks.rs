@@ -31,6 +31,10 @@ impl Service {
             if node.is_ended() {
                 return SegmentGrant { code: Some(ErrorCode::StaleSession), ..grant };
             }
+            // Of a group that the node has not heard of it does not tell what is on its disk.
+            if !node.segments.lock().is_empty() && !group.knows_node(node.node, node.session()) {
+                continue;
+            }
             group.mount_disk(self.now(), &disk, &mut effects);
             self.deliver(&group, &mut effects);
         }

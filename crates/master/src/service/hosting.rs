@@ -148,12 +148,9 @@ impl Service {
         };
     }
 
-    /// Groups of which a node knows a higher term than we have, with that term. Each is said once, and let go of: it is
-    /// somebody else's, or the registry has forgotten a term.
+    /// Groups of which a node knows a higher term than we have, with that term. Each is said once.
     pub fn take_ousted(&self) -> Vec<(GroupId, Term)> {
-        let ousted = std::mem::take(&mut *self.ousted.lock());
-        ousted.iter().for_each(|&(group, _)| self.lose(group));
-        ousted
+        std::mem::take(&mut *self.ousted.lock())
     }
 
     /// Until there is such a group.
@@ -216,10 +213,8 @@ impl Service {
             alone: false,
         };
         let mut known = self.map.write();
-        // The same version with other members, too.
-        if map.version >= known.version {
-            *known = map;
-        }
+        // Also an older one: the registry is right, whatever it has lost.
+        *known = map;
         drop(known);
         let mut tenants = self.tenants.write();
         for (name, entry) in &document.tenants {
@@ -236,7 +231,7 @@ impl Service {
     }
 
     /// Whether somebody else may have taken our groups without our knowing.
-    pub(super) fn is_unconfirmed(&self) -> bool {
+    pub(crate) fn is_unconfirmed(&self) -> bool {
         self.config.shared && self.now().mono.0 >= self.confirmed_until.load(Ordering::Relaxed)
     }
 

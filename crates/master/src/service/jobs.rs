@@ -199,9 +199,15 @@ impl Service {
 
     fn start_in_groups(&self, tenant: Tenant<'_>, kind: JobKind, force: bool) -> Result<u64, ErrorCode> {
         let mut parts = Vec::with_capacity(self.seats.len());
-        for mut group in self.hosted() {
+        for index in 0..self.seats.len() {
+            let mut group = match self.group(index) {
+                Ok(group) => group,
+                Err(ErrorCode::WrongMaster) => continue,
+                // One that is about to go would take the job with it.
+                Err(code) => return Err(code),
+            };
             let tenant = group.tenant(tenant)?;
-            parts.push((group.index, group.start_job(tenant, kind.clone(), force)?));
+            parts.push((index, group.start_job(tenant, kind.clone(), force)?));
         }
         Ok(self.jobs.lock().add(JobParts::Removal(parts)))
     }

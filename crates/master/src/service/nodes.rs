@@ -291,11 +291,16 @@ impl Service {
             group.mount(self.now(), &spec, &mut effects)
         };
         self.deliver(&group, &mut effects);
-        drop(group);
+        // While the group is held: whoever lets go of it removes these traces.
+        let mut before_in = None;
         if mounted.is_ok() {
             self.group_units[index]
                 .fetch_add(u64::from(spec.units) - before.min(spec.units.into()), Ordering::Relaxed);
-            let elsewhere = node.segments.lock().insert(spec.segment, index).filter(|&other| other != index);
+            before_in = node.segments.lock().insert(spec.segment, index);
+        }
+        drop(group);
+        if mounted.is_ok() {
+            let elsewhere = before_in.filter(|&other| other != index);
             if let Some(mut other) = elsewhere.and_then(|other| self.books(other).ok()) {
                 let _ = other.unmount(self.now(), spec.node, spec.segment, &mut effects);
                 self.deliver(&other, &mut effects);
@@ -497,6 +502,9 @@ impl Service {
                 usage.map_or((group.index, 0, 0), |usage| (group.index, usage.bytes, usage.objects))
             })
             .collect();
+        if used.is_empty() {
+            return; // others have all groups
+        }
         // Other masters have the parts of their groups. No limit stays no limit, and a limit stays one.
         let part = |all: u64| match all {
             0 => 0,
@@ -542,7 +550,7 @@ fn passable(node: &NodeSession, segment: SegmentId, outcome: Result<(), ErrorCod
 fn shares(all: u64, used: impl Iterator<Item = u64> + Clone) -> Vec<u64> {
     let count = used.clone().count() as u64;
     let sum: u64 = used.clone().sum();
-    if all == 0 {
+    if all == 0 || count == 0 {
         return vec![0; count as usize];
     }
     if sum >= all {
@@ -561,6 +569,7 @@ mod tests {
     #[test]
     fn shares_sum_to_the_quota() {
         assert_eq!(shares(0, [5, 6].into_iter()), [0, 0]);
+        assert!(shares(7, [].into_iter()).is_empty(), "a master without groups");
         assert_eq!(shares(100, [10, 0, 0].into_iter()), [40, 30, 30]);
         assert_eq!(shares(100, [0, 0, 0].into_iter()).iter().sum::<u64>(), 100);
         assert_eq!(shares(100, [150, 50].into_iter()), [75, 25], "over the quota");

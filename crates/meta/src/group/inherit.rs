@@ -126,6 +126,7 @@ impl Group {
                 self.miss_segment((node, segment), generation, false, now);
             }
         }
+        self.all_listed = inheritance.all_segments;
         if inheritance.all_segments {
             self.settled_at = now.mono;
         }

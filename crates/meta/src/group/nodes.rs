@@ -153,10 +153,12 @@ impl Group {
         // for it any more; or by one before, of which it has not even heard, and which waited as long as we do.
         let skipped = spec.known != Term::ZERO && spec.known < self.config.previous;
         let skipped = skipped && !moontide_types::planted("missed-term-believed");
-        segment.is_late =
-            !missed && now.mono > self.reports_until && !moontide_types::planted("late-segment-believed")
-                || skipped && spec.away >= self.config.report_wait / 100 * 99
-                || late_before;
+        segment.is_late = !missed
+            && now.mono > self.reports_until
+            && !moontide_types::planted("late-segment-believed")
+            || skipped && spec.away >= self.config.report_wait / 100 * 99
+            || !missed && self.all_listed && spec.known != Term::ZERO && spec.known <= self.config.previous
+            || late_before;
         let index = self.add_segment(segment, topology);
         if !spec.occupied {
             self.waiting_segments.push(index);
@@ -251,6 +253,11 @@ impl Group {
                 }
             }
         }
+    }
+
+    /// Whether a node has segments here, in this session.
+    pub fn knows_node(&self, node: NodeId, session: SessionId) -> bool {
+        self.nodes.get(&node).is_some_and(|known| known.session == session)
     }
 
     /// All segments, in the order in which they came.

@@ -2,7 +2,6 @@
 //! anew.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
@@ -117,6 +116,15 @@ fn offload_record(header: &Header, tenant: u16) -> OffloadRecord {
     }
 }
 
+/// How far a session is with being told.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Telling {
+    /// Scans that have been announced, and are not at their end.
+    pub(super) running: usize,
+    /// Bytes that its master has not heard yet.
+    pub(super) unheard: usize,
+}
+
 /// Sessions, and the groups that each is told about.
 #[derive(Debug, Default)]
 pub(super) struct Audience(Vec<(SessionId, GroupSet)>);
@@ -145,17 +153,20 @@ impl Audience {
 }
 
 impl DiskTier {
-    /// A session has begun, or is responsible for more groups: everything of them that is on the disk is told, by a thread
+    /// A session is about to be told of more groups: until then it is not told that everything is known.
+    pub(crate) fn announce_telling(&self, session: SessionId) {
+        self.tellings.lock().entry(session).or_default().running += 1;
+    }
+
+    /// A session has begun, or is responsible for more groups, which was announced: everything of them that is on the disk is told, by a thread
     /// of its own.
     pub(crate) fn begin_telling(self: &Arc<Self>, session: SessionId, groups: GroupSet) {
         self.audience.write().add(session, &groups);
-        self.telling_now.fetch_add(1, Ordering::SeqCst);
         let tier = Arc::clone(self);
         let spawned = std::thread::Builder::new()
             .name("moontide-tell".into())
             .spawn(move || tier.tell_all(session, &groups));
         if let Err(error) = spawned {
-            self.telling_now.fetch_sub(1, Ordering::SeqCst);
             warn!(%error, "what is on the disk cannot be told: no thread");
         }
     }
@@ -177,9 +188,13 @@ impl DiskTier {
         });
         told += builder.records.len() as u64;
         self.tell_found(session, &mut builder);
-        self.telling_now.fetch_sub(1, Ordering::SeqCst);
-        if !self.is_live(session) {
-            return; // another one has begun, and tells again
+        // That everything is known is said of all groups of the session, when it is so.
+        let left = self.tellings.lock().get_mut(&session).map(|telling| {
+            telling.running -= 1;
+            telling.running
+        });
+        if left != Some(0) || !self.is_live(session) {
+            return; // more is told; or another session has begun, and is told again
         }
         let end = v1::OffloadNotice { recovery_end: true, ..builder.message(true, |_| true) };
         self.events.send(Event::Offloaded { session, notice: end });
@@ -191,7 +206,8 @@ impl DiskTier {
 
     /// Tells what was found and is still there.
     fn tell_found(&self, session: SessionId, builder: &mut NoticeBuilder) {
-        while self.unheard.load(Ordering::Relaxed) > UNHEARD_MAX && self.is_live(session) {
+        let unheard = || self.tellings.lock().get(&session).map_or(0, |telling| telling.unheard);
+        while unheard() > UNHEARD_MAX && self.is_live(session) {
             std::thread::sleep(Duration::from_millis(1));
         }
         let builder = std::mem::take(builder);

@@ -234,6 +234,7 @@ impl World {
         let ends = self.current.lock().replace(session);
         self.work.send(Work::Session { begins: Some(session), ends }).unwrap();
         ends.into_iter().for_each(|ends| self.tier.end_session(ends));
+        self.tier.announce_telling(session);
         self.tier.begin_telling(session, GroupSet::all(NonZeroU16::MIN));
     }
 
