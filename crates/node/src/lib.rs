@@ -35,7 +35,7 @@
 
 mod admin;
 mod config;
-/// Not for programs: what the simulation runs on virtual time.
+// Not for programs: what the simulation runs on virtual time.
 #[doc(hidden)]
 pub mod decide;
 mod disk;
