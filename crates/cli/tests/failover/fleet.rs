@@ -51,6 +51,10 @@ impl Etcd {
     fn start() -> Option<Etcd> {
         let named = std::env::var("MOONTIDE_ETCD");
         let program = named.as_deref().unwrap_or("etcd");
+        if program == "skip" {
+            println!("passed over: MOONTIDE_ETCD=skip");
+            return None;
+        }
         let folder = Memory::new();
         let (address, peers) = (free_address(), free_address());
         let all = words(&format!(
