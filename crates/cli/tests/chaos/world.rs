@@ -70,6 +70,8 @@ const RESERVATION_MS: u64 = 5000;
 /// A master whose lease is not renewed loses its groups after so long.
 pub const LEASE_MS: u64 = 2000;
 const DISK_MIB: usize = 96;
+/// And of etcd, which takes 64 MiB ahead for its log, and again for the next one.
+const REGISTRY_MIB: usize = 512;
 const DISK_LIMIT_MIB: usize = 64;
 
 /// Until all processes are there and know each other, after all was healed.
@@ -84,9 +86,9 @@ pub struct Disk {
 }
 
 impl Disk {
-    fn mount(path: PathBuf) -> Disk {
+    fn mount(path: PathBuf, mib: usize) -> Disk {
         std::fs::create_dir_all(&path).expect("a folder for a disk");
-        let size = format!("size={DISK_MIB}m");
+        let size = format!("size={mib}m");
         let status = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "none"]).arg(&path).status();
         assert!(status.is_ok_and(|status| status.success()), "a file system cannot be mounted");
         Disk { path }
@@ -208,10 +210,12 @@ impl World {
         let has_disk = |at: u8| at % 2 == 1;
         let is_open = |at: u8| at < shape.near;
         let disk_path = |at: u8| folder.join(format!("disk-{at}"));
-        let disks =
-            (0..shape.nodes).filter(|at| has_disk(*at)).map(|at| Disk::mount(disk_path(at))).collect();
+        let disks = (0..shape.nodes)
+            .filter(|at| has_disk(*at))
+            .map(|at| Disk::mount(disk_path(at), DISK_MIB))
+            .collect();
 
-        let registry_disk = shape.has_registry().then(|| Disk::mount(folder.join("etcd")));
+        let registry_disk = shape.has_registry().then(|| Disk::mount(folder.join("etcd"), REGISTRY_MIB));
         let registry = shape.has_registry().then(|| {
             let all = registry_command(folder);
             Process::new(&net, folder, "etcd", &registry_host(), Box::new(move |_| (all.clone(), vec![])))
