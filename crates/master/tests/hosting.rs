@@ -4,6 +4,7 @@ mod support;
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
@@ -61,7 +62,8 @@ fn a_group_is_answered_for_while_it_is_hosted_and_not_frozen() {
 #[test]
 fn who_is_no_member_any_more_lets_go_of_everything() {
     let registry = MemoryRegistry::default();
-    let first = member(Arc::new(registry.clone()));
+    // It may not come back as somebody new: the other one would share with it before anybody has looked.
+    let first = member(Arc::new(Hampered { joins: AtomicU32::new(1), ..Hampered::of(&registry) }));
     until("the first has all groups", || first.service().hosted_count() == 4);
     let second = member(Arc::new(registry.clone()));
     // As if its lease had ended: it was stopped, or cut off, for longer than that.
@@ -71,17 +73,30 @@ fn who_is_no_member_any_more_lets_go_of_everything() {
     until("the second has all groups, and the first none", || hosted() == (0, 4));
 }
 
-/// A registry whose renewals are answered late.
+/// A registry that does not do all that it is asked, or not at once.
 #[derive(Debug)]
-struct Late(MemoryRegistry);
+struct Hampered {
+    registry: MemoryRegistry,
+    /// How often one may join.
+    joins: AtomicU32,
+    /// After which time a renewal is answered.
+    renewals_take: Duration,
+}
 
-impl Registry for Late {
+impl Hampered {
+    fn of(registry: &MemoryRegistry) -> Self {
+        let joins = AtomicU32::new(u32::MAX);
+        Self { registry: registry.clone(), joins, renewals_take: Duration::ZERO }
+    }
+}
+
+impl Registry for Hampered {
     fn identity<'a>(&'a self, draft: &'a Identity) -> BoxFuture<'a, Result<Identity, RegistryError>> {
-        self.0.identity(draft)
+        self.registry.identity(draft)
     }
 
     fn read(&self) -> BoxFuture<'_, Result<Snapshot, RegistryError>> {
-        self.0.read()
+        self.registry.read()
     }
 
     fn write<'a>(
@@ -89,7 +104,7 @@ impl Registry for Late {
         token: Option<&'a Token>,
         document: &'a Document,
     ) -> BoxFuture<'a, Result<bool, RegistryError>> {
-        self.0.write(token, document)
+        self.registry.write(token, document)
     }
 
     fn join<'a>(
@@ -98,31 +113,41 @@ impl Registry for Late {
         addresses: &'a MasterAddresses,
         lease: Duration,
     ) -> BoxFuture<'a, Result<(), RegistryError>> {
-        self.0.join(number, addresses, lease)
+        let joins = self.joins.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));
+        match joins {
+            Ok(_) => self.registry.join(number, addresses, lease),
+            Err(_) => {
+                let (address, why) = ("test".to_owned(), "it has joined often enough".to_owned());
+                async { Err(RegistryError::Unreachable { address, why }) }.boxed()
+            }
+        }
     }
 
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>> {
         async move {
-            let renewed = self.0.renew(number).await;
-            tokio::time::sleep(LEASE * 11 / 20).await;
+            let renewed = self.registry.renew(number).await;
+            tokio::time::sleep(self.renewals_take).await;
             renewed
         }
         .boxed()
     }
 
     fn remove(&self, number: Term) -> BoxFuture<'_, Result<(), RegistryError>> {
-        self.0.remove(number)
+        self.registry.remove(number)
     }
 
     fn changed<'a>(&'a self, seen: &'a Snapshot, wait: Duration) -> BoxFuture<'a, ()> {
-        self.0.changed(seen, wait)
+        self.registry.changed(seen, wait)
     }
 }
 
 #[test]
 fn a_lease_counts_from_when_its_renewal_was_sent() {
     // Every answer comes when half of the lease is over, so that it confirms nothing any more.
-    let master = member(Arc::new(Late(MemoryRegistry::default())));
+    let master = member(Arc::new(Hampered {
+        renewals_take: LEASE * 11 / 20,
+        ..Hampered::of(&MemoryRegistry::default())
+    }));
     let mut looks = 0;
     until("it has all groups", || {
         looks += 1;

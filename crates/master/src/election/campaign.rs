@@ -188,7 +188,7 @@ impl Campaign {
             return Ok(Looked::Again);
         }
         if let Some(proposal) = proposal
-            && !self.propose(proposal, token, document, service).await?
+            && !self.propose(proposal, &seen, service).await?
         {
             return Ok(Looked::Again);
         }
@@ -289,10 +289,10 @@ impl Campaign {
     async fn propose(
         &self,
         proposal: &mut Proposal,
-        token: &Token,
-        document: &Document,
+        seen: &Snapshot,
         service: &Service,
     ) -> Result<bool, RegistryError> {
+        let Some((token, document)) = &seen.document else { return Ok(false) };
         let before = document.tenants.get(&proposal.tenant).copied().unwrap_or_default();
         let after = proposal.change.of(before);
         if after != before {
@@ -300,7 +300,7 @@ impl Campaign {
             if !self.registry.write(Some(token), &next).await? {
                 return Ok(false);
             }
-            service.learn(&next, &BTreeMap::new());
+            service.learn(&next, &seen.members);
         }
         let (unheard, _) = oneshot::channel();
         // Nobody may wait any more.
