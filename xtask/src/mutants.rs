@@ -129,6 +129,20 @@ const BUGS: &[Bug] = &[
         way: Way::Environment,
     },
     Bug {
+        name: "given-up-and-believed",
+        place: "crates/meta/src/group/nodes.rs",
+        harm: "What was removed for certain while a node was out of reach comes back when its master is replaced.",
+        test: test("meta", "terms", "who_was_given_up_by_a_master_that_was_then_replaced_is_not_believed"),
+        way: Way::Environment,
+    },
+    Bug {
+        name: "lateness-not-inherited",
+        place: "crates/meta/src/group/inherit.rs",
+        harm: "A node that came too late is believed as soon as its group goes to another master.",
+        test: test("meta", "terms", "who_came_late_is_late_for_the_heir_as_well"),
+        way: Way::Environment,
+    },
+    Bug {
         name: "ghost-forgotten",
         place: "crates/meta/src/group/nodes.rs",
         harm: "Processes beside a node that was killed and started again read removed objects in the dead one's memory.",

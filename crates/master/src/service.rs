@@ -257,7 +257,7 @@ impl Service {
         if !service.config.shared {
             let term = service.config.term;
             let previous = Term::new(term.get().saturating_sub(1)).expect("less than a term is one");
-            let hosting = |group| Hosting { group: GroupId(group), term, previous };
+            let hosting = |group| Hosting { group: GroupId(group), term, previous, witnessed: false };
             (0..groups).for_each(|group| service.host(hosting(group), None));
         }
         Arc::new(service)

@@ -48,7 +48,7 @@ fn a_group_is_answered_for_while_it_is_hosted_and_not_frozen() {
     let service = Service::new(config, Arc::new(SystemClock));
     assert_eq!(asked(&service), ErrorCode::WrongMaster, "it was given nothing");
     let group = GroupId(0);
-    service.host(Hosting { group, term: term(5), previous: term(4) }, None);
+    service.host(Hosting { group, term: term(5), previous: term(4), witnessed: false }, None);
     assert_eq!(asked(&service), ErrorCode::NoSpace);
     assert!(service.freeze(group).is_some());
     assert_eq!(asked(&service), ErrorCode::Retry, "what is put now would not be inherited");

@@ -34,7 +34,7 @@ use moontide_types::{
 pub use audit::{Audit, Range, Violation};
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
-pub use inherit::{Heirloom, Inheritance};
+pub use inherit::{ExpectedSegment, Heirloom, Inheritance};
 pub use lookup::{Ask, Found, ListCursor, LookupCounts};
 pub use nodes::{Mount, MountSpec, SegmentView};
 pub use put::{PutEnd, PutOptions, PutStart, Reservation};
@@ -70,6 +70,9 @@ pub struct GroupConfig {
     pub term: Term,
     /// The term before it; zero if nobody has run it before, so that there is nothing from before.
     pub previous: Term,
+    /// Whether its master was at work until this one took over, as far as this one knows. If not, nodes may have been without
+    /// a master for any time.
+    pub witnessed: bool,
     /// Decides placements.
     pub seed: u64,
     /// Where new objects go.
@@ -108,6 +111,7 @@ impl GroupConfig {
             groups,
             term,
             previous: Term::new(term.get().saturating_sub(1)).expect("less than a term is one"),
+            witnessed: false,
             seed: u64::from(group.0),
             placement: PlacementKind::default(),
             high_permille: 950,
@@ -275,6 +279,8 @@ pub struct Group {
     absent: HashMap<(NodeId, SegmentId), Absence>,
     /// Disks that went away, in the same way.
     absent_disks: HashMap<NodeId, Tick>,
+    /// When this master took the group.
+    began_at: MonoTime,
     /// Until then, segments that this master has never heard of may report what they hold.
     reports_until: MonoTime,
     /// The same for disks.
@@ -342,6 +348,7 @@ impl Group {
             tombstones: HashMap::new(),
             absent: HashMap::new(),
             absent_disks: HashMap::new(),
+            began_at: now.mono,
             reports_until: now.mono.after(config.report_wait),
             disk_reports_until: now.mono.after(disk_wait),
             all_listed: false,

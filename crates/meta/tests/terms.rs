@@ -6,7 +6,9 @@ mod common;
 use std::time::Duration;
 
 use common::{Bench, ask, config, id, session};
-use moontide_meta::{Medium, MountSpec, OrderOutcome, PutOptions, Removal, ReportRecord, Waiter};
+use moontide_meta::{
+    GroupConfig, Medium, MountSpec, OrderOutcome, PutOptions, Removal, ReportRecord, Waiter,
+};
 use moontide_types::{Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SlotId, Term};
 
 const KIB: u64 = 1024;
@@ -63,6 +65,39 @@ fn who_missed_a_term_is_not_believed_if_that_one_may_have_removed_without_it() {
         comes_with(&mut bench, &spec, "k", epoch);
         assert_eq!(bench.has("k"), believed, "knows term {known}, was away for {away:?}");
     }
+}
+
+#[test]
+fn who_was_given_up_by_a_master_that_was_then_replaced_is_not_believed() {
+    // Failure: a removed object came back. Cause: its master could not reach its node for more than a minute, stopped waiting,
+    // acknowledged the removal, and died. Fix: the next one knows that there was a master all the time, and the node says how
+    // long it was away.
+    let epoch = Epoch::new(term(1), 9).unwrap();
+    for (away, witnessed, later, believed) in [
+        (61, true, 0, false),
+        (50, true, 0, true),
+        (61, false, 0, true), // nobody knows for how long there was no master: the node is believed, or caches would be lost
+        (75, true, 20, true), // it was away for 55 s when the master was replaced
+        (85, true, 20, false),
+    ] {
+        let mut bench = Bench::with(GroupConfig { witnessed, ..config(2) });
+        bench.advance(Duration::from_secs(later));
+        comes_with(&mut bench, &MountSpec { away: Duration::from_secs(away), ..spec(1, 0) }, "k", epoch);
+        assert_eq!(bench.has("k"), believed, "away {away} s, witnessed: {witnessed}, comes after {later} s");
+    }
+}
+
+#[test]
+fn who_came_late_is_late_for_the_heir_as_well() {
+    let mut before = Bench::with(config(2));
+    before.advance(Duration::from_secs(120));
+    before.tick();
+    before.group.mount(before.now, &spec(1, 0), &mut before.effects).unwrap(); // and has not reported when the group goes
+    let mut heir = Bench::with(config(3));
+    heir.group.inherit(heir.now, before.group.bequeath(before.now, 1_000));
+    let again = MountSpec { term: term(2), known: term(2), ..spec(1, 1) };
+    comes_with(&mut heir, &again, "k", Epoch::new(term(1), 9).unwrap());
+    assert!(!heir.has("k"), "it may have been removed while nobody waited for the node");
 }
 
 #[test]

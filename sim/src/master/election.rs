@@ -120,8 +120,9 @@ impl Election {
         plan.lose.iter().for_each(|&group| self.service.lose(group));
         for hosting in &plan.host {
             let mut estates = self.desk.estates.borrow_mut();
-            let inherited = estates.remove(&hosting.group);
-            self.service.host(*hosting, inherited.map(|(estate, _)| (*estate).clone()));
+            let inherited = estates.remove(&hosting.group).map(|(estate, _)| estate);
+            let inherited = inherited.filter(|estate| estate.term == hosting.previous);
+            self.service.host(*hosting, inherited.map(|estate| (*estate).clone()));
         }
         self.service.learn(document, &seen.members);
         // One that was about to be handed over, and was not.

@@ -178,7 +178,7 @@ impl Campaign {
             // Whoever takes a group inherits nothing: what was handed over and then not given is out of date.
             let taken = next.groups_of(self.number());
             taken.filter(|taken| !self.candidate.hosted().contains_key(&taken.group)).for_each(|taken| {
-                service.estates.take(taken.group);
+                service.estates.forget(taken.group);
             });
             self.registry.write(Some(token), &next).await?;
             return Ok(Looked::Again);
@@ -211,7 +211,8 @@ impl Campaign {
         for hosting in &plan.host {
             // Our own books, if nobody has had the group since; or what somebody has handed over.
             let own = self.own.remove(&hosting.group).filter(|(term, _)| *term == hosting.previous);
-            let estate = service.estates.take(hosting.group).or(own.map(|(_, estate)| estate));
+            let estate =
+                service.estates.take(hosting.group, hosting.previous).or(own.map(|(_, estate)| estate));
             inherited += estate.as_ref().map_or(0, |estate| estate.objects.len());
             service.host(*hosting, estate);
         }

@@ -53,6 +53,8 @@ pub struct Candidate {
     /// When the last renewal that was confirmed was sent.
     renewed: MonoTime,
     hosted: BTreeMap<GroupId, Term>,
+    /// The last term in which each group was seen in the hands of a member.
+    witnessed: BTreeMap<GroupId, Term>,
     /// The members that were seen last, and since when they are the same.
     company: (Vec<u32>, MonoTime),
     /// Whether it takes groups at all.
@@ -68,6 +70,7 @@ impl Candidate {
             lease,
             renewed: asked,
             hosted: BTreeMap::new(),
+            witnessed: BTreeMap::new(),
             company: (vec![], asked),
             retiring: false,
         }
@@ -117,6 +120,10 @@ impl Candidate {
         plan.lose = before.iter().filter(|&(g, t)| self.hosted.get(g) != Some(t)).map(|(&g, _)| g).collect();
         plan.host = owned;
         plan.host.retain(|hosting| before.get(&hosting.group) != Some(&hosting.term));
+        for hosting in &mut plan.host {
+            hosting.witnessed = self.witnessed.get(&hosting.group) == Some(&hosting.previous);
+        }
+        self.witnessed.extend(document.hosted_by(|master| snapshot.members.contains_key(&master)));
         let members: Vec<u32> = snapshot.members.keys().copied().collect();
         if self.company.0 != members {
             self.company = (members, now);

@@ -69,6 +69,8 @@ pub struct Hosting {
     pub term: Term,
     /// Its term before; zero if nobody had it.
     pub previous: Term,
+    /// Whether this master has seen the one of that term at work. If not, nobody knows for how long there was none.
+    pub witnessed: bool,
 }
 
 /// A tenant, as all masters know it.
@@ -227,6 +229,15 @@ impl Document {
         Document { last_term: self.last_term.max(seen.get()), ..self.clone() }
     }
 
+    /// The groups whose masters are such, and their terms.
+    pub fn hosted_by(&self, is_such: impl Fn(u32) -> bool) -> impl Iterator<Item = (GroupId, Term)> {
+        let owners = (0u16..).zip(&self.owners);
+        owners.filter_map(move |(group, owner)| {
+            let owner = owner.filter(|owner| is_such(owner.master))?;
+            Some((GroupId(group), Term::new(owner.term).expect("checked when it was read")))
+        })
+    }
+
     /// The groups of a master.
     pub fn groups_of(&self, master: Term) -> impl Iterator<Item = Hosting> {
         let owners = (0u16..).zip(&self.owners);
@@ -234,7 +245,7 @@ impl Document {
             let owner = owner.filter(|owner| owner.master == master.get())?;
             let term = |number| Term::new(number).expect("checked when it was read");
             let (term, previous) = (term(owner.term), term(owner.previous));
-            Some(Hosting { group: GroupId(group), term, previous })
+            Some(Hosting { group: GroupId(group), term, previous, witnessed: false })
         })
     }
 }
@@ -253,7 +264,8 @@ mod tests {
             document.with_owner(&[GroupId(0), GroupId(2)], first, &addresses).unwrap();
         document.tenants.insert("t".into(), TenantEntry { generation: 3, ..Default::default() });
         assert_eq!((first.get(), second.get(), document.version), (1, 2, 3));
-        let hosting = |group| Hosting { group: GroupId(group), term: second, previous: Term::ZERO };
+        let hosting =
+            |group| Hosting { group: GroupId(group), term: second, previous: Term::ZERO, witnessed: false };
         assert_eq!(document.groups_of(first).collect::<Vec<_>>(), [hosting(0), hosting(2)]);
         assert_eq!(Document::decode(&document.encode()), Ok(document.clone()));
         for change in [

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use moontide_meta::{Heirloom, Inheritance, Medium as MetaMedium, PlaceView, StripeView};
+use moontide_meta::{ExpectedSegment, Heirloom, Inheritance, Medium as MetaMedium, PlaceView, StripeView};
 use moontide_proto::convert::{Bequest, CallerId, ListKind, ObjectListBuilder, RequestContext, Wire};
 use moontide_proto::limits::{BEQUEST_SEGMENTS_MAX, BEQUEST_TOMBSTONES_MAX};
 use moontide_proto::v1::master_peers_client::MasterPeersClient;
@@ -14,8 +14,8 @@ use moontide_proto::{
 use moontide_types::bounds::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
 use moontide_types::record::Attributes;
 use moontide_types::{
-    Clock, ErrorCode, Generation, GroupId, Key, MapVersion, MonoTime, NodeId, SegmentId, SystemClock, Tenant,
-    TenantGeneration, Term,
+    Clock, ErrorCode, GroupId, Key, MapVersion, MonoTime, SegmentId, SystemClock, Tenant, TenantGeneration,
+    Term,
 };
 use parking_lot::Mutex;
 use tonic::transport::Endpoint;
@@ -52,7 +52,7 @@ impl Estates {
         let now = SystemClock.now();
         estates.retain(|_, estate| now.since(estate.begun) < KEPT_MAX);
         if bequest.part == 0 {
-            let inheritance = Inheritance::default();
+            let inheritance = Inheritance { term: bequest.context.term, ..Inheritance::default() };
             estates.insert(bequest.group, Estate { inheritance, next: 0, complete: false, begun: now });
         }
         let estate = estates.get_mut(&bequest.group).ok_or(ErrorCode::NotFound)?;
@@ -76,8 +76,12 @@ impl Estates {
             });
         }
         estate.inheritance.tombstones.extend(bequest.tombstones.iter().map(|v| (v.id, v.epoch)));
-        let known = bequest.segments.iter().map(|known| (known.node, known.segment, known.generation));
-        estate.inheritance.segments.extend(known);
+        estate.inheritance.segments.extend(bequest.segments.iter().map(|known| ExpectedSegment {
+            node: known.node,
+            segment: known.segment,
+            generation: known.generation,
+            late: known.late,
+        }));
         if bequest.part == 0 {
             estate.inheritance.all_segments = bequest.all_segments;
             estate.inheritance.all_disks = bequest.all_disks;
@@ -87,11 +91,16 @@ impl Estates {
         Ok(())
     }
 
-    /// What there is of a group that is hosted from now on.
-    pub(crate) fn take(&self, group: GroupId) -> Option<Inheritance> {
+    /// What there is of a group is out of date.
+    pub(crate) fn forget(&self, group: GroupId) {
+        self.0.lock().remove(&group);
+    }
+
+    /// What there is of a group that is hosted from now on, of the term before.
+    pub(crate) fn take(&self, group: GroupId, previous: Term) -> Option<Inheritance> {
         let estate = self.0.lock().remove(&group)?;
         let fresh = SystemClock.now().since(estate.begun) < KEPT_MAX;
-        (estate.complete && fresh).then_some(estate.inheritance)
+        (estate.complete && fresh && estate.inheritance.term == previous).then_some(estate.inheritance)
     }
 }
 
@@ -119,10 +128,11 @@ fn parts(cluster: u64, group: GroupId, estate: &Inheritance) -> Vec<v1::Bequest>
     let mut parts: Vec<v1::Bequest> = vec![];
     // More than fit are left to the reports, and so is the certainty that there are no others.
     let all_known = estate.segments.len() <= BEQUEST_SEGMENTS_MAX;
-    let known = |&(node, segment, generation): &(NodeId, SegmentId, Generation)| v1::KnownSegment {
-        node: node.0,
-        segment: segment.0,
-        generation: generation.0,
+    let known = |expected: &ExpectedSegment| v1::KnownSegment {
+        node: expected.node.0,
+        segment: expected.segment.0,
+        generation: expected.generation.0,
+        late: expected.late,
     };
     let segments: Vec<_> = estate.segments.iter().take(BEQUEST_SEGMENTS_MAX).map(known).collect();
     let (mut objects, mut tombstones) = (&estate.objects[..], &estate.tombstones[..]);
@@ -149,7 +159,7 @@ fn parts(cluster: u64, group: GroupId, estate: &Inheritance) -> Vec<v1::Bequest>
         let fields = list.finish();
         let is_first = parts.is_empty();
         parts.push(v1::Bequest {
-            context: Some(context().to_wire()),
+            context: Some(context(estate.term).to_wire()),
             cluster,
             group: group.0.into(),
             part: parts.len() as u32, // bounded by the memory of a master
@@ -171,12 +181,13 @@ fn parts(cluster: u64, group: GroupId, estate: &Inheritance) -> Vec<v1::Bequest>
     parts
 }
 
-fn context() -> RequestContext<'static> {
+/// It says whose books these are: they are of use to whoever follows that term, and to nobody else.
+fn context(term: Term) -> RequestContext<'static> {
     RequestContext {
         tenant: Tenant::DEFAULT,
         group: None,
         map_version: MapVersion(0),
-        term: Term::ZERO,
+        term,
         caller: CallerId(0),
         session: None,
         deadline_ms: PART_MAX.as_millis() as u32,
@@ -238,7 +249,7 @@ mod tests {
     use super::*;
     use moontide_types::bounds::PAGE_BYTES;
     use moontide_types::record::PinClass;
-    use moontide_types::{Epoch, Extent, ObjectId, SlotId, UnixMillis};
+    use moontide_types::{Epoch, Extent, Generation, NodeId, ObjectId, SlotId, UnixMillis};
 
     fn heirloom(number: u32, stripes: u16) -> Heirloom {
         let mut id = [0; 16];
@@ -279,8 +290,14 @@ mod tests {
     fn what_is_handed_over_arrives_as_it_was() {
         let tombstones = (0..70_000u32).map(|n| (heirloom(n, 1).id, heirloom(n, 1).epoch)).collect();
         let objects = (0..9_000).map(|n| heirloom(n, 1 + (n % 2) as u16)).collect();
-        let segments = (1..900).map(|n| (NodeId(n), SegmentId(n as u32), Generation(n))).collect();
-        let full = Inheritance { objects, tombstones, segments, all_segments: true, all_disks: true };
+        let segments = (1..900).map(|n| ExpectedSegment {
+            node: NodeId(n),
+            segment: SegmentId(n as u32),
+            generation: Generation(n),
+            late: n % 7 == 0,
+        });
+        let (term, segments) = (Term::new(4).unwrap(), segments.collect());
+        let full = Inheritance { term, objects, tombstones, segments, all_segments: true, all_disks: true };
         for estate in [Inheritance::default(), full] {
             let (group, estates) = (GroupId(11), Estates::default());
             let parts = parts(1, group, &estate);
@@ -288,8 +305,9 @@ mod tests {
             for part in &parts {
                 estates.add(&Bequest::from_wire(part).unwrap()).unwrap();
             }
-            assert_eq!(estates.take(group), Some(estate));
-            assert_eq!(estates.take(group), None, "it is inherited once");
+            let term = estate.term;
+            assert_eq!(estates.take(group, term), Some(estate));
+            assert_eq!(estates.take(group, term), None, "it is inherited once");
         }
     }
 
@@ -300,7 +318,17 @@ mod tests {
         let (group, estates) = (GroupId(0), Estates::default());
         let parts = parts(1, group, &estate);
         estates.add(&Bequest::from_wire(&parts[0]).unwrap()).unwrap();
-        assert_eq!(estates.take(group), None);
+        assert_eq!(estates.take(group, estate.term), None);
         assert_eq!(estates.add(&Bequest::from_wire(&parts[1]).unwrap()), Err(ErrorCode::NotFound));
+    }
+
+    #[test]
+    fn only_who_follows_the_giver_inherits() {
+        let estate = Inheritance { term: Term::new(4).unwrap(), ..Inheritance::default() };
+        let (group, estates) = (GroupId(0), Estates::default());
+        for part in &parts(1, group, &estate) {
+            estates.add(&Bequest::from_wire(part).unwrap()).unwrap();
+        }
+        assert_eq!(estates.take(group, Term::new(5).unwrap()), None, "somebody had it since");
     }
 }

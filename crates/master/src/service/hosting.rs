@@ -239,10 +239,11 @@ impl Service {
         MapVersion(self.map.read().version)
     }
 
-    fn group_config(&self, Hosting { group, term, previous }: Hosting) -> GroupConfig {
+    fn group_config(&self, Hosting { group, term, previous, witnessed }: Hosting) -> GroupConfig {
         let config = &self.config;
         GroupConfig {
             previous,
+            witnessed,
             seed: config.seed.wrapping_add(group.0.into()),
             placement: config.placement,
             admission: config.admission,

@@ -7,7 +7,7 @@
 
 use hashbrown::HashMap;
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, Generation, NodeId, ObjectId, SegmentId, UnixMillis};
+use moontide_types::{Epoch, Generation, NodeId, ObjectId, SegmentId, Term, UnixMillis};
 
 use super::lookup::{Ask, ObjectState};
 use super::{Group, ObjectView, PlaceView};
@@ -17,16 +17,31 @@ use crate::time::Now;
 /// What a group's master hands to the next one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inheritance {
+    /// The term of the master that hands it on.
+    pub term: Term,
     /// Complete objects.
     pub objects: Vec<Heirloom>,
     /// Removed versions that nodes may still have.
     pub tombstones: Vec<(ObjectId, Epoch)>,
     /// Segments, and disks, that have something of the group or may come back with it.
-    pub segments: Vec<(NodeId, SegmentId, Generation)>,
+    pub segments: Vec<ExpectedSegment>,
     /// No other segment has anything of it.
     pub all_segments: bool,
     /// No other disk has.
     pub all_disks: bool,
+}
+
+/// A segment, or a disk, that is expected to mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ExpectedSegment {
+    /// Its node.
+    pub node: NodeId,
+    /// Its number.
+    pub segment: SegmentId,
+    /// Which incarnation of it.
+    pub generation: Generation,
+    /// It came too late, and may still have what was removed without it.
+    pub late: bool,
 }
 
 /// An object, as the master before knew it.
@@ -96,12 +111,31 @@ impl Group {
             self.tombstones.iter().map(|(&id, &epoch)| (id, epoch)).collect();
         tombstones.sort_unstable();
         let mounted = self.segments.iter().flatten().filter(|s| s.phase != SegmentPhase::Lost);
-        let mounted = mounted.map(|segment| (segment.node, segment.id, segment.generation));
-        let absent = self.absent.iter().map(|(&(node, id), absence)| (node, id, absence.generation));
-        let disks = self.absent_disks.keys().map(|&node| (node, SegmentId::DISK, Generation(0)));
+        // A disk that is late stays so by not being expected.
+        let mounted = mounted.filter(|segment| !(segment.is_disk() && segment.is_late));
+        let mounted = mounted.map(|segment| ExpectedSegment {
+            node: segment.node,
+            segment: segment.id,
+            generation: segment.generation,
+            late: segment.is_late,
+        });
+        let absent = self.absent.iter().map(|(&(node, segment), absence)| ExpectedSegment {
+            node,
+            segment,
+            generation: absence.generation,
+            late: absence.late,
+        });
+        let disk = |&node| ExpectedSegment {
+            node,
+            segment: SegmentId::DISK,
+            generation: Generation(0),
+            late: false,
+        };
+        let disks = self.absent_disks.keys().map(disk);
         let mut segments: Vec<_> = mounted.chain(absent).chain(disks).collect();
         segments.sort_unstable();
         Inheritance {
+            term: self.config.term,
             objects,
             tombstones,
             segments,
@@ -118,12 +152,17 @@ impl Group {
         let objects =
             inheritance.objects.into_iter().filter(|object| ours(&object.id) && older(object.epoch));
         // They are expected back; when all have reported, what is not there is nowhere.
-        for (node, segment, generation) in inheritance.segments {
+        for ExpectedSegment { node, segment, generation, late } in inheritance.segments {
             if segment == SegmentId::DISK {
                 let until = self.ticker.end(now.mono, self.config.disk_absence_max);
                 self.absent_disks.insert(node, until);
             } else {
-                self.miss_segment((node, segment), generation, false, now);
+                self.miss_segment(
+                    (node, segment),
+                    generation,
+                    late && !moontide_types::planted("lateness-not-inherited"),
+                    now,
+                );
             }
         }
         self.all_listed = inheritance.all_segments;

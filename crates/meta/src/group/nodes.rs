@@ -157,6 +157,7 @@ impl Group {
             && now.mono > self.reports_until
             && !moontide_types::planted("late-segment-believed")
             || skipped && spec.away >= self.config.report_wait / 100 * 99
+            || !missed && self.was_given_up(&spec, now)
             || !missed && self.all_listed && spec.known != Term::ZERO && spec.known <= self.config.previous
             || late_before;
         let index = self.add_segment(segment, topology);
@@ -165,6 +166,15 @@ impl Group {
             self.activate_segments(now);
         }
         Ok(Mount { report: spec.occupied, usable_in: wait })
+    }
+
+    /// Whether the master before this one, which was at work until it was replaced, had stopped waiting for a segment by then.
+    fn was_given_up(&self, spec: &MountSpec<'_>, now: Now) -> bool {
+        let away_by_then = spec.away.saturating_sub(now.mono.since(self.began_at));
+        self.config.witnessed
+            && spec.known == self.config.previous
+            && away_by_then >= self.config.absence_max / 100 * 99
+            && !moontide_types::planted("given-up-and-believed")
     }
 
     /// Gives a segment its place in the tables, and its node one if it has none.

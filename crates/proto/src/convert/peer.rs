@@ -49,6 +49,8 @@ pub struct KnownSegment {
     pub segment: SegmentId,
     /// Which incarnation of it.
     pub generation: Generation,
+    /// It came too late, and may still have what was removed without it.
+    pub late: bool,
 }
 
 impl<'a> Wire<'a> for Bequest<'a> {
@@ -65,7 +67,8 @@ impl<'a> Wire<'a> for Bequest<'a> {
         let segment = |known: &v1::KnownSegment| {
             rule("segments.node", known.node != 0, "a node has a number")?;
             let segment = check::segment("segments.segment", known.segment)?;
-            Ok(KnownSegment { node: NodeId(known.node), segment, generation: Generation(known.generation) })
+            let (node, generation) = (NodeId(known.node), Generation(known.generation));
+            Ok(KnownSegment { node, segment, generation, late: known.late })
         };
         Ok(Bequest {
             context: RequestContext::of(&m.context)?,
@@ -87,6 +90,7 @@ impl<'a> Wire<'a> for Bequest<'a> {
             node: known.node.0,
             segment: known.segment.0,
             generation: known.generation.0,
+            late: known.late,
         };
         v1::Bequest {
             context: Some(self.context.to_wire()),

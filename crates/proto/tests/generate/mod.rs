@@ -418,7 +418,7 @@ impl Gen {
 
     fn known_segment(&mut self) -> v1::KnownSegment {
         let (node, segment) = (self.u64().max(1), self.below(65_536) as u32);
-        v1::KnownSegment { node, segment, generation: self.u64() }
+        v1::KnownSegment { node, segment, generation: self.u64(), late: self.bool() }
     }
 
     /// Objects that are there, all of them.
