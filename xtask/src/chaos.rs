@@ -33,7 +33,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<(), CommandError> {
     command(options).run(root)
 }
 
-fn command(options: &Options) -> Command {
+pub(crate) fn command(options: &Options) -> Command {
     let test = "test --release --locked -p moontide-cli --test chaos -- --ignored --nocapture";
     let command = Command::cargo(test)
         .env("MOONTIDE_CHAOS_SECONDS", &options.seconds.to_string())

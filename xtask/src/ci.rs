@@ -10,6 +10,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
+use crate::chaos;
 use crate::command::{Command, CommandError};
 use crate::fuzz::{self, FuzzError};
 use crate::machine::Machine;
@@ -40,6 +41,11 @@ const SMOKE_COMMANDS: &[&str] = &[
     "bench mixed --seconds 3 --objects 500",
 ];
 
+/// How long things happen to a cluster here; `cargo xtask chaos` runs the long form.
+const CHAOS_SECONDS: u32 = 60;
+/// The same faults each time: what a run shows is not to depend on luck. The long form draws its own.
+const CHAOS_SEED: u64 = 101;
+
 /// The steps, declared in the order in which they run: cheap ones first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
@@ -52,6 +58,7 @@ pub(crate) enum Step {
     Loom,
     Shuttle,
     BenchSmoke,
+    Chaos,
     Quickstart,
     Wheel,
     Python,
@@ -70,6 +77,7 @@ impl Step {
         Self::Loom,
         Self::Shuttle,
         Self::BenchSmoke,
+        Self::Chaos,
         Self::Quickstart,
         Self::Wheel,
         Self::Python,
@@ -92,6 +100,7 @@ impl Step {
             Self::Loom => "loom",
             Self::Shuttle => "shuttle",
             Self::BenchSmoke => "bench-smoke",
+            Self::Chaos => "chaos",
             Self::Quickstart => "quickstart",
             Self::Wheel => "wheel",
             Self::Python => "python",
@@ -111,6 +120,9 @@ impl Step {
             Self::Loom => "every interleaving of the small concurrent cores, weak orderings included",
             Self::Shuttle => "random interleavings of larger concurrent scenes",
             Self::BenchSmoke => "benches compile and run, and nothing is twice as slow as it should be",
+            Self::Chaos => {
+                "no read is wrong while real processes are killed, stopped, cut off and out of room"
+            }
             Self::Quickstart => "the first lines of README.md work as they stand",
             Self::Wheel => "the Python package builds, is small, and asks for nothing but an old glibc",
             Self::Python => "it installs into a clean environment, and its tests pass there",
@@ -276,6 +288,14 @@ fn plan(step: Step, machine: &Machine) -> Plan {
                 Command::cargo(&format!("run --release -p moontide-cli --locked -- {arguments}"))
             })))
         }
+        Step::Chaos if machine.has_namespaces && machine.has_etcd => {
+            let options =
+                chaos::Options { seconds: CHAOS_SECONDS, seed: Some(CHAOS_SEED), ..Default::default() };
+            commands([chaos::command(&options)])
+        }
+        Step::Chaos => Plan::NotRun {
+            why: "it needs network namespaces with nft, which root can make, and an etcd".to_owned(),
+        },
         Step::Quickstart => Plan::Quickstart,
         Step::Wheel | Step::Python if machine.interpreters.is_empty() => {
             let why = venv::NO_INTERPRETER.to_owned();
@@ -340,6 +360,8 @@ mod tests {
             has_nightly: true,
             has_cargo_fuzz: true,
             has_cargo_deny: true,
+            has_namespaces: true,
+            has_etcd: true,
             interpreters: vec![Interpreter {
                 version: Version { minor: 12 },
                 program: "/usr/bin/python3.12".to_owned(),
@@ -392,7 +414,8 @@ mod tests {
     #[test]
     fn optional_tools_that_are_missing_are_told_not_skipped_in_silence() {
         let bare = Machine { has_cargo_fuzz: false, has_cargo_deny: false, ..machine() };
-        for step in [Step::Fuzz, Step::Deny] {
+        let bare = Machine { has_etcd: false, ..bare };
+        for step in [Step::Fuzz, Step::Deny, Step::Chaos] {
             assert!(matches!(plan(step, &bare), Plan::NotRun { .. }), "{step:?}");
             assert!(!matches!(plan(step, &machine()), Plan::NotRun { .. }), "{step:?}");
         }

@@ -161,6 +161,8 @@ mod tests {
             has_nightly: true,
             has_cargo_fuzz: true,
             has_cargo_deny: true,
+            has_namespaces: true,
+            has_etcd: true,
             interpreters: Vec::new(),
             is_ci: false,
             target_dir: "target".to_owned(),

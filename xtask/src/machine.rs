@@ -14,6 +14,9 @@ pub(crate) struct Machine {
     pub(crate) has_nightly: bool,
     pub(crate) has_cargo_fuzz: bool,
     pub(crate) has_cargo_deny: bool,
+    /// Whether networks of one's own can be made here, with rules for what passes.
+    pub(crate) has_namespaces: bool,
+    pub(crate) has_etcd: bool,
     /// Of Python, oldest first.
     pub(crate) interpreters: Vec<Interpreter>,
     /// Whether this run decides about a change (`CI=true`): there, what must run may not be left out.
@@ -33,6 +36,8 @@ impl Machine {
             has_nightly: toolchains.lines().any(|line| line.starts_with("nightly")),
             has_cargo_fuzz: Command::cargo("fuzz --version").succeeds(root),
             has_cargo_deny: Command::cargo("deny --version").succeeds(root),
+            has_namespaces: Command::new("unshare", &["--net", "nft", "list", "ruleset"]).succeeds(root),
+            has_etcd: Command::new("etcd", &["--version"]).succeeds(root),
             interpreters: venv::interpreters(root),
             is_ci: std::env::var("CI").is_ok_and(|value| value == "true"),
             target_dir: std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_owned()),
