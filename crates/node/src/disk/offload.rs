@@ -18,9 +18,9 @@ use tracing::{debug, warn};
 
 use super::counters::raise;
 use super::planted::{Bug, Point};
-use super::tell::NoticeBuilder;
 use super::{Closed, DiskTier};
 use crate::decide::batch::{Batch, Limits, Throttle};
+use crate::decide::notice::NoticeBuilder;
 use crate::decide::orders::Answer;
 
 /// A record that is to be written.

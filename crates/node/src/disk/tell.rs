@@ -1,120 +1,24 @@
-//! What the master is told about the disk: [`NoticeBuilder`] packs records, [`DiskTier::begin_telling`] tells all of them
+//! What masters are told about the disk: what was written, what is gone, and, by [`DiskTier::begin_telling`], everything
 //! anew.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hashbrown::HashMap;
-use moontide_disk::{DiskLayout, RecordName};
+use moontide_disk::RecordName;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
-use moontide_proto::{
-    OffloadFlags, OffloadRecord, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, VersionedId, v1,
-};
+use moontide_proto::{PackedBuilder, VersionedId, v1};
 use moontide_types::SessionId;
-use moontide_types::record::{Header, KeySection};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::DiskTier;
 use super::planted::{Bug, Point};
 use crate::decide::groups::GroupSet;
+use crate::decide::notice::NoticeBuilder;
 use crate::session::Event;
 
 /// Unheard bytes above which the telling thread waits.
 const UNHEARD_MAX: usize = 8 << 20;
-
-/// Bytes of keys and attributes in one message, about: well below what a message may have.
-const NOTICE_BYTES_MAX: usize = 2 << 20;
-
-/// Packs records into messages.
-#[derive(Debug, Default)]
-pub(super) struct NoticeBuilder {
-    names: Vec<RecordName>,
-    records: Vec<Noted>,
-    bytes: usize,
-}
-
-#[derive(Debug)]
-struct Noted {
-    header: Header,
-    key: Box<[u8]>,
-    attributes: Box<[u8]>,
-}
-
-impl NoticeBuilder {
-    /// Adds a record; key and attributes as they are stored.
-    pub(super) fn push(&mut self, header: &Header, key: &[u8], attributes: &[u8]) {
-        self.names.push(RecordName::of(header));
-        self.bytes += key.len() + attributes.len();
-        self.records.push(Noted { header: *header, key: key.into(), attributes: attributes.into() });
-    }
-
-    pub(super) fn is_full(&self) -> bool {
-        self.records.len() >= SESSION_RECORDS_MAX || self.bytes >= NOTICE_BYTES_MAX
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.records.is_empty()
-    }
-
-    /// The message for those records that `keep` wants.
-    fn message(&self, recovered: bool, keep: impl Fn(&RecordName) -> bool) -> v1::OffloadNotice {
-        let mut records = PackedBuilder::<OffloadRecord>::with_capacity(self.records.len());
-        let mut keys = PackedKeysBuilder::default();
-        let mut attributes = PackedBytesBuilder::default();
-        let (mut tenants, mut numbers): (Vec<String>, HashMap<String, u16>) = Default::default();
-        let mut some_attributes = false;
-        for (name, noted) in self.names.iter().zip(&self.records).filter(|(name, _)| keep(name)) {
-            // What cannot be read back was not written by this release: it stays, and nobody is told.
-            let Ok(section) = KeySection::decode(&noted.key) else {
-                warn!(id = %name.id, "a record on disk has no readable key");
-                continue;
-            };
-            let tenant = section.tenant.as_str();
-            let number = match numbers.get(tenant) {
-                Some(&number) => number,
-                None => {
-                    let number = tenants.len() as u16; // ≤ SESSION_RECORDS_MAX
-                    tenants.push(tenant.into());
-                    numbers.insert(tenant.into(), number);
-                    number
-                }
-            };
-            records.push(&offload_record(&noted.header, number));
-            keys.push(section.key).expect("a notice is far below a message's bound");
-            attributes.push(&noted.attributes).expect("as above");
-            some_attributes |= !noted.attributes.is_empty();
-        }
-        v1::OffloadNotice {
-            records: records.finish().into(),
-            keys: keys.finish().into(),
-            tenants,
-            attributes: if some_attributes { attributes.finish().into() } else { Default::default() },
-            recovered,
-            recovery_end: false,
-        }
-    }
-}
-
-fn offload_record(header: &Header, tenant: u16) -> OffloadRecord {
-    OffloadRecord {
-        id: header.id,
-        epoch: header.word.epoch(),
-        object_len: header.object_len,
-        stripe_offset: header.stripe_offset,
-        stripe_len: header.stripe_len,
-        root: header.root,
-        bucket: 0,
-        offset: 0,
-        disk_len: DiskLayout::of(header).len,
-        stripe_index: header.stripe_index,
-        stripe_count: header.stripe_count,
-        id_key: header.id_key,
-        tenant_generation: header.tenant_generation,
-        tenant,
-        flags: if header.flags.digestless() { OffloadFlags::DIGESTLESS } else { OffloadFlags::NONE },
-    }
-}
 
 /// How far a session is with being told.
 #[derive(Clone, Copy, Debug, Default)]
@@ -123,33 +27,6 @@ pub(super) struct Telling {
     pub(super) running: usize,
     /// Bytes that its master has not heard yet.
     pub(super) unheard: usize,
-}
-
-/// Sessions, and the groups that each is told about.
-#[derive(Debug, Default)]
-pub(super) struct Audience(Vec<(SessionId, GroupSet)>);
-
-impl Audience {
-    fn add(&mut self, session: SessionId, groups: &GroupSet) {
-        match self.0.iter_mut().find(|(of, _)| *of == session) {
-            Some((_, known)) => known.extend(groups),
-            None => self.0.push((session, groups.clone())),
-        }
-    }
-
-    pub(super) fn end(&mut self, session: SessionId) {
-        self.0.retain(|(of, _)| *of != session);
-    }
-
-    pub(super) fn narrow(&mut self, session: SessionId, groups: &GroupSet) {
-        if let Some((_, known)) = self.0.iter_mut().find(|(of, _)| *of == session) {
-            *known = known.without(&known.without(groups));
-        }
-    }
-
-    pub(super) fn is_live(&self, session: SessionId) -> bool {
-        self.0.iter().any(|(of, _)| *of == session)
-    }
 }
 
 impl DiskTier {
@@ -182,11 +59,11 @@ impl DiskTier {
             }
             builder.push(found.header, found.key, found.attributes);
             if builder.is_full() {
-                told += builder.records.len() as u64;
+                told += builder.len() as u64;
                 self.tell_found(session, &mut builder);
             }
         });
-        told += builder.records.len() as u64;
+        told += builder.len() as u64;
         self.tell_found(session, &mut builder);
         // That everything is known is said of all groups of the session, when it is so.
         let left = self.tellings.lock().get_mut(&session).map(|telling| {
@@ -238,7 +115,7 @@ impl DiskTier {
         if audience.is_live(ordered_by) || self.trial.planted(Bug::ToldToEnded) {
             return tell(ordered_by, false, &|_| true);
         }
-        for (session, groups) in &audience.0 {
+        for (session, groups) in audience.iter() {
             tell(*session, true, &|name| groups.has_object(name.id));
         }
     }
@@ -259,7 +136,7 @@ impl DiskTier {
     pub(super) fn send_gone(&self, names: &[RecordName]) -> Vec<oneshot::Receiver<()>> {
         self.shut(&self.staged.take(names));
         let mut heard = Vec::new();
-        for (session, groups) in &self.audience.read().0 {
+        for (session, groups) in self.audience.read().iter() {
             let concerned: Vec<&RecordName> =
                 names.iter().filter(|name| groups.has_object(name.id)).collect();
             for names in concerned.chunks(SESSION_RECORDS_MAX) {
