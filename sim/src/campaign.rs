@@ -126,6 +126,7 @@ impl Campaign {
             failed,
             remembered,
             hedges,
+            from_disk,
         } = results.tally;
         let hours = results.virtual_time.as_secs_f64() / 3600.0;
         let mut page = String::new();
@@ -145,7 +146,7 @@ impl Campaign {
         );
         let _ = writeln!(
             page,
-            "gets: hits {hits} ({remembered} begun at a remembered place, {hedges} hedged), misses {misses}; failed operations \
+            "gets: hits {hits} ({remembered} begun at a remembered place, {hedges} hedged, {from_disk} answered by disks), misses {misses}; failed operations \
              {failed}"
         );
         let _ = writeln!(

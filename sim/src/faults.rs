@@ -93,6 +93,8 @@ kinds! {
     WallJump = "calendar jumps",
     /// A node takes its time.
     NodeSlow = "node slow",
+    /// Nothing can be written to a node's disk.
+    DiskFails = "disk fails",
 }
 
 impl FaultKind {
@@ -142,6 +144,7 @@ pub(crate) enum Fault {
     Jump { who: Who, by_ms: i64 },
     Slow { node: usize, for_ms: u64 },
     Reset { node: usize },
+    DiskFails { node: usize, for_ms: u64 },
     Added { master: usize },
     Retired { master: usize },
 }
@@ -195,6 +198,7 @@ fn draw(kind: FaultKind, plan: &Plan, dice: &mut Dice) -> Option<Fault> {
             Some(Fault::Jump { who, by_ms })
         }
         FaultKind::NodeSlow => Some(Fault::Slow { node, for_ms }),
+        FaultKind::DiskFails => Some(Fault::DiskFails { node, for_ms }),
         FaultKind::StreamBroken => Some(Fault::Reset { node }),
         // These the network does by itself, or they are there from the beginning.
         FaultKind::Lost

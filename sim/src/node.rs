@@ -3,9 +3,11 @@
 //!
 //! A node has several threads that talk by queues: one serves peers (`serve`), one carries out orders (`obey`), and one
 //! for each master talks to that one (`converse`); `fleet` knows who they are. Each takes what is in its queue a moment
-//! later, so that they get in each other's way here, too.
+//! later, so that they get in each other's way here, too. Some have a disk, which is made up (`disk`); what it holds outlives
+//! the process.
 
 mod converse;
+mod disk;
 mod fleet;
 mod memory;
 mod obey;
@@ -19,10 +21,12 @@ use moontide_node::LOCAL_STALE_MAX_DEFAULT;
 use moontide_node::decide::orders::Name;
 use moontide_node::decide::pace::index_open;
 use moontide_node::decide::report::Change;
-use moontide_proto::{Order, OrderResult};
+use moontide_proto::{Order, OrderResult, v1};
 use moontide_types::{Generation, GroupId, MonoTime, NodeId, SegmentId, SessionId, Term};
 
 use self::converse::Driver;
+use self::disk::Disk;
+pub(crate) use self::disk::Platter;
 use self::fleet::Fleet;
 use self::memory::{Memory, Shape};
 use self::obey::Obedience;
@@ -53,14 +57,29 @@ pub(crate) enum NodeTimer {
     Behind { number: u64 },
     /// It is time to look at the map, or to stop waiting for it.
     Look { number: u64 },
+    /// A thread of the disk has done something.
+    Disk { job: u64 },
 }
 
 /// What concerns a session.
 #[derive(Debug)]
 enum NodeEvent {
     Change(Change),
-    Results { session: SessionId, results: Vec<OrderResult> },
+    Results {
+        session: SessionId,
+        results: Vec<OrderResult>,
+    },
     Report(SegmentId),
+    /// Records are on the disk.
+    Offloaded {
+        session: SessionId,
+        notice: v1::OffloadNotice,
+    },
+    /// A record leaves it.
+    DiskEvicted {
+        session: SessionId,
+        evicted: v1::DiskEvicted,
+    },
 }
 
 impl NodeEvent {
@@ -73,7 +92,17 @@ impl NodeEvent {
                 | Change::Freed { segment, .. },
             )
             | NodeEvent::Report(segment) => Some(*segment),
-            NodeEvent::Results { .. } => None,
+            _ => None,
+        }
+    }
+
+    /// The session that alone is to hear of it.
+    fn session(&self) -> Option<SessionId> {
+        match *self {
+            NodeEvent::Results { session, .. }
+            | NodeEvent::Offloaded { session, .. }
+            | NodeEvent::DiskEvicted { session, .. } => Some(session),
+            NodeEvent::Change(_) | NodeEvent::Report(_) => None,
         }
     }
 }
@@ -102,6 +131,7 @@ pub(crate) struct Node {
     fleet: Fleet,
     drivers: BTreeMap<u64, Driver>,
     obedience: Obedience,
+    disk: Option<Disk>,
     /// When a master of each group last knew of everything.
     known_at: BTreeMap<GroupId, (MonoTime, Term)>,
     /// When all masters last did.
@@ -113,9 +143,18 @@ pub(crate) struct Node {
 
 impl Node {
     /// A process that has just started.
-    pub(crate) fn start(index: usize, plan: &Plan, seed: u64, numbers: u64, scene: &mut Scene<'_>) -> Node {
+    pub(crate) fn start(
+        index: usize,
+        plan: &Plan,
+        seed: u64,
+        numbers: u64,
+        platter: Platter,
+        scene: &mut Scene<'_>,
+    ) -> Node {
         let mut dice = Dice::new(seed);
-        let number = if plan.keeps_number { index as u64 + 1 } else { (seed >> 16) | 1 };
+        // A disk belongs to one node: its number is on it.
+        let keeps_number = plan.keeps_number || plan.disk_records > 0;
+        let number = if keeps_number { index as u64 + 1 } else { (seed >> 16) | 1 };
         let id = NodeId(number);
         scene.network.enlist(id, index);
         let boot = dice.draw();
@@ -135,6 +174,7 @@ impl Node {
             fleet: Fleet::default(),
             drivers: BTreeMap::new(),
             obedience: Obedience::default(),
+            disk: (plan.disk_records > 0).then(|| Disk::new(platter, plan.disk_records)),
             known_at: BTreeMap::new(),
             good: None,
             tell_until: LONG_AGO,
@@ -157,7 +197,26 @@ impl Node {
 
     /// Whether masters know of everything here.
     pub(crate) fn is_mounted(&self) -> bool {
-        self.fleet.is_covered() && self.drivers.values().all(Driver::is_good)
+        self.fleet.is_covered()
+            && self.drivers.values().all(Driver::is_good)
+            && self.disk.as_ref().is_none_or(Disk::is_told)
+    }
+
+    /// What is on its disk.
+    pub(crate) fn platter(&self) -> Platter {
+        self.disk.as_ref().map(|disk| disk.platter().clone()).unwrap_or_default()
+    }
+
+    /// How many records that are.
+    pub(crate) fn disk_records(&self) -> usize {
+        self.disk.as_ref().map_or(0, |disk| disk.platter().records())
+    }
+
+    /// Nothing can be written to the disk for so long.
+    pub(crate) fn disk_fails(&mut self, span: Duration, scene: &Scene<'_>) {
+        if let Some(disk) = &mut self.disk {
+            disk.fails(scene.now().after(span));
+        }
     }
 
     /// The streams that it talks on, and to whom.
@@ -181,6 +240,7 @@ impl Node {
             NodeTimer::Beat { stream } => self.beat_due(stream, scene),
             NodeTimer::Behind { number } => self.behind_due(number, scene),
             NodeTimer::Look { number } => self.look_due(number, scene),
+            NodeTimer::Disk { job } => self.disk_due(job, scene),
         }
     }
 
@@ -207,10 +267,10 @@ impl Node {
     /// Tells the master whom it concerns, if there is one.
     fn tell(&mut self, event: NodeEvent, scene: &mut Scene<'_>) {
         let group = event.segment().map(|segment| self.memory.group_of(segment));
-        let concerns = |driver: &Driver| match (&event, group) {
-            (NodeEvent::Results { session, .. }, _) => driver.session() == Some(*session),
-            (_, Some(group)) => driver.has_group(group),
-            (_, None) => false,
+        let concerns = |driver: &Driver| match (event.session(), group) {
+            (Some(session), _) => driver.session() == Some(session),
+            (None, Some(group)) => driver.has_group(group),
+            (None, None) => false,
         };
         let Some((&line, driver)) = self.drivers.iter_mut().find(|(_, driver)| concerns(driver)) else {
             return;

@@ -55,6 +55,8 @@ pub struct Tally {
     pub remembered: u64,
     /// Second replicas asked beside a slow one.
     pub hedges: u64,
+    /// Reads that a disk answered.
+    pub from_disk: u64,
 }
 
 impl Tally {
@@ -71,6 +73,7 @@ impl Tally {
         self.failed += other.failed;
         self.remembered += other.remembered;
         self.hedges += other.hedges;
+        self.from_disk += other.from_disk;
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Plan {
     pub session_ttl: Duration,
     /// Whether a node that starts again has its old number.
     pub keeps_number: bool,
+    /// How many records each node's disk holds at most; 0 if they have none.
+    pub disk_records: usize,
     /// How bad the network is.
     pub network: NetworkPlan,
     /// How far clocks are off, in parts per million.
@@ -83,6 +85,8 @@ impl Plan {
         let groups = if shared { dice.of(&[2, 4, 4, 6]) } else { dice.of(&[1, 1, 2, 4]) };
         let mut faults = Vec::new();
         let happens = |kind: &FaultKind| mean_ms(*kind) > 0 && (shared || !kind.is_of_many_masters());
+        let disk_records = Dice::new(seed ^ 0xd15c).of(&[0, 0, 0, 6, 30, 200]);
+        let happens = |kind: &FaultKind| happens(kind) && (disk_records > 0 || *kind != FaultKind::DiskFails);
         let kinds = FaultKind::ALL.iter().copied().filter(happens);
         // A few seeds break nothing but what is always there, and a few break everything.
         let enabled = dice.of(&[0, 200, 400, 400, 600, 1000]);
@@ -113,6 +117,7 @@ impl Plan {
             think: LENGTH_DEFAULT / (OPS / clients) as u32,
             session_ttl: Duration::from_secs(dice.of(&[4, 10])),
             keeps_number: dice.permille(500),
+            disk_records,
             network: NetworkPlan {
                 lost_permille: dice.of(&[0, 0, 2, 10, 30]),
                 twice_permille: dice.of(&[0, 10, 50]),

@@ -18,7 +18,7 @@ use crate::event::{Event, Events, Letter, Message, RegistryAnswer, RegistryReque
 use crate::faults::{self, Fault, FaultCounts, FaultKind};
 use crate::master::{LEASE, Master};
 use crate::network::Network;
-use crate::node::Node;
+use crate::node::{Node, Platter};
 use crate::oracle::{Oracle, Tally};
 use crate::plan::Plan;
 use crate::scene::Scene;
@@ -105,6 +105,8 @@ struct Seat {
     node: Option<Node>,
     life: u32,
     numbers: u64,
+    /// What is on its disk, while no process has it.
+    platter: Platter,
 }
 
 struct World {
@@ -174,7 +176,7 @@ impl World {
             }
             clocks.insert(who, HostClock::new(drift, dice.below(1 << 50)));
         }
-        let seat = |_| Seat { node: None, life: 0, numbers: 0 };
+        let seat = |_| Seat { node: None, life: 0, numbers: 0, platter: Platter::default() };
         let mut world = World {
             dice,
             network,
@@ -397,7 +399,8 @@ impl World {
             Who::Node(index) if self.seats[index].node.is_none() => {
                 self.seats[index].life += 1;
                 let numbers = self.seats[index].numbers;
-                let node = Node::start(index, &plan, seed, numbers, &mut self.scene(who));
+                let platter = std::mem::take(&mut self.seats[index].platter).recovered();
+                let node = Node::start(index, &plan, seed, numbers, platter, &mut self.scene(who));
                 self.sits_down(index, node);
             }
             _ => {}
@@ -443,6 +446,13 @@ impl World {
                     self.network.break_stream(stream, &mut self.events, ends.0, ends.1);
                 }
             }
+            Fault::DiskFails { node, for_ms } => {
+                self.network.counts.add(FaultKind::DiskFails);
+                if let Some(mut there) = self.seats[node].node.take() {
+                    there.disk_fails(Duration::from_millis(for_ms), &self.scene(Who::Node(node)));
+                    self.seats[node].node = Some(there);
+                }
+            }
             Fault::Added { master } => {
                 if self.thrones[master].master.is_none() {
                     self.network.counts.add(FaultKind::MasterAdded);
@@ -474,6 +484,7 @@ impl World {
             Who::Node(index) => {
                 let Some(node) = self.seats[index].node.take() else { return };
                 self.seats[index].numbers = node.numbers();
+                self.seats[index].platter = node.platter();
                 self.network.counts.add(FaultKind::NodeCrash);
             }
             Who::Client(client) => {
@@ -574,7 +585,8 @@ impl World {
         let hosted: usize = self.services().map(|service| service.hosted_count()).sum();
         free &= hosted == usize::from(self.plan.groups);
         let taken: u64 = self.seats.iter().flat_map(|seat| &seat.node).map(Node::taken_units).sum();
-        Ok(free && taken == 0)
+        let stored: usize = self.seats.iter().flat_map(|seat| &seat.node).map(Node::disk_records).sum();
+        Ok(free && taken == 0 && stored == 0)
     }
 
     fn complaint(&self, since: Duration) -> String {
@@ -583,6 +595,8 @@ impl World {
             self.seats.iter().map(|seat| seat.node.as_ref().is_some_and(Node::is_mounted)).collect();
         let taken: Vec<u64> =
             self.seats.iter().map(|seat| seat.node.as_ref().map_or(0, Node::taken_units)).collect();
+        let stored: Vec<usize> =
+            self.seats.iter().map(|seat| seat.node.as_ref().map_or(0, Node::disk_records)).collect();
         let stats = self.services().map(|service| {
             let s = service.stats();
             let hosted = service.hosted_count();
@@ -594,7 +608,7 @@ impl World {
         });
         format!(
             "{:?} not done {} s after everything was mended; clients {modes:?}; nodes mounted {mounted:?}, units taken \
-             {taken:?}; masters: {}",
+             {taken:?}, records on disks {stored:?}; masters: {}",
             self.phase,
             since.as_secs(),
             stats.collect::<Vec<_>>().join("; "),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use moontide_client::decide::{Backoff, Candidate, Nearness, Trust, Verdict, judge, order};
 use moontide_proto::convert::{GetReplicaListResponse, Wire};
-use moontide_proto::{Handle, ObjectEntry, v1};
+use moontide_proto::{Handle, Medium, ObjectEntry, v1};
 use moontide_types::record::DigestContext;
 use moontide_types::{ErrorCode, MonoTime};
 
@@ -185,7 +185,7 @@ impl Client {
         let now = scene.now();
         let candidate = |(replica, handle): (usize, &Handle)| Candidate {
             replica,
-            disk: false,
+            disk: handle.medium == Medium::Disk,
             nearness: Nearness::Far,
             trust: self.trust(handle.node, now),
         };

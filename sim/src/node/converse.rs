@@ -61,6 +61,12 @@ enum Stage {
         missing: GroupSet,
         offered: Vec<(SegmentId, bool)>,
     },
+    /// The disk, after the segments of these groups in these terms.
+    MountingDisk {
+        call: u64,
+        groups: GroupSet,
+        terms: Hosted,
+    },
     Attaching {
         stream: u64,
     },
@@ -233,7 +239,9 @@ impl Node {
 
     pub(super) fn answered(&mut self, call: u64, answer: NodeAnswer, scene: &mut Scene<'_>) {
         let waits = |driver: &Driver| match driver.stage {
-            Stage::Opening { call: waited, .. } | Stage::Mounting { call: waited, .. } => waited == call,
+            Stage::Opening { call: waited, .. }
+            | Stage::Mounting { call: waited, .. }
+            | Stage::MountingDisk { call: waited, .. } => waited == call,
             _ => false,
         };
         let line = self.line(waits);
@@ -247,7 +255,9 @@ impl Node {
 
     pub(super) fn call_over(&mut self, call: u64, scene: &mut Scene<'_>) {
         let waits = |driver: &Driver| match driver.stage {
-            Stage::Opening { call: waited, .. } | Stage::Mounting { call: waited, .. } => waited == call,
+            Stage::Opening { call: waited, .. }
+            | Stage::Mounting { call: waited, .. }
+            | Stage::MountingDisk { call: waited, .. } => waited == call,
             Stage::Attaching { stream } => stream == call,
             _ => false,
         };
@@ -263,6 +273,9 @@ impl Node {
         let driver = self.driver(line);
         driver.good = None;
         if let Some(ended) = driver.conversation.take() {
+            if let Some(disk) = &mut self.disk {
+                disk.end_session(ended.session);
+            }
             self.give_work(Work::Session { begins: None, ends: Some(ended.session) }, scene);
         }
     }
@@ -301,6 +314,9 @@ impl Node {
         let (missing, lost) = behind(groups, &driver.wanted, &conversation.mounted);
         conversation.complete = None;
         conversation.mounted.retain(|group, _| !lost.contains(*group));
+        if let Some(disk) = &mut self.disk {
+            disk.narrow(session, &set_of(groups, &conversation.mounted));
+        }
         let sides = &self.memory.sides;
         for side in sides.iter().filter(|side| lost.contains(side.group)) {
             conversation.reports.unmounted(side.segment.shape().segment);
@@ -324,6 +340,10 @@ impl Node {
 
     fn mounted(&mut self, line: u64, answer: &v1::MountSegmentsResponse, scene: &mut Scene<'_>) {
         let driver = self.drivers.get_mut(&line).expect("found by the caller");
+        if let Stage::MountingDisk { groups, terms, .. } = &driver.stage {
+            let (groups, terms) = (groups.clone(), terms.clone());
+            return self.disk_mounted(line, groups, terms, answer, scene);
+        }
         let Stage::Mounting { missing, offered, .. } = &driver.stage else { return };
         let (mut mounted, offered) = (missing.clone(), offered.clone());
         let answer = MountSegmentsResponse::from_wire(answer).expect("the master speaks as it should");
@@ -355,7 +375,43 @@ impl Node {
             conversation.reports.mounted(of, occupied || side.is_occupied());
         }
         mounted = mounted.without(&elsewhere);
-        conversation.mounted.extend(terms.into_iter().filter(|(group, _)| mounted.contains(*group)));
+        terms.retain(|group, _| mounted.contains(*group));
+        let session = conversation.session;
+        if mounted.is_empty() || self.disk.is_none() {
+            return self.all_mounted(line, terms, scene);
+        }
+        let disk = self.disk.as_mut().expect("just looked");
+        // Before the master has it: it must not hear that all is told before this is.
+        disk.announce(session);
+        let segments = vec![disk.spec(self.memory.generation.0)];
+        let request = v1::MountSegmentsRequest { context: context(self.boot, Some(session)), segments };
+        let call = self.call(line, NodeRequest::Mount(request), scene);
+        self.driver(line).stage = Stage::MountingDisk { call, groups: mounted, terms };
+    }
+
+    fn disk_mounted(
+        &mut self,
+        line: u64,
+        groups: GroupSet,
+        terms: Hosted,
+        answer: &v1::MountSegmentsResponse,
+        scene: &mut Scene<'_>,
+    ) {
+        let answer = MountSegmentsResponse::from_wire(answer).expect("the master speaks as it should");
+        let grant = answer.body().and_then(|body| body.grants.first());
+        let code = answer.context().code.or(grant.and_then(|grant| grant.code));
+        let Some(session) = self.driver(line).session() else { return };
+        if code.is_some() || grant.is_none() {
+            return self.failed(line, code, scene);
+        }
+        self.begin_telling(session, groups, scene);
+        self.all_mounted(line, terms, scene);
+    }
+
+    fn all_mounted(&mut self, line: u64, terms: Hosted, scene: &mut Scene<'_>) {
+        if let Some(conversation) = &mut self.driver(line).conversation {
+            conversation.mounted.extend(terms);
+        }
         self.attach(line, scene);
     }
 
@@ -480,7 +536,8 @@ impl Node {
         let groups = self.groups;
         let driver = self.drivers.get_mut(&line).expect("found by the caller");
         let Some(conversation) = &mut driver.conversation else { return };
-        let Some(beat) = conversation.beats.beat(scene.now()) else { return };
+        let now = scene.now();
+        let Some(beat) = conversation.beats.beat(now) else { return };
         let mounted = set_of(groups, &conversation.mounted);
         let own = self.memory.sides.iter().filter(|side| mounted.contains(side.group));
         let segments = own.map(|side| side.status()).collect();
@@ -489,7 +546,7 @@ impl Node {
             reads: Some(v1::ReadCounters::default()),
             touched: self.memory.take_touched(beat, &mounted),
             segments,
-            disk: None,
+            disk: self.disk.as_ref().map(|disk| disk.status(now)),
             pressure: Some(v1::Pressure::default()),
         }));
     }
@@ -561,7 +618,14 @@ impl Node {
                     let results = v1::OrderResults { results: results.finish().into() };
                     conversation.outgoing.push(Body::OrderResults(results));
                 }
-                NodeEvent::Results { .. } => {} // of a session that is over
+                NodeEvent::Offloaded { session, notice } if session == conversation.session => {
+                    conversation.outgoing.push(Body::Offloaded(notice));
+                }
+                NodeEvent::DiskEvicted { session, evicted } if session == conversation.session => {
+                    conversation.outgoing.push(Body::DiskEvicted(evicted));
+                }
+                // Of a session that is over.
+                NodeEvent::Results { .. } | NodeEvent::Offloaded { .. } | NodeEvent::DiskEvicted { .. } => {}
                 NodeEvent::Report(segment) => {
                     conversation.reports.again(segment);
                     conversation.complete = None;

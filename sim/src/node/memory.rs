@@ -89,6 +89,13 @@ impl Memory {
         }
     }
 
+    /// A version that may be older than what was there is brought back into a slot.
+    pub(super) fn note_copy(&mut self, segment: SegmentId, slot: SlotId, version: Epoch, units: u32) {
+        if let Some(side) = self.side_mut(segment) {
+            side.books.note_copy(slot, version, units);
+        }
+    }
+
     pub(super) fn touch(&mut self, segment: SegmentId, slot: SlotId) {
         self.touched.mark(segment.0 as usize, slot.0);
     }

@@ -96,8 +96,12 @@ impl Node {
             obeyed: side.segment.obeyed(),
             slots: side.segment.shape().slots,
         });
-        if let Err(code) = admissible(order, known, false) {
+        if let Err(code) = admissible(order, known, self.disk.is_some()) {
             return self.answer(number, Answer::refused(code, Word::default()));
+        }
+        // Nothing is to appear there any more.
+        if let (Some(disk), OrderKind::Kill | OrderKind::Reclaim) = (&mut self.disk, order.kind) {
+            disk.cancel_promotion(order.segment, order.slot);
         }
         let done = Answer::done(Word::default());
         match order.kind {
@@ -113,7 +117,10 @@ impl Node {
                 self.tell(NodeEvent::Report(order.segment), scene);
                 self.answer(number, done);
             }
-            OrderKind::Scrub | OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk => {
+            OrderKind::Offload | OrderKind::Promote | OrderKind::DropDisk => {
+                self.disk_order(session, order, scene);
+            }
+            OrderKind::Scrub => {
                 self.answer(number, Answer::refused(ErrorCode::Unsupported, Word::default()));
             }
         }
@@ -124,7 +131,11 @@ impl Node {
         match after_kill(order.epoch, killed) {
             Next::Answer(answer) => {
                 self.memory.note(order.segment, order.slot, order.epoch, State::Dead, None);
-                self.answer(number, answer);
+                // After a crash a disk would bring it back: that it was removed is durable before it is said.
+                match self.disk {
+                    Some(_) => self.remove_from_disk(number.0, order, answer, scene),
+                    None => self.answer(number, answer),
+                }
             }
             Next::Burn | Next::Drain => self.burn(number, order, scene),
         }

@@ -1,9 +1,10 @@
 //! What peers ask of a node: begin, write, commit, read.
 
+use moontide_disk::RecordName;
 use moontide_heap::{Grant, NewRecord, Writer};
 use moontide_node::decide::report::{Change, Reported};
 use moontide_proto::convert::AttributeSection;
-use moontide_proto::{CommitEntry, Handle, ObjectEntry, ReportFlags, ReportRecord};
+use moontide_proto::{CommitEntry, Handle, Medium, ObjectEntry, ReportFlags, ReportRecord};
 use moontide_types::record::{Attributes, Flags, KeySection, State, Word};
 use moontide_types::{Epoch, ErrorCode, Key, ObjectId, Tenant};
 
@@ -22,6 +23,14 @@ impl Node {
             Ask::Write { object, handle, token } => self.write(&object, &handle, token),
             Ask::Commit(entry) => self.commit(&entry, scene).map(|()| Told::Done),
             Ask::Read { .. } if self.is_stale(scene.now()) => Err(ErrorCode::StaleSession),
+            Ask::Read { id, epoch, handle } if handle.medium == Medium::Disk => {
+                let name = RecordName { id, version: epoch, stripe: handle.stripe_index };
+                let bytes = self.disk.as_ref().and_then(|disk| disk.read(&name)).ok_or(ErrorCode::Gone);
+                bytes.map(|bytes| {
+                    scene.oracle.tally.from_disk += 1;
+                    Told::Bytes(Payload(bytes))
+                })
+            }
             Ask::Read { id, epoch, handle } => self.read(id, epoch, &handle),
         };
         told.unwrap_or_else(Told::Refused)

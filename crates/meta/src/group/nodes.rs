@@ -157,7 +157,7 @@ impl Group {
             && now.mono > self.reports_until
             && !moontide_types::planted("late-segment-believed")
             || skipped && spec.away >= self.config.report_wait / 100 * 99
-            || !missed && self.was_given_up(&spec, now)
+            || !missed && self.was_given_up(spec, now)
             || !missed && self.all_listed && spec.known != Term::ZERO && spec.known <= self.config.previous
             || late_before;
         let index = self.add_segment(segment, topology);
