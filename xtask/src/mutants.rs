@@ -423,10 +423,10 @@ const BUGS: &[Bug] = &[
         way: Way::Itself,
     },
     Bug {
-        name: "node: EvictedUntold",
+        name: "node: EvictedLater",
         place: "crates/node/src/disk/planted.rs",
-        harm: "The master sends readers to records that have left the disk.",
-        test: unit("node", "disk::tests::planted::eviction_that_is_finished_before_it_is_told_is_noticed"),
+        harm: "An object that was evicted from the disk and then removed is back after a crash.",
+        test: unit("node", "disk::tests::planted::eviction_that_is_told_before_it_is_finished_is_noticed"),
         way: Way::Itself,
     },
     Bug {

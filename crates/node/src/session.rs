@@ -19,7 +19,6 @@ mod calls;
 mod fleet;
 mod snapshot;
 
-use std::collections::VecDeque;
 use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +27,7 @@ use moontide_proto::convert::{MasterBody, MasterMessage, Wire};
 use moontide_proto::{OrderResult, PackedBuilder, v1};
 use moontide_types::{Clock, ErrorCode, NodeId, SegmentId, SessionId, SystemClock, Term};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tracing::{debug, info, warn};
 use v1::node_message::Body;
@@ -85,9 +84,8 @@ pub(crate) enum Event {
     Report(SegmentId),
     /// Records are on the disk.
     Offloaded { session: SessionId, notice: v1::OffloadNotice },
-    /// Records are about to leave the disk. Whoever waits is told when the master has heard, or when nobody is there to
-    /// hear it.
-    DiskEvicted { session: SessionId, evicted: v1::DiskEvicted, heard: oneshot::Sender<()> },
+    /// Records have left the disk.
+    DiskEvicted { session: SessionId, evicted: v1::DiskEvicted },
 }
 
 /// What does not change while the node runs.
@@ -151,8 +149,6 @@ struct Conversation {
     reports: Reports,
     /// The message with which the master knows of everything, once it has been said.
     complete: Option<u64>,
-    /// Who waits for the master to hear a message, by its number.
-    awaited: VecDeque<(u64, oneshot::Sender<()>)>,
     /// Reads until the session began: they were counted in earlier ones.
     reads_before: v1::ReadCounters,
 }
@@ -311,7 +307,6 @@ impl Driver {
             beats: Beats::new(asked, ttl),
             reports: Reports::default(),
             complete: None,
-            awaited: VecDeque::new(),
             reads_before: self.parts.reads(),
         });
         self.parts.status.change(|standing| {
@@ -531,12 +526,6 @@ impl Driver {
         self.highest_term = self.highest_term.max(message.term);
         self.news.version(message.map_version);
         conversation.outgoing.acked(message.acked_sequence);
-        let acknowledged = conversation.outgoing.acknowledged();
-        while conversation.awaited.front().is_some_and(|(number, _)| *number <= acknowledged) {
-            if let Some((_, heard)) = conversation.awaited.pop_front() {
-                let _ = heard.send(()); // whoever does not wait any more went on
-            }
-        }
         match message.body {
             MasterBody::Orders(orders) if orders.is_empty() => {}
             MasterBody::Orders(orders) => {
@@ -676,9 +665,8 @@ impl Driver {
             Event::Offloaded { session, notice } if session == conversation.session => {
                 conversation.outgoing.push(Body::Offloaded(notice));
             }
-            Event::DiskEvicted { session, evicted, heard } if session == conversation.session => {
-                let number = conversation.outgoing.push(Body::DiskEvicted(evicted));
-                conversation.awaited.push_back((number, heard));
+            Event::DiskEvicted { session, evicted } if session == conversation.session => {
+                conversation.outgoing.push(Body::DiskEvicted(evicted));
             }
             Event::Offloaded { .. } | Event::DiskEvicted { .. } => {} // as above
         }

@@ -21,8 +21,6 @@ use crate::scene::Scene;
 
 /// Longest time that a job takes.
 const JOB_MAX: Duration = Duration::from_millis(40);
-/// How long what was evicted still takes room: its masters are to hear of it before.
-const LEAVING: Duration = Duration::from_secs(2);
 /// When a removal that failed is tried again.
 const AGAIN: Duration = Duration::from_secs(10);
 /// Records that are told at a time, when everything is.
@@ -45,8 +43,6 @@ struct Stored {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Platter {
     records: BTreeMap<RecordName, Stored>,
-    /// Evicted, and still there if the process ends now.
-    leaving: BTreeMap<RecordName, Stored>,
     /// Of each object the last version that was removed.
     removed: BTreeMap<ObjectId, Epoch>,
     written: u64,
@@ -55,7 +51,6 @@ pub(crate) struct Platter {
 impl Platter {
     /// As the next process finds it.
     pub(crate) fn recovered(mut self) -> Platter {
-        self.records.append(&mut self.leaving);
         let removed = std::mem::take(&mut self.removed);
         self.records.retain(|name, _| removed.get(&name.id).is_none_or(|&last| name.version > last));
         Platter { removed, ..self }
@@ -68,9 +63,7 @@ impl Platter {
     fn remove(&mut self, id: ObjectId, version: Epoch) {
         let last = self.removed.entry(id).or_insert(version);
         *last = version.max(*last);
-        let is_left = |name: &RecordName| name.id != id || name.version > version;
-        self.records.retain(|name, _| is_left(name));
-        self.leaving.retain(|name, _| is_left(name));
+        self.records.retain(|name, _| name.id != id || name.version > version);
     }
 
     fn was_removed(&self, name: &RecordName) -> bool {
@@ -95,8 +88,6 @@ enum Job {
     Publish { session: SessionId, order: Order },
     /// The next of all that a session is told.
     Tell { session: SessionId, groups: GroupSet, after: Option<RecordName> },
-    /// The room of what was evicted is free.
-    Leave { names: Vec<RecordName> },
 }
 
 /// A node's disk, as its process has it.
@@ -329,10 +320,6 @@ impl Node {
                 self.promoted(session, &order, published, scene);
             }
             Job::Tell { session, groups, after } => self.tell_more(session, groups, after, scene),
-            Job::Leave { names } => {
-                let disk = self.disk();
-                names.iter().for_each(|name| drop(disk.platter.leaving.remove(name)));
-            }
         }
     }
 
@@ -370,7 +357,7 @@ impl Node {
         Ok(())
     }
 
-    /// What was written first goes: it cannot be found any more, the masters are told, and some time later its room is free.
+    /// What was written first goes, and the masters are told.
     fn make_room(&mut self, scene: &mut Scene<'_>) {
         let disk = self.disk();
         if disk.platter.records() < disk.limit {
@@ -378,8 +365,7 @@ impl Node {
         }
         let oldest = disk.platter.records.iter().min_by_key(|(_, stored)| stored.number);
         let Some((&name, _)) = oldest else { return };
-        let stored = disk.platter.records.remove(&name).expect("just found");
-        disk.platter.leaving.insert(name, stored);
+        disk.platter.records.remove(&name);
         let concerned = disk.audience.iter().filter(|(_, groups)| groups.has_object(name.id));
         let sessions: Vec<SessionId> = concerned.map(|&(session, _)| session).collect();
         for session in sessions {
@@ -388,7 +374,6 @@ impl Node {
             let evicted = v1::DiskEvicted { versions: versions.finish().into() };
             self.tell(NodeEvent::DiskEvicted { session, evicted }, scene);
         }
-        self.give_disk_in(LEAVING, Job::Leave { names: vec![name] }, scene);
     }
 
     /// A record is durable, unless it was removed meanwhile; whom it concerns is told.

@@ -273,6 +273,9 @@ impl Backend for BucketBackend {
         for number in eviction.parts {
             self.delete(number);
         }
+        if let Err(error) = self.storage.sync_dir(Path::new("")) {
+            warn!(%error, "what was evicted may come back if the machine stops now");
+        }
     }
 
     fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(Found<'_>)) -> u64 {

@@ -344,11 +344,15 @@ impl FileBackend {
         }
     }
 
+    /// Makes it durable that files are gone; the answer is where that failed.
+    fn sync_removals(&self) -> Vec<Directory> {
+        let unsynced = std::mem::take(&mut self.books.lock().unsynced);
+        unsynced.into_iter().filter(|dir| self.storage.sync_dir(&dir.path()).is_err()).collect()
+    }
+
     /// Drops what nobody needs from a log of removals that has become long.
     fn shorten_tombstones(&self, queue: &mut dyn Queue) {
-        let unsynced = std::mem::take(&mut self.books.lock().unsynced);
-        let failed: Vec<Directory> =
-            unsynced.into_iter().filter(|dir| self.storage.sync_dir(&dir.path()).is_err()).collect();
+        let failed = self.sync_removals();
         let keep_all = !self.complete || !failed.is_empty();
         self.books.lock().unsynced.extend(failed);
         let mut left = self.claims.objects();
@@ -475,6 +479,11 @@ impl Backend for FileBackend {
                 }
             }
         });
+        let failed = self.sync_removals();
+        if !failed.is_empty() {
+            warn!(directories = failed.len(), "what was evicted may come back if the machine stops now");
+        }
+        self.books.lock().unsynced.extend(failed);
     }
 
     fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(Found<'_>)) -> u64 {

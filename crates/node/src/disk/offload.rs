@@ -14,7 +14,7 @@ use moontide_heap::NodePin;
 use moontide_proto::OrderResult;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, ObjectId, SegmentId, SessionId, SlotId, SystemClock};
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::counters::raise;
 use super::planted::{Bug, Point};
@@ -37,9 +37,6 @@ pub(crate) struct OffloadJob {
     /// Not wanted any more after this.
     pub(crate) until: Instant,
 }
-
-/// How long an eviction waits for the master to hear of it. It is told again with the next session.
-const HEARD_MAX: Duration = Duration::from_secs(2);
 
 /// Beyond this share of the limit room is made ahead of need, in thousandths.
 const FULL_PERMILLE: u64 = 980;
@@ -186,34 +183,22 @@ impl DiskTier {
         }
     }
 
-    /// Evicts in two steps: what is chosen cannot be found any more and the master is told; when it has heard, the space
-    /// is free.
+    /// Evicts: what is chosen can be found no more, then it is gone for good, and then masters are told. What they do not know
+    /// they answer a removal of, for certain; so nothing that they were told to be gone, or were not told of, may come back
+    /// with a crash. Readers whom they send here meanwhile find nothing, and ask again.
     fn evict(&self, queue: &mut dyn Queue, bytes: u64) {
-        let telling = self.telling.lock();
+        let _telling = self.telling.lock();
         let Some(eviction) = self.backend.prepare_eviction(bytes) else { return };
-        if self.trial.planted(Bug::EvictedUntold) {
-            let names = eviction.names.clone();
-            self.backend.finish_eviction(queue, eviction);
+        let names = eviction.names.clone();
+        if self.trial.planted(Bug::EvictedLater) {
             self.send_gone(&names);
             self.trial.reached(Point::Told);
-            return;
-        }
-        let heard = self.send_gone(&eviction.names);
-        drop(telling);
-        self.trial.reached(Point::Told);
-        raise(&self.counters.evicted_records, eviction.names.len() as u64);
-        let until = Instant::now() + HEARD_MAX;
-        for mut heard in heard {
-            // A session that is over takes its messages with it, and what it was told does not matter any more.
-            while matches!(heard.try_recv(), Err(tokio::sync::oneshot::error::TryRecvError::Empty)) {
-                if Instant::now() >= until {
-                    warn!("the master has not heard of an eviction in time; going on");
-                    break;
-                }
-                std::thread::sleep(Duration::from_micros(200));
-            }
+            return self.backend.finish_eviction(queue, eviction);
         }
         self.backend.finish_eviction(queue, eviction);
+        self.send_gone(&names);
+        self.trial.reached(Point::Told);
+        raise(&self.counters.evicted_records, names.len() as u64);
     }
 }
 

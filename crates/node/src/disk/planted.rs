@@ -8,8 +8,8 @@
 pub(super) enum Bug {
     /// A kill is answered without a word to the disk.
     KilledUntold,
-    /// An eviction is finished first and told then.
-    EvictedUntold,
+    /// An eviction is told first and finished then.
+    EvictedLater,
     /// A promotion is published without a look whether it was cancelled.
     PromotedUnasked,
     /// A promotion begins in its slot without a look whether it was cancelled.
@@ -29,7 +29,7 @@ pub(super) enum Point {
     Pinned,
     /// Records are on the disk and were not told yet.
     Written,
-    /// What is evicted was told, and nobody has heard of it yet.
+    /// What was evicted has just been told.
     Told,
     /// A record was not found, and that is about to be told.
     Missed,

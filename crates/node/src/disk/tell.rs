@@ -8,7 +8,6 @@ use moontide_disk::RecordName;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{PackedBuilder, VersionedId, v1};
 use moontide_types::SessionId;
-use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::DiskTier;
@@ -73,6 +72,8 @@ impl DiskTier {
         if left != Some(0) || !self.is_live(session) {
             return; // more is told; or another session has begun, and is told again
         }
+        // Not while something is on its way out: it was not told, and a crash would bring it back.
+        let _telling = self.telling.lock();
         let end = v1::OffloadNotice { recovery_end: true, ..builder.message(true, |_| true) };
         self.events.send(Event::Offloaded { session, notice: end });
         if told > 0 || untold > 0 {
@@ -126,29 +127,23 @@ impl DiskTier {
         let _telling = self.telling.lock();
         let is_gone = !self.backend.contains(&name) || self.trial.planted(Bug::GoneUnseen);
         if is_gone {
-            let _ = self.send_gone(&[name]);
+            self.send_gone(&[name]);
         }
         is_gone
     }
 
-    /// As [`DiskTier::tell_gone`], by whoever holds the lock already. Answers when the masters have heard all of it, or
-    /// their sessions are over.
-    pub(super) fn send_gone(&self, names: &[RecordName]) -> Vec<oneshot::Receiver<()>> {
+    /// As [`DiskTier::tell_gone`], by whoever holds the lock already.
+    pub(super) fn send_gone(&self, names: &[RecordName]) {
         self.shut(&self.staged.take(names));
-        let mut heard = Vec::new();
         for (session, groups) in self.audience.read().iter() {
             let concerned: Vec<&RecordName> =
                 names.iter().filter(|name| groups.has_object(name.id)).collect();
             for names in concerned.chunks(SESSION_RECORDS_MAX) {
                 let versions: PackedBuilder<VersionedId> =
                     names.iter().map(|name| VersionedId { id: name.id, epoch: name.version }).collect();
-                let (sender, receiver) = oneshot::channel();
                 let evicted = v1::DiskEvicted { versions: versions.finish().into() };
-                if self.events.send(Event::DiskEvicted { session: *session, evicted, heard: sender }) {
-                    heard.push(receiver);
-                }
+                self.events.send(Event::DiskEvicted { session: *session, evicted });
             }
         }
-        heard
     }
 }

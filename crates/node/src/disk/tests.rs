@@ -27,7 +27,6 @@ use moontide_types::{
 };
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
-use tokio::sync::oneshot;
 
 use super::counters::get;
 use super::planted::{Bug, Point};
@@ -101,14 +100,11 @@ enum Note {
     },
 }
 
-/// The session: writes down what it hears, and says that it has heard.
+/// The session: writes down what it hears.
 #[derive(Debug, Default)]
 struct Session {
     notes: Mutex<Vec<Note>>,
     news: Condvar,
-    /// Evictions are not acknowledged for now.
-    deaf: AtomicBool,
-    unheard: Mutex<Vec<oneshot::Sender<()>>>,
 }
 
 impl Session {
@@ -128,16 +124,11 @@ impl Session {
                     let there = Note::There { session, names, recovered: notice.recovered };
                     self.notes.lock().push(if notice.recovery_end { Note::End(session) } else { there });
                 }
-                Event::DiskEvicted { session, evicted, heard } => {
+                Event::DiskEvicted { session, evicted } => {
                     let versions =
                         Packed::<VersionedId>::decode(&evicted.versions, SESSION_RECORDS_MAX).unwrap();
                     let versions = versions.iter().map(|version| (version.id, version.epoch)).collect();
-                    let is_deaf = self.deaf.load(Ordering::SeqCst);
-                    if is_deaf {
-                        self.unheard.lock().push(heard);
-                    }
                     self.notes.lock().push(Note::Gone { session, versions });
-                    // The others' are dropped, which is as good.
                 }
                 // See `World::heard_all`.
                 Event::Report(SegmentId(u32::MAX)) => self.notes.lock().push(Note::End(NOBODY)),

@@ -1,7 +1,7 @@
 //! The scenes notice the mistakes that they are about.
 
 use super::races::{
-    cancelled_before_promoted, evicted_while_unheard, gone_while_told, killed_while_written,
+    cancelled_before_promoted, evicted_and_told, gone_while_told, killed_while_written,
     session_ends_while_promoted, session_ends_while_written, written_while_missed,
 };
 use super::*;
@@ -12,9 +12,9 @@ fn a_kill_of_which_the_disk_does_not_hear_is_noticed() {
 }
 
 #[test]
-fn eviction_that_is_finished_before_it_is_told_is_noticed() {
+fn eviction_that_is_told_before_it_is_finished_is_noticed() {
     for backend in BackendKind::ALL {
-        assert!(!evicted_while_unheard(backend, Some(Bug::EvictedUntold)), "{backend}");
+        assert!(!evicted_and_told(backend, Some(Bug::EvictedLater)), "{backend}");
     }
 }
 
