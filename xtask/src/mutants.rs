@@ -332,6 +332,13 @@ const BUGS: &[Bug] = &[
         way: Way::Environment,
     },
     Bug {
+        name: "late-begin-left",
+        place: "crates/node/src/decide/orders.rs",
+        harm: "Memory of a write that began after its reservation was given up is never free again.",
+        test: unit("node", "decide::orders::tests::every_word_leads_to_its_answer"),
+        way: Way::Environment,
+    },
+    Bug {
         name: "order-done-twice",
         place: "crates/node/src/orders.rs",
         harm: "An order that is sent again on a new stream is carried out again, and its slot may be somebody else's by then.",

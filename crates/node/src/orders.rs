@@ -56,6 +56,8 @@ pub(crate) struct Obedience {
     drains: Drains,
     /// Orders of this round that wait for their slot.
     fresh: Vec<(Numbered, Name)>,
+    /// Orders whose slot holds something older, which has to go first.
+    again: Vec<(SessionId, Order)>,
     results: Vec<(SessionId, OrderResult)>,
     counts: OrderCounts,
     /// When something was freed, or added, the last time.
@@ -79,6 +81,7 @@ impl Obedience {
             events,
             drains: Drains::default(),
             fresh: Vec::new(),
+            again: Vec::new(),
             results: Vec::new(),
             counts: OrderCounts::default(),
             progress: MonoTime(0),
@@ -126,6 +129,7 @@ impl Obedience {
         self.answer_all();
         if let Some(ends) = ends {
             self.fresh.retain(|&((session, _), _)| session != ends);
+            self.again.retain(|&(session, _)| session != ends);
             self.counts.void += self.drains.end_session(ends) as u64;
             self.taken.remove(&ends);
         }
@@ -135,7 +139,10 @@ impl Obedience {
     fn carry_out(&mut self, session: SessionId, order: &Order) {
         let Some(&taken) = self.taken.get(&session) else { return }; // it is over
         let number = (session, order.order);
-        if self.drains.knows(number) && !moontide_types::planted("order-done-twice") {
+        let waits = |&(session, order): &(SessionId, Order)| (session, order.order) == number;
+        if (self.drains.knows(number) || self.again.iter().any(waits))
+            && !moontide_types::planted("order-done-twice")
+        {
             return; // sent again on a new stream, and still under way
         }
         let is_disk_work = matches!(order.kind, OrderKind::Offload | OrderKind::Promote);
@@ -207,7 +214,7 @@ impl Obedience {
                     None => self.answer((session, order.order), answer),
                 }
             }
-            Next::Burn | Next::Drain => self.burn(session, order),
+            Next::Burn | Next::Drain | Next::Clear(_) => self.burn(session, order),
         }
     }
 
@@ -263,6 +270,14 @@ impl Obedience {
                 }
                 self.answer((session, order.order), answer);
             }
+            Next::Clear(older) => {
+                let _ = self.memory.heap().kill(order.segment, order.slot, older, MonoTime(0));
+                self.memory.note(order.segment, order.slot, older, State::Dead);
+                let now = SystemClock.now();
+                self.drains.add((order.segment, order.slot, older), now);
+                self.again.push((session, *order));
+                self.progress = now;
+            }
             Next::Drain | Next::Burn => {
                 let name = (order.segment, order.slot, order.epoch);
                 // Due at once, also if it was killed before and was to wait.
@@ -314,6 +329,9 @@ impl Obedience {
         if !reclaimed.freed.is_empty() {
             self.progress = now;
             self.counters.freed(reclaimed.freed.iter().map(|freed| freed.extent.span().len()).sum());
+        }
+        for (session, order) in std::mem::take(&mut self.again) {
+            self.burn(session, &order);
         }
         // What is left is dead as far as readers can tell, and the master need not wait to say so.
         for (order, (_, _, epoch)) in std::mem::take(&mut self.fresh) {

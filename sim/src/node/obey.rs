@@ -26,6 +26,8 @@ pub(super) struct Obedience {
     drains: Drains,
     /// Orders of this round that wait for their slot.
     fresh: Vec<(Numbered, Name)>,
+    /// Orders whose slot holds something older, which has to go first.
+    again: Vec<(SessionId, Order)>,
     results: Vec<(SessionId, OrderResult)>,
     progress: MonoTime,
     /// Which reclaim is waited for.
@@ -38,6 +40,7 @@ impl Default for Obedience {
             sessions: BTreeSet::new(),
             drains: Drains::default(),
             fresh: Vec::new(),
+            again: Vec::new(),
             results: Vec::new(),
             progress: LONG_AGO,
             round: 0,
@@ -80,6 +83,7 @@ impl Node {
         self.answer_all(scene);
         if let Some(ends) = ends {
             self.obedience.fresh.retain(|&((session, _), _)| session != ends);
+            self.obedience.again.retain(|&(session, _)| session != ends);
             self.obedience.drains.end_session(ends);
             self.obedience.sessions.remove(&ends);
         }
@@ -88,7 +92,9 @@ impl Node {
 
     fn carry_out(&mut self, session: SessionId, order: &Order, scene: &mut Scene<'_>) {
         let number = (session, order.order);
-        if !self.obedience.sessions.contains(&session) || self.obedience.drains.knows(number) {
+        let waits = |&(session, order): &(SessionId, Order)| (session, order.order) == number;
+        let is_known = self.obedience.drains.knows(number) || self.obedience.again.iter().any(waits);
+        if !self.obedience.sessions.contains(&session) || is_known {
             return; // it is over; or it was sent again on a new stream, and is still under way
         }
         let known = self.memory.side(order.segment).map(|side| Known {
@@ -137,7 +143,7 @@ impl Node {
                     None => self.answer(number, answer),
                 }
             }
-            Next::Burn | Next::Drain => self.burn(number, order, scene),
+            Next::Burn | Next::Drain | Next::Clear(_) => self.burn(number, order, scene),
         }
     }
 
@@ -150,6 +156,14 @@ impl Node {
                     self.memory.note(segment, slot, epoch, State::Free, None);
                 }
                 self.answer(number, answer);
+            }
+            Next::Clear(older) => {
+                let _ = self.memory.heap.kill(segment, slot, older, LONG_AGO);
+                self.memory.note(segment, slot, older, State::Dead, None);
+                let now = scene.now();
+                self.obedience.drains.add((segment, slot, older), now);
+                self.obedience.again.push((number.0, *order));
+                self.obedience.progress = now;
             }
             Next::Drain | Next::Burn => {
                 // Due at once, also if it was killed before and was to wait.
@@ -178,6 +192,9 @@ impl Node {
                 self.answer(order, Answer::done(Word::new(epoch, State::Free)));
             }
             self.obedience.progress = now;
+        }
+        for (session, order) in std::mem::take(&mut self.obedience.again) {
+            self.burn((session, order.order), &order, scene);
         }
         // What is left is dead as far as readers can tell, and the master need not wait to say so.
         for (order, (_, _, epoch)) in std::mem::take(&mut self.obedience.fresh) {
