@@ -22,7 +22,9 @@ from pathlib import Path
 ABSENT = re.compile(r"lib(cu|nv|nccl)")
 OF_THE_SYSTEM = re.compile(r"GLIBC|GCC_|CXXABI|GOMP|OMP_")
 """Versions of symbols that the C, C++ and OpenMP libraries define."""
-OF_PYTHON = re.compile(r"_?Py")
+OF_OTHERS = re.compile(r"_?Py|_Z(NK?)?St|_Z[dn][al]")
+"""Python's symbols, and those of ``std::`` and of new and delete, to which some libraries refer without a version. A stand-in
+for one of these would be used by the whole process: the next C++ extension would die of it."""
 ANSWER = {"x86_64": "mov $100, %eax; ret", "aarch64": "mov w0, #100; ret"}
 
 
@@ -90,7 +92,7 @@ def main() -> None:
     versions = {library: version for version, library in symbols.home.items()}
     stubs: defaultdict[str, dict[str, bool]] = defaultdict(dict)
     for name, (version, data) in symbols.wanted.items():
-        if name in symbols.defined or OF_THE_SYSTEM.search(version) or OF_PYTHON.match(name):
+        if name in symbols.defined or OF_THE_SYSTEM.search(version) or OF_OTHERS.match(name):
             continue
         # Without a version the loader takes the first library that has the name, so that any will do.
         homes = [symbols.home[version]] if version in symbols.home else [m for m in missing if m not in versions]

@@ -1,0 +1,79 @@
+"""vLLM with any connector, in a process of its own: prompts come in line by line, answers go out line by line.
+
+    python engine_connector.py '{"model": "FOLDER", "transfer": {"kv_connector": "MooncakeStoreConnector", …}}'
+
+Each line of standard input is ``{"tokens": […]}``. Each answer is a line of standard output, beginning with ``ANSWER``.
+The first answer says that the engine is there, and the process ends with its input. ``transfer`` is vLLM's
+``--kv-transfer-config``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+TOKENS = 12
+"""How many are generated for each prompt."""
+
+
+def say(answer: dict[str, Any]) -> None:
+    print("ANSWER " + json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(**told["transfer"]) if told.get("transfer") else None
+    llm = LLM(
+        told["model"],
+        kv_transfer_config=transfer,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=4096,
+        max_num_seqs=4,
+        block_size=32,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        seed=0,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    say({"ready": True})
+    for line in sys.stdin:
+        began = time.monotonic()
+        (output,) = llm.generate([{"prompt_token_ids": json.loads(line)["tokens"]}], sampling, use_tqdm=False)
+        took, done = time.monotonic() - began, output.outputs[0]
+        say(
+            {
+                "tokens": list(done.token_ids),
+                "logprobs": [
+                    round(float(options[token].logprob), 4)
+                    for token, options in zip(done.token_ids, done.logprobs, strict=True)
+                ],
+                "prompt": len(output.prompt_token_ids),
+                "cached": output.num_cached_tokens,
+                "metrics": connector_metrics(llm),
+                "seconds": round(took, 3),
+            }
+        )
+    llm.llm_engine.engine_core.shutdown()
+
+
+def connector_metrics(llm: Any) -> dict[str, float]:
+    """What vLLM's own Mooncake connector counts: calls, keys and bytes by operation."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:mooncake_store_")
+        if name != metric.name and hasattr(metric, "value"):
+            name = f"{name} {metric.labels['operation']}"
+            found[name] = found.get(name, 0) + metric.value
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Writes the model of the end-to-end tests: a Llama of two layers with random weights, and a tokenizer to match.
+
+    target/engines/venv/bin/python python/e2e/model.py FOLDER [--seed N]
+
+The same seed gives the same bytes. Another seed gives another model of the same shape, with the same tokenizer: to a
+store that forgets which model a block came from, the two look alike.
+
+The shape is small and can be split between two ranks: 4 heads for attention, 2 for keys and values. Weights are larger
+than a real model's (`initializer_range`), so that a wrong block of the cache changes the next token and does not hide
+in the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TOKENS_MAX = 8192
+"""Positions. Prompts of 1,500 tokens and more, and room for several of them in one conversation."""
+
+VOCABULARY = 1024
+"""Rows of the embedding. The tokenizer has fewer tokens, so that every token that it makes has a row."""
+
+SENTENCE = "the quick brown fox jumps over the lazy dog and the tide comes in and the tide goes out "
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Any text becomes tokens: all bytes are in it. What it learns is a fixed sentence, so that it never changes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([SENTENCE * 50], trainer)
+    assert tokenizer.get_vocab_size() <= VOCABULARY
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=TOKENS_MAX
+    )
+    fast.save_pretrained(folder)
+
+
+def write_weights(folder: Path, seed: int) -> None:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=TOKENS_MAX,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.25,
+        # bfloat16 made vLLM fault where the CPU has AMX and the machine does not let it be used.
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write(folder: Path, seed: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    write_weights(folder, seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="another seed is another model; %(default)s unless told")
+    arguments = parser.parse_args()
+    write(arguments.folder, arguments.seed)
+    print(f"{arguments.folder}: seed {arguments.seed}, {TOKENS_MAX} positions")
+
+
+if __name__ == "__main__":
+    main()

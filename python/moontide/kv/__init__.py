@@ -1,0 +1,26 @@
+"""Blocks of a KV cache in the store, for any engine: names, addresses, prefixes, and moving them in the background.
+
+``BlockCache`` is all that a simple engine needs. Connectors of engines that must never wait are made of ``Door``,
+``Lookups`` and ``Transfers``.
+"""
+
+from .cache import BlockCache
+from .door import Door
+from .lookups import Lookups
+from .naming import Namespace, block_hashes, keys_of
+from .pages import Pages, Run
+from .transfers import Batch, Load, Transfers
+
+__all__ = [
+    "Batch",
+    "BlockCache",
+    "Door",
+    "Load",
+    "Lookups",
+    "Namespace",
+    "Pages",
+    "Run",
+    "Transfers",
+    "block_hashes",
+    "keys_of",
+]
