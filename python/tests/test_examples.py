@@ -12,8 +12,10 @@ import pytest
 import moontide
 from moontide import _binary, _native, errors
 from moontide import store as store_module
+from moontide.kv import cache as kv_cache
+from moontide.kv import naming as kv_naming
 
-MODULES = [moontide, _native, errors, store_module, _binary]
+MODULES = [moontide, _native, errors, store_module, _binary, kv_cache, kv_naming]
 
 
 def documented(name: str, thing: object, seen: set[int]) -> Iterator[tuple[str, str]]:

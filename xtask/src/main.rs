@@ -2,7 +2,7 @@
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
 //! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] a cluster in trouble,
-//! [`sim`] the simulation of one, [`mutants`] plants bugs and looks whether tests find them, [`quickstart`] the first lines of
+//! [`sim`] the simulation of one, [`e2e`] real engines on one, [`mutants`] plants bugs and looks whether tests find them, [`quickstart`] the first lines of
 //! README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
 //! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, and [`command`] starts
 //! child processes in a known environment.
@@ -22,6 +22,7 @@ mod tidy;
 mod wheel;
 
 mod command;
+mod e2e;
 mod elf;
 mod machine;
 mod venv;
@@ -69,6 +70,9 @@ commands:
       --python <versions>     which interpreters (default 3.11,3.12)
       --full           all tests on each, not only on the newest
       --torch          the tests that need torch, and only those
+  e2e                  real engines (vLLM, SGLang, LMCache) on the CPU, which load what others saved; installs them (4 GB)
+      --full           all tests, not only those that take a few minutes
+      --only <words>   those with these words in their names
   help                 print this page
 
 examples:
@@ -80,6 +84,7 @@ examples:
   cargo xtask chaos --seconds 60               a minute of trouble
   cargo xtask sim --seeds 1000                 ten million operations
   cargo xtask mutants                          whether our tests find what they are for
+  cargo xtask e2e --only sglang                one engine, all its tests
   cargo xtask wheel && cargo xtask python      the Python package, from sources to its tests
 ";
 
@@ -102,6 +107,8 @@ enum Failure {
     Wheel(#[from] wheel::WheelError),
     #[error(transparent)]
     Python(#[from] python::PythonError),
+    #[error(transparent)]
+    E2e(#[from] e2e::E2eError),
 }
 
 /// A command line that was understood.
@@ -117,6 +124,7 @@ enum Request {
     Mutants(mutants::Options),
     Wheel(wheel::Options),
     Python(python::Options),
+    E2e(e2e::Options),
 }
 
 fn main() -> ExitCode {
@@ -149,6 +157,7 @@ fn perform(request: Request) -> Result<(), Failure> {
             wheel::run(&root, &Machine::probe(&root), &options)?;
         }
         Request::Python(options) => python::run(&root, &Machine::probe(&root), &options)?,
+        Request::E2e(options) => e2e::run(&root, &Machine::probe(&root), &options)?,
     }
     Ok(())
 }
@@ -176,7 +185,12 @@ fn parse(args: &[String]) -> Result<Request, Failure> {
         }
         ["wheel", rest @ ..] => parse_wheel(rest),
         ["python", rest @ ..] => parse_python(rest),
-        [command @ ("ci" | "mutants" | "tidy"), rest @ ..] => {
+        ["e2e"] => Ok(Request::E2e(e2e::Options::default())),
+        ["e2e", "--full"] => Ok(Request::E2e(e2e::Options { full: true, only: None })),
+        ["e2e", "--only", words] => {
+            Ok(Request::E2e(e2e::Options { full: false, only: Some((*words).to_owned()) }))
+        }
+        [command @ ("ci" | "e2e" | "mutants" | "tidy"), rest @ ..] => {
             Err(Failure::Usage(format!("`{command}` does not know `{}`", rest.join(" "))))
         }
         [name, ..] => Err(Failure::Usage(format!("no command is called `{name}`"))),
@@ -345,6 +359,13 @@ mod tests {
         check("mutants --list", mutants(true, None));
         check("mutants --only x", mutants(false, Some("x")));
         check("mutants --only", None);
+        let e2e = |full, only: Option<&str>| {
+            Some(Request::E2e(e2e::Options { full, only: only.map(str::to_owned) }))
+        };
+        check("e2e", e2e(false, None));
+        check("e2e --full", e2e(true, None));
+        check("e2e --only lmcache", e2e(false, Some("lmcache")));
+        check("e2e --only", None);
 
         let wheel = |plain, out: Option<&str>, free_threaded| {
             Some(Request::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))

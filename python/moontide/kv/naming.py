@@ -15,6 +15,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 class Namespace:
     """What engines must have in common to use each other's blocks.
 
+    >>> from moontide.kv import Namespace
     >>> one = Namespace("org/model", dtype="bfloat16", block_size=16, layout="2,16,8,128 x 32")
     >>> one.prefix
     'kv1/org-model/2e59a864fd18f535/'
@@ -62,6 +63,7 @@ def block_hashes(
     ``salt`` and ``adapter`` change all of them: what was computed for one tenant, or with one adapter, is not found by
     another. To go on after blocks that are hashed already, say the last hash as ``parent``.
 
+    >>> from moontide.kv import block_hashes
     >>> first = block_hashes(range(64), 16)
     >>> len(first), first[1] == block_hashes(range(16, 64), 16, parent=first[0])[0]
     (4, True)
