@@ -7,7 +7,7 @@
 from .cache import BlockCache
 from .door import Door
 from .lookups import Lookups
-from .naming import Namespace, block_hashes, keys_of
+from .naming import Namespace, block_hashes, digest_of, keys_of
 from .pages import Pages, Run
 from .transfers import Batch, Load, Transfers
 
@@ -22,5 +22,6 @@ __all__ = [
     "Run",
     "Transfers",
     "block_hashes",
+    "digest_of",
     "keys_of",
 ]

@@ -7,8 +7,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+#: Of each file of weights so much at its beginning and at its end goes into the digest: enough to tell two trainings
+#: apart, and little enough not to be noticed at the start.
+_SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,19 @@ def _chain(tokens: Sequence[int], block_size: int, parent: bytes) -> Iterator[by
         words = b"".join(int(token).to_bytes(8, "little") for token in tokens[start : start + block_size])
         parent = hashlib.sha256(parent + words).digest()
         yield parent
+
+
+def digest_of(folder: Path) -> str:
+    """Of a folder with a model: its configuration, and samples of its weights. A revision for models without one."""
+    sha = hashlib.sha256()
+    weights = sorted(file for kind in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
+    for file in [folder / "config.json", *weights]:
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        sha.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            sha.update(content.read(_SAMPLE_BYTES))
+            content.seek(max(0, size - _SAMPLE_BYTES))
+            sha.update(content.read(_SAMPLE_BYTES))
+    return sha.hexdigest()[:16]

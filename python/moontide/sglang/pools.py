@@ -10,9 +10,8 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName  # type: ignore[import-untyped]
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # type: ignore[import-untyped]
 
-from moontide.kv import Batch, Namespace
+from moontide.kv import Batch, Namespace, digest_of
 from moontide.kv.calls import Settings
-from moontide.vllm.settings import digest_of
 
 #: What tells the bytes of one pool's pages from another's, as far as a pool has it. A class says the rest.
 _GEOMETRY = (

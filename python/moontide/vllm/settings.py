@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -10,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moontide._native import PutOptions
-from moontide.kv import Door, Namespace
+from moontide.kv import Door, Namespace, digest_of
 from moontide.store import Store
-
-#: Of each file of weights so much at its beginning and at its end goes into the digest: enough to tell two trainings
-#: apart, and little enough not to be noticed at the start.
-_SAMPLE_BYTES = 1 << 20
 
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -143,19 +138,3 @@ def revision(model: Any) -> str:
         return digest_of(folder)
     commit = getattr(model.hf_config, "_commit_hash", None)
     return str(commit or model.revision or "")
-
-
-def digest_of(folder: Path) -> str:
-    """Of a folder with a model: its configuration, and samples of its weights."""
-    sha = hashlib.sha256()
-    weights = sorted(file for kind in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
-    for file in [folder / "config.json", *weights]:
-        if not file.is_file():
-            continue
-        size = file.stat().st_size
-        sha.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as content:
-            sha.update(content.read(_SAMPLE_BYTES))
-            content.seek(max(0, size - _SAMPLE_BYTES))
-            sha.update(content.read(_SAMPLE_BYTES))
-    return sha.hexdigest()[:16]
