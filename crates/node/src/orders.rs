@@ -129,8 +129,9 @@ impl Obedience {
         self.answer_all();
         if let Some(ends) = ends {
             self.fresh.retain(|&((session, _), _)| session != ends);
+            let waiting = self.again.len();
             self.again.retain(|&(session, _)| session != ends);
-            self.counts.void += self.drains.end_session(ends) as u64;
+            self.counts.void += (self.drains.end_session(ends) + waiting - self.again.len()) as u64;
             self.taken.remove(&ends);
         }
         self.taken.extend(begins.map(|begins| (begins, 0)));
@@ -341,7 +342,7 @@ impl Obedience {
         }
         self.answer_all();
         self.complain(now);
-        self.counts.outstanding = self.drains.orders() as u64;
+        self.counts.outstanding = (self.drains.orders() + self.again.len()) as u64;
         self.counters.orders(self.counts, self.drains.overdue() as u64);
     }
 

@@ -178,6 +178,12 @@ impl<'a> Scene<'a> {
             State::Writing | State::Ready if own && order.kind != OrderKind::Burn => {
                 *word = word.with_state(State::Dead);
             }
+            // Something older is in the way of what the master wants to be free.
+            State::Writing | State::Ready
+                if word.epoch() < order.epoch && order.kind == OrderKind::Reclaim =>
+            {
+                *word = word.with_state(State::Dead);
+            }
             _ => {}
         }
     }
@@ -234,6 +240,10 @@ impl<'a> Scene<'a> {
             OrderPhase::Done => {
                 if self.words[order.slot.0 as usize] == Word::new(order.epoch, State::Dead) {
                     self.freed(order.slot, order.epoch);
+                }
+                let word = &mut self.words[order.slot.0 as usize];
+                if word.state() == State::Free && word.epoch() < order.epoch {
+                    *word = Word::new(order.epoch, State::Free);
                 }
                 assert!(result.word.state() == State::Free && result.word.epoch() >= order.epoch);
                 true
