@@ -34,8 +34,9 @@ const LOADER: &str = "ld-linux-";
 /// daemon thread that is ended when the interpreter ends is unwound by this one through our frames, and two unwinders do
 /// not understand each other's state. Every system that can run CPython has it.
 const UNWINDER: &str = "libgcc_s.so.1";
-/// A little more than the 12 MiB of today; a wheel that grows past it has swallowed something.
-const SIZE_MAX: u64 = 15 << 20;
+/// A little more than the 15.4 MiB of today, of which 3 came with TLS and the registries of several masters, twice: in the program
+/// and in the extension. A wheel that grows past it has swallowed something.
+const SIZE_MAX: u64 = 17 << 20;
 
 /// Where wheels go, under the target directory.
 const OUT: &str = "wheels";
