@@ -123,7 +123,7 @@ def test_transfers_tell_what_failed_and_leave_the_rest(store: moontide.Store, sp
     before, keys = memory.layers.copy(), space.keys(hashes)
     transfers = kv.Transfers(kv.Door(lambda: store))
     assert transfers.save("a", 3, lambda: memory.batch(keys[:3], [0, 1, 2]))
-    assert transfers.wait_saved(["a"], 20) and transfers.saved() == ["a"] and not transfers.saving("a")
+    assert transfers.wait_saved(["a"], 20) and not transfers.saving("a")
     loading = transfers.load("b", 4, lambda: memory.batch(keys, [4, 5, 6, 7]))
     assert loading.wait(20) == [3], "the last was never saved"
     assert transfers.loaded() == [("b", [3])] and transfers.loaded() == []

@@ -54,10 +54,10 @@ class Batch:
 class _Job:
     name: str
     batch: Callable[[], Batch]
-    #: After it was moved, in the thread that moved it.
+    #: After it was loaded, in the thread that loaded it.
     then: Callable[[], None] | None
     blocks: int
-    #: When it is over, in that thread, with what has failed.
+    #: When it was saved, in that thread, with what has failed.
     told: Callable[[list[int]], None] | None = None
     done: threading.Event = field(default_factory=threading.Event)
     #: Which of its objects were not moved.
@@ -79,7 +79,6 @@ class Transfers:
         self._waiting_max = waiting_max
         self._lock = threading.Lock()
         self._saving: dict[str, list[_Job]] = {}
-        self._saved: list[str] = []
         self._loaded: list[tuple[str, list[int]]] = []
         self.counts = Counts()
         self._saves = _Queue("moontide-saves", savers, self._save)
@@ -92,7 +91,6 @@ class Transfers:
         name: str,
         blocks: int,
         batch: Callable[[], Batch],
-        then: Callable[[], None] | None = None,
         told: Callable[[list[int]], None] | None = None,
     ) -> bool:
         """Begins to save; several saves may have one name. False: it is not worth it, or too much is waiting already.
@@ -103,7 +101,7 @@ class Transfers:
         if not self._door.is_open or len(self._saves) >= self._waiting_max:
             self.counts.failed_saves += blocks
             return False
-        job = _Job(name, batch, then, blocks, told)
+        job = _Job(name, batch, None, blocks, told)
         with self._lock:
             self._saving.setdefault(name, []).append(job)
         self._saves.add(job)
@@ -113,12 +111,6 @@ class Transfers:
         """Whether saves of this name are under way."""
         with self._lock:
             return name in self._saving
-
-    def saved(self) -> list[str]:
-        """Names of which all saves are over, each once."""
-        with self._lock:
-            saved, self._saved = self._saved, []
-        return saved
 
     def wait_saved(self, names: Iterable[str], deadline: float = 30.0) -> bool:
         """Waits until no save of these names is under way. False: they are, still."""
@@ -145,8 +137,6 @@ class Transfers:
             self._judge(codes)
         finally:
             self.counts.failed_saves += len(job.failed)
-            if job.then is not None:
-                job.then()
             if job.told is not None:
                 job.told(job.failed)
             with self._lock:
@@ -154,7 +144,6 @@ class Transfers:
                 jobs.remove(job)
                 if not jobs:
                     del self._saving[job.name]
-                    self._saved.append(job.name)
             job.done.set()
 
     # ------------------------------------------------------------------------------------------------------------ loads

@@ -329,7 +329,6 @@ class WorkerSide:
             received.add(name)
             if failed:
                 self._lost(load, failed, failed_requests)
-        self._transfers.saved()  # they are told by number
         sent = {name for name in self._ended if not self._transfers.saving(name)}
         self._ended -= sent
         return sent, received, failed_requests
