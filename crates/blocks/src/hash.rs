@@ -1,0 +1,145 @@
+//! [`BlockHash`]: what a block is called. It stands for all tokens up to the block's end, not for its own alone.
+//!
+//! The same chain as `moontide.kv.block_hashes` of the Python package, so that engines in both languages find each
+//! other's blocks: SHA-256 over the hash before, and the tokens as 64-bit little-endian numbers. The first one follows a
+//! root, made from a tenant's salt and an adapter's name.
+//!
+//! A tail that fills no block is called by the same rule: fewer tokens give another hash. Of a sequence of which tokens
+//! [were dropped](crate::Cache::thin), the upper half of each number is the token's position, counted from one: what is
+//! left was computed in the presence of what is gone, and is named after both.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+/// A token's number.
+pub type Token = u32;
+
+/// The name of a block's content.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockHash(pub [u8; 32]);
+
+impl BlockHash {
+    /// What the first block follows. Different salts (tenants) and adapters never find each other's blocks.
+    pub fn root(salt: &str, adapter: &str) -> BlockHash {
+        let mut said = String::from("[\"moontide\", ");
+        push_json(&mut said, adapter);
+        said.push_str(", ");
+        push_json(&mut said, salt);
+        said.push(']');
+        BlockHash(Sha256::digest(said.as_bytes()).into())
+    }
+
+    /// The hash of the tokens that follow.
+    pub fn then(&self, tokens: &[Token]) -> BlockHash {
+        self.then_words(tokens.iter().map(|token| u64::from(*token)))
+    }
+
+    pub(crate) fn then_words(&self, words: impl Iterator<Item = u64>) -> BlockHash {
+        let mut sha = Sha256::new_with_prefix(self.0);
+        for word in words {
+            sha.update(word.to_le_bytes());
+        }
+        BlockHash(sha.finalize().into())
+    }
+
+    /// What the rest of a sequence follows, once tokens were dropped from it that had been there.
+    pub(crate) fn after_dropping(&self, tokens: usize) -> BlockHash {
+        let mut sha = Sha256::new_with_prefix(b"moontide: dropped");
+        sha.update(self.0);
+        sha.update((tokens as u64).to_le_bytes());
+        BlockHash(sha.finalize().into())
+    }
+}
+
+/// For each full block of tokens its hash, the first one following `parent`.
+pub fn chain(parent: BlockHash, tokens: &[Token], block_tokens: usize) -> impl Iterator<Item = BlockHash> {
+    tokens.chunks_exact(block_tokens).scan(parent, |parent, tokens| {
+        *parent = parent.then(tokens);
+        Some(*parent)
+    })
+}
+
+/// As Python's `json.dumps` writes it: ASCII, with the others as UTF-16 escapes.
+fn push_json(out: &mut String, text: &str) {
+    out.push('"');
+    for letter in text.chars() {
+        match letter {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{c}' => out.push_str("\\f"),
+            ' '..='~' => out.push(letter),
+            _ => {
+                for unit in letter.encode_utf16(&mut [0; 2]) {
+                    out.push_str(&format!("\\u{unit:04x}"));
+                }
+            }
+        }
+    }
+    out.push('"');
+}
+
+impl fmt::Display for BlockHash {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(out, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for BlockHash {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, ..] = self.0;
+        write!(out, "{a:02x}{b:02x}{c:02x}{d:02x}…")
+    }
+}
+
+/// A map's hasher for what is a hash already.
+#[derive(Clone, Default)]
+pub(crate) struct FirstBytes(u64);
+
+impl std::hash::Hasher for FirstBytes {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        if let Some(first) = bytes.first_chunk() {
+            self.0 = u64::from_le_bytes(*first);
+        }
+    }
+
+    /// The length, which is always the same.
+    fn write_usize(&mut self, _: usize) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Printed by `moontide.kv.block_hashes(range(32), 16, salt=…, adapter=…)`.
+    #[test]
+    fn the_same_as_in_python() {
+        let tokens: Vec<Token> = (0..37).collect();
+        let hashes = |salt, adapter| {
+            chain(BlockHash::root(salt, adapter), &tokens, 16).map(|hash| hash.to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(hashes("", ""), PLAIN);
+        assert_eq!(hashes("ten\"änt\u{1f319}\\\n", "lora"), SALTED);
+    }
+
+    const PLAIN: [&str; 2] = ["1a7cc2172788183e209d0d51899176f6701240d3d0056065ff6cd745d21af098", "47852da2a6682d396e33379c56592df90e05a1ef6bc752c3f9ed55b4f4dbbc05"];
+    const SALTED: [&str; 2] = ["299ce33ed280c4feb8899b23ad4ea6c1d9888973177f296a38d555966fe122ba", "af04129e585a7f60f34cf2399fd768c77ef2d821a8cec315dd44b8cbb3aac999"];
+
+    #[test]
+    fn salts_adapters_and_lengths_differ() {
+        let root = BlockHash::root("", "");
+        assert_ne!(root, BlockHash::root("a", ""));
+        assert_ne!(BlockHash::root("a", ""), BlockHash::root("", "a"));
+        assert_ne!(root.then(&[1, 2]), root.then(&[1]));
+        assert_ne!(root.then(&[1]).then(&[2]), root.then(&[2]).then(&[1]));
+        assert_ne!(root.after_dropping(3), root.after_dropping(4));
+    }
+}
