@@ -5,8 +5,9 @@
 //! root, made from a tenant's salt and an adapter's name.
 //!
 //! A tail that fills no block is called by the same rule: fewer tokens give another hash. Of a sequence of which tokens
-//! [were dropped](crate::Cache::thin), the upper half of each number is the token's position, counted from one: what is
-//! left was computed in the presence of what is gone, and is named after both.
+//! [were dropped](crate::Cache::thin), the upper half of each number is the token's position, counted from one, and its
+//! highest bit says whether the row was computed since; what is left was computed in the presence of what is gone, and is
+//! named after both.
 
 use std::fmt;
 
@@ -43,11 +44,11 @@ impl BlockHash {
         BlockHash(sha.finalize().into())
     }
 
-    /// What the rest of a sequence follows, once tokens were dropped from it that had been there.
-    pub(crate) fn after_dropping(&self, tokens: usize) -> BlockHash {
+    /// What the rest of a sequence follows, once tokens were dropped from it: it was computed in their presence.
+    pub(crate) fn after_dropping(&self, history: &BlockHash) -> BlockHash {
         let mut sha = Sha256::new_with_prefix(b"moontide: dropped");
         sha.update(self.0);
-        sha.update((tokens as u64).to_le_bytes());
+        sha.update(history.0);
         BlockHash(sha.finalize().into())
     }
 }
@@ -140,6 +141,7 @@ mod tests {
         assert_ne!(BlockHash::root("a", ""), BlockHash::root("", "a"));
         assert_ne!(root.then(&[1, 2]), root.then(&[1]));
         assert_ne!(root.then(&[1]).then(&[2]), root.then(&[2]).then(&[1]));
-        assert_ne!(root.after_dropping(3), root.after_dropping(4));
+        let other = root.then(&[1]);
+        assert_ne!(root.after_dropping(&other), other.after_dropping(&root));
     }
 }

@@ -195,8 +195,10 @@ pub(crate) struct Sequence {
 pub(crate) struct Thinned {
     /// Blocks before this one are as they were.
     pub(crate) from_block: usize,
-    /// What that block follows.
-    pub(crate) parent: BlockHash,
+    /// All that there was, in whose presence the rows were computed that are left.
+    pub(crate) history: BlockHash,
+    /// So many rows, from the first, were computed then; those behind them since.
+    pub(crate) old: usize,
     /// Where each token stood; tokens that are added follow the last one that there ever was.
     pub(crate) positions: Vec<u32>,
     /// The next token's position.
@@ -209,6 +211,7 @@ impl Thinned {
         if let Some(first) = self.positions.get(tokens) {
             self.next = *first;
             self.positions.truncate(tokens);
+            self.old = self.old.min(tokens);
         }
     }
 }
@@ -230,17 +233,16 @@ impl Sequence {
     /// The hash of tokens `from..to`, which begin a block.
     pub(crate) fn hash_of(&self, from: usize, to: usize, block_tokens: usize) -> BlockHash {
         let block = from / block_tokens;
-        match &self.thinned {
-            Some(thinned) if block >= thinned.from_block => {
-                let parent = if block == thinned.from_block { thinned.parent } else { self.hashes[block - 1] };
-                let words = self.tokens[from..to].iter().zip(&thinned.positions[from..to]);
-                parent.then_words(words.map(|(token, at)| (u64::from(*at) + 1) << 32 | u64::from(*token)))
-            }
-            _ => {
-                let parent = if block == 0 { self.root } else { self.hashes[block - 1] };
-                parent.then(&self.tokens[from..to])
-            }
-        }
+        let parent = if block == 0 { self.root } else { self.hashes[block - 1] };
+        let Some(thinned) = self.thinned.as_ref().filter(|thinned| block >= thinned.from_block) else {
+            return parent.then(&self.tokens[from..to]);
+        };
+        let parent = if block == thinned.from_block { parent.after_dropping(&thinned.history) } else { parent };
+        parent.then_words((from..to).map(|row| {
+            let (token, position) = (u64::from(self.tokens[row]), u64::from(thinned.positions[row]));
+            let since = u64::from(row >= thinned.old);
+            since << 63 | (position + 1) << 32 | token
+        }))
     }
 
     pub(crate) fn push(&mut self, token: Token, block_tokens: usize) {

@@ -88,8 +88,8 @@ impl Cache {
         let before = sequence.thinned.as_ref().map_or(usize::MAX, |thinned| thinned.from_block);
         let from_block = before.min(first_hole / block_tokens);
         let positions: Vec<u32> = kept.iter().map(|at| positions[*at]).collect();
-        let parent = history.after_dropping(tokens);
-        sequence.thinned = Some(Thinned { from_block, parent, positions: positions.clone(), next });
+        sequence.thinned =
+            Some(Thinned { from_block, history, old: kept.len(), positions: positions.clone(), next });
         sequence.tokens = kept.iter().map(|at| sequence.tokens[*at]).collect();
         sequence.worth = kept.iter().map(|at| sequence.worth[*at]).collect();
         sequence.sealed = false;

@@ -21,7 +21,7 @@
 //!
 //! Reading order: [`StoreConfig`], [`StoreError`], `cluster` (the master), `nodes` (links to those that hold bytes),
 //! `local` (memory of this host), `place` (where an object is), `read` and `get`, `range`, `put` and `write`, `plan`,
-//! `operate`;
+//! `operate`, `blocks`;
 //! [`decide`] is what of it is pure. Below lies the [`link`](LinkConfig): one connection to one master, shared by
 //! everybody in the process.
 
@@ -58,11 +58,14 @@ the_rest! {
     mod store;
     mod tasks;
 
+    mod blocks;
+
     pub mod decide;
     mod metrics;
 
     mod link;
 
+    pub use blocks::BlockStore;
     pub use config::{
         CONNECT_DEFAULT, DEADLINE_DEFAULT, Hedge, LOCATIONS_DEFAULT, PutOptions, StoreConfig, WAITING_DEFAULT,
         WORKING_DEFAULT,

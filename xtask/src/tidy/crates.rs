@@ -37,7 +37,7 @@ const CRATES: &[Room] = &[
     room("ep", 2, &["types", "heap"]),
     room("master", 3, &["types", "proto", "heap", "meta"]),
     room("node", 3, &["types", "proto", "heap", "transfer", "disk"]),
-    room("client", 4, &["types", "proto", "heap", "transfer"]),
+    room("client", 4, &["types", "proto", "heap", "transfer", "blocks"]),
     Room { name: "cli", floor: 5, may_use: MayUse::Below },
     Room { name: "python", floor: 6, may_use: MayUse::Anything },
     Room { name: "sim", floor: 6, may_use: MayUse::Anything },
@@ -50,6 +50,7 @@ const BANS: &[(&str, &[&str])] = &[
     ("types", &["tokio", "tonic", "hyper"]),
     ("heap", &["tokio", "tonic", "hyper"]),
     ("meta", &["tokio", "tonic", "hyper"]),
+    ("blocks", &["tokio", "tonic", "hyper"]),
 ];
 
 const fn room(name: &'static str, floor: u8, may_use: &'static [&'static str]) -> Room {
