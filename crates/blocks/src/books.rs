@@ -12,7 +12,7 @@
 //! Invariants: a block is in the list of cached ones if and only if it has a name and nobody has it (or it is
 //! [shielded](Books::shield) for a moment); both lists are in the order of their stamps.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque, hash_map};
 use std::hash::BuildHasherDefault;
 
 use crate::hash::{BlockHash, FirstBytes};
@@ -21,10 +21,12 @@ use crate::readers::Stamp;
 
 const NONE: u32 = u32::MAX;
 
+/// Of a block's count: it has a name, and more stands in its [`Entry`].
+const NAMED: u32 = 1 << 31;
+
+/// What is said of blocks that have a name.
 #[derive(Clone, Debug)]
 struct Entry {
-    /// How many sequences and [holds](crate::Held) have it.
-    refs: u32,
     /// Neighbours in the list of cached ones: older and newer.
     older: u32,
     newer: u32,
@@ -38,6 +40,9 @@ struct Entry {
 
 #[derive(Debug)]
 pub(crate) struct Books {
+    /// How many sequences and [holds](crate::Held) have each block, and whether it is [`NAMED`]: all that most operations
+    /// need to know.
+    counts: Vec<u32>,
     entries: Vec<Entry>,
     by_hash: HashMap<BlockHash, Block, BuildHasherDefault<FirstBytes>>,
     oldest: u32,
@@ -48,8 +53,9 @@ pub(crate) struct Books {
 
 impl Books {
     pub(crate) fn new(blocks_max: u32) -> Books {
-        let empty = Entry { refs: 0, older: NONE, newer: NONE, since: None, hash: None, saved: false };
+        let empty = Entry { older: NONE, newer: NONE, since: None, hash: None, saved: false };
         Books {
+            counts: vec![0; blocks_max as usize],
             entries: vec![empty; blocks_max as usize],
             by_hash: HashMap::default(),
             oldest: NONE,
@@ -60,7 +66,11 @@ impl Books {
     }
 
     pub(crate) fn refs(&self, block: Block) -> u32 {
-        self.entries[block as usize].refs
+        self.counts[block as usize] & !NAMED
+    }
+
+    pub(crate) fn is_named(&self, block: Block) -> bool {
+        self.counts[block as usize] & NAMED != 0
     }
 
     pub(crate) fn hash(&self, block: Block) -> Option<BlockHash> {
@@ -91,15 +101,15 @@ impl Books {
 
     /// A block that was free is somebody's now.
     pub(crate) fn take(&mut self, block: Block) {
-        let entry = &mut self.entries[block as usize];
-        assert!(entry.refs == 0 && entry.hash.is_none(), "block {block} was not free: {entry:?}");
-        entry.refs = 1;
+        let count = &mut self.counts[block as usize];
+        assert_eq!(*count, 0, "block {block} was not free");
+        *count = 1;
     }
 
     /// One more has it.
     pub(crate) fn share(&mut self, block: Block) {
-        assert!(self.entries[block as usize].refs > 0, "block {block} belongs to nobody");
-        self.entries[block as usize].refs += 1;
+        assert!(self.refs(block) > 0, "block {block} belongs to nobody");
+        self.counts[block as usize] += 1;
     }
 
     /// The block of this name, if there is one.
@@ -110,11 +120,11 @@ impl Books {
     /// Protects a block that was found from being given up, without changing its place in the list: until it is
     /// [taken up](Books::take_up) or no longer [shielded](Books::unshield).
     pub(crate) fn shield(&mut self, block: Block) {
-        self.entries[block as usize].refs += 1;
+        self.counts[block as usize] += 1;
     }
 
     pub(crate) fn unshield(&mut self, block: Block) {
-        self.entries[block as usize].refs -= 1;
+        self.counts[block as usize] -= 1;
     }
 
     /// A block that was shielded is somebody's now.
@@ -126,26 +136,24 @@ impl Books {
 
     /// Its bytes are complete: it can be found from now on, unless another one has the name already.
     pub(crate) fn name(&mut self, block: Block, hash: BlockHash) {
-        let entry = &mut self.entries[block as usize];
-        assert!(entry.refs > 0 && entry.hash.is_none(), "block {block} cannot be named: {entry:?}");
-        self.by_hash.entry(hash).or_insert_with(|| {
-            entry.hash = Some(hash);
-            block
-        });
+        assert!(self.refs(block) > 0 && !self.is_named(block), "block {block} cannot be named");
+        if let hash_map::Entry::Vacant(free) = self.by_hash.entry(hash) {
+            free.insert(block);
+            self.entries[block as usize].hash = Some(hash);
+            self.counts[block as usize] |= NAMED;
+        }
     }
 
     /// One has it no longer. The last one says when that was.
     pub(crate) fn let_go(&mut self, block: Block, stamp: Stamp) {
+        assert!(self.refs(block) > 0, "block {block} belongs to nobody");
+        self.counts[block as usize] -= 1;
+        match self.counts[block as usize] {
+            0 => return self.waiting.push_back((stamp, block)),
+            NAMED => {}
+            _ => return,
+        }
         let entry = &mut self.entries[block as usize];
-        assert!(entry.refs > 0, "block {block} belongs to nobody");
-        entry.refs -= 1;
-        if entry.refs > 0 {
-            return;
-        }
-        if entry.hash.is_none() {
-            self.waiting.push_back((stamp, block));
-            return;
-        }
         (entry.since, entry.older, entry.newer) = (Some(stamp), self.newest, NONE);
         match self.newest {
             NONE => self.oldest = block,
@@ -169,7 +177,7 @@ impl Books {
             if entry.since.is_none_or(|since| since >= oldest) {
                 break;
             }
-            if entry.refs == 0 {
+            if self.refs(block) == 0 {
                 found.push(block);
             }
             block = entry.newer;
@@ -201,12 +209,14 @@ impl Books {
     /// What so many sequences had under one number they have under another now, and it is found there. `to` was just
     /// taken; what else has `from` keeps it.
     pub(crate) fn rename(&mut self, from: Block, to: Block, moved: u32, stamp: Stamp) {
-        self.entries[to as usize].refs = moved;
+        self.counts[to as usize] = moved;
         let entry = &mut self.entries[from as usize];
         let (hash, saved) = (entry.hash.take(), std::mem::take(&mut entry.saved));
         if let Some(hash) = hash {
             (self.entries[to as usize].hash, self.entries[to as usize].saved) = (Some(hash), saved);
             self.by_hash.insert(hash, to);
+            self.counts[from as usize] &= !NAMED;
+            self.counts[to as usize] |= NAMED;
         }
         for _ in 0..moved {
             self.let_go(from, stamp);
@@ -229,6 +239,7 @@ impl Books {
         entry.saved = false;
         if let Some(hash) = entry.hash.take() {
             self.by_hash.remove(&hash);
+            self.counts[block as usize] &= !NAMED;
         }
     }
 

@@ -245,11 +245,16 @@ impl Cache {
     pub fn append(&mut self, id: SequenceId, token: Token) -> Result<(), BlocksError> {
         self.put_in_order();
         let block_tokens = self.block_tokens();
-        let tokens = self.sequence(id)?.tokens.len();
+        let sequence = self.sequence_mut(id)?;
+        let tokens = sequence.tokens.len();
         if tokens.is_multiple_of(block_tokens) {
             self.grow(id, tokens / block_tokens)?;
-        } else if self.filled(id) >= tokens / block_tokens * block_tokens {
-            self.own_tail(id)?;
+            self.sequence_mut(id)?.owns_tail = true;
+        } else if !sequence.owns_tail {
+            if self.filled(id) >= tokens / block_tokens * block_tokens {
+                self.own_tail(id)?;
+            }
+            self.sequence_mut(id)?.owns_tail = true;
         }
         self.sequence_mut(id)?.push(token, block_tokens);
         Ok(())
@@ -311,7 +316,8 @@ impl Cache {
         let block_tokens = self.block_tokens();
         let count = self.shape().blocks_for(filled);
         let mut blocks = self.table(id).blocks(count);
-        let parent = self.sequence(id)?;
+        let parent = self.sequence_mut(id)?;
+        parent.owns_tail = false;
         let mut child = Sequence::new(parent.tokens[..filled].to_vec(), Vec::new(), parent.root);
         child.hashes = parent.hashes[..filled / block_tokens].to_vec();
         child.worth = parent.worth.iter().copied().take(filled).collect();
@@ -352,6 +358,7 @@ impl Cache {
         let all = self.blocks_of(id)?;
         let keep = self.shape().blocks_for(tokens);
         let sequence = self.sequence_mut(id)?;
+        sequence.owns_tail = false;
         sequence.tokens.truncate(tokens);
         sequence.hashes.truncate(tokens / block_tokens);
         sequence.worth.truncate(tokens);
@@ -407,6 +414,7 @@ impl Cache {
         if with_tail && !filled.is_multiple_of(block_tokens) {
             let hash = sequence.hash_of(full * block_tokens, filled, block_tokens);
             parts.push(Part { hash: Some(hash), block: table.block(full), tokens: filled % block_tokens });
+            self.sequence_mut(id)?.owns_tail = false;
         }
         for part in &parts {
             self.books.share(part.block);
@@ -584,7 +592,7 @@ impl Cache {
         let block = self.table(id).block(at);
         let sequence = self.sequence(id)?;
         if sequence.filling
-            || self.books.refs(block) == 1 && self.books.hash(block).is_none() && !sequence.sealed
+            || self.books.refs(block) == 1 && !self.books.is_named(block) && !sequence.sealed
         {
             return Ok(());
         }

@@ -13,6 +13,9 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
+/// Tokens that are hashed at a time: as many as most blocks have.
+const WORDS: usize = 16;
+
 /// A token's number.
 pub type Token = u32;
 
@@ -38,8 +41,16 @@ impl BlockHash {
 
     pub(crate) fn then_words(&self, words: impl Iterator<Item = u64>) -> BlockHash {
         let mut sha = Sha256::new_with_prefix(self.0);
-        for word in words {
-            sha.update(word.to_le_bytes());
+        // Many at a time: every call has its price.
+        let mut bytes = [0; 8 * WORDS];
+        let mut words = words.peekable();
+        while words.peek().is_some() {
+            let mut len = 0;
+            for (space, word) in bytes.chunks_exact_mut(8).zip(words.by_ref()) {
+                space.copy_from_slice(&word.to_le_bytes());
+                len += 8;
+            }
+            sha.update(&bytes[..len]);
         }
         BlockHash(sha.finalize().into())
     }

@@ -9,11 +9,13 @@
 //! | 0‥26 | the block on top, or [`NONE`] |
 //! | 26‥64 | how often the head was changed: a head that is the same again has another successor only if this wrapped, after 2³⁸ changes within one attempt |
 //!
-//! | a block's word | when |
+//! | low half of a block's word | when |
 //! |---|---|
-//! | the block below it, or [`NONE`] | it is on the stack |
+//! | the block below it, or [`NONE`] | it is on the stack; the high half is how many there are, from it down |
 //! | [`TAKEN`] | somebody has it |
 //! | [`AWAY`] | it lies behind the [limit](Pool::set_limit) |
+//!
+//! So the count of free blocks is in the topmost one's word, and costs nobody an exchange of its own.
 //!
 //! Invariant: a block is on the stack, taken, or away; whoever gives one back that is not taken is stopped by an assert.
 
@@ -37,9 +39,7 @@ const _: () = assert!(NONE < AWAY);
 pub struct Pool {
     head: AtomicU64,
     /// One word for each block.
-    below: Box<[AtomicU32]>,
-    /// Blocks on the stack. Behind it by what other threads are just doing.
-    free: AtomicU32,
+    words: Box<[AtomicU64]>,
     /// Blocks from this one on are not given out again.
     limit: AtomicU32,
 }
@@ -52,14 +52,13 @@ impl Pool {
     pub fn new(blocks: u32, blocks_max: u32) -> Pool {
         assert!(blocks <= blocks_max && blocks_max <= BLOCKS_MAX, "{blocks} of {blocks_max} blocks");
         let word = |block: u32| match block {
-            _ if block >= blocks => AWAY,
-            _ if block + 1 == blocks => NONE,
-            _ => block + 1,
+            _ if block >= blocks => u64::from(AWAY),
+            _ if block + 1 == blocks => on_stack(NONE, 1),
+            _ => on_stack(block + 1, blocks - block),
         };
         Pool {
             head: AtomicU64::new(u64::from(if blocks == 0 { NONE } else { 0 })),
-            below: (0..blocks_max).map(|block| AtomicU32::new(word(block))).collect(),
-            free: AtomicU32::new(blocks),
+            words: (0..blocks_max).map(|block| AtomicU64::new(word(block))).collect(),
             limit: AtomicU32::new(blocks),
         }
     }
@@ -88,13 +87,13 @@ impl Pool {
                 Err(now) => head = now,
             }
         }
-        self.free.fetch_sub(count, Ordering::Relaxed);
         // From here on the blocks are this thread's alone.
         let mut block = top(head);
         for _ in 0..count {
-            let below = self.below[block as usize].load(Ordering::Relaxed);
+            let word = &self.words[block as usize];
+            let below = below(word.load(Ordering::Relaxed));
             // Release; pairs with the Acquire of `walk`: who sees this sees the new head too.
-            self.below[block as usize].store(TAKEN, Ordering::Release);
+            word.store(u64::from(TAKEN), Ordering::Release);
             to(block);
             block = below;
         }
@@ -107,36 +106,47 @@ impl Pool {
     /// If one of them was not taken.
     pub fn give(&self, blocks: impl IntoIterator<Item = Block>) {
         let limit = self.limit.load(Ordering::Relaxed);
-        let (mut first, mut last, mut count) = (NONE, NONE, 0);
+        let (mut first, mut count) = (NONE, 0);
         for block in blocks {
-            let word = &self.below[block as usize];
-            assert_eq!(word.load(Ordering::Relaxed), TAKEN, "block {block} was given back twice");
-            word.store(if block >= limit { AWAY } else { first }, Ordering::Relaxed);
+            let word = &self.words[block as usize];
+            assert_eq!(word.load(Ordering::Relaxed), u64::from(TAKEN), "block {block} was given back twice");
+            word.store(if block >= limit { u64::from(AWAY) } else { on_stack(first, 0) }, Ordering::Relaxed);
             if block < limit {
                 first = block;
-                if last == NONE {
-                    last = block;
-                }
                 count += 1;
             }
         }
         if count > 0 {
-            self.push(first, last, count);
+            self.push(first, count);
         }
     }
 
     /// Puts a chain of blocks on the stack.
-    fn push(&self, first: Block, last: Block, count: u32) {
-        // Counted before they can be taken: the count is never less than nothing.
-        self.free.fetch_add(count, Ordering::Relaxed);
+    fn push(&self, first: Block, count: u32) {
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
-            self.below[last as usize].store(top(head), Ordering::Relaxed);
+            // If others change the top meanwhile, its depth may be anything: the exchange fails, and it is looked at again.
+            let under = self.depth(head);
+            let mut block = first;
+            for above in (0..count).rev() {
+                let word = &self.words[block as usize];
+                let next = if above == 0 { top(head) } else { below(word.load(Ordering::Relaxed)) };
+                word.store(on_stack(next, under.wrapping_add(above + 1)), Ordering::Relaxed);
+                block = next;
+            }
             // Release; pairs with the Acquire of `take`.
             match self.exchange(head, first, weakened(Bug::RelaxedGive, Ordering::Release)) {
                 Ok(()) => return,
                 Err(now) => head = now,
             }
+        }
+    }
+
+    /// How many blocks there are on the stack with this head.
+    fn depth(&self, head: u64) -> u32 {
+        match top(head) {
+            NONE => 0,
+            block => (self.words[block as usize].load(Ordering::Relaxed) >> 32) as u32,
         }
     }
 
@@ -147,7 +157,7 @@ impl Pool {
             if block >= NONE {
                 return None;
             }
-            block = self.below[block as usize].load(Ordering::Acquire);
+            block = below(self.words[block as usize].load(Ordering::Acquire));
         }
         (block <= NONE).then_some(block)
     }
@@ -176,15 +186,16 @@ impl Pool {
     /// # Panics
     /// If the pool was made for fewer.
     pub fn set_limit(&self, limit: u32) {
-        assert!(limit as usize <= self.below.len(), "{limit} of {} blocks", self.below.len());
+        assert!(limit as usize <= self.words.len(), "{limit} of {} blocks", self.words.len());
         let before = self.limit.swap(limit, Ordering::Relaxed);
         if limit < before {
             self.put_away();
         } else {
             // Those in use between the two limits are given back by whoever has them.
             let absent = |block: &u32| {
-                let word = &self.below[*block as usize];
-                word.compare_exchange(AWAY, TAKEN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+                let (away, taken) = (u64::from(AWAY), u64::from(TAKEN));
+                let word = &self.words[*block as usize];
+                word.compare_exchange(away, taken, Ordering::Relaxed, Ordering::Relaxed).is_ok()
             };
             self.give((before..limit).rev().filter(absent));
         }
@@ -195,13 +206,13 @@ impl Pool {
         let mut taken = Vec::new();
         while self.take(1, |block| taken.push(block)) {}
         self.give(taken.into_iter().rev());
-        let behind = &self.below[self.blocks() as usize..];
-        behind.iter().filter(|word| word.load(Ordering::Relaxed) != AWAY).count() as u32
+        let behind = &self.words[self.blocks() as usize..];
+        behind.iter().filter(|word| word.load(Ordering::Relaxed) != u64::from(AWAY)).count() as u32
     }
 
     /// How many blocks are free. Exact when nobody is changing it.
     pub fn free(&self) -> u32 {
-        self.free.load(Ordering::Relaxed)
+        self.depth(self.head.load(Ordering::Relaxed))
     }
 
     /// How many blocks there are, free or not, below the limit.
@@ -211,13 +222,23 @@ impl Pool {
 
     /// How many there could be.
     pub fn blocks_max(&self) -> u32 {
-        self.below.len() as u32
+        self.words.len() as u32
     }
 
     /// Whether somebody has this block.
     pub fn is_taken(&self, block: Block) -> bool {
-        self.below[block as usize].load(Ordering::Relaxed) == TAKEN
+        self.words[block as usize].load(Ordering::Relaxed) == u64::from(TAKEN)
     }
+}
+
+#[inline]
+fn on_stack(below: u32, depth: u32) -> u64 {
+    u64::from(depth) << 32 | u64::from(below)
+}
+
+#[inline]
+fn below(word: u64) -> u32 {
+    word as u32
 }
 
 #[inline]

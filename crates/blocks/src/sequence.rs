@@ -182,6 +182,8 @@ pub(crate) struct Sequence {
     pub(crate) filling: bool,
     /// The rows behind the last complete one were seen by readers, before tokens were taken back: they must not be written.
     pub(crate) sealed: bool,
+    /// Its last block is known to be its alone, and not sealed: true as long as nobody could have come to share it.
+    pub(crate) owns_tail: bool,
     /// Blocks behind its own that are kept for it, if they are to follow each other.
     pub(crate) reserve: u32,
     /// Tokens were dropped from it.
@@ -224,6 +226,7 @@ impl Sequence {
             root,
             filling: false,
             sealed: false,
+            owns_tail: false,
             reserve: 0,
             thinned: None,
             worth: Vec::new(),
@@ -245,6 +248,23 @@ impl Sequence {
         }))
     }
 
+    /// Rows from this one on are lost, and will be computed in the presence of what there is now: of a sequence from which
+    /// tokens were dropped they will not be the same, nor have the same names.
+    pub(crate) fn lose_rows(&mut self, from: usize, block_tokens: usize) {
+        let Some(thinned) = self.thinned.as_mut().filter(|thinned| from < thinned.old) else { return };
+        thinned.old = from;
+        self.hashes.truncate(from / block_tokens);
+        self.name_blocks(block_tokens);
+    }
+
+    /// Adds the names of full blocks that have none.
+    pub(crate) fn name_blocks(&mut self, block_tokens: usize) {
+        for at in self.hashes.len()..self.tokens.len() / block_tokens {
+            let hash = self.hash_of(at * block_tokens, (at + 1) * block_tokens, block_tokens);
+            self.hashes.push(hash);
+        }
+    }
+
     pub(crate) fn push(&mut self, token: Token, block_tokens: usize) {
         self.tokens.push(token);
         if let Some(thinned) = &mut self.thinned {
@@ -252,8 +272,7 @@ impl Sequence {
             thinned.next += 1;
         }
         if self.tokens.len().is_multiple_of(block_tokens) {
-            let end = self.tokens.len();
-            self.hashes.push(self.hash_of(end - block_tokens, end, block_tokens));
+            self.name_blocks(block_tokens);
         }
     }
 }

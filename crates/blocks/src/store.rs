@@ -157,6 +157,8 @@ impl Cache {
         let restored = fill.restore(store).map_err(ParkError::Store)?;
         self.commit(fill)?;
         self.counts.restored_tokens += restored as u64;
+        let (filled, block_tokens) = (self.filled(id), self.block_tokens());
+        self.sequence_mut(id)?.lose_rows(filled, block_tokens);
         Ok(())
     }
 }

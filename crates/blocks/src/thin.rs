@@ -94,10 +94,7 @@ impl Cache {
         sequence.worth = kept.iter().map(|at| sequence.worth[*at]).collect();
         sequence.sealed = false;
         sequence.hashes.truncate(from_block);
-        for at in from_block..kept.len() / block_tokens {
-            let hash = sequence.hash_of(at * block_tokens, (at + 1) * block_tokens, block_tokens);
-            sequence.hashes.push(hash);
-        }
+        sequence.name_blocks(block_tokens);
         let unused = std::mem::replace(&mut sequence.reserve, reserve);
         if self.space.is_paged() {
             let names = self.sequence(id)?.hashes.clone();

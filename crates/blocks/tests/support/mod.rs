@@ -1,20 +1,22 @@
 //! What tests of the cache have in common: numbers by chance, a store in memory that fails now and then, a reader that
 //! stays.
 
+#![allow(dead_code, reason = "each test file uses some of it")]
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 
 use moontide_blocks::{BlockHash, Destination, Guard, Plane, Reader, SequenceId, Shape, Source, Store, View};
 
 /// SplitMix64. The seed is mixed, or the numbers of one seed would be those of the next, one step on.
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Random {
+    pub(crate) fn new(seed: u64) -> Random {
         Random(mix(mix(seed)))
     }
 
-    pub fn below(&mut self, end: u64) -> u64 {
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(GOLDEN);
         mix(self.0) % end
     }
@@ -23,7 +25,7 @@ impl Random {
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A number that looks like chance, and is always the same.
-pub fn mix(number: u64) -> u64 {
+pub(crate) fn mix(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(GOLDEN);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -43,7 +45,7 @@ enum Mood {
 
 /// A store in memory.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub(crate) struct Memory {
     blocks: RefCell<HashMap<BlockHash, Vec<u8>>>,
     mood: Mood,
 }
@@ -51,11 +53,11 @@ pub struct Memory {
 /// It was told to fail.
 #[derive(Debug, thiserror::Error)]
 #[error("the store is in a bad mood")]
-pub struct Failed;
+pub(crate) struct Failed;
 
 impl Memory {
     /// Another mood, and perhaps something forgotten.
-    pub fn moody(&mut self, random: &mut Random) {
+    pub(crate) fn moody(&mut self, random: &mut Random) {
         self.mood = match random.below(10) {
             0 => Mood::Fails,
             1 => Mood::Partly(random.below(3) as usize),
@@ -69,6 +71,11 @@ impl Memory {
                 blocks.remove(&all[random.below(all.len() as u64) as usize]);
             }
         }
+    }
+
+    /// Loses a block.
+    pub(crate) fn forget(&self, hash: &BlockHash) {
+        assert!(self.blocks.borrow_mut().remove(hash).is_some(), "it was there");
     }
 
     fn most(&self) -> Result<usize, Failed> {
@@ -121,14 +128,14 @@ impl Store for Memory {
 }
 
 /// A reader that is in, and what it sees of a sequence.
-pub struct Watch {
+pub(crate) struct Watch {
     view: View<'static>,
     guard: Option<Guard<'static>>,
     reader: *mut Reader,
 }
 
 impl Watch {
-    pub fn new(reader: Reader, id: SequenceId) -> Watch {
+    pub(crate) fn new(reader: Reader, id: SequenceId) -> Watch {
         let reader = Box::into_raw(Box::new(reader));
         // SAFETY: freed in `drop`, after the guard.
         let guard = unsafe { &mut *reader }.enter();
@@ -138,7 +145,7 @@ impl Watch {
         Watch { view, guard: Some(guard), reader }
     }
 
-    pub fn view(&self) -> View<'_> {
+    pub(crate) fn view(&self) -> View<'_> {
         self.view
     }
 }
@@ -152,7 +159,7 @@ impl Drop for Watch {
 }
 
 /// That a view shows these rows.
-pub fn check_view(
+pub(crate) fn check_view(
     shape: &Shape,
     view: &View<'_>,
     rows: &[u64],

@@ -3,6 +3,7 @@
 //! Progress goes to standard error, one JSON object per result to standard output; `disk` prints a table unless it is told
 //! to print JSON. Every figure that the machine limits stands beside the bare limit measured in the same run.
 
+mod blocks;
 mod disk;
 mod failover;
 mod figures;
@@ -43,6 +44,9 @@ enum Bench {
     /// Many callers who read and write; also more than can be served
     #[command(after_help = store::MIXED_EXAMPLES)]
     Mixed(store::MixedArgs),
+    /// The engine's own paged cache: operations, sharing on a trace, a sequence from the store
+    #[command(after_help = blocks::EXAMPLES)]
+    Blocks(blocks::Args),
     /// A master that is killed and started again: how long until everything goes on
     #[command(after_help = failover::EXAMPLES)]
     Failover(failover::Args),
@@ -77,6 +81,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Remote(args) => store::remote(&args),
         Bench::Load(args) => store::load(&args),
         Bench::Mixed(args) => store::mixed(&args),
+        Bench::Blocks(args) => blocks::run(&args),
         Bench::Failover(args) => failover::run(&args),
         Bench::Masters(args) => masters::run(&args),
         Bench::Trace(args) => store::replay(&args),

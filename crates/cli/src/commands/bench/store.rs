@@ -24,6 +24,7 @@ use std::time::Duration;
 use clap::Args as ClapArgs;
 use moontide_meta::Rng;
 
+pub(super) use cluster::{BenchCluster, Size};
 pub(super) use load::{Args as LoadArgs, EXAMPLES as LOAD_EXAMPLES, run as load};
 pub(super) use local::{Args as LocalArgs, EXAMPLES as LOCAL_EXAMPLES, run as local};
 pub(super) use mixed::{Args as MixedArgs, EXAMPLES as MIXED_EXAMPLES, run as mixed};

@@ -17,18 +17,18 @@ const END_WAIT: Duration = Duration::from_secs(10);
 
 /// How large a cluster is.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
-    pub(super) nodes: usize,
-    pub(super) node_bytes: u64,
-    pub(super) groups: u16,
+pub(crate) struct Size {
+    pub(crate) nodes: usize,
+    pub(crate) node_bytes: u64,
+    pub(crate) groups: u16,
 }
 
 /// A node's disk.
 #[derive(Clone, Debug)]
-pub(super) struct Disk {
-    pub(super) dir: PathBuf,
-    pub(super) limit_bytes: u64,
-    pub(super) staging_bytes: u64,
+pub(crate) struct Disk {
+    pub(crate) dir: PathBuf,
+    pub(crate) limit_bytes: u64,
+    pub(crate) staging_bytes: u64,
 }
 
 impl Disk {
@@ -43,22 +43,22 @@ impl Disk {
 
 /// A cluster that ends with this value.
 #[derive(Debug)]
-pub(super) struct BenchCluster {
+pub(crate) struct BenchCluster {
     /// Nodes first: they say goodbye to the master.
     nodes: Vec<Process>,
     master: Process,
     /// Where the master serves gRPC.
-    pub(super) address: String,
+    pub(crate) address: String,
 }
 
 impl BenchCluster {
     /// Starts it, and waits until all nodes serve.
-    pub(super) fn start(size: Size) -> Result<BenchCluster, BenchError> {
+    pub(crate) fn start(size: Size) -> Result<BenchCluster, BenchError> {
         BenchCluster::start_with_disk(size, None)
     }
 
     /// The same with a disk, for a cluster of one node.
-    pub(super) fn start_with_disk(size: Size, disk: Option<&Disk>) -> Result<BenchCluster, BenchError> {
+    pub(crate) fn start_with_disk(size: Size, disk: Option<&Disk>) -> Result<BenchCluster, BenchError> {
         eprintln!("starting a master and {} node(s) of {} MiB …", size.nodes, size.node_bytes >> 20);
         let free = "127.0.0.1:0";
         let groups = size.groups.to_string();
@@ -95,7 +95,7 @@ impl BenchCluster {
     }
 
     /// Connects to it.
-    pub(super) fn store(&self, change: impl FnOnce(&mut StoreConfig)) -> Result<Store, BenchError> {
+    pub(crate) fn store(&self, change: impl FnOnce(&mut StoreConfig)) -> Result<Store, BenchError> {
         let mut config = StoreConfig::new(&self.address);
         config.deadline = Duration::from_secs(20);
         change(&mut config);
@@ -103,7 +103,7 @@ impl BenchCluster {
     }
 
     /// Its processes.
-    pub(super) fn pids(&self) -> impl Iterator<Item = u32> + '_ {
+    pub(crate) fn pids(&self) -> impl Iterator<Item = u32> + '_ {
         self.nodes.iter().chain([&self.master]).map(|process| process.child.id())
     }
 }
