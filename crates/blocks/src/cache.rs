@@ -298,7 +298,12 @@ impl Cache {
         let before = table.filled();
         table.set_filled(filled);
         if self.space.is_paged() {
-            for at in before / block_tokens..filled / block_tokens {
+            let complete = if moontide_types::planted("named-before-complete") {
+                self.sequence(id)?.tokens.len()
+            } else {
+                filled
+            };
+            for at in before / block_tokens..complete / block_tokens {
                 let hash = self.sequence(id)?.hashes[at];
                 self.books.name(self.table(id).block(at), hash);
             }
@@ -362,7 +367,7 @@ impl Cache {
         sequence.tokens.truncate(tokens);
         sequence.hashes.truncate(tokens / block_tokens);
         sequence.worth.truncate(tokens);
-        sequence.sealed |= filled > tokens;
+        sequence.sealed |= filled > tokens && !moontide_types::planted("taken-back-rows-written");
         sequence.sealed &= !tokens.is_multiple_of(block_tokens);
         if let Some(thinned) = &mut sequence.thinned {
             thinned.truncate(tokens);
@@ -592,6 +597,7 @@ impl Cache {
         let block = self.table(id).block(at);
         let sequence = self.sequence(id)?;
         if sequence.filling
+            || moontide_types::planted("tail-written-while-shared")
             || self.books.refs(block) == 1 && !self.books.is_named(block) && !sequence.sealed
         {
             return Ok(());
@@ -623,7 +629,10 @@ impl Cache {
 
     /// Gives back what nobody can be reading any more.
     pub(crate) fn settle(&mut self) {
-        let oldest = self.shared.readers.oldest();
+        let mut oldest = self.shared.readers.oldest();
+        if moontide_types::planted("reused-while-read") {
+            oldest = self.shared.readers.stamp();
+        }
         let (books, retired) = (&mut self.books, &mut self.retired);
         self.space.give(std::iter::from_fn(|| books.settled(oldest)));
         retired.retain(|(stamp, _)| *stamp >= oldest);

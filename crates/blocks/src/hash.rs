@@ -29,7 +29,7 @@ impl BlockHash {
         let mut said = String::from("[\"moontide\", ");
         push_json(&mut said, adapter);
         said.push_str(", ");
-        push_json(&mut said, salt);
+        push_json(&mut said, if moontide_types::planted("salt-forgotten") { "" } else { salt });
         said.push(']');
         BlockHash(Sha256::digest(said.as_bytes()).into())
     }
