@@ -1,7 +1,8 @@
 //! [`Group`]: the state of one group and the primitives that keep its books consistent.
 //!
 //! The calls are in the modules below, one idea each: [`lookup`], [`put`], [`remove`], the nodes' side in [`nodes`]
-//! and [`report`], [`disk`], [`evict`], and [`tick`], which does everything that waits for time.
+//! and [`report`], [`disk`], [`evict`], and [`tick`], which does everything that waits for time. What has left is told in
+//! [`departures`].
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and
 //! stands in the queue of reservations. Complete: it has at least one replica with all of its stripes, and stands in
@@ -9,6 +10,7 @@
 //! the nodes say so.
 
 mod audit;
+mod departures;
 mod disk;
 mod evict;
 mod inherit;
@@ -32,6 +34,7 @@ use moontide_types::{
 };
 
 pub use audit::{Audit, Range, Violation};
+pub use departures::{DEPARTURES_KEPT, Departures};
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
 pub use inherit::{ExpectedSegment, Heirloom, Inheritance};
@@ -301,6 +304,9 @@ pub struct Group {
     /// Tenants with a quota; those over it are evicted first.
     limited: Vec<TenantIx>,
 
+    /// What has left, for those who watch; none while nobody does.
+    feed: Option<Box<departures::Feed>>,
+
     stats: GroupStats,
     scratch: Vec<PlaceView>,
 }
@@ -359,6 +365,7 @@ impl Group {
             wanted_units: 0,
             evicting: false,
             limited: vec![],
+            feed: None,
             stats: GroupStats::default(),
             scratch: vec![],
             config,
@@ -616,6 +623,7 @@ impl Group {
         self.tenants.get_mut(record.tenant()).objects -= 1;
         let removed = self.table.remove(record.id(), at.number());
         debug_assert!(removed, "every record is in the table");
+        self.departs(record.id(), !record.has(Flag::Writing));
         if let Some(old) = self.slab.remove(at) {
             self.renamed(old, at);
         }
@@ -737,6 +745,7 @@ impl Group {
             }
         }
         self.enqueue(at);
+        self.stays(record.id(), self.departed());
         self.stats.puts_completed += 1;
     }
 

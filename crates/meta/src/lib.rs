@@ -43,10 +43,10 @@ mod tenant;
 
 pub use effect::{Effect, Effects, Order, OrderKind, OrderOutcome, Waiter};
 pub use group::{
-    Admission, Ask, Audit, Detail, DiskSpec, EvictReport, ExpectedSegment, Found, Group, GroupConfig,
-    GroupStats, Heirloom, Inheritance, ListCursor, LookupCounts, Mount, MountSpec, ObjectView, PlaceView,
-    PutEnd, PutOptions, PutStart, Range, Removal, ReportRecord, ReportState, Reservation, SegmentView,
-    StripeView, TickBudget, Violation,
+    Admission, Ask, Audit, DEPARTURES_KEPT, Departures, Detail, DiskSpec, EvictReport, ExpectedSegment,
+    Found, Group, GroupConfig, GroupStats, Heirloom, Inheritance, ListCursor, LookupCounts, Mount, MountSpec,
+    ObjectView, PlaceView, PutEnd, PutOptions, PutStart, Range, Removal, ReportRecord, ReportState,
+    Reservation, SegmentView, StripeView, TickBudget, Violation,
 };
 pub use job::{JobId, JobKind, JobState, JobStatus, PatternError};
 pub use placement::{Candidate, Place as PlacementPlace, Placement, PlacementKind, Topology, Wish};

@@ -28,6 +28,9 @@ mod cluster;
 #[path = "model/check.rs"]
 mod check;
 
+#[path = "model/watcher.rs"]
+mod watcher;
+
 #[path = "model/regressions.rs"]
 mod regressions;
 
@@ -51,6 +54,7 @@ fn run(placement: PlacementKind, commands: &[Command]) -> Result<GroupStats, Str
     for (at, command) in commands.iter().enumerate() {
         world.step(command).map_err(|what| format!("step {at}, {command:?}: {what}"))?;
     }
+    world.last_watch()?;
     Ok(*world.group.stats())
 }
 

@@ -203,6 +203,7 @@ impl Group {
             Ok(at) => at,
             Err(code) => {
                 self.unreserve(&places);
+                self.departs(put.ask.id, false);
                 return Err(code);
             }
         };

@@ -203,9 +203,11 @@ impl Group {
     /// Makes room for a new version under the same id, whose put waits until nodes have killed the old one.
     pub(super) fn replace_object(&mut self, at: Ref, now: Now, by: ObjectId, effects: &mut Effects) {
         let record = *self.slab.get(at);
+        let mark = self.departed();
         if record.has(Flag::Writing) {
             // Nobody can have read it.
             self.drop_object(at, now, effects);
+            self.departs_if_not_put(by, mark);
             return;
         }
         if self.is_unsettled(now) && self.tombstones.len() < TOMBSTONES_MAX {
@@ -215,6 +217,7 @@ impl Group {
         }
         self.remember_for_disks(record.id(), record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
+        self.departs_if_not_put(by, mark);
         if removal.kills == 0 {
             return;
         }

@@ -385,9 +385,14 @@ impl Group {
             self.report_unwelcome(index, new, effects);
             return Ok(());
         }
+        let mark = self.departed();
         self.drop_object(at, now, effects);
         self.stats.reported_killed += 1;
-        self.report_first(now, index, new, stripe_len, effects)
+        self.report_first(now, index, new, stripe_len, effects)?;
+        if new.is_whole() {
+            self.stays(new.id, mark);
+        }
+        Ok(())
     }
 
     /// What nobody wants drains.

@@ -44,6 +44,7 @@ impl Group {
     pub fn tick(&mut self, now: Now, budget: &TickBudget, effects: &mut Effects) -> bool {
         self.activate_segments(now);
         self.forget_absent(now);
+        self.open_feed(now);
         let expired = self.expire_reservations(now, budget.expiries, effects)
             | self.expire_objects(now, budget.expiries, effects)
             | self.expire_offloads(now, budget.expiries)

@@ -227,6 +227,7 @@ impl World {
                 }
                 self.puts[at].acked = true;
                 if writing {
+                    self.watcher.completed(put.key);
                     for replica in (0..replicas).filter(|&replica| written(replica)) {
                         for place in replica * put.stripes..(replica + 1) * put.stripes {
                             self.note_ready(&put, place);

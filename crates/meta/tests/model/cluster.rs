@@ -257,6 +257,7 @@ impl World {
         }
         self.term = Term::new(self.term.get() + 1).unwrap();
         self.group = Group::new(config(self.term, self.placement), self.now);
+        self.watcher = Default::default();
         self.removals.clear();
         self.replaced.clear();
         self.forced_job = false;

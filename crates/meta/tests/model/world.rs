@@ -20,6 +20,7 @@ use moontide_types::{
 
 use crate::command::Command;
 use crate::node::NodeModel;
+use crate::watcher::Watcher;
 
 /// Nothing, or what was violated.
 pub(crate) type Check = Result<(), String>;
@@ -120,6 +121,7 @@ pub(crate) struct World {
     pub(crate) mounts: u64,
     pub(crate) sessions: u64,
     pub(crate) effects: Effects,
+    pub(crate) watcher: Watcher,
 }
 
 pub(crate) fn id_of(key: u8) -> ObjectId {
@@ -172,6 +174,7 @@ impl World {
             mounts: 0,
             sessions: 0,
             effects: vec![],
+            watcher: Watcher::default(),
         };
         world.introduce_tenants();
         world
@@ -183,7 +186,8 @@ impl World {
         self.may_end = MayEnd::Nothing;
         self.apply(command)?;
         self.take_effects()?;
-        crate::check::check(self)
+        crate::check::check(self)?;
+        self.watch()
     }
 
     fn apply(&mut self, command: &Command) -> Check {
