@@ -269,6 +269,7 @@ messages! {
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
     LoadRequest LoadReply AttachRequest AttachReply NodeList Bequest
+    GetDeparturesRequest GetDeparturesResponse
 }
 
 /// A control message; the first byte selects which.

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engine_vllm import prompt
@@ -331,16 +331,24 @@ def test_other_weights_of_the_same_name_are_another_model(
 def test_events_say_what_is_in_the_store(model: Path, cluster: Cluster, start_engine: Callable[..., Engine]) -> None:
     import msgspec
     import zmq
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     port = free_port()
     job = {
         "model": str(model),
         "store": cluster.settings,
-        "rounds": [PROMPT, [{"tokens": [[5, 40]], "max_tokens": 4}]],
+        "rounds": [PROMPT, *([{"tokens": [[seed, 40]], "max_tokens": 4}] for seed in (5, 6))],
         "wait": True,
         "events": port,
     }
     engine = start_engine(job)
+    heard: list[Any] = []
+
+    def listen() -> None:
+        while subscriber.poll(2000):
+            _, _, payload = subscriber.recv_multipart()
+            heard.extend(msgspec.msgpack.decode(payload)[1])
+
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         engine.until(lambda line: "ready" in line)
         subscriber.connect(f"tcp://127.0.0.1:{port}")
@@ -350,11 +358,24 @@ def test_events_say_what_is_in_the_store(model: Path, cluster: Cluster, start_en
         for number in range(2):
             engine.go()
             round_of(engine, number, 120)
-        heard = []
-        while subscriber.poll(2000):
-            _, _, payload = subscriber.recv_multipart()
-            heard += msgspec.msgpack.decode(payload)[1]
+        listen()
+        assert not [event for event in heard if event["type"] == "BlockRemoved"], "all are there"
+        with cluster.store() as store:
+            removed = sorted(store.keys("kv1/"))[3:5]
+            assert store.batch_remove(removed, force=True) == [True, True]
+        # The connector hears of it within a second, and tells when the engine steps.
+        time.sleep(3)
+        told = len(heard)
+        engine.go()
+        round_of(engine, 2, 120)
+        listen()
     engine.finish()
+    gone = [event for event in heard[told:] if event["type"] == "BlockRemoved"]
+    assert {event["medium"] for event in gone} == {"STORAGE"}
+    hashes = [block for event in gone for block in event["block_hashes"]]
+    names = [bytes.fromhex(key.decode().split("/")[-2]) for key in removed]
+    assert sorted(hashes) == sorted(maybe_convert_block_hash(cast(Any, name)) for name in names)
+    heard = heard[:told]
     by_medium: dict[str, dict[int, Any]] = {"STORAGE": {}, "GPU": {}}
     for event in heard:
         if event["type"] == "BlockStored":
@@ -367,6 +388,7 @@ def test_events_say_what_is_in_the_store(model: Path, cluster: Cluster, start_en
     roots = [event for event in kept.values() if event["parent_block_hash"] is None]
     assert [event["token_ids"] for event in roots] == [prompt([[1, 468]])[:32], prompt([[5, 40]])[:32]]
     assert all(event["parent_block_hash"] in kept for event in kept.values() if event not in roots)
+    assert set(hashes) < set(kept), "what leaves has the names that it came with"
 
 
 def test_a_server_publishes_what_it_moved(model: Path, cluster: Cluster, tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ b'high tide'
 """
 
 from moontide._binary import binary
-from moontide._native import AsyncStore, LocalMaster, LocalNode, Memory, PutOptions, Tensor, View, __version__
+from moontide._native import (
+    AsyncStore,
+    Departures,
+    LocalMaster,
+    LocalNode,
+    Memory,
+    PutOptions,
+    Tensor,
+    View,
+    __version__,
+)
 from moontide.errors import (
     AlreadyExists,
     BatchError,
@@ -62,6 +72,7 @@ __all__ = [
     "ConnectionLost",
     "Corrupt",
     "DeadlineExceeded",
+    "Departures",
     "Dev",
     "dev",
     "DiskError",

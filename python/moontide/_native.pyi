@@ -8,7 +8,18 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypedDict, Unpack, f
 
 from typing_extensions import Buffer, disjoint_base
 
-__all__ = ["__version__", "AsyncStore", "LocalMaster", "LocalNode", "Memory", "PutOptions", "Store", "Tensor", "View"]
+__all__ = [
+    "__version__",
+    "AsyncStore",
+    "Departures",
+    "LocalMaster",
+    "LocalNode",
+    "Memory",
+    "PutOptions",
+    "Store",
+    "Tensor",
+    "View",
+]
 
 __version__: str
 
@@ -51,6 +62,11 @@ class PutOptions:
         near: bool = True,
     ) -> Self: ...
     def __eq__(self, other: object, /) -> bool: ...
+
+@final
+class Departures:
+    def next(self, timeout: float = 1.0) -> tuple[list[bytes], bool] | None: ...
+    def close(self) -> None: ...
 
 @disjoint_base
 class Store:
@@ -99,6 +115,8 @@ class Store:
     def batch_get_view(self, keys: Iterable[_Key]) -> list[View | None]: ...
     def exists(self, key: _Key) -> bool: ...
     def batch_exists(self, keys: Iterable[_Key]) -> list[bool]: ...
+    def object_id(self, key: _Key) -> bytes: ...
+    def departures(self) -> Departures: ...
     def remove(self, key: _Key, force: bool = False) -> bool: ...
     def batch_remove(self, keys: Iterable[_Key], force: bool = False) -> list[bool]: ...
     def remove_all(self, force: bool = False) -> int: ...

@@ -5,12 +5,13 @@
 //! calls is said in the docstrings; `moontide/_native.pyi` has the types.
 //!
 //! Reading order: `process` (forks), `errors`, `arguments`, `array`, `pinned`, `view`, `tensor`, `store`, `addresses` (for
-//! callers with pointers), `mailbox` and `tasks`, `local`.
+//! callers with pointers), `departures`, `mailbox` and `tasks`, `local`.
 
 mod address;
 mod addresses;
 mod arguments;
 mod array;
+mod departures;
 mod dlpack;
 mod errors;
 mod local;
@@ -31,6 +32,8 @@ mod _native {
     use crate::address::Memory;
     #[pymodule_export]
     use crate::arguments::PutOptions;
+    #[pymodule_export]
+    use crate::departures::Departures;
     #[pymodule_export]
     use crate::local::{LocalMaster, LocalNode};
     #[pymodule_export]

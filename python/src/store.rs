@@ -12,6 +12,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use crate::addresses;
 use crate::arguments::{Keys, PutOptions, key, put_options, same_length, seconds};
 use crate::array::{Array, Source, Target};
+use crate::departures::Departures;
 use crate::errors;
 use crate::process::{OfProcess, gone};
 use crate::tensor::{Tensor, header_of, no_tensor};
@@ -452,6 +453,17 @@ impl Store {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
         self.call(py, |client| client.exists_batch(&keys))
+    }
+
+    /// The id by which departures() name an object: 16 bytes. Another one after remove_all(force=True).
+    fn object_id<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        let id = self.client(py)?.object_id(self::key(key)?).map_err(|error| errors::store(py, &error))?;
+        Ok(PyBytes::new(py, &id.0))
+    }
+
+    /// Follows what leaves the store from now on.
+    fn departures(&self, py: Python<'_>) -> PyResult<Departures> {
+        Ok(Departures::new(self.client(py)?.departures()))
     }
 
     /// Removes an object; whether there was one. With force also one that is leased or pinned.

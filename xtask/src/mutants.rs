@@ -73,6 +73,13 @@ const BUGS: &[Bug] = &[
         way: Way::Environment,
     },
     Bug {
+        name: "replaced-and-never-written",
+        place: "crates/meta/src/group/departures.rs",
+        harm: "An object whose replacement was never written is gone, and routers go on sending requests to it.",
+        test: test("meta", "model", "group_is_as_the_model_says"),
+        way: Way::Environment,
+    },
+    Bug {
         name: "removal-before-kill",
         place: "crates/meta/src/group/remove.rs",
         harm: "A removal is answered before the nodes have killed the object, and a reader who knows the place still gets it.",

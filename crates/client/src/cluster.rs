@@ -16,6 +16,7 @@ use moontide_types::bounds::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, IdKey, MapVersion, ObjectId, Tenant, TenantGeneration, Term};
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Runtime;
+use tokio::task::AbortHandle;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Response, Status};
 use tracing::debug;
@@ -390,6 +391,11 @@ impl Cluster {
         self.runtime().spawn(future);
     }
 
+    /// The same for something that can be stopped.
+    pub(crate) fn start(&self, future: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        self.runtime().spawn(future).abort_handle()
+    }
+
     /// Clients of all masters that host something, for tasks.
     pub(crate) fn clients(&self) -> Vec<MasterClient<Channel>> {
         self.masters().hosts().map(|master| master.client()).collect()
@@ -419,6 +425,21 @@ impl Masters {
     /// The version of the map.
     pub(crate) fn version(&self) -> u64 {
         self.version
+    }
+
+    /// Those that host something, each with its place in the map.
+    pub(crate) fn by_place(&self) -> impl Iterator<Item = (u16, &Arc<Master>)> {
+        (0u16..).zip(&self.all).filter(|(_, master)| master.hosts)
+    }
+
+    /// The groups of the master in this place.
+    pub(crate) fn groups_of(&self, place: u16) -> impl Iterator<Item = u16> {
+        self.routes.groups_of(place)
+    }
+
+    /// Whether every group has a master.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.routes.is_complete()
     }
 
     /// Those that host something, in an order that stays the same.

@@ -21,7 +21,7 @@
 //!
 //! Reading order: [`StoreConfig`], [`StoreError`], `cluster` (the master), `nodes` (links to those that hold bytes),
 //! `local` (memory of this host), `place` (where an object is), `read` and `get`, `range`, `put` and `write`, `plan`,
-//! `operate`, `blocks`;
+//! `operate`, `departures`, `blocks`;
 //! [`decide`] is what of it is pure. Below lies the [`link`](LinkConfig): one connection to one master, shared by
 //! everybody in the process.
 
@@ -53,6 +53,7 @@ the_rest! {
     mod put;
     mod write;
 
+    mod departures;
     mod operate;
 
     mod store;
@@ -70,6 +71,7 @@ the_rest! {
         CONNECT_DEFAULT, DEADLINE_DEFAULT, Hedge, LOCATIONS_DEFAULT, PutOptions, StoreConfig, WAITING_DEFAULT,
         WORKING_DEFAULT,
     };
+    pub use departures::{Departure, Departures};
     pub use error::StoreError;
     pub use get::{GetInto, ObjectRef};
     pub use metrics::{StoreMetrics, StoreStats};

@@ -173,6 +173,27 @@ impl Master for Handler {
         set_tenant_quota(SetTenantQuotaRequest) -> SetTenantQuotaResponse;
     }
 
+    /// May wait for long: whoever wants this master to end does not.
+    fn get_departures<'s, 'f>(
+        &'s self,
+        request: Request<v1::GetDeparturesRequest>,
+    ) -> Pin<Box<dyn Future<Output = Result<Response<v1::GetDeparturesResponse>, Status>> + Send + 'f>>
+    where
+        's: 'f,
+        Self: 'f,
+    {
+        Box::pin(async move {
+            self.counters.request(Call::Other);
+            let mut stop = self.stop.clone();
+            tokio::select! {
+                response = self.service.get_departures(request.get_ref()) => Ok(Response::new(response)),
+                _ = stop.wait_for(|&stop| stop) => {
+                    Err(status(ErrorCode::Unreachable, "this master is shutting down"))
+                }
+            }
+        })
+    }
+
     fn remove<'s, 'f>(
         &'s self,
         request: Request<v1::RemoveRequest>,

@@ -10,6 +10,7 @@
 //! Locks, in the order in which they may be taken: `tenants`, one group, then one of the leaves (`sessions`, an
 //! outbox, `removals`). No group is locked while another one is.
 
+mod departures;
 mod disks;
 mod hosting;
 mod hot;
@@ -37,6 +38,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, mpsc};
 
 use crate::election::{Estates, Hosting, Proposal};
+use departures::Watchers;
 use hosting::{Held, Seat};
 use jobs::Jobs;
 use outbox::NodeSession;
@@ -162,6 +164,7 @@ pub struct Service {
     sessions: Mutex<Sessions>,
     nodes: RwLock<HashMap<SessionId, Arc<NodeSession>>>,
     removals: Removals,
+    watchers: Watchers,
     jobs: Mutex<Jobs>,
     /// The highest foreign term that was seen above ours; 0 while we lead.
     stepped_down: AtomicU32,
@@ -241,6 +244,7 @@ impl Service {
             sessions: Mutex::new(sessions),
             nodes: RwLock::default(),
             removals: Removals::default(),
+            watchers: Watchers::new(groups.into()),
             jobs: Mutex::default(),
             stepped_down: AtomicU32::new(0),
             ousted: Mutex::default(),

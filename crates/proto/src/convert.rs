@@ -15,6 +15,7 @@ mod bounded;
 mod check;
 mod context;
 mod data;
+mod departures;
 mod lookup;
 mod nodes;
 mod objects;
@@ -32,6 +33,9 @@ pub use context::{
 pub use data::{
     AttachReply, AttachRequest, AttachedRegion, BeginRequest, CommitRequest, LoadReply, LoadRequest,
     SlotOutcomes,
+};
+pub use departures::{
+    DepartureCursor, DeparturesAnswer, GetDeparturesRequest, GetDeparturesResponse, GroupDepartures,
 };
 pub use lookup::{
     ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest, Presence,

@@ -33,6 +33,13 @@ pub const BEQUEST_TOMBSTONES_MAX: usize = 65_536;
 /// Most segments in a bequest: of a thousand nodes 65 each, or of 65,536 nodes one.
 pub const BEQUEST_SEGMENTS_MAX: usize = 65_536;
 
+/// Longest time for which a master may be asked to wait for departures: shorter than what lies between forget about
+/// connections on which nothing moves.
+pub const DEPARTURES_WAIT_MS_MAX: u32 = 30_000;
+
+/// Most departures in one answer: 1 MiB of ids.
+pub const DEPARTURES_PER_ANSWER_MAX: usize = 65_536;
+
 /// Longest time to live: a hundred years, so that no sum of times overflows.
 pub const TTL_MS_MAX: u64 = 100 * 366 * 86_400_000;
 

@@ -112,6 +112,8 @@ fn too_many_elements_are_refused_before_they_are_allocated() {
     refused_unallocated::<v1::QueryKeysResponse>("details", empty_elements(3));
     refused_unallocated::<v1::GetTenantsResponse>("tenants", empty_elements(2));
     refused_unallocated::<v1::ListSegmentsResponse>("segments", empty_elements(2));
+    refused_unallocated::<v1::GetDeparturesRequest>("cursors", empty_elements(2));
+    refused_unallocated::<v1::GetDeparturesResponse>("groups", empty_elements(2));
     refused_unallocated::<v1::GetNodesResponse>("nodes", empty_elements(2));
     refused_unallocated::<v1::GetNodesResponse>("addresses", nested(2, &empty_elements(3)));
     refused_unallocated::<v1::ExistRequest>("message", vec![0; REQUEST_BYTES_MAX + 1]);

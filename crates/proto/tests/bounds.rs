@@ -629,6 +629,42 @@ fn operators() {
     edge!(ClusterInfo, InvalidArgument, |m| m.protocol_max = 1, m.protocol_min = 2);
 }
 
+#[test]
+fn departures() {
+    let cursor = v1::DepartureCursor { group: 1, term: 2, next: 3 };
+    edge!(GetDeparturesRequest, TooLarge, |m| m.cursors = vec![cursor; GROUPS_MAX.into()], {
+        m.cursors.push(m.cursors[0])
+    });
+    edge!(GetDeparturesRequest, InvalidArgument, |m| m.cursors.truncate(1), m.cursors.clear());
+    edge!(GetDeparturesRequest, TooLarge, |m| m.wait_ms = DEPARTURES_WAIT_MS_MAX, m.wait_ms += 1);
+    edge!(GetDeparturesRequest, TooLarge, |m| m.cursors[0].group = 4095, m.cursors[0].group = 4096);
+    edge!(GetDeparturesRequest, InvalidArgument, |m| m.cursors[0].term = Term::MAX.get(), {
+        m.cursors[0].term += 1
+    });
+    let told = |ids: usize| v1::GroupDepartures {
+        group: 1,
+        code: 0,
+        term: 1,
+        next: 1,
+        gap: false,
+        ids: vec![7; 16 * ids].into(),
+    };
+    let fullest = || vec![told(DEPARTURES_PER_ANSWER_MAX - 1), told(1)];
+    edge!(GetDeparturesResponse, TooLarge, |m| m.groups = fullest(), m.groups.push(told(1)));
+    edge!(GetDeparturesResponse, TooLarge, |m| m.groups = vec![told(0); GROUPS_MAX.into()], {
+        m.groups.push(told(0))
+    });
+    edge!(GetDeparturesResponse, InvalidArgument, |m| m.groups = vec![told(2)], {
+        m.groups[0].ids = vec![7; 31].into()
+    });
+    edge!(GetDeparturesResponse, InvalidArgument, |m| m.groups = vec![told(2)], m.groups[0].next = 0);
+    edge!(GetDeparturesResponse, TooLarge, |m| m.groups = vec![told(2)], m.groups[0].group = 4096);
+    edge!(GetDeparturesResponse, Unsupported, |m| m.groups = vec![told(2)], m.groups[0].code = 77_777);
+    edge!(GetDeparturesResponse, InvalidArgument, |m| m.groups = vec![told(2)], {
+        m.groups[0].code = ErrorCode::WrongMaster as u32
+    });
+}
+
 /// The header with one field replaced and a fresh CRC, as a hostile or confused sender would make it.
 fn patched(header: FrameHeader, at: usize, value: &[u8]) -> Result<FrameHeader, FrameError> {
     let mut bytes = header.encode();

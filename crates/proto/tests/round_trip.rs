@@ -41,6 +41,7 @@ message_checks! {
     RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
     SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
     LoadRequest LoadReply AttachRequest AttachReply NodeList Bequest
+    GetDeparturesRequest GetDeparturesResponse
 }
 
 /// A record comes back; none of its cuts does; and its length is the one announced.

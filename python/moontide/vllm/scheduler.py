@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from vllm.distributed.kv_events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from moontide.kv import Lookups, keys_of
+from moontide.kv import Departures, Lookups, keys_of
 
 from .messages import Handshake, Load, Report, Save, Step
 from .settings import Settings, namespace
@@ -51,8 +51,8 @@ class _Pending:
     request: str
     ranks: int = 0
     missing: set[int] = field(default_factory=set)
-    #: What others are told when it is over: one event for each block.
-    events: list[KVCacheEvent] = field(default_factory=list)
+    #: What others are told when it is over: one event for each block, and its hash.
+    events: list[tuple[KVCacheEvent, bytes]] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -72,6 +72,8 @@ class SchedulerSide:
         self._door = settings.door()
         self._door.connect_early()
         self._lookups = Lookups(self._door, patience=settings.patience_ms / 1000)
+        #: Who hears which of the blocks that routers were told of have left the store.
+        self._departures = Departures(self._door, self._keys_of_block) if self._with_events else None
         self._meter = Meter()
         #: What all ranks together have of a block. Empty: nothing is loaded or saved.
         self._parts: list[str] = []
@@ -87,6 +89,8 @@ class SchedulerSide:
         self._ended: list[str] = []
         self._pending: dict[int, _Pending] = {}
         self._events: list[KVCacheEvent] = []
+        #: Hashes of the blocks in them that were saved.
+        self._told: list[bytes] = []
         self._step = 0
         self._saves = 0
         #: The last step in which layers waited for loads and of which not all ranks have told; 0 if there is none.
@@ -266,14 +270,16 @@ class SchedulerSide:
         tracked = self._tracked.get(pending.request)
         if tracked is not None:
             tracked.under_way -= 1
-        self._events += [event for at, event in enumerate(pending.events) if at not in pending.missing]
+        saved = [told for at, told in enumerate(pending.events) if at not in pending.missing]
+        self._events += [event for event, _ in saved]
+        self._told += [block for _, block in saved]
 
     # ----------------------------------------------------------------------------------------------------------- events
 
-    def _describe(self, request: Any, first: int, last: int) -> list[KVCacheEvent]:
-        """What routers are told about blocks once they are in the store."""
+    def _describe(self, request: Any, first: int, last: int) -> list[tuple[KVCacheEvent, bytes]]:
+        """What routers are told about blocks once they are in the store, and the hash of each."""
         size, hashes, lora = self._block_size, request.block_hashes, request.lora_request
-        return [
+        events = [
             BlockStored(
                 block_hashes=[maybe_convert_block_hash(hashes[at])],
                 parent_block_hash=maybe_convert_block_hash(hashes[at - 1]) if at else None,
@@ -285,10 +291,22 @@ class SchedulerSide:
             )
             for at in range(first, last)
         ]
+        return list(zip(events, hashes[first:last], strict=True))
+
+    def _keys_of_block(self, block: Any) -> list[str]:
+        return keys_of(self._prefix, [block], self._parts)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Since the last time. That blocks have left the store only its master knows: it would be added here."""
+        """Since the last time. What has left the store is of blocks that were told of before, and comes first."""
         events, self._events = self._events, []
+        if self._departures is None:
+            return events
+        gone = self._departures.take()
+        told, self._told = self._told, []
+        self._departures.announced(told)
+        if gone:
+            hashes = [maybe_convert_block_hash(cast(Any, block)) for block in gone]
+            events.insert(0, BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE))
         return events
 
     def stats(self) -> MoontideStats | None:
@@ -302,4 +320,6 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._lookups.close()
+        if self._departures is not None:
+            self._departures.close()
         self._door.close()

@@ -31,6 +31,11 @@ impl Routes {
         self.hosts[usize::from(id.group(groups).0)]
     }
 
+    /// The groups that a master hosts.
+    pub fn groups_of(&self, master: u16) -> impl Iterator<Item = u16> {
+        (0u16..).zip(&self.hosts).filter_map(move |(group, &host)| (host == Some(master)).then_some(group))
+    }
+
     /// Whether every group has a master.
     pub fn is_complete(&self) -> bool {
         self.hosts.iter().all(Option::is_some)

@@ -126,6 +126,8 @@ impl Service {
         }
         self.group_units[index].store(0, Ordering::Relaxed);
         self.removals.abandon(index);
+        drop(seat);
+        self.watchers.wake();
     }
 
     /// Keeps clients out of a group, and says what there is to inherit. None: it is not hosted.

@@ -185,10 +185,14 @@ impl Service {
         }
         self.split_quotas(now.mono.0);
         let mut effects = Effects::new();
-        let mut more = false;
+        let (mut more, mut news) = (false, false);
         for mut group in self.hosted() {
             more |= group.tick(self.now(), &TickBudget::default(), &mut effects);
             self.deliver(&group, &mut effects);
+            news |= self.watchers.is_news(group.index, group.departures_next());
+        }
+        if news {
+            self.watchers.wake();
         }
         if more { TICK_AGAIN } else { TICK_MAX }
     }

@@ -188,6 +188,10 @@ bounded! {
     ListKeysResponse: [CONTEXT];
     QueryKeysRequest: [];
     QueryKeysResponse: [CONTEXT, many(3, "details", BATCH_KEYS_MAX, PLAIN)];
+    GetDeparturesRequest: [many(2, "cursors", GROUPS_MAX as usize, PLAIN)];
+    DepartureCursor: [];
+    GetDeparturesResponse: [CONTEXT, many(2, "groups", GROUPS_MAX as usize, PLAIN)];
+    GroupDepartures: [];
     GetGroupMapRequest: [];
     GetGroupMapResponse: [CONTEXT, one(2, "map", v1::GroupMap::REPEATED)];
     GetClusterInfoRequest: [];

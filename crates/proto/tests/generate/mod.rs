@@ -860,6 +860,30 @@ impl Gen {
                 let nodes = (0..n).map(|_| node(self)).collect();
                 v1::GetNodesResponse { context: answer, nodes }.encode_to_vec()
             }
+            "GetDeparturesRequest" => {
+                let cursor = |g: &mut Gen| v1::DepartureCursor {
+                    group: g.below(4096) as u32,
+                    term: g.term().get(),
+                    next: g.u64(),
+                };
+                let cursors = (0..1 + n).map(|_| cursor(self)).collect();
+                let wait_ms = self.below(30_001) as u32;
+                v1::GetDeparturesRequest { context, cursors, wait_ms, cluster: self.u64() }.encode_to_vec()
+            }
+            "GetDeparturesResponse" => {
+                let group = |g: &mut Gen| {
+                    let group = g.below(4096) as u32;
+                    if g.bool() {
+                        let code = g.code() as u32;
+                        return v1::GroupDepartures { group, code, ..Default::default() };
+                    }
+                    let ids: Vec<u8> = (0..g.below(4)).flat_map(|_| g.id().0).collect();
+                    let (term, next, gap) = (g.term().get(), g.u64().max(1), g.bool());
+                    v1::GroupDepartures { group, code: 0, term, next, gap, ids: ids.into() }
+                };
+                let groups = (0..n).map(|_| group(self)).collect();
+                v1::GetDeparturesResponse { context: answer, groups, cluster: self.u64() }.encode_to_vec()
+            }
             other => unreachable!("{other}"),
         }
     }

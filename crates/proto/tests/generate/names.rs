@@ -58,4 +58,6 @@ pub(crate) const MESSAGES: &[&str] = &[
     "AttachReply",
     "NodeList",
     "Bequest",
+    "GetDeparturesRequest",
+    "GetDeparturesResponse",
 ];
