@@ -34,7 +34,7 @@ class Watched:
     def save(self, blocks: list[str], size: int = 100) -> None:
         for block in blocks:
             for key in keys_of(block):
-                assert self.store.put(key, bytes(size))
+                assert self.store.put(key, bytes(size), near=False)
         self.departures.announced(blocks)
 
     def there(self, block: str) -> bool:
@@ -162,8 +162,8 @@ def test_blocks_that_were_lost_with_a_node_are_said(watch: Callable[..., Watched
 def places(store: moontide.Store, key: str) -> list[dict[str, Any]]:
     found = store.stat(key)
     assert found is not None
-    replicas: list[dict[str, Any]] = found["replicas"]
-    return replicas
+    places: list[dict[str, Any]] = found["places"]
+    return places
 
 
 def test_after_a_masters_end_only_what_is_really_missing_is_said(watch: Callable[..., Watched], tmp_path: Path) -> None:

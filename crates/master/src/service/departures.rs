@@ -119,3 +119,81 @@ fn group_departures(group: u32, term: Term, departures: moontide_meta::Departure
     ids.iter().for_each(|id| packed.extend_from_slice(&id.0));
     v1::GroupDepartures { group, code: 0, term: term.get(), next, gap, ids: packed.into() }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use moontide_types::SystemClock;
+    use tokio::task::JoinSet;
+
+    use super::*;
+    use crate::service::ServiceConfig;
+
+    fn ask(cursors: &[(u32, u32, u64)], wait_ms: u32) -> v1::GetDeparturesRequest {
+        let cursor = |&(group, term, next)| v1::DepartureCursor { group, term, next };
+        let context = v1::RequestContext { deadline_ms: 60_000, ..Default::default() };
+        v1::GetDeparturesRequest {
+            context: Some(context),
+            cursors: cursors.iter().map(cursor).collect(),
+            wait_ms,
+            cluster: ServiceConfig::for_tests().cluster,
+        }
+    }
+
+    fn run<T>(test: impl AsyncFnOnce(Arc<Service>) -> T) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(test(Service::new(ServiceConfig::for_tests(), Arc::new(SystemClock))))
+    }
+
+    /// Whether there is a gap, by group, or the code.
+    fn gaps(answer: &v1::GetDeparturesResponse) -> Vec<(u32, Result<bool, u32>)> {
+        let gap = |m: &v1::GroupDepartures| (m.group, if m.code == 0 { Ok(m.gap) } else { Err(m.code) });
+        answer.groups.iter().map(gap).collect()
+    }
+
+    #[test]
+    fn a_number_counts_in_its_own_term_and_cluster_only() {
+        run(async |service| {
+            let first = service.get_departures(&ask(&[(0, 0, 0)], 30_000)).await;
+            assert_eq!(gaps(&first), [(0, Ok(true))]);
+            let (term, next) = (first.groups[0].term, first.groups[0].next);
+            let nothing = service.get_departures(&ask(&[(0, term, next)], 10)).await;
+            assert_eq!(gaps(&nothing), [], "it waited in vain");
+            let foreign = service.get_departures(&ask(&[(0, term + 1, next)], 30_000)).await;
+            assert_eq!(gaps(&foreign), [(0, Ok(true))]);
+            let other = v1::GetDeparturesRequest { cluster: 77, ..ask(&[(0, term, next)], 30_000) };
+            assert_eq!(gaps(&service.get_departures(&other).await), [(0, Ok(true))]);
+            let unknown = service.get_departures(&ask(&[(9, term, next)], 30_000)).await;
+            assert_eq!(gaps(&unknown), [(9, Err(ErrorCode::InvalidArgument as u32))]);
+        });
+    }
+
+    #[test]
+    fn who_waits_is_bounded_and_is_told_when_the_group_goes() {
+        run(async |service| {
+            let first = service.get_departures(&ask(&[(0, 0, 0)], 0)).await;
+            let waits = ask(&[(0, first.groups[0].term, first.groups[0].next)], 30_000);
+            let mut waiting = JoinSet::new();
+            for _ in 0..WATCHERS_MAX {
+                let (service, waits) = (Arc::clone(&service), waits.clone());
+                waiting.spawn(async move { service.get_departures(&waits).await });
+            }
+            tokio::task::yield_now().await;
+            let refused = service.get_departures(&waits).await.context.unwrap();
+            assert_eq!(refused.code, ErrorCode::Busy as u32);
+            assert!(refused.retry_after_ms > 0);
+            let began = Instant::now();
+            service.lose(moontide_types::GroupId(0));
+            while let Some(answer) = waiting.join_next().await {
+                assert_eq!(gaps(&answer.unwrap()), [(0, Err(ErrorCode::WrongMaster as u32))]);
+            }
+            assert!(began.elapsed() < Duration::from_secs(10));
+            assert_eq!(
+                service.get_departures(&waits).await.context.unwrap().code,
+                0,
+                "there are seats again"
+            );
+        });
+    }
+}
