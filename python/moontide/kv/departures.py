@@ -1,4 +1,4 @@
-"""Which blocks have left the store, of those that somebody was told of: for engines that tell routers what they saved."""
+"""Which blocks have left the store, of those that others were told of: for engines that tell routers what they save."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Counts:
 class Departures:
     """Remembers blocks that others were told of, and says which of them cannot be loaded any more.
 
-    ``announced`` and ``take`` return at once and never fail; one thread of its own follows the store. A block is gone when
-    the first of its objects is, is said to be gone once, and may be announced again. What the store says only makes a block
-    suspect: it is gone if the store, asked for its keys, does not have them all. So nothing is said to be gone that was
-    saved again meanwhile, and a store that is away makes nothing go: it is asked again when it is back.
+    ``announced`` and ``take`` return at once and never fail; one thread of its own follows the store. A block is gone
+    when the first of its objects is, is said to be gone once, and may be announced again. What the store tells only
+    makes a block suspect: it is gone if the store, asked for its keys, does not have them all. So nothing is said to be
+    gone that was saved again meanwhile, and a store that is away makes nothing go: it is asked again when it is back.
 
     ``keys`` makes the keys of a block, in the thread. At most ``most`` blocks are remembered; of more, those that were
-    announced first are given up, and said to be gone: a router had better not know of a block than believe in it for ever.
-    Every ``again`` seconds all are looked for, in case anything was missed.
+    announced first are given up, and said to be gone: a router should rather not know of a block than believe in it for
+    ever. Every ``again`` seconds all are looked for, in case anything was missed.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Departures:
         self._ends.set()
         self._thread.join(10)
 
-    # -------------------------------------------------------------------------------------------------------- the thread
+    # ------------------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
         while not self._ends.is_set():

@@ -179,7 +179,9 @@ mod tests {
                 let (service, waits) = (Arc::clone(&service), waits.clone());
                 waiting.spawn(async move { service.get_departures(&waits).await });
             }
-            tokio::task::yield_now().await;
+            while service.watchers.seats.available_permits() > 0 {
+                tokio::task::yield_now().await;
+            }
             let refused = service.get_departures(&waits).await.context.unwrap();
             assert_eq!(refused.code, ErrorCode::Busy as u32);
             assert!(refused.retry_after_ms > 0);
