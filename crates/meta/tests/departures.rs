@@ -338,7 +338,7 @@ fn a_new_master_tells_nothing_before_nodes_have_had_their_time() {
 
 #[test]
 fn who_inherits_waits_until_it_answers_from_reports() {
-    let mut first = with(&["k", "lost"]);
+    let first = with(&["k", "lost"]);
     let inheritance = first.group.bequeath(first.now, 100);
     let mut bench = Bench::with(config(2));
     bench.group.inherit(bench.now, inheritance);
