@@ -274,7 +274,10 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             let doc = Command::cargo("doc --workspace --no-deps --locked --document-private-items");
             commands([doc.env("RUSTDOCFLAGS", "-D warnings")])
         }
-        Step::Loom => commands([model_check("loom", "-p moontide-heap --test loom", machine)]),
+        Step::Loom => commands([
+            model_check("loom", "-p moontide-heap --test loom", machine),
+            model_check("loom", "-p moontide-blocks --test loom", machine),
+        ]),
         Step::Shuttle => commands([
             model_check("shuttle", "-p moontide-heap --test shuttle", machine),
             model_check("shuttle", "-p moontide-transfer --lib", machine),
@@ -392,8 +395,10 @@ mod tests {
     fn model_checkers_build_apart_with_their_cfg() {
         assert_eq!(
             lines(plan(Step::Loom, &machine())),
-            ["RUSTFLAGS=\"--cfg loom\" CARGO_TARGET_DIR=target/loom \
-              cargo test --release -p moontide-heap --test loom --locked"]
+            ["heap", "blocks"].map(|package| format!(
+                "RUSTFLAGS=\"--cfg loom\" CARGO_TARGET_DIR=target/loom \
+                 cargo test --release -p moontide-{package} --test loom --locked"
+            ))
         );
         let elsewhere = Machine { target_dir: "/scratch".to_owned(), ..machine() };
         assert!(lines(plan(Step::Shuttle, &elsewhere))[0].contains("CARGO_TARGET_DIR=/scratch/shuttle "));
