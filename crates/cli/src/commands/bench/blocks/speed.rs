@@ -142,6 +142,7 @@ fn cache(args: &Args, blocks: u32) -> Result<(), BenchError> {
     for evicting in [false, true] {
         let (mut freed, mut allocated) = (Vec::new(), Vec::new());
         if evicting {
+            append_and_view(args, &mut cache, &ids, &mut rng, &line)?;
             fill_up(&mut cache, |n| prompt(1 << 24 ^ n), root)?;
         }
         let turns = u64::from(sequences) / 2 / args.repeats();
@@ -179,7 +180,7 @@ fn cache(args: &Args, blocks: u32) -> Result<(), BenchError> {
         allocate.number("ns_spread", spread(&allocated)).number("hash_ns", hash_ns).print();
     }
 
-    append_and_view(args, &mut cache, &ids, &mut rng, line)
+    Ok(())
 }
 
 fn append_and_view(
