@@ -8,9 +8,10 @@
 //! memory out), `floor` (copies of older versions), `rooms` (who has what of [`Staging`]), [`index`](Index),
 //! [`liveness`](Row); then [`region`](Region), [`board`](Board), [`ledger`](Ledgers) and [`segment`](SegmentShape), which
 //! put these into shared memory; then [`NodeHeap`], [`Staging`], [`LocalHeap`] and the [`Door`] between them; [`alloc`]
-//! stands by itself.
+//! stands by itself. Beside them, for processes that are equals: [`phase`](PhaseBarrier), how ranks wait for each other, and
+//! the [`World`], in which each owns a region and maps everyone's.
 //!
-//! The first six are written on slices of atomics and run unchanged under model checkers (`--cfg loom`,
+//! The first six and `phase` are written on slices of atomics and run unchanged under model checkers (`--cfg loom`,
 //! `--cfg shuttle`), where the rest is left out.
 //!
 //! # A put and a get
@@ -103,13 +104,17 @@ pub mod cell;
 mod floor;
 mod index;
 mod liveness;
+mod phase;
 mod planted;
+mod ranks;
 mod rooms;
 mod sync;
 mod word;
 
 pub use index::{ENTRIES_PER_BUCKET, Index, Inserted, Place};
 pub use liveness::{Liveness, NotYours, Occupant, Row};
+pub use phase::{Entry, Met, Next, PhaseBarrier, Posts, Roll, Wait, WaitError};
+pub use ranks::{RANKS_MAX, Rank, RankSet};
 pub use word::{AtomicWord, Transition};
 
 pub mod alloc;
@@ -121,11 +126,12 @@ pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
     DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages,
     JOINS_PER_PROCESS_MAX, Killed, LedgerError, Ledgers, LocalHeap, LocalReads, Lookup, Message,
-    MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, PerProcess, Pins, ProcessToken,
-    Protection, Reader, Reclaimed, Region, RegionError, SEGMENTS_MAPPED_MAX, Said, Segment, SegmentError,
-    SegmentShape, SharedGuard, SharedLookup, SharedReader, StageError, Staged, Staging, StagingRoom,
-    StagingUse, Trailer, Unpublished, Visitor, WatchError, Welcome, WriteClaim, Writer, join, offer_segment,
-    open_stream, with_helpers,
+    MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, Patience, PerProcess, Pins,
+    ProcessToken, Protection, Reader, Reclaimed, Region, RegionError, RegionPosts, SEGMENTS_MAPPED_MAX,
+    SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError, SegmentShape, SharedGuard, SharedLookup, SharedReader,
+    StageError, Staged, Staging, StagingRoom, StagingUse, Trailer, Unpublished, Visitor, WatchError, Welcome,
+    World, WorldConfig, WorldError, WorldShape, WriteClaim, Writer, join, offer_segment, open_stream,
+    with_helpers,
 };
 
 /// What the model tests need beyond the public names.

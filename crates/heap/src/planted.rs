@@ -55,6 +55,24 @@ pub enum Bug {
     JoinUnsigned,
     /// A beat that overwrites a newer one.
     BeatByStore,
+    /// Arriving without Release: whoever sees the signal may not see what was written before.
+    RelaxedArrival,
+    /// Looking out for signals without Acquire: the same, from the other side.
+    RelaxedLookout,
+    /// Signalling and looking at the bell without a fence in between.
+    ArrivalFenceMissing,
+    /// Setting the bell and looking at the signals without a fence in between.
+    ParkFenceMissing,
+    /// Going to sleep without looking at the signals again.
+    ParkUnchecked,
+    /// Signals of all phases in the same words: a later one hides an earlier one.
+    OneSignalLine,
+    /// Taking the signal of a later phase for the word of this one.
+    LaterPhaseTaken,
+    /// Coming back without waiting for the end of the step before.
+    EntryUnmet,
+    /// Taking everyone's memory for complete, whether they said so or not.
+    WordIgnored,
 }
 
 #[cfg(not(any(loom, shuttle)))]

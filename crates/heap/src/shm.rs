@@ -19,6 +19,8 @@
 //! | `shared` | the same without lifetimes: readers and guards that keep the heap alive |
 //! | `message`, `door` | how a client gets in: greeting, descriptors, credentials |
 //! | `death` | how the node learns that a client has ended |
+//! | `posts` | the posts of a barrier in shared memory; spinning, sleeping and waking |
+//! | `world`, `rendezvous` | the symmetric heap: ranks that map each other's regions, and how they meet |
 
 mod board;
 mod death;
@@ -32,12 +34,15 @@ mod local;
 mod message;
 mod node_heap;
 mod owner;
+mod posts;
 mod reads;
 mod region;
+mod rendezvous;
 mod segment;
 mod shared;
 mod staging;
 mod trailer;
+mod world;
 
 pub use board::{Board, BoardError, BoardView};
 pub use death::{DeathWatch, Ended, WatchError};
@@ -52,12 +57,14 @@ pub use local::{AttachError, Guard, LocalHeap, Lookup, Reader, SEGMENTS_MAPPED_M
 pub use message::{Message, MessageError, Welcome};
 pub use node_heap::{HeapConfig, NodeClaim, NodeHeap, NodePin};
 pub use owner::Segment;
+pub use posts::{Patience, RegionPosts, SPINS_UNTIL_DEADLINE};
 pub use reads::LocalReads;
 pub use region::{HugePages, Protection, Region, RegionError};
 pub use segment::{SegmentError, SegmentShape};
 pub use shared::{SharedGuard, SharedLookup, SharedReader};
 pub use staging::{Staged, Staging, StagingRoom, StagingUse, Unpublished};
 pub use trailer::Trailer;
+pub use world::{World, WorldConfig, WorldError, WorldShape};
 
 #[cfg(test)]
 #[path = "../../types/tests/page/mod.rs"]

@@ -18,8 +18,7 @@
 //! | `MOONTIDE_STORM_KILLS` | how many kills; 220 unless told, 1000 for the long form |
 //! | `MOONTIDE_STORM_PLANT=forget-living` | plants the bug into the first test, which then must fail |
 //!
-//! There is no libtest here, because children must start bare; [`main`] speaks as much of its language as
-//! `cargo test` and `cargo nextest` need.
+//! There is no libtest here, because children must start bare.
 
 #![allow(unreachable_pub, missing_docs, reason = "a program of several files, not a library")]
 
@@ -54,46 +53,5 @@ fn main() -> ExitCode {
             Role::Client { kind, door, seed, .. } => clients::run(kind, &door, seed),
         }
     }
-    let Wanted { list, tests } = Wanted::from_arguments(&arguments);
-    for (name, test) in tests {
-        if list {
-            println!("{name}: test");
-            continue;
-        }
-        test(); // a failure is a panic, which ends the process with an error
-        println!("test {name} ... ok");
-    }
-    ExitCode::SUCCESS
-}
-
-/// The part of libtest's command line that runners use: filters, `--exact`, `--skip`, `--list`, `--ignored`.
-struct Wanted {
-    list: bool,
-    tests: Vec<(&'static str, fn())>,
-}
-
-impl Wanted {
-    fn from_arguments(arguments: &[String]) -> Wanted {
-        let (mut filters, mut skipped) = (Vec::new(), Vec::new());
-        let (mut list, mut exact, mut ignored) = (false, false, false);
-        let mut words = arguments.iter().map(String::as_str);
-        while let Some(word) = words.next() {
-            match word {
-                "--list" => list = true,
-                "--exact" => exact = true,
-                "--ignored" => ignored = true,
-                "--skip" => skipped.extend(words.next()),
-                "--format" | "--test-threads" | "--color" => drop(words.next()),
-                flag if flag.starts_with('-') => {}
-                filter => filters.push(filter),
-            }
-        }
-        let fits = |name: &str, filter: &&str| if exact { name == *filter } else { name.contains(filter) };
-        let wanted = |name: &str| {
-            !ignored // there are none
-                && (filters.is_empty() || filters.iter().any(|filter| fits(name, filter)))
-                && !skipped.iter().any(|filter| fits(name, filter))
-        };
-        Wanted { list, tests: TESTS.into_iter().filter(|(name, _)| wanted(name)).collect() }
-    }
+    common::libtest::run(&TESTS, &arguments)
 }

@@ -109,7 +109,7 @@ pub enum DoorError {
     Attach(#[from] AttachError),
 }
 
-fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> DoorError {
+pub(super) fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> DoorError {
     move |source| DoorError::System { what, source: source.into() }
 }
 
@@ -181,6 +181,11 @@ impl Door {
         Ok(Door { socket, allowed_uids, stale_after, handshake_max: Duration::from_secs(2) })
     }
 
+    /// Whether processes of this user may enter.
+    pub(super) fn allows(&self, uid: u32) -> bool {
+        self.allowed_uids.contains(&uid)
+    }
+
     /// As [`Door::accept`], but gives up after `timeout`.
     pub fn accept_within(&self, timeout: Duration) -> Result<Option<OwnedFd>, DoorError> {
         if wait_readable(&self.socket, timeout)? { self.accept().map(Some) } else { Ok(None) }
@@ -204,7 +209,7 @@ impl Door {
         // The greeting is read before anything is refused: a socket that is closed with unread data in it resets
         // the connection, and the refusal would be lost.
         let (message, mut descriptors) = receive(&socket)?;
-        if !self.allowed_uids.contains(&uid) {
+        if !self.allows(uid) {
             return refuse(ErrorCode::PermissionDenied, DoorError::User { pid, uid });
         }
         let (Message::Hello { .. }, 1) = (&message, descriptors.len()) else {
@@ -297,7 +302,7 @@ pub fn open_stream(socket: BorrowedFd<'_>) -> Result<OwnedFd, DoorError> {
 }
 
 /// Whether there is something to receive within `timeout`.
-fn wait_readable(socket: &OwnedFd, timeout: Duration) -> Result<bool, DoorError> {
+pub(super) fn wait_readable(socket: &OwnedFd, timeout: Duration) -> Result<bool, DoorError> {
     let mut knock = [PollFd::new(socket, PollFlags::IN)];
     let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     match rustix::event::poll(&mut knock, Some(&timeout)) {
@@ -384,7 +389,7 @@ fn two(descriptors: Vec<OwnedFd>, pid: u32) -> Result<[OwnedFd; 2], DoorError> {
     descriptors.try_into().map_err(|_| DoorError::Unexpected { pid })
 }
 
-fn socket() -> Result<OwnedFd, DoorError> {
+pub(super) fn socket() -> Result<OwnedFd, DoorError> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
         .map_err(system("make a Unix socket"))
 }
@@ -396,7 +401,7 @@ fn nobody_listens(address: &SocketAddrUnix) -> Result<bool, DoorError> {
 
 /// Bounds every wait on the socket; zero takes the bound away. With a bound, Linux ends the wait with EINTR when
 /// the process was stopped and goes on, even without a handler (signal(7)): hence `retry_on_intr` below.
-fn set_timeouts(socket: &OwnedFd, timeout: Duration) -> Result<(), DoorError> {
+pub(super) fn set_timeouts(socket: &OwnedFd, timeout: Duration) -> Result<(), DoorError> {
     let timeout = (!timeout.is_zero()).then_some(timeout);
     for direction in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
         sockopt::set_socket_timeout(socket, direction, timeout).map_err(system("set a time-out"))?;
@@ -404,7 +409,11 @@ fn set_timeouts(socket: &OwnedFd, timeout: Duration) -> Result<(), DoorError> {
     Ok(())
 }
 
-fn send(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), DoorError> {
+pub(super) fn send(
+    socket: impl AsFd,
+    message: &Message,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), DoorError> {
     let bytes = message.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -420,7 +429,7 @@ fn send(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) ->
 }
 
 /// One message with its descriptors. Descriptors of a message that is refused are closed.
-fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
+pub(super) fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
     let mut bytes = [0; Message::BYTES + 1]; // one more, to notice what is too long
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -448,7 +457,7 @@ fn receive(socket: impl AsFd) -> Result<(Message, Vec<OwnedFd>), DoorError> {
 /// Process and user at the other end; process 0 if it is in a pid namespace that this process cannot see into.
 ///
 /// Not by rustix, whose type for a process number has no room for that 0.
-fn peer_of(socket: &OwnedFd) -> Result<(u32, u32), DoorError> {
+pub(super) fn peer_of(socket: &OwnedFd) -> Result<(u32, u32), DoorError> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `peer` and `len` describe memory of this function, and every bit pattern is a ucred.
@@ -463,7 +472,7 @@ fn peer_of(socket: &OwnedFd) -> Result<(u32, u32), DoorError> {
 }
 
 /// The process that a pidfd stands for; `None` if it is no pidfd or the process is gone.
-fn pid_behind(pidfd: BorrowedFd<'_>) -> Option<u32> {
+pub(super) fn pid_behind(pidfd: BorrowedFd<'_>) -> Option<u32> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
     let field = |name| info.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     // PIDFD_THREAD, which is O_EXCL: it would fire at the end of one thread, while others still read.

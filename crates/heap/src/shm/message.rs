@@ -7,7 +7,9 @@
 
 use moontide_types::{ClientId, ErrorCode, Generation, SegmentId};
 
+use crate::ranks::Rank;
 use crate::shm::segment::SegmentShape;
+use crate::shm::world::WorldShape;
 
 /// Why bytes are not a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -72,6 +74,12 @@ pub enum Message {
     /// A client that is in opens a stream; one end comes along. What is said on it is not the door's business, but
     /// the node knows who says it.
     Stream,
+    /// A process asks to be a rank of a world; its pidfd comes along.
+    JoinWorld(WorldShape, Rank),
+    /// It may; the control region comes along, and then one [`Message::WorldRegion`] per rank.
+    World(WorldShape),
+    /// The region of a rank, which comes along.
+    WorldRegion(Rank),
 }
 
 const MAGIC: u32 = u32::from_le_bytes(*b"MTD1");
@@ -104,6 +112,18 @@ impl Message {
                 4
             }
             Message::Stream => 5,
+            Message::JoinWorld(WorldShape { ranks, bytes }, rank) => {
+                fields[..3].copy_from_slice(&[ranks.into(), bytes, rank.0.into()]);
+                6
+            }
+            Message::World(WorldShape { ranks, bytes }) => {
+                fields[..2].copy_from_slice(&[ranks.into(), bytes]);
+                7
+            }
+            Message::WorldRegion(rank) => {
+                fields[0] = rank.0.into();
+                8
+            }
         };
         let mut bytes = [0; Message::BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -154,6 +174,9 @@ impl Message {
                 (Message::Refusal(code.map_err(|_| MessageError::Field { kind, field: 0 })?), 1)
             }
             5 => (Message::Stream, 0),
+            6 => (Message::JoinWorld(WorldShape { ranks: narrow(0)?, bytes: field(1) }, Rank(narrow(2)?)), 3),
+            7 => (Message::World(WorldShape { ranks: narrow(0)?, bytes: field(1) }), 2),
+            8 => (Message::WorldRegion(Rank(narrow(0)?)), 1),
             _ => return Err(MessageError::Kind { kind }),
         };
         match (used..FIELDS).find(|&at| field(at) != 0) {
@@ -189,6 +212,9 @@ mod tests {
             Message::SegmentOffer(shape),
             Message::Refusal(ErrorCode::PermissionDenied),
             Message::Stream,
+            Message::JoinWorld(WorldShape { ranks: 8, bytes: 1 << 20 }, Rank(7)),
+            Message::World(WorldShape { ranks: 8, bytes: 1 << 20 }),
+            Message::WorldRegion(Rank(3)),
         ] {
             assert_eq!(Message::decode(&message.encode()), Ok(message));
         }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
 
+pub mod libtest;
+
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
