@@ -275,11 +275,11 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             commands([doc.env("RUSTDOCFLAGS", "-D warnings")])
         }
         Step::Loom => commands([
-            model_check("loom", "-p moontide-heap --test loom", machine),
+            model_check("loom", "-p moontide-heap --test loom --test loom_phase", machine),
             model_check("loom", "-p moontide-blocks --test loom", machine),
         ]),
         Step::Shuttle => commands([
-            model_check("shuttle", "-p moontide-heap --test shuttle", machine),
+            model_check("shuttle", "-p moontide-heap --test shuttle --test shuttle_phase", machine),
             model_check("shuttle", "-p moontide-transfer --lib", machine),
             model_check("shuttle", "-p moontide-client --lib", machine),
         ]),
@@ -395,9 +395,9 @@ mod tests {
     fn model_checkers_build_apart_with_their_cfg() {
         assert_eq!(
             lines(plan(Step::Loom, &machine())),
-            ["heap", "blocks"].map(|package| format!(
+            ["heap --test loom --test loom_phase", "blocks --test loom"].map(|what| format!(
                 "RUSTFLAGS=\"--cfg loom\" CARGO_TARGET_DIR=target/loom \
-                 cargo test --release -p moontide-{package} --test loom --locked"
+                 cargo test --release -p moontide-{what} --locked"
             ))
         );
         let elsewhere = Machine { target_dir: "/scratch".to_owned(), ..machine() };

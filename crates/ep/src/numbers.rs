@@ -174,7 +174,7 @@ fn add_bf16(row: &[u8], weight: f32, sums: &mut [f32]) {
 fn round_bf16(sums: &[f32], row: &mut [u8]) {
     for (bytes, sum) in row.as_chunks_mut().0.iter_mut().zip(sums) {
         let bits = sum.to_bits();
-        let rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16; // wraps for NaN only
         // A NaN stays one, also if its upper half alone would be an infinity.
         let upper = if sum.is_nan() { bits >> 16 | 0x40 } else { rounded };
         *bytes = (upper as u16).to_le_bytes();

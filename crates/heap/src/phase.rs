@@ -240,7 +240,8 @@ impl<P: Posts> PhaseBarrier<P> {
                 WISHING => roll.wishing.insert(rank),
                 _ => {}
             }
-            if rank == self.me && (standing != Standing::new(self.generation, ACTIVE)) {
+            let is_mine = standing == Standing::new(self.generation, ACTIVE);
+            if rank == self.me && !is_mine && !planted(Bug::ExclusionUnnoticed) {
                 return Err(WaitError::Excluded);
             }
         }
@@ -314,9 +315,11 @@ impl<P: Posts> PhaseBarrier<P> {
         let members = members.and(self.roll(phase)?.members);
         let mut met = Met { members, sends: RankSet::EMPTY, gives: RankSet::EMPTY };
         for rank in members.iter() {
-            let signal = Signal(signals[rank.index()].load(Ordering::Acquire));
-            if signal.phase() != phase && !planted(Bug::LaterPhaseTaken) {
-                continue; // it has gone on without us
+            // Acquire; pairs with the Release in `arrive`, as in `missing`. It may have gone on without us just now.
+            let order = weakened(Bug::RelaxedLookout, Ordering::Acquire);
+            let signal = Signal(signals[rank.index()].load(order));
+            if signal.phase() != phase {
+                continue;
             }
             if signal.sends() || planted(Bug::WordIgnored) {
                 met.sends.insert(rank);

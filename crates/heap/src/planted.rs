@@ -67,8 +67,8 @@ pub enum Bug {
     ParkUnchecked,
     /// Signals of all phases in the same words: a later one hides an earlier one.
     OneSignalLine,
-    /// Taking the signal of a later phase for the word of this one.
-    LaterPhaseTaken,
+    /// Not looking whether one has been left out oneself.
+    ExclusionUnnoticed,
     /// Coming back without waiting for the end of the step before.
     EntryUnmet,
     /// Taking everyone's memory for complete, whether they said so or not.
