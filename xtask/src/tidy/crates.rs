@@ -51,6 +51,7 @@ const BANS: &[(&str, &[&str])] = &[
     ("heap", &["tokio", "tonic", "hyper"]),
     ("meta", &["tokio", "tonic", "hyper"]),
     ("blocks", &["tokio", "tonic", "hyper"]),
+    ("ep", &["tokio", "tonic", "hyper"]),
 ];
 
 const fn room(name: &'static str, floor: u8, may_use: &'static [&'static str]) -> Room {

@@ -1,10 +1,11 @@
 //! `moontide bench`: figures that anyone can repeat, as JSON lines.
 //!
-//! Progress goes to standard error, one JSON object per result to standard output; `disk` prints a table unless it is told
-//! to print JSON. Every figure that the machine limits stands beside the bare limit measured in the same run.
+//! Progress goes to standard error, one JSON object per result to standard output; `disk` and `ep` print a
+//! table unless they are told to print JSON. Every figure that the machine limits stands beside the bare limit measured in the same run.
 
 mod blocks;
 mod disk;
+mod ep;
 mod failover;
 mod figures;
 mod masters;
@@ -32,6 +33,12 @@ enum Bench {
     /// Records on an SSD: reads and writes of a disk tier beside `fio`
     #[command(after_help = disk::EXAMPLES)]
     Disk(disk::Args),
+    /// Tokens to experts and back, between processes of this host, beside the bare copies
+    #[command(after_help = ep::EXAMPLES)]
+    Ep(ep::Args),
+    /// A rank of `bench ep`
+    #[command(hide = true)]
+    EpRank(ep::RankArgs),
     /// Objects in memory of this host: in place, copied, put
     #[command(after_help = store::LOCAL_EXAMPLES)]
     Local(store::LocalArgs),
@@ -77,6 +84,8 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Transfer(args) => transfer::run(&args),
         Bench::TransferOwner(args) => transfer::run_owner(&args),
         Bench::Disk(args) => disk::run(&args),
+        Bench::Ep(args) => ep::run(&args),
+        Bench::EpRank(args) => ep::run_rank(&args),
         Bench::Local(args) => store::local(&args),
         Bench::Remote(args) => store::remote(&args),
         Bench::Load(args) => store::load(&args),
