@@ -9,7 +9,10 @@
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use moontide_heap::RANKS_MAX;
 use multiversion::multiversion;
+
+use crate::layout::TOP_K_MAX;
 
 /// Numbers that share a scale in fp8.
 pub const FP8_BLOCK: usize = 128;
@@ -139,8 +142,10 @@ impl Dtype {
     ) {
         let size = self.row_bytes(1);
         assert_eq!(out.len(), hidden * size);
+        // What every model sends has a loop of its own, for whole blocks; the rest of a row goes the general way.
+        let done = if self == Dtype::Bf16 { sum_blocks_of_bf16(rows.clone(), out) } else { 0 };
         let mut sums = [0f32; CHUNK];
-        for (at, out) in (0..).step_by(CHUNK).zip(out.chunks_mut(CHUNK * size)) {
+        for (at, out) in (done..).step_by(CHUNK).zip(out[done * size..].chunks_mut(CHUNK * size)) {
             let sums = &mut sums[..out.len() / size];
             sums.fill(0.0);
             for (weight, row) in rows.clone() {
@@ -153,6 +158,41 @@ impl Dtype {
     /// The sum of rows, in their order; zeros if there are none. What an owner does with what comes back to it.
     pub fn sum<'r>(self, rows: impl Iterator<Item = &'r [u8]> + Clone, hidden: usize, out: &mut [u8]) {
         self.weighted_sum(rows.map(|row| (1.0, row)), hidden, out);
+    }
+}
+
+/// Numbers that are summed side by side: their sums stay in registers, whatever the number of rows.
+const LANES: usize = 64;
+
+/// Sums the whole blocks of rows, and returns how many numbers that were.
+fn sum_blocks_of_bf16<'r>(rows: impl Iterator<Item = (f32, &'r [u8])>, out: &mut [u8]) -> usize {
+    let mut list = [(0f32, &[][..]); SUMMANDS_MAX];
+    let mut count = 0;
+    for row in rows {
+        list[count] = row;
+        count += 1;
+    }
+    let (blocks, _) = out.as_chunks_mut();
+    sum_bf16(&list[..count], blocks);
+    blocks.len() * LANES
+}
+
+/// Rows of a sum at most: a token's experts, or one per rank.
+const SUMMANDS_MAX: usize = if TOP_K_MAX > RANKS_MAX { TOP_K_MAX } else { RANKS_MAX };
+
+#[multiversion(targets("x86_64+avx2+avx512f+avx512vl+avx512bw", "x86_64+avx2"))]
+fn sum_bf16(rows: &[(f32, &[u8])], out: &mut [[u8; 2 * LANES]]) {
+    for (block, out) in out.iter_mut().enumerate() {
+        let mut sums = [0f32; LANES];
+        for (weight, row) in rows {
+            let numbers = &row[block * 2 * LANES..][..2 * LANES];
+            for (sum, bytes) in sums.iter_mut().zip(numbers.as_chunks().0) {
+                *sum += weight * f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
+            }
+        }
+        for (bytes, sum) in out.as_chunks_mut().0.iter_mut().zip(sums) {
+            *bytes = to_bf16(sum).to_le_bytes();
+        }
     }
 }
 
@@ -173,12 +213,16 @@ fn add_bf16(row: &[u8], weight: f32, sums: &mut [f32]) {
 #[multiversion(targets("x86_64+avx2+avx512f+avx512vl+avx512bw", "x86_64+avx2"))]
 fn round_bf16(sums: &[f32], row: &mut [u8]) {
     for (bytes, sum) in row.as_chunks_mut().0.iter_mut().zip(sums) {
-        let bits = sum.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16; // wraps for NaN only
-        // A NaN stays one, also if its upper half alone would be an infinity.
-        let upper = if sum.is_nan() { bits >> 16 | 0x40 } else { rounded };
-        *bytes = (upper as u16).to_le_bytes();
+        *bytes = to_bf16(*sum).to_le_bytes();
     }
+}
+
+/// To nearest, ties to even. A NaN stays one, also if its upper half alone would be an infinity.
+#[inline(always)]
+fn to_bf16(number: f32) -> u16 {
+    let bits = number.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16; // wraps for NaN only
+    (if number.is_nan() { bits >> 16 | 0x40 } else { rounded }) as u16
 }
 
 /// What each of the 256 codes means.
@@ -290,6 +334,14 @@ mod tests {
         Dtype::Bf16.sum(rows.iter().map(Vec::as_slice), 1000, &mut out);
         // Rounded after each addition it would still be 1.
         assert_eq!(out, bf16_bytes(&vec![1.0078125; 1000]));
+        // In blocks as in the general way, which the last 40 of 1000 numbers go.
+        let numbers: Vec<f32> = (0..1000).map(|n| (n as f32 - 500.0) * 0.013).collect();
+        let odd = [bf16_bytes(&numbers), rows[0].clone(), bf16_bytes(&numbers)];
+        let weighted = odd.iter().zip([0.3, -0.7, 1.9]).map(|(row, weight)| (weight, &row[..]));
+        Dtype::Bf16.weighted_sum(weighted.clone(), 1000, &mut out);
+        let mut sums = vec![0f32; 1000];
+        weighted.for_each(|(weight, row)| add_bf16(row, weight, &mut sums));
+        assert_eq!(out, bf16_bytes(&sums));
         Dtype::Bf16.weighted_sum([(0.5, &rows[0][..])].into_iter(), 1000, &mut out);
         assert_eq!(out, bf16_bytes(&vec![0.5; 1000]));
         Dtype::Bf16.sum([].into_iter(), 1000, &mut out);
