@@ -302,7 +302,7 @@ mod tests {
             let even = code + code % 2;
             assert_eq!(usize::from(to_e4m3(middle)), even, "{middle}");
             assert_eq!(usize::from(to_e4m3(middle.next_down())), code);
-            assert_eq!(usize::from(to_e4m3(-middle.next_up())), code + 1 | 0x80);
+            assert_eq!(usize::from(to_e4m3(-middle.next_up())), (code + 1) | 0x80);
         }
         assert_eq!(to_e4m3(1e9), 0x7e);
         assert!(E4M3[usize::from(to_e4m3(f32::NAN))].is_nan());

@@ -78,6 +78,7 @@ impl<S> From<Late<S>> for StepError {
 
 /// Tokens are on their way.
 #[derive(Debug)]
+#[must_use = "who does not finish a step keeps the others waiting"]
 pub struct Sent<'a> {
     channel: &'a mut Channel,
     tokens: Tokens<'a>,
@@ -85,6 +86,7 @@ pub struct Sent<'a> {
 
 /// Everyone's tokens for this rank's experts are here.
 #[derive(Debug)]
+#[must_use = "who does not finish a step keeps the others waiting"]
 pub struct Received<'a> {
     channel: &'a mut Channel,
     tokens: Tokens<'a>,
@@ -92,12 +94,14 @@ pub struct Received<'a> {
 
 /// Results are on their way.
 #[derive(Debug)]
+#[must_use = "who does not finish a step keeps the others waiting"]
 pub struct Returned<'a> {
     channel: &'a mut Channel,
 }
 
 /// Results of a step and tokens of the next are on their way.
 #[derive(Debug)]
+#[must_use = "who does not finish a step keeps the others waiting"]
 pub struct Crossed<'a> {
     channel: &'a mut Channel,
     tokens: Tokens<'a>,

@@ -131,7 +131,7 @@ fn a_step_whose_guard_was_dropped_is_finished_without_results() {
                 if drop_at > 0 {
                     let received = sent.wait(PATIENCE).unwrap();
                     if drop_at > 1 {
-                        drop(received.give_back());
+                        let _ = received.give_back();
                     }
                 }
                 assert_eq!(channel.send(Tokens::NONE).unwrap_err(), SendError::Unfinished);

@@ -1,7 +1,7 @@
 //! Worlds whose ranks are threads of this process: meeting, translating, waiting, leaving out, coming back. Ranks that are
 //! processes, and are killed, are in `moontide-ep`'s tests.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -19,8 +19,8 @@ fn path() -> PathBuf {
     std::env::temp_dir().join(format!("moontide-world-{}-{number}", std::process::id()))
 }
 
-fn config(path: &PathBuf, rank: u32) -> WorldConfig {
-    let (path, rank) = (path.clone(), Rank(rank));
+fn config(path: &Path, rank: u32) -> WorldConfig {
+    let (path, rank) = (path.to_owned(), Rank(rank));
     WorldConfig { path, rank, shape: SHAPE, huge: HugePages::IfAllowed, timeout: PATIENCE }
 }
 
@@ -30,7 +30,7 @@ fn join(config: &WorldConfig) -> Result<World, WorldError> {
 }
 
 /// All ranks of a world.
-fn worlds(path: &PathBuf) -> Vec<World> {
+fn worlds(path: &Path) -> Vec<World> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> =
             (0..SHAPE.ranks).map(|rank| scope.spawn(move || join(&config(path, rank)).unwrap())).collect();

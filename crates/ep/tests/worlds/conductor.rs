@@ -77,10 +77,9 @@ fn wait_for_loss(troupe: &Troupe, ranks: u32, victim: u32) -> Loss {
 fn wait_for_join(troupe: &Troupe, rank: u32) -> u64 {
     loop {
         let said = troupe.listen(WITHIN);
-        if let (true, Some(line)) = (said.rank == rank, said.line) {
-            if let Some(generation) = line.strip_prefix("joined ") {
-                return generation.parse().unwrap();
-            }
+        let line = said.line.filter(|_| said.rank == rank).unwrap_or_default();
+        if let Some(generation) = line.strip_prefix("joined ") {
+            return generation.parse().unwrap();
         }
     }
 }
