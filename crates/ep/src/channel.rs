@@ -44,6 +44,10 @@ pub enum OpenError {
     /// A rank takes the channel for something else.
     #[error("rank {0} opened the channel with another shape")]
     Disagree(Rank),
+    /// The process in whose place this one came had not opened the channel. Channels are opened by the ranks that were
+    /// there first.
+    #[error("the rank's process died before it had opened the channel; make a new world")]
+    TooLate,
     /// The others did not come.
     #[error(transparent)]
     World(#[from] WorldError),
@@ -104,8 +108,8 @@ pub struct Channel {
 
 impl Channel {
     /// Opens a channel at `offset` of every rank's region. All ranks open it together, with the same arguments; a
-    /// rank that comes in place of one that died opens it alone, and waits until the others let it in, which they
-    /// do at the end of a step.
+    /// process that comes in place of one that died after that opens it alone, and waits until the others let it in,
+    /// which they do at the end of a step.
     ///
     /// # Safety
     /// The bytes from `offset` on, [`Shape::bytes`] of them, are used by this channel alone, in all regions; they were zero
@@ -128,18 +132,23 @@ impl Channel {
         let (me, ranks) = (world.rank(), shape.ranks);
         let posts = world.posts(offset + layout.post);
         let comes_back = PhaseBarrier::is_founded(&posts, me, ranks);
-        let card = |rank| world.at(rank, offset + layout.card, 64).cast::<[u64; 8]>();
-        if !comes_back {
-            // SAFETY: our own card; nobody reads it before the barrier below.
-            unsafe { card(me).write(shape.card()) };
-            PhaseBarrier::found_own(&posts, me, ranks);
-            world.barrier(timeout)?;
+        if !comes_back && world.generation().0 > 1 {
+            // The others may have opened it without this rank, or be about to: nobody can tell.
+            return Err(OpenError::TooLate);
         }
-        for rank in RankSet::first(ranks).iter() {
-            // SAFETY: written once, before its rank arrived at the barrier; in place of a dead rank, long ago.
-            if unsafe { card(rank).read() } != shape.card() {
-                return Err(OpenError::Disagree(rank));
-            }
+        let card = |rank| world.at(rank, offset + layout.card, 64).cast::<[u64; 8]>();
+        // SAFETY: our own card, which others read when they have met us: in the barrier below, or in the channel's own. It
+        // is written once; a successor finds it there.
+        match unsafe { card(me).read() } {
+            found if found == shape.card() => {}
+            // SAFETY: as above.
+            found if found == [0; 8] => unsafe { card(me).write(shape.card()) },
+            _ => return Err(OpenError::Disagree(me)),
+        }
+        let mut members = RankSet::EMPTY;
+        if !comes_back {
+            PhaseBarrier::found_own(&posts, me, ranks);
+            members = world.barrier(timeout)?;
         }
         let outstanding = || Outstanding {
             tokens: 0,
@@ -164,6 +173,13 @@ impl Channel {
         };
         if comes_back {
             channel.rejoin(timeout)?;
+            members = channel.members()?;
+        }
+        for rank in members.iter() {
+            // SAFETY: written once, before its rank met us.
+            if unsafe { card(rank).read() } != shape.card() {
+                return Err(OpenError::Disagree(rank));
+            }
         }
         Ok(channel)
     }

@@ -212,6 +212,19 @@ fn who_was_left_behind_cannot_send_until_it_has_rejoined() {
 }
 
 #[test]
+fn who_was_not_there_when_the_channel_was_opened_cannot_open_it() {
+    let path = path();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| join(&path, 0, &SHAPE));
+        drop(join(&path, 1, &SHAPE));
+        let _first = first.join().unwrap();
+        let second = join(&path, 1, &SHAPE);
+        assert_eq!(second.generation().0, 2);
+        assert!(matches!(open(&second, SHAPE), Err(OpenError::TooLate)));
+    });
+}
+
+#[test]
 fn ranks_that_take_the_channel_for_different_things_are_told() {
     let path = path();
     std::thread::scope(|scope| {
