@@ -251,7 +251,6 @@ fn mortal(role: &Role) {
     let (death, losses_due) = (DEATHS.get((role.extra & 0xff) as usize), role.extra >> 8);
     let (world, mut channels) = open(role, &[shape], PATIENCE);
     let channel = &mut channels[0];
-    say(&format!("joined {}", world.generation()));
     let mut dice = Dice(role.seed ^ u64::from(role.rank) << 32 ^ world.generation().0 << 48);
     let (mut whole_steps, mut losses, mut step) = (0, 0, 0);
     let mut members = all;
@@ -296,6 +295,10 @@ fn mortal(role: &Role) {
         }
         members = summed.ranks;
         whole_steps = if members == all { whole_steps + 1 } else { 0 };
+        if step == 0 {
+            // Only now: who is killed before a step with everyone is late for the others, but not lost.
+            say(&format!("joined {}", world.generation()));
+        }
         step += 1;
     }
     assert!(losses >= losses_due);
