@@ -142,7 +142,7 @@ fn cache(args: &Args, blocks: u32) -> Result<(), BenchError> {
     for evicting in [false, true] {
         let (mut freed, mut allocated) = (Vec::new(), Vec::new());
         if evicting {
-            append_and_view(args, &mut cache, &ids, &mut rng, &line)?;
+            append_and_view(args, &mut cache, &ids, &mut rng, line)?;
             fill_up(&mut cache, |n| prompt(1 << 24 ^ n), root)?;
         }
         let turns = u64::from(sequences) / 2 / args.repeats();
