@@ -288,6 +288,7 @@ impl Cache {
         self.put_in_order();
         assert!(fill.is_of(&self.shared), "a fill of another cache");
         let (id, filled) = (fill.id(), fill.filled());
+        self.counts.restored_tokens += fill.restored() as u64;
         // Whatever comes of it, nobody writes any more.
         fill.finish();
         let block_tokens = self.block_tokens();

@@ -33,12 +33,14 @@ pub struct Fill {
     filled: usize,
     /// From the block on in which `from` is.
     parts: Vec<Part>,
+    /// So many of the complete ones came from a store.
+    restored: usize,
     finished: bool,
 }
 
 impl Fill {
     pub(crate) fn new(shared: Arc<Shared>, id: SequenceId, from: usize, parts: Vec<Part>) -> Fill {
-        Fill { shared, id, from, filled: from, parts, finished: false }
+        Fill { shared, id, from, filled: from, parts, restored: 0, finished: false }
     }
 
     /// Whose rows they are.
@@ -139,7 +141,13 @@ impl Fill {
         let loaded = store.load(&mut wanted)?.min(there);
         let tokens = self.parts[..loaded].iter().map(|part| part.tokens).sum();
         self.complete(tokens);
+        self.restored += tokens;
         Ok(tokens)
+    }
+
+    /// How many tokens came from a store.
+    pub(crate) fn restored(&self) -> usize {
+        self.restored
     }
 
     /// Nothing behind this token is to be written.
@@ -162,8 +170,8 @@ impl Fill {
         }
     }
 
-    /// The last token is left to be computed, whatever a store has.
-    pub(crate) fn leave_last(&mut self) {
+    /// The last token is left to be computed, whatever a store has: said before [`Fill::restore`], for a prompt.
+    pub fn leave_last(&mut self) {
         if let Some(last) = self.parts.last_mut() {
             last.hash = None;
         }
@@ -190,8 +198,8 @@ impl Drop for Fill {
 /// Blocks that stay as they are until this is dropped.
 #[derive(Debug)]
 pub struct Held {
-    shared: Arc<Shared>,
-    parts: Vec<Part>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) parts: Vec<Part>,
     /// Which of them the store is known to have.
     known: Vec<bool>,
     /// So many of them, from the first, were saved or known.

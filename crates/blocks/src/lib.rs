@@ -65,6 +65,8 @@ the_rest! {
     mod view;
 
     mod audit;
+    mod parked;
+    mod pin;
     mod resize;
     mod stats;
     mod store;
@@ -78,7 +80,8 @@ the_rest! {
     pub use shape::{At, Attention, Dtype, Order, Plane, Shape, Strides};
     pub use space::Full;
     pub use stats::{Counts, Stats};
-    pub use store::{Destination, ParkError, Parked, Source, Store};
+    pub use parked::Parked;
+    pub use store::{Destination, ParkError, Source, Store};
     pub use thin::Keep;
     pub use view::{Guard, Reader, View};
 }

@@ -5,8 +5,9 @@
 //! [`Shape`](crate::Shape) belongs to the name under which an implementation files it, with the model and its version.
 
 use crate::cache::{BlocksError, Cache, Reuse};
-use crate::hash::{BlockHash, Token};
-use crate::sequence::{Sequence, SequenceId, Thinned};
+use crate::hash::BlockHash;
+use crate::parked::Parked;
+use crate::sequence::{Sequence, SequenceId};
 
 /// A block to be saved.
 #[derive(Debug)]
@@ -41,29 +42,6 @@ pub trait Store {
     fn save(&self, blocks: &[Source<'_>]) -> Result<usize, Self::Error>;
 }
 
-/// A sequence that was put aside: all that is needed to go on with it, but for its blocks.
-#[derive(Clone, Debug)]
-pub struct Parked {
-    tokens: Vec<Token>,
-    filled: usize,
-    hashes: Vec<BlockHash>,
-    root: BlockHash,
-    thinned: Option<Thinned>,
-    worth: Vec<f32>,
-}
-
-impl Parked {
-    /// Its tokens.
-    pub fn tokens(&self) -> &[Token] {
-        &self.tokens
-    }
-
-    /// How many of them were complete.
-    pub fn filled(&self) -> usize {
-        self.filled
-    }
-}
-
 /// Why a sequence was not put aside, or not brought back.
 #[derive(Debug, thiserror::Error)]
 pub enum ParkError<E: std::error::Error> {
@@ -76,6 +54,14 @@ pub enum ParkError<E: std::error::Error> {
     /// The store did not take all blocks. The sequence is as it was.
     #[error("the store did not take all blocks: it may be full")]
     Refused,
+    /// Its blocks would not be this cache's.
+    #[error("it was put aside in blocks of {parked} tokens; those of this cache have {here}")]
+    BlockTokens {
+        /// How many a block had.
+        parked: u32,
+        /// How many it has here.
+        here: u32,
+    },
 }
 
 impl Cache {
@@ -84,12 +70,9 @@ impl Cache {
     /// [`Fill::restore`](crate::Fill::restore) in another thread.
     pub fn restore<S: Store + ?Sized>(&mut self, id: SequenceId, store: &S) -> Result<usize, ParkError<S::Error>> {
         let mut fill = self.fill(id)?;
-        if fill.tokens().end.is_multiple_of(self.block_tokens()) {
-            fill.leave_last();
-        }
+        fill.leave_last();
         let restored = fill.restore(store).map_err(ParkError::Store)?;
         self.commit(fill)?;
-        self.counts.restored_tokens += restored as u64;
         Ok(restored)
     }
 
@@ -108,6 +91,7 @@ impl Cache {
         let filled = self.filled(id);
         let Sequence { tokens, hashes, root, thinned, worth, .. } = self.sequence(id)?;
         let parked = Parked {
+            block_tokens: self.shape().block_tokens,
             tokens: tokens.clone(),
             filled,
             hashes: hashes.clone(),
@@ -128,7 +112,11 @@ impl Cache {
         parked: &Parked,
         store: &S,
     ) -> Result<SequenceId, ParkError<S::Error>> {
-        let Parked { tokens, filled, hashes, root, thinned, worth } = parked.clone();
+        let Parked { block_tokens, tokens, filled, hashes, root, thinned, worth } = parked.clone();
+        let here = self.shape().block_tokens;
+        if block_tokens != here {
+            return Err(ParkError::BlockTokens { parked: block_tokens, here });
+        }
         let mut sequence = Sequence::new(tokens, hashes, root);
         (sequence.thinned, sequence.worth) = (thinned, worth);
         let full = filled / self.block_tokens() * self.block_tokens();
@@ -154,9 +142,8 @@ impl Cache {
         if let Some(tail) = tail {
             fill.name_tail(tail);
         }
-        let restored = fill.restore(store).map_err(ParkError::Store)?;
+        fill.restore(store).map_err(ParkError::Store)?;
         self.commit(fill)?;
-        self.counts.restored_tokens += restored as u64;
         let (filled, block_tokens) = (self.filled(id), self.block_tokens());
         self.sequence_mut(id)?.lose_rows(filled, block_tokens);
         Ok(())

@@ -81,6 +81,9 @@ impl Done {
             "shrink refused",
             "thinned",
             "held",
+            "pinned",
+            "pinned while being filled",
+            "a pin outlived its sequence",
             "watched",
             "a view outlived its sequence",
             "cleared",
@@ -132,6 +135,8 @@ struct History {
     plain: HashMap<SequenceId, Plain>,
     parked: Vec<(Parked, Plain)>,
     held: Vec<Held>,
+    /// What was pinned, of which sequence, and what it showed then.
+    pinned: Vec<(Held, SequenceId, Vec<u64>)>,
     store: Memory,
     watch: Option<(Watch, SequenceId, Vec<u64>)>,
     log: Vec<String>,
@@ -170,6 +175,7 @@ impl History {
             plain: HashMap::new(),
             parked: Vec::new(),
             held: Vec::new(),
+            pinned: Vec::new(),
             store: Memory::default(),
             watch: None,
             log: Vec::new(),
@@ -189,6 +195,7 @@ impl History {
         }
         self.watch = None;
         self.held.clear();
+        self.pinned.clear();
         for id in self.plain.drain().map(|(id, _)| id).collect::<Vec<_>>() {
             self.cache.free(id).unwrap();
         }
@@ -222,7 +229,8 @@ impl History {
             90..92 => self.resize(done),
             92..94 => self.thin(done),
             94..96 => self.hold(done),
-            96..99 => self.watch(done),
+            96..98 => self.watch(done),
+            98 => self.pin(done),
             _ => {
                 self.cache.clear();
                 done.add("cleared");
@@ -278,6 +286,11 @@ impl History {
         };
         let plain = self.plain.get_mut(&id).unwrap();
         assert_eq!(fill.tokens(), plain.rows.len()..plain.tokens.len());
+        if self.pinned.len() < 2 && self.random.below(10) == 0 {
+            // In the same block, perhaps, in which rows are written now.
+            self.pinned.push((self.cache.pin(id).unwrap(), id, plain.rows.clone()));
+            done.add("pinned while being filled");
+        }
         let count = fill.tokens().len();
         let complete =
             if self.random.below(3) > 0 { count } else { self.random.below(count as u64 + 1) as usize };
@@ -388,6 +401,8 @@ impl History {
             Ok(parked) => {
                 let plain = self.plain.remove(&id).unwrap();
                 assert_eq!(parked.filled(), plain.rows.len());
+                let elsewhere = Parked::from_bytes(&parked.to_bytes());
+                assert_eq!(elsewhere.as_ref(), Some(&parked), "names follow from the rest");
                 self.parked.push((parked, plain));
                 done.add("parked");
             }
@@ -462,6 +477,20 @@ impl History {
         }
     }
 
+    /// What is pinned shows what it showed, while everything changes.
+    fn pin(&mut self, done: &mut Done) {
+        if self.pinned.len() > 1 {
+            let (_, id, _) = self.pinned.remove(0);
+            if !self.plain.contains_key(&id) {
+                done.add("a pin outlived its sequence");
+            }
+        } else if let Some(id) = self.any() {
+            let rows = self.plain[&id].rows.clone();
+            self.pinned.push((self.cache.pin(id).unwrap(), id, rows));
+            done.add("pinned");
+        }
+    }
+
     /// A reader enters and looks at a sequence, and goes on looking while everything changes.
     fn watch(&mut self, done: &mut Done) {
         if let Some((_, id, _)) = self.watch.take() {
@@ -477,7 +506,7 @@ impl History {
 
     /// Everything that can be seen is as the lists say.
     fn check(&mut self) {
-        let held: Vec<&Held> = self.held.iter().collect();
+        let held: Vec<&Held> = self.held.iter().chain(self.pinned.iter().map(|(held, ..)| held)).collect();
         if let Err(contradiction) = self.cache.audit(&held) {
             panic!("{contradiction}");
         }
@@ -493,6 +522,9 @@ impl History {
         }
         if let Some((watch, _, rows)) = &self.watch {
             support::check_view(&self.shape, &watch.view(), rows, &bytes);
+        }
+        for (pinned, _, rows) in &self.pinned {
+            support::check_pinned(&self.shape, pinned, rows, &bytes);
         }
         // No block is in two sequences, unless what it holds is the same in both.
         let mut owners: HashMap<u32, &[u64]> = HashMap::new();

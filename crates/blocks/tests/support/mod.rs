@@ -6,7 +6,9 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use moontide_blocks::{BlockHash, Destination, Guard, Plane, Reader, SequenceId, Shape, Source, Store, View};
+use moontide_blocks::{
+    BlockHash, Destination, Guard, Held, Plane, Reader, Rows, SequenceId, Shape, Source, Store, View,
+};
 
 /// SplitMix64. The seed is mixed, or the numbers of one seed would be those of the next, one step on.
 pub(crate) struct Random(u64);
@@ -158,28 +160,47 @@ impl Drop for Watch {
     }
 }
 
+/// What the bytes of a head are, by its row's number, plane, layer, head and length.
+type Bytes<'a> = &'a dyn Fn(u64, Plane, u32, usize, usize) -> Vec<u8>;
+
 /// That a view shows these rows.
-pub(crate) fn check_view(
+pub(crate) fn check_view(shape: &Shape, view: &View<'_>, rows: &[u64], bytes: Bytes<'_>) {
+    assert_eq!((view.tokens(), view.block_count()), (rows.len(), shape.blocks_for(rows.len())));
+    for (plane, layer) in everywhere(shape) {
+        let blocks = (0..view.block_count()).map(|at| view.rows(plane, layer, at)).collect();
+        check_rows(shape, (plane, layer), blocks, view.contiguous(plane, layer), rows, bytes);
+    }
+}
+
+/// That what is pinned shows these rows.
+pub(crate) fn check_pinned(shape: &Shape, pinned: &Held, rows: &[u64], bytes: Bytes<'_>) {
+    assert_eq!((pinned.tokens(), pinned.len()), (rows.len(), shape.blocks_for(rows.len())));
+    for (plane, layer) in everywhere(shape) {
+        let blocks = (0..pinned.len()).map(|at| pinned.rows(plane, layer, at)).collect();
+        check_rows(shape, (plane, layer), blocks, pinned.contiguous(plane, layer), rows, bytes);
+    }
+}
+
+fn everywhere(shape: &Shape) -> impl Iterator<Item = (Plane, u32)> {
+    shape.planes().iter().flat_map(|plane| (0..shape.layers).map(|layer| (*plane, layer)))
+}
+
+fn check_rows(
     shape: &Shape,
-    view: &View<'_>,
+    (plane, layer): (Plane, u32),
+    blocks: Vec<Rows<'_>>,
+    whole: Option<Rows<'_>>,
     rows: &[u64],
-    bytes: &dyn Fn(u64, Plane, u32, usize, usize) -> Vec<u8>,
+    bytes: Bytes<'_>,
 ) {
-    assert_eq!(view.tokens(), rows.len());
-    for &plane in shape.planes() {
-        for layer in 0..shape.layers {
-            let whole = view.contiguous(plane, layer);
-            for at in 0..view.block_count() {
-                let block = view.rows(plane, layer, at);
-                for token in 0..block.tokens() {
-                    let index = at * shape.block_tokens as usize + token;
-                    for head in 0..shape.heads() {
-                        let expected = bytes(rows[index], plane, layer, head, shape.row_bytes());
-                        assert_eq!(block.head(token, head), expected, "token {index} in block {at}");
-                        if let Some(whole) = &whole {
-                            assert_eq!(whole.head(index, head), expected, "token {index} of the whole");
-                        }
-                    }
+    for (at, block) in blocks.iter().enumerate() {
+        for token in 0..block.tokens() {
+            let index = at * shape.block_tokens as usize + token;
+            for head in 0..shape.heads() {
+                let expected = bytes(rows[index], plane, layer, head, shape.row_bytes());
+                assert_eq!(block.head(token, head), expected, "token {index} in block {at}");
+                if let Some(whole) = &whole {
+                    assert_eq!(whole.head(index, head), expected, "token {index} of the whole");
                 }
             }
         }
