@@ -6,7 +6,8 @@
 ...     store["greeting"]
 b'high tide'
 
-``Store`` is what programs hold, ``AsyncStore`` its form for asyncio, ``dev()`` a cluster to try things out.
+``Store`` is what programs hold, ``AsyncStore`` its form for asyncio, ``dev()`` a cluster to try things out. For engines:
+``moontide.kv`` moves blocks of a KV cache, ``moontide.blocks`` is one.
 """
 
 from moontide._binary import binary
@@ -39,6 +40,7 @@ from moontide.errors import (
     InvalidArgument,
     Leased,
     LeaseExpired,
+    NoBlocks,
     NoSpace,
     NotFound,
     NotReady,
@@ -54,6 +56,7 @@ from moontide.errors import (
     StaleTerm,
     TooLarge,
     Unauthenticated,
+    UnknownSequence,
     Unreachable,
     Unsupported,
     WrongMaster,
@@ -88,6 +91,7 @@ __all__ = [
     "LocalMaster",
     "LocalNode",
     "Memory",
+    "NoBlocks",
     "NoSpace",
     "NotFound",
     "NotReady",
@@ -106,6 +110,7 @@ __all__ = [
     "Tensor",
     "TooLarge",
     "Unauthenticated",
+    "UnknownSequence",
     "Unreachable",
     "Unsupported",
     "View",

@@ -91,6 +91,18 @@ class Gone(Error):
     code = 104
 
 
+class UnknownSequence(Gone, LookupError):
+    """A sequence of an engine's own cache that was freed, or is another cache's."""
+
+    def __init__(self, message: str, sequence: int = 0) -> None:
+        super().__init__(message)
+        #: The number that is no sequence's.
+        self.sequence = sequence
+
+    def __reduce__(self) -> tuple[type[UnknownSequence], tuple[str, int]]:
+        return type(self), (str(self), self.sequence)
+
+
 class NotReady(Error):
     """The object is being written."""
 
@@ -103,6 +115,37 @@ class NoSpace(Error, MemoryError):
 
     code = 200
     retryable = True
+
+
+class NoBlocks(NoSpace):
+    """An engine's own cache has not enough blocks; nothing has changed. Free, park or thin a sequence, or drop views.
+
+    >>> from moontide.blocks import BlockCache
+    >>> cache = BlockCache(layers=1, kv_heads=1, dim=8, block_tokens=4, blocks=2)
+    >>> try:
+    ...     cache.allocate(range(9))
+    ... except moontide.NoBlocks as error:
+    ...     error.wanted, error.free
+    (3, 2)
+    """
+
+    def __init__(
+        self, message: str, wanted: int = 0, free: int = 0, longest: int = 0, cached: int = 0, waiting: int = 0
+    ) -> None:
+        super().__init__(message)
+        #: How many were wanted.
+        self.wanted = wanted
+        #: How many are free.
+        self.free = free
+        #: How many of those follow each other; all, where that makes no difference.
+        self.longest = longest
+        #: How many hold prefixes that nobody is using.
+        self.cached = cached
+        #: How many wait until nobody can be reading them.
+        self.waiting = waiting
+
+    def __reduce__(self) -> tuple[type[NoBlocks], tuple[str, int, int, int, int, int]]:
+        return type(self), (str(self), self.wanted, self.free, self.longest, self.cached, self.waiting)
 
 
 class QuotaExceeded(Error):

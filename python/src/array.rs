@@ -209,29 +209,8 @@ impl Array {
     }
 
     fn collect(&self) -> PyResult<Vec<u8>> {
-        let mut all = Vec::new();
-        all.try_reserve_exact(self.len())
-            .map_err(|_| PyMemoryError::new_err(format!("no memory to collect {} bytes", self.len())))?;
-        // Elements that follow each other at the end of a row are taken together.
-        let mut dims = self.shape.len();
-        let mut run = self.item_bytes;
-        while dims > 0 && (self.strides[dims - 1] == run as isize || self.shape[dims - 1] == 1) {
-            run *= self.shape[dims - 1];
-            dims -= 1;
-        }
-        let mut index = vec![0usize; dims];
-        loop {
-            let offset: isize =
-                index.iter().zip(&self.strides).map(|(&at, &stride)| at as isize * stride).sum();
-            // SAFETY: the lender says that there is an element at every index within the shape; none is empty, since the
-            // array would be contiguous then.
-            let elements = unsafe { std::slice::from_raw_parts(self.start.wrapping_offset(offset), run) };
-            all.extend_from_slice(elements);
-            // The next index, the last dimension first.
-            let Some(at) = (0..dims).rev().find(|&at| index[at] + 1 < self.shape[at]) else { return Ok(all) };
-            index[at] += 1;
-            index[at + 1..].fill(0);
-        }
+        // SAFETY: the lender says that there is an element at every index within the shape, and is held.
+        unsafe { collect(self.start, &self.shape, &self.strides, self.item_bytes) }
     }
 
     /// The bytes, to be written.
@@ -245,6 +224,43 @@ impl Array {
             ));
         }
         Ok(Target(self))
+    }
+}
+
+/// The bytes of scattered elements, row by row.
+///
+/// # Safety
+/// There is an element at every index within the shape.
+pub(crate) unsafe fn collect(
+    start: *const u8,
+    shape: &[usize],
+    strides: &[isize],
+    item_bytes: usize,
+) -> PyResult<Vec<u8>> {
+    let len = shape.iter().product::<usize>() * item_bytes;
+    let mut all = Vec::new();
+    all.try_reserve_exact(len)
+        .map_err(|_| PyMemoryError::new_err(format!("no memory to collect {len} bytes")))?;
+    if len == 0 {
+        return Ok(all);
+    }
+    // Elements that follow each other at the end of a row are taken together.
+    let mut dims = shape.len();
+    let mut run = item_bytes;
+    while dims > 0 && (strides[dims - 1] == run as isize || shape[dims - 1] == 1) {
+        run *= shape[dims - 1];
+        dims -= 1;
+    }
+    let mut index = vec![0usize; dims];
+    loop {
+        let offset: isize = index.iter().zip(strides).map(|(&at, &stride)| at as isize * stride).sum();
+        // SAFETY: an element at every index, says the caller; none of the dimensions is empty.
+        let elements = unsafe { std::slice::from_raw_parts(start.wrapping_offset(offset), run) };
+        all.extend_from_slice(elements);
+        // The next index, the last dimension first.
+        let Some(at) = (0..dims).rev().find(|&at| index[at] + 1 < shape[at]) else { return Ok(all) };
+        index[at] += 1;
+        index[at + 1..].fill(0);
     }
 }
 

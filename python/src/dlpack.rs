@@ -264,6 +264,28 @@ pub(crate) fn lend<'py>(
     shape: &[u64],
     request: &Request,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let shape: Vec<usize> = shape.iter().map(|&len| len as usize).collect();
+    let strides = super::array::row_strides(&shape, dtype.bytes());
+    lend_strided(owner, start, Elements { dtype, shape: &shape, strides: &strides, readonly: true }, request)
+}
+
+/// What is lent, and how it lies.
+pub(crate) struct Elements<'a> {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'a [usize],
+    /// In bytes; whole elements.
+    pub(crate) strides: &'a [isize],
+    pub(crate) readonly: bool,
+}
+
+/// The same for elements with gaps between them, and for memory that may be written.
+pub(crate) fn lend_strided<'py>(
+    owner: &Bound<'py, PyAny>,
+    start: impl FnOnce() -> PyResult<*const u8>,
+    elements: Elements<'_>,
+    request: &Request,
+) -> PyResult<Bound<'py, PyAny>> {
+    let Elements { dtype, shape, strides, readonly } = elements;
     if request.device.is_some_and(|device| device != DEVICE) {
         return Err(PyBufferError::new_err(
             "the memory is this host's; copy it to the device after borrowing it",
@@ -271,26 +293,25 @@ pub(crate) fn lend<'py>(
     }
     if request.max_version.is_none_or(|(major, _)| major < 1) {
         return Err(PyBufferError::new_err(
-            "the memory is read-only, and the caller's DLPack is too old to be told so; use .numpy() or a copy",
+            "the memory may be read-only, and the caller's DLPack is too old to be told so; use .numpy() or a copy",
         ));
     }
     let start = start()?;
     let wants_copy = request.copy == Some(true);
     let copy = match wants_copy {
-        true => {
-            let bytes = shape.iter().product::<u64>() as usize * dtype.bytes();
-            // SAFETY: so many bytes are there, and the owner, whom the caller holds, keeps them.
-            unsafe { std::slice::from_raw_parts(start, bytes) }.to_vec()
-        }
+        // SAFETY: the elements are there, and the owner, whom the caller holds, keeps them.
+        true => unsafe { super::array::collect(start, shape, strides, dtype.bytes()) }?,
         false => Vec::new(),
     };
-    let lengths: Vec<usize> = shape.iter().map(|&len| len as usize).collect();
-    let strides = super::array::row_strides(&lengths, 1);
+    let in_elements = |stride: &isize| (*stride / dtype.bytes() as isize) as i64;
     let mut keeper = Box::new(Keeper {
         _owner: (!wants_copy).then(|| owner.clone().unbind()),
         copy,
         shape: shape.iter().map(|&len| len as i64).collect(),
-        strides: strides.into_iter().map(|stride| stride as i64).collect(),
+        strides: match wants_copy {
+            true => super::array::row_strides(shape, 1).into_iter().map(|stride| stride as i64).collect(),
+            false => strides.iter().map(in_elements).collect(),
+        },
     });
     let data: *mut u8 = match wants_copy {
         true => keeper.copy.as_mut_ptr(),
@@ -310,7 +331,11 @@ pub(crate) fn lend<'py>(
         minor: 0,
         manager: Box::into_raw(keeper).cast(),
         deleter: Some(delete_lent),
-        flags: if wants_copy { IS_COPY } else { READ_ONLY },
+        flags: match (wants_copy, readonly) {
+            (true, _) => IS_COPY,
+            (false, true) => READ_ONLY,
+            (false, false) => 0,
+        },
         tensor,
     }));
     // SAFETY: a pointer to a structure that the capsule owns until somebody takes it and changes the name.

@@ -1,5 +1,6 @@
 //! Exceptions: the classes are in `moontide/errors.py`, by the numbers of [`ErrorCode`].
 
+use moontide_blocks::{ArenaError, BlocksError, ParkError};
 use moontide_client::StoreError;
 use moontide_types::ErrorCode;
 use pyo3::IntoPyObjectExt;
@@ -40,6 +41,44 @@ pub(crate) fn store(py: Python<'_>, error: &StoreError) -> PyErr {
 /// The exception for a failure that something else describes.
 pub(crate) fn other(py: Python<'_>, code: ErrorCode, message: impl ToString) -> PyErr {
     raised(of_code(py, code, message.to_string()))
+}
+
+/// The exception for something that an engine's own cache could not do.
+pub(crate) fn blocks(py: Python<'_>, error: &BlocksError) -> PyErr {
+    let message = error.to_string();
+    raised(match error {
+        BlocksError::Full(full) => module(py).and_then(|module| {
+            let numbers = (full.wanted, full.free, full.longest, full.cached, full.waiting);
+            let (wanted, free, longest, cached, waiting) = numbers;
+            module.getattr("NoBlocks")?.call1((message, wanted, free, longest, cached, waiting))
+        }),
+        BlocksError::Unknown(id) => {
+            module(py).and_then(|module| module.getattr("UnknownSequence")?.call1((message, id.to_bits())))
+        }
+        BlocksError::Busy(_) | BlocksError::Sequences { .. } | BlocksError::Readers { .. } => {
+            of_code(py, ErrorCode::Busy, message)
+        }
+        BlocksError::Incomplete(_) => of_code(py, ErrorCode::NotReady, message),
+    })
+}
+
+/// The exception for a sequence that could not be put aside or brought back.
+pub(crate) fn park(py: Python<'_>, error: &ParkError<StoreError>) -> PyErr {
+    match error {
+        ParkError::Blocks(error) => blocks(py, error),
+        ParkError::Store(error) => store(py, error),
+        ParkError::Refused => other(py, ErrorCode::NoSpace, error),
+        ParkError::BlockTokens { .. } => other(py, ErrorCode::InvalidArgument, error),
+    }
+}
+
+/// The exception for a cache that cannot be made.
+pub(crate) fn arena(py: Python<'_>, error: &ArenaError) -> PyErr {
+    let code = match error {
+        ArenaError::Size { .. } => ErrorCode::InvalidArgument,
+        ArenaError::Region(_) => ErrorCode::NoSpace,
+    };
+    other(py, code, error)
 }
 
 /// The exception for an argument that makes no sense.

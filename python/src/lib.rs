@@ -5,12 +5,14 @@
 //! calls is said in the docstrings; `moontide/_native.pyi` has the types.
 //!
 //! Reading order: `process` (forks), `errors`, `arguments`, `array`, `pinned`, `view`, `tensor`, `store`, `addresses` (for
-//! callers with pointers), `departures`, `mailbox` and `tasks`, `local`.
+//! callers with pointers), `departures`, `mailbox` and `tasks`, `local`; `blocks` is the engine's own cache, over
+//! [`moontide_blocks`].
 
 mod address;
 mod addresses;
 mod arguments;
 mod array;
+mod blocks;
 mod departures;
 mod dlpack;
 mod errors;
@@ -32,6 +34,8 @@ mod _native {
     use crate::address::Memory;
     #[pymodule_export]
     use crate::arguments::PutOptions;
+    #[pymodule_export]
+    use crate::blocks::{BlockCache, Fill, Held, Parked, Rows, SequenceView};
     #[pymodule_export]
     use crate::departures::Departures;
     #[pymodule_export]

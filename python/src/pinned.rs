@@ -79,30 +79,8 @@ impl Pinned {
             (bytes.as_ptr(), bytes.len())
         });
         let (start, len) = lent.map_err(|why| released(py, why))?;
-        // SAFETY: the caller's buffer; everything that is put into it lives as long as the owner, of which the buffer
-        // holds a reference.
-        unsafe {
-            (*view).obj = owner.clone().into_ptr();
-            (*view).buf = start.cast_mut().cast::<c_void>();
-            (*view).len = len as isize;
-            (*view).readonly = 1;
-            (*view).itemsize = layout.item_bytes as isize;
-            (*view).format = match flags & ffi::PyBUF_FORMAT == ffi::PyBUF_FORMAT {
-                true => layout.format.as_ptr().cast_mut(),
-                false => std::ptr::null_mut(),
-            };
-            (*view).ndim = layout.shape.len() as c_int;
-            (*view).shape = match flags & ffi::PyBUF_ND == ffi::PyBUF_ND {
-                true => layout.shape.as_ptr().cast_mut(),
-                false => std::ptr::null_mut(),
-            };
-            (*view).strides = match flags & ffi::PyBUF_STRIDES == ffi::PyBUF_STRIDES {
-                true => layout.strides.as_ptr().cast_mut(),
-                false => std::ptr::null_mut(),
-            };
-            (*view).suboffsets = std::ptr::null_mut();
-            (*view).internal = std::ptr::null_mut();
-        }
+        // SAFETY: the caller's buffer and layout.
+        unsafe { layout.fill(owner, view, flags, Memory { start, len, readonly: true }) };
         Ok(())
     }
 
@@ -118,6 +96,53 @@ pub(crate) struct Layout<'a> {
     pub(crate) item_bytes: usize,
     pub(crate) shape: &'a [isize],
     pub(crate) strides: &'a [isize],
+}
+
+/// Which memory a buffer shows.
+pub(crate) struct Memory {
+    pub(crate) start: *const u8,
+    /// Bytes of all elements.
+    pub(crate) len: usize,
+    pub(crate) readonly: bool,
+}
+
+impl Layout<'_> {
+    /// Fills a buffer.
+    ///
+    /// # Safety
+    /// `view` is what Python passed to `__getbuffer__`; the layout lives as long as `owner`, who keeps the memory, and fits
+    /// it; whoever asked with these flags can be given it.
+    pub(crate) unsafe fn fill(
+        &self,
+        owner: &Bound<'_, PyAny>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+        memory: Memory,
+    ) {
+        let asked = |flag: c_int| flags & flag == flag;
+        let list = |flag: c_int, list: &[isize]| match asked(flag) {
+            true => list.as_ptr().cast_mut(),
+            false => std::ptr::null_mut(),
+        };
+        // SAFETY: the caller's buffer; everything that is put into it lives as long as the owner, of which the buffer
+        // holds a reference.
+        unsafe {
+            (*view).obj = owner.clone().into_ptr();
+            (*view).buf = memory.start.cast_mut().cast::<c_void>();
+            (*view).len = memory.len as isize;
+            (*view).readonly = c_int::from(memory.readonly);
+            (*view).itemsize = self.item_bytes as isize;
+            (*view).format = match asked(ffi::PyBUF_FORMAT) {
+                true => self.format.as_ptr().cast_mut(),
+                false => std::ptr::null_mut(),
+            };
+            (*view).ndim = self.shape.len() as c_int;
+            (*view).shape = list(ffi::PyBUF_ND, self.shape);
+            (*view).strides = list(ffi::PyBUF_STRIDES, self.strides);
+            (*view).suboffsets = std::ptr::null_mut();
+            (*view).internal = std::ptr::null_mut();
+        }
+    }
 }
 
 fn released(py: Python<'_>, why: Gone) -> PyErr {

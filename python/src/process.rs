@@ -53,6 +53,18 @@ impl<T> OfProcess<T> {
         Ok(value.take())
     }
 
+    /// Takes it out if `may` says so of it, which nobody who looks at the value comes in between.
+    pub(crate) fn take_if(&self, may: impl FnOnce(&T) -> bool) -> Result<Option<T>, Gone> {
+        if !self.made_in.is_valid() {
+            return Err(Gone::Forked);
+        }
+        let mut value = self.value.lock();
+        if !may(value.as_ref().ok_or(Gone::Closed)?) {
+            return Ok(None);
+        }
+        Ok(value.take())
+    }
+
     /// Takes it out; `None` if that was done before, or in a child.
     pub(crate) fn take(&self) -> Option<T> {
         let Ok(taken) = self.take_unless(|| Ok::<(), std::convert::Infallible>(()));

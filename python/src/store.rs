@@ -19,7 +19,7 @@ use crate::tensor::{Tensor, header_of, no_tensor};
 use crate::view::View;
 
 /// Copies within this host up to this length are made with Python's lock held: they take less time than getting it back.
-const COPY_HELD_MAX: usize = 64 << 10;
+pub(crate) const COPY_HELD_MAX: usize = 64 << 10;
 
 /// A connection to a cluster. One per process is enough: threads share it, and calls wait with Python's lock released.
 ///

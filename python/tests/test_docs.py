@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tutorial.md", "python.md"])
+@pytest.mark.parametrize("name", ["tutorial.md", "python.md", "blocks.md"])
 def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
     if not DOCS.is_dir():
         pytest.skip("the pages are not here")
@@ -56,7 +56,7 @@ def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
         assert printed.getvalue() == expected, f"{name}:{line} prints something else"
 
 
-@pytest.mark.parametrize("name", ["tutorial.md", "python.md"])
+@pytest.mark.parametrize("name", ["tutorial.md", "python.md", "blocks.md"])
 def test_links_lead_somewhere(name):
     page = DOCS / name
     if not page.is_file():

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 import moontide
-from moontide import _binary, _native, errors
+from moontide import _binary, _native, blocks, errors
 from moontide import store as store_module
 from moontide.kv import cache as kv_cache
 from moontide.kv import naming as kv_naming
 
-MODULES = [moontide, _native, errors, store_module, _binary, kv_cache, kv_naming]
+MODULES = [moontide, _native, errors, store_module, _binary, kv_cache, kv_naming, blocks]
 
 
 def documented(name: str, thing: object, seen: set[int]) -> Iterator[tuple[str, str]]:
@@ -54,6 +54,7 @@ def test_examples_are_found():
     assert {"moontide", "moontide.Store", "moontide.View", "moontide.Tensor", "moontide.Memory"} <= set(EXAMPLES)
     assert any(name.endswith("Store.put") for name in EXAMPLES)
     assert any(name.endswith("BatchError") for name in EXAMPLES)
+    assert any(name.endswith("SequenceView") for name in EXAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,8 @@ def test_example(name, dev, capsys):
 
 def test_every_call_is_described():
     missing = []
-    for kind in (getattr(moontide, name) for name in moontide.__all__):
+    everything = [getattr(module, name) for module in (moontide, blocks) for name in module.__all__]
+    for kind in everything:
         if inspect.isclass(kind):
             missing += [kind.__name__] * (not kind.__doc__)
             for name, member in vars(kind).items():

@@ -11,7 +11,7 @@ from importlib import resources
 import pytest
 
 import moontide
-from moontide import _native
+from moontide import _native, blocks
 
 
 def stub() -> dict[str, set[str]]:
@@ -41,7 +41,7 @@ def test_the_package_says_that_it_has_types():
 
 def test_everything_public_is_exported():
     exported = set(moontide.__all__)
-    assert {name for name in vars(_native) if not name.startswith("_")} <= exported
+    assert {name for name in vars(_native) if not name.startswith("_")} <= exported | set(blocks.__all__)
     for name in exported:
         assert hasattr(moontide, name)
     assert not any(inspect.ismodule(getattr(moontide, name)) for name in exported)
@@ -56,6 +56,7 @@ from typing import assert_type
 import numpy
 
 import moontide
+from moontide.blocks import BlockCache, Parked, Rows, namespace_of
 
 
 def threads(master: str) -> None:
@@ -99,6 +100,28 @@ def threads(master: str) -> None:
             print(error.outcomes, error.code, error.retryable)
         except (moontide.Unreachable, moontide.NoSpace) as other:
             print(other.code)
+
+
+def engine(store: moontide.Store) -> None:
+    cache = BlockCache(layers=2, kv_heads=2, dim=8, dtype="float32", blocks=16, blocks_max=32)
+    namespace = namespace_of(cache, "tiny", revision="1")
+    sequence, shared = cache.allocate([1, 2, 3], salt="tenant")
+    assert_type(shared, int)
+    with cache.fill(sequence) as fill:
+        assert_type(fill.tokens, range)
+        fill.write("k", 0, numpy.zeros((3, 2, 8), "float32"))
+        assert_type(fill.rows("v", 1), list[Rows])
+        fill.complete(3)
+    with cache.view(sequence) as view:
+        assert_type(view.tokens, int)
+        assert_type(view.contiguous("k", 0), Rows | None)
+    assert_type(cache.restore(sequence, store, namespace), int)
+    parked = cache.park(sequence, store, namespace.prefix, part="1", options=moontide.PutOptions(ttl=1))
+    assert_type(cache.resume(Parked(bytes(parked)), store, namespace), int)
+    try:
+        cache.append(sequence, 3)
+    except (moontide.NoBlocks, moontide.UnknownSequence) as error:
+        print(error.code)
 
 
 async def tasks(master: str) -> None:
