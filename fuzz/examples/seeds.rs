@@ -9,6 +9,9 @@ use std::path::Path;
 use std::{fs, io};
 
 use generate::Gen;
+use moontide_blocks::{
+    Attention, BlockHash, Cache, CacheConfig, Destination, Dtype as Dtype8, Keep, Order, Shape, Source, Store,
+};
 use moontide_fuzz::{BODIES, MESSAGES, TARGETS, accepted_message};
 use moontide_proto::{FixedRecord, FrameKind, OpKind};
 use moontide_types::record::{Flags, Header, KeySection, State, Word};
@@ -110,8 +113,46 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
             let shape: Vec<u64> = (0..g.below(9)).map(|_| g.below(100)).collect();
             TensorHeader::new(dtype, &shape).expect("a small shape").encode().to_vec()
         }),
+        "parked_sequence" => Some(parked_sequences()),
         "disk_removals" => Some(moontide_disk::fuzzing::removals_seeds()),
         _ => None,
+    }
+}
+
+/// Plain ones, some of which tokens were dropped from, and an empty one.
+fn parked_sequences() -> Vec<Vec<u8>> {
+    let attention = Attention::Heads { kv_heads: 1, dim: 1 };
+    let shape = Shape { layers: 1, block_tokens: 4, attention, dtype: Dtype8::F8, order: Order::TokenMajor };
+    let mut inputs = vec![];
+    for (tokens, budget) in [(0, 9), (3, 9), (8, 9), (11, 9), (11, 6)] {
+        let mut cache = Cache::new(&CacheConfig::new(shape, 16)).expect("a small arena");
+        let id = cache.allocate(&vec![7; tokens], BlockHash::root("salt", "")).expect("room").id;
+        let mut fill = cache.fill(id).expect("nobody else fills it");
+        fill.complete(tokens);
+        cache.commit(fill).expect("it is there");
+        cache.thin(id, &Keep { first: 2, last: 2, budget }).expect("room");
+        let parked = cache.park(id, &Nowhere).expect("a store that takes everything");
+        inputs.push(parked.to_bytes());
+    }
+    inputs
+}
+
+/// A store that says it has everything.
+struct Nowhere;
+
+impl Store for Nowhere {
+    type Error = std::convert::Infallible;
+
+    fn prefix(&self, _: &[BlockHash]) -> Result<usize, Self::Error> {
+        Ok(0)
+    }
+
+    fn load(&self, _: &mut [Destination<'_>]) -> Result<usize, Self::Error> {
+        Ok(0)
+    }
+
+    fn save(&self, blocks: &[Source<'_>]) -> Result<usize, Self::Error> {
+        Ok(blocks.len())
     }
 }
 

@@ -12,6 +12,7 @@ mod model;
 #[path = "../../crates/heap/tests/alloc/steps.rs"]
 mod steps;
 
+use moontide_blocks::Parked;
 use moontide_proto::convert::{self, Wire};
 use moontide_proto::limits::{OPS_PER_FRAME_MAX, SESSION_RECORDS_MAX};
 use moontide_proto::{
@@ -44,6 +45,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("disk_footer", disk_footer),
     ("disk_removals", disk_removals),
     ("tensor_header", tensor_header),
+    ("parked_sequence", parked_sequence),
 ];
 
 /// The 128-byte header of a record: as it is, and with the right CRC, which random changes never hit.
@@ -88,6 +90,13 @@ fn check_tensor_header(bytes: &[u8; TENSOR_HEADER_BYTES]) {
     assert_eq!(header.encode(), *bytes);
     let product: u128 = header.shape().iter().map(|&len| u128::from(len)).product();
     assert_eq!(product * header.dtype().bytes() as u128, u128::from(len));
+}
+
+/// A sequence that was put aside in another process.
+pub fn parked_sequence(data: &[u8]) {
+    let Some(parked) = Parked::from_bytes(data) else { return };
+    assert_eq!(parked.to_bytes(), data);
+    assert!(parked.filled() <= parked.tokens().len());
 }
 
 /// Tenant and key behind a payload.

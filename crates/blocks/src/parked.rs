@@ -14,6 +14,9 @@ use crate::sequence::{Sequence, Thinned};
 
 const VERSION: u32 = 1;
 
+/// No sequence has had more tokens.
+const POSITION_MAX: u32 = 1 << 31;
+
 /// A sequence that was put aside: all that is needed to go on with it, but for its blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parked {
@@ -77,13 +80,20 @@ impl Parked {
         let worth = words(&mut rest, worth)?.map(f32::from_le_bytes).collect();
         let mut sequence = Sequence::new(token_list, Vec::new(), root);
         if is_thinned == 1 {
-            sequence.thinned = Some(Thinned {
+            let thinned = Thinned {
                 from_block: long(&mut rest)?,
                 history: BlockHash(take(&mut rest)?),
                 old: long(&mut rest)?,
                 next: u32::from_le_bytes(take(&mut rest)?),
                 positions: words(&mut rest, tokens)?.map(u32::from_le_bytes).collect(),
-            });
+            };
+            // Positions rise, and there is room for tokens behind them.
+            let rise = thinned.positions.is_sorted_by(|a, b| a < b);
+            let before_next = thinned.positions.last().is_none_or(|last| *last < thinned.next);
+            if !rise || !before_next || thinned.next > POSITION_MAX || thinned.old > tokens {
+                return None;
+            }
+            sequence.thinned = Some(thinned);
         }
         if !rest.is_empty() {
             return None;

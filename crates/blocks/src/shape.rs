@@ -65,7 +65,7 @@ pub enum Plane {
     Values,
 }
 
-/// In which order dimensions lie: see the [module](self).
+/// In which order dimensions lie, outermost first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
     /// A token's heads together: the least number of pieces, and what most kernels read.
