@@ -33,6 +33,14 @@ pub enum ArenaError {
         /// Of which.
         shape: Shape,
     },
+    /// More blocks than there may be.
+    #[error("{blocks} blocks are more than `blocks_max`, or that ({blocks_max}) is more than {}", crate::BLOCKS_MAX)]
+    Blocks {
+        /// How many at first.
+        blocks: u32,
+        /// How many at most.
+        blocks_max: u32,
+    },
     /// The operating system refused.
     #[error(transparent)]
     Region(#[from] RegionError),
@@ -201,7 +209,7 @@ impl Grid {
 
     /// All of it as one piece, if heads do not lie apart.
     fn piece(&self) -> Option<usize> {
-        (self.head == self.row_bytes || self.heads == 1).then_some(self.tokens * self.token)
+        (self.token == self.heads * self.row_bytes).then_some(self.tokens * self.token)
     }
 }
 

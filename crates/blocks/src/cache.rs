@@ -21,7 +21,7 @@ use crate::arena::{Arena, ArenaError};
 use crate::books::Books;
 use crate::fill::{Fill, Held, Part};
 use crate::hash::{BlockHash, Token, chain};
-use crate::pool::{Block, Pool};
+use crate::pool::{BLOCKS_MAX, Block, Pool};
 use crate::readers::{Readers, Stamp};
 use crate::runs::Runs;
 use crate::sequence::{Return, Sequence, SequenceId, Shared, Table, Unlinked};
@@ -84,6 +84,9 @@ pub enum BlocksError {
     /// Some of its tokens have no rows yet.
     #[error("not all tokens of {0:?} are complete: fill and commit them first")]
     Incomplete(SequenceId),
+    /// The pool is another's.
+    #[error("this cache was made beside another one, which alone says how many blocks there are")]
+    NotOwner,
     /// All places are taken.
     #[error("there are {max} sequences already; the limit is `sequences_max`")]
     Sequences {
@@ -128,6 +131,16 @@ pub struct Cache {
     pub(crate) counts: Counts,
     /// Blocks behind the limit are on their way out.
     pub(crate) shrinking: bool,
+    pub(crate) sizes: Sizes,
+}
+
+/// Who says how many blocks there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sizes {
+    /// This cache.
+    Own,
+    /// The one that this one was made beside.
+    Others,
 }
 
 #[derive(Debug)]
@@ -140,22 +153,31 @@ impl Cache {
     /// A cache with an arena of its own.
     pub fn new(config: &CacheConfig) -> Result<Cache, ArenaError> {
         let CacheConfig { shape, blocks, blocks_max, placement, .. } = *config;
+        if blocks > blocks_max || blocks_max > BLOCKS_MAX {
+            return Err(ArenaError::Blocks { blocks, blocks_max });
+        }
         let arena = Arc::new(Arena::new(shape, blocks_max)?);
         let space = match placement {
             Placement::Paged => Space::Paged(Arc::new(Pool::new(blocks, blocks_max))),
-            Placement::Contiguous { reserve } => Space::Runs { runs: Runs::new(blocks, blocks_max), reserve },
+            Placement::Contiguous { reserve } => {
+                Space::Runs { runs: Runs::new(blocks, blocks_max), reserve: reserve.min(blocks_max) }
+            }
         };
         Ok(Cache::over(arena, space, config.sequences_max, config.readers_max))
     }
 
-    /// Another cache that takes its blocks from the same pool, for another thread's sequences. The two share no prefixes.
+    /// Another cache that takes its blocks from the same pool, for another thread's sequences. The two share no prefixes,
+    /// and only this one can be [resized](Cache::resize).
     ///
     /// # Panics
     /// If the blocks are to follow each other: then they are one thread's.
     pub fn beside(&self) -> Cache {
         let Space::Paged(pool) = &self.space else { panic!("contiguous blocks have one owner") };
         let (arena, space) = (Arc::clone(&self.shared.arena), Space::Paged(Arc::clone(pool)));
-        Cache::over(arena, space, self.sequences.len() as u32, self.shared.readers.max() as u32)
+        let mut beside =
+            Cache::over(arena, space, self.sequences.len() as u32, self.shared.readers.max() as u32);
+        beside.sizes = Sizes::Others;
+        beside
     }
 
     fn over(arena: Arc<Arena>, space: Space, sequences_max: u32, readers_max: u32) -> Cache {
@@ -177,6 +199,7 @@ impl Cache {
             retired: Vec::new(),
             counts: Counts::default(),
             shrinking: false,
+            sizes: Sizes::Own,
         }
     }
 
@@ -284,6 +307,9 @@ impl Cache {
     }
 
     /// The rows that were filled are there: readers see them, and full blocks can be shared.
+    ///
+    /// # Panics
+    /// If the fill is another cache's.
     pub fn commit(&mut self, fill: Fill) -> Result<(), BlocksError> {
         self.put_in_order();
         assert!(fill.is_of(&self.shared), "a fill of another cache");
@@ -369,7 +395,7 @@ impl Cache {
         sequence.hashes.truncate(tokens / block_tokens);
         sequence.worth.truncate(tokens);
         sequence.sealed |= filled > tokens && !moontide_types::planted("taken-back-rows-written");
-        sequence.sealed &= !tokens.is_multiple_of(block_tokens);
+        sequence.sealed &= !filled.min(tokens).is_multiple_of(block_tokens);
         if let Some(thinned) = &mut sequence.thinned {
             thinned.truncate(tokens);
         }
@@ -425,7 +451,7 @@ impl Cache {
         for part in &parts {
             self.books.share(part.block);
         }
-        let known = |part: &Part| self.books.is_saved(part.block);
+        let known = |part: &Part| self.books.is_saved(part.block) && self.books.hash(part.block) == part.hash;
         let saved = parts.iter().map(known).collect();
         Ok(Held::new(Arc::clone(&self.shared), parts, saved))
     }

@@ -93,7 +93,12 @@ impl Fill {
     pub fn write(&mut self, plane: Plane, layer: u32, dense: &[u8]) {
         let shape = self.shared.arena.shape();
         let token_bytes = shape.heads() * shape.row_bytes();
-        assert!(dense.len().is_multiple_of(token_bytes), "{} bytes, {token_bytes} a token", dense.len());
+        assert!(
+            dense.len().is_multiple_of(token_bytes) && dense.len() / token_bytes <= self.tokens().len(),
+            "{} bytes, {token_bytes} a token, for {:?}",
+            dense.len(),
+            self.tokens()
+        );
         let (mut at, mut rest) = (self.filled, dense);
         while !rest.is_empty() {
             let (part, within) = self.place(at);
@@ -111,7 +116,7 @@ impl Fill {
     /// # Panics
     /// If those are more than are to be written.
     pub fn complete(&mut self, tokens: usize) {
-        assert!(self.filled + tokens <= self.end(), "{tokens} tokens of {:?}", self.tokens());
+        assert!(tokens <= self.tokens().len(), "{tokens} tokens of {:?}", self.tokens());
         self.filled += tokens;
     }
 

@@ -17,6 +17,8 @@ pub enum Bug {
     RelaxedGive,
     /// Looking at the head without Acquire: the same, from the other side.
     RelaxedTake,
+    /// A block that is put away without a second look at the limit, which may have been raised meanwhile.
+    LimitReadOnce,
     /// Entering without a fence between the reader's stamp and its first look.
     EnterFenceMissing,
     /// Looking for readers without a fence after what they must not find was unlinked.

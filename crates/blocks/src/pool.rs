@@ -20,7 +20,7 @@
 //! Invariant: a block is on the stack, taken, or away; whoever gives one back that is not taken is stopped by an assert.
 
 use crate::planted::{Bug, planted, weakened};
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// The number of a block in its arena.
 pub type Block = u32;
@@ -40,7 +40,7 @@ pub struct Pool {
     head: AtomicU64,
     /// One word for each block.
     words: Box<[AtomicU64]>,
-    /// Blocks from this one on are not given out again.
+    /// Blocks from this one on are not given out again. Read and written with SeqCst, because of `give`.
     limit: AtomicU32,
 }
 
@@ -105,13 +105,23 @@ impl Pool {
     /// # Panics
     /// If one of them was not taken.
     pub fn give(&self, blocks: impl IntoIterator<Item = Block>) {
-        let limit = self.limit.load(Ordering::Relaxed);
+        let limit = self.limit.load(Ordering::SeqCst);
         let (mut first, mut count) = (NONE, 0);
         for block in blocks {
             let word = &self.words[block as usize];
             assert_eq!(word.load(Ordering::Relaxed), u64::from(TAKEN), "block {block} was given back twice");
-            word.store(if block >= limit { u64::from(AWAY) } else { on_stack(first, 0) }, Ordering::Relaxed);
-            if block < limit {
+            let mut stays = block < limit;
+            if !stays {
+                // Release; pairs with the Acquire of `behind`: it is no longer read when its memory goes.
+                word.store(u64::from(AWAY), Ordering::Release);
+                // The limit may have been raised just now, by somebody who found the block taken: put away, then look at
+                // the limit; there it is the limit, then what is away. One of the two sees the other.
+                fence(Ordering::SeqCst);
+                let raised = block < self.limit.load(Ordering::SeqCst) && !planted(Bug::LimitReadOnce);
+                stays = raised && self.bring_back(block);
+            }
+            if stays {
+                word.store(on_stack(first, 0), Ordering::Relaxed);
                 first = block;
                 count += 1;
             }
@@ -123,7 +133,8 @@ impl Pool {
 
     /// Puts a chain of blocks on the stack.
     fn push(&self, first: Block, count: u32) {
-        let mut head = self.head.load(Ordering::Relaxed);
+        // Acquire; pairs with the Release of the exchange: the depth belongs to this top.
+        let mut head = self.head.load(Ordering::Acquire);
         loop {
             // If others change the top meanwhile, its depth may be anything: the exchange fails, and it is looked at again.
             let under = self.depth(head);
@@ -172,8 +183,8 @@ impl Pool {
             return Ok(());
         }
         // A chain of exchanges carries a Release on to whoever takes later (release sequence): each is a
-        // read-modify-write. A failure is looked at again, with Acquire where the caller needs it.
-        let failure = if order == Ordering::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
+        // read-modify-write. A failure is looked at again, as at first.
+        let failure = weakened(Bug::RelaxedTake, Ordering::Acquire);
         self.head.compare_exchange_weak(head, new, order, failure).map(drop)
     }
 
@@ -181,38 +192,49 @@ impl Pool {
     /// A higher limit brings back what was put away.
     ///
     /// Only one thread may do it at a time. While the limit is lowered, `take` in another thread may find fewer free
-    /// blocks than there are, and `give` may still put one behind it on the stack: see [`Pool::put_away`].
+    /// blocks than there are, and `give` may still put one behind it on the stack: see [`Pool::behind`].
     ///
     /// # Panics
     /// If the pool was made for fewer.
     pub fn set_limit(&self, limit: u32) {
         assert!(limit as usize <= self.words.len(), "{limit} of {} blocks", self.words.len());
-        let before = self.limit.swap(limit, Ordering::Relaxed);
+        let before = self.limit.swap(limit, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         if limit < before {
             self.put_away();
         } else {
             // Those in use between the two limits are given back by whoever has them.
-            let absent = |block: &u32| {
-                let (away, taken) = (u64::from(AWAY), u64::from(TAKEN));
-                let word = &self.words[*block as usize];
-                word.compare_exchange(away, taken, Ordering::Relaxed, Ordering::Relaxed).is_ok()
-            };
-            self.give((before..limit).rev().filter(absent));
+            self.give((before..limit).rev().filter(|block| self.bring_back(*block)));
         }
     }
 
-    /// Puts away what is free behind the limit, and says how many blocks behind it are not away yet.
-    pub fn put_away(&self) -> u32 {
+    /// Takes a block that is away, unless somebody else does.
+    fn bring_back(&self, block: Block) -> bool {
+        let (away, taken) = (u64::from(AWAY), u64::from(TAKEN));
+        let word = &self.words[block as usize];
+        word.compare_exchange(away, taken, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes all that is free and gives it back: what lies behind the limit is away then.
+    fn put_away(&self) {
         let mut taken = Vec::new();
         while self.take(1, |block| taken.push(block)) {}
         self.give(taken.into_iter().rev());
-        let behind = &self.words[self.blocks() as usize..];
-        behind.iter().filter(|word| word.load(Ordering::Relaxed) != u64::from(AWAY)).count() as u32
+    }
+
+    /// How many blocks behind the limit somebody still has. What is free there is put away.
+    pub fn behind(&self) -> u32 {
+        // Acquire; pairs with the Release of `give`.
+        let words = || self.words[self.blocks() as usize..].iter().map(|word| word.load(Ordering::Acquire));
+        if words().any(|word| word != u64::from(AWAY) && word != u64::from(TAKEN)) {
+            self.put_away();
+        }
+        words().filter(|word| *word != u64::from(AWAY)).count() as u32
     }
 
     /// How many blocks are free. Exact when nobody is changing it.
     pub fn free(&self) -> u32 {
-        self.depth(self.head.load(Ordering::Relaxed))
+        self.depth(self.head.load(Ordering::Acquire))
     }
 
     /// How many blocks there are, free or not, below the limit.
@@ -299,6 +321,31 @@ mod tests {
         assert_eq!(all, (0..16).collect::<Vec<_>>());
         assert_eq!(Pool::new(0, 4).blocks(), 0);
         assert_eq!(taken(&Pool::new(0, 4), 1), None);
+    }
+
+    /// One thread takes and gives while the other changes the limit: in the end all are there.
+    #[test]
+    fn no_block_is_lost_to_a_limit_that_changes() {
+        for run in 0..30 {
+            let pool = Pool::new(8, 8);
+            let done = std::sync::atomic::AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        if let Some(all) = taken(&pool, 8) {
+                            pool.give(all);
+                        }
+                    }
+                });
+                for _ in 0..30 {
+                    pool.set_limit(0);
+                    pool.set_limit(8);
+                    std::thread::yield_now();
+                }
+                done.store(true, Ordering::Relaxed);
+            });
+            assert_eq!(taken(&pool, 8).map(|all| all.len()), Some(8), "run {run}");
+        }
     }
 
     /// Two threads take and give as fast as they can: no block is ever with both.

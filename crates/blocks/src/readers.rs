@@ -75,6 +75,8 @@ impl Readers {
 
     /// Gives the cell back.
     pub fn part(&self, cell: usize) {
+        // A guard that was forgotten instead of dropped keeps nothing any more.
+        self.leave(cell);
         self.cells[cell].taken.store(0, Ordering::Release);
     }
 

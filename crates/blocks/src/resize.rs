@@ -5,17 +5,20 @@
 
 use std::collections::HashMap;
 
-use crate::cache::{BlocksError, Cache};
+use crate::cache::{BlocksError, Cache, Sizes};
 use crate::pool::Block;
 
 impl Cache {
-    /// From now on there are so many blocks. With fewer than are in use it fails, and nothing has changed; blocks that
-    /// cached prefixes lie in are given up where they are in the way.
+    /// From now on there are so many blocks. With fewer than are in use it fails, and no sequence has changed; prefixes that
+    /// are cached for later are given up where they are in the way, even then.
     ///
     /// # Panics
     /// If those are more than `blocks_max`.
     pub fn resize(&mut self, blocks: u32) -> Result<(), BlocksError> {
         self.put_in_order();
+        if self.sizes == Sizes::Others {
+            return Err(BlocksError::NotOwner);
+        }
         let before = self.space.blocks();
         if blocks >= before {
             self.space.set_limit(blocks);

@@ -93,7 +93,7 @@ impl Space {
     /// How many blocks behind the limit somebody still has.
     pub(crate) fn behind(&self) -> u32 {
         match self {
-            Space::Paged(pool) => pool.put_away(),
+            Space::Paged(pool) => pool.behind(),
             Space::Runs { runs, .. } => runs.behind(),
         }
     }

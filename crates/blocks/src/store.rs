@@ -84,6 +84,7 @@ impl Cache {
     /// Puts a sequence aside: its blocks go to the store, the last one even if it is not full, and their room is free.
     /// [`Cache::resume`] brings it back, here or in another process.
     pub fn park<S: Store + ?Sized>(&mut self, id: SequenceId, store: &S) -> Result<Parked, ParkError<S::Error>> {
+        self.put_in_order();
         self.idle(id)?;
         if !self.hold_parts(id, true)?.save(store).map_err(ParkError::Store)? {
             return Err(ParkError::Refused);

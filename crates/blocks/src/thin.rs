@@ -54,6 +54,7 @@ impl Cache {
     /// the first token that is dropped stay shared; the others are copied, so that whoever reads or shares the sequence
     /// as it was is not disturbed.
     pub fn thin(&mut self, id: SequenceId, keep: &Keep) -> Result<Vec<u32>, BlocksError> {
+        self.put_in_order();
         self.idle(id)?;
         let (block_tokens, tokens) = (self.block_tokens(), self.sequence(id)?.tokens.len());
         if self.filled(id) < tokens {

@@ -3,8 +3,8 @@
 mod support;
 
 use moontide_blocks::{
-    Attention, BlockHash, BlocksError, Cache, CacheConfig, Dtype, Full, Keep, Order, ParkError, Placement,
-    Plane, SequenceId, Shape, Token,
+    ArenaError, Attention, BlockHash, BlocksError, Cache, CacheConfig, Dtype, Full, Keep, Order, ParkError,
+    Placement, Plane, SequenceId, Shape, Store, Token,
 };
 use support::Memory;
 
@@ -355,6 +355,121 @@ fn a_contiguous_sequence_is_one_view_and_moves_when_it_must() {
     assert_eq!(seen, (1..=9).collect::<Vec<_>>());
     assert_eq!(whole.bytes().unwrap().len(), 9 * 2 * 4 * 4);
     cache.audit(&[]).unwrap();
+}
+
+/// Failure: a reader's rows changed. Cause: a tail that readers had seen further was taken for a fresh one when the sequence
+/// was then cut at the end of a later block. What counts is where complete rows end.
+#[test]
+fn a_tail_that_was_seen_is_not_written_whatever_came_after() {
+    let mut cache = cache(16);
+    let id = begin(&mut cache, &[1, 2, 3, 4, 5, 6, 7]);
+    let mut reader = cache.reader().unwrap();
+    let guard = reader.enter();
+    let view = guard.view(id).unwrap();
+    cache.truncate(id, 5).unwrap();
+    let empty = cache.fill(id).unwrap();
+    (50..54).for_each(|token| cache.append(id, token).unwrap());
+    drop(empty);
+    cache.truncate(id, 8).unwrap();
+    fill(&mut cache, id, 0);
+    let block = view.rows(Plane::Keys, 0, 1);
+    assert_eq!([0, 1, 2].map(|token| block.head(token, 0)[0]), [5, 6, 7]);
+}
+
+/// Failure: `park` said yes, and half of the last block did not come back. Cause: the block was known to be in the store,
+/// but under the name that it had when it was full.
+#[test]
+fn a_block_is_saved_under_the_name_that_it_has_now() {
+    let (mut cache, store) = (cache(32), Memory::default());
+    let id = begin(&mut cache, &[1, 2, 3, 4, 5, 6, 7, 8]);
+    assert!(cache.spill(id, &store).unwrap());
+    cache.truncate(id, 6).unwrap();
+    let parked = cache.park(id, &store).unwrap();
+    cache.clear();
+    let id = cache.resume(&parked, &store).unwrap();
+    assert_eq!(rows(&cache, id), [1, 2, 3, 4, 5, 6]);
+
+    let id = begin(&mut cache, &(20..36).collect::<Vec<_>>());
+    let drop_one = |cache: &mut Cache, at: usize, budget| {
+        let mut worth = [0.0; 16];
+        worth[at] = -5.0;
+        cache.add_worth(id, &worth).unwrap();
+        cache.thin(id, &Keep { first: 0, last: 0, budget }).unwrap();
+        assert!(cache.spill(id, &store).unwrap());
+        let hashes = cache.hashes_of(id).unwrap();
+        assert_eq!(Store::prefix(&store, hashes).unwrap(), hashes.len());
+    };
+    drop_one(&mut cache, 0, 15);
+    drop_one(&mut cache, 13, 14);
+}
+
+#[test]
+fn a_fill_that_was_dropped_is_in_nobodys_way() {
+    let (mut cache, store) = (cache(16), Memory::default());
+    let id = begin(&mut cache, &(0..16).collect::<Vec<_>>());
+    drop(cache.fill(id).unwrap());
+    assert_eq!(cache.thin(id, &Keep { first: 0, last: 0, budget: 15 }).unwrap().len(), 15);
+    drop(cache.fill(id).unwrap());
+    assert!(cache.park(id, &store).is_ok());
+}
+
+/// More rows than there are to be written: a panic, as is said, and neither a loop nor a count that wraps.
+#[test]
+fn a_fill_has_an_end() {
+    let mut cache = cache(16);
+    let id = cache.allocate(&[1, 2, 3, 4, 5, 6], root()).unwrap().id;
+    let refused = |act: &dyn Fn(&mut moontide_blocks::Fill)| {
+        let mut cache = self::cache(16);
+        let id = cache.allocate(&[1, 2, 3, 4, 5, 6], root()).unwrap().id;
+        let mut fill = cache.fill(id).unwrap();
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| act(&mut fill))).is_err()
+    };
+    assert!(refused(&|fill| fill.write(Plane::Keys, 0, &[1; 7 * 32])));
+    assert!(refused(&|fill| fill.complete(7)));
+    assert!(refused(&|fill| fill.complete(usize::MAX)));
+    assert!(cache.fill(id).is_ok());
+}
+
+#[test]
+fn sizes_that_cannot_be_are_refused_and_large_reserves_are_cut() {
+    for placement in [Placement::Paged, Placement::Contiguous { reserve: 0 }] {
+        let config = CacheConfig { blocks: 10, blocks_max: 8, placement, ..CacheConfig::new(SHAPE, 8) };
+        assert!(matches!(Cache::new(&config), Err(ArenaError::Blocks { blocks: 10, blocks_max: 8 })));
+    }
+    let placement = Placement::Contiguous { reserve: u32::MAX };
+    let mut cache = Cache::new(&CacheConfig { placement, ..CacheConfig::new(SHAPE, 16) }).unwrap();
+    let (first, second) = (begin(&mut cache, &[1; 8]), begin(&mut cache, &[2; 8]));
+    assert_eq!((rows(&cache, first), rows(&cache, second)), (vec![1; 8], vec![2; 8]));
+    cache.append(first, 3).unwrap();
+    cache.audit(&[]).unwrap();
+}
+
+/// With one block of one token, heads that lie apart are as far from each other as if they did not.
+#[test]
+fn heads_that_lie_apart_are_all_written() {
+    let shape = Shape { layers: 1, block_tokens: 1, order: Order::HeadMajor, ..SHAPE };
+    let mut cache = Cache::new(&CacheConfig::new(shape, 1)).unwrap();
+    let id = cache.allocate(&[1], root()).unwrap().id;
+    let mut fill = cache.fill(id).unwrap();
+    fill.write(Plane::Keys, 0, &[7; 32]);
+    fill.complete(1);
+    cache.commit(fill).unwrap();
+    assert_eq!(cache.view(id).unwrap().rows(Plane::Keys, 0, 0).head(0, 1), [7; 16]);
+}
+
+#[test]
+fn only_the_first_of_several_caches_says_how_many_blocks_there_are() {
+    let mut cache = cache(16);
+    let mut beside = cache.beside();
+    assert_eq!(beside.resize(8), Err(BlocksError::NotOwner));
+    let theirs = begin(&mut beside, &[1; 40]);
+    cache.resize(8).unwrap();
+    assert!(cache.is_shrinking(), "until the other gives them back");
+    assert_eq!(rows(&beside, theirs), [1; 40]);
+    beside.free(theirs).unwrap();
+    beside.clear();
+    assert!(!cache.is_shrinking());
+    assert!(cache.allocate(&[2; 32], root()).is_ok());
 }
 
 /// The page that the design shows, with the numbers of four such sequences.

@@ -55,6 +55,9 @@ models! {
     all_that_was_given_can_be_taken_again: counts, {
         a_head_that_is_stored_loses_blocks: HeadByStore => "",
     }
+    a_block_that_is_given_back_while_the_limit_rises_is_not_lost: limits, {
+        a_limit_that_is_read_once_is_found: LimitReadOnce => "all are there in the end",
+    }
     memory_is_reused_when_nobody_can_read_it: reuse, {
         entering_without_a_fence_is_found: EnterFenceMissing => "Causality violation",
         scanning_without_a_fence_is_found: ScanFenceMissing => "Causality violation",
@@ -137,6 +140,21 @@ fn counts() {
     thread.join().unwrap();
     assert_eq!(blocks.pool.free(), 4);
     assert_eq!(blocks.take(4).map(|all| all.len()), Some(4));
+}
+
+/// A block behind the limit is given back while the limit is raised.
+fn limits() {
+    let blocks = Blocks::new(2);
+    let taken = blocks.take(2).expect("there are two");
+    blocks.pool.set_limit(1);
+    let other = Arc::clone(&blocks);
+    let thread = thread::spawn(move || {
+        other.owners[0].fetch_add(0, Ordering::Relaxed);
+        other.give(taken);
+    });
+    blocks.pool.set_limit(2);
+    thread.join().unwrap();
+    assert_eq!(blocks.take(2).map(|all| all.len()), Some(2), "all are there in the end");
 }
 
 /// A link to one of two places. A reader follows it; the owner puts it to the other place, and writes the first one again

@@ -65,7 +65,11 @@ impl moontide_blocks::Store for BlockStore {
             for ((at, bytes), answer) in far.into_iter().zip(answers) {
                 let block = &mut group[at];
                 // Whatever was evicted since it was found, or has another length, ends what can be used.
-                if answer?.is_none_or(|len| len != bytes.len()) {
+                let len = match answer {
+                    Err(StoreError::BufferTooSmall { .. }) => None,
+                    answer => answer?,
+                };
+                if len != Some(bytes.len()) {
                     return Ok(loaded + at);
                 }
                 let mut rest = &bytes[..];
