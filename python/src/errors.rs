@@ -59,6 +59,7 @@ pub(crate) fn blocks(py: Python<'_>, error: &BlocksError) -> PyErr {
             of_code(py, ErrorCode::Busy, message)
         }
         BlocksError::Incomplete(_) => of_code(py, ErrorCode::NotReady, message),
+        BlocksError::NotOwner => of_code(py, ErrorCode::InvalidArgument, message),
     })
 }
 
@@ -75,7 +76,7 @@ pub(crate) fn park(py: Python<'_>, error: &ParkError<StoreError>) -> PyErr {
 /// The exception for a cache that cannot be made.
 pub(crate) fn arena(py: Python<'_>, error: &ArenaError) -> PyErr {
     let code = match error {
-        ArenaError::Size { .. } => ErrorCode::InvalidArgument,
+        ArenaError::Size { .. } | ArenaError::Blocks { .. } => ErrorCode::InvalidArgument,
         ArenaError::Region(_) => ErrorCode::NoSpace,
     };
     other(py, code, error)
