@@ -39,6 +39,7 @@ const SMOKE_COMMANDS: &[&str] = &[
     "bench local --quick --gate",
     "bench remote --quick",
     "bench mixed --seconds 3 --objects 500",
+    "bench blocks --quick",
     "bench ep --quick",
 ];
 
