@@ -229,7 +229,7 @@ fn door_messages() -> Vec<Vec<u8>> {
     let messages = [
         Message::Hello { pid: 4711 },
         Message::Welcome(welcome),
-        Message::SegmentOffer(shape),
+        Message::SegmentOffer(shape, 1 << 21),
         Message::Refusal(ErrorCode::PermissionDenied),
         Message::Stream,
     ];

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use moontide_proto::Token;
-use moontide_types::Tenant;
+use moontide_types::{NodeId, Tenant};
 use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_DEFAULT, REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{Attributes, ParentHash, PinClass};
 
@@ -143,6 +143,8 @@ pub struct PutOptions {
     pub parent: Option<Vec<u8>>,
     /// Prefer memory on this host, unless a number of stripes is given: these are spread.
     pub near: bool,
+    /// Prefer this node, if it has room.
+    pub prefer: Option<NodeId>,
 }
 
 impl Default for PutOptions {
@@ -157,6 +159,7 @@ impl Default for PutOptions {
             cohort: None,
             parent: None,
             near: true,
+            prefer: None,
         }
     }
 }

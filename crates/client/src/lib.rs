@@ -21,7 +21,7 @@
 //!
 //! Reading order: [`StoreConfig`], [`StoreError`], `cluster` (the master), `nodes` (links to those that hold bytes),
 //! `local` (memory of this host), `place` (where an object is), `read` and `get`, `range`, `put` and `write`, `plan`,
-//! `operate`, `departures`, `blocks`;
+//! `in_place`, `hop`, `operate`, `departures`, `blocks`;
 //! [`decide`] is what of it is pure. Below lies the [`link`](LinkConfig): one connection to one master, shared by
 //! everybody in the process.
 
@@ -49,6 +49,8 @@ the_rest! {
     mod range;
     mod read;
 
+    mod hop;
+    mod in_place;
     mod plan;
     mod put;
     mod write;
@@ -74,6 +76,8 @@ the_rest! {
     pub use departures::{Departure, Departures};
     pub use error::StoreError;
     pub use get::{GetInto, ObjectRef};
+    pub use hop::{Arrived, Awaited, Cut, Hop, HopError, Push, Ticket, Wait};
+    pub use in_place::{PlaceOf, PlanInPlace};
     pub use metrics::{StoreMetrics, StoreStats};
     pub use nodes::NodeInfo;
     pub use operate::{KeyPage, ObjectInfo};
@@ -82,6 +86,7 @@ the_rest! {
     pub use store::Store;
     pub use tasks::AsyncStore;
 
+    pub use moontide_heap::{Counted, KernelCell, Progress, SharedStay};
     pub use moontide_proto::Medium;
 
     pub use link::{

@@ -112,11 +112,31 @@ impl Store {
         len: u64,
         options: &PutOptions,
     ) -> Result<WritePlan, StoreError> {
+        self.open(key, len, options, false)
+    }
+
+    /// As [`Store::open_for_write`], for bytes that nobody digests.
+    pub(crate) fn open_without_digests(
+        &self,
+        key: &[u8],
+        len: u64,
+        options: &PutOptions,
+    ) -> Result<WritePlan, StoreError> {
+        self.open(key, len, options, true)
+    }
+
+    fn open(
+        &self,
+        key: &[u8],
+        len: u64,
+        options: &PutOptions,
+        digestless: bool,
+    ) -> Result<WritePlan, StoreError> {
         options.validate()?;
         let inner = &*self.inner;
         let mut attributes = Vec::new();
         options.attributes().encode(&mut attributes);
-        let how = How { caller: CallerId(draw()), options, attributes: &attributes };
+        let how = How { caller: CallerId(draw()), options, attributes: &attributes, digestless };
         let started = inner
             .put_start(&[(Key::new(key)?, len)], how, inner.deadline())?
             .into_iter()
@@ -182,6 +202,20 @@ impl WritePlan {
     /// Where the bytes will lie.
     pub fn stripes(&self) -> Vec<StripePlace> {
         self.granted().handles.iter().map(StripePlace::of).collect()
+    }
+
+    /// Opens the place of an object that is written by other means. It counts as written from now on.
+    pub(crate) fn begin(&mut self) -> Result<(), StoreError> {
+        let key = Key::new(&self.key).expect("checked when the plan was made");
+        let deadline = self.store.inner.deadline().min(self.until);
+        let mut writing = [Writing::new(key, self.granted().clone(), &[], &self.attributes)];
+        self.store.inner.begin_only(&mut writing, deadline);
+        let [writing] = writing;
+        if writing.outcomes.iter().any(|outcome| matches!(outcome, Some(Err(_)))) {
+            return Err(writing.last.unwrap_or(StoreError::refused(ErrorCode::Gone)));
+        }
+        self.written = Some(Written { outcomes: writing.outcomes, roots: writing.roots });
+        Ok(())
     }
 
     /// Brings the bytes to their nodes. They can be read after [`WritePlan::commit`].

@@ -114,6 +114,8 @@ pub(crate) struct How<'a> {
     pub(crate) options: &'a PutOptions,
     /// The attributes section of each.
     pub(crate) attributes: &'a [u8],
+    /// Nobody digests their bytes.
+    pub(crate) digestless: bool,
 }
 
 /// A reservation: where an object may be written.
@@ -159,7 +161,7 @@ impl Inner {
         let mut backoff = Backoff::default();
         items.iter().for_each(|_| self.budget.lock().earn());
         // Of this call alone: what it has begun it may begin again, and nobody else of this process.
-        let how = How { caller: CallerId(draw()), options, attributes: &attributes };
+        let how = How { caller: CallerId(draw()), options, attributes: &attributes, digestless: false };
         loop {
             let open: Vec<usize> = (0..items.len()).filter(|&at| outcomes[at].is_none()).collect();
             if open.is_empty() {
@@ -296,7 +298,7 @@ impl Inner {
         how: How<'_>,
         deadline: Instant,
     ) -> Result<Vec<KeyResult<Start>>, StoreError> {
-        let How { caller, options, attributes } = how;
+        let How { caller, options, attributes, digestless } = how;
         let packing = |source| StoreError::Answer(convert::ConvertError::Packed { field: "keys", source });
         let mut packed = PackedKeysBuilder::new();
         for (key, _) in keys {
@@ -313,7 +315,11 @@ impl Inner {
             stripes: options.stripes,
             // Stripes are there to be spread.
             local_node: if options.near && options.stripes.is_none() { self.nodes.mapped() } else { None },
-            preferred_nodes: self.nodes.good_if_some_are_not(),
+            preferred_nodes: match options.prefer {
+                Some(node) => vec![node],
+                None => self.nodes.good_if_some_are_not(),
+            },
+            digestless,
             upsert: options.upsert,
             ttl_ms: options.ttl.map_or(0, |ttl| (ttl.as_millis() as u64).max(1)),
             ..PutConfig::default()

@@ -180,6 +180,12 @@ impl Inner {
         true
     }
 
+    /// The first of the three steps alone: bytes go another way.
+    pub(crate) fn begin_only(&self, writing: &mut [Writing<'_>], deadline: Instant) {
+        let mut lots = self.lots(writing, deadline);
+        self.begin(writing, &mut lots, deadline);
+    }
+
     /// As [`Inner::write`], without the end: handles that are well have no outcome yet.
     pub(crate) fn write_unpublished(&self, writing: &mut [Writing<'_>], deadline: Instant) {
         let mut lots = self.lots(writing, deadline);

@@ -42,6 +42,11 @@ impl SlotName {
         SlotName(NonZeroU64::new(bits).expect("slot + 1 is at least 1"))
     }
 
+    /// As a cell has it, for kernels that name slots themselves.
+    pub fn bits(self) -> u64 {
+        self.0.get()
+    }
+
     /// The segment.
     pub fn segment(self) -> SegmentId {
         SegmentId((self.0.get() >> 32) as u32)
@@ -63,6 +68,8 @@ pub enum Expect {
     ReadyAt(Epoch),
     /// A writer that was granted this version.
     WritingAt(Epoch),
+    /// Somebody who waits for this version: it is being written, or complete.
+    BegunAt(Epoch),
 }
 
 impl Expect {
@@ -72,6 +79,9 @@ impl Expect {
             Expect::Ready => word.state() == State::Ready,
             Expect::ReadyAt(epoch) => word == Word::new(epoch, State::Ready),
             Expect::WritingAt(epoch) => word == Word::new(epoch, State::Writing),
+            Expect::BegunAt(epoch) => {
+                word.epoch() == epoch && matches!(word.state(), State::Writing | State::Ready)
+            }
         }
     }
 }
@@ -135,6 +145,11 @@ impl Cell {
     #[inline]
     pub fn name(&self) -> Option<SlotName> {
         NonZeroU64::new(self.0.load(weakened(Bug::RelaxedScan, Ordering::Acquire))).map(SlotName)
+    }
+
+    /// Where it is, for a kernel that writes it.
+    pub fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 
     #[inline]

@@ -101,6 +101,7 @@ compile_error!("regions are larger than a 32-bit address space");
 compile_error!("records are shared in place between processes and stored little-endian");
 
 pub mod cell;
+mod flag;
 mod floor;
 mod index;
 mod liveness;
@@ -111,6 +112,7 @@ mod rooms;
 mod sync;
 mod word;
 
+pub use flag::{Counted, FLAG_BYTES, Flag, Progress};
 pub use index::{ENTRIES_PER_BUCKET, Index, Inserted, Place};
 pub use liveness::{Liveness, NotYours, Occupant, Row};
 pub use phase::{Entry, Met, Next, PhaseBarrier, Posts, Roll, Wait, WaitError};
@@ -125,13 +127,13 @@ mod shm;
 pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
     DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages,
-    JOINS_PER_PROCESS_MAX, Killed, LedgerError, Ledgers, LocalHeap, LocalReads, Lookup, Message,
+    JOINS_PER_PROCESS_MAX, KernelCell, Killed, LedgerError, Ledgers, LocalHeap, LocalReads, Lookup, Message,
     MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, Patience, PerProcess, Pins,
     ProcessToken, Protection, Reader, Reclaimed, Region, RegionError, RegionPosts, SEGMENTS_MAPPED_MAX,
-    SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError, SegmentShape, SharedGuard, SharedLookup, SharedReader,
-    StageError, Staged, Staging, StagingRoom, StagingUse, Trailer, Unpublished, Visitor, WatchError, Welcome,
-    World, WorldConfig, WorldError, WorldShape, WriteClaim, Writer, join, offer_segment, open_stream,
-    with_helpers,
+    SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError, SegmentShape, SharedClaim, SharedGuard, SharedLookup,
+    SharedReader, SharedStay, StageError, Staged, Staging, StagingRoom, StagingUse, Stay, Trailer,
+    Unpublished, Visitor, WatchError, Welcome, World, WorldConfig, WorldError, WorldShape, WriteClaim,
+    Writer, join, offer_segment, open_stream, with_helpers,
 };
 
 /// What the model tests need beyond the public names.

@@ -73,6 +73,10 @@ pub enum Bug {
     EntryUnmet,
     /// Taking everyone's memory for complete, whether they said so or not.
     WordIgnored,
+    /// Counting a page without Release and Acquire: the last one to count lets others see a page that is not there.
+    RelaxedCount,
+    /// Counting a page of whatever version the flag is about.
+    CountOfAnother,
 }
 
 #[cfg(not(any(loom, shuttle)))]

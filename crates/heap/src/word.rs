@@ -70,6 +70,12 @@ impl AtomicWord {
         Word::from_bits(self.0.load(weakened(Bug::RelaxedLook, Ordering::Acquire)))
     }
 
+    /// Whatever it was: for a [`Flag`](crate::Flag), which nobody else touches then. Release: what was stored before is
+    /// seen by whoever sees this.
+    pub(crate) fn set(&self, word: Word) {
+        self.0.store(word.bits(), Ordering::Release);
+    }
+
     /// FREE(e) → WRITING(epoch), if `epoch` is newer than any the slot has seen.
     pub fn begin(&self, epoch: Epoch) -> Transition {
         let new = Word::new(epoch, State::Writing);

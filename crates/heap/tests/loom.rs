@@ -20,7 +20,10 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread::{self, JoinHandle};
 use moontide_heap::cell::{Cell, CellGroup, Expect, Shut, SlotName, scan, shut_out_claims};
 use moontide_heap::model::{Bug, Floors, free, publish_shut, with_planted};
-use moontide_heap::{AtomicWord, ENTRIES_PER_BUCKET, Index, Inserted, Liveness, Place, Row, Transition};
+use moontide_heap::{
+    AtomicWord, Counted, ENTRIES_PER_BUCKET, Flag, Index, Inserted, Liveness, Place, Progress, Row,
+    Transition,
+};
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId};
 
@@ -168,6 +171,21 @@ models! {
     two_threads_of_the_owner_do_not_take_the_same_entry:
         all(two_inserts, &["both indexed"]), {
         inserting_without_compare_and_swap_is_found: InsertByStore => "an entry was lost",
+    }
+    who_sees_a_raised_flag_sees_all_pages:
+        all(flagged_pages, &["arrived", "not yet"]), {
+        counting_pages_without_order_is_found: RelaxedCount => "a page is missing",
+        raising_a_flag_without_release_is_found: RelaxedPublish => "a page is missing",
+        looking_at_a_flag_without_acquire_is_found: RelaxedLook => "a page is missing",
+    }
+    a_late_page_does_not_count_for_the_next_version:
+        all(late_page, &["stale"]), {
+        counting_for_another_version_is_found: CountOfAnother => "counted for another version",
+    }
+    a_slot_stays_for_who_waits_for_it:
+        all(stay_and_abort, &["stays", "too late", "draining", "reused"]), {
+        staying_without_a_fence_is_found: AcquireFenceMissing => "foreign bytes",
+        aborting_under_a_stay_without_a_fence_is_found: ScanFenceMissing => "foreign bytes",
     }
     a_reservation_is_either_begun_or_burnt:
         all(burn, &["begun", "burnt"]), {
@@ -379,6 +397,65 @@ fn publish() {
     let (slot, _) = shared.enter();
     slot.refill(1);
     reader.join().unwrap();
+}
+
+fn flagged_pages() {
+    let flag = Flag::new();
+    flag.prepare(epoch(1), 2);
+    let shared = share((flag, [Payload::values(0), Payload::values(0)]));
+    let write = |(flag, pages): &(Flag, [Payload; 2]), page: usize| {
+        pages[page].write(1);
+        assert_ne!(flag.page_done(epoch(1)), Counted::Stale);
+    };
+    let other = spawn(&shared, |shared| {
+        shared.1[0].write(1);
+        assert_ne!(shared.0.page_done(epoch(1)), Counted::Stale);
+    });
+    let consumer = spawn(&shared, |(flag, pages)| match flag.progress(epoch(1)) {
+        Progress::Complete => {
+            seen("arrived");
+            pages.iter().for_each(|page| page.check(1, "a page is missing"));
+        }
+        _ => seen("not yet"),
+    });
+    write(shared.enter(), 1);
+    other.join().unwrap();
+    consumer.join().unwrap();
+    assert_eq!(shared.of.0.progress(epoch(1)), Progress::Complete);
+}
+
+fn late_page() {
+    let flag = Flag::new();
+    flag.prepare(epoch(2), 2);
+    let shared = share(flag);
+    let late = spawn(&shared, |flag| {
+        assert_eq!(flag.page_done(epoch(1)), Counted::Stale, "counted for another version");
+        seen("stale");
+    });
+    let flag = shared.enter();
+    assert_eq!(flag.page_done(epoch(2)), Counted::More, "counted for another version");
+    assert_eq!(flag.page_done(epoch(2)), Counted::Complete, "counted for another version");
+    late.join().unwrap();
+}
+
+/// Somebody waits for a record whose writer gives up: the bytes are not the next record's while it does.
+fn stay_and_abort() {
+    let shared = share((Slot::new(0, 1, State::Writing, Payload::values), vacant_cells(1)));
+    let waiting = spawn(&shared, |(slot, cells)| {
+        match cells[0].acquire(slot.name, &slot.word, Expect::BegunAt(epoch(1))) {
+            Ok(_) => {
+                seen("stays");
+                slot.payload.check(1, "foreign bytes");
+                cells[0].release();
+            }
+            Err(_) => seen("too late"),
+        }
+    });
+    let (slot, cells) = shared.enter();
+    if slot.reclaim(1, cells) {
+        slot.refill(2);
+    }
+    waiting.join().unwrap();
 }
 
 fn reuse(payload: fn(u64) -> Payload) {

@@ -54,9 +54,9 @@ pub use config::{
     MASTER_WAIT, MEMORY_BYTES_DEFAULT, NodeConfig, SEGMENT_BYTES_MAX_DEFAULT, SLOT_BYTES_DEFAULT,
     STAGING_BYTES_DEFAULT, WrongValue,
 };
-pub use decide::plan::PlanError;
+pub use decide::plan::{PlanError, SegmentPlan};
 pub use disk::{DiskError, IdentityError};
-pub use memory::MemoryError;
+pub use memory::{LentMemory, MemoryError};
 pub use moontide_disk::{BackendKind, EngineChoice, EvictionOrder};
 pub use moontide_heap::HugePages;
 pub use node::{Addresses, Node, StartError};

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError, Staging};
+use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError, Staging, World};
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term};
@@ -63,6 +63,40 @@ pub enum MemoryError {
     Staging(SegmentError),
 }
 
+/// Memory that a node is to have its segments in, instead of its own: this rank's part of a world. Segments lie in it one
+/// behind the other, from `offset` on.
+#[derive(Clone, Debug)]
+pub struct LentMemory {
+    world: Arc<World>,
+    offset: u64,
+}
+
+impl LentMemory {
+    /// `memory_bytes` of a rank's region from `offset` on, a multiple of a page.
+    ///
+    /// # Safety
+    /// No other use may be made of these bytes, by any rank, until the world is gone everywhere.
+    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
+    pub unsafe fn new(world: Arc<World>, offset: u64) -> LentMemory {
+        LentMemory { world, offset }
+    }
+
+    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
+    fn add_segment(
+        &self,
+        heap: &NodeHeap,
+        number: u32,
+        plan: SegmentPlan,
+    ) -> Result<Arc<Segment>, SegmentError> {
+        let offset = self.offset + u64::from(number) * plan.bytes();
+        // SAFETY: nobody else uses the bytes, says who made this.
+        let memory = unsafe { self.world.lend(offset, plan.bytes()) };
+        let memory = memory.ok_or(SegmentError::Inherited)??;
+        // SAFETY: as above.
+        unsafe { heap.add_segment_in(plan.slots, memory) }
+    }
+}
+
 /// Smallest record that staging is made for: with smaller ones its slots run out before its bytes.
 const STAGED_BYTES_MIN: u64 = 64 << 10;
 
@@ -78,15 +112,19 @@ impl Memory {
         plan: SegmentPlan,
         huge: HugePages,
         staging_bytes: Option<u64>,
+        lent: Option<&LentMemory>,
     ) -> Result<Memory, MemoryError> {
         let more_slots = staging_bytes.map_or(0, |bytes| staging_slots(bytes).into());
         let slots_max = plan.slots_all() + more_slots;
         let heap = Arc::new(NodeHeap::create(HeapConfig { node, generation, slots_max, huge })?);
         let mut sides = Vec::with_capacity(plan.count as usize);
         for number in 0..plan.count {
-            let segment = heap
-                .add_segment(plan.slots, plan.units, huge)
-                .map_err(|source| MemoryError::Segment { number, count: plan.count, source })?;
+            let segment = match lent {
+                None => heap.add_segment(plan.slots, plan.units, huge),
+                Some(lent) => lent.add_segment(&heap, number, plan),
+            };
+            let segment =
+                segment.map_err(|source| MemoryError::Segment { number, count: plan.count, source })?;
             sides.push(Side {
                 segment,
                 books: Mutex::new(Books::new(plan.units, plan.slots)),
@@ -240,7 +278,8 @@ mod tests {
     #[test]
     fn marks_of_remote_reads_are_taken_once() {
         let plan = SegmentPlan { count: 3, units: 2048, slots: 100 };
-        let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None).unwrap();
+        let memory =
+            Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None, None).unwrap();
         let touch = |segment, slot| memory.side(SegmentId(segment)).unwrap().touch(SlotId(slot));
         for (segment, slot) in [(0, 0), (2, 99), (2, 64), (1, 100), (1, 5000)] {
             touch(segment, slot);

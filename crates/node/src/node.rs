@@ -34,11 +34,11 @@ use crate::admin::{self, Page};
 use crate::config::{InvalidConfig, MASTER_WAIT, NodeConfig};
 use crate::decide::groups::group_of_segment;
 use crate::decide::pace::Backoff;
-use crate::decide::plan::{PlanArgs, PlanError, plan};
+use crate::decide::plan::{PlanArgs, PlanError, SegmentPlan, plan};
 use crate::disk::{DiskError, DiskTier, Held, Identity};
 use crate::keeper::{Keeper, STALE_AFTER};
 use crate::lines::Lines;
-use crate::memory::{Memory, MemoryError};
+use crate::memory::{LentMemory, Memory, MemoryError};
 use crate::metrics::{Counters, Metrics};
 use crate::orders::{Obedience, Work};
 use crate::owner::NodeOwner;
@@ -138,6 +138,7 @@ pub struct Addresses {
 /// A running node. Dropping it ends it at once; [`Node::shutdown`] lets transfers end first.
 pub struct Node {
     id: NodeId,
+    segments: SegmentPlan,
     addresses: Addresses,
     drain: Duration,
     owner: Arc<NodeOwner>,
@@ -170,6 +171,15 @@ impl fmt::Debug for Node {
 impl Node {
     /// Starts a node. When this returns, a master knows of it, and it serves.
     pub fn start(config: NodeConfig) -> Result<Node, StartError> {
+        Node::start_with(config, None)
+    }
+
+    /// As [`Node::start`], with its segments in memory that others know by another way, too.
+    pub fn start_in(config: NodeConfig, memory: LentMemory) -> Result<Node, StartError> {
+        Node::start_with(config, Some(memory))
+    }
+
+    fn start_with(config: NodeConfig, lent: Option<LentMemory>) -> Result<Node, StartError> {
         config.validate()?;
         let boot = random_u64()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -202,7 +212,8 @@ impl Node {
             page_bytes: config.huge.page_bytes(),
         })?;
         let staging_bytes = config.disk.as_ref().map(|disk| disk.staging_bytes);
-        let memory = Arc::new(Memory::create(id, generation(), plan, config.huge, staging_bytes)?);
+        let memory = Memory::create(id, generation(), plan, config.huge, staging_bytes, lent.as_ref())
+            .map(Arc::new)?;
         info!(
             node = id.0,
             segments = plan.count,
@@ -246,6 +257,7 @@ impl Node {
         // From here on dropping it ends what was started.
         let mut node = Node {
             id,
+            segments: plan,
             addresses: Addresses::default(),
             drain: config.drain,
             owner: Arc::clone(&owner),
@@ -353,6 +365,11 @@ impl Node {
     /// Where it can be reached: the addresses that were bound, also for port 0.
     pub fn addresses(&self) -> &Addresses {
         &self.addresses
+    }
+
+    /// How its memory is cut.
+    pub fn segments(&self) -> SegmentPlan {
+        self.segments
     }
 
     /// Waits until a master knows of all segments and all that is in them. `false`: not within `timeout`.

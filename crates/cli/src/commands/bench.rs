@@ -10,6 +10,7 @@ mod failover;
 mod figures;
 mod masters;
 mod meta;
+mod push;
 mod store;
 mod trace;
 mod transfer;
@@ -39,6 +40,12 @@ enum Bench {
     /// A rank of `bench ep`
     #[command(hide = true)]
     EpRank(ep::RankArgs),
+    /// Pages written straight into another process's memory, beside the bare copies
+    #[command(after_help = push::EXAMPLES)]
+    Push(push::Args),
+    /// The consumer of `bench push`
+    #[command(hide = true)]
+    PushRank(push::RankArgs),
     /// Objects in memory of this host: in place, copied, put
     #[command(after_help = store::LOCAL_EXAMPLES)]
     Local(store::LocalArgs),
@@ -86,6 +93,8 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
         Bench::Disk(args) => disk::run(&args),
         Bench::Ep(args) => ep::run(&args),
         Bench::EpRank(args) => ep::run_rank(&args),
+        Bench::Push(args) => push::run(&args),
+        Bench::PushRank(args) => push::run_rank(&args),
         Bench::Local(args) => store::local(&args),
         Bench::Remote(args) => store::remote(&args),
         Bench::Load(args) => store::load(&args),

@@ -318,7 +318,7 @@ pub(super) fn wait_readable(socket: &OwnedFd, timeout: Duration) -> Result<bool,
 /// # Safety
 /// The socket is a client's, which was let in by [`Door::admit`].
 pub unsafe fn offer_segment(socket: BorrowedFd<'_>, segment: &Segment) -> Result<(), DoorError> {
-    let message = Message::SegmentOffer(segment.shape());
+    let message = Message::SegmentOffer(segment.shape(), segment.payload().offset());
     // SAFETY: to a client, says the caller.
     let descriptors = unsafe { [segment.headers().fd(), segment.payload().fd()] };
     send(socket, &message, &descriptors)
@@ -365,7 +365,9 @@ pub unsafe fn join(
             return Err(DoorError::System { what: "the node offers its segments too slowly", source: late });
         }
         match receive(&socket)? {
-            (Message::SegmentOffer(shape), descriptors) => attach(&heap, shape, descriptors)?,
+            (Message::SegmentOffer(shape, payload_at), descriptors) => {
+                attach(&heap, shape, payload_at, descriptors)?;
+            }
             _ => return Err(DoorError::Unexpected { pid }),
         }
     }
@@ -373,11 +375,16 @@ pub unsafe fn join(
     Ok((heap, socket))
 }
 
-fn attach(heap: &LocalHeap, shape: SegmentShape, descriptors: Vec<OwnedFd>) -> Result<(), DoorError> {
+fn attach(
+    heap: &LocalHeap,
+    shape: SegmentShape,
+    payload_at: u64,
+    descriptors: Vec<OwnedFd>,
+) -> Result<(), DoorError> {
     shape.check().map_err(AttachError::from)?;
     let [headers, payload] = two(descriptors, std::process::id())?;
     let headers = Region::import(headers, shape.header_bytes(), Protection::OwnerWrites)?;
-    let payload = Region::import(payload, shape.payload_bytes(), Protection::AllWrite)?;
+    let payload = Region::import_part(&payload, (payload_at, shape.payload_bytes()), Protection::AllWrite)?;
     match heap.attach(shape, headers, payload) {
         // What does not fit is not read in place, but through the network.
         Err(AttachError::TooMany(_)) => Ok(()),

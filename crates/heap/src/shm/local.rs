@@ -11,6 +11,7 @@
 //! ```
 
 use std::collections::HashSet;
+use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -251,6 +252,35 @@ impl<'h> Reader<'h> {
         self.heap.claimed().insert(SlotName::new(segment, slot)).then(|| WriteClaim { pin })
     }
 
+    /// Makes sure that a slot stays this version's, which is being written by another process or complete: its bytes are
+    /// not used again before the result is dropped, whatever becomes of the record. `None`: it has not begun, or has ended;
+    /// or this process is itself about to write it, which ends with a commit that waits for those who name the slot; or
+    /// no cell is vacant.
+    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<Stay<'h>> {
+        if !self.heap.is_here() {
+            return None;
+        }
+        let name = SlotName::new(segment, slot);
+        let regions = self.heap.segment(segment)?;
+        let word = regions.word(slot)?;
+        let vacancy = self.vacant()?;
+        let claimed = self.heap.claimed();
+        if claimed.contains(&name) {
+            return None;
+        }
+        // The header is not looked at: it changes when the record becomes complete.
+        vacancy.cell.acquire(name, word, Expect::BegunAt(epoch)).ok()?;
+        drop(claimed);
+        self.note_length(vacancy, 0);
+        Some(Stay { heap: self.heap, cell: vacancy.cell, regions, slot, epoch })
+    }
+
+    /// A cell for kernels of this process, which name slots in it by themselves; nothing else uses it while the reader
+    /// does nothing else.
+    pub(super) fn cell_for_kernels(&mut self) -> Option<&'h Cell> {
+        self.vacant().map(|vacancy| vacancy.cell)
+    }
+
     /// A second guard for the same object, which may live longer than the first. `None`: the object is dying,
     /// or no cell is vacant, or the guard is of another heap, whose node does not look into this one's cells.
     pub fn clone_guard(&mut self, guard: &Guard<'h>) -> Option<Guard<'h>> {
@@ -386,6 +416,50 @@ impl Drop for Pin<'_> {
     }
 }
 
+/// A slot that is not used again while this lives, although its record may still be on its way, or die. What lies in its
+/// bytes is for a [`Flag`](crate::Flag) to say.
+#[derive(Debug)]
+pub struct Stay<'h> {
+    heap: &'h LocalHeap,
+    cell: &'h Cell,
+    regions: &'h SegmentRegions,
+    slot: SlotId,
+    epoch: Epoch,
+}
+
+impl Stay<'_> {
+    /// Bytes of the segment's payload, in this process; `None` if they reach beyond it. That they are this record's is
+    /// the word of who told the place.
+    pub fn payload(&self, span: Span) -> Option<NonNull<u8>> {
+        self.regions.payload_at(span).filter(|_| self.heap.is_here())
+    }
+
+    /// Where the slot's word is in this process, for who reads it by an atomic load.
+    pub fn word(&self) -> NonNull<u64> {
+        self.regions.word_at(self.slot)
+    }
+
+    /// What the node says of the record. DEAD also for a moment while a commit looks whether anybody still writes it;
+    /// `None` if the slot is another version's, which it cannot be while this process lives.
+    pub fn state(&self) -> Option<State> {
+        let word = self.regions.word(self.slot).expect("a slot of this segment").load();
+        (word.epoch() == self.epoch).then(|| word.state())
+    }
+
+    /// The version.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+}
+
+impl Drop for Stay<'_> {
+    fn drop(&mut self) {
+        if self.heap.is_here() {
+            self.cell.release();
+        }
+    }
+}
+
 /// An object's bytes, in place. They stay as they are until the guard is dropped, whatever happens to the
 /// object meanwhile.
 #[derive(Debug)]
@@ -466,6 +540,20 @@ impl WriteClaim<'_> {
         // SAFETY: the pin was granted on WRITING, this process is the record's one writer, and this is its one
         // claim.
         unsafe { self.pin.regions.fill(&self.pin.header, payload, each) }
+    }
+
+    /// Where the payload is to go, in this process, for who writes it by other means than [`WriteClaim::fill`]: valid for
+    /// the record's `stripe_len` bytes, and this process's alone, until the claim is dropped. Such a record has no
+    /// digests. `None` in a forked child.
+    pub fn payload(&self) -> Option<NonNull<u8>> {
+        let header = &self.pin.header;
+        let span = Span::new(header.payload_offset, header.stripe_len)?;
+        self.pin.regions.payload_at(span).filter(|_| self.pin.heap.is_here())
+    }
+
+    /// Where the slot's word is in this process, for who reads it by an atomic load.
+    pub fn word(&self) -> NonNull<u64> {
+        self.pin.regions.word_at(self.pin.slot)
     }
 
     /// The header as granted; in the place of its root stands the writer's number until the commit.

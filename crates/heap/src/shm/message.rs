@@ -67,8 +67,8 @@ pub enum Message {
     },
     /// It may; board and ledger come along.
     Welcome(Welcome),
-    /// A segment; headers and payload come along.
-    SegmentOffer(SegmentShape),
+    /// A segment; headers and payload come along. The payload starts so many bytes into what its descriptor stands for.
+    SegmentOffer(SegmentShape, u64),
     /// It may not.
     Refusal(ErrorCode),
     /// A client that is in opens a stream; one end comes along. What is said on it is not the door's business, but
@@ -102,9 +102,11 @@ impl Message {
                 fields[..5].copy_from_slice(&values);
                 2
             }
-            Message::SegmentOffer(SegmentShape { segment, generation, slots, units, first_number }) => {
-                let values = [segment.0.into(), generation.0, slots.into(), units.into(), first_number];
-                fields[..5].copy_from_slice(&values);
+            Message::SegmentOffer(shape, payload_at) => {
+                let SegmentShape { segment, generation, slots, units, first_number } = shape;
+                let values =
+                    [segment.0.into(), generation.0, slots.into(), units.into(), first_number, payload_at];
+                fields[..6].copy_from_slice(&values);
                 3
             }
             Message::Refusal(code) => {
@@ -167,7 +169,7 @@ impl Message {
                     units: narrow(3)?,
                     first_number: field(4),
                 };
-                (Message::SegmentOffer(shape), 5)
+                (Message::SegmentOffer(shape, field(5)), 6)
             }
             4 => {
                 let code = ErrorCode::try_from(narrow(0)?);
@@ -209,7 +211,8 @@ mod tests {
         for message in [
             Message::Hello { pid: 77 },
             Message::Welcome(welcome),
-            Message::SegmentOffer(shape),
+            Message::SegmentOffer(shape, 0),
+            Message::SegmentOffer(shape, 1 << 30),
             Message::Refusal(ErrorCode::PermissionDenied),
             Message::Stream,
             Message::JoinWorld(WorldShape { ranks: 8, bytes: 1 << 20 }, Rank(7)),

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
+use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{Header, RecordLayout, Word};
 use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, SystemClock};
 
@@ -12,8 +13,8 @@ use crate::shm::fill::{page_span, pages};
 use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Writer};
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers};
 use crate::shm::owner::{BeginKind, Segment, UseFor};
-use crate::shm::region::HugePages;
-use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
+use crate::shm::region::{HugePages, Region};
+use crate::shm::segment::{SegmentError, SegmentMemory, SegmentRegions, SegmentShape};
 use crate::word::Transition;
 
 /// Everything that a node shares with the processes of its host.
@@ -65,7 +66,18 @@ impl NodeHeap {
     /// The segment's generation is the heap's: what was granted in an earlier life of the node, on a segment of the same
     /// number, is refused.
     pub fn add_segment(&self, slots: u32, units: u32, huge: HugePages) -> Result<Arc<Segment>, SegmentError> {
-        self.add(slots, units, huge, UseFor::Grants)
+        self.add(slots, units, SegmentMemory::New(huge), UseFor::Grants)
+    }
+
+    /// As [`NodeHeap::add_segment`], in memory that is there already: all of `payload`, which is zero, or whose bytes
+    /// nobody cares for any more.
+    ///
+    /// # Safety
+    /// From now on the bytes are the segment's: nobody writes them but under a claim, even where they can be reached
+    /// by another way.
+    pub unsafe fn add_segment_in(&self, slots: u32, payload: Region) -> Result<Arc<Segment>, SegmentError> {
+        let units = u32::try_from(payload.len() / UNIT_BYTES).unwrap_or(u32::MAX);
+        self.add(slots, units, SegmentMemory::Given(payload), UseFor::Grants)
     }
 
     /// As [`NodeHeap::add_segment`], for either use.
@@ -73,7 +85,7 @@ impl NodeHeap {
         &self,
         slots: u32,
         units: u32,
-        huge: HugePages,
+        payload: SegmentMemory,
         use_for: UseFor,
     ) -> Result<Arc<Segment>, SegmentError> {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
@@ -83,8 +95,7 @@ impl NodeHeap {
             return Err(SegmentError::SlotsMax { slots, used: first_number, max: self.board.slots_max() });
         }
         let shape = SegmentShape { segment, generation: self.node.1, slots, units, first_number };
-        let pages = SegmentPages { headers: self.huge, payload: huge };
-        let segment = Arc::new(Segment::create(shape, self.node, pages, use_for)?);
+        let segment = Arc::new(Segment::create(shape, self.node, (self.huge, payload), use_for)?);
         segments.push(Arc::clone(&segment));
         Ok(segment)
     }

@@ -28,8 +28,8 @@ use crate::shm::draft::Draft;
 use crate::shm::fill::{pages, pages_touched};
 use crate::shm::grant::{BeginError, CommitError, Freed, Grant, Killed, Reclaimed, StageError, Writer};
 use crate::shm::ledger::Ledgers;
-use crate::shm::region::Region;
-use crate::shm::segment::{SegmentError, SegmentPages, SegmentRegions, SegmentShape};
+use crate::shm::region::{HugePages, Region};
+use crate::shm::segment::{SegmentError, SegmentMemory, SegmentRegions, SegmentShape};
 use crate::shm::trailer::Trailer;
 use crate::word::Transition;
 
@@ -94,7 +94,7 @@ impl Segment {
     pub(super) fn create(
         shape: SegmentShape,
         of: (NodeId, Generation),
-        huge: SegmentPages,
+        (huge, payload): (HugePages, SegmentMemory),
         use_for: UseFor,
     ) -> Result<Segment, SegmentError> {
         let books = Books {
@@ -105,7 +105,7 @@ impl Segment {
             floors: Floors::default(),
         };
         let obeyed = AtomicU32::new(Term::ZERO.get());
-        let regions = SegmentRegions::create(shape, of, huge)?;
+        let regions = SegmentRegions::create(shape, of, huge, payload)?;
         Ok(Segment { regions, books: Mutex::new(books), obeyed, use_for })
     }
 

@@ -122,6 +122,8 @@ impl Protection {
 pub struct Region {
     /// Kept by the owner, who passes it on; an importer needs none once it has mapped the region.
     fd: Option<OwnedFd>,
+    /// Where in the descriptor's memory it starts.
+    at: u64,
     base: NonNull<u8>,
     len: usize,
     writable: bool,
@@ -151,7 +153,7 @@ impl Region {
         let fd = rustix::fs::memfd_create(name, flags).map_err(system("memfd_create"))?;
         rustix::fs::ftruncate(&fd, len).map_err(system("ftruncate"))?;
         // The owner's mapping comes first: FUTURE_WRITE lets existing ones live.
-        let mut region = Region::map(&fd, len, ProtFlags::READ | ProtFlags::WRITE)?;
+        let mut region = Region::map(&fd, 0, len, ProtFlags::READ | ProtFlags::WRITE)?;
         rustix::fs::fcntl_add_seals(&fd, protection.seals()).map_err(system("F_ADD_SEALS"))?;
         region.fd = Some(fd);
         Ok(region)
@@ -160,30 +162,65 @@ impl Region {
     /// Maps a region that another process made, after checking that it is as long as its owner says and
     /// sealed, so that nobody can make it shorter under this process.
     pub fn import(fd: OwnedFd, len: u64, protection: Protection) -> Result<Region, RegionError> {
-        check_len(len, HugePages::IfAllowed.page_bytes())?;
-        let system = |call| move |source| RegionError::System { call, len, source };
-        let found = rustix::fs::fcntl_get_seals(&fd).map_err(system("F_GET_SEALS"))?;
-        let needed = protection.seals();
-        if !found.contains(needed) {
-            return Err(RegionError::Seals { found: found.bits(), needed: needed.bits() });
-        }
-        let size = rustix::fs::fstat(&fd).map_err(system("fstat"))?.st_size as u64;
+        let size = sealed_size(&fd, len, protection)?;
         if size != len {
             return Err(RegionError::Size { found: size, expected: len });
         }
-        Region::map(&fd, len, protection.importer_access())
+        Region::map(&fd, 0, len, protection.importer_access())
     }
 
-    fn map(fd: &OwnedFd, len: u64, access: ProtFlags) -> Result<Region, RegionError> {
+    /// As [`Region::import`], and keeps the descriptor: for memory of which parts are passed on.
+    pub(crate) fn import_whole(fd: OwnedFd, len: u64, protection: Protection) -> Result<Region, RegionError> {
+        let mut region = Region::import_part(&fd, (0, len), protection)?;
+        region.fd = Some(fd);
+        Ok(region)
+    }
+
+    /// As [`Region::import`], of a part of what the descriptor stands for: from `at` on, `len` bytes.
+    pub(crate) fn import_part(
+        fd: &OwnedFd,
+        (at, len): (u64, u64),
+        protection: Protection,
+    ) -> Result<Region, RegionError> {
+        let size = sealed_size(fd, len, protection)?;
+        let align = HugePages::IfAllowed.page_bytes();
+        let end = at.checked_add(len).filter(|_| at.is_multiple_of(align));
+        let end = end.ok_or(RegionError::Length { len: at, align })?;
+        if size < end {
+            return Err(RegionError::Size { found: size, expected: end });
+        }
+        Region::map(fd, at, len, protection.importer_access())
+    }
+
+    /// A part of a region that was made here, as a region of its own: mapped a second time, and there for as long as
+    /// it lives, whatever becomes of the whole.
+    ///
+    /// # Panics
+    /// If the region was imported without its descriptor.
+    pub(crate) fn part(&self, (at, len): (u64, u64), protection: Protection) -> Result<Region, RegionError> {
+        let whole = self.fd.as_ref().expect("a region whose descriptor is here");
+        let fd = whole.try_clone().map_err(|error| RegionError::System {
+            call: "dup",
+            len,
+            source: rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::MFILE),
+        })?;
+        let at = at.checked_add(self.at).ok_or(RegionError::Length { len: at, align: 1 })?;
+        let mut part = Region::import_part(&fd, (at, len), protection)?;
+        part.fd = Some(fd);
+        Ok(part)
+    }
+
+    fn map(fd: &OwnedFd, at: u64, len: u64, access: ProtFlags) -> Result<Region, RegionError> {
         let system = |call| move |source| RegionError::System { call, len, source };
         let len_usize = len as usize; // 64-bit targets only, see lib.rs
         // SAFETY: a fresh mapping at an address that the kernel chooses; it overlaps nothing.
         let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len_usize, access, MapFlags::SHARED, fd, 0) }
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len_usize, access, MapFlags::SHARED, fd, at) }
                 .map_err(system("mmap"))?;
         let base = NonNull::new(base.cast::<u8>()).expect("mmap does not return null");
         let region = Region {
             fd: None,
+            at,
             base,
             len: len_usize,
             writable: access.contains(ProtFlags::WRITE),
@@ -218,6 +255,11 @@ impl Region {
     /// If the region was imported.
     pub unsafe fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_ref().expect("a region that was made here").as_fd()
+    }
+
+    /// Where in the descriptor's memory it starts: 0 unless it is a part.
+    pub(crate) fn offset(&self) -> u64 {
+        self.at
     }
 
     /// Its first byte. Valid for [`Region::len`] bytes while the region lives, in this process only: a forked
@@ -272,6 +314,18 @@ impl Drop for Region {
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok());
     }
+}
+
+/// The size of a descriptor that is sealed as it must be.
+fn sealed_size(fd: &OwnedFd, len: u64, protection: Protection) -> Result<u64, RegionError> {
+    check_len(len, HugePages::IfAllowed.page_bytes())?;
+    let system = |call| move |source| RegionError::System { call, len, source };
+    let found = rustix::fs::fcntl_get_seals(fd).map_err(system("F_GET_SEALS"))?;
+    let needed = protection.seals();
+    if !found.contains(needed) {
+        return Err(RegionError::Seals { found: found.bits(), needed: needed.bits() });
+    }
+    Ok(rustix::fs::fstat(fd).map_err(system("fstat"))?.st_size as u64)
 }
 
 fn check_len(len: u64, align: u64) -> Result<(), RegionError> {

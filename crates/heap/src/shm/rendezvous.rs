@@ -184,8 +184,10 @@ pub(super) fn enter(
     let mut regions = Vec::new();
     for expected in RankSet::first(shape.ranks as usize).iter() {
         match receive(&socket)? {
-            (Message::WorldRegion(rank), descriptors) if rank == expected => {
-                regions.push(Region::import(one(descriptors)?, shape.bytes, Protection::AllWrite)?);
+            (Message::WorldRegion(found), descriptors) if found == expected => {
+                // A rank may lend parts of its own region to others, and needs the descriptor for that.
+                let import = if expected == rank { Region::import_whole } else { Region::import };
+                regions.push(import(one(descriptors)?, shape.bytes, Protection::AllWrite)?);
             }
             _ => return Err(DoorError::Unexpected { pid }),
         }

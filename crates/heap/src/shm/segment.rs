@@ -12,6 +12,7 @@
 //! WRITING → READY.
 
 use std::cell::UnsafeCell;
+use std::ptr::NonNull;
 
 use moontide_types::bounds::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
 use moontide_types::record::{HEADER_BYTES, Header, HeaderError, RecordLayout, WORD_OFFSET, Word};
@@ -71,13 +72,6 @@ pub struct SegmentShape {
     pub first_number: u64,
 }
 
-/// The pages that a segment's two regions lie on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SegmentPages {
-    pub(crate) headers: HugePages,
-    pub(crate) payload: HugePages,
-}
-
 /// Why two regions are not a segment.
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
@@ -107,9 +101,21 @@ pub enum SegmentError {
         /// Its units.
         units: u32,
     },
+    /// Another process's node was in this memory, and others may still read what it had.
+    #[error("this rank came in another one's place, and its memory is not empty: start a new world")]
+    Inherited,
     /// The first page is not the one that the owner announced.
     #[error("the header region does not start with the announced segment's page")]
     Page,
+}
+
+/// Where a segment's payload lies.
+#[derive(Debug)]
+pub(crate) enum SegmentMemory {
+    /// In memory of its own, on these pages.
+    New(HugePages),
+    /// In memory that others know too, such as a rank's of a [`World`](crate::World). Nobody else writes it.
+    Given(Region),
 }
 
 /// Both regions, from either side.
@@ -162,14 +168,23 @@ impl SegmentRegions {
     pub(crate) fn create(
         shape: SegmentShape,
         of: (NodeId, Generation),
-        huge: SegmentPages,
+        huge: HugePages,
+        payload: SegmentMemory,
     ) -> Result<SegmentRegions, SegmentError> {
         shape.check()?;
         let header_bytes = shape.header_bytes();
-        let headers =
-            Region::create("moontide-headers", header_bytes, huge.headers, Protection::OwnerWrites)?;
-        let payload =
-            Region::create("moontide-payload", shape.payload_bytes(), huge.payload, Protection::AllWrite)?;
+        let headers = Region::create("moontide-headers", header_bytes, huge, Protection::OwnerWrites)?;
+        let payload = match payload {
+            SegmentMemory::New(huge) => {
+                Region::create("moontide-payload", shape.payload_bytes(), huge, Protection::AllWrite)?
+            }
+            SegmentMemory::Given(payload) if payload.len() == shape.payload_bytes() => payload,
+            SegmentMemory::Given(payload) => {
+                return Err(
+                    RegionError::Size { found: payload.len(), expected: shape.payload_bytes() }.into()
+                );
+            }
+        };
         // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
         unsafe { headers.base().cast::<SegmentPage>().write(shape.page(of)) };
         Ok(SegmentRegions { shape, headers, payload })
@@ -265,6 +280,17 @@ impl SegmentRegions {
         let layout = header.layout().ok()?;
         let span = layout.span_from(header.payload_offset).ok()?;
         (span.end() <= self.payload.len()).then_some((layout, span))
+    }
+
+    /// Where bytes of the payload lie in this process, if they are inside of it.
+    pub(crate) fn payload_at(&self, span: Span) -> Option<NonNull<u8>> {
+        // SAFETY: inside of the region.
+        (span.end() <= self.payload.len()).then(|| unsafe { self.payload.base().add(span.offset() as usize) })
+    }
+
+    /// Where the word of a slot lies in this process.
+    pub(crate) fn word_at(&self, slot: SlotId) -> NonNull<u64> {
+        NonNull::from(self.word(slot).expect("a slot of this segment")).cast()
     }
 
     /// Bytes of the payload region.

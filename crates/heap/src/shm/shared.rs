@@ -8,12 +8,14 @@
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
-use moontide_types::record::{Header, PageDigests};
-use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId};
+use moontide_types::record::{Header, PageDigests, State};
+use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
-use crate::shm::local::{Guard, LocalHeap, Lookup, Reader};
+use crate::cell::{Cell, SlotName};
+use crate::shm::local::{Guard, LocalHeap, Lookup, Reader, Stay, WriteClaim};
 
 /// One thread's way to read, without a lifetime: [`Reader`].
 #[derive(Debug)]
@@ -30,6 +32,31 @@ pub struct SharedGuard {
     guard: Lent<Guard<'static>>,
     /// Never looked at: it keeps alive what the guard borrows from.
     _heap: Arc<LocalHeap>,
+}
+
+/// A record that this process may fill, without a lifetime: [`WriteClaim`].
+#[derive(Debug)]
+pub struct SharedClaim {
+    // Fields are dropped in this order: the borrow first.
+    claim: Lent<WriteClaim<'static>>,
+    _heap: Arc<LocalHeap>,
+}
+
+/// A slot that is not used again, without a lifetime: [`Stay`].
+#[derive(Debug)]
+pub struct SharedStay {
+    // Fields are dropped in this order: the borrow first.
+    stay: Lent<Stay<'static>>,
+    _heap: Arc<LocalHeap>,
+}
+
+/// A cell in which kernels of this process name slots of a node, one at a time, by the rule of [`Cell::acquire`]. It is no
+/// one else's until this is dropped; what a kernel has left in it then stays named until the process ends.
+#[derive(Debug)]
+pub struct KernelCell {
+    cell: Lent<&'static Cell>,
+    /// It keeps the cell's group for this.
+    _reader: SharedReader,
 }
 
 /// What a get through a [`SharedReader`] found: [`Lookup`].
@@ -49,6 +76,9 @@ const _: () = {
     const fn crosses_threads<T: Send + Sync + 'static>() {}
     crosses_threads::<SharedReader>();
     crosses_threads::<SharedGuard>();
+    crosses_threads::<SharedClaim>();
+    crosses_threads::<SharedStay>();
+    crosses_threads::<KernelCell>();
     crosses_threads::<SharedLookup>();
 };
 
@@ -82,6 +112,24 @@ impl SharedReader {
         self.share(found)
     }
 
+    /// Claims a slot that this process was granted: [`Reader::claim`].
+    pub fn claim(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<SharedClaim> {
+        let claim = Lent::new(self.reader.claim(segment, slot, epoch)?);
+        Some(SharedClaim { claim, _heap: Arc::clone(&self.heap) })
+    }
+
+    /// Makes sure that a slot stays a version's: [`Reader::stay`].
+    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<SharedStay> {
+        let stay = Lent::new(self.reader.stay(segment, slot, epoch)?);
+        Some(SharedStay { stay, _heap: Arc::clone(&self.heap) })
+    }
+
+    /// A cell for kernels; the reader is for nothing else from now on.
+    pub fn into_kernel_cell(mut self) -> Option<KernelCell> {
+        let cell = Lent::new(self.reader.cell_for_kernels()?);
+        Some(KernelCell { cell, _reader: self })
+    }
+
     #[inline]
     fn share(&self, found: Lookup<'static>) -> SharedLookup {
         match found {
@@ -92,6 +140,57 @@ impl SharedReader {
             Lookup::Full => SharedLookup::Full,
             Lookup::Closed => SharedLookup::Closed,
         }
+    }
+}
+
+impl SharedClaim {
+    /// Where the payload is to go: [`WriteClaim::payload`].
+    pub fn payload(&self) -> Option<NonNull<u8>> {
+        self.claim.payload()
+    }
+
+    /// Where the slot's word is: [`WriteClaim::word`].
+    pub fn word(&self) -> NonNull<u64> {
+        self.claim.word()
+    }
+
+    /// The header as granted: [`WriteClaim::header`].
+    pub fn header(&self) -> &Header {
+        self.claim.header()
+    }
+}
+
+impl SharedStay {
+    /// Bytes of the segment's payload: [`Stay::payload`].
+    pub fn payload(&self, span: Span) -> Option<NonNull<u8>> {
+        self.stay.payload(span)
+    }
+
+    /// Where the slot's word is: [`Stay::word`].
+    pub fn word(&self) -> NonNull<u64> {
+        self.stay.word()
+    }
+
+    /// What the node says of the record: [`Stay::state`].
+    pub fn state(&self) -> Option<State> {
+        self.stay.state()
+    }
+
+    /// The version.
+    pub fn epoch(&self) -> Epoch {
+        self.stay.epoch()
+    }
+}
+
+impl KernelCell {
+    /// Where the cell is in this process.
+    pub fn address(&self) -> usize {
+        self.cell.address()
+    }
+
+    /// What a kernel writes into it to name a slot.
+    pub fn name(segment: SegmentId, slot: SlotId) -> u64 {
+        SlotName::new(segment, slot).bits()
     }
 }
 

@@ -36,7 +36,7 @@ use crate::shm::grant::{NewRecord, StageError};
 use crate::shm::node_heap::{NodeHeap, NodePin};
 use crate::shm::owner::{Segment, UseFor};
 use crate::shm::region::HugePages;
-use crate::shm::segment::SegmentError;
+use crate::shm::segment::{SegmentError, SegmentMemory};
 
 /// What rooms are multiples of, in bytes: what direct I/O wants.
 const ROOM_BYTES: u64 = PAGE_UNITS as u64 * UNIT_BYTES;
@@ -70,7 +70,7 @@ impl Staging {
         units: u32,
         huge: HugePages,
     ) -> Result<Staging, SegmentError> {
-        let segment = heap.add(slots, units, huge, UseFor::Staging)?;
+        let segment = heap.add(slots, units, SegmentMemory::New(huge), UseFor::Staging)?;
         let rooms = Mutex::new(Rooms::new(slots, units));
         Ok(Staging { heap: Arc::clone(heap), segment, rooms })
     }

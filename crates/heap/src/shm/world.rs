@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use moontide_types::{Clock, Generation, SystemClock};
 
+use crate::flag::Flag;
 use crate::liveness::{Liveness, NotYours, Occupant, Row};
 use crate::phase::{Entry, PhaseBarrier, WaitError};
 use crate::ranks::{RANKS_MAX, Rank, RankSet};
@@ -257,6 +258,34 @@ impl World {
     pub fn translate(&self, ptr: NonNull<u8>, peer: Rank) -> NonNull<u8> {
         let offset = ptr.addr().get().checked_sub(self.bases[self.me.index()].addr().get());
         self.at(peer, offset.expect("a pointer into the own region") as u64, 1)
+    }
+
+    /// Words of a rank's region. That nobody uses these bytes otherwise is a part of the rules that [`World::join`] speaks of.
+    ///
+    /// # Panics
+    /// If they do not fit, or `offset` is no multiple of 8.
+    pub fn words(&self, rank: Rank, offset: u64, count: u64) -> &[AtomicU64] {
+        self.memory.region(rank).atomics(offset, count)
+    }
+
+    /// A flag in a rank's region, as [`World::words`].
+    ///
+    /// # Panics
+    /// If it does not fit, or `offset` is no multiple of 64.
+    pub fn flag(&self, rank: Rank, offset: u64) -> &Flag {
+        // SAFETY: every bit pattern is a flag, whose words are atomics.
+        unsafe { &self.memory.region(rank).slice::<Flag>(offset, 1)[0] }
+    }
+
+    /// A part of this rank's region as memory of its own, for a node that keeps records in it. `None` for a process that came
+    /// in another's place: others may still read what that one's node had there.
+    ///
+    /// # Safety
+    /// No other use may be made of these bytes, by any rank.
+    pub unsafe fn lend(&self, offset: u64, len: u64) -> Option<Result<Region, RegionError>> {
+        let is_first = self.occupant.generation == Generation(1);
+        let own = self.memory.region(self.me);
+        is_first.then(|| own.part((offset, len), Protection::AllWrite))
     }
 
     /// The posts of a barrier at `offset` of every rank's region. The bytes must be zero, or such posts already, and

@@ -187,9 +187,15 @@ impl World {
 
     fn on(disk: SimulatedDisk, setup: Setup, numbers: Arc<Numbers>) -> Result<Arc<World>, DiskError> {
         let plan = SegmentPlan { count: 1, units: setup.slots * setup.units, slots: setup.slots };
-        let memory =
-            Memory::create(NodeId(1), GENERATION, plan, HugePages::IfAllowed, Some(setup.staging_bytes))
-                .unwrap();
+        let memory = Memory::create(
+            NodeId(1),
+            GENERATION,
+            plan,
+            HugePages::IfAllowed,
+            Some(setup.staging_bytes),
+            None,
+        )
+        .unwrap();
         let memory = Arc::new(memory);
         memory.side(SEGMENT).unwrap().granted(GroupId(0), term());
         let config = DiskConfig {

@@ -57,7 +57,7 @@ struct Scene<'a> {
 
 fn memory() -> Arc<Memory> {
     let plan = SegmentPlan { count: 1, units: SLOTS * UNITS, slots: SLOTS };
-    let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None).unwrap();
+    let memory = Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None, None).unwrap();
     memory.side(SEGMENT).unwrap().granted(GroupId(0), term());
     Arc::new(memory)
 }

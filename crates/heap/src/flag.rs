@@ -1,0 +1,161 @@
+//! [`Flag`]: how those who write a record's pages tell others that all of them are there, without a call.
+//!
+//! A record that is filled in pieces, by several threads or by a kernel's programs, has a flag beside the node's word.
+//! The word says what the node and the master know; the flag is ahead of it, by the time that a commit takes.
+//!
+//! ```text
+//!   word │ epoch:62 │ state:2 │     WRITING(e) ── the last page is there ──▶ READY(e)
+//!   left │ epoch's low 32 bits │ pages that are missing : 32 │
+//!   digest │ sum of the pages' digests, of kernels that make them; 0 otherwise
+//! ```
+//!
+//! Who may touch it: before anybody writes pages, the holder of the record's claim alone ([`Flag::prepare`]); then all who
+//! write pages for it, by read-modify-writes that name the epoch, so that one who is late (his claim has ended, and the slot is
+//! another record's) changes nothing. The layout is fixed: kernels have it by offsets.
+
+use moontide_types::Epoch;
+use moontide_types::record::{State, Word};
+
+use crate::planted::{Bug, planted, weakened};
+use crate::sync::{AtomicU64, Ordering};
+use crate::word::{AtomicWord, Transition};
+
+/// Length of a flag: a line, so that two records' writers do not meet.
+pub const FLAG_BYTES: u64 = 64;
+
+/// Whether all pages of a record are there, in shared memory.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct Flag {
+    word: AtomicWord,
+    left: AtomicU64,
+    digest: AtomicU64,
+    spare: [AtomicU64; 5],
+}
+
+// The checkers' atomics are larger than real ones.
+#[cfg(not(any(loom, shuttle)))]
+const _: () = {
+    assert!(size_of::<Flag>() as u64 == FLAG_BYTES);
+    assert!(std::mem::offset_of!(Flag, left) == 8 && std::mem::offset_of!(Flag, digest) == 16);
+};
+
+/// What became of a page that was written.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counted {
+    /// Others are missing.
+    More,
+    /// It was the last one: the record is complete, and everybody can see that.
+    Complete,
+    /// The flag is about another version by now, or all of this one's pages were there: nothing has changed.
+    Stale,
+}
+
+/// What a flag says of a version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Pages are missing, or nobody has begun.
+    NotYet,
+    /// All of them are there, and visible to who sees this.
+    Complete,
+    /// The slot is a later version's.
+    Gone,
+}
+
+impl Flag {
+    /// A flag outside of shared memory, for models.
+    pub fn new() -> Flag {
+        let (word, left, digest) = (AtomicWord::new(Word::default()), AtomicU64::new(0), AtomicU64::new(0));
+        Flag { word, left, digest, spare: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+
+    /// Gets it ready for a version with so many pages, at least one.
+    ///
+    /// # Panics
+    /// If there are no pages.
+    pub fn prepare(&self, epoch: Epoch, pages: u32) {
+        assert!(pages > 0, "a record without pages is complete at once, and needs no flag");
+        // Relaxed: those who count learn of the version by something that orders, such as the plan that they are given.
+        self.left.store(low_bits(epoch) << 32 | u64::from(pages), Ordering::Relaxed);
+        self.digest.store(0, Ordering::Relaxed);
+        self.word.set(Word::new(epoch, State::Writing));
+    }
+
+    /// A page of this version has been written.
+    pub fn page_done(&self, epoch: Epoch) -> Counted {
+        // AcqRel on success: who counts last has seen all other pages, and lets others see them.
+        let order = weakened(Bug::RelaxedCount, Ordering::AcqRel);
+        let mut left = self.left.load(Ordering::Relaxed);
+        loop {
+            let is_other = left >> 32 != low_bits(epoch) && !planted(Bug::CountOfAnother);
+            if is_other || left as u32 == 0 {
+                return Counted::Stale;
+            }
+            match self.left.compare_exchange_weak(left, left - 1, order, Ordering::Relaxed) {
+                Ok(_) => break,
+                Err(found) => left = found,
+            }
+        }
+        if left as u32 != 1 {
+            return Counted::More;
+        }
+        match self.word.publish(epoch) {
+            Transition::Refused(_) => Counted::Stale,
+            Transition::Done(_) | Transition::Already => Counted::Complete,
+        }
+    }
+
+    /// How far a version is.
+    pub fn progress(&self, epoch: Epoch) -> Progress {
+        let word = self.word.load();
+        match word.epoch().cmp(&epoch) {
+            std::cmp::Ordering::Less => Progress::NotYet,
+            std::cmp::Ordering::Greater => Progress::Gone,
+            std::cmp::Ordering::Equal if word.state() == State::Ready => Progress::Complete,
+            std::cmp::Ordering::Equal => Progress::NotYet,
+        }
+    }
+}
+
+impl Default for Flag {
+    fn default() -> Flag {
+        Flag::new()
+    }
+}
+
+fn low_bits(epoch: Epoch) -> u64 {
+    epoch.bits() & u64::from(u32::MAX)
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    fn epoch(bits: u64) -> Epoch {
+        Epoch::from_bits(bits).unwrap()
+    }
+
+    #[test]
+    fn the_last_page_completes_and_late_ones_change_nothing() {
+        let flag = Flag::new();
+        let (first, second) = (epoch(7), epoch(8 | 1 << 40));
+        flag.prepare(first, 2);
+        assert_eq!(flag.progress(first), Progress::NotYet);
+        assert_eq!(flag.page_done(second), Counted::Stale);
+        assert_eq!(flag.page_done(first), Counted::More);
+        assert_eq!(flag.page_done(first), Counted::Complete);
+        assert_eq!(flag.page_done(first), Counted::Stale, "one page more than there are");
+        assert_eq!((flag.progress(first), flag.progress(second)), (Progress::Complete, Progress::NotYet));
+        flag.prepare(second, 1);
+        assert_eq!(flag.page_done(first), Counted::Stale);
+        assert_eq!((flag.progress(first), flag.progress(second)), (Progress::Gone, Progress::NotYet));
+        assert_eq!(flag.page_done(second), Counted::Complete);
+    }
+
+    #[test]
+    #[should_panic(expected = "without pages")]
+    fn a_record_without_pages_has_no_flag() {
+        Flag::new().prepare(epoch(1), 0);
+    }
+}
