@@ -40,10 +40,11 @@ def mix(word: tl.tensor, place: tl.tensor) -> tl.tensor:
 
 def mix_on_cpu(words: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The same with numpy, for many words."""
-    bits = words ^ ((places + np.uint64(1)) * np.uint64(GOLDEN))
+    bits: npt.NDArray[np.uint64] = words ^ ((places + np.uint64(1)) * np.uint64(GOLDEN))
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(FIRST)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(SECOND)
-    return bits ^ (bits >> np.uint64(31))
+    bits ^= bits >> np.uint64(31)
+    return bits
 
 
 def digest_on_cpu(payload: npt.NDArray[np.uint8], page_bytes: int) -> int:

@@ -52,6 +52,7 @@ def push(
         record.flag_offset,
         record.bytes_total,
         record.page_bytes,
+        record.pages,
         record.epoch,
         address,
         first_page,
@@ -120,6 +121,7 @@ def copy(
         status if digest is None else digest,
         WIDE=address % _VECTOR_BYTES == 0,
         DIGEST=digest is not None,
+        BACKEND=backend_of(bases),
         BLOCK=_BLOCK,
         num_warps=WARPS,
     )
@@ -149,6 +151,7 @@ def read(
         record.payload_offset,
         record.bytes_total,
         record.page_bytes,
+        record.pages,
         record.epoch,
         pin.cell,
         as_i64(pin.name),

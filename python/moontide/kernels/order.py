@@ -7,7 +7,9 @@ did happen before what follows, and a release is cumulative over it.
 
 **hip** (gfx942). The sequences that LLVM's memory model gives for system scope: release is ``buffer_wbl2 sc0 sc1`` and
 ``s_waitcnt vmcnt(0)``, acquire is ``buffer_inv sc0 sc1``, and a sequentially consistent fence is one after the other.
-``s_barrier`` does not wait for stores, and ``vmcnt`` counts those of one wave: each wave must wait for its own.
+A release by Triton's atomics is not enough for a program of several waves, for two reasons. ``s_barrier`` does not wait
+for stores, and ``vmcnt`` counts those of one wave. And LLVM does not count the write-back: where it knows of no store
+that is under way, it leaves out the wait between ``buffer_wbl2`` and the atomic. Hence ``settle``.
 
 **interpreter**. Nothing is emitted. Its atomics are ``std::atomic`` on the address itself, so they hold between
 processes; on x86 each is a ``lock``ed instruction, which is a full fence as well. Its loads and stores are ``memcpy``,
@@ -58,9 +60,14 @@ def fence(BACKEND: tl.constexpr) -> None:
 def settle(BACKEND: tl.constexpr) -> None:
     """All that this program has stored and loaded so far comes before the next atomic that releases."""
     if BACKEND == "hip":
-        # Per wave, in front of the barrier: the release that follows waits for the stores of its own wave alone.
+        # Each wave for itself, in front of the barrier.
         tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0) lgkmcnt(0)\nv_mov_b32 $0, 0", "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+            "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0) lgkmcnt(0)\nv_mov_b32 $0, 0",
+            "=v,~{memory}",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
     tl.debug_barrier()
 

@@ -39,6 +39,7 @@ def push_pages(
     flag_offset: tl.int64,
     bytes_total: tl.int64,
     page_bytes: tl.int64,
+    pages_total: tl.int64,
     epoch: tl.int64,
     source: tl.int64,
     first_page: tl.int64,
@@ -72,7 +73,6 @@ def push_pages(
             total = tl.sum(digest, axis=0).to(tl.int64)
             tl.atomic_add(pointer(flag + _DIGEST_AT), total, sem="relaxed", scope="sys")
         settle(BACKEND)
-        pages_total = (bytes_total + page_bytes - 1) // page_bytes
         missing = count_down(pointer(flag + _LEFT_AT), epoch, pages_total, done)
         outcome = tl.where(missing > 0, _PENDING, _STALE)
         if missing == 0:
@@ -91,7 +91,7 @@ def count_down(left: tl.tensor, epoch: tl.tensor, pages_total: tl.tensor, done: 
     A turn of the loop means that another program took off its pages meanwhile, so there are at most as many as programs.
     """
     mark = epoch << 32
-    expected = mark | pages_total
+    expected = mark | pages_total.to(tl.int64)
     # Release: our pages are there before the count says so. Acquire: whoever brings it to 0 has the pages of all.
     found = tl.atomic_cas(left, expected, expected - done, sem="acq_rel", scope="sys")
     while (found != expected) & ((found & ~0xFFFF_FFFF) == mark) & ((found & 0xFFFF_FFFF) >= done):

@@ -108,10 +108,13 @@ def copy_pages(
     digest: tl.tensor,
     WIDE: tl.constexpr,
     DIGEST: tl.constexpr,
+    BACKEND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Any number of programs. Copies out what an acquire before it in the stream has pinned; without a pin, nothing."""
     if tl.load(status) == _READ_OK:
+        # What the acquire saw was seen by the caches of one multiprocessor; these programs run on others.
+        fence(BACKEND)
         page_bytes = page_bytes.to(tl.int64)
         bytes_total = bytes_total.to(tl.int64)
         from_payload = tl.load(bases + owner) + payload_offset
@@ -139,6 +142,7 @@ def read_record(
     payload_offset: tl.int64,
     bytes_total: tl.int64,
     page_bytes: tl.int64,
+    pages_total: tl.int64,
     epoch: tl.int64,
     cell: tl.int64,
     name: tl.int64,
@@ -169,7 +173,7 @@ def read_record(
         bytes_total = bytes_total.to(tl.int64)
         from_payload = tl.load(bases + owner) + payload_offset
         total = tl.full([1], 0, tl.uint64)
-        for page in range(0, (bytes_total + page_bytes - 1) // page_bytes):
+        for page in range(0, pages_total):
             begin = page * page_bytes
             length = tl.minimum(page_bytes, bytes_total - begin)
             total += copy_page(from_payload + begin, target + begin, length, begin // 8, WIDE, DIGEST, BLOCK)
