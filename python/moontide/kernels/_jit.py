@@ -18,8 +18,8 @@ WARPS = 4
 def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit`` with one binary for all numbers.
 
-    Triton compiles anew when an integer becomes 1, a multiple of 16, or too large for 32 bits. Ranks, offsets and epochs
-    do so all the time. That an address is aligned is said in the kernel, where it is known.
+    Triton compiles anew when an integer becomes 1, a multiple of 16, or too large for 32 bits. Ranks, offsets and
+    epochs do so all the time. That an address is aligned is said in the kernel, where it is known.
     """
     annotations = function.__annotations__.items()
     numbers = [name for name, kind in annotations if str(kind) in ("tl.int32", "tl.int64")]

@@ -6,8 +6,8 @@ for each page; a record that was pushed by a kernel has none of those until a CP
 
     digest of a record = Σ over its words mix(word, place) + Σ over its pages mix(length, place of its first word + 2⁶²)
 
-modulo 2⁶⁴. ``place`` counts the words of 8 bytes from the payload's beginning, so pages that were exchanged are noticed.
-The last word is filled up with zeros. For a given place ``mix`` is a bijection: an error within one word is always found.
+modulo 2⁶⁴. ``place`` counts the words of 8 bytes from the payload's beginning, so exchanged pages are noticed. The last
+word is filled up with zeros. For a given place ``mix`` is a bijection: an error within one word is always found.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def push(
 ) -> None:
     """Writes pages of a record into its owner's region and publishes it if they are the last; status: ``Push``.
 
-    ``source`` is what lies in these pages, from the beginning of ``first_page`` on. The host has set up the flag before,
-    and holds the claim on the slot until the launch has ended.
+    ``source`` is what lies in these pages, from the beginning of ``first_page`` on. The host has set up the flag
+    before, and holds the claim on the slot until the launch has ended.
     """
     _check(bases, status)
     count = record.pages - first_page if pages is None else pages

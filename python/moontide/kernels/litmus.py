@@ -36,7 +36,7 @@ DATA_WORDS = 1024
 PATTERNS = ("mp", "sb", "sb-unfenced")
 _DATA_WORDS = tl.constexpr(DATA_WORDS)
 
-# A region: two words in which the sides keep step, each on a line of its own; the flag; the data; a word for each round.
+# A region: the word by which the sides keep step, the flag on a line of its own, the data, a word for each round.
 STEP_AT, FLAG_AT, DATA_AT = 0, 128, 4096
 ROUNDS_AT = DATA_AT + 8 * DATA_WORDS
 _STEP_AT, _FLAG_AT, _DATA_AT, _ROUNDS_AT = map(tl.constexpr, (STEP_AT, FLAG_AT, DATA_AT, ROUNDS_AT))
@@ -62,7 +62,7 @@ def meet(bases: tl.tensor, me: tl.tensor, turn: tl.tensor, looks: tl.tensor, BAC
 def message_passing(
     bases: tl.tensor, me: tl.int64, rounds: tl.int64, looks: tl.int64, result: tl.tensor, BACKEND: tl.constexpr
 ) -> None:
-    """Side 0 writes into side 1's region, side 1 reads. ``result``: rounds that were made, wrong words that were seen."""
+    """Side 0 writes into side 1's region, side 1 reads. ``result``: rounds made, and wrong words that were seen."""
     lanes = tl.arange(0, _DATA_WORDS)
     region = tl.load(bases + 1)
     data = pointer(region + _DATA_AT) + lanes

@@ -2,8 +2,8 @@
 
 Every function is chosen by the constexpr ``BACKEND``.
 
-**cuda** (sm_70 and later). ``fence.sc.sys`` and ``ld.acquire.sys``. ``bar.sync`` makes what other threads of the program
-did happen before what follows, and a release is cumulative over it.
+**cuda** (sm_70 and later). ``fence.sc.sys`` and ``ld.acquire.sys``. ``bar.sync`` makes what other threads of the
+program did happen before what follows, and a release is cumulative over it.
 
 **hip** (gfx942). The sequences that LLVM's memory model gives for system scope: release is ``buffer_wbl2 sc0 sc1`` and
 ``s_waitcnt vmcnt(0)``, acquire is ``buffer_inv sc0 sc1``, and a sequentially consistent fence is one after the other.

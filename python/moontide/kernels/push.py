@@ -88,7 +88,7 @@ def push_pages(
 def count_down(left: tl.tensor, epoch: tl.tensor, pages_total: tl.tensor, done: tl.tensor) -> tl.tensor:
     """Takes ``done`` pages off those that are missing. Returns how many are left, −1 if the epoch expects none of ours.
 
-    A turn of the loop means that another program took off its pages meanwhile, so there are at most as many as programs.
+    A turn of the loop means that another program took off its pages meanwhile: there are fewer turns than pages.
     """
     mark = epoch << 32
     expected = mark | pages_total.to(tl.int64)
