@@ -43,6 +43,17 @@ def read_unchecked(
     tl.store(status, 1)
 
 
+@jit
+def add_by_cas(word: tl.int64, times: tl.int64) -> None:
+    """Adds 1, as ``push`` counts: by a CAS that is tried until nobody came in between."""
+    for _ in range(0, times):
+        expected = tl.full([], 0, tl.int64)
+        found = tl.atomic_cas(pointer(word), expected, expected + 1, sem="acq_rel", scope="sys")
+        while found != expected:
+            expected = found
+            found = tl.atomic_cas(pointer(word), expected, expected + 1, sem="acq_rel", scope="sys")
+
+
 class Rank:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
@@ -76,6 +87,9 @@ class Rank:
 
     def where(self) -> list[int]:
         return [int(base) for base in self.bases]
+
+    def add(self, times: int) -> None:
+        add_by_cas[(1,)](self.cells.ctypes.data + 8 * 100, times)
 
     def push(
         self,

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_world import World, full_fence
 
 pytest.importorskip("triton")
 from kernel_rank import bytes_of  # noqa: E402
+from kernel_world import World, full_fence  # noqa: E402
 from moontide.kernels import digest_on_cpu, layout  # noqa: E402
 
 pytestmark = pytest.mark.short
@@ -48,6 +48,16 @@ def test_no_two_processes_have_a_region_at_one_address(world: World) -> None:
     bases = [rank.ask("where") for rank in world.ranks]
     for region in zip(*bases, strict=True):
         assert len(set(region)) == len(world.ranks)
+
+
+def test_the_interpreters_atomics_hold_between_processes(world: World) -> None:
+    """Everything that is interpreted here rests on it."""
+    world.cells[100] = 0
+    for rank in world.ranks:
+        rank.tell("add", times=500)
+    for rank in world.ranks:
+        rank.answer()
+    assert world.cells[100] == 500 * len(world.ranks)
 
 
 SIZES = [(64 * KIB, 128), (64 * KIB + 1, 256), (256 * KIB, 256), (256 * KIB + 15, 256), (MIB + 7, 128), (3 * MIB, 512)]
@@ -338,7 +348,7 @@ def test_litmus_runs_in_the_interpreter() -> None:
 def test_without_triton_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['triton'] = None\nimport moontide.kernels"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: moontide.kernels needs torch and triton: pip install torch triton" in done.stderr
+    assert "ImportError: moontide.kernels needs numpy, torch and triton: pip install 'moontide[kernels]'" in done.stderr
 
 
 def test_a_record_that_cannot_be_is_refused() -> None:

@@ -7,10 +7,11 @@ There is no allocator, index or master in here: who may write where, and when a 
 from __future__ import annotations
 
 try:
+    import numpy as _numpy  # noqa: F401
     import torch as _torch  # noqa: F401
     import triton as _triton  # type: ignore[import-untyped]  # noqa: F401
 except ImportError as error:
-    raise ImportError("moontide.kernels needs torch and triton: pip install torch triton") from error
+    raise ImportError("moontide.kernels needs numpy, torch and triton: pip install 'moontide[kernels]'") from error
 
 from .digest import digest_on_cpu
 from .launch import acquire, copy, push, read, release, wait_ready

@@ -84,10 +84,9 @@ def wait_ready(bases: torch.Tensor, record: Record, header_word: int, status: to
 
 def acquire(pin: Pin, epoch: int, status: torch.Tensor) -> None:
     """Pins a record of this version; status: ``Read``. ``copy`` and ``release`` with the same status go by it."""
+    _check_status(status)
     backend = backend_of(status)
-    acquire_cell[(1,)](
-        pin.cell, as_i64(pin.name), pin.header_word, epoch, status, BACKEND=backend, num_warps=WARPS
-    )
+    acquire_cell[(1,)](pin.cell, as_i64(pin.name), pin.header_word, epoch, status, BACKEND=backend, num_warps=WARPS)
 
 
 def copy(
@@ -105,7 +104,7 @@ def copy(
 
     The digests of these pages are added to ``digest``, an int64 that the caller has set to 0.
     """
-    _check(bases, status)
+    _check(bases, status, digest)
     count = record.pages - first_page if pages is None else pages
     address = _address(target, record.bytes_of(first_page, count))
     copy_pages[(_programs(count, programs),)](
@@ -129,6 +128,7 @@ def copy(
 
 def release(pin: Pin, status: torch.Tensor) -> None:
     """Gives back what ``acquire`` pinned. Does nothing unless status is OK."""
+    _check_status(status)
     release_cell[(1,)](pin.cell, status, BACKEND=backend_of(status), num_warps=WARPS)
 
 
@@ -143,7 +143,7 @@ def read(
     digest: torch.Tensor | None = None,
 ) -> None:
     """All in one program, for small records: waits for at most ``looks`` looks, pins, copies, gives back; ``Read``."""
-    _check(bases, status)
+    _check(bases, status, digest)
     address = _address(target, record.bytes_total)
     read_record[(1,)](
         bases,
@@ -168,9 +168,18 @@ def read(
     )
 
 
-def _check(bases: torch.Tensor, status: torch.Tensor) -> None:
-    if bases.dtype != torch.int64 or status.dtype != torch.int32:
-        raise TypeError(f"bases are int64 and a status is int32, not {bases.dtype} and {status.dtype}")
+def _check(bases: torch.Tensor, status: torch.Tensor, digest: torch.Tensor | None = None) -> None:
+    if bases.dtype != torch.int64:
+        raise TypeError(f"bases are int64, not {bases.dtype}")
+    if digest is not None and digest.dtype != torch.int64:
+        raise TypeError(f"a digest is int64, not {digest.dtype}")
+    _check_status(status)
+
+
+def _check_status(status: torch.Tensor) -> None:
+    # The kernel would write four bytes of something else.
+    if status.dtype != torch.int32:
+        raise TypeError(f"a status is int32, not {status.dtype}")
 
 
 def _address(bytes_of: int | torch.Tensor, length: int) -> int:
