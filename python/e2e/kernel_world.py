@@ -1,4 +1,4 @@
-"""The host's part of a world of kernels, with numpy: regions, headers, ledger, flags, and the owner who kills and frees."""
+"""The host's part of a world of kernels, with numpy: regions, headers, ledger, flags."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ class World:
         for rank in self.ranks:
             rank.end()
 
-    def record(self, owner: int, bytes_total: int, slot: int = 0, page_bytes: int = layout.PAGE_BYTES) -> dict[str, int]:
+    def record(
+        self, owner: int, bytes_total: int, slot: int = 0, page_bytes: int = layout.PAGE_BYTES
+    ) -> dict[str, int]:
         """A new version in a slot. All lie at the same place: each test has the world for itself."""
         # Large, so that the upper bits of epochs take part as well.
         self.epoch += (1 << 40) + 1

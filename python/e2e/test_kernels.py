@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def world() -> Iterator[World]:
         made.end()
 
 
-def sha(data: np.ndarray) -> str:
+def sha(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 
@@ -104,7 +105,7 @@ def test_a_record_of_one_byte(world: World) -> None:
 
 @pytest.mark.parametrize("turn", range(6))
 def test_of_many_programs_exactly_one_publishes(world: World, turn: int) -> None:
-    """Four processes push a quarter each, at once, a program for every page or fewer: the same slot, epoch after epoch."""
+    """Four processes push a quarter each, at once, with a program a page or fewer; one slot, epoch after epoch."""
     record = world.record(owner=turn % 4, bytes_total=31 * 128 * KIB + 1 + turn, page_bytes=128 * KIB)
     world.begin(record)
     programs = [None, 3, 1][turn % 3]
@@ -131,7 +132,7 @@ def test_pages_may_come_in_any_order(world: World, order: list[int]) -> None:
     assert world.is_published(record)
 
 
-STALE = {
+STALE: dict[str, Callable[[int], tuple[int, int]]] = {
     "the slot went on": lambda epoch: (layout.word(epoch + 1, WRITING), layout.left(epoch + 1, 2)),
     "the low half of the epoch is the same": lambda e: (layout.word(e + (1 << 32), WRITING), layout.left(e, 2)),
     "it was published": lambda epoch: (layout.word(epoch, READY), layout.left(epoch, 0)),
@@ -190,7 +191,10 @@ def test_a_wait_is_bounded(world: World) -> None:
     assert world.ranks[2].ask("wait", record=record, slot=0, looks=0) == "TIMED_OUT"
 
 
-@pytest.mark.parametrize(("later", "state"), [(0, DEAD), (0, FREE), (1, WRITING), (1, READY), (1, FREE), (1 << 32, READY)])
+GONE = [(0, DEAD), (0, FREE), (1, WRITING), (1, READY), (1, FREE), (1 << 32, READY)]
+
+
+@pytest.mark.parametrize(("later", "state"), GONE)
 def test_a_wait_ends_when_the_slot_is_gone(world: World, later: int, state: int) -> None:
     record = world.record(owner=1, bytes_total=64 * KIB)
     world.begin(record)
@@ -276,7 +280,7 @@ def kill_while_others_read(world: World, seconds: float, checked: bool) -> tuple
         epoch = world.epoch
         payload[:] = epoch % 251 + 1
         world.set_header(slot, epoch, READY)
-        time.sleep(dice.choice([0.001, 0.003, 0.02]))
+        time.sleep(dice.choice([0.002, 0.02, 0.06]))
         world.set_header(slot, epoch, DEAD)
         full_fence()
         was_pinned = False
@@ -294,13 +298,14 @@ def test_nothing_is_freed_under_a_cell(world: World) -> None:
     found, versions, pinned = kill_while_others_read(world, 6, checked=True)
     print(f"{versions} versions, {pinned} of them pinned when they were killed; {found}", end=" ")
     assert sum(reader["torn"] for reader in found) == 0
-    assert sum(reader["ok"] for reader in found) > 10 and sum(reader["miss"] for reader in found) > 10
+    assert sum(reader["ok"] for reader in found) > 5 and sum(reader["miss"] for reader in found) > 5
     assert pinned > 0
 
 
 def test_a_reader_that_does_not_check_the_word_is_caught(world: World) -> None:
     """So the test above sees what it looks for."""
-    found, _, _ = kill_while_others_read(world, 3, checked=False)
+    found, _, _ = kill_while_others_read(world, 4, checked=False)
+    print(found, end=" ")
     assert sum(reader["torn"] for reader in found) > 0
 
 
@@ -354,8 +359,8 @@ def test_without_triton_the_import_says_what_to_install() -> None:
 def test_a_record_that_cannot_be_is_refused() -> None:
     good = {"owner": 0, "payload_offset": 512, "flag_offset": 64, "bytes_total": 1, "epoch": 1}
     layout.Record(**good)
-    bad = [("payload_offset", 8), ("flag_offset", 8), ("bytes_total", 0), ("epoch", 0), ("page_bytes", 4096), ("owner", -1)]
-    for name, value in [*bad, ("epoch", 1 << 62)]:
+    places = [("payload_offset", 8), ("flag_offset", 8), ("owner", -1)]
+    for name, value in [*places, ("bytes_total", 0), ("page_bytes", 4096), ("epoch", 0), ("epoch", 1 << 62)]:
         with pytest.raises(ValueError):
             layout.Record(**(good | {name: value}))
 
@@ -373,7 +378,8 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     subprocess.run([sys.executable, str(script), str(folder)], env=environment, check=True, timeout=300)
 
     def read(file: Path) -> str:
-        lines = (re.sub(r"\s+", " ", re.sub(r"(//|;;|; %).*", "", line)).strip() for line in file.read_text().splitlines())
+        bare = (re.sub(r"(//|;;|; %).*", "", line) for line in file.read_text().splitlines())
+        lines = (" ".join(line.split()) for line in bare)
         return "\n".join(line for line in lines if line and not line.startswith((".loc", ";")))
 
     return {target.name: {file.stem: read(file) for file in target.iterdir()} for target in folder.iterdir()}
@@ -387,8 +393,8 @@ def test_every_kernel_is_compiled_for_both(assembly: dict[str, dict[str, str]]) 
         assert set(EVERY_KERNEL) <= set(assembly[target])
 
 
-# Atomics of kernels, in order, as `operation ordering`. Triton writes scope and ordering in one order for CAS and in the
-# other for the rest.
+# Atomics of kernels, in order, as `operation ordering`. Triton writes the ordering in front of the scope for CAS, and
+# behind it for the rest.
 SM_90_ATOMICS = {
     "push": ["cas acq_rel", "cas acq_rel", "cas release"],
     "acquire": ["exch acq_rel", "exch release"],
@@ -417,8 +423,9 @@ def test_ptx_adds_digests_relaxed_at_system_scope(assembly: dict[str, dict[str, 
 
 def test_ptx_fences_between_the_cell_and_the_word(assembly: dict[str, dict[str, str]]) -> None:
     for kernel in ("acquire", "read", "sb"):
-        inside = r"exch\.b64[^\n]*\n(?:(?!atom\.|ld\.acquire).)*?bar\.sync(?:(?!atom\.|ld\.acquire).)*?fence\.sc\.sys;"
-        assert re.search(inside + r"(?:(?!atom\.).)*?ld\.acquire\.sys\.global\.b64", assembly["sm_90"][kernel], re.S), kernel
+        calm = r"(?:(?!atom\.|ld\.acquire).)*?"
+        steps = [r"acq_rel\.exch\.b64", r"bar\.sync", r"fence\.sc\.sys;", r"ld\.acquire\.sys\.global\.b64"]
+        assert re.search(calm.join(steps), assembly["sm_90"][kernel], re.S), kernel
     assert "fence.sc.sys" not in assembly["sm_90"]["sb-unfenced"]
 
 
@@ -460,13 +467,16 @@ def test_gcn_fences_between_the_cell_and_the_word(assembly: dict[str, dict[str, 
     assert re.search(FENCE, assembly["gfx942"]["copy"])
 
 
-@pytest.mark.parametrize("kernel", ["push", "push-narrow", "push-digest", "release", "read", "read-digest", "acquire", "mp"])
+RELEASING = ["push", "push-narrow", "push-digest", "release", "read", "read-digest", "acquire", "mp"]
+
+
+@pytest.mark.parametrize("kernel", RELEASING)
 def test_gcn_waits_in_every_wave_before_a_release(assembly: dict[str, dict[str, str]], kernel: str) -> None:
     """Failure: LLVM leaves out the wait between the write-back and the atomic, and a barrier waits for no stores.
     Fix: ``order.settle``, in front of the barrier that is in front of the atomic."""
     calm = r"(?:(?!global_load|global_store|global_atomic).)*?"
-    pattern = SETTLE + calm + "s_barrier" + calm + r"buffer_wbl2 sc0 sc1\n(?:s_waitcnt[^\n]*\n)?global_atomic_(cmp)?swap_x2"
-    assert re.search(pattern, assembly["gfx942"][kernel], re.S)
+    release = r"buffer_wbl2 sc0 sc1\n(?:s_waitcnt[^\n]*\n)?global_atomic_(cmp)?swap_x2"
+    assert re.search(calm.join([SETTLE, "s_barrier", release]), assembly["gfx942"][kernel], re.S)
 
 
 @pytest.mark.parametrize("kernel", ["push", "acquire", "read", "release", "sb", "mp"])

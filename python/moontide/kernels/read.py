@@ -35,7 +35,7 @@ _READ_TIMED_OUT = tl.constexpr(int(layout.Read.TIMED_OUT))
 def name_and_check(
     cell: tl.tensor, name: tl.tensor, header_word: tl.tensor, ready: tl.tensor, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """Names the slot in the cell and looks at its word. Returns the word; if it is not ``ready``, the cell is vacant."""
+    """Names the slot in the cell and looks at its word. Returns the word; unless ``ready``, the cell is vacant."""
     # AcqRel: it takes over the cell from whoever released it.
     tl.atomic_xchg(pointer(cell), name.to(tl.int64), sem="acq_rel", scope="sys")
     # The exchange is one thread's; behind the barrier it is in front of everybody's fence.
