@@ -46,8 +46,7 @@ def sha(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
 
 
 def test_no_two_processes_have_a_region_at_one_address(world: World) -> None:
-    bases = [rank.ask("where") for rank in world.ranks]
-    for region in zip(*bases, strict=True):
+    for region in zip(*world.bases, strict=True):
         assert len(set(region)) == len(world.ranks)
 
 
@@ -306,7 +305,7 @@ def test_a_reader_that_does_not_check_the_word_is_caught(world: World) -> None:
     """So the test above sees what it looks for."""
     found, _, _ = kill_while_others_read(world, 4, checked=False)
     print(found, end=" ")
-    assert sum(reader["torn"] for reader in found) > 0
+    assert 0 < sum(reader["torn"] for reader in found) < sum(reader["ok"] for reader in found)
 
 
 def test_a_digest_finds_what_happens_to_pages() -> None:
