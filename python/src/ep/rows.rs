@@ -8,7 +8,7 @@ use moontide_heap::Rank;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyMemoryView, PyTuple};
 
 use super::channel::Shared;
 use super::step::received_in;
@@ -59,7 +59,19 @@ impl TokenRows {
 
     /// A numpy array over the same memory.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+        TokenRows::__array__(slf, None, None)
+    }
+
+    /// The same, where numpy asks for it: when there is no buffer to be had it would otherwise make an array of one object.
+    #[pyo3(signature = (dtype=None, copy=None))]
+    fn __array__<'py>(
+        slf: &Bound<'py, Self>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let made = if copy == Some(true) { "array" } else { "asarray" };
+        let buffer = PyMemoryView::from(slf)?;
+        slf.py().import("numpy")?.call_method1(made, (buffer, dtype))
     }
 
     fn __len__(&self) -> usize {
