@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["FP8_BLOCK", "Dtype", "from_fp8", "grouped", "layer", "to_fp8", "to_numbers", "to_rows"]
+__all__ = ["FP8_BLOCK", "from_fp8", "grouped", "layer", "to_fp8", "to_numbers", "to_rows"]
 
 #: Numbers that share a scale in float8.
 FP8_BLOCK = 128
