@@ -169,6 +169,7 @@ def test_who_was_left_behind_learns_it_and_rejoins(path):
             results, ranks = channel.moe_forward(*ONE, echo, timeout=PATIENCE)
             assert ranks == (0,) and (results == 1.5).all(), "the other's experts count nothing"
             world.barrier(PATIENCE)
+            world.barrier(PATIENCE)
             while channel.members != (0, 1):
                 channel.moe_forward(*NONE, echo, timeout=PATIENCE)
         else:
@@ -177,6 +178,11 @@ def test_who_was_left_behind_learns_it_and_rejoins(path):
                 channel.send(*ONE)
             with pytest.raises(Excluded):
                 channel.members  # noqa: B018
+            with pytest.raises(RanksMissing):
+                channel.rejoin(0)
+            with pytest.raises(Excluded):
+                channel.send(*ONE)
+            world.barrier(PATIENCE)
             channel.rejoin(PATIENCE)
         step(channel)
 
@@ -528,8 +534,8 @@ world = World({str(path)!r}, 0, 2, 1 << 20)
 channel = Channel(world, **settings)
 opened.wait()
 sent = channel.send(np.zeros((0, 4), "float32"), np.zeros((0, 2), "int32"), np.zeros((0, 2), "float32"))
-threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     sent.wait(60)
 except KeyboardInterrupt:
     channel.leave_behind([1])

@@ -120,12 +120,12 @@ def layer(
     numbers = to_numbers(tokens, send, hidden=hidden)
     made = np.zeros((*experts.shape, hidden), np.float32)
     for number in np.unique(experts[experts >= 0]).tolist():
-        token, k = np.nonzero(experts == number)
-        rounded = to_rows(expert(number, numbers[token]), back)
-        made[token, k] = to_numbers(rounded, back, hidden=hidden)
+        where = np.nonzero(experts == number)
+        rounded = to_rows(expert(number, numbers[where[0]]), back)
+        made[where] = to_numbers(rounded, back, hidden=hidden)
     owners = np.where(experts >= 0, experts // experts_per_rank, -1)
     there = range(int(owners.max(initial=-1)) + 1) if ranks is None else sorted(ranks)
-    sums = np.zeros((len(experts), hidden), np.float32)
+    sums: Array = np.zeros((len(experts), hidden), np.float32)
     for rank in there:
         of_rank = np.zeros_like(sums)
         for k in range(experts.shape[1]):
@@ -143,7 +143,8 @@ def grouped(
     rows: list[Array] = []
     slots: list[list[int]] = []
     for number in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
-        found = [(source, token) for source, of in enumerate(experts) for token in np.nonzero(np.asarray(of) == number)[0]]
-        slots.append([int(source * tokens_max + token) for source, token in found])
+        of_number = [np.nonzero(np.asarray(of) == number)[0].tolist() for of in experts]
+        found = [(source, token) for source, of in enumerate(of_number) for token in of]
+        slots.append([source * tokens_max + token for source, token in found])
         rows.append([tokens[source][token] for source, token in found])
     return rows, slots

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use moontide_ep::{Shape, Tokens};
-use moontide_heap::{Rank, RankSet};
+use moontide_heap::{Rank, RankSet, WaitError};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
@@ -148,22 +148,25 @@ impl Channel {
         self.inside.with(Arc::clone).map_err(|why| gone(py, "channel", why))
     }
 
-    /// Ends what was begun, by `end`.
+    /// Ends what was begun, by `end`. With `loses` it is lost even if that fails.
     fn end(
         &self,
         py: Python<'_>,
-        end: impl FnOnce(&mut moontide_ep::Channel) -> Result<(), moontide_heap::WaitError> + Send,
+        loses: bool,
+        end: impl FnOnce(&mut moontide_ep::Channel) -> Result<(), WaitError> + Send,
     ) -> PyResult<()> {
         let shared = self.shared(py)?;
         let ended = py.detach(|| {
             shared.call(|channel, step| {
                 shared.check_lent()?;
-                end(channel).map_err(Refused::Wait)?;
-                step.number += 1;
-                Ok(step.tokens.take())
+                let ended = end(channel);
+                let is_over = loses || ended.is_ok();
+                step.number += u64::from(is_over);
+                Ok((ended, if is_over { step.tokens.take() } else { None }))
             })
         });
-        ended.map(drop).map_err(|why| why.raise(py))
+        let (ended, _tokens) = ended.map_err(|why| why.raise(py))?;
+        ended.map_err(|error| errors::wait(py, error))
     }
 }
 
@@ -335,14 +338,14 @@ impl Channel {
     #[pyo3(signature = (timeout=30.0))]
     fn rejoin(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
-        self.end(py, |channel| channel.rejoin(timeout))
+        self.end(py, true, |channel| channel.rejoin(timeout))
     }
 
     /// Finishes a step that was begun, without results: nobody gets anything from this rank in it.
     #[pyo3(signature = (timeout=30.0))]
     fn abandon(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout: Duration = seconds("timeout", timeout)?;
-        self.end(py, |channel| channel.abandon(timeout))
+        self.end(py, false, |channel| channel.abandon(timeout))
     }
 
     /// Leaves the exchange. Raises BufferError while there are arrays of a step's rows. A second time it does nothing.
