@@ -324,7 +324,7 @@ unsafe fn row_in<'a>(
     me: Rank,
     source: Rank,
     slot: usize,
-    own: &Tokens<'a>,
+    own: &'a Tokens<'_>,
     row_bytes: usize,
 ) -> &'a [u8] {
     if source == me {

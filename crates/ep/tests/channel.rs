@@ -314,6 +314,23 @@ fn ranks_that_take_the_channel_for_different_things_are_told() {
 }
 
 #[test]
+fn a_replay_that_failed_leaves_no_results_of_the_one_before() {
+    let shape = Shape { ranks: 1, ..SHAPE };
+    let world = join(&path(), 0, &shape);
+    let mut recording = Recording::new(vec![open(&world, shape).unwrap()]);
+    let layer = recording.layer(0, |_, _| {}, echo);
+    let input = recording.input(layer);
+    input.tokens = 1;
+    input.experts[..2].copy_from_slice(&[0, 1]);
+    recording.replay(PATIENCE).unwrap();
+    assert!(recording.results(layer).is_some());
+    recording.input(layer).experts[0] = 1;
+    let error = recording.replay(PATIENCE).unwrap_err();
+    assert!(matches!(error, StepError::Send(SendError::ExpertTwice { .. })));
+    assert_eq!(recording.results(layer), None);
+}
+
+#[test]
 fn channels_that_do_not_fit_are_refused() {
     let shape = Shape { ranks: 1, ..SHAPE };
     let world = join(&path(), 0, &shape);
