@@ -7,7 +7,7 @@
 b'high tide'
 
 ``Store`` is what programs hold, ``AsyncStore`` its form for asyncio, ``dev()`` a cluster to try things out. For engines:
-``moontide.kv`` moves blocks of a KV cache, ``moontide.blocks`` is one.
+``moontide.kv`` moves blocks of a KV cache, ``moontide.blocks`` is one; ``moontide.ep`` moves tokens between experts.
 """
 
 from moontide._binary import binary
@@ -34,6 +34,7 @@ from moontide.errors import (
     DiskError,
     DiskFull,
     Error,
+    Excluded,
     Gone,
     InProgress,
     Internal,
@@ -49,6 +50,7 @@ from moontide.errors import (
     Pending,
     PermissionDenied,
     QuotaExceeded,
+    RanksMissing,
     Retry,
     StaleEpoch,
     StaleGeneration,
@@ -82,6 +84,7 @@ __all__ = [
     "DiskFull",
     "doctor",
     "Error",
+    "Excluded",
     "Gone",
     "InProgress",
     "Internal",
@@ -101,6 +104,7 @@ __all__ = [
     "PermissionDenied",
     "PutOptions",
     "QuotaExceeded",
+    "RanksMissing",
     "Retry",
     "StaleEpoch",
     "StaleGeneration",

@@ -1,7 +1,7 @@
 # Types of the extension; what calls do is said in their docstrings.
 
 from asyncio import Future
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypedDict, Unpack, final
@@ -12,6 +12,7 @@ __all__ = [
     "__version__",
     "AsyncStore",
     "BlockCache",
+    "Channel",
     "Departures",
     "Fill",
     "Held",
@@ -20,11 +21,15 @@ __all__ = [
     "Memory",
     "Parked",
     "PutOptions",
+    "Received",
     "Rows",
+    "Sent",
     "SequenceView",
     "Store",
     "Tensor",
+    "TokenRows",
     "View",
+    "World",
 ]
 
 __version__: str
@@ -503,3 +508,125 @@ class Rows(Buffer):
         copy: bool | None = None,
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+_SendDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float8", "float8_e4m3fn"]
+_BackDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
+
+@final
+class World:
+    def __new__(
+        cls, path: str | PathLike[str], rank: int, ranks: int, bytes: int, *, timeout: float = 30.0
+    ) -> Self: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    def barrier(self, timeout: float = 30.0) -> tuple[int, ...]: ...
+    def leave_behind(self, ranks: Sequence[int]) -> None: ...
+    def beat(self) -> None: ...
+    def liveness(self, rank: int, ttl: float = 10.0) -> Literal["alive", "silent", "absent"]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> World: ...
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class Channel:
+    def __new__(
+        cls,
+        world: World,
+        *,
+        tokens_max: int,
+        hidden: int,
+        top_k: int,
+        experts_per_rank: int,
+        send: _SendDtype = "bfloat16",
+        back: _BackDtype | None = None,
+        buffers: Literal[1, 2] = 1,
+        returns: Literal["pull", "push"] = "pull",
+        leaves_behind: bool = False,
+        offset: int | None = None,
+        timeout: float = 30.0,
+    ) -> Self: ...
+    @staticmethod
+    def bytes(
+        *,
+        ranks: int,
+        tokens_max: int,
+        hidden: int,
+        top_k: int,
+        experts_per_rank: int,
+        send: _SendDtype = "bfloat16",
+        back: _BackDtype | None = None,
+        buffers: Literal[1, 2] = 1,
+        returns: Literal["pull", "push"] = "pull",
+    ) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def members(self) -> tuple[int, ...]: ...
+    def send(self, tokens: _Array, experts: _Array, weights: _Array) -> Sent: ...
+    # Arrays are numpy.ndarray, which need not be installed, or what was given.
+    def moe_forward(
+        self,
+        tokens: _Array,
+        experts: _Array,
+        weights: _Array,
+        compute: Callable[[Any, Any], _Array],
+        *,
+        out: _Array | None = None,
+        packed: _Array | None = None,
+        timeout: float = 30.0,
+    ) -> tuple[Any, tuple[int, ...]]: ...
+    def leave_behind(self, ranks: Sequence[int]) -> None: ...
+    def rejoin(self, timeout: float = 30.0) -> None: ...
+    def abandon(self, timeout: float = 30.0) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Channel: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class Sent:
+    def wait(self, timeout: float = 30.0) -> Received: ...
+    def wait_packed(self, packed: _Array | None = None, timeout: float = 30.0) -> Received: ...
+
+@final
+class Received:
+    @property
+    def sources(self) -> tuple[int, ...]: ...
+    # Arrays are numpy.ndarray, which need not be installed, or what was given.
+    @property
+    def packed(self) -> Any: ...
+    @property
+    def rows_per_expert(self) -> Any: ...
+    def group(self, expert: int) -> Any: ...
+    def tokens(self, source: int) -> TokenRows: ...
+    def scatter(self, results: _Array) -> None: ...
+    def combine(self, out: _Array | None = None, timeout: float = 30.0) -> tuple[Any, tuple[int, ...]]: ...
+
+@final
+class TokenRows(Buffer):
+    @property
+    def source(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    # A numpy.ndarray, which need not be installed.
+    def numpy(self) -> Any: ...
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -209,6 +209,10 @@ class StaleGeneration(Error):
     code = 303
 
 
+class Excluded(StaleGeneration):
+    """The others have gone on without this rank. It may come back: ``rejoin``."""
+
+
 class StaleSession(Error):
     """The node's session ended."""
 
@@ -233,6 +237,18 @@ class DeadlineExceeded(Error, TimeoutError):
 
     code = 400
     retryable = True
+
+
+class RanksMissing(DeadlineExceeded):
+    """Ranks did not come in time. Wait again, or leave them behind and wait again."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        #: Which.
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[RanksMissing], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class Unreachable(Error, ConnectionError):

@@ -15,7 +15,7 @@ mod held;
 mod rows;
 mod shape;
 
-pub(crate) use cache::BlockCache;
+pub(crate) use cache::{BlockCache, table};
 pub(crate) use fill::Fill;
 pub(crate) use held::{Held, Parked, SequenceView};
 pub(crate) use rows::Rows;

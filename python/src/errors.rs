@@ -2,11 +2,13 @@
 
 use moontide_blocks::{ArenaError, BlocksError, ParkError};
 use moontide_client::StoreError;
+use moontide_ep::OpenError;
+use moontide_heap::{DoorError, WaitError, WorldError};
 use moontide_types::ErrorCode;
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
@@ -80,6 +82,47 @@ pub(crate) fn arena(py: Python<'_>, error: &ArenaError) -> PyErr {
         ArenaError::Region(_) => ErrorCode::NoSpace,
     };
     other(py, code, error)
+}
+
+/// The exception for ranks that did not meet.
+pub(crate) fn wait(py: Python<'_>, error: WaitError) -> PyErr {
+    raised(module(py).and_then(|module| match error {
+        WaitError::Missing(ranks) => {
+            let named = PyTuple::new(py, ranks.iter().map(|rank| rank.0).collect::<Vec<_>>())?;
+            let message = format!("{error}; wait again, or leave them behind");
+            module.getattr("RanksMissing")?.call1((message, named))
+        }
+        WaitError::Excluded => module.getattr("Excluded")?.call1((format!("{error}; it may rejoin"),)),
+    }))
+}
+
+/// The exception for a world that could not be joined.
+pub(crate) fn world(py: Python<'_>, error: &WorldError) -> PyErr {
+    let code = match error {
+        WorldError::Wait(error) => return wait(py, *error),
+        WorldError::Shape(_) | WorldError::Rank { .. } | WorldError::Door(DoorError::Path) => {
+            ErrorCode::InvalidArgument
+        }
+        WorldError::Door(DoorError::Refused(code)) => *code,
+        WorldError::Door(DoorError::System { source, .. })
+            if source.kind() == std::io::ErrorKind::TimedOut =>
+        {
+            ErrorCode::DeadlineExceeded
+        }
+        WorldError::Door(_) => ErrorCode::Unreachable,
+        WorldError::Region(_) => ErrorCode::NoSpace,
+        WorldError::Taken { .. } => ErrorCode::Busy,
+    };
+    other(py, code, error)
+}
+
+/// The exception for a channel that could not be opened.
+pub(crate) fn open_channel(py: Python<'_>, error: &OpenError) -> PyErr {
+    match error {
+        OpenError::World(error) => world(py, error),
+        OpenError::TooLate => other(py, ErrorCode::Gone, error),
+        _ => other(py, ErrorCode::InvalidArgument, error),
+    }
 }
 
 /// The exception for an argument that makes no sense.

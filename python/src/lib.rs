@@ -6,7 +6,7 @@
 //!
 //! Reading order: `process` (forks), `errors`, `arguments`, `array`, `pinned`, `view`, `tensor`, `store`, `addresses` (for
 //! callers with pointers), `departures`, `mailbox` and `tasks`, `local`; `blocks` is the engine's own cache, over
-//! [`moontide_blocks`].
+//! [`moontide_blocks`], and `ep` the exchange of experts' tokens, over [`moontide_ep`].
 
 mod address;
 mod addresses;
@@ -15,6 +15,7 @@ mod array;
 mod blocks;
 mod departures;
 mod dlpack;
+mod ep;
 mod errors;
 mod local;
 mod mailbox;
@@ -38,6 +39,8 @@ mod _native {
     use crate::blocks::{BlockCache, Fill, Held, Parked, Rows, SequenceView};
     #[pymodule_export]
     use crate::departures::Departures;
+    #[pymodule_export]
+    use crate::ep::{Channel, Received, Sent, TokenRows, World};
     #[pymodule_export]
     use crate::local::{LocalMaster, LocalNode};
     #[pymodule_export]

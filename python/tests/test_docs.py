@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+PAGES = ["tutorial.md", "python.md", "blocks.md", "ep.md"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.M | re.S)
 
@@ -34,7 +35,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tutorial.md", "python.md", "blocks.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
     if not DOCS.is_dir():
         pytest.skip("the pages are not here")
@@ -56,7 +57,7 @@ def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
         assert printed.getvalue() == expected, f"{name}:{line} prints something else"
 
 
-@pytest.mark.parametrize("name", ["tutorial.md", "python.md", "blocks.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
     page = DOCS / name
     if not page.is_file():

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 import moontide
-from moontide import _binary, _native, blocks, errors
+from moontide import _binary, _native, blocks, ep, errors
 from moontide import store as store_module
+from moontide.ep import reference as ep_reference
 from moontide.kv import cache as kv_cache
 from moontide.kv import naming as kv_naming
 
-MODULES = [moontide, _native, errors, store_module, _binary, kv_cache, kv_naming, blocks]
+MODULES = [moontide, _native, errors, store_module, _binary, kv_cache, kv_naming, blocks, ep, ep_reference]
 
 
 def documented(name: str, thing: object, seen: set[int]) -> Iterator[tuple[str, str]]:
@@ -55,6 +56,7 @@ def test_examples_are_found():
     assert any(name.endswith("Store.put") for name in EXAMPLES)
     assert any(name.endswith("BatchError") for name in EXAMPLES)
     assert any(name.endswith("SequenceView") for name in EXAMPLES)
+    assert {"moontide.ep", "moontide.ep.reference"} <= set(EXAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_example(name, dev, capsys):
 
 def test_every_call_is_described():
     missing = []
-    everything = [getattr(module, name) for module in (moontide, blocks) for name in module.__all__]
+    everything = [getattr(module, name) for module in (moontide, blocks, ep, ep_reference) for name in module.__all__]
     for kind in everything:
         if inspect.isclass(kind):
             missing += [kind.__name__] * (not kind.__doc__)

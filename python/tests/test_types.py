@@ -11,7 +11,7 @@ from importlib import resources
 import pytest
 
 import moontide
-from moontide import _native, blocks
+from moontide import _native, blocks, ep
 
 
 def stub() -> dict[str, set[str]]:
@@ -41,7 +41,7 @@ def test_the_package_says_that_it_has_types():
 
 def test_everything_public_is_exported():
     exported = set(moontide.__all__)
-    assert {name for name in vars(_native) if not name.startswith("_")} <= exported | set(blocks.__all__)
+    assert {name for name in vars(_native) if not name.startswith("_")} <= exported | set(blocks.__all__) | set(ep.__all__)
     for name in exported:
         assert hasattr(moontide, name)
     assert not any(inspect.ismodule(getattr(moontide, name)) for name in exported)
@@ -57,6 +57,7 @@ import numpy
 
 import moontide
 from moontide.blocks import BlockCache, Parked, Rows, namespace_of
+from moontide.ep import Channel, RanksMissing, Received, World, reference
 
 
 def threads(master: str) -> None:
@@ -122,6 +123,25 @@ def engine(store: moontide.Store) -> None:
         cache.append(sequence, 3)
     except (moontide.NoBlocks, moontide.UnknownSequence) as error:
         print(error.code)
+
+
+def experts(path: str) -> None:
+    size = Channel.bytes(ranks=1, tokens_max=2, hidden=8, top_k=1, experts_per_rank=2)
+    with World(path, 0, 1, size, timeout=5) as world:
+        assert_type(world.barrier(), tuple[int, ...])
+        channel = Channel(world, tokens_max=2, hidden=8, top_k=1, experts_per_rank=2, returns="push")
+        tokens = reference.to_rows(numpy.zeros((2, 8)), "bfloat16")
+        routes, weights = numpy.zeros((2, 1), "int32"), numpy.ones((2, 1), "float32")
+        out, ranks = channel.moe_forward(tokens, routes, weights, lambda rows, _: rows, out=tokens)
+        assert_type(ranks, tuple[int, ...])
+        try:
+            received = channel.send(tokens, routes, weights).wait_packed(timeout=1)
+            assert_type(received, Received)
+            numpy.frombuffer(memoryview(received.tokens(0)), "u2")
+            received.scatter(received.packed)
+            received.combine(out)
+        except RanksMissing as missing:
+            channel.leave_behind(missing.ranks)
 
 
 async def tasks(master: str) -> None:

@@ -3,8 +3,10 @@
 //! Channels are independent: each has its own barrier, members and buffers, so two of them may be in different steps, or
 //! without different ranks. Opening one is collective, as is every step.
 //!
-//! Invariant: between steps the stage is [`Stage::Idle`]; a guard of `step.rs` that is dropped leaves the stage in
-//! which it was, and the next send is refused until the step was abandoned.
+//! Invariants: between steps the stage is [`Stage::Idle`]; a guard of `step.rs` that is dropped leaves the stage in
+//! which it was, and the next send is refused until the step was taken up again and finished, or abandoned. Who asks
+//! to come back is [`Stage::Out`] until it has entered: it may be let in while it is not looking, and must not write
+//! before it has met the others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,6 +73,8 @@ pub(crate) enum Stage {
     Returned,
     /// The same, and in the next dispatch's, which is the same phase.
     Crossed,
+    /// Asked to be let in again, and not entered yet.
+    Out,
 }
 
 /// What is remembered of tokens that are out.
@@ -227,9 +231,11 @@ impl Channel {
         self.barrier.exclude(ranks);
     }
 
-    /// Comes back after the others have gone on without this rank. What it had begun is lost.
+    /// Comes back after the others have gone on without this rank. What it had begun is lost. If they do not let it in
+    /// in time it is out, and may ask again.
     pub fn rejoin(&mut self, timeout: Duration) -> Result<(), WaitError> {
         self.world.beat();
+        self.stage = Stage::Out;
         self.barrier.wish();
         let entry = self.barrier.enter(&mut self.barrier.posts().patience(self.spins, timeout))?;
         self.step = entry.odd_step.into();
@@ -239,6 +245,9 @@ impl Channel {
 
     /// Finishes a step whose guard was dropped, without results: nobody gets anything from this rank in it.
     pub fn abandon(&mut self, timeout: Duration) -> Result<(), WaitError> {
+        if self.stage == Stage::Out {
+            return Err(WaitError::Excluded);
+        }
         if self.stage == Stage::Sent || self.stage == Stage::Crossed {
             self.meet(timeout)?;
             self.step += u64::from(self.stage == Stage::Crossed);

@@ -23,6 +23,9 @@ use crate::numbers::Dtype;
 /// Experts that a token may be sent to at most: a bound for loops on the stack, four times what models use.
 pub const TOP_K_MAX: usize = 32;
 
+/// Rows of a rank's grouped layout at most, filled or not: their list takes 4 B each, from the start.
+pub const GROUPED_ROWS_MAX: usize = 1 << 28;
+
 /// Buffers of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Buffers {
@@ -68,7 +71,8 @@ pub struct Shape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no channel has this shape: 1 to {RANKS_MAX} ranks, 1 to {TOP_K_MAX} experts a token, 1 to 65,535 experts a rank, \
-     tokens and numbers, results not in fp8, less than 2⁴⁸ bytes: {0:?}"
+     tokens and numbers, 2²⁸ rows of the grouped layout (experts × ranks × tokens), results not in fp8, less than 2⁴⁸ \
+     bytes: {0:?}"
 )]
 pub struct ShapeError(pub Shape);
 
@@ -121,7 +125,7 @@ impl Shape {
             && (1..1 << 24).contains(&tokens_max)
             && (1..1 << 24).contains(&hidden)
             && back != Dtype::Fp8;
-        if !is_possible {
+        if !is_possible || experts_per_rank * self.slots() > GROUPED_ROWS_MAX {
             return Err(ShapeError(*self));
         }
         let mut end = 0u64;
@@ -234,6 +238,7 @@ mod tests {
             Shape { experts_per_rank: 65_536, ..DECODE },
             Shape { back: Dtype::Fp8, ..DECODE },
             Shape { tokens_max: 1 << 23, hidden: 1 << 23, ..DECODE },
+            Shape { tokens_max: 1 << 13, experts_per_rank: 1 << 12 | 1, ..DECODE },
         ] {
             assert_eq!(shape.bytes(), Err(ShapeError(shape)));
         }

@@ -77,9 +77,9 @@ mod record;
 mod numbers;
 
 pub use channel::{Channel, OpenError};
-pub use layout::{Buffers, Returns, Shape, ShapeError, TOP_K_MAX};
+pub use layout::{Buffers, GROUPED_ROWS_MAX, Returns, Shape, ShapeError, TOP_K_MAX};
 pub use numbers::{Dtype, FP8_BLOCK, bf16_bytes};
 pub use record::{Input, Recording};
 pub use route::Hit;
-pub use step::{Crossed, InStep, Late, Received, Returned, Sent, StepError, Summed, Work};
+pub use step::{Block, Crossed, InStep, Late, Received, Returned, Sent, StepError, Summed, UnderWay, Work};
 pub use tokens::{SendError, Tokens};

@@ -77,6 +77,8 @@ impl Recording {
     /// Runs all steps in order. After an error the channel of that step is unfinished: see [`Channel::abandon`].
     pub fn replay(&mut self, timeout: Duration) -> Result<(), StepError> {
         let Recording { channels, layers } = self;
+        // Whoever fails on the way leaves no results of an earlier replay for new ones.
+        layers.iter_mut().for_each(|layer| layer.summed = None);
         let mut done = 0;
         while done < layers.len() {
             let (before, rest) = layers.split_at_mut(done);
@@ -106,7 +108,7 @@ impl Recording {
         &mut self.layers[layer].input
     }
 
-    /// The results of a layer's last replay, and who took part; `None` before the first.
+    /// The results of a layer's last replay, and who took part; `None` before the first, and if it did not get there.
     pub fn results(&self, layer: usize) -> Option<(&[u8], Summed)> {
         let layer = &self.layers[layer];
         let shape = self.channels[layer.channel].shape();

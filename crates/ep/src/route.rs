@@ -36,6 +36,8 @@ pub(crate) struct Received {
 #[derive(Debug)]
 pub(crate) struct Routing {
     rows_max: usize,
+    /// Tokens of each source, here or not.
+    tokens: Vec<u32>,
     rows: Vec<u32>,
     groups: Vec<u32>,
     received: Vec<Received>,
@@ -47,6 +49,7 @@ impl Routing {
         let slots = shape.slots();
         Routing {
             rows_max: slots,
+            tokens: vec![0; shape.ranks],
             rows: vec![0; shape.experts_per_rank],
             groups: vec![0; shape.experts_per_rank * slots],
             received: Vec::with_capacity(slots),
@@ -71,6 +74,7 @@ impl Routing {
         stamp: u64,
         mut found: impl FnMut(Hit, Received),
     ) {
+        self.tokens.fill(0);
         self.rows.fill(0);
         self.received.clear();
         self.hits.clear();
@@ -80,6 +84,7 @@ impl Routing {
             assert_eq!(found_stamp, stamp, "what rank {source} sent is of another phase");
             let first = places.slot(source, 0);
             assert!(tokens <= places.tokens_max() as u64, "rank {source} sent {tokens} tokens");
+            self.tokens[source.index()] = tokens as u32;
             for slot in first..first + tokens as usize {
                 let note = places.note(me, buffer, slot);
                 // SAFETY: says the caller.
@@ -109,6 +114,11 @@ impl Routing {
             }
         }
         debug_assert!(self.received.len() <= self.rows_max, "reserved for the worst case");
+    }
+
+    /// How many tokens a source has, wherever they went.
+    pub(crate) fn tokens_of(&self, source: Rank) -> usize {
+        self.tokens[source.index()] as usize
     }
 
     /// How many rows each expert has: masked_m.

@@ -6,8 +6,9 @@
 //!                                           └─ give_back_and_send ──▶ Crossed ── sum_into ──▶ Received
 //! ```
 //!
-//! What waits gives itself back when somebody is late ([`Late`]): wait again, or leave them behind and wait again. Which
-//! memory may be touched in which of these is the table in `places.rs`.
+//! What waits gives itself back when somebody is late ([`Late`]): wait again, or leave them behind and wait again. Who
+//! cannot hold on to a guard lets it go and takes the step up again ([`Channel::resume`]). Which memory may be touched in
+//! which of these is the table in `places.rs`.
 
 use std::time::Duration;
 
@@ -107,12 +108,50 @@ pub struct Crossed<'a> {
     tokens: Tokens<'a>,
 }
 
+/// A step that is under way.
+#[derive(Debug)]
+pub enum UnderWay<'a> {
+    /// Tokens are on their way.
+    Sent(Sent<'a>),
+    /// They are here.
+    Received(Received<'a>),
+    /// Results are on their way.
+    Returned(Returned<'a>),
+    /// So are the next tokens.
+    Crossed(Crossed<'a>),
+}
+
 impl Channel {
+    /// Takes up a step whose guard was dropped, for callers that cannot hold on to one, such as those of another
+    /// language. `rows` are those that were sent with it, and whose results are still to come; once results are on their way,
+    /// and nothing else is, they are not looked at. `None` between steps.
+    ///
+    /// # Panics
+    /// If these are not as many rows as were sent.
+    pub fn resume<'a>(&'a mut self, rows: &'a [u8]) -> Option<UnderWay<'a>> {
+        let step = match self.stage {
+            Stage::Idle | Stage::Out => return None,
+            Stage::Returned => return Some(UnderWay::Returned(Returned { channel: self })),
+            Stage::Sent | Stage::Received => self.step,
+            Stage::Crossed => self.step + 1,
+        };
+        let sent = self.out[(step & 1) as usize].tokens;
+        assert_eq!(rows.len(), sent * self.layout.row_bytes, "the rows of {sent} tokens");
+        let tokens = Tokens { rows, ..Tokens::NONE };
+        Some(match self.stage {
+            Stage::Received => UnderWay::Received(Received { channel: self, tokens }),
+            Stage::Crossed => UnderWay::Crossed(Crossed { channel: self, tokens }),
+            _ => UnderWay::Sent(Sent { channel: self, tokens }),
+        })
+    }
+
     /// Writes tokens to where their experts are, once to each rank however many of its experts they have, and arrives.
     /// Does not wait.
     pub fn send<'a>(&'a mut self, tokens: Tokens<'a>) -> Result<Sent<'a>, SendError> {
-        if self.stage != Stage::Idle {
-            return Err(SendError::Unfinished);
+        match self.stage {
+            Stage::Idle => {}
+            Stage::Out => return Err(SendError::Excluded),
+            _ => return Err(SendError::Unfinished),
         }
         let count = check(&tokens, &self.shape, &self.layout)?;
         let phase = self.barrier.phase() + 1;
@@ -285,7 +324,7 @@ unsafe fn row_in<'a>(
     me: Rank,
     source: Rank,
     slot: usize,
-    own: &Tokens<'a>,
+    own: &'a Tokens<'_>,
     row_bytes: usize,
 ) -> &'a [u8] {
     if source == me {
@@ -364,6 +403,17 @@ pub struct Work<'w> {
     pub back: &'w mut [u8],
 }
 
+/// Rows of one source's tokens where they lie.
+#[derive(Clone, Copy, Debug)]
+pub struct Block<'r> {
+    /// All of them, with what is between.
+    pub bytes: &'r [u8],
+    /// How many.
+    pub tokens: usize,
+    /// Bytes from one to the next.
+    pub stride: usize,
+}
+
 impl<'a> Received<'a> {
     /// How many rows each expert of this rank has: masked_m.
     pub fn rows_per_expert(&self) -> &[u32] {
@@ -375,20 +425,38 @@ impl<'a> Received<'a> {
         self.channel.routing.group(expert)
     }
 
-    /// The token in a slot.
+    /// The token in a slot. One that has no expert here was not sent here: whatever is in its place is shown.
     ///
     /// # Panics
     /// If no source that is counted in has this slot, or not this many tokens.
     pub fn row(&self, slot: usize) -> &[u8] {
+        let tokens_max = self.channel.shape.tokens_max;
+        let Block { bytes, tokens, stride } = self.rows_of(Rank((slot / tokens_max) as u32));
+        let token = slot % tokens_max;
+        assert!(token < tokens, "no token {token} of {tokens}");
+        &bytes[token * stride..][..self.channel.layout.row_bytes]
+    }
+
+    /// All tokens of a source where they lie, row after row. As [`Received::row`], those that have no expert here are not
+    /// its tokens.
+    ///
+    /// # Panics
+    /// If the source is not counted in.
+    pub fn rows_of(&self, source: Rank) -> Block<'_> {
         let channel = &*self.channel;
-        let source = Rank((slot / channel.shape.tokens_max) as u32);
-        assert!(channel.sources.contains(source), "rank {source} sent nothing");
-        let buffer = channel.buffer(channel.step);
-        // SAFETY: counted in, so its word was given.
-        unsafe {
-            let places = &channel.places;
-            row_in(places, buffer, channel.me, source, slot, &self.tokens, channel.layout.row_bytes)
+        let is_counted = source.index() < channel.shape.ranks && channel.sources.contains(source);
+        assert!(is_counted, "rank {source} sent nothing");
+        let tokens = channel.routing.tokens_of(source);
+        if source == channel.me {
+            return Block { bytes: self.tokens.rows, tokens, stride: channel.layout.row_bytes };
         }
+        let stride = channel.layout.row_stride;
+        let first =
+            channel.places.row(channel.me, channel.buffer(channel.step), channel.places.slot(source, 0));
+        // SAFETY: the block of a source is contiguous. Counted in, so its word was given, and it writes no more before
+        // this rank arrives, which takes the guard.
+        let bytes = unsafe { std::slice::from_raw_parts(first, tokens * stride) };
+        Block { bytes, tokens, stride }
     }
 
     /// Whose tokens are here.

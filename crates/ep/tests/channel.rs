@@ -211,6 +211,79 @@ fn who_was_left_behind_cannot_send_until_it_has_rejoined() {
     });
 }
 
+/// Failure: a rank that was let in only after its `rejoin` had given up could send at once, in a phase of long ago and
+/// into slots that a slower rank might still be reading. Cause: what it found was its own standing, and nothing said that
+/// it had not met the others. Fix: it is out until it has entered.
+#[test]
+fn who_was_let_in_too_late_asks_again() {
+    const SHORT: Duration = Duration::from_millis(50);
+    both(SHAPE, |mut channel, world| {
+        if channel.rank() == Rank(0) {
+            channel.leave_behind(true);
+            channel.dispatch(Tokens::NONE, SHORT).unwrap().combine(&mut [], PATIENCE).unwrap();
+            world.barrier(PATIENCE).unwrap();
+            world.barrier(PATIENCE).unwrap();
+            // Lets it in at the end.
+            channel.dispatch(Tokens::NONE, PATIENCE).unwrap().combine(&mut [], PATIENCE).unwrap();
+            assert_eq!(channel.members(), Ok(RankSet::first(2)));
+            world.barrier(PATIENCE).unwrap();
+            world.barrier(PATIENCE).unwrap();
+            channel.leave_behind(false);
+            loop {
+                channel.dispatch(Tokens::NONE, PATIENCE).unwrap().combine(&mut [], PATIENCE).unwrap();
+                if channel.members() == Ok(RankSet::first(2)) {
+                    break;
+                }
+            }
+        } else {
+            world.barrier(PATIENCE).unwrap();
+            assert!(matches!(channel.rejoin(SHORT), Err(WaitError::Missing(_))), "nobody lets it in");
+            world.barrier(PATIENCE).unwrap();
+            world.barrier(PATIENCE).unwrap();
+            assert_eq!(channel.send(Tokens::NONE).unwrap_err(), SendError::Excluded);
+            assert_eq!(channel.abandon(PATIENCE), Err(WaitError::Excluded));
+            assert!(channel.resume(&[]).is_none());
+            world.barrier(PATIENCE).unwrap();
+            channel.rejoin(PATIENCE).unwrap();
+        }
+        step(&mut channel);
+    });
+}
+
+#[test]
+fn a_step_whose_guard_was_dropped_is_taken_up_again() {
+    both(SHAPE, |mut channel, _world| {
+        let mut results = vec![0xff; 16];
+        let row = rows(&[3.0]);
+        let tokens = Tokens { rows: &row, experts: &[0, 3], weights: &[0.5, 0.25] };
+        for _ in 0..3 {
+            assert!(channel.resume(&row).is_none());
+            let _ = channel.send(tokens).unwrap();
+            let Some(UnderWay::Sent(sent)) = channel.resume(&row) else { panic!("sent") };
+            let _ = sent.wait(PATIENCE).unwrap();
+            let Some(UnderWay::Received(mut received)) = channel.resume(&row) else { panic!("received") };
+            let mine = received.rows_of(Rank(0)).tokens;
+            assert_eq!((mine, received.row(0)), (1, &row[..]));
+            echo(&mut received);
+            let _ = received.give_back();
+            let Some(UnderWay::Returned(returned)) = channel.resume(&[]) else { panic!("returned") };
+            returned.sum_into(&mut results, PATIENCE).unwrap();
+            assert_eq!(results, rows(&[2.25]));
+        }
+    });
+}
+
+#[test]
+#[should_panic(expected = "no token 1 of 1")]
+fn there_are_no_rows_beyond_those_that_were_sent() {
+    let shape = Shape { ranks: 1, ..SHAPE };
+    let world = join(&path(), 0, &shape);
+    let mut channel = open(&world, shape).unwrap();
+    let row = rows(&[3.0]);
+    let tokens = Tokens { rows: &row, experts: &[0, 1], weights: &[0.5, 0.25] };
+    channel.dispatch(tokens, PATIENCE).unwrap().row(1);
+}
+
 #[test]
 fn who_was_not_there_when_the_channel_was_opened_cannot_open_it() {
     let path = path();
@@ -238,6 +311,23 @@ fn ranks_that_take_the_channel_for_different_things_are_told() {
             });
         }
     });
+}
+
+#[test]
+fn a_replay_that_failed_leaves_no_results_of_the_one_before() {
+    let shape = Shape { ranks: 1, ..SHAPE };
+    let world = join(&path(), 0, &shape);
+    let mut recording = Recording::new(vec![open(&world, shape).unwrap()]);
+    let layer = recording.layer(0, |_, _| {}, echo);
+    let input = recording.input(layer);
+    input.tokens = 1;
+    input.experts[..2].copy_from_slice(&[0, 1]);
+    recording.replay(PATIENCE).unwrap();
+    assert!(recording.results(layer).is_some());
+    recording.input(layer).experts[0] = 1;
+    let error = recording.replay(PATIENCE).unwrap_err();
+    assert!(matches!(error, StepError::Send(SendError::ExpertTwice { .. })));
+    assert_eq!(recording.results(layer), None);
 }
 
 #[test]

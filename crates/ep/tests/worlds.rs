@@ -7,7 +7,7 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `MOONTIDE_SEED` | repeats the choices of a run (not its interleaving, which is the machine's) |
-//! | `MOONTIDE_EP=full` | 100,000 steps with random delays and stops, and 200 kills at random moments |
+//! | `MOONTIDE_EP=full` | 100,000 steps with random delays and stops, 200 kills at random moments, and a rank of 8 killed in every phase |
 
 #![allow(unreachable_pub, missing_docs, reason = "a program of several files, not a library")]
 
