@@ -6,7 +6,8 @@
 //!
 //! Reading order: `process` (forks), `errors`, `arguments`, `array`, `pinned`, `view`, `tensor`, `store`, `addresses` (for
 //! callers with pointers), `departures`, `mailbox` and `tasks`, `local`; `blocks` is the engine's own cache, over
-//! [`moontide_blocks`], and `ep` the exchange of experts' tokens, over [`moontide_ep`].
+//! [`moontide_blocks`], and `ep` the exchange of experts' tokens, over [`moontide_ep`]; `hop` is for ranks
+//! that write into each other's memory.
 
 mod address;
 mod addresses;
@@ -17,6 +18,7 @@ mod departures;
 mod dlpack;
 mod ep;
 mod errors;
+mod hop;
 mod local;
 mod mailbox;
 mod pinned;
@@ -41,6 +43,8 @@ mod _native {
     use crate::departures::Departures;
     #[pymodule_export]
     use crate::ep::{Channel, Received, Sent, TokenRows, World};
+    #[pymodule_export]
+    use crate::hop::{Hop, HopAwaited, HopCell, HopPush};
     #[pymodule_export]
     use crate::local::{LocalMaster, LocalNode};
     #[pymodule_export]

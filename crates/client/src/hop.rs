@@ -451,6 +451,23 @@ impl Awaited {
         }
     }
 
+    /// Copies the bytes, if all of them are there. `false`: they are not, and nothing was copied.
+    ///
+    /// # Panics
+    /// If the room has another length, or in a forked child.
+    #[expect(unsafe_code, reason = "memory that other processes map")]
+    pub fn copy_into(&self, room: &mut [u8]) -> bool {
+        assert_eq!(room.len() as u64, self.span.len());
+        if self.progress() != Progress::Complete {
+            return false;
+        }
+        let at = self.stay.payload(self.span).expect("it does not survive a fork: get the object again");
+        // SAFETY: in bounds, as `payload` checks. Its pages are complete, says the flag, which nobody raises before, and
+        // nobody writes them again before the stay ends. `room` is elsewhere: nobody has a reference to a record.
+        unsafe { std::ptr::copy_nonoverlapping(at.as_ptr(), room.as_mut_ptr(), room.len()) };
+        true
+    }
+
     /// Looks at the flag until all pages are there.
     pub fn wait(self, timeout: Duration) -> Wait {
         let until = Instant::now() + timeout;

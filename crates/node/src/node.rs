@@ -24,6 +24,7 @@ use moontide_proto::v1;
 use moontide_transfer::shm::{self, Host, HostConfig, HostError};
 use moontide_transfer::tcp::{ServeError, Server, ServerConfig};
 use moontide_transfer::{EngineKind, Owner};
+use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::{Generation, NodeId, SegmentId};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -365,6 +366,13 @@ impl Node {
     /// Where it can be reached: the addresses that were bound, also for port 0.
     pub fn addresses(&self) -> &Addresses {
         &self.addresses
+    }
+
+    /// Bytes of its memory that are in use, that are being given back, and all of them.
+    pub fn usage(&self) -> (u64, u64, u64) {
+        let usage = self.owner.memory().usage();
+        let bytes = |units: u64| units * UNIT_BYTES;
+        (bytes(usage.live_units + usage.writing_units), bytes(usage.draining_units), bytes(usage.units))
     }
 
     /// How its memory is cut.

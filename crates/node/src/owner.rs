@@ -65,6 +65,10 @@ struct Reads {
 }
 
 impl NodeOwner {
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
     pub(crate) fn new(
         node: NodeId,
         memory: Arc<Memory>,

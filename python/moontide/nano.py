@@ -1,0 +1,536 @@
+"""Ranks of one host that push pages straight into each other's memory: ``NanoKVCache``.
+
+Every rank lends a region to the others, runs a node on it, and rank 0 the master: ordinary ones, to which any store can
+connect. A producer asks for a place (``open_for_write``), writes pages into it, by ``plan.write`` or by kernels, and the
+last page raises a flag that a consumer is waiting for: nobody is in between, and nothing is copied on the way.
+
+>>> import os, tempfile
+>>> from moontide.nano import NanoKVCache
+>>> cache = NanoKVCache(8 << 20, path=os.path.join(tempfile.mkdtemp(), "world"), rank=0, ranks=1)
+>>> cache.put("prefix", bytes(100_000))
+>>> room = bytearray(100_000)
+>>> cache.get_into("prefix", room)
+>>> cache.get_location("nothing")
+NotReady
+>>> cache.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import tempfile
+import threading
+import time
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import moontide
+from moontide._native import Hop, HopAwaited, HopCell, HopPush
+from moontide.errors import DeadlineExceeded, Gone, InvalidArgument, NotFound
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from moontide import kernels
+
+__all__ = ["NanoKVCache", "NotReady", "ObjMeta", "Ticket", "WritePlan"]
+
+PAGE_BYTES: Final = 256 * 1024
+
+_PACKED: Final = struct.Struct("<IIQIQQQQQ")
+
+
+class _NotReady:
+    """What ``get_location`` says of an object that is not there, or not yet."""
+
+    def __repr__(self) -> str:
+        return "NotReady"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+NotReady: Final = _NotReady()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where a version of an object is, for any rank: offsets into the owner's region, and no address.
+
+    It travels by any means, such as ``bytes(ticket)`` over the engine's own socket.
+    """
+
+    rank: int
+    segment: int
+    generation: int
+    slot: int
+    epoch: int
+    payload_offset: int
+    bytes_total: int
+    page_bytes: int
+    flag_offset: int
+
+    @property
+    def n_pages(self) -> int:
+        return -(-self.bytes_total // self.page_bytes)
+
+    @property
+    def last_page_bytes(self) -> int:
+        return self.bytes_total - (self.n_pages - 1) * self.page_bytes
+
+    def __bytes__(self) -> bytes:
+        return _PACKED.pack(*astuple(self))
+
+    @staticmethod
+    def from_bytes(packed: bytes) -> Ticket:
+        """The ticket of which these are the bytes. Whether it is worth anything is found out by ``expect``."""
+        if len(packed) != _PACKED.size:
+            raise InvalidArgument(f"a ticket has {_PACKED.size} bytes, these are {len(packed)}")
+        return Ticket(*_PACKED.unpack(packed))
+
+    @property
+    def record(self) -> kernels.Record:
+        """The same, as kernels take it."""
+        from moontide import kernels
+
+        return kernels.Record(
+            owner=self.rank,
+            payload_offset=self.payload_offset,
+            flag_offset=self.flag_offset,
+            bytes_total=self.bytes_total,
+            epoch=self.epoch,
+            page_bytes=self.page_bytes,
+        )
+
+    def _words(self) -> tuple[int, int, int, int, int, int, int, int, int]:
+        return (
+            self.rank,
+            self.segment,
+            self.generation,
+            self.slot,
+            self.epoch,
+            self.payload_offset,
+            self.bytes_total,
+            self.page_bytes,
+            self.flag_offset,
+        )
+
+
+class WritePlan:
+    """A place for an object, which this process fills: by ``write``, or by kernels that push to ``ticket.record``.
+
+    Pointers are good in this process, until the plan is committed or aborted. When all pages are there, the cache commits
+    it within milliseconds by itself; ``cache.commit(key)`` does so at once.
+    """
+
+    def __init__(self, push: HopPush, key: str | bytes) -> None:
+        self._push = push
+        self.key = key
+        self.ticket = Ticket(*push.ticket)
+
+    @property
+    def dst_rank(self) -> int:
+        """Whose memory it is."""
+        return self.ticket.rank
+
+    @property
+    def payload_ptr(self) -> int:
+        return self._push.address
+
+    @property
+    def header_ptr(self) -> int:
+        """Where the record's word is; only the node writes it."""
+        return self._push.word_address
+
+    @property
+    def bytes_total(self) -> int:
+        return self.ticket.bytes_total
+
+    @property
+    def page_bytes(self) -> int:
+        return self.ticket.page_bytes
+
+    @property
+    def n_pages(self) -> int:
+        return self.ticket.n_pages
+
+    @property
+    def last_page_bytes(self) -> int:
+        return self.ticket.last_page_bytes
+
+    @property
+    def epoch(self) -> int:
+        return self.ticket.epoch
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pages are there."""
+        return self._push.complete
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the master takes the place back."""
+        return self._push.seconds_left
+
+    def write(self, value: Any) -> None:
+        """Writes all pages from this process: an array, a tensor, or bytes."""
+        self._push.write(value)
+
+    def abort(self) -> None:
+        """Gives the place back, and tells those who wait. No kernel may still write to it."""
+        self._push.abort()
+
+
+class ObjMeta:
+    """An object, or one on its way, whose memory is not used for anything else until ``release``, or the end of a ``with``."""
+
+    def __init__(self, awaited: HopAwaited, ticket: Ticket) -> None:
+        self._awaited = awaited
+        self.ticket = ticket
+
+    @property
+    def owner_rank(self) -> int:
+        return self.ticket.rank
+
+    @property
+    def payload_ptr(self) -> int:
+        """Where the bytes are in this process."""
+        return self._awaited.address
+
+    @property
+    def header_ptr(self) -> int:
+        """Where the record's word is in this process."""
+        return self._awaited.word_address
+
+    @property
+    def bytes_total(self) -> int:
+        return self.ticket.bytes_total
+
+    @property
+    def page_bytes(self) -> int:
+        return self.ticket.page_bytes
+
+    @property
+    def n_pages(self) -> int:
+        return self.ticket.n_pages
+
+    @property
+    def last_page_bytes(self) -> int:
+        return self.ticket.last_page_bytes
+
+    @property
+    def epoch(self) -> int:
+        return self.ticket.epoch
+
+    @property
+    def ready(self) -> bool:
+        """Whether all pages are there. Raises Gone if they never will be."""
+        progress = self._awaited.progress
+        if progress == "gone":
+            raise Gone("the producer has died or given up; compute it, or wait for another one")
+        return progress == "complete"
+
+    def wait(self, timeout: float) -> None:
+        """Waits for the flag. Raises DeadlineExceeded, or Gone."""
+        until = time.monotonic() + timeout
+        looks = 0
+        while not self.ready:
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(f"not all {self.n_pages} pages have come within {timeout} s")
+            looks += 1
+            # Producers take microseconds, kernels and other machines' noise milliseconds.
+            time.sleep(0 if looks < 100 else 0.0002)
+
+    def copy_into(self, dst: Any) -> None:
+        """Copies the bytes into an array or a tensor of the same length."""
+        self._awaited.copy_into(dst)
+
+    def release(self) -> None:
+        """Lets go of the memory. No kernel may still read it."""
+        self._awaited.release()
+
+    def __enter__(self) -> ObjMeta:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class NanoKVCache:
+    """A rank's part of a cache in the memory of all ranks. All ranks make one, with the same settings; it waits for them.
+
+    - ``heap_bytes``: memory of each rank; ``page_bytes``: what is pushed and counted at a time.
+    - ``path``: the world's name, a socket that rank 0 makes; ``rank`` of ``ranks``. Left out, they come from the variables
+      ``RANK``, ``WORLD_SIZE`` and ``MASTER_PORT`` that launchers of torch set.
+    - ``watermarks``: above the first share of its memory a rank's oldest untouched objects are evicted, down to the second.
+    - ``write_timeout``: a plan that is not complete after so many seconds is taken back.
+
+    Ranks write into each other's memory: run only programs that may do that. When rank 0 ends, so does its master: what is
+    complete can still be read for a while, and nothing new is placed.
+    """
+
+    def __init__(
+        self,
+        heap_bytes: int,
+        master_rank: int = 0,
+        page_bytes: int = PAGE_BYTES,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+        watermarks: tuple[float, float] = (0.95, 0.85),
+        write_timeout: float = 30.0,
+        timeout: float = 60.0,
+    ) -> None:
+        if master_rank != 0:
+            raise InvalidArgument("the master is on rank 0")
+        if path is None:
+            name = f"moontide-{os.getuid()}-{os.environ.get('MASTER_PORT', '0')}.world"
+            path = os.path.join(tempfile.gettempdir(), name)
+        self._hop = Hop(
+            os.fspath(path),
+            _from_environment("RANK", rank),
+            _from_environment("WORLD_SIZE", ranks),
+            heap_bytes,
+            watermarks=watermarks,
+            write_timeout=write_timeout,
+            timeout=timeout,
+        )
+        self.page_bytes = page_bytes
+        #: An ordinary client of the same objects, for everything that is not in here.
+        self.store = moontide.Store(self._hop.master)
+        self._plans: dict[str | bytes, WritePlan] = {}
+        self._cells: dict[int, HopCell] = {}
+        self._lock = threading.Lock()
+        self._work = threading.Event()
+        self._closed = False
+        self._counts = dict.fromkeys(("plans", "committed", "lost", "bytes_tx", "bytes_rx", "t_plan_us"), 0)
+        self._publisher: threading.Thread | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._hop.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._hop.ranks
+
+    @property
+    def bases(self) -> list[int]:
+        """Where the ranks' regions lie in this process: ``pointer − bases[me] + bases[peer]`` is the same place at a peer."""
+        return self._hop.bases
+
+    # ---------------------------------------------------------------------------------------------------------- objects
+
+    def put(self, key: str | bytes, tensor: Any, *, preferred_segment: int | None = None) -> None:
+        """Stores an array or a tensor, or bytes, by a copy of this process."""
+        plan = self.open_for_write(key, _bytes_of(tensor), preferred_segment=preferred_segment)
+        try:
+            plan.write(tensor)
+        except BaseException:
+            self._forget(key)
+            plan.abort()
+            raise
+        self.commit(key)
+
+    def get(self, key: str | bytes, *, dst: Any = None) -> Any:
+        """The object's bytes: in ``dst``, which is returned, or in a new tensor of bytes. Raises NotFound."""
+        with self._located(key) as meta:
+            if dst is None:
+                import torch
+
+                dst = torch.empty(meta.bytes_total, dtype=torch.uint8)
+            meta.copy_into(dst)
+            self._count(bytes_rx=meta.bytes_total)
+        return dst
+
+    def get_into(self, key: str | bytes, dst: Any) -> None:
+        """Copies the object into an array or a tensor of the same length. Raises NotFound."""
+        self.get(key, dst=dst)
+
+    def remove(self, key: str | bytes) -> None:
+        """Removes an object. Who reads it may go on, and its memory is used again only after that."""
+        self.store.remove(key)
+
+    def touch(self, key: str | bytes) -> None:
+        """Makes it be evicted later."""
+        self.store.touch(key)
+
+    # ------------------------------------------------------------------------------------------------------------ plans
+
+    def open_for_write(
+        self, key: str | bytes, bytes_total: int, *, preferred_segment: int | None = None
+    ) -> WritePlan:
+        """A place for an object, in the memory of rank ``preferred_segment`` if it has room. Raises AlreadyExists,
+        InProgress, or NoSpace."""
+        begun = time.perf_counter_ns()
+        push = self._hop.open_for_write(key, bytes_total, self.page_bytes, preferred_segment)
+        plan = WritePlan(push, key)
+        with self._lock:
+            self._plans[key] = plan
+            counts = self._counts
+            took = (time.perf_counter_ns() - begun) // 1000
+            counts["t_plan_us"] += (took - counts["t_plan_us"]) // 8 if counts["plans"] else took
+            counts["plans"] += 1
+            if self._publisher is None:
+                self._publisher = threading.Thread(target=self._publish, name="moontide-nano", daemon=True)
+                self._publisher.start()
+        self._work.set()
+        return plan
+
+    def commit(self, key: str | bytes) -> None:
+        """Makes the store know a plan of this process whose pages are all there. A second time it does nothing."""
+        plan = self._forget(key)
+        if plan is not None:
+            self._commit(plan)
+
+    def get_location(self, key: str | bytes) -> ObjMeta | _NotReady:
+        """Where a complete object is, and keeps it there; ``NotReady``, at once, if there is none. Release it soon."""
+        words = self._hop.locate(key, self.page_bytes)
+        awaited = self._hop.expect(words) if words is not None else None
+        if words is None or awaited is None:
+            return NotReady
+        return ObjMeta(awaited, Ticket(*words))
+
+    def expect(self, ticket: Ticket) -> ObjMeta:
+        """What waits for an object that another rank is writing: its plan's ``ticket``. Raises Gone if that has ended."""
+        awaited = self._hop.expect(ticket._words())
+        if awaited is None:
+            raise Gone("it has ended, or it is this process that writes it")
+        return ObjMeta(awaited, ticket)
+
+    def pin(self, ticket: Ticket) -> kernels.Pin:
+        """For kernels that read a committed object under a ledger cell: one cell for each rank's memory, so one reading
+        kernel at a time for each."""
+        from moontide import kernels
+
+        with self._lock:
+            cell = self._cells.get(ticket.rank)
+            if cell is None:
+                cell = self._cells[ticket.rank] = self._hop.kernel_cell(ticket.rank)
+        # The word's address is good for as long as the rank's memory is mapped; the slot need not stay for that.
+        with self.expect(ticket) as meta:
+            return kernels.Pin(
+                cell=cell.address, name=Hop.cell_name(ticket._words()), header_word=meta.header_ptr
+            )
+
+    # ------------------------------------------------------------------------------------------------------ maintenance
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of this rank: its memory, and what this process did."""
+        used, draining, total = self._hop.usage()
+        with self._lock:
+            counts = dict(self._counts)
+            counts["plans_open"] = len(self._plans)
+        return {"bytes_used": used, "bytes_draining": draining, "bytes_total": total} | counts
+
+    def evict_until_below(self, usage_ratio: float) -> None:
+        """Removes the oldest objects in this rank's memory until less than this share of it is in use. Those that are being
+        written, pinned, or leased to a reader stay."""
+        used, _, total = self._hop.usage()
+        mine: list[tuple[int, str | bytes, int]] = []
+        for key in self.store.keys():
+            found = self.store.stat(key)
+            if found is not None and self._hop.rank_of(found["replicas"][0]["node"]) == self.rank:
+                mine.append((found["version"], key, found["size"]))
+        for _, key, size in sorted(mine, key=lambda one: one[0]):
+            if used <= usage_ratio * total:
+                return
+            with contextlib.suppress(moontide.Error):
+                if self.store.remove(key):
+                    used -= size
+
+    def close(self) -> None:
+        """Gives back open plans, and this rank's memory with all that is in it. A second time it does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            plans = list(self._plans.values())
+            self._plans.clear()
+            cells = list(self._cells.values())
+            self._cells.clear()
+        self._work.set()
+        if self._publisher is not None and self._publisher is not threading.current_thread():
+            self._publisher.join()
+        for plan in plans:
+            plan.abort()
+        for cell in cells:
+            cell.close()
+        self.store.close()
+        self._hop.close()
+
+    def __enter__(self) -> NanoKVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------------------------------------------------- inside
+
+    def _located(self, key: str | bytes) -> ObjMeta:
+        meta = self.get_location(key)
+        if isinstance(meta, _NotReady):
+            raise NotFound(f"there is no object {key!r} in the ranks' memory")
+        return meta
+
+    def _forget(self, key: str | bytes) -> WritePlan | None:
+        with self._lock:
+            return self._plans.pop(key, None)
+
+    def _commit(self, plan: WritePlan) -> None:
+        try:
+            plan._push.commit()
+        except moontide.Error:
+            self._count(lost=1)
+            raise
+        self._count(committed=1, bytes_tx=plan.bytes_total)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] += number
+
+    def _publish(self) -> None:
+        """Commits what kernels have completed, so that nobody has to come back for it."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                plans = dict(self._plans)
+                if not plans:
+                    self._work.clear()
+            if not plans:
+                self._work.wait()
+                continue
+            for key, plan in plans.items():
+                # A plan may be ended by its owner at any time.
+                with contextlib.suppress(moontide.Error):
+                    if plan.complete and self._forget(key) is not None:
+                        self._commit(plan)
+                    elif plan.seconds_left <= 0 and self._forget(key) is not None:
+                        self._count(lost=1)
+            time.sleep(0.001)
+
+
+def _from_environment(name: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    found = os.environ.get(name)
+    if found is None:
+        raise InvalidArgument(f"neither rank and ranks nor the variable {name} are given")
+    return int(found)
+
+
+def _bytes_of(value: Any) -> int:
+    for name in ("nbytes",):
+        found = getattr(value, name, None)
+        if isinstance(found, int):
+            return found
+    return memoryview(value).nbytes

@@ -1,0 +1,504 @@
+//! Ranks that write into each other's memory, for Python: [`moontide_client::Hop`], with a node in this process, and on rank
+//! 0 a master. `moontide.nano` is what people call; in here are addresses, for kernels.
+//!
+//! Invariant: what a forked child inherits of all this it neither uses nor drops.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use moontide_client::{Awaited, Cut, HopError, KernelCell, Progress, Push, Store, StoreConfig, StoreError, Ticket};
+use moontide_heap::{HugePages, Rank, World, WorldConfig, WorldShape};
+use moontide_master::{MasterConfig, Server};
+use moontide_node::{LentMemory, Node, NodeConfig};
+use moontide_types::{Epoch, ErrorCode, Generation, SegmentId, SlotId};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+
+use crate::arguments::{key, seconds};
+use crate::array::{Source, Target};
+use crate::errors;
+use crate::process::{OfProcess, gone};
+
+/// Where rank 0 writes its master's address into the page behind its records: a length, then the bytes, eight a word.
+const ADDRESS_AT: u64 = 512;
+const ADDRESS_WORDS: u64 = 9;
+
+/// A record's place as Python has it: rank, segment, generation, slot, epoch, payload_offset, bytes, page_bytes, flag_offset.
+type Words = (u32, u32, u64, u32, u64, u64, u64, u64, u64);
+
+fn words_of(ticket: Ticket) -> Words {
+    (
+        ticket.rank.0,
+        ticket.segment.0,
+        ticket.generation.0,
+        ticket.slot.0,
+        ticket.epoch.bits(),
+        ticket.payload_offset,
+        ticket.bytes,
+        ticket.page_bytes,
+        ticket.flag_offset,
+    )
+}
+
+fn ticket_of(words: Words) -> PyResult<Ticket> {
+    let (rank, segment, generation, slot, epoch, payload_offset, bytes, page_bytes, flag_offset) = words;
+    let epoch = Epoch::from_bits(epoch).map_err(|_| errors::argument(format!("{epoch} is no epoch")))?;
+    Ok(Ticket {
+        rank: Rank(rank),
+        segment: SegmentId(segment),
+        generation: Generation(generation),
+        slot: SlotId(slot),
+        epoch,
+        payload_offset,
+        bytes,
+        page_bytes,
+        flag_offset,
+    })
+}
+
+/// A rank of a world whose memory all of them write and read: the ground of ``moontide.nano.NanoKVCache``.
+#[pyclass(module = "moontide._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct Hop {
+    inside: OfProcess<Inside>,
+    rank: u32,
+    ranks: u32,
+    master: String,
+}
+
+/// Dropped in this order: the node before the master that it tells of its end.
+#[derive(Debug)]
+struct Inside {
+    hop: moontide_client::Hop,
+    node: Arc<Node>,
+    _server: Option<Server>,
+}
+
+/// Why a rank does not come up.
+enum Failed {
+    World(moontide_heap::WorldError),
+    Hop(HopError),
+    Other(ErrorCode, String),
+}
+
+impl From<HopError> for Failed {
+    fn from(error: HopError) -> Failed {
+        Failed::Hop(error)
+    }
+}
+
+impl Failed {
+    fn raise(self, py: Python<'_>) -> PyErr {
+        match self {
+            Failed::World(error) => errors::world(py, &error),
+            Failed::Hop(HopError::Wait(error)) => errors::wait(py, error),
+            Failed::Hop(HopError::Store(error)) => errors::store(py, &error),
+            Failed::Hop(error) => errors::argument(error),
+            Failed::Other(code, message) => errors::other(py, code, message),
+        }
+    }
+}
+
+/// What a rank is made of.
+struct Settings {
+    path: PathBuf,
+    rank: Rank,
+    ranks: u32,
+    memory_bytes: u64,
+    slot_bytes: u64,
+    groups: u16,
+    watermarks: (f64, f64),
+    write_timeout: Duration,
+    timeout: Duration,
+}
+
+/// A share in thousandths; what is no share is refused by the master.
+fn permille(share: f64) -> u16 {
+    (share * 1000.0).round().clamp(0.0, 10_000.0) as u16
+}
+
+fn start(settings: Settings) -> Result<(Inside, String), Failed> {
+    let Settings { path, rank, ranks, memory_bytes, slot_bytes, groups, watermarks, write_timeout, timeout } =
+        settings;
+    let until = Instant::now() + timeout;
+    let shape =
+        WorldShape { ranks, bytes: moontide_client::Hop::region_bytes(memory_bytes, slot_bytes) };
+    let config = WorldConfig { path, rank, shape, huge: HugePages::IfAllowed, timeout };
+    // SAFETY: who joins by this module keeps to the rules, and that others do is theirs to keep: its docs say so.
+    let world = Arc::new(unsafe { World::join(&config) }.map_err(Failed::World)?);
+    let beside = "127.0.0.1:0".parse().expect("an address");
+    let page = world.words(Rank(0), memory_bytes + ADDRESS_AT, ADDRESS_WORDS);
+    let server = match rank {
+        Rank(0) => {
+            let config = MasterConfig {
+                grpc_listen: beside,
+                frame_listen: beside,
+                admin_listen: beside,
+                groups,
+                reallocate_wait_ms: 0,
+                high_permille: permille(watermarks.0),
+                low_permille: permille(watermarks.1),
+                reservation_ms: write_timeout.as_millis() as u32,
+                ..MasterConfig::default()
+            };
+            let server = Server::start(config)
+                .map_err(|error| Failed::Other(ErrorCode::InvalidArgument, error.to_string()))?;
+            let address = server.addresses().grpc.to_string();
+            for (word, bytes) in page[1..].iter().zip(address.as_bytes().chunks(8)) {
+                let mut eight = [0; 8];
+                eight[..bytes.len()].copy_from_slice(bytes);
+                word.store(u64::from_le_bytes(eight), Ordering::Relaxed);
+            }
+            // Release: who sees the length sees the rest.
+            page[0].store(address.len() as u64, Ordering::Release);
+            Some(server)
+        }
+        _ => None,
+    };
+    let len = loop {
+        match page[0].load(Ordering::Acquire) {
+            0 if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
+            0 => {
+                let message = "rank 0 has not started its master in time; look at what it says";
+                return Err(Failed::Other(ErrorCode::Unreachable, message.to_owned()));
+            }
+            len => break len as usize,
+        }
+    };
+    let bytes: Vec<u8> =
+        page[1..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).take(len).collect();
+    let master = String::from_utf8_lossy(&bytes).into_owned();
+    // SAFETY: the first bytes of the rank's region are for this alone.
+    let memory = unsafe { LentMemory::new(Arc::clone(&world), 0) };
+    let config = NodeConfig {
+        master: master.clone(),
+        memory_bytes,
+        slot_bytes,
+        listen: vec![beside],
+        admin_listen: None,
+        ..NodeConfig::default()
+    };
+    let unreachable = |message: String| Failed::Other(ErrorCode::Unreachable, message);
+    let node = Node::start_in(config, memory).map_err(|error| unreachable(error.to_string()))?;
+    if !node.wait_until_mounted(until.saturating_duration_since(Instant::now())) {
+        return Err(unreachable(format!("the master at {master} has not taken the node in; check its log")));
+    }
+    let plan = node.segments();
+    let own = Cut { node: node.id(), segments: plan.count, segment_bytes: plan.bytes(), slots: plan.slots };
+    let store = Store::connect(StoreConfig::new(&*master)).map_err(HopError::Store)?;
+    let left = until.saturating_duration_since(Instant::now());
+    let hop = moontide_client::Hop::open(world, store, memory_bytes, own, left)?;
+    Ok((Inside { hop, node: Arc::new(node), _server: server }, master))
+}
+
+impl Hop {
+    fn hop(&self, py: Python<'_>) -> PyResult<moontide_client::Hop> {
+        self.inside.with(|inside| inside.hop.clone()).map_err(|why| gone(py, "cache", why))
+    }
+
+    fn call<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&moontide_client::Hop) -> Result<R, StoreError> + Send,
+    ) -> PyResult<R> {
+        let hop = self.hop(py)?;
+        py.detach(|| call(&hop)).map_err(|error| errors::store(py, &error))
+    }
+}
+
+#[pymethods]
+impl Hop {
+    #[new]
+    #[pyo3(signature = (path, rank, ranks, memory_bytes, *, slot_bytes=65536, groups=1, watermarks=(0.95, 0.85),
+        write_timeout=30.0, timeout=30.0))]
+    #[allow(clippy::too_many_arguments)] // keywords of a constructor
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        rank: u32,
+        ranks: u32,
+        memory_bytes: u64,
+        slot_bytes: u64,
+        groups: u16,
+        watermarks: (f64, f64),
+        write_timeout: f64,
+        timeout: f64,
+    ) -> PyResult<Hop> {
+        let page = HugePages::IfAllowed.page_bytes();
+        let memory_bytes = memory_bytes.checked_next_multiple_of(page).filter(|&bytes| bytes < 1 << 46);
+        let Some(memory_bytes) = memory_bytes.filter(|_| slot_bytes > 0) else {
+            return Err(errors::argument("memory_bytes must be below 2⁴⁶, and slot_bytes above 0"));
+        };
+        let timeout = seconds("timeout", timeout)?;
+        let rank = Rank(rank);
+        let write_timeout = seconds("write_timeout", write_timeout)?;
+        let settings = Settings {
+            path,
+            rank,
+            ranks,
+            memory_bytes,
+            slot_bytes,
+            groups,
+            watermarks,
+            write_timeout,
+            timeout,
+        };
+        let (inside, master) = py.detach(|| start(settings)).map_err(|failed| failed.raise(py))?;
+        Ok(Hop { inside: OfProcess::new(inside), rank: rank.0, ranks, master })
+    }
+
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    #[getter]
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// The address of rank 0's master, to which any store can connect.
+    #[getter]
+    fn master(&self) -> &str {
+        &self.master
+    }
+
+    /// Where the ranks' regions lie in this process.
+    #[getter]
+    fn bases(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        Ok(self.hop(py)?.world().bases().iter().map(|base| base.addr().get()).collect())
+    }
+
+    /// Used, being given back, and all bytes of this rank's memory.
+    fn usage(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
+        let node = self.inside.with(|inside| Arc::clone(&inside.node));
+        Ok(node.map_err(|why| gone(py, "cache", why))?.usage())
+    }
+
+    /// Which rank's node this is, by its number as the command line writes it.
+    fn rank_of(&self, py: Python<'_>, node: &str) -> PyResult<Option<u32>> {
+        let hop = self.hop(py)?;
+        let node = u64::from_str_radix(node, 16).ok();
+        Ok(node.and_then(|node| hop.rank_of(moontide_types::NodeId(node))).map(|rank| rank.0))
+    }
+
+    #[pyo3(signature = (name, bytes, page_bytes, owner=None))]
+    fn open_for_write(
+        &self,
+        py: Python<'_>,
+        name: &Bound<'_, PyAny>,
+        bytes: u64,
+        page_bytes: u64,
+        owner: Option<u32>,
+    ) -> PyResult<HopPush> {
+        let name = key(name)?;
+        let push = self.call(py, |hop| hop.open_for_write(name, bytes, page_bytes, owner.map(Rank)))?;
+        let (ticket, address, word) = (push.ticket(), push.address().unwrap_or(0), push.word_address());
+        Ok(HopPush { push: OfProcess::new(Arc::new(push)), ticket, address, word })
+    }
+
+    fn locate(&self, py: Python<'_>, name: &Bound<'_, PyAny>, page_bytes: u64) -> PyResult<Option<Words>> {
+        let name = key(name)?;
+        Ok(self.call(py, |hop| hop.locate(name, page_bytes))?.map(words_of))
+    }
+
+    /// What waits for a record, and keeps its memory from being used again; None if it has ended.
+    fn expect(&self, py: Python<'_>, ticket: Words) -> PyResult<Option<HopAwaited>> {
+        let ticket = ticket_of(ticket)?;
+        let awaited = self.call(py, |hop| hop.expect(ticket))?;
+        Ok(awaited.map(|awaited| {
+            let (address, word) = (awaited.address().unwrap_or(0), awaited.word_address());
+            HopAwaited { awaited: OfProcess::new(Arc::new(Mutex::new(awaited))), address, word, bytes: ticket.bytes }
+        }))
+    }
+
+    /// A cell in which kernels of this process name what they read of a rank's memory.
+    fn kernel_cell(&self, py: Python<'_>, rank: u32) -> PyResult<HopCell> {
+        let cell = self.call(py, |hop| {
+            let cut = hop.cut(Rank(rank));
+            let cut = cut.ok_or(StoreError::Argument { what: "rank", rule: "one of the world" })?;
+            hop.store().kernel_cell(cut.node)
+        })?;
+        let address = cell.address();
+        Ok(HopCell { held: OfProcess::new(cell), address })
+    }
+
+    /// What a kernel writes into a cell to name a record's slot.
+    #[staticmethod]
+    fn cell_name(ticket: Words) -> PyResult<u64> {
+        let ticket = ticket_of(ticket)?;
+        Ok(KernelCell::name(ticket.segment, ticket.slot))
+    }
+
+    /// Ends the node, and on rank 0 the master. A second time it does nothing.
+    fn close(&self, py: Python<'_>) {
+        let inside = self.inside.take();
+        py.detach(|| drop(inside));
+    }
+}
+
+/// A record that this process writes.
+#[pyclass(module = "moontide._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct HopPush {
+    push: OfProcess<Arc<Push>>,
+    ticket: Ticket,
+    address: usize,
+    word: usize,
+}
+
+impl HopPush {
+    fn push(&self, py: Python<'_>) -> PyResult<Arc<Push>> {
+        self.push.with(Arc::clone).map_err(|why| gone(py, "plan", why))
+    }
+}
+
+#[pymethods]
+impl HopPush {
+    /// The numbers by which others wait for it.
+    #[getter]
+    fn ticket(&self) -> Words {
+        words_of(self.ticket)
+    }
+
+    /// Where the bytes go, in this process.
+    #[getter]
+    fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Where the record's word is, in this process.
+    #[getter]
+    fn word_address(&self) -> usize {
+        self.word
+    }
+
+    /// Seconds until the reservation ends.
+    #[getter]
+    fn seconds_left(&self, py: Python<'_>) -> PyResult<f64> {
+        Ok(self.push(py)?.until().saturating_duration_since(Instant::now()).as_secs_f64())
+    }
+
+    /// Whether all pages are there.
+    #[getter]
+    fn complete(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.push(py)?.progress() == Progress::Complete)
+    }
+
+    /// Writes all pages, from this process.
+    fn write(&self, py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (push, source) = (self.push(py)?, Source::of(value)?);
+        let bytes = source.bytes();
+        if bytes.len() as u64 != self.ticket.bytes {
+            let message = format!("{} bytes for a plan of {}", bytes.len(), self.ticket.bytes);
+            return Err(errors::argument(message));
+        }
+        let written = py.detach(|| {
+            let pages = bytes.chunks(self.ticket.page_bytes as usize);
+            (0..).zip(pages).try_for_each(|(page, bytes)| push.write_page(page, bytes).map(drop))
+        });
+        written.map_err(|error| errors::store(py, &error))
+    }
+
+    /// Makes it an object of the store. `False` if that was done before, or the plan was given back.
+    fn commit(&self, py: Python<'_>) -> PyResult<bool> {
+        let push = match self.push.take() {
+            Some(push) => push,
+            None => return Ok(false),
+        };
+        let committed = py.detach(|| match Arc::try_unwrap(push) {
+            Ok(push) => push.commit().map(drop),
+            // Another thread is at it.
+            Err(_) => Err(StoreError::Argument { what: "a plan", rule: "used by one thread at a time" }),
+        });
+        committed.map(|()| true).map_err(|error| errors::store(py, &error))
+    }
+
+    /// Gives the place back. A second time, or after a commit, it does nothing.
+    fn abort(&self, py: Python<'_>) {
+        let push = self.push.take();
+        py.detach(|| drop(push));
+    }
+}
+
+/// A record that this process waits for.
+#[pyclass(module = "moontide._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct HopAwaited {
+    awaited: OfProcess<Arc<Mutex<Awaited>>>,
+    address: usize,
+    word: usize,
+    bytes: u64,
+}
+
+#[pymethods]
+impl HopAwaited {
+    /// Where the bytes are, in this process.
+    #[getter]
+    fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Where the record's word is, in this process.
+    #[getter]
+    fn word_address(&self) -> usize {
+        self.word
+    }
+
+    /// "complete", "not yet", or "gone".
+    #[getter]
+    fn progress(&self, py: Python<'_>) -> PyResult<&'static str> {
+        let progress = self.awaited.with(|awaited| awaited.lock().progress());
+        Ok(match progress.map_err(|why| gone(py, "record", why))? {
+            Progress::Complete => "complete",
+            Progress::NotYet => "not yet",
+            Progress::Gone => "gone",
+        })
+    }
+
+    /// Copies the bytes of a record that is complete.
+    fn copy_into(&self, py: Python<'_>, target: &Bound<'_, PyAny>) -> PyResult<()> {
+        let awaited = self.awaited.with(Arc::clone).map_err(|why| gone(py, "record", why))?;
+        let mut target = Target::of(target)?;
+        let space = target.bytes();
+        if space.len() as u64 != self.bytes {
+            let message = format!("{} bytes of room for a record of {}", space.len(), self.bytes);
+            return Err(errors::argument(message));
+        }
+        let copied = py.detach(|| awaited.lock().copy_into(space));
+        match copied {
+            true => Ok(()),
+            false => Err(errors::other(py, ErrorCode::NotReady, "the record is not complete; wait for it")),
+        }
+    }
+
+    /// Lets go of it. A second time it does nothing.
+    fn release(&self, py: Python<'_>) {
+        let awaited = self.awaited.take();
+        py.detach(|| drop(awaited));
+    }
+}
+
+/// A cell for kernels.
+#[pyclass(module = "moontide._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct HopCell {
+    held: OfProcess<KernelCell>,
+    address: usize,
+}
+
+#[pymethods]
+impl HopCell {
+    /// Where it is, in this process.
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<usize> {
+        self.held.with(|_| self.address).map_err(|why| gone(py, "cell", why))
+    }
+
+    /// Gives it back. No kernel may use it any more.
+    fn close(&self) {
+        drop(self.held.take());
+    }
+}
