@@ -4,8 +4,8 @@ Everything that a call needs is passed in and may be used again and again: ``bas
 region in this process), ``status`` and ``digest`` (one number each, on the kernels' device). Calls go to the current
 stream; a status may be read when the stream has come that far.
 
-Regions are passed as addresses and never as tensors. After a launch Triton's interpreter copies every tensor argument
-onto itself, and that would undo what other processes wrote meanwhile.
+Regions, cells and header words are passed as addresses and never as tensors: they are mappings of memory that others
+own and write, and none of it is torch's.
 """
 
 from __future__ import annotations
