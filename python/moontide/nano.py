@@ -129,6 +129,10 @@ class WritePlan:
         self._push = push
         self.key = key
         self.ticket = Ticket(*push.ticket)
+        #: Whoever commits it first decides what becomes of it; the others are told the same.
+        self._ending = threading.Lock()
+        self._ended = False
+        self._error: moontide.Error | None = None
 
     @property
     def dst_rank(self) -> int:
@@ -332,10 +336,10 @@ class NanoKVCache:
         try:
             plan.write(tensor)
         except BaseException:
-            self._forget(key)
+            self._forget(plan)
             plan.abort()
             raise
-        self.commit(key)
+        self._commit(plan)
 
     def get(self, key: str | bytes, *, dst: Any = None) -> Any:
         """The object's bytes: in ``dst``, which is returned, or in a new tensor of bytes. Raises NotFound."""
@@ -384,7 +388,8 @@ class NanoKVCache:
 
     def commit(self, key: str | bytes) -> None:
         """Makes the store know a plan of this process whose pages are all there. A second time it does nothing."""
-        plan = self._forget(key)
+        with self._lock:
+            plan = self._plans.get(key)
         if plan is not None:
             self._commit(plan)
 
@@ -435,7 +440,7 @@ class NanoKVCache:
         mine: list[tuple[int, str | bytes, int]] = []
         for key in self.store.keys():
             found = self.store.stat(key)
-            if found is not None and self._hop.rank_of(found["replicas"][0]["node"]) == self.rank:
+            if found is not None and self._hop.rank_of(found["places"][0]["node"]) == self.rank:
                 mine.append((found["version"], key, found["size"]))
         for _, key, size in sorted(mine, key=lambda one: one[0]):
             if used <= usage_ratio * total:
@@ -480,17 +485,24 @@ class NanoKVCache:
             raise NotFound(f"there is no object {key!r} in the ranks' memory")
         return meta
 
-    def _forget(self, key: str | bytes) -> WritePlan | None:
+    def _forget(self, plan: WritePlan) -> None:
         with self._lock:
-            return self._plans.pop(key, None)
+            if self._plans.get(plan.key) is plan:
+                del self._plans[plan.key]
 
     def _commit(self, plan: WritePlan) -> None:
-        try:
-            plan._push.commit()
-        except moontide.Error:
-            self._count(lost=1)
-            raise
-        self._count(committed=1, bytes_tx=plan.bytes_total)
+        with plan._ending:
+            if not plan._ended:
+                try:
+                    plan._push.commit()
+                    self._count(committed=1, bytes_tx=plan.bytes_total)
+                except moontide.Error as error:
+                    plan._error = error
+                    self._count(lost=1)
+                plan._ended = True
+        self._forget(plan)
+        if plan._error is not None:
+            raise plan._error
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -509,13 +521,13 @@ class NanoKVCache:
             if not plans:
                 self._work.wait()
                 continue
-            for key, plan in plans.items():
-                # A plan may be ended by its owner at any time.
-                with contextlib.suppress(moontide.Error):
-                    if plan.complete and self._forget(key) is not None:
+            for plan in plans.values():
+                # Its owner may end a plan at any time, which shows as Closed.
+                try:
+                    if plan.complete:
                         self._commit(plan)
-                    elif plan.seconds_left <= 0 and self._forget(key) is not None:
-                        self._count(lost=1)
+                except moontide.Error:
+                    self._forget(plan)
             time.sleep(0.001)
 
 

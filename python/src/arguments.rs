@@ -125,6 +125,7 @@ impl PutOptions {
             cohort: cohort.as_ref().map(key).transpose()?.map(<[u8]>::to_vec),
             parent: None,
             near,
+            prefer: None,
         }))
     }
 

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use moontide_client::{Awaited, Cut, HopError, KernelCell, Progress, Push, Store, StoreConfig, StoreError, Ticket};
+use moontide_client::{
+    Awaited, Cut, HopError, KernelCell, Progress, Push, Store, StoreConfig, StoreError, Ticket,
+};
 use moontide_heap::{HugePages, Rank, World, WorldConfig, WorldShape};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{LentMemory, Node, NodeConfig};
@@ -123,8 +125,7 @@ fn start(settings: Settings) -> Result<(Inside, String), Failed> {
     let Settings { path, rank, ranks, memory_bytes, slot_bytes, groups, watermarks, write_timeout, timeout } =
         settings;
     let until = Instant::now() + timeout;
-    let shape =
-        WorldShape { ranks, bytes: moontide_client::Hop::region_bytes(memory_bytes, slot_bytes) };
+    let shape = WorldShape { ranks, bytes: moontide_client::Hop::region_bytes(memory_bytes, slot_bytes) };
     let config = WorldConfig { path, rank, shape, huge: HugePages::IfAllowed, timeout };
     // SAFETY: who joins by this module keeps to the rules, and that others do is theirs to keep: its docs say so.
     let world = Arc::new(unsafe { World::join(&config) }.map_err(Failed::World)?);
@@ -310,7 +311,12 @@ impl Hop {
         let awaited = self.call(py, |hop| hop.expect(ticket))?;
         Ok(awaited.map(|awaited| {
             let (address, word) = (awaited.address().unwrap_or(0), awaited.word_address());
-            HopAwaited { awaited: OfProcess::new(Arc::new(Mutex::new(awaited))), address, word, bytes: ticket.bytes }
+            HopAwaited {
+                awaited: OfProcess::new(Arc::new(Mutex::new(awaited))),
+                address,
+                word,
+                bytes: ticket.bytes,
+            }
         }))
     }
 

@@ -546,6 +546,7 @@ impl Store {
         let dict = PyDict::new(py);
         dict.set_item("size", info.len)?;
         dict.set_item("pin", format!("{:?}", info.pin).to_lowercase())?;
+        dict.set_item("version", info.epoch.bits())?;
         dict.set_item("writing", info.writing)?;
         let expires = (info.expires_unix_ms > 0).then(|| info.expires_unix_ms as f64 / 1e3);
         dict.set_item("expires", expires)?;

@@ -314,11 +314,12 @@ impl Inner {
             replicas_min: options.replicas_min,
             stripes: options.stripes,
             // Stripes are there to be spread.
-            local_node: if options.near && options.stripes.is_none() { self.nodes.mapped() } else { None },
-            preferred_nodes: match options.prefer {
-                Some(node) => vec![node],
-                None => self.nodes.good_if_some_are_not(),
+            local_node: match options.prefer {
+                Some(node) => Some(node),
+                None if options.near && options.stripes.is_none() => self.nodes.mapped(),
+                None => None,
             },
+            preferred_nodes: self.nodes.good_if_some_are_not(),
             digestless,
             upsert: options.upsert,
             ttl_ms: options.ttl.map_or(0, |ttl| (ttl.as_millis() as u64).max(1)),

@@ -1,0 +1,90 @@
+"""A rank of a cache, for tests: runs the lines of Python that it is given on standard input, with ``cache`` at hand, and says
+what they leave in ``out``. The processes that it plays with are real; what they do is written where it is expected."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+ANSWER_MAX_S = 120.0
+
+
+class Rank:
+    """A rank, from the test's side."""
+
+    def __init__(self, path: Path, rank: int, ranks: int, **settings: Any) -> None:
+        words = [sys.executable, __file__, json.dumps({"path": str(path), "rank": rank, "ranks": ranks} | settings)]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+    def tell(self, code: str, **names: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([code, names]) + "\n")
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        too_slow = threading.Timer(ANSWER_MAX_S, self.process.kill)
+        too_slow.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            too_slow.cancel()
+        assert line, "the rank has ended; what it said stands above"
+        return json.loads(line)
+
+    def run(self, code: str, **names: Any) -> Any:
+        """What the code leaves in ``out``."""
+        self.tell(code, **names)
+        return self.hear()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def dedent(code: str) -> str:
+    lines = [line for line in code.splitlines() if line.strip()]
+    indent = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    return "\n".join(line[indent:] for line in lines)
+
+
+def main() -> None:
+    import numpy
+
+    import moontide
+    from moontide.nano import NanoKVCache, NotReady, Ticket
+
+    settings = json.loads(sys.argv[1])
+    cache = NanoKVCache(settings.pop("heap_bytes", 16 << 20), **settings)
+
+    def noise(seed: int, size: int) -> Any:
+        return numpy.random.default_rng(seed).integers(0, 256, size, dtype=numpy.uint8)
+
+    names: dict[str, Any] = {
+        "cache": cache,
+        "moontide": moontide,
+        "NotReady": NotReady,
+        "noise": noise,
+        "numpy": numpy,
+        "ticket_of": lambda packed: Ticket.from_bytes(bytes.fromhex(packed)),
+        "packed": lambda ticket: bytes(ticket).hex(),
+    }
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        code, given = json.loads(line)
+        names |= given | {"out": None}
+        try:
+            exec(compile(ast.parse(dedent(code)), "<test>", "exec"), names)
+        except Exception as error:
+            traceback.print_exc()
+            names["out"] = f"{type(error).__name__}: {error}"
+        print(json.dumps(names["out"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

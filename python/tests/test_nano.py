@@ -1,0 +1,296 @@
+"""``moontide.nano``: ranks as processes that push pages into each other's memory, and what becomes of it when they are killed,
+late, or without room. Kernels do the same in ``python/e2e/test_nano_kernels.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nano_rank import Rank
+
+import moontide
+from moontide.nano import NanoKVCache, NotReady, Ticket
+
+World = Callable[..., list[Rank]]
+
+
+@pytest.fixture
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Starts ranks, and ends them."""
+    started: list[Rank] = []
+
+    def start(ranks: int, **settings: Any) -> list[Rank]:
+        path = tmp_path_factory.mktemp("n") / "w"
+        started.extend(Rank(path, rank, ranks, **settings) for rank in range(ranks))
+        assert [rank.hear() for rank in started] == ["ready"] * ranks
+        return started
+
+    yield start
+    for rank in reversed(started):
+        rank.end()
+
+
+def test_four_ranks_read_what_each_wrote(world: World) -> None:
+    ranks = world(4)
+    sizes = [1, 511, 64 << 10, 100_001, (256 << 10) + 3, 1 << 20]
+    for number, rank in enumerate(ranks):
+        code = """
+            for at, size in enumerate(sizes):
+                cache.put(f"{me}-{at}", noise(at + 10 * me, size), preferred_segment=(me + 1) % 4)
+            out = sorted({cache.get_location(f"{me}-{at}").owner_rank for at in range(len(sizes))})
+        """
+        assert rank.run(code, me=number, sizes=sizes) == [(number + 1) % 4]
+    for rank in ranks:
+        code = """
+            out = 0
+            for other in range(4):
+                for at, size in enumerate(sizes):
+                    room = numpy.zeros(size, numpy.uint8)
+                    cache.get_into(f"{other}-{at}", room)
+                    out += bool((room == noise(at + 10 * other, size)).all())
+        """
+        assert rank.run(code, sizes=sizes) == 4 * len(sizes)
+    assert len({tuple(rank.run("out = cache.bases")) for rank in ranks}) == 4, "the same addresses in two processes"
+
+
+def test_a_consumer_waits_for_pages_that_are_on_their_way(world: World) -> None:
+    producer, consumer = world(2)
+    code = """
+        plan = cache.open_for_write("k", 700_001, preferred_segment=1)
+        out = [packed(plan.ticket), plan.dst_rank, plan.n_pages, plan.last_page_bytes]
+    """
+    packed, rank, pages, last = producer.run(code)
+    assert (rank, pages, last) == (1, 3, 700_001 - 2 * (256 << 10))
+    waiting = """
+        meta = cache.expect(ticket_of(packed_ticket))
+        out = [meta.ready, repr(cache.get_location("k"))]
+        try:
+            meta.wait(0.05)
+        except moontide.DeadlineExceeded:
+            out.append("late")
+    """
+    assert consumer.run(waiting, packed_ticket=packed) == [False, "NotReady", "late"]
+    consumer.tell("meta.wait(30); room = numpy.zeros(700_001, numpy.uint8); meta.copy_into(room); out = int(room.sum())")
+    expected = producer.run("value = noise(5, 700_001); plan.write(value); out = int(value.sum())")
+    assert consumer.hear() == expected
+    # The cache commits by itself what is complete.
+    found = """
+        import time
+        until = time.monotonic() + 30
+        while not (found := cache.get_location("k")) and time.monotonic() < until:
+            time.sleep(0.001)
+        out = [found.epoch == meta.epoch, found.payload_ptr == meta.payload_ptr]
+        found.release(), meta.release()
+    """
+    assert consumer.run(found) == [True, True]
+    assert producer.run('cache.commit("k"); out = cache.stats()["committed"]') == 1, "a second commit does nothing"
+
+
+def test_a_producer_that_is_killed_gives_its_place_back(world: World) -> None:
+    owner, producer, consumer = world(3)
+    packed = producer.run("""plan = cache.open_for_write("k", 1 << 20, preferred_segment=0); out = packed(plan.ticket)""")
+    assert consumer.run("meta = cache.expect(ticket_of(packed_ticket)); out = meta.ready", packed_ticket=packed) is False
+    os.kill(producer.process.pid, signal.SIGKILL)
+    producer.process.wait()
+    gone = """
+        try:
+            meta.wait(60)
+        except moontide.Gone:
+            out = "gone"
+    """
+    assert consumer.run(gone) == "gone"
+    used = """
+        import time
+        until = time.monotonic() + 60
+        while (cache.stats()["bytes_used"] or cache.stats()["bytes_draining"] > limit) and time.monotonic() < until:
+            time.sleep(0.01)
+        out = [cache.stats()["bytes_used"], cache.stats()["bytes_draining"] > 0]
+    """
+    # The consumer still looks at it: its memory is nobody else's yet.
+    assert owner.run(used, limit=2 << 20) == [0, True]
+    consumer.run("meta.release()")
+    assert owner.run(used, limit=0) == [0, False]
+    assert owner.run('cache.put("k", noise(1, 1000)); out = len(cache.store.get("k"))') == 1000
+
+
+def test_a_plan_that_takes_too_long_is_taken_back(world: World) -> None:
+    producer, consumer = world(2, write_timeout=0.5)
+    packed = producer.run("""plan = cache.open_for_write("k", 1000, preferred_segment=1); out = packed(plan.ticket)""")
+    late = """
+        meta = cache.expect(ticket_of(packed_ticket))
+        try:
+            meta.wait(60)
+        except moontide.Gone:
+            out = "gone"
+    """
+    assert consumer.run(late, packed_ticket=packed) == "gone"
+    # Its writer holds the claim, so that it writes into nobody else's bytes; what it wrote is not an object.
+    code = """
+        import time
+        time.sleep(0.1)
+        plan.write(bytes(1000))
+        cache.commit("k")
+        out = [repr(cache.get_location("k")), cache.stats()["lost"]]
+    """
+    assert producer.run(code) == ["NotReady", 1]
+
+
+def test_slots_are_used_again_and_old_tickets_are_worth_nothing(world: World) -> None:
+    producer, consumer = world(2)
+    code = """
+        old = None
+        slots, refused = set(), 0
+        for turn in range(60):
+            plan = cache.open_for_write("k", 3000, preferred_segment=1)
+            ticket = plan.ticket
+            plan.write(noise(turn, 3000))
+            cache.commit("k")
+            room = numpy.zeros(3000, numpy.uint8)
+            cache.get_into("k", room)
+            assert (room == noise(turn, 3000)).all()
+            slots.add((ticket.segment, ticket.slot))
+            if old is not None:
+                try:
+                    cache.expect(old).release()
+                except moontide.Gone:
+                    refused += 1
+            old = ticket
+            assert cache.store.remove("k", force=True)
+        out = [len(slots) < 60, refused]
+    """
+    assert producer.run(code) == [True, 59]
+
+
+def test_readers_beside_eviction_see_whole_objects(world: World) -> None:
+    # Four times the memory is put into it, while two ranks read whatever they find.
+    writer, *readers = world(3, heap_bytes=8 << 20)
+    reading = """
+        import random, time
+        random.seed(me)
+        seen = wrong = 0
+        until = time.monotonic() + 60
+        while cache.get_location("end") is NotReady and time.monotonic() < until:
+            number = random.randrange(400)
+            meta = cache.get_location(f"o{number}")
+            if meta is NotReady:
+                continue
+            with meta:
+                room = numpy.zeros(meta.bytes_total, numpy.uint8)
+                meta.copy_into(room)
+            seen += 1
+            wrong += not (room == room[0]).all() or room[0] != number % 251
+        out = [seen > 0, int(wrong)]
+    """
+    for number, reader in enumerate(readers):
+        reader.tell(reading, me=number)
+    code = """
+        import time
+        def put(key, value):
+            until = time.monotonic() + 60
+            while True:
+                try:
+                    return cache.put(key, value, preferred_segment=number % 3)
+                except moontide.NoSpace:
+                    assert time.monotonic() < until
+                    time.sleep(0.005)
+        for number in range(400):
+            put(f"o{number}", numpy.full(250_000 + number, number % 251, numpy.uint8))
+        put("end", b"x")
+        out = sum(cache.get_location(f"o{number}") is NotReady for number in range(400)) > 200
+    """
+    assert writer.run(code) is True, "it was to be evicted"
+    assert [reader.hear() for reader in readers] == [[True, 0], [True, 0]]
+
+
+def test_eviction_by_hand(world: World) -> None:
+    owner, other = world(2, heap_bytes=16 << 20)
+    code = """
+        for number in range(12):
+            cache.put(f"o{number}", bytes(1 << 20), preferred_segment=0)
+        cache.put("elsewhere", bytes(1 << 20), preferred_segment=1)
+        out = cache.stats()["bytes_used"] > 12 << 20
+    """
+    assert owner.run(code) is True
+    code = """
+        import time
+        time.sleep(6)  # longer than leases of those who were told a place
+        cache.evict_until_below(0.5)
+        left = [number for number in range(12) if cache.store.exists(f"o{number}")]
+        out = [left, cache.store.exists("elsewhere"), cache.stats()["bytes_used"] <= 8 << 20]
+    """
+    left, elsewhere, below = owner.run(code)
+    assert (elsewhere, below) == (True, True)
+    assert left == list(range(12 - len(left), 12)), "the oldest go first"
+
+
+def test_any_store_is_a_client_of_the_same_objects(world: World) -> None:
+    first, second = world(2)
+    master = first.run('cache.put("k", b"from a rank"); out = cache.store.master')
+    with moontide.Store(master) as store:
+        assert store.get("k") == b"from a rank"
+        store.put("other", b"from a store")
+    code = """
+        with cache.get_location("other") as meta:
+            room = bytearray(meta.bytes_total)
+            meta.copy_into(room)
+        out = room.decode()
+    """
+    assert second.run(code) == "from a store"
+    assert second.run('cache.remove("k"); out = repr(cache.get_location("k"))') == "NotReady"
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with NanoKVCache(8 << 20, path=tmp_path / "w", rank=0, ranks=1) as cache:
+        cache.put("k", b"x" * 1000)
+        with pytest.raises(moontide.AlreadyExists):
+            cache.put("k", b"x")
+        with pytest.raises(moontide.InvalidArgument):
+            cache.put("empty", b"")
+        with pytest.raises(moontide.InvalidArgument):
+            cache.put("r", b"x", preferred_segment=7)
+        with pytest.raises(moontide.NotFound):
+            cache.get("nothing", dst=bytearray(1))
+        with pytest.raises(moontide.InvalidArgument):
+            cache.get_into("k", bytearray(999))
+        with pytest.raises(moontide.TooLarge):
+            cache.open_for_write("large", 64 << 20)
+        plan = cache.open_for_write("p", 1000)
+        with pytest.raises(moontide.InProgress):
+            cache.open_for_write("p", 1000)
+        with pytest.raises(moontide.InvalidArgument):
+            plan.write(bytes(999))
+        with pytest.raises(moontide.Gone):
+            cache.expect(plan.ticket)
+        plan.abort()
+        with pytest.raises(moontide.Closed):
+            plan.write(bytes(1000))
+        meta = cache.get_location("k")
+        assert meta is not NotReady
+        good = meta.ticket  # type: ignore[union-attr]
+        names = ("rank", "segment", "slot", "payload_offset", "bytes_total", "flag_offset")
+        for at, name in zip((0, 1, 3, 5, 6, 8), names, strict=True):
+            words = list(good._words())
+            words[at] += 1 << 20
+            with pytest.raises(moontide.Error):
+                cache.expect(Ticket(*words)).release()
+                pytest.fail(f"another {name}")
+        with pytest.raises(moontide.InvalidArgument):
+            Ticket.from_bytes(b"short")
+        assert Ticket.from_bytes(bytes(good)) == good
+        assert len(bytes(good)) == struct.calcsize("<IIQIQQQQQ")
+        meta.release()  # type: ignore[union-attr]
+    cache.close()
+    with pytest.raises(moontide.Closed):
+        cache.open_for_write("late", 1)
+    with pytest.raises(moontide.InvalidArgument):
+        NanoKVCache(8 << 20, 1, path=tmp_path / "v", rank=0, ranks=1)
+    begun = time.monotonic()
+    with pytest.raises(moontide.Error):
+        NanoKVCache(8 << 20, path=tmp_path / "v", rank=1, ranks=2, timeout=0.3)
+    assert time.monotonic() - begun < 20
