@@ -120,7 +120,14 @@ pub use word::{AtomicWord, Transition};
 pub mod alloc;
 
 #[cfg(not(any(loom, shuttle)))]
+mod device;
+#[cfg(not(any(loom, shuttle)))]
 mod shm;
+#[cfg(not(any(loom, shuttle)))]
+pub use device::{
+    AtomicDomain, DeviceConfig, DeviceError, DeviceFacts, DeviceOffer, DeviceRegion, Driver, Share, Sharing,
+    Vendor,
+};
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
