@@ -238,8 +238,14 @@ impl OwnCalls {
         type Place<T> = unsafe extern "C" fn(*mut T) -> c_int;
         Ok(match vendor {
             Vendor::Cuda => OwnCalls::Cuda {
-                error_string: function!("cuGetErrorString", unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int),
-                retain: function!("cuDevicePrimaryCtxRetain", unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int),
+                error_string: function!(
+                    "cuGetErrorString",
+                    unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int
+                ),
+                retain: function!(
+                    "cuDevicePrimaryCtxRetain",
+                    unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int
+                ),
                 release: function!("cuDevicePrimaryCtxRelease_v2", unsafe extern "C" fn(c_int) -> c_int),
                 get_current: function!("cuCtxGetCurrent", Place<*mut c_void>),
                 set_current: function!("cuCtxSetCurrent", Place<c_void>),

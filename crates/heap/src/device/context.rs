@@ -69,10 +69,7 @@ impl Drop for Context {
 
 impl Place {
     /// Runs something with this device as the thread's current one.
-    pub(super) fn within(
-        self,
-        run: &mut dyn FnMut() -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
+    pub(super) fn within(self, run: &mut dyn FnMut() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
         let before = self.current()?;
         self.make_current(self.own())?;
         let result = run();

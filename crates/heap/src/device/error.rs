@@ -38,7 +38,9 @@ pub enum DeviceError {
         text: String,
     },
     /// The driver was loaded before this process was forked off, and does not work on this side.
-    #[error("the driver was loaded before the fork; start processes that use a device by exec, or load it after the fork")]
+    #[error(
+        "the driver was loaded before the fork; start processes that use a device by exec, or load it after the fork"
+    )]
     Forked,
     /// A region without bytes, or more than can be addressed.
     #[error("a region of {bytes} bytes; ask for at least one, and for less than the device has")]
@@ -50,7 +52,9 @@ pub enum DeviceError {
     #[error("this is no offer of a device region; both sides must run the same release")]
     Offer,
     /// The region is another vendor's.
-    #[error("the region is in memory of {theirs}, the driver is for {ours}; import it with the driver of its vendor")]
+    #[error(
+        "the region is in memory of {theirs}, the driver is for {ours}; import it with the driver of its vendor"
+    )]
     Vendor {
         /// The offer's.
         theirs: Vendor,
@@ -72,7 +76,9 @@ fn hint(code: i32) -> &'static str {
     match code {
         2 => "the device's memory is full: ask for less, or end what holds it",
         1 | 101 => "is there such a device, and can it access its peer? `moontide doctor` lists both",
-        100 => "no device is visible: look at CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and the container's devices",
+        100 => {
+            "no device is visible: look at CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and the container's devices"
+        }
         3 | 4 => "the driver is starting or ending: do not use devices at a process's exit",
         800 | 304 => "the system forbids it: look at the container's privileges and limits (ulimit -n)",
         801 => "this driver or device cannot share memory so: `moontide doctor` says what it can",

@@ -14,7 +14,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::io::retry_on_intr;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 
 use super::AtomicDomain;
@@ -60,7 +61,8 @@ impl DeviceOffer {
             AtomicDomain::Both => 2,
         };
         bytes[..4].copy_from_slice(&MAGIC);
-        for (place, value) in bytes[4..16].chunks_exact_mut(4).zip([self.vendor.pick(1u32, 2), kind, domain]) {
+        for (place, value) in bytes[4..16].chunks_exact_mut(4).zip([self.vendor.pick(1u32, 2), kind, domain])
+        {
             place.copy_from_slice(&value.to_le_bytes());
         }
         bytes[16..24].copy_from_slice(&self.len.to_le_bytes());

@@ -119,7 +119,12 @@ impl DeviceRegion {
         Ok(region)
     }
 
-    fn empty(context: Context, len: u64, sharing: Sharing, is_owner: bool) -> Result<DeviceRegion, DeviceError> {
+    fn empty(
+        context: Context,
+        len: u64,
+        sharing: Sharing,
+        is_owner: bool,
+    ) -> Result<DeviceRegion, DeviceError> {
         if len == 0 || len > 1 << 46 {
             return Err(DeviceError::Length { bytes: len });
         }
@@ -184,8 +189,11 @@ impl DeviceRegion {
         let granularity = granularity(driver, &allocation_on(device))?;
         let mut number = fd.as_raw_fd();
         let by_value = driver.vendor() == Vendor::Cuda || driver.raw_version() >= HIP_FD_BY_VALUE;
-        let shareable =
-            if by_value { std::ptr::without_provenance_mut(number as usize) } else { (&raw mut number).cast() };
+        let shareable = if by_value {
+            std::ptr::without_provenance_mut(number as usize)
+        } else {
+            (&raw mut number).cast()
+        };
         let mut allocation = 0;
         // SAFETY: a valid place for the handle; the descriptor as this version of the driver takes it.
         unsafe { driver.import(&mut allocation, shareable, HANDLE_POSIX_FD) }?;

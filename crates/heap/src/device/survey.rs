@@ -85,10 +85,15 @@ impl Driver {
                 // Longer than the struct of any release known, which only grows at its end.
                 let mut bytes = [0u64; 512];
                 // SAFETY: long enough, and aligned for everything in it.
-                self.check("hipGetDevicePropertiesR0600", unsafe { properties(bytes.as_mut_ptr().cast(), device) })?;
+                self.check("hipGetDevicePropertiesR0600", unsafe {
+                    properties(bytes.as_mut_ptr().cast(), device)
+                })?;
                 const NAME: usize = 1160 / 8; // see `OwnCalls::Hip`
-                let name: Vec<c_char> =
-                    bytes[NAME..NAME + 32].iter().flat_map(|word| word.to_ne_bytes()).map(|byte| byte as c_char).collect();
+                let name: Vec<c_char> = bytes[NAME..NAME + 32]
+                    .iter()
+                    .flat_map(|word| word.to_ne_bytes())
+                    .map(|byte| byte as c_char)
+                    .collect();
                 Ok(text(&name))
             }
         }
