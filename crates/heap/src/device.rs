@@ -8,6 +8,7 @@
 //! | `driver` | [`Driver`]: finding and loading a vendor's library at run time |
 //! | `calls` | the drivers' functions, structs and numbers, as their headers have them |
 //! | `survey` | what a driver says about its devices, for people |
+//! | `world` | [`DeviceWorld`]: ranks that map each other's regions |
 //! | `error` | [`DeviceError`] |
 //!
 //! Both vendors have the same calls in the same order under other names, so there is one implementation over one table
@@ -16,8 +17,9 @@
 //! **None of this was run on hardware by us.** What was run are the same calls against a driver of our own
 //! (`moontide-fakedriver`), which checks order and arguments. `docs/devices.md` says what a GPU's owner runs first.
 //!
-//! Not here: a [`World`](crate::World) or a segment in device memory. Both take their memory from
-//! [`Region`] and touch it by host addresses; a device region has none, only [`DeviceRegion::address`].
+//! Not here: a segment, or the regions of a [`World`](crate::World), in device memory. Both take their memory from
+//! [`Region`] and touch it by host addresses; a device region has none, only [`DeviceRegion::address`]. Ranks that want
+//! both have a [`World`](crate::World) for barriers and a [`DeviceWorld`] beside it for their devices.
 
 mod calls;
 mod context;
@@ -26,12 +28,14 @@ mod error;
 mod offer;
 mod region;
 mod survey;
+mod world;
 
 pub use driver::{Driver, Vendor};
 pub use error::DeviceError;
 pub use offer::{DeviceOffer, Share};
 pub use region::{DeviceConfig, DeviceRegion, Sharing};
 pub use survey::DeviceFacts;
+pub use world::{DeviceWorld, DeviceWorldConfig, DeviceWorldError};
 
 use crate::shm::Region;
 

@@ -125,8 +125,8 @@ mod device;
 mod shm;
 #[cfg(not(any(loom, shuttle)))]
 pub use device::{
-    AtomicDomain, DeviceConfig, DeviceError, DeviceFacts, DeviceOffer, DeviceRegion, Driver, Share, Sharing,
-    Vendor,
+    AtomicDomain, DeviceConfig, DeviceError, DeviceFacts, DeviceOffer, DeviceRegion, DeviceWorld,
+    DeviceWorldConfig, DeviceWorldError, Driver, Share, Sharing, Vendor,
 };
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{

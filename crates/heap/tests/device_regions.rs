@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use libloading::os::unix::Library;
 use moontide_heap::{AtomicDomain, DeviceError, DeviceOffer, Driver, Share, Vendor};
-use puppet::{Puppeteer, Scratch};
+use puppet::{Puppet, Puppeteer, Scratch};
 
 fn main() -> ExitCode {
     puppet::main(
@@ -29,6 +29,8 @@ fn main() -> ExitCode {
             ("device_library_without_a_symbol_is_refused_by_name", missing_symbol),
             ("device_library_that_is_none_says_how_to_name_one", no_library),
             ("device_offers_are_checked", offers_are_checked),
+            ("device_worlds_map_all_regions_and_translate", worlds),
+            ("device_worlds_name_the_rank_that_has_no_region", worlds_with_a_gap),
             ("device_fake_driver_complains_about_wrong_orders", the_fake_complains),
         ],
         libtest::run,
@@ -367,6 +369,66 @@ fn offers_are_checked() {
     for puppet in [hip, other] {
         assert_eq!(puppet.ok("left"), "nothing left");
     }
+}
+
+/// Tells every rank to join, and hears how it went.
+fn join_all(ranks: &[Puppet], path: &Scratch, bytes: &[u64], sharing: &str) -> Vec<Result<String, String>> {
+    let (path, count) = (path.0.display(), ranks.len());
+    for (rank, (puppet, bytes)) in ranks.iter().zip(bytes).enumerate() {
+        puppet.tell(&format!("world {rank} {count} {path} {bytes} {sharing}"));
+    }
+    ranks.iter().map(Puppet::heard).collect()
+}
+
+fn worlds() {
+    for vendor in Vendor::ALL {
+        for sharing in ["descriptor", "handle"] {
+            let path = Scratch::new("world");
+            let stage = Puppeteer::fake(vendor).having("devices=3");
+            let ranks = [stage.loaded(), stage.loaded(), stage.loaded()];
+            for joined in join_all(&ranks, &path, &[100_000; 3], sharing) {
+                joined.unwrap();
+            }
+            for rank in 0..3 {
+                let door = format!("{}.device-{rank}", path.0.display());
+                assert!(!std::path::Path::new(&door).exists(), "{door} is left");
+            }
+            for (writer, puppet) in ranks.iter().enumerate() {
+                (0..3).for_each(|of| drop(puppet.ok(&format!("put {of} {} {writer}", 50 + writer))));
+            }
+            for puppet in &ranks {
+                assert_eq!([0, 1, 2].map(|of| puppet.ok(&format!("get {of} 50 3"))), ["012"; 3]);
+                puppet.ok("bases");
+            }
+            ranks.iter().for_each(|puppet| puppet.tell("meet"));
+            ranks.iter().for_each(|puppet| drop(puppet.heard().unwrap()));
+            ranks.iter().for_each(|puppet| puppet.tell("leave"));
+            for puppet in &ranks {
+                puppet.heard().unwrap();
+                assert_eq!(puppet.ok("left"), "nothing left");
+            }
+        }
+    }
+}
+
+fn worlds_with_a_gap() {
+    let path = Scratch::new("world");
+    let stage = Puppeteer::fake(Vendor::Cuda).having("devices=3");
+    let failing = stage.clone().failing("cuMemCreate:1:2");
+    let ranks = [stage.loaded(), failing.loaded(), stage.loaded()];
+    let told = join_all(&ranks, &path, &[1; 3], "descriptor");
+    let error = |rank: usize| told[rank].as_ref().unwrap_err();
+    assert!(error(1).starts_with("cuMemCreate failed with 2"), "{told:?}");
+    for rank in [0, 2] {
+        assert!(error(rank).starts_with("the region of rank 1: reach it"), "{told:?}");
+        assert_eq!(ranks[rank].ok("left"), "nothing left");
+    }
+    let path = Scratch::new("world");
+    let ranks = [stage.loaded(), stage.loaded()];
+    let told = join_all(&ranks, &path, &[65_536, 65_537], "descriptor");
+    let error = told[0].as_ref().unwrap_err();
+    assert!(error.contains("the region of rank 1 has 131072 bytes, ours 65536; give all ranks"), "{error}");
+    assert_eq!(ranks[0].ok("left"), "nothing left");
 }
 
 /// The strictness itself: planted mistakes, each of which must be answered with its code. Were one let through, the tests

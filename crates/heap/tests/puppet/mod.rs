@@ -11,6 +11,8 @@
 //! | `close`, `drop` | |
 //! | `fork` | what a forked child says of the region |
 //! | `adopt DEVICE`, `current` | the device that the caller had chosen for itself |
+//! | `world RANK RANKS PATH BYTES SHARING`, `leave` | a world, and one of devices beside it |
+//! | `put RANK OFFSET TEXT`, `get RANK OFFSET LEN`, `bases`, `meet` | in it |
 //! | `fds`, `left`, `devices` | open descriptors; what the fake driver still holds; what the driver has |
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
@@ -18,9 +20,10 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_int};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use libloading::os::unix::Library;
 use moontide_heap::{
@@ -31,6 +34,9 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
 /// Says that a process is a puppet, and what it plays on: `memfd`, `cuda` or `hip`.
 const ROLE: &str = "MOONTIDE_PUPPET";
+
+/// Longest that ranks wait for each other.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Runs the tests, or what a test told this process to do.
 pub fn main(
@@ -160,7 +166,7 @@ impl Puppet {
         self.heard()
     }
 
-    fn heard(&self) -> Result<String, String> {
+    pub fn heard(&self) -> Result<String, String> {
         let answer = hear(&self.socket).expect("the puppet lives");
         match answer.split_once(' ') {
             Some(("ok", rest)) => Ok(rest.to_owned()),
@@ -172,6 +178,11 @@ impl Puppet {
     #[track_caller]
     pub fn ok(&self, message: &str) -> String {
         self.ask(message).unwrap_or_else(|error| panic!("{message}: {error}"))
+    }
+
+    /// Tells without waiting for the answer, which is [`Puppet::heard`].
+    pub fn tell(&self, message: &str) {
+        say(&self.socket, message);
     }
 
     #[track_caller]
@@ -230,6 +241,7 @@ struct Play {
     vendor: Option<Vendor>,
     driver: Option<Driver>,
     held: Option<Held>,
+    worlds: Option<(World, DeviceWorld)>,
 }
 
 fn perform(role: &str) -> ExitCode {
@@ -238,7 +250,7 @@ fn perform(role: &str) -> ExitCode {
         "hip" => Some(Vendor::Hip),
         _ => None,
     };
-    let mut play = Play { vendor, driver: None, held: None };
+    let mut play = Play { vendor, driver: None, held: None, worlds: None };
     let socket = std::io::stdin();
     while let Some(message) = hear(&socket) {
         let words: Vec<&str> = message.split(' ').collect();
@@ -320,6 +332,34 @@ impl Play {
                 self.held = None;
                 Ok(String::new())
             }
+            ["world", rank, ranks, path, bytes, sharing] => {
+                self.worlds =
+                    Some(self.join(rank.parse()?, ranks.parse()?, path.as_ref(), bytes.parse()?, sharing)?);
+                Ok(String::new())
+            }
+            ["leave"] => {
+                let (world, device) = self.worlds.take().ok_or("no world")?;
+                device.leave(&world, PATIENCE)?;
+                Ok(String::new())
+            }
+            ["put", rank, offset, text] => {
+                self.region_of(rank)?.write(offset.parse()?, text.as_bytes())?;
+                Ok(String::new())
+            }
+            ["get", rank, offset, len] => {
+                let mut bytes = vec![0; len.parse()?];
+                self.region_of(rank)?.read(offset.parse()?, &mut bytes)?;
+                Ok(String::from_utf8(bytes)?)
+            }
+            ["bases"] => {
+                let (_, device) = self.worlds.as_ref().ok_or("no world")?;
+                let own = device.bases()[device.rank().index()];
+                for (rank, base) in (0..).zip(device.bases()) {
+                    assert_eq!(device.translate(own + 77, Rank(rank)), base + 77);
+                }
+                Ok(format!("{:?}", device.bases()))
+            }
+            ["meet"] => Ok(format!("{:?}", self.worlds.as_ref().ok_or("no world")?.0.barrier(PATIENCE)?)),
             ["fork"] => self.fork(),
             ["adopt", device] => self.adopt(device.parse()?),
             ["current"] => self.current(),
@@ -328,6 +368,32 @@ impl Play {
             ["devices"] => Ok(format!("{:?}", self.driver().devices()?)),
             _ => Err(format!("{words:?}").into()),
         }
+    }
+
+    fn join(
+        &self,
+        rank: u32,
+        ranks: u32,
+        path: &Path,
+        bytes: u64,
+        sharing: &str,
+    ) -> Result<(World, DeviceWorld), Box<dyn std::error::Error>> {
+        let shape = WorldShape { ranks, bytes: 4096 };
+        let (huge, timeout) = (HugePages::IfAllowed, PATIENCE);
+        // SAFETY: the puppets take turns, as they are told.
+        let world = unsafe {
+            World::join(&WorldConfig { path: path.to_owned(), rank: Rank(rank), shape, huge, timeout })
+        }?;
+        let sharing = (sharing == "handle").then_some(Sharing::Handle);
+        let region = DeviceConfig { device: rank, bytes, peers: &[], sharing };
+        let config = DeviceWorldConfig { path, region, timeout: Duration::from_secs(5) };
+        // SAFETY: as above.
+        let device = unsafe { DeviceWorld::join(&world, self.driver(), &config) }?;
+        Ok((world, device))
+    }
+
+    fn region_of(&self, rank: &str) -> Result<&DeviceRegion, Box<dyn std::error::Error>> {
+        Ok(self.worlds.as_ref().ok_or("no world")?.1.region(Rank(rank.parse()?)))
     }
 
     fn describe(&self) -> Told {
@@ -397,7 +463,7 @@ impl Play {
 
     /// What a child says: that the region is not there, and that dropping it touches nothing of the parent's.
     fn fork(&mut self) -> Told {
-        // SAFETY: this process has one thread.
+        // SAFETY: the child uses nothing that a driver's thread could have left locked, and ends by `_exit`.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             let is_refused = match &self.held {
