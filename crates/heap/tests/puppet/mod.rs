@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use libloading::os::unix::Library;
 use moontide_heap::{
-    AtomicDomain, DeviceConfig, DeviceError, DeviceOffer, DeviceRegion, Driver, HugePages, Protection,
-    Region, Share, Sharing, Vendor,
+    AtomicDomain, DeviceConfig, DeviceError, DeviceOffer, DeviceRegion, DeviceWorld, DeviceWorldConfig,
+    Driver, HugePages, Protection, Rank, Region, Share, Sharing, Vendor, World, WorldConfig, WorldShape,
 };
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
