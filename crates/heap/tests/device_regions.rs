@@ -372,10 +372,10 @@ fn offers_are_checked() {
 }
 
 /// Tells every rank to join, and hears how it went.
-fn join_all(ranks: &[Puppet], path: &Scratch, bytes: &[u64], sharing: &str) -> Vec<Result<String, String>> {
+fn join_all(ranks: &[Puppet], path: &Scratch, bytes: &[u64], rest: &str) -> Vec<Result<String, String>> {
     let (path, count) = (path.0.display(), ranks.len());
     for (rank, (puppet, bytes)) in ranks.iter().zip(bytes).enumerate() {
-        puppet.tell(&format!("world {rank} {count} {path} {bytes} {sharing}"));
+        puppet.tell(&format!("world {rank} {count} {path} {bytes} {rest}"));
     }
     ranks.iter().map(Puppet::heard).collect()
 }
@@ -386,7 +386,7 @@ fn worlds() {
             let path = Scratch::new("world");
             let stage = Puppeteer::fake(vendor).having("devices=3");
             let ranks = [stage.loaded(), stage.loaded(), stage.loaded()];
-            for joined in join_all(&ranks, &path, &[100_000; 3], sharing) {
+            for joined in join_all(&ranks, &path, &[100_000; 3], &format!("{sharing} 30000")) {
                 joined.unwrap();
             }
             for rank in 0..3 {
@@ -416,7 +416,7 @@ fn worlds_with_a_gap() {
     let stage = Puppeteer::fake(Vendor::Cuda).having("devices=3");
     let failing = stage.clone().failing("cuMemCreate:1:2");
     let ranks = [stage.loaded(), failing.loaded(), stage.loaded()];
-    let told = join_all(&ranks, &path, &[1; 3], "descriptor");
+    let told = join_all(&ranks, &path, &[1; 3], "descriptor 1500");
     let error = |rank: usize| told[rank].as_ref().unwrap_err();
     assert!(error(1).starts_with("cuMemCreate failed with 2"), "{told:?}");
     for rank in [0, 2] {
@@ -425,7 +425,7 @@ fn worlds_with_a_gap() {
     }
     let path = Scratch::new("world");
     let ranks = [stage.loaded(), stage.loaded()];
-    let told = join_all(&ranks, &path, &[65_536, 65_537], "descriptor");
+    let told = join_all(&ranks, &path, &[65_536, 65_537], "descriptor 1500");
     let error = told[0].as_ref().unwrap_err();
     assert!(error.contains("the region of rank 1 has 131072 bytes, ours 65536; give all ranks"), "{error}");
     assert_eq!(ranks[0].ok("left"), "nothing left");

@@ -112,8 +112,8 @@ impl Place {
                 let code = unsafe { set_current(std::ptr::without_provenance_mut(place)) };
                 self.driver.check("cuCtxSetCurrent", code)
             }
-            // SAFETY: takes any number.
             OwnCalls::Hip { set_device, .. } => {
+                // SAFETY: takes any number.
                 self.driver.check("hipSetDevice", unsafe { set_device(place as c_int) })
             }
         }

@@ -11,7 +11,7 @@
 //! | `close`, `drop` | |
 //! | `fork` | what a forked child says of the region |
 //! | `adopt DEVICE`, `current` | the device that the caller had chosen for itself |
-//! | `world RANK RANKS PATH BYTES SHARING`, `leave` | a world, and one of devices beside it |
+//! | `world RANK RANKS PATH BYTES SHARING TIMEOUT_MS`, `leave` | a world, and one of devices beside it |
 //! | `put RANK OFFSET TEXT`, `get RANK OFFSET LEN`, `bases`, `meet` | in it |
 //! | `fds`, `left`, `devices` | open descriptors; what the fake driver still holds; what the driver has |
 
@@ -20,7 +20,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_int};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -332,9 +332,18 @@ impl Play {
                 self.held = None;
                 Ok(String::new())
             }
-            ["world", rank, ranks, path, bytes, sharing] => {
-                self.worlds =
-                    Some(self.join(rank.parse()?, ranks.parse()?, path.as_ref(), bytes.parse()?, sharing)?);
+            ["world", rank, ranks, path, bytes, sharing, timeout_ms] => {
+                let world = WorldConfig {
+                    path: path.into(),
+                    rank: Rank(rank.parse()?),
+                    shape: WorldShape { ranks: ranks.parse()?, bytes: 4096 },
+                    huge: HugePages::IfAllowed,
+                    timeout: PATIENCE,
+                };
+                let sharing = (sharing == "handle").then_some(Sharing::Handle);
+                let region =
+                    DeviceConfig { device: rank.parse()?, bytes: bytes.parse()?, peers: &[], sharing };
+                self.worlds = Some(self.join(&world, region, Duration::from_millis(timeout_ms.parse()?))?);
                 Ok(String::new())
             }
             ["leave"] => {
@@ -372,21 +381,13 @@ impl Play {
 
     fn join(
         &self,
-        rank: u32,
-        ranks: u32,
-        path: &Path,
-        bytes: u64,
-        sharing: &str,
+        config: &WorldConfig,
+        region: DeviceConfig<'_>,
+        timeout: Duration,
     ) -> Result<(World, DeviceWorld), Box<dyn std::error::Error>> {
-        let shape = WorldShape { ranks, bytes: 4096 };
-        let (huge, timeout) = (HugePages::IfAllowed, PATIENCE);
         // SAFETY: the puppets take turns, as they are told.
-        let world = unsafe {
-            World::join(&WorldConfig { path: path.to_owned(), rank: Rank(rank), shape, huge, timeout })
-        }?;
-        let sharing = (sharing == "handle").then_some(Sharing::Handle);
-        let region = DeviceConfig { device: rank, bytes, peers: &[], sharing };
-        let config = DeviceWorldConfig { path, region, timeout: Duration::from_secs(5) };
+        let world = unsafe { World::join(config) }?;
+        let config = DeviceWorldConfig { path: &config.path, region, timeout };
         // SAFETY: as above.
         let device = unsafe { DeviceWorld::join(&world, self.driver(), &config) }?;
         Ok((world, device))
