@@ -38,11 +38,11 @@ const ROLE: &str = "MOONTIDE_PUPPET";
 /// Longest that ranks wait for each other.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// A test with its name.
+pub type Test = (&'static str, fn());
+
 /// Runs the tests, or what a test told this process to do.
-pub fn main(
-    tests: &[(&'static str, fn())],
-    run: fn(&[(&'static str, fn())], &[String]) -> ExitCode,
-) -> ExitCode {
+pub fn main(tests: &[Test], run: fn(&[Test], &[String]) -> ExitCode) -> ExitCode {
     match std::env::var(ROLE) {
         Ok(role) => perform(&role),
         Err(_) => run(tests, &std::env::args().skip(1).collect::<Vec<_>>()),
