@@ -180,7 +180,8 @@ class WritePlan:
 
     def write(self, value: Any) -> None:
         """Writes all pages from this process: an array, a tensor, or bytes."""
-        self._push.write(value)
+        with self._ending:
+            self._push.write(value)
 
     def abort(self) -> None:
         """Gives the place back, and tells those who wait. No kernel may still write to it."""

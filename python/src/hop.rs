@@ -21,7 +21,7 @@ use pyo3::prelude::*;
 use crate::arguments::{key, seconds};
 use crate::array::{Source, Target};
 use crate::errors;
-use crate::process::{OfProcess, gone};
+use crate::process::{Gone, OfProcess, gone};
 
 /// Where rank 0 writes its master's address into the page behind its records: a length, then the bytes, eight a word.
 const ADDRESS_AT: u64 = 512;
@@ -410,16 +410,15 @@ impl HopPush {
 
     /// Makes it an object of the store. `False` if that was done before, or the plan was given back.
     fn commit(&self, py: Python<'_>) -> PyResult<bool> {
-        let push = match self.push.take() {
-            Some(push) => push,
-            None => return Ok(false),
+        let alone = |push: &Arc<Push>| Arc::strong_count(push) == 1;
+        let push = match self.push.take_if(alone) {
+            Ok(Some(push)) => Arc::into_inner(push).expect("nobody else has it, and nobody gets it any more"),
+            Ok(None) => return Err(errors::other(py, ErrorCode::Busy, "another thread is writing it")),
+            Err(Gone::Closed) => return Ok(false),
+            Err(why) => return Err(gone(py, "plan", why)),
         };
-        let committed = py.detach(|| match Arc::try_unwrap(push) {
-            Ok(push) => push.commit().map(drop),
-            // Another thread is at it.
-            Err(_) => Err(StoreError::Argument { what: "a plan", rule: "used by one thread at a time" }),
-        });
-        committed.map(|()| true).map_err(|error| errors::store(py, &error))
+        let committed = py.detach(|| push.commit());
+        committed.map(|_| true).map_err(|error| errors::store(py, &error))
     }
 
     /// Gives the place back. A second time, or after a commit, it does nothing.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Folder, Running, expect, run, told};
+use common::{Folder, Running, expect, moontide, run, run_command, told};
 
 #[test]
 fn the_doctor_answers_for_people_and_for_programs() {
@@ -29,6 +29,79 @@ fn the_doctor_finds_a_master_that_runs() {
     let told = expect(0, &["doctor", "--json", "--master", told(&lines, "grpc")], b"").json();
     let checks = told["checks"].as_array().unwrap();
     assert_eq!(checks.iter().find(|check| check["name"] == "master").unwrap()["state"], "ok");
+}
+
+/// The doctor's checks by name, on a machine with these drivers.
+fn doctor_with(environment: &[(&str, &str)], arguments: &[&str]) -> common::Ended {
+    let mut command = moontide(&[&["doctor", "--master", "127.0.0.1:1"], arguments].concat());
+    let ended = run_command(
+        {
+            command.envs(environment.iter().copied());
+            command
+        },
+        b"",
+    );
+    assert_eq!(ended.code, 0, "{}", ended.err);
+    ended
+}
+
+#[test]
+fn the_doctor_lists_devices_with_what_they_can_do() {
+    let mut fake = std::env::current_exe().unwrap();
+    fake.pop();
+    let fake = fake.join("libmoontide_fakedriver.so");
+    let fake = fake.to_str().unwrap();
+    let told = doctor_with(
+        &[
+            ("MOONTIDE_CUDA_LIB", fake),
+            ("MOONTIDE_HIP_LIB", fake),
+            ("MOONTIDE_FAKE_DRIVER", "devices=3,peers=0-1,atomics=1,granularity=2097152"),
+        ],
+        &[],
+    );
+    for (vendor, version, architecture) in
+        [("cuda", "13.1", "sm_90"), ("hip", "7.1", "gfx942:sramecc+:xnack-")]
+    {
+        let lines: Vec<&str> = told
+            .text()
+            .lines()
+            .skip_while(|line| !line.starts_with(&format!("limited  {vendor} ")))
+            .collect();
+        assert!(lines[0].ends_with(&format!("{version} from {fake}, 3 devices")), "{lines:?}");
+        let shared = "8.0 GiB; shares by descriptor in steps of 2.0 MiB; atomics with the host";
+        for (number, access) in ["access to 1", "access to 0", "no access to the others"].iter().enumerate() {
+            let line = format!("{number}: Fake device {number}, {architecture}, {shared}; {access}");
+            assert_eq!(lines[number + 1].trim(), line);
+        }
+        assert!(lines[4].contains("→ not run on real hardware by us"), "{lines:?}");
+    }
+    // An older device, and a driver that does not start.
+    let told = doctor_with(
+        &[
+            ("MOONTIDE_CUDA_LIB", fake),
+            ("MOONTIDE_HIP_LIB", fake),
+            ("MOONTIDE_FAKE_DRIVER", "vmm=0"),
+            ("MOONTIDE_FAKE_DRIVER_FAIL", "hipInit:1:803"),
+        ],
+        &[],
+    );
+    let old = "shares by handle (no virtual memory management); atomics not with the host\n";
+    assert!(told.text().contains(old), "{}", told.text());
+    assert!(told.text().contains("hipInit failed with 803"), "{}", told.text());
+}
+
+#[test]
+fn the_doctor_is_calm_about_a_machine_without_drivers() {
+    let told = doctor_with(&[], &["--json"]).json();
+    let checks = told["checks"].as_array().unwrap();
+    let found = |name: &str| checks.iter().find(|check| check["name"] == name);
+    if found("cuda").is_none() && found("hip").is_none() {
+        assert!(found("gpu").unwrap()["found"].as_str().unwrap().ends_with("; no driver"));
+    }
+    // A driver that was named and is not there is told.
+    let told = doctor_with(&[("MOONTIDE_CUDA_LIB", "/nowhere/libcuda.so.1")], &[]);
+    assert!(told.text().contains("/nowhere/libcuda.so.1: cannot open"), "{}", told.text());
+    assert!(told.text().contains("or name its library with MOONTIDE_CUDA_LIB"), "{}", told.text());
 }
 
 #[test]

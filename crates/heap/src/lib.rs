@@ -122,7 +122,14 @@ pub use word::{AtomicWord, Transition};
 pub mod alloc;
 
 #[cfg(not(any(loom, shuttle)))]
+mod device;
+#[cfg(not(any(loom, shuttle)))]
 mod shm;
+#[cfg(not(any(loom, shuttle)))]
+pub use device::{
+    AtomicDomain, DeviceConfig, DeviceError, DeviceFacts, DeviceOffer, DeviceRegion, DeviceWorld,
+    DeviceWorldConfig, DeviceWorldError, Driver, Share, Sharing, Vendor,
+};
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,

@@ -7,7 +7,7 @@
 //! | `io` | io_uring and direct I/O |
 //! | `network` | loopback, ports, the master, RDMA |
 //! | `devices` | UCX and GPUs |
-//! | `foreign` | the two calls that need `unsafe` |
+//! | `foreign` | the one call that needs `unsafe` |
 //!
 //! Everything is tried rather than guessed where trying is harmless. A check never fails: what cannot be found out is
 //! a finding, too. Only what plain use over TCP and memory needs decides the exit code.
@@ -148,7 +148,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
 
 /// All checks, from the ground up.
 fn examine(master: &str) -> Vec<Check> {
-    vec![
+    let mut checks = vec![
         system::kernel(),
         system::processor(),
         system::numa(),
@@ -166,15 +166,21 @@ fn examine(master: &str) -> Vec<Check> {
         network::master(master),
         network::rdma(),
         devices::ucx(),
-        devices::gpu(),
-    ]
+    ];
+    checks.extend(devices::gpus());
+    checks
 }
 
 fn print(checks: &[Check], out: &mut impl Write) -> std::io::Result<()> {
     let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     for check in checks {
         let needed = if check.is_broken() { " (needed)" } else { "" };
-        writeln!(out, "{:<8} {:<width$}  {}{needed}", check.state.name(), check.name, check.found)?;
+        let mut lines = check.found.lines();
+        let first = lines.next().unwrap_or_default();
+        writeln!(out, "{:<8} {:<width$}  {first}{needed}", check.state.name(), check.name)?;
+        for line in lines {
+            writeln!(out, "{:<8} {:<width$}  {line}", "", "")?;
+        }
         if let Some(next) = &check.next {
             writeln!(out, "{:<8} {:<width$}  → {next}", "", "")?;
         }
@@ -225,6 +231,12 @@ mod tests {
         assert_eq!(
             String::from_utf8(out).unwrap(),
             "absent   x  nothing (needed)\n            → do something\n"
+        );
+        let mut out = vec![];
+        print(&[Check::limited("x", "two\n0: one", "do something")], &mut out).unwrap();
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "limited  x  two\n            0: one\n            → do something\n"
         );
     }
 }

@@ -1,0 +1,414 @@
+//! What was made and not yet undone, and the rules by which both are judged.
+//!
+//! Invariants: every entry was checked when it was made, so undoing it needs only to find it, with the same arguments.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::c_int;
+use std::rc::Rc;
+
+use crate::codes::{
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_INITIALIZED,
+    NOT_SUPPORTED, OUT_OF_MEMORY,
+};
+use crate::pages::{self, Pages};
+use crate::settings::Settings;
+
+/// Under whose name a call came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Api {
+    Cuda,
+    Hip,
+}
+
+type Done = Result<(), c_int>;
+
+/// `CUmemAllocationProp` as far as it matters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Prop {
+    pub(crate) kind: c_int,
+    pub(crate) handle_types: c_int,
+    pub(crate) location_kind: c_int,
+    pub(crate) device: c_int,
+    pub(crate) rest: u64,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    pages: Rc<Pages>,
+    can_export: bool,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    pages: Rc<Pages>,
+    access: BTreeSet<c_int>,
+}
+
+#[derive(Debug)]
+struct Opened {
+    pages: Pages,
+    count: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    pub(crate) settings: Settings,
+    pub(crate) api: Api,
+    is_initialized: bool,
+    handles_made: u64,
+    allocations: BTreeMap<u64, Allocation>,
+    reservations: BTreeMap<u64, u64>,
+    mappings: BTreeMap<u64, Mapping>,
+    /// Allocated the old way, and opened by handle.
+    pointers: BTreeMap<u64, Pages>,
+    opened: BTreeMap<u64, Opened>,
+    /// How often each device's primary context is retained.
+    retained: BTreeMap<c_int, u32>,
+    /// Descriptors that we gave away, with what was behind them.
+    exported: Vec<(c_int, u64)>,
+    complaints: Vec<String>,
+}
+
+// SAFETY: the counts in `Rc` are touched under the journal's lock only.
+unsafe impl Send for Ledger {}
+
+thread_local! {
+    /// CUDA's current context, 0 for none; HIP's current device.
+    static CONTEXT: Cell<usize> = const { Cell::new(0) };
+    static DEVICE: Cell<c_int> = const { Cell::new(0) };
+}
+
+/// A context's "address".
+const CONTEXTS_BEGIN: usize = 0x1000;
+
+impl Ledger {
+    pub(crate) fn new(settings: Settings) -> Ledger {
+        Ledger {
+            settings,
+            api: Api::Cuda,
+            is_initialized: false,
+            handles_made: 0,
+            allocations: BTreeMap::new(),
+            reservations: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            pointers: BTreeMap::new(),
+            opened: BTreeMap::new(),
+            retained: BTreeMap::new(),
+            exported: vec![],
+            complaints: vec![],
+        }
+    }
+
+    /// What should not be there any more at a process's end, in words.
+    pub(crate) fn left(&self) -> String {
+        let open = self.exported.iter().filter(|&&(fd, inode)| pages::inode(fd) == Some(inode)).count();
+        let counts = [
+            (self.allocations.len(), "handles"),
+            (self.reservations.len(), "reservations"),
+            (self.mappings.len(), "mappings"),
+            (self.pointers.len(), "allocations"),
+            (self.opened.len(), "opened"),
+            (self.retained.values().sum::<u32>() as usize, "contexts"),
+            (open, "descriptors"),
+        ];
+        let mut words: Vec<String> =
+            counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")).collect();
+        words.extend(self.complaints.iter().cloned());
+        if words.is_empty() { "nothing left".to_owned() } else { words.join(", ") }
+    }
+
+    pub(crate) fn init(&mut self, flags: u32) -> Done {
+        require(flags == 0, INVALID_VALUE)?;
+        self.is_initialized = true;
+        Ok(())
+    }
+
+    pub(crate) fn version(&self) -> c_int {
+        self.settings.version.unwrap_or(match self.api {
+            Api::Cuda => 13_010,
+            Api::Hip => 70_125_424,
+        })
+    }
+
+    pub(crate) fn started(&self) -> Done {
+        require(self.is_initialized, NOT_INITIALIZED)
+    }
+
+    pub(crate) fn device(&self, device: c_int) -> Done {
+        self.started()?;
+        require((0..self.settings.devices).contains(&device), INVALID_DEVICE)
+    }
+
+    pub(crate) fn attribute(&self, attribute: c_int, device: c_int) -> Result<c_int, c_int> {
+        self.device(device)?;
+        let Settings { has_vmm, has_fd, has_atomics, .. } = self.settings;
+        Ok(match (self.api, attribute) {
+            (Api::Cuda, 102) | (Api::Hip, 89) => has_vmm.into(),
+            (Api::Cuda, 103) => has_fd.into(),
+            (Api::Cuda, 86) | (Api::Hip, 15) => has_atomics.into(),
+            (Api::Cuda, 75) | (Api::Hip, 23) => 9,
+            (Api::Cuda, 76) | (Api::Hip, 61) => 0,
+            _ => return Err(INVALID_VALUE),
+        })
+    }
+
+    pub(crate) fn retain(&mut self, device: c_int) -> Result<usize, c_int> {
+        self.device(device)?;
+        *self.retained.entry(device).or_insert(0) += 1;
+        Ok(CONTEXTS_BEGIN + device as usize)
+    }
+
+    pub(crate) fn release_context(&mut self, device: c_int) -> Done {
+        self.device(device)?;
+        let count = self.retained.get_mut(&device).filter(|count| **count > 0).ok_or(INVALID_CONTEXT)?;
+        *count -= 1;
+        if *count == 0 {
+            // The context is gone, and with it what was allocated in it.
+            let is_used =
+                self.pointers.values().any(|pages| pages.device == device) || !self.opened.is_empty();
+            if is_used || !self.mappings.is_empty() {
+                self.complaints.push(format!("context {device} was released before its memory"));
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn context(&self) -> Result<usize, c_int> {
+        self.started()?;
+        Ok(CONTEXT.get())
+    }
+
+    pub(crate) fn set_context(&mut self, context: usize) -> Done {
+        self.started()?;
+        let is_retained =
+            |(device, count): (&c_int, &u32)| CONTEXTS_BEGIN + *device as usize == context && *count > 0;
+        require(context == 0 || self.retained.iter().any(is_retained), INVALID_CONTEXT)?;
+        CONTEXT.set(context);
+        Ok(())
+    }
+
+    pub(crate) fn hip_device(&self) -> Result<c_int, c_int> {
+        self.started()?;
+        Ok(DEVICE.get())
+    }
+
+    pub(crate) fn set_hip_device(&mut self, device: c_int) -> Done {
+        self.device(device)?;
+        DEVICE.set(device);
+        Ok(())
+    }
+
+    /// The current device, which most calls need.
+    pub(crate) fn current(&self) -> Result<c_int, c_int> {
+        self.started()?;
+        match self.api {
+            Api::Hip => Ok(DEVICE.get()),
+            Api::Cuda => {
+                let device = CONTEXT.get().checked_sub(CONTEXTS_BEGIN).ok_or(INVALID_CONTEXT)? as c_int;
+                let count = self.retained.get(&device).copied().unwrap_or(0);
+                require(count > 0, INVALID_CONTEXT).map(|()| device)
+            }
+        }
+    }
+
+    fn check_prop(&self, prop: &Prop) -> Done {
+        self.started()?;
+        require(self.settings.has_vmm, NOT_SUPPORTED)?;
+        require(prop.kind == 1 && prop.location_kind == 1 && prop.rest == 0, INVALID_VALUE)?;
+        require(prop.handle_types == 0 || prop.handle_types == 1, NOT_SUPPORTED)?;
+        require(prop.handle_types == 0 || self.settings.has_fd, NOT_SUPPORTED)?;
+        self.device(prop.device)
+    }
+
+    pub(crate) fn granularity(&self, prop: &Prop, option: c_int) -> Result<u64, c_int> {
+        self.check_prop(prop)?;
+        require(option == 0 || option == 1, INVALID_VALUE)?;
+        Ok(self.settings.granularity)
+    }
+
+    fn check_bytes(&self, bytes: u64) -> Done {
+        require(bytes > 0 && bytes.is_multiple_of(self.settings.granularity), INVALID_VALUE)
+    }
+
+    pub(crate) fn create(&mut self, bytes: u64, prop: &Prop, flags: u64) -> Result<u64, c_int> {
+        self.check_prop(prop)?;
+        require(flags == 0, INVALID_VALUE)?;
+        self.check_bytes(bytes)?;
+        require(bytes <= self.settings.memory, OUT_OF_MEMORY)?;
+        let pages = Rc::new(Pages::new(prop.device, bytes)?);
+        Ok(self.add_allocation(Allocation { pages, can_export: prop.handle_types == 1 }))
+    }
+
+    fn add_allocation(&mut self, allocation: Allocation) -> u64 {
+        self.handles_made += 1;
+        let handle = 0x00ab_0000 + self.handles_made;
+        self.allocations.insert(handle, allocation);
+        handle
+    }
+
+    pub(crate) fn release(&mut self, handle: u64) -> Done {
+        self.started()?;
+        self.allocations.remove(&handle).map(drop).ok_or(INVALID_VALUE)
+    }
+
+    pub(crate) fn reserve(
+        &mut self,
+        bytes: u64,
+        alignment: u64,
+        wish: u64,
+        flags: u64,
+    ) -> Result<u64, c_int> {
+        self.started()?;
+        self.check_bytes(bytes)?;
+        require(flags == 0 && wish == 0, INVALID_VALUE)?;
+        require(alignment == 0 || alignment.is_power_of_two(), INVALID_VALUE)?;
+        let address = pages::reserve(bytes, alignment.max(self.settings.granularity))?;
+        self.reservations.insert(address, bytes);
+        Ok(address)
+    }
+
+    pub(crate) fn free_addresses(&mut self, address: u64, bytes: u64) -> Done {
+        self.started()?;
+        require(self.reservations.get(&address) == Some(&bytes), INVALID_VALUE)?;
+        require(!self.mappings.contains_key(&address), INVALID_VALUE)?;
+        self.reservations.remove(&address);
+        pages::unmap(address, bytes);
+        Ok(())
+    }
+
+    pub(crate) fn map(&mut self, address: u64, bytes: u64, offset: u64, handle: u64, flags: u64) -> Done {
+        self.started()?;
+        let allocation = self.allocations.get(&handle).ok_or(INVALID_VALUE)?;
+        require(flags == 0 && offset == 0 && bytes == allocation.pages.bytes, INVALID_VALUE)?;
+        require(self.reservations.get(&address) == Some(&bytes), INVALID_VALUE)?;
+        require(!self.mappings.contains_key(&address), INVALID_VALUE)?;
+        let pages = Rc::clone(&allocation.pages);
+        pages.map(Some(address))?;
+        self.mappings.insert(address, Mapping { pages, access: BTreeSet::new() });
+        Ok(())
+    }
+
+    pub(crate) fn unmap(&mut self, address: u64, bytes: u64) -> Done {
+        self.started()?;
+        let mapping = self.mappings.get(&address).ok_or(INVALID_VALUE)?;
+        require(mapping.pages.bytes == bytes, INVALID_VALUE)?;
+        pages::clear(address, bytes)?;
+        self.mappings.remove(&address);
+        Ok(())
+    }
+
+    /// `access`: kind and number of a location, and flags.
+    pub(crate) fn set_access(&mut self, address: u64, bytes: u64, access: &[(c_int, c_int, c_int)]) -> Done {
+        self.started()?;
+        require(!access.is_empty(), INVALID_VALUE)?;
+        for &(kind, device, flags) in access {
+            require(kind == 1 && flags == 3, INVALID_VALUE)?;
+            self.device(device)?;
+        }
+        let mapping = self.mappings.get_mut(&address).ok_or(INVALID_VALUE)?;
+        require(mapping.pages.bytes == bytes, INVALID_VALUE)?;
+        let owner = mapping.pages.device;
+        let can_access = |&(_, device, _): &_| self.settings.can_access(device, owner);
+        require(access.iter().all(can_access), INVALID_DEVICE)?;
+        mapping.access.extend(access.iter().map(|&(_, device, _)| device));
+        pages::protect(address, bytes, true)
+    }
+
+    pub(crate) fn export(&mut self, handle: u64, kind: c_int, flags: u64) -> Result<c_int, c_int> {
+        self.started()?;
+        let allocation = self.allocations.get(&handle).ok_or(INVALID_VALUE)?;
+        require(flags == 0 && kind == 1 && allocation.can_export, INVALID_VALUE)?;
+        let fd = allocation.pages.duplicate()?;
+        self.exported.push((fd, allocation.pages.inode()));
+        Ok(fd)
+    }
+
+    pub(crate) fn import(&mut self, fd: c_int, kind: c_int) -> Result<u64, c_int> {
+        self.started()?;
+        require(self.settings.has_vmm && self.settings.has_fd, NOT_SUPPORTED)?;
+        require(kind == 1, INVALID_VALUE)?;
+        let pages = Pages::open(&format!("/proc/self/fd/{fd}")).ok_or(INVALID_VALUE)?;
+        Ok(self.add_allocation(Allocation { pages: Rc::new(pages), can_export: true }))
+    }
+
+    pub(crate) fn alloc(&mut self, bytes: u64) -> Result<u64, c_int> {
+        let device = self.current()?;
+        require(bytes > 0, INVALID_VALUE)?;
+        require(bytes <= self.settings.memory, OUT_OF_MEMORY)?;
+        let pages = Pages::new(device, bytes)?;
+        let address = pages.map(None)?;
+        self.pointers.insert(address, pages);
+        Ok(address)
+    }
+
+    pub(crate) fn free(&mut self, address: u64) -> Done {
+        self.current()?;
+        let pages = self.pointers.remove(&address).ok_or(INVALID_VALUE)?;
+        pages::unmap(address, pages.bytes);
+        Ok(())
+    }
+
+    /// A handle: process, descriptor and inode of the memfd.
+    pub(crate) fn ipc_handle(&self, address: u64) -> Result<[u8; 64], c_int> {
+        self.current()?;
+        let pages = self.pointers.get(&address).ok_or(INVALID_VALUE)?;
+        let mut handle = [0; 64];
+        handle[..4].copy_from_slice(b"FAKE");
+        handle[4..8].copy_from_slice(&std::process::id().to_le_bytes());
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&pages.fd);
+        handle[8..12].copy_from_slice(&fd.to_le_bytes());
+        handle[16..24].copy_from_slice(&pages.inode().to_le_bytes());
+        Ok(handle)
+    }
+
+    pub(crate) fn ipc_open(&mut self, handle: &[u8; 64], flags: u32) -> Result<u64, c_int> {
+        let device = self.current()?;
+        require(flags == 1, INVALID_VALUE)?;
+        require(handle[..4] == *b"FAKE", INVALID_HANDLE)?;
+        let number = |at: usize| u32::from_le_bytes(handle[at..at + 4].try_into().expect("four bytes"));
+        let inode = u64::from_le_bytes(handle[16..24].try_into().expect("eight bytes"));
+        // A process cannot open what is its own.
+        require(number(4) != std::process::id(), INVALID_CONTEXT)?;
+        if let Some((&address, opened)) =
+            self.opened.iter_mut().find(|(_, opened)| opened.pages.inode() == inode)
+        {
+            opened.count += 1;
+            return Ok(address);
+        }
+        let path = format!("/proc/{}/fd/{}", number(4), number(8));
+        let pages = Pages::open(&path).filter(|pages| pages.inode() == inode).ok_or(MAP_FAILED)?;
+        require(self.settings.can_access(device, pages.device), INVALID_DEVICE)?;
+        let address = pages.map(None)?;
+        self.opened.insert(address, Opened { pages, count: 1 });
+        Ok(address)
+    }
+
+    pub(crate) fn ipc_close(&mut self, address: u64) -> Done {
+        self.current()?;
+        let opened = self.opened.get_mut(&address).ok_or(INVALID_VALUE)?;
+        opened.count -= 1;
+        if opened.count == 0 {
+            let opened = self.opened.remove(&address).expect("found above");
+            pages::unmap(address, opened.pages.bytes);
+        }
+        Ok(())
+    }
+
+    /// Whether the current device may touch a range, so that the caller may.
+    pub(crate) fn touchable(&self, address: u64, bytes: u64) -> Done {
+        let device = self.current()?;
+        let contains =
+            |start: u64, len: u64| address >= start && address.saturating_add(bytes) <= start + len;
+        let mapped = self.mappings.iter().any(|(&start, mapping)| {
+            contains(start, mapping.pages.bytes) && mapping.access.contains(&device)
+        });
+        let allocated = self.pointers.iter().any(|(&start, pages)| contains(start, pages.bytes));
+        let opened = self.opened.iter().any(|(&start, opened)| contains(start, opened.pages.bytes));
+        require(mapped || allocated || opened, INVALID_VALUE)
+    }
+}
+
+fn require(holds: bool, code: c_int) -> Done {
+    if holds { Ok(()) } else { Err(code) }
+}

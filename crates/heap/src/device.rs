@@ -1,0 +1,60 @@
+//! Memory of GPUs as regions: made by one process with the vendor's driver, mapped by others.
+//!
+//! | file | what |
+//! |---|---|
+//! | `region` | [`DeviceRegion`]: making, importing, giving back, each step undone if a later one fails |
+//! | `offer` | [`DeviceOffer`]: what goes over a Unix socket so that another process can import a region |
+//! | `context` | the device as the thread's current one, and the caller's put back |
+//! | `driver` | [`Driver`]: finding and loading a vendor's library at run time |
+//! | `calls` | the drivers' functions, structs and numbers, as their headers have them |
+//! | `survey` | what a driver says about its devices, for people |
+//! | `world` | [`DeviceWorld`]: ranks that map each other's regions |
+//! | `error` | [`DeviceError`] |
+//!
+//! Both vendors have the same calls in the same order under other names, so there is one implementation over one table
+//! and two columns of names. Nothing is linked: a machine without a driver runs everything else.
+//!
+//! **None of this was run on hardware by us.** What was run are the same calls against a driver of our own
+//! (`moontide-fakedriver`), which checks order and arguments. `docs/devices.md` says what a GPU's owner runs first.
+//!
+//! Not here: a segment, or the regions of a [`World`](crate::World), in device memory. Both take their memory from
+//! [`Region`] and touch it by host addresses; a device region has none, only [`DeviceRegion::address`]. Ranks that want
+//! both have a [`World`](crate::World) for barriers and a [`DeviceWorld`] beside it for their devices.
+
+mod calls;
+mod context;
+mod driver;
+mod error;
+mod offer;
+mod region;
+mod survey;
+mod world;
+
+pub use driver::{Driver, Vendor};
+pub use error::DeviceError;
+pub use offer::{DeviceOffer, Share};
+pub use region::{DeviceConfig, DeviceRegion, Sharing};
+pub use survey::DeviceFacts;
+pub use world::{DeviceWorld, DeviceWorldConfig, DeviceWorldError};
+
+use crate::shm::Region;
+
+/// Whose atomic operations on a region's words are atomic to each other. A word that several modify must lie in a region
+/// whose domain covers all of them: a processor's and a device's operations on one word tear each other apart where the
+/// link between the two does not carry atomics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AtomicDomain {
+    /// Those of processors.
+    Host,
+    /// Those of devices that may access it.
+    Device,
+    /// All of them: the link between host and device carries atomics.
+    Both,
+}
+
+impl Region {
+    /// Memory of the host: processors modify its words, devices may only read them.
+    pub fn atomic_domain(&self) -> AtomicDomain {
+        AtomicDomain::Host
+    }
+}
