@@ -135,7 +135,10 @@ def test_a_plan_that_takes_too_long_is_taken_back(world: World) -> None:
         import time
         time.sleep(0.1)
         plan.write(bytes(1000))
-        cache.commit("k")
+        try:
+            cache.commit("k")
+        except moontide.Gone:
+            pass  # unless the cache came first, and has counted it
         out = [repr(cache.get_location("k")), cache.stats()["lost"]]
     """
     assert producer.run(code) == ["NotReady", 1]
@@ -258,7 +261,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.get("nothing", dst=bytearray(1))
         with pytest.raises(moontide.InvalidArgument):
             cache.get_into("k", bytearray(999))
-        with pytest.raises(moontide.TooLarge):
+        with pytest.raises(moontide.NoSpace):
             cache.open_for_write("large", 64 << 20)
         plan = cache.open_for_write("p", 1000)
         with pytest.raises(moontide.InProgress):

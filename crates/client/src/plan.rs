@@ -244,6 +244,10 @@ impl WritePlan {
         let Some(written) = self.written.take() else {
             return Err(StoreError::Argument { what: "a plan that is committed", rule: "written before" });
         };
+        if Instant::now() >= self.until {
+            // The master has taken the place back, or is about to.
+            return Err(StoreError::refused(ErrorCode::Gone));
+        }
         let granted = self.granted.take().expect("there until the plan ends");
         let key = Key::new(&self.key).expect("checked when the plan was made");
         let deadline = self.store.inner.deadline().min(self.until);
