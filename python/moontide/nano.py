@@ -272,7 +272,7 @@ class NanoKVCache:
     - ``path``: the world's name, a socket that rank 0 makes; ``rank`` of ``ranks``. Left out, they come from the variables
       ``RANK``, ``WORLD_SIZE`` and ``MASTER_PORT`` that launchers of torch set.
     - ``watermarks``: above the first share of its memory a rank's oldest untouched objects are evicted, down to the second.
-    - ``write_timeout``: a plan that is not complete after so many seconds is taken back.
+    - ``write_timeout``: a plan that is not complete after so many seconds is taken back; drop it then, or ``abort`` it.
 
     Ranks write into each other's memory: run only programs that may do that. When rank 0 ends, so does its master: what is
     complete can still be read for a while, and nothing new is placed.
@@ -308,7 +308,7 @@ class NanoKVCache:
         self.page_bytes = page_bytes
         #: An ordinary client of the same objects, for everything that is not in here.
         self.store = moontide.Store(self._hop.master)
-        self._plans: dict[str | bytes, WritePlan] = {}
+        self._plans: dict[bytes, WritePlan] = {}
         self._cells: dict[int, HopCell] = {}
         self._lock = threading.Lock()
         self._work = threading.Event()
@@ -376,7 +376,7 @@ class NanoKVCache:
         push = self._hop.open_for_write(key, bytes_total, self.page_bytes, preferred_segment)
         plan = WritePlan(push, key)
         with self._lock:
-            self._plans[key] = plan
+            self._plans[_name(key)] = plan
             counts = self._counts
             took = (time.perf_counter_ns() - begun) // 1000
             counts["t_plan_us"] += (took - counts["t_plan_us"]) // 8 if counts["plans"] else took
@@ -388,25 +388,25 @@ class NanoKVCache:
         return plan
 
     def commit(self, key: str | bytes) -> None:
-        """Makes the store know a plan of this process whose pages are all there. A second time it does nothing."""
+        """Makes the store know a plan of this process whose pages are all there, which the cache does by itself soon: a second
+        time it does nothing. Raises NotReady while kernels are still at it, and Gone if the plan was lost."""
         with self._lock:
-            plan = self._plans.get(key)
+            plan = self._plans.get(_name(key))
         if plan is not None:
             self._commit(plan)
+        elif not self.store.exists(key):
+            raise Gone(f"there is no plan for {key!r}: it was aborted, or not complete in time")
 
     def get_location(self, key: str | bytes) -> ObjMeta | _NotReady:
         """Where a complete object is, and keeps it there; ``NotReady``, at once, if there is none. Release it soon."""
-        words = self._hop.locate(key, self.page_bytes)
-        awaited = self._hop.expect(words) if words is not None else None
-        if words is None or awaited is None:
-            return NotReady
-        return ObjMeta(awaited, Ticket(*words))
+        found = self._hop.find(key, self.page_bytes)
+        return NotReady if found is None else ObjMeta(found, Ticket(*found.ticket))
 
     def expect(self, ticket: Ticket) -> ObjMeta:
         """What waits for an object that another rank is writing: its plan's ``ticket``. Raises Gone if that has ended."""
         awaited = self._hop.expect(ticket._words())
         if awaited is None:
-            raise Gone("it has ended, or it is this process that writes it")
+            raise Gone("it has ended, and so has what could be read of it")
         return ObjMeta(awaited, ticket)
 
     def pin(self, ticket: Ticket) -> kernels.Pin:
@@ -488,8 +488,8 @@ class NanoKVCache:
 
     def _forget(self, plan: WritePlan) -> None:
         with self._lock:
-            if self._plans.get(plan.key) is plan:
-                del self._plans[plan.key]
+            if self._plans.get(_name(plan.key)) is plan:
+                del self._plans[_name(plan.key)]
 
     def _commit(self, plan: WritePlan) -> None:
         with plan._ending:
@@ -497,6 +497,9 @@ class NanoKVCache:
                 try:
                     plan._push.commit()
                     self._count(committed=1, bytes_tx=plan.bytes_total)
+                except moontide.NotReady:
+                    # Kernels may still be writing: it stays a plan.
+                    raise
                 except moontide.Error as error:
                     plan._error = error
                     self._count(lost=1)
@@ -523,11 +526,18 @@ class NanoKVCache:
                 self._work.wait()
                 continue
             for plan in plans.values():
-                # Its owner may end a plan at any time, which shows as Closed.
+                # Its owner may end a plan at any time, which shows as Closed; whatever else is wrong with one is not to end
+                # the others' thread.
                 try:
                     if plan.complete:
                         self._commit(plan)
-                except moontide.Error:
+                    elif plan.seconds_left <= 0:
+                        # The master has taken it back. Its memory is its writer's until that one lets go of the plan.
+                        self._forget(plan)
+                        self._count(lost=1)
+                except moontide.NotReady:
+                    pass
+                except Exception:
                     self._forget(plan)
             time.sleep(0.001)
 
@@ -542,8 +552,10 @@ def _from_environment(name: str, given: int | None) -> int:
 
 
 def _bytes_of(value: Any) -> int:
-    for name in ("nbytes",):
-        found = getattr(value, name, None)
-        if isinstance(found, int):
-            return found
-    return memoryview(value).nbytes
+    found = getattr(value, "nbytes", None)
+    return found if isinstance(found, int) else memoryview(value).nbytes
+
+
+def _name(key: str | bytes) -> bytes:
+    """Text and its bytes are one key to the store."""
+    return key.encode() if isinstance(key, str) else key

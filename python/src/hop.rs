@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use moontide_client::{
-    Awaited, Cut, HopError, KernelCell, Progress, Push, Store, StoreConfig, StoreError, Ticket,
+    Awaited, Cut, HopError, KernelCell, NotCommitted, Progress, Push, Store, StoreConfig, StoreError, Ticket,
 };
 use moontide_heap::{HugePages, Rank, World, WorldConfig, WorldShape};
 use moontide_master::{MasterConfig, Server};
@@ -172,7 +172,7 @@ fn start(settings: Settings) -> Result<(Inside, String), Failed> {
         page[1..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).take(len).collect();
     let master = String::from_utf8_lossy(&bytes).into_owned();
     // SAFETY: the first bytes of the rank's region are for this alone.
-    let memory = unsafe { LentMemory::new(Arc::clone(&world), 0) };
+    let memory = unsafe { LentMemory::new(Arc::clone(&world), 0, memory_bytes) };
     let config = NodeConfig {
         master: master.clone(),
         memory_bytes,
@@ -190,7 +190,8 @@ fn start(settings: Settings) -> Result<(Inside, String), Failed> {
     let own = Cut { node: node.id(), segments: plan.count, segment_bytes: plan.bytes(), slots: plan.slots };
     let store = Store::connect(StoreConfig::new(&*master)).map_err(HopError::Store)?;
     let left = until.saturating_duration_since(Instant::now());
-    let hop = moontide_client::Hop::open(world, store, memory_bytes, own, left)?;
+    // SAFETY: as above: the rest of the region is for this alone.
+    let hop = unsafe { moontide_client::Hop::open(world, store, memory_bytes, own, left) }?;
     Ok((Inside { hop, node: Arc::new(node), _server: server }, master))
 }
 
@@ -300,24 +301,16 @@ impl Hop {
         Ok(HopPush { push: OfProcess::new(Arc::new(push)), ticket, address, word })
     }
 
-    fn locate(&self, py: Python<'_>, name: &Bound<'_, PyAny>, page_bytes: u64) -> PyResult<Option<Words>> {
+    /// A complete object, which stays where it is until it is released; None if there is none.
+    fn find(&self, py: Python<'_>, name: &Bound<'_, PyAny>, page_bytes: u64) -> PyResult<Option<HopAwaited>> {
         let name = key(name)?;
-        Ok(self.call(py, |hop| hop.locate(name, page_bytes))?.map(words_of))
+        Ok(self.call(py, |hop| hop.find(name, page_bytes))?.map(HopAwaited::new))
     }
 
     /// What waits for a record, and keeps its memory from being used again; None if it has ended.
     fn expect(&self, py: Python<'_>, ticket: Words) -> PyResult<Option<HopAwaited>> {
         let ticket = ticket_of(ticket)?;
-        let awaited = self.call(py, |hop| hop.expect(ticket))?;
-        Ok(awaited.map(|awaited| {
-            let (address, word) = (awaited.address().unwrap_or(0), awaited.word_address());
-            HopAwaited {
-                awaited: OfProcess::new(Arc::new(Mutex::new(awaited))),
-                address,
-                word,
-                bytes: ticket.bytes,
-            }
-        }))
+        Ok(self.call(py, |hop| hop.expect(ticket))?.map(HopAwaited::new))
     }
 
     /// A cell in which kernels of this process name what they read of a rank's memory.
@@ -371,14 +364,14 @@ impl HopPush {
 
     /// Where the bytes go, in this process.
     #[getter]
-    fn address(&self) -> usize {
-        self.address
+    fn address(&self, py: Python<'_>) -> PyResult<usize> {
+        self.push(py).map(|_| self.address)
     }
 
     /// Where the record's word is, in this process.
     #[getter]
-    fn word_address(&self) -> usize {
-        self.word
+    fn word_address(&self, py: Python<'_>) -> PyResult<usize> {
+        self.push(py).map(|_| self.word)
     }
 
     /// Seconds until the reservation ends.
@@ -410,15 +403,23 @@ impl HopPush {
 
     /// Makes it an object of the store. `False` if that was done before, or the plan was given back.
     fn commit(&self, py: Python<'_>) -> PyResult<bool> {
-        let alone = |push: &Arc<Push>| Arc::strong_count(push) == 1;
-        let push = match self.push.take_if(alone) {
+        // One that is not complete is kept: kernels may still be writing.
+        let may_end =
+            |push: &Arc<Push>| Arc::strong_count(push) == 1 && push.progress() == Progress::Complete;
+        let push = match self.push.take_if(may_end) {
             Ok(Some(push)) => Arc::into_inner(push).expect("nobody else has it, and nobody gets it any more"),
-            Ok(None) => return Err(errors::other(py, ErrorCode::Busy, "another thread is writing it")),
+            Ok(None) => {
+                let message = "not all pages are there; wait for the kernels that write them";
+                return Err(errors::other(py, ErrorCode::NotReady, message));
+            }
             Err(Gone::Closed) => return Ok(false),
             Err(why) => return Err(gone(py, "plan", why)),
         };
-        let committed = py.detach(|| push.commit());
-        committed.map(|_| true).map_err(|error| errors::store(py, &error))
+        match py.detach(|| push.commit()) {
+            Ok(_) => Ok(true),
+            Err(NotCommitted::Store(error)) => Err(errors::store(py, &error)),
+            Err(error @ NotCommitted::Incomplete(_)) => Err(errors::other(py, ErrorCode::NotReady, error)),
+        }
     }
 
     /// Gives the place back. A second time, or after a commit, it does nothing.
@@ -433,23 +434,37 @@ impl HopPush {
 #[derive(Debug)]
 pub(crate) struct HopAwaited {
     awaited: OfProcess<Arc<Mutex<Awaited>>>,
+    ticket: Ticket,
     address: usize,
     word: usize,
-    bytes: u64,
+}
+
+impl HopAwaited {
+    fn new(awaited: Awaited) -> HopAwaited {
+        let (ticket, word) = (awaited.ticket(), awaited.word_address());
+        let address = awaited.address().unwrap_or(0);
+        HopAwaited { awaited: OfProcess::new(Arc::new(Mutex::new(awaited))), ticket, address, word }
+    }
 }
 
 #[pymethods]
 impl HopAwaited {
+    /// The numbers by which it was found.
+    #[getter]
+    fn ticket(&self) -> Words {
+        words_of(self.ticket)
+    }
+
     /// Where the bytes are, in this process.
     #[getter]
-    fn address(&self) -> usize {
-        self.address
+    fn address(&self, py: Python<'_>) -> PyResult<usize> {
+        self.awaited.with(|_| self.address).map_err(|why| gone(py, "record", why))
     }
 
     /// Where the record's word is, in this process.
     #[getter]
-    fn word_address(&self) -> usize {
-        self.word
+    fn word_address(&self, py: Python<'_>) -> PyResult<usize> {
+        self.awaited.with(|_| self.word).map_err(|why| gone(py, "record", why))
     }
 
     /// "complete", "not yet", or "gone".
@@ -468,8 +483,8 @@ impl HopAwaited {
         let awaited = self.awaited.with(Arc::clone).map_err(|why| gone(py, "record", why))?;
         let mut target = Target::of(target)?;
         let space = target.bytes();
-        if space.len() as u64 != self.bytes {
-            let message = format!("{} bytes of room for a record of {}", space.len(), self.bytes);
+        if space.len() as u64 != self.ticket.bytes {
+            let message = format!("{} bytes of room for a record of {}", space.len(), self.ticket.bytes);
             return Err(errors::argument(message));
         }
         let copied = py.detach(|| awaited.lock().copy_into(space));

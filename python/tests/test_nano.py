@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -268,9 +269,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.open_for_write("p", 1000)
         with pytest.raises(moontide.InvalidArgument):
             plan.write(bytes(999))
-        with pytest.raises(moontide.Gone):
-            cache.expect(plan.ticket)
+        with pytest.raises(moontide.InvalidArgument):
+            cache.expect(plan.ticket)  # this process is writing it
+        with pytest.raises(moontide.NotReady):
+            cache.commit("p")  # and goes on doing so
+        assert plan.payload_ptr
         plan.abort()
+        with pytest.raises(moontide.Closed):
+            assert plan.payload_ptr
+        with pytest.raises(moontide.Gone):
+            cache.commit("p")
         with pytest.raises(moontide.Closed):
             plan.write(bytes(1000))
         meta = cache.get_location("k")
@@ -297,3 +305,60 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(moontide.Error):
         NanoKVCache(8 << 20, path=tmp_path / "v", rank=1, ranks=2, timeout=0.3)
     assert time.monotonic() - begun < 20
+
+
+def test_a_ticket_speaks_of_its_own_record_only(world: World) -> None:
+    producer, consumer = world(2)
+    code = """
+        cache.put("beside", noise(1, 100_000), preferred_segment=1)
+        plan = cache.open_for_write("k", 1000, preferred_segment=1)
+        out = packed(plan.ticket)
+    """
+    packed = producer.run(code)
+    stretched = """
+        import dataclasses
+        ticket = ticket_of(packed_ticket)
+        out = []
+        for changed in ({"bytes_total": 900_000}, {"payload_offset": ticket.payload_offset + 512}):
+            try:
+                cache.expect(dataclasses.replace(ticket, **changed))
+            except moontide.InvalidArgument:
+                out.append("refused")
+    """
+    assert consumer.run(stretched, packed_ticket=packed) == ["refused"] * 2, "while it is written"
+    producer.run('plan.write(bytes(1000)); cache.commit("k")')
+    assert consumer.run(stretched, packed_ticket=packed) == ["refused"] * 2, "when it is complete"
+
+
+def test_waiting_in_the_writers_own_process_does_not_harm_its_commits(tmp_path: Path) -> None:
+    with NanoKVCache(16 << 20, path=tmp_path / "w", rank=0, ranks=1) as cache:
+        for number in range(60):
+            plan = cache.open_for_write(f"k{number}", 1000)
+            stop = threading.Event()
+            seen = []
+
+            def look(ticket: Ticket = plan.ticket, stop: threading.Event = stop, seen: list[bool] = seen) -> None:
+                while not stop.is_set():
+                    try:
+                        with cache.expect(ticket) as meta:
+                            seen.append(meta.ready)
+                    except moontide.InvalidArgument:
+                        pass
+
+            looking = threading.Thread(target=look)
+            looking.start()
+            plan.write(bytes(1000))
+            cache.commit(f"k{number}")
+            stop.set()
+            looking.join()
+            assert all(seen)
+        assert cache.stats()["lost"] == 0
+
+
+def test_what_was_remembered_of_a_place_may_be_old(world: World) -> None:
+    first, second = world(2)
+    first.run('cache.put("k", noise(1, 1000), preferred_segment=0); out = cache.get_location("k").bytes_total')
+    look = 'room = bytearray(1000); cache.get_into("k", room); out = bytes(room) == noise(seed, 1000).tobytes()'
+    assert second.run(look, seed=1) is True
+    first.run('assert cache.store.remove("k", force=True); cache.put("k", noise(2, 1000), preferred_segment=1)')
+    assert second.run(look, seed=2) is True, "the place of the first one was remembered"

@@ -69,9 +69,12 @@ impl Cut {
     /// Whether a rank's region has room for it.
     fn fits(&self, memory_bytes: u64, region_bytes: u64) -> bool {
         let flags = self.slots_all().checked_mul(FLAG_BYTES);
-        let end = flags.and_then(|flags| flags.checked_add(memory_bytes + PAGE_BYTES));
+        let end = flags.and_then(|flags| flags.checked_add(memory_bytes.checked_add(PAGE_BYTES)?));
         let bytes = u64::from(self.segments).checked_mul(self.segment_bytes);
-        bytes.is_some_and(|bytes| bytes <= memory_bytes) && end.is_some_and(|end| end <= region_bytes)
+        let is_aligned = memory_bytes.is_multiple_of(PAGE_BYTES) && self.segments > 0 && self.slots > 0;
+        is_aligned
+            && bytes.is_some_and(|bytes| bytes <= memory_bytes)
+            && end.is_some_and(|end| end <= region_bytes)
     }
 }
 
@@ -102,12 +105,13 @@ pub struct Ticket {
 impl Ticket {
     /// How many pages.
     pub fn pages(&self) -> u32 {
-        u32::try_from(self.bytes.div_ceil(self.page_bytes)).expect("checked when it was made")
+        u32::try_from(self.bytes.div_ceil(self.page_bytes.max(1))).unwrap_or(u32::MAX)
     }
 
     /// Bytes of the last page.
     pub fn last_page_bytes(&self) -> u64 {
-        self.bytes - (u64::from(self.pages()) - 1) * self.page_bytes
+        let before = u64::from(self.pages()).saturating_sub(1).saturating_mul(self.page_bytes);
+        self.bytes.saturating_sub(before)
     }
 }
 
@@ -156,7 +160,11 @@ impl Hop {
 
     /// Tells the others how this rank's node has cut the first `memory_bytes` of the rank's region, and learns the same of
     /// them. All ranks call it; it waits for them.
-    pub fn open(
+    ///
+    /// # Safety
+    /// What lies behind these bytes in every rank's region, up to its end, is used for nothing else.
+    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
+    pub unsafe fn open(
         world: Arc<World>,
         store: Store,
         memory_bytes: u64,
@@ -210,7 +218,7 @@ impl Hop {
         Some(Rank(at as u32))
     }
 
-    /// Reserves a place for an object that arrives in pages, in this rank's memory if it has room.
+    /// Reserves a place for an object that arrives in pages, in the owner's memory, or this rank's, if it has room.
     pub fn open_for_write(
         &self,
         key: &[u8],
@@ -219,27 +227,21 @@ impl Hop {
         owner: Option<Rank>,
     ) -> Result<Push, StoreError> {
         let wrong = |what, rule| Err(StoreError::Argument { what, rule });
-        let prefer = match owner {
-            None => None,
-            Some(rank) => match self.cut(rank) {
-                Some(cut) => Some(cut.node),
-                None => return wrong("owner", "a rank of the world"),
-            },
+        let Some(cut) = self.cut(owner.unwrap_or(self.world.rank())) else {
+            return wrong("owner", "a rank of the world");
         };
-        if page_bytes == 0 || !page_bytes.is_multiple_of(UNIT_BYTES) {
-            return wrong("page_bytes", "a multiple of 512");
+        if !are_pages(bytes, page_bytes) {
+            return wrong("page_bytes", PAGES_RULE);
         }
-        if u32::try_from(bytes.div_ceil(page_bytes)).is_err() {
-            return wrong("page_bytes", "so large that there are fewer than 2³² pages");
-        }
-        let options = PutOptions { prefer, ..PutOptions::default() };
+        let options = PutOptions { prefer: Some(cut.node), ..PutOptions::default() };
         let plan = self.store.open_in_place(key, bytes, &options)?;
         let (place, stripe) = (plan.place(), plan.stripe());
         // Another node of this host may have been the one with room.
         let rank = self.rank_of(place.node).ok_or(StoreError::refused(ErrorCode::NoSpace))?;
         let ticket = self.ticket(rank, place, stripe.payload_offset, bytes, page_bytes);
         let ticket = ticket.ok_or(StoreError::refused(ErrorCode::Internal))?;
-        self.world.flag(rank, ticket.flag_offset).prepare(ticket.epoch, ticket.pages());
+        let span = Span::new(stripe.payload_offset, bytes).ok_or(StoreError::refused(ErrorCode::Internal))?;
+        self.world.flag(rank, ticket.flag_offset).prepare(ticket.epoch, ticket.pages(), span);
         let written = (0..ticket.pages()).map(|_| AtomicBool::new(false)).collect();
         Ok(Push { world: Arc::clone(&self.world), plan, ticket, written })
     }
@@ -269,8 +271,28 @@ impl Hop {
         })
     }
 
-    /// Where a complete object lies in these ranks' memory; `None` if it is not there, or elsewhere.
-    pub fn locate(&self, key: &[u8], page_bytes: u64) -> Result<Option<Ticket>, StoreError> {
+    /// A complete object in these ranks' memory, and keeps it there; `None` if it is not there, or elsewhere.
+    pub fn find(&self, key: &[u8], page_bytes: u64) -> Result<Option<Awaited>, StoreError> {
+        let look = || match self.locate(key, page_bytes)? {
+            Some(ticket) => self.expect(ticket),
+            None => Ok(None),
+        };
+        match look() {
+            Ok(Some(found)) => Ok(Some(found)),
+            Err(error @ StoreError::Argument { .. }) => Err(error),
+            // What was remembered of it may be old: the master knows.
+            Ok(None) | Err(_) => {
+                self.store.forget_location(key);
+                look()
+            }
+        }
+    }
+
+    /// Where a complete object lies in these ranks' memory, as far as is remembered; `None` if it is not there, or elsewhere.
+    fn locate(&self, key: &[u8], page_bytes: u64) -> Result<Option<Ticket>, StoreError> {
+        if !are_pages(1, page_bytes) {
+            return Err(StoreError::Argument { what: "page_bytes", rule: PAGES_RULE });
+        }
         let Some(location) = self.store.get_location(key)? else { return Ok(None) };
         let of = |stripe: &crate::plan::StripePlace| {
             let rank = self.rank_of(stripe.node).filter(|_| stripe.len == location.len && stripe.len > 0)?;
@@ -288,7 +310,7 @@ impl Hop {
     }
 
     /// Gets ready to wait for a record that another process writes, or has written: its memory stays as it is from now on.
-    /// `None`: it has ended, or it is this process that writes it.
+    /// `None`: it has ended. One that this process is writing is refused.
     pub fn expect(&self, ticket: Ticket) -> Result<Option<Awaited>, StoreError> {
         let wrong = || StoreError::Argument { what: "a ticket", rule: "as another rank's plan has it" };
         let cut = self.cut(ticket.rank).ok_or_else(wrong)?;
@@ -299,21 +321,48 @@ impl Hop {
             slot: ticket.slot,
             epoch: ticket.epoch,
         };
-        let start = u64::from(ticket.segment.0) * cut.segment_bytes;
+        let start = u64::from(ticket.segment.0).checked_mul(cut.segment_bytes).ok_or_else(wrong)?;
         let offset = ticket.payload_offset.checked_sub(start).ok_or_else(wrong)?;
-        let end = offset.checked_add(ticket.bytes).filter(|end| *end <= cut.segment_bytes);
-        let is_well = end.is_some()
-            && ticket.bytes > 0
-            && ticket.page_bytes > 0
-            && u32::try_from(ticket.bytes.div_ceil(ticket.page_bytes)).is_ok()
+        let is_well = ticket.bytes > 0
+            && are_pages(ticket.bytes, ticket.page_bytes)
             && cut.flag_at(self.memory_bytes, ticket.segment, ticket.slot) == Some(ticket.flag_offset);
         if !is_well {
             return Err(wrong());
         }
-        let Some(stay) = self.store.stay(place)? else { return Ok(None) };
         let span = Span::new(offset, ticket.bytes).ok_or_else(wrong)?;
-        Ok(Some(Awaited { world: Arc::clone(&self.world), stay, span, ticket }))
+        let Some(stay) = self.store.stay(place)? else { return Ok(None) };
+        // The numbers are somebody's word. Whose bytes these are is said by the record's header once it is complete, and before
+        // that by the flag, which its writer got ready before anybody could be told of it.
+        let flag = self.world.flag(ticket.rank, ticket.flag_offset);
+        match stay.complete_span().or_else(|| flag.span(ticket.epoch)) {
+            Some(found) if found == span => {
+                Ok(Some(Awaited { world: Arc::clone(&self.world), stay, span, ticket }))
+            }
+            // It ended just now, perhaps before its writer had come that far.
+            None if !matches!(stay.state(), Some(State::Writing | State::Ready)) => Ok(None),
+            _ => Err(wrong()),
+        }
     }
+}
+
+/// What pages must be.
+const PAGES_RULE: &str = "a multiple of 512, and so large that there are fewer than 2³² pages";
+
+fn are_pages(bytes: u64, page_bytes: u64) -> bool {
+    page_bytes > 0
+        && page_bytes.is_multiple_of(UNIT_BYTES)
+        && u32::try_from(bytes.div_ceil(page_bytes)).is_ok()
+}
+
+/// Why a push has not become an object.
+#[derive(Debug, thiserror::Error)]
+pub enum NotCommitted {
+    /// Pages are missing, and whoever writes them may go on: here it is again.
+    #[error("pages are missing: commit when all of them are there")]
+    Incomplete(Box<Push>),
+    /// The store refused. The place is given back.
+    #[error(transparent)]
+    Store(#[from] StoreError),
 }
 
 /// A record on its way, at the producer. Dropping it gives the place back.
@@ -392,11 +441,11 @@ impl Push {
     }
 
     /// Makes it an object like any other. All pages must be flagged.
-    pub fn commit(self) -> Result<Put, StoreError> {
+    pub fn commit(self) -> Result<Put, NotCommitted> {
         if self.progress() != Progress::Complete {
-            return Err(StoreError::Argument { what: "a push that is committed", rule: "complete" });
+            return Err(NotCommitted::Incomplete(Box::new(self)));
         }
-        self.plan.commit()
+        Ok(self.plan.commit()?)
     }
 }
 

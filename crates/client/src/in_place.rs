@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use moontide_heap::{KernelCell, LocalHeap, SharedClaim, SharedReader, SharedStay};
-use moontide_types::{Epoch, ErrorCode, Generation, NodeId, ObjectId, SegmentId, SlotId};
+use moontide_heap::{KernelCell, LocalHeap, NoStay, SharedClaim, SharedReader, SharedStay};
+use moontide_types::{Clock, Epoch, ErrorCode, Generation, NodeId, ObjectId, SegmentId, SlotId, SystemClock};
 
 use crate::config::PutOptions;
 use crate::error::StoreError;
@@ -79,13 +79,20 @@ impl Store {
     }
 
     /// Makes sure that the memory of a record stays this version's, although it may still be on its way. `None`: it has
-    /// ended, or never begun, or it is this process that writes it.
+    /// ended, or never begun. A record that this process is writing is refused until it is committed.
     pub fn stay(&self, place: PlaceOf) -> Result<Option<SharedStay>, StoreError> {
         let heap = self.inner.heap_of(place.node, self.inner.deadline())?;
-        if heap.generation(place.segment) != Some(place.generation) {
+        if heap.generation(place.segment) != Some(place.generation) || !heap.board().is_usable(SystemClock.now()) {
             return Ok(None);
         }
-        Ok(reader(&heap)?.stay(place.segment, place.slot, place.epoch))
+        match reader(&heap)?.stay(place.segment, place.slot, place.epoch) {
+            Ok(stay) => Ok(Some(stay)),
+            Err(NoStay::Ended) => Ok(None),
+            Err(NoStay::Full) => Err(StoreError::refused(ErrorCode::Busy)),
+            Err(NoStay::Own) => {
+                Err(StoreError::Argument { what: "a record that is waited for", rule: "another process's" })
+            }
+        }
     }
 
     /// A cell in which kernels of this process name what they read of a node's memory.
@@ -158,7 +165,8 @@ impl PlanInPlace {
     pub fn commit(self) -> Result<Put, StoreError> {
         let PlanInPlace { claim, plan, place: _ } = self;
         let epoch = plan.epoch();
-        drop(claim);
+        // No thread of this process may name the slot before the node has looked who does.
+        let _committing = claim.end_before_commit();
         plan.commit(epoch)
     }
 }

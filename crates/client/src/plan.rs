@@ -160,6 +160,14 @@ impl Store {
         }
     }
 
+    /// What is remembered of an object's place is not right any more.
+    pub(crate) fn forget_location(&self, key: &[u8]) {
+        if let Ok(key) = Key::new(key) {
+            let inner = &*self.inner;
+            inner.forget_object(&inner.near.id(inner.cluster.tenant(), key));
+        }
+    }
+
     /// Where an object is, without reading it. Asks the master only if that is not remembered, and never waits for an
     /// object that is being written.
     pub fn get_location(&self, key: &[u8]) -> Result<Option<Location>, StoreError> {

@@ -5,16 +5,17 @@
 //!
 //! ```text
 //!   word │ epoch:62 │ state:2 │     WRITING(e) ── the last page is there ──▶ READY(e)
-//!   left │ epoch's low 32 bits │ pages that are missing : 32 │
+//!   left │ mark of the epoch : 32 │ pages that are missing : 32 │
 //!   digest │ sum of the pages' digests, of kernels that make them; 0 otherwise
+//!   offset, bytes │ which bytes of the segment are meant
 //! ```
 //!
 //! Who may touch it: before anybody writes pages, the holder of the record's claim alone ([`Flag::prepare`]); then all who
 //! write pages for it, by read-modify-writes that name the epoch, so that one who is late (his claim has ended, and the slot is
 //! another record's) changes nothing. The layout is fixed: kernels have it by offsets.
 
-use moontide_types::Epoch;
 use moontide_types::record::{State, Word};
+use moontide_types::{Epoch, Span};
 
 use crate::planted::{Bug, planted, weakened};
 use crate::sync::{AtomicU64, Ordering};
@@ -30,7 +31,9 @@ pub struct Flag {
     word: AtomicWord,
     left: AtomicU64,
     digest: AtomicU64,
-    spare: [AtomicU64; 5],
+    offset: AtomicU64,
+    bytes: AtomicU64,
+    spare: [AtomicU64; 3],
 }
 
 // The checkers' atomics are larger than real ones.
@@ -67,18 +70,21 @@ impl Flag {
     /// A flag outside of shared memory, for models.
     pub fn new() -> Flag {
         let (word, left, digest) = (AtomicWord::new(Word::default()), AtomicU64::new(0), AtomicU64::new(0));
-        Flag { word, left, digest, spare: std::array::from_fn(|_| AtomicU64::new(0)) }
+        let (offset, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        Flag { word, left, digest, offset, bytes, spare: std::array::from_fn(|_| AtomicU64::new(0)) }
     }
 
-    /// Gets it ready for a version with so many pages, at least one.
+    /// Gets it ready for a version with so many pages, at least one, in these bytes of its segment.
     ///
     /// # Panics
     /// If there are no pages.
-    pub fn prepare(&self, epoch: Epoch, pages: u32) {
+    pub fn prepare(&self, epoch: Epoch, pages: u32, span: Span) {
         assert!(pages > 0, "a record without pages is complete at once, and needs no flag");
         // Relaxed: those who count learn of the version by something that orders, such as the plan that they are given.
-        self.left.store(low_bits(epoch) << 32 | u64::from(pages), Ordering::Relaxed);
+        self.left.store(mark_of(epoch) << 32 | u64::from(pages), Ordering::Relaxed);
         self.digest.store(0, Ordering::Relaxed);
+        self.offset.store(span.offset(), Ordering::Relaxed);
+        self.bytes.store(span.len(), Ordering::Relaxed);
         self.word.set(Word::new(epoch, State::Writing));
     }
 
@@ -88,7 +94,7 @@ impl Flag {
         let order = weakened(Bug::RelaxedCount, Ordering::AcqRel);
         let mut left = self.left.load(Ordering::Relaxed);
         loop {
-            let is_other = left >> 32 != low_bits(epoch) && !planted(Bug::CountOfAnother);
+            let is_other = left >> 32 != mark_of(epoch) && !planted(Bug::CountOfAnother);
             if is_other || left as u32 == 0 {
                 return Counted::Stale;
             }
@@ -104,6 +110,14 @@ impl Flag {
             Transition::Refused(_) => Counted::Stale,
             Transition::Done(_) | Transition::Already => Counted::Complete,
         }
+    }
+
+    /// Which bytes of its segment this version is in, if it is this one's flag.
+    pub fn span(&self, epoch: Epoch) -> Option<Span> {
+        // Acquire, as in `load`: the place was stored before the word.
+        let is_its = self.word.load().epoch() == epoch;
+        let (offset, bytes) = (self.offset.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed));
+        Span::new(offset, bytes).filter(|_| is_its)
     }
 
     /// How far a version is.
@@ -124,8 +138,11 @@ impl Default for Flag {
     }
 }
 
-fn low_bits(epoch: Epoch) -> u64 {
-    epoch.bits() & u64::from(u32::MAX)
+/// 32 bits that tell versions apart which one slot may have had. Sequences start anew with every term, so both are in it; two
+/// versions of one term differ for 2³² sequences, and two of one sequence in all terms. Kernels compute the same.
+fn mark_of(epoch: Epoch) -> u64 {
+    let bits = epoch.bits();
+    (bits ^ (bits >> 40).wrapping_mul(0x9E37_79B1)) & u64::from(u32::MAX)
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]
@@ -140,22 +157,33 @@ mod tests {
     fn the_last_page_completes_and_late_ones_change_nothing() {
         let flag = Flag::new();
         let (first, second) = (epoch(7), epoch(8 | 1 << 40));
-        flag.prepare(first, 2);
+        let span = Span::new(512, 2000).unwrap();
+        flag.prepare(first, 2, span);
+        assert_eq!((flag.span(first), flag.span(second)), (Some(span), None));
         assert_eq!(flag.progress(first), Progress::NotYet);
         assert_eq!(flag.page_done(second), Counted::Stale);
         assert_eq!(flag.page_done(first), Counted::More);
         assert_eq!(flag.page_done(first), Counted::Complete);
         assert_eq!(flag.page_done(first), Counted::Stale, "one page more than there are");
         assert_eq!((flag.progress(first), flag.progress(second)), (Progress::Complete, Progress::NotYet));
-        flag.prepare(second, 1);
+        flag.prepare(second, 1, span);
         assert_eq!(flag.page_done(first), Counted::Stale);
         assert_eq!((flag.progress(first), flag.progress(second)), (Progress::Gone, Progress::NotYet));
         assert_eq!(flag.page_done(second), Counted::Complete);
     }
 
     #[test]
+    fn the_same_sequence_of_another_term_has_another_mark() {
+        let marks: std::collections::HashSet<u64> =
+            (0..1000).map(|term| mark_of(epoch(term << 40 | 5))).collect();
+        assert_eq!(marks.len(), 1000);
+        // What kernels compute: `mark_of` in python/moontide/kernels/layout.py.
+        assert_eq!(mark_of(epoch(3 << 40 | 5)), (5 ^ (3 * 0x9E37_79B1)) & 0xFFFF_FFFF);
+    }
+
+    #[test]
     #[should_panic(expected = "without pages")]
     fn a_record_without_pages_has_no_flag() {
-        Flag::new().prepare(epoch(1), 0);
+        Flag::new().prepare(epoch(1), 0, Span::new(0, 0).unwrap());
     }
 }

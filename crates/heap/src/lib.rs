@@ -133,14 +133,14 @@ pub use device::{
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
-    DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig, HugePages,
-    JOINS_PER_PROCESS_MAX, KernelCell, Killed, LedgerError, Ledgers, LocalHeap, LocalReads, Lookup, Message,
-    MessageError, NewRecord, NodeClaim, NodeHeap, NodePin, OwnCells, Patience, PerProcess, Pins,
-    ProcessToken, Protection, Reader, Reclaimed, Region, RegionError, RegionPosts, SEGMENTS_MAPPED_MAX,
-    SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError, SegmentShape, SharedClaim, SharedGuard, SharedLookup,
-    SharedReader, SharedStay, StageError, Staged, Staging, StagingRoom, StagingUse, Stay, Trailer,
-    Unpublished, Visitor, WatchError, Welcome, World, WorldConfig, WorldError, WorldShape, WriteClaim,
-    Writer, join, offer_segment, open_stream, with_helpers,
+    Committing, DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig,
+    HugePages, JOINS_PER_PROCESS_MAX, KernelCell, Killed, LedgerError, Ledgers, LocalHeap, LocalReads,
+    Lookup, Message, MessageError, NewRecord, NoStay, NodeClaim, NodeHeap, NodePin, OwnCells, Patience,
+    PerProcess, Pins, ProcessToken, Protection, Reader, Reclaimed, Region, RegionError, RegionPosts,
+    SEGMENTS_MAPPED_MAX, SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError, SegmentShape, SharedClaim,
+    SharedGuard, SharedLookup, SharedReader, SharedStay, StageError, Staged, Staging, StagingRoom,
+    StagingUse, Stay, Trailer, Unpublished, Visitor, WatchError, Welcome, World, WorldConfig, WorldError,
+    WorldShape, WriteClaim, Writer, join, offer_segment, open_stream, with_helpers,
 };
 
 /// What the model tests need beyond the public names.

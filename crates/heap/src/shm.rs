@@ -53,7 +53,9 @@ pub use grant::{BeginError, CommitError, Freed, Grant, Killed, NewRecord, Reclai
 pub use ledger::{
     CLIENTS_MAX, ClientLedger, GROUPS_PER_LEDGER, JOINS_PER_PROCESS_MAX, LedgerError, Ledgers, OwnCells, Pins,
 };
-pub use local::{AttachError, Guard, LocalHeap, Lookup, Reader, SEGMENTS_MAPPED_MAX, Stay, WriteClaim};
+pub use local::{
+    AttachError, Guard, LocalHeap, Lookup, NoStay, Reader, SEGMENTS_MAPPED_MAX, Stay, WriteClaim,
+};
 pub use message::{Message, MessageError, Welcome};
 pub use node_heap::{HeapConfig, NodeClaim, NodeHeap, NodePin};
 pub use owner::Segment;
@@ -61,7 +63,7 @@ pub use posts::{Patience, RegionPosts, SPINS_UNTIL_DEADLINE};
 pub use reads::LocalReads;
 pub use region::{HugePages, Protection, Region, RegionError};
 pub use segment::{SegmentError, SegmentShape};
-pub use shared::{KernelCell, SharedClaim, SharedGuard, SharedLookup, SharedReader, SharedStay};
+pub use shared::{Committing, KernelCell, SharedClaim, SharedGuard, SharedLookup, SharedReader, SharedStay};
 pub use staging::{Staged, Staging, StagingRoom, StagingUse, Unpublished};
 pub use trailer::Trailer;
 pub use world::{World, WorldConfig, WorldError, WorldShape};

@@ -25,7 +25,7 @@ use moontide_heap::{
     Transition,
 };
 use moontide_types::record::{State, Word};
-use moontide_types::{Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId};
+use moontide_types::{Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
 /// A model: what its threads do, and what must have come about in some interleaving.
 struct Model {
@@ -401,7 +401,7 @@ fn publish() {
 
 fn flagged_pages() {
     let flag = Flag::new();
-    flag.prepare(epoch(1), 2);
+    flag.prepare(epoch(1), 2, Span::new(0, 2).unwrap());
     let shared = share((flag, [Payload::values(0), Payload::values(0)]));
     let write = |(flag, pages): &(Flag, [Payload; 2]), page: usize| {
         pages[page].write(1);
@@ -426,7 +426,7 @@ fn flagged_pages() {
 
 fn late_page() {
     let flag = Flag::new();
-    flag.prepare(epoch(2), 2);
+    flag.prepare(epoch(2), 2, Span::new(0, 2).unwrap());
     let shared = share(flag);
     let late = spawn(&shared, |flag| {
         assert_eq!(flag.page_done(epoch(1)), Counted::Stale, "counted for another version");

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use moontide_heap::{BoardError, HeapConfig, HugePages, NodeHeap, Segment, SegmentError, Staging, World};
+use moontide_heap::{
+    BoardError, HeapConfig, HugePages, NodeHeap, RegionError, Segment, SegmentError, Staging, World,
+};
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term};
@@ -65,20 +67,21 @@ pub enum MemoryError {
 
 /// Memory that a node is to have its segments in, instead of its own: this rank's part of a world. Segments lie in it one
 /// behind the other, from `offset` on.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct LentMemory {
     world: Arc<World>,
     offset: u64,
+    len: u64,
 }
 
 impl LentMemory {
-    /// `memory_bytes` of a rank's region from `offset` on, a multiple of a page.
+    /// `len` bytes of this rank's region from `offset` on, a multiple of a page.
     ///
     /// # Safety
     /// No other use may be made of these bytes, by any rank, until the world is gone everywhere.
     #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
-    pub unsafe fn new(world: Arc<World>, offset: u64) -> LentMemory {
-        LentMemory { world, offset }
+    pub unsafe fn new(world: Arc<World>, offset: u64, len: u64) -> LentMemory {
+        LentMemory { world, offset, len }
     }
 
     #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
@@ -88,10 +91,12 @@ impl LentMemory {
         number: u32,
         plan: SegmentPlan,
     ) -> Result<Arc<Segment>, SegmentError> {
-        let offset = self.offset + u64::from(number) * plan.bytes();
+        let (first, expected) = (u64::from(number) * plan.bytes(), u64::from(plan.count) * plan.bytes());
+        if expected > self.len {
+            return Err(RegionError::Size { found: self.len, expected }.into());
+        }
         // SAFETY: nobody else uses the bytes, says who made this.
-        let memory = unsafe { self.world.lend(offset, plan.bytes()) };
-        let memory = memory.ok_or(SegmentError::Inherited)??;
+        let memory = unsafe { self.world.lend(self.offset + first, plan.bytes()) }?;
         // SAFETY: as above.
         unsafe { heap.add_segment_in(plan.slots, memory) }
     }

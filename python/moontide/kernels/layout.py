@@ -8,7 +8,7 @@ Needs neither Triton nor torch: the host's part in a test or a tool can be playe
     │ u64 @0 │ u64 @8 │ u64@16 │ @24 … 63         │
     └────────┴────────┴────────┴──────────────────┘
     word   = epoch:62 | state:2                 as the header word of the store
-    left   = epoch's low 32 bits:32 | pages that are still missing:32
+    left   = mark of the epoch:32 | pages that are still missing:32
     digest = sum of the pages' digests, 0 if none were asked for
 """
 
@@ -39,9 +39,14 @@ def word(epoch: int, state: int) -> int:
     return epoch << 2 | state
 
 
+def mark_of(epoch: int) -> int:
+    """32 bits that tell apart the versions which one slot may have had: of its sequence and its term."""
+    return (epoch ^ (epoch >> 40) * 0x9E37_79B1) & 0xFFFF_FFFF
+
+
 def left(epoch: int, pages: int) -> int:
     """The counter as it is stored before the first page came."""
-    return (epoch << 32 & _U64) | pages
+    return mark_of(epoch) << 32 | pages
 
 
 def as_i64(bits: int) -> int:

@@ -90,7 +90,8 @@ def count_down(left: tl.tensor, epoch: tl.tensor, pages_total: tl.tensor, done: 
 
     A turn of the loop means that another program took off its pages meanwhile: there are fewer turns than pages.
     """
-    mark = epoch << 32
+    # As `mark_of` in layout.py and crates/heap/src/flag.rs; the shift keeps its low 32 bits.
+    mark = (epoch ^ ((epoch >> 40) * tl.full([], 0x9E37_79B1, tl.int64))) << 32
     expected = mark | pages_total.to(tl.int64)
     # Release: our pages are there before the count says so. Acquire: whoever brings it to 0 has the pages of all.
     found = tl.atomic_cas(left, expected, expected - done, sem="acq_rel", scope="sys")

@@ -43,6 +43,11 @@ impl Context {
         self.place
     }
 
+    /// Never gives the count back: something that the context has could not be.
+    pub(super) fn keep(&mut self) {
+        self.is_retained = false;
+    }
+
     /// Gives the count back; does nothing the second time.
     pub(super) fn release(&mut self) -> Result<(), DeviceError> {
         if !self.is_retained {

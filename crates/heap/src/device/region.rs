@@ -174,6 +174,12 @@ impl DeviceRegion {
         let mut fd: c_int = -1;
         // SAFETY: a descriptor is written to a place for an int; the handle is ours.
         unsafe { driver.export((&raw mut fd).cast::<c_void>(), allocation, HANDLE_POSIX_FD, 0) }?;
+        if fd < 0 {
+            return Err(DeviceError::System {
+                what: "the exported descriptor",
+                source: rustix::io::Errno::BADF,
+            });
+        }
         // SAFETY: the driver made it for us, and we close it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // Drivers do not promise it. What was started in between has a descriptor that it does not know of.
@@ -350,6 +356,9 @@ impl DeviceRegion {
                 let _ = self.context.release();
             }
             result = result.and(released);
+        } else {
+            // What is left belongs to the context.
+            self.context.keep();
         }
         result
     }

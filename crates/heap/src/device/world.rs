@@ -28,7 +28,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::driver::Driver;
 use super::error::DeviceError;
 use super::offer::DeviceOffer;
-use super::region::{DeviceConfig, DeviceRegion};
+use super::region::{DeviceConfig, DeviceRegion, Sharing};
 use crate::phase::WaitError;
 use crate::ranks::{Rank, RankSet};
 use crate::shm::{Door, DoorError, World};
@@ -129,7 +129,12 @@ impl DeviceWorld {
         let own = self.regions.remove(self.me.index());
         drop(self);
         let met = world.barrier(timeout).map(drop);
-        drop(own);
+        if met.is_err() && own.sharing() == Sharing::Handle {
+            // Somebody may still have it open, and it would end under them: it stays until this process ends.
+            std::mem::forget(own);
+        } else {
+            drop(own);
+        }
         met
     }
 
@@ -168,7 +173,15 @@ fn beside(path: &Path, rank: Rank) -> PathBuf {
 /// Gives the own region to whoever of the same user comes.
 fn serve(door: &Door, own: &DeviceRegion, is_over: &AtomicBool) {
     while !is_over.load(Ordering::Relaxed) {
-        let Ok(Some(socket)) = door.accept_within(KNOCK_EVERY) else { continue };
+        let socket = match door.accept_within(KNOCK_EVERY) {
+            Ok(Some(socket)) => socket,
+            Ok(None) => continue,
+            Err(_) => {
+                // Out of descriptors, perhaps, and not for long.
+                std::thread::sleep(KNOCK_EVERY);
+                continue;
+            }
+        };
         let is_ours =
             sockopt::socket_peercred(&socket).is_ok_and(|peer| peer.uid == rustix::process::getuid());
         if is_ours {

@@ -144,6 +144,11 @@ impl LocalHeap {
         self.ledger.is_here()
     }
 
+    /// No thread of this process writes it any more.
+    pub(super) fn forget_claim(&self, name: SlotName) {
+        self.claimed().remove(&name);
+    }
+
     fn claimed(&self) -> MutexGuard<'_, HashSet<SlotName>> {
         self.claimed.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -249,30 +254,31 @@ impl<'h> Reader<'h> {
         }
         self.note_length(vacancy, pin.header.stripe_len);
         // A second claim ends here, and its pin with it.
-        self.heap.claimed().insert(SlotName::new(segment, slot)).then(|| WriteClaim { pin })
+        self.heap
+            .claimed()
+            .insert(SlotName::new(segment, slot))
+            .then(|| WriteClaim { pin, is_to_be_committed: false })
     }
 
     /// Makes sure that a slot stays this version's, which is being written by another process or complete: its bytes are
-    /// not used again before the result is dropped, whatever becomes of the record. `None`: it has not begun, or has ended;
-    /// or this process is itself about to write it, which ends with a commit that waits for those who name the slot; or
-    /// no cell is vacant.
-    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<Stay<'h>> {
+    /// not used again before the result is dropped, whatever becomes of the record.
+    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Result<Stay<'h>, NoStay> {
         if !self.heap.is_here() {
-            return None;
+            return Err(NoStay::Ended);
         }
         let name = SlotName::new(segment, slot);
-        let regions = self.heap.segment(segment)?;
-        let word = regions.word(slot)?;
-        let vacancy = self.vacant()?;
+        let regions = self.heap.segment(segment).ok_or(NoStay::Ended)?;
+        let word = regions.word(slot).ok_or(NoStay::Ended)?;
+        let vacancy = self.vacant().ok_or(NoStay::Full)?;
         let claimed = self.heap.claimed();
         if claimed.contains(&name) {
-            return None;
+            return Err(NoStay::Own);
         }
         // The header is not looked at: it changes when the record becomes complete.
-        vacancy.cell.acquire(name, word, Expect::BegunAt(epoch)).ok()?;
+        vacancy.cell.acquire(name, word, Expect::BegunAt(epoch)).map_err(|_| NoStay::Ended)?;
         drop(claimed);
         self.note_length(vacancy, 0);
-        Some(Stay { heap: self.heap, cell: vacancy.cell, regions, slot, epoch })
+        Ok(Stay { heap: self.heap, cell: vacancy.cell, regions, slot, epoch })
     }
 
     /// A cell for kernels of this process, which name slots in it by themselves; nothing else uses it while the reader
@@ -416,6 +422,17 @@ impl Drop for Pin<'_> {
     }
 }
 
+/// Why a slot cannot be made to stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoStay {
+    /// It is not this version's: that has ended, or never begun.
+    Ended,
+    /// This process is writing the record, and its commit waits until nobody of this process names the slot.
+    Own,
+    /// The reader holds as much as it may: drop some.
+    Full,
+}
+
 /// A slot that is not used again while this lives, although its record may still be on its way, or die. What lies in its
 /// bytes is for a [`Flag`](crate::Flag) to say.
 #[derive(Debug)]
@@ -442,8 +459,19 @@ impl Stay<'_> {
     /// What the node says of the record. DEAD also for a moment while a commit looks whether anybody still writes it;
     /// `None` if the slot is another version's, which it cannot be while this process lives.
     pub fn state(&self) -> Option<State> {
+        if !self.heap.is_here() {
+            return None;
+        }
         let word = self.regions.word(self.slot).expect("a slot of this segment").load();
         (word.epoch() == self.epoch).then(|| word.state())
+    }
+
+    /// Which bytes of the segment are the record's, once it is complete.
+    pub fn complete_span(&self) -> Option<Span> {
+        (self.state()? == State::Ready).then_some(())?;
+        // SAFETY: the slot is named, and was READY after that: its header stays as it is until the name is gone.
+        let header = unsafe { self.regions.header(self.slot, Word::new(self.epoch, State::Ready)) }.ok()?;
+        Span::new(header.payload_offset, header.stripe_len)
     }
 
     /// The version.
@@ -518,6 +546,8 @@ impl Guard<'_> {
 #[derive(Debug)]
 pub struct WriteClaim<'h> {
     pin: Pin<'h>,
+    /// Its end is not the end of this process's writing.
+    is_to_be_committed: bool,
 }
 
 impl WriteClaim<'_> {
@@ -562,11 +592,19 @@ impl WriteClaim<'_> {
     }
 }
 
+impl WriteClaim<'_> {
+    /// Lets go of the record, but not of its name, which [`LocalHeap::forget_claim`] ends: until then no thread of this process is
+    /// let in to it, so that the commit finds nobody.
+    pub(super) fn end_before_commit(mut self) -> SlotName {
+        self.is_to_be_committed = true;
+        SlotName::new(self.pin.regions.shape.segment, self.pin.slot)
+    }
+}
+
 impl Drop for WriteClaim<'_> {
     fn drop(&mut self) {
-        if self.pin.heap.is_here() {
-            let name = SlotName::new(self.pin.regions.shape.segment, self.pin.slot);
-            self.pin.heap.claimed().remove(&name);
+        if self.pin.heap.is_here() && !self.is_to_be_committed {
+            self.pin.heap.forget_claim(SlotName::new(self.pin.regions.shape.segment, self.pin.slot));
         }
     }
 }

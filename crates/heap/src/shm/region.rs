@@ -51,6 +51,17 @@ pub enum RegionError {
         /// Length according to the owner.
         expected: u64,
     },
+    /// The memory is somebody's already.
+    #[error("{len} bytes at {offset} of this rank's region were lent before: start one node in them")]
+    Lent {
+        /// Where they start.
+        offset: u64,
+        /// How many.
+        len: u64,
+    },
+    /// Another process's node was in this memory, and others may still read what it had.
+    #[error("this rank came in another one's place, and its memory is not empty: start a new world")]
+    Inherited,
     /// The descriptor lacks a seal without which mapping it would be unsafe.
     #[error("the imported region has seals {found:#x}, needs {needed:#x}")]
     Seals {

@@ -167,6 +167,11 @@ pub(super) fn enter(
             Err(_) => std::thread::sleep(KNOCK_EVERY),
         }
     };
+    // Whoever made the socket hands out the memory: not a stranger.
+    let (host_pid, host_uid) = peer_of(&socket)?;
+    if host_uid != rustix::process::geteuid().as_raw() {
+        return Err(DoorError::User { pid: host_pid, uid: host_uid });
+    }
     let me = rustix::process::getpid();
     let pid = me.as_raw_nonzero().get() as u32;
     let pidfd = rustix::process::pidfd_open(me, PidfdFlags::empty()).map_err(system("pidfd_open"))?;

@@ -101,9 +101,6 @@ pub enum SegmentError {
         /// Its units.
         units: u32,
     },
-    /// Another process's node was in this memory, and others may still read what it had.
-    #[error("this rank came in another one's place, and its memory is not empty: start a new world")]
-    Inherited,
     /// The first page is not the one that the owner announced.
     #[error("the header region does not start with the announced segment's page")]
     Page,

@@ -15,7 +15,7 @@ use moontide_types::record::{Header, PageDigests, State};
 use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
 use crate::cell::{Cell, SlotName};
-use crate::shm::local::{Guard, LocalHeap, Lookup, Reader, Stay, WriteClaim};
+use crate::shm::local::{Guard, LocalHeap, Lookup, NoStay, Reader, Stay, WriteClaim};
 
 /// One thread's way to read, without a lifetime: [`Reader`].
 #[derive(Debug)]
@@ -39,7 +39,20 @@ pub struct SharedGuard {
 pub struct SharedClaim {
     // Fields are dropped in this order: the borrow first.
     claim: Lent<WriteClaim<'static>>,
-    _heap: Arc<LocalHeap>,
+    heap: Arc<LocalHeap>,
+}
+
+/// A record that is written, and about to be committed: until this is dropped, no other thread of this process gets at it.
+#[derive(Debug)]
+pub struct Committing {
+    heap: Arc<LocalHeap>,
+    name: SlotName,
+}
+
+impl Drop for Committing {
+    fn drop(&mut self) {
+        self.heap.forget_claim(self.name);
+    }
 }
 
 /// A slot that is not used again, without a lifetime: [`Stay`].
@@ -115,13 +128,13 @@ impl SharedReader {
     /// Claims a slot that this process was granted: [`Reader::claim`].
     pub fn claim(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<SharedClaim> {
         let claim = Lent::new(self.reader.claim(segment, slot, epoch)?);
-        Some(SharedClaim { claim, _heap: Arc::clone(&self.heap) })
+        Some(SharedClaim { claim, heap: Arc::clone(&self.heap) })
     }
 
     /// Makes sure that a slot stays a version's: [`Reader::stay`].
-    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<SharedStay> {
+    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Result<SharedStay, NoStay> {
         let stay = Lent::new(self.reader.stay(segment, slot, epoch)?);
-        Some(SharedStay { stay, _heap: Arc::clone(&self.heap) })
+        Ok(SharedStay { stay, _heap: Arc::clone(&self.heap) })
     }
 
     /// A cell for kernels; the reader is for nothing else from now on.
@@ -144,6 +157,13 @@ impl SharedReader {
 }
 
 impl SharedClaim {
+    /// The end of writing: lets go of the record for the commit, which is to be over before the result is dropped.
+    pub fn end_before_commit(self) -> Committing {
+        let SharedClaim { claim, heap } = self;
+        let name = claim.into_inner().end_before_commit();
+        Committing { heap, name }
+    }
+
     /// Where the payload is to go: [`WriteClaim::payload`].
     pub fn payload(&self) -> Option<NonNull<u8>> {
         self.claim.payload()
@@ -169,6 +189,11 @@ impl SharedStay {
     /// Where the slot's word is: [`Stay::word`].
     pub fn word(&self) -> NonNull<u64> {
         self.stay.word()
+    }
+
+    /// Which bytes of the segment are the record's: [`Stay::complete_span`].
+    pub fn complete_span(&self) -> Option<Span> {
+        self.stay.complete_span()
     }
 
     /// What the node says of the record: [`Stay::state`].
@@ -239,6 +264,12 @@ impl<T> Lent<T> {
     #[inline]
     fn new(value: T) -> Lent<T> {
         Lent(MaybeUninit::new(value))
+    }
+
+    fn into_inner(self) -> T {
+        let lent = std::mem::ManuallyDrop::new(self);
+        // SAFETY: initialised by `new`, and not used after this.
+        unsafe { lent.0.assume_init_read() }
     }
 }
 

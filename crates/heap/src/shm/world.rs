@@ -157,6 +157,8 @@ pub struct World {
     /// One at a time: a process is one rank.
     side: Mutex<Side>,
     spins: u32,
+    /// Parts of the own region that somebody has.
+    lent: Mutex<Vec<(u64, u64)>>,
     /// Rank 0's only.
     _host: Option<Host>,
 }
@@ -213,7 +215,16 @@ impl World {
         let side = Side { barrier, wishes: !is_first, waits: false };
         let bases = RankSet::first(ranks).iter().map(|rank| memory.region(rank).base()).collect();
         let spins = Patience::spins_for(ranks);
-        let world = World { memory, bases, me, occupant, side: Mutex::new(side), spins, _host: host };
+        let world = World {
+            memory,
+            bases,
+            me,
+            occupant,
+            side: Mutex::new(side),
+            spins,
+            lent: Mutex::default(),
+            _host: host,
+        };
         if is_first {
             world.barrier(*timeout)?;
         }
@@ -265,6 +276,7 @@ impl World {
     /// # Panics
     /// If they do not fit, or `offset` is no multiple of 8.
     pub fn words(&self, rank: Rank, offset: u64, count: u64) -> &[AtomicU64] {
+        assert!(self.memory.region(rank).is_here(), "a forked child has none of the world's memory");
         self.memory.region(rank).atomics(offset, count)
     }
 
@@ -273,19 +285,28 @@ impl World {
     /// # Panics
     /// If it does not fit, or `offset` is no multiple of 64.
     pub fn flag(&self, rank: Rank, offset: u64) -> &Flag {
+        assert!(self.memory.region(rank).is_here(), "a forked child has none of the world's memory");
         // SAFETY: every bit pattern is a flag, whose words are atomics.
         unsafe { &self.memory.region(rank).slice::<Flag>(offset, 1)[0] }
     }
 
-    /// A part of this rank's region as memory of its own, for a node that keeps records in it. `None` for a process that came
-    /// in another's place: others may still read what that one's node had there.
+    /// A part of this rank's region as memory of its own, for a node that keeps records in it: once, and not by a process that
+    /// came in another's place. Others may still read what was there.
     ///
     /// # Safety
     /// No other use may be made of these bytes, by any rank.
-    pub unsafe fn lend(&self, offset: u64, len: u64) -> Option<Result<Region, RegionError>> {
-        let is_first = self.occupant.generation == Generation(1);
-        let own = self.memory.region(self.me);
-        is_first.then(|| own.part((offset, len), Protection::AllWrite))
+    pub unsafe fn lend(&self, offset: u64, len: u64) -> Result<Region, RegionError> {
+        if self.occupant.generation != Generation(1) {
+            return Err(RegionError::Inherited);
+        }
+        let mut lent = self.lent.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = offset.saturating_add(len);
+        if lent.iter().any(|&(first, last)| offset < last && first < end) {
+            return Err(RegionError::Lent { offset, len });
+        }
+        let part = self.memory.region(self.me).part((offset, len), Protection::AllWrite)?;
+        lent.push((offset, end));
+        Ok(part)
     }
 
     /// The posts of a barrier at `offset` of every rank's region. The bytes must be zero, or such posts already, and

@@ -8,13 +8,13 @@ use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use moontide_heap::alloc::{Align, Allocator, BlockRef};
 use moontide_heap::{
     BeginError, Door, Freed, Grant, HeapConfig, HugePages, Killed, LocalHeap, NewRecord, NodeHeap, Reclaimed,
-    Writer, join,
+    Segment, Writer, join,
 };
 use moontide_types::record::{Attributes, Flags, KeySection, RecordLayout};
 use moontide_types::{
@@ -78,6 +78,19 @@ impl TestNode {
     }
 
     pub fn of(node: u64, segments: u32, slots: u32, bytes: u64) -> TestNode {
+        let units = (bytes / 512) as u32;
+        let make = |heap: &NodeHeap, slots| heap.add_segment(slots, units, HugePages::IfAllowed).unwrap();
+        TestNode::with_segments(node, segments, slots, bytes, make)
+    }
+
+    /// With segments that somebody else makes.
+    pub fn with_segments(
+        node: u64,
+        segments: u32,
+        slots: u32,
+        bytes: u64,
+        make: impl Fn(&NodeHeap, u32) -> Arc<Segment>,
+    ) -> TestNode {
         let heap = NodeHeap::create(HeapConfig {
             node: NodeId(node),
             generation: Generation(1),
@@ -88,7 +101,7 @@ impl TestNode {
         let units = (bytes / 512) as u32;
         let mut books = vec![];
         for _ in 0..segments {
-            let segment = heap.add_segment(slots, units, HugePages::IfAllowed).unwrap();
+            let segment = make(&heap, slots);
             segment.obey(Term::new(TERM).unwrap());
             books.push(Books {
                 allocator: Allocator::new(units),

@@ -126,7 +126,7 @@ fn join(
     // SAFETY: both ranks are this program, and use their regions by `Hop` alone.
     let world = Arc::new(unsafe { World::join(&config) }.map_err(wrong)?);
     // SAFETY: as above.
-    let memory = unsafe { LentMemory::new(Arc::clone(&world), 0) };
+    let memory = unsafe { LentMemory::new(Arc::clone(&world), 0, memory_bytes) };
     let config = NodeConfig {
         master: master.to_owned(),
         memory_bytes,
@@ -142,7 +142,8 @@ fn join(
     let plan = node.segments();
     let own = Cut { node: node.id(), segments: plan.count, segment_bytes: plan.bytes(), slots: plan.slots };
     let store = Store::connect(StoreConfig::new(master)).map_err(wrong)?;
-    let hop = Hop::open(world, store, memory_bytes, own, PATIENCE).map_err(wrong)?;
+    // SAFETY: as above.
+    let hop = unsafe { Hop::open(world, store, memory_bytes, own, PATIENCE) }.map_err(wrong)?;
     Ok((hop, node))
 }
 
