@@ -495,8 +495,10 @@ class NanoKVCache:
         with plan._ending:
             if not plan._ended:
                 try:
-                    plan._push.commit()
-                    self._count(committed=1, bytes_tx=plan.bytes_total)
+                    if plan._push.commit():
+                        self._count(committed=1, bytes_tx=plan.bytes_total)
+                    else:
+                        plan._error = Gone("the plan was aborted")
                 except moontide.NotReady:
                     # Kernels may still be writing: it stays a plan.
                     raise
