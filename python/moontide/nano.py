@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import moontide
 from moontide._native import Hop, HopAwaited, HopCell, HopPush
-from moontide.errors import DeadlineExceeded, Gone, InvalidArgument, NotFound
+from moontide.errors import DeadlineExceeded, Gone, InvalidArgument, NoSpace, NotFound
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["NanoKVCache", "NotReady", "ObjMeta", "Ticket", "WritePlan"]
 
 PAGE_BYTES: Final = 256 * 1024
+#: How long a put waits for room, as puts of the store do.
+PUT_WAITS_S: Final = 5.0
 
 _PACKED: Final = struct.Struct("<IIQIQQQQQ")
 
@@ -274,8 +276,8 @@ class NanoKVCache:
     - ``watermarks``: above the first share of its memory a rank's oldest untouched objects are evicted, down to the second.
     - ``write_timeout``: a plan that is not complete after so many seconds is taken back; drop it then, or ``abort`` it.
 
-    Ranks write into each other's memory: run only programs that may do that. When rank 0 ends, so does its master: what is
-    complete can still be read for a while, and nothing new is placed.
+    Ranks write into each other's memory: run only programs that may do that. Close rank 0 last: its master and its memory end
+    with it, and hardly anything can be read after that.
     """
 
     def __init__(
@@ -332,8 +334,17 @@ class NanoKVCache:
     # ---------------------------------------------------------------------------------------------------------- objects
 
     def put(self, key: str | bytes, tensor: Any, *, preferred_segment: int | None = None) -> None:
-        """Stores an array or a tensor, or bytes, by a copy of this process."""
-        plan = self.open_for_write(key, _bytes_of(tensor), preferred_segment=preferred_segment)
+        """Stores an array or a tensor, or bytes, by a copy of this process. Waits some seconds for room."""
+        until = time.monotonic() + PUT_WAITS_S
+        while True:
+            try:
+                plan = self.open_for_write(key, _bytes_of(tensor), preferred_segment=preferred_segment)
+                break
+            except NoSpace:
+                # The master evicts in the background.
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.005)
         try:
             plan.write(tensor)
         except BaseException:
@@ -343,15 +354,13 @@ class NanoKVCache:
         self._commit(plan)
 
     def get(self, key: str | bytes, *, dst: Any = None) -> Any:
-        """The object's bytes: in ``dst``, which is returned, or in a new tensor of bytes. Raises NotFound."""
+        """The object's bytes: in ``dst``, which is returned; or in a new tensor of bytes, or, where there is no torch, as
+        ``bytes``. Raises NotFound."""
         with self._located(key) as meta:
-            if dst is None:
-                import torch
-
-                dst = torch.empty(meta.bytes_total, dtype=torch.uint8)
-            meta.copy_into(dst)
+            room = _room(meta.bytes_total) if dst is None else dst
+            meta.copy_into(room)
             self._count(bytes_rx=meta.bytes_total)
-        return dst
+        return bytes(room) if isinstance(room, bytearray) and dst is None else room
 
     def get_into(self, key: str | bytes, dst: Any) -> None:
         """Copies the object into an array or a tensor of the same length. Raises NotFound."""
@@ -372,6 +381,8 @@ class NanoKVCache:
     ) -> WritePlan:
         """A place for an object, in the memory of rank ``preferred_segment`` if it has room. Raises AlreadyExists,
         InProgress, or NoSpace."""
+        if preferred_segment is not None and not 0 <= preferred_segment < self.ranks:
+            raise InvalidArgument(f"preferred_segment is a rank, 0 to {self.ranks - 1}, not {preferred_segment}")
         begun = time.perf_counter_ns()
         push = self._hop.open_for_write(key, bytes_total, self.page_bytes, preferred_segment)
         plan = WritePlan(push, key)
@@ -437,8 +448,10 @@ class NanoKVCache:
     def evict_until_below(self, usage_ratio: float) -> None:
         """Removes the oldest objects in this rank's memory until less than this share of it is in use. Those that are being
         written, pinned, or leased to a reader stay."""
+        if not 0 <= usage_ratio <= 1:
+            raise InvalidArgument(f"a share of the memory is 0 to 1, not {usage_ratio}")
         used, _, total = self._hop.usage()
-        mine: list[tuple[int, str | bytes, int]] = []
+        mine: list[tuple[int, bytes, int]] = []
         for key in self.store.keys():
             found = self.store.stat(key)
             if found is not None and self._hop.rank_of(found["places"][0]["node"]) == self.rank:
@@ -551,6 +564,14 @@ def _from_environment(name: str, given: int | None) -> int:
     if found is None:
         raise InvalidArgument(f"neither rank and ranks nor the variable {name} are given")
     return int(found)
+
+
+def _room(size: int) -> Any:
+    try:
+        import torch
+    except ImportError:
+        return bytearray(size)
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _bytes_of(value: Any) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ["tutorial.md", "python.md", "blocks.md", "ep.md"]
+PAGES = ["tutorial.md", "python.md", "blocks.md", "ep.md", "nano.md"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.M | re.S)
 

@@ -194,18 +194,10 @@ def test_readers_beside_eviction_see_whole_objects(world: World) -> None:
     for number, reader in enumerate(readers):
         reader.tell(reading, me=number)
     code = """
-        import time
-        def put(key, value):
-            until = time.monotonic() + 60
-            while True:
-                try:
-                    return cache.put(key, value, preferred_segment=number % 3)
-                except moontide.NoSpace:
-                    assert time.monotonic() < until
-                    time.sleep(0.005)
         for number in range(400):
-            put(f"o{number}", numpy.full(250_000 + number, number % 251, numpy.uint8))
-        put("end", b"x")
+            value = numpy.full(250_000 + number, number % 251, numpy.uint8)
+            cache.put(f"o{number}", value, preferred_segment=number % 3)
+        cache.put("end", b"x")
         out = sum(cache.get_location(f"o{number}") is NotReady for number in range(400)) > 200
     """
     assert writer.run(code) is True, "it was to be evicted"
@@ -260,6 +252,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.put("r", b"x", preferred_segment=7)
         with pytest.raises(moontide.NotFound):
             cache.get("nothing", dst=bytearray(1))
+        assert bytes(cache.get("k")) == b"x" * 1000
+        with pytest.raises(moontide.InvalidArgument):
+            cache.evict_until_below(30)
         with pytest.raises(moontide.InvalidArgument):
             cache.get_into("k", bytearray(999))
         with pytest.raises(moontide.NoSpace):
