@@ -20,11 +20,11 @@ FLAGS_AT, PAYLOAD_AT = 0, 4096
 ANSWER_MAX_S = 120.0
 
 
-class Rank:
-    """A process with a rank."""
+class Process:
+    """A program of this folder that does what it is told, a line of JSON at a time."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
-        words = [sys.executable, str(Path(__file__).with_name("kernel_rank.py")), str(rank), str(folder)]
+    def __init__(self, program: str, *arguments: str) -> None:
+        words = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
         environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -52,6 +52,13 @@ class Rank:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class Rank(Process):
+    """A process with a rank."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        super().__init__("kernel_rank.py", str(rank), str(folder))
 
 
 class World:

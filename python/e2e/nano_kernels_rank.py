@@ -112,8 +112,8 @@ def main() -> None:
     rank = Rank(json.loads(sys.argv[1]))
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        name, arguments = json.loads(line)
-        print(json.dumps(getattr(rank, name)(**arguments)), flush=True)
+        call = json.loads(line)
+        print(json.dumps(getattr(rank, call.pop("do"))(**call)), flush=True)
 
 
 if __name__ == "__main__":

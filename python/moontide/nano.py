@@ -120,7 +120,33 @@ class Ticket:
         )
 
 
-class WritePlan:
+class _Placed:
+    """What is the same at both ends of a record: the numbers of its ticket."""
+
+    ticket: Ticket
+
+    @property
+    def bytes_total(self) -> int:
+        return self.ticket.bytes_total
+
+    @property
+    def page_bytes(self) -> int:
+        return self.ticket.page_bytes
+
+    @property
+    def n_pages(self) -> int:
+        return self.ticket.n_pages
+
+    @property
+    def last_page_bytes(self) -> int:
+        return self.ticket.last_page_bytes
+
+    @property
+    def epoch(self) -> int:
+        return self.ticket.epoch
+
+
+class WritePlan(_Placed):
     """A place for an object, which this process fills: by ``write``, or by kernels that push to ``ticket.record``.
 
     Pointers are good in this process, until the plan is committed or aborted. When all pages are there, the cache commits
@@ -151,26 +177,6 @@ class WritePlan:
         return self._push.word_address
 
     @property
-    def bytes_total(self) -> int:
-        return self.ticket.bytes_total
-
-    @property
-    def page_bytes(self) -> int:
-        return self.ticket.page_bytes
-
-    @property
-    def n_pages(self) -> int:
-        return self.ticket.n_pages
-
-    @property
-    def last_page_bytes(self) -> int:
-        return self.ticket.last_page_bytes
-
-    @property
-    def epoch(self) -> int:
-        return self.ticket.epoch
-
-    @property
     def complete(self) -> bool:
         """Whether all pages are there."""
         return self._push.complete
@@ -190,7 +196,7 @@ class WritePlan:
         self._push.abort()
 
 
-class ObjMeta:
+class ObjMeta(_Placed):
     """An object, or one on its way, whose memory is not used for anything else until ``release``, or the end of a ``with``."""
 
     def __init__(self, awaited: HopAwaited, ticket: Ticket) -> None:
@@ -210,26 +216,6 @@ class ObjMeta:
     def header_ptr(self) -> int:
         """Where the record's word is in this process."""
         return self._awaited.word_address
-
-    @property
-    def bytes_total(self) -> int:
-        return self.ticket.bytes_total
-
-    @property
-    def page_bytes(self) -> int:
-        return self.ticket.page_bytes
-
-    @property
-    def n_pages(self) -> int:
-        return self.ticket.n_pages
-
-    @property
-    def last_page_bytes(self) -> int:
-        return self.ticket.last_page_bytes
-
-    @property
-    def epoch(self) -> int:
-        return self.ticket.epoch
 
     @property
     def ready(self) -> bool:
