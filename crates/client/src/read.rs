@@ -166,8 +166,9 @@ impl Inner {
     ) -> Result<(Arc<Node>, Arc<dyn Link>), StoreError> {
         let known = match self.nodes.get(node) {
             Some(known) => known,
+            // It has come after we asked last, however short ago that was.
             None => {
-                self.refresh_nodes(deadline)?;
+                self.refresh_nodes_anew(deadline)?;
                 self.nodes.get(node).ok_or(StoreError::UnknownNode { node })?
             }
         };
