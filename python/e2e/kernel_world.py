@@ -23,9 +23,9 @@ ANSWER_MAX_S = 120.0
 class Process:
     """A program of this folder that does what it is told, a line of JSON at a time."""
 
-    def __init__(self, program: str, *arguments: str) -> None:
+    def __init__(self, program: str, *arguments: str, **variables: str) -> None:
         words = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | variables
         self.process = subprocess.Popen(
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )

@@ -1,4 +1,5 @@
-"""A rank of a cache whose pages are pushed and read by Triton's kernels, in the interpreter: see ``test_nano_kernels.py``."""
+"""A rank of a cache whose pages are pushed and read by Triton's kernels: see ``test_nano_kernels.py``. In the interpreter, or, if
+``TRITON_INTERPRET`` is 0, on a device."""
 
 from __future__ import annotations
 
@@ -17,15 +18,24 @@ from moontide import kernels
 from moontide.nano import NanoKVCache, Ticket
 
 
+#: Where kernels' arguments are. Torch calls devices of both vendors so.
+PLACE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
+
+
 def noise(seed: int, size: int) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    made = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return made.to(PLACE)
+
+
+def room(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=PLACE)
 
 
 class Rank:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.cache = NanoKVCache(settings.pop("heap_bytes"), **settings)
-        self.bases = torch.tensor(self.cache.bases, dtype=torch.int64)
-        self.status = torch.zeros(1, dtype=torch.int32)
+        self.bases = torch.tensor(self.cache.bases, dtype=torch.int64, device=PLACE)
+        self.status = torch.zeros(1, dtype=torch.int32, device=PLACE)
         self.metas: dict[str, Any] = {}
         self.plans: dict[str, Any] = {}
 
@@ -42,8 +52,21 @@ class Rank:
         return kernels.Push(int(self.status)).name
 
     def write(self, key: str, seed: int) -> None:
-        """By this process's CPU, in Rust."""
+        """By this process's CPU or, if the source is on a device, by a copy between devices; in Rust."""
         self.plans[key].write(noise(seed, self.plans[key].bytes_total))
+
+    def write_page(self, key: str, seed: int, page: int) -> bool:
+        plan = self.plans[key]
+        first = page * plan.page_bytes
+        plan.write_page(page, noise(seed, plan.bytes_total)[first : first + plan.page_bytes].cpu())
+        return plan.complete
+
+    def write_is_refused(self, key: str, seed: int) -> str:
+        try:
+            self.write(key, seed)
+        except moontide.InvalidArgument as error:
+            return str(error)
+        return "it is not"
 
     def commit(self, key: str) -> dict[str, int]:
         self.cache.commit(key)
@@ -64,7 +87,7 @@ class Rank:
     def read_awaited(self, packed: str, seed: int) -> bool:
         """By a kernel, after a wait, under what the host holds."""
         meta = self.metas.pop(packed)
-        target = torch.zeros(meta.bytes_total, dtype=torch.uint8)
+        target = room(meta.bytes_total)
         self.status.fill_(int(kernels.Read.OK))
         kernels.copy(self.bases, meta.ticket.record, target, self.status)
         meta.release()
@@ -77,13 +100,30 @@ class Rank:
             pin = self.cache.pin(ticket)
         except moontide.Gone:
             return "GONE"
-        target = torch.zeros(ticket.bytes_total, dtype=torch.uint8)
+        except moontide.DeviceError:
+            return "UNSEEN"
+        target = room(ticket.bytes_total)
         self.status.zero_()
         kernels.read(self.bases, ticket.record, pin, target, self.status, looks=100)
         outcome = kernels.Read(int(self.status)).name
         if outcome == "OK" and not (target == noise(seed, ticket.bytes_total)).all():
             return "WRONG"
         return outcome
+
+    def read_held(self, key: str, seed: int) -> bool:
+        """By a kernel, under what the host holds."""
+        with self.cache.get_location(key) as meta:
+            target = room(meta.bytes_total)
+            self.status.fill_(int(kernels.Read.OK))
+            kernels.copy(self.bases, meta.ticket.record, target, self.status)
+            return bool((target == noise(seed, meta.bytes_total)).all())
+
+    def is_gone(self, packed: str) -> bool:
+        """By the host."""
+        try:
+            return not self.metas[packed].ready and False
+        except moontide.Gone:
+            return True
 
     def locate(self, key: str) -> str | None:
         meta = self.cache.get_location(key)
@@ -96,7 +136,7 @@ class Rank:
     def read_by_store(self, key: str, seed: int) -> bool:
         """By an ordinary client, in Rust."""
         found = self.cache.store.get(key)
-        return found is not None and found == noise(seed, len(found)).numpy().tobytes()
+        return found is not None and found == noise(seed, len(found)).cpu().numpy().tobytes()
 
     def remove(self, key: str) -> bool:
         return self.cache.store.remove(key, force=True)

@@ -292,6 +292,12 @@ class DiskFull(Error):
     retryable = True
 
 
+class DeviceError(Error):
+    """A device or its driver answered with an error."""
+
+    code = 503
+
+
 class Closed(Error, ValueError):
     """Used after it was closed, or in a child of the process that made it."""
 

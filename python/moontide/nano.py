@@ -18,6 +18,7 @@ NotReady
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
 import tempfile
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import moontide
 from moontide._native import Hop, HopAwaited, HopCell, HopPush
-from moontide.errors import DeadlineExceeded, Gone, InvalidArgument, NoSpace, NotFound
+from moontide.errors import DeadlineExceeded, DeviceError, Gone, InvalidArgument, NoSpace, NotFound
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -106,18 +107,8 @@ class Ticket:
             page_bytes=self.page_bytes,
         )
 
-    def _words(self) -> tuple[int, int, int, int, int, int, int, int, int]:
-        return (
-            self.rank,
-            self.segment,
-            self.generation,
-            self.slot,
-            self.epoch,
-            self.payload_offset,
-            self.bytes_total,
-            self.page_bytes,
-            self.flag_offset,
-        )
+    def _words(self) -> list[int]:
+        return list(astuple(self))
 
 
 class _Placed:
@@ -172,8 +163,9 @@ class WritePlan(_Placed):
         return self._push.address
 
     @property
-    def header_ptr(self) -> int:
-        """Where the record's word is; only the node writes it."""
+    def header_ptr(self) -> int | None:
+        """Where kernels find the word that the node writes about the record; None if this device's cannot see it (no AMD device's
+        can)."""
         return self._push.word_address
 
     @property
@@ -187,12 +179,22 @@ class WritePlan(_Placed):
         return self._push.seconds_left
 
     def write(self, value: Any) -> None:
-        """Writes all pages from this process: an array, a tensor, or bytes."""
+        """Writes all pages from this process: an array, a tensor, or bytes; in a cache on devices also a device's tensor. There it
+        waits for kernels of this process that may still be making it, and none of the pages may be a kernel's."""
+        span = _device_span(value)
         with self._ending:
-            self._push.write(value)
+            if span is None:
+                self._push.write(value)
+            else:
+                self._push.write_from_device(*span)
+
+    def write_page(self, page: int, value: Any) -> None:
+        """Writes one page from this process's memory, when it is there: in any order, each once."""
+        with self._ending:
+            self._push.write_page(page, value)
 
     def abort(self) -> None:
-        """Gives the place back, and tells those who wait. No kernel may still write to it."""
+        """Gives the place back, and tells those who wait. Kernels of this process that write to it on a device are waited for."""
         self._push.abort()
 
 
@@ -213,8 +215,9 @@ class ObjMeta(_Placed):
         return self._awaited.address
 
     @property
-    def header_ptr(self) -> int:
-        """Where the record's word is in this process."""
+    def header_ptr(self) -> int | None:
+        """Where kernels find the word that the node writes about the record; None if this device's cannot see it (no AMD device's
+        can). Kernels that wait then take the flag alone, and time out where they would learn that a producer has died."""
         return self._awaited.word_address
 
     @property
@@ -237,11 +240,16 @@ class ObjMeta(_Placed):
             time.sleep(0 if looks < 100 else 0.0002)
 
     def copy_into(self, dst: Any) -> None:
-        """Copies the bytes into an array or a tensor of the same length."""
-        self._awaited.copy_into(dst)
+        """Copies the bytes into an array or a tensor of the same length; in a cache on devices also into a device's, when kernels of
+        this process that may still use it have ended."""
+        span = _device_span(dst, to_write=True)
+        if span is None:
+            self._awaited.copy_into(dst)
+        else:
+            self._awaited.copy_to_device(*span)
 
     def release(self) -> None:
-        """Lets go of the memory. No kernel may still read it."""
+        """Lets go of the memory. Kernels of this process that read it on a device are waited for."""
         self._awaited.release()
 
     def __enter__(self) -> ObjMeta:
@@ -259,6 +267,8 @@ class NanoKVCache:
     - ``heap_bytes``: memory of each rank; ``page_bytes``: what is pushed and counted at a time.
     - ``path``: the world's name, a socket that rank 0 makes; ``rank`` of ``ranks``. Left out, they come from the variables
       ``RANK``, ``WORLD_SIZE`` and ``MASTER_PORT`` that launchers of torch set.
+    - ``device``: where the records are to be, such as ``"cuda:0"`` or ``"hip:1"``, by the number of a device in this process;
+      left out, in memory of the host. **Not run on real devices by us**: docs/devices.md.
     - ``watermarks``: above the first share of its memory a rank's oldest untouched objects are evicted, down to the second.
     - ``write_timeout``: a plan that is not complete after so many seconds is taken back; drop it then, or ``abort`` it.
 
@@ -275,6 +285,7 @@ class NanoKVCache:
         path: str | os.PathLike[str] | None = None,
         rank: int | None = None,
         ranks: int | None = None,
+        device: str | None = None,
         watermarks: tuple[float, float] = (0.95, 0.85),
         write_timeout: float = 30.0,
         timeout: float = 60.0,
@@ -289,6 +300,7 @@ class NanoKVCache:
             _from_environment("RANK", rank),
             _from_environment("WORLD_SIZE", ranks),
             heap_bytes,
+            device=device,
             watermarks=watermarks,
             write_timeout=write_timeout,
             timeout=timeout,
@@ -411,15 +423,18 @@ class NanoKVCache:
         kernel at a time for each."""
         from moontide import kernels
 
+        # The word's address is good for as long as the rank's memory is mapped; the slot need not stay for that.
+        with self.expect(ticket) as meta:
+            word = meta.header_ptr
+        if word is None:
+            raise DeviceError(
+                "kernels of this device cannot see the node's words; hold the object by get_location while they read it"
+            )
         with self._lock:
             cell = self._cells.get(ticket.rank)
             if cell is None:
                 cell = self._cells[ticket.rank] = self._hop.kernel_cell(ticket.rank)
-        # The word's address is good for as long as the rank's memory is mapped; the slot need not stay for that.
-        with self.expect(ticket) as meta:
-            return kernels.Pin(
-                cell=cell.address, name=Hop.cell_name(ticket._words()), header_word=meta.header_ptr
-            )
+        return kernels.Pin(cell=cell.address, name=Hop.cell_name(ticket._words()), header_word=word)
 
     # ------------------------------------------------------------------------------------------------------ maintenance
 
@@ -498,7 +513,7 @@ class NanoKVCache:
                         self._count(committed=1, bytes_tx=plan.bytes_total)
                     else:
                         plan._error = Gone("the plan was aborted")
-                except moontide.NotReady:
+                except (moontide.NotReady, DeviceError):
                     # Kernels may still be writing: it stays a plan.
                     raise
                 except moontide.Error as error:
@@ -536,7 +551,8 @@ class NanoKVCache:
                         # The master has taken it back. Its memory is its writer's until that one lets go of the plan.
                         self._forget(plan)
                         self._count(lost=1)
-                except moontide.NotReady:
+                except (moontide.NotReady, DeviceError):
+                    # A device that does not answer is asked again: kernels may be writing.
                     pass
                 except Exception:
                     self._forget(plan)
@@ -561,8 +577,39 @@ def _room(size: int) -> Any:
 
 
 def _bytes_of(value: Any) -> int:
+    span = _device_span(value)
+    if span is not None:
+        return span[1]
     found = getattr(value, "nbytes", None)
     return found if isinstance(found, int) else memoryview(value).nbytes
+
+
+def _device_span(value: Any, *, to_write: bool = False) -> tuple[int, int] | None:
+    """Address and length of what is in a device's memory: a tensor of torch, or what has ``__cuda_array_interface__``."""
+    if getattr(value, "is_cuda", False):
+        if not value.is_contiguous():
+            raise InvalidArgument("a tensor of a device must be contiguous; call .contiguous() first")
+        if value.is_conj() or value.is_neg():
+            raise InvalidArgument("a tensor that is a conjugate or a negative view; call .resolve_conj().resolve_neg() first")
+        return value.data_ptr(), value.nbytes
+    interface = getattr(value, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
+    address, is_read_only = interface["data"]
+    shape, kind, strides = interface["shape"], interface["typestr"], interface.get("strides")
+    # Others have no bytes of their own, or count in other units.
+    if kind[1] not in "biufcV":
+        raise InvalidArgument(f"an array of a device with items of {kind!r}")
+    size = int(kind[2:])
+    if strides is not None and 0 not in shape:
+        expected = size
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if length != 1 and stride != expected:
+                raise InvalidArgument("an array of a device must be contiguous")
+            expected *= length
+    if interface.get("mask") is not None or (to_write and is_read_only):
+        raise InvalidArgument("an array of a device must have no mask, and be writable to be written")
+    return address, size * math.prod(shape)
 
 
 def _name(key: str | bytes) -> bytes:

@@ -86,10 +86,19 @@ pub(crate) fn arena(py: Python<'_>, error: &ArenaError) -> PyErr {
 
 /// The exception for ranks that did not meet.
 pub(crate) fn wait(py: Python<'_>, error: WaitError) -> PyErr {
+    wait_with(py, error, "wait again, or leave them behind")
+}
+
+/// The exception for ranks that did not come to a world that is being made.
+pub(crate) fn join(py: Python<'_>, error: WaitError) -> PyErr {
+    wait_with(py, error, "start them within the time-out, with the same settings; then join again")
+}
+
+fn wait_with(py: Python<'_>, error: WaitError, advice: &str) -> PyErr {
     raised(module(py).and_then(|module| match error {
         WaitError::Missing(ranks) => {
             let named = PyTuple::new(py, ranks.iter().map(|rank| rank.0).collect::<Vec<_>>())?;
-            let message = format!("{error}; wait again, or leave them behind");
+            let message = format!("{error}; {advice}");
             module.getattr("RanksMissing")?.call1((message, named))
         }
         WaitError::Excluded => module.getattr("Excluded")?.call1((format!("{error}; it may rejoin"),)),
@@ -99,10 +108,11 @@ pub(crate) fn wait(py: Python<'_>, error: WaitError) -> PyErr {
 /// The exception for a world that could not be joined.
 pub(crate) fn world(py: Python<'_>, error: &WorldError) -> PyErr {
     let code = match error {
-        WorldError::Wait(error) => return wait(py, *error),
-        WorldError::Shape(_) | WorldError::Rank { .. } | WorldError::Door(DoorError::Path) => {
-            ErrorCode::InvalidArgument
-        }
+        WorldError::Wait(error) => return join(py, *error),
+        WorldError::Shape(_)
+        | WorldError::OtherShape { .. }
+        | WorldError::Rank { .. }
+        | WorldError::Door(DoorError::Path) => ErrorCode::InvalidArgument,
         WorldError::Door(DoorError::Refused(code)) => *code,
         WorldError::Door(DoorError::System { source, .. })
             if source.kind() == std::io::ErrorKind::TimedOut =>

@@ -3,18 +3,21 @@
 //!
 //! Invariant: what a forked child inherits of all this it neither uses nor drops.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use moontide_client::{
-    Awaited, Cut, HopError, KernelCell, NotCommitted, Progress, Push, Store, StoreConfig, StoreError, Ticket,
+    Awaited, Cut, HopError, NotCommitted, Progress, Push, SightCell, Store, StoreConfig, StoreError, Ticket,
 };
-use moontide_heap::{HugePages, Rank, World, WorldConfig, WorldShape};
+use moontide_heap::{
+    DeviceConfig, DeviceWorld, DeviceWorldConfig, DeviceWorldError, Driver, HugePages, Rank, Vendor, World,
+    WorldConfig, WorldShape,
+};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{LentMemory, Node, NodeConfig};
-use moontide_types::{Epoch, ErrorCode, Generation, SegmentId, SlotId};
+use moontide_types::ErrorCode;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
@@ -28,36 +31,10 @@ const ADDRESS_AT: u64 = 512;
 const ADDRESS_WORDS: u64 = 9;
 
 /// A record's place as Python has it: rank, segment, generation, slot, epoch, payload_offset, bytes, page_bytes, flag_offset.
-type Words = (u32, u32, u64, u32, u64, u64, u64, u64, u64);
-
-fn words_of(ticket: Ticket) -> Words {
-    (
-        ticket.rank.0,
-        ticket.segment.0,
-        ticket.generation.0,
-        ticket.slot.0,
-        ticket.epoch.bits(),
-        ticket.payload_offset,
-        ticket.bytes,
-        ticket.page_bytes,
-        ticket.flag_offset,
-    )
-}
+type Words = [u64; 9];
 
 fn ticket_of(words: Words) -> PyResult<Ticket> {
-    let (rank, segment, generation, slot, epoch, payload_offset, bytes, page_bytes, flag_offset) = words;
-    let epoch = Epoch::from_bits(epoch).map_err(|_| errors::argument(format!("{epoch} is no epoch")))?;
-    Ok(Ticket {
-        rank: Rank(rank),
-        segment: SegmentId(segment),
-        generation: Generation(generation),
-        slot: SlotId(slot),
-        epoch,
-        payload_offset,
-        bytes,
-        page_bytes,
-        flag_offset,
-    })
+    Ticket::from_words(words).ok_or_else(|| errors::argument("these are not a ticket's numbers"))
 }
 
 /// A rank of a world whose memory all of them write and read: the ground of ``moontide.nano.NanoKVCache``.
@@ -81,6 +58,7 @@ struct Inside {
 /// Why a rank does not come up.
 enum Failed {
     World(moontide_heap::WorldError),
+    Device(DeviceWorldError),
     Hop(HopError),
     Other(ErrorCode, String),
 }
@@ -95,7 +73,10 @@ impl Failed {
     fn raise(self, py: Python<'_>) -> PyErr {
         match self {
             Failed::World(error) => errors::world(py, &error),
-            Failed::Hop(HopError::Wait(error)) => errors::wait(py, error),
+            Failed::Device(DeviceWorldError::Wait(error)) | Failed::Hop(HopError::Wait(error)) => {
+                errors::join(py, error)
+            }
+            Failed::Device(error) => errors::other(py, ErrorCode::DeviceError, error),
             Failed::Hop(HopError::Store(error)) => errors::store(py, &error),
             Failed::Hop(error) => errors::argument(error),
             Failed::Other(code, message) => errors::other(py, code, message),
@@ -109,11 +90,39 @@ struct Settings {
     rank: Rank,
     ranks: u32,
     memory_bytes: u64,
+    /// Where the records are to be, if not in memory of the host.
+    device: Option<(Vendor, u32)>,
     slot_bytes: u64,
     groups: u16,
     watermarks: (f64, f64),
     write_timeout: Duration,
     timeout: Duration,
+}
+
+/// `cuda`, `cuda:1`, `hip:0`: a vendor and a device's number in this process.
+fn device_of(name: &str) -> PyResult<(Vendor, u32)> {
+    let (vendor, number) = name.split_once(':').unwrap_or((name, "0"));
+    let vendor = match vendor {
+        "cuda" => Some(Vendor::Cuda),
+        "hip" => Some(Vendor::Hip),
+        _ => None,
+    };
+    let found = vendor.zip(number.parse().ok());
+    found.ok_or_else(|| errors::argument(format!("device is 'cuda:N' or 'hip:N', not {name:?}")))
+}
+
+/// This rank's part of all ranks' memory on their devices.
+fn join_device(
+    world: &World,
+    path: &Path,
+    (vendor, device): (Vendor, u32),
+    timeout: Duration,
+) -> Result<Arc<DeviceWorld>, Failed> {
+    let driver = Driver::load(vendor, None).map_err(|error| Failed::Device(error.into()))?;
+    let region = DeviceConfig { device, bytes: world.shape().bytes, peers: &[], sharing: None };
+    let config = DeviceWorldConfig { path, region, timeout };
+    // SAFETY: as for the world itself.
+    unsafe { DeviceWorld::join(world, driver, &config) }.map(Arc::new).map_err(Failed::Device)
 }
 
 /// A share in thousandths; what is no share is refused by the master.
@@ -122,13 +131,20 @@ fn permille(share: f64) -> u16 {
 }
 
 fn start(settings: Settings) -> Result<(Inside, String), Failed> {
-    let Settings { path, rank, ranks, memory_bytes, slot_bytes, groups, watermarks, write_timeout, timeout } =
-        settings;
+    let Settings { path, rank, ranks, memory_bytes, device, slot_bytes, groups, .. } = settings;
+    let Settings { watermarks, write_timeout, timeout, .. } = settings;
     let until = Instant::now() + timeout;
     let shape = WorldShape { ranks, bytes: moontide_client::Hop::region_bytes(memory_bytes, slot_bytes) };
-    let config = WorldConfig { path, rank, shape, huge: HugePages::IfAllowed, timeout };
+    let config = WorldConfig { path: path.clone(), rank, shape, huge: HugePages::IfAllowed, timeout };
     // SAFETY: who joins by this module keeps to the rules, and that others do is theirs to keep: its docs say so.
     let world = Arc::new(unsafe { World::join(&config) }.map_err(Failed::World)?);
+    let device = match device {
+        Some(device) => {
+            let left = until.saturating_duration_since(Instant::now());
+            Some(join_device(&world, &path, device, left)?)
+        }
+        None => None,
+    };
     let beside = "127.0.0.1:0".parse().expect("an address");
     let page = world.words(Rank(0), memory_bytes + ADDRESS_AT, ADDRESS_WORDS);
     let server = match rank {
@@ -172,7 +188,12 @@ fn start(settings: Settings) -> Result<(Inside, String), Failed> {
         page[1..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).take(len).collect();
     let master = String::from_utf8_lossy(&bytes).into_owned();
     // SAFETY: the first bytes of the rank's region are for this alone.
-    let memory = unsafe { LentMemory::new(Arc::clone(&world), 0, memory_bytes) };
+    let memory = unsafe {
+        match &device {
+            Some(device) => LentMemory::of_device(Arc::clone(&world), Arc::clone(device), 0, memory_bytes),
+            None => LentMemory::new(Arc::clone(&world), 0, memory_bytes),
+        }
+    };
     let config = NodeConfig {
         master: master.clone(),
         memory_bytes,
@@ -191,7 +212,14 @@ fn start(settings: Settings) -> Result<(Inside, String), Failed> {
     let store = Store::connect(StoreConfig::new(&*master)).map_err(HopError::Store)?;
     let left = until.saturating_duration_since(Instant::now());
     // SAFETY: as above: the rest of the region is for this alone.
-    let hop = unsafe { moontide_client::Hop::open(world, store, memory_bytes, own, left) }?;
+    let hop = unsafe {
+        match device {
+            Some(device) => {
+                moontide_client::Hop::open_on_device(world, device, store, memory_bytes, own, left)
+            }
+            None => moontide_client::Hop::open(world, store, memory_bytes, own, left),
+        }
+    }?;
     Ok((Inside { hop, node: Arc::new(node), _server: server }, master))
 }
 
@@ -213,8 +241,8 @@ impl Hop {
 #[pymethods]
 impl Hop {
     #[new]
-    #[pyo3(signature = (path, rank, ranks, memory_bytes, *, slot_bytes=65536, groups=1, watermarks=(0.95, 0.85),
-        write_timeout=30.0, timeout=30.0))]
+    #[pyo3(signature = (path, rank, ranks, memory_bytes, *, device=None, slot_bytes=65536, groups=1,
+        watermarks=(0.95, 0.85), write_timeout=30.0, timeout=30.0))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         py: Python<'_>,
@@ -222,6 +250,7 @@ impl Hop {
         rank: u32,
         ranks: u32,
         memory_bytes: u64,
+        device: Option<&str>,
         slot_bytes: u64,
         groups: u16,
         watermarks: (f64, f64),
@@ -241,6 +270,7 @@ impl Hop {
             rank,
             ranks,
             memory_bytes,
+            device: device.map(device_of).transpose()?,
             slot_bytes,
             groups,
             watermarks,
@@ -267,10 +297,10 @@ impl Hop {
         &self.master
     }
 
-    /// Where the ranks' regions lie in this process.
+    /// Where the ranks' regions with the records lie in this process.
     #[getter]
-    fn bases(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
-        Ok(self.hop(py)?.world().bases().iter().map(|base| base.addr().get()).collect())
+    fn bases(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        Ok(self.hop(py)?.bases())
     }
 
     /// Used, being given back, and all bytes of this rank's memory.
@@ -297,8 +327,8 @@ impl Hop {
     ) -> PyResult<HopPush> {
         let name = key(name)?;
         let push = self.call(py, |hop| hop.open_for_write(name, bytes, page_bytes, owner.map(Rank)))?;
-        let (ticket, address, word) = (push.ticket(), push.address().unwrap_or(0), push.word_address());
-        Ok(HopPush { push: OfProcess::new(Arc::new(push)), ticket, address, word })
+        let (ticket, address) = (push.ticket(), push.address().unwrap_or(0));
+        Ok(HopPush { push: OfProcess::new(Arc::new(push)), ticket, address })
     }
 
     /// A complete object, which stays where it is until it is released; None if there is none.
@@ -315,11 +345,7 @@ impl Hop {
 
     /// A cell in which kernels of this process name what they read of a rank's memory.
     fn kernel_cell(&self, py: Python<'_>, rank: u32) -> PyResult<HopCell> {
-        let cell = self.call(py, |hop| {
-            let cut = hop.cut(Rank(rank));
-            let cut = cut.ok_or(StoreError::Argument { what: "rank", rule: "one of the world" })?;
-            hop.store().kernel_cell(cut.node)
-        })?;
+        let cell = self.call(py, |hop| hop.kernel_cell(Rank(rank)))?;
         let address = cell.address();
         Ok(HopCell { held: OfProcess::new(cell), address })
     }
@@ -328,7 +354,7 @@ impl Hop {
     #[staticmethod]
     fn cell_name(ticket: Words) -> PyResult<u64> {
         let ticket = ticket_of(ticket)?;
-        Ok(KernelCell::name(ticket.segment, ticket.slot))
+        Ok(SightCell::name(ticket.segment, ticket.slot))
     }
 
     /// Ends the node, and on rank 0 the master. A second time it does nothing.
@@ -344,8 +370,7 @@ impl Hop {
 pub(crate) struct HopPush {
     push: OfProcess<Arc<Push>>,
     ticket: Ticket,
-    address: usize,
-    word: usize,
+    address: u64,
 }
 
 impl HopPush {
@@ -359,19 +384,20 @@ impl HopPush {
     /// The numbers by which others wait for it.
     #[getter]
     fn ticket(&self) -> Words {
-        words_of(self.ticket)
+        self.ticket.words()
     }
 
     /// Where the bytes go, in this process.
     #[getter]
-    fn address(&self, py: Python<'_>) -> PyResult<usize> {
+    fn address(&self, py: Python<'_>) -> PyResult<u64> {
         self.push(py).map(|_| self.address)
     }
 
-    /// Where the record's word is, in this process.
+    /// Where kernels of this process find the word of the record's header; None if its device cannot see it.
     #[getter]
-    fn word_address(&self, py: Python<'_>) -> PyResult<usize> {
-        self.push(py).map(|_| self.word)
+    fn word_address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        let push = self.push(py)?;
+        py.detach(|| push.word_address()).map_err(|error| errors::store(py, &error))
     }
 
     /// Seconds until the reservation ends.
@@ -383,7 +409,9 @@ impl HopPush {
     /// Whether all pages are there.
     #[getter]
     fn complete(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.push(py)?.progress() == Progress::Complete)
+        let push = self.push(py)?;
+        let progress = py.detach(|| push.progress()).map_err(|error| errors::store(py, &error))?;
+        Ok(progress == Progress::Complete)
     }
 
     /// Writes all pages, from this process.
@@ -401,23 +429,65 @@ impl HopPush {
         written.map_err(|error| errors::store(py, &error))
     }
 
+    /// Writes one page, from this process.
+    fn write_page(&self, py: Python<'_>, page: u32, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (push, source) = (self.push(py)?, Source::of(value)?);
+        let bytes = source.bytes();
+        py.detach(|| push.write_page(page, bytes)).map(drop).map_err(|error| errors::store(py, &error))
+    }
+
+    /// Writes all pages from memory of a device, at this address of this process. Waits for kernels that this process has
+    /// under way there.
+    fn write_from_device(&self, py: Python<'_>, address: u64, bytes: u64) -> PyResult<()> {
+        let (push, ticket) = (self.push(py)?, self.ticket);
+        if bytes != ticket.bytes {
+            return Err(errors::argument(format!("{bytes} bytes for a plan of {}", ticket.bytes)));
+        }
+        let written = py.detach(|| {
+            push.settle()?;
+            (0..ticket.pages()).try_for_each(|page| {
+                let at = u64::from(page) * ticket.page_bytes;
+                let len = ticket.page_bytes.min(bytes - at);
+                // SAFETY: the caller has them in memory of a device, as kernels' arguments are.
+                unsafe { push.write_page_from_device(page, address + at, len) }.map(drop)
+            })
+        });
+        written.map_err(|error| errors::store(py, &error))
+    }
+
     /// Makes it an object of the store. `False` if that was done before, or the plan was given back.
     fn commit(&self, py: Python<'_>) -> PyResult<bool> {
         // One that is not complete is kept: kernels may still be writing.
-        let may_end =
-            |push: &Arc<Push>| Arc::strong_count(push) == 1 && push.progress() == Progress::Complete;
-        let push = match self.push.take_if(may_end) {
-            Ok(Some(push)) => Arc::into_inner(push).expect("nobody else has it, and nobody gets it any more"),
-            Ok(None) => {
-                let message = "not all pages are there; wait for the kernels that write them";
-                return Err(errors::other(py, ErrorCode::NotReady, message));
-            }
+        let progress = match self.push.with(Arc::clone) {
+            Ok(push) => py.detach(|| push.progress()).map_err(|error| errors::store(py, &error))?,
             Err(Gone::Closed) => return Ok(false),
             Err(why) => return Err(gone(py, "plan", why)),
+        };
+        if progress != Progress::Complete {
+            let message = "not all pages are there; wait for the kernels that write them";
+            return Err(errors::other(py, ErrorCode::NotReady, message));
+        }
+        let push = loop {
+            match self.push.take_if(|push| Arc::strong_count(push) == 1) {
+                Ok(Some(push)) => {
+                    break Arc::into_inner(push).expect("nobody else has it, or gets it any more");
+                }
+                // All pages are there, so whoever has it is about to return: it looks, or was refused a page.
+                Ok(None) => {
+                    py.check_signals()?;
+                    py.detach(|| std::thread::sleep(Duration::from_micros(20)));
+                }
+                Err(Gone::Closed) => return Ok(false),
+                Err(why) => return Err(gone(py, "plan", why)),
+            }
         };
         match py.detach(|| push.commit()) {
             Ok(_) => Ok(true),
             Err(NotCommitted::Store(error)) => Err(errors::store(py, &error)),
+            Err(NotCommitted::Unknown(push, error)) => {
+                py.detach(|| drop(push));
+                Err(errors::store(py, &error))
+            }
             Err(error @ NotCommitted::Incomplete(_)) => Err(errors::other(py, ErrorCode::NotReady, error)),
         }
     }
@@ -435,15 +505,20 @@ impl HopPush {
 pub(crate) struct HopAwaited {
     awaited: OfProcess<Arc<Mutex<Awaited>>>,
     ticket: Ticket,
-    address: usize,
-    word: usize,
+    address: u64,
 }
 
 impl HopAwaited {
     fn new(awaited: Awaited) -> HopAwaited {
-        let (ticket, word) = (awaited.ticket(), awaited.word_address());
-        let address = awaited.address().unwrap_or(0);
-        HopAwaited { awaited: OfProcess::new(Arc::new(Mutex::new(awaited))), ticket, address, word }
+        let (ticket, address) = (awaited.ticket(), awaited.address().unwrap_or(0));
+        HopAwaited { awaited: OfProcess::new(Arc::new(Mutex::new(awaited))), ticket, address }
+    }
+
+    fn copied(py: Python<'_>, copied: Result<bool, StoreError>) -> PyResult<()> {
+        match copied.map_err(|error| errors::store(py, &error))? {
+            true => Ok(()),
+            false => Err(errors::other(py, ErrorCode::NotReady, "the record is not complete; wait for it")),
+        }
     }
 }
 
@@ -452,26 +527,28 @@ impl HopAwaited {
     /// The numbers by which it was found.
     #[getter]
     fn ticket(&self) -> Words {
-        words_of(self.ticket)
+        self.ticket.words()
     }
 
     /// Where the bytes are, in this process.
     #[getter]
-    fn address(&self, py: Python<'_>) -> PyResult<usize> {
+    fn address(&self, py: Python<'_>) -> PyResult<u64> {
         self.awaited.with(|_| self.address).map_err(|why| gone(py, "record", why))
     }
 
-    /// Where the record's word is, in this process.
+    /// Where kernels of this process find the word of the record's header; None if its device cannot see it.
     #[getter]
-    fn word_address(&self, py: Python<'_>) -> PyResult<usize> {
-        self.awaited.with(|_| self.word).map_err(|why| gone(py, "record", why))
+    fn word_address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        let awaited = self.awaited.with(Arc::clone).map_err(|why| gone(py, "record", why))?;
+        py.detach(|| awaited.lock().word_address()).map_err(|error| errors::store(py, &error))
     }
 
     /// "complete", "not yet", or "gone".
     #[getter]
     fn progress(&self, py: Python<'_>) -> PyResult<&'static str> {
-        let progress = self.awaited.with(|awaited| awaited.lock().progress());
-        Ok(match progress.map_err(|why| gone(py, "record", why))? {
+        let awaited = self.awaited.with(Arc::clone).map_err(|why| gone(py, "record", why))?;
+        let progress = py.detach(|| awaited.lock().progress());
+        Ok(match progress.map_err(|error| errors::store(py, &error))? {
             Progress::Complete => "complete",
             Progress::NotYet => "not yet",
             Progress::Gone => "gone",
@@ -488,10 +565,19 @@ impl HopAwaited {
             return Err(errors::argument(message));
         }
         let copied = py.detach(|| awaited.lock().copy_into(space));
-        match copied {
-            true => Ok(()),
-            false => Err(errors::other(py, ErrorCode::NotReady, "the record is not complete; wait for it")),
+        HopAwaited::copied(py, copied)
+    }
+
+    /// Copies the bytes of a record that is complete into memory of a device, at this address of this process.
+    fn copy_to_device(&self, py: Python<'_>, address: u64, bytes: u64) -> PyResult<()> {
+        let awaited = self.awaited.with(Arc::clone).map_err(|why| gone(py, "record", why))?;
+        if bytes != self.ticket.bytes {
+            let message = format!("{bytes} bytes of room for a record of {}", self.ticket.bytes);
+            return Err(errors::argument(message));
         }
+        // SAFETY: the caller has room for them in memory of a device, as kernels' arguments are.
+        let copied = py.detach(|| unsafe { awaited.lock().copy_to_device(address) });
+        HopAwaited::copied(py, copied)
     }
 
     /// Lets go of it. A second time it does nothing.
@@ -505,20 +591,21 @@ impl HopAwaited {
 #[pyclass(module = "moontide._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct HopCell {
-    held: OfProcess<KernelCell>,
-    address: usize,
+    held: OfProcess<SightCell>,
+    address: u64,
 }
 
 #[pymethods]
 impl HopCell {
     /// Where it is, in this process.
     #[getter]
-    fn address(&self, py: Python<'_>) -> PyResult<usize> {
+    fn address(&self, py: Python<'_>) -> PyResult<u64> {
         self.held.with(|_| self.address).map_err(|why| gone(py, "cell", why))
     }
 
-    /// Gives it back. No kernel may use it any more.
-    fn close(&self) {
-        drop(self.held.take());
+    /// Gives it back, when kernels of this process have ended.
+    fn close(&self, py: Python<'_>) {
+        let held = self.held.take();
+        py.detach(|| drop(held));
     }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,12 +16,25 @@ from typing import Any
 ANSWER_MAX_S = 120.0
 
 
+def drivers() -> dict[str, str]:
+    """Variables by which the fake driver is taken for both vendors' (docs/devices.md). Who touches its devices' memory by other
+    means than copies dies."""
+    fake = os.environ.get("MOONTIDE_FAKE_DRIVER_LIB")
+    if fake is None:
+        return {}
+    wishes = os.environ.get("MOONTIDE_FAKE_DRIVER", "blind=1")
+    return {"MOONTIDE_CUDA_LIB": fake, "MOONTIDE_HIP_LIB": fake, "MOONTIDE_FAKE_DRIVER": wishes}
+
+
 class Rank:
     """A rank, from the test's side."""
 
     def __init__(self, path: Path, rank: int, ranks: int, **settings: Any) -> None:
         words = [sys.executable, __file__, json.dumps({"path": str(path), "rank": rank, "ranks": ranks} | settings)]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        environment = os.environ | drivers()
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        )
 
     def tell(self, code: str, **names: Any) -> None:
         assert self.process.stdin is not None

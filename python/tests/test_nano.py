@@ -21,13 +21,23 @@ from moontide.nano import NanoKVCache, NotReady, Ticket
 World = Callable[..., list[Rank]]
 
 
+@pytest.fixture(params=["host", "cuda", "hip"])
+def memory(request: pytest.FixtureRequest) -> str:
+    """Where the records are: in the host's memory, or in a device's, as the fake driver has it (docs/devices.md)."""
+    if request.param != "host" and "MOONTIDE_FAKE_DRIVER_LIB" not in os.environ:
+        pytest.skip("MOONTIDE_FAKE_DRIVER_LIB does not name the fake driver")
+    return str(request.param)
+
+
 @pytest.fixture
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(memory: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Starts ranks, and ends them."""
     started: list[Rank] = []
 
     def start(ranks: int, **settings: Any) -> list[Rank]:
         path = tmp_path_factory.mktemp("n") / "w"
+        if memory != "host":
+            settings["device"] = memory
         started.extend(Rank(path, rank, ranks, **settings) for rank in range(ranks))
         assert [rank.hear() for rank in started] == ["ready"] * ranks
         return started
@@ -91,6 +101,34 @@ def test_a_consumer_waits_for_pages_that_are_on_their_way(world: World) -> None:
     """
     assert consumer.run(found) == [True, True]
     assert producer.run('cache.commit("k"); out = cache.stats()["committed"]') == 1, "a second commit does nothing"
+
+
+def test_pages_come_one_by_one_and_each_once(world: World) -> None:
+    producer, consumer = world(2)
+    code = """
+        plan = cache.open_for_write("k", 600_000, preferred_segment=1)
+        value = noise(4, 600_000)
+        pages = [value[at : at + plan.page_bytes] for at in range(0, 600_000, plan.page_bytes)]
+        plan.write_page(2, pages[2])
+        out = [packed(plan.ticket), plan.complete]
+        for wrong in ((2, pages[2]), (3, pages[0]), (1, pages[1][:-1])):
+            try:
+                plan.write_page(*wrong)
+            except moontide.InvalidArgument:
+                out.append("refused")
+    """
+    packed, *said = producer.run(code)
+    assert said == [False, "refused", "refused", "refused"]
+    expecting = "meta = cache.expect(ticket_of(packed_ticket)); out = meta.ready"
+    assert consumer.run(expecting, packed_ticket=packed) is False
+    assert producer.run("plan.write_page(0, pages[0]); plan.write_page(1, pages[1]); out = plan.complete") is True
+    code = """
+        meta.wait(30)
+        room = numpy.zeros(600_000, numpy.uint8)
+        meta.copy_into(room)
+        out = bool((room == noise(4, 600_000)).all())
+    """
+    assert consumer.run(code) is True
 
 
 def test_a_producer_that_is_killed_gives_its_place_back(world: World) -> None:
@@ -225,11 +263,21 @@ def test_eviction_by_hand(world: World) -> None:
     assert left == list(range(12 - len(left), 12)), "the oldest go first"
 
 
-def test_any_store_is_a_client_of_the_same_objects(world: World) -> None:
+def test_any_store_is_a_client_of_the_same_objects(world: World, memory: str) -> None:
     first, second = world(2)
-    master = first.run('cache.put("k", b"from a rank"); out = cache.store.master')
+    master = first.run('cache.put("k", noise(1, 700_001), preferred_segment=1); out = cache.store.master')
+    sent = first.run("out = noise(1, 700_001).tobytes().hex()")
+    for local in (True, False):
+        with moontide.Store(master, local=local) as store:
+            assert store.get("k") == bytes.fromhex(sent)
+    if memory != "host":
+        # No node has memory for what is not pushed.
+        with moontide.Store(master, deadline=0.5) as store, pytest.raises(moontide.NoSpace):
+            store.put("other", b"from a store")
+        assert first.run("out = cache.store.stat('k')['places'][0]['medium']") == "device"
+        assert second.run("out = bytes(cache.store.get('k')) == noise(1, 700_001).tobytes()") is True
+        return
     with moontide.Store(master) as store:
-        assert store.get("k") == b"from a rank"
         store.put("other", b"from a store")
     code = """
         with cache.get_location("other") as meta:

@@ -7,6 +7,7 @@
 use std::path::Path;
 
 use crate::command::{Command, CommandError};
+use crate::fakedriver;
 use crate::machine::Machine;
 use crate::venv::{Venv, Version};
 use crate::wheel::{self, WheelError, Wheels};
@@ -41,10 +42,11 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<(
     let Wheels { moontide, compat } = wheel::run(root, machine, &wheel::Options::default())?;
     let engines = root.join(&machine.target_dir).join("engines");
     let folder = engines.to_string_lossy();
+    let driver = fakedriver::build(root, machine)?;
     for command in [
         Command::new(python, &["-B", "python/e2e/install.py", &folder]),
         install(&engines, &moontide, &compat),
-        pytest(root, &engines, options),
+        pytest(root, &engines, options, &driver),
     ] {
         println!("$ {command}");
         command.run(root)?;
@@ -60,7 +62,7 @@ fn install(engines: &Path, moontide: &Path, compat: &Path) -> Command {
     Command::new(&Venv::existing(engines.join("tools")).path("bin/uv"), &words)
 }
 
-fn pytest(root: &Path, engines: &Path, options: &Options) -> Command {
+fn pytest(root: &Path, engines: &Path, options: &Options, driver: &str) -> Command {
     let venv = Venv::existing(engines.join("venv"));
     let mut words = vec!["-B", "-m", "pytest", "python/e2e", "-v", "-s", "-p", "no:cacheprovider"];
     if !options.full && options.only.is_none() {
@@ -72,7 +74,10 @@ fn pytest(root: &Path, engines: &Path, options: &Options) -> Command {
     // SGLang calls programs of its environment by name; the shim lets it run where there is no GPU.
     let path = format!("{}:{}", venv.path("bin"), std::env::var("PATH").unwrap_or_default());
     let shim = root.join("python/e2e/shim").to_string_lossy().into_owned();
-    Command::new(&venv.path("bin/python"), &words).env("PATH", &path).env("PYTHONPATH", &shim)
+    Command::new(&venv.path("bin/python"), &words)
+        .env("PATH", &path)
+        .env("PYTHONPATH", &shim)
+        .env(fakedriver::VARIABLE, driver)
 }
 
 #[cfg(test)]
@@ -81,8 +86,9 @@ mod tests {
 
     #[test]
     fn the_short_ones_are_run_unless_more_is_wanted() {
-        let line =
-            |options: &Options| pytest(Path::new("/w"), Path::new("/w/target/engines"), options).to_string();
+        let line = |options: &Options| {
+            pytest(Path::new("/w"), Path::new("/w/target/engines"), options, "/w/fake.so").to_string()
+        };
         assert!(line(&Options::default()).contains("-m short"));
         assert!(line(&Options::default()).contains("PYTHONPATH=/w/python/e2e/shim"));
         assert!(!line(&Options { full: true, only: None }).contains("short"));

@@ -9,6 +9,7 @@ use std::io;
 use std::path::Path;
 
 use crate::command::{Command, CommandError};
+use crate::fakedriver;
 use crate::machine::Machine;
 use crate::venv::{self, Interpreter, Venv, VenvError, Version};
 use crate::wheel::{self, WheelError, Wheels};
@@ -83,6 +84,7 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<(
         let (interpreter, _) = chosen.last().ok_or(PythonError::NoInterpreter)?;
         return test_torch(root, &scratch, &tools, &wheels, interpreter);
     }
+    let driver = fakedriver::build(root, machine)?;
     for (interpreter, suite) in &chosen {
         println!("\n-- Python {}", interpreter.version);
         let venv = Venv::empty(root, interpreter, scratch.join(format!("test-{}", interpreter.version)))?;
@@ -95,7 +97,7 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<(
             check_types(root, &scratch, &venv)?;
         }
         let marks = if *suite == Suite::Full { "not torch" } else { "smoke and not torch" };
-        pytest(root, &scratch, &venv, marks)?;
+        pytest(root, &scratch, &venv, marks, Some(&driver))?;
     }
     Ok(())
 }
@@ -174,14 +176,24 @@ fn check_types(root: &Path, scratch: &Path, venv: &Venv) -> Result<(), PythonErr
     tell(root, &Command::new(&venv.path("bin/python"), &stubtest).env("MYPY_CACHE_DIR", &cache))
 }
 
-fn pytest(root: &Path, scratch: &Path, venv: &Venv, marks: &str) -> Result<(), PythonError> {
+fn pytest(
+    root: &Path,
+    scratch: &Path,
+    venv: &Venv,
+    marks: &str,
+    driver: Option<&str>,
+) -> Result<(), PythonError> {
     let (bin, cache) = (venv.path("bin"), scratch.join("pytest"));
     // `moontide` in a test is the installed one. Nothing is written beside the sources.
     let line = format!(
         "PATH='{bin}':$PATH exec timeout {TIME_MAX} pytest -q -m '{marks}' -o cache_dir='{}' python/tests",
         cache.display()
     );
-    tell(root, &Command::new("sh", &["-c", &line]).env("PYTHONDONTWRITEBYTECODE", "1"))
+    let mut command = Command::new("sh", &["-c", &line]).env("PYTHONDONTWRITEBYTECODE", "1");
+    if let Some(driver) = driver {
+        command = command.env(fakedriver::VARIABLE, driver);
+    }
+    tell(root, &command)
 }
 
 /// Torch is large: its environment stays, and only our wheels in it are new.
@@ -212,7 +224,7 @@ fn test_torch(
     let ours = [wheels.moontide.to_string_lossy(), wheels.compat.to_string_lossy()];
     let again = ["--no-index", "--force-reinstall", "--no-deps", &ours[0], &ours[1]];
     tools.install_into(&venv, root, &again)?;
-    pytest(root, scratch, &venv, "torch")
+    pytest(root, scratch, &venv, "torch", None)
 }
 
 fn tell(root: &Path, command: &Command) -> Result<(), PythonError> {

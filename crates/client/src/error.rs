@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use moontide_heap::DeviceError;
 use moontide_proto::convert::ConvertError;
 use moontide_transfer::TransferError;
 use moontide_types::{ErrorCode, KeyError, NodeId};
@@ -104,6 +105,9 @@ pub enum StoreError {
         /// How many may wait.
         limit: usize,
     },
+    /// A device, or its driver.
+    #[error(transparent)]
+    Device(Arc<DeviceError>),
     /// Something of the operating system.
     #[error("{what}: {why}")]
     System {
@@ -112,6 +116,12 @@ pub enum StoreError {
         /// What came of it.
         why: Arc<str>,
     },
+}
+
+impl From<DeviceError> for StoreError {
+    fn from(error: DeviceError) -> StoreError {
+        StoreError::Device(Arc::new(error))
+    }
 }
 
 impl StoreError {
@@ -131,6 +141,7 @@ impl StoreError {
             StoreError::Key(_) => ErrorCode::InvalidArgument,
             StoreError::Answer(_) => ErrorCode::Unsupported,
             StoreError::Overloaded { .. } => ErrorCode::Busy,
+            StoreError::Device(_) => ErrorCode::DeviceError,
             StoreError::System { .. } => ErrorCode::Internal,
         }
     }

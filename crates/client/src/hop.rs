@@ -14,23 +14,44 @@
 //!     commit: an object of the store, for everybody
 //! ```
 //!
+//! The records may also be in memory of devices, at the same offsets of a [`DeviceWorld`]'s regions, and so may their flags; the page
+//! about them, and what the nodes write, stay in the world's ([`Hop::open_on_device`]).
+//!
 //! What follows from the rules of the store: a producer that dies gives back what it had, a consumer's memory is not
 //! used again while it waits or reads, and one that comes late with an old ticket gets nothing. Kernels do the same by
 //! addresses: [`Push::address`], [`Awaited::address`] and the offsets in a [`Ticket`].
+//!
+//! | file | what |
+//! |---|---|
+//! | `ticket` | [`Ticket`] |
+//! | `push` | [`Push`]: the producer's end of a record |
+//! | `awaited` | [`Awaited`], [`Arrived`]: the consumer's |
+//! | `ground` | where bytes and flags are, and how they are reached |
+//! | `sight` | what kernels see of the host's memory: header words and ledger cells |
+
+mod awaited;
+mod ground;
+mod push;
+mod sight;
+mod ticket;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use moontide_heap::{Counted, FLAG_BYTES, Flag, Progress, Rank, SharedStay, WaitError, World};
+pub use awaited::{Arrived, Awaited, Wait};
+use ground::Ground;
+use moontide_heap::{DeviceWorld, FLAG_BYTES, Rank, WaitError, World};
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::State;
-use moontide_types::{Epoch, ErrorCode, Generation, NodeId, SegmentId, SlotId, Span};
+use moontide_types::{ErrorCode, NodeId, SegmentId, SlotId, Span};
+pub use push::{NotCommitted, Push};
+pub use sight::SightCell;
+pub use ticket::Ticket;
 
 use crate::config::PutOptions;
 use crate::error::StoreError;
-use crate::in_place::{PlaceOf, PlanInPlace};
-use crate::put::Put;
+use crate::in_place::PlaceOf;
 use crate::store::Store;
 
 const PAGE_BYTES: u64 = 4096;
@@ -78,43 +99,6 @@ impl Cut {
     }
 }
 
-/// Where a record is that is being written, for a process that waits for it. Its numbers may travel by any means: what
-/// does not fit is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ticket {
-    /// Whose memory it lies in.
-    pub rank: Rank,
-    /// The segment.
-    pub segment: SegmentId,
-    /// Which incarnation of it.
-    pub generation: Generation,
-    /// The slot.
-    pub slot: SlotId,
-    /// The version.
-    pub epoch: Epoch,
-    /// Where the bytes lie in the rank's region.
-    pub payload_offset: u64,
-    /// How many.
-    pub bytes: u64,
-    /// Bytes of a page; the last one may be shorter.
-    pub page_bytes: u64,
-    /// Where the flag lies in the rank's region.
-    pub flag_offset: u64,
-}
-
-impl Ticket {
-    /// How many pages.
-    pub fn pages(&self) -> u32 {
-        u32::try_from(self.bytes.div_ceil(self.page_bytes.max(1))).unwrap_or(u32::MAX)
-    }
-
-    /// Bytes of the last page.
-    pub fn last_page_bytes(&self) -> u64 {
-        let before = u64::from(self.pages()).saturating_sub(1).saturating_mul(self.page_bytes);
-        self.bytes.saturating_sub(before)
-    }
-}
-
 /// Why ranks cannot push.
 #[derive(Debug, thiserror::Error)]
 pub enum HopError {
@@ -131,6 +115,14 @@ pub enum HopError {
         /// Bytes per slot.
         slot_bytes: u64,
     },
+    /// The devices' world is not this one's.
+    #[error("the devices' regions have {found} bytes, the world's {needed}: join both as the same ranks, and as long as each other")]
+    DeviceWorld {
+        /// What there is.
+        found: u64,
+        /// What is needed.
+        needed: u64,
+    },
     /// A rank has another layout, or none.
     #[error("rank {0} has not set up its memory in the same way: all ranks open it with the same settings")]
     Other(Rank),
@@ -145,7 +137,7 @@ pub enum HopError {
 /// A rank's access to the memory of all.
 #[derive(Clone, Debug)]
 pub struct Hop {
-    world: Arc<World>,
+    ground: Ground,
     store: Store,
     memory_bytes: u64,
     cuts: Arc<[Cut]>,
@@ -171,6 +163,40 @@ impl Hop {
         own: Cut,
         timeout: Duration,
     ) -> Result<Hop, HopError> {
+        Hop::open_on(Ground::of_host(world), store, memory_bytes, own, timeout)
+    }
+
+    /// As [`Hop::open`], with the records' bytes and their flags in the ranks' regions of `device`, which are at least as long
+    /// as the world's.
+    ///
+    /// # Safety
+    /// As [`Hop::open`], in both worlds.
+    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
+    pub unsafe fn open_on_device(
+        world: Arc<World>,
+        device: Arc<DeviceWorld>,
+        store: Store,
+        memory_bytes: u64,
+        own: Cut,
+        timeout: Duration,
+    ) -> Result<Hop, HopError> {
+        let shape = world.shape();
+        let (ranks, found) = (device.bases().len(), device.region(device.rank()).len());
+        if found < shape.bytes || ranks != shape.ranks as usize || device.rank() != world.rank() {
+            return Err(HopError::DeviceWorld { found, needed: shape.bytes });
+        }
+        let ground = Ground::of_device(world, device)?;
+        Hop::open_on(ground, store, memory_bytes, own, timeout)
+    }
+
+    fn open_on(
+        ground: Ground,
+        store: Store,
+        memory_bytes: u64,
+        own: Cut,
+        timeout: Duration,
+    ) -> Result<Hop, HopError> {
+        let world = ground.world();
         let region_bytes = world.shape().bytes;
         if !own.fits(memory_bytes, region_bytes) {
             let slot_bytes = memory_bytes / own.slots_all().max(1);
@@ -194,12 +220,17 @@ impl Hop {
             if is_well { Ok(cut) } else { Err(HopError::Other(Rank(number))) }
         };
         let cuts = (0..world.shape().ranks).map(cut_of).collect::<Result<_, _>>()?;
-        Ok(Hop { world, store, memory_bytes, cuts })
+        Ok(Hop { ground, store, memory_bytes, cuts })
     }
 
     /// The world.
     pub fn world(&self) -> &Arc<World> {
-        &self.world
+        self.ground.world()
+    }
+
+    /// Where the ranks' regions with the records lie in this process, for kernels.
+    pub fn bases(&self) -> Vec<u64> {
+        self.ground.bases()
     }
 
     /// The store, for everything that is not in here.
@@ -227,23 +258,22 @@ impl Hop {
         owner: Option<Rank>,
     ) -> Result<Push, StoreError> {
         let wrong = |what, rule| Err(StoreError::Argument { what, rule });
-        let Some(cut) = self.cut(owner.unwrap_or(self.world.rank())) else {
+        let Some(cut) = self.cut(owner.unwrap_or(self.world().rank())) else {
             return wrong("owner", "a rank of the world");
         };
         if !are_pages(bytes, page_bytes) {
             return wrong("page_bytes", PAGES_RULE);
         }
         let options = PutOptions { prefer: Some(cut.node), ..PutOptions::default() };
-        let plan = self.store.open_in_place(key, bytes, &options)?;
+        let plan = self.store.open_in_place_in(self.ground.medium(), key, bytes, &options)?;
         let (place, stripe) = (plan.place(), plan.stripe());
         // Another node of this host may have been the one with room.
         let rank = self.rank_of(place.node).ok_or(StoreError::refused(ErrorCode::NoSpace))?;
         let ticket = self.ticket(rank, place, stripe.payload_offset, bytes, page_bytes);
         let ticket = ticket.ok_or(StoreError::refused(ErrorCode::Internal))?;
         let span = Span::new(stripe.payload_offset, bytes).ok_or(StoreError::refused(ErrorCode::Internal))?;
-        self.world.flag(rank, ticket.flag_offset).prepare(ticket.epoch, ticket.pages(), span);
-        let written = (0..ticket.pages()).map(|_| AtomicBool::new(false)).collect();
-        Ok(Push { world: Arc::clone(&self.world), plan, ticket, written })
+        self.ground.prepare(&ticket, span)?;
+        Ok(Push::new(self.ground.clone(), plan, ticket))
     }
 
     fn ticket(
@@ -303,7 +333,7 @@ impl Hop {
                 slot: stripe.slot,
                 epoch: location.epoch,
             };
-            (stripe.medium == crate::Medium::Memory)
+            (stripe.medium == self.ground.medium())
                 .then(|| self.ticket(rank, place, stripe.payload_offset, stripe.len, page_bytes))?
         };
         Ok(location.stripes.iter().find_map(of))
@@ -324,6 +354,7 @@ impl Hop {
         let start = u64::from(ticket.segment.0).checked_mul(cut.segment_bytes).ok_or_else(wrong)?;
         let offset = ticket.payload_offset.checked_sub(start).ok_or_else(wrong)?;
         let is_well = ticket.bytes > 0
+            && offset.checked_add(ticket.bytes).is_some_and(|end| end <= cut.segment_bytes)
             && are_pages(ticket.bytes, ticket.page_bytes)
             && cut.flag_at(self.memory_bytes, ticket.segment, ticket.slot) == Some(ticket.flag_offset);
         if !is_well {
@@ -333,10 +364,13 @@ impl Hop {
         let Some(stay) = self.store.stay(place)? else { return Ok(None) };
         // The numbers are somebody's word. Whose bytes these are is said by the record's header once it is complete, and before
         // that by the flag, which its writer got ready before anybody could be told of it.
-        let flag = self.world.flag(ticket.rank, ticket.flag_offset);
-        match stay.complete_span().or_else(|| flag.span(ticket.epoch)) {
+        let found = match stay.complete_span() {
+            Some(found) => Some(found),
+            None => self.ground.span(&ticket)?,
+        };
+        match found {
             Some(found) if found == span => {
-                Ok(Some(Awaited { world: Arc::clone(&self.world), stay, span, ticket }))
+                Ok(Some(Awaited::new(self.ground.clone(), stay, span, ticket)))
             }
             // It ended just now, perhaps before its writer had come that far.
             None if !matches!(stay.state(), Some(State::Writing | State::Ready)) => Ok(None),
@@ -352,214 +386,4 @@ fn are_pages(bytes: u64, page_bytes: u64) -> bool {
     page_bytes > 0
         && page_bytes.is_multiple_of(UNIT_BYTES)
         && u32::try_from(bytes.div_ceil(page_bytes)).is_ok()
-}
-
-/// Why a push has not become an object.
-#[derive(Debug, thiserror::Error)]
-pub enum NotCommitted {
-    /// Pages are missing, and whoever writes them may go on: here it is again.
-    #[error("pages are missing: commit when all of them are there")]
-    Incomplete(Box<Push>),
-    /// The store refused. The place is given back.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-}
-
-/// A record on its way, at the producer. Dropping it gives the place back.
-#[derive(Debug)]
-#[must_use = "a push that is dropped is given back"]
-pub struct Push {
-    world: Arc<World>,
-    plan: PlanInPlace,
-    ticket: Ticket,
-    /// Which pages this process has written: each once.
-    written: Box<[AtomicBool]>,
-}
-
-impl Push {
-    /// What the consumer needs.
-    pub fn ticket(&self) -> Ticket {
-        self.ticket
-    }
-
-    /// When the reservation ends.
-    pub fn until(&self) -> Instant {
-        self.plan.until()
-    }
-
-    /// Where the record's word is in this process.
-    pub fn word_address(&self) -> usize {
-        self.plan.word().addr().get()
-    }
-
-    /// Where the bytes go in this process, for a kernel. It writes each page once, and flags it; then none of
-    /// [`Push::write_page`] is called.
-    pub fn address(&self) -> Option<usize> {
-        self.plan.payload().map(|at| at.addr().get())
-    }
-
-    /// How far it is.
-    pub fn progress(&self) -> Progress {
-        self.flag().progress(self.ticket.epoch)
-    }
-
-    fn flag(&self) -> &Flag {
-        self.world.flag(self.ticket.rank, self.ticket.flag_offset)
-    }
-
-    /// Writes a page, and flags it. Any thread, any order, each page once: a second time, or with another length than the
-    /// page has, it is refused.
-    #[expect(unsafe_code, reason = "memory that other processes map")]
-    pub fn write_page(&self, page: u32, bytes: &[u8]) -> Result<Counted, StoreError> {
-        let wrong = |what, rule| Err(StoreError::Argument { what, rule });
-        let Some(written) = self.written.get(page as usize) else {
-            return wrong("page", "below the number of pages");
-        };
-        let is_last = page as usize + 1 == self.written.len();
-        let expected = if is_last { self.ticket.last_page_bytes() } else { self.ticket.page_bytes };
-        if bytes.len() as u64 != expected {
-            return wrong("the length of a page", "page_bytes, or what is left for the last one");
-        }
-        let Some(payload) = self.plan.payload() else {
-            return Err(StoreError::refused(ErrorCode::Gone));
-        };
-        // Relaxed: it only decides who writes; what was written is ordered by the flag.
-        if written.swap(true, Ordering::Relaxed) {
-            return wrong("page", "written once");
-        }
-        let offset = u64::from(page) * self.ticket.page_bytes;
-        // SAFETY: inside of the record by the lines above. The claim makes the record this process's alone, and the page
-        // is this call's alone by the mark; `bytes` is not part of it, since nobody has a reference to it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                bytes.as_ptr(),
-                payload.as_ptr().add(offset as usize),
-                bytes.len(),
-            );
-        }
-        Ok(self.flag().page_done(self.ticket.epoch))
-    }
-
-    /// Makes it an object like any other. All pages must be flagged.
-    pub fn commit(self) -> Result<Put, NotCommitted> {
-        if self.progress() != Progress::Complete {
-            return Err(NotCommitted::Incomplete(Box::new(self)));
-        }
-        Ok(self.plan.commit()?)
-    }
-}
-
-/// A record that a consumer waits for. Its memory is not used again while this lives.
-#[derive(Debug)]
-pub struct Awaited {
-    world: Arc<World>,
-    stay: SharedStay,
-    span: Span,
-    ticket: Ticket,
-}
-
-/// What became of a wait.
-#[derive(Debug)]
-pub enum Wait {
-    /// All pages are there.
-    Arrived(Arrived),
-    /// Not yet; wait longer, or give up.
-    Late(Awaited),
-    /// The producer has died or given up.
-    Gone,
-}
-
-impl Awaited {
-    /// What is waited for.
-    pub fn ticket(&self) -> Ticket {
-        self.ticket
-    }
-
-    /// Where the bytes are in this process, for a kernel that waits for the flag itself.
-    pub fn address(&self) -> Option<usize> {
-        self.stay.payload(self.span).map(|at| at.addr().get())
-    }
-
-    /// Where the record's word is in this process.
-    pub fn word_address(&self) -> usize {
-        self.stay.word().addr().get()
-    }
-
-    /// How far it is, without waiting.
-    pub fn progress(&self) -> Progress {
-        let flag = self.world.flag(self.ticket.rank, self.ticket.flag_offset);
-        let flagged = || flag.progress(self.ticket.epoch);
-        match (flagged(), self.stay.state()) {
-            (Progress::Complete, _) => Progress::Complete,
-            // Put by other means, without a flag.
-            (_, Some(State::Ready)) => Progress::Complete,
-            (found, Some(State::Writing)) => found,
-            // It was complete and is being committed just now, or there is nobody any more who could complete it.
-            _ if flagged() == Progress::Complete => Progress::Complete,
-            _ => Progress::Gone,
-        }
-    }
-
-    /// Copies the bytes, if all of them are there. `false`: they are not, and nothing was copied.
-    ///
-    /// # Panics
-    /// If the room has another length, or in a forked child.
-    #[expect(unsafe_code, reason = "memory that other processes map")]
-    pub fn copy_into(&self, room: &mut [u8]) -> bool {
-        assert_eq!(room.len() as u64, self.span.len());
-        if self.progress() != Progress::Complete {
-            return false;
-        }
-        let at = self.stay.payload(self.span).expect("it does not survive a fork: get the object again");
-        // SAFETY: in bounds, as `payload` checks. Its pages are complete, says the flag, which nobody raises before, and
-        // nobody writes them again before the stay ends. `room` is elsewhere: nobody has a reference to a record.
-        unsafe { std::ptr::copy_nonoverlapping(at.as_ptr(), room.as_mut_ptr(), room.len()) };
-        true
-    }
-
-    /// Looks at the flag until all pages are there.
-    pub fn wait(self, timeout: Duration) -> Wait {
-        let until = Instant::now() + timeout;
-        let mut looks = 0u32;
-        loop {
-            match self.progress() {
-                Progress::Complete => return Wait::Arrived(Arrived { awaited: self }),
-                Progress::Gone => return Wait::Gone,
-                Progress::NotYet if Instant::now() >= until => return Wait::Late(self),
-                Progress::NotYet => {}
-            }
-            looks += 1;
-            match looks {
-                0..200 => std::hint::spin_loop(),
-                200..400 => std::thread::yield_now(),
-                _ => std::thread::sleep(Duration::from_micros(20)),
-            }
-        }
-    }
-}
-
-/// A record that has arrived, in place.
-#[derive(Debug)]
-pub struct Arrived {
-    awaited: Awaited,
-}
-
-impl Arrived {
-    /// Its bytes.
-    ///
-    /// # Panics
-    /// In a forked child: the memory is not there.
-    #[expect(unsafe_code, reason = "memory that other processes map")]
-    pub fn bytes(&self) -> &[u8] {
-        let Awaited { stay, span, .. } = &self.awaited;
-        let at = stay.payload(*span).expect("it does not survive a fork: get the object again");
-        // SAFETY: in bounds, as `payload` checks. Its pages are complete, says the flag, which nobody raises before, and
-        // nobody writes them again before the stay ends.
-        unsafe { std::slice::from_raw_parts(at.as_ptr(), span.len() as usize) }
-    }
-
-    /// What it was waited for by.
-    pub fn ticket(&self) -> Ticket {
-        self.awaited.ticket
-    }
 }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use moontide_heap::{KernelCell, LocalHeap, NoStay, SharedClaim, SharedReader, SharedStay};
+use moontide_proto::Medium;
 use moontide_types::{Clock, Epoch, ErrorCode, Generation, NodeId, ObjectId, SegmentId, SlotId, SystemClock};
 
 use crate::config::PutOptions;
@@ -58,13 +59,24 @@ impl Store {
         len: u64,
         options: &PutOptions,
     ) -> Result<PlanInPlace, StoreError> {
+        self.open_in_place_in(Medium::Memory, key, len, options)
+    }
+
+    /// As [`Store::open_in_place`], in memory of this kind: of a device, say, whose nodes take nothing else.
+    pub(crate) fn open_in_place_in(
+        &self,
+        medium: Medium,
+        key: &[u8],
+        len: u64,
+        options: &PutOptions,
+    ) -> Result<PlanInPlace, StoreError> {
         if options.replicas != 1 || options.stripes.is_some_and(|stripes| stripes != 1) || len == 0 {
             return Err(StoreError::Argument {
                 what: "an object that is filled in place",
                 rule: "one replica, in one stripe, and not empty",
             });
         }
-        let mut plan = self.open_without_digests(key, len, options)?;
+        let mut plan = self.open_in(medium, key, len, options)?;
         let [place] = plan.stripes()[..] else {
             // A master cuts what is longer than a segment.
             return Err(StoreError::refused(ErrorCode::TooLarge));
@@ -151,14 +163,14 @@ impl PlanInPlace {
     }
 
     /// Where the bytes are to go, in this process: valid for [`PlanInPlace::len`] bytes while this lives, and nobody else's.
-    /// `None` in a forked child.
+    /// `None` in a forked child, and where the bytes are in a device's memory.
     pub fn payload(&self) -> Option<NonNull<u8>> {
         self.claim.payload()
     }
 
-    /// Where the record's word is in this process, for who reads it by an atomic load.
-    pub fn word(&self) -> NonNull<u64> {
-        self.claim.word()
+    /// The heap that the record is in.
+    pub(crate) fn heap(&self) -> &Arc<LocalHeap> {
+        self.claim.heap()
     }
 
     /// Publishes the object. All bytes are written: nobody writes them from now on.

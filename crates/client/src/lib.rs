@@ -76,7 +76,7 @@ the_rest! {
     pub use departures::{Departure, Departures};
     pub use error::StoreError;
     pub use get::{GetInto, ObjectRef};
-    pub use hop::{Arrived, Awaited, Cut, Hop, HopError, NotCommitted, Push, Ticket, Wait};
+    pub use hop::{Arrived, Awaited, Cut, Hop, HopError, NotCommitted, Push, SightCell, Ticket, Wait};
     pub use in_place::{PlaceOf, PlanInPlace};
     pub use metrics::{StoreMetrics, StoreStats};
     pub use nodes::NodeInfo;

@@ -112,17 +112,18 @@ impl Store {
         len: u64,
         options: &PutOptions,
     ) -> Result<WritePlan, StoreError> {
-        self.open(key, len, options, false)
+        self.open(key, len, options, None)
     }
 
-    /// As [`Store::open_for_write`], for bytes that nobody digests.
-    pub(crate) fn open_without_digests(
+    /// As [`Store::open_for_write`], in memory of this kind, for bytes that nobody digests.
+    pub(crate) fn open_in(
         &self,
+        medium: Medium,
         key: &[u8],
         len: u64,
         options: &PutOptions,
     ) -> Result<WritePlan, StoreError> {
-        self.open(key, len, options, true)
+        self.open(key, len, options, Some(medium))
     }
 
     fn open(
@@ -130,13 +131,13 @@ impl Store {
         key: &[u8],
         len: u64,
         options: &PutOptions,
-        digestless: bool,
+        in_place: Option<Medium>,
     ) -> Result<WritePlan, StoreError> {
         options.validate()?;
         let inner = &*self.inner;
         let mut attributes = Vec::new();
         options.attributes().encode(&mut attributes);
-        let how = How { caller: CallerId(draw()), options, attributes: &attributes, digestless };
+        let how = How { caller: CallerId(draw()), options, attributes: &attributes, in_place };
         let started = inner
             .put_start(&[(Key::new(key)?, len)], how, inner.deadline())?
             .into_iter()

@@ -15,7 +15,7 @@ use moontide_proto::convert::{
     RequestContext, Wire,
 };
 use moontide_proto::{
-    Handle, ObjectEntry, Packed, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, PutEndEntry, PutEntry,
+    Handle, Medium, ObjectEntry, Packed, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, PutEndEntry, PutEntry,
     v1,
 };
 use moontide_types::bounds::BATCH_KEYS_MAX;
@@ -114,8 +114,8 @@ pub(crate) struct How<'a> {
     pub(crate) options: &'a PutOptions,
     /// The attributes section of each.
     pub(crate) attributes: &'a [u8],
-    /// Nobody digests their bytes.
-    pub(crate) digestless: bool,
+    /// In which kind of memory others than this crate fill them, and nobody digests their bytes; `None`: as usual.
+    pub(crate) in_place: Option<Medium>,
 }
 
 /// A reservation: where an object may be written.
@@ -161,7 +161,7 @@ impl Inner {
         let mut backoff = Backoff::default();
         items.iter().for_each(|_| self.budget.lock().earn());
         // Of this call alone: what it has begun it may begin again, and nobody else of this process.
-        let how = How { caller: CallerId(draw()), options, attributes: &attributes, digestless: false };
+        let how = How { caller: CallerId(draw()), options, attributes: &attributes, in_place: None };
         loop {
             let open: Vec<usize> = (0..items.len()).filter(|&at| outcomes[at].is_none()).collect();
             if open.is_empty() {
@@ -298,7 +298,7 @@ impl Inner {
         how: How<'_>,
         deadline: Instant,
     ) -> Result<Vec<KeyResult<Start>>, StoreError> {
-        let How { caller, options, attributes, digestless } = how;
+        let How { caller, options, attributes, in_place } = how;
         let packing = |source| StoreError::Answer(convert::ConvertError::Packed { field: "keys", source });
         let mut packed = PackedKeysBuilder::new();
         for (key, _) in keys {
@@ -320,7 +320,8 @@ impl Inner {
                 None => None,
             },
             preferred_nodes: self.nodes.good_if_some_are_not(),
-            digestless,
+            digestless: in_place.is_some(),
+            medium: in_place,
             upsert: options.upsert,
             ttl_ms: options.ttl.map_or(0, |ttl| (ttl.as_millis() as u64).max(1)),
             ..PutConfig::default()

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use crate::codes::{self, INVALID_VALUE};
 use crate::journal::call;
-use crate::ledger::{Api, Ledger, Prop};
+use crate::ledger::{Api, Job, Ledger, Prop};
 
 /// `CUmemAllocationProp`
 #[repr(C)]
@@ -115,7 +115,12 @@ functions! {
             let both = ledger.device(device).and_then(|()| ledger.device(peer));
             answer(can, both.map(|()| (device != peer && ledger.settings.can_access(device, peer)).into()))
         };
-    cuCtxSynchronize / hipDeviceSynchronize () shows() |ledger| ledger.current().map(drop);
+    cuPointerGetAttribute / hipPointerGetAttribute (data: *mut c_void, attribute: c_int, address: u64)
+        shows(attribute, address)
+        |ledger, data, attribute, address| {
+            answer(data.cast::<c_int>(), ledger.pointer_attribute(attribute, address))
+        };
+    cuCtxSynchronize / hipDeviceSynchronize () shows() |ledger| ledger.synchronize();
     cuMemGetAllocationGranularity / hipMemGetAllocationGranularity
         (granularity: *mut usize, prop: *const RawProp, option: c_int) shows(option)
         |ledger, granularity, prop, option| {
@@ -171,27 +176,39 @@ functions! {
         |ledger, address, handle, flags| answer(address, ledger.ipc_open(&handle.0, flags));
     cuIpcCloseMemHandle / hipIpcCloseMemHandle (address: u64) shows(address)
         |ledger, address| ledger.ipc_close(address);
-    cuMemcpyHtoD_v2 / hipMemcpyHtoD (target: u64, source: *const c_void, bytes: usize) shows(target, bytes)
-        |ledger, target, source, bytes| {
-            ledger.touchable(target, bytes as u64)?;
-            // SAFETY: the caller's bytes, into a range that is mapped and accessible.
-            unsafe { std::ptr::copy(source.cast::<u8>(), std::ptr::with_exposed_provenance_mut(target as usize), bytes) };
-            Ok(())
+    cuStreamCreate / hipStreamCreateWithFlags (stream: *mut u64, flags: c_uint) shows(flags)
+        |ledger, stream, flags| answer(stream, ledger.create_stream(flags));
+    cuStreamSynchronize / hipStreamSynchronize (stream: u64) shows(stream)
+        |ledger, stream| ledger.synchronize_stream(stream);
+    cuStreamDestroy_v2 / hipStreamDestroy (stream: u64) shows(stream) |ledger, stream| ledger.destroy_stream(stream);
+    cuMemcpyHtoDAsync_v2 / hipMemcpyHtoDAsync (target: u64, source: *const c_void, bytes: usize, stream: u64)
+        shows(target, bytes, stream)
+        |ledger, target, source, bytes, stream| {
+            let host = source.expose_provenance() as u64;
+            ledger.enqueue(stream, Job::In { target, host, bytes: bytes as u64 })
         };
-    cuMemcpyDtoH_v2 / hipMemcpyDtoH (target: *mut c_void, source: u64, bytes: usize) shows(source, bytes)
-        |ledger, target, source, bytes| {
-            ledger.touchable(source, bytes as u64)?;
-            // SAFETY: out of a range that is mapped and accessible, into the caller's bytes.
-            unsafe { std::ptr::copy(std::ptr::with_exposed_provenance::<u8>(source as usize), target.cast(), bytes) };
-            Ok(())
+    cuMemcpyDtoHAsync_v2 / hipMemcpyDtoHAsync (target: *mut c_void, source: u64, bytes: usize, stream: u64)
+        shows(source, bytes, stream)
+        |ledger, target, source, bytes, stream| {
+            let host = target.expose_provenance() as u64;
+            ledger.enqueue(stream, Job::Out { host, source, bytes: bytes as u64 })
         };
-    cuMemsetD8_v2 / hipMemsetD8 (target: u64, value: u8, bytes: usize) shows(target, value, bytes)
-        |ledger, target, value, bytes| {
-            ledger.touchable(target, bytes as u64)?;
-            // SAFETY: a range that is mapped and accessible.
-            unsafe { std::ptr::write_bytes(std::ptr::with_exposed_provenance_mut::<u8>(target as usize), value, bytes) };
-            Ok(())
+    cuMemcpyDtoDAsync_v2 / hipMemcpyDtoDAsync (target: u64, source: u64, bytes: usize, stream: u64)
+        shows(target, source, bytes, stream)
+        |ledger, target, source, bytes, stream| {
+            ledger.enqueue(stream, Job::Across { target, source, bytes: bytes as u64 })
         };
+    cuMemsetD8Async / hipMemsetD8Async (target: u64, value: u8, bytes: usize, stream: u64)
+        shows(target, value, bytes, stream)
+        |ledger, target, value, bytes, stream| {
+            ledger.enqueue(stream, Job::Fill { target, value, bytes: bytes as u64 })
+        };
+    cuMemHostRegister_v2 / hipHostRegister (at: *mut c_void, bytes: usize, flags: c_uint) shows(bytes, flags)
+        |ledger, at, bytes, flags| ledger.register(at.expose_provenance() as u64, bytes as u64, flags);
+    cuMemHostGetDevicePointer_v2 / hipHostGetDevicePointer (address: *mut u64, at: *mut c_void, flags: c_uint)
+        shows(flags)
+        |ledger, address, at, flags| answer(address, ledger.window_address(at.addr() as u64, flags));
+    cuMemHostUnregister / hipHostUnregister (at: *mut c_void) shows() |ledger, at| ledger.unregister(at.addr() as u64);
 }
 
 macro_rules! function {

@@ -95,3 +95,9 @@ unsafe extern "C" fn moontide_fake_left(text: *mut c_char, len: usize) {
         text.add(bytes.len()).write(0);
     }
 }
+
+/// Nothing moves after it: see [`Ledger::break_devices`].
+#[unsafe(no_mangle)]
+extern "C" fn moontide_fake_break() {
+    journal().ledger.break_devices();
+}

@@ -2,6 +2,11 @@
 //!
 //! Invariants: every entry was checked when it was made, so undoing it needs only to find it, with the same arguments.
 
+mod streams;
+mod windows;
+
+pub(crate) use streams::Job;
+
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
@@ -13,6 +18,8 @@ use crate::codes::{
 };
 use crate::pages::{self, Pages};
 use crate::settings::Settings;
+use streams::Stream;
+use windows::Window;
 
 /// Under whose name a call came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +29,13 @@ pub(crate) enum Api {
 }
 
 type Done = Result<(), c_int>;
+
+/// What is done to memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Read,
+    Write,
+}
 
 /// `CUmemAllocationProp` as far as it matters.
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +63,7 @@ struct Mapping {
 struct Opened {
     pages: Pages,
     count: u32,
+    owner: u32,
 }
 
 #[derive(Debug)]
@@ -63,11 +78,16 @@ pub(crate) struct Ledger {
     /// Allocated the old way, and opened by handle.
     pointers: BTreeMap<u64, Pages>,
     opened: BTreeMap<u64, Opened>,
+    streams: BTreeMap<u64, Stream>,
+    /// Memory of the host that was registered.
+    windows: BTreeMap<u64, Window>,
     /// How often each device's primary context is retained.
     retained: BTreeMap<c_int, u32>,
     /// Descriptors that we gave away, with what was behind them.
     exported: Vec<(c_int, u64)>,
     complaints: Vec<String>,
+    /// Whether the devices have an error that stays.
+    is_broken: bool,
 }
 
 // SAFETY: the counts in `Rc` are touched under the journal's lock only.
@@ -94,9 +114,12 @@ impl Ledger {
             mappings: BTreeMap::new(),
             pointers: BTreeMap::new(),
             opened: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            windows: BTreeMap::new(),
             retained: BTreeMap::new(),
             exported: vec![],
             complaints: vec![],
+            is_broken: false,
         }
     }
 
@@ -109,6 +132,8 @@ impl Ledger {
             (self.mappings.len(), "mappings"),
             (self.pointers.len(), "allocations"),
             (self.opened.len(), "opened"),
+            (self.streams.len(), "streams"),
+            (self.windows.len(), "windows"),
             (self.retained.values().sum::<u32>() as usize, "contexts"),
             (open, "descriptors"),
         ];
@@ -142,10 +167,11 @@ impl Ledger {
 
     pub(crate) fn attribute(&self, attribute: c_int, device: c_int) -> Result<c_int, c_int> {
         self.device(device)?;
-        let Settings { has_vmm, has_fd, has_atomics, .. } = self.settings;
+        let Settings { has_vmm, has_fd, has_atomics, has_readonly, .. } = self.settings;
         Ok(match (self.api, attribute) {
             (Api::Cuda, 102) | (Api::Hip, 89) => has_vmm.into(),
             (Api::Cuda, 103) => has_fd.into(),
+            (Api::Cuda, 113) => has_readonly.into(),
             (Api::Cuda, 86) | (Api::Hip, 15) => has_atomics.into(),
             (Api::Cuda, 75) | (Api::Hip, 23) => 9,
             (Api::Cuda, 76) | (Api::Hip, 61) => 0,
@@ -169,6 +195,12 @@ impl Ledger {
                 self.pointers.values().any(|pages| pages.device == device) || !self.opened.is_empty();
             if is_used || !self.mappings.is_empty() {
                 self.complaints.push(format!("context {device} was released before its memory"));
+            }
+            if self.streams.values().any(|stream| stream.device == device) {
+                self.complaints.push(format!("context {device} was released before its streams"));
+            }
+            if self.windows.values().any(|window| window.device == device) {
+                self.complaints.push(format!("context {device} was released before its windows"));
             }
         }
         Ok(())
@@ -284,7 +316,7 @@ impl Ledger {
         require(self.reservations.get(&address) == Some(&bytes), INVALID_VALUE)?;
         require(!self.mappings.contains_key(&address), INVALID_VALUE)?;
         let pages = Rc::clone(&allocation.pages);
-        pages.map(Some(address))?;
+        pages.map_at(address)?;
         self.mappings.insert(address, Mapping { pages, access: BTreeSet::new() });
         Ok(())
     }
@@ -312,7 +344,7 @@ impl Ledger {
         let can_access = |&(_, device, _): &_| self.settings.can_access(device, owner);
         require(access.iter().all(can_access), INVALID_DEVICE)?;
         mapping.access.extend(access.iter().map(|&(_, device, _)| device));
-        pages::protect(address, bytes, true)
+        if self.settings.is_blind { Ok(()) } else { pages::protect(address, bytes, true) }
     }
 
     pub(crate) fn export(&mut self, handle: u64, kind: c_int, flags: u64) -> Result<c_int, c_int> {
@@ -337,7 +369,7 @@ impl Ledger {
         require(bytes > 0, INVALID_VALUE)?;
         require(bytes <= self.settings.memory, OUT_OF_MEMORY)?;
         let pages = Pages::new(device, bytes)?;
-        let address = pages.map(None)?;
+        let address = pages.map_anywhere(!self.settings.is_blind)?;
         self.pointers.insert(address, pages);
         Ok(address)
     }
@@ -379,9 +411,34 @@ impl Ledger {
         let path = format!("/proc/{}/fd/{}", number(4), number(8));
         let pages = Pages::open(&path).filter(|pages| pages.inode() == inode).ok_or(MAP_FAILED)?;
         require(self.settings.can_access(device, pages.device), INVALID_DEVICE)?;
-        let address = pages.map(None)?;
-        self.opened.insert(address, Opened { pages, count: 1 });
+        let address = pages.map_anywhere(!self.settings.is_blind)?;
+        self.opened.insert(address, Opened { pages, count: 1, owner: number(4) });
         Ok(address)
+    }
+
+    /// What was opened by a handle ends with its owner, and whoever looks at it then finds anything.
+    fn spoil_orphans(&self) {
+        for opened in self.opened.values().filter(|opened| !pages::is_running(opened.owner)) {
+            // SAFETY: our own mapping of all of it.
+            unsafe {
+                let at = std::ptr::with_exposed_provenance_mut::<u8>(opened.pages.view() as usize);
+                at.write_bytes(0xdb, opened.pages.bytes as usize);
+            }
+        }
+    }
+
+    /// On which device an address is; nothing else is asked.
+    pub(crate) fn pointer_attribute(&self, attribute: c_int, address: u64) -> Result<c_int, c_int> {
+        self.current()?;
+        require(attribute == 9, INVALID_VALUE)?;
+        let contains = |start: u64, len: u64| (start..start + len).contains(&address);
+        let mapped = self.mappings.iter().map(|(&start, mapping)| (start, &*mapping.pages));
+        let mut memory = mapped.chain(self.pointed());
+        if let Some((_, pages)) = memory.find(|&(start, pages)| contains(start, pages.bytes)) {
+            return Ok(pages.device);
+        }
+        let window = self.windows.values().find(|window| contains(window.address, window.bytes));
+        window.map(|window| window.device).ok_or(INVALID_VALUE)
     }
 
     pub(crate) fn ipc_close(&mut self, address: u64) -> Done {
@@ -395,17 +452,38 @@ impl Ledger {
         Ok(())
     }
 
-    /// Whether the current device may touch a range, so that the caller may.
-    pub(crate) fn touchable(&self, address: u64, bytes: u64) -> Done {
+    /// Where this driver reaches a range of device addresses, if the current device may use it so.
+    fn reach(&self, address: u64, bytes: u64, how: Use) -> Result<u64, c_int> {
         let device = self.current()?;
+        self.spoil_orphans();
         let contains =
             |start: u64, len: u64| address >= start && address.saturating_add(bytes) <= start + len;
-        let mapped = self.mappings.iter().any(|(&start, mapping)| {
-            contains(start, mapping.pages.bytes) && mapping.access.contains(&device)
-        });
-        let allocated = self.pointers.iter().any(|(&start, pages)| contains(start, pages.bytes));
-        let opened = self.opened.iter().any(|(&start, opened)| contains(start, opened.pages.bytes));
-        require(mapped || allocated || opened, INVALID_VALUE)
+        let mapped = self.mappings.iter().filter(|(_, mapping)| mapping.access.contains(&device));
+        let mapped = mapped.map(|(&start, mapping)| (start, &*mapping.pages));
+        let mut memory = mapped.chain(self.pointed());
+        if let Some((start, pages)) = memory.find(|&(start, pages)| contains(start, pages.bytes)) {
+            return Ok(pages.view() + (address - start));
+        }
+        let shows = |window: &Window| contains(window.address, window.bytes) && window.admits(device, how);
+        require(self.windows.values().any(shows), INVALID_VALUE).map(|()| address)
+    }
+
+    /// Whether any of a range is a device's, and so nothing for the host's side of a copy.
+    fn is_devices(&self, address: u64, bytes: u64) -> bool {
+        let overlaps = |start: u64, len: u64| start < address.saturating_add(bytes) && address < start + len;
+        let mapped = self.mappings.iter().map(|(&start, mapping)| (start, &*mapping.pages));
+        let mut memory = mapped.chain(self.pointed());
+        memory.any(|(start, pages)| overlaps(start, pages.bytes))
+            || self
+                .windows
+                .iter()
+                .any(|(&host, window)| window.address != host && overlaps(window.address, window.bytes))
+    }
+
+    /// Memory that was allocated the old way or opened, with its addresses.
+    fn pointed(&self) -> impl Iterator<Item = (u64, &Pages)> {
+        let opened = self.opened.iter().map(|(&start, opened)| (start, &opened.pages));
+        self.pointers.iter().map(|(&start, pages)| (start, pages)).chain(opened)
     }
 }
 

@@ -9,6 +9,10 @@ pub(crate) struct Settings {
     pub(crate) has_vmm: bool,
     pub(crate) has_fd: bool,
     pub(crate) has_atomics: bool,
+    /// Whether memory of the host can be registered as one that devices only read.
+    pub(crate) has_readonly: bool,
+    /// Whether processors cannot touch the devices' memory, as those of most machines cannot.
+    pub(crate) is_blind: bool,
     /// Pairs that can access each other; none: all can.
     peers: Option<Vec<(c_int, c_int)>>,
     pub(crate) granularity: u64,
@@ -23,13 +27,15 @@ impl Settings {
     }
 
     /// # Panics
-    /// If a word has no meaning: a test that misspells one must not pass.
-    fn parse(text: &str) -> Settings {
+    /// If a word has no meaning: a test that misspells one must not pass. Of two with the same name the last counts.
+    pub(crate) fn parse(text: &str) -> Settings {
         let mut settings = Settings {
             devices: 1,
             has_vmm: true,
             has_fd: true,
             has_atomics: false,
+            has_readonly: true,
+            is_blind: false,
             peers: None,
             granularity: 64 << 10,
             memory: 8 << 30,
@@ -43,6 +49,8 @@ impl Settings {
                 "vmm" => settings.has_vmm = number() != 0,
                 "fd" => settings.has_fd = number() != 0,
                 "atomics" => settings.has_atomics = number() != 0,
+                "readonly" => settings.has_readonly = number() != 0,
+                "blind" => settings.is_blind = number() != 0,
                 "granularity" => settings.granularity = number(),
                 "memory" => settings.memory = number(),
                 "version" => settings.version = Some(number() as c_int),

@@ -73,6 +73,12 @@ pub enum Expect {
 }
 
 impl Expect {
+    /// Whether somebody means to read bytes, and neither to write them nor to wait.
+    #[inline]
+    pub(crate) fn is_for_reading(self) -> bool {
+        matches!(self, Expect::Ready | Expect::ReadyAt(_))
+    }
+
     #[inline]
     fn accepts(self, word: Word) -> bool {
         match self {

@@ -3,12 +3,14 @@
 //! | file | what |
 //! |---|---|
 //! | `region` | [`DeviceRegion`]: making, importing, giving back, each step undone if a later one fails |
+//! | `window` | [`HostWindow`]: memory of the host that devices see |
 //! | `offer` | [`DeviceOffer`]: what goes over a Unix socket so that another process can import a region |
 //! | `context` | the device as the thread's current one, and the caller's put back |
 //! | `driver` | [`Driver`]: finding and loading a vendor's library at run time |
 //! | `calls` | the drivers' functions, structs and numbers, as their headers have them |
 //! | `survey` | what a driver says about its devices, for people |
 //! | `world` | [`DeviceWorld`]: ranks that map each other's regions |
+//! | `part` | [`DevicePart`]: bytes of a rank's own region, for a segment whose records are there |
 //! | `error` | [`DeviceError`] |
 //!
 //! Both vendors have the same calls in the same order under other names, so there is one implementation over one table
@@ -17,24 +19,27 @@
 //! **None of this was run on hardware by us.** What was run are the same calls against a driver of our own
 //! (`moontide-fakedriver`), which checks order and arguments. `docs/devices.md` says what a GPU's owner runs first.
 //!
-//! Not here: a segment, or the regions of a [`World`](crate::World), in device memory. Both take their memory from
-//! [`Region`] and touch it by host addresses; a device region has none, only [`DeviceRegion::address`]. Ranks that want
-//! both have a [`World`](crate::World) for barriers and a [`DeviceWorld`] beside it for their devices.
+//! Whatever processors modify stays in memory of the host: ranks have a [`World`](crate::World) for barriers, and for the headers
+//! and trailers of records, and a [`DeviceWorld`] beside it for the records' bytes and their flags.
 
 mod calls;
 mod context;
 mod driver;
 mod error;
 mod offer;
+mod part;
 mod region;
 mod survey;
+mod window;
 mod world;
 
 pub use driver::{Driver, Vendor};
 pub use error::DeviceError;
 pub use offer::{DeviceOffer, Share};
+pub use part::DevicePart;
 pub use region::{DeviceConfig, DeviceRegion, Sharing};
 pub use survey::DeviceFacts;
+pub use window::{HostWindow, WindowAccess};
 pub use world::{DeviceWorld, DeviceWorldConfig, DeviceWorldError};
 
 use crate::shm::Region;
@@ -53,7 +58,7 @@ pub enum AtomicDomain {
 }
 
 impl Region {
-    /// Memory of the host: processors modify its words, devices may only read them.
+    /// Memory of the host: processors modify its words. Devices may read them, and store to a word that is one device's alone.
     pub fn atomic_domain(&self) -> AtomicDomain {
         AtomicDomain::Host
     }

@@ -122,13 +122,97 @@ impl Flag {
 
     /// How far a version is.
     pub fn progress(&self, epoch: Epoch) -> Progress {
-        let word = self.word.load();
-        match word.epoch().cmp(&epoch) {
-            std::cmp::Ordering::Less => Progress::NotYet,
-            std::cmp::Ordering::Greater => Progress::Gone,
-            std::cmp::Ordering::Equal if word.state() == State::Ready => Progress::Complete,
-            std::cmp::Ordering::Equal => Progress::NotYet,
+        progress_of(self.word.load(), epoch)
+    }
+}
+
+/// A flag's words as they are at one moment, for memory that processors reach by copies alone. There, all who count are kernels,
+/// or all are threads of one process that count for themselves and then say that all pages are there: a copy cannot be a
+/// read-modify-write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlagCopy {
+    word: Word,
+    left: u64,
+    digest: u64,
+    offset: u64,
+    bytes: u64,
+}
+
+impl FlagCopy {
+    /// What [`Flag::prepare`] writes.
+    ///
+    /// # Panics
+    /// If there are no pages.
+    pub fn prepared(epoch: Epoch, pages: u32, span: Span) -> FlagCopy {
+        assert!(pages > 0, "a record without pages is complete at once, and needs no flag");
+        FlagCopy {
+            word: Word::new(epoch, State::Writing),
+            left: mark_of(epoch) << 32 | u64::from(pages),
+            digest: 0,
+            offset: span.offset(),
+            bytes: span.len(),
         }
+    }
+
+    /// The bytes as they lie in memory.
+    pub fn encode(&self) -> [u8; FLAG_BYTES as usize] {
+        let words = [self.word.bits(), self.left, self.digest, self.offset, self.bytes];
+        let mut bytes = [0; FLAG_BYTES as usize];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// From the bytes as they lie in memory.
+    pub fn decode(bytes: &[u8; FLAG_BYTES as usize]) -> FlagCopy {
+        let word = |at: usize| u64::from_le_bytes(bytes[at * 8..at * 8 + 8].try_into().expect("8 bytes"));
+        let (left, digest, offset, bytes) = (word(1), word(2), word(3), word(4));
+        FlagCopy { word: Word::from_bits(word(0)), left, digest, offset, bytes }
+    }
+
+    /// As [`Flag::progress`].
+    pub fn progress(&self, epoch: Epoch) -> Progress {
+        progress_of(self.word, epoch)
+    }
+
+    /// As [`Flag::span`].
+    pub fn span(&self, epoch: Epoch) -> Option<Span> {
+        Span::new(self.offset, self.bytes).filter(|_| self.word.epoch() == epoch)
+    }
+
+    /// The same for who is to write all pages by copies: kernels find nothing to count on, and touch nothing. First
+    /// [`FlagCopy::word_bytes`] go to their place, then [`FlagCopy::left_bytes`]. `None` if somebody has counted, or it is another
+    /// version's.
+    pub fn taken(&self, epoch: Epoch, pages: u32) -> Option<FlagCopy> {
+        let span = Span::new(self.offset, self.bytes)?;
+        let is_untouched = *self == FlagCopy::prepared(epoch, pages, span);
+        is_untouched.then_some(FlagCopy { word: Word::new(epoch, State::Free), left: 0, ..*self })
+    }
+
+    /// The same with no page missing, of a flag that was taken: first [`FlagCopy::left_bytes`] go to their place, then
+    /// [`FlagCopy::word_bytes`].
+    pub fn completed(&self, epoch: Epoch) -> FlagCopy {
+        FlagCopy { word: Word::new(epoch, State::Ready), left: mark_of(epoch) << 32, ..*self }
+    }
+
+    /// Where the counter lies in a flag, and its bytes.
+    pub fn left_bytes(&self) -> (u64, [u8; 8]) {
+        (8, self.left.to_le_bytes())
+    }
+
+    /// Where the word lies in a flag, and its bytes.
+    pub fn word_bytes(&self) -> (u64, [u8; 8]) {
+        (0, self.word.bits().to_le_bytes())
+    }
+}
+
+fn progress_of(word: Word, epoch: Epoch) -> Progress {
+    match word.epoch().cmp(&epoch) {
+        std::cmp::Ordering::Less => Progress::NotYet,
+        std::cmp::Ordering::Greater => Progress::Gone,
+        std::cmp::Ordering::Equal if word.state() == State::Ready => Progress::Complete,
+        std::cmp::Ordering::Equal => Progress::NotYet,
     }
 }
 
@@ -179,6 +263,34 @@ mod tests {
         assert_eq!(marks.len(), 1000);
         // What kernels compute: `mark_of` in python/moontide/kernels/layout.py.
         assert_eq!(mark_of(epoch(3 << 40 | 5)), (5 ^ (3 * 0x9E37_79B1)) & 0xFFFF_FFFF);
+    }
+
+    #[test]
+    fn a_copy_is_what_lies_in_memory() {
+        let (first, second) = (epoch(7), epoch(8));
+        let span = Span::new(512, 2000).unwrap();
+        let prepared = FlagCopy::prepared(first, 3, span);
+        assert_eq!(FlagCopy::decode(&prepared.encode()), prepared);
+        assert_eq!((prepared.span(first), prepared.span(second)), (Some(span), None));
+        let flag = Flag::new();
+        flag.prepare(first, 3, span);
+        // SAFETY: a flag is 64 bytes of atomics, and this thread's.
+        let bytes = unsafe { &*(&raw const flag).cast::<[u8; FLAG_BYTES as usize]>() };
+        assert_eq!(*bytes, prepared.encode());
+        let taken = prepared.taken(first, 3).unwrap();
+        assert_eq!((taken.progress(first), taken.span(first)), (Progress::NotYet, Some(span)));
+        let done = taken.completed(first);
+        assert_eq!((done.progress(first), done.progress(second)), (Progress::Complete, Progress::NotYet));
+        assert_eq!(prepared.progress(first), Progress::NotYet);
+        assert_eq!(
+            (prepared.taken(second, 3), prepared.taken(first, 2), done.taken(first, 3)),
+            (None, None, None)
+        );
+        let mut copied = prepared.encode();
+        for (at, bytes) in [done.left_bytes(), done.word_bytes()] {
+            copied[at as usize..at as usize + 8].copy_from_slice(&bytes);
+        }
+        assert_eq!(FlagCopy::decode(&copied), done);
     }
 
     #[test]

@@ -112,7 +112,7 @@ mod rooms;
 mod sync;
 mod word;
 
-pub use flag::{Counted, FLAG_BYTES, Flag, Progress};
+pub use flag::{Counted, FLAG_BYTES, Flag, FlagCopy, Progress};
 pub use index::{ENTRIES_PER_BUCKET, Index, Inserted, Place};
 pub use liveness::{Liveness, NotYours, Occupant, Row};
 pub use phase::{Entry, Met, Next, PhaseBarrier, Posts, Roll, Wait, WaitError};
@@ -127,20 +127,20 @@ mod device;
 mod shm;
 #[cfg(not(any(loom, shuttle)))]
 pub use device::{
-    AtomicDomain, DeviceConfig, DeviceError, DeviceFacts, DeviceOffer, DeviceRegion, DeviceWorld,
-    DeviceWorldConfig, DeviceWorldError, Driver, Share, Sharing, Vendor,
+    AtomicDomain, DeviceConfig, DeviceError, DeviceFacts, DeviceOffer, DevicePart, DeviceRegion, DeviceWorld,
+    DeviceWorldConfig, DeviceWorldError, Driver, HostWindow, Share, Sharing, Vendor, WindowAccess,
 };
 #[cfg(not(any(loom, shuttle)))]
 pub use shm::{
     AttachError, BeginError, Board, BoardError, BoardView, CLIENTS_MAX, ClientLedger, CommitError,
     Committing, DeathWatch, Door, DoorError, Ended, Freed, GROUPS_PER_LEDGER, Grant, Guard, HeapConfig,
     HugePages, JOINS_PER_PROCESS_MAX, KernelCell, Killed, LedgerError, Ledgers, LocalHeap, LocalReads,
-    Lookup, Message, MessageError, NewRecord, NoStay, NodeClaim, NodeHeap, NodePin, OwnCells, Patience,
-    PerProcess, Pins, ProcessToken, Protection, Reader, Reclaimed, Region, RegionError, RegionPosts,
-    SEGMENTS_MAPPED_MAX, SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError, SegmentShape, SharedClaim,
-    SharedGuard, SharedLookup, SharedReader, SharedStay, StageError, Staged, Staging, StagingRoom,
-    StagingUse, Stay, Trailer, Unpublished, Visitor, WatchError, Welcome, World, WorldConfig, WorldError,
-    WorldShape, WriteClaim, Writer, join, offer_segment, open_stream, with_helpers,
+    Lookup, Medium, Message, MessageError, NewRecord, NoStay, NodeClaim, NodeHeap, NodePin, OwnCells,
+    Patience, PerProcess, Pins, ProcessToken, Protection, RankProcess, Reader, Reclaimed, Region,
+    RegionError, RegionPosts, SEGMENTS_MAPPED_MAX, SPINS_UNTIL_DEADLINE, Said, Segment, SegmentError,
+    SegmentShape, SharedClaim, SharedGuard, SharedLookup, SharedReader, SharedStay, StageError, Staged,
+    Staging, StagingRoom, StagingUse, Stay, Trailer, Unpublished, Visitor, WatchError, Welcome, World,
+    WorldConfig, WorldError, WorldShape, WriteClaim, Writer, join, offer_segment, open_stream, with_helpers,
 };
 
 /// What the model tests need beyond the public names.

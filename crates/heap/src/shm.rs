@@ -62,11 +62,11 @@ pub use owner::Segment;
 pub use posts::{Patience, RegionPosts, SPINS_UNTIL_DEADLINE};
 pub use reads::LocalReads;
 pub use region::{HugePages, Protection, Region, RegionError};
-pub use segment::{SegmentError, SegmentShape};
+pub use segment::{Medium, SegmentError, SegmentShape};
 pub use shared::{Committing, KernelCell, SharedClaim, SharedGuard, SharedLookup, SharedReader, SharedStay};
 pub use staging::{Staged, Staging, StagingRoom, StagingUse, Unpublished};
 pub use trailer::Trailer;
-pub use world::{World, WorldConfig, WorldError, WorldShape};
+pub use world::{RankProcess, World, WorldConfig, WorldError, WorldShape};
 
 #[cfg(test)]
 #[path = "../../types/tests/page/mod.rs"]

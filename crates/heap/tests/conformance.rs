@@ -90,6 +90,11 @@ fn check(backend: &Backend) {
     a_forked_child_has_none(backend);
     nothing_is_left(backend);
     a_region_without_bytes_is_refused(backend);
+    if matches!(backend.stage.stage, Stage::Device(_)) {
+        bytes_go_between_addresses_of_devices(backend);
+        a_window_shows_what_the_host_has(backend);
+        a_window_is_whole_pages(backend);
+    }
 }
 
 fn a_region_is_zeroed_and_long_enough(backend: &Backend) {
@@ -195,4 +200,49 @@ fn nothing_is_left(backend: &Backend) {
 fn a_region_without_bytes_is_refused(backend: &Backend) {
     let error = backend.actor().ask(&format!("create 0 0 - {}", backend.sharing)).unwrap_err();
     assert!(error.contains("region of 0 bytes"), "{error}");
+}
+
+fn bytes_go_between_addresses_of_devices(backend: &Backend) {
+    let (owner, len) = backend.owner();
+    let importer = backend.actor();
+    importer.import(0, owner.offer()).unwrap();
+    owner.ok("write 0 there");
+    importer.ok(&format!("copy 0 {} 5", len - 5));
+    importer.ok("settle");
+    assert_eq!(owner.ok(&format!("read {} 5", len - 5)), "there");
+    owner.ok("write 100 and-back");
+    importer.ok("copy-back 100 200 8");
+    assert_eq!([owner.ok("read 200 8"), owner.ok("read 0 5")], ["and-back", "there"]);
+    // Nothing is no copy, also at the end.
+    importer.ok(&format!("copy 0 {len} 0"));
+    importer.ok("crowd 3 20");
+    importer.ok("close");
+    owner.ok("close");
+}
+
+fn a_window_shows_what_the_host_has(backend: &Backend) {
+    let (owner, _) = backend.owner();
+    for access in ["read", "write"] {
+        owner.ok(&format!("window 8192 {access}"));
+        for text in ["first", "again"] {
+            owner.ok(&format!("show 5000 {text}"));
+            owner.ok("take 5000 10 5");
+            assert_eq!(owner.ok("read 10 5"), text, "{access}");
+        }
+        if access == "write" {
+            owner.ok("write 20 back");
+            owner.ok("give 20 8188 4");
+            assert_eq!([owner.ok("look 8188 4"), owner.ok("look 5000 5")], ["back", "again"]);
+        }
+        // One at a time, and both ways to end it.
+        owner.ok(if access == "read" { "shut" } else { "close" });
+    }
+}
+
+fn a_window_is_whole_pages(backend: &Backend) {
+    let actor = backend.actor();
+    for (skip, bytes) in [(0, 0), (0, 100), (1, 4096), (0, 4097)] {
+        let error = actor.ask(&format!("slit {skip} {bytes}")).unwrap_err();
+        assert!(error.contains("give whole pages of"), "{error}");
+    }
 }

@@ -16,6 +16,7 @@ fn main() -> ExitCode {
     puppet::main(
         &[
             ("device_bytes_are_seen_by_all_at_their_own_addresses", bytes_are_seen_by_all),
+            ("device_memory_is_reached_by_copies_alone", memory_is_reached_by_copies),
             ("device_calls_come_in_the_documented_order", calls_come_in_order),
             ("device_handles_stand_in_where_descriptors_are_missing", handles_stand_in),
             ("device_descriptors_go_to_old_hip_by_address", old_hip_takes_addresses),
@@ -31,6 +32,11 @@ fn main() -> ExitCode {
             ("device_offers_are_checked", offers_are_checked),
             ("device_worlds_map_all_regions_and_translate", worlds),
             ("device_worlds_name_the_rank_that_has_no_region", worlds_with_a_gap),
+            ("device_copies_of_many_threads_keep_apart", copies_of_many_threads),
+            ("device_copies_that_cannot_be_waited_for_say_so", copies_without_an_end),
+            ("device_windows_need_no_more_than_reading", windows_to_be_read),
+            ("device_windows_do_not_cross_a_fork", windows_and_forks),
+            ("device_worlds_that_are_dropped_keep_what_others_may_use", worlds_dropped),
             ("device_fake_driver_complains_about_wrong_orders", the_fake_complains),
         ],
         libtest::run,
@@ -64,6 +70,39 @@ fn bytes_are_seen_by_all() {
     }
 }
 
+/// Everything that a region does works on memory that processors cannot touch; a processor that does touch it dies. Without
+/// `blind`, on the same driver, it finds the bytes.
+fn memory_is_reached_by_copies() {
+    let stages =
+        Vendor::ALL.map(|vendor| [(vendor, "blind=1", "signal 11"), (vendor, "blind=0", "found 65")]);
+    for (vendor, settings, touched) in stages.into_iter().flatten() {
+        for wish in ["descriptor", "handle"] {
+            let stage = Puppeteer::fake(vendor).having(settings);
+            let [a, b] = [stage.loaded(), stage.loaded()];
+            a.ok(&format!("create 0 100000 - {wish}"));
+            b.import(0, a.offer()).unwrap();
+            for (puppet, other) in [(&a, &b), (&b, &a)] {
+                assert_eq!(puppet.ok("read 99000 4"), "\0\0\0\0");
+                puppet.ok("write 0 ABCDEFGH");
+                assert_eq!([puppet.ok("read 0 8"), other.ok("read 0 8")], ["ABCDEFGH"; 2]);
+                puppet.ok("copy 0 70000 8");
+                puppet.ok("copy-back 70002 80000 4");
+                assert_eq!([other.ok("read 70000 8"), other.ok("read 80000 4")], ["ABCDEFGH", "CDEF"]);
+                puppet.ok("window 4096 write");
+                puppet.ok("show 7 shown");
+                puppet.ok("take 7 90000 5");
+                puppet.ok("give 70000 4088 8");
+                assert_eq!([other.ok("read 90000 5"), puppet.ok("look 4088 8")], ["shown", "ABCDEFGH"]);
+                assert_eq!(puppet.ok("touch"), touched, "{vendor} {wish} {settings}");
+            }
+            for puppet in [b, a] {
+                puppet.ok("close");
+                assert_eq!(puppet.ok("left"), "nothing left");
+            }
+        }
+    }
+}
+
 /// The names of the calls in a log.
 fn calls(log: &Scratch) -> Vec<String> {
     let text = log.text();
@@ -85,40 +124,102 @@ fn calls_come_in_order() {
         Vendor::Hip => "SetDevice",
     };
     for vendor in Vendor::ALL {
-        let (prefix, version, sync, fill, release) = match vendor {
-            Vendor::Cuda => {
-                ("cu", "DriverGetVersion", "CtxSynchronize", "MemsetD8_v2", "DevicePrimaryCtxRelease_v2")
-            }
-            Vendor::Hip => ("hip", "RuntimeGetVersion", "DeviceSynchronize", "MemsetD8", ""),
+        let (prefix, version, sync, release) = match vendor {
+            Vendor::Cuda => ("cu", "DriverGetVersion", "CtxSynchronize", "DevicePrimaryCtxRelease_v2"),
+            Vendor::Hip => ("hip", "RuntimeGetVersion", "DeviceSynchronize", ""),
+        };
+        let (stream, destroy, v2) = match vendor {
+            Vendor::Cuda => ("StreamCreate", "StreamDestroy_v2", "_v2"),
+            Vendor::Hip => ("StreamCreateWithFlags", "StreamDestroy", ""),
         };
         let (enter, again, leave) = (enter(vendor), again(vendor), leave(vendor));
         let expected = |text: String| -> Vec<String> {
             text.split_whitespace().map(|call| format!("{prefix}{call}")).collect()
         };
-        let end = format!("{again} {sync} MemUnmap MemAddressFree MemRelease {leave} {release}");
+        let end = format!("{again} {sync} {destroy} MemUnmap MemAddressFree MemRelease {leave} {release}");
+        let host = if vendor == Vendor::Cuda { "MemHost" } else { "Host" };
+        let question = if vendor == Vendor::Cuda { "DeviceGetAttribute" } else { "" };
+        let window = format!(
+            "DeviceGet {enter} {question} {host}Register{v2} {host}GetDevicePointer{v2} {leave} \
+             {again} {sync} {host}Unregister {leave} {release}"
+        );
+        let copy = |way: &str| format!("{again} Memcpy{way}Async{v2} StreamSynchronize {leave}");
 
         let [made, imported] = [Scratch::new("made"), Scratch::new("imported")];
         let owner = Puppeteer::fake(vendor).logging(&made).loaded();
         owner.ok("create 0 1 - -");
         let importer = Puppeteer::fake(vendor).logging(&imported).loaded();
         importer.import(0, owner.offer()).unwrap();
-        importer.ok("close");
+        for message in [
+            "write 0 abc",
+            "read 0 3",
+            "copy 0 8 3",
+            "copy-back 8 16 3",
+            "settle",
+            "window 4096 read",
+            "shut",
+            "close",
+        ] {
+            importer.ok(message);
+        }
         owner.ok("close");
         let attributes = "DeviceGetAttribute DeviceGetAttribute DeviceGetAttribute";
         assert_eq!(
             calls(&made),
             expected(format!(
-                "Init {version} DeviceGet {enter} {attributes} MemGetAllocationGranularity MemCreate \
-                 MemAddressReserve MemMap MemSetAccess {fill} {sync} MemExportToShareableHandle {leave} {end}"
+                "Init {version} DeviceGet {enter} {attributes} {stream} MemGetAllocationGranularity MemCreate \
+                 MemAddressReserve MemMap MemSetAccess MemsetD8Async StreamSynchronize \
+                 MemExportToShareableHandle {leave} {end}"
             ))
         );
         assert_eq!(
             calls(&imported),
             expected(format!(
-                "Init {version} DeviceGet {enter} MemGetAllocationGranularity MemImportFromShareableHandle \
-                 MemAddressReserve MemMap MemSetAccess {leave} {end}"
+                "Init {version} DeviceGet {enter} {stream} MemGetAllocationGranularity \
+                 MemImportFromShareableHandle MemAddressReserve MemMap MemSetAccess {leave} \
+                 {} {} {} {} {again} {sync} {leave} {window} {end}",
+                copy("HtoD"),
+                copy("DtoH"),
+                copy("DtoD"),
+                copy("DtoD"),
             ))
         );
+    }
+}
+
+fn copies_of_many_threads() {
+    for vendor in Vendor::ALL {
+        let puppet = Puppeteer::fake(vendor).loaded();
+        puppet.ok("create 0 100000 - -");
+        puppet.ok("crowd 4 50");
+        puppet.ok("close");
+        assert_eq!(puppet.ok("left"), "nothing left");
+    }
+}
+
+/// A wait that fails once is asked again before the bytes are given back; the copy then is over, and what failed is told. A
+/// driver that never answers, as after an error that stays, is told in other words.
+fn copies_without_an_end() {
+    for (vendor, wait) in [(Vendor::Cuda, "cuStreamSynchronize"), (Vendor::Hip, "hipStreamSynchronize")] {
+        let log = Scratch::new("waits");
+        // The first wait is for the zeros.
+        let once = Puppeteer::fake(vendor).logging(&log).failing(&format!("{wait}:2:700")).loaded();
+        once.ok("create 0 1 - -");
+        let error = once.ask("write 0 abc").unwrap_err();
+        assert!(error.starts_with(&format!("{wait} failed with 700")) && !error.contains("end this process"));
+        assert_eq!(once.ok("read 0 3"), "abc");
+        let waits = calls(&log).iter().filter(|call| *call == wait).count();
+        assert_eq!(waits, 4, "zeros, the copy, the copy again, the reading: {}", log.text());
+        once.ok("close");
+        assert_eq!(once.ok("left"), "nothing left");
+
+        let never = Puppeteer::fake(vendor).loaded();
+        never.ok("create 0 1 - -");
+        never.ok("break");
+        for message in ["write 0 abc", "read 0 3", "copy 0 8 3"] {
+            let error = never.ask(message).unwrap_err();
+            assert!(error.contains("failed with 700") && error.contains("end this process"), "{error}");
+        }
     }
 }
 
@@ -411,6 +512,41 @@ fn worlds() {
     }
 }
 
+/// Dropping asks nobody, so memory that ends with its owner stays.
+fn worlds_dropped() {
+    for vendor in Vendor::ALL {
+        for (sharing, left) in [
+            ("descriptor", ["nothing left"; 2]),
+            ("handle", ["1 allocations, 1 streams", "1 allocations, 1 opened, 2 streams"]),
+        ] {
+            // HIP has no contexts to count.
+            let contexts = |left: &str, count: u32| match (left, vendor) {
+                ("nothing left", _) | (_, Vendor::Hip) => left.to_owned(),
+                (_, Vendor::Cuda) => format!("{left}, {count} contexts"),
+            };
+            let path = Scratch::new("world");
+            let stage = Puppeteer::fake(vendor).having("devices=2");
+            let ranks = [stage.loaded(), stage.loaded()];
+            for joined in join_all(&ranks, &path, &[100_000; 2], &format!("{sharing} 30000")) {
+                joined.unwrap();
+            }
+            ranks[0].ok("put 0 7 still-there");
+            ranks[1].ok("window 4096 read");
+            ranks[1].ok("shut");
+            ranks[0].ok("abandon");
+            assert_eq!(ranks[0].ok("left"), contexts(left[0], 1), "{sharing}");
+            assert_eq!(ranks[1].ok("get 0 7 11"), "still-there");
+            ranks[1].ok("put 0 7 and-written");
+            assert_eq!(ranks[1].ok("get 0 7 11"), "and-written");
+            if sharing == "handle" {
+                assert_eq!(ranks[1].ok("left"), contexts(left[1], 2));
+            }
+            ranks[1].ok("abandon");
+            assert_eq!(ranks[1].ok("left"), contexts(left[0], 1), "{sharing}");
+        }
+    }
+}
+
 fn worlds_with_a_gap() {
     let path = Scratch::new("world");
     let stage = Puppeteer::fake(Vendor::Cuda).having("devices=3");
@@ -423,6 +559,13 @@ fn worlds_with_a_gap() {
         assert!(error(rank).starts_with("the region of rank 1: reach it"), "{told:?}");
         assert_eq!(ranks[rank].ok("left"), "nothing left");
     }
+    // By handle, who has given its region to somebody keeps it: the other may still have it open.
+    let path = Scratch::new("world");
+    let failing = stage.clone().failing("cuMemAlloc_v2:1:2");
+    let ranks = [stage.loaded(), failing.loaded(), stage.loaded()];
+    assert!(join_all(&ranks, &path, &[1; 3], "handle 1500").iter().all(Result::is_err));
+    let left = [0, 1, 2].map(|rank| ranks[rank].ok("left"));
+    assert_eq!(left, ["1 allocations, 1 streams, 1 contexts", "nothing left", "nothing left"]);
     let path = Scratch::new("world");
     let ranks = [stage.loaded(), stage.loaded()];
     let told = join_all(&ranks, &path, &[65_536, 65_537], "descriptor 1500");
@@ -439,6 +582,66 @@ fn worlds_with_a_gap() {
         assert_eq!(rank.ok("left"), "nothing left");
     }
     assert!(named > 0, "{told:?}");
+}
+
+/// Memory that this process may only read: where the device knows such windows, and nowhere else. Memory that it may write
+/// has windows everywhere.
+fn windows_to_be_read() {
+    for (vendor, settings, can) in
+        [(Vendor::Cuda, "", true), (Vendor::Cuda, "readonly=0", false), (Vendor::Hip, "", false)]
+    {
+        let stage = Puppeteer::fake(vendor).having(settings);
+        let puppet = stage.loaded();
+        puppet.ok("create 0 1 - -");
+        let view = puppet.ask("window 4096 view");
+        assert_eq!(view.is_ok(), can, "{vendor} {settings}: {view:?}");
+        if let Err(error) = view {
+            assert!(error.contains("failed with 1 (invalid argument); the memory must be mapped"), "{error}");
+        } else {
+            puppet.ok("show 100 seen");
+            assert_eq!(puppet.ok("through 100 4"), "seen");
+            puppet.ok("take 100 0 4");
+            assert_eq!(puppet.ok("read 0 4"), "seen");
+            let error = puppet.ask("give 0 200 4").unwrap_err();
+            assert!(
+                error.contains("cuMemcpyDtoDAsync_v2 failed with 1"),
+                "written, and opened to be read: {error}"
+            );
+            puppet.ok("shut");
+        }
+        puppet.ask("window 4096 view-write").unwrap_err();
+        for access in ["read", "write"] {
+            puppet.ok(&format!("window 4096 {access}"));
+            puppet.ok("show 0 abc");
+            assert_eq!([puppet.ok("through 0 3"), puppet.ok("look 0 3")], ["abc", "abc"]);
+            puppet.ok("shut");
+        }
+        puppet.ok("close");
+        assert_eq!(puppet.ok("left"), "nothing left");
+    }
+    // A driver that does not know the question yet. The attributes before it are the region's.
+    let old = Puppeteer::fake(Vendor::Cuda).failing("cuDeviceGetAttribute:4:1").loaded();
+    old.ok("create 0 1 - -");
+    old.ok("window 4096 read");
+    old.ok("close");
+    assert_eq!(old.ok("left"), "nothing left");
+}
+
+fn windows_and_forks() {
+    for vendor in Vendor::ALL {
+        let log = Scratch::new("fork");
+        let puppet = Puppeteer::fake(vendor).logging(&log).loaded();
+        puppet.ok("create 0 1 - -");
+        puppet.ok("window 4096 write");
+        let before = log.text();
+        assert_eq!(puppet.ok("fork"), "refused");
+        assert_eq!(log.text(), before, "a child does not reach the driver");
+        puppet.ok("write 0 abc");
+        puppet.ok("give 0 9 3");
+        assert_eq!(puppet.ok("look 9 3"), "abc");
+        puppet.ok("close");
+        assert_eq!(puppet.ok("left"), "nothing left");
+    }
 }
 
 /// The strictness itself: planted mistakes, each of which must be answered with its code. Were one let through, the tests
@@ -506,17 +709,31 @@ fn the_fake_complains() {
     assert_eq!(map!(BYTES * 2), 1, "mapped with another size");
     assert_eq!(map!(BYTES), 0);
     assert_eq!(map!(BYTES), 1, "mapped twice");
-    type Fill = unsafe extern "C" fn(u64, u8, usize) -> c_int;
-    assert_eq!(call!("cuMemsetD8_v2", Fill, address, 0, BYTES), 201, "without a context");
+    type Fill = unsafe extern "C" fn(u64, u8, usize, u64) -> c_int;
+    type NewStream = unsafe extern "C" fn(*mut u64, u32) -> c_int;
+    type Stream = unsafe extern "C" fn(u64) -> c_int;
+    let mut stream = 0u64;
+    assert_eq!(call!("cuStreamCreate", NewStream, &mut stream, 1), 201, "without a context");
+    assert_eq!(call!("cuMemsetD8Async", Fill, address, 0, BYTES, 0), 201, "without a context");
     type SetContext = unsafe extern "C" fn(usize) -> c_int;
     assert_eq!(call!("cuCtxSetCurrent", SetContext, 0x1000), 201, "a context that nobody retained");
     type Retain = unsafe extern "C" fn(*mut usize, c_int) -> c_int;
     assert_eq!(call!("cuDevicePrimaryCtxRetain", Retain, &mut context, 0), 0);
     assert_eq!(call!("cuCtxSetCurrent", SetContext, context), 0);
-    assert_eq!(call!("cuMemsetD8_v2", Fill, address, 0, BYTES), 1, "without access");
+    assert_eq!(
+        call!("cuStreamCreate", NewStream, &mut stream, 0),
+        1,
+        "a stream that waits for the legacy one"
+    );
+    assert_eq!(call!("cuStreamCreate", NewStream, &mut stream, 1), 0);
+    assert_eq!(call!("cuMemsetD8Async", Fill, address, 0, BYTES, stream), 1, "without access");
     assert_eq!(set_access!(), 0);
-    assert_eq!(call!("cuMemsetD8_v2", Fill, address, 0, BYTES), 0);
-    assert_eq!(call!("cuMemsetD8_v2", Fill, address, 0, BYTES + 1), 1, "beyond the end");
+    assert_eq!(call!("cuMemsetD8Async", Fill, address, 0, BYTES, stream), 0);
+    assert_eq!(call!("cuMemsetD8Async", Fill, address, 0, BYTES + 1, stream), 1, "beyond the end");
+    assert_eq!(call!("cuMemsetD8Async", Fill, address, 0, BYTES, 0), 400, "on the legacy stream");
+    assert_eq!(call!("cuStreamDestroy_v2", Stream, stream), 0);
+    assert_eq!(call!("cuStreamDestroy_v2", Stream, stream), 400, "destroyed twice");
+    assert_eq!(call!("cuMemsetD8Async", Fill, address, 0, BYTES, stream), 400, "on a stream that is gone");
     let mut fd: c_int = -1;
     type Export = unsafe extern "C" fn(*mut c_void, u64, c_int, u64) -> c_int;
     assert_eq!(call!("cuMemExportToShareableHandle", Export, (&raw mut fd).cast(), allocation, 0, 0), 1);

@@ -124,7 +124,9 @@ fn worlds_that_do_not_fit_are_refused() {
     let path = path();
     let _worlds = worlds(&path);
     let other = WorldConfig { shape: WorldShape { bytes: 4096, ..SHAPE }, ..config(&path, 1) };
-    assert!(matches!(join(&other), Err(WorldError::Door(DoorError::Refused(ErrorCode::InvalidArgument)))));
+    assert!(
+        matches!(join(&other), Err(WorldError::OtherShape { found, ours }) if (found, ours) == (SHAPE, other.shape))
+    );
     let none = WorldConfig { shape: WorldShape { ranks: 0, ..SHAPE }, ..config(&path, 0) };
     assert!(matches!(join(&none), Err(WorldError::Shape(_))));
     assert!(matches!(join(&config(&path, 3)), Err(WorldError::Rank { .. })));

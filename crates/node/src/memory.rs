@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use moontide_heap::{
-    BoardError, HeapConfig, HugePages, NodeHeap, RegionError, Segment, SegmentError, Staging, World,
+    BoardError, DevicePart, DeviceWorld, HeapConfig, HugePages, NodeHeap, RegionError, Segment, SegmentError,
+    Staging, World,
 };
 use moontide_types::bounds::UNIT_BYTES;
 use moontide_types::record::{State, Word};
@@ -70,6 +71,8 @@ pub enum MemoryError {
 #[derive(Debug)]
 pub struct LentMemory {
     world: Arc<World>,
+    /// Where the records' bytes are, at the same offsets, if not in the world's regions.
+    device: Option<Arc<DeviceWorld>>,
     offset: u64,
     len: u64,
 }
@@ -81,7 +84,27 @@ impl LentMemory {
     /// No other use may be made of these bytes, by any rank, until the world is gone everywhere.
     #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
     pub unsafe fn new(world: Arc<World>, offset: u64, len: u64) -> LentMemory {
-        LentMemory { world, offset, len }
+        LentMemory { world, device: None, offset, len }
+    }
+
+    /// As [`LentMemory::new`], with the records' bytes in this rank's region of `device`, at the same offsets. Of the world's
+    /// region only the pages are used on which keys and attributes lie.
+    ///
+    /// # Safety
+    /// As [`LentMemory::new`], in both regions.
+    ///
+    /// # Panics
+    /// If the device's region ends before these bytes do.
+    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
+    pub unsafe fn of_device(
+        world: Arc<World>,
+        device: Arc<DeviceWorld>,
+        offset: u64,
+        len: u64,
+    ) -> LentMemory {
+        let (end, all) = (offset.checked_add(len), device.region(device.rank()).len());
+        assert!(end.is_some_and(|end| end <= all), "bytes of the device's region");
+        LentMemory { world, device: Some(device), offset, len }
     }
 
     #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
@@ -97,8 +120,14 @@ impl LentMemory {
         }
         // SAFETY: nobody else uses the bytes, says who made this.
         let memory = unsafe { self.world.lend(self.offset + first, plan.bytes()) }?;
+        let part = |device| DevicePart::new(device, self.offset + first, plan.bytes());
         // SAFETY: as above.
-        unsafe { heap.add_segment_in(plan.slots, memory) }
+        unsafe {
+            match self.device.clone().map(part) {
+                None => heap.add_segment_in(plan.slots, memory),
+                Some(part) => heap.add_segment_of_device(plan.slots, memory, part),
+            }
+        }
     }
 }
 

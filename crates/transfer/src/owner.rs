@@ -87,10 +87,15 @@ pub(crate) struct Source<'a> {
     pin: NodePin<'a>,
     digests: bool,
     range: Span,
+    /// Of a record in a device's memory: a copy of the range.
+    copied: Option<Vec<u8>>,
 }
 
 impl Source<'_> {
     pub(crate) fn bytes(&self) -> &[u8] {
+        if let Some(copied) = &self.copied {
+            return copied;
+        }
         let bytes = if self.digests { self.pin.digests() } else { self.pin.payload() };
         &bytes[self.range.offset() as usize..self.range.end() as usize]
     }
@@ -134,7 +139,12 @@ fn source_of<'a>(pin: NodePin<'a>, range: Span, op: &TransferOp) -> Result<Sourc
     if range.end() > len {
         return Err(ErrorCode::OutOfBounds);
     }
-    Ok(Source { pin, digests, range })
+    let copied = match pin.is_in_device() && !digests {
+        false => None,
+        // A device that does not answer has nothing any more that anybody could read.
+        true => Some(pin.copy_out(range).map_err(|_| ErrorCode::Gone)?),
+    };
+    Ok(Source { pin, digests, range, copied })
 }
 
 /// How long a write waits for another on the same bytes: one whose connection broke, of which the thread that serves

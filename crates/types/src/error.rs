@@ -59,7 +59,7 @@ error_codes! {
     /// A documented bound was crossed.
     TooLarge = 3, false, "split the request or the object; the message names the bound";
     /// The peer speaks another version or does not know the call.
-    Unsupported = 4, false, "run the same release on both sides";
+    Unsupported = 4, false, "run the same release on both sides; into a device's memory ranks push (docs/nano.md)";
     /// The caller did not prove who it is.
     Unauthenticated = 5, false, "configure this client's credentials";
     /// The caller may not do this.
@@ -121,6 +121,8 @@ error_codes! {
     DiskError = 501, true, "check the disk; the tier goes on reading";
     /// The disk is full.
     DiskFull = 502, true, "free space or lower the tier's limit";
+    /// A device or its driver answered with an error.
+    DeviceError = 503, false, "run `moontide doctor`, and look at what the driver says";
 }
 
 impl std::fmt::Display for ErrorCode {

@@ -66,14 +66,17 @@ def push(
     )
 
 
-def wait_ready(bases: torch.Tensor, record: Record, header_word: int, status: torch.Tensor, *, looks: int) -> None:
-    """Waits in a kernel until all pages are pushed, for at most ``looks`` looks; status: ``Wait``."""
+def wait_ready(
+    bases: torch.Tensor, record: Record, header_word: int | None, status: torch.Tensor, *, looks: int
+) -> None:
+    """Waits in a kernel until all pages are pushed, for at most ``looks`` looks; status: ``Wait``. Without a header word it looks at
+    the flag alone, and does not learn that a producer has died."""
     _check(bases, status)
     wait_until_ready[(1,)](
         bases,
         record.owner,
         record.flag_offset,
-        header_word,
+        header_word or 0,
         record.epoch,
         looks,
         status,

@@ -73,8 +73,15 @@ def wait_until_ready(
     outcome = tl.full([], _WAIT_TIMED_OUT, tl.int32)
     looked = tl.full([], 0, tl.int64)
     while (looked < looks) & (outcome == _WAIT_TIMED_OUT):
-        header = look(header_word, BACKEND)
-        published = look(flag, BACKEND) == ready
+        header = (epoch << 2) | _WRITING
+        if header_word != 0:
+            header = look(header_word, BACKEND)
+        # After the header: what is being committed, and shut for a moment, was published before.
+        flagged = look(flag, BACKEND)
+        published = flagged == ready
+        if header_word == 0:
+            # Of this version nothing but the flag is known; of a later one the flag says so.
+            header = tl.where((flagged & ~3) == (epoch << 2), header, flagged)
         same_epoch = (header & ~3) == (epoch << 2)
         # Published goes before dead: a commit shuts the word for a moment, and it commits what was published. Whether
         # the bytes may be read is for the cell to say.

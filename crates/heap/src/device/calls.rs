@@ -29,6 +29,18 @@ pub(super) const ACCESS_READ_WRITE: c_int = 3;
 pub(super) const GRANULARITY_RECOMMENDED: c_int = 1;
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, `hipIpcMemLazyEnablePeerAccess`
 pub(super) const IPC_LAZY_PEER_ACCESS: c_uint = 1;
+/// `CU_STREAM_NON_BLOCKING`, `hipStreamNonBlocking`: does not wait for the legacy stream, nor the other way round.
+pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
+/// `CU_MEMHOSTREGISTER_PORTABLE`, `hipHostRegisterPortable`: for all contexts of the process.
+pub(super) const REGISTER_PORTABLE: c_uint = 1;
+/// `CU_MEMHOSTREGISTER_DEVICEMAP`, `hipHostRegisterMapped`: devices get an address for it.
+pub(super) const REGISTER_MAPPED: c_uint = 2;
+/// `CU_MEMHOSTREGISTER_READ_ONLY`. Never for HIP: its header has the name and says that devices ignore it, and some of its
+/// runtimes answer "invalid argument".
+pub(super) const REGISTER_READ_ONLY: c_uint = 8;
+
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`, `HIP_POINTER_ATTRIBUTE_DEVICE_ORDINAL`
+pub(super) const POINTER_DEVICE_ORDINAL: c_int = 9;
 
 /// From here on `hipMemImportFromShareableHandle` takes a descriptor by value, as CUDA does; before, its address.
 pub(super) const HIP_FD_BY_VALUE: c_int = 70_100_000;
@@ -84,21 +96,26 @@ pub(super) enum Attribute {
     PosixFd,
     /// The link to the host carries atomics.
     HostAtomics,
+    /// Memory of the host that this process may only read can be registered as such.
+    ReadOnlyRegister,
     ComputeMajor,
     ComputeMinor,
 }
 
 impl Attribute {
+    /// None: no device of this vendor can do it.
+    ///
     /// HIP has no attribute for descriptors: on Linux it has them wherever it has virtual memory management.
-    pub(super) fn number(self, vendor: Vendor) -> c_int {
+    pub(super) fn number(self, vendor: Vendor) -> Option<c_int> {
         let [cuda, hip] = match self {
+            Attribute::ReadOnlyRegister => return vendor.pick(Some(113), None),
             Attribute::Vmm => [102, 89],
             Attribute::PosixFd => [103, 89],
             Attribute::HostAtomics => [86, 15],
             Attribute::ComputeMajor => [75, 23],
             Attribute::ComputeMinor => [76, 61],
         };
-        vendor.pick(cuda, hip)
+        Some(vendor.pick(cuda, hip))
     }
 }
 
@@ -160,6 +177,8 @@ calls! {
     device_attribute: "cuDeviceGetAttribute" / "hipDeviceGetAttribute" (value: *mut c_int, attribute: c_int, device: c_int);
     /// Whether a device can access another's memory.
     can_access_peer: "cuDeviceCanAccessPeer" / "hipDeviceCanAccessPeer" (can: *mut c_int, device: c_int, peer: c_int);
+    /// What is known of an address: of `attribute` [`POINTER_DEVICE_ORDINAL`], an `int`.
+    pointer_attribute: "cuPointerGetAttribute" / "hipPointerGetAttribute" (data: *mut c_void, attribute: c_int, address: u64);
     /// Waits for what the current device does.
     synchronize: "cuCtxSynchronize" / "hipDeviceSynchronize" ();
     /// Of what lengths and addresses must be multiples.
@@ -199,12 +218,30 @@ calls! {
     ipc_open: "cuIpcOpenMemHandle_v2" / "hipIpcOpenMemHandle" (address: *mut u64, handle: IpcHandle, flags: c_uint);
     /// Closes it there.
     ipc_close: "cuIpcCloseMemHandle" / "hipIpcCloseMemHandle" (address: u64);
+    /// Work that is done in order, beside other streams' work. A stream is an address that only the driver looks at.
+    stream_create: "cuStreamCreate" / "hipStreamCreateWithFlags" (stream: *mut u64, flags: c_uint);
+    /// Waits for what is in it.
+    stream_synchronize: "cuStreamSynchronize" / "hipStreamSynchronize" (stream: u64);
+    /// Ends it when its work is done.
+    stream_destroy: "cuStreamDestroy_v2" / "hipStreamDestroy" (stream: u64);
     /// Host to device.
-    copy_in: "cuMemcpyHtoD_v2" / "hipMemcpyHtoD" (target: u64, source: *const c_void, bytes: usize);
+    copy_in: "cuMemcpyHtoDAsync_v2" / "hipMemcpyHtoDAsync"
+        (target: u64, source: *const c_void, bytes: usize, stream: u64);
     /// Device to host.
-    copy_out: "cuMemcpyDtoH_v2" / "hipMemcpyDtoH" (target: *mut c_void, source: u64, bytes: usize);
+    copy_out: "cuMemcpyDtoHAsync_v2" / "hipMemcpyDtoHAsync"
+        (target: *mut c_void, source: u64, bytes: usize, stream: u64);
+    /// Device to device, or to what a device sees of the host.
+    copy_across: "cuMemcpyDtoDAsync_v2" / "hipMemcpyDtoDAsync"
+        (target: u64, source: u64, bytes: usize, stream: u64);
     /// Fills with one byte.
-    fill: "cuMemsetD8_v2" / "hipMemsetD8" (target: u64, value: u8, bytes: usize);
+    fill: "cuMemsetD8Async" / "hipMemsetD8Async" (target: u64, value: u8, bytes: usize, stream: u64);
+    /// Pins memory of the host and makes it known to devices.
+    host_register: "cuMemHostRegister_v2" / "hipHostRegister" (at: *mut c_void, bytes: usize, flags: c_uint);
+    /// What devices call such memory.
+    host_address: "cuMemHostGetDevicePointer_v2" / "hipHostGetDevicePointer"
+        (address: *mut u64, at: *mut c_void, flags: c_uint);
+    /// Ends it. Takes where it begins.
+    host_unregister: "cuMemHostUnregister" / "hipHostUnregister" (at: *mut c_void);
 }
 
 /// Functions that have no counterpart, or another form.

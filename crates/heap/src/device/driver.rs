@@ -150,11 +150,12 @@ impl Driver {
         if self.0.made_in.is_valid() { Ok(self) } else { Err(DeviceError::Forked) }
     }
 
-    /// What a device answers about itself.
+    /// What a device answers about itself; 0 where its vendor has no such thing.
     pub(super) fn attribute(self, attribute: Attribute, device: c_int) -> Result<c_int, DeviceError> {
         let mut value = 0;
+        let Some(number) = attribute.number(self.vendor()) else { return Ok(value) };
         // SAFETY: a valid place for the answer.
-        unsafe { self.device_attribute(&mut value, attribute.number(self.vendor()), device) }?;
+        unsafe { self.device_attribute(&mut value, number, device) }?;
         Ok(value)
     }
 

@@ -28,8 +28,21 @@ pub enum DeviceError {
         symbol: &'static str,
     },
     /// The driver refused.
-    #[error("{call} failed with {code} ({text}); {hint}", hint = hint(*code))]
+    #[error("{call} failed with {code} ({text}); {hint}", hint = hint(call, *code))]
     Call {
+        /// Which call.
+        call: &'static str,
+        /// Its answer.
+        code: i32,
+        /// What the driver calls it.
+        text: String,
+    },
+    /// The driver cannot say that a copy is over, however it is asked: the device's context has an error that stays.
+    #[error(
+        "{call} failed with {code} ({text}), and so did what was asked after it: a copy may not have ended, and its bytes on \
+         both sides are nothing to rely on; end this process, no other call will work in it"
+    )]
+    Unfinished {
         /// Which call.
         call: &'static str,
         /// Its answer.
@@ -48,6 +61,16 @@ pub enum DeviceError {
         /// What was asked for.
         bytes: u64,
     },
+    /// Memory that is no window.
+    #[error("a window of {bytes} bytes at {at:#x}; give whole pages of {page} bytes that begin at a page")]
+    Window {
+        /// Where it begins.
+        at: usize,
+        /// How long it is.
+        bytes: usize,
+        /// How long a page is.
+        page: usize,
+    },
     /// What came over the socket is no offer of a region.
     #[error("this is no offer of a device region; both sides must run the same release")]
     Offer,
@@ -61,6 +84,14 @@ pub enum DeviceError {
         /// The driver's.
         ours: Vendor,
     },
+    /// The address is on another device.
+    #[error("the address is on device {found}, the region is used by device {ours}; copy it there first")]
+    OtherDevice {
+        /// The address's.
+        found: i32,
+        /// The region's.
+        ours: i32,
+    },
     /// A call to the operating system failed.
     #[error("{what}: {source}")]
     System {
@@ -71,9 +102,24 @@ pub enum DeviceError {
     },
 }
 
+impl DeviceError {
+    /// The same, of a call that should have said that a copy is over.
+    pub(super) fn unfinished(self) -> DeviceError {
+        match self {
+            DeviceError::Call { call, code, text } => DeviceError::Unfinished { call, code, text },
+            other => other,
+        }
+    }
+}
+
 /// What to do about the refusals that people meet. CUDA and HIP number them alike.
-fn hint(code: i32) -> &'static str {
+fn hint(call: &str, code: i32) -> &'static str {
     match code {
+        712 => "another window has some of these pages already: open one for all of them",
+        _ if call.contains("HostRegister") => {
+            "the memory must be mapped, and this process be able to write it unless the device registers what can only be \
+             read (HIP: none does); pinned pages count against ulimit -l"
+        }
         2 => "the device's memory is full: ask for less, or end what holds it",
         1 | 101 => "is there such a device, and can it access its peer? `moontide doctor` lists both",
         100 => {

@@ -2,15 +2,19 @@
 //!
 //! ```text
 //!   owner, by descriptor                       importer
-//!     granularity → create → reserve → map →     import (and close the descriptor) →
-//!     set access → fill → synchronize → export   reserve → map → set access
+//!     stream → granularity → create →            stream → import (and close the descriptor) →
+//!     reserve → map → set access →               reserve → map → set access
+//!     fill → wait → export
 //!
 //!   owner, by handle (older devices)           importer
-//!     alloc → fill → synchronize → get handle    open handle
+//!     stream → alloc → fill → wait → get handle  stream → open handle
 //!
 //!   all, at the end, and from wherever a step failed:
-//!     synchronize → unmap → free addresses → release → close descriptor → release context
+//!     synchronize → end the stream → unmap → free addresses → release → close descriptor → release context
 //! ```
+//!
+//! Copies go through the region's own stream, which does not wait for the kernels of whoever else uses the device, and end
+//! before the call returns: see `copy`.
 //!
 //! Invariants:
 //! - A field is set when its step succeeded and cleared when the step is undone, so undoing never does more than was done.
@@ -22,11 +26,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
 
 use super::AtomicDomain;
 use super::calls::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, Attribute, GRANULARITY_RECOMMENDED,
     HANDLE_POSIX_FD, HIP_FD_BY_VALUE, IPC_LAZY_PEER_ACCESS, IpcHandle, LOCATION_DEVICE, Location,
+    POINTER_DEVICE_ORDINAL, STREAM_NON_BLOCKING,
 };
 use super::context::Context;
 use super::driver::{Driver, Vendor};
@@ -74,10 +80,19 @@ pub struct DeviceRegion {
     /// Reserved, allocated or opened.
     address: Option<u64>,
     allocation: Option<u64>,
+    /// What copies go through.
+    stream: Option<u64>,
+    copying: Mutex<()>,
     fd: Option<OwnedFd>,
     context: Context,
     made_in: ProcessToken,
 }
+
+/// Several threads may copy at the same time.
+const _: () = {
+    const fn is_shareable<T: Send + Sync>() {}
+    is_shareable::<DeviceRegion>();
+};
 
 impl DeviceRegion {
     /// Makes a region of zeroed memory.
@@ -90,6 +105,7 @@ impl DeviceRegion {
                 region.sharing = region.best_sharing()?;
             }
             region.domain = region.native_domain()?;
+            region.open_stream()?;
             match region.sharing {
                 Sharing::Descriptor => region.make(device, peers),
                 Sharing::Handle => region.make_the_old_way(),
@@ -112,9 +128,12 @@ impl DeviceRegion {
         let context = Context::retain(driver, ordinal(device))?;
         let mut region = DeviceRegion::empty(context, offer.len, sharing, false)?;
         region.domain = offer.domain;
-        region.context.place().within(&mut || match &offer.share {
-            Share::Descriptor(fd) => region.take_in(device, fd),
-            Share::Handle(handle) => region.open(handle),
+        region.context.place().within(&mut || {
+            region.open_stream()?;
+            match &offer.share {
+                Share::Descriptor(fd) => region.take_in(device, fd),
+                Share::Handle(handle) => region.open(handle),
+            }
         })?;
         Ok(region)
     }
@@ -137,6 +156,8 @@ impl DeviceRegion {
             is_mapped: false,
             address: None,
             allocation: None,
+            stream: None,
+            copying: Mutex::default(),
             fd: None,
             context,
             made_in: ProcessToken::of_this_process(),
@@ -156,6 +177,14 @@ impl DeviceRegion {
     fn native_domain(&self) -> Result<AtomicDomain, DeviceError> {
         let carries = self.driver().attribute(Attribute::HostAtomics, self.context.place().device)?;
         Ok(if carries == 0 { AtomicDomain::Device } else { AtomicDomain::Both })
+    }
+
+    fn open_stream(&mut self) -> Result<(), DeviceError> {
+        let mut stream = 0;
+        // SAFETY: a valid place.
+        unsafe { self.driver().stream_create(&mut stream, STREAM_NON_BLOCKING) }?;
+        self.stream = Some(stream);
+        Ok(())
     }
 
     /// The owner's steps, by descriptor.
@@ -251,11 +280,10 @@ impl DeviceRegion {
 
     /// Fills with zeros, and waits: nobody may get the region before.
     fn zero(&self) -> Result<(), DeviceError> {
-        // SAFETY: the whole of what was mapped or allocated.
-        unsafe {
-            self.driver().fill(self.address(), 0, self.len as usize)?;
-            self.driver().synchronize()
-        }
+        self.run(&|stream| {
+            // SAFETY: the whole of what was mapped or allocated.
+            unsafe { self.driver().fill(self.address(), 0, self.len as usize, stream) }
+        })
     }
 
     /// Its length in bytes, rounded up to what the device gives.
@@ -299,35 +327,121 @@ impl DeviceRegion {
         Ok(DeviceOffer { vendor: self.driver().vendor(), len: self.len, domain: self.domain, share })
     }
 
-    /// Copies bytes into the region, and waits until they are there.
+    /// Copies bytes into the region, and waits until they are there; for kernels that use the region it does not wait: see
+    /// [`DeviceRegion::settle`].
     ///
     /// # Panics
     /// If they reach beyond the end.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        let target = self.piece(offset, bytes.len())?;
-        let driver = self.driver();
-        self.context.place().within(&mut || {
-            // SAFETY: inside the region; the slice has that length.
-            unsafe { driver.copy_in(target, bytes.as_ptr().cast(), bytes.len()) }
+        self.copy(offset, bytes.len() as u64, &|target, stream| {
+            // SAFETY: inside the region; the slice has that length, and `copy` waits while it is borrowed.
+            unsafe { self.driver().copy_in(target, bytes.as_ptr().cast(), bytes.len(), stream) }
         })
     }
 
-    /// Copies bytes out of the region.
+    /// Copies bytes out of the region. What kernels are still writing is not waited for: see [`DeviceRegion::settle`].
     ///
     /// # Panics
     /// If they reach beyond the end.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        let source = self.piece(offset, bytes.len())?;
-        let driver = self.driver();
-        self.context.place().within(&mut || {
-            // SAFETY: inside the region; the slice has that length, and is ours alone.
-            unsafe { driver.copy_out(bytes.as_mut_ptr().cast(), source, bytes.len()) }
+        let (place, len) = (bytes.as_mut_ptr(), bytes.len());
+        self.copy(offset, len as u64, &|source, stream| {
+            // SAFETY: inside the region; the slice has that length, is ours alone, and `copy` waits while it is borrowed.
+            unsafe { self.driver().copy_out(place.cast(), source, len, stream) }
         })
     }
 
-    fn piece(&self, offset: u64, len: usize) -> Result<u64, DeviceError> {
+    /// Copies into the region from another address of the same device of this process, and waits until the bytes are there.
+    /// What is still being written at `source` is not waited for: see [`DeviceRegion::settle`].
+    ///
+    /// # Safety
+    /// The region's device may read `len` bytes from `source`, nobody writes or frees them before this returns, and they do
+    /// not overlap the target.
+    ///
+    /// # Panics
+    /// If they reach beyond the region's end.
+    pub unsafe fn write_from_device(&self, offset: u64, source: u64, len: u64) -> Result<(), DeviceError> {
+        self.check_same_device(source)?;
+        self.copy(offset, len, &|target, stream| {
+            // SAFETY: the target is inside the region; for the source the caller vouches.
+            unsafe { self.driver().copy_across(target, source, len as usize, stream) }
+        })
+    }
+
+    /// Copies out of the region to another address of the same device of this process, and waits until the bytes are there.
+    ///
+    /// # Safety
+    /// The region's device may write `len` bytes to `target`, nobody else uses or frees them before this returns, and they
+    /// do not overlap the source.
+    ///
+    /// # Panics
+    /// If they reach beyond the region's end.
+    pub unsafe fn read_to_device(&self, offset: u64, target: u64, len: u64) -> Result<(), DeviceError> {
+        self.check_same_device(target)?;
+        self.copy(offset, len, &|source, stream| {
+            // SAFETY: the source is inside the region; for the target the caller vouches.
+            unsafe { self.driver().copy_across(target, source, len as usize, stream) }
+        })
+    }
+
+    /// Waits for everything that this process has under way on the region's device: what its kernels wrote before is there.
+    /// Copies do not do that by themselves, their stream waits for no other.
+    pub fn settle(&self) -> Result<(), DeviceError> {
         self.here()?;
-        let end = offset.checked_add(len as u64).expect("a piece of the region");
+        // SAFETY: takes nothing.
+        self.context.place().within(&mut || unsafe { self.driver().synchronize() })
+    }
+
+    /// Refuses addresses on another device than the one that [`DeviceRegion::settle`] waits for.
+    fn check_same_device(&self, address: u64) -> Result<(), DeviceError> {
+        self.here()?;
+        let (driver, ours) = (self.driver(), self.context.place().device);
+        let mut found: c_int = -1;
+        self.context.place().within(&mut || {
+            // SAFETY: a valid place for an int, which this attribute is.
+            unsafe { driver.pointer_attribute((&raw mut found).cast(), POINTER_DEVICE_ORDINAL, address) }
+        })?;
+        if found == ours { Ok(()) } else { Err(DeviceError::OtherDevice { found, ours }) }
+    }
+
+    /// Starts a copy at a piece of the region, and waits until it is over. One thread at a time: in the stream one copy comes
+    /// after the other anyway, and an answer to a wait is then about the waiter's own.
+    fn copy(
+        &self,
+        offset: u64,
+        len: u64,
+        start: &dyn Fn(u64, u64) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let piece = self.piece(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let _one_at_a_time = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        self.context.place().within(&mut || self.run(&|stream| start(piece, stream)))
+    }
+
+    /// Puts work into the stream and waits until it is over, whatever the driver answered: the bytes that it uses are only
+    /// borrowed. An answer may be about somebody else's kernel, so one that is bad is not believed before the stream and the
+    /// whole context were asked once more. If none of them can say that the work is over, the context has an error that
+    /// stays (`cuda.h`: "the process must be terminated"): the driver has stopped its engines, and nothing of it moves bytes
+    /// any more. Nothing better can be had, and [`DeviceError::Unfinished`] says it.
+    fn run(&self, start: &dyn Fn(u64) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        let (driver, stream) = (self.driver(), self.stream.expect("set until the region ends"));
+        let started = start(stream);
+        // SAFETY: our stream.
+        let Err(first) = (unsafe { driver.stream_synchronize(stream) }) else { return started };
+        // SAFETY: as above; the second takes nothing.
+        let is_over = unsafe { driver.stream_synchronize(stream).is_ok() || driver.synchronize().is_ok() };
+        match started {
+            _ if !is_over => Err(first.unfinished()),
+            Ok(()) => Err(first),
+            Err(refused) => Err(refused),
+        }
+    }
+
+    fn piece(&self, offset: u64, len: u64) -> Result<u64, DeviceError> {
+        self.here()?;
+        let end = offset.checked_add(len).expect("a piece of the region");
         assert!(end <= self.len, "{end} is beyond a region of {}", self.len);
         Ok(self.address() + offset)
     }
@@ -350,7 +464,7 @@ impl DeviceRegion {
             let _ = self.undo();
         }
         self.fd = None;
-        if self.address.is_none() && self.allocation.is_none() {
+        if self.is_undone() {
             let released = self.context.release();
             if released.is_err() {
                 let _ = self.context.release();
@@ -364,18 +478,31 @@ impl DeviceRegion {
     }
 
     fn undo(&mut self) -> Result<(), DeviceError> {
-        if self.address.is_none() && self.allocation.is_none() {
+        if self.is_undone() {
             return Ok(());
         }
         self.context.place().within(&mut || self.undo_steps())
     }
 
+    fn is_undone(&self) -> bool {
+        self.address.is_none() && self.allocation.is_none() && self.stream.is_none()
+    }
+
     fn undo_steps(&mut self) -> Result<(), DeviceError> {
         let (driver, len) = (self.driver(), self.len as usize);
         let mut idle = Ok(());
-        if let Some(address) = self.address {
+        if self.address.is_some() {
             // SAFETY: takes nothing. What a kernel did wrong is told, and keeps no memory.
             idle = unsafe { driver.synchronize() };
+        }
+        if let Some(stream) = self.stream {
+            // SAFETY: ours, and nobody copies any more. A stream that cannot be ended keeps no memory.
+            match unsafe { driver.stream_destroy(stream) } {
+                Ok(()) => self.stream = None,
+                Err(error) => idle = idle.and(Err(error)),
+            }
+        }
+        if let Some(address) = self.address {
             if self.is_mapped {
                 // SAFETY: the whole of our mapping, which the devices no longer use.
                 unsafe { driver.mem_unmap(address, len) }?;
@@ -406,7 +533,7 @@ impl Drop for DeviceRegion {
     }
 }
 
-fn ordinal(device: u32) -> c_int {
+pub(super) fn ordinal(device: u32) -> c_int {
     // No driver has as many; it answers that there is no such device.
     c_int::try_from(device).unwrap_or(c_int::MAX)
 }

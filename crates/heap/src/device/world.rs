@@ -18,6 +18,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -25,10 +26,12 @@ use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use super::context::Context;
 use super::driver::Driver;
 use super::error::DeviceError;
 use super::offer::DeviceOffer;
-use super::region::{DeviceConfig, DeviceRegion, Sharing};
+use super::region::{DeviceConfig, DeviceRegion, Sharing, ordinal};
+use super::window::{HostWindow, WindowAccess, can_be_read_only};
 use crate::phase::WaitError;
 use crate::ranks::{Rank, RankSet};
 use crate::shm::{Door, DoorError, World};
@@ -81,13 +84,15 @@ pub struct DeviceWorldConfig<'a> {
     pub timeout: Duration,
 }
 
-/// A rank's place in it.
+/// A rank's place in it. Dropping asks nobody: see [`DeviceWorld::leave`].
 #[derive(Debug)]
 pub struct DeviceWorld {
-    /// By rank.
+    /// By rank; none once they were given back.
     regions: Vec<DeviceRegion>,
     bases: Vec<u64>,
     me: Rank,
+    driver: Driver,
+    device: u32,
 }
 
 impl DeviceWorld {
@@ -107,35 +112,61 @@ impl DeviceWorld {
         // SAFETY: who comes is a rank of the world, whom the caller vouches for.
         let door = unsafe { Door::open(&address, &[], Duration::ZERO) }?;
         let is_over = AtomicBool::new(false);
-        let joined = std::thread::scope(|scope| {
-            scope.spawn(|| serve(&door, &own, &is_over));
+        let (joined, was_offered) = std::thread::scope(|scope| {
+            let server = scope.spawn(|| serve(&door, &own, &is_over));
             let joined = collect(world, driver, config, own.len(), began).and_then(|others| {
                 world.barrier(timeout.saturating_sub(began.elapsed()))?;
                 Ok(others)
             });
             is_over.store(true, Ordering::Relaxed);
-            joined
+            (joined, server.join().unwrap_or(true))
         });
         let _ = std::fs::remove_file(&address);
-        let mut regions = joined?;
+        let mut regions = match joined {
+            Ok(regions) => regions,
+            Err(error) => {
+                if was_offered {
+                    let_go(own);
+                }
+                return Err(error);
+            }
+        };
         regions.insert(me.index(), own);
         let bases = regions.iter().map(DeviceRegion::address).collect();
-        Ok(DeviceWorld { regions, bases, me })
+        Ok(DeviceWorld { regions, bases, me, driver, device: region.device })
     }
 
-    /// Gives everything back, the own region when all ranks have let go of it. Memory that is shared by handle must be given
-    /// back so; what is shared by descriptor may also be dropped at any time.
+    /// Gives everything back, the own region when all ranks have let go of it. Dropping gives back the same without asking
+    /// them, and so without the own region if it is shared by handle: that one stays until this process ends.
     pub fn leave(mut self, world: &World, timeout: Duration) -> Result<(), WaitError> {
-        let own = self.regions.remove(self.me.index());
-        drop(self);
+        let mut others = std::mem::take(&mut self.regions);
+        let own = others.remove(self.me.index());
+        drop(others);
         let met = world.barrier(timeout).map(drop);
-        if met.is_err() && own.sharing() == Sharing::Handle {
-            // Somebody may still have it open, and it would end under them: it stays until this process ends.
-            std::mem::forget(own);
-        } else {
-            drop(own);
+        if met.is_err() {
+            let_go(own);
         }
         met
+    }
+
+    /// Memory of the host that this rank's device sees.
+    ///
+    /// # Safety
+    /// As [`HostWindow::open`].
+    pub unsafe fn window(
+        &self,
+        at: NonNull<u8>,
+        len: usize,
+        access: WindowAccess,
+    ) -> Result<HostWindow, DeviceError> {
+        // SAFETY: says the caller.
+        unsafe { HostWindow::open(self.driver, self.device, at, len, access) }
+    }
+
+    /// Whether this rank's device can look at memory of the host that this process itself may only read, such as headers of
+    /// records. No device of AMD's can.
+    pub fn can_show_read_only(&self) -> Result<bool, DeviceError> {
+        can_be_read_only(Context::retain(self.driver, ordinal(self.device))?.place())
     }
 
     /// This process's rank.
@@ -164,14 +195,33 @@ impl DeviceWorld {
     }
 }
 
+impl Drop for DeviceWorld {
+    fn drop(&mut self) {
+        // `leave` has taken them.
+        if self.me.index() < self.regions.len() {
+            let_go(self.regions.remove(self.me.index()));
+        }
+    }
+}
+
+/// Gives back an own region that others may still map. By handle it would end under them, which is undefined, say the vendors:
+/// it stays until this process ends.
+fn let_go(own: DeviceRegion) {
+    match own.sharing() {
+        Sharing::Descriptor => drop(own),
+        Sharing::Handle => std::mem::forget(own),
+    }
+}
+
 fn beside(path: &Path, rank: Rank) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".device-{}", rank.0));
     PathBuf::from(name)
 }
 
-/// Gives the own region to whoever of the same user comes.
-fn serve(door: &Door, own: &DeviceRegion, is_over: &AtomicBool) {
+/// Gives the own region to whoever of the same user comes. Answers whether anyone has it.
+fn serve(door: &Door, own: &DeviceRegion, is_over: &AtomicBool) -> bool {
+    let mut was_offered = false;
     while !is_over.load(Ordering::Relaxed) {
         let socket = match door.accept_within(KNOCK_EVERY) {
             Ok(Some(socket)) => socket,
@@ -186,9 +236,10 @@ fn serve(door: &Door, own: &DeviceRegion, is_over: &AtomicBool) {
             sockopt::socket_peercred(&socket).is_ok_and(|peer| peer.uid == rustix::process::getuid());
         if is_ours {
             // SAFETY: to a rank of the world, whom the caller of `join` vouches for. Who is gone finds out by itself.
-            let _ = unsafe { own.offer() }.and_then(|offer| offer.send(&socket));
+            was_offered |= unsafe { own.offer() }.and_then(|offer| offer.send(&socket)).is_ok();
         }
     }
+    was_offered
 }
 
 /// Everyone else's regions, by rank.

@@ -127,6 +127,9 @@ pub enum BeginError {
     /// The segment is the node's own: no master grants in it.
     #[error("segment {0} is the node's staging memory, in which nothing is granted")]
     Staging(SegmentId),
+    /// The segment's bytes are in a device's memory, which the store does not write.
+    #[error("segment {0} is in a device's memory: records in it are pushed by ranks, and have no digests")]
+    Device(SegmentId),
     /// The record cannot be laid out.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -148,6 +151,7 @@ impl BeginError {
             BeginError::Space(ClaimError::Overlap { .. }) => ErrorCode::Overlap,
             BeginError::Slot { .. } | BeginError::Space(_) => ErrorCode::OutOfBounds,
             BeginError::Staging(_) => ErrorCode::PermissionDenied,
+            BeginError::Device(_) => ErrorCode::Unsupported,
             BeginError::Copy(_)
             | BeginError::Extent { .. }
             | BeginError::Layout(_)

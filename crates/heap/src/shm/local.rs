@@ -25,7 +25,7 @@ use crate::shm::grant::Writer;
 use crate::shm::ledger::{GROUPS_KEPT_MAX, GROUPS_PER_LEDGER, LedgerError, OwnLedger};
 use crate::shm::reads::ReadCounts;
 use crate::shm::region::Region;
-use crate::shm::segment::{SegmentError, SegmentRegions, SegmentShape};
+use crate::shm::segment::{Medium, SegmentError, SegmentRegions, SegmentShape};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Segments of one node that a client can map: 4 TiB in segments of 1 GiB.
@@ -117,6 +117,24 @@ impl LocalHeap {
     /// The incarnation of a segment that is mapped.
     pub fn generation(&self, segment: SegmentId) -> Option<Generation> {
         self.segment(segment).map(|regions| regions.shape.generation)
+    }
+
+    /// Where the bytes of a segment's records are, if it is mapped.
+    pub fn medium(&self, segment: SegmentId) -> Option<Medium> {
+        self.segment(segment).map(|regions| regions.shape.medium)
+    }
+
+    /// Where a segment's header region lies in this process, and its length: for who shows it to a device. It stays mapped
+    /// while this lives, read-only.
+    pub fn headers(&self, segment: SegmentId) -> Option<(NonNull<u8>, u64)> {
+        let headers = &self.segment(segment)?.headers;
+        headers.is_here().then(|| (headers.base(), headers.len()))
+    }
+
+    /// Where a slot's word lies in this process, for who reads it by an atomic load, as long as this lives.
+    pub fn word_at(&self, segment: SegmentId, slot: SlotId) -> Option<NonNull<u64>> {
+        let regions = self.segment(segment).filter(|_| self.is_here())?;
+        regions.word(slot).map(|_| regions.word_at(slot))
     }
 
     /// A reader for one thread, for a moment; `None` if too many threads have one, or in a forked child.
@@ -310,6 +328,9 @@ impl<'h> Reader<'h> {
         let regions = self.heap.segment(place.segment)?;
         regions.prefetch(place.slot);
         self.heap.ledger.prefetch_touch(regions.number(place.slot));
+        if !regions.has_bytes() && expect.is_for_reading() {
+            return None; // what is in a device's memory is read by other means
+        }
         let word = regions.word(place.slot)?;
         let seen = cell.acquire(SlotName::new(place.segment, place.slot), word, expect).ok()?;
         // SAFETY: the pin was granted on this word.
@@ -555,7 +576,8 @@ impl WriteClaim<'_> {
     /// node refuses to publish a record that is still claimed.
     ///
     /// # Panics
-    /// If the payload has another length than was granted, or in a forked child.
+    /// If the payload has another length than was granted, or in a forked child, or if the record's bytes are in a device's
+    /// memory.
     pub fn fill(&mut self, payload: &[u8]) -> u64 {
         self.fill_parts(&[payload], |_| ())
     }
@@ -567,6 +589,7 @@ impl WriteClaim<'_> {
     pub fn fill_parts(&mut self, payload: &[&[u8]], each: impl FnMut(u64)) -> u64 {
         assert!(self.pin.heap.is_here(), "a claim does not survive a fork: start the put again");
         debug_assert_eq!(self.pin.word.state(), State::Writing);
+        assert!(self.pin.regions.has_bytes(), "a device's memory is not filled by processors");
         // SAFETY: the pin was granted on WRITING, this process is the record's one writer, and this is its one
         // claim.
         unsafe { self.pin.regions.fill(&self.pin.header, payload, each) }
@@ -574,7 +597,7 @@ impl WriteClaim<'_> {
 
     /// Where the payload is to go, in this process, for who writes it by other means than [`WriteClaim::fill`]: valid for
     /// the record's `stripe_len` bytes, and this process's alone, until the claim is dropped. Such a record has no
-    /// digests. `None` in a forked child.
+    /// digests. `None` in a forked child, and where the bytes are in a device's memory.
     pub fn payload(&self) -> Option<NonNull<u8>> {
         let header = &self.pin.header;
         let span = Span::new(header.payload_offset, header.stripe_len)?;

@@ -8,7 +8,7 @@
 use moontide_types::{ClientId, ErrorCode, Generation, SegmentId};
 
 use crate::ranks::Rank;
-use crate::shm::segment::SegmentShape;
+use crate::shm::segment::{Medium, SegmentShape};
 use crate::shm::world::WorldShape;
 
 /// Why bytes are not a message.
@@ -103,10 +103,11 @@ impl Message {
                 2
             }
             Message::SegmentOffer(shape, payload_at) => {
-                let SegmentShape { segment, generation, slots, units, first_number } = shape;
-                let values =
-                    [segment.0.into(), generation.0, slots.into(), units.into(), first_number, payload_at];
-                fields[..6].copy_from_slice(&values);
+                let SegmentShape { segment, generation, slots, units, first_number, medium } = shape;
+                let counts = [slots.into(), units.into(), first_number];
+                fields[..2].copy_from_slice(&[segment.0.into(), generation.0]);
+                fields[2..5].copy_from_slice(&counts);
+                fields[5..7].copy_from_slice(&[payload_at, medium as u64]);
                 3
             }
             Message::Refusal(code) => {
@@ -168,8 +169,9 @@ impl Message {
                     slots: narrow(2)?,
                     units: narrow(3)?,
                     first_number: field(4),
+                    medium: Medium::from_number(field(6)).ok_or(MessageError::Field { kind, field: 6 })?,
                 };
-                (Message::SegmentOffer(shape, field(5)), 6)
+                (Message::SegmentOffer(shape, field(5)), 7)
             }
             4 => {
                 let code = ErrorCode::try_from(narrow(0)?);
@@ -200,6 +202,7 @@ mod tests {
             slots: 4096,
             units: 1 << 21,
             first_number: 8192,
+            medium: Medium::Device,
         };
         let welcome = Welcome {
             client: ClientId(9),
@@ -240,5 +243,16 @@ mod tests {
         let mut bad = refusal;
         bad[8..10].copy_from_slice(&0u16.to_le_bytes());
         assert_eq!(Message::decode(&bad), Err(MessageError::Field { kind: 4, field: 0 }));
+        let shape = SegmentShape {
+            segment: SegmentId(0),
+            generation: Generation(1),
+            slots: 1,
+            units: 8,
+            first_number: 0,
+            medium: Medium::Host,
+        };
+        let mut bad = Message::SegmentOffer(shape, 0).encode();
+        bad[56] = 2;
+        assert_eq!(Message::decode(&bad), Err(MessageError::Field { kind: 3, field: 6 }), "no such medium");
     }
 }

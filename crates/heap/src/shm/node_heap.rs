@@ -7,6 +7,7 @@ use moontide_types::record::{Header, RecordLayout, Word};
 use moontide_types::{Clock, Epoch, Generation, MonoTime, NodeId, SegmentId, SlotId, Span, SystemClock};
 
 use crate::cell::{Cell, Expect, SlotName};
+use crate::device::{DeviceError, DevicePart};
 use crate::shm::board::{Board, BoardError};
 use crate::shm::death::Ended;
 use crate::shm::fill::{page_span, pages};
@@ -14,7 +15,7 @@ use crate::shm::grant::{BeginError, CommitError, Grant, Killed, Reclaimed, Write
 use crate::shm::ledger::{ClientLedger, LedgerError, Ledgers};
 use crate::shm::owner::{BeginKind, Segment, UseFor};
 use crate::shm::region::{HugePages, Region};
-use crate::shm::segment::{SegmentError, SegmentMemory, SegmentRegions, SegmentShape};
+use crate::shm::segment::{Medium, SegmentError, SegmentMemory, SegmentRegions, SegmentShape};
 use crate::word::Transition;
 
 /// Everything that a node shares with the processes of its host.
@@ -80,6 +81,21 @@ impl NodeHeap {
         self.add(slots, units, SegmentMemory::Given(payload), UseFor::Grants)
     }
 
+    /// As [`NodeHeap::add_segment_in`], with the records' bytes in a device's memory, which is as long as `outline`: of
+    /// that only what stands behind the bytes is used. Such records have no digests, and are written by clients who push.
+    ///
+    /// # Safety
+    /// As [`NodeHeap::add_segment_in`], of both.
+    pub unsafe fn add_segment_of_device(
+        &self,
+        slots: u32,
+        outline: Region,
+        bytes: DevicePart,
+    ) -> Result<Arc<Segment>, SegmentError> {
+        let units = u32::try_from(outline.len() / UNIT_BYTES).unwrap_or(u32::MAX);
+        self.add(slots, units, SegmentMemory::OfDevice(outline, bytes), UseFor::Grants)
+    }
+
     /// As [`NodeHeap::add_segment`], for either use.
     pub(super) fn add(
         &self,
@@ -94,7 +110,11 @@ impl NodeHeap {
         if first_number + u64::from(slots) > self.board.slots_max() {
             return Err(SegmentError::SlotsMax { slots, used: first_number, max: self.board.slots_max() });
         }
-        let shape = SegmentShape { segment, generation: self.node.1, slots, units, first_number };
+        let medium = match payload {
+            SegmentMemory::OfDevice(..) => Medium::Device,
+            SegmentMemory::New(_) | SegmentMemory::Given(_) => Medium::Host,
+        };
+        let shape = SegmentShape { segment, generation: self.node.1, slots, units, first_number, medium };
         let segment = Arc::new(Segment::create(shape, self.node, (self.huge, payload), use_for)?);
         segments.push(Arc::clone(&segment));
         Ok(segment)
@@ -334,13 +354,38 @@ impl NodePin<'_> {
         &self.header
     }
 
+    /// Whether the payload is in a device's memory, out of which [`NodePin::copy_out`] brings it.
+    pub fn is_in_device(&self) -> bool {
+        !self.held.owner.regions.has_bytes()
+    }
+
     /// The payload.
+    ///
+    /// # Panics
+    /// If it is in a device's memory, which no record with digests is.
     pub fn payload(&self) -> &[u8] {
+        assert!(!self.is_in_device(), "a payload in memory of the host");
         let regions = &self.held.owner.regions;
         let payload =
             Span::new(self.header.payload_offset, self.header.stripe_len).expect("begin checked it");
         // SAFETY: READY bytes do not change under a pin.
         unsafe { regions.bytes(payload) }
+    }
+
+    /// Copies a part of the payload, wherever it is.
+    ///
+    /// # Panics
+    /// If the part is not in the payload.
+    pub fn copy_out(&self, part: Span) -> Result<Vec<u8>, DeviceError> {
+        assert!(part.end() <= self.header.stripe_len, "a part of the payload");
+        match self.held.owner.regions.device() {
+            None => Ok(self.payload()[part.offset() as usize..part.end() as usize].to_vec()),
+            Some(device) => {
+                let mut bytes = vec![0; part.len() as usize];
+                device.read(self.header.payload_offset + part.offset(), &mut bytes)?;
+                Ok(bytes)
+            }
+        }
     }
 
     /// The page digests, as they are stored; none in a record without digests.

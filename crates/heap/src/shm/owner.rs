@@ -187,6 +187,10 @@ impl Segment {
         if let (BeginKind::Copy, Writer::Client(client)) = (kind, grant.writer) {
             return Err(BeginError::Copy(client));
         }
+        // A record with digests would be filled, and digested, by a processor.
+        if !self.regions.has_bytes() && (grant.writer == Writer::Node || !record.flags.digestless()) {
+            return Err(BeginError::Device(self.regions.shape.segment));
+        }
         let mut books = self.books();
         // Under the lock: `client_died` forgets the ledger first and looks for the client's records, under this
         // lock, after that. So it finds this record, or the record is refused here.

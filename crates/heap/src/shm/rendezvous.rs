@@ -29,7 +29,7 @@ use crate::shm::door::{
 };
 use crate::shm::message::Message;
 use crate::shm::region::{Protection, Region};
-use crate::shm::world::{WorldMemory, WorldShape, control_bytes};
+use crate::shm::world::{WorldError, WorldMemory, WorldShape, control_bytes};
 
 /// How long one greeting may take: a rank that stops on the doorstep keeps the others waiting.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(2);
@@ -107,7 +107,12 @@ impl Porter {
             return refuse(ErrorCode::InvalidArgument, DoorError::Unexpected { pid });
         };
         let is_possible = rank != Rank(0) && rank.index() < self.pidfds.len();
-        if shape != self.memory.shape() || !is_possible {
+        if shape != self.memory.shape() {
+            // It is told the right one, and gets no memory.
+            let _ = send(socket, &Message::World(self.memory.shape()), &[]);
+            return Err(DoorError::Unexpected { pid });
+        }
+        if !is_possible {
             return refuse(ErrorCode::InvalidArgument, DoorError::Unexpected { pid });
         }
         let pidfd = descriptors.remove(0);
@@ -149,7 +154,7 @@ pub(super) fn enter(
     shape: WorldShape,
     rank: Rank,
     timeout: Duration,
-) -> Result<WorldMemory, DoorError> {
+) -> Result<WorldMemory, WorldError> {
     let address = SocketAddrUnix::new(path).map_err(|_| DoorError::Path)?;
     let started = Instant::now();
     let late = |what| {
@@ -162,7 +167,7 @@ pub(super) fn enter(
         match retry_on_intr(|| rustix::net::connect(&socket, &address)) {
             Ok(()) => break socket,
             Err(errno) if started.elapsed() > timeout => {
-                return Err(late("reach rank 0 (is it running?)")(errno));
+                return Err(late("reach rank 0 (is it running?)")(errno).into());
             }
             Err(_) => std::thread::sleep(KNOCK_EVERY),
         }
@@ -170,7 +175,7 @@ pub(super) fn enter(
     // Whoever made the socket hands out the memory: not a stranger.
     let (host_pid, host_uid) = peer_of(&socket)?;
     if host_uid != rustix::process::geteuid().as_raw() {
-        return Err(DoorError::User { pid: host_pid, uid: host_uid });
+        return Err(DoorError::User { pid: host_pid, uid: host_uid }.into());
     }
     let me = rustix::process::getpid();
     let pid = me.as_raw_nonzero().get() as u32;
@@ -182,8 +187,9 @@ pub(super) fn enter(
     };
     let control = match receive(&socket)? {
         (Message::World(found), descriptors) if found == shape => one(descriptors)?,
-        (Message::Refusal(code), _) => return Err(DoorError::Refused(code)),
-        _ => return Err(DoorError::Unexpected { pid }),
+        (Message::World(found), _) => return Err(WorldError::OtherShape { found, ours: shape }),
+        (Message::Refusal(code), _) => return Err(DoorError::Refused(code).into()),
+        _ => return Err(DoorError::Unexpected { pid }.into()),
     };
     let control = Region::import(control, control_bytes(shape), Protection::AllWrite)?;
     let mut regions = Vec::new();
@@ -194,7 +200,7 @@ pub(super) fn enter(
                 let import = if expected == rank { Region::import_whole } else { Region::import };
                 regions.push(import(one(descriptors)?, shape.bytes, Protection::AllWrite)?);
             }
-            _ => return Err(DoorError::Unexpected { pid }),
+            _ => return Err(DoorError::Unexpected { pid }.into()),
         }
     }
     Ok(WorldMemory::from_parts(shape, control, regions))

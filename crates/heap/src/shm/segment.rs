@@ -10,6 +10,10 @@
 //! that was granted for READY (or for WRITING, by the one writer). The owner changes header bytes only while
 //! no pin can be granted or held: after FREE → WRITING and before the reservation is answered, and before
 //! WRITING → READY.
+//!
+//! A segment **of a device** ([`Medium::Device`]) has its records' bytes in a device's memory, at the same offsets as they would
+//! have here. What the node's processor writes, which is all but these bytes, is in the same two regions as ever, so nothing
+//! else differs; of the payload region only the pages with trailers are ever touched. Whoever wants the bytes here is refused.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
@@ -18,6 +22,7 @@ use moontide_types::bounds::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER
 use moontide_types::record::{HEADER_BYTES, Header, HeaderError, RecordLayout, WORD_OFFSET, Word};
 use moontide_types::{Generation, NodeId, SegmentId, SlotId, Span};
 
+use crate::device::DevicePart;
 use crate::shm::region::{HugePages, Protection, Region, RegionError};
 use crate::word::AtomicWord;
 
@@ -38,7 +43,7 @@ struct SegmentPage {
     /// Whose segment it is.
     node: u64,
     node_generation: u64,
-    /// Where the memory is: 0 = host memory. Devices come later and have rules of their own.
+    /// [`Medium`], as a number.
     medium: u64,
 }
 
@@ -57,6 +62,22 @@ const _: () = assert!(size_of::<HeaderSlot>() == HEADER_BYTES);
 const _: () = assert!(std::mem::offset_of!(HeaderSlot, word) == WORD_OFFSET);
 const _: () = assert!(size_of::<SegmentPage>() as u64 <= PAGE_BYTES);
 
+/// Where the bytes of a segment's records are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Medium {
+    /// In the payload region.
+    Host = 0,
+    /// In a device's memory, of which the payload region is only the outline.
+    Device = 1,
+}
+
+impl Medium {
+    pub(crate) fn from_number(number: u64) -> Option<Medium> {
+        [Medium::Host, Medium::Device].into_iter().find(|&medium| medium as u64 == number)
+    }
+}
+
 /// How large a segment is, and who it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentShape {
@@ -70,6 +91,8 @@ pub struct SegmentShape {
     pub units: u32,
     /// Number of its first slot among all slots of the node.
     pub first_number: u64,
+    /// Where its records' bytes are.
+    pub medium: Medium,
 }
 
 /// Why two regions are not a segment.
@@ -113,6 +136,8 @@ pub(crate) enum SegmentMemory {
     New(HugePages),
     /// In memory that others know too, such as a rank's of a [`World`](crate::World). Nobody else writes it.
     Given(Region),
+    /// As above, but for the records' bytes, which are a device's.
+    OfDevice(Region, DevicePart),
 }
 
 /// Both regions, from either side.
@@ -121,6 +146,8 @@ pub(crate) struct SegmentRegions {
     pub(crate) shape: SegmentShape,
     pub(crate) headers: Region,
     pub(crate) payload: Region,
+    /// Where the owner finds the bytes of a segment of a device.
+    device: Option<DevicePart>,
 }
 
 impl SegmentShape {
@@ -156,7 +183,7 @@ impl SegmentShape {
             first_number: self.first_number,
             node: node.0,
             node_generation: node_generation.0,
-            medium: 0,
+            medium: self.medium as u64,
         }
     }
 }
@@ -171,20 +198,22 @@ impl SegmentRegions {
         shape.check()?;
         let header_bytes = shape.header_bytes();
         let headers = Region::create("moontide-headers", header_bytes, huge, Protection::OwnerWrites)?;
-        let payload = match payload {
+        let expected = shape.payload_bytes();
+        let (payload, device) = match payload {
             SegmentMemory::New(huge) => {
-                Region::create("moontide-payload", shape.payload_bytes(), huge, Protection::AllWrite)?
+                (Region::create("moontide-payload", expected, huge, Protection::AllWrite)?, None)
             }
-            SegmentMemory::Given(payload) if payload.len() == shape.payload_bytes() => payload,
-            SegmentMemory::Given(payload) => {
-                return Err(
-                    RegionError::Size { found: payload.len(), expected: shape.payload_bytes() }.into()
-                );
-            }
+            SegmentMemory::Given(payload) => (payload, None),
+            SegmentMemory::OfDevice(payload, device) => (payload, Some(device)),
         };
+        for found in [Some(payload.len()), device.as_ref().map(DevicePart::len)].into_iter().flatten() {
+            if found != expected {
+                return Err(RegionError::Size { found, expected }.into());
+            }
+        }
         // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
         unsafe { headers.base().cast::<SegmentPage>().write(shape.page(of)) };
-        Ok(SegmentRegions { shape, headers, payload })
+        Ok(SegmentRegions { shape, headers, payload, device })
     }
 
     /// Joins two imported regions, which must be as the owner announced them, and the owner's: a guard on another
@@ -204,7 +233,18 @@ impl SegmentRegions {
         if *page != shape.page(of) {
             return Err(SegmentError::Page);
         }
-        Ok(SegmentRegions { shape, headers, payload })
+        Ok(SegmentRegions { shape, headers, payload, device: None })
+    }
+
+    /// Whether the records' bytes are in the payload region.
+    #[inline]
+    pub(crate) fn has_bytes(&self) -> bool {
+        self.shape.medium == Medium::Host
+    }
+
+    /// The device's part that has the records' bytes, at the owner of a segment of a device.
+    pub(crate) fn device(&self) -> Option<&DevicePart> {
+        self.device.as_ref()
     }
 
     #[inline]
@@ -279,10 +319,11 @@ impl SegmentRegions {
         (span.end() <= self.payload.len()).then_some((layout, span))
     }
 
-    /// Where bytes of the payload lie in this process, if they are inside of it.
+    /// Where bytes of the payload lie in this process, if they are inside of it, and in memory of the host.
     pub(crate) fn payload_at(&self, span: Span) -> Option<NonNull<u8>> {
+        let is_here = self.has_bytes() && span.end() <= self.payload.len();
         // SAFETY: inside of the region.
-        (span.end() <= self.payload.len()).then(|| unsafe { self.payload.base().add(span.offset() as usize) })
+        is_here.then(|| unsafe { self.payload.base().add(span.offset() as usize) })
     }
 
     /// Where the word of a slot lies in this process.

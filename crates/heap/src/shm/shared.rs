@@ -60,7 +60,7 @@ impl Drop for Committing {
 pub struct SharedStay {
     // Fields are dropped in this order: the borrow first.
     stay: Lent<Stay<'static>>,
-    _heap: Arc<LocalHeap>,
+    heap: Arc<LocalHeap>,
 }
 
 /// A cell in which kernels of this process name slots of a node, one at a time, by the rule of [`Cell::acquire`]. It is no
@@ -134,7 +134,7 @@ impl SharedReader {
     /// Makes sure that a slot stays a version's: [`Reader::stay`].
     pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Result<SharedStay, NoStay> {
         let stay = Lent::new(self.reader.stay(segment, slot, epoch)?);
-        Ok(SharedStay { stay, _heap: Arc::clone(&self.heap) })
+        Ok(SharedStay { stay, heap: Arc::clone(&self.heap) })
     }
 
     /// A cell for kernels; the reader is for nothing else from now on.
@@ -169,6 +169,11 @@ impl SharedClaim {
         self.claim.payload()
     }
 
+    /// The heap that it is of.
+    pub fn heap(&self) -> &Arc<LocalHeap> {
+        &self.heap
+    }
+
     /// Where the slot's word is: [`WriteClaim::word`].
     pub fn word(&self) -> NonNull<u64> {
         self.claim.word()
@@ -184,6 +189,11 @@ impl SharedStay {
     /// Bytes of the segment's payload: [`Stay::payload`].
     pub fn payload(&self, span: Span) -> Option<NonNull<u8>> {
         self.stay.payload(span)
+    }
+
+    /// The heap that it is of.
+    pub fn heap(&self) -> &Arc<LocalHeap> {
+        &self.heap
     }
 
     /// Where the slot's word is: [`Stay::word`].
@@ -211,6 +221,11 @@ impl KernelCell {
     /// Where the cell is in this process.
     pub fn address(&self) -> usize {
         self.cell.address()
+    }
+
+    /// The heap whose ledger it is in.
+    pub fn heap(&self) -> &Arc<LocalHeap> {
+        self._reader.heap()
     }
 
     /// What a kernel writes into it to name a slot.

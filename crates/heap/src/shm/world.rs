@@ -16,18 +16,20 @@
 //!
 //! Not here: what lies in the regions, and who may touch what when. That is for the users of a world to state.
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use moontide_types::{Clock, Generation, SystemClock};
+use rustix::process::PidfdFlags;
 
 use crate::flag::Flag;
 use crate::liveness::{Liveness, NotYours, Occupant, Row};
 use crate::phase::{Entry, PhaseBarrier, WaitError};
 use crate::ranks::{RANKS_MAX, Rank, RankSet};
-use crate::shm::door::DoorError;
+use crate::shm::door::{DoorError, wait_readable};
 use crate::shm::posts::{Patience, RegionPosts};
 use crate::shm::region::{HugePages, Protection, Region, RegionError};
 use crate::shm::rendezvous::{self, Host};
@@ -64,6 +66,17 @@ pub enum WorldError {
     #[error("a world has 1 to {RANKS_MAX} ranks with whole pages of memory; this one has {ranks} with {bytes} bytes",
         ranks = .0.ranks, bytes = .0.bytes)]
     Shape(WorldShape),
+    /// Rank 0 has made another world under this name.
+    #[error(
+        "rank 0's world has {} ranks with {} bytes each, not {} with {}: give all ranks the same settings",
+        found.ranks, found.bytes, ours.ranks, ours.bytes
+    )]
+    OtherShape {
+        /// What rank 0 has.
+        found: WorldShape,
+        /// What this process wants.
+        ours: WorldShape,
+    },
     /// There is no such rank.
     #[error("rank {rank} of {ranks}: ranks count from 0")]
     Rank {
@@ -362,9 +375,37 @@ impl World {
         let _ = self.memory.row(self.me).beat(self.occupant, SystemClock.now());
     }
 
+    /// The process that is a rank now; `None` if none is.
+    pub fn process(&self, rank: Rank) -> Option<RankProcess> {
+        let occupant = match self.liveness(rank, Duration::MAX) {
+            Liveness::Absent => return None,
+            Liveness::Alive(occupant) | Liveness::Silent(occupant, _) => occupant,
+        };
+        let pid = rustix::process::Pid::from_raw(occupant.pid.try_into().ok()?)?;
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        // The number was this rank's before and after, so the descriptor is its process's.
+        let is_same = matches!(
+            self.liveness(rank, Duration::MAX),
+            Liveness::Alive(again) | Liveness::Silent(again, _) if again == occupant
+        );
+        is_same.then_some(RankProcess(pidfd))
+    }
+
     /// What is known of a rank that may be silent for `ttl`.
     pub fn liveness(&self, rank: Rank, ttl: Duration) -> Liveness {
         self.memory.row(rank).read(SystemClock.now(), ttl)
+    }
+}
+
+/// A rank's process, which may end at any time.
+#[derive(Debug)]
+pub struct RankProcess(OwnedFd);
+
+impl RankProcess {
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        // Who cannot be asked about is not relied on.
+        wait_readable(&self.0, Duration::ZERO).unwrap_or(true)
     }
 }
 

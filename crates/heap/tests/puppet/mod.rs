@@ -8,11 +8,20 @@
 //! | `offer` | the region itself, for somebody else's `import` |
 //! | `import DEVICE`, followed by an offer | length, sharing, domain |
 //! | `write OFFSET TEXT`, `read OFFSET LEN`, `address` | |
+//! | `touch` | how a forked child ends that reads the region's first byte by its address: `found BYTE`, or `signal NUMBER` |
+//! | `copy FROM TO LEN`, `copy-back FROM TO LEN` | inside the region, as if one end were another device's memory |
+//! | `settle`, `crowd THREADS ROUNDS` | waits for kernels; threads that copy at the same time |
 //! | `close`, `drop` | |
 //! | `fork` | what a forked child says of the region |
 //! | `adopt DEVICE`, `current` | the device that the caller had chosen for itself |
-//! | `world RANK RANKS PATH BYTES SHARING TIMEOUT_MS`, `leave` | a world, and one of devices beside it |
+//! | `world RANK RANKS PATH BYTES SHARING TIMEOUT_MS`, `leave`, `abandon` | a world, and one of devices beside it |
 //! | `put RANK OFFSET TEXT`, `get RANK OFFSET LEN`, `bases`, `meet` | in it |
+//! | `window BYTES ACCESS` | memory of the host for devices: `read`, `write`; `view`, `view-write` if it is mapped to be read |
+//! | `slit SKIP BYTES`, `shut` | a window on a part of a page; lets go of the window |
+//! | `show OFFSET TEXT`, `look OFFSET LEN` | what the host writes and finds there |
+//! | `take FROM TO LEN`, `give FROM TO LEN` | copies from the window to the region, and back |
+//! | `through OFFSET LEN` | what is at the window's address, where a device's address is one of the host |
+//! | `break` | the fake devices stop for good |
 //! | `fds`, `left`, `devices` | open descriptors; what the fake driver still holds; what the driver has |
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
@@ -22,13 +31,15 @@ use std::ffi::{CStr, c_int};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use libloading::os::unix::Library;
 use moontide_heap::{
     AtomicDomain, DeviceConfig, DeviceError, DeviceOffer, DeviceRegion, DeviceWorld, DeviceWorldConfig,
-    Driver, HugePages, Protection, Rank, Region, Share, Sharing, Vendor, World, WorldConfig, WorldShape,
+    Driver, HostWindow, HugePages, Protection, Rank, Region, Share, Sharing, Vendor, WindowAccess, World,
+    WorldConfig, WorldShape,
 };
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
@@ -100,9 +111,11 @@ impl Puppeteer {
         Puppeteer { stage, env: HashMap::new() }
     }
 
-    /// On the fake driver.
+    /// On the fake driver, whose devices have memory that processors cannot touch.
     pub fn fake(vendor: Vendor) -> Puppeteer {
-        Puppeteer::real(Stage::Device(vendor)).with(vendor.env(), fake().to_str().expect("a path in UTF-8"))
+        let library = fake();
+        let stage = Puppeteer::real(Stage::Device(vendor));
+        stage.with(vendor.env(), library.to_str().expect("a path in UTF-8")).having("")
     }
 
     pub fn with(mut self, name: &'static str, value: &str) -> Puppeteer {
@@ -110,9 +123,9 @@ impl Puppeteer {
         self
     }
 
-    /// With such devices.
+    /// With such devices; a test that wants memory that processors can touch says `blind=0`.
     pub fn having(self, settings: &str) -> Puppeteer {
-        self.with("MOONTIDE_FAKE_DRIVER", settings)
+        self.with("MOONTIDE_FAKE_DRIVER", &format!("blind=1,{settings}"))
     }
 
     pub fn failing(self, plan: &str) -> Puppeteer {
@@ -235,11 +248,20 @@ enum Held {
     Device(DeviceRegion),
 }
 
+/// A window with its memory, which ends after it.
+struct Opening {
+    window: HostWindow,
+    /// What the window shows, if that is another mapping of the memory.
+    view: Option<Region>,
+    memory: Region,
+}
+
 type Told = Result<String, Box<dyn std::error::Error>>;
 
 struct Play {
     vendor: Option<Vendor>,
     driver: Option<Driver>,
+    opening: Option<Opening>,
     held: Option<Held>,
     worlds: Option<(World, DeviceWorld)>,
 }
@@ -250,7 +272,7 @@ fn perform(role: &str) -> ExitCode {
         "hip" => Some(Vendor::Hip),
         _ => None,
     };
-    let mut play = Play { vendor, driver: None, held: None, worlds: None };
+    let mut play = Play { vendor, driver: None, opening: None, held: None, worlds: None };
     let socket = std::io::stdin();
     while let Some(message) = hear(&socket) {
         let words: Vec<&str> = message.split(' ').collect();
@@ -322,13 +344,89 @@ impl Play {
                 Held::Memfd(region) => Ok(region.base().addr().to_string()),
                 Held::Device(region) => Ok(region.address().to_string()),
             },
+            ["touch"] => Ok(touch(self.device_region()?.address() as usize)),
+            ["copy", from, to, len] => {
+                let (region, from) = (self.device_region()?, from.parse::<u64>()?);
+                // SAFETY: inside the region, and apart from each other; the puppets take turns.
+                unsafe {
+                    region.write_from_device(to.parse()?, region.address() + from, len.parse()?)?;
+                }
+                Ok(String::new())
+            }
+            ["copy-back", from, to, len] => {
+                let (region, to) = (self.device_region()?, to.parse::<u64>()?);
+                // SAFETY: as above.
+                unsafe { region.read_to_device(from.parse()?, region.address() + to, len.parse()?)? };
+                Ok(String::new())
+            }
+            ["window", bytes, access] => self.open_window(bytes.parse()?, access),
+            ["slit", skip, bytes] => {
+                let memory = Region::create("window", 8192, HugePages::IfAllowed, Protection::AllWrite)?;
+                let (skip, bytes): (usize, usize) = (skip.parse()?, bytes.parse()?);
+                assert!(skip + bytes <= memory.len() as usize);
+                // SAFETY: a piece of memory that outlives the window.
+                unsafe {
+                    HostWindow::open(self.driver(), 0, memory.base().add(skip), bytes, WindowAccess::Read)?;
+                }
+                Ok(String::new())
+            }
+            ["shut"] => {
+                self.opening = None;
+                Ok(String::new())
+            }
+            ["show", offset, text] => {
+                let offset: usize = offset.parse()?;
+                let memory = &self.opening()?.memory;
+                assert!(offset + text.len() <= memory.len() as usize);
+                // SAFETY: inside the memory; the puppets take turns, and the devices do only what they are told.
+                unsafe {
+                    memory.base().add(offset).copy_from(NonNull::from(text.as_bytes()).cast(), text.len())
+                };
+                Ok(String::new())
+            }
+            ["look", offset, len] => {
+                let at = self.opening()?.memory.base().as_ptr().expose_provenance();
+                self.see(at, offset.parse()?, len.parse()?)
+            }
+            ["through", offset, len] => {
+                self.see(self.opening()?.window.address() as usize, offset.parse()?, len.parse()?)
+            }
+            ["take", from, to, len] => {
+                let source = self.opening()?.window.address() + from.parse::<u64>()?;
+                // SAFETY: a piece of the window; the puppets take turns.
+                unsafe { self.device_region()?.write_from_device(to.parse()?, source, len.parse()?)? };
+                Ok(String::new())
+            }
+            ["give", from, to, len] => {
+                let target = self.opening()?.window.address() + to.parse::<u64>()?;
+                // SAFETY: as above.
+                unsafe { self.device_region()?.read_to_device(from.parse()?, target, len.parse()?)? };
+                Ok(String::new())
+            }
+            ["settle"] => {
+                self.device_region()?.settle()?;
+                Ok(String::new())
+            }
+            ["crowd", threads, rounds] => {
+                crowd(self.device_region()?, threads.parse()?, rounds.parse()?);
+                Ok(String::new())
+            }
+            ["break"] => {
+                // SAFETY: the fake driver's own function.
+                unsafe { library()?.get::<unsafe extern "C" fn()>(b"moontide_fake_break")?() };
+                Ok(String::new())
+            }
             ["close"] => {
+                if let Some(Opening { window, .. }) = self.opening.take() {
+                    window.close()?;
+                }
                 if let Some(Held::Device(region)) = self.held.take() {
                     region.close()?;
                 }
                 Ok(String::new())
             }
             ["drop"] => {
+                self.opening = None;
                 self.held = None;
                 Ok(String::new())
             }
@@ -344,6 +442,10 @@ impl Play {
                 let region =
                     DeviceConfig { device: rank.parse()?, bytes: bytes.parse()?, peers: &[], sharing };
                 self.worlds = Some(self.join(&world, region, Duration::from_millis(timeout_ms.parse()?))?);
+                Ok(String::new())
+            }
+            ["abandon"] => {
+                self.worlds = None;
                 Ok(String::new())
             }
             ["leave"] => {
@@ -395,6 +497,49 @@ impl Play {
 
     fn region_of(&self, rank: &str) -> Result<&DeviceRegion, Box<dyn std::error::Error>> {
         Ok(self.worlds.as_ref().ok_or("no world")?.1.region(Rank(rank.parse()?)))
+    }
+
+    fn open_window(&mut self, bytes: u64, access: &str) -> Told {
+        let memory = Region::create("window", bytes, HugePages::IfAllowed, Protection::OwnerWrites)?;
+        let view = match access {
+            "view" | "view-write" => {
+                // SAFETY: maps it to be read, by the same process.
+                let fd = unsafe { memory.fd() }.try_clone_to_owned()?;
+                Some(Region::import(fd, memory.len(), Protection::OwnerWrites)?)
+            }
+            _ => None,
+        };
+        let shown = view.as_ref().unwrap_or(&memory);
+        let (at, len) = (shown.base(), shown.len() as usize);
+        let access = if access.ends_with("write") { WindowAccess::ReadWrite } else { WindowAccess::Read };
+        // SAFETY: the memory lives as long as the window, beside which it is kept.
+        let window = unsafe {
+            match &self.worlds {
+                Some((_, world)) => world.window(at, len, access)?,
+                None => HostWindow::open(self.driver(), 0, at, len, access)?,
+            }
+        };
+        self.opening = Some(Opening { window, view, memory });
+        Ok(String::new())
+    }
+
+    fn opening(&self) -> Result<&Opening, Box<dyn std::error::Error>> {
+        self.opening.as_ref().ok_or_else(|| "no window".into())
+    }
+
+    /// Bytes at an address of the host that belong to the window.
+    fn see(&self, at: usize, offset: usize, len: usize) -> Told {
+        assert!(offset + len <= self.opening()?.window.len());
+        let at = std::ptr::with_exposed_provenance::<u8>(at + offset);
+        // SAFETY: inside the window's memory, by either of its addresses; the puppets take turns.
+        Ok(String::from_utf8(unsafe { std::slice::from_raw_parts(at, len) }.to_vec())?)
+    }
+
+    fn device_region(&self) -> Result<&DeviceRegion, Box<dyn std::error::Error>> {
+        match &self.held {
+            Some(Held::Device(region)) => Ok(region),
+            _ => Err("no region of a device".into()),
+        }
     }
 
     fn describe(&self) -> Told {
@@ -475,7 +620,7 @@ impl Play {
                 }
                 _ => true,
             };
-            self.held = None;
+            (self.opening, self.held) = (None, None);
             // SAFETY: without what the parent wants to run at its exit.
             unsafe { libc::_exit(if is_refused { 7 } else { 1 }) };
         }
@@ -515,6 +660,49 @@ impl Play {
         unsafe { library.get::<unsafe extern "C" fn(*mut usize) -> c_int>(name.as_bytes())?(&mut current) };
         Ok(current.to_string())
     }
+}
+
+/// How a processor fares at an address.
+fn touch(address: usize) -> String {
+    // SAFETY: the child reads a byte and ends by `_exit`: it uses nothing that another thread could have left locked.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let at = std::ptr::with_exposed_provenance::<u8>(address);
+        // SAFETY: on the fake driver, a byte that is mapped and initialized, or one whose page refuses all use. The latter
+        // ends this child, which is what is asked; a core of it would be of no use.
+        unsafe {
+            libc::prctl(libc::PR_SET_DUMPABLE, 0);
+            libc::_exit(c_int::from(at.read_volatile()));
+        }
+    }
+    let mut status = 0;
+    // SAFETY: a valid place.
+    unsafe { libc::waitpid(pid, &mut status, 0) };
+    match libc::WIFSIGNALED(status) {
+        true => format!("signal {}", libc::WTERMSIG(status)),
+        false => format!("found {}", libc::WEXITSTATUS(status)),
+    }
+}
+
+/// Every thread writes, moves and reads bytes of its own, all through one region.
+fn crowd(region: &DeviceRegion, threads: u64, rounds: u64) {
+    const BYTES: u64 = 1024;
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            scope.spawn(move || {
+                let [here, there] = [2 * thread * BYTES, (2 * thread + 1) * BYTES];
+                for round in 0..rounds {
+                    let (wrote, mut found) =
+                        ([(thread * 31 + round) as u8; BYTES as usize], [0; BYTES as usize]);
+                    region.write(here, &wrote).unwrap();
+                    // SAFETY: two pieces of the region that no other thread uses.
+                    unsafe { region.write_from_device(there, region.address() + here, BYTES) }.unwrap();
+                    region.read(there, &mut found).unwrap();
+                    assert!(wrote == found, "thread {thread}, round {round}");
+                }
+            });
+        }
+    });
 }
 
 fn library() -> Result<Library, libloading::Error> {

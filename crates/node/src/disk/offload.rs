@@ -96,6 +96,9 @@ impl DiskTier {
             return Err(ErrorCode::Cancelled);
         }
         let pin = self.memory.heap().pin(job.segment, job.slot, job.epoch).ok_or(ErrorCode::Gone)?;
+        if pin.is_in_device() {
+            return Err(ErrorCode::Unsupported); // masters do not ask for it: it has no digests
+        }
         if pin.header().id == job.id { Ok(pin) } else { Err(ErrorCode::Gone) }
     }
 

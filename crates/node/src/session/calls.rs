@@ -3,6 +3,7 @@
 use std::num::NonZeroU16;
 use std::time::Duration;
 
+use moontide_heap::Medium;
 use moontide_proto::convert::{MountSegmentsResponse, OpenSessionResponse, SegmentGrant, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
@@ -194,7 +195,11 @@ pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<(Duration, 
     v1::SegmentSpec {
         segment: shape.segment.0,
         generation: shape.generation.0,
-        medium: v1::Medium::Memory.into(),
+        medium: match shape.medium {
+            Medium::Host => v1::Medium::Memory,
+            Medium::Device => v1::Medium::Device,
+        }
+        .into(),
         units: shape.units,
         slots: shape.slots,
         numa: 0,

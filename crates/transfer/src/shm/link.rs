@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use moontide_heap::{Guard, LocalHeap, Lookup, Reader, join, open_stream};
+use moontide_heap::{Guard, LocalHeap, Lookup, Medium, Reader, join, open_stream};
 use moontide_proto::convert::{LoadReply, LoadRequest, Wire, decode, encode};
 use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{FrameKind, OpFlags, OpKind, Packed, PackedBuilder, TransferOp, v1};
@@ -20,9 +20,10 @@ use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, W
 use crate::error::{Failure, Name, TransferError};
 use crate::metrics::Metrics;
 use crate::op::{Direction, OpCore, Target};
+use crate::plan::plan;
 use crate::shm::door_of;
 use crate::sync::{Arc, Mutex, lock};
-use crate::tcp::connection::Connection;
+use crate::tcp::connection::{Connection, code_at};
 use crate::tcp::request::{NoAnswer, Request};
 use crate::tcp::socket::Socket;
 
@@ -164,6 +165,43 @@ impl ShmLink {
         Ok(outcomes)
     }
 
+    /// Runs gets of records in a device's memory, which only the node's process reaches: it copies them, and sends them by
+    /// the stream.
+    fn run_on_device(
+        &self,
+        ops: &[&OpCore],
+        deadline: Instant,
+    ) -> Result<Vec<Result<(), ErrorCode>>, ErrorCode> {
+        let ops: Arc<[OpCore]> = ops.iter().map(|&op| op.clone()).collect();
+        let mut outcomes = vec![Ok(()); ops.len()];
+        for frame in plan(&ops, 1) {
+            let stream = self.stream().map_err(|failure| failure.code())?;
+            let request = Request::transfer(&ops, frame.clone(), deadline);
+            stream.submit(&request);
+            // Whatever becomes of it, nobody touches the caller's memory after this.
+            stream.wait(&request);
+            let answer = match request.take_answer() {
+                Some(Ok(codes)) => codes,
+                Some(Err(NoAnswer::Refused(code))) => return Err(code),
+                Some(Err(NoAnswer::Failed(failure))) => return Err(failure.code()),
+                Some(Err(NoAnswer::Deadline)) => return Err(ErrorCode::DeadlineExceeded),
+                Some(Err(NoAnswer::Aborted)) | None => return Err(ErrorCode::Cancelled),
+            };
+            for (place, part) in frame.parts.iter().enumerate() {
+                if let Some(code) = code_at(&answer, place) {
+                    outcomes[part.op] = Err(code);
+                }
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// Whether an operation reads a record whose bytes are in a device's memory.
+    fn is_on_device(&self, op: &OpCore) -> bool {
+        let is_plain = !op.target().flags.contains(OpFlags::DIGESTS) && op.direction() == Direction::Get;
+        is_plain && self.heap.medium(op.target().segment) == Some(Medium::Device)
+    }
+
     /// Copies what an operation wants out of a record in memory.
     fn copy_from(&self, op: &OpCore, target: &Target, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
         if self.heap.generation(target.segment) != Some(target.generation) {
@@ -193,6 +231,9 @@ impl ShmLink {
                 }
                 let claim = reader.claim(target.segment, target.slot, target.epoch);
                 let mut claim = claim.ok_or(ErrorCode::StaleEpoch)?;
+                if claim.payload().is_none() {
+                    return Err(ErrorCode::Unsupported); // a device's memory is not filled by processors
+                }
                 let header = claim.header();
                 if header.id != target.id || header.stripe_index != target.stripe {
                     return Err(ErrorCode::Gone);
@@ -301,9 +342,19 @@ impl Link for ShmLink {
                 loaded.extend(done.unwrap_or_else(|code| vec![Err(code); lot.len()]));
             }
             let mut loaded = loaded.into_iter();
+            let on_device: Vec<&OpCore> =
+                ops.iter().filter(|op| !is_on_disk(op) && self.is_on_device(op)).collect();
+            let mut copied = match on_device.is_empty() {
+                true => Vec::new(),
+                false => self
+                    .run_on_device(&on_device, deadline)
+                    .unwrap_or_else(|code| vec![Err(code); on_device.len()]),
+            }
+            .into_iter();
             for op in &ops {
                 let outcome = match is_on_disk(op) {
                     true => loaded.next().unwrap_or(Err(ErrorCode::Internal)),
+                    false if self.is_on_device(op) => copied.next().unwrap_or(Err(ErrorCode::Internal)),
                     false => self.run(op, &mut reader),
                 };
                 self.metrics.op(EngineKind::Shm, op.direction(), op.len(), outcome);

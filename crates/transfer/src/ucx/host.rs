@@ -4,7 +4,7 @@
 //! writes all of it. That is why readers believe nothing but digests, and why a record that was written this way is
 //! digested by the node before it is committed.
 
-use moontide_heap::NodeHeap;
+use moontide_heap::{Medium, NodeHeap, Segment};
 use moontide_proto::convert::{AttachReply, AttachedRegion, encode};
 use moontide_types::{Generation, SegmentId};
 
@@ -31,7 +31,9 @@ impl UcxHost {
         let worker = UcxWorker::start(ucx, config)?;
         let mut registrations = Vec::new();
         let heap: &NodeHeap = owner.heap();
-        for segment in heap.segments() {
+        // Of a device's segments the host has no bytes.
+        let is_here = |segment: &Arc<Segment>| segment.shape().medium == Medium::Host;
+        for segment in heap.segments().into_iter().filter(is_here) {
             let (shape, payload) = (segment.shape(), segment.payload());
             // SAFETY: the payload is mapped as long as the heap lives, which `owner` sees to; about the rest the caller
             // vouches.

@@ -15,7 +15,7 @@ use moontide_client::{Counted, Cut, Hop, Store, StoreConfig, Ticket, Wait};
 use moontide_heap::{HugePages, Protection, Rank, Region, World, WorldConfig, WorldShape};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{LentMemory, Node, NodeConfig};
-use moontide_types::{Clock, Epoch, Generation, SegmentId, SlotId, SystemClock};
+use moontide_types::{Clock, SystemClock};
 
 use super::figures::{BenchError, Line, Percentiles, Progress, io, median, nothing_is_grossly_slow, spread};
 use super::transfer::wrong;
@@ -291,7 +291,7 @@ impl Consumer {
 
     /// Until it waits for this one.
     fn expect(&mut self, ticket: Ticket) -> Result<(), BenchError> {
-        self.say(&words_of(ticket).map(|word| word.to_string()).join(" "))?;
+        self.say(&ticket.words().map(|word| word.to_string()).join(" "))?;
         match &*self.hear()? {
             "waiting" => Ok(()),
             other => Err(wrong(format!("the consumer says {other:?}"))),
@@ -312,38 +312,9 @@ impl Drop for Consumer {
     }
 }
 
-fn words_of(ticket: Ticket) -> [u64; 9] {
-    [
-        ticket.rank.0.into(),
-        ticket.segment.0.into(),
-        ticket.generation.0,
-        ticket.slot.0.into(),
-        ticket.epoch.bits(),
-        ticket.payload_offset,
-        ticket.bytes,
-        ticket.page_bytes,
-        ticket.flag_offset,
-    ]
-}
-
 fn ticket_of(line: &str) -> Option<Ticket> {
     let words: Vec<u64> = line.split(' ').map(|word| word.parse().ok()).collect::<Option<_>>()?;
-    let &[rank, segment, generation, slot, epoch, payload_offset, bytes, page_bytes, flag_offset] =
-        &words[..]
-    else {
-        return None;
-    };
-    Some(Ticket {
-        rank: Rank(rank.try_into().ok()?),
-        segment: SegmentId(segment.try_into().ok()?),
-        generation: Generation(generation),
-        slot: SlotId(slot.try_into().ok()?),
-        epoch: Epoch::from_bits(epoch).ok()?,
-        payload_offset,
-        bytes,
-        page_bytes,
-        flag_offset,
-    })
+    Ticket::from_words(words.try_into().ok()?)
 }
 
 /// Runs the consumer: waits for what it is told to, says when it saw it, and looks whether it is right. Ends with its
@@ -357,13 +328,13 @@ pub(super) fn run_rank(args: &RankArgs) -> Result<(), BenchError> {
             return Err(wrong("what is to be waited for has ended"));
         };
         println!("waiting");
-        let Wait::Arrived(arrived) = awaited.wait(PATIENCE) else {
+        let Wait::Arrived(arrived) = awaited.wait(PATIENCE).map_err(wrong)? else {
             return Err(wrong("it has not come"));
         };
         let seen = SystemClock.now();
-        let is_right =
-            arrived.bytes().iter().zip((0..251u8).cycle()).step_by(4093).all(|(got, made)| *got == made)
-                && arrived.bytes().last() == Some(&(((ticket.bytes - 1) % 251) as u8));
+        let bytes = arrived.bytes().ok_or_else(|| wrong("it is not in memory of the host"))?;
+        let is_right = bytes.iter().zip((0..251u8).cycle()).step_by(4093).all(|(got, made)| *got == made)
+            && bytes.last() == Some(&(((ticket.bytes - 1) % 251) as u8));
         if !is_right {
             return Err(wrong("other bytes have come than were sent"));
         }
