@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::future::Future;
 use std::num::NonZeroU16;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use moontide_proto::convert::{CallerId, ClusterInfo, GroupMap, RequestContext, Wire};
@@ -76,6 +77,8 @@ pub(crate) struct Master {
     /// Whether it hosts any group.
     hosts: bool,
     link: Mutex<Option<Arc<BlockingLink>>>,
+    /// It has said nothing when it was asked last.
+    is_silent: AtomicBool,
 }
 
 impl Master {
@@ -201,13 +204,23 @@ impl Cluster {
                 1 if masters.alone => vec![(Some(0), open.collect())],
                 _ => masters.routes.split(open.map(|at| (at, id_of(at)))),
             };
+            let mut parts: Vec<(&Master, Vec<usize>)> = parts
+                .into_iter()
+                .filter_map(|(host, part)| Some((&*masters.all[usize::from(host?)], part)))
+                .filter(|(_, part)| !part.is_empty())
+                .collect();
+            // One that may be dead is waited for when the others have answered. Relaxed: a hint.
+            parts.sort_by_key(|(master, _)| master.is_silent.load(Ordering::Relaxed));
             let mut last = StoreError::refused(ErrorCode::WrongMaster);
-            for (host, part) in parts.into_iter().filter(|(_, part)| !part.is_empty()) {
-                let Some(host) = host else { continue };
+            for (master, part) in parts {
                 if !masters.alone && Instant::now() >= deadline {
                     break;
                 }
-                match ask(&masters.all[usize::from(host)], &part) {
+                let asked = ask(master, &part);
+                let says_nothing = |code| is_misrouted(code) && code != ErrorCode::WrongMaster;
+                let is_silent = asked.as_ref().is_err_and(|error| says_nothing(error.code()));
+                master.is_silent.store(is_silent, Ordering::Relaxed);
+                match asked {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
                             let found = match found {
@@ -318,7 +331,7 @@ impl Cluster {
             }
             let channel = channel(self.runtime(), &grpc_address, self.config.connect).map_err(unreachable)?;
             let frame_address = master.frame_address.to_owned();
-            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link: Mutex::default() }));
+            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link: Mutex::default(), is_silent: AtomicBool::new(false) }));
         }
         let groups = NonZeroU16::new(parsed.groups).unwrap_or(NonZeroU16::MIN);
         let routes = Routes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
