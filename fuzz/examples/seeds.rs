@@ -210,7 +210,7 @@ fn record_header(g: &mut Gen) -> [u8; 128] {
 }
 
 fn door_messages() -> Vec<Vec<u8>> {
-    use moontide_heap::{Message, SegmentShape, Welcome};
+    use moontide_heap::{Medium, Message, SegmentShape, Welcome};
     use moontide_types::{ClientId, ErrorCode, Generation, SegmentId};
     let welcome = Welcome {
         client: ClientId(1),
@@ -225,11 +225,13 @@ fn door_messages() -> Vec<Vec<u8>> {
         slots: 4096,
         units: 1 << 21,
         first_number: 4096,
+        medium: Medium::Host,
     };
     let messages = [
         Message::Hello { pid: 4711 },
         Message::Welcome(welcome),
         Message::SegmentOffer(shape, 1 << 21),
+        Message::SegmentOffer(SegmentShape { medium: Medium::Device, ..shape }, 0),
         Message::Refusal(ErrorCode::PermissionDenied),
         Message::Stream,
     ];

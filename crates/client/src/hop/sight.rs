@@ -4,6 +4,7 @@
 //! Invariant: what was shown once stays mapped and shown until the last user of the ground is gone. A kernel may have got the address.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -44,15 +45,18 @@ impl Sight {
     ) -> Result<u64, StoreError> {
         let mut shown = self.shown.lock();
         let here = at.addr().get();
-        if !shown.contains_key(&here) {
-            let window = match device {
-                // SAFETY: shared memory of atomics, which the heap keeps mapped, and which is kept beside the window.
-                Some(device) => Some(unsafe { device.window(at, len, access) }?),
-                None => None,
-            };
-            shown.insert(here, Shown { window, _heap: Arc::clone(heap) });
-        }
-        Ok(shown[&here].window.as_ref().map_or(here as u64, HostWindow::address))
+        let shown = match shown.entry(here) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(vacant) => {
+                let window = match device {
+                    // SAFETY: shared memory of atomics, which the heap keeps mapped, and which is kept beside the window.
+                    Some(device) => Some(unsafe { device.window(at, len, access) }?),
+                    None => None,
+                };
+                vacant.insert(Shown { window, _heap: Arc::clone(heap) })
+            }
+        };
+        Ok(shown.window.as_ref().map_or(here as u64, HostWindow::address))
     }
 }
 
