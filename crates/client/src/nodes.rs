@@ -292,10 +292,17 @@ fn shm_engine(metrics: Arc<Metrics>) -> ShmEngine {
     unsafe { ShmEngine::new(config, metrics) }
 }
 
+/// A node that has not answered within this may still be well: whoever had so little time left has learned nothing of it.
+const ANSWERS_WITHIN: Duration = Duration::from_millis(200);
+
 /// Whether a failure is the connection's rather than the request's.
 pub(crate) fn is_of_connection(error: &TransferError) -> bool {
     use TransferError::*;
-    matches!(error, Deadline { .. } | Unreachable { .. } | NotLetIn { .. } | Lost { .. })
+    match error {
+        Deadline { waited } => *waited >= ANSWERS_WITHIN,
+        Unreachable { .. } | NotLetIn { .. } | Lost { .. } => true,
+        _ => false,
+    }
 }
 
 fn host_name() -> String {

@@ -249,25 +249,30 @@ impl Round<'_> {
                 job.last = Some(error.clone());
                 continue;
             }
-            let (node, link) = match self.store.reach(handle.node, self.deadline) {
-                Ok(reached) => reached,
-                Err(error) => {
-                    failed.push((handle.node, error.clone()));
-                    job.last = Some(error);
-                    continue;
-                }
+            // Each node is reached for once, and not for every job: if it has failed before, that costs a question to the masters.
+            let lot = match lots.iter().position(|lot| lot.node.info.node == handle.node) {
+                Some(at) => &mut lots[at],
+                None => match self.store.reach(handle.node, self.deadline) {
+                    Ok((node, link)) => {
+                        lots.push(Lot { node, link, sent: Vec::new() });
+                        lots.last_mut().expect("pushed above")
+                    }
+                    Err(error) => {
+                        failed.push((handle.node, error.clone()));
+                        job.last = Some(error);
+                        continue;
+                    }
+                },
             };
             // Nobody checks a one-sided read at the far end: it depends on the lease.
             let leased = self.placed[job.read].leased_until;
-            if link.engine() == EngineKind::Ucx && leased.is_none_or(|until| until <= SystemClock.now()) {
+            if lot.link.engine() == EngineKind::Ucx && leased.is_none_or(|until| until <= SystemClock.now()) {
                 self.outcomes[job.read] = Outcome::Stale;
                 continue;
             }
-            match lots.iter_mut().find(|lot| Arc::ptr_eq(&lot.node, &node)) {
-                Some(lot) => lot.sent.push((index, replica)),
-                None => lots.push(Lot { node, link, sent: vec![(index, replica)] }),
-            }
+            lot.sent.push((index, replica));
         }
+        lots.retain(|lot| !lot.sent.is_empty());
         lots
     }
 
