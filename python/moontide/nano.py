@@ -193,6 +193,17 @@ class WritePlan(_Placed):
         with self._ending:
             self._push.write_page(page, value)
 
+    def __enter__(self) -> WritePlan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Gives the place back, unless all pages are there: then the cache commits it, or has."""
+        with contextlib.suppress(moontide.Closed):
+            if kind is not None or not self.complete:
+                self.abort()
+
     def abort(self) -> None:
         """Gives the place back, and tells those who wait. Kernels of this process that write to it on a device are waited for."""
         self._push.abort()
@@ -267,10 +278,11 @@ class NanoKVCache:
     - ``heap_bytes``: memory of each rank; ``page_bytes``: what is pushed and counted at a time.
     - ``path``: the world's name, a socket that rank 0 makes; ``rank`` of ``ranks``. Left out, they come from the variables
       ``RANK``, ``WORLD_SIZE`` and ``MASTER_PORT`` that launchers of torch set.
-    - ``device``: where the records are to be, such as ``"cuda:0"`` or ``"hip:1"``, by the number of a device in this process;
-      left out, in memory of the host. **Not run on real devices by us**: docs/devices.md.
+    - ``device``: where the records are to be, such as ``"cuda:0"`` or ``"hip:1"``, by the number of a device in this process (``"cuda"`` is the
+      first); left out, in memory of the host. All ranks, or none. **Not run on real devices by us**: docs/devices.md.
     - ``watermarks``: above the first share of its memory a rank's oldest untouched objects are evicted, down to the second.
-    - ``write_timeout``: a plan that is not complete after so many seconds is taken back; drop it then, or ``abort`` it.
+    - ``write_timeout``: a plan that is not complete after so many seconds is taken back. Until then its key is ``InProgress`` to
+      others, also if you drop it: ``abort`` it, or use it in a ``with``.
 
     Ranks write into each other's memory: run only programs that may do that. Close rank 0 last: its master and its memory end
     with it, and hardly anything can be read after that.
@@ -292,6 +304,10 @@ class NanoKVCache:
     ) -> None:
         if master_rank != 0:
             raise InvalidArgument("the master is on rank 0")
+        if page_bytes <= 0 or page_bytes % 512:
+            raise InvalidArgument(f"page_bytes is a multiple of 512, not {page_bytes}")
+        if heap_bytes < 1 << 20:
+            raise InvalidArgument(f"heap_bytes is at least 1 MiB, not {heap_bytes}")
         if path is None:
             name = f"moontide-{os.getuid()}-{os.environ.get('MASTER_PORT', '0')}.world"
             path = os.path.join(tempfile.gettempdir(), name)
@@ -404,7 +420,7 @@ class NanoKVCache:
         if plan is not None:
             self._commit(plan)
         elif not self.store.exists(key):
-            raise Gone(f"there is no plan for {key!r}: it was aborted, or not complete in time")
+            raise Gone(f"there is no plan for {key!r}: it was never opened, was aborted, or was not complete in time")
 
     def get_location(self, key: str | bytes) -> ObjMeta | _NotReady:
         """Where a complete object is, and keeps it there; ``NotReady``, at once, if there is none. Release it soon."""
@@ -448,7 +464,8 @@ class NanoKVCache:
 
     def evict_until_below(self, usage_ratio: float) -> None:
         """Removes the oldest objects in this rank's memory until less than this share of it is in use. Those that are being
-        written, pinned, or leased to a reader stay."""
+        written, or that the master has leased to a reader, stay. What is held by ``get_location`` loses its key, and its memory comes back
+        when it is released (``bytes_draining``)."""
         if not 0 <= usage_ratio <= 1:
             raise InvalidArgument(f"a share of the memory is 0 to 1, not {usage_ratio}")
         used, _, total = self._hop.usage()

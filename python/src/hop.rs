@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use moontide_client::{
@@ -29,6 +30,9 @@ use crate::process::{Gone, OfProcess, gone};
 /// Where rank 0 writes its master's address into the page behind its records: a length, then the bytes, eight a word.
 const ADDRESS_AT: u64 = 512;
 const ADDRESS_WORDS: u64 = 9;
+
+/// How often a wait looks whether somebody wants to end it.
+const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 
 /// A record's place as Python has it: rank, segment, generation, slot, epoch, payload_offset, bytes, page_bytes, flag_offset.
 type Words = [u64; 9];
@@ -223,6 +227,26 @@ fn start(settings: Settings) -> Result<(Inside, String), Failed> {
     Ok((Inside { hop, node: Arc::new(node), _server: server }, master))
 }
 
+/// As [`start`], but whoever waits for ranks that do not come can give up: what was begun ends by itself then.
+fn started(py: Python<'_>, settings: Settings) -> PyResult<Result<(Inside, String), Failed>> {
+    let (sender, mut answer) = mpsc::channel();
+    let joining = std::thread::Builder::new().name("moontide-join".into());
+    // Nobody may wait for it any more.
+    joining.spawn(move || drop(sender.send(start(settings)))).map_err(errors::argument)?;
+    loop {
+        let heard;
+        (heard, answer) = py.detach(move || (answer.recv_timeout(LOOK_FOR_SIGNALS), answer));
+        match heard {
+            Ok(started) => return Ok(started),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                let message = "the thread that joined has ended without an answer".to_owned();
+                return Ok(Err(Failed::Other(ErrorCode::Internal, message)));
+            }
+        }
+    }
+}
+
 impl Hop {
     fn hop(&self, py: Python<'_>) -> PyResult<moontide_client::Hop> {
         self.inside.with(|inside| inside.hop.clone()).map_err(|why| gone(py, "cache", why))
@@ -277,7 +301,7 @@ impl Hop {
             write_timeout,
             timeout,
         };
-        let (inside, master) = py.detach(|| start(settings)).map_err(|failed| failed.raise(py))?;
+        let (inside, master) = started(py, settings)?.map_err(|failed| failed.raise(py))?;
         Ok(Hop { inside: OfProcess::new(inside), rank: rank.0, ranks, master })
     }
 

@@ -324,6 +324,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.commit("p")
         with pytest.raises(moontide.Closed):
             plan.write(bytes(1000))
+        with cache.open_for_write("w", 1000):
+            pass  # not written: given back at the end
+        with pytest.raises(KeyError), cache.open_for_write("x", 1000) as plan:
+            plan.write(bytes(1000))
+            raise KeyError
+        with cache.open_for_write("v", 1000) as plan:
+            plan.write(bytes(1000))
+        cache.commit("v")
+        assert len(cache.get("v")) == 1000
         meta = cache.get_location("k")
         assert meta is not NotReady
         good = meta.ticket  # type: ignore[union-attr]
@@ -342,8 +351,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     cache.close()
     with pytest.raises(moontide.Closed):
         cache.open_for_write("late", 1)
-    with pytest.raises(moontide.InvalidArgument):
-        NanoKVCache(8 << 20, 1, path=tmp_path / "v", rank=0, ranks=1)
+    for wrong in ({"master_rank": 1}, {"page_bytes": 1000}, {"heap_bytes": 1000}, {"device": "npu:0"}):
+        with pytest.raises(moontide.InvalidArgument):
+            NanoKVCache(**({"heap_bytes": 8 << 20} | wrong), path=tmp_path / "v", rank=0, ranks=1)
     begun = time.monotonic()
     with pytest.raises(moontide.Error):
         NanoKVCache(8 << 20, path=tmp_path / "v", rank=1, ranks=2, timeout=0.3)

@@ -76,7 +76,9 @@ impl Store {
                 rule: "one replica, in one stripe, and not empty",
             });
         }
-        let mut plan = self.open_in(medium, key, len, options)?;
+        // In one piece, or not at all: a master would cut what is long, and make room for all of the pieces first.
+        let options = PutOptions { stripes: Some(1), ..options.clone() };
+        let mut plan = self.open_in(medium, key, len, &options)?;
         let [place] = plan.stripes()[..] else {
             // A master cuts what is longer than a segment.
             return Err(StoreError::refused(ErrorCode::TooLarge));

@@ -143,7 +143,10 @@ fn calls_come_in_order() {
             "DeviceGet {enter} {question} {host}Register{v2} {host}GetDevicePointer{v2} {leave} \
              {again} {sync} {host}Unregister {leave} {release}"
         );
-        let copy = |way: &str| format!("{again} Memcpy{way}Async{v2} StreamSynchronize {leave}");
+        let copy = |way: &str| {
+            let question = if way == "DtoD" { "PointerGetAttribute" } else { "" };
+            format!("{again} {question} Memcpy{way}Async{v2} StreamSynchronize {leave}")
+        };
 
         let [made, imported] = [Scratch::new("made"), Scratch::new("imported")];
         let owner = Puppeteer::fake(vendor).logging(&made).loaded();

@@ -361,8 +361,8 @@ impl DeviceRegion {
     /// # Panics
     /// If they reach beyond the region's end.
     pub unsafe fn write_from_device(&self, offset: u64, source: u64, len: u64) -> Result<(), DeviceError> {
-        self.check_same_device(source)?;
         self.copy(offset, len, &|target, stream| {
+            self.check_same_device(source)?;
             // SAFETY: the target is inside the region; for the source the caller vouches.
             unsafe { self.driver().copy_across(target, source, len as usize, stream) }
         })
@@ -377,8 +377,8 @@ impl DeviceRegion {
     /// # Panics
     /// If they reach beyond the region's end.
     pub unsafe fn read_to_device(&self, offset: u64, target: u64, len: u64) -> Result<(), DeviceError> {
-        self.check_same_device(target)?;
         self.copy(offset, len, &|source, stream| {
+            self.check_same_device(target)?;
             // SAFETY: the source is inside the region; for the target the caller vouches.
             unsafe { self.driver().copy_across(target, source, len as usize, stream) }
         })
@@ -392,15 +392,12 @@ impl DeviceRegion {
         self.context.place().within(&mut || unsafe { self.driver().synchronize() })
     }
 
-    /// Refuses addresses on another device than the one that [`DeviceRegion::settle`] waits for.
+    /// Refuses addresses on another device than the one that [`DeviceRegion::settle`] waits for. Within the context.
     fn check_same_device(&self, address: u64) -> Result<(), DeviceError> {
-        self.here()?;
-        let (driver, ours) = (self.driver(), self.context.place().device);
-        let mut found: c_int = -1;
-        self.context.place().within(&mut || {
-            // SAFETY: a valid place for an int, which this attribute is.
-            unsafe { driver.pointer_attribute((&raw mut found).cast(), POINTER_DEVICE_ORDINAL, address) }
-        })?;
+        let (mut found, ours): (c_int, c_int) = (-1, self.context.place().device);
+        let place = (&raw mut found).cast();
+        // SAFETY: a valid place for an int, which this attribute is.
+        unsafe { self.driver().pointer_attribute(place, POINTER_DEVICE_ORDINAL, address) }?;
         if found == ours { Ok(()) } else { Err(DeviceError::OtherDevice { found, ours }) }
     }
 
