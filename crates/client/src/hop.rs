@@ -1,7 +1,7 @@
 //! [`Hop`]: ranks of one host that write pages into each other's memory, with nobody in between.
 //!
 //! Each rank runs a node whose segments lie in the rank's region of a [`World`], so that everybody has them mapped; an
-//! ordinary master decides what goes where. Behind the segments is a page about them, and a [`Flag`] for every slot.
+//! ordinary master decides what goes where. Behind the segments is a page about them, and a [`Flag`](moontide_heap::Flag) for every slot.
 //!
 //! ```text
 //!   region of a rank:  0 … memory_bytes │ page │ flags, 64 B per slot
