@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import moontide
 from moontide._native import Hop, HopAwaited, HopCell, HopPush
-from moontide.errors import DeadlineExceeded, DeviceError, Gone, InvalidArgument, NoSpace, NotFound
+from moontide.errors import DeadlineExceeded, DeviceError, Gone, InvalidArgument, NoSpace, NotFound, TooLarge
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -322,6 +322,7 @@ class NanoKVCache:
             timeout=timeout,
         )
         self.page_bytes = page_bytes
+        self.heap_bytes = heap_bytes
         #: An ordinary client of the same objects, for everything that is not in here.
         self.store = moontide.Store(self._hop.master)
         self._plans: dict[bytes, WritePlan] = {}
@@ -394,9 +395,11 @@ class NanoKVCache:
         self, key: str | bytes, bytes_total: int, *, preferred_segment: int | None = None
     ) -> WritePlan:
         """A place for an object, in the memory of rank ``preferred_segment`` if it has room. Raises AlreadyExists,
-        InProgress, or NoSpace."""
+        InProgress, NoSpace, or TooLarge."""
         if preferred_segment is not None and not 0 <= preferred_segment < self.ranks:
             raise InvalidArgument(f"preferred_segment is a rank, 0 to {self.ranks - 1}, not {preferred_segment}")
+        if bytes_total >= self.heap_bytes:
+            raise TooLarge(f"{bytes_total} bytes in a memory of {self.heap_bytes}: give the ranks more heap_bytes, or split it")
         begun = time.perf_counter_ns()
         push = self._hop.open_for_write(key, bytes_total, self.page_bytes, preferred_segment)
         plan = WritePlan(push, key)

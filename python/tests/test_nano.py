@@ -305,8 +305,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.evict_until_below(30)
         with pytest.raises(moontide.InvalidArgument):
             cache.get_into("k", bytearray(999))
-        with pytest.raises(moontide.NoSpace):
-            cache.open_for_write("large", 64 << 20)
+        with pytest.raises(moontide.TooLarge, match="more heap_bytes"):
+            cache.open_for_write("large", 8 << 20)
+        assert bytes(cache.get("k")) == b"x" * 1000, "nothing was evicted for it"
+        cache.open_for_write("large", 7 << 20).abort()
         plan = cache.open_for_write("p", 1000)
         with pytest.raises(moontide.InProgress):
             cache.open_for_write("p", 1000)
