@@ -4,8 +4,8 @@
 //! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] a cluster in trouble,
 //! [`sim`] the simulation of one, [`e2e`] real engines on one, [`mutants`] plants bugs and looks whether tests find them, [`quickstart`] the first lines of
 //! README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
-//! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, [`fakedriver`] builds what tests take for a GPU's driver, and [`command`] starts
-//! child processes in a known environment.
+//! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, [`fakedriver`] builds what
+//! tests take for a GPU's driver, and [`command`] starts child processes in a known environment.
 //!
 //! Invariants: nothing here ships; nothing here writes outside the target directory, but for the one file that
 //! [`wheel`] names.

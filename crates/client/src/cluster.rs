@@ -200,26 +200,26 @@ impl Cluster {
         loop {
             let masters = self.masters();
             let open = (0..count).filter(|&at| answers[at].is_none());
-            let parts = match masters.all.len() {
+            let mut parts = match masters.all.len() {
                 1 if masters.alone => vec![(Some(0), open.collect())],
                 _ => masters.routes.split(open.map(|at| (at, id_of(at)))),
             };
-            let mut parts: Vec<(&Master, Vec<usize>)> = parts
-                .into_iter()
-                .filter_map(|(host, part)| Some((&*masters.all[usize::from(host?)], part)))
-                .filter(|(_, part)| !part.is_empty())
-                .collect();
             // One that may be dead is waited for when the others have answered. Relaxed: a hint.
-            parts.sort_by_key(|(master, _)| master.is_silent.load(Ordering::Relaxed));
+            let is_silent = |host: u16| masters.all[usize::from(host)].is_silent.load(Ordering::Relaxed);
+            parts.sort_by_key(|&(host, _)| host.is_some_and(is_silent));
             let mut last = StoreError::refused(ErrorCode::WrongMaster);
-            for (master, part) in parts {
+            for (host, part) in parts.into_iter().filter(|(_, part)| !part.is_empty()) {
+                let Some(host) = host else { continue };
                 if !masters.alone && Instant::now() >= deadline {
                     break;
                 }
+                let master = &masters.all[usize::from(host)];
                 let asked = ask(master, &part);
-                let says_nothing = |code| is_misrouted(code) && code != ErrorCode::WrongMaster;
-                let is_silent = asked.as_ref().is_err_and(|error| says_nothing(error.code()));
-                master.is_silent.store(is_silent, Ordering::Relaxed);
+                if !masters.alone {
+                    let says_nothing = |code| is_misrouted(code) && code != ErrorCode::WrongMaster;
+                    let is_silent = asked.as_ref().is_err_and(|error| says_nothing(error.code()));
+                    master.is_silent.store(is_silent, Ordering::Relaxed);
+                }
                 match asked {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
@@ -331,7 +331,8 @@ impl Cluster {
             }
             let channel = channel(self.runtime(), &grpc_address, self.config.connect).map_err(unreachable)?;
             let frame_address = master.frame_address.to_owned();
-            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link: Mutex::default(), is_silent: AtomicBool::new(false) }));
+            let (link, is_silent) = (Mutex::default(), AtomicBool::new(false));
+            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link, is_silent }));
         }
         let groups = NonZeroU16::new(parsed.groups).unwrap_or(NonZeroU16::MIN);
         let routes = Routes::new(groups, map.masters.iter().map(|master| &master.groups[..]));

@@ -1,7 +1,8 @@
 //! [`Hop`]: ranks of one host that write pages into each other's memory, with nobody in between.
 //!
 //! Each rank runs a node whose segments lie in the rank's region of a [`World`], so that everybody has them mapped; an
-//! ordinary master decides what goes where. Behind the segments is a page about them, and a [`Flag`](moontide_heap::Flag) for every slot.
+//! ordinary master decides what goes where. Behind the segments is a page about them, and a [`Flag`](moontide_heap::Flag)
+//! for every slot.
 //!
 //! ```text
 //!   region of a rank:  0 … memory_bytes │ page │ flags, 64 B per slot
@@ -116,7 +117,10 @@ pub enum HopError {
         slot_bytes: u64,
     },
     /// The devices' world is not this one's.
-    #[error("the devices' regions have {found} bytes, the world's {needed}: join both as the same ranks, and as long as each other")]
+    #[error(
+        "the devices' regions have {found} bytes, the world's {needed}: join both as the same ranks, and as long as \
+         each other"
+    )]
     DeviceWorld {
         /// What there is.
         found: u64,
@@ -265,7 +269,7 @@ impl Hop {
             return wrong("page_bytes", PAGES_RULE);
         }
         let options = PutOptions { prefer: Some(cut.node), ..PutOptions::default() };
-        let plan = self.store.open_in_place_in(self.ground.medium(), key, bytes, &options)?;
+        let plan = self.store.open_in_place(self.ground.medium(), key, bytes, &options)?;
         let (place, stripe) = (plan.place(), plan.stripe());
         // Another node of this host may have been the one with room.
         let rank = self.rank_of(place.node).ok_or(StoreError::refused(ErrorCode::NoSpace))?;

@@ -51,19 +51,9 @@ pub struct PlaceOf {
 }
 
 impl Store {
-    /// Reserves a place for an object that is written by other means than this crate's. `options` ask for one replica;
+    /// Reserves a place for an object that is written by other means than this crate's, in memory of this kind. `options` ask for one replica;
     /// [`PutOptions::prefer`] says on which node, and if that one has no room it is another one of this host.
     pub fn open_in_place(
-        &self,
-        key: &[u8],
-        len: u64,
-        options: &PutOptions,
-    ) -> Result<PlanInPlace, StoreError> {
-        self.open_in_place_in(Medium::Memory, key, len, options)
-    }
-
-    /// As [`Store::open_in_place`], in memory of this kind: of a device, say, whose nodes take nothing else.
-    pub(crate) fn open_in_place_in(
         &self,
         medium: Medium,
         key: &[u8],
@@ -80,8 +70,7 @@ impl Store {
         let options = PutOptions { stripes: Some(1), ..options.clone() };
         let mut plan = self.open_in(medium, key, len, &options)?;
         let [place] = plan.stripes()[..] else {
-            // A master cuts what is longer than a segment.
-            return Err(StoreError::refused(ErrorCode::TooLarge));
+            return Err(StoreError::refused(ErrorCode::Internal)); // one replica in one stripe was asked for
         };
         plan.begin()?;
         let inner = &self.inner;

@@ -59,7 +59,7 @@ error_codes! {
     /// A documented bound was crossed.
     TooLarge = 3, false, "split the request or the object; the message names the bound";
     /// The peer speaks another version or does not know the call.
-    Unsupported = 4, false, "run the same release on both sides; into a device's memory ranks push (docs/nano.md)";
+    Unsupported = 4, false, "run the same release on both sides";
     /// The caller did not prove who it is.
     Unauthenticated = 5, false, "configure this client's credentials";
     /// The caller may not do this.

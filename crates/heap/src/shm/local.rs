@@ -472,11 +472,6 @@ impl Stay<'_> {
         self.regions.payload_at(span).filter(|_| self.heap.is_here())
     }
 
-    /// Where the slot's word is in this process, for who reads it by an atomic load.
-    pub fn word(&self) -> NonNull<u64> {
-        self.regions.word_at(self.slot)
-    }
-
     /// What the node says of the record. DEAD also for a moment while a commit looks whether anybody still writes it;
     /// `None` if the slot is another version's, which it cannot be while this process lives.
     pub fn state(&self) -> Option<State> {
@@ -602,11 +597,6 @@ impl WriteClaim<'_> {
         let header = &self.pin.header;
         let span = Span::new(header.payload_offset, header.stripe_len)?;
         self.pin.regions.payload_at(span).filter(|_| self.pin.heap.is_here())
-    }
-
-    /// Where the slot's word is in this process, for who reads it by an atomic load.
-    pub fn word(&self) -> NonNull<u64> {
-        self.pin.regions.word_at(self.pin.slot)
     }
 
     /// The header as granted; in the place of its root stands the writer's number until the commit.

@@ -174,11 +174,6 @@ impl SharedClaim {
         &self.heap
     }
 
-    /// Where the slot's word is: [`WriteClaim::word`].
-    pub fn word(&self) -> NonNull<u64> {
-        self.claim.word()
-    }
-
     /// The header as granted: [`WriteClaim::header`].
     pub fn header(&self) -> &Header {
         self.claim.header()
@@ -194,11 +189,6 @@ impl SharedStay {
     /// The heap that it is of.
     pub fn heap(&self) -> &Arc<LocalHeap> {
         &self.heap
-    }
-
-    /// Where the slot's word is: [`Stay::word`].
-    pub fn word(&self) -> NonNull<u64> {
-        self.stay.word()
     }
 
     /// Which bytes of the segment are the record's: [`Stay::complete_span`].
