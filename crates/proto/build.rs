@@ -1,4 +1,4 @@
-//! Compiles `control.proto` without `protoc`: protox is a compiler in Rust, so a checkout builds by itself.
+//! Compiles `control.proto` without `protoc`: protox is a compiler in Rust, so the build needs no other tool.
 
 use std::error::Error;
 
@@ -7,11 +7,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed={root}");
     let descriptors = protox::compile([file], [root])?;
     tonic_prost_build::configure()
-        // `Bytes` fields of a message decoded from `Bytes` point into it: packed batches are not copied.
+        // `Bytes` fields of a message decoded from `Bytes` refer to it: packed batches are not copied.
         .bytes(".")
-        // Elements are counted before they are decoded.
+        // Counts elements before decoding.
         .codec_path("crate::BoundedCodec")
-        // Connecting and serving belong to the crates that own sockets.
+        // Connections and servers belong to the crates that own sockets.
         .build_transport(false)
         .compile_fds(descriptors)?;
     Ok(())

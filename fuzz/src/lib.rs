@@ -1,9 +1,8 @@
-//! One function per decoder. Each takes arbitrary bytes and asserts that what is accepted means something:
-//! it encodes to the same bytes again, or to an equal value, and its invariants hold.
+//! Fuzz targets: one function per decoder. Each takes arbitrary bytes and asserts that an accepted input is valid: it
+//! encodes to the same bytes again, or to an equal value, and its invariants hold.
 //!
-//! libFuzzer drives them through `fuzz_targets/`; `tests/replay.rs` runs the corpus and random changes of it
-//! on a stable compiler. [`TARGETS`] is the list that both are held against. `examples/seeds.rs` writes the
-//! first inputs.
+//! libFuzzer runs them through `fuzz_targets/`; `tests/replay.rs` runs the corpus and random changes of it on a stable
+//! compiler, and checks both against [`TARGETS`]. `examples/seeds.rs` writes the first inputs.
 
 #![forbid(unsafe_code)]
 
@@ -12,24 +11,24 @@ mod model;
 #[path = "../../crates/heap/tests/alloc/steps.rs"]
 mod steps;
 
-use moontide_blocks::Parked;
+use moontide_blocks::SuspendedSequence;
 use moontide_proto::convert::{self, Wire};
 use moontide_proto::limits::{OPS_PER_FRAME_MAX, SESSION_RECORDS_MAX};
 use moontide_proto::{
-    CommitEntry, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Handle, Hello, ObjectEntry,
-    OffloadRecord, Order, OrderResult, Packed, PackedBuilder, PackedKeys, PackedKeysBuilder, PutEndEntry,
-    PutEntry, ReportRecord, TransferOp, TransferOps, VersionedId, v1,
+    CommandResult, CommitEntry, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Handle, Hello,
+    NodeCommand, ObjectEntry, OffloadRecord, Packed, PackedBuilder, PackedKeys, PackedKeysBuilder,
+    PutEndEntry, PutEntry, ReportRecord, TransferOp, TransferOps, VersionedId, v1,
 };
-use moontide_types::bounds::{BATCH_KEYS_MAX, KEY_BYTES_MAX, OBJECT_BYTES_MAX, REQUEST_BYTES_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, KEY_BYTES_MAX, OBJECT_BYTES_MAX, REQUEST_BYTES_MAX};
 use moontide_types::record::{Attributes, HEADER_BYTES, Header, KeySection, State, WORD_OFFSET};
 use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorError, TensorHeader};
 use prost::Message;
 use prost::bytes::Bytes;
 
-/// A decoder under test: arbitrary bytes in, a panic if something is wrong.
+/// Decoder under test: takes arbitrary bytes, and panics if an assertion fails.
 pub type Target = fn(&[u8]);
 
-/// Every target, by the name of its file in `fuzz_targets/` and of its folder in `corpus/`.
+/// All targets, by the name of their file in `fuzz_targets/` and of their directory in `corpus/`.
 pub const TARGETS: &[(&str, Target)] = &[
     ("record_header", record_header),
     ("trailer", trailer),
@@ -39,16 +38,17 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("packed_keys", packed_keys),
     ("report_records", report_records),
     ("control_messages", control_messages),
-    ("door_messages", door_messages),
+    ("shm_messages", shm_messages),
+    ("world_messages", world_messages),
     ("allocator", allocator),
-    ("disk_front", disk_front),
+    ("disk_preamble", disk_preamble),
     ("disk_footer", disk_footer),
-    ("disk_removals", disk_removals),
+    ("disk_tombstones", disk_tombstones),
     ("tensor_header", tensor_header),
-    ("parked_sequence", parked_sequence),
+    ("suspended_sequence", suspended_sequence),
 ];
 
-/// The 128-byte header of a record: as it is, and with the right CRC, which random changes never hit.
+/// Decodes the 128-byte header of a record: as it is, and with a valid CRC, which random changes never produce.
 pub fn record_header(data: &[u8]) {
     let Some((bytes, _)) = data.split_first_chunk::<HEADER_BYTES>() else { return };
     check_record_header(bytes);
@@ -65,11 +65,11 @@ fn check_record_header(bytes: &[u8; HEADER_BYTES]) {
     assert_eq!(header.encode(), *bytes);
     assert!(header.stripe_offset + header.stripe_len <= header.object_len);
     assert!(header.object_len <= OBJECT_BYTES_MAX);
-    let layout = header.layout().expect("a decoded header can be laid out");
+    let layout = header.layout().expect("a decoded header has a layout");
     assert!(layout.total_len() >= header.stripe_len);
 }
 
-/// What stands in front of a tensor: as it is, and with the right CRC.
+/// Decodes the header of a tensor: as it is, and with a valid CRC.
 pub fn tensor_header(data: &[u8]) {
     let Some((bytes, _)) = data.split_first_chunk::<TENSOR_HEADER_BYTES>() else { return };
     check_tensor_header(bytes);
@@ -80,7 +80,7 @@ pub fn tensor_header(data: &[u8]) {
 }
 
 fn check_tensor_header(bytes: &[u8; TENSOR_HEADER_BYTES]) {
-    // An object without elements is refused by its length unless that is what the header says.
+    // A payload of 0 bytes fails with `Length` unless the header describes an empty tensor.
     let len = match TensorHeader::decode(bytes, 0) {
         Ok(header) => header.payload_bytes(),
         Err(TensorError::Length { expected, .. }) => expected,
@@ -92,14 +92,14 @@ fn check_tensor_header(bytes: &[u8; TENSOR_HEADER_BYTES]) {
     assert_eq!(product * header.dtype().bytes() as u128, u128::from(len));
 }
 
-/// A sequence that was put aside in another process.
-pub fn parked_sequence(data: &[u8]) {
-    let Some(parked) = Parked::from_bytes(data) else { return };
-    assert_eq!(parked.to_bytes(), data);
-    assert!(parked.filled() <= parked.tokens().len());
+/// Decodes a sequence that was suspended in another process.
+pub fn suspended_sequence(data: &[u8]) {
+    let Some(suspended) = SuspendedSequence::from_bytes(data) else { return };
+    assert_eq!(suspended.to_bytes(), data);
+    assert!(suspended.computed_tokens() <= suspended.tokens().len());
 }
 
-/// Tenant and key behind a payload.
+/// Decodes the key section of a trailer: tenant and key.
 pub fn trailer(data: &[u8]) {
     let Ok(section) = KeySection::decode(data) else { return };
     let mut again = vec![];
@@ -108,7 +108,7 @@ pub fn trailer(data: &[u8]) {
     assert_eq!(section.encoded_len(), data.len());
 }
 
-/// Attributes behind a payload. Kinds of later releases are skipped, so only the value must come back.
+/// Decodes the attributes section of a trailer. Kinds of later releases are skipped, so only the value must round-trip.
 pub fn attributes(data: &[u8]) {
     let Ok(attributes) = Attributes::decode(data) else { return };
     let mut again = vec![];
@@ -117,7 +117,7 @@ pub fn attributes(data: &[u8]) {
     assert_eq!(Attributes::decode(&again), Ok(attributes));
 }
 
-/// The header of a frame, as it is and with the right CRC, and the body of a Hello behind it.
+/// Decodes a frame header, as it is and with a valid CRC, and the body of a Hello after it.
 pub fn frame_header(data: &[u8]) {
     let Some((bytes, body)) = data.split_first_chunk::<FRAME_HEADER_BYTES>() else { return };
     check_frame_header(bytes);
@@ -128,7 +128,7 @@ pub fn frame_header(data: &[u8]) {
     if let Ok(hello) = Hello::decode_body(body) {
         let mut again = vec![];
         hello.encode(&mut again);
-        assert!(body.starts_with(&again), "what follows is of a later release");
+        assert!(body.starts_with(&again), "only fields of later releases may follow");
     }
 }
 
@@ -137,16 +137,16 @@ fn check_frame_header(bytes: &[u8; FRAME_HEADER_BYTES]) {
     assert_eq!(header.encode(), *bytes);
     assert!(header.body_len as usize <= header.kind.body_len_max());
     assert!(header.body_len as usize <= REQUEST_BYTES_MAX);
-    assert!(header.kind.is_request() == (header.deadline_ms > 0));
+    assert!(header.kind.is_request() == (header.timeout_ms > 0));
 }
 
-/// The kind of the frame whose header an input starts with, if it is a good one as it stands.
+/// Returns the kind of the frame header at the start of an input, if it is valid.
 pub fn accepted_frame(data: &[u8]) -> Option<FrameKind> {
     let (bytes, _) = data.split_first_chunk()?;
     FrameHeader::decode(bytes).ok().map(|header| header.kind)
 }
 
-/// The body of a Read, a Write or a Release: operations, and whether they can stand in such a frame.
+/// Decodes the body of a Read, a Write or a Release: operations, and whether they are valid in such a frame.
 pub fn transfer_ops(data: &[u8]) {
     let ops = records::<TransferOp>(data, OPS_PER_FRAME_MAX);
     let payload_len = ops.map_or(0, |ops| ops.iter().map(|op| op.len).sum());
@@ -162,19 +162,19 @@ pub fn transfer_ops(data: &[u8]) {
     }
 }
 
-/// The keys of a batch.
+/// Decodes the packed keys of a batch.
 pub fn packed_keys(data: &[u8]) {
     let Ok(keys) = PackedKeys::decode(data) else { return };
     assert!(keys.len() <= BATCH_KEYS_MAX);
     let mut again = PackedKeysBuilder::new();
     for key in keys.iter() {
         assert!((1..=KEY_BYTES_MAX).contains(&key.as_bytes().len()));
-        again.push(key).expect("what was decoded can be encoded");
+        again.push(key).expect("a decoded key can be encoded");
     }
     assert_eq!(again.finish(), data);
 }
 
-/// The packed records of sessions and calls; the first byte selects which.
+/// Decodes the packed records of sessions and calls; the first byte selects the type.
 pub fn report_records(data: &[u8]) {
     let Some((&which, data)) = data.split_first() else { return };
     let max = SESSION_RECORDS_MAX;
@@ -186,8 +186,8 @@ pub fn report_records(data: &[u8]) {
             }
         }
         1 => drop(records::<OffloadRecord>(data, max)),
-        2 => drop(records::<Order>(data, max)),
-        3 => drop(records::<OrderResult>(data, max)),
+        2 => drop(records::<NodeCommand>(data, max)),
+        3 => drop(records::<CommandResult>(data, max)),
         4 => drop(records::<VersionedId>(data, max)),
         5 => drop(records::<Handle>(data, max)),
         6 => drop(records::<ObjectEntry>(data, max)),
@@ -197,33 +197,39 @@ pub fn report_records(data: &[u8]) {
     }
 }
 
-/// What is said between a node and a client of the same host.
-pub fn door_messages(data: &[u8]) {
-    let Ok(message) = moontide_heap::Message::decode(data) else { return };
+/// Decodes the messages between a node and a local client.
+pub fn shm_messages(data: &[u8]) {
+    let Ok(message) = moontide_heap::ShmMessage::decode(data) else { return };
     assert_eq!(message.encode(), data);
 }
 
-/// Bytes as steps of an allocator beside its naive model, which is the one of the heap's own tests.
+/// Decodes the messages between the ranks of a world.
+pub fn world_messages(data: &[u8]) {
+    let Ok(message) = moontide_symmetric::WorldMessage::decode(data) else { return };
+    assert_eq!(message.encode(), data);
+}
+
+/// Runs bytes as steps of an allocator and of its naive model, which is that of the heap's own tests.
 pub fn allocator(data: &[u8]) {
     steps::run_steps(data);
 }
 
-/// A record on disk: everything before its payload, and the payload.
-pub fn disk_front(data: &[u8]) {
+/// Decodes a record on disk: everything before its payload, and the payload.
+pub fn disk_preamble(data: &[u8]) {
     moontide_disk::fuzzing::front(data);
 }
 
-/// What stands behind the records of a bucket.
+/// Decodes the footer of a bucket.
 pub fn disk_footer(data: &[u8]) {
     moontide_disk::fuzzing::bucket_footer(data);
 }
 
-/// A block of the log of what was removed from a disk.
-pub fn disk_removals(data: &[u8]) {
+/// Decodes a block of the tombstone log of a disk.
+pub fn disk_tombstones(data: &[u8]) {
     moontide_disk::fuzzing::removals(data);
 }
 
-/// The records, if they are valid; then they encode to the same bytes.
+/// Decodes records. Valid ones encode to the same bytes.
 fn records<T: FixedRecord>(data: &[u8], max: usize) -> Option<Packed<'_, T>> {
     let records = Packed::<T>::decode(data, max).ok()?;
     assert!(records.len() <= max);
@@ -233,15 +239,15 @@ fn records<T: FixedRecord>(data: &[u8], max: usize) -> Option<Packed<'_, T>> {
     Some(records)
 }
 
-/// A message, decoded and converted: plain struct → message → plain struct must not change it. Whether it is
+/// Decodes and converts a message: plain struct → message → plain struct must not change it. Returns whether it is
 /// accepted.
 macro_rules! message {
     ($name:ident, $data:expr) => {{
         let message = convert::decode::<<convert::$name as Wire>::Message>(Bytes::copy_from_slice($data));
         match message.as_ref().map_err(|error| *error).and_then(convert::$name::from_wire) {
             Ok(plain) => {
-                let sent = convert::encode(&plain).expect("what was decoded can be encoded");
-                let received = convert::decode(Bytes::from(sent)).expect("what was encoded can be decoded");
+                let sent = convert::encode(&plain).expect("a decoded message can be encoded");
+                let received = convert::decode(Bytes::from(sent)).expect("an encoded message can be decoded");
                 assert_eq!(convert::$name::from_wire(&received), Ok(plain));
                 true
             }
@@ -255,10 +261,10 @@ macro_rules! message {
 
 macro_rules! messages {
     ($($name:ident)*) => {
-        /// The names of the messages by the byte that selects them. New ones go to the end.
+        /// Names of the messages, indexed by the byte that selects them. New ones are appended.
         pub const MESSAGES: &[&str] = &[$(stringify!($name),)*];
 
-        /// The name of a message that is accepted, and its encoded form.
+        /// Returns the name of an accepted message, and its encoded form.
         fn check_message(data: &[u8]) -> Option<(&'static str, &[u8])> {
             let (&which, data) = data.split_first()?;
             let &name = MESSAGES.get(usize::from(which))?;
@@ -275,43 +281,43 @@ messages! {
     PutEndRequest PutRevokeRequest RemoveRequest TouchRequest SetPinRequest PrefetchRequest OutcomesResponse
     BeginRequest CommitRequest SlotOutcomes OpenSessionRequest OpenSessionResponse MountSegmentsRequest
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
-    RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
-    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
-    LoadRequest LoadReply AttachRequest AttachReply NodeList Bequest
-    GetDeparturesRequest GetDeparturesResponse
+    RemoveByRegexRequest RemoveAllRequest GetJobRequest GetJobResponse ListKeysRequest QueryKeysRequest EvictRequest
+    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest GetClusterInfoResponse
+    LoadRequest LoadReply AttachRequest AttachReply GetNodesResponse HandoffGroupRequest
+    PollInvalidationsRequest PollInvalidationsResponse
 }
 
-/// A control message; the first byte selects which.
+/// Decodes a control message; the first byte selects the type.
 pub fn control_messages(data: &[u8]) {
     check_message(data);
 }
 
-/// What the messages of a session can say, by the names that [`accepted_message`] gives them.
-pub const BODIES: &[&str] = &[
+/// Names of the bodies of session messages, as returned by [`accepted_message`].
+pub const SESSION_BODIES: &[&str] = &[
     "Heartbeat",
-    "OrderResults",
+    "CommandResults",
     "Report",
     "ReportEnd",
     "Offloaded",
     "DiskEvicted",
-    "Orders",
+    "Commands",
     "HeartbeatAck",
 ];
 
-/// The name of a message that is accepted, and what it says if it is one of a session.
+/// Returns the name of an accepted message, and the name of its body if it is a session message.
 pub fn accepted_message(data: &[u8]) -> Option<(&'static str, Option<&'static str>)> {
     use v1::{master_message, node_message};
     let (name, data) = check_message(data)?;
     let node = |message: v1::NodeMessage| match message.body? {
         node_message::Body::Heartbeat(_) => Some("Heartbeat"),
-        node_message::Body::OrderResults(_) => Some("OrderResults"),
+        node_message::Body::CommandResults(_) => Some("CommandResults"),
         node_message::Body::Report(_) => Some("Report"),
         node_message::Body::ReportEnd(_) => Some("ReportEnd"),
         node_message::Body::Offloaded(_) => Some("Offloaded"),
         node_message::Body::DiskEvicted(_) => Some("DiskEvicted"),
     };
     let master = |message: v1::MasterMessage| match message.body? {
-        master_message::Body::Orders(_) => Some("Orders"),
+        master_message::Body::Commands(_) => Some("Commands"),
         master_message::Body::HeartbeatAck(_) => Some("HeartbeatAck"),
     };
     let body = match name {

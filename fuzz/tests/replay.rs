@@ -1,15 +1,16 @@
-//! The corpus of every target, and random changes of it, without libFuzzer: for stable compilers and CI.
+//! Runs every target on its corpus and on random changes of it, without libFuzzer: for stable compilers and CI.
 //!
-//! `MOONTIDE_FUZZ_ITERATIONS` sets the changes per target; without it there are 20,000, or as many as fit into
-//! three seconds. `MOONTIDE_SEED` repeats a run.
+//! `MOONTIDE_FUZZ_ITERATIONS` sets the number of changes per target; the default is 20,000, limited to three seconds.
+//! `MOONTIDE_SEED` repeats a run.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
-use moontide_fuzz::{BODIES, MESSAGES, TARGETS, Target, accepted_frame, accepted_message};
+use moontide_fuzz::{MESSAGES, SESSION_BODIES, TARGETS, Target, accepted_frame, accepted_message};
 use moontide_proto::FrameKind;
+use moontide_rt::SplitMix64;
 
 const ITERATIONS_DEFAULT: u64 = 20_000;
 const TIME_MAX: Duration = Duration::from_secs(3);
@@ -23,19 +24,19 @@ fn number(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} must be a number, not {text:?}")))
 }
 
-/// The inputs of a target, by name of their file.
+/// Returns the inputs of a target with their file names.
 fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     let Ok(files) = fs::read_dir(folder("corpus").join(target)) else { return vec![] };
     let mut inputs: Vec<_> = files
         .map(|file| file.unwrap())
         .map(|file| (file.file_name().into_string().unwrap(), fs::read(file.path()).unwrap()))
         .collect();
-    inputs.sort(); // the order of a folder is not the same everywhere; a seed must repeat
+    inputs.sort(); // the order of a directory varies; a seed must repeat
     inputs
 }
 
 #[test]
-fn every_corpus_file_is_harmless() {
+fn targets_never_panic_on_corpus() {
     for (name, target) in TARGETS {
         let inputs = corpus(name);
         assert!(!inputs.is_empty(), "target {name} has no corpus");
@@ -45,16 +46,19 @@ fn every_corpus_file_is_harmless() {
     }
 }
 
-/// A seed that its own target refuses tests nothing behind the first check.
+/// A seed that its target rejects tests nothing beyond the first check.
 #[test]
-fn every_message_and_every_frame_is_accepted_once() {
+fn corpus_contains_every_message_and_frame_kind() {
     let messages: Vec<_> =
         corpus("control_messages").iter().filter_map(|(_, input)| accepted_message(input)).collect();
     for name in MESSAGES {
         assert!(messages.iter().any(|(accepted, _)| accepted == name), "no input is a {name}");
     }
-    for body in BODIES {
-        assert!(messages.iter().any(|(_, said)| said.as_ref() == Some(body)), "no session says {body}");
+    for body in SESSION_BODIES {
+        assert!(
+            messages.iter().any(|(_, found)| found.as_ref() == Some(body)),
+            "no session message has a {body}"
+        );
     }
     let frames: Vec<_> =
         corpus("frame_header").iter().filter_map(|(_, input)| accepted_frame(input)).collect();
@@ -64,7 +68,7 @@ fn every_message_and_every_frame_is_accepted_once() {
 }
 
 #[test]
-fn random_changes_are_harmless() {
+fn targets_never_panic_on_randomly_changed_corpus() {
     let seed = number("MOONTIDE_SEED").unwrap_or_else(|| {
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64)
     });
@@ -74,7 +78,7 @@ fn random_changes_are_harmless() {
     for (name, target) in TARGETS {
         let inputs: Vec<Vec<u8>> = corpus(name).into_iter().map(|(_, input)| input).collect();
         assert!(!inputs.is_empty(), "target {name} has no corpus");
-        let mut random = Random(seed);
+        let mut random = Random(SplitMix64::new(seed));
         let started = Instant::now();
         let out_of_time = || wanted.is_none() && started.elapsed() > TIME_MAX;
         for iteration in (0..iterations).take_while(|_| !out_of_time()) {
@@ -85,7 +89,7 @@ fn random_changes_are_harmless() {
 }
 
 #[test]
-fn targets_and_files_match() {
+fn target_list_matches_files_and_manifest() {
     let listed: BTreeSet<String> = TARGETS.iter().map(|(name, _)| name.to_string()).collect();
     let files: BTreeSet<String> = fs::read_dir(folder("fuzz_targets"))
         .unwrap()
@@ -95,13 +99,13 @@ fn targets_and_files_match() {
     assert_eq!(listed.len(), TARGETS.len(), "a target is listed twice");
     let manifest = fs::read_to_string(folder("Cargo.toml")).unwrap();
     for name in listed {
-        assert!(manifest.contains(&format!("path = \"fuzz_targets/{name}.rs\"")), "{name} is no binary");
+        assert!(manifest.contains(&format!("path = \"fuzz_targets/{name}.rs\"")), "{name} is not a binary");
         let body = fs::read_to_string(folder("fuzz_targets").join(format!("{name}.rs"))).unwrap();
-        assert!(body.contains(&format!("moontide_fuzz::{name}(data)")), "{name}.rs runs something else");
+        assert!(body.contains(&format!("moontide_fuzz::{name}(data)")), "{name}.rs runs another target");
     }
 }
 
-/// Runs a target and says which input was the bad one.
+/// Runs a target. Prints the input if it fails.
 fn run(target: Target, input: &[u8], origin: impl Fn() -> String) {
     if let Err(panic) = std::panic::catch_unwind(|| target(input)) {
         let hex: String = input.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -110,24 +114,20 @@ fn run(target: Target, input: &[u8], origin: impl Fn() -> String) {
     }
 }
 
-/// xorshift64*: the changes need variety, not quality.
-struct Random(u64);
+/// Random changes of inputs.
+struct Random(SplitMix64);
 
 impl Random {
     fn next(&mut self) -> u64 {
-        self.0 |= u64::from(self.0 == 0);
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+        self.0.next_u64()
     }
 
-    /// In `0..bound`; 0 if there is nothing to choose from.
+    /// Returns a number in `0..bound`; 0 if `bound` is 0.
     fn below(&mut self, bound: usize) -> usize {
-        if bound == 0 { 0 } else { (self.next() >> 16) as usize % bound }
+        if bound == 0 { 0 } else { self.0.index(bound) }
     }
 
-    /// One of the inputs with one to four changes.
+    /// Returns one of the inputs with one to four changes.
     fn change(&mut self, inputs: &[Vec<u8>]) -> Vec<u8> {
         let mut input = inputs[self.below(inputs.len())].clone();
         for _ in 0..=self.below(4) {
@@ -154,7 +154,7 @@ impl Random {
         input
     }
 
-    /// An integer of 1, 2, 4 or 8 bytes at any place: those at which decoders go wrong.
+    /// Overwrites 1, 2, 4 or 8 bytes with an integer, often one at a limit.
     fn overwrite(&mut self, input: &mut [u8]) {
         let interesting =
             [0, 1, 0x7f, 0x80, 0xff, 0x1000, 0xffff, 1 << 31, u32::MAX.into(), 1 << 40, u64::MAX];

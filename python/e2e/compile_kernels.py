@@ -1,8 +1,8 @@
-"""Compiles every kernel for sm_90 and gfx942, with no GPU, and writes the assembly into a folder.
+"""Compiles every kernel for sm_90 and gfx942, without a GPU, and writes the assembly to a folder.
 
     python compile_kernels.py FOLDER        # FOLDER/sm_90/push.s, …
 
-Must run without ``TRITON_INTERPRET``: what is interpreted cannot be compiled.
+Must run without ``TRITON_INTERPRET``: interpreted kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compiled(kernel: Any, target: str, constants: dict[str, Any]) -> str:
         elif parameter.name in TENSORS:
             signature[parameter.name] = TENSORS[parameter.name]
         else:
-            # What a launch gives the compiler must be what is compiled here: 64 bits, whatever the number.
+            # Same types as at a launch: 64 bits for every number.
             assert parameter.annotation_type == "i64" and parameter.do_not_specialize, parameter.name
             signature[parameter.name] = "i64"
     source = ASTSource(kernel, signature=signature, constexprs=constants)

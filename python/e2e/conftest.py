@@ -1,9 +1,9 @@
 """Fixtures of the end-to-end tests: a model, clusters, engines.
 
-    target/engines/venv/bin/python -m pytest python/e2e -m short        # what takes a few minutes
-    target/engines/venv/bin/python -m pytest python/e2e                 # everything
+    target/engines/venv/bin/python -m pytest python/e2e -m short        # a few minutes
+    target/engines/venv/bin/python -m pytest python/e2e                 # all tests
 
-The environment comes from ``install.py``.
+``install.py`` creates the environment.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+# After everything else: it has other modules of general names.
+sys.path.append(str(HERE.parent / "tests"))
 
 from support import Cluster, Engine, Run  # noqa: E402
 
+pytest_plugins = ["ci_skips"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "short: what CI runs at every change")
+    config.addinivalue_line("markers", "short: the short form, a few minutes; CI runs that of the kernels")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Engines take their time; the limit for other tests is too short for them. Each wait of theirs has its own."""
+    """Raises the timeout of the tests: engines start slowly. Each wait in the tests has its own timeout."""
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             item.add_marker(pytest.mark.timeout(1800))
@@ -33,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model."""
+    """Folder of the small test model."""
     from model import write
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
@@ -43,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """Starts clusters that end with the test."""
+    """Starts clusters, and ends them after the test."""
     running: list[Cluster] = []
 
     def start(**settings: Any) -> Cluster:
@@ -65,7 +70,7 @@ def cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
 
 @pytest.fixture
 def start_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Starts vLLM as a process that ends with the test."""
+    """Starts vLLM as a process, and ends it after the test."""
     running: list[Engine] = []
 
     def start(job: dict[str, Any], environment: dict[str, str] | None = None) -> Engine:
@@ -80,7 +85,7 @@ def start_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def run_engine(start_engine: Callable[..., Engine]) -> Callable[..., Run]:
-    """Runs vLLM from its start to its end."""
+    """Runs vLLM until it exits."""
 
     def run(job: dict[str, Any], environment: dict[str, str] | None = None) -> Run:
         return start_engine(job, environment).finish()
@@ -90,7 +95,7 @@ def run_engine(start_engine: Callable[..., Engine]) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """What vLLM answers without any store: each job is run once a session."""
+    """Runs vLLM without a store. Each job runs once per session."""
     known: dict[str, Run] = {}
 
     def run(rounds: list[Any], engine: dict[str, Any] | None = None, folder: Path = model) -> Run:

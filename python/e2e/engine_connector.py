@@ -1,10 +1,10 @@
-"""vLLM with any connector, in a process of its own: prompts come in line by line, answers go out line by line.
+"""vLLM with any connector, in a separate process: reads prompts and writes responses, line by line.
 
     python engine_connector.py '{"model": "FOLDER", "transfer": {"kv_connector": "MooncakeStoreConnector", …}}'
 
-Each line of standard input is ``{"tokens": […]}``. Each answer is a line of standard output, beginning with ``ANSWER``.
-The first answer says that the engine is there, and the process ends with its input. ``transfer`` is vLLM's
-``--kv-transfer-config``.
+Each line of standard input is ``{"tokens": […]}``. Each response is a line of standard output that starts with
+``RESPONSE``. The first response reports that the engine is ready. The process exits at the end of its input.
+``transfer`` is vLLM's ``--kv-transfer-config``.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import time
 from typing import Any
 
 TOKENS = 12
-"""How many are generated for each prompt."""
+"""Number of tokens to generate for each prompt."""
 
 
-def say(answer: dict[str, Any]) -> None:
-    print("ANSWER " + json.dumps(answer), flush=True)
+def respond(response: dict[str, Any]) -> None:
+    print("RESPONSE " + json.dumps(response), flush=True)
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    transfer = KVTransferConfig(**told["transfer"]) if told.get("transfer") else None
+    transfer = KVTransferConfig(**job["transfer"]) if job.get("transfer") else None
     llm = LLM(
-        told["model"],
+        job["model"],
         kv_transfer_config=transfer,
         enforce_eager=True,
         dtype="float32",
@@ -43,12 +43,12 @@ def main() -> None:
         seed=0,
     )
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
-    say({"ready": True})
+    respond({"ready": True})
     for line in sys.stdin:
         began = time.monotonic()
         (output,) = llm.generate([{"prompt_token_ids": json.loads(line)["tokens"]}], sampling, use_tqdm=False)
         took, done = time.monotonic() - began, output.outputs[0]
-        say(
+        respond(
             {
                 "tokens": list(done.token_ids),
                 "logprobs": [
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def connector_metrics(llm: Any) -> dict[str, float]:
-    """What vLLM's own Mooncake connector counts: calls, keys and bytes by operation."""
+    """Returns the counters of vLLM's Mooncake connector: calls, keys and bytes by operation."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:mooncake_store_")

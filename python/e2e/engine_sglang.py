@@ -1,10 +1,10 @@
-"""SGLang in a process of its own, for tests: prompts come in line by line, answers go out line by line.
+"""SGLang in a separate process, for tests: reads prompts and writes responses, line by line.
 
     python engine_sglang.py '{"model": "FOLDER", "backend": "dynamic", "extra": {…}}'
 
-Each line of standard input is ``{"tokens": […]}``. Each answer is a line of standard output, beginning with ``ANSWER``.
-The first answer says that the engine is there, and the process ends with its input. ``engine`` in the argument changes
-arguments of the engine itself.
+Each line of standard input is ``{"tokens": […]}``. Each response is a line of standard output that starts with
+``RESPONSE``. The first response reports that the engine is ready. The process exits at the end of its input. ``engine``
+in the argument overrides arguments of the engine.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 from typing import Any
 
 TOKENS = 12
-"""How many are generated for each prompt."""
+"""Number of tokens to generate for each prompt."""
 
 PAGE = 16
-"""Tokens of a page."""
+"""Tokens per page."""
 
-ON_A_CPU = {
+CPU_OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -34,7 +34,7 @@ ON_A_CPU = {
     "host": "127.0.0.1",
     "log_level": "info",
 }
-"""What is needed here and would be wrong on a GPU."""
+"""Options for a CPU; wrong for a GPU."""
 
 HICACHE = {
     "enable_hierarchical_cache": True,
@@ -43,38 +43,38 @@ HICACHE = {
     "hicache_io_backend": "direct",
     "hicache_mem_layout": "page_first_direct",
     "hicache_write_policy": "write_through",
-    # Whatever is found is waited for: a test must not depend on who is faster.
+    # Waits for all pages that were found: a test must not depend on timing.
     "hicache_storage_prefetch_policy": "wait_complete",
 }
 
 
-def say(answer: dict[str, Any]) -> None:
-    print("ANSWER " + json.dumps(answer), flush=True)
+def respond(response: dict[str, Any]) -> None:
+    print("RESPONSE " + json.dumps(response), flush=True)
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     import sglang
 
-    options = ON_A_CPU | {"model_path": told["model"]}
-    if told.get("backend"):
+    options = CPU_OPTIONS | {"model_path": job["model"]}
+    if job.get("backend"):
         options |= HICACHE | {
-            "hicache_storage_backend": told["backend"],
-            "hicache_storage_backend_extra_config": json.dumps(told.get("extra", {})),
+            "hicache_storage_backend": job["backend"],
+            "hicache_storage_backend_extra_config": json.dumps(job.get("extra", {})),
         }
-    engine = sglang.Engine(**(options | told.get("engine", {})))
-    say({"ready": True})
+    engine = sglang.Engine(**(options | job.get("engine", {})))
+    respond({"ready": True})
     for line in sys.stdin:
-        asked, began = json.loads(line), time.monotonic()
-        answer = engine.generate(
-            input_ids=asked["tokens"],
+        request, began = json.loads(line), time.monotonic()
+        output = engine.generate(
+            input_ids=request["tokens"],
             sampling_params={"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
-        facts = answer["meta_info"]
-        say(
+        facts = output["meta_info"]
+        respond(
             {
-                "tokens": answer["output_ids"],
+                "tokens": output["output_ids"],
                 "logprobs": [round(each[0], 4) for each in facts["output_token_logprobs"]],
                 "prompt": facts["prompt_tokens"],
                 "cached": facts["cached_tokens"],

@@ -1,11 +1,11 @@
-"""Runs vLLM in a process of its own: requests as JSON on the command line, one line of JSON for each answer.
+"""Runs vLLM in a separate process: requests as JSON on the command line, one line of JSON for each output.
 
     engine_vllm.py '{"model": FOLDER, "store": {"master": "127.0.0.1:7400"}, "rounds": [[{"tokens": [[1, 468]]}]]}'
 
-Rounds are run one after the other, the requests of a round together. With ``"wait": true`` each round waits for a line
-on stdin, and with ``"reset_local": true`` forgets the engine's own cache first. ``tokens`` are pieces of a prompt, each
-a seed and a length: the same pieces are the same prefix; ``ids`` are the tokens themselves. Without ``store`` vLLM runs
-alone. After each round, a line with the connector's counters.
+Rounds run one after the other, the requests of a round together. With ``"wait": true`` each round waits for a line on
+stdin. With ``"reset_local": true`` each round but the first clears the engine's own cache. ``tokens`` are parts of a
+prompt, each a seed and a length: equal parts are an equal prefix. ``ids`` are the tokens themselves. Without ``store``
+vLLM runs without a connector. After each round it prints a line with the counters of the connector.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import time
 from typing import Any
 
 
-def prompt(pieces: list[list[int]]) -> list[int]:
-    """Tokens by chance, the same for the same seeds."""
+def prompt(parts: list[list[int]]) -> list[int]:
+    """Returns random tokens for seeds and lengths."""
     tokens: list[int] = []
-    for seed, length in pieces:
+    for seed, length in parts:
         draw = random.Random(seed)
         tokens += [draw.randrange(3, 300) for _ in range(length)]
     return tokens
 
 
-def say(**facts: Any) -> None:
+def report(**facts: Any) -> None:
     print("E2E " + json.dumps(facts), flush=True)
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """The connector's, as vLLM publishes them."""
+    """Returns the counters of the connector, as vLLM exports them."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:moontide_")
@@ -41,7 +41,7 @@ def counters(llm: Any) -> dict[str, float]:
     return found
 
 
-def answer(output: Any) -> dict[str, Any]:
+def summary(output: Any) -> dict[str, Any]:
     done = output.outputs[0]
     chosen = [
         round(float(options[token].logprob), 4) for token, options in zip(done.token_ids, done.logprobs, strict=True)
@@ -91,13 +91,13 @@ def main() -> None:
         )
     began = time.monotonic()
     llm = LLM(job["model"], kv_transfer_config=transfer, **settings)
-    say(ready=round(time.monotonic() - began, 1), pid=os.getpid())
+    report(ready=round(time.monotonic() - began, 1), pid=os.getpid())
     loras: dict[str, Any] = {}
     for number, requests in enumerate(job["rounds"]):
         if job.get("wait"):
             sys.stdin.readline()
         if job.get("reset_local") and number:
-            forget(llm)
+            clear_cache(llm)
         prompts, sampling, adapters = [], [], []
         for request in requests:
             text: dict[str, Any] = {"prompt_token_ids": request.get("ids") or prompt(request["tokens"])}
@@ -112,20 +112,20 @@ def main() -> None:
         outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
         seconds = time.monotonic() - began
         for at, output in enumerate(outputs):
-            say(round=number, request=at, **answer(output))
-        say(round=number, counters=counters(llm), seconds=round(seconds, 4))
-    # What is being saved is saved before it ends, and what that gave is counted.
+            report(round=number, request=at, **summary(output))
+        report(round=number, counters=counters(llm), seconds=round(seconds, 4))
+    # The shutdown waits for pending saves and counts them.
     time.sleep(job.get("linger", 0))
     llm.llm_engine.engine_core.shutdown()
-    say(over=True)
+    report(over=True)
 
 
-def forget(llm: Any) -> None:
-    """Empties the engine's own cache. Blocks that are being saved are free only once the engine has stepped again."""
-    until = time.monotonic() + 15
+def clear_cache(llm: Any) -> None:
+    """Clears the engine's own cache. Blocks with pending saves are freed only after another step of the engine."""
+    deadline = time.monotonic() + 15
     while not llm.reset_prefix_cache():
-        if time.monotonic() > until:
-            sys.exit("the engine's cache cannot be emptied")
+        if time.monotonic() > deadline:
+            sys.exit("cannot clear the engine's cache")
         llm.llm_engine.step()
         time.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""The host's part of a world of kernels, with numpy: regions, headers, ledger, flags."""
+"""Host side of a world of kernels, in numpy: regions, headers, ledger, flags."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moontide.kernels import layout
 REGION_BYTES = 12 << 20
 SLOTS = 64
 FLAGS_AT, PAYLOAD_AT = 0, 4096
-ANSWER_MAX_S = 120.0
+REPLY_TIMEOUT_S = 120.0
 
 
 class Process:
-    """A program of this folder that does what it is told, a line of JSON at a time."""
+    """A program of this folder that executes commands, one line of JSON each."""
 
     def __init__(self, program: str, *arguments: str, **variables: str) -> None:
         words = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
@@ -30,24 +30,24 @@ class Process:
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
-    def tell(self, do: str, **call: Any) -> None:
+    def send(self, do: str, **call: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do} | call) + "\n")
 
-    def answer(self) -> Any:
+    def receive(self) -> Any:
         assert self.process.stdout is not None
-        too_slow = threading.Timer(ANSWER_MAX_S, self.process.kill)
-        too_slow.start()
+        timer = threading.Timer(REPLY_TIMEOUT_S, self.process.kill)
+        timer.start()
         try:
             line = self.process.stdout.readline()
         finally:
-            too_slow.cancel()
-        assert line, "the rank has ended; what it said stands above"
+            timer.cancel()
+        assert line, "the rank has ended; see its output above"
         return json.loads(line)
 
     def ask(self, do: str, **call: Any) -> Any:
-        self.tell(do, **call)
-        return self.answer()
+        self.send(do, **call)
+        return self.receive()
 
     def end(self) -> None:
         self.process.kill()
@@ -55,14 +55,14 @@ class Process:
 
 
 class Rank(Process):
-    """A process with a rank."""
+    """Process of one rank."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         super().__init__("kernel_rank.py", str(rank), str(folder))
 
 
 class World:
-    """Four ranks over files in shared memory, and what a node does for them."""
+    """Four ranks over files in shared memory, and the work of a node for them."""
 
     def __init__(self, folder: Path, ranks: int = 4) -> None:
         sizes = {f"region-{rank}": REGION_BYTES for rank in range(ranks)} | {"headers": 4096, "ledger": 4096}
@@ -75,10 +75,10 @@ class World:
         self.headers = maps["headers"].view(np.uint64)
         self.cells = maps["ledger"].view(np.uint64)
         self.ranks = [Rank(rank, folder) for rank in range(ranks)]
-        # A start takes seconds; a test that counts seconds would be over before its readers are there.
+        # Waits for all ranks: a start takes seconds, and tests with a time limit would end before their readers start.
         for rank in self.ranks:
-            rank.tell("where")
-        self.bases = [rank.answer() for rank in self.ranks]
+            rank.send("base_addresses")
+        self.bases = [rank.receive() for rank in self.ranks]
         self.epoch = 0
 
     def end(self) -> None:
@@ -88,8 +88,8 @@ class World:
     def record(
         self, owner: int, bytes_total: int, slot: int = 0, page_bytes: int = layout.PAGE_BYTES
     ) -> dict[str, int]:
-        """A new version in a slot. All lie at the same place: each test has the world for itself."""
-        # Large, so that the upper bits of epochs take part as well.
+        """Returns a new version in a slot. All versions have the same offset, because tests run one at a time."""
+        # A large step, so that the upper bits of epochs change too.
         self.epoch += (1 << 40) + 1
         return {
             "owner": owner,
@@ -112,19 +112,19 @@ class World:
         self.headers[slot] = layout.word(epoch, state)
 
     def begin(self, record: dict[str, int], slot: int = 0) -> None:
-        """The producer's host: header and flag, before any kernel is started."""
+        """Initializes header and flag, as the producer's host does before it starts kernels."""
         flag = self.flag(record)
         flag[:] = 0
-        flag[1] = layout.left(record["epoch"], layout.Record(**record).pages)
+        flag[1] = layout.pages_left(record["epoch"], layout.Record(**record).pages)
         flag[0] = layout.word(record["epoch"], layout.WRITING)
         self.set_header(slot, record["epoch"], layout.WRITING)
 
     def is_published(self, record: dict[str, int]) -> bool:
         word, missing = (int(bits) for bits in self.flag(record)[:2])
-        return word == layout.word(record["epoch"], layout.READY) and missing == layout.left(record["epoch"], 0)
+        return word == layout.word(record["epoch"], layout.READY) and missing == layout.pages_left(record["epoch"], 0)
 
 
 def full_fence() -> None:
-    """Python has none; taking a lock is a locked instruction on x86, which is one."""
+    """Executes a full fence. Python has none; taking a lock is a locked instruction on x86, which is a full fence."""
     with threading.Lock():
         pass

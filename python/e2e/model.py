@@ -1,13 +1,12 @@
-"""Writes the model of the end-to-end tests: a Llama of two layers with random weights, and a tokenizer to match.
+"""Writes the model of the end-to-end tests: a Llama of two layers with random weights, and its tokenizer.
 
     target/engines/venv/bin/python python/e2e/model.py FOLDER [--seed N]
 
-The same seed gives the same bytes. Another seed gives another model of the same shape, with the same tokenizer: to a
-store that forgets which model a block came from, the two look alike.
+The same seed produces the same bytes. Another seed produces another model of the same shape with the same tokenizer: a
+store whose keys do not include the model cannot tell them apart.
 
-The shape is small and can be split between two ranks: 4 heads for attention, 2 for keys and values. Weights are larger
-than a real model's (`initializer_range`), so that a wrong block of the cache changes the next token and does not hide
-in the noise.
+The shape is small and can be split between two ranks: 4 heads for attention, 2 for keys and values. The weights are
+larger than those of a real model (`initializer_range`), so that a wrong block of the cache changes the next token.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TOKENS_MAX = 8192
-"""Positions. Prompts of 1,500 tokens and more, and room for several of them in one conversation."""
+"""Number of positions: enough for several prompts of 1,500 tokens in one conversation."""
 
 VOCABULARY = 1024
-"""Rows of the embedding. The tokenizer has fewer tokens, so that every token that it makes has a row."""
+"""Rows of the embedding. The tokenizer has fewer tokens, so that every token has a row."""
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and the tide comes in and the tide goes out "
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Any text becomes tokens: all bytes are in it. What it learns is a fixed sentence, so that it never changes."""
+    """Writes a tokenizer for any text: its alphabet has all bytes. It is trained on a fixed sentence, so that it is
+    reproducible."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def write_weights(folder: Path, seed: int) -> None:
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=0.25,
-        # bfloat16 made vLLM fault where the CPU has AMX and the machine does not let it be used.
+        # With bfloat16, vLLM crashes if the CPU has AMX and the machine does not allow its use.
         dtype="float32",
     )
     torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def write(folder: Path, seed: int = 0) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0, help="another seed is another model; %(default)s unless told")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights [default: %(default)s]")
     arguments = parser.parse_args()
     write(arguments.folder, arguments.seed)
     print(f"{arguments.folder}: seed {arguments.seed}, {TOKENS_MAX} positions")

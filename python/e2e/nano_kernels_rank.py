@@ -1,5 +1,5 @@
-"""A rank of a cache whose pages are pushed and read by Triton's kernels: see ``test_nano_kernels.py``. In the interpreter, or, if
-``TRITON_INTERPRET`` is 0, on a device."""
+"""A rank of a cache whose pages Triton kernels push and read: see ``test_nano_kernels.py``. The kernels run in the
+interpreter, or on a device if ``TRITON_INTERPRET`` is 0."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from moontide import kernels
 from moontide.nano import NanoKVCache, Ticket
 
 
-#: Where kernels' arguments are. Torch calls devices of both vendors so.
-PLACE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
+#: Device of the kernels' arguments. Torch uses "cuda" for both vendors.
+DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 
 def noise(seed: int, size: int) -> torch.Tensor:
     made = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return made.to(PLACE)
+    return made.to(DEVICE)
 
 
-def room(size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=PLACE)
+def zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
 
 
 class Rank:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.cache = NanoKVCache(settings.pop("heap_bytes"), **settings)
-        self.bases = torch.tensor(self.cache.bases, dtype=torch.int64, device=PLACE)
-        self.status = torch.zeros(1, dtype=torch.int32, device=PLACE)
+        self.bases = torch.tensor(self.cache.bases, dtype=torch.int64, device=DEVICE)
+        self.status = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.metas: dict[str, Any] = {}
         self.plans: dict[str, Any] = {}
 
@@ -44,7 +44,7 @@ class Rank:
         return bytes(plan.ticket).hex()
 
     def push(self, key: str, seed: int, first_page: int = 0, pages: int | None = None) -> str:
-        """By kernels, into the owner's memory."""
+        """Pushes pages with a kernel to the owner's memory."""
         ticket = self.plans[key].ticket
         source = noise(seed, ticket.bytes_total)[first_page * ticket.page_bytes :].contiguous()
         self.status.zero_()
@@ -52,7 +52,7 @@ class Rank:
         return kernels.Push(int(self.status)).name
 
     def write(self, key: str, seed: int) -> None:
-        """By this process's CPU or, if the source is on a device, by a copy between devices; in Rust."""
+        """Writes all pages in Rust: with the CPU, or by a device copy if the source is on a device."""
         self.plans[key].write(noise(seed, self.plans[key].bytes_total))
 
     def write_page(self, key: str, seed: int, page: int) -> bool:
@@ -61,65 +61,65 @@ class Rank:
         plan.write_page(page, noise(seed, plan.bytes_total)[first : first + plan.page_bytes].cpu())
         return plan.complete
 
-    def write_is_refused(self, key: str, seed: int) -> str:
+    def write_error(self, key: str, seed: int) -> str:
         try:
             self.write(key, seed)
         except moontide.InvalidArgument as error:
             return str(error)
-        return "it is not"
+        return "no error"
 
     def commit(self, key: str) -> dict[str, int]:
         self.cache.commit(key)
         return self.cache.stats()
 
-    def expect(self, packed: str) -> bool:
-        meta = self.cache.expect(Ticket.from_bytes(bytes.fromhex(packed)))
+    def open_for_read(self, packed: str) -> bool:
+        meta = self.cache.open_for_read(Ticket.from_bytes(bytes.fromhex(packed)))
         self.metas[packed] = meta
         return meta.ready
 
-    def wait(self, packed: str, looks: int) -> str:
-        """By a kernel."""
+    def wait(self, packed: str, polls_max: int) -> str:
+        """Waits with a kernel."""
         meta = self.metas[packed]
         self.status.zero_()
-        kernels.wait_ready(self.bases, meta.ticket.record, meta.header_ptr, self.status, looks=looks)
+        kernels.wait_ready(self.bases, meta.ticket.record, meta.header_ptr, self.status, polls_max=polls_max)
         return kernels.Wait(int(self.status)).name
 
-    def read_awaited(self, packed: str, seed: int) -> bool:
-        """By a kernel, after a wait, under what the host holds."""
+    def read_opened(self, packed: str, seed: int) -> bool:
+        """Reads with a kernel after a wait, while the host holds the record."""
         meta = self.metas.pop(packed)
-        target = room(meta.bytes_total)
+        target = zeros(meta.bytes_total)
         self.status.fill_(int(kernels.Read.OK))
         kernels.copy(self.bases, meta.ticket.record, target, self.status)
         meta.release()
         return bool((target == noise(seed, meta.bytes_total)).all())
 
     def read_pinned(self, packed: str, seed: int) -> str:
-        """By a kernel that names the slot in a ledger cell itself."""
+        """Reads with a kernel that pins the slot in a ledger cell."""
         ticket = Ticket.from_bytes(bytes.fromhex(packed))
         try:
             pin = self.cache.pin(ticket)
         except moontide.Gone:
             return "GONE"
         except moontide.DeviceError:
-            return "UNSEEN"
-        target = room(ticket.bytes_total)
+            return "UNSUPPORTED"
+        target = zeros(ticket.bytes_total)
         self.status.zero_()
-        kernels.read(self.bases, ticket.record, pin, target, self.status, looks=100)
+        kernels.read(self.bases, ticket.record, pin, target, self.status, polls_max=100)
         outcome = kernels.Read(int(self.status)).name
         if outcome == "OK" and not (target == noise(seed, ticket.bytes_total)).all():
             return "WRONG"
         return outcome
 
     def read_held(self, key: str, seed: int) -> bool:
-        """By a kernel, under what the host holds."""
+        """Reads with a kernel, while the host holds the object."""
         with self.cache.get_location(key) as meta:
-            target = room(meta.bytes_total)
+            target = zeros(meta.bytes_total)
             self.status.fill_(int(kernels.Read.OK))
             kernels.copy(self.bases, meta.ticket.record, target, self.status)
             return bool((target == noise(seed, meta.bytes_total)).all())
 
     def is_gone(self, packed: str) -> bool:
-        """By the host."""
+        """Whether the record is gone, as the host sees it."""
         try:
             return not self.metas[packed].ready and False
         except moontide.Gone:
@@ -134,7 +134,7 @@ class Rank:
         return packed
 
     def read_by_store(self, key: str, seed: int) -> bool:
-        """By an ordinary client, in Rust."""
+        """Reads with an ordinary client, in Rust."""
         found = self.cache.store.get(key)
         return found is not None and found == noise(seed, len(found)).cpu().numpy().tobytes()
 

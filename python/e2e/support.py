@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: engines as processes, and clusters for them."""
+"""Helpers of the end-to-end tests: engines as processes, and clusters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import moontide
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-READY_MAX_S = 20.0
-#: A start takes 15 to 25 s on two cores, and several times that beside a build.
-ENGINE_MAX_S = float(os.environ.get("MOONTIDE_E2E_MAX_S", "240"))
-ANYWHERE = "127.0.0.1:0"
+READY_TIMEOUT_S = 20.0
+#: A start takes 15 to 25 s on two cores, and several times that during a build.
+ENGINE_TIMEOUT_S = float(os.environ.get("MOONTIDE_E2E_MAX_S", "240"))
+ANY_PORT = "127.0.0.1:0"
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A process of ``moontide``: what it says about itself, and its log."""
+    """A process of ``moontide``, its start-up lines (``facts``) and its log."""
 
     def __init__(self, folder: Path, name: str, words: list[str], last: str) -> None:
         self.name = name
@@ -44,8 +44,8 @@ class Server:
                 [moontide.binary(), *words], stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
             )
         assert self.process.stdout is not None
-        too_slow = threading.Timer(READY_MAX_S, self.process.kill)
-        too_slow.start()
+        timer = threading.Timer(READY_TIMEOUT_S, self.process.kill)
+        timer.start()
         try:
             for line in self.process.stdout:
                 word, _, rest = line.strip().partition(" ")
@@ -53,9 +53,9 @@ class Server:
                 if word == last:
                     return
         finally:
-            too_slow.cancel()
+            timer.cancel()
         self.end()
-        raise RuntimeError(f"{name} ended before it said {last!r}:\n{self.log.read_text()}")
+        raise RuntimeError(f"{name} ended before it printed {last!r}:\n{self.log.read_text()}")
 
     @property
     def pid(self) -> int:
@@ -66,7 +66,7 @@ class Server:
 
     def end(self) -> None:
         if self.process.poll() is None:
-            # One that was stopped hears nothing else.
+            # A stopped process does not handle SIGTERM.
             self.signal(signal.SIGCONT)
             self.process.terminate()
             try:
@@ -79,17 +79,18 @@ class Server:
 
 
 class Cluster:
-    """A master and nodes, each a process of its own, on ports that were free."""
+    """A master and nodes, each in its own process, on free ports."""
 
     def __init__(self, folder: Path, nodes: int = 1, memory: str = "256MiB", node: list[str] | None = None) -> None:
-        listens = ["--grpc-listen", ANYWHERE, "--frame-listen", ANYWHERE, "--admin-listen", ANYWHERE]
-        words = ["master", "--groups", "1", "--reallocate-wait-ms", "0", *listens]
+        listens = ["--grpc-listen", ANY_PORT, "--frame-listen", ANY_PORT, "--admin-listen", ANY_PORT]
+        words = ["master", "--groups", "1", "--reallocation-delay-ms", "0", *listens]
         self.folder = folder
         self.master_server = Server(folder, "master", words, "admin")
         self.servers = [self.master_server]
-        #: What stores connect to.
+        #: Address for stores.
         self.master = self.master_server.facts["grpc"]
-        self._node = ["node", "--master", self.master, "--drain", "1s", "--admin-listen", ANYWHERE, *(node or [])]
+        self._node = ["node", "--master", self.master, "--drain-timeout", "1s", "--admin-listen", ANY_PORT]
+        self._node += node or []
         self.nodes: list[Server] = []
         for _ in range(nodes):
             self.add_node(memory)
@@ -103,8 +104,8 @@ class Cluster:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For an engine that must find what is there, however slow this machine is today."""
-        return {"master": self.master, "patience_ms": 10000}
+        """Settings of the connector, with a long lookup timeout for slow machines."""
+        return {"master": self.master, "lookup_timeout_ms": 10000}
 
     def store(self, **settings: Any) -> moontide.Store:
         return moontide.Store(self.master, **settings)
@@ -116,20 +117,20 @@ class Cluster:
 
 @dataclass
 class Run:
-    """What an engine said."""
+    """Results of an engine: outputs by round, counters and durations."""
 
-    answers: list[list[dict[str, Any]]] = field(default_factory=list)
+    outputs: list[list[dict[str, Any]]] = field(default_factory=list)
     counters: list[dict[str, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     log: str = ""
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [answer["tokens"] for answers in self.answers for answer in answers]
+        return [output["tokens"] for outputs in self.outputs for output in outputs]
 
 
 class Engine:
-    """``engine_vllm.py`` as a process. Lines that it says are read as they come."""
+    """``engine_vllm.py`` as a process. A thread reads its output."""
 
     def __init__(self, folder: Path, job: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         self._log = folder / f"engine-{time.monotonic_ns()}.log"
@@ -138,9 +139,9 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
-            # Python's own hash seed would become part of the blocks' names.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
+        # PYTHONHASHSEED would become part of the block hashes.
         env.pop("PYTHONHASHSEED", None)
         env |= environment or {}
         with self._log.open("wb") as log:
@@ -168,37 +169,37 @@ class Engine:
                     log.flush()
         self._lines.put(None)
 
-    def until(self, wanted: Callable[[dict[str, Any]], bool], seconds: float = ENGINE_MAX_S) -> dict[str, Any]:
-        """Waits for a line; keeps all answers on the way."""
+    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = ENGINE_TIMEOUT_S) -> dict[str, Any]:
+        """Waits for a line that satisfies the condition. Records all lines meanwhile."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 line = self._lines.get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
                 self.kill()
-                raise AssertionError(f"not within {seconds:.0f} s:\n{self.text()[-6000:]}") from None
+                raise AssertionError(f"timed out after {seconds:.0f} s:\n{self.text()[-6000:]}") from None
             if line is None:
                 raise AssertionError(f"the engine ended:\n{self.text()[-6000:]}")
             self._keep(line)
-            if wanted(line):
+            if condition(line):
                 return line
 
     def _keep(self, line: dict[str, Any]) -> None:
         if "tokens" in line:
-            while len(self.run.answers) <= line["round"]:
-                self.run.answers.append([])
-            self.run.answers[line["round"]].append(line)
+            while len(self.run.outputs) <= line["round"]:
+                self.run.outputs.append([])
+            self.run.outputs[line["round"]].append(line)
         elif "counters" in line:
             self.run.counters.append(line["counters"])
             self.run.seconds.append(line["seconds"])
 
     def go(self) -> None:
-        """The next round."""
+        """Starts the next round."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def finish(self, seconds: float = ENGINE_MAX_S) -> Run:
+    def finish(self, seconds: float = ENGINE_TIMEOUT_S) -> Run:
         self.until(lambda line: "over" in line, seconds)
         try:
             self.process.wait(60)
@@ -211,7 +212,7 @@ class Engine:
         return self._log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """With all processes that it has started."""
+        """Kills the engine and all its child processes."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -219,8 +220,8 @@ class Engine:
         self.process.wait(10)
 
 
-def spoil(server: Server, content: bytes) -> int:
-    """Flips a byte in every copy of these bytes that a node has in the memory that it shares; how many there were."""
+def corrupt(server: Server, content: bytes) -> int:
+    """Flips a byte in every copy of ``content`` in the shared memory of a node. Returns the number of copies."""
     found = 0
     with Path(f"/proc/{server.pid}/maps").open() as maps, Path(f"/proc/{server.pid}/mem").open("r+b", 0) as memory:
         for line in maps:
@@ -229,12 +230,12 @@ def spoil(server: Server, content: bytes) -> int:
                 continue
             first, last = (int(bound, 16) for bound in bounds.split("-"))
             memory.seek(first)
-            held = memory.read(last - first)
-            at = held.find(content)
+            data = memory.read(last - first)
+            at = data.find(content)
             while at >= 0:
                 middle = at + len(content) // 2
                 memory.seek(first + middle)
-                memory.write(bytes([held[middle] ^ 0xFF]))
+                memory.write(bytes([data[middle] ^ 0xFF]))
                 found += 1
-                at = held.find(content, at + 1)
+                at = data.find(content, at + 1)
     return found

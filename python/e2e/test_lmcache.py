@@ -1,4 +1,4 @@
-"""LMCache with ``MoontideL2``: the class as LMCache calls it, and LMCache's server between vLLM and the store."""
+"""LMCache with ``MoontideL2``: the class, called as LMCache does, and LMCache's server between vLLM and the store."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lines import Lines, environment, prompt, wait_for_keys
+from engine_process import EngineProcess, environment, prompt, wait_for_keys
 from moontide.lmcache import MoontideL2
-from support import Cluster, free_port, spoil
+from support import Cluster, free_port, corrupt
 
 CHUNK = 64
 CHUNKS = len(prompt(1)) // CHUNK
-SERVER_MAX_S = 60.0
+SERVER_TIMEOUT_S = 60.0
 
-# ---------------------------------------------------------------------------------------------------------- the class
+# ------------------------------------------------------------------------------------------------------------ the class
 
 NAMES = [f"org-model@01000000@0@{number:064x}" for number in range(6)]
 
@@ -35,24 +35,24 @@ def chunks(count: int, fill: int | None = None, size: int = 5000) -> list[memory
 
 
 def outcome(plugin: MoontideL2, number: int, seconds: float = 10.0) -> tuple[bool, str, list[bool] | None]:
-    """Of a submission, waited for as LMCache does."""
+    """Waits for the result of a submission as LMCache does."""
     poller = select.poll()
     poller.register(plugin.event_fd(), select.POLLIN)
-    assert poller.poll(seconds * 1000), "nothing was said"
+    assert poller.poll(seconds * 1000), "no completion arrived"
     ((found, *rest),) = plugin.drain_completions()
     assert found == number
-    # Level triggered: what stays readable would make LMCache's thread spin.
+    # Level triggered: if the descriptor stayed readable, LMCache's thread would spin.
     assert not poller.poll(0)
-    well, why, each = rest
-    return well, why, each
+    ok, reason, objects = rest
+    return ok, reason, objects
 
 
 @pytest.fixture
 def plugin(cluster: Cluster) -> Iterator[Callable[..., MoontideL2]]:
     made: list[MoontideL2] = []
 
-    def make(**more: Any) -> MoontideL2:
-        made.append(MoontideL2(**({"master": cluster.master} | more)))
+    def make(**settings: Any) -> MoontideL2:
+        made.append(MoontideL2(**({"master": cluster.master} | settings)))
         return made[-1]
 
     yield make
@@ -60,11 +60,11 @@ def plugin(cluster: Cluster) -> Iterator[Callable[..., MoontideL2]]:
         each.close()
 
 
-def test_chunks_come_back(plugin: Callable[..., MoontideL2]) -> None:
+def test_chunks_saved_by_one_plugin_are_loaded_by_another(plugin: Callable[..., MoontideL2]) -> None:
     one, other = plugin(), plugin()
     assert outcome(one, one.submit_batch_exists(NAMES[:2])) == (True, "", [False, False])
     assert outcome(one, one.submit_batch_set(NAMES[:3], chunks(3))) == (True, "", [True] * 3)
-    # Again: it is there, and all is well.
+    # A second save of existing chunks succeeds.
     assert outcome(one, one.submit_batch_set(NAMES[:3], chunks(3))) == (True, "", [True] * 3)
     assert outcome(other, other.submit_batch_exists(NAMES[:4])) == (True, "", [True] * 3 + [False])
     found = chunks(4, fill=0)
@@ -75,19 +75,19 @@ def test_chunks_come_back(plugin: Callable[..., MoontideL2]) -> None:
     assert outcome(other, other.submit_batch_exists(NAMES[:3]))[2] == [False, True, True]
 
 
-def test_a_chunk_of_another_length_is_not_loaded(plugin: Callable[..., MoontideL2]) -> None:
+def test_chunk_of_another_length_is_not_loaded(plugin: Callable[..., MoontideL2]) -> None:
     one = plugin()
     outcome(one, one.submit_batch_set(NAMES[:1], chunks(1)))
     for size in (4999, 5001):
         assert outcome(one, one.submit_batch_get(NAMES[:1], chunks(1, size=size)))[2] == [False]
 
 
-def test_a_spoilt_chunk_is_not_loaded_and_can_be_saved_anew(
+def test_corrupt_chunk_is_not_loaded_and_can_be_saved_again(
     cluster: Cluster, plugin: Callable[..., MoontideL2]
 ) -> None:
     one = plugin()
     outcome(one, one.submit_batch_set(NAMES[:2], chunks(2)))
-    assert spoil(cluster.nodes[0], bytes(chunks(2)[1])) == 1
+    assert corrupt(cluster.nodes[0], bytes(chunks(2)[1])) == 1
     assert outcome(one, one.submit_batch_get(NAMES[:2], chunks(2, fill=0)))[2] == [True, False]
     assert outcome(one, one.submit_batch_exists(NAMES[:2]))[2] == [True, False]
     assert outcome(one, one.submit_batch_set(NAMES[:2], chunks(2)))[0]
@@ -95,30 +95,30 @@ def test_a_spoilt_chunk_is_not_loaded_and_can_be_saved_anew(
 
 
 @pytest.mark.parametrize("what", ["revision", "namespace", "tenant"])
-def test_servers_that_differ_do_not_share(plugin: Callable[..., MoontideL2], what: str) -> None:
+def test_plugins_with_different_settings_do_not_share_chunks(plugin: Callable[..., MoontideL2], what: str) -> None:
     one, other = plugin(), plugin(**{what: "other"})
     outcome(one, one.submit_batch_set(NAMES[:1], chunks(1)))
     assert outcome(other, other.submit_batch_exists(NAMES[:1]))[2] == [False]
 
 
-def test_many_submissions_at_once(plugin: Callable[..., MoontideL2]) -> None:
+def test_concurrent_submissions_all_complete(plugin: Callable[..., MoontideL2]) -> None:
     one = plugin()
     keys = [[f"m@1@0@{batch}.{number}" for number in range(8)] for batch in range(40)]
-    waiting = {one.submit_batch_set(some, chunks(8)) for some in keys}
+    waiting = {one.submit_batch_set(batch, chunks(8)) for batch in keys}
     assert len(waiting) == 40
-    poller, until = select.poll(), time.monotonic() + 20
+    poller, deadline = select.poll(), time.monotonic() + 20
     poller.register(one.event_fd(), select.POLLIN)
-    while waiting and time.monotonic() < until:
+    while waiting and time.monotonic() < deadline:
         poller.poll(500)
-        for number, well, why, _ in one.drain_completions():
-            assert well, why
+        for number, ok, reason, _ in one.drain_completions():
+            assert ok, reason
             waiting.remove(number)
     assert not waiting
 
 
-def test_a_submission_never_waits_for_the_store(cluster: Cluster, plugin: Callable[..., MoontideL2]) -> None:
-    """LMCache holds a lock meanwhile, which everything else needs."""
-    one = plugin(deadline_s=1.0, patience_ms=200, pause_s=0.5)
+def test_submission_does_not_block_while_store_hangs(cluster: Cluster, plugin: Callable[..., MoontideL2]) -> None:
+    """LMCache holds a global lock during a submission."""
+    one = plugin(transfer_timeout_s=1.0, lookup_timeout_ms=200, retry_after_s=0.5)
     outcome(one, one.submit_batch_set(NAMES[:1], chunks(1)))
     for server in cluster.servers:
         server.signal(signal.SIGSTOP)
@@ -134,7 +134,7 @@ def test_a_submission_never_waits_for_the_store(cluster: Cluster, plugin: Callab
             began = time.monotonic()
             numbers.add(submit())
             times.append(time.monotonic() - began)
-    print(f"a submission to a store that hangs: at most {max(times) * 1e6:.0f} µs")
+    print(f"submission to a hanging store: at most {max(times) * 1e6:.0f} µs")
     assert max(times) < 0.05
     began = time.monotonic()
     poller = select.poll()
@@ -144,23 +144,23 @@ def test_a_submission_never_waits_for_the_store(cluster: Cluster, plugin: Callab
         for number, _, _, each in one.drain_completions():
             assert each is not None and not any(each)
             numbers.remove(number)
-    print(f"all 40 were answered within {time.monotonic() - began:.2f} s")
+    print(f"all 40 completed within {time.monotonic() - began:.2f} s")
     assert not numbers
     for server in cluster.servers:
         server.signal(signal.SIGCONT)
-    until = time.monotonic() + 15
-    while outcome(one, one.submit_batch_exists(NAMES[:1]))[2] != [True] and time.monotonic() < until:
+    deadline = time.monotonic() + 15
+    while outcome(one, one.submit_batch_exists(NAMES[:1]))[2] != [True] and time.monotonic() < deadline:
         time.sleep(0.2)
     assert outcome(one, one.submit_batch_exists(NAMES[:1]))[2] == [True]
 
 
-@pytest.mark.parametrize("wrong", [{"mastre": "a:1"}, {"loaders": 0}, {"savers": "two"}, {"replicas": 0}])
-def test_what_makes_no_sense_is_refused_by_name(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"mastre": "a:1"}, {"load_threads": 0}, {"save_threads": "two"}, {"replicas": 0}])
+def test_invalid_setting_is_rejected_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MoontideL2(**wrong)
 
 
-def test_close_twice(plugin: Callable[..., MoontideL2]) -> None:
+def test_close_is_idempotent_and_stops_threads(plugin: Callable[..., MoontideL2]) -> None:
     one = plugin()
     outcome(one, one.submit_batch_set(NAMES[:1], chunks(1)))
     one.close()
@@ -168,13 +168,13 @@ def test_close_twice(plugin: Callable[..., MoontideL2]) -> None:
     assert not any(thread.name.startswith("moontide-") for thread in threading.enumerate())
 
 
-# ----------------------------------------------------------------------------------------- LMCache's server, and vLLM
+# ------------------------------------------------------------------------------------------------ LMCache server, vLLM
 
 needs_lmcache = pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="needs LMCache")
 
 
 class CacheServer:
-    """LMCache's server in a process of its own."""
+    """LMCache's server in a separate process."""
 
     def __init__(self, log: Path, master: str) -> None:
         self.log, self.port = log, free_port()
@@ -195,9 +195,9 @@ class CacheServer:
                 stderr=output,
                 env=environment(),
             )
-        until = time.monotonic() + SERVER_MAX_S
+        deadline = time.monotonic() + SERVER_TIMEOUT_S
         while not self._listens():
-            if self.process.poll() is not None or time.monotonic() > until:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
                 raise AssertionError(f"LMCache's server did not start:\n{self.text()[-4000:]}")
             time.sleep(0.2)
@@ -209,15 +209,15 @@ class CacheServer:
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """vLLM's configuration for it."""
-        place = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
-        return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": place}
+        """vLLM's configuration for this server."""
+        address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
+        return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": address}
 
     def text(self) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))
 
     def from_l2(self) -> int:
-        """How many chunks it got from its L2, as it says itself."""
+        """Returns the number of chunks that the server got from its L2, according to its log."""
         return sum(map(int, re.findall(r"retained keys \(\d+ L1, (\d+) L2\)", self.text())))
 
     def end(self) -> int:
@@ -237,27 +237,27 @@ class CacheServer:
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same tokens, with the same certainty."""
+    """Compares tokens and log probabilities."""
     assert found["tokens"] == expected["tokens"]
     assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=2e-3)
 
 
 @needs_lmcache
-def test_servers_share_chunks_and_go_on_without_the_store(model: Path, cluster: Cluster, tmp_path: Path) -> None:
-    with Lines(tmp_path / "alone.log", "engine_connector.py", {"model": str(model)}) as engine:
+def test_lmcache_servers_share_chunks_and_survive_store_loss(model: Path, cluster: Cluster, tmp_path: Path) -> None:
+    with EngineProcess(tmp_path / "alone.log", "engine_connector.py", {"model": str(model)}) as engine:
         expected = {seed: engine.ask(prompt(seed)) for seed in range(1, 6)}
     with cluster.store() as store, CacheServer(tmp_path / "server-1.log", cluster.master) as server:
-        told = {"model": str(model), "transfer": server.transfer}
-        with Lines(tmp_path / "save.log", "engine_connector.py", told) as engine:
+        job = {"model": str(model), "transfer": server.transfer}
+        with EngineProcess(tmp_path / "save.log", "engine_connector.py", job) as engine:
             cold = engine.ask(prompt(1))
             engine.ask(prompt(2))
             assert wait_for_keys(store, "kv1/lmcache/", 2 * CHUNKS) == 2 * CHUNKS
         assert server.from_l2() == 0
         assert server.end() == 0
-    # Both are new now: what is found comes from the store.
+    # Server and engine are new: hits come from the store.
     with CacheServer(tmp_path / "server-2.log", cluster.master) as server:
-        told = {"model": str(model), "transfer": server.transfer}
-        with Lines(tmp_path / "load.log", "engine_connector.py", told) as engine:
+        job = {"model": str(model), "transfer": server.transfer}
+        with EngineProcess(tmp_path / "load.log", "engine_connector.py", job) as engine:
             warm = engine.ask(prompt(1))
             chunks_loaded = server.from_l2()
             for each in cluster.servers:
@@ -270,7 +270,7 @@ def test_servers_share_chunks_and_go_on_without_the_store(model: Path, cluster: 
     assert cold["cached"] == 0
     assert warm["cached"] > 0.9 * warm["prompt"]
     assert chunks_loaded == CHUNKS
-    for seed, answer in without.items():
-        print(f"prompt {seed} without the store: {answer['seconds']} s, {answer['cached']} cached")
-        same(answer, expected[seed])
-    assert max(answer["seconds"] for answer in without.values()) < 20
+    for seed, output in without.items():
+        print(f"prompt {seed} without the store: {output['seconds']} s, {output['cached']} cached")
+        same(output, expected[seed])
+    assert max(output["seconds"] for output in without.values()) < 20

@@ -1,4 +1,4 @@
-"""vLLM with ``MoontideConnector``: what one process computed, another one finds."""
+"""vLLM with ``MoontideConnector``: a process loads blocks that another process computed."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ PROMPT = [{"tokens": [[1, 468]]}]
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same tokens, with the same certainty."""
+    """Compares tokens and log probabilities."""
     assert found["tokens"] == expected["tokens"]
     assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=2e-3)
 
 
 @pytest.mark.short
-def test_another_process_loads_what_one_has_saved(
+def test_engine_loads_blocks_saved_by_another_process(
     model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
 ) -> None:
     job = {"model": str(model), "store": cluster.settings, "rounds": [PROMPT]}
-    expected = alone([PROMPT]).answers[0][0]
+    expected = alone([PROMPT]).outputs[0][0]
     first = run_engine(job)
     second = run_engine(job)
-    cold, warm = first.answers[0][0], second.answers[0][0]
+    cold, warm = first.outputs[0][0], second.outputs[0][0]
     same(cold, expected)
     same(warm, expected)
     assert cold["cached"] == 0
     assert warm["cached"] > 0.9 * warm["prompt"]
-    # What is said to be cached was only matched; that it came, the worker says.
+    # "cached" counts blocks that the lookup found; the worker's counters show that they were loaded.
     counters = second.counters[0]
     print(f"cold {cold['ttft']} s, warm {warm['ttft']} s, {warm['cached']} of {warm['prompt']} cached; {counters}")
     assert counters["loaded_blocks"] == warm["cached"] // 32
     assert counters["loaded_bytes"] == warm["cached"] // 32 * 65536
-    assert not counters.get("failed_loads")
+    assert not counters.get("load_failures")
 
 
 @pytest.mark.short
-def test_a_salt_keeps_tenants_apart(
+def test_cache_salt_isolates_tenants(
     model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
 ) -> None:
-    def asks(*salts: str) -> dict[str, Any]:
+    def job(*salts: str) -> dict[str, Any]:
         rounds = [[PROMPT[0] | {"salt": salt}] for salt in salts]
         return {"model": str(model), "store": cluster.settings, "rounds": rounds}
 
-    run_engine(asks("alice"))
-    second = run_engine(asks("bob", "alice"))
-    expected = alone([PROMPT]).answers[0][0]
-    (bob,), (alice,) = second.answers
+    run_engine(job("alice"))
+    second = run_engine(job("bob", "alice"))
+    expected = alone([PROMPT]).outputs[0][0]
+    (bob,), (alice,) = second.outputs
     same(bob, expected)
     same(alice, expected)
     assert bob["cached"] == 0
@@ -67,7 +67,7 @@ def test_a_salt_keeps_tenants_apart(
 
 
 def connector_of(model: Path, master: str, **extra: Any) -> Any:
-    """The scheduler's half, as vLLM makes it, with a worker's greeting."""
+    """Creates the connector of the scheduler as vLLM does, with the handshake of a worker."""
     import torch
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -82,7 +82,7 @@ def connector_of(model: Path, master: str, **extra: Any) -> Any:
         kv_connector_module_path="moontide.vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"master": master, "deadline_s": 1.0} | extra,
+        kv_connector_extra_config={"master": master, "transfer_timeout_s": 1.0} | extra,
     )
     arguments = EngineArgs(
         model=str(model), dtype="float32", block_size=32, max_model_len=4096, kv_transfer_config=transfer
@@ -103,7 +103,7 @@ def hashing() -> Any:
 
 
 def time_a_miss(connector: Any, name: str, seed: int, hasher: Any) -> float:
-    """Seconds that the scheduler spends in the connector for a request of 1,500 tokens, all calls together."""
+    """Returns the time that the scheduler spends in all connector calls for a request of 1,500 tokens, in seconds."""
     from vllm import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -113,7 +113,7 @@ def time_a_miss(connector: Any, name: str, seed: int, hasher: Any) -> float:
     request = Request(name, prompt([[seed, 1500]]), SamplingParams(max_tokens=1), None, block_hasher=hasher)
     blocks = KVCacheBlocks(([KVCacheBlock(at + 1) for at in range(47)],))
     ids = blocks.get_block_ids()
-    connector._plan.block_ids = lambda _: ids
+    connector._scheduler.block_ids = lambda _: ids
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [NewRequestData.from_request(request, ids)]
     output.num_scheduled_tokens = {name: 1500}
@@ -122,9 +122,9 @@ def time_a_miss(connector: Any, name: str, seed: int, hasher: Any) -> float:
     def timed(call: Callable[..., Any], *words: Any) -> Any:
         nonlocal spent
         began = time.perf_counter()
-        answer = call(*words)
+        result = call(*words)
         spent += time.perf_counter() - began
-        return answer
+        return result
 
     while timed(connector.get_num_new_matched_tokens, request, 0)[0] is None:
         time.sleep(0.001)  # the engine steps meanwhile
@@ -138,7 +138,7 @@ def time_a_miss(connector: Any, name: str, seed: int, hasher: Any) -> float:
 
 @pytest.mark.short
 @pytest.mark.parametrize("state", ["up", "down"])
-def test_what_a_miss_costs_the_scheduler(state: str, model: Path, cluster: Cluster) -> None:
+def test_scheduler_overhead_of_a_miss_is_bounded(state: str, model: Path, cluster: Cluster) -> None:
     hasher = hashing()
     if state == "down":
         cluster.end()
@@ -148,7 +148,7 @@ def test_what_a_miss_costs_the_scheduler(state: str, model: Path, cluster: Clust
     finally:
         connector.shutdown()
     median, worst = statistics.median(spent) * 1e6, spent[int(len(spent) * 0.99)] * 1e6
-    print(f"a miss, store {state}: median {median:.0f} µs, p99 {worst:.0f} µs of the scheduler's time")
+    print(f"miss, store {state}: median {median:.0f} µs, p99 {worst:.0f} µs of scheduler time")
     assert median < 2 * {"up": 200, "down": 1000}[state]
 
 
@@ -156,9 +156,9 @@ def test_what_a_miss_costs_the_scheduler(state: str, model: Path, cluster: Clust
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("whole", [True, False])
-def test_nothing_is_saved_of_a_step_before_all_ranks_have_loaded(whole: bool, model: Path, cluster: Cluster) -> None:
-    """Layer by layer, a rank that has loaded all of it cannot tell that another one computes from garbage."""
+@pytest.mark.parametrize("complete", [True, False])
+def test_blocks_are_not_saved_before_all_ranks_have_loaded(complete: bool, model: Path, cluster: Cluster) -> None:
+    """With layerwise loads, a rank that loaded all blocks does not know that the load of another rank failed."""
     from vllm import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -169,18 +169,18 @@ def test_nothing_is_saved_of_a_step_before_all_ranks_have_loaded(whole: bool, mo
     from moontide.vllm.messages import Report
 
     connector = connector_of(model, cluster.master, load="layerwise")
-    plan = connector._plan
+    scheduler = connector._scheduler
     request = Request("a", prompt([[1, 330]]), SamplingParams(max_tokens=90), None, block_hasher=hashing())
     with cluster.store() as store:
-        for key in keys_of(plan._prefix, request.block_hashes[:6], plan._parts):
+        for key in keys_of(scheduler._prefix, request.block_hashes[:6], scheduler._parts):
             store.put(key, b"anything")
     blocks = KVCacheBlocks(([KVCacheBlock(at + 1) for at in range(12)],))
     ids = blocks.get_block_ids()
-    plan.block_ids = lambda _: ids
+    scheduler.block_ids = lambda _: ids
     try:
-        until = time.monotonic() + 5
+        deadline = time.monotonic() + 5
         while (found := connector.get_num_new_matched_tokens(request, 0)) == (None, False):
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.001)
         assert found == (6 * 32, False)
         connector.update_state_after_alloc(request, blocks, 6 * 32)
@@ -199,22 +199,23 @@ def test_nothing_is_saved_of_a_step_before_all_ranks_have_loaded(whole: bool, mo
             output.num_scheduled_tokens = {"a": scheduled}
             return connector.build_connector_meta(output)
 
-        # A step that is planned before the first one's result is known.
+        # A step that is scheduled before the result of the first one is known.
         assert next_step(330, 1).saves == []
-        plan.heard(Report(steps={step.number: (1, 0) if whole else (0, 1)}, failed=set() if whole else {"a"}), [])
-        # Blocks 6 to 9 are full; after a failure in block 2 the engine computes from there on.
-        (save,) = (next_step(331, 1) if whole else next_step(64, 266)).saves
-        assert save.blocks == [ids[0][6:10] if whole else ids[0][2:10]]
-        assert save.hashes == (request.block_hashes[6:10] if whole else request.block_hashes[2:10])
-        # It ends while this is being saved: its blocks are kept until workers say that it is over.
+        steps = {step.number: (1, 0) if complete else (0, 1)}
+        scheduler.on_worker_report(Report(steps=steps, failed=set() if complete else {"a"}), [])
+        # Blocks 6 to 9 are full; after a failure in block 2 the engine computes from block 2 on.
+        (save,) = (next_step(331, 1) if complete else next_step(64, 266)).saves
+        assert save.blocks == [ids[0][6:10] if complete else ids[0][2:10]]
+        assert save.hashes == (request.block_hashes[6:10] if complete else request.block_hashes[2:10])
+        # The request ends during the save: its blocks are kept until the workers report the end of the save.
         request.num_computed_tokens = 330
         assert connector.request_finished_all_groups(request, ids) == (True, None)
-        assert next_step_of_none(connector).ended == ["a"]
+        assert empty_step(connector).ended == ["a"]
     finally:
         connector.shutdown()
 
 
-def next_step_of_none(connector: Any) -> Any:
+def empty_step(connector: Any) -> Any:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     return connector.build_connector_meta(SchedulerOutput.make_empty())
@@ -222,20 +223,20 @@ def next_step_of_none(connector: Any) -> Any:
 
 @pytest.mark.short
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("given", "message"),
     [
-        ({"mastre": "a:1"}, "mastre, which MoontideConnector does not know"),
-        ({"load": "eager"}, 'load is \'eager\', and should be "async" or "layerwise"'),
-        ({"replicas": "two"}, "replicas is 'two', and should be a value of type int"),
-        ({"save_decode": "perhaps"}, "save_decode is 'perhaps', and should be true or false"),
-        ({"deadline_s": 0}, "deadline_s is 0.0, and should be more than 0"),
+        ({"mastre": "a:1"}, "unknown settings: mastre"),
+        ({"load": "eager"}, 'load must be "async" or "layerwise", not \'eager\''),
+        ({"replicas": "two"}, "replicas must be a value of type int, not 'two'"),
+        ({"save_decode": "perhaps"}, "save_decode must be true or false, not 'perhaps'"),
+        ({"transfer_timeout_s": 0}, "transfer_timeout_s must be more than 0, not 0.0"),
     ],
 )
-def test_settings_that_make_no_sense_are_named(said: dict[str, Any], wanted: str) -> None:
+def test_invalid_setting_is_rejected_by_name(given: dict[str, Any], message: str) -> None:
     from moontide.vllm.settings import Settings
 
-    with pytest.raises(ValueError, match=re.escape(wanted)):
-        Settings.of(said)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.of(given)
     assert Settings.of({"replicas": "2", "save_decode": "false", "staging": True}) == Settings(
         replicas=2, save_decode=False, staging="true"
     )

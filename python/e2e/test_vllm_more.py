@@ -1,4 +1,5 @@
-"""vLLM with ``MoontideConnector`` when things go wrong, and in other modes. Answers are compared with vLLM alone."""
+"""vLLM with ``MoontideConnector`` under faults and in other modes. Outputs are compared with vLLM without a
+connector."""
 
 from __future__ import annotations
 
@@ -15,23 +16,23 @@ from typing import Any, cast
 
 import pytest
 from engine_vllm import prompt
-from support import ENGINE_MAX_S, Cluster, Engine, Run, free_port, spoil
+from support import ENGINE_TIMEOUT_S, Cluster, Engine, Run, free_port, corrupt
 from test_vllm import PROMPT, same
 
-#: Six conversations with the same beginning, answered at length: requests stream for a while.
+#: Six requests with the same prefix and long outputs, so that the requests run for some time.
 MANY: list[dict[str, Any]] = [{"tokens": [[1, 320], [100 + at, 150]], "max_tokens": 48} for at in range(6)]
 BLOCK_BYTES = 65536
 TP2 = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def all_same(run: Run, number: int, expected: list[dict[str, Any]]) -> None:
-    assert len(run.answers[number]) == len(expected)
-    for found, wanted in zip(run.answers[number], expected, strict=True):
-        same(found, wanted)
+    assert len(run.outputs[number]) == len(expected)
+    for found, correct in zip(run.outputs[number], expected, strict=True):
+        same(found, correct)
 
 
 def objects(cluster: Cluster) -> dict[str, bytes]:
-    """Everything that the store has."""
+    """Returns all objects of the store."""
     with cluster.store() as store:
         found = {}
         for key in store.keys("kv1/"):
@@ -44,7 +45,7 @@ def objects(cluster: Cluster) -> dict[str, bytes]:
 # ----------------------------------------------------------------------------------------------------------- corruption
 
 
-def test_a_spoilt_copy_is_not_noticed_where_there_are_two(
+def test_blocks_load_from_intact_replica_when_other_is_corrupt(
     model: Path, start_cluster: Callable[..., Cluster], run_engine: Callable[..., Run], alone: Callable[..., Run]
 ) -> None:
     cluster = start_cluster(nodes=2)
@@ -52,53 +53,53 @@ def test_a_spoilt_copy_is_not_noticed_where_there_are_two(
     run_engine(job)
     kept = objects(cluster)
     assert len(kept) == 14 and all(len(content) == BLOCK_BYTES for content in kept.values())
-    assert sum(spoil(cluster.nodes[0], content) for content in kept.values()) == 14
+    assert sum(corrupt(cluster.nodes[0], content) for content in kept.values()) == 14
     second = run_engine(job)
-    same(second.answers[0][0], alone([PROMPT]).answers[0][0])
+    same(second.outputs[0][0], alone([PROMPT]).outputs[0][0])
     print(second.counters[0])
     assert second.counters[0]["loaded_blocks"] == 14
-    assert not second.counters[0].get("failed_loads")
+    assert not second.counters[0].get("load_failures")
 
 
-def test_a_spoilt_block_is_computed_and_saved_anew(
+def test_corrupt_block_is_recomputed_and_saved_again(
     model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
 ) -> None:
     job = {"model": str(model), "store": cluster.settings, "rounds": [PROMPT]}
     run_engine(job)
     before = objects(cluster)
     victim = sorted(before)[5]
-    assert spoil(cluster.nodes[0], before[victim]) == 1
+    assert corrupt(cluster.nodes[0], before[victim]) == 1
     second = run_engine(job)
-    expected = alone([PROMPT]).answers[0][0]
-    same(second.answers[0][0], expected)
+    expected = alone([PROMPT]).outputs[0][0]
+    same(second.outputs[0][0], expected)
     print(second.counters[0])
-    assert second.counters[0]["failed_loads"] == 1
+    assert second.counters[0]["load_failures"] == 1
     assert "Recovered from KV load failure" in second.log
-    # The wrong bytes are gone, and right ones there: whoever comes next loads all of it.
+    # The corrupt object was replaced by a correct one: the next engine loads all blocks.
     assert set(objects(cluster)) == set(before)
     third = run_engine(job)
-    same(third.answers[0][0], expected)
+    same(third.outputs[0][0], expected)
     assert third.counters[0]["loaded_blocks"] == 14
-    assert not third.counters[0].get("failed_loads")
+    assert not third.counters[0].get("load_failures")
 
 
-# ----------------------------------------------------------------------------------------------------- stores that fail
+# ------------------------------------------------------------------------------------------------------- store failures
 
 
 def round_of(engine: Engine, number: int, seconds: float) -> None:
     engine.until(lambda line: "counters" in line and line["round"] == number, seconds)
 
 
-@pytest.mark.parametrize("harm", ["node killed", "all stopped", "all stopped before", "node stopped, read over TCP"])
-def test_requests_go_on_without_the_store(
-    harm: str,
+@pytest.mark.parametrize("fault", ["node killed", "all stopped", "all stopped before", "node stopped, read over TCP"])
+def test_requests_succeed_when_store_fails(
+    fault: str,
     model: Path,
     cluster: Cluster,
     start_engine: Callable[..., Engine],
     alone: Callable[..., Run],
 ) -> None:
-    store = {"master": cluster.master, "deadline_s": 2.0, "local": "TCP" not in harm}
-    # The third round is new to all: its blocks can only be computed, and not be saved.
+    store = {"master": cluster.master, "transfer_timeout_s": 2.0, "shm": "TCP" not in fault}
+    # The blocks of the third round are not stored, and cannot be saved.
     new = [{"tokens": [[900 + at, 200]], "max_tokens": 16} for at in range(4)]
     rounds = [MANY, MANY, new]
     job = {"model": str(model), "store": store, "rounds": rounds, "wait": True, "reset_local": True}
@@ -108,59 +109,61 @@ def test_requests_go_on_without_the_store(
     engine.go()
     round_of(engine, 0, 120)
     time.sleep(1)
-    if harm == "all stopped before":
+    if fault == "all stopped before":
         for server in cluster.servers:
             server.signal(signal.SIGSTOP)
-    elif harm.startswith("node stopped"):
+    elif fault.startswith("node stopped"):
         cluster.nodes[0].signal(signal.SIGSTOP)
     engine.go()
-    if harm in ("node killed", "all stopped"):
+    if fault in ("node killed", "all stopped"):
         time.sleep(0.3)
-        for server in cluster.nodes if harm == "node killed" else cluster.servers:
-            server.signal(signal.SIGKILL if harm == "node killed" else signal.SIGSTOP)
+        for server in cluster.nodes if fault == "node killed" else cluster.servers:
+            server.signal(signal.SIGKILL if fault == "node killed" else signal.SIGSTOP)
     round_of(engine, 1, 120)
     engine.go()
     round_of(engine, 2, 120)
     run = engine.run
-    print(f"{harm}: rounds of {run.seconds} s, alone {expected.seconds} s; {run.counters[-1]}")
+    print(f"{fault}: rounds of {run.seconds} s, alone {expected.seconds} s; {run.counters[-1]}")
     for number in range(3):
-        all_same(run, number, expected.answers[number])
-    # A store that hangs costs its deadline once or twice, not once for each request.
+        all_same(run, number, expected.outputs[number])
+    # A hanging store costs its timeout once or twice, not once per request.
     assert run.seconds[1] < expected.seconds[1] + 3 * 2.0 + 5
     assert run.seconds[2] < expected.seconds[2] + 3 * 2.0 + 5
-    if harm.startswith("node stopped"):
-        assert run.counters[1]["failed_loads"] > 0
+    if fault.startswith("node stopped"):
+        assert run.counters[1]["load_failures"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- modes
 
 
-def test_two_ranks(model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]) -> None:
+def test_tp2_loads_only_blocks_present_for_both_ranks(
+    model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
+) -> None:
     engine = {"tensor_parallel_size": 2}
     job = {"model": str(model), "store": cluster.settings, "rounds": [PROMPT], "engine": engine}
     first, second = run_engine(job, TP2), run_engine(job, TP2)
-    expected = alone([PROMPT]).answers[0][0]
-    same(first.answers[0][0], expected)
-    same(second.answers[0][0], expected)
+    expected = alone([PROMPT]).outputs[0][0]
+    same(first.outputs[0][0], expected)
+    same(second.outputs[0][0], expected)
     print(second.counters[0])
-    assert second.answers[0][0]["cached"] == 448
+    assert second.outputs[0][0]["cached"] == 448
     assert second.counters[0]["loaded_blocks"] == 2 * 14
     assert second.counters[0]["loaded_bytes"] == 14 * BLOCK_BYTES
-    # If one rank's share of a block is gone, the prefix ends there, for both.
+    # If the part of one rank is removed, the prefix ends before this block for both ranks.
     with cluster.store() as store:
-        mine = sorted(key for key in store.keys("kv1/") if b"/tp1" in key)
-        assert len(mine) == 14
-        store.batch_remove(mine[3:4], force=True)
+        of_rank_1 = sorted(key for key in store.keys("kv1/") if b"/tp1" in key)
+        assert len(of_rank_1) == 14
+        store.batch_remove(of_rank_1[3:4], force=True)
     third = run_engine(job, TP2)
-    same(third.answers[0][0], expected)
-    assert third.answers[0][0]["cached"] < 448
-    assert not third.counters[0].get("failed_loads")
+    same(third.outputs[0][0], expected)
+    assert third.outputs[0][0]["cached"] < 448
+    assert not third.counters[0].get("load_failures")
 
 
-def test_two_engines_at_the_same_time(
+def test_two_concurrent_engines_load_correct_blocks(
     model: Path, cluster: Cluster, start_engine: Callable[..., Engine], alone: Callable[..., Run]
 ) -> None:
-    # The first round is new to both, the second one known.
+    # The blocks of the first round are not stored, those of the second one are.
     rounds = [MANY, MANY]
     job = {
         "model": str(model),
@@ -182,45 +185,45 @@ def test_two_engines_at_the_same_time(
         run = engine.finish()
         print(run.seconds, run.counters[-1])
         for number in range(2):
-            all_same(run, number, expected.answers[number])
+            all_same(run, number, expected.outputs[number])
         assert run.counters[1]["loaded_blocks"] > 0
-        assert not run.counters[1].get("failed_loads")
+        assert not run.counters[1].get("load_failures")
 
 
-def test_layer_by_layer(
+def test_layerwise_load_saves_new_blocks_and_recovers_from_corruption(
     model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
 ) -> None:
     store = cluster.settings | {"load": "layerwise"}
     rounds = [PROMPT, [{"tokens": [[1, 320], [7, 200]], "max_tokens": 40}]]
     expected = alone(rounds)
     first = run_engine({"model": str(model), "store": store, "rounds": [PROMPT]})
-    same(first.answers[0][0], expected.answers[0][0])
+    same(first.outputs[0][0], expected.outputs[0][0])
     assert len(objects(cluster)) == 2 * 14
     second = run_engine({"model": str(model), "store": store, "rounds": rounds, "reset_local": True})
-    all_same(second, 0, expected.answers[0])
-    all_same(second, 1, expected.answers[1])
+    all_same(second, 0, expected.outputs[0])
+    all_same(second, 1, expected.outputs[1])
     print(second.counters)
     assert second.counters[0]["loaded_blocks"] == 2 * 14
     assert second.counters[1]["loaded_blocks"] == 2 * (14 + 10)
-    # What came after the part that was loaded is saved too: 560 tokens, of which the last was never computed.
+    # Blocks after the loaded prefix are saved too: 560 tokens, of which the last was not computed.
     assert len(objects(cluster)) == 2 * (14 + 17 - 10)
     third = run_engine({"model": str(model), "store": store, "rounds": rounds[1:]})
-    all_same(third, 0, expected.answers[1])
-    assert third.answers[0][0]["cached"] == 512
+    all_same(third, 0, expected.outputs[1])
+    assert third.outputs[0][0]["cached"] == 512
 
-    # Spoilt bytes: the step that read them is thrown away, and nothing of it is kept.
+    # Corrupt bytes: the step that loaded them is discarded, and none of its blocks is saved.
     kept = objects(cluster)
     victim = sorted(kept)[9]
-    assert spoil(cluster.nodes[0], kept[victim]) == 1
+    assert corrupt(cluster.nodes[0], kept[victim]) == 1
     fourth = run_engine({"model": str(model), "store": store, "rounds": rounds, "reset_local": True})
-    all_same(fourth, 0, expected.answers[0])
-    all_same(fourth, 1, expected.answers[1])
+    all_same(fourth, 0, expected.outputs[0])
+    all_same(fourth, 1, expected.outputs[1])
     print(fourth.counters)
-    assert fourth.counters[-1]["failed_loads"] >= 1
+    assert fourth.counters[-1]["load_failures"] >= 1
     assert {key: content for key, content in objects(cluster).items() if key in kept} == kept
 
 
-def test_copies_and_no_copies_are_the_same_objects(
+def test_staging_and_direct_transfers_use_the_same_objects(
     model: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
 ) -> None:
     expected = alone([PROMPT, MANY])
@@ -229,15 +232,15 @@ def test_copies_and_no_copies_are_the_same_objects(
         return {"model": str(model), "store": cluster.settings | {"staging": staging}, "rounds": rounds}
 
     saved_copied = run_engine(job(True, [PROMPT]))
-    all_same(saved_copied, 0, expected.answers[0])
+    all_same(saved_copied, 0, expected.outputs[0])
     loaded_direct = run_engine(job(False, [PROMPT, MANY]))
     assert loaded_direct.counters[0]["loaded_blocks"] == 14
     loaded_copied = run_engine(job(True, [PROMPT, MANY]))
     assert loaded_copied.counters[1]["loaded_blocks"] > 14
     for run in (loaded_direct, loaded_copied):
-        all_same(run, 0, expected.answers[0])
-        all_same(run, 1, expected.answers[1])
-        assert not run.counters[1].get("failed_loads")
+        all_same(run, 0, expected.outputs[0])
+        all_same(run, 1, expected.outputs[1])
+        assert not run.counters[1].get("load_failures")
 
 
 @pytest.mark.parametrize("staging", [False, True])
@@ -250,22 +253,24 @@ def test_preemption_saves_no_wrong_bytes(
     expected = alone([many])
     first = run_engine({"model": str(model), "store": store, "rounds": [many], "engine": tight})
     print(first.counters[0])
-    all_same(first, 0, expected.answers[0])
+    all_same(first, 0, expected.outputs[0])
     assert first.counters[0]["vllm:num_preemptions"] > 0
-    # What was saved is read as the beginning of longer prompts: a wrong byte would change what follows.
+    # The saved blocks are loaded as the prefix of longer prompts: a wrong byte would change the output.
     longer = [
         {"ids": prompt(one["tokens"]) + answer["tokens"] + prompt([[50, 20]]), "max_tokens": 16}
-        for one, answer in zip(many, expected.answers[0], strict=True)
+        for one, answer in zip(many, expected.outputs[0], strict=True)
     ]
     second = run_engine({"model": str(model), "store": store, "rounds": [longer]})
-    all_same(second, 0, alone([longer]).answers[0])
+    all_same(second, 0, alone([longer]).outputs[0])
     print(second.counters[0])
-    assert all(answer["cached"] >= 256 for answer in second.answers[0])
+    assert all(answer["cached"] >= 256 for answer in second.outputs[0])
     assert second.counters[0]["loaded_blocks"] >= 8 * 8
 
 
-def test_windows(tmp_path: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]) -> None:
-    """Some layers see a window only, and give up blocks while a request runs."""
+def test_sliding_window_layers_save_and_load_blocks(
+    tmp_path: Path, cluster: Cluster, run_engine: Callable[..., Run], alone: Callable[..., Run]
+) -> None:
+    """Some layers have a sliding window and free blocks while a request runs."""
     folder = tmp_path / "windows"
     write_windowed(folder)
     rounds = [[{"tokens": [[1, 468]], "max_tokens": 80}], [{"tokens": [[1, 300], [8, 100]], "max_tokens": 40}]]
@@ -273,12 +278,12 @@ def test_windows(tmp_path: Path, cluster: Cluster, run_engine: Callable[..., Run
     expected = alone(rounds, engine, folder)
     job = {"model": str(folder), "store": cluster.settings, "rounds": rounds, "engine": engine}
     first = run_engine(job | {"rounds": rounds[:1]})
-    all_same(first, 0, expected.answers[0])
+    all_same(first, 0, expected.outputs[0])
     second = run_engine(job | {"reset_local": True})
-    print(second.counters, [answer["cached"] for answers in second.answers for answer in answers])
+    print(second.counters, [answer["cached"] for answers in second.outputs for answer in answers])
     for number in range(2):
-        all_same(second, number, expected.answers[number])
-    assert second.answers[0][0]["cached"] == 448
+        all_same(second, number, expected.outputs[number])
+    assert second.outputs[0][0]["cached"] == 448
     assert second.counters[0]["loaded_blocks"] > 14
     assert {key.rpartition("/")[2].split(".")[1] for key in objects(cluster)} >= {"g0", "g1"}
 
@@ -311,7 +316,7 @@ def write_windowed(folder: Path) -> None:
     Gemma3ForCausalLM(config).save_pretrained(folder)
 
 
-def test_other_weights_of_the_same_name_are_another_model(
+def test_other_weights_under_same_name_do_not_share_blocks(
     model: Path, tmp_path: Path, cluster: Cluster, run_engine: Callable[..., Run]
 ) -> None:
     from model import write
@@ -321,14 +326,16 @@ def test_other_weights_of_the_same_name_are_another_model(
     store = cluster.settings
     run_engine({"model": str(model), "store": store, "rounds": [PROMPT]})
     second = run_engine({"model": str(other), "store": store, "rounds": [PROMPT]})
-    assert second.answers[0][0]["cached"] == 0
+    assert second.outputs[0][0]["cached"] == 0
     assert len(objects(cluster)) == 2 * 14
 
 
-# ------------------------------------------------------------------------------------------------- what others are told
+# --------------------------------------------------------------------------------------------------- events and metrics
 
 
-def test_events_say_what_is_in_the_store(model: Path, cluster: Cluster, start_engine: Callable[..., Engine]) -> None:
+def test_kv_events_report_stored_and_removed_blocks(
+    model: Path, cluster: Cluster, start_engine: Callable[..., Engine]
+) -> None:
     import msgspec
     import zmq
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -342,58 +349,58 @@ def test_events_say_what_is_in_the_store(model: Path, cluster: Cluster, start_en
         "events": port,
     }
     engine = start_engine(job)
-    heard: list[Any] = []
+    received: list[Any] = []
 
     def listen() -> None:
         while subscriber.poll(2000):
             _, _, payload = subscriber.recv_multipart()
-            heard.extend(msgspec.msgpack.decode(payload)[1])
+            received.extend(msgspec.msgpack.decode(payload)[1])
 
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         engine.until(lambda line: "ready" in line)
         subscriber.connect(f"tcp://127.0.0.1:{port}")
         subscriber.subscribe("")
         time.sleep(1)
-        # The second round makes the engine step once more: it tells what it has when it steps.
+        # The second round makes the engine step again: it publishes events in its steps.
         for number in range(2):
             engine.go()
             round_of(engine, number, 120)
         listen()
-        assert not [event for event in heard if event["type"] == "BlockRemoved"], "all are there"
+        assert not [event for event in received if event["type"] == "BlockRemoved"], "no block was removed"
         with cluster.store() as store:
             removed = sorted(store.keys("kv1/"))[3:5]
             assert store.batch_remove(removed, force=True) == [True, True]
-        # The connector hears of it within a second, and tells when the engine steps.
+        # The connector learns of the removal within a second, and publishes it in the next step of the engine.
         time.sleep(3)
-        told = len(heard)
+        before = len(received)
         engine.go()
         round_of(engine, 2, 120)
         listen()
     engine.finish()
-    gone = [event for event in heard[told:] if event["type"] == "BlockRemoved"]
-    assert {event["medium"] for event in gone} == {"STORAGE"}
-    hashes = [block for event in gone for block in event["block_hashes"]]
+    removals = [event for event in received[before:] if event["type"] == "BlockRemoved"]
+    assert {event["medium"] for event in removals} == {"STORAGE"}
+    hashes = [block for event in removals for block in event["block_hashes"]]
     names = [bytes.fromhex(key.decode().split("/")[-2]) for key in removed]
     assert sorted(hashes) == sorted(maybe_convert_block_hash(cast(Any, name)) for name in names)
     by_medium: dict[str, dict[int, Any]] = {"STORAGE": {}, "GPU": {}}
-    for event in heard:
+    for event in received:
         if event["type"] == "BlockStored":
             by_medium[event["medium"]] |= {block: event for block in event["block_hashes"]}
     kept = by_medium["STORAGE"]
-    print(f"{len(heard)} events, {len(kept)} blocks in the store")
-    # Of the last round something may not have been told yet.
+    print(f"{len(received)} events, {len(kept)} blocks in the store")
+    # The block of the last round may not be published yet.
     assert len(kept) in (15, 16)
-    # A router joins them by their hashes, and finds the same chain in both.
+    # The events of both media have the same hashes and form the same chain.
     assert set(kept) <= set(by_medium["GPU"])
     roots = [event for event in kept.values() if event["parent_block_hash"] is None]
     beginnings = [prompt(tokens)[:32] for tokens in ([[1, 468]], [[5, 40]], [[6, 40]])]
     assert [event["token_ids"] for event in roots] == beginnings[: len(roots)] and len(roots) >= 2
     assert all(event["parent_block_hash"] in kept for event in kept.values() if event not in roots)
-    assert set(hashes) < set(kept), "what leaves has the names that it came with"
+    assert set(hashes) < set(kept), "removed blocks have the hashes of stored ones"
 
 
-def test_a_server_publishes_what_it_moved(model: Path, cluster: Cluster, tmp_path: Path) -> None:
-    """``vllm serve`` as the documentation says, and its page of metrics."""
+def test_vllm_serve_exports_moontide_metrics(model: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Runs ``vllm serve`` as documented, and reads its ``/metrics``."""
     port = free_port()
     transfer = {
         "kv_connector": "MoontideConnector",
@@ -424,13 +431,13 @@ def test_a_server_publishes_what_it_moved(model: Path, cluster: Cluster, tmp_pat
             return str(reply.read().decode())
 
     try:
-        until = time.monotonic() + ENGINE_MAX_S
+        start_deadline = time.monotonic() + ENGINE_TIMEOUT_S
         while True:
             try:
                 get("/health")
                 break
             except OSError:
-                assert time.monotonic() < until and server.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < start_deadline and server.poll() is None, log.read_text()[-4000:]
                 time.sleep(0.5)
         body = {"model": str(model), "prompt": prompt([[1, 468]]), "max_tokens": 4, "temperature": 0}
         get("/v1/completions", body)

@@ -6,18 +6,19 @@
 ...     store["greeting"]
 b'high tide'
 
-``Store`` is what programs hold, ``AsyncStore`` its form for asyncio, ``dev()`` a cluster to try things out. For engines:
-``moontide.kv`` moves blocks of a KV cache, ``moontide.blocks`` is one; ``moontide.ep`` moves tokens between experts.
+``Store`` is the client, ``AsyncStore`` the client for asyncio, ``dev()`` a cluster for development. For inference
+engines: ``moontide.kv`` transfers KV cache blocks, ``moontide.blocks`` is a paged KV cache, ``moontide.ep`` dispatches
+tokens to experts and combines the results.
 """
 
 from moontide._binary import binary
 from moontide._native import (
     AsyncStore,
-    Departures,
+    Invalidations,
     LocalMaster,
     LocalNode,
-    Memory,
     PutOptions,
+    RawMemory,
     Tensor,
     View,
     __version__,
@@ -42,10 +43,10 @@ from moontide.errors import (
     InvalidArgument,
     Leased,
     LeaseExpired,
-    NoBlocks,
     NoSpace,
     NotFound,
     NotReady,
+    OutOfBlocks,
     OutOfBounds,
     Overlap,
     Pending,
@@ -58,6 +59,7 @@ from moontide.errors import (
     StaleSession,
     StaleTerm,
     TooLarge,
+    TooManyTenants,
     Unauthenticated,
     UnknownSequence,
     Unreachable,
@@ -78,7 +80,6 @@ __all__ = [
     "ConnectionLost",
     "Corrupt",
     "DeadlineExceeded",
-    "Departures",
     "Dev",
     "dev",
     "DeviceError",
@@ -91,15 +92,15 @@ __all__ = [
     "InProgress",
     "Internal",
     "InvalidArgument",
+    "Invalidations",
     "Leased",
     "LeaseExpired",
     "LocalMaster",
     "LocalNode",
-    "Memory",
-    "NoBlocks",
     "NoSpace",
     "NotFound",
     "NotReady",
+    "OutOfBlocks",
     "OutOfBounds",
     "Overlap",
     "Pending",
@@ -107,6 +108,7 @@ __all__ = [
     "PutOptions",
     "QuotaExceeded",
     "RanksMissing",
+    "RawMemory",
     "Retry",
     "StaleEpoch",
     "StaleGeneration",
@@ -115,6 +117,7 @@ __all__ = [
     "Store",
     "Tensor",
     "TooLarge",
+    "TooManyTenants",
     "Unauthenticated",
     "UnknownSequence",
     "Unreachable",

@@ -1,4 +1,4 @@
-"""The command ``moontide``, also as ``python -m moontide``: the program in this package, in place of this process."""
+"""The command ``moontide``, also ``python -m moontide``: replaces this process with the program of this package."""
 
 from __future__ import annotations
 

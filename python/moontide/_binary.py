@@ -1,4 +1,4 @@
-"""Where the program ``moontide`` is that belongs to this package, and how a process becomes it."""
+"""Path of the program ``moontide`` of this package, and a function that replaces this process with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGED = Path(__file__).resolve().parent / "bin" / "moontide"
 
 
 def binary() -> str:
-    """The path of the program ``moontide``: the one in this package, or the one that ``MOONTIDE_BINARY`` names.
+    """Returns the path of the program ``moontide``: that of this package, or the value of ``MOONTIDE_BINARY``.
 
     >>> import subprocess
     >>> subprocess.run([binary(), "--version"], check=True)  # doctest: +SKIP
@@ -25,18 +25,18 @@ def binary() -> str:
     if os.access(path, os.X_OK) and path.is_file():
         return str(path)
     if named:
-        raise FileNotFoundError(f"{_VARIABLE} is {named!r}, which is not a program")
-    # PATH is not searched: what stands there under this name may be the script that has just called us.
+        raise FileNotFoundError(f"{_VARIABLE} is {named!r}, which is not an executable file")
+    # PATH is not searched: the `moontide` found there may be the script that called this function.
     raise FileNotFoundError(
-        f"this installation of moontide has no program at {path}; `cargo xtask wheel` builds one that has, "
-        f"and {_VARIABLE} can name another"
+        f"this installation of moontide has no program at {path}; build a wheel with `cargo xtask wheel`, "
+        f"or set {_VARIABLE}"
     )
 
 
 def become(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by the program, so that whoever started it holds the program's own pid."""
+    """Replaces this process with the program, so that the pid stays the same."""
     program = binary()
-    # Python ignores these, and what is ignored stays so in the next program and in all that it starts.
+    # Python ignores these signals, and ignored signals stay ignored in the program and its children.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execv(program, ["moontide", *arguments])

@@ -1,14 +1,15 @@
-"""The KV cache of an engine itself: blocks of tokens in this process, sequences that share them, and a way to a store.
+"""Paged KV cache of an inference engine: blocks of tokens in this process, sequences that share blocks, and methods
+that save blocks to a store and restore them.
 
-``BlockCache`` is what an engine holds; ``SequenceView`` is what it reads, ``Fill`` what it writes, ``Rows`` what both
-lend to numpy and torch without a copy. Blocks that were spilled to a store are found by engines of other processes,
-also by those that use ``moontide.kv``. (The ``BlockCache`` there is another: for engines that have a cache already.)
+``BlockCache`` is the cache, ``SequenceView`` reads a sequence, ``SequenceWriter`` writes it, and ``Rows`` exports the
+memory of both to numpy and torch without a copy. Engines in other processes find blocks that were spilled to a store,
+also engines that use ``moontide.kv``. (``moontide.kv.StoreBlockCache`` is for engines that have their own cache.)
 
 >>> import moontide.blocks
 >>> cache = moontide.blocks.BlockCache(layers=2, kv_heads=4, dim=64, blocks=128)
->>> seq, shared_tokens = cache.allocate([11, 12, 13])
+>>> seq, cached_tokens = cache.allocate([11, 12, 13])
 >>> cache.append(seq, 14)
->>> cache.tokens(seq), cache.filled(seq)
+>>> cache.tokens(seq), cache.computed_tokens(seq)
 ([11, 12, 13, 14], 0)
 """
 
@@ -16,27 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moontide._native import BlockCache, Fill, Held, Parked, Rows, SequenceView
-from moontide.errors import NoBlocks, UnknownSequence
+from moontide._native import BlockCache, PinnedBlocks, Rows, SequenceView, SequenceWriter, SuspendedSequence
+from moontide.errors import OutOfBlocks, UnknownSequence
 from moontide.kv.naming import Namespace
 
 __all__ = [
     "BlockCache",
-    "Fill",
-    "Held",
-    "NoBlocks",
-    "Parked",
+    "OutOfBlocks",
+    "PinnedBlocks",
     "Rows",
     "SequenceView",
+    "SequenceWriter",
+    "SuspendedSequence",
     "UnknownSequence",
     "namespace_of",
 ]
 
 
 def namespace_of(
-    cache: BlockCache, model: str, *, revision: str = "", ranks: str = "1", more: Mapping[str, str] | None = None
+    cache: BlockCache, model: str, *, revision: str = "", ranks: str = "1", extra: Mapping[str, str] | None = None
 ) -> Namespace:
-    """Under which name the blocks of a cache are stored: only caches of the same shape and type find them.
+    """Returns the namespace for the blocks of a cache. Only caches of the same shape and type share it.
 
     >>> from moontide.blocks import BlockCache, namespace_of
     >>> cache = BlockCache(layers=2, kv_heads=4, dim=64, blocks=128)
@@ -50,5 +51,5 @@ def namespace_of(
         block_size=cache.block_tokens,
         layout=cache.layout,
         ranks=ranks,
-        more=dict(more or {}),
+        more=dict(extra or {}),
     )

@@ -1,4 +1,4 @@
-"""Exceptions. One class for each code by which the store, its command line and its wire name a failure.
+"""Exceptions. One class per error code of the store, the command line and the wire protocol.
 
 >>> issubclass(moontide.DeadlineExceeded, TimeoutError)
 True
@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 
 class Error(Exception):
-    """Something that the store could not do. Its text says what to do next."""
+    """Failure of a call. The message contains a remedy."""
 
-    #: The stable number of the failure.
+    #: Stable error code.
     code: ClassVar[int] = 1
-    #: Its name, as logs and other languages have it.
+    #: Name of the code, as in logs and in other languages.
     name: ClassVar[str] = "Internal"
-    #: Whether the same call may succeed when repeated.
+    #: Whether the same call may succeed if repeated.
     retryable: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -26,77 +26,77 @@ class Error(Exception):
 
 
 class Internal(Error):
-    """A bug of ours: please report it."""
+    """Bug in Moontide; please report it."""
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument makes no sense."""
+    """Invalid argument."""
 
     code = 2
 
 
 class TooLarge(Error, ValueError):
-    """A documented bound was crossed."""
+    """A documented limit is exceeded."""
 
     code = 3
 
 
 class Unsupported(Error):
-    """The peer speaks another version: run the same release on both sides."""
+    """The peer runs an incompatible release; run the same release on both sides."""
 
     code = 4
 
 
 class Unauthenticated(Error, PermissionError):
-    """The caller did not prove who it is."""
+    """The caller is not authenticated."""
 
     code = 5
 
 
 class PermissionDenied(Error, PermissionError):
-    """The caller may not do this."""
+    """The caller is not authorized."""
 
     code = 6
 
 
 class NotFound(Error, LookupError):
-    """There is no such object. Gets say None instead."""
+    """The object does not exist. Gets return None instead."""
 
     code = 100
 
 
 class AlreadyExists(Error):
-    """The object is there already. Puts say False instead."""
+    """The object exists. Puts return False instead."""
 
     code = 101
 
 
 class InProgress(Error):
-    """Somebody else is writing the object."""
+    """Another client is writing the object."""
 
     code = 102
     retryable = True
 
 
 class Pending(Error):
-    """Accepted, but not all nodes have confirmed yet."""
+    """The call was accepted, but not all nodes have confirmed it yet."""
 
     code = 103
     retryable = True
 
 
 class Gone(Error):
-    """What the caller refers to is no longer there in that version."""
+    """The version that the caller refers to no longer exists."""
 
     code = 104
 
 
 class UnknownSequence(Gone, LookupError):
-    """A sequence of an engine's own cache that was freed, or is another cache's."""
+    """The sequence was freed, or belongs to another block cache."""
 
     def __init__(self, message: str, sequence: int = 0) -> None:
         super().__init__(message)
-        #: The number that is no sequence's.
+        #: Id that the caller passed.
         self.sequence = sequence
 
     def __reduce__(self) -> tuple[type[UnknownSequence], tuple[str, int]]:
@@ -111,41 +111,48 @@ class NotReady(Error):
 
 
 class NoSpace(Error, MemoryError):
-    """No room, and nothing could be evicted."""
+    """No space, and nothing could be evicted."""
 
     code = 200
     retryable = True
 
 
-class NoBlocks(NoSpace):
-    """An engine's own cache has not enough blocks; nothing has changed. Free, park or thin a sequence, or drop views.
+class OutOfBlocks(NoSpace):
+    """A block cache has not enough free blocks; the call changed nothing. Free, suspend or prune a sequence, or drop
+    views.
 
     >>> from moontide.blocks import BlockCache
     >>> cache = BlockCache(layers=1, kv_heads=1, dim=8, block_tokens=4, blocks=2)
     >>> try:
     ...     cache.allocate(range(9))
-    ... except moontide.NoBlocks as error:
-    ...     error.wanted, error.free
+    ... except moontide.OutOfBlocks as error:
+    ...     error.needed, error.free
     (3, 2)
     """
 
     def __init__(
-        self, message: str, wanted: int = 0, free: int = 0, longest: int = 0, cached: int = 0, waiting: int = 0
+        self,
+        message: str,
+        needed: int = 0,
+        free: int = 0,
+        longest: int = 0,
+        cached: int = 0,
+        held_by_readers: int = 0,
     ) -> None:
         super().__init__(message)
-        #: How many were wanted.
-        self.wanted = wanted
-        #: How many are free.
+        #: Number of blocks that the call needs.
+        self.needed = needed
+        #: Number of free blocks.
         self.free = free
-        #: How many of those follow each other; all, where that makes no difference.
+        #: Length of the longest run of adjacent free blocks; equal to `free` in a paged cache.
         self.longest = longest
-        #: How many hold prefixes that nobody is using.
+        #: Number of blocks with cached prefixes that no sequence uses.
         self.cached = cached
-        #: How many wait until nobody can be reading them.
-        self.waiting = waiting
+        #: Number of blocks that wait for readers.
+        self.held_by_readers = held_by_readers
 
-    def __reduce__(self) -> tuple[type[NoBlocks], tuple[str, int, int, int, int, int]]:
-        return type(self), (str(self), self.wanted, self.free, self.longest, self.cached, self.waiting)
+    def __reduce__(self) -> tuple[type[OutOfBlocks], tuple[str, int, int, int, int, int]]:
+        return type(self), (str(self), self.needed, self.free, self.longest, self.cached, self.held_by_readers)
 
 
 class QuotaExceeded(Error):
@@ -155,29 +162,36 @@ class QuotaExceeded(Error):
     retryable = True
 
 
+class TooManyTenants(Error):
+    """Too many tenants have objects."""
+
+    code = 206
+    retryable = True
+
+
 class Busy(Error):
-    """A bounded resource is in use."""
+    """A limited resource is in use."""
 
     code = 202
     retryable = True
 
 
 class Retry(Error):
-    """The answer is not known yet."""
+    """The result is not known yet."""
 
     code = 203
     retryable = True
 
 
 class Leased(Error):
-    """The object is leased or pinned; remove it with force, or wait."""
+    """The object is leased or pinned; remove it with force, or retry later."""
 
     code = 204
     retryable = True
 
 
 class LeaseExpired(Error):
-    """The reader's lease ran out in the middle of its read."""
+    """The lease of the reader expired during the read."""
 
     code = 205
     retryable = True
@@ -198,7 +212,7 @@ class StaleTerm(Error):
 
 
 class StaleEpoch(Error):
-    """The reservation is lost: start the put again."""
+    """The reservation is lost; repeat the put."""
 
     code = 302
 
@@ -210,7 +224,7 @@ class StaleGeneration(Error):
 
 
 class Excluded(StaleGeneration):
-    """The others have gone on without this rank. It may come back: ``rejoin``."""
+    """The other ranks excluded this rank. It can ``rejoin``."""
 
 
 class StaleSession(Error):
@@ -227,24 +241,24 @@ class Overlap(Error):
 
 
 class OutOfBounds(Error):
-    """An address lies outside of what it names."""
+    """An address is out of bounds."""
 
     code = 306
 
 
 class DeadlineExceeded(Error, TimeoutError):
-    """The call was not done within its deadline."""
+    """The call timed out."""
 
     code = 400
     retryable = True
 
 
 class RanksMissing(DeadlineExceeded):
-    """Ranks did not come in time. Wait again, or leave them behind and wait again."""
+    """Timed out waiting for ranks. Retry, or ``exclude`` them and retry."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        #: Which.
+        #: Missing ranks.
         self.ranks = ranks
 
     def __reduce__(self) -> tuple[type[RanksMissing], tuple[str, tuple[int, ...]]]:
@@ -252,34 +266,34 @@ class RanksMissing(DeadlineExceeded):
 
 
 class Unreachable(Error, ConnectionError):
-    """Nobody answers there."""
+    """The address does not answer."""
 
     code = 401
     retryable = True
 
 
 class ConnectionLost(Error, ConnectionError):
-    """The connection broke in the middle."""
+    """The connection was lost during the call."""
 
     code = 402
     retryable = True
 
 
 class Cancelled(Error):
-    """The caller gave up."""
+    """The caller cancelled the call."""
 
     code = 403
 
 
 class Corrupt(Error):
-    """The bytes do not match their digest, and were not returned."""
+    """The bytes did not match their digest and were not returned."""
 
     code = 500
     retryable = True
 
 
 class DiskError(Error):
-    """A disk answered with an error."""
+    """A disk reported an error."""
 
     code = 501
     retryable = True
@@ -293,19 +307,19 @@ class DiskFull(Error):
 
 
 class DeviceError(Error):
-    """A device or its driver answered with an error."""
+    """A device or its driver reported an error."""
 
     code = 503
 
 
 class Closed(Error, ValueError):
-    """Used after it was closed, or in a child of the process that made it."""
+    """Use after close, or in a forked child."""
 
     code = 2
 
 
 class BatchError(Error):
-    """Some objects of a batch failed. The others are done.
+    """Some objects of a batch failed. The others were processed.
 
     >>> try:
     ...     store.batch_put(["fine", "k" * 5000], [b"1", b"2"])
@@ -317,7 +331,7 @@ class BatchError(Error):
     def __init__(self, outcomes: list[Any]) -> None:
         failed = [outcome for outcome in outcomes if isinstance(outcome, Error)]
         super().__init__(f"{len(failed)} of {len(outcomes)} failed; the first: {failed[0]}")
-        #: One for each key, in order: what the call gives, or the exception.
+        #: One entry per key, in order: the result or the exception.
         self.outcomes = outcomes
         self.code = failed[0].code  # type: ignore[misc]
         self.retryable = all(error.retryable for error in failed)  # type: ignore[misc]
@@ -326,7 +340,7 @@ class BatchError(Error):
         return type(self), (self.outcomes,)
 
 
-#: The class for each code.
+#: Class of each code.
 BY_CODE: dict[int, type[Error]] = {
     kind.code: kind for kind in Error.__subclasses__() if kind not in (Closed, BatchError)
 }

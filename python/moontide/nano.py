@@ -1,17 +1,18 @@
-"""Ranks of one host that push pages straight into each other's memory: ``NanoKVCache``.
+"""Direct pushes of pages between the ranks of one host: ``NanoKVCache``.
 
-Every rank lends a region to the others, runs a node on it, and rank 0 the master: ordinary ones, to which any store can
-connect. A producer asks for a place (``open_for_write``), writes pages into it, by ``plan.write`` or by kernels, and the
-last page raises a flag that a consumer is waiting for: nobody is in between, and nothing is copied on the way.
+All ranks map the region of every rank. Each rank runs a node in its region, and rank 0 also runs the master. Any store
+can connect to them. A producer allocates a record (``open_for_write``) and writes its pages, with ``plan.write`` or
+with kernels. The last page sets a flag for which a consumer waits. No other process takes part, and there is no extra
+copy.
 
 >>> import os, tempfile
 >>> from moontide.nano import NanoKVCache
 >>> cache = NanoKVCache(8 << 20, path=os.path.join(tempfile.mkdtemp(), "world"), rank=0, ranks=1)
 >>> cache.put("prefix", bytes(100_000))
->>> room = bytearray(100_000)
->>> cache.get_into("prefix", room)
+>>> buffer = bytearray(100_000)
+>>> cache.get_into("prefix", buffer)
 >>> cache.get_location("nothing")
-NotReady
+NOT_READY
 >>> cache.close()
 """
 
@@ -28,7 +29,7 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import moontide
-from moontide._native import Hop, HopAwaited, HopCell, HopPush
+from moontide._native import KernelCell, PendingRecord, PushWriter, RankStore
 from moontide.errors import DeadlineExceeded, DeviceError, Gone, InvalidArgument, NoSpace, NotFound, TooLarge
 
 if TYPE_CHECKING:
@@ -36,33 +37,33 @@ if TYPE_CHECKING:
 
     from moontide import kernels
 
-__all__ = ["NanoKVCache", "NotReady", "ObjMeta", "Ticket", "WritePlan"]
+__all__ = ["NOT_READY", "NanoKVCache", "ObjMeta", "Ticket", "WritePlan"]
 
 PAGE_BYTES: Final = 256 * 1024
-#: How long a put waits for room, as puts of the store do.
-PUT_WAITS_S: Final = 5.0
+#: Timeout of a put that waits for space, as for puts of the store.
+PUT_TIMEOUT_S: Final = 5.0
 
-_PACKED: Final = struct.Struct("<IIQIQQQQQ")
+_TICKET_FORMAT: Final = struct.Struct("<IIQIQQQQQ")
 
 
 class _NotReady:
-    """What ``get_location`` says of an object that is not there, or not yet."""
+    """Result of ``get_location`` for an object that does not exist or is not complete."""
 
     def __repr__(self) -> str:
-        return "NotReady"
+        return "NOT_READY"
 
     def __bool__(self) -> bool:
         return False
 
 
-NotReady: Final = _NotReady()
+NOT_READY: Final = _NotReady()
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a version of an object is, for any rank: offsets into the owner's region, and no address.
+    """Location of a version of an object, valid on every rank: offsets in the owner's region, no addresses.
 
-    It travels by any means, such as ``bytes(ticket)`` over the engine's own socket.
+    It can be sent in any way, for example as ``bytes(ticket)`` over a socket of the engine.
     """
 
     rank: int
@@ -84,18 +85,18 @@ class Ticket:
         return self.bytes_total - (self.n_pages - 1) * self.page_bytes
 
     def __bytes__(self) -> bytes:
-        return _PACKED.pack(*astuple(self))
+        return _TICKET_FORMAT.pack(*astuple(self))
 
     @staticmethod
     def from_bytes(packed: bytes) -> Ticket:
-        """The ticket of which these are the bytes. Whether it is worth anything is found out by ``expect``."""
-        if len(packed) != _PACKED.size:
-            raise InvalidArgument(f"a ticket has {_PACKED.size} bytes, these are {len(packed)}")
-        return Ticket(*_PACKED.unpack(packed))
+        """Decodes a ticket. ``open_for_read`` checks whether its record exists."""
+        if len(packed) != _TICKET_FORMAT.size:
+            raise InvalidArgument(f"a ticket has {_TICKET_FORMAT.size} bytes, not {len(packed)}")
+        return Ticket(*_TICKET_FORMAT.unpack(packed))
 
     @property
     def record(self) -> kernels.Record:
-        """The same, as kernels take it."""
+        """The location as an argument of kernels."""
         from moontide import kernels
 
         return kernels.Record(
@@ -111,8 +112,8 @@ class Ticket:
         return list(astuple(self))
 
 
-class _Placed:
-    """What is the same at both ends of a record: the numbers of its ticket."""
+class _TicketFields:
+    """Properties of a ticket, shared by writer and reader of a record."""
 
     ticket: Ticket
 
@@ -137,25 +138,25 @@ class _Placed:
         return self.ticket.epoch
 
 
-class WritePlan(_Placed):
-    """A place for an object, which this process fills: by ``write``, or by kernels that push to ``ticket.record``.
+class WritePlan(_TicketFields):
+    """Allocated record that this process writes: with ``write``, or with kernels that push to ``ticket.record``.
 
-    Pointers are good in this process, until the plan is committed or aborted. When all pages are there, the cache commits
-    it within milliseconds by itself; ``cache.commit(key)`` does so at once.
+    Pointers are valid in this process until the plan is committed or aborted. When all pages are written, the cache
+    commits the plan automatically within milliseconds; ``cache.commit(key)`` commits it at once.
     """
 
-    def __init__(self, push: HopPush, key: str | bytes) -> None:
+    def __init__(self, push: PushWriter, key: str | bytes) -> None:
         self._push = push
         self.key = key
         self.ticket = Ticket(*push.ticket)
-        #: Whoever commits it first decides what becomes of it; the others are told the same.
+        #: Serializes writes and commits. The first commit determines the result of all later ones.
         self._ending = threading.Lock()
         self._ended = False
         self._error: moontide.Error | None = None
 
     @property
     def dst_rank(self) -> int:
-        """Whose memory it is."""
+        """Rank that owns the memory."""
         return self.ticket.rank
 
     @property
@@ -164,23 +165,23 @@ class WritePlan(_Placed):
 
     @property
     def header_ptr(self) -> int | None:
-        """Where kernels find the word that the node writes about the record; None if this device's cannot see it (no AMD device's
-        can)."""
+        """Address of the record's header word for kernels; None if the device cannot access it (AMD devices cannot)."""
         return self._push.word_address
 
     @property
     def complete(self) -> bool:
-        """Whether all pages are there."""
+        """Whether all pages are written."""
         return self._push.complete
 
     @property
     def seconds_left(self) -> float:
-        """Until the master takes the place back."""
+        """Seconds until the reservation expires."""
         return self._push.seconds_left
 
     def write(self, value: Any) -> None:
-        """Writes all pages from this process: an array, a tensor, or bytes; in a cache on devices also a device's tensor. There it
-        waits for kernels of this process that may still be making it, and none of the pages may be a kernel's."""
+        """Writes all pages from this process: an array, a tensor, or bytes; in a cache on devices also a device tensor.
+        A write from a device tensor first waits for kernels of this process. Kernels must not have written any page of
+        the plan."""
         span = _device_span(value)
         with self._ending:
             if span is None:
@@ -189,7 +190,7 @@ class WritePlan(_Placed):
                 self._push.write_from_device(*span)
 
     def write_page(self, page: int, value: Any) -> None:
-        """Writes one page from this process's memory, when it is there: in any order, each once."""
+        """Writes one page from memory of this process: in any order, each page once."""
         with self._ending:
             self._push.write_page(page, value)
 
@@ -199,21 +200,22 @@ class WritePlan(_Placed):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Gives the place back, unless all pages are there: then the cache commits it, or has."""
+        """Aborts the plan, unless all pages are written: then the cache commits it, or has done so."""
         with contextlib.suppress(moontide.Closed):
             if kind is not None or not self.complete:
                 self.abort()
 
     def abort(self) -> None:
-        """Gives the place back, and tells those who wait. Kernels of this process that write to it on a device are waited for."""
+        """Frees the record; waiting readers get Gone. First waits for kernels of this process that write to it on a
+        device."""
         self._push.abort()
 
 
-class ObjMeta(_Placed):
-    """An object, or one on its way, whose memory is not used for anything else until ``release``, or the end of a ``with``."""
+class ObjMeta(_TicketFields):
+    """Complete or incomplete object. Its memory is not reused until ``release`` or the end of a ``with`` block."""
 
-    def __init__(self, awaited: HopAwaited, ticket: Ticket) -> None:
-        self._awaited = awaited
+    def __init__(self, record: PendingRecord, ticket: Ticket) -> None:
+        self._record = record
         self.ticket = ticket
 
     @property
@@ -222,46 +224,46 @@ class ObjMeta(_Placed):
 
     @property
     def payload_ptr(self) -> int:
-        """Where the bytes are in this process."""
-        return self._awaited.address
+        """Address of the payload in this process."""
+        return self._record.address
 
     @property
     def header_ptr(self) -> int | None:
-        """Where kernels find the word that the node writes about the record; None if this device's cannot see it (no AMD device's
-        can). Kernels that wait then take the flag alone, and time out where they would learn that a producer has died."""
-        return self._awaited.word_address
+        """Address of the record's header word for kernels; None if the device cannot access it (AMD devices cannot).
+        Waiting kernels then use only the flag, and time out if the producer dies."""
+        return self._record.word_address
 
     @property
     def ready(self) -> bool:
-        """Whether all pages are there. Raises Gone if they never will be."""
-        progress = self._awaited.progress
+        """Whether all pages are written. Raises Gone if the record was aborted or its producer died."""
+        progress = self._record.progress
         if progress == "gone":
-            raise Gone("the producer has died or given up; compute it, or wait for another one")
+            raise Gone("the producer died or aborted the record; compute the object, or wait for another producer")
         return progress == "complete"
 
     def wait(self, timeout: float) -> None:
-        """Waits for the flag. Raises DeadlineExceeded, or Gone."""
-        until = time.monotonic() + timeout
-        looks = 0
+        """Waits until all pages are written. Raises DeadlineExceeded, or Gone."""
+        deadline = time.monotonic() + timeout
+        polls = 0
         while not self.ready:
-            if time.monotonic() >= until:
-                raise DeadlineExceeded(f"not all {self.n_pages} pages have come within {timeout} s")
-            looks += 1
-            # Producers take microseconds, kernels and other machines' noise milliseconds.
-            time.sleep(0 if looks < 100 else 0.0002)
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"not all {self.n_pages} pages were written within {timeout} s")
+            polls += 1
+            # Producers take microseconds; kernels and scheduling delays take milliseconds.
+            time.sleep(0 if polls < 100 else 0.0002)
 
     def copy_into(self, dst: Any) -> None:
-        """Copies the bytes into an array or a tensor of the same length; in a cache on devices also into a device's, when kernels of
-        this process that may still use it have ended."""
+        """Copies the bytes to an array or a tensor of the same length; in a cache on devices also to a device tensor,
+        after kernels of this process have ended."""
         span = _device_span(dst, to_write=True)
         if span is None:
-            self._awaited.copy_into(dst)
+            self._record.copy_into(dst)
         else:
-            self._awaited.copy_to_device(*span)
+            self._record.copy_to_device(*span)
 
     def release(self) -> None:
-        """Lets go of the memory. Kernels of this process that read it on a device are waited for."""
-        self._awaited.release()
+        """Releases the memory. First waits for kernels of this process that read it on a device."""
+        self._record.release()
 
     def __enter__(self) -> ObjMeta:
         return self
@@ -273,19 +275,23 @@ class ObjMeta(_Placed):
 
 
 class NanoKVCache:
-    """A rank's part of a cache in the memory of all ranks. All ranks make one, with the same settings; it waits for them.
+    """Cache in the memory of all ranks. Every rank creates one with the same settings; the constructor waits for all
+    ranks.
 
-    - ``heap_bytes``: memory of each rank; ``page_bytes``: what is pushed and counted at a time.
-    - ``path``: the world's name, a socket that rank 0 makes; ``rank`` of ``ranks``. Left out, they come from the variables
-      ``RANK``, ``WORLD_SIZE`` and ``MASTER_PORT`` that launchers of torch set.
-    - ``device``: where the records are to be, such as ``"cuda:0"`` or ``"hip:1"``, by the number of a device in this process (``"cuda"`` is the
-      first); left out, in memory of the host. All ranks, or none. **Not run on real devices by us**: docs/devices.md.
-    - ``watermarks``: above the first share of its memory a rank's oldest untouched objects are evicted, down to the second.
-    - ``write_timeout``: a plan that is not complete after so many seconds is taken back. Until then its key is ``InProgress`` to
-      others, also if you drop it: ``abort`` it, or use it in a ``with``.
+    - ``heap_bytes``: memory of each rank; ``page_bytes``: unit of pushes.
+    - ``path``: name of the world, a Unix socket that rank 0 creates; ``rank``, ``ranks``: rank of this process, and
+      number of ranks [default: from the variables ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``, which torch launchers
+      set].
+    - ``device``: device for the records, such as ``"cuda:0"`` or ``"hip:1"``, by its index in this process (``"cuda"``
+      is the first) [default: host memory]. All ranks or none must use a device. **Not tested on real devices**: see
+      docs/devices.md.
+    - ``watermarks``: if the used share of a rank's memory exceeds the first value, the least recently used objects are
+      evicted until it is below the second.
+    - ``write_timeout``: a plan that is not complete after this number of seconds expires. Until then other writers of
+      its key get ``InProgress``, even if the plan is dropped: call ``abort``, or use a ``with`` block.
 
-    Ranks write into each other's memory: run only programs that may do that. Close rank 0 last: its master and its memory end
-    with it, and hardly anything can be read after that.
+    Ranks write to each other's memory: run only trusted programs. Close rank 0 last: its master and its memory end with
+    it, and almost nothing can be read afterwards.
     """
 
     def __init__(
@@ -303,15 +309,15 @@ class NanoKVCache:
         timeout: float = 60.0,
     ) -> None:
         if master_rank != 0:
-            raise InvalidArgument("the master is on rank 0")
+            raise InvalidArgument(f"master_rank must be 0, not {master_rank}")
         if page_bytes <= 0 or page_bytes % 512:
-            raise InvalidArgument(f"page_bytes is a multiple of 512, not {page_bytes}")
+            raise InvalidArgument(f"page_bytes must be a multiple of 512, not {page_bytes}")
         if heap_bytes < 1 << 20:
-            raise InvalidArgument(f"heap_bytes is at least 1 MiB, not {heap_bytes}")
+            raise InvalidArgument(f"heap_bytes must be at least 1 MiB, not {heap_bytes}")
         if path is None:
             name = f"moontide-{os.getuid()}-{os.environ.get('MASTER_PORT', '0')}.world"
             path = os.path.join(tempfile.gettempdir(), name)
-        self._hop = Hop(
+        self._rank_store = RankStore(
             os.fspath(path),
             _from_environment("RANK", rank),
             _from_environment("WORLD_SIZE", ranks),
@@ -323,10 +329,10 @@ class NanoKVCache:
         )
         self.page_bytes = page_bytes
         self.heap_bytes = heap_bytes
-        #: An ordinary client of the same objects, for everything that is not in here.
-        self.store = moontide.Store(self._hop.master)
+        #: Client of the same objects, for all other calls.
+        self.store = moontide.Store(self._rank_store.master)
         self._plans: dict[bytes, WritePlan] = {}
-        self._cells: dict[int, HopCell] = {}
+        self._cells: dict[int, KernelCell] = {}
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._closed = False
@@ -335,29 +341,30 @@ class NanoKVCache:
 
     @property
     def rank(self) -> int:
-        return self._hop.rank
+        return self._rank_store.rank
 
     @property
     def ranks(self) -> int:
-        return self._hop.ranks
+        return self._rank_store.ranks
 
     @property
     def bases(self) -> list[int]:
-        """Where the ranks' regions lie in this process: ``pointer − bases[me] + bases[peer]`` is the same place at a peer."""
-        return self._hop.bases
+        """Base addresses of the ranks' regions in this process: ``pointer − bases[me] + bases[peer]`` is the same
+        offset in the region of a peer."""
+        return self._rank_store.bases
 
     # ---------------------------------------------------------------------------------------------------------- objects
 
     def put(self, key: str | bytes, tensor: Any, *, preferred_segment: int | None = None) -> None:
-        """Stores an array or a tensor, or bytes, by a copy of this process. Waits some seconds for room."""
-        until = time.monotonic() + PUT_WAITS_S
+        """Stores an array, a tensor or bytes, copied by this process. Waits up to 5 s for space."""
+        deadline = time.monotonic() + PUT_TIMEOUT_S
         while True:
             try:
                 plan = self.open_for_write(key, _bytes_of(tensor), preferred_segment=preferred_segment)
                 break
             except NoSpace:
                 # The master evicts in the background.
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     raise
                 time.sleep(0.005)
         try:
@@ -369,24 +376,24 @@ class NanoKVCache:
         self._commit(plan)
 
     def get(self, key: str | bytes, *, dst: Any = None) -> Any:
-        """The object's bytes: in ``dst``, which is returned; or in a new tensor of bytes, or, where there is no torch, as
-        ``bytes``. Raises NotFound."""
+        """Returns the bytes of an object: in ``dst``; by default in a new uint8 tensor, or as ``bytes`` if torch is not
+        installed. Raises NotFound."""
         with self._located(key) as meta:
-            room = _room(meta.bytes_total) if dst is None else dst
-            meta.copy_into(room)
+            buffer = _new_buffer(meta.bytes_total) if dst is None else dst
+            meta.copy_into(buffer)
             self._count(bytes_rx=meta.bytes_total)
-        return bytes(room) if isinstance(room, bytearray) and dst is None else room
+        return bytes(buffer) if isinstance(buffer, bytearray) and dst is None else buffer
 
     def get_into(self, key: str | bytes, dst: Any) -> None:
-        """Copies the object into an array or a tensor of the same length. Raises NotFound."""
+        """Copies an object to an array or a tensor of the same length. Raises NotFound."""
         self.get(key, dst=dst)
 
     def remove(self, key: str | bytes) -> None:
-        """Removes an object. Who reads it may go on, and its memory is used again only after that."""
+        """Removes an object. Current readers can continue; its memory is reused after they release it."""
         self.store.remove(key)
 
     def touch(self, key: str | bytes) -> None:
-        """Makes it be evicted later."""
+        """Marks an object as used, which delays its eviction."""
         self.store.touch(key)
 
     # ------------------------------------------------------------------------------------------------------------ plans
@@ -394,19 +401,22 @@ class NanoKVCache:
     def open_for_write(
         self, key: str | bytes, bytes_total: int, *, preferred_segment: int | None = None
     ) -> WritePlan:
-        """A place for an object, in the memory of rank ``preferred_segment`` if it has room. Raises AlreadyExists,
-        InProgress, NoSpace, or TooLarge."""
+        """Allocates a record for an object, in the memory of rank ``preferred_segment`` if it has space. Raises
+        AlreadyExists, InProgress, NoSpace, or TooLarge."""
         if preferred_segment is not None and not 0 <= preferred_segment < self.ranks:
-            raise InvalidArgument(f"preferred_segment is a rank, 0 to {self.ranks - 1}, not {preferred_segment}")
+            raise InvalidArgument(f"preferred_segment must be a rank, 0 to {self.ranks - 1}, not {preferred_segment}")
         if bytes_total >= self.heap_bytes:
-            raise TooLarge(f"{bytes_total} bytes in a memory of {self.heap_bytes}: give the ranks more heap_bytes, or split it")
-        begun = time.perf_counter_ns()
-        push = self._hop.open_for_write(key, bytes_total, self.page_bytes, preferred_segment)
+            raise TooLarge(
+                f"object of {bytes_total} bytes does not fit into {self.heap_bytes} bytes of a rank; "
+                "use more heap_bytes, or split the object"
+            )
+        started = time.perf_counter_ns()
+        push = self._rank_store.open_for_write(key, bytes_total, self.page_bytes, preferred_segment)
         plan = WritePlan(push, key)
         with self._lock:
             self._plans[_name(key)] = plan
             counts = self._counts
-            took = (time.perf_counter_ns() - begun) // 1000
+            took = (time.perf_counter_ns() - started) // 1000
             counts["t_plan_us"] += (took - counts["t_plan_us"]) // 8 if counts["plans"] else took
             counts["plans"] += 1
             if self._publisher is None:
@@ -416,68 +426,70 @@ class NanoKVCache:
         return plan
 
     def commit(self, key: str | bytes) -> None:
-        """Makes the store know a plan of this process whose pages are all there, which the cache does by itself soon: a second
-        time it does nothing. Raises NotReady while kernels are still at it, and Gone if the plan was lost."""
+        """Commits a plan of this process whose pages are all written. The cache does it automatically soon after; a
+        second commit does nothing. Raises NotReady while pages are missing, and Gone if the plan was lost."""
         with self._lock:
             plan = self._plans.get(_name(key))
         if plan is not None:
             self._commit(plan)
         elif not self.store.exists(key):
-            raise Gone(f"there is no plan for {key!r}: it was never opened, was aborted, or was not complete in time")
+            raise Gone(f"there is no plan for {key!r}: it was never opened, was aborted, or has expired")
 
     def get_location(self, key: str | bytes) -> ObjMeta | _NotReady:
-        """Where a complete object is, and keeps it there; ``NotReady``, at once, if there is none. Release it soon."""
-        found = self._hop.find(key, self.page_bytes)
-        return NotReady if found is None else ObjMeta(found, Ticket(*found.ticket))
+        """Returns the location of a complete object and keeps its memory; ``NOT_READY`` if there is none. Does not
+        wait. Release the result soon."""
+        found = self._rank_store.find(key, self.page_bytes)
+        return NOT_READY if found is None else ObjMeta(found, Ticket(*found.ticket))
 
-    def expect(self, ticket: Ticket) -> ObjMeta:
-        """What waits for an object that another rank is writing: its plan's ``ticket``. Raises Gone if that has ended."""
-        awaited = self._hop.expect(ticket._words())
-        if awaited is None:
-            raise Gone("it has ended, and so has what could be read of it")
-        return ObjMeta(awaited, ticket)
+    def open_for_read(self, ticket: Ticket) -> ObjMeta:
+        """Opens an object that another rank writes, by the ``ticket`` of its plan. Raises Gone if the record no longer
+        exists."""
+        record = self._rank_store.open_for_read(ticket._words())
+        if record is None:
+            raise Gone("the record of this ticket no longer exists: it was aborted, or removed after its commit")
+        return ObjMeta(record, ticket)
 
     def pin(self, ticket: Ticket) -> kernels.Pin:
-        """For kernels that read a committed object under a ledger cell: one cell for each rank's memory, so one reading
-        kernel at a time for each."""
+        """Returns a ledger cell for kernels that read a committed object. There is one cell for the memory of each
+        rank, so only one kernel at a time can read each rank's memory."""
         from moontide import kernels
 
-        # The word's address is good for as long as the rank's memory is mapped; the slot need not stay for that.
-        with self.expect(ticket) as meta:
+        # The address of the word is valid while the rank's memory is mapped, independent of the slot.
+        with self.open_for_read(ticket) as meta:
             word = meta.header_ptr
         if word is None:
             raise DeviceError(
-                "kernels of this device cannot see the node's words; hold the object by get_location while they read it"
+                "kernels of this device cannot access header words; hold the object with get_location during the read"
             )
         with self._lock:
             cell = self._cells.get(ticket.rank)
             if cell is None:
-                cell = self._cells[ticket.rank] = self._hop.kernel_cell(ticket.rank)
-        return kernels.Pin(cell=cell.address, name=Hop.cell_name(ticket._words()), header_word=word)
+                cell = self._cells[ticket.rank] = self._rank_store.kernel_cell(ticket.rank)
+        return kernels.Pin(cell=cell.address, name=RankStore.slot_ref(ticket._words()), header_word=word)
 
     # ------------------------------------------------------------------------------------------------------ maintenance
 
     def stats(self) -> dict[str, int]:
-        """Numbers of this rank: its memory, and what this process did."""
-        used, draining, total = self._hop.usage()
+        """Returns the memory usage of this rank and counters of this process."""
+        used, draining, total = self._rank_store.usage()
         with self._lock:
             counts = dict(self._counts)
             counts["plans_open"] = len(self._plans)
         return {"bytes_used": used, "bytes_draining": draining, "bytes_total": total} | counts
 
     def evict_until_below(self, usage_ratio: float) -> None:
-        """Removes the oldest objects in this rank's memory until less than this share of it is in use. Those that are being
-        written, or that the master has leased to a reader, stay. What is held by ``get_location`` loses its key, and its memory comes back
-        when it is released (``bytes_draining``)."""
+        """Removes the oldest objects in this rank's memory until at most this share of it is in use. Objects that are
+        being written or leased are not removed. An object that ``get_location`` holds loses its key, and its memory is
+        freed when it is released (``bytes_draining``)."""
         if not 0 <= usage_ratio <= 1:
-            raise InvalidArgument(f"a share of the memory is 0 to 1, not {usage_ratio}")
-        used, _, total = self._hop.usage()
-        mine: list[tuple[int, bytes, int]] = []
+            raise InvalidArgument(f"usage_ratio must be 0 to 1, not {usage_ratio}")
+        used, _, total = self._rank_store.usage()
+        own: list[tuple[int, bytes, int]] = []
         for key in self.store.keys():
             found = self.store.stat(key)
-            if found is not None and self._hop.rank_of(found["places"][0]["node"]) == self.rank:
-                mine.append((found["version"], key, found["size"]))
-        for _, key, size in sorted(mine, key=lambda one: one[0]):
+            if found is not None and self._rank_store.rank_of(found["locations"][0]["node"]) == self.rank:
+                own.append((found["version"], key, found["size"]))
+        for _, key, size in sorted(own, key=lambda one: one[0]):
             if used <= usage_ratio * total:
                 return
             with contextlib.suppress(moontide.Error):
@@ -485,7 +497,7 @@ class NanoKVCache:
                     used -= size
 
     def close(self) -> None:
-        """Gives back open plans, and this rank's memory with all that is in it. A second time it does nothing."""
+        """Aborts open plans and frees this rank's memory; its objects are lost. Further calls do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -502,7 +514,7 @@ class NanoKVCache:
         for cell in cells:
             cell.close()
         self.store.close()
-        self._hop.close()
+        self._rank_store.close()
 
     def __enter__(self) -> NanoKVCache:
         return self
@@ -512,12 +524,12 @@ class NanoKVCache:
     ) -> None:
         self.close()
 
-    # ----------------------------------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------------------------------- internal
 
     def _located(self, key: str | bytes) -> ObjMeta:
         meta = self.get_location(key)
         if isinstance(meta, _NotReady):
-            raise NotFound(f"there is no object {key!r} in the ranks' memory")
+            raise NotFound(f"there is no complete object {key!r} in the memory of the ranks")
         return meta
 
     def _forget(self, plan: WritePlan) -> None:
@@ -534,7 +546,7 @@ class NanoKVCache:
                     else:
                         plan._error = Gone("the plan was aborted")
                 except (moontide.NotReady, DeviceError):
-                    # Kernels may still be writing: it stays a plan.
+                    # Kernels may still write: the plan stays open.
                     raise
                 except moontide.Error as error:
                     plan._error = error
@@ -544,13 +556,13 @@ class NanoKVCache:
         if plan._error is not None:
             raise plan._error
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **increments: int) -> None:
         with self._lock:
-            for name, number in more.items():
+            for name, number in increments.items():
                 self._counts[name] += number
 
     def _publish(self) -> None:
-        """Commits what kernels have completed, so that nobody has to come back for it."""
+        """Commits plans that kernels have completed. Runs in a background thread."""
         while True:
             with self._lock:
                 if self._closed:
@@ -562,17 +574,17 @@ class NanoKVCache:
                 self._work.wait()
                 continue
             for plan in plans.values():
-                # Its owner may end a plan at any time, which shows as Closed; whatever else is wrong with one is not to end
-                # the others' thread.
+                # Another thread can end a plan at any time, which raises Closed. An error of one plan must not end this
+                # thread.
                 try:
                     if plan.complete:
                         self._commit(plan)
                     elif plan.seconds_left <= 0:
-                        # The master has taken it back. Its memory is its writer's until that one lets go of the plan.
+                        # The reservation has expired. The memory is not reused until the writer drops the plan.
                         self._forget(plan)
                         self._count(lost=1)
                 except (moontide.NotReady, DeviceError):
-                    # A device that does not answer is asked again: kernels may be writing.
+                    # Retried later: kernels may still write, or the device may recover.
                     pass
                 except Exception:
                     self._forget(plan)
@@ -584,11 +596,11 @@ def _from_environment(name: str, given: int | None) -> int:
         return given
     found = os.environ.get(name)
     if found is None:
-        raise InvalidArgument(f"neither rank and ranks nor the variable {name} are given")
+        raise InvalidArgument(f"pass rank and ranks, or set the variable {name}")
     return int(found)
 
 
-def _room(size: int) -> Any:
+def _new_buffer(size: int) -> Any:
     try:
         import torch
     except ImportError:
@@ -605,33 +617,36 @@ def _bytes_of(value: Any) -> int:
 
 
 def _device_span(value: Any, *, to_write: bool = False) -> tuple[int, int] | None:
-    """Address and length of what is in a device's memory: a tensor of torch, or what has ``__cuda_array_interface__``."""
+    """Returns address and length of a value in device memory: a torch tensor, or an object with
+    ``__cuda_array_interface__``. Returns None for host memory."""
     if getattr(value, "is_cuda", False):
         if not value.is_contiguous():
-            raise InvalidArgument("a tensor of a device must be contiguous; call .contiguous() first")
+            raise InvalidArgument("a device tensor must be contiguous; call .contiguous() first")
         if value.is_conj() or value.is_neg():
-            raise InvalidArgument("a tensor that is a conjugate or a negative view; call .resolve_conj().resolve_neg() first")
+            raise InvalidArgument(
+                "a device tensor must not be a conjugate or negative view; call .resolve_conj().resolve_neg() first"
+            )
         return value.data_ptr(), value.nbytes
     interface = getattr(value, "__cuda_array_interface__", None)
     if interface is None:
         return None
     address, is_read_only = interface["data"]
     shape, kind, strides = interface["shape"], interface["typestr"], interface.get("strides")
-    # Others have no bytes of their own, or count in other units.
+    # Other kinds are Python objects, or their size is not in bytes.
     if kind[1] not in "biufcV":
-        raise InvalidArgument(f"an array of a device with items of {kind!r}")
+        raise InvalidArgument(f"a device array with items of type {kind!r} is not supported")
     size = int(kind[2:])
     if strides is not None and 0 not in shape:
         expected = size
         for length, stride in zip(reversed(shape), reversed(strides), strict=True):
             if length != 1 and stride != expected:
-                raise InvalidArgument("an array of a device must be contiguous")
+                raise InvalidArgument("a device array must be contiguous")
             expected *= length
     if interface.get("mask") is not None or (to_write and is_read_only):
-        raise InvalidArgument("an array of a device must have no mask, and be writable to be written")
+        raise InvalidArgument("a device array must have no mask, and must be writable if it is written")
     return address, size * math.prod(shape)
 
 
 def _name(key: str | bytes) -> bytes:
-    """Text and its bytes are one key to the store."""
+    """Returns the bytes of a key: text is encoded as UTF-8."""
     return key.encode() if isinstance(key, str) else key

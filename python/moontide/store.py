@@ -1,4 +1,4 @@
-"""``Store`` with the manners of a mapping, and ``dev()``: a cluster to try things out."""
+"""``Store`` with the mapping protocol, and ``dev()``: a cluster for development."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Key = Union[str, bytes]
 class Store(_native.Store):
     __doc__ = _native.Store.__doc__
 
-    #: The cluster to try things out that it belongs to, which must not end before.
+    #: Development cluster of this store; the reference keeps it running.
     _dev: Optional[Dev] = None
 
     @classmethod
     def connect(cls, master: Optional[str] = None, **settings: Any) -> Store:
-        """The same as ``Store(master, ...)``."""
+        """Equals ``Store(master, ...)``."""
         return cls(master, **settings)
 
     def __enter__(self) -> Store:
@@ -39,7 +39,7 @@ class Store(_native.Store):
         self.close()
 
     def __setitem__(self, key: Key, value: Any) -> None:
-        """Stores bytes as they are, and an array with its type and shape; replaces what was there.
+        """Stores bytes unchanged, and an array with its type and shape. Replaces an existing object.
 
         >>> import numpy
         >>> store["a"] = numpy.zeros((2, 2), dtype="float16")
@@ -49,32 +49,32 @@ class Store(_native.Store):
         if isinstance(value, (bytes, bytearray, memoryview)):
             self.put(key, value, overwrite=True)
         elif isinstance(value, str):
-            raise TypeError("text has no bytes of its own; store it encoded, e.g. value.encode()")
+            raise TypeError("a str cannot be stored; encode it, e.g. with value.encode()")
         else:
             self.put_tensor(key, value, overwrite=True)
 
     def __getitem__(self, key: Key) -> Any:
-        """What was stored: bytes, or a Tensor in place. Raises KeyError if there is no such object."""
+        """Returns the stored bytes, or a Tensor. Raises KeyError if the key does not exist."""
         found = self._get_value(key)
         if found is None:
             raise KeyError(key)
         if isinstance(found, _native.Tensor):
             return found
         content = bytes(found)
-        # As for every copy. What is not right here may be elsewhere.
+        # Copies are always verified. If the local copy is corrupt, another replica may be intact.
         if not found.verify():
-            again = self.get(key)
-            if again is None:
+            fetched = self.get(key)
+            if fetched is None:
                 raise KeyError(key)
-            content = again
+            content = fetched
         return content
 
     def __delitem__(self, key: Key) -> None:
-        """Removes an object. Raises KeyError if there is no such object."""
+        """Removes an object. Raises KeyError if the key does not exist."""
         if not self.remove(key):
             raise KeyError(key)
 
-    # Python would otherwise try it with numbers as keys; `keys()` lists them.
+    # Without this, Python would iterate with integers as keys. `keys()` lists the keys.
     __iter__ = None
 
     def __contains__(self, key: Key) -> bool:
@@ -85,40 +85,40 @@ class Store(_native.Store):
 
 
 class Dev:
-    """A master and nodes in this process. They end with it, and everything they have."""
+    """A master and nodes in this process. They end with the process, and all objects are lost."""
 
     def __init__(self, memory: int, nodes: int, disk_dir: Optional[Union[str, os.PathLike[str]]]) -> None:
         if nodes < 1:
             raise InvalidArgument("a cluster needs at least one node")
         self._nodes: list[_native.LocalNode] = []
         self._closed = False
-        # What is in it belongs to a cluster that never comes back.
+        # A new directory: the content of an old one would belong to a cluster that no longer exists.
         self._disks = None if disk_dir is None else tempfile.mkdtemp(prefix="moontide-dev-", dir=disk_dir)
         self._master = _native.LocalMaster()
-        #: What stores connect to, also those of other processes of this host.
+        #: Address of the master for stores, also in other local processes.
         self.master: str = self._master.address
-        #: Where the master's page for operators is.
+        #: URL of the master's admin endpoints.
         self.admin: str = f"http://{self._master.admin_address}"
         try:
             for number in range(nodes):
-                place = None if self._disks is None else f"{self._disks}/{number}"
-                self._nodes.append(_native.LocalNode(self.master, memory, disk_dir=place, drain=0.2))
+                disk = None if self._disks is None else f"{self._disks}/{number}"
+                self._nodes.append(_native.LocalNode(self.master, memory, disk_dir=disk, drain_timeout=0.2))
         except BaseException:
             self.close()
             raise
 
     def store(self, **settings: Any) -> Store:
-        """A store of this cluster, which lasts at least as long as the store."""
+        """Returns a store of this cluster. The store keeps the cluster running."""
         if self._closed:
-            raise Closed("the cluster is closed; make another with moontide.dev()")
+            raise Closed("the cluster is closed; create another one with moontide.dev()")
         store = Store(self.master, **settings)
         store._dev = self
         return store
 
     def close(self) -> None:
-        """Ends it. A second time it does nothing."""
+        """Shuts the cluster down. Further calls do nothing."""
         self._closed = True
-        # The nodes first: they say goodbye to the master.
+        # The nodes first: they unregister from the master.
         while self._nodes:
             self._nodes.pop().close()
         self._master.close()
@@ -141,10 +141,10 @@ class Dev:
 
 
 def dev(memory: int = 256 << 20, *, nodes: int = 1, disk_dir: Optional[Union[str, os.PathLike[str]]] = None) -> Dev:
-    """A cluster in this process, to try things out: ``memory`` bytes in each of ``nodes`` nodes.
+    """Starts a development cluster in this process: ``nodes`` nodes with ``memory`` bytes each.
 
-    Other processes of this host can use it, too. With ``disk_dir``, what does not fit into memory goes
-    to a new directory there, which goes with the cluster. An object must fit into a quarter of a node's memory.
+    Other local processes can use it too. With ``disk_dir``, the cluster has a disk tier in a new subdirectory, which it
+    deletes when it closes. An object must fit into a quarter of a node's memory.
 
     >>> with moontide.dev(64 << 20, nodes=2) as cluster, cluster.store() as store:
     ...     store.put("twice", b"...", replicas=2)
@@ -154,5 +154,6 @@ def dev(memory: int = 256 << 20, *, nodes: int = 1, disk_dir: Optional[Union[str
 
 
 def doctor() -> bool:
-    """Prints what this machine offers and what is missing, as ``moontide doctor`` does; whether nothing is in the way."""
+    """Prints the capabilities of this host and suggested fixes, as ``moontide doctor``. Returns whether all checks
+    passed."""
     return subprocess.run([binary(), "doctor"], check=False).returncode == 0

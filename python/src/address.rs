@@ -1,4 +1,4 @@
-//! [`Memory`]: memory that somebody knows by its address.
+//! [`RawMemory`]: memory at an address that the caller passes.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,38 +9,40 @@ use pyo3::prelude::*;
 use crate::arguments::python_bool;
 use crate::errors;
 
-/// Memory by its address, as a buffer: what an engine has allocated itself and knows by a pointer.
+/// Buffer over memory that is known by its address, for example memory that an inference engine allocated.
 ///
-/// Whoever makes one vouches for it: the memory must stay as long as the object and everything made from it.
+/// The caller guarantees that the memory stays valid as long as this object and everything made from it.
 ///
 /// >>> import ctypes
 /// >>> block = (ctypes.c_uint8 * 4096)()
-/// >>> memory = moontide.Memory(ctypes.addressof(block), 4096)
+/// >>> memory = moontide.RawMemory(ctypes.addressof(block), 4096)
 /// >>> store.put("from-memory", memory)
 /// True
 /// >>> store.get_into("from-memory", memory)
 /// 4096
 #[pyclass(module = "moontide", frozen)]
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct RawMemory {
     address: usize,
     size: usize,
     readonly: bool,
 }
 
 #[pymethods]
-impl Memory {
+impl RawMemory {
     #[new]
     #[pyo3(signature = (address, size, readonly=false))]
-    fn new(address: usize, size: usize, readonly: bool) -> PyResult<Memory> {
+    fn new(address: usize, size: usize, readonly: bool) -> PyResult<RawMemory> {
         let end = address.checked_add(size).filter(|&end| end <= isize::MAX as usize);
         if address == 0 || end.is_none() {
-            return Err(errors::argument(format!("{size} bytes at {address:#x} are no memory")));
+            return Err(errors::argument(format!(
+                "{size} bytes at {address:#x} are not a valid address range"
+            )));
         }
-        Ok(Memory { address, size, readonly })
+        Ok(RawMemory { address, size, readonly })
     }
 
-    /// Where it begins.
+    /// Address of the first byte.
     #[getter]
     fn address(&self) -> usize {
         self.address
@@ -51,7 +53,7 @@ impl Memory {
     }
 
     fn __repr__(&self) -> String {
-        format!("Memory({:#x}, {}, readonly={})", self.address, self.size, python_bool(self.readonly))
+        format!("RawMemory({:#x}, {}, readonly={})", self.address, self.size, python_bool(self.readonly))
     }
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
@@ -60,7 +62,7 @@ impl Memory {
             return Err(PyBufferError::new_err("this memory is read-only"));
         }
         let (start, len) = (this.address as *mut c_void, this.size as isize);
-        // SAFETY: Python gives a buffer to fill; that the memory is there, the object's maker vouches for.
+        // SAFETY: Python passes a buffer to fill; the creator of the object guarantees that the memory is valid.
         match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, this.readonly.into(), flags) } {
             0 => Ok(()),
             _ => Err(PyErr::fetch(slf.py())),

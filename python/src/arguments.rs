@@ -1,15 +1,17 @@
-//! Arguments of calls: keys, durations, [`PutOptions`].
+//! Arguments of calls: keys, durations, settings, [`PutOptions`].
 
+use std::path::PathBuf;
 use std::time::Duration;
 
+use moontide_settings::{Component, Kind, Loaded, Origin, Setting};
 use moontide_types::record::PinClass;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyString};
 
 use crate::errors;
 
-/// The bytes of a key: text is stored as UTF-8.
+/// Returns the bytes of a key. Text is encoded as UTF-8.
 pub(crate) fn key<'a>(key: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
     if let Ok(text) = key.cast::<PyString>() {
         return Ok(text.to_str()?.as_bytes());
@@ -20,7 +22,7 @@ pub(crate) fn key<'a>(key: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
     Err(PyTypeError::new_err(format!("a key is a str or bytes, not {}", key.get_type().name()?)))
 }
 
-/// Keys that are held while Python's lock is released.
+/// Keys that stay referenced while the GIL is released.
 pub(crate) struct Keys<'py>(Vec<Bound<'py, PyAny>>);
 
 impl<'py> Keys<'py> {
@@ -40,7 +42,7 @@ impl<'py> Keys<'py> {
     }
 }
 
-/// Refuses lists that do not belong together.
+/// Fails if two lists of a call differ in length.
 pub(crate) fn same_length(keys: usize, others: usize, what: &str) -> PyResult<()> {
     match keys == others {
         true => Ok(()),
@@ -48,13 +50,52 @@ pub(crate) fn same_length(keys: usize, others: usize, what: &str) -> PyResult<()
     }
 }
 
-/// Seconds, as Python counts them.
+/// Converts seconds to a duration.
 pub(crate) fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| errors::argument(format!("{what} must be a number of seconds, not {seconds}")))
 }
 
-/// How long an object may live.
+/// Sets settings from keyword arguments. Their names are those of the file, with `_` for `.`. Numbers for durations are
+/// seconds; text has the form of the file, e.g. `"4GiB"` or `"500ms"`.
+pub(crate) fn set_named<C: Component>(
+    loaded: &mut Loaded<C>,
+    settings: Option<&Bound<'_, PyDict>>,
+) -> PyResult<()> {
+    let table = C::table();
+    for (name, value) in settings.into_iter().flat_map(|settings| settings.iter()) {
+        let name: String = name.extract()?;
+        let Some(setting) = table.iter().find(|setting| setting.key().replace('.', "_") == name) else {
+            return Err(PyTypeError::new_err(format!("{name:?} is no setting")));
+        };
+        let text = setting_text(setting, &name, &value)?;
+        loaded.set(&setting.key(), &text, Origin::Argument(name)).map_err(errors::argument)?;
+    }
+    Ok(())
+}
+
+/// Returns the text form of a setting's value.
+fn setting_text(setting: &Setting, name: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let is_bool = value.is_instance_of::<PyBool>();
+    let is_number = !is_bool && (value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>());
+    let placeholder = setting.value.placeholder;
+    match placeholder {
+        "BOOL" if !is_bool => {}
+        _ if is_bool => return Ok(value.extract::<bool>()?.to_string()),
+        _ if value.is_none() && setting.value.is_optional => return Ok("none".to_owned()),
+        _ if is_number && placeholder.contains("TIME") => {
+            return Ok(Duration::text(&seconds(name, value.extract()?)?));
+        }
+        _ if value.is_instance_of::<PyInt>() => return Ok(value.str()?.to_str()?.to_owned()),
+        "PATH" => return Ok(value.extract::<PathBuf>()?.to_string_lossy().into_owned()),
+        _ if value.is_instance_of::<PyString>() => return value.extract(),
+        _ => {}
+    }
+    let found = value.get_type().name()?.to_string();
+    Err(PyTypeError::new_err(format!("{name} is {}, not {found}", setting.value)))
+}
+
+/// Converts the time to live of an object.
 fn lifetime(ttl: f64) -> PyResult<Duration> {
     const MAX_S: f64 = 1e9;
     match ttl {
@@ -63,23 +104,23 @@ fn lifetime(ttl: f64) -> PyResult<Duration> {
     }
 }
 
-/// A number that the store knows the bounds of.
+/// Converts a number whose range the store checks.
 fn small<T: TryFrom<i64>>(what: &str, number: i64) -> PyResult<T> {
     T::try_from(number).map_err(|_| errors::argument(format!("{what} cannot be {number}")))
 }
 
-/// How an object is to be stored.
+/// Options of a put.
 ///
-/// The same names are accepted as keyword arguments by every put:
-/// ``store.put("k", b"v", replicas=2)`` is ``store.put("k", b"v", PutOptions(replicas=2))``.
+/// Every put also takes the fields as keyword arguments:
+/// ``store.put("k", b"v", replicas=2)`` equals ``store.put("k", b"v", PutOptions(replicas=2))``.
 ///
-/// - ``replicas``: copies on as many nodes; ``replicas_min``: fewest that will do.
-/// - ``stripes``: pieces of each copy, on as many nodes; None leaves it to the master.
-/// - ``overwrite``: replace an object of the same key.
-/// - ``ttl``: seconds after which it may be forgotten; None: when room is needed.
-/// - ``pin``: "soft" is evicted last, "hard" never, and removed only by force.
+/// - ``replicas``: number of replicas, each on a different node; ``replicas_min``: the put fails with fewer.
+/// - ``stripes``: stripes of each replica, on different nodes; None: the master decides.
+/// - ``overwrite``: replace an existing object.
+/// - ``ttl``: time to live in seconds; None: until evicted.
+/// - ``pin``: "soft" is evicted last, "hard" never; "hard" is removed only with force.
 /// - ``cohort``: label of objects that are evicted together.
-/// - ``near``: prefer memory of this host.
+/// - ``prefer_local``: prefer memory of a local node.
 #[pyclass(module = "moontide", frozen, eq)]
 #[derive(Clone, Debug)]
 pub(crate) struct PutOptions(pub(crate) moontide_client::PutOptions);
@@ -93,7 +134,8 @@ impl PartialEq for PutOptions {
 #[pymethods]
 impl PutOptions {
     #[new]
-    #[pyo3(signature = (*, replicas=1, replicas_min=1, stripes=None, overwrite=false, ttl=None, pin="none", cohort=None, near=true))]
+    #[pyo3(signature = (*, replicas=1, replicas_min=1, stripes=None, overwrite=false, ttl=None, pin="none", cohort=None,
+        prefer_local=true))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         replicas: i64,
@@ -103,7 +145,7 @@ impl PutOptions {
         ttl: Option<f64>,
         pin: &str,
         cohort: Option<Bound<'_, PyAny>>,
-        near: bool,
+        prefer_local: bool,
     ) -> PyResult<PutOptions> {
         let pin = match pin {
             "none" => PinClass::None,
@@ -124,8 +166,8 @@ impl PutOptions {
             pin,
             cohort: cohort.as_ref().map(key).transpose()?.map(<[u8]>::to_vec),
             parent: None,
-            near,
-            prefer: None,
+            prefer_local,
+            preferred_node: None,
         }))
     }
 
@@ -135,11 +177,11 @@ impl PutOptions {
         let ttl = o.ttl.map_or("None".to_owned(), |ttl| ttl.as_secs_f64().to_string());
         let pin = format!("{:?}", o.pin).to_lowercase();
         format!(
-            "PutOptions(replicas={}, replicas_min={}, stripes={stripes}, overwrite={}, ttl={ttl}, pin={pin:?}, near={})",
+            "PutOptions(replicas={}, replicas_min={}, stripes={stripes}, overwrite={}, ttl={ttl}, pin={pin:?}, prefer_local={})",
             o.replicas,
             o.replicas_min,
             python_bool(o.upsert),
-            python_bool(o.near),
+            python_bool(o.prefer_local),
         )
     }
 }
@@ -148,7 +190,7 @@ pub(crate) fn python_bool(value: bool) -> &'static str {
     if value { "True" } else { "False" }
 }
 
-/// Options of a put: given as such, or by their names.
+/// Returns the options of a put, from a `PutOptions` or from keywords.
 pub(crate) fn put_options(
     py: Python<'_>,
     options: Option<&Bound<'_, PutOptions>>,
@@ -162,7 +204,7 @@ pub(crate) fn put_options(
             Ok(made.cast::<PutOptions>()?.get().0.clone())
         }
         (Some(_), Some(_)) => {
-            Err(PyTypeError::new_err("options are given as PutOptions or by name, not both"))
+            Err(PyTypeError::new_err("pass options as PutOptions or as keywords, not both"))
         }
     }
 }

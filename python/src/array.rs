@@ -1,5 +1,4 @@
-//! [`Array`]: memory that a Python object lends, by whichever of three ways it knows: the buffer protocol, DLPack,
-//! `__array_interface__`.
+//! [`Array`]: memory of a Python object, borrowed through the buffer protocol, DLPack or `__array_interface__`.
 
 use std::ffi::CStr;
 
@@ -13,28 +12,29 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::dlpack::Borrowed;
 use crate::errors;
 
-/// Memory of an object, which is held as long as this is.
+/// Borrowed memory of a Python object. Keeps a reference to the object.
 pub(crate) struct Array {
     start: *mut u8,
     shape: Vec<usize>,
     /// In bytes.
     strides: Vec<isize>,
     item_bytes: usize,
-    /// What an element is, if it is known.
+    /// Element type, if it is a known one.
     pub(crate) dtype: Option<Dtype>,
     readonly: bool,
-    _lender: Lender,
+    _owner: BufferOwner,
 }
 
 #[allow(dead_code)] // held, not read
-enum Lender {
+enum BufferOwner {
     Bytes(Py<PyBytes>),
     Buffer(Buffer),
     Tensor(Borrowed),
     Object(Py<PyAny>),
 }
 
-// SAFETY: the memory stays as long as the lender is held; who writes it meanwhile is the caller's business, as in C.
+// SAFETY: the memory stays valid as long as the owner is referenced; the caller must prevent concurrent writes, as in
+// C.
 unsafe impl Send for Array {}
 // SAFETY: as above.
 unsafe impl Sync for Array {}
@@ -42,16 +42,16 @@ unsafe impl Sync for Array {}
 impl Array {
     /// Borrows an object's memory.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Array> {
-        let array = Array::lent_by(object)?;
-        // Whatever a lender says, what is computed from it stays within bounds.
+        let array = Array::borrow(object)?;
+        // Checked for every owner: lengths computed from the shape must not overflow.
         let bytes = array.shape.iter().try_fold(array.item_bytes, |bytes, &len| bytes.checked_mul(len));
         match bytes.filter(|&bytes| bytes <= isize::MAX as usize) {
             Some(_) if array.strides.len() == array.shape.len() => Ok(array),
-            _ => Err(errors::argument("an array of this shape has more bytes than there can be")),
+            _ => Err(errors::argument("array shape is invalid: its size in bytes overflows")),
         }
     }
 
-    fn lent_by(object: &Bound<'_, PyAny>) -> PyResult<Array> {
+    fn borrow(object: &Bound<'_, PyAny>) -> PyResult<Array> {
         if let Ok(bytes) = object.cast::<PyBytes>() {
             let content = bytes.as_bytes();
             return Ok(Array {
@@ -61,17 +61,17 @@ impl Array {
                 item_bytes: 1,
                 dtype: Some(Dtype::Uint8),
                 readonly: true,
-                _lender: Lender::Bytes(bytes.clone().unbind()),
+                _owner: BufferOwner::Bytes(bytes.clone().unbind()),
             });
         }
         let py = object.py();
-        let refused = match Buffer::of(object) {
+        let buffer_error = match Buffer::of(object) {
             Ok(buffer) => return Array::of_buffer(buffer),
             Err(error) => error,
         };
         if object.hasattr(intern!(py, "__dlpack__"))? {
             match Array::of_dlpack(object) {
-                // numpy has it for ordinary types only, and says so in this way.
+                // numpy exports only standard types through DLPack, and fails for the others.
                 Err(_) if object.hasattr(intern!(py, "__array_interface__"))? => {}
                 other => return other,
             }
@@ -79,41 +79,43 @@ impl Array {
         if object.hasattr(intern!(py, "__array_interface__"))? {
             return Array::of_interface(object);
         }
-        match refused.is_instance_of::<PyTypeError>(py) {
+        match buffer_error.is_instance_of::<PyTypeError>(py) {
             true => Err(PyTypeError::new_err(format!(
                 "bytes, a buffer or an array is expected, not {}",
                 object.get_type().name()?
             ))),
-            false => Err(refused),
+            false => Err(buffer_error),
         }
     }
 
     fn of_buffer(buffer: Buffer) -> PyResult<Array> {
         let raw = &*buffer.0;
         if !raw.suboffsets.is_null() {
-            return Err(errors::argument("the buffer is a table of pointers; copy it into one piece first"));
+            return Err(errors::argument(
+                "the buffer has suboffsets (a table of pointers); copy it to contiguous memory first",
+            ));
         }
         let dims = raw.ndim as usize;
         let item_bytes = raw.itemsize as usize;
-        // SAFETY: as many numbers as dimensions, if there are any.
+        // SAFETY: the array has one number per dimension.
         let numbers = |start: *mut isize| unsafe { std::slice::from_raw_parts(start, dims) };
         let shape: Vec<usize> = match (dims, raw.shape.is_null()) {
             (0, _) => Vec::new(),
             (1, true) => vec![raw.len as usize / item_bytes.max(1)],
-            (_, true) => return Err(errors::argument("a buffer with dimensions, but without a shape")),
+            (_, true) => return Err(errors::argument("the buffer has several dimensions but no shape")),
             (_, false) => numbers(raw.shape).iter().map(|&len| len as usize).collect(),
         };
         let strides = match dims > 0 && !raw.strides.is_null() {
             true => numbers(raw.strides).to_vec(),
-            // Row by row, says the protocol.
+            // Without strides, the protocol defines row-major order.
             false => row_strides(&shape, item_bytes),
         };
         let format = match raw.format.is_null() {
             true => c"B",
-            // SAFETY: text that ends with a zero and stays as long as the buffer.
+            // SAFETY: zero-terminated text that lives as long as the buffer.
             false => unsafe { CStr::from_ptr(raw.format) },
         };
-        // Fields have names between colons.
+        // Names of fields are between colons.
         if format.to_bytes().split(|&byte| byte == b':').step_by(2).any(|types| types.contains(&b'O')) {
             return Err(objects());
         }
@@ -124,21 +126,21 @@ impl Array {
             item_bytes,
             dtype: dtype_of_format(format, item_bytes),
             readonly: raw.readonly != 0,
-            _lender: Lender::Buffer(buffer),
+            _owner: BufferOwner::Buffer(buffer),
         })
     }
 
     fn of_dlpack(object: &Bound<'_, PyAny>) -> PyResult<Array> {
         let borrowed = Borrowed::of(object)?;
-        let lent = borrowed.lent()?;
+        let tensor = borrowed.tensor()?;
         Ok(Array {
-            start: lent.start,
-            shape: lent.shape,
-            strides: lent.strides,
-            item_bytes: lent.item_bytes,
-            dtype: lent.dtype,
-            readonly: lent.readonly,
-            _lender: Lender::Tensor(borrowed),
+            start: tensor.start,
+            shape: tensor.shape,
+            strides: tensor.strides,
+            item_bytes: tensor.item_bytes,
+            dtype: tensor.dtype,
+            readonly: tensor.readonly,
+            _owner: BufferOwner::Tensor(borrowed),
         })
     }
 
@@ -155,16 +157,18 @@ impl Array {
         let shape: Vec<usize> = field("shape")?.extract()?;
         let typestr: String = field("typestr")?.extract()?;
         let (item_bytes, by_type) = type_of_typestr(&typestr)?;
-        // The name of a type says nothing of the order of its bytes.
+        // The name of a type does not include the byte order.
         let is_native = !typestr.starts_with('>') || item_bytes == 1;
         let strides: Vec<isize> = match field("strides") {
             Ok(strides) => strides.extract()?,
             Err(_) => row_strides(&shape, item_bytes),
         };
         if strides.len() != shape.len() {
-            return Err(errors::argument("__array_interface__ with another number of strides than lengths"));
+            return Err(errors::argument(
+                "__array_interface__ has a different number of strides and lengths",
+            ));
         }
-        // Types that numpy does not know by itself have a name all the same: those of ml_dtypes.
+        // Types of ml_dtypes are not standard numpy types, but have a name.
         let named = || -> Option<Dtype> {
             let name: String = object.getattr("dtype").ok()?.getattr("name").ok()?.extract().ok()?;
             Dtype::from_name(&name).filter(|dtype| dtype.bytes() == item_bytes)
@@ -176,8 +180,8 @@ impl Array {
             item_bytes,
             dtype: by_type.or_else(|| is_native.then(named).flatten()),
             readonly,
-            // What it points into is the object's, or the dictionary's.
-            _lender: Lender::Object((object, found).into_pyobject(py)?.into_any().unbind()),
+            // The memory belongs to the object or to the dictionary.
+            _owner: BufferOwner::Object((object, found).into_pyobject(py)?.into_any().unbind()),
         })
     }
 
@@ -190,7 +194,7 @@ impl Array {
         self.shape.iter().map(|&len| len as u64).collect()
     }
 
-    /// Whether the elements follow each other row by row, without gaps.
+    /// Whether the elements are in row-major order without gaps.
     fn is_contiguous(&self) -> bool {
         if self.len() == 0 {
             return true;
@@ -200,34 +204,34 @@ impl Array {
         pairs.all(|(&len, (stride, expected))| len == 1 || stride == expected)
     }
 
-    /// The bytes, row by row; those of scattered elements are collected first.
+    /// Returns the bytes in row-major order. Non-contiguous elements are copied first.
     pub(crate) fn into_source(self, py: Python<'_>) -> PyResult<Source> {
         match self.is_contiguous() {
-            true => Ok(Source::Lent(self)),
+            true => Ok(Source::Borrowed(self)),
             false => py.detach(|| self.collect()).map(Source::Collected),
         }
     }
 
     fn collect(&self) -> PyResult<Vec<u8>> {
-        // SAFETY: the lender says that there is an element at every index within the shape, and is held.
+        // SAFETY: the owner exports an element at every index within the shape, and is referenced.
         unsafe { collect(self.start, &self.shape, &self.strides, self.item_bytes) }
     }
 
-    /// The bytes, to be written.
+    /// Returns the bytes for writing.
     pub(crate) fn into_target(self) -> PyResult<Target> {
         if self.readonly {
-            return Err(errors::argument("the memory is read-only; pass something that can be written"));
+            return Err(errors::argument("the memory is read-only; pass a writable buffer"));
         }
         if !self.is_contiguous() {
             return Err(errors::argument(
-                "the elements do not follow each other in memory; pass a contiguous array",
+                "the elements are not contiguous in memory; pass a contiguous array",
             ));
         }
         Ok(Target(self))
     }
 }
 
-/// The bytes of scattered elements, row by row.
+/// Copies non-contiguous elements, in row-major order.
 ///
 /// # Safety
 /// There is an element at every index within the shape.
@@ -239,12 +243,15 @@ pub(crate) unsafe fn collect(
 ) -> PyResult<Vec<u8>> {
     let len = shape.iter().product::<usize>() * item_bytes;
     let mut all = Vec::new();
-    all.try_reserve_exact(len)
-        .map_err(|_| PyMemoryError::new_err(format!("no memory to collect {len} bytes")))?;
+    all.try_reserve_exact(len).map_err(|_| {
+        PyMemoryError::new_err(format!(
+            "out of memory: cannot allocate {len} bytes to make the array contiguous"
+        ))
+    })?;
     if len == 0 {
         return Ok(all);
     }
-    // Elements that follow each other at the end of a row are taken together.
+    // Adjacent elements at the end of a row are copied together.
     let mut dims = shape.len();
     let mut run = item_bytes;
     while dims > 0 && (strides[dims - 1] == run as isize || shape[dims - 1] == 1) {
@@ -254,19 +261,19 @@ pub(crate) unsafe fn collect(
     let mut index = vec![0usize; dims];
     loop {
         let offset: isize = index.iter().zip(strides).map(|(&at, &stride)| at as isize * stride).sum();
-        // SAFETY: an element at every index, says the caller; none of the dimensions is empty.
+        // SAFETY: the caller guarantees an element at every index; no dimension is empty.
         let elements = unsafe { std::slice::from_raw_parts(start.wrapping_offset(offset), run) };
         all.extend_from_slice(elements);
-        // The next index, the last dimension first.
+        // Advances the index, last dimension first.
         let Some(at) = (0..dims).rev().find(|&at| index[at] + 1 < shape[at]) else { return Ok(all) };
         index[at] += 1;
         index[at + 1..].fill(0);
     }
 }
 
-/// Bytes to be stored.
+/// Bytes to store.
 pub(crate) enum Source {
-    Lent(Array),
+    Borrowed(Array),
     Collected(Vec<u8>),
 }
 
@@ -277,16 +284,16 @@ impl Source {
 
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
-            Source::Lent(array) if array.len() == 0 => &[],
-            // SAFETY: contiguous memory, held by the array. Whoever changes it during the call gets an object that no
-            // digest matches, which nobody is given.
-            Source::Lent(array) => unsafe { std::slice::from_raw_parts(array.start, array.len()) },
+            Source::Borrowed(array) if array.len() == 0 => &[],
+            // SAFETY: contiguous memory, kept alive by the array. A write during the call yields an object that does
+            // not match its digest, and that the store never returns.
+            Source::Borrowed(array) => unsafe { std::slice::from_raw_parts(array.start, array.len()) },
             Source::Collected(bytes) => bytes,
         }
     }
 }
 
-/// Memory to be filled.
+/// Memory to fill.
 pub(crate) struct Target(Array);
 
 impl Target {
@@ -297,20 +304,20 @@ impl Target {
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
         match self.0.len() {
             0 => &mut [],
-            // SAFETY: contiguous memory that may be written, held by the array. Others who use it during the call see
-            // bytes in the making, as with every call that fills a buffer.
+            // SAFETY: contiguous writable memory, kept alive by the array. Concurrent readers see partial content, as
+            // with every call that fills a buffer.
             len => unsafe { std::slice::from_raw_parts_mut(self.0.start, len) },
         }
     }
 }
 
-/// A buffer of the buffer protocol, until it is dropped.
+/// A `Py_buffer`, released when dropped.
 struct Buffer(Box<ffi::Py_buffer>);
 
 impl Buffer {
     fn of(object: &Bound<'_, PyAny>) -> PyResult<Buffer> {
         let mut raw = Box::new(ffi::Py_buffer::new());
-        // SAFETY: an object, and a structure to fill that does not move.
+        // SAFETY: a valid object, and a structure that does not move.
         match unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &mut *raw, ffi::PyBUF_FULL_RO) } {
             0 => Ok(Buffer(raw)),
             _ => Err(PyErr::fetch(object.py())),
@@ -320,21 +327,21 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Not when the interpreter is gone: its objects are, too.
-        // SAFETY: filled by Python, and given back once.
+        // Skipped after the interpreter ended: its objects no longer exist.
+        // SAFETY: Python filled it, and this releases it once.
         Python::try_attach(|_| unsafe { ffi::PyBuffer_Release(&mut *self.0) });
     }
 }
 
 fn objects() -> PyErr {
     PyTypeError::new_err(
-        "an array of Python objects has no bytes of its own; convert it to a type with a size",
+        "an array of Python objects cannot be stored as bytes; convert it to a fixed-size type",
     )
 }
 
-/// How long an element is that `__array_interface__` describes so, and what it is if that has a name here.
+/// Returns the size of an element for a typestr of `__array_interface__`, and its type if it is a known one.
 fn type_of_typestr(typestr: &str) -> PyResult<(usize, Option<Dtype>)> {
-    let wrong = || errors::argument(format!("__array_interface__ with the type {typestr:?}"));
+    let wrong = || errors::argument(format!("__array_interface__ has an unsupported typestr {typestr:?}"));
     let [order, kind, digits @ ..] = typestr.as_bytes() else { return Err(wrong()) };
     let number: usize =
         std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).ok_or_else(wrong)?;
@@ -352,11 +359,11 @@ fn type_of_typestr(typestr: &str) -> PyResult<(usize, Option<Dtype>)> {
         .iter()
         .copied()
         .find(|&dtype| typestr_of_dtype(dtype).as_bytes()[1..] == typestr.as_bytes()[1..]);
-    // Those that are so many bytes say nothing.
+    // A void type of some length does not name a type.
     Ok((bytes, dtype.filter(|_| native && *kind != b'V')))
 }
 
-/// Strides, in units of `item_bytes` bytes, of elements that follow each other row by row.
+/// Returns the strides of row-major elements of `item_bytes` bytes.
 pub(crate) fn row_strides(shape: &[usize], item_bytes: usize) -> Vec<isize> {
     let mut strides = vec![0; shape.len()];
     let mut stride = item_bytes as isize;
@@ -367,7 +374,7 @@ pub(crate) fn row_strides(shape: &[usize], item_bytes: usize) -> Vec<isize> {
     strides
 }
 
-/// What the buffer protocol calls a type.
+/// Returns the type for a format of the buffer protocol.
 fn dtype_of_format(format: &CStr, item_bytes: usize) -> Option<Dtype> {
     let format = format.to_str().ok()?;
     let code = match format.as_bytes() {
@@ -390,7 +397,7 @@ fn dtype_of_format(format: &CStr, item_bytes: usize) -> Option<Dtype> {
     }
 }
 
-/// As the buffer protocol calls a type; `None` for those it has no word for.
+/// Returns the format of the buffer protocol for a type; `None` for types that it does not have.
 pub(crate) fn format_of_dtype(dtype: Dtype) -> Option<&'static CStr> {
     Some(match dtype {
         Dtype::Bool => c"?",
@@ -411,7 +418,8 @@ pub(crate) fn format_of_dtype(dtype: Dtype) -> Option<&'static CStr> {
     })
 }
 
-/// As `__array_interface__` calls a type: those that numpy does not know are so many bytes.
+/// Returns the typestr of `__array_interface__` for a type. Types that numpy does not have are void types of their
+/// size.
 pub(crate) fn typestr_of_dtype(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Bool => "|b1",

@@ -1,21 +1,21 @@
-//! The engine's own paged cache, for engines written in Python: [`moontide_blocks`] as `moontide.blocks`.
+//! Paged KV cache for inference engines written in Python: [`moontide_blocks`] as `moontide.blocks`.
 //!
-//! A cache has one owner in Rust. Here a lock stands for it: calls take turns, those that wait for it do so with Python's
-//! lock released, and nothing of Python is touched while it is held, so that the two locks cannot wait for each other.
+//! In Rust a cache has one owner. Here a lock replaces it: calls are serialized, a call that waits for the lock
+//! releases the GIL, and no Python object is used while the lock is held. The two locks therefore cannot deadlock.
 //!
-//! Arrays live as long as Python likes. So what they show is not borrowed but held: `Rows` of a view keep a count on their
-//! blocks (see [`moontide_blocks::Cache::pin`]), those of a fill keep the right to write (it cannot be committed before
-//! they are gone), and those of the arena keep its memory.
+//! Python decides how long arrays live, so `Rows` own what they show: `Rows` of a view hold a reference count on their
+//! blocks (see [`moontide_blocks::Cache::pin`]), `Rows` of a writer hold the writer (it cannot be committed before they
+//! are dropped), and `Rows` of the arena hold its memory.
 //!
-//! Invariant: what a forked child inherits of all this it neither uses nor drops.
+//! Invariant: a forked child neither uses nor drops inherited values.
 
 mod cache;
-mod fill;
-mod held;
+mod pinned;
 mod rows;
 mod shape;
+mod writer;
 
 pub(crate) use cache::{BlockCache, table};
-pub(crate) use fill::Fill;
-pub(crate) use held::{Held, Parked, SequenceView};
+pub(crate) use pinned::{PinnedBlocks, SequenceView, SuspendedSequence};
 pub(crate) use rows::Rows;
+pub(crate) use writer::SequenceWriter;

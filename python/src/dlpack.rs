@@ -1,7 +1,7 @@
-//! DLPack: how array libraries lend each other memory. Its structures, a borrowed tensor, and a lent one.
+//! DLPack, the memory-sharing protocol of array libraries: its structures, imported tensors and exported tensors.
 //!
-//! <https://dmlc.github.io/dlpack/latest/> describes both forms of the capsule: the older one, and the one with a version,
-//! which can say that memory must not be written.
+//! <https://dmlc.github.io/dlpack/latest/> describes both forms of the capsule: the unversioned one, and the versioned
+//! one, which has a read-only flag.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -62,7 +62,7 @@ struct DlManagedTensorVersioned {
 }
 
 const CPU: i32 = 1;
-/// Memory that a CPU reads and writes like its own: pinned by CUDA, by ROCm.
+/// Devices whose memory the CPU can access: CPU, host memory pinned by CUDA, host memory pinned by ROCm.
 const LIKE_CPU: [i32; 3] = [CPU, 3, 11];
 const READ_ONLY: u64 = 1;
 const IS_COPY: u64 = 2;
@@ -72,7 +72,7 @@ const PLAIN_USED: &CStr = c"used_dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
 
-/// The code of a type; its bits follow from its length.
+/// Returns the DLPack code of a type. Its bits follow from its size.
 fn code(dtype: Dtype) -> u8 {
     match dtype {
         Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64 => 0,
@@ -94,9 +94,9 @@ fn dtype(of: DlDataType) -> Option<Dtype> {
         .find(|&dtype| code(dtype) == of.code && dtype.bytes() * 8 == usize::from(of.bits))
 }
 
-// -------------------------------------------------------------------------------------------------------- borrowed
+// -------------------------------------------------------------------------------------------------------- imported
 
-/// A tensor that another library lends, until it is dropped.
+/// A tensor of another library, released when dropped.
 #[derive(Debug)]
 pub(crate) struct Borrowed {
     managed: Managed,
@@ -108,14 +108,14 @@ enum Managed {
     Versioned(NonNull<DlManagedTensorVersioned>),
 }
 
-// SAFETY: the structure is ours until its deleter is called, which any thread may do.
+// SAFETY: this value owns the structure until its deleter is called, which any thread may do.
 unsafe impl Send for Borrowed {}
 // SAFETY: only read.
 unsafe impl Sync for Borrowed {}
 
-/// What is lent.
+/// Memory and layout of a borrowed tensor.
 #[derive(Debug)]
-pub(crate) struct Lent {
+pub(crate) struct BorrowedTensor {
     pub(crate) start: *mut u8,
     pub(crate) shape: Vec<usize>,
     /// In bytes.
@@ -126,7 +126,7 @@ pub(crate) struct Lent {
 }
 
 impl Borrowed {
-    /// Borrows from an object that has `__dlpack__`.
+    /// Imports the tensor of an object that has `__dlpack__`.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Borrowed> {
         let py = object.py();
         let (device, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
@@ -138,7 +138,7 @@ impl Borrowed {
         let newest = PyDict::new(py);
         newest.set_item("max_version", (1, 0))?;
         let capsule = match object.call_method(intern!(py, "__dlpack__"), (), Some(&newest)) {
-            // Older libraries do not know the argument.
+            // Older libraries do not have the argument.
             Err(error) if error.is_instance_of::<PyTypeError>(py) => {
                 object.call_method0(intern!(py, "__dlpack__"))?
             }
@@ -146,33 +146,33 @@ impl Borrowed {
         };
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let taken = |name: &CStr, used: &'static CStr| -> Option<NonNull<c_void>> {
-            // SAFETY: a capsule, and names that end with a zero; a wrong name gives null and an error.
+            // SAFETY: a capsule, and zero-terminated names; a wrong name yields null and an error.
             unsafe {
                 if ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) == 0 {
                     return None;
                 }
-                let inside = NonNull::new(ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()))?;
-                // Ours from here on: the capsule's own destructor leaves it alone by its name.
-                (ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) == 0).then_some(inside)
+                let content = NonNull::new(ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()))?;
+                // This value owns it now: the destructor of the capsule checks the name and does nothing.
+                (ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) == 0).then_some(content)
             }
         };
-        if let Some(inside) = taken(VERSIONED, VERSIONED_USED) {
-            let managed: NonNull<DlManagedTensorVersioned> = inside.cast();
+        if let Some(content) = taken(VERSIONED, VERSIONED_USED) {
+            let managed: NonNull<DlManagedTensorVersioned> = content.cast();
             // SAFETY: version and deleter come first in every version.
             let major = unsafe { managed.as_ref().major };
             let borrowed = Borrowed { managed: Managed::Versioned(managed) };
             return match major {
                 1 => Ok(borrowed),
-                other => Err(PyBufferError::new_err(format!("DLPack {other} is not known here"))),
+                other => Err(PyBufferError::new_err(format!("DLPack version {other} is not supported"))),
             };
         }
         match taken(PLAIN, PLAIN_USED) {
-            Some(inside) => Ok(Borrowed { managed: Managed::Plain(inside.cast()) }),
-            None => Err(PyBufferError::new_err("__dlpack__ gave no tensor")),
+            Some(content) => Ok(Borrowed { managed: Managed::Plain(content.cast()) }),
+            None => Err(PyBufferError::new_err("__dlpack__ returned no tensor")),
         }
     }
 
-    pub(crate) fn lent(&self) -> PyResult<Lent> {
+    pub(crate) fn tensor(&self) -> PyResult<BorrowedTensor> {
         // SAFETY: the structure is valid until the deleter is called.
         let (tensor, readonly) = unsafe {
             match &self.managed {
@@ -182,25 +182,25 @@ impl Borrowed {
                 }
             }
         };
-        let wrong = |what: &str| errors::argument(format!("a DLPack tensor with {what}"));
+        let wrong = |what: &str| errors::argument(format!("invalid DLPack tensor: {what}"));
         let bits = usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
         if bits == 0 || !bits.is_multiple_of(8) {
-            return Err(wrong("elements that are no whole bytes"));
+            return Err(wrong("element size is not a whole number of bytes"));
         }
         let item_bytes = bits / 8;
-        let dims = usize::try_from(tensor.ndim).map_err(|_| wrong("a negative number of dimensions"))?;
+        let dims = usize::try_from(tensor.ndim).map_err(|_| wrong("negative number of dimensions"))?;
         let shape: Vec<usize> = match dims {
             0 => Vec::new(),
-            // SAFETY: a tensor with dimensions has a shape of as many numbers.
+            // SAFETY: the shape of a tensor has one number per dimension.
             _ => unsafe { std::slice::from_raw_parts(tensor.shape, dims) }
                 .iter()
-                .map(|&len| usize::try_from(len).map_err(|_| wrong("a negative length")))
+                .map(|&len| usize::try_from(len).map_err(|_| wrong("negative length")))
                 .collect::<PyResult<_>>()?,
         };
         let strides = if dims == 0 || tensor.strides.is_null() {
             super::array::row_strides(&shape, item_bytes)
         } else {
-            // SAFETY: as many numbers as dimensions.
+            // SAFETY: one number per dimension.
             unsafe { std::slice::from_raw_parts(tensor.strides, dims) }
                 .iter()
                 .map(|&stride| (stride as isize).wrapping_mul(item_bytes as isize))
@@ -208,15 +208,16 @@ impl Borrowed {
         };
         let start = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         let dtype = (tensor.dtype.lanes == 1).then(|| dtype(tensor.dtype)).flatten();
-        Ok(Lent { start, shape, strides, item_bytes, dtype, readonly })
+        Ok(BorrowedTensor { start, shape, strides, item_bytes, dtype, readonly })
     }
 }
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        // The other library's deleter usually drops Python objects: not when the interpreter is gone.
+        // The deleter of the other library usually drops Python objects, so it is not called after the interpreter
+        // ended.
         Python::try_attach(|_| {
-            // SAFETY: the structure is ours, and this is its end.
+            // SAFETY: this value owns the structure, and does not use it after this call.
             unsafe {
                 match self.managed {
                     Managed::Plain(managed) => {
@@ -235,29 +236,29 @@ impl Drop for Borrowed {
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------ lent
+// -------------------------------------------------------------------------------------------------------- exported
 
-/// What `__dlpack_device__` says: memory of this host.
+/// Result of `__dlpack_device__`: host memory.
 pub(crate) const DEVICE: (i32, i32) = (CPU, 0);
 
-/// What a lent tensor is kept alive by, and where its numbers stand.
-struct Keeper {
+/// Owner of the memory of an exported tensor, and its shape and strides.
+struct TensorOwner {
     _owner: Option<Py<PyAny>>,
     copy: Vec<u8>,
     shape: Vec<i64>,
     strides: Vec<i64>,
 }
 
-/// What a library asks for when it borrows.
+/// Arguments of `__dlpack__`.
 pub(crate) struct Request {
     pub(crate) max_version: Option<(u32, u32)>,
     pub(crate) device: Option<(i32, i32)>,
     pub(crate) copy: Option<bool>,
 }
 
-/// A capsule that lends memory of `owner`, read-only, row by row; or one with a copy, if that is asked for. Only the form
-/// with a version can say the former.
-pub(crate) fn lend<'py>(
+/// Returns a capsule that exports memory of `owner`, read-only and row-major, or a copy of it on request. Only the
+/// versioned form has a read-only flag.
+pub(crate) fn export<'py>(
     owner: &Bound<'py, PyAny>,
     start: impl FnOnce() -> PyResult<*const u8>,
     dtype: Dtype,
@@ -266,20 +267,25 @@ pub(crate) fn lend<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let shape: Vec<usize> = shape.iter().map(|&len| len as usize).collect();
     let strides = super::array::row_strides(&shape, dtype.bytes());
-    lend_strided(owner, start, Elements { dtype, shape: &shape, strides: &strides, readonly: true }, request)
+    export_strided(
+        owner,
+        start,
+        Elements { dtype, shape: &shape, strides: &strides, readonly: true },
+        request,
+    )
 }
 
-/// What is lent, and how it lies.
+/// Type and layout of exported elements.
 pub(crate) struct Elements<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) shape: &'a [usize],
-    /// In bytes; whole elements.
+    /// In bytes; multiples of the element size.
     pub(crate) strides: &'a [isize],
     pub(crate) readonly: bool,
 }
 
-/// The same for elements with gaps between them, and for memory that may be written.
-pub(crate) fn lend_strided<'py>(
+/// As [`export`], for elements with strides and for writable memory.
+pub(crate) fn export_strided<'py>(
     owner: &Bound<'py, PyAny>,
     start: impl FnOnce() -> PyResult<*const u8>,
     elements: Elements<'_>,
@@ -288,23 +294,23 @@ pub(crate) fn lend_strided<'py>(
     let Elements { dtype, shape, strides, readonly } = elements;
     if request.device.is_some_and(|device| device != DEVICE) {
         return Err(PyBufferError::new_err(
-            "the memory is this host's; copy it to the device after borrowing it",
+            "the memory is host memory; import it on the CPU and copy it to the device",
         ));
     }
     if request.max_version.is_none_or(|(major, _)| major < 1) {
         return Err(PyBufferError::new_err(
-            "the memory may be read-only, and the caller's DLPack is too old to be told so; use .numpy() or a copy",
+            "the caller's DLPack version has no read-only flag, and the memory may be read-only; use .numpy() or a copy",
         ));
     }
     let start = start()?;
     let wants_copy = request.copy == Some(true);
     let copy = match wants_copy {
-        // SAFETY: the elements are there, and the owner, whom the caller holds, keeps them.
+        // SAFETY: the elements exist, and the owner, which the caller references, keeps them alive.
         true => unsafe { super::array::collect(start, shape, strides, dtype.bytes()) }?,
         false => Vec::new(),
     };
     let in_elements = |stride: &isize| (*stride / dtype.bytes() as isize) as i64;
-    let mut keeper = Box::new(Keeper {
+    let mut contents = Box::new(TensorOwner {
         _owner: (!wants_copy).then(|| owner.clone().unbind()),
         copy,
         shape: shape.iter().map(|&len| len as i64).collect(),
@@ -314,7 +320,7 @@ pub(crate) fn lend_strided<'py>(
         },
     });
     let data: *mut u8 = match wants_copy {
-        true => keeper.copy.as_mut_ptr(),
+        true => contents.copy.as_mut_ptr(),
         false => start.cast_mut(),
     };
     let tensor = DlTensor {
@@ -322,15 +328,15 @@ pub(crate) fn lend_strided<'py>(
         device: DlDevice { device_type: CPU, device_id: 0 },
         ndim: shape.len() as i32,
         dtype: DlDataType { code: code(dtype), bits: (dtype.bytes() * 8) as u8, lanes: 1 },
-        shape: keeper.shape.as_mut_ptr(),
-        strides: keeper.strides.as_mut_ptr(),
+        shape: contents.shape.as_mut_ptr(),
+        strides: contents.strides.as_mut_ptr(),
         byte_offset: 0,
     };
     let managed = Box::into_raw(Box::new(DlManagedTensorVersioned {
         major: 1,
         minor: 0,
-        manager: Box::into_raw(keeper).cast(),
-        deleter: Some(delete_lent),
+        manager: Box::into_raw(contents).cast(),
+        deleter: Some(delete_exported),
         flags: match (wants_copy, readonly) {
             (true, _) => IS_COPY,
             (false, true) => READ_ONLY,
@@ -338,38 +344,39 @@ pub(crate) fn lend_strided<'py>(
         },
         tensor,
     }));
-    // SAFETY: a pointer to a structure that the capsule owns until somebody takes it and changes the name.
+    // SAFETY: a pointer to a structure that the capsule owns until a consumer takes it and changes the name.
     let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), VERSIONED.as_ptr(), Some(capsule_dropped)) };
     if capsule.is_null() {
-        // SAFETY: made just above, and nobody else has it.
-        unsafe { delete_lent(managed) };
+        // SAFETY: created above, and no other code has a pointer to it.
+        unsafe { delete_exported(managed) };
         return Err(PyErr::fetch(owner.py()));
     }
     // SAFETY: a new reference.
     Ok(unsafe { Bound::from_owned_ptr(owner.py(), capsule) })
 }
 
-/// Nobody took what the capsule holds.
+/// Destructor of the capsule: deletes the tensor if no consumer took it.
 unsafe extern "C" fn capsule_dropped(capsule: *mut ffi::PyObject) {
-    // SAFETY: called by Python with a capsule of ours; the name says whether its content still is.
+    // SAFETY: Python calls this with a capsule of this module; its name tells whether it still owns the tensor.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) != 0 {
             let managed = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr());
-            delete_lent(managed.cast());
+            delete_exported(managed.cast());
         }
     }
 }
 
-/// Whoever borrowed it is done. May be called on any thread.
-unsafe extern "C" fn delete_lent(managed: *mut DlManagedTensorVersioned) {
-    // SAFETY: both were made by `lend`, and this is called once.
+/// Deleter of an exported tensor. Can be called on any thread.
+unsafe extern "C" fn delete_exported(managed: *mut DlManagedTensorVersioned) {
+    // SAFETY: `export_strided` created both, and this is called once.
     unsafe {
         let managed = Box::from_raw(managed);
-        let keeper = Box::from_raw(managed.manager.cast::<Keeper>());
-        // Not when the interpreter is gone: its objects are, too. Within, so that the memory is given back now.
-        let mut keeper = Some(keeper);
-        if Python::try_attach(|_| drop(keeper.take())).is_none() {
-            std::mem::forget(keeper);
+        let contents = Box::from_raw(managed.manager.cast::<TensorOwner>());
+        // Dropped while attached, so that the memory is freed now. After the interpreter ended its objects no longer
+        // exist, so the value is leaked.
+        let mut contents = Some(contents);
+        if Python::try_attach(|_| drop(contents.take())).is_none() {
+            std::mem::forget(contents);
         }
     }
 }

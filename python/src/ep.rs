@@ -1,13 +1,13 @@
-//! Expert-parallel exchange for Python: [`moontide_ep`] as `moontide.ep`.
+//! Expert-parallel dispatch and combine for Python: [`moontide_ep`] as `moontide.ep`.
 //!
-//! A step in Rust is a guard that borrows its channel. Python has no such borrows, so a step here is a number: what is held
-//! of it ([`Sent`], [`Received`]) names it, every call takes the step up anew ([`moontide_ep::Channel::resume`]), and one
-//! that is over is refused. Calls take turns; those that wait do so with Python's lock released, and nothing of Python is
-//! touched while the channel's lock is held, so that the two locks cannot wait for each other.
+//! In Rust a step is a guard that borrows its channel. Python has no borrows, so here a step has a number:
+//! [`Dispatching`] and [`Dispatched`] contain it, every call resumes the step ([`moontide_ep::Channel::resume`]), and a
+//! call for a finished step fails. Calls are serialized. A call that waits releases the GIL, and no Python object is
+//! used while the lock of the channel is held. The two locks therefore cannot deadlock.
 //!
-//! Rows that are lent in place are counted: while there is an array over them the step does not go on.
+//! Exported rows are counted: the step does not continue while an array over them exists.
 //!
-//! Invariant: what a forked child inherits of all this it neither uses nor drops.
+//! Invariant: a forked child neither uses nor drops inherited values.
 
 mod channel;
 mod rows;
@@ -17,5 +17,5 @@ mod world;
 
 pub(crate) use channel::Channel;
 pub(crate) use rows::TokenRows;
-pub(crate) use step::{Received, Sent};
+pub(crate) use step::{Dispatched, Dispatching};
 pub(crate) use world::World;

@@ -1,9 +1,10 @@
-//! Exceptions: the classes are in `moontide/errors.py`, by the numbers of [`ErrorCode`].
+//! Exceptions. Their classes are in `moontide/errors.py`, one per [`ErrorCode`].
 
-use moontide_blocks::{ArenaError, BlocksError, ParkError};
+use moontide_blocks::{ArenaError, CacheError, OutOfBlocks, SuspendError};
 use moontide_client::StoreError;
 use moontide_ep::OpenError;
-use moontide_heap::{DoorError, WaitError, WorldError};
+use moontide_heap::ShmError;
+use moontide_symmetric::{WaitError, WorldError};
 use moontide_types::ErrorCode;
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
@@ -17,7 +18,7 @@ fn module(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
     Ok(module.bind(py))
 }
 
-/// An instance of the class for this code.
+/// Returns an instance of the exception class of a code.
 fn of_code<'py>(py: Python<'py>, code: ErrorCode, message: String) -> PyResult<Bound<'py, PyAny>> {
     let classes = module(py)?.getattr("BY_CODE")?.cast_into::<PyDict>()?;
     let class = match classes.get_item(code as u16)? {
@@ -31,8 +32,8 @@ fn raised(made: PyResult<Bound<'_, PyAny>>) -> PyErr {
     made.map_or_else(|error| error, PyErr::from_value)
 }
 
-/// The exception for a failure of the store; or that of a signal that came while the call waited, which is why the
-/// caller wants to stop.
+/// Returns the exception for a failure of the store. If a signal arrived during the call, returns the exception of its
+/// handler instead.
 pub(crate) fn store(py: Python<'_>, error: &StoreError) -> PyErr {
     if let Err(interrupt) = py.check_signals() {
         return interrupt;
@@ -40,42 +41,41 @@ pub(crate) fn store(py: Python<'_>, error: &StoreError) -> PyErr {
     raised(of_code(py, error.code(), error.to_string()))
 }
 
-/// The exception for a failure that something else describes.
+/// Returns the exception for a code and a message.
 pub(crate) fn other(py: Python<'_>, code: ErrorCode, message: impl ToString) -> PyErr {
     raised(of_code(py, code, message.to_string()))
 }
 
-/// The exception for something that an engine's own cache could not do.
-pub(crate) fn blocks(py: Python<'_>, error: &BlocksError) -> PyErr {
+/// Returns the exception for a failed call of a block cache.
+pub(crate) fn blocks(py: Python<'_>, error: &CacheError) -> PyErr {
     let message = error.to_string();
     raised(match error {
-        BlocksError::Full(full) => module(py).and_then(|module| {
-            let numbers = (full.wanted, full.free, full.longest, full.cached, full.waiting);
-            let (wanted, free, longest, cached, waiting) = numbers;
-            module.getattr("NoBlocks")?.call1((message, wanted, free, longest, cached, waiting))
+        CacheError::Full(full) => module(py).and_then(|module| {
+            let OutOfBlocks { needed, free, longest, cached, held_by_readers } = *full;
+            module.getattr("OutOfBlocks")?.call1((message, needed, free, longest, cached, held_by_readers))
         }),
-        BlocksError::Unknown(id) => {
+        CacheError::Unknown(id) => {
             module(py).and_then(|module| module.getattr("UnknownSequence")?.call1((message, id.to_bits())))
         }
-        BlocksError::Busy(_) | BlocksError::Sequences { .. } | BlocksError::Readers { .. } => {
+        CacheError::Busy(_) | CacheError::Sequences { .. } | CacheError::Readers { .. } => {
             of_code(py, ErrorCode::Busy, message)
         }
-        BlocksError::Incomplete(_) => of_code(py, ErrorCode::NotReady, message),
-        BlocksError::NotOwner => of_code(py, ErrorCode::InvalidArgument, message),
+        CacheError::Incomplete(_) => of_code(py, ErrorCode::NotReady, message),
+        CacheError::NotOwner => of_code(py, ErrorCode::InvalidArgument, message),
     })
 }
 
-/// The exception for a sequence that could not be put aside or brought back.
-pub(crate) fn park(py: Python<'_>, error: &ParkError<StoreError>) -> PyErr {
+/// Returns the exception for a sequence that could not be suspended, resumed or restored.
+pub(crate) fn suspend(py: Python<'_>, error: &SuspendError<StoreError>) -> PyErr {
     match error {
-        ParkError::Blocks(error) => blocks(py, error),
-        ParkError::Store(error) => store(py, error),
-        ParkError::Refused => other(py, ErrorCode::NoSpace, error),
-        ParkError::BlockTokens { .. } => other(py, ErrorCode::InvalidArgument, error),
+        SuspendError::Blocks(error) => blocks(py, error),
+        SuspendError::Store(error) => store(py, error),
+        SuspendError::Refused => other(py, ErrorCode::NoSpace, error),
+        SuspendError::BlockTokens { .. } => other(py, ErrorCode::InvalidArgument, error),
     }
 }
 
-/// The exception for a cache that cannot be made.
+/// Returns the exception for a cache that could not be created.
 pub(crate) fn arena(py: Python<'_>, error: &ArenaError) -> PyErr {
     let code = match error {
         ArenaError::Size { .. } | ArenaError::Blocks { .. } => ErrorCode::InvalidArgument,
@@ -84,14 +84,14 @@ pub(crate) fn arena(py: Python<'_>, error: &ArenaError) -> PyErr {
     other(py, code, error)
 }
 
-/// The exception for ranks that did not meet.
+/// Returns the exception for a barrier that ranks did not reach.
 pub(crate) fn wait(py: Python<'_>, error: WaitError) -> PyErr {
-    wait_with(py, error, "wait again, or leave them behind")
+    wait_with(py, error, "wait again, or exclude them")
 }
 
-/// The exception for ranks that did not come to a world that is being made.
+/// Returns the exception for ranks that did not join a new world.
 pub(crate) fn join(py: Python<'_>, error: WaitError) -> PyErr {
-    wait_with(py, error, "start them within the time-out, with the same settings; then join again")
+    wait_with(py, error, "start them within the timeout, with the same settings, and join again")
 }
 
 fn wait_with(py: Python<'_>, error: WaitError, advice: &str) -> PyErr {
@@ -105,47 +105,47 @@ fn wait_with(py: Python<'_>, error: WaitError, advice: &str) -> PyErr {
     }))
 }
 
-/// The exception for a world that could not be joined.
+/// Returns the exception for a world that could not be joined.
 pub(crate) fn world(py: Python<'_>, error: &WorldError) -> PyErr {
     let code = match error {
         WorldError::Wait(error) => return join(py, *error),
         WorldError::Shape(_)
         | WorldError::OtherShape { .. }
         | WorldError::Rank { .. }
-        | WorldError::Door(DoorError::Path) => ErrorCode::InvalidArgument,
-        WorldError::Door(DoorError::Refused(code)) => *code,
-        WorldError::Door(DoorError::System { source, .. })
-            if source.kind() == std::io::ErrorKind::TimedOut =>
-        {
+        | WorldError::Shm(ShmError::Path) => ErrorCode::InvalidArgument,
+        WorldError::Shm(ShmError::Refused(code)) => *code,
+        WorldError::Shm(ShmError::System { source, .. }) if source.kind() == std::io::ErrorKind::TimedOut => {
             ErrorCode::DeadlineExceeded
         }
-        WorldError::Door(_) => ErrorCode::Unreachable,
+        WorldError::Shm(_) => ErrorCode::Unreachable,
         WorldError::Region(_) => ErrorCode::NoSpace,
-        WorldError::Taken { .. } => ErrorCode::Busy,
+        WorldError::RankInUse { .. } | WorldError::AlreadyReserved { .. } | WorldError::NotEmpty => {
+            ErrorCode::Busy
+        }
     };
     other(py, code, error)
 }
 
-/// The exception for a channel that could not be opened.
+/// Returns the exception for a channel that could not be opened.
 pub(crate) fn open_channel(py: Python<'_>, error: &OpenError) -> PyErr {
     match error {
         OpenError::World(error) => world(py, error),
-        OpenError::TooLate => other(py, ErrorCode::Gone, error),
+        OpenError::NotOpenedBefore => other(py, ErrorCode::Gone, error),
         _ => other(py, ErrorCode::InvalidArgument, error),
     }
 }
 
-/// The exception for an argument that makes no sense.
+/// Returns the exception for an invalid argument.
 pub(crate) fn argument(message: impl ToString) -> PyErr {
     Python::attach(|py| other(py, ErrorCode::InvalidArgument, message))
 }
 
-/// Used after it was closed.
+/// Returns the exception for a use after close.
 pub(crate) fn closed(py: Python<'_>, message: String) -> PyErr {
     raised(module(py).and_then(|module| module.getattr("Closed")?.call1((message,))))
 }
 
-/// Outcomes of a batch: a list of them, or an exception that has them if any failed.
+/// Returns the outcomes of a batch as a list, or raises an exception that contains them if any failed.
 pub(crate) fn batch<'py, T>(
     py: Python<'py>,
     outcomes: Vec<Result<T, StoreError>>,

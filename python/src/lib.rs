@@ -1,56 +1,56 @@
-//! The Python module `moontide._native`: what Python programs call, over [`moontide_client`].
+//! The Python module `moontide._native`: the Python API over [`moontide_client`].
 //!
-//! Python waits with its lock released, and memory crosses without a copy wherever it can: `array` takes what objects
-//! lend (buffers, DLPack, `__array_interface__`), `pinned` and `view` lend what the store has. Whatever is said here about
-//! calls is said in the docstrings; `moontide/_native.pyi` has the types.
+//! Calls release the GIL while they wait. Memory is passed without a copy where possible: `array` imports the memory of
+//! Python objects (buffer protocol, DLPack, `__array_interface__`), `pinned` and `view` export objects of the store.
+//! The docstrings document the calls; `moontide/_native.pyi` has the types.
 //!
-//! Reading order: `process` (forks), `errors`, `arguments`, `array`, `pinned`, `view`, `tensor`, `store`, `addresses` (for
-//! callers with pointers), `departures`, `mailbox` and `tasks`, `local`; `blocks` is the engine's own cache, over
-//! [`moontide_blocks`], and `ep` the exchange of experts' tokens, over [`moontide_ep`]; `hop` is for ranks
-//! that write into each other's memory.
+//! Reading order: `process` (fork), `errors`, `arguments`, `array`, `pinned`, `view`, `tensor`, `store`, `addresses`
+//! (for callers with pointers), `invalidations`, `loop_queue` and `async_store`, `local`. `blocks` is the paged KV
+//! cache over [`moontide_blocks`]. `ep` is dispatch and combine of expert tokens over [`moontide_ep`]. `rank_store` is
+//! for ranks that write to each other's memory.
 
 mod address;
 mod addresses;
 mod arguments;
 mod array;
+mod async_store;
 mod blocks;
-mod departures;
 mod dlpack;
 mod ep;
 mod errors;
-mod hop;
+mod invalidations;
 mod local;
-mod mailbox;
+mod loop_queue;
 mod pinned;
 mod process;
+mod rank_store;
 mod store;
-mod tasks;
 mod tensor;
 mod view;
 
 use pyo3::prelude::*;
 
-/// What is native of the package `moontide`.
+/// Native part of the package `moontide`.
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::address::Memory;
+    use crate::address::RawMemory;
     #[pymodule_export]
     use crate::arguments::PutOptions;
     #[pymodule_export]
-    use crate::blocks::{BlockCache, Fill, Held, Parked, Rows, SequenceView};
+    use crate::async_store::AsyncStore;
     #[pymodule_export]
-    use crate::departures::Departures;
+    use crate::blocks::{BlockCache, PinnedBlocks, Rows, SequenceView, SequenceWriter, SuspendedSequence};
     #[pymodule_export]
-    use crate::ep::{Channel, Received, Sent, TokenRows, World};
+    use crate::ep::{Channel, Dispatched, Dispatching, TokenRows, World};
     #[pymodule_export]
-    use crate::hop::{Hop, HopAwaited, HopCell, HopPush};
+    use crate::invalidations::Invalidations;
     #[pymodule_export]
     use crate::local::{LocalMaster, LocalNode};
     #[pymodule_export]
-    use crate::store::Store;
+    use crate::rank_store::{KernelCell, PendingRecord, PushWriter, RankStore};
     #[pymodule_export]
-    use crate::tasks::AsyncStore;
+    use crate::store::Store;
     #[pymodule_export]
     use crate::tensor::Tensor;
     #[pymodule_export]

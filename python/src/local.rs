@@ -1,32 +1,35 @@
-//! A master and a node in this process: for trying things out, and for engines that lend memory to the pool themselves.
+//! A master and a node in this process, for development clusters and for programs that contribute memory to a pool.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use moontide_master::{MasterConfig, Server};
-use moontide_node::{DiskConfig, Node, NodeConfig, StartError};
+use moontide_node::{Node, NodeConfig, StartError};
 use moontide_types::ErrorCode;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
-use crate::arguments::seconds;
+use crate::arguments::set_named;
 use crate::errors;
-use crate::process::OfProcess;
+use crate::process::ProcessLocal;
 
-/// How long a node may take until the master has given it its groups.
+/// Timeout for the master to mount a new node.
 const MOUNT_MAX: Duration = Duration::from_secs(5);
+
+/// Bytes of memory per header slot of a node in this process.
+const BYTES_PER_SLOT: u64 = 2048;
 
 fn address(listen: &str) -> PyResult<SocketAddr> {
     listen
         .parse()
-        .map_err(|_| errors::argument(format!("{listen:?} is no address; write it as \"127.0.0.1:0\"")))
+        .map_err(|_| errors::argument(format!("{listen:?} is not an address; use the form \"127.0.0.1:0\"")))
 }
 
-/// A master in this process. It ends with the process, and everything it knows with it.
+/// A master in this process. It ends with the process, and its state is lost.
 #[pyclass(module = "moontide._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct LocalMaster {
-    held: OfProcess<Server>,
+    held: ProcessLocal<Server>,
     grpc: SocketAddr,
     admin: SocketAddr,
 }
@@ -37,36 +40,36 @@ impl LocalMaster {
     #[pyo3(signature = (listen="127.0.0.1:0", *, groups=4))]
     fn new(py: Python<'_>, listen: &str, groups: u16) -> PyResult<LocalMaster> {
         let grpc_listen = address(listen)?;
-        let beside = SocketAddr::new(grpc_listen.ip(), 0);
+        let any_port = SocketAddr::new(grpc_listen.ip(), 0);
         let config = MasterConfig {
             grpc_listen,
-            frame_listen: beside,
-            admin_listen: beside,
+            frame_listen: any_port,
+            admin_listen: any_port,
             groups,
-            // Nobody remembers anything of an earlier master.
-            reallocate_wait_ms: 0,
+            // The cluster is new: no earlier master has granted memory.
+            reallocation_delay_ms: 0,
             ..MasterConfig::default()
         };
         let server = py
             .detach(|| Server::start(config))
             .map_err(|error| errors::other(py, ErrorCode::InvalidArgument, error))?;
         let addresses = server.addresses();
-        Ok(LocalMaster { grpc: addresses.grpc, admin: addresses.admin, held: OfProcess::new(server) })
+        Ok(LocalMaster { grpc: addresses.grpc, admin: addresses.admin, held: ProcessLocal::new(server) })
     }
 
-    /// What stores and nodes connect to.
+    /// Address for stores and nodes.
     #[getter]
     fn address(&self) -> String {
         self.grpc.to_string()
     }
 
-    /// Where its page for operators is.
+    /// Address of the admin HTTP endpoints.
     #[getter]
     fn admin_address(&self) -> String {
         self.admin.to_string()
     }
 
-    /// Ends it. A second time it does nothing.
+    /// Shuts the master down. Further calls of close() do nothing.
     fn close(&self, py: Python<'_>) {
         if let Some(server) = self.held.take() {
             py.detach(|| server.shutdown());
@@ -74,11 +77,11 @@ impl LocalMaster {
     }
 }
 
-/// A node in this process: memory of this process as part of the pool.
+/// A node in this process. It contributes memory of this process to the pool.
 #[pyclass(module = "moontide._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct LocalNode {
-    held: OfProcess<Node>,
+    held: ProcessLocal<Node>,
     id: String,
     tcp: Vec<String>,
 }
@@ -86,34 +89,26 @@ pub(crate) struct LocalNode {
 #[pymethods]
 impl LocalNode {
     #[new]
-    #[pyo3(signature = (master, memory_bytes, *, disk_dir=None, disk_limit_bytes=None, rack="", zone="",
-        listen="127.0.0.1:0", slot_bytes=2048, drain=5.0))]
-    #[allow(clippy::too_many_arguments)] // keywords of a constructor
+    #[pyo3(signature = (master, memory_bytes, **settings))]
     fn new(
         py: Python<'_>,
         master: &str,
-        memory_bytes: u64,
-        disk_dir: Option<PathBuf>,
-        disk_limit_bytes: Option<u64>,
-        rack: &str,
-        zone: &str,
-        listen: &str,
-        slot_bytes: u64,
-        drain: f64,
+        memory_bytes: &Bound<'_, PyAny>,
+        settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<LocalNode> {
-        let disk = disk_dir.map(|dir| DiskConfig { limit_bytes: disk_limit_bytes, ..DiskConfig::new(dir) });
-        let config = NodeConfig {
+        let defaults = NodeConfig {
             master: master.to_owned(),
-            memory_bytes,
-            slot_bytes,
-            listen: vec![address(listen)?],
-            rack: rack.to_owned(),
-            zone: zone.to_owned(),
+            bytes_per_slot: BYTES_PER_SLOT,
             admin_listen: None,
-            disk,
-            drain: seconds("drain", drain)?,
             ..NodeConfig::default()
         };
+        // The environment belongs to the command: a program states what its node contributes.
+        let mut loaded = moontide_settings::load(defaults, None, [], []).map_err(errors::argument)?;
+        let memory = PyDict::new(py);
+        memory.set_item("memory_bytes", memory_bytes)?;
+        set_named(&mut loaded, Some(&memory))?;
+        set_named(&mut loaded, settings)?;
+        let config = loaded.config;
         let node = py.detach(|| {
             let node = Node::start(config).map_err(|error| match error {
                 StartError::Config(_) | StartError::Disk(_) => {
@@ -126,31 +121,31 @@ impl LocalNode {
                 false => Err((
                     ErrorCode::Unreachable,
                     format!(
-                        "the master at {master} has not taken the node in after {} s; check its log",
+                        "the master at {master} has not mounted the node after {} s; check its log",
                         MOUNT_MAX.as_secs()
                     ),
                 )),
             }
         });
         let node = node.map_err(|(code, message)| errors::other(py, code, message))?;
-        let id = format!("{:016x}", node.id().0);
+        let id = node.id().to_string();
         let tcp = node.addresses().tcp.iter().map(ToString::to_string).collect();
-        Ok(LocalNode { held: OfProcess::new(node), id, tcp })
+        Ok(LocalNode { held: ProcessLocal::new(node), id, tcp })
     }
 
-    /// Its number, as the command line writes it.
+    /// Node id in the format of the command line.
     #[getter]
     fn id(&self) -> &str {
         &self.id
     }
 
-    /// Where it serves transfers.
+    /// Addresses of the transfer servers.
     #[getter]
     fn addresses(&self) -> Vec<String> {
         self.tcp.clone()
     }
 
-    /// Ends it; what it has is lost to the pool. A second time it does nothing.
+    /// Shuts the node down; its objects are lost. Further calls of close() do nothing.
     fn close(&self, py: Python<'_>) {
         if let Some(node) = self.held.take() {
             py.detach(|| node.shutdown());

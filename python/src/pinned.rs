@@ -1,4 +1,4 @@
-//! [`Pinned`]: an object that Python reads in place, and how long it stays.
+//! [`Pinned`]: an object that Python reads zero-copy, and its lifetime.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
@@ -9,53 +9,53 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::process::{Gone, OfProcess, gone};
+use crate::process::{ProcessLocal, Unusable, unusable_error};
 
-/// An object's bytes. They stay where they are until this is released or dropped; it is not released while somebody has
-/// a buffer of it.
+/// Bytes of an object. They stay valid until this is released or dropped. It cannot be released while buffers of it
+/// exist.
 #[derive(Debug)]
 pub(crate) struct Pinned {
-    object: OfProcess<Arc<ObjectRef>>,
-    /// Buffers that were lent and not given back.
+    object: ProcessLocal<Arc<ObjectRef>>,
+    /// Number of exported buffers that were not released.
     buffers: AtomicUsize,
 }
 
 impl Pinned {
     pub(crate) fn new(object: ObjectRef) -> Pinned {
-        Pinned { object: OfProcess::new(Arc::new(object)), buffers: AtomicUsize::new(0) }
+        Pinned { object: ProcessLocal::new(Arc::new(object)), buffers: AtomicUsize::new(0) }
     }
 
-    /// The object, for a moment.
+    /// Returns the object for a short use.
     pub(crate) fn object(&self, py: Python<'_>) -> PyResult<Arc<ObjectRef>> {
-        self.object.with(Arc::clone).map_err(|why| released(py, why))
+        self.object.with(Arc::clone).map_err(|reason| released(py, reason))
     }
 
-    /// Where the bytes begin, and how many there are, for somebody who does not say when it is done: from now on they
-    /// stay there until this is dropped.
-    pub(crate) fn place(&self, py: Python<'_>) -> PyResult<(*const u8, usize)> {
-        let placed = self.object.with(|object| {
+    /// Returns address and length of the bytes for a user that never releases them. From now on they stay valid until
+    /// this is dropped.
+    pub(crate) fn address_and_len(&self, py: Python<'_>) -> PyResult<(*const u8, usize)> {
+        let found = self.object.with(|object| {
             self.buffers.fetch_add(1, Ordering::SeqCst);
             (object.as_ptr(), object.len())
         });
-        placed.map_err(|why| released(py, why))
+        found.map_err(|reason| released(py, reason))
     }
 
     pub(crate) fn release(&self) -> PyResult<()> {
         let released = self.object.take_unless(|| match self.buffers.load(Ordering::SeqCst) {
             0 => Ok(()),
             _ => Err(PyBufferError::new_err(
-                "its memory is lent, to an array, a memoryview or as an address; it is given back when the view and all of \
-                 them are dropped",
+                "an array, a memoryview or an address still uses the memory; it is released when the view and all of them \
+                 are dropped",
             )),
         });
         released.map(drop)
     }
 
-    /// Fills a buffer with bytes of the object from `offset` on, read-only, in the given shape.
+    /// Exports the bytes of the object from `offset` on as a read-only buffer with the given layout.
     ///
     /// # Safety
-    /// `view` is what Python passed to `__getbuffer__`; `layout` lives as long as `owner`, and fits the object.
-    pub(crate) unsafe fn lend(
+    /// Python passed `view` to `__getbuffer__`; `layout` lives as long as `owner`, and fits the object.
+    pub(crate) unsafe fn export_buffer(
         &self,
         owner: &Bound<'_, PyAny>,
         view: *mut ffi::Py_buffer,
@@ -65,32 +65,30 @@ impl Pinned {
     ) -> PyResult<()> {
         let py = owner.py();
         if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
-            return Err(PyBufferError::new_err(
-                "objects of the store are read-only; copy what is to be changed",
-            ));
+            return Err(PyBufferError::new_err("objects of the store are read-only; modify a copy"));
         }
-        let is_row_by_row_only = layout.shape.iter().filter(|&&len| len > 1).count() > 1;
-        if flags & ffi::PyBUF_F_CONTIGUOUS == ffi::PyBUF_F_CONTIGUOUS && is_row_by_row_only {
-            return Err(PyBufferError::new_err("the elements lie row by row, not column by column"));
+        let is_row_major_only = layout.shape.iter().filter(|&&len| len > 1).count() > 1;
+        if flags & ffi::PyBUF_F_CONTIGUOUS == ffi::PyBUF_F_CONTIGUOUS && is_row_major_only {
+            return Err(PyBufferError::new_err("the elements are in row-major order, not column-major"));
         }
-        let lent = self.object.with(|object| {
+        let exported = self.object.with(|object| {
             self.buffers.fetch_add(1, Ordering::SeqCst);
             let bytes = &object[offset..];
             (bytes.as_ptr(), bytes.len())
         });
-        let (start, len) = lent.map_err(|why| released(py, why))?;
+        let (start, len) = exported.map_err(|reason| released(py, reason))?;
         // SAFETY: the caller's buffer and layout.
         unsafe { layout.fill(owner, view, flags, Memory { start, len, readonly: true }) };
         Ok(())
     }
 
-    /// A buffer came back.
-    pub(crate) fn given_back(&self) {
+    /// Counts a buffer as released.
+    pub(crate) fn release_buffer(&self) {
         self.buffers.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-/// How a buffer's elements are laid out.
+/// Layout of the elements of a buffer.
 pub(crate) struct Layout<'a> {
     pub(crate) format: &'static CStr,
     pub(crate) item_bytes: usize,
@@ -98,7 +96,7 @@ pub(crate) struct Layout<'a> {
     pub(crate) strides: &'a [isize],
 }
 
-/// Which memory a buffer shows.
+/// Memory of a buffer.
 pub(crate) struct Memory {
     pub(crate) start: *const u8,
     /// Bytes of all elements.
@@ -110,8 +108,8 @@ impl Layout<'_> {
     /// Fills a buffer.
     ///
     /// # Safety
-    /// `view` is what Python passed to `__getbuffer__`; the layout lives as long as `owner`, who keeps the memory, and fits
-    /// it; whoever asked with these flags can be given it.
+    /// Python passed `view` to `__getbuffer__`. The layout lives as long as `owner`, which keeps the memory alive, and
+    /// fits it. The layout satisfies the flags.
     pub(crate) unsafe fn fill(
         &self,
         owner: &Bound<'_, PyAny>,
@@ -119,20 +117,20 @@ impl Layout<'_> {
         flags: c_int,
         memory: Memory,
     ) {
-        let asked = |flag: c_int| flags & flag == flag;
-        let list = |flag: c_int, list: &[isize]| match asked(flag) {
+        let requested = |flag: c_int| flags & flag == flag;
+        let list = |flag: c_int, list: &[isize]| match requested(flag) {
             true => list.as_ptr().cast_mut(),
             false => std::ptr::null_mut(),
         };
-        // SAFETY: the caller's buffer; everything that is put into it lives as long as the owner, of which the buffer
-        // holds a reference.
+        // SAFETY: the caller's buffer; everything stored in it lives as long as the owner, to which the buffer holds a
+        // reference.
         unsafe {
             (*view).obj = owner.clone().into_ptr();
             (*view).buf = memory.start.cast_mut().cast::<c_void>();
             (*view).len = memory.len as isize;
             (*view).readonly = c_int::from(memory.readonly);
             (*view).itemsize = self.item_bytes as isize;
-            (*view).format = match asked(ffi::PyBUF_FORMAT) {
+            (*view).format = match requested(ffi::PyBUF_FORMAT) {
                 true => self.format.as_ptr().cast_mut(),
                 false => std::ptr::null_mut(),
             };
@@ -145,6 +143,6 @@ impl Layout<'_> {
     }
 }
 
-fn released(py: Python<'_>, why: Gone) -> PyErr {
-    gone(py, "view", why)
+fn released(py: Python<'_>, reason: Unusable) -> PyErr {
+    unusable_error(py, "view", reason)
 }

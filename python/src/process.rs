@@ -1,7 +1,7 @@
-//! [`OfProcess`]: something that is of use in the process that made it, and left alone in a child that was forked from it.
+//! [`ProcessLocal`]: a value that only the process that created it uses and drops; a forked child does neither.
 //!
-//! In a child there are no threads but one, and connections and cells of the ledger are the parent's: using them would
-//! hang or harm, and so would giving them back.
+//! A forked child has only one thread, and connections and ledger cells belong to the parent: using or releasing them
+//! would hang the child or corrupt the parent's state.
 
 use std::mem::ManuallyDrop;
 
@@ -11,41 +11,41 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// Why it cannot be used.
+/// Reason why a value cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Gone {
+pub(crate) enum Unusable {
     Closed,
     Forked,
 }
 
 /// A value that can be closed, and that a forked child neither uses nor drops.
 #[derive(Debug)]
-pub(crate) struct OfProcess<T> {
-    made_in: ProcessToken,
+pub(crate) struct ProcessLocal<T> {
+    process: ProcessToken,
     value: ManuallyDrop<Mutex<Option<T>>>,
 }
 
-impl<T> OfProcess<T> {
-    pub(crate) fn new(value: T) -> OfProcess<T> {
-        OfProcess {
-            made_in: ProcessToken::of_this_process(),
+impl<T> ProcessLocal<T> {
+    pub(crate) fn new(value: T) -> ProcessLocal<T> {
+        ProcessLocal {
+            process: ProcessToken::of_this_process(),
             value: ManuallyDrop::new(Mutex::new(Some(value))),
         }
     }
 
-    /// What `look` says of the value. Do not wait in it.
-    pub(crate) fn with<R>(&self, look: impl FnOnce(&T) -> R) -> Result<R, Gone> {
-        // Before the lock, which a thread of the parent may have held.
-        if !self.made_in.is_valid() {
-            return Err(Gone::Forked);
+    /// Calls `read` with the value, under the lock. `read` must not block.
+    pub(crate) fn with<R>(&self, read: impl FnOnce(&T) -> R) -> Result<R, Unusable> {
+        // Before the lock: a thread of the parent may have held it during the fork.
+        if !self.process.is_valid() {
+            return Err(Unusable::Forked);
         }
-        self.value.lock().as_ref().map(look).ok_or(Gone::Closed)
+        self.value.lock().as_ref().map(read).ok_or(Unusable::Closed)
     }
 
-    /// Takes it out, unless `keep` says otherwise, which nobody who looks at the value comes in between; `None` if that was
-    /// done before, or in a child.
+    /// Takes the value unless `keep` fails. Both happen under the lock, so no `with` runs between them. Returns `None`
+    /// if the value was taken before, or in a forked child.
     pub(crate) fn take_unless<E>(&self, keep: impl FnOnce() -> Result<(), E>) -> Result<Option<T>, E> {
-        if !self.made_in.is_valid() {
+        if !self.process.is_valid() {
             return Ok(None);
         }
         let mut value = self.value.lock();
@@ -53,43 +53,43 @@ impl<T> OfProcess<T> {
         Ok(value.take())
     }
 
-    /// Takes it out if `may` says so of it, which nobody who looks at the value comes in between.
-    pub(crate) fn take_if(&self, may: impl FnOnce(&T) -> bool) -> Result<Option<T>, Gone> {
-        if !self.made_in.is_valid() {
-            return Err(Gone::Forked);
+    /// Takes the value if `condition` holds for it. Both happen under the lock, so no `with` runs between them.
+    pub(crate) fn take_if(&self, condition: impl FnOnce(&T) -> bool) -> Result<Option<T>, Unusable> {
+        if !self.process.is_valid() {
+            return Err(Unusable::Forked);
         }
         let mut value = self.value.lock();
-        if !may(value.as_ref().ok_or(Gone::Closed)?) {
+        if !condition(value.as_ref().ok_or(Unusable::Closed)?) {
             return Ok(None);
         }
         Ok(value.take())
     }
 
-    /// Takes it out; `None` if that was done before, or in a child.
+    /// Takes the value. Returns `None` if it was taken before, or in a forked child.
     pub(crate) fn take(&self) -> Option<T> {
         let Ok(taken) = self.take_unless(|| Ok::<(), std::convert::Infallible>(()));
         taken
     }
 }
 
-impl<T> Drop for OfProcess<T> {
+impl<T> Drop for ProcessLocal<T> {
     fn drop(&mut self) {
-        if self.made_in.is_valid() {
+        if self.process.is_valid() {
             // SAFETY: not used after this.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }
 }
 
-/// The exception for something that cannot be used any more.
-pub(crate) fn gone(py: Python<'_>, what: &str, gone: Gone) -> PyErr {
+/// Returns the exception for a value that cannot be used.
+pub(crate) fn unusable_error(py: Python<'_>, what: &str, reason: Unusable) -> PyErr {
     errors::closed(
         py,
-        match gone {
-            Gone::Closed => format!("the {what} is closed"),
-            Gone::Forked => format!(
-                "the {what} belongs to the process that this one was forked from; connect anew here, or start workers \
-                 with multiprocessing's \"spawn\""
+        match reason {
+            Unusable::Closed => format!("the {what} is closed"),
+            Unusable::Forked => format!(
+                "the {what} belongs to the process that this one was forked from; open a new one in this process, or \
+                 start workers with multiprocessing's \"spawn\""
             ),
         },
     )

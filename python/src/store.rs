@@ -1,7 +1,8 @@
-//! [`Store`]: the calls of threads.
+//! [`Store`]: the blocking client.
 
 use bytes::Bytes;
-use moontide_client::{GetInto, Hedge, ObjectRef, Put, PutItem, StoreConfig, StoreError};
+use moontide_client::{GetInto, ObjectRef, PutItem, PutOutcome, StoreConfig, StoreError};
+use moontide_settings::{Origin, process_environment};
 use moontide_types::NodeId;
 use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorHeader};
 use pyo3::exceptions::PyTypeError;
@@ -10,18 +11,18 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::addresses;
-use crate::arguments::{Keys, PutOptions, key, put_options, same_length, seconds};
+use crate::arguments::{Keys, PutOptions, key, put_options, same_length, set_named};
 use crate::array::{Array, Source, Target};
-use crate::departures::Departures;
 use crate::errors;
-use crate::process::{OfProcess, gone};
+use crate::invalidations::Invalidations;
+use crate::process::{ProcessLocal, unusable_error};
 use crate::tensor::{Tensor, header_of, no_tensor};
 use crate::view::View;
 
-/// Copies within this host up to this length are made with Python's lock held: they take less time than getting it back.
-pub(crate) const COPY_HELD_MAX: usize = 64 << 10;
+/// Local copies up to this length hold the GIL: they take less time than reacquiring it.
+pub(crate) const COPY_WITH_GIL_MAX: usize = 64 << 10;
 
-/// A connection to a cluster. One per process is enough: threads share it, and calls wait with Python's lock released.
+/// Connection to a cluster. One per process is enough: threads share it, and calls release the GIL while they wait.
 ///
 /// >>> store = moontide.Store(dev.master)
 /// >>> store.put("prefix-0001", b"keys and values")
@@ -31,57 +32,33 @@ pub(crate) const COPY_HELD_MAX: usize = 64 << 10;
 /// >>> store.get("never put") is None
 /// True
 ///
-/// It is made for the process that made it: a forked child has to connect anew.
+/// A store belongs to the process that created it. A forked child must open its own connection.
 #[pyclass(module = "moontide._native", subclass, frozen)]
 #[derive(Debug)]
 pub(crate) struct Store {
-    held: OfProcess<moontide_client::Store>,
+    held: ProcessLocal<moontide_client::Store>,
     master: String,
 }
 
-/// Where the master is: as the command line has it, named, in the environment, or where one is by default.
-pub(crate) fn master_or_default(named: Option<&str>) -> String {
-    let named = named.map(str::to_owned).or_else(|| std::env::var("MOONTIDE_MASTER").ok());
-    named.unwrap_or_else(|| "127.0.0.1:7400".to_owned())
-}
-
-/// What a store is configured with, from keywords.
-#[allow(clippy::too_many_arguments)] // keywords of a constructor
-pub(crate) fn config(
-    master: &str,
-    tenant: &str,
-    deadline: f64,
-    connect: f64,
-    local: bool,
-    verify_local: bool,
-    connections: usize,
-    hedge: bool,
-    locations: usize,
-    rack: &str,
-    zone: &str,
-) -> PyResult<StoreConfig> {
-    Ok(StoreConfig {
-        tenant: tenant.to_owned(),
-        deadline: seconds("deadline", deadline)?,
-        connect: seconds("connect", connect)?,
-        local,
-        verify_local,
-        connections,
-        hedge: if hedge { Hedge::Adaptive } else { Hedge::Off },
-        locations,
-        rack: rack.to_owned(),
-        zone: zone.to_owned(),
-        ..StoreConfig::new(master)
-    })
+/// Returns the settings of a store: the arguments, else the environment, else the defaults. The command line uses the
+/// same names and the same order.
+pub(crate) fn config(master: Option<&str>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<StoreConfig> {
+    let loaded = moontide_settings::load(StoreConfig::default(), None, process_environment(), []);
+    let mut loaded = loaded.map_err(errors::argument)?;
+    if let Some(master) = master {
+        loaded.set("master", master, Origin::Argument("master".to_owned())).map_err(errors::argument)?;
+    }
+    set_named(&mut loaded, settings)?;
+    Ok(loaded.config)
 }
 
 impl Store {
-    /// The client behind it.
+    /// Returns the Rust client.
     pub(crate) fn client(&self, py: Python<'_>) -> PyResult<moontide_client::Store> {
-        self.held.with(Clone::clone).map_err(|why| gone(py, "store", why))
+        self.held.with(Clone::clone).map_err(|reason| unusable_error(py, "store", reason))
     }
 
-    /// Runs a call with Python's lock released.
+    /// Runs a call with the GIL released.
     fn call<R: Send>(
         &self,
         py: Python<'_>,
@@ -91,18 +68,18 @@ impl Store {
         py.detach(|| call(&client)).map_err(|error| errors::store(py, &error))
     }
 
-    /// An object in place, or a copy of one that is not here.
+    /// Gets an object: zero-copy if a local node has it, otherwise as a copy.
     fn object(&self, py: Python<'_>, key: &[u8]) -> PyResult<Option<ObjectRef>> {
         let client = self.client(py)?;
-        // Without releasing the lock, which other threads of Python might then keep for milliseconds.
-        match client.get_ref_here(key).map_err(|error| errors::store(py, &error))? {
+        // Keeps the GIL: other Python threads could hold it for milliseconds after a release.
+        match client.try_get_ref(key).map_err(|error| errors::store(py, &error))? {
             Some(object) => Ok(Some(object)),
             None => py.detach(|| client.get_ref(key)).map_err(|error| errors::store(py, &error)),
         }
     }
 }
 
-/// Copies an object that is here, verified; `false`: the bytes are not right.
+/// Copies a local object and verifies it. Returns `false` if the bytes do not match their digest.
 pub(crate) fn copy_out(
     py: Python<'_>,
     client: &moontide_client::Store,
@@ -110,39 +87,39 @@ pub(crate) fn copy_out(
     into: &mut [u8],
 ) -> bool {
     match into.len() {
-        ..=COPY_HELD_MAX => client.copy_out(object, into),
+        ..=COPY_WITH_GIL_MAX => client.copy_out(object, into),
         _ => py.detach(|| client.copy_out(object, into)),
     }
 }
 
-/// Whether a put stored something.
-pub(crate) fn was_stored(outcome: Put) -> bool {
-    matches!(outcome, Put::Stored)
+/// Whether a put stored the object.
+pub(crate) fn was_stored(outcome: PutOutcome) -> bool {
+    matches!(outcome, PutOutcome::Stored)
 }
 
-/// `bytes` whose content is filled in later. Nobody else has seen them yet.
-pub(crate) struct Unfilled(Py<PyBytes>);
+/// A `bytes` object whose content is not initialized yet. No other code has a reference to it.
+pub(crate) struct UninitBytes(Py<PyBytes>);
 
-impl Unfilled {
-    pub(crate) fn new(py: Python<'_>, len: usize) -> PyResult<Unfilled> {
-        // SAFETY: with no content given, Python makes an object whose bytes are not set.
+impl UninitBytes {
+    pub(crate) fn new(py: Python<'_>, len: usize) -> PyResult<UninitBytes> {
+        // SAFETY: without content, Python creates an object with uninitialized bytes.
         let made = unsafe {
             let object = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as isize);
             Bound::from_owned_ptr_or_err(py, object)?
         };
-        Ok(Unfilled(made.cast_into::<PyBytes>()?.unbind()))
+        Ok(UninitBytes(made.cast_into::<PyBytes>()?.unbind()))
     }
 
-    /// The bytes. They are as good as zero to whoever writes first and reads then.
+    /// Returns the bytes. The caller writes them before it reads them.
     pub(crate) fn content(&mut self, py: Python<'_>) -> &mut [u8] {
         let bytes = self.0.bind(py).as_bytes();
-        // SAFETY: the object is this one's alone until `filled`, and bytes may be anything.
+        // SAFETY: this value has the only reference to the object until `filled`, and bytes may have any value.
         unsafe { std::slice::from_raw_parts_mut(bytes.as_ptr().cast_mut(), bytes.len()) }
     }
 
-    /// A copy of some bytes.
+    /// Returns a copy of `bytes`.
     pub(crate) fn copy<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-        let mut made = Unfilled::new(py, bytes.len())?;
+        let mut made = UninitBytes::new(py, bytes.len())?;
         made.content(py).copy_from_slice(bytes);
         Ok(made.filled().into_bound(py))
     }
@@ -152,24 +129,24 @@ impl Unfilled {
     }
 }
 
-/// Gets an object as `bytes`, with no copy besides the one into them. Called with Python's lock released.
+/// Gets an object as `bytes`, with one copy, directly into the new object. Called with the GIL released.
 fn get_bytes(client: &moontide_client::Store, key: &[u8]) -> Result<Option<Py<PyBytes>>, StoreError> {
-    let mut made: Option<Unfilled> = None;
+    let mut made: Option<UninitBytes> = None;
     let mut no_memory: Vec<u8> = Vec::new();
     let mut make = |len: usize| -> &mut [u8] {
         let content = Python::attach(|py| {
-            made = Unfilled::new(py, len).ok();
+            made = UninitBytes::new(py, len).ok();
             made.as_mut().map(|made| {
                 let content = made.content(py);
                 (content.as_mut_ptr(), content.len())
             })
         });
         match content {
-            // SAFETY: the object is held by `made` until it is given out or replaced, and the one before is not used any
-            // more when this is called again.
+            // SAFETY: `made` holds the object until it is returned or replaced, and the previous object is not used any
+            // more when this closure is called again.
             Some((start, len)) => unsafe { std::slice::from_raw_parts_mut(start, len) },
             None => {
-                // Python has none left: read it somewhere, and fail afterwards.
+                // Python cannot allocate: read into other memory, and fail afterwards.
                 no_memory = vec![0; len];
                 // SAFETY: as above.
                 unsafe { std::slice::from_raw_parts_mut(no_memory.as_mut_ptr(), len) }
@@ -181,8 +158,8 @@ fn get_bytes(client: &moontide_client::Store, key: &[u8]) -> Result<Option<Py<Py
         (None, _) => Ok(None),
         (Some(_), Some(made)) => Ok(Some(made.filled())),
         (Some(_), None) => Err(StoreError::System {
-            what: "memory for the object's bytes",
-            why: "there is none left".into(),
+            what: "allocate memory for the object's bytes",
+            reason: "out of memory".into(),
         }),
     }
 }
@@ -190,56 +167,29 @@ fn get_bytes(client: &moontide_client::Store, key: &[u8]) -> Result<Option<Py<Py
 #[pymethods]
 impl Store {
     #[new]
-    #[pyo3(signature = (master=None, *, tenant="default", deadline=5.0, connect=3.0, local=true,
-        verify_local=true, connections=2, hedge=true, locations=65536, rack="", zone=""))]
-    #[allow(clippy::too_many_arguments)] // keywords of a constructor
-    fn new(
-        py: Python<'_>,
-        master: Option<&str>,
-        tenant: &str,
-        deadline: f64,
-        connect: f64,
-        local: bool,
-        verify_local: bool,
-        connections: usize,
-        hedge: bool,
-        locations: usize,
-        rack: &str,
-        zone: &str,
-    ) -> PyResult<Store> {
-        let master = &master_or_default(master);
-        let config = config(
-            master,
-            tenant,
-            deadline,
-            connect,
-            local,
-            verify_local,
-            connections,
-            hedge,
-            locations,
-            rack,
-            zone,
-        )?;
+    #[pyo3(signature = (master=None, **settings))]
+    fn new(py: Python<'_>, master: Option<&str>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Store> {
+        let config = config(master, settings)?;
+        let master = config.master.clone();
         let connected = py.detach(|| moontide_client::Store::connect(config));
-        let held = OfProcess::new(connected.map_err(|error| errors::store(py, &error))?);
-        Ok(Store { held, master: master.to_owned() })
+        let held = ProcessLocal::new(connected.map_err(|error| errors::store(py, &error))?);
+        Ok(Store { held, master })
     }
 
-    /// Where its master is.
+    /// Address of the master.
     #[getter]
     fn master(&self) -> &str {
         &self.master
     }
 
-    /// Ends the connection. Calls under way end first; views stay good. A second time it does nothing.
+    /// Closes the connection after the running calls. Views remain valid. Further calls of close() do nothing.
     fn close(&self, py: Python<'_>) {
         if let Some(client) = self.held.take() {
             py.detach(|| drop(client));
         }
     }
 
-    /// Whether it was closed.
+    /// Whether the store is closed.
     #[getter]
     fn closed(&self) -> bool {
         self.held.with(|_| ()).is_err()
@@ -247,10 +197,10 @@ impl Store {
 
     // ------------------------------------------------------------------------------------------------------- put
 
-    /// Stores bytes, a buffer or an array under a key. False: an object of this key was there, and stays.
+    /// Stores bytes, a buffer or an array under a key. Returns False if the key exists; the object is then unchanged.
     ///
-    /// Elements that are scattered are collected first; everything else is sent from where it is. Options are those of
-    /// PutOptions, also by name.
+    /// A non-contiguous array is copied first; all other memory is sent without a copy. Options are a PutOptions, or
+    /// its fields as keywords.
     ///
     /// >>> store.put("k1", b"one"), store.put("k1", b"two")
     /// (True, False)
@@ -271,7 +221,7 @@ impl Store {
         self.call(py, |client| client.put_with(key, &parts, &options)).map(was_stored)
     }
 
-    /// Stores the bytes of several buffers, one after the other, as one object.
+    /// Stores the bytes of several buffers, in order, as one object.
     ///
     /// >>> store.put_from("gathered", [b"keys", b"values"])
     /// True
@@ -294,7 +244,8 @@ impl Store {
         self.call(py, |client| client.put_with(key, &parts, &options)).map(was_stored)
     }
 
-    /// Stores many objects; for each, whether it was stored. Raises BatchError if any failed, which has all outcomes.
+    /// Stores many objects. Returns for each whether it was stored. Raises BatchError, with all outcomes, if any
+    /// failed.
     ///
     /// >>> store.batch_put(["b1", "b2"], [b"one", b"two"])
     /// [True, True]
@@ -320,7 +271,7 @@ impl Store {
         errors::batch(py, outcomes.into_iter().map(|outcome| outcome.map(was_stored)).collect())
     }
 
-    /// Stores an array with its type and shape, so that ``get_tensor`` gives the same array back.
+    /// Stores an array with its type and shape. ``get_tensor`` returns the same array.
     #[pyo3(signature = (key, array, options=None, **named))]
     fn put_tensor(
         &self,
@@ -338,12 +289,12 @@ impl Store {
 
     // ------------------------------------------------------------------------------------------------------- get
 
-    /// A copy of an object as bytes; None if there is no such object.
+    /// Returns a copy of an object as bytes, or None if the key does not exist.
     fn get<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let (client, key) = (self.client(py)?, self::key(key)?);
-        let here = client.get_ref_here(key).map_err(|error| errors::store(py, &error))?;
-        if let Some(object) = here {
-            let mut made = Unfilled::new(py, object.len())?;
+        let local = client.try_get_ref(key).map_err(|error| errors::store(py, &error))?;
+        if let Some(object) = local {
+            let mut made = UninitBytes::new(py, object.len())?;
             if copy_out(py, &client, &object, made.content(py)) {
                 return Ok(Some(made.filled().into_bound(py)));
             }
@@ -352,17 +303,18 @@ impl Store {
         Ok(bytes.map(|bytes| bytes.into_bound(py)))
     }
 
-    /// An object's bytes without a copy, if a node on this host has them; None if there is no such object.
+    /// Returns a View of an object, zero-copy if a local node has it, or None if the key does not exist.
     fn get_view(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
         Ok(self.object(py, self::key(key)?)?.map(View::new))
     }
 
-    /// A tensor that was put as such, without a copy if a node on this host has it; None if there is no such object.
+    /// Returns a tensor that ``put_tensor`` stored, zero-copy if a local node has it, or None if the key does not
+    /// exist.
     fn get_tensor(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<Option<Tensor>> {
         Tensor::of(py, self.object(py, self::key(key)?)?)
     }
 
-    /// A tensor if it was put as such, otherwise a View; None if there is no such object.
+    /// Returns a Tensor for an object that was put as a tensor, otherwise a View; None if the key does not exist.
     fn _get_value<'py>(
         &self,
         py: Python<'py>,
@@ -375,8 +327,8 @@ impl Store {
         }))
     }
 
-    /// Copies an object into memory that can be written, or one part after the other into a list of such; its length, or
-    /// None if there is no such object. What is longer than the object stays as it was behind it.
+    /// Copies an object into writable memory, or into a list of buffers in order. Returns its length, or None if the
+    /// key does not exist. Bytes of the memory behind the end of the object are unchanged.
     ///
     /// >>> _ = store.put("k2", b"0123456789")
     /// >>> space = bytearray(16)
@@ -393,8 +345,8 @@ impl Store {
     ) -> PyResult<Option<usize>> {
         let (client, key) = (self.client(py)?, self::key(key)?);
         let mut targets = targets(into)?;
-        let here = client.get_ref_here(key).map_err(|error| errors::store(py, &error))?;
-        if let Some(object) = here
+        let local = client.try_get_ref(key).map_err(|error| errors::store(py, &error))?;
+        if let Some(object) = local
             && let [target] = &mut targets[..]
             && let Some(space) = target.bytes().get_mut(..object.len())
             && copy_out(py, &client, &object, space)
@@ -405,7 +357,7 @@ impl Store {
         py.detach(|| get_into_parts(&client, key, &mut spaces)).map_err(|error| errors::store(py, &error))
     }
 
-    /// Copies of many objects; None for those that are not there. Raises BatchError if any failed.
+    /// Returns copies of many objects; None for each key that does not exist. Raises BatchError if any failed.
     fn batch_get<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
@@ -413,8 +365,8 @@ impl Store {
         batch_bytes(py, outcomes)
     }
 
-    /// Copies many objects, each into memory of its own (or a list of such); their lengths, None for those that are not
-    /// there. Raises BatchError if any failed.
+    /// Copies many objects, each into its own buffer or list of buffers. Returns their lengths; None for each key that
+    /// does not exist. Raises BatchError if any failed.
     fn batch_get_into<'py>(
         &self,
         py: Python<'py>,
@@ -432,7 +384,7 @@ impl Store {
         errors::batch(py, outcomes)
     }
 
-    /// Many objects as by ``get_view``. Raises BatchError if any failed.
+    /// Returns many objects as ``get_view`` does. Raises BatchError if any failed.
     fn batch_get_view<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
@@ -440,40 +392,40 @@ impl Store {
         errors::batch(py, outcomes.into_iter().map(|outcome| Ok(outcome?.map(View::new))).collect())
     }
 
-    // --------------------------------------------------------------------------------------------------- the rest
+    // ------------------------------------------------------------------------------------------------ other calls
 
-    /// Whether there is such an object.
+    /// Whether a key exists.
     fn exists(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let key = self::key(key)?;
         self.call(py, |client| client.exists(key))
     }
 
-    /// Which of the objects there are.
+    /// Returns for each key whether it exists.
     fn batch_exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
         self.call(py, |client| client.exists_batch(&keys))
     }
 
-    /// The id by which departures() name an object: 16 bytes. Another one after remove_all(force=True).
+    /// Returns the id that invalidations() reports for a key: 16 bytes. It changes with remove_all(force=True).
     fn object_id<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
         let id = self.client(py)?.object_id(self::key(key)?).map_err(|error| errors::store(py, &error))?;
         Ok(PyBytes::new(py, &id.0))
     }
 
-    /// Follows what leaves the store from now on.
-    fn departures(&self, py: Python<'_>) -> PyResult<Departures> {
-        Ok(Departures::new(self.client(py)?.departures()))
+    /// Follows removals, evictions, expiry and losses of objects from now on.
+    fn invalidations(&self, py: Python<'_>) -> PyResult<Invalidations> {
+        Ok(Invalidations::new(self.client(py)?.invalidations()))
     }
 
-    /// Removes an object; whether there was one. With force also one that is leased or pinned.
+    /// Removes an object. Returns whether it existed. With force, also removes a leased or pinned object.
     #[pyo3(signature = (key, force=false))]
     fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>, force: bool) -> PyResult<bool> {
         let key = self::key(key)?;
         self.call(py, |client| client.remove(key, force))
     }
 
-    /// Removes many objects; for each, whether there was one. Raises BatchError if any failed.
+    /// Removes many objects. Returns for each whether it existed. Raises BatchError if any failed.
     #[pyo3(signature = (keys, force=false))]
     fn batch_remove<'py>(
         &self,
@@ -487,33 +439,33 @@ impl Store {
         errors::batch(py, outcomes)
     }
 
-    /// Removes every object of the tenant; how many there were.
+    /// Removes all objects of the tenant. Returns their number.
     #[pyo3(signature = (force=false))]
     fn remove_all(&self, py: Python<'_>, force: bool) -> PyResult<u64> {
         self.call(py, |client| client.remove_all(force))
     }
 
-    /// Marks an object as used, so that it is evicted later; whether it is there.
+    /// Marks an object as used, which delays its eviction. Returns whether it exists.
     fn touch(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let key = self::key(key)?;
         self.call(py, |client| client.touch(&[key])).map(|found| found[0])
     }
 
-    /// Marks many objects as used; for each, whether it is there.
+    /// Marks many objects as used. Returns for each whether it exists.
     fn batch_touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
         self.call(py, |client| client.touch(&keys))
     }
 
-    /// Has objects that are on disk brought back into memory ahead of need; for each, whether it is there at all.
+    /// Promotes objects from disk to memory. Returns for each whether it exists.
     fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
         self.call(py, |client| client.prefetch(&keys))
     }
 
-    /// The keys that begin with a prefix, as bytes, in no order.
+    /// Returns the keys with a prefix, as bytes, unordered.
     ///
     /// >>> _ = store.batch_put(["doc/1", "doc/2"], [b"", b""])
     /// >>> sorted(store.keys("doc/"))
@@ -539,7 +491,7 @@ impl Store {
         }
     }
 
-    /// What the master knows about an object, as a dict; None if there is no such object.
+    /// Returns the metadata of an object as a dict, or None if the key does not exist.
     fn stat<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let key = self::key(key)?;
         let Some(info) = self.call(py, |client| client.stat(key))? else { return Ok(None) };
@@ -551,19 +503,19 @@ impl Store {
         let expires = (info.expires_unix_ms > 0).then(|| info.expires_unix_ms as f64 / 1e3);
         dict.set_item("expires", expires)?;
         let replicas = info.stripes.iter().map(|stripe| {
-            let place = PyDict::new(py);
-            place.set_item("node", node_name(stripe.node))?;
-            place.set_item("medium", format!("{:?}", stripe.medium).to_lowercase())?;
-            place.set_item("replica", stripe.replica)?;
-            place.set_item("offset", stripe.offset)?;
-            place.set_item("size", stripe.len)?;
-            Ok(place)
+            let location = PyDict::new(py);
+            location.set_item("node", node_name(stripe.node))?;
+            location.set_item("medium", stripe.medium.name())?;
+            location.set_item("replica", stripe.replica)?;
+            location.set_item("offset", stripe.offset)?;
+            location.set_item("size", stripe.len)?;
+            Ok(location)
         });
-        dict.set_item("places", replicas.collect::<PyResult<Vec<_>>>()?)?;
+        dict.set_item("locations", replicas.collect::<PyResult<Vec<_>>>()?)?;
         Ok(Some(dict))
     }
 
-    /// The nodes that are registered now, a dict each.
+    /// Returns the registered nodes, one dict per node.
     fn nodes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let nodes = self.call(py, |client| client.nodes())?;
         let each = nodes.into_iter().map(|node| {
@@ -580,7 +532,7 @@ impl Store {
         each.collect()
     }
 
-    /// For moontide.compat: puts from addresses.
+    /// For moontide.compat and moontide.kv: puts from addresses.
     #[pyo3(signature = (keys, addresses, sizes, options=None))]
     fn _put_addresses(
         &self,
@@ -593,7 +545,7 @@ impl Store {
         addresses::put(self, py, keys, addresses, sizes, options)
     }
 
-    /// For moontide.compat: gets to addresses.
+    /// For moontide.compat and moontide.kv: gets to addresses.
     #[pyo3(signature = (keys, addresses, sizes, exact=false))]
     fn _get_addresses(
         &self,
@@ -606,23 +558,23 @@ impl Store {
         addresses::get(self, py, keys, addresses, sizes, exact)
     }
 
-    /// For moontide.compat: which objects there are, as numbers.
+    /// For moontide.compat and moontide.kv: which keys exist, as codes.
     fn _exists_codes(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
         addresses::exist(self, py, keys)
     }
 
-    /// What this process has asked of the store so far, by name.
+    /// Returns the counters of this store by name.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats_of(py, &self.client(py)?)
     }
 }
 
-/// As the command line names nodes.
+/// Returns a node id in the format of the command line.
 fn node_name(node: NodeId) -> String {
-    format!("{:016x}", node.0)
+    node.to_string()
 }
 
-/// Memory for one object: a buffer, or a list or tuple of such.
+/// Returns the memory for one object: a buffer, or a list or tuple of buffers.
 pub(crate) fn targets(into: &Bound<'_, PyAny>) -> PyResult<Vec<Target>> {
     if into.is_instance_of::<PyList>() || into.is_instance_of::<pyo3::types::PyTuple>() {
         return into.try_iter()?.map(|part| Target::of(&part?)).collect();
@@ -630,7 +582,7 @@ pub(crate) fn targets(into: &Bound<'_, PyAny>) -> PyResult<Vec<Target>> {
     Ok(vec![Target::of(into)?])
 }
 
-/// Copies of a batch, as `bytes`.
+/// Returns the copies of a batch as `bytes`.
 pub(crate) fn batch_bytes(
     py: Python<'_>,
     outcomes: Vec<Result<Option<Bytes>, StoreError>>,
@@ -638,7 +590,7 @@ pub(crate) fn batch_bytes(
     let mut all = Vec::with_capacity(outcomes.len());
     for outcome in outcomes {
         all.push(match outcome {
-            Ok(Some(bytes)) => Ok(Some(Unfilled::copy(py, &bytes)?)),
+            Ok(Some(bytes)) => Ok(Some(UninitBytes::copy(py, &bytes)?)),
             Ok(None) => Ok(None),
             Err(error) => Err(error),
         });
@@ -646,25 +598,25 @@ pub(crate) fn batch_bytes(
     errors::batch(py, all)
 }
 
-/// Many objects, in place those that are here.
+/// Gets many objects; local ones zero-copy.
 pub(crate) fn get_refs(
     client: &moontide_client::Store,
     keys: &[&[u8]],
 ) -> Vec<Result<Option<ObjectRef>, StoreError>> {
-    let here: Vec<_> = keys.iter().map(|key| client.get_ref_here(key)).collect();
-    let away = keys.iter().zip(&here).filter(|(_, here)| matches!(here, Ok(None))).map(|(key, _)| *key);
-    let mut fetched = client.get_batch(&away.collect::<Vec<_>>()).into_iter();
-    let whole = here.into_iter().map(|here| match here {
+    let local: Vec<_> = keys.iter().map(|key| client.try_get_ref(key)).collect();
+    let remote = keys.iter().zip(&local).filter(|(_, local)| matches!(local, Ok(None))).map(|(key, _)| *key);
+    let mut fetched = client.get_batch(&remote.collect::<Vec<_>>()).into_iter();
+    let all = local.into_iter().map(|local| match local {
         Ok(None) => {
-            let fetched = fetched.next().expect("one for each that is away");
+            let fetched = fetched.next().expect("one result per remote key");
             fetched.map(|bytes| bytes.map(ObjectRef::from))
         }
-        here => here,
+        local => local,
     });
-    whole.collect()
+    all.collect()
 }
 
-/// The header that stands in front of an array, and its bytes.
+/// Returns the tensor header of an array, and its bytes.
 pub(crate) fn tensor_parts(
     py: Python<'_>,
     array: &Bound<'_, PyAny>,
@@ -672,14 +624,14 @@ pub(crate) fn tensor_parts(
     let array = Array::of(array)?;
     let dtype = array.dtype.ok_or_else(|| {
         PyTypeError::new_err(
-            "elements of this type have no name here; put the bytes, or view it as another type",
+            "element type is not supported for tensors; put the bytes, or view the array as another type",
         )
     })?;
     let header = TensorHeader::new(dtype, &array.shape()).map_err(|error| no_tensor(py, error))?;
     Ok((header.encode(), array.into_source(py)?))
 }
 
-/// The counters of a store, by name.
+/// Returns the counters of a store by name.
 pub(crate) fn stats_of<'py>(
     py: Python<'py>,
     client: &moontide_client::Store,
@@ -691,7 +643,7 @@ pub(crate) fn stats_of<'py>(
     Ok(dict)
 }
 
-/// Copies an object, part by part.
+/// Copies an object into several buffers, in order.
 pub(crate) fn get_into_parts(
     client: &moontide_client::Store,
     key: &[u8],
@@ -700,8 +652,8 @@ pub(crate) fn get_into_parts(
     match spaces {
         [space] => client.get_into(key, space),
         spaces => {
-            if let Some(object) = client.get_ref_here(key)? {
-                let mut spaces = cut(spaces, object.len())?;
+            if let Some(object) = client.try_get_ref(key)? {
+                let mut spaces = truncate(spaces, object.len())?;
                 if client.copy_out_parts(&object, &mut spaces) {
                     return Ok(Some(object.len()));
                 }
@@ -712,7 +664,7 @@ pub(crate) fn get_into_parts(
     }
 }
 
-/// Copies many objects, each part by part.
+/// Copies many objects, each into several buffers in order.
 pub(crate) fn get_batch_into_parts(
     client: &moontide_client::Store,
     keys: &[&[u8]],
@@ -722,11 +674,11 @@ pub(crate) fn get_batch_into_parts(
         let each = keys.iter().zip(spaces).map(|(key, spaces)| GetInto { key, into: &mut *spaces[0] });
         return client.get_batch_into(&mut each.collect::<Vec<_>>());
     }
-    // In place those that are here, and the others all together.
-    let mut answers: Vec<Option<Result<Option<usize>, StoreError>>> = Vec::with_capacity(keys.len());
+    // Local objects are copied zero-copy; all others are fetched in one batch.
+    let mut results: Vec<Option<Result<Option<usize>, StoreError>>> = Vec::with_capacity(keys.len());
     for (key, spaces) in keys.iter().zip(spaces.iter_mut()) {
-        answers.push(match client.get_ref_here(key) {
-            Ok(Some(object)) => match cut(spaces, object.len()) {
+        results.push(match client.try_get_ref(key) {
+            Ok(Some(object)) => match truncate(spaces, object.len()) {
                 Ok(mut spaces) => {
                     client.copy_out_parts(&object, &mut spaces).then_some(Ok(Some(object.len())))
                 }
@@ -736,21 +688,21 @@ pub(crate) fn get_batch_into_parts(
             Err(error) => Some(Err(error)),
         });
     }
-    let away: Vec<usize> = (0..keys.len()).filter(|&at| answers[at].is_none()).collect();
-    let objects = client.get_batch(&away.iter().map(|&at| keys[at]).collect::<Vec<_>>());
-    for (at, object) in away.into_iter().zip(objects) {
-        answers[at] = Some(object.and_then(|object| {
+    let remote: Vec<usize> = (0..keys.len()).filter(|&at| results[at].is_none()).collect();
+    let objects = client.get_batch(&remote.iter().map(|&at| keys[at]).collect::<Vec<_>>());
+    for (at, object) in remote.into_iter().zip(objects) {
+        results[at] = Some(object.and_then(|object| {
             object.map(|object| scatter(client, &object.into(), &mut spaces[at])).transpose()
         }));
     }
-    answers.into_iter().map(|answer| answer.expect("each was here or away")).collect()
+    results.into_iter().map(|result| result.expect("every key is local or remote")).collect()
 }
 
-/// The part of some memory that so many bytes take.
-fn cut<'a>(spaces: &'a mut [&mut [u8]], len: usize) -> Result<Vec<&'a mut [u8]>, StoreError> {
-    let room = spaces.iter().map(|space| space.len()).sum();
-    if len > room {
-        return Err(StoreError::BufferTooSmall { len: len as u64, room });
+/// Returns the first `len` bytes of several buffers.
+fn truncate<'a>(spaces: &'a mut [&mut [u8]], len: usize) -> Result<Vec<&'a mut [u8]>, StoreError> {
+    let capacity = spaces.iter().map(|space| space.len()).sum();
+    if len > capacity {
+        return Err(StoreError::BufferTooSmall { len: len as u64, room: capacity });
     }
     let mut left = len;
     let each = spaces.iter_mut().map(|space| {
@@ -761,12 +713,12 @@ fn cut<'a>(spaces: &'a mut [&mut [u8]], len: usize) -> Result<Vec<&'a mut [u8]>,
     Ok(each.collect())
 }
 
-/// Copies an object that is a copy already.
+/// Copies an object that is already a copy into several buffers.
 fn scatter(
     client: &moontide_client::Store,
     object: &ObjectRef,
     spaces: &mut [&mut [u8]],
 ) -> Result<usize, StoreError> {
-    client.copy_out_parts(object, &mut cut(spaces, object.len())?);
+    client.copy_out_parts(object, &mut truncate(spaces, object.len())?);
     Ok(object.len())
 }

@@ -1,4 +1,4 @@
-//! [`Tensor`]: an object with a type and a shape, lent to Python.
+//! [`Tensor`]: an object with a type and a shape, exported to Python.
 
 use std::ffi::c_int;
 
@@ -16,10 +16,10 @@ use crate::errors;
 use crate::pinned::{Layout, Pinned};
 use crate::view::array_interface;
 
-/// A tensor that was put with ``put_tensor`` or ``store[key] = array``: read-only, in place where it can be.
+/// Tensor that ``put_tensor`` or ``store[key] = array`` stored: read-only, zero-copy if possible.
 ///
-/// numpy and torch read it without a copy: ``tensor.numpy()``, ``tensor.torch()``, ``torch.from_dlpack(tensor)``; for types
-/// that numpy knows by itself also ``numpy.asarray(tensor)``. What is true of a View's memory is true of a Tensor's.
+/// numpy and torch read it without a copy: ``tensor.numpy()``, ``tensor.torch()``, ``torch.from_dlpack(tensor)``, and
+/// ``numpy.asarray(tensor)`` for standard numpy types. Its memory follows the same rules as that of a View.
 ///
 /// >>> import numpy
 /// >>> _ = store.put_tensor("t", numpy.arange(6, dtype=numpy.float32).reshape(2, 3))
@@ -38,7 +38,7 @@ pub(crate) struct Tensor {
 }
 
 impl Tensor {
-    /// The tensor that an object is, by the header in front of it.
+    /// Creates the tensor of an object from its header.
     pub(crate) fn new(object: ObjectRef, header: TensorHeader) -> Tensor {
         let lengths: Vec<usize> = header.shape().iter().map(|&len| len as usize).collect();
         Tensor {
@@ -49,38 +49,38 @@ impl Tensor {
         }
     }
 
-    /// What a get of a tensor gives.
+    /// Returns the result of a get of a tensor.
     pub(crate) fn of(py: Python<'_>, object: Option<ObjectRef>) -> PyResult<Option<Tensor>> {
         let Some(object) = object else { return Ok(None) };
         let header = header_of(&object).map_err(|error| no_tensor(py, error))?;
         Ok(Some(Tensor::new(object, header)))
     }
 
-    /// Where the elements begin.
+    /// Address of the first element.
     fn start(&self, py: Python<'_>) -> PyResult<*const u8> {
-        Ok(self.pinned.place(py)?.0.wrapping_add(TENSOR_HEADER_BYTES))
+        Ok(self.pinned.address_and_len(py)?.0.wrapping_add(TENSOR_HEADER_BYTES))
     }
 }
 
-/// What stands in front of an object that is a tensor.
+/// Decodes the tensor header of an object.
 pub(crate) fn header_of(object: &[u8]) -> Result<TensorHeader, TensorError> {
     TensorHeader::decode(object, object.len() as u64)
 }
 
-/// The exception for an object that is no tensor.
+/// Returns the exception for an object that is not a tensor.
 pub(crate) fn no_tensor(py: Python<'_>, error: TensorError) -> PyErr {
     errors::other(py, ErrorCode::InvalidArgument, error)
 }
 
 #[pymethods]
 impl Tensor {
-    /// What an element is, by the name that numpy and torch have for it.
+    /// Element type, by its name in numpy and torch.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.header.dtype().name()
     }
 
-    /// How many elements there are in each dimension.
+    /// Number of elements in each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.header.shape())
@@ -92,24 +92,24 @@ impl Tensor {
         self.header.payload_bytes()
     }
 
-    /// Whether the bytes are the node's own, and not a copy.
+    /// Whether the bytes are in the node's memory (zero-copy), not a copy.
     #[getter]
-    fn in_place(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.pinned.object(py)?.is_in_place())
+    fn zero_copy(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.pinned.object(py)?.is_zero_copy())
     }
 
-    /// Compares the bytes with their digest. False: do not use them, and get the object again.
+    /// Compares the bytes with their digest. If it returns False, discard the bytes and get the object again.
     fn verify(&self, py: Python<'_>) -> PyResult<bool> {
         let object = self.pinned.object(py)?;
         Ok(py.detach(|| object.verify()))
     }
 
-    /// Gives the memory back now. Raises BufferError while something made from it is in use.
+    /// Releases the memory now. Raises BufferError while something made from it exists.
     fn release(&self) -> PyResult<()> {
         self.pinned.release()
     }
 
-    /// A numpy array over the same memory, read-only. Types that numpy does not know need the package ml_dtypes.
+    /// Returns a read-only numpy array over the same memory. bfloat16 and float8 need the package ml_dtypes.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let numpy = slf.py().import("numpy")?;
         let dtype = slf.get().header.dtype();
@@ -121,7 +121,7 @@ impl Tensor {
         array.call_method1("view", (kind,))
     }
 
-    /// A torch tensor over the same memory. torch has no read-only tensors: do not write into it.
+    /// Returns a torch tensor over the same memory. torch has no read-only tensors: do not write to it.
     fn torch<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("torch")?.call_method1("from_dlpack", (slf,))
     }
@@ -143,18 +143,18 @@ impl Tensor {
         let dtype = this.header.dtype();
         let format = format_of_dtype(dtype).ok_or_else(|| {
             PyBufferError::new_err(format!(
-                "the buffer protocol has no word for {}; use .numpy(), .torch() or DLPack",
+                "the buffer protocol does not support {}; use .numpy(), .torch() or DLPack",
                 dtype.name()
             ))
         })?;
         let layout = Layout { format, item_bytes: dtype.bytes(), shape: &this.shape, strides: &this.strides };
-        // SAFETY: Python's buffer; the layout is of this object, which does not change, and fits the elements: their
-        // bytes are the product of type and shape.
-        unsafe { this.pinned.lend(slf.as_any(), view, flags, TENSOR_HEADER_BYTES, layout) }
+        // SAFETY: Python's buffer; the layout belongs to this immutable object and fits the elements: their size is the
+        // product of element size and shape.
+        unsafe { this.pinned.export_buffer(slf.as_any(), view, flags, TENSOR_HEADER_BYTES, layout) }
     }
 
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        self.pinned.given_back();
+        self.pinned.release_buffer();
     }
 
     #[getter]
@@ -163,7 +163,7 @@ impl Tensor {
         array_interface(slf.py(), this.start(slf.py())?, this.header.dtype(), this.header.shape())
     }
 
-    /// Lends the elements to an array library. Read-only.
+    /// Exports the elements to an array library. Read-only.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         slf: &Bound<'py, Self>,
@@ -172,11 +172,11 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let _ = stream; // memory of this host has none
+        let _ = stream; // host memory has no streams
         let this = slf.get();
         let request = Request { max_version, device: dl_device, copy };
         let start = || this.start(slf.py());
-        dlpack::lend(slf.as_any(), start, this.header.dtype(), this.header.shape(), &request)
+        dlpack::export(slf.as_any(), start, this.header.dtype(), this.header.shape(), &request)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

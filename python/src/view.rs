@@ -1,4 +1,4 @@
-//! [`View`]: an object's bytes, lent to Python.
+//! [`View`]: the bytes of an object, exported to Python.
 
 use std::ffi::c_int;
 
@@ -11,17 +11,17 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::arguments::python_bool;
 use crate::dlpack::{self, Request};
 use crate::pinned::{Layout, Pinned};
-use crate::store::Unfilled;
+use crate::store::UninitBytes;
 
-/// An object's bytes, read-only: in place in the memory of a node on this host, or a copy.
+/// Read-only bytes of an object: zero-copy in the memory of a local node, or a copy.
 ///
-/// It is a buffer: ``memoryview(view)``, ``numpy.frombuffer(view, dtype)`` and ``numpy.asarray(view)`` read it without a
-/// copy. Bytes in place stay as they are until the view and everything made from it is dropped, whatever happens to the
-/// object meanwhile; drop it soon, because the node cannot use the memory again before.
+/// A view is a buffer: ``memoryview(view)``, ``numpy.frombuffer(view, dtype)`` and ``numpy.asarray(view)`` read it
+/// without a copy. Zero-copy bytes do not change until the view and everything made from it are dropped, even if the
+/// object is removed, replaced or evicted. Drop views soon: the node cannot reuse the memory before.
 ///
 /// >>> _ = store.put("k", b"tides")
 /// >>> view = store.get_view("k")
-/// >>> len(view), view.in_place, bytes(view)
+/// >>> len(view), view.zero_copy, bytes(view)
 /// (5, True, b'tides')
 /// >>> with store.get_view("k") as view:
 /// ...     first = memoryview(view)[0]
@@ -43,29 +43,29 @@ impl View {
 
 #[pymethods]
 impl View {
-    /// Where the bytes begin in memory, for callers who need a pointer. The view must outlive its use.
+    /// Address of the first byte, for callers that need a pointer. The view must outlive its use.
     fn ptr(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.pinned.place(py)?.0 as usize)
+        Ok(self.pinned.address_and_len(py)?.0 as usize)
     }
 
-    /// How many bytes there are.
+    /// Number of bytes.
     fn size(&self) -> usize {
         self.shape[0] as usize
     }
 
-    /// Whether the bytes are the node's own, and not a copy.
+    /// Whether the bytes are in the node's memory (zero-copy), not a copy.
     #[getter]
-    fn in_place(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.pinned.object(py)?.is_in_place())
+    fn zero_copy(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.pinned.object(py)?.is_zero_copy())
     }
 
-    /// Compares the bytes with their digest. False: do not use them, and get the object again.
+    /// Compares the bytes with their digest. If it returns False, discard the bytes and get the object again.
     fn verify(&self, py: Python<'_>) -> PyResult<bool> {
         let object = self.pinned.object(py)?;
         Ok(py.detach(|| object.verify()))
     }
 
-    /// Gives the memory back now. Raises BufferError while something made from it is in use.
+    /// Releases the memory now. Raises BufferError while something made from it exists.
     fn release(&self) -> PyResult<()> {
         self.pinned.release()
     }
@@ -80,7 +80,7 @@ impl View {
         _value: &Bound<'_, PyAny>,
         _trace: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        // What was made from it may outlive the block; then it is given back with the last of that.
+        // Arrays made from the view may outlive the block; then the last of them releases the memory.
         let _ = self.pinned.release();
         Ok(())
     }
@@ -90,7 +90,7 @@ impl View {
     }
 
     fn __bytes__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        Unfilled::copy(py, &self.pinned.object(py)?)
+        UninitBytes::copy(py, &self.pinned.object(py)?)
     }
 
     fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -100,9 +100,9 @@ impl View {
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
-        match self.pinned.object(py).map(|object| object.is_in_place()) {
-            Ok(in_place) => {
-                format!("<moontide.View of {} bytes, in_place={}>", self.shape[0], python_bool(in_place))
+        match self.pinned.object(py).map(|object| object.is_zero_copy()) {
+            Ok(zero_copy) => {
+                format!("<moontide.View of {} bytes, zero_copy={}>", self.shape[0], python_bool(zero_copy))
             }
             Err(_) => "<moontide.View, released>".to_owned(),
         }
@@ -111,22 +111,22 @@ impl View {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
         let layout = Layout { format: c"B", item_bytes: 1, shape: &this.shape, strides: &[1] };
-        // SAFETY: Python's buffer; the layout is of this object or of the program, and describes all of its bytes.
-        unsafe { this.pinned.lend(slf.as_any(), view, flags, 0, layout) }
+        // SAFETY: Python's buffer; the layout belongs to this object or is static, and describes all of its bytes.
+        unsafe { this.pinned.export_buffer(slf.as_any(), view, flags, 0, layout) }
     }
 
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        self.pinned.given_back();
+        self.pinned.release_buffer();
     }
 
     #[getter]
     fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         let py = slf.py();
-        let (start, len) = slf.get().pinned.place(py)?;
+        let (start, len) = slf.get().pinned.address_and_len(py)?;
         array_interface(py, start, Dtype::Uint8, &[len as u64])
     }
 
-    /// Lends the bytes to an array library. Read-only.
+    /// Exports the bytes to an array library. Read-only.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         slf: &Bound<'py, Self>,
@@ -135,11 +135,11 @@ impl View {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let _ = stream; // memory of this host has none
+        let _ = stream; // host memory has no streams
         let this = slf.get();
-        let start = || Ok(this.pinned.place(slf.py())?.0);
+        let start = || Ok(this.pinned.address_and_len(slf.py())?.0);
         let request = Request { max_version, device: dl_device, copy };
-        dlpack::lend(slf.as_any(), start, Dtype::Uint8, &[this.shape[0] as u64], &request)
+        dlpack::export(slf.as_any(), start, Dtype::Uint8, &[this.shape[0] as u64], &request)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
@@ -147,7 +147,7 @@ impl View {
     }
 }
 
-/// What numpy asks for. The caller holds the object as long as it uses the memory.
+/// Returns a read-only `__array_interface__`. The caller references the object as long as it uses the memory.
 pub(crate) fn array_interface<'py>(
     py: Python<'py>,
     start: *const u8,

@@ -1,8 +1,8 @@
-"""What the tests of ``moontide`` share: a cluster of real processes, stores of it, keys that do not meet, seeds.
+"""Fixtures of the tests of ``moontide``: a cluster of real processes, stores, unique keys, seeds.
 
-The cluster is started once: a master and two nodes on free ports of this host. A ``store`` maps the nodes' memory, a
-``far`` one does not and reads over TCP, as a program on another host would. What servers log during a test is shown
-when it fails.
+The cluster is started once: a master and two nodes on free ports of this host. ``store`` maps the nodes' memory.
+``remote`` does not; it reads over TCP, as a program on another host does. The report of a failed test contains the logs
+of the servers during the test.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import pytest
 
 import moontide
 
+pytest_plugins = ["ci_skips"]
+
 MIB = 1 << 20
-READY_MAX_S = 20.0
-ANYWHERE = "127.0.0.1:0"
+READY_TIMEOUT_S = 20.0
+ANY_PORT = "127.0.0.1:0"
 
 
 class Server:
-    """A process of ``moontide``: what it says about itself, and its log."""
+    """A process of ``moontide``, its start-up lines (``facts``) and its log."""
 
     def __init__(self, folder: Path, name: str, words: list[str], last: str) -> None:
         self.name = name
@@ -49,8 +51,8 @@ class Server:
 
     def _read_facts(self, last: str) -> None:
         assert self.process.stdout is not None
-        too_slow = threading.Timer(READY_MAX_S, self.process.kill)
-        too_slow.start()
+        timer = threading.Timer(READY_TIMEOUT_S, self.process.kill)
+        timer.start()
         try:
             for line in self.process.stdout:
                 word, _, rest = line.strip().partition(" ")
@@ -58,12 +60,12 @@ class Server:
                 if word == last:
                     return
         finally:
-            too_slow.cancel()
+            timer.cancel()
         self.end()
-        raise RuntimeError(f"{self.name} ended before it said {last!r}:\n{self.log.read_text()}")
+        raise RuntimeError(f"{self.name} ended before it printed {last!r}:\n{self.log.read_text()}")
 
     def end(self, kill: bool = False) -> None:
-        """Ends the process: in order if it can, or as if the power were cut."""
+        """Terminates the process, or kills it with SIGKILL."""
         if self.process.poll() is None:
             (self.process.kill if kill else self.process.terminate)()
             try:
@@ -76,15 +78,15 @@ class Server:
 
 
 class Cluster:
-    """A master and nodes, each a process of its own."""
+    """A master and nodes, each in its own process."""
 
     def __init__(self, folder: Path, *, nodes: int, memory: str, groups: int, master: list[str] | None = None) -> None:
         self.folder = folder
         self.servers: list[Server] = []
-        self._master_words = ["master", "--groups", str(groups), "--reallocate-wait-ms", "0", *(master or [])]
-        listens = ["--grpc-listen", ANYWHERE, "--frame-listen", ANYWHERE, "--admin-listen", ANYWHERE]
+        self._master_words = ["master", "--groups", str(groups), "--reallocation-delay-ms", "0", *(master or [])]
+        listens = ["--grpc-listen", ANY_PORT, "--frame-listen", ANY_PORT, "--admin-listen", ANY_PORT]
         self.master_server = self._start("master", [*self._master_words, *listens], "admin")
-        #: What stores connect to.
+        #: Address for stores.
         self.master = self.master_server.facts["grpc"]
         self.nodes = [
             self._start(
@@ -95,10 +97,10 @@ class Cluster:
                     self.master,
                     "--memory-bytes",
                     memory,
-                    "--drain",
+                    "--drain-timeout",
                     "1s",
                     "--admin-listen",
-                    ANYWHERE,
+                    ANY_PORT,
                 ],
                 "ready",
             )
@@ -111,9 +113,9 @@ class Cluster:
         return server
 
     def restart_master(self) -> None:
-        """A master in place of one that ended, at the same addresses."""
+        """Starts a master at the addresses of the previous one."""
         facts = self.master_server.facts
-        listens = ["--grpc-listen", facts["grpc"], "--frame-listen", facts["frame"], "--admin-listen", ANYWHERE]
+        listens = ["--grpc-listen", facts["grpc"], "--frame-listen", facts["frame"], "--admin-listen", ANY_PORT]
         self.master_server = self._start("master", [*self._master_words, *listens], "admin")
 
     def end(self) -> None:
@@ -126,7 +128,7 @@ RUNNING: list[Cluster] = []
 
 @pytest.fixture(scope="session")
 def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """Starts clusters that end with the session at the latest."""
+    """Starts clusters, and ends them with the session."""
 
     def start(**settings: Any) -> Cluster:
         folder = tmp_path_factory.mktemp("cluster")
@@ -142,15 +144,15 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 @pytest.fixture
 def own_cluster(start_cluster: Callable[..., Cluster]) -> Iterator[Callable[..., Cluster]]:
-    """Starts clusters for one test, which may harm them."""
-    mine: list[Cluster] = []
+    """Starts clusters for one test, which may stop or kill their servers."""
+    own: list[Cluster] = []
 
     def start(**settings: Any) -> Cluster:
-        mine.append(start_cluster(**settings))
-        return mine[-1]
+        own.append(start_cluster(**settings))
+        return own[-1]
 
     yield start
-    for cluster in mine:
+    for cluster in own:
         cluster.end()
         RUNNING.remove(cluster)
 
@@ -162,37 +164,37 @@ def cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def _near(cluster: Cluster) -> Iterator[moontide.Store]:
+def _shm(cluster: Cluster) -> Iterator[moontide.Store]:
     with moontide.Store(cluster.master) as store:
         yield store
 
 
 @pytest.fixture(scope="session")
-def _far(cluster: Cluster) -> Iterator[moontide.Store]:
-    with moontide.Store(cluster.master, local=False) as store:
+def _tcp(cluster: Cluster) -> Iterator[moontide.Store]:
+    with moontide.Store(cluster.master, shm=False) as store:
         yield store
 
 
 @pytest.fixture
-def store(_near: moontide.Store) -> moontide.Store:
+def store(_shm: moontide.Store) -> moontide.Store:
     """A store that maps the memory of the nodes."""
-    return _near
+    return _shm
 
 
 @pytest.fixture
-def far(_far: moontide.Store) -> moontide.Store:
-    """A store that reads over TCP, as one on another host."""
-    return _far
+def remote(_tcp: moontide.Store) -> moontide.Store:
+    """A store that reads over TCP, as on another host."""
+    return _tcp
 
 
-@pytest.fixture(params=["near", "far"])
-def either(request: pytest.FixtureRequest, _near: moontide.Store, _far: moontide.Store) -> moontide.Store:
-    """One after the other."""
-    return {"near": _near, "far": _far}[request.param]
+@pytest.fixture(params=["shm", "tcp"])
+def either(request: pytest.FixtureRequest, _shm: moontide.Store, _tcp: moontide.Store) -> moontide.Store:
+    """Both kinds of ``Store``: shm and TCP."""
+    return {"shm": _shm, "tcp": _tcp}[request.param]
 
 
-class Waiting:
-    """An ``AsyncStore`` whose calls are waited for, so that one test serves both kinds of store."""
+class BlockingAsyncStore:
+    """An ``AsyncStore`` with blocking calls, so that one test covers both kinds of store."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, store: moontide.AsyncStore) -> None:
         self._loop = loop
@@ -201,51 +203,54 @@ class Waiting:
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
 
-        async def awaited(*given: Any, **named: Any) -> Any:
+        async def run(*given: Any, **named: Any) -> Any:
             return await call(*given, **named)
 
-        return lambda *given, **named: self._loop.run_until_complete(awaited(*given, **named))
+        return lambda *given, **named: self._loop.run_until_complete(run(*given, **named))
 
 
 @pytest.fixture(scope="session")
-def _waiting(cluster: Cluster) -> Iterator[dict[str, Waiting]]:
+def _async_stores(cluster: Cluster) -> Iterator[dict[str, BlockingAsyncStore]]:
     loop = asyncio.new_event_loop()
 
-    async def connect(local: bool) -> moontide.AsyncStore:
-        return await moontide.AsyncStore.connect(cluster.master, local=local)
+    async def connect(shm: bool) -> moontide.AsyncStore:
+        return await moontide.AsyncStore.connect(cluster.master, shm=shm)
 
     stores = {
-        "async-near": loop.run_until_complete(connect(True)),
-        "async-far": loop.run_until_complete(connect(False)),
+        "async-shm": loop.run_until_complete(connect(True)),
+        "async-tcp": loop.run_until_complete(connect(False)),
     }
-    yield {name: Waiting(loop, store) for name, store in stores.items()}
+    yield {name: BlockingAsyncStore(loop, store) for name, store in stores.items()}
     for store in stores.values():
         store.close()
     loop.close()
 
 
-@pytest.fixture(params=["near", "far", "async-near", "async-far"])
+@pytest.fixture(params=["shm", "tcp", "async-shm", "async-tcp"])
 def caller(
-    request: pytest.FixtureRequest, _near: moontide.Store, _far: moontide.Store, _waiting: dict[str, Waiting]
+    request: pytest.FixtureRequest,
+    _shm: moontide.Store,
+    _tcp: moontide.Store,
+    _async_stores: dict[str, BlockingAsyncStore],
 ) -> Any:
-    """Every kind of store: near and far, for threads and for tasks. All have the same calls."""
-    return ({"near": _near, "far": _far} | _waiting)[request.param]
+    """Every kind of store: shm and TCP, for threads and for asyncio. All have the same calls."""
+    return ({"shm": _shm, "tcp": _tcp} | _async_stores)[request.param]
 
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
-def key(request: pytest.FixtureRequest, _near: moontide.Store) -> Iterator[Callable[[str], str]]:
-    """Makes keys that no other test has; their objects go with the test."""
+def key(request: pytest.FixtureRequest, _shm: moontide.Store) -> Iterator[Callable[[str], str]]:
+    """Makes keys that no other test uses. Removes their objects after the test."""
     prefix = f"{request.node.name}/{os.getpid()}.{next(_numbers)}/"
     yield lambda name="": prefix + name
-    _near.batch_remove(_near.keys(prefix), force=True)
+    _shm.batch_remove(_shm.keys(prefix), force=True)
 
 
 @pytest.fixture
 def seed() -> int:
-    """What random numbers of the test begin with: MOONTIDE_SEED, or another one each time. It is printed."""
+    """Seed of the random numbers of a test: MOONTIDE_SEED, or a random one. It is printed."""
     seed = int(os.environ.get("MOONTIDE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"MOONTIDE_SEED={seed}")
     return seed
@@ -253,7 +258,7 @@ def seed() -> int:
 
 @pytest.fixture
 def python(cluster: Cluster) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a program in another interpreter, with the master's address as its first argument."""
+    """Runs a program in another interpreter, with the address of the master as its first argument."""
 
     def run(program: str, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-X", "faulthandler", "-c", program, cluster.master, *words]
@@ -264,13 +269,14 @@ def python(cluster: Cluster) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def stopped() -> Callable[[Server], AbstractContextManager[None]]:
-    """Holds a server up for a while: it accepts what the kernel accepts for it, and answers nothing."""
+    """Stops a server with SIGSTOP inside a ``with`` block: the kernel accepts connections, and the server does not
+    answer."""
 
     @contextmanager
-    def hold(server: Server) -> Iterator[None]:
+    def stop(server: Server) -> Iterator[None]:
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            # Threads stop one after the other; one of them may answer meanwhile.
+            # Threads stop one after the other; one of them may still answer meanwhile.
             tasks = Path(f"/proc/{server.pid}/task")
             while any("State:\tT" not in task.read_text() for task in tasks.glob("*/status")):
                 time.sleep(0.01)
@@ -278,10 +284,10 @@ def stopped() -> Callable[[Server], AbstractContextManager[None]]:
         finally:
             os.kill(server.pid, signal.SIGCONT)
 
-    return hold
+    return stop
 
 
-# What servers log during a test, among what is shown when it fails.
+# Logs of the servers in the report of a failed test.
 
 
 def _log_ends() -> dict[Path, int]:
@@ -306,7 +312,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         for log in sorted(_log_ends()):
             with log.open("rb") as file:
                 file.seek(before.get(log, 0))
-                said = file.read()[-8192:].decode(errors="replace")
-            if said:
-                report.sections.append((f"log of {log.parent.name}/{log.stem}", said))
+                text = file.read()[-8192:].decode(errors="replace")
+            if text:
+                report.sections.append((f"log of {log.parent.name}/{log.stem}", text))
     return report

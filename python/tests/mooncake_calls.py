@@ -1,7 +1,7 @@
-"""A list of calls whose answers do not depend on whose ``mooncake.store`` answers them.
+"""Calls whose results are the same for every implementation of ``mooncake.store``.
 
-``python mooncake_calls.py MODULE MASTER`` makes them and prints one line for each, as JSON. ``test_mooncake_parity.py``
-runs it with Moontide and with Mooncake. Only calls that both survive are here.
+``python mooncake_calls.py MODULE MASTER`` makes the calls and prints one line of JSON for each.
+``test_mooncake_parity.py`` runs it with Moontide and with Mooncake. Calls that crash one of them are not included.
 """
 
 import ctypes
@@ -12,15 +12,15 @@ import os
 import sys
 
 
-def shown(answer: object) -> object:
-    """An answer as JSON can say it."""
-    if isinstance(answer, bytes):
-        return answer.hex()
-    if isinstance(answer, (list, tuple)):
-        return [shown(one) for one in answer]
-    if isinstance(answer, dict):
-        return {key: len(value) for key, value in answer.items()}
-    return answer if answer is None or isinstance(answer, (int, str)) else type(answer).__name__
+def to_json(result: object) -> object:
+    """Converts a result to a JSON value."""
+    if isinstance(result, bytes):
+        return result.hex()
+    if isinstance(result, (list, tuple)):
+        return [to_json(one) for one in result]
+    if isinstance(result, dict):
+        return {key: len(value) for key, value in result.items()}
+    return result if result is None or isinstance(result, (int, str)) else type(result).__name__
 
 
 def main(module: str, master: str) -> None:
@@ -35,11 +35,11 @@ def main(module: str, master: str) -> None:
     def call(name: str, *arguments: object, **named: object) -> None:
         nonlocal count
         try:
-            answer = shown(getattr(store, name)(*arguments, **named))
+            result = to_json(getattr(store, name)(*arguments, **named))
         except TypeError:
-            answer = "TypeError"
+            result = "TypeError"
         count += 1
-        print(json.dumps([count, name, answer]), flush=True)
+        print(json.dumps([count, name, result]), flush=True)
 
     call("health_check")
     call("close")
@@ -94,12 +94,12 @@ def main(module: str, master: str) -> None:
     call("batch_put_from_multi_buffers", ["u3"], [[at, at + 8]], [[4, 4]])
     call("batch_get_into_multi_buffers", ["u3"], [[at + 3000, at + 3100]], [[4, 4]])
 
-    for place, size in [(at, 1 << 20), (at, 1 << 20), (at + 4096, 4096), (at + 8192, 0), (0, 100)]:
-        call("register_buffer", place, size)
+    for address, size in [(at, 1 << 20), (at, 1 << 20), (at + 4096, 4096), (at + 8192, 0), (0, 100)]:
+        call("register_buffer", address, size)
     call("register_buffer", -1, 100)
     call("register_buffer", "x", 100)
-    for place in (at + 4096, at + 12345, 0, at, at):
-        call("unregister_buffer", place)
+    for address in (at + 4096, at + 12345, 0, at, at):
+        call("unregister_buffer", address)
     call("register_buffer", at, 8192)
     call("register_buffer", at + 4096, 8192)
     call("register_buffer", at + 8192, (1 << 20) - 8192)
@@ -163,9 +163,9 @@ def main(module: str, master: str) -> None:
     (replica,) = store.get_replica_desc("k")
     print(json.dumps([replica.is_memory_replica(), replica.is_disk_replica(), replica.is_local_disk_replica()]))
     print(json.dumps([int(replica.status), replica.get_memory_descriptor().buffer_descriptor.size]))
-    lent = store.get_buffer("k")
-    print(json.dumps([lent.size(), len(lent), bytes(lent).hex(), ctypes.string_at(lent.ptr(), 5).hex()]))
-    del lent
+    buffer = store.get_buffer("k")
+    print(json.dumps([buffer.size(), len(buffer), bytes(buffer).hex(), ctypes.string_at(buffer.ptr(), 5).hex()]))
+    del buffer
     for number, fields in enumerate(
         [{"replica_num": 2}, {"replica_num": 0}, {"group_ids": ["a"]}, {"group_ids": ["a", "b"]}]
     ):

@@ -1,4 +1,4 @@
-"""What the tests of ``moontide.compat.mooncake`` share: stores that are set up, and memory by its address."""
+"""Helpers of the tests of ``moontide.compat.mooncake``: stores after setup, and memory with an address."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def set_up(master: str, segment_bytes: int = 0, **named) -> MooncakeDistributedStore:
-    """A store of the cluster."""
+    """Returns a store of the cluster, after setup."""
     store = MooncakeDistributedStore()
     code = store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, MIB, "tcp", "", master, **named)
     assert code == 0, code
@@ -18,14 +18,14 @@ def set_up(master: str, segment_bytes: int = 0, **named) -> MooncakeDistributedS
 
 
 def unused_port() -> int:
-    """A port of this host at which nobody listens."""
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
+    """Returns a free port of this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Block:
-    """Memory by its address."""
+    """Memory with an address."""
 
     def __init__(self, size: int = MIB) -> None:
         self.size = size
@@ -34,10 +34,10 @@ class Block:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def fill(self, start: int, content: bytes) -> int:
-        """Writes bytes, and gives their address."""
+        """Writes bytes and returns their address."""
         self.view[start : start + len(content)] = content
         return self.address + start
 
     def read(self, start: int, size: int) -> bytes:
-        """The bytes there."""
+        """Reads bytes."""
         return bytes(self.view[start : start + size])

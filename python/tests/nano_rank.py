@@ -1,5 +1,5 @@
-"""A rank of a cache, for tests: runs the lines of Python that it is given on standard input, with ``cache`` at hand, and says
-what they leave in ``out``. The processes that it plays with are real; what they do is written where it is expected."""
+"""A rank of a cache, for tests: runs Python code from standard input, with ``cache`` as a global, and prints the value
+of ``out``. Ranks are real processes; the code that they run is part of each test."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ANSWER_MAX_S = 120.0
+REPLY_TIMEOUT_S = 120.0
 
 
 def drivers() -> dict[str, str]:
-    """Variables by which the fake driver is taken for both vendors' (docs/devices.md). Who touches its devices' memory by other
-    means than copies dies."""
+    """Returns the variables that select the fake driver for both vendors (docs/devices.md). A process that accesses
+    device memory other than by copies is killed."""
     fake = os.environ.get("MOONTIDE_FAKE_DRIVER_LIB")
     if fake is None:
         return {}
-    wishes = os.environ.get("MOONTIDE_FAKE_DRIVER", "blind=1")
-    return {"MOONTIDE_CUDA_LIB": fake, "MOONTIDE_HIP_LIB": fake, "MOONTIDE_FAKE_DRIVER": wishes}
+    options = os.environ.get("MOONTIDE_FAKE_DRIVER", "blind=1")
+    return {"MOONTIDE_CUDA_LIB": fake, "MOONTIDE_HIP_LIB": fake, "MOONTIDE_FAKE_DRIVER": options}
 
 
 class Rank:
-    """A rank, from the test's side."""
+    """Handle of a rank, for the test."""
 
     def __init__(self, path: Path, rank: int, ranks: int, **settings: Any) -> None:
         words = [sys.executable, __file__, json.dumps({"path": str(path), "rank": rank, "ranks": ranks} | settings)]
@@ -36,25 +36,25 @@ class Rank:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
         )
 
-    def tell(self, code: str, **names: Any) -> None:
+    def send(self, code: str, **names: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([code, names]) + "\n")
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         assert self.process.stdout is not None
-        too_slow = threading.Timer(ANSWER_MAX_S, self.process.kill)
-        too_slow.start()
+        timer = threading.Timer(REPLY_TIMEOUT_S, self.process.kill)
+        timer.start()
         try:
             line = self.process.stdout.readline()
         finally:
-            too_slow.cancel()
-        assert line, "the rank has ended; what it said stands above"
+            timer.cancel()
+        assert line, "the rank has ended; see its output above"
         return json.loads(line)
 
     def run(self, code: str, **names: Any) -> Any:
-        """What the code leaves in ``out``."""
-        self.tell(code, **names)
-        return self.hear()
+        """Runs code and returns the value of ``out``."""
+        self.send(code, **names)
+        return self.receive()
 
     def end(self) -> None:
         self.process.kill()
@@ -71,7 +71,7 @@ def main() -> None:
     import numpy
 
     import moontide
-    from moontide.nano import NanoKVCache, NotReady, Ticket
+    from moontide.nano import NanoKVCache, NOT_READY, Ticket
 
     settings = json.loads(sys.argv[1])
     cache = NanoKVCache(settings.pop("heap_bytes", 16 << 20), **settings)
@@ -82,7 +82,7 @@ def main() -> None:
     names: dict[str, Any] = {
         "cache": cache,
         "moontide": moontide,
-        "NotReady": NotReady,
+        "NOT_READY": NOT_READY,
         "noise": noise,
         "numpy": numpy,
         "ticket_of": lambda packed: Ticket.from_bytes(bytes.fromhex(packed)),

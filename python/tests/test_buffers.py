@@ -1,4 +1,4 @@
-"""What values and spaces can be made of: whatever lends its memory, in one of three ways."""
+"""Types of values and buffers: all objects that export their memory, in one of three ways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ML_TYPES = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 
 
 def sources() -> dict[str, tuple[object, bytes]]:
-    """Values of every kind, and the bytes that are to be stored."""
+    """Returns values of every type, and the bytes that a put must store."""
     text = b"0123456789abcdef"
     numbers = np.arange(24, dtype="<i4").reshape(2, 3, 4)
     mapped = mmap.mmap(-1, 4096)
@@ -39,7 +39,7 @@ def sources() -> dict[str, tuple[object, bytes]]:
         "ctypes": (block, text),
         "ctypes structure": (ctypes.c_uint64(7), (7).to_bytes(8, "little")),
         "mmap": (mapped, text.ljust(4096, b"\0")),
-        "Memory": (moontide.Memory(ctypes.addressof(block), 16), text),
+        "RawMemory": (moontide.RawMemory(ctypes.addressof(block), 16), text),
         "C order": (numbers, numbers.tobytes()),
         "Fortran order": (np.asfortranarray(numbers), numbers.tobytes()),
         "transposed": (numbers.T, numbers.T.tobytes()),
@@ -52,8 +52,8 @@ def sources() -> dict[str, tuple[object, bytes]]:
         "read-only": (np.frombuffer(text, "u1"), text),
         "numpy.memmap-like": (np.frombuffer(mapped, "u1", 16), text),
     }
-    # Those that are borrowed from must outlive the table.
-    found["Memory"] += (block,)
+    # The exporting object must outlive the table.
+    found["RawMemory"] += (block,)
     return found
 
 
@@ -61,7 +61,7 @@ SOURCES = sources()
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_values_of_every_kind(caller, key, name):
+def test_put_accepts_every_buffer_type(caller, key, name):
     value, expected, *_ = SOURCES[name]
     assert caller.put(key("a"), value)
     assert caller.get(key("a")) == expected
@@ -72,7 +72,7 @@ def test_values_of_every_kind(caller, key, name):
 
 
 @pytest.mark.parametrize("kind", [*NUMPY_TYPES, *OTHER_TYPES, *ML_TYPES], ids=str)
-def test_arrays_of_every_type(either, key, kind):
+def test_arrays_of_every_dtype_round_trip(either, key, kind):
     numbers = np.arange(24).reshape(2, 3, 4)
     whole = np.zeros(numbers.shape, kind) if isinstance(kind, np.dtype) else numbers.astype(kind)
     for name, value in {"whole": whole, "part": whole[:, ::2], "point": whole[1, 1, 1:2].reshape(())}.items():
@@ -84,7 +84,7 @@ def test_arrays_of_every_type(either, key, kind):
 
 
 def spaces() -> dict[str, object]:
-    """Memory of every kind for twelve bytes or more."""
+    """Returns buffers of every type with at least twelve bytes."""
     return {
         "bytearray": bytearray(12),
         "memoryview": memoryview(bytearray(12)),
@@ -102,7 +102,7 @@ def spaces() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", spaces())
-def test_spaces_of_every_kind(caller, key, name):
+def test_get_into_accepts_every_writable_buffer_type(caller, key, name):
     text = b"moon + tides"
     assert caller.put(key("a"), text)
     space = spaces()[name]
@@ -124,7 +124,7 @@ READ_ONLY = {
 
 
 @pytest.mark.parametrize("name", READ_ONLY)
-def test_read_only_spaces_are_refused(caller, key, name):
+def test_get_into_rejects_read_only_buffers(caller, key, name):
     caller.put(key("a"), b"1")
     before = bytes(READ_ONLY[name])
     for space in (READ_ONLY[name], [READ_ONLY[name]]):
@@ -144,14 +144,14 @@ SCATTERED = {
 
 
 @pytest.mark.parametrize("name", SCATTERED)
-def test_scattered_spaces_are_refused(caller, key, name):
+def test_get_into_rejects_non_contiguous_buffers(caller, key, name):
     caller.put(key("a"), b"1")
     with pytest.raises(ValueError, match="contiguous"):
         caller.get_into(key("a"), SCATTERED[name])
     assert not SCATTERED[name].any()
 
 
-def test_a_view_is_a_value_and_no_space(either, key):
+def test_view_is_accepted_by_put_and_rejected_by_get_into(either, key):
     either.put(key("a"), b"123")
     view = either.get_view(key("a"))
     assert either.put(key("b"), view)
@@ -160,7 +160,7 @@ def test_a_view_is_a_value_and_no_space(either, key):
         either.get_into(key("a"), view)
 
 
-def test_pointers_are_no_bytes(store, key):
+def test_object_arrays_are_rejected(store, key):
     with pytest.raises(TypeError):
         store.put(key("a"), np.array([object()], dtype=object))
     assert not store.exists(key("a"))
@@ -172,24 +172,24 @@ store = moontide.Store(sys.argv[1])
 try:
     store.put("a", numpy.broadcast_to(numpy.uint8(1), (1 << 45,)))
 except (MemoryError, moontide.TooLarge) as error:
-    print("refused")
+    print("rejected")
 """
 
 
-def test_more_elements_than_there_is_memory_for(python):
+def test_broadcast_array_larger_than_memory_is_rejected(python):
     ended = python(TOO_MANY)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "refused\n", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "rejected\n", "")
 
 
 class Interface:
-    """Something that only has ``__array_interface__``."""
+    """An object that has only ``__array_interface__``."""
 
     def __init__(self, array: np.ndarray, **changed: object) -> None:
         self.array = array
         self.__array_interface__ = array.__array_interface__ | changed
 
 
-def test_objects_with_an_array_interface(either, key):
+def test_array_interface_is_accepted_by_put_and_get_into(either, key):
     numbers = np.arange(12, dtype="<f4").reshape(3, 4)
     assert either.put(key("a"), Interface(numbers))
     assert either.get(key("a")) == numbers.tobytes()
@@ -200,7 +200,7 @@ def test_objects_with_an_array_interface(either, key):
     assert (space == numbers).all()
 
 
-def test_an_array_interface_says_what_its_elements_are(store, key):
+def test_array_interface_determines_tensor_dtype(store, key):
     for kind, name in [("<f4", "float32"), ("|u1", "uint8"), ("<c8", "complex64"), ("|b1", "bool")]:
         numbers = np.arange(4).astype(kind)
         assert store.put_tensor(key(name), Interface(numbers))
@@ -210,7 +210,7 @@ def test_an_array_interface_says_what_its_elements_are(store, key):
 
 
 @pytest.mark.parametrize("kind", [">f4", "<U2", "|S4", "|V4", "|O"])
-def test_an_array_interface_of_other_elements_is_no_tensor(store, key, kind):
+def test_array_interface_of_unsupported_dtype_is_not_a_tensor(store, key, kind):
     array = np.zeros(4, kind)
     named = Interface(array)
     named.dtype = array.dtype
@@ -238,15 +238,15 @@ def test_an_array_interface_of_other_elements_is_no_tensor(store, key, kind):
     ],
     ids=str,
 )
-def test_wrong_array_interfaces_are_refused(store, key, changed, text):
+def test_invalid_array_interface_is_rejected(store, key, changed, text):
     with pytest.raises(ValueError, match=text):
         store.put(key("a"), Interface(np.zeros((2, 2), "<f4"), **changed))
     with pytest.raises(ValueError, match="read-only"):
         store.get_into(key("a"), Interface(np.zeros(4, "u1"), data=(np.zeros(4, "u1").ctypes.data, True)))
 
 
-class Lender:
-    """Something that only knows DLPack; numpy does the work."""
+class DlpackOnly:
+    """An object that supports only DLPack, through numpy."""
 
     def __init__(self, array: np.ndarray, device: tuple[int, int] = (1, 0), versions: bool = True) -> None:
         self.array, self.device, self.versions = array, device, versions
@@ -256,40 +256,40 @@ class Lender:
 
     def __dlpack__(self, **named: object) -> object:
         if named and not self.versions:
-            raise TypeError("an older library, which knows no arguments")
+            raise TypeError("an older library without arguments")
         return self.array.__dlpack__(**named)
 
 
 @pytest.mark.parametrize("versions", [True, False])
 @pytest.mark.parametrize("kind", NUMPY_TYPES)
-def test_objects_with_dlpack(either, key, kind, versions):
+def test_dlpack_is_accepted_by_put_and_get_into(either, key, kind, versions):
     numbers = np.arange(24).reshape(2, 3, 4).astype(kind)
     for name, value in {"whole": numbers, "part": numbers[:, ::2], "turned": numbers.T}.items():
-        assert either.put(key(name), Lender(value, versions=versions))
+        assert either.put(key(name), DlpackOnly(value, versions=versions))
         assert either.get(key(name)) == value.tobytes()
     space = np.zeros_like(numbers)
-    assert either.get_into(key("whole"), Lender(space, versions=versions)) == numbers.nbytes
+    assert either.get_into(key("whole"), DlpackOnly(space, versions=versions)) == numbers.nbytes
     assert (space == numbers).all()
     with pytest.raises(ValueError, match="contiguous"):
-        either.get_into(key("whole"), Lender(space.T, versions=versions))
+        either.get_into(key("whole"), DlpackOnly(space.T, versions=versions))
 
 
-def test_dlpack_of_read_only_memory_is_no_space(store, key):
+def test_get_into_rejects_read_only_dlpack(store, key):
     store.put(key("a"), b"1")
     space = np.zeros(4, "u1")
     space.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        store.get_into(key("a"), Lender(space))
+        store.get_into(key("a"), DlpackOnly(space))
 
 
-def test_dlpack_of_another_device_is_refused(store, key):
+def test_dlpack_on_another_device_is_rejected(store, key):
     with pytest.raises(TypeError, match="cpu"):
-        store.put(key("a"), Lender(np.zeros(4), device=(2, 0)))
-    assert store.put(key("a"), Lender(np.zeros(4), device=(3, 0))), "memory that a GPU has pinned is the host's"
+        store.put(key("a"), DlpackOnly(np.zeros(4), device=(2, 0)))
+    assert store.put(key("a"), DlpackOnly(np.zeros(4), device=(3, 0))), "pinned memory is host memory"
 
 
-class Odd:
-    """Lends something that is no tensor."""
+class BadCapsule:
+    """An object whose ``__dlpack__`` returns no tensor."""
 
     def __init__(self, capsule: object) -> None:
         self.capsule = capsule
@@ -303,26 +303,27 @@ class Odd:
         return self.capsule
 
 
-def test_odd_dlpack_is_refused(store, key):
+def test_invalid_dlpack_capsule_is_rejected(store, key):
     with pytest.raises(TypeError):
-        store.put(key("a"), Odd(None))
+        store.put(key("a"), BadCapsule(None))
     with pytest.raises(RuntimeError, match="not today"):
-        store.put(key("a"), Odd(RuntimeError("not today")))
+        store.put(key("a"), BadCapsule(RuntimeError("not today")))
     taken = np.zeros(4).__dlpack__()
-    assert store.put(key("a"), Odd(taken))
+    assert store.put(key("a"), BadCapsule(taken))
     with pytest.raises(BufferError, match="no tensor"):
-        store.put(key("b"), Odd(taken))
+        store.put(key("b"), BadCapsule(taken))
 
 
-def test_dlpack_gives_memory_back(store, key):
-    # A bytearray cannot grow while something borrows from it.
+def test_dlpack_buffers_are_released_after_calls(store, key):
+    # A bytearray cannot grow while a buffer of it is exported.
     content = bytearray(64)
-    store.put(key("a"), Lender(np.frombuffer(content, "u1")))
-    store.get_into(key("a"), Lender(np.frombuffer(content, "u1")))
+    assert store.put(key("a"), DlpackOnly(np.frombuffer(content, "u1")))
+    assert store.get_into(key("a"), DlpackOnly(np.frombuffer(content, "u1"))) == 64
     content.append(1)
+    assert len(content) == 65
 
 
-def test_calls_give_buffers_back(caller, key):
+def test_calls_release_their_buffers(caller, key):
     content, space = bytearray(64), bytearray(64)
     caller.put(key("a"), content)
     caller.put_from(key("b"), [content, content])
@@ -335,9 +336,9 @@ def test_calls_give_buffers_back(caller, key):
     space.append(1)
 
 
-def test_memory_by_its_address(either, key):
+def test_raw_memory_is_accepted_by_put_and_get_into(either, key):
     block = (ctypes.c_uint8 * 4096)()
-    memory = moontide.Memory(ctypes.addressof(block), 4096)
+    memory = moontide.RawMemory(ctypes.addressof(block), 4096)
     assert (memory.address, len(memory)) == (ctypes.addressof(block), 4096)
     memoryview(memory)[:4] = b"tide"
     assert either.put(key("a"), memory)
@@ -345,12 +346,12 @@ def test_memory_by_its_address(either, key):
     assert either.get_into(key("a"), memory) == 4096
     assert bytes(block)[:4] == b"tide"
     assert np.asarray(memory)[0] == ord("t")
-    assert eval(repr(memory), {"Memory": moontide.Memory}).address == memory.address
+    assert eval(repr(memory), {"RawMemory": moontide.RawMemory}).address == memory.address
 
 
-def test_memory_that_must_not_be_written(store, key):
+def test_get_into_rejects_read_only_raw_memory(store, key):
     block = (ctypes.c_uint8 * 16)()
-    memory = moontide.Memory(ctypes.addressof(block), 16, readonly=True)
+    memory = moontide.RawMemory(ctypes.addressof(block), 16, readonly=True)
     assert store.put(key("a"), memory)
     with pytest.raises(ValueError, match="read-only"):
         store.get_into(key("a"), memory)
@@ -358,12 +359,12 @@ def test_memory_that_must_not_be_written(store, key):
 
 
 @pytest.mark.parametrize(("address", "size"), [(0, 1), (1 << 63, 1), (1, 1 << 63), (-1, 1), (1, -1)])
-def test_what_is_no_memory(address, size):
+def test_invalid_raw_memory_range_is_rejected(address, size):
     with pytest.raises((ValueError, OverflowError)):
-        moontide.Memory(address, size)
+        moontide.RawMemory(address, size)
 
 
-def test_random_slices_of_random_arrays(store, far, key, seed):
+def test_random_array_slices_round_trip(store, remote, key, seed):
     draw = random.Random(seed)
     for number in range(300):
         dims = draw.randrange(4)
@@ -375,4 +376,4 @@ def test_random_slices_of_random_arrays(store, far, key, seed):
         ].transpose(draw.sample(range(dims), dims))
         name = key(str(number))
         assert store.put(name, part)
-        assert draw.choice([store, far]).get(name) == part.tobytes(), (kind, part.shape, part.strides)
+        assert draw.choice([store, remote]).get(name) == part.tobytes(), (kind, part.shape, part.strides)

@@ -1,7 +1,7 @@
-"""The pages for users of Python do what they say: every block of code runs, in order, and prints what stands below it.
+"""Runs the code blocks of the documentation for Python, in order, and compares their output with the page.
 
-A block in ``python`` is run. A block in ``text`` before the next one is what it prints, exactly; without one it prints
-nothing. A block whose first line is a comment with the name of a file is saved there as well, so that other programs of
+A ``python`` block is executed. The following ``text`` block is its exact output; without one, the block must print
+nothing. A block whose first line is a comment with a file name is also saved to that file, so that other programs of
 the page can import it.
 """
 
@@ -20,7 +20,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.M | re.S)
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
-    """Blocks of code with the line where each begins, and what it is to print."""
+    """Returns the code blocks of a page: first line, code, and expected output."""
     text = page.read_text()
     found: list[tuple[int, str, str]] = []
     for match in BLOCK.finditer(text):
@@ -36,9 +36,9 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
+def test_doc_page_code_prints_documented_output(name, tmp_path, monkeypatch):
     if not DOCS.is_dir():
-        pytest.skip("the pages are not here")
+        pytest.skip("the pages are not available")
     monkeypatch.chdir(tmp_path)
     page = DOCS / name
     names: dict[str, object] = {"__name__": "__main__"}
@@ -50,17 +50,17 @@ def test_a_page_does_what_it_says(name, tmp_path, monkeypatch):
             with Path(saved[1]).open("a") as file:
                 file.write(code + "\n\n")
         printed = io.StringIO()
-        # Empty lines first, so that a traceback has the page's own lines.
+        # Empty lines first, so that a traceback has the line numbers of the page.
         compiled = compile("\n" * (line - 1) + code, str(page), "exec")
         with contextlib.redirect_stdout(printed):
             exec(compiled, names)
-        assert printed.getvalue() == expected, f"{name}:{line} prints something else"
+        assert printed.getvalue() == expected, f"{name}:{line}: unexpected output"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name):
+def test_doc_page_links_resolve(name):
     page = DOCS / name
     if not page.is_file():
-        pytest.skip("the pages are not here")
+        pytest.skip("the pages are not available")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (DOCS / target).exists(), target

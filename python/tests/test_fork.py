@@ -1,4 +1,4 @@
-"""Children of a process that has stores and views: what they may not use, what they can, and what they do not break."""
+"""Forked children of a process with stores and views: inherited objects, own connections, effects on the parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED = 13
 
 
 def in_child(work, exits=os._exit) -> int:
-    """Runs something in a forked child; its exit code, 0 if nothing was raised."""
+    """Runs a function in a forked child. Returns its exit code, 0 if nothing was raised."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -42,7 +42,7 @@ def in_child(work, exits=os._exit) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def test_a_child_cannot_use_what_it_inherits(cluster, store, key):
+def test_forked_child_cannot_use_inherited_store_and_views(cluster, store, key):
     store.put(key("a"), b"123")
     store.put_tensor(key("t"), np.arange(3))
     view, tensor, options = store.get_view(key("a")), store.get_tensor(key("t")), moontide.PutOptions(ttl=1)
@@ -72,7 +72,7 @@ def test_a_child_cannot_use_what_it_inherits(cluster, store, key):
     assert store.get(key("a")) == b"123"
 
 
-def test_a_child_has_no_memory_behind_arrays_of_its_parent(store, key):
+def test_forked_child_segfaults_on_zero_copy_array_of_parent(store, key):
     store.put(key("a"), b"123")
     array = np.asarray(store.get_view(key("a")))
 
@@ -83,16 +83,16 @@ def test_a_child_has_no_memory_behind_arrays_of_its_parent(store, key):
 
     assert in_child(child) == -signal.SIGSEGV
     assert bytes(array) == b"123"
-    assert in_child(lambda: None) == 0, "one that leaves them alone is fine"
+    assert in_child(lambda: None) == 0, "a child that does not use it exits cleanly"
 
 
-def test_a_child_can_connect_anew(cluster, store, key):
+def test_forked_child_can_open_its_own_store(cluster, store, key):
     store.put(key("a"), b"123")
 
     def child() -> None:
         with moontide.Store(cluster.master) as mine:
             view = mine.get_view(key("a"))
-            assert (bytes(view), view.in_place) == (b"123", True)
+            assert (bytes(view), view.zero_copy) == (b"123", True)
             assert mine.put(key("child"), b"456")
             del view
 
@@ -130,13 +130,13 @@ store.batch_put([key + str(n) for n in range(100)], [b"x" * 100_000] * 100)
 assert all(bytes(view) == content for view in views)
 assert bytes(array) == content
 assert store.get(key) is None
-assert store.get_view(key + "0").in_place
+assert store.get_view(key + "0").zero_copy
 print("good")
 """
 
 
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit", "drop", "connect", "exec"])
-def test_a_childs_end_does_not_touch_the_parents_views(python, key, how):
+def test_child_exit_does_not_affect_views_of_parent(python, key, how):
     ended = python(PARENT, key("a"), how)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("good\n", "", 0)
 
@@ -144,11 +144,11 @@ def test_a_childs_end_does_not_touch_the_parents_views(python, key, how):
 def _get_in_child(master: str, name: str) -> tuple[bytes, bool]:
     with moontide.Store(master) as store:
         view = store.get_view(name)
-        return bytes(view), view.in_place
+        return bytes(view), view.zero_copy
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_of_multiprocessing(cluster, store, key, method):
+def test_multiprocessing_workers_can_open_stores(cluster, store, key, method):
     store.put(key("a"), b"123")
     view = store.get_view(key("a"))
     with multiprocessing.get_context(method).Pool(2) as pool:
@@ -158,7 +158,7 @@ def test_workers_of_multiprocessing(cluster, store, key, method):
     assert store.get(key("a")) == b"123"
 
 
-def test_fork_during_calls_of_other_threads(cluster, store, key):
+def test_fork_is_safe_during_calls_of_other_threads(cluster, store, key):
     import threading
 
     stop = threading.Event()
@@ -187,7 +187,7 @@ def test_fork_during_calls_of_other_threads(cluster, store, key):
             thread.join()
 
 
-def test_a_dev_cluster_is_the_parents(tmp_path):
+def test_forked_child_cannot_close_dev_cluster_of_parent(tmp_path):
     program = """
 import os, moontide, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -225,7 +225,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_a_child_cannot_use_an_async_store(python, key):
+def test_forked_child_cannot_use_async_store(python, key):
     ended = python(ASYNC, key("a"))
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -249,6 +249,6 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
 
 
-def test_a_child_that_uses_asyncio_works_or_is_told(python, key):
+def test_asyncio_in_forked_child_works_or_raises_closed(python, key):
     ended = python(ASYNC_CHILD, key("a"))
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""``moontide.compat.mooncake``: calls by address, and which memory they accept."""
+"""``moontide.compat.mooncake``: calls by address, and the memory that they accept."""
 
 import ctypes
 import mmap
@@ -34,9 +34,9 @@ def block(store):
 
 
 @pytest.mark.smoke
-def test_put_from_and_get_into(store, block):
+def test_put_from_and_get_into_round_trip(store, block):
     assert store.put_from("k", block.address, 16) == 0
-    assert store.put_from("k", block.address + 8, 8) == 0, "what is there stays"
+    assert store.put_from("k", block.address + 8, 8) == 0, "an existing object is unchanged"
     assert store.get("k") == bytes(range(16))
     block.fill(4096, b"\7" * 100)
     assert store.get_into("k", block.address + 4096, 100) == 16
@@ -45,7 +45,7 @@ def test_put_from_and_get_into(store, block):
     assert store.get("k") == bytes([100, 101])
 
 
-def test_what_get_into_refuses(store, block):
+def test_get_into_returns_error_codes(store, block):
     assert store.put_from("k", block.address, 16) == 0
     assert store.get_into("k", block.address + 4096, 8) == -600
     assert store.get_into("k", block.address + 4096, 0) == -600
@@ -55,8 +55,8 @@ def test_what_get_into_refuses(store, block):
     assert store.get_into("k", 8, 16) == -600
 
 
-def test_what_put_from_refuses(store, block):
-    assert store.put_from("k", block.address, 0) == 0, "and does not store it"
+def test_put_from_rejects_invalid_arguments(store, block):
+    assert store.put_from("k", block.address, 0) == 0, "an empty object is not stored"
     assert store.is_exist("k") == 0
     assert store.put_from("", block.address, 1) == -600
     assert store.put_from("k", 0, 16) == -600
@@ -70,7 +70,7 @@ def test_what_put_from_refuses(store, block):
         store.get_into("k", block.address, None)
 
 
-def test_batches(store, block):
+def test_batch_put_from_and_get_into_return_code_per_key(store, block):
     at = block.address
     assert store.batch_put_from(["x1", "x2", "x1"], [at, at + 16, at], [16, 8, 16]) == [0, 0, 0]
     into = [at + 4096, at + 5000, at + 6000]
@@ -83,7 +83,7 @@ def test_batches(store, block):
     assert store.get("x1") == b"\1\2"
 
 
-def test_batches_that_do_not_belong_together(store, block):
+def test_batch_lists_of_unequal_length_are_rejected(store, block):
     at = block.address
     assert store.batch_put_from(["a", "b"], [at], [16, 8]) == [-600, -600]
     assert store.batch_put_from(["a"], [at], [16, 8]) == [-600]
@@ -97,7 +97,7 @@ def test_batches_that_do_not_belong_together(store, block):
     assert store.batch_get_into_multi_buffers([], [], []) == []
 
 
-def test_the_good_part_of_a_batch_is_done(store, block):
+def test_valid_entries_of_a_batch_succeed(store, block):
     at = block.address
     assert store.batch_put_from(["g1", "", "g2", "g3", "g4"], [at, at, 0, at, at], [4, 4, 4, 0, 4]) == [
         0,
@@ -114,23 +114,23 @@ def test_the_good_part_of_a_batch_is_done(store, block):
     assert store.get("m1") == bytes([0, 1, 2, 3, 8, 9, 10, 11])
 
 
-def test_several_buffers(store, block):
+def test_multi_buffer_put_and_get_round_trip(store, block):
     at = block.address
     config = ReplicateConfig()
     keys, parts, sizes = ["m1", "m2"], [[at, at + 100], [at + 8]], [[4, 4], [8]]
     assert store.batch_put_from_multi_buffers(keys, parts, sizes, config) == [0, 0]
-    into, room = [[at + 4096, at + 5000], [at + 5100], [at + 6000]], [[4, 4], [4], [8]]
-    assert store.batch_get_into_multi_buffers(["m1", "nope", "m2"], into, room) == [8, -704, 8]
+    into, sizes_into = [[at + 4096, at + 5000], [at + 5100], [at + 6000]], [[4, 4], [4], [8]]
+    assert store.batch_get_into_multi_buffers(["m1", "nope", "m2"], into, sizes_into) == [8, -704, 8]
     assert (block.read(4096, 4), block.read(5000, 4)) == (bytes([0, 1, 2, 3]), bytes([100, 101, 102, 103]))
-    assert store.batch_get_into_multi_buffers(["m1"], into[:1], room[:1], True) == [8]
+    assert store.batch_get_into_multi_buffers(["m1"], into[:1], sizes_into[:1], True) == [8]
     assert store.batch_put_from_multi_buffers(["m3"], [[at, at + 8]], [[0, 4]]) == [0]
     assert store.get("m3") == bytes([8, 9, 10, 11])
     assert store.put_from_with_metadata("m4", at + 8, at, 4, 2) == 0
     assert store.get("m4") == bytes([0, 1, 8, 9, 10, 11])
 
 
-def test_several_buffers_must_be_filled(store, block):
-    # An engine that is told of a hit uses all of them: an object that is shorter must not look like one.
+def test_multi_buffer_get_of_other_length_fails(store, block):
+    # An engine uses all buffers after a hit: a shorter object must not count as a hit.
     at = block.address
     assert store.batch_put_from_multi_buffers(["m"], [[at, at + 100]], [[4, 4]]) == [0]
     for sizes, code in [([4, 400], -800), ([6, 400], -800), ([4, 2], -600), ([4], -600), ([4, 4, 4], -800)]:
@@ -138,7 +138,7 @@ def test_several_buffers_must_be_filled(store, block):
         assert store.batch_get_into_multi_buffers(["m"], [into], [sizes]) == [code], sizes
 
 
-def test_many_keys_with_many_buffers(store):
+def test_multi_buffer_batch_of_64_keys_round_trips(store):
     block = Block(8 * MIB)
     assert store.register_buffer(block.address, block.size) == 0
     keys = [f"page_{number}" for number in range(64)]
@@ -155,7 +155,7 @@ def test_many_keys_with_many_buffers(store):
     assert block.read(4 * MIB, 64 * 1024) == b"".join(content)
 
 
-def test_ranges(store, block):
+def test_get_into_ranges_copies_ranges_and_reports_errors(store, block):
     at = block.address
     assert store.put_batch(["a", "b"], [bytes(range(36)), bytes(range(100, 136))]) == 0
     into = [at + 4096, at + 8192]
@@ -173,13 +173,13 @@ def test_ranges(store, block):
     assert store.get_into_ranges([at], [["a", "b"]], [[[0], []]], [[[0, 1], []]], [[[], []]]) == [[[-600, -600], []]]
 
 
-def test_tuples_are_as_good_as_lists(store, block):
+def test_batches_accept_tuples(store, block):
     assert store.batch_put_from(("a", "b"), (block.address, block.address), (4, 4)) == [0, 0]
     assert store.batch_get_into(("a", "b"), (block.address, block.address + 8), (4, 4)) == [4, 4]
     assert store.batch_is_exist(("a", "b", "c")) == [1, 1, 0]
 
 
-def test_registering(store):
+def test_register_buffer_rejects_overlapping_ranges(store):
     block = Block()
     at, size = block.address, block.size
     assert store.register_buffer(at, size) == 0
@@ -188,12 +188,12 @@ def test_registering(store):
     assert store.register_buffer(at + size - 1, 2) == -600, "over the end"
     assert store.register_buffer(0, 100) == -600
     assert store.register_buffer(at, 0) == -600
-    assert store.unregister_buffer(at + 4096) == -600, "not its beginning"
+    assert store.unregister_buffer(at + 4096) == -600, "not the start of a range"
     assert store.unregister_buffer(0) == -600
     assert store.unregister_buffer(at) == 0
     assert store.unregister_buffer(at) == -600
     assert store.register_buffer(at, 8192) == 0
-    assert store.register_buffer(at + 8192, 8192) == 0, "next to each other"
+    assert store.register_buffer(at + 8192, 8192) == 0, "adjacent"
     assert store.register_buffer(at + 4096, 8192) == -600
     assert store.unregister_buffer(at) == 0
     assert store.register_buffer(at + 4096, 4096) == 0
@@ -203,7 +203,7 @@ def test_registering(store):
         store.register_buffer("x", 100)
 
 
-def test_memory_that_is_not_registered_is_used_if_it_is_there(store):
+def test_unregistered_mapped_memory_is_accepted(store):
     block = Block()
     block.fill(0, b"0123456789abcdef")
     at = block.address
@@ -216,34 +216,34 @@ def test_memory_that_is_not_registered_is_used_if_it_is_there(store):
     assert block.read(7100, 4) == b"89ab"
 
 
-def test_memory_that_is_not_there_is_refused(store):
+def test_unmapped_memory_is_rejected(store):
     allocator = MooncakeHostMemAllocator()
-    gone = allocator.alloc(1 << 20)
-    assert allocator.free(gone) == 0
+    unmapped = allocator.alloc(1 << 20)
+    assert allocator.free(unmapped) == 0
     assert store.put("k", b"0123") == 0
-    assert store.get_into("k", gone, 16) == -600
-    assert store.put_from("l", gone, 16) == -600
-    assert store.batch_get_into(["k"], [gone], [16]) == [-600]
-    assert store.batch_put_from(["l"], [gone], [16]) == [-600]
-    assert store.batch_get_into_multi_buffers(["k"], [[gone]], [[4]]) == [-600]
-    assert store.batch_put_from_multi_buffers(["l"], [[gone]], [[4]]) == [-600]
+    assert store.get_into("k", unmapped, 16) == -600
+    assert store.put_from("l", unmapped, 16) == -600
+    assert store.batch_get_into(["k"], [unmapped], [16]) == [-600]
+    assert store.batch_put_from(["l"], [unmapped], [16]) == [-600]
+    assert store.batch_get_into_multi_buffers(["k"], [[unmapped]], [[4]]) == [-600]
+    assert store.batch_put_from_multi_buffers(["l"], [[unmapped]], [[4]]) == [-600]
     assert store.get_into("k", (1 << 64) - 16, 16) == -600
-    assert store.register_buffer(gone, 4096) == -600
+    assert store.register_buffer(unmapped, 4096) == -600
 
 
-def test_memory_that_cannot_be_read_is_refused(store):
-    # As addresses of a GPU look to a process.
+def test_inaccessible_memory_is_rejected(store):
+    # Address ranges of GPU memory look like this to a process.
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    kept_free = libc.mmap(None, MIB, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    inaccessible = libc.mmap(None, MIB, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     assert store.put("k", b"0123") == 0
-    assert store.register_buffer(kept_free, MIB) == -600
-    assert store.get_into("k", kept_free, 16) == -600
-    assert store.put_from("l", kept_free, 16) == -600
+    assert store.register_buffer(inaccessible, MIB) == -600
+    assert store.get_into("k", inaccessible, 16) == -600
+    assert store.put_from("l", inaccessible, 16) == -600
 
 
-def test_ranges_over_two_registered_buffers(store):
+def test_transfer_may_span_adjacent_registered_buffers(store):
     block = Block()
     block.fill(0, bytes(range(256)) * 64)
     assert store.register_buffer(block.address, 8192) == 0
@@ -257,7 +257,7 @@ def test_ranges_over_two_registered_buffers(store):
     assert store.batch_put_from(["a", "b"], addresses, [4, 4]) == [0, 0]
 
 
-def test_the_allocator():
+def test_host_allocator_alloc_and_free():
     allocator = MooncakeHostMemAllocator()
     address = allocator.alloc(8192)
     ctypes.memset(address, 1, 8192)
@@ -268,7 +268,7 @@ def test_the_allocator():
             allocator.alloc(size)
 
 
-def test_memory_of_the_allocator_can_be_registered(store):
+def test_host_allocator_memory_can_be_registered(store):
     allocator = MooncakeHostMemAllocator()
     address = allocator.alloc(1 << 16)
     assert store.register_buffer(address, 1 << 16) == 0
@@ -279,7 +279,7 @@ def test_memory_of_the_allocator_can_be_registered(store):
 
 
 @pytest.mark.slow
-def test_large_objects_by_address(store):
+def test_256_mib_object_round_trips_by_address(store):
     block = Block(512 * MIB)
     half = 256 * MIB
     block.view[:half] = bytes(range(256)) * MIB
@@ -289,7 +289,7 @@ def test_large_objects_by_address(store):
     assert block.view[:half] == block.view[half:]
 
 
-def test_64_threads_by_address(store):
+def test_64_threads_transfer_by_address(store):
     block = Block(64 * 8192)
     assert store.register_buffer(block.address, block.size) == 0
     wrong = []

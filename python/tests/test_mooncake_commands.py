@@ -27,7 +27,7 @@ def node(*flags: str) -> tuple[dict[str, str], list[str]]:
     return options(commands.node_arguments(given)), given.left()
 
 
-def test_flags_of_a_master_on_loopback():
+def test_master_flags_on_loopback_are_translated():
     words, left = master(
         "--rpc_address=127.0.0.1",
         "--metrics_host=127.0.0.1",
@@ -40,7 +40,7 @@ def test_flags_of_a_master_on_loopback():
     assert not left
 
 
-def test_flags_of_a_master_for_everybody():
+def test_master_flags_on_all_interfaces_add_advertise_addresses():
     words, left = master("-port", "50052", "--max_threads=64", "--logtostderr")
     assert words["--grpc-listen"] == "0.0.0.0:50052"
     assert words["--grpc-advertise"].endswith(":50052")
@@ -51,21 +51,21 @@ def test_flags_of_a_master_for_everybody():
     assert not left
 
 
-def test_flags_for_eviction():
+def test_eviction_flags_are_translated():
     flags = ["--enable_offload=true", "--default_kv_lease_ttl=500", "--eviction_high_watermark_ratio=0.8"]
     words, left = master(*flags, "--eviction_ratio=0.2", "--client_ttl=3", "--rpc_thread_num=2")
-    assert (words["--high-permille"], words["--low-permille"]) == ("800", "600")
+    assert (words["--eviction-high-watermark-permille"], words["--eviction-low-watermark-permille"]) == ("800", "600")
     assert (words["--session-ttl-ms"], words["--frame-threads"]) == ("3000", "2")
     assert left == ["default_kv_lease_ttl"]
 
 
-def test_flags_that_nobody_knows():
-    words, left = master("--enable_ha", "--noenable_oplog", "--etcd_endpoints", "a;b", "stray", "--unheard_of=1")
-    assert left == ["enable_ha", "enable_oplog", "etcd_endpoints", "stray", "unheard_of"]
+def test_unsupported_flags_are_reported():
+    words, left = master("--enable_ha", "--noenable_oplog", "--etcd_endpoints", "a;b", "stray", "--unknown=1")
+    assert left == ["enable_ha", "enable_oplog", "etcd_endpoints", "stray", "unknown"]
     assert "--grpc-listen" in words
 
 
-def test_flags_of_a_node():
+def test_node_flags_are_translated():
     words, left = node(
         "--master_server_address=127.0.0.1:50091",
         "--host=127.0.0.1",
@@ -84,7 +84,7 @@ def test_flags_of_a_node():
     assert not left
 
 
-def test_flags_of_a_node_with_a_disk(monkeypatch, tmp_path):
+def test_node_disk_flags_need_storage_path(monkeypatch, tmp_path):
     monkeypatch.delenv("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", raising=False)
     with pytest.raises(ValueError, match="MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"):
         node("--enable_offload")
@@ -103,7 +103,7 @@ def test_flags_of_a_node_with_a_disk(monkeypatch, tmp_path):
         ("mooncake_client", ["--global_segment_size=lots"]),
     ],
 )
-def test_values_that_make_no_sense_end_the_program(program, flags):
+def test_invalid_flag_value_exits_with_code_2(program, flags):
     ended = subprocess.run(command(program, *flags), capture_output=True, text=True, timeout=30)
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
@@ -115,7 +115,7 @@ def command(program: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_a_cluster_of_both_programs():
+def test_mooncake_master_and_client_form_a_cluster():
     port, metrics, client = unused_port(), unused_port(), unused_port()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     where = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
@@ -140,7 +140,7 @@ def test_a_cluster_of_both_programs():
         assert wait_for_page(f"http://127.0.0.1:{metrics}/get_all_segments")
         for process in reversed(running):
             os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(15) == 0, "the process is the server itself, and ends in order"
+            assert process.wait(15) == 0, "the process is the server, and exits cleanly"
     finally:
         for process in running:
             process.kill()
@@ -151,14 +151,14 @@ def wait_for_page(url: str) -> str:
     begun = time.monotonic()
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=2) as answer:
-                return answer.read().decode()
+            with urllib.request.urlopen(url, timeout=2) as response:
+                return response.read().decode()
         except OSError:
             assert time.monotonic() - begun < 20, url
             time.sleep(0.05)
 
 
-def test_the_name_mooncake_answers_if_it_is_installed():
+def test_mooncake_package_reexports_moontide_compat():
     mooncake = pytest.importorskip("mooncake.store", reason="moontide-mooncake-compat is not installed")
     if not hasattr(mooncake.MooncakeDistributedStore, "_open"):
         pytest.skip("the real Mooncake is installed")

@@ -1,4 +1,4 @@
-"""``moontide.compat.mooncake``: coming and going."""
+"""``moontide.compat.mooncake``: setup and close."""
 
 import ctypes
 import http.server
@@ -36,7 +36,7 @@ def empty_pool(start_cluster):
 
 
 def every_call(store: MooncakeDistributedStore, at: int) -> list[tuple[str, object, object]]:
-    """Each call with what it answers when there is no store."""
+    """Returns each call with its result and the expected result without a store."""
     none = ReplicateConfig()
     return [
         ("health_check", store.health_check(), 1),
@@ -77,17 +77,17 @@ def every_call(store: MooncakeDistributedStore, at: int) -> list[tuple[str, obje
 
 def check_every_call(store: MooncakeDistributedStore) -> None:
     block = Block()
-    for name, answer, expected in every_call(store, block.address):
-        assert answer == expected, name
+    for name, result, expected in every_call(store, block.address):
+        assert result == expected, name
     assert store.close() == 0
 
 
 @pytest.mark.smoke
-def test_nothing_works_before_setup_and_nothing_breaks():
+def test_calls_before_setup_return_error_codes():
     check_every_call(MooncakeDistributedStore())
 
 
-def test_nothing_works_after_close_and_nothing_breaks(pool):
+def test_calls_after_close_return_error_codes(pool):
     store = set_up(pool)
     assert store.put("k", b"v") == 0
     assert store.health_check() == 0
@@ -95,7 +95,7 @@ def test_nothing_works_after_close_and_nothing_breaks(pool):
     check_every_call(store)
 
 
-def test_setup_after_close(pool):
+def test_setup_after_close_succeeds(pool):
     store = set_up(pool)
     assert store.close() == 0
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", pool) == 0
@@ -103,16 +103,16 @@ def test_setup_after_close(pool):
     store.close()
 
 
-def test_setup_twice_replaces_the_first(pool):
+def test_second_setup_forgets_registered_buffers(pool):
     store = set_up(pool)
     block = Block()
     assert store.register_buffer(block.address, block.size) == 0
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", pool) == 0
-    assert store.register_buffer(block.address, block.size) == 0, "what was registered is forgotten"
+    assert store.register_buffer(block.address, block.size) == 0, "setup drops registered buffers"
     store.close()
 
 
-def test_setup_without_a_master_fails_soon_and_says_so(caplog):
+def test_setup_without_master_fails_fast_and_logs_once(caplog):
     store = MooncakeDistributedStore()
     begun = time.monotonic()
     with caplog.at_level(logging.ERROR):
@@ -124,7 +124,7 @@ def test_setup_without_a_master_fails_soon_and_says_so(caplog):
     check_every_call(store)
 
 
-def test_setup_with_a_dict(pool):
+def test_setup_accepts_dict_and_rejects_invalid_values(pool):
     given = {
         "local_hostname": "127.0.0.1",
         "metadata_server": "P2PHANDSHAKE",
@@ -158,23 +158,23 @@ def test_setup_with_a_dict(pool):
     store.close()
 
 
-def test_setup_with_wrong_arguments(pool):
+def test_setup_rejects_wrong_arguments(pool):
     store = MooncakeDistributedStore()
     right = ["127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", pool]
-    for place, value in [(2, "0"), (2, 0.0), (2, -1), (3, None), (6, None), (0, 5)]:
+    for index, value in [(2, "0"), (2, 0.0), (2, -1), (3, None), (6, None), (0, 5)]:
         wrong = list(right)
-        wrong[place] = value
+        wrong[index] = value
         with pytest.raises(TypeError):
             store.setup(*wrong)
     with pytest.raises(TypeError):
         store.setup("127.0.0.1")
-    # A program that finds out which arguments there are looks for their names in the message.
+    # Programs detect the supported arguments by the names in the message.
     with pytest.raises(TypeError, match="not_there"):
         store.setup(*right, not_there=1)
     assert store.setup("no such host. nowhere", "P2PHANDSHAKE", 32 * MIB, 0, "tcp", "", pool) == -600
 
 
-def test_what_means_nothing_to_us_is_named_in_one_line(pool, caplog):
+def test_ignored_setup_arguments_are_logged_in_one_record(pool, caplog):
     store = MooncakeDistributedStore()
     with caplog.at_level(logging.INFO, logger="moontide.compat.mooncake"):
         code = store.setup("127.0.0.1", "http://metadata:8080", 0, 0, "rdma", "mlx5_0", pool, None, False, "")
@@ -185,7 +185,7 @@ def test_what_means_nothing_to_us_is_named_in_one_line(pool, caplog):
     store.close()
 
 
-def test_a_segment_of_this_process(empty_pool):
+def test_setup_with_segment_stores_objects_in_this_process(empty_pool):
     store = set_up(empty_pool, segment_bytes=64 * MIB)
     assert store.health_check() == 0
     host, port = store.get_hostname().split(":")
@@ -201,13 +201,13 @@ def test_a_segment_of_this_process(empty_pool):
     assert store.close() == 0
 
 
-def test_a_small_segment_is_rounded_up(empty_pool):
+def test_small_segment_is_rounded_up(empty_pool):
     store = set_up(empty_pool, segment_bytes=1 * MIB)
     assert store.put("k", bytes(MIB)) == 0
     store.close()
 
 
-def test_without_a_segment_there_is_no_space(empty_pool):
+def test_put_without_segment_returns_no_space(empty_pool):
     store = set_up(empty_pool)
     begun = time.monotonic()
     assert store.put("k", b"v") == -200
@@ -215,12 +215,12 @@ def test_without_a_segment_there_is_no_space(empty_pool):
     store.close()
 
 
-def test_a_disk_for_what_does_not_fit(empty_pool, tmp_path):
+def test_ssd_offload_keeps_objects_beyond_memory(empty_pool, tmp_path):
     disk = str(tmp_path / "ssd")
     named = {"enable_ssd_offload": True, "ssd_offload_path": disk}
     first = set_up(empty_pool, segment_bytes=32 * MIB, **named)
     second = set_up(empty_pool, segment_bytes=32 * MIB, **named)
-    assert {"node-0", "node-1"} <= set(os.listdir(disk)), "each has a directory of its own"
+    assert {"node-0", "node-1"} <= set(os.listdir(disk)), "each node has its own directory"
     keys = [f"k{number}" for number in range(96)]
     for number, key in enumerate(keys):
         assert first.put(key, bytes([number]) * MIB) == 0
@@ -232,7 +232,7 @@ def test_a_disk_for_what_does_not_fit(empty_pool, tmp_path):
     first.close()
 
 
-def test_a_master_that_goes_away(own_cluster):
+def test_calls_after_master_loss_return_rpc_error_codes(own_cluster):
     cluster = own_cluster()
     store = set_up(cluster.master)
     assert store.put("k", b"v") == 0
@@ -249,18 +249,18 @@ def test_a_master_that_goes_away(own_cluster):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_is_refused(pool):
+def test_forked_child_cannot_use_store(pool):
     store = set_up(pool)
     assert store.put("k", b"v") == 0
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        said = json.dumps([store.put("l", b"v"), store.is_exist("k"), store.get("k").decode(), store.health_check()])
-        os.write(writer, said.encode())
+        results = [store.put("l", b"v"), store.is_exist("k"), store.get("k").decode(), store.health_check()]
+        os.write(writer, json.dumps(results).encode())
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as answers:
-        put, exists, got, health = json.loads(answers.read())
+    with os.fdopen(reader) as output:
+        put, exists, got, health = json.loads(output.read())
     assert os.waitpid(child, 0)[1] == 0
     assert put < 0 and exists < 0 and got == "" and health != 0
     assert store.get("k") == b"v"
@@ -270,7 +270,7 @@ def test_a_forked_child_is_refused(pool):
 # ---------------------------------------------------------------------------------------------------------- setup_dummy
 
 
-def test_setup_dummy(with_node):
+def test_setup_dummy_provides_memory_pool_and_requires_registration(with_node):
     store = MooncakeDistributedStore()
     assert store.setup_dummy(64 * MIB, 16 * MIB, with_node.nodes[0].facts["admin"].removeprefix("http://")) == 0
     assert store.health_check() == 0
@@ -284,7 +284,7 @@ def test_setup_dummy(with_node):
     assert store.get_into("d", first + 4096, 100) == 100
     assert ctypes.string_at(first + 4096, 100) == b"\7" * 100
     block = Block()
-    assert store.put_from("e", block.address, 10) == -600, "what is not registered is refused here"
+    assert store.put_from("e", block.address, 10) == -600, "unregistered memory is rejected"
     assert store.get_into("d", block.address, 100) == -600
     assert store.batch_get_into(["d", "d"], [block.address, first], [100, 100]) == [-600, 100]
     assert store.batch_put_from_multi_buffers(["e"], [[block.address]], [[10]]) == [-600]
@@ -299,12 +299,12 @@ def test_setup_dummy(with_node):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "", "127.0.0.1:nothing"])
-def test_setup_dummy_with_no_address(address, caplog):
+def test_setup_dummy_rejects_invalid_address(address, caplog):
     assert MooncakeDistributedStore().setup_dummy(MIB, MIB, address) == -900
     assert len(caplog.records) == 1
 
 
-def test_setup_dummy_without_a_node(caplog):
+def test_setup_dummy_without_node_fails_fast(caplog):
     begun = time.monotonic()
     assert MooncakeDistributedStore().setup_dummy(MIB, MIB, f"127.0.0.1:{unused_port()}") == -900
     assert time.monotonic() - begun < 5
@@ -312,7 +312,7 @@ def test_setup_dummy_without_a_node(caplog):
     assert "mooncake_client" in record.getMessage()
 
 
-def test_setup_dummy_with_something_else_there(caplog):
+def test_setup_dummy_rejects_other_http_server(caplog):
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -332,7 +332,7 @@ def test_setup_dummy_with_something_else_there(caplog):
 
 
 @pytest.mark.parametrize("arguments", [("x", 1, "a:1"), (-1, 1, "a:1"), (1, 1, None)])
-def test_setup_dummy_with_wrong_types(arguments):
+def test_setup_dummy_rejects_wrong_types(arguments):
     with pytest.raises(TypeError):
         MooncakeDistributedStore().setup_dummy(*arguments)
 
@@ -353,12 +353,12 @@ def test_setup_dummy_with_wrong_types(arguments):
         ("0", 0),
     ],
 )
-def test_sizes(text, size):
+def test_parse_size_accepts_units(text, size):
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "3 XB", "-1", -1, "1e", "nan gb"])
-def test_no_sizes(text):
+def test_parse_size_rejects_invalid_text(text):
     with pytest.raises(ValueError):
         parse_size(text)
 
@@ -367,5 +367,5 @@ def test_no_sizes(text):
     ("address", "host", "port"),
     [("a", "a", None), ("a:1", "a", 1), ("[::1]:2", "::1", 2), ("::1", "::1", None), ("10.0.0.1:", "10.0.0.1:", None)],
 )
-def test_hosts_and_ports(address, host, port):
+def test_split_port_separates_host_and_port(address, host, port):
     assert split_port(address) == (host, port)

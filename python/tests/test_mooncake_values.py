@@ -1,4 +1,4 @@
-"""``moontide.compat.mooncake``: calls by value, and about objects."""
+"""``moontide.compat.mooncake``: calls by value, and calls for metadata."""
 
 import array
 import ctypes
@@ -33,20 +33,20 @@ def store(pool):
 
 
 @pytest.mark.smoke
-def test_put_and_get(store):
+def test_put_get_round_trip(store):
     assert store.put("k", b"hello") == 0
     assert store.get("k") == b"hello"
     assert store.get_size("k") == 5
     assert store.is_exist("k") == 1
 
 
-def test_put_of_an_existing_key_succeeds_and_does_not_rewrite(store):
+def test_put_of_existing_key_succeeds_without_overwriting(store):
     assert store.put("k", b"first") == 0
     assert store.put("k", b"second") == 0
     assert store.get("k") == b"first"
 
 
-def test_upsert_rewrites(store):
+def test_upsert_overwrites(store):
     assert store.put("k", b"first") == 0
     assert store.upsert("k", b"second") == 0
     assert store.get("k") == b"second"
@@ -56,7 +56,7 @@ def test_upsert_rewrites(store):
     assert store.get_batch(["k", "l"]) == [b"4", b"5"]
 
 
-def test_what_is_missing(store):
+def test_missing_key_returns_empty_none_or_error_code(store):
     assert store.get("nope") == b""
     assert store.get_buffer("nope") is None
     assert store.is_exist("nope") == 0
@@ -66,7 +66,7 @@ def test_what_is_missing(store):
     assert store.get_replica_desc("nope") == []
 
 
-def test_no_bytes_are_not_stored(store):
+def test_empty_values_are_not_stored(store):
     assert store.put("e", b"") == -600
     assert store.put_parts("e") == 0
     assert store.put_parts("e", b"", b"") == 0
@@ -76,7 +76,7 @@ def test_no_bytes_are_not_stored(store):
 
 
 @pytest.mark.parametrize("key", ["", "x" * 5000], ids=["empty", "long"])
-def test_keys_that_cannot_be(store, key):
+def test_empty_and_too_long_keys_are_rejected(store, key):
     assert store.put(key, b"x") == -600
     assert store.get(key) == b""
     assert store.get_buffer(key) is None
@@ -100,13 +100,13 @@ def test_keys_may_be_any_text(store, key):
 
 
 @pytest.mark.parametrize("value", [b"1234", bytearray(b"1234"), memoryview(b"1234"), array.array("B", b"1234")])
-def test_values_are_buffers(store, value):
+def test_put_accepts_buffers(store, value):
     assert store.put("v", value) == 0
     assert store.get("v") == b"1234"
 
 
-def test_whole_arrays_are_stored(store):
-    # Mooncake counts elements and stores a quarter of this one.
+def test_multibyte_array_is_stored_completely(store):
+    # Mooncake counts elements instead of bytes, and stores a quarter of this array.
     assert store.put("v", array.array("I", [1, 2, 3, 4])) == 0
     assert store.get_size("v") == 16
 
@@ -125,12 +125,12 @@ def test_whole_arrays_are_stored(store):
         lambda store: store.get(),
     ],
 )
-def test_wrong_types_raise(store, wrong):
+def test_wrong_argument_types_raise_type_error(store, wrong):
     with pytest.raises(TypeError):
         wrong(store)
 
 
-def test_parts_follow_each_other(store):
+def test_put_parts_concatenates_parts(store):
     assert store.put_parts("p", b"ab", bytearray(b"cd"), memoryview(b"ef")) == 0
     assert store.get("p") == b"abcdef"
     assert store.put_parts("p", b"other") == 0
@@ -139,7 +139,7 @@ def test_parts_follow_each_other(store):
     assert store.get("q") == b"a"
 
 
-def test_put_batch_gives_one_number(store):
+def test_put_batch_returns_single_code(store):
     assert store.put_batch(["b1", "b2"], [b"1", b"22"]) == 0
     assert store.put_batch(["b1", "b3"], [b"x", b"3"]) == 0
     assert store.get_batch(["b1", "b2", "nope", "b3", "b1"]) == [b"1", b"22", b"", b"3", b"1"]
@@ -148,7 +148,7 @@ def test_put_batch_gives_one_number(store):
     assert store.put_batch(["d", "d"], [b"1", b"1"]) == 0
 
 
-def test_lists_without_anything(store):
+def test_empty_lists_return_empty_results(store):
     assert store.batch_is_exist([]) == []
     assert store.batch_get_buffer([]) == []
     assert store.get_batch([]) == []
@@ -156,14 +156,14 @@ def test_lists_without_anything(store):
     assert store.batch_get_replica_desc([]) == {}
 
 
-def test_a_batch_may_be_larger_than_a_request(store):
+def test_batch_larger_than_one_request_succeeds(store):
     keys = [f"many_{i}" for i in range(10_000)]
     assert store.put_batch(keys[::2], [b"x"] * 5_000) == 0
     assert store.batch_is_exist(keys) == [1, 0] * 5_000
     assert store.remove_by_regex("^many_", True) == 5_000
 
 
-def test_a_buffer_lends_its_bytes(store):
+def test_buffer_exposes_bytes_and_outlives_removal(store):
     assert store.put("k", b"hello") == 0
     found = store.get_buffer("k")
     assert found.size() == len(found) == 5
@@ -172,19 +172,19 @@ def test_a_buffer_lends_its_bytes(store):
     assert isinstance(found.ptr(), int) and found.ptr() > 0
     assert ctypes.string_at(found.ptr(), found.size()) == b"hello"
     assert store.remove("k", True) == 0
-    assert bytes(found) == b"hello", "what is lent stays"
+    assert bytes(found) == b"hello", "a buffer does not change"
     del found
     assert store.get_buffer("k") is None
 
 
-def test_many_buffers(store):
+def test_batch_get_buffer_returns_none_for_missing_keys(store):
     assert store.put_batch(["a", "b"], [b"1", b"22"]) == 0
     a, none, b = store.batch_get_buffer(["a", "nope", "b"])
     assert none is None
     assert bytes(a) == b"1" and bytes(b) == b"22"
 
 
-def test_replicas_are_described(store):
+def test_replica_descriptors_report_status_and_location(store):
     assert store.put("k", b"hello") == 0
     found = store.batch_get_replica_desc(["k", "nope", ""])
     assert list(found) == ["k"]
@@ -199,7 +199,7 @@ def test_replicas_are_described(store):
     assert store.get_replica_desc("k")[0].is_memory_replica()
 
 
-def test_removing(store):
+def test_remove_returns_code_per_key(store):
     assert store.put_batch(["r1", "r2", "r3"], [b"1"] * 3) == 0
     assert store.remove("r1") == 0
     assert store.remove("r1") == -704
@@ -208,7 +208,7 @@ def test_removing(store):
     assert store.batch_is_exist(["r1", "r2", "r3"]) == [0, 0, 0]
 
 
-def test_removing_everything_counts(store):
+def test_remove_all_returns_count(store):
     assert store.put_batch(["z1", "z2", "z3"], [b"1"] * 3) == 0
     assert store.remove_all() == 3
     assert store.batch_is_exist(["z1", "z2", "z3"]) == [0, 0, 0]
@@ -230,18 +230,18 @@ def test_removing_everything_counts(store):
         (".", 4),
     ],
 )
-def test_removing_by_pattern_searches(store, pattern, removed):
+def test_remove_by_regex_matches_anywhere_in_key(store, pattern, removed):
     keys = ["b1", "b2", "b3", "c1"]
     assert store.put_batch(keys, [b"x"] * 4) == 0
     assert store.remove_by_regex(pattern, True) == removed
     assert sum(store.batch_is_exist(keys)) == 4 - removed
 
 
-def test_a_pattern_that_is_none(store):
+def test_remove_by_regex_rejects_invalid_pattern(store):
     assert store.remove_by_regex("([") == -600
 
 
-def test_hard_pins_resist_removal(store):
+def test_hard_pinned_object_is_removed_only_by_force(store):
     config = ReplicateConfig()
     config.with_hard_pin = True
     assert store.put("pinned", b"x", config) == 0
@@ -252,7 +252,7 @@ def test_hard_pins_resist_removal(store):
     assert store.remove("pinned", True) == 0
 
 
-def test_removing_everything_leaves_what_is_pinned(store):
+def test_remove_all_keeps_hard_pinned_objects(store):
     config = ReplicateConfig()
     config.with_hard_pin = True
     assert store.put("pinned", b"x", config) == 0
@@ -260,14 +260,14 @@ def test_removing_everything_leaves_what_is_pinned(store):
     assert store.get("pinned") == b"x"
 
 
-def test_what_was_just_read_can_be_removed(store):
+def test_recently_read_object_can_be_removed(store):
     assert store.put("k", b"x") == 0
     assert store.get("k") == b"x"
     assert store.remove("k") == 0
     assert store.get("k") == b""
 
 
-def test_config_has_the_fields():
+def test_replicate_config_checks_field_names_and_types():
     config = ReplicateConfig()
     assert hasattr(ReplicateConfig, "group_ids")
     assert (config.replica_num, config.group_ids, config.preferred_segments) == (1, None, [])
@@ -298,7 +298,7 @@ def test_config_has_the_fields():
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
-        ({"replica_num": 2}, 0),  # as many as there are nodes is enough
+        ({"replica_num": 2}, 0),  # fewer replicas are enough if there are fewer nodes
         ({"replica_num": 100}, 0),
         ({"replica_num": 0}, -600),
         ({"preferred_segment": "no:1"}, 0),
@@ -312,7 +312,7 @@ def test_config_has_the_fields():
         ({"group_ids": []}, -600),
     ],
 )
-def test_what_a_config_does_to_a_put(store, fields, code):
+def test_put_validates_replicate_config(store, fields, code):
     config = ReplicateConfig()
     for name, value in fields.items():
         setattr(config, name, value)
@@ -320,7 +320,7 @@ def test_what_a_config_does_to_a_put(store, fields, code):
     assert store.is_exist("k") == (code == 0)
 
 
-def test_a_config_may_change_between_puts(store):
+def test_replicate_config_can_change_between_puts(store):
     config = ReplicateConfig()
     assert store.put("k1", b"x", config) == 0
     config.replica_num = 0
@@ -330,7 +330,7 @@ def test_a_config_may_change_between_puts(store):
 
 
 @pytest.mark.slow
-def test_a_large_value(store):
+def test_256_mib_value_round_trips(store):
     value = bytes(range(256)) * MIB
     assert store.put("large", value) == 0
     assert store.get_size("large") == 256 * MIB
@@ -338,13 +338,13 @@ def test_a_large_value(store):
 
 
 @pytest.mark.slow
-def test_more_than_fits_says_no_space(pool):
+def test_value_that_does_not_fit_returns_no_space(pool):
     store = set_up(pool)
     assert store.put("too much", bytes(600 * MIB)) == -200
     store.close()
 
 
-def test_64_threads(store):
+def test_64_threads_put_get_and_remove(store):
     wrong = []
 
     def work(number: int) -> None:
@@ -366,7 +366,7 @@ def test_64_threads(store):
     assert not wrong
 
 
-def test_tenants_do_not_see_each_other(pool, store):
+def test_tenants_are_isolated(pool, store):
     other = set_up(pool, tenant_id="other")
     assert store.put("k", b"ours") == 0
     assert other.is_exist("k") == 0
@@ -391,7 +391,7 @@ def test_tensors_keep_type_and_shape(store):
     assert store.batch_put_tensor(["t1"], []) == [-600]
 
 
-def test_tensors_are_split_over_ranks(store):
+def test_put_tensor_with_tp_splits_tensor_over_ranks(store):
     numpy = pytest.importorskip("numpy")
     tensor = numpy.arange(20, dtype=numpy.int32).reshape(4, 5)
     assert store.put_tensor_with_tp("t", tensor, tp_size=2, split_dim=1) == 0
@@ -403,7 +403,7 @@ def test_tensors_are_split_over_ranks(store):
     assert len(store.batch_get_tensor_with_tp(["u"], 1, 2)) == 1
 
 
-def test_a_store_that_was_not_set_up_is_quiet(caplog):
+def test_get_before_setup_logs_no_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert MooncakeDistributedStore().get("k") == b""
     assert not caplog.records

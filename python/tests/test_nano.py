@@ -1,5 +1,5 @@
-"""``moontide.nano``: ranks as processes that push pages into each other's memory, and what becomes of it when they are killed,
-late, or without room. Kernels do the same in ``python/e2e/test_nano_kernels.py``."""
+"""``moontide.nano``: ranks as processes that push pages to each other's memory, also if ranks are killed, are late, or
+have no space. ``python/e2e/test_nano_kernels.py`` does the same with kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import pytest
 from nano_rank import Rank
 
 import moontide
-from moontide.nano import NanoKVCache, NotReady, Ticket
+from moontide.nano import NanoKVCache, NOT_READY, Ticket
 
 World = Callable[..., list[Rank]]
 
 
 @pytest.fixture(params=["host", "cuda", "hip"])
 def memory(request: pytest.FixtureRequest) -> str:
-    """Where the records are: in the host's memory, or in a device's, as the fake driver has it (docs/devices.md)."""
+    """Memory of the records: of the host, or of a device of the fake driver (docs/devices.md)."""
     if request.param != "host" and "MOONTIDE_FAKE_DRIVER_LIB" not in os.environ:
-        pytest.skip("MOONTIDE_FAKE_DRIVER_LIB does not name the fake driver")
+        pytest.skip("MOONTIDE_FAKE_DRIVER_LIB is not set")
     return str(request.param)
 
 
@@ -39,7 +39,7 @@ def world(memory: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wor
         if memory != "host":
             settings["device"] = memory
         started.extend(Rank(path, rank, ranks, **settings) for rank in range(ranks))
-        assert [rank.hear() for rank in started] == ["ready"] * ranks
+        assert [rank.receive() for rank in started] == ["ready"] * ranks
         return started
 
     yield start
@@ -47,7 +47,7 @@ def world(memory: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wor
         rank.end()
 
 
-def test_four_ranks_read_what_each_wrote(world: World) -> None:
+def test_four_ranks_read_objects_of_all_ranks(world: World) -> None:
     ranks = world(4)
     sizes = [1, 511, 64 << 10, 100_001, (256 << 10) + 3, 1 << 20]
     for number, rank in enumerate(ranks):
@@ -62,15 +62,15 @@ def test_four_ranks_read_what_each_wrote(world: World) -> None:
             out = 0
             for other in range(4):
                 for at, size in enumerate(sizes):
-                    room = numpy.zeros(size, numpy.uint8)
-                    cache.get_into(f"{other}-{at}", room)
-                    out += bool((room == noise(at + 10 * other, size)).all())
+                    buffer = numpy.zeros(size, numpy.uint8)
+                    cache.get_into(f"{other}-{at}", buffer)
+                    out += bool((buffer == noise(at + 10 * other, size)).all())
         """
         assert rank.run(code, sizes=sizes) == 4 * len(sizes)
-    assert len({tuple(rank.run("out = cache.bases")) for rank in ranks}) == 4, "the same addresses in two processes"
+    assert len({tuple(rank.run("out = cache.bases")) for rank in ranks}) == 4, "two processes have the same addresses"
 
 
-def test_a_consumer_waits_for_pages_that_are_on_their_way(world: World) -> None:
+def test_consumer_waits_for_pages_in_flight(world: World) -> None:
     producer, consumer = world(2)
     code = """
         plan = cache.open_for_write("k", 700_001, preferred_segment=1)
@@ -79,22 +79,28 @@ def test_a_consumer_waits_for_pages_that_are_on_their_way(world: World) -> None:
     packed, rank, pages, last = producer.run(code)
     assert (rank, pages, last) == (1, 3, 700_001 - 2 * (256 << 10))
     waiting = """
-        meta = cache.expect(ticket_of(packed_ticket))
+        meta = cache.open_for_read(ticket_of(packed_ticket))
         out = [meta.ready, repr(cache.get_location("k"))]
         try:
             meta.wait(0.05)
         except moontide.DeadlineExceeded:
             out.append("late")
     """
-    assert consumer.run(waiting, packed_ticket=packed) == [False, "NotReady", "late"]
-    consumer.tell("meta.wait(30); room = numpy.zeros(700_001, numpy.uint8); meta.copy_into(room); out = int(room.sum())")
+    assert consumer.run(waiting, packed_ticket=packed) == [False, "NOT_READY", "late"]
+    reading = """
+        meta.wait(30)
+        buffer = numpy.zeros(700_001, numpy.uint8)
+        meta.copy_into(buffer)
+        out = int(buffer.sum())
+    """
+    consumer.send(reading)
     expected = producer.run("value = noise(5, 700_001); plan.write(value); out = int(value.sum())")
-    assert consumer.hear() == expected
-    # The cache commits by itself what is complete.
+    assert consumer.receive() == expected
+    # The cache commits complete plans automatically.
     found = """
         import time
-        until = time.monotonic() + 30
-        while not (found := cache.get_location("k")) and time.monotonic() < until:
+        deadline = time.monotonic() + 30
+        while not (found := cache.get_location("k")) and time.monotonic() < deadline:
             time.sleep(0.001)
         out = [found.epoch == meta.epoch, found.payload_ptr == meta.payload_ptr]
         found.release(), meta.release()
@@ -103,7 +109,7 @@ def test_a_consumer_waits_for_pages_that_are_on_their_way(world: World) -> None:
     assert producer.run('cache.commit("k"); out = cache.stats()["committed"]') == 1, "a second commit does nothing"
 
 
-def test_pages_come_one_by_one_and_each_once(world: World) -> None:
+def test_pages_are_written_one_by_one_and_only_once(world: World) -> None:
     producer, consumer = world(2)
     code = """
         plan = cache.open_for_write("k", 600_000, preferred_segment=1)
@@ -115,26 +121,28 @@ def test_pages_come_one_by_one_and_each_once(world: World) -> None:
             try:
                 plan.write_page(*wrong)
             except moontide.InvalidArgument:
-                out.append("refused")
+                out.append("rejected")
     """
-    packed, *said = producer.run(code)
-    assert said == [False, "refused", "refused", "refused"]
-    expecting = "meta = cache.expect(ticket_of(packed_ticket)); out = meta.ready"
+    packed, *results = producer.run(code)
+    assert results == [False, "rejected", "rejected", "rejected"]
+    expecting = "meta = cache.open_for_read(ticket_of(packed_ticket)); out = meta.ready"
     assert consumer.run(expecting, packed_ticket=packed) is False
     assert producer.run("plan.write_page(0, pages[0]); plan.write_page(1, pages[1]); out = plan.complete") is True
     code = """
         meta.wait(30)
-        room = numpy.zeros(600_000, numpy.uint8)
-        meta.copy_into(room)
-        out = bool((room == noise(4, 600_000)).all())
+        buffer = numpy.zeros(600_000, numpy.uint8)
+        meta.copy_into(buffer)
+        out = bool((buffer == noise(4, 600_000)).all())
     """
     assert consumer.run(code) is True
 
 
-def test_a_producer_that_is_killed_gives_its_place_back(world: World) -> None:
+def test_memory_of_killed_producer_is_reclaimed_after_release(world: World) -> None:
     owner, producer, consumer = world(3)
-    packed = producer.run("""plan = cache.open_for_write("k", 1 << 20, preferred_segment=0); out = packed(plan.ticket)""")
-    assert consumer.run("meta = cache.expect(ticket_of(packed_ticket)); out = meta.ready", packed_ticket=packed) is False
+    planning = """plan = cache.open_for_write("k", 1 << 20, preferred_segment=0); out = packed(plan.ticket)"""
+    packed = producer.run(planning)
+    opening = "meta = cache.open_for_read(ticket_of(packed_ticket)); out = meta.ready"
+    assert consumer.run(opening, packed_ticket=packed) is False
     os.kill(producer.process.pid, signal.SIGKILL)
     producer.process.wait()
     gone = """
@@ -146,30 +154,31 @@ def test_a_producer_that_is_killed_gives_its_place_back(world: World) -> None:
     assert consumer.run(gone) == "gone"
     used = """
         import time
-        until = time.monotonic() + 60
-        while (cache.stats()["bytes_used"] or cache.stats()["bytes_draining"] > limit) and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while (cache.stats()["bytes_used"] or cache.stats()["bytes_draining"] > limit) and time.monotonic() < deadline:
             time.sleep(0.01)
         out = [cache.stats()["bytes_used"], cache.stats()["bytes_draining"] > 0]
     """
-    # The consumer still looks at it: its memory is nobody else's yet.
+    # The consumer still holds the record, so its memory is not reused yet.
     assert owner.run(used, limit=2 << 20) == [0, True]
     consumer.run("meta.release()")
     assert owner.run(used, limit=0) == [0, False]
     assert owner.run('cache.put("k", noise(1, 1000)); out = len(cache.store.get("k"))') == 1000
 
 
-def test_a_plan_that_takes_too_long_is_taken_back(world: World) -> None:
+def test_write_plan_expires_after_write_timeout(world: World) -> None:
     producer, consumer = world(2, write_timeout=0.5)
     packed = producer.run("""plan = cache.open_for_write("k", 1000, preferred_segment=1); out = packed(plan.ticket)""")
     late = """
-        meta = cache.expect(ticket_of(packed_ticket))
+        meta = cache.open_for_read(ticket_of(packed_ticket))
         try:
             meta.wait(60)
         except moontide.Gone:
             out = "gone"
     """
     assert consumer.run(late, packed_ticket=packed) == "gone"
-    # Its writer holds the claim, so that it writes into nobody else's bytes; what it wrote is not an object.
+    # The writer still holds the claim, so it cannot write to memory of other records. The record does not become an
+    # object.
     code = """
         import time
         time.sleep(0.1)
@@ -177,72 +186,72 @@ def test_a_plan_that_takes_too_long_is_taken_back(world: World) -> None:
         try:
             cache.commit("k")
         except moontide.Gone:
-            pass  # unless the cache came first, and has counted it
+            pass  # the cache may have counted the loss before
         out = [repr(cache.get_location("k")), cache.stats()["lost"]]
     """
-    assert producer.run(code) == ["NotReady", 1]
+    assert producer.run(code) == ["NOT_READY", 1]
 
 
-def test_slots_are_used_again_and_old_tickets_are_worth_nothing(world: World) -> None:
+def test_reused_slot_rejects_old_ticket(world: World) -> None:
     producer, consumer = world(2)
     code = """
         old = None
-        slots, refused = set(), 0
+        slots, rejected = set(), 0
         for turn in range(60):
             plan = cache.open_for_write("k", 3000, preferred_segment=1)
             ticket = plan.ticket
             plan.write(noise(turn, 3000))
             cache.commit("k")
-            room = numpy.zeros(3000, numpy.uint8)
-            cache.get_into("k", room)
-            assert (room == noise(turn, 3000)).all()
+            buffer = numpy.zeros(3000, numpy.uint8)
+            cache.get_into("k", buffer)
+            assert (buffer == noise(turn, 3000)).all()
             slots.add((ticket.segment, ticket.slot))
             if old is not None:
                 try:
-                    cache.expect(old).release()
+                    cache.open_for_read(old).release()
                 except moontide.Gone:
-                    refused += 1
+                    rejected += 1
             old = ticket
             assert cache.store.remove("k", force=True)
-        out = [len(slots) < 60, refused]
+        out = [len(slots) < 60, rejected]
     """
     assert producer.run(code) == [True, 59]
 
 
-def test_readers_beside_eviction_see_whole_objects(world: World) -> None:
-    # Four times the memory is put into it, while two ranks read whatever they find.
+def test_reads_during_eviction_return_whole_objects(world: World) -> None:
+    # One rank puts four times the memory, while two ranks read all objects that they find.
     writer, *readers = world(3, heap_bytes=8 << 20)
     reading = """
         import random, time
         random.seed(me)
         seen = wrong = 0
-        until = time.monotonic() + 60
-        while cache.get_location("end") is NotReady and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while cache.get_location("end") is NOT_READY and time.monotonic() < deadline:
             number = random.randrange(400)
             meta = cache.get_location(f"o{number}")
-            if meta is NotReady:
+            if meta is NOT_READY:
                 continue
             with meta:
-                room = numpy.zeros(meta.bytes_total, numpy.uint8)
-                meta.copy_into(room)
+                buffer = numpy.zeros(meta.bytes_total, numpy.uint8)
+                meta.copy_into(buffer)
             seen += 1
-            wrong += not (room == room[0]).all() or room[0] != number % 251
+            wrong += not (buffer == buffer[0]).all() or buffer[0] != number % 251
         out = [seen > 0, int(wrong)]
     """
     for number, reader in enumerate(readers):
-        reader.tell(reading, me=number)
+        reader.send(reading, me=number)
     code = """
         for number in range(400):
             value = numpy.full(250_000 + number, number % 251, numpy.uint8)
             cache.put(f"o{number}", value, preferred_segment=number % 3)
         cache.put("end", b"x")
-        out = sum(cache.get_location(f"o{number}") is NotReady for number in range(400)) > 200
+        out = sum(cache.get_location(f"o{number}") is NOT_READY for number in range(400)) > 200
     """
-    assert writer.run(code) is True, "it was to be evicted"
-    assert [reader.hear() for reader in readers] == [[True, 0], [True, 0]]
+    assert writer.run(code) is True, "objects must be evicted"
+    assert [reader.receive() for reader in readers] == [[True, 0], [True, 0]]
 
 
-def test_eviction_by_hand(world: World) -> None:
+def test_evict_until_below_removes_oldest_objects_of_own_rank(world: World) -> None:
     owner, other = world(2, heap_bytes=16 << 20)
     code = """
         for number in range(12):
@@ -253,43 +262,43 @@ def test_eviction_by_hand(world: World) -> None:
     assert owner.run(code) is True
     code = """
         import time
-        time.sleep(6)  # longer than leases of those who were told a place
+        time.sleep(6)  # longer than the leases of readers
         cache.evict_until_below(0.5)
         left = [number for number in range(12) if cache.store.exists(f"o{number}")]
         out = [left, cache.store.exists("elsewhere"), cache.stats()["bytes_used"] <= 8 << 20]
     """
     left, elsewhere, below = owner.run(code)
     assert (elsewhere, below) == (True, True)
-    assert left == list(range(12 - len(left), 12)), "the oldest go first"
+    assert left == list(range(12 - len(left), 12)), "the oldest are removed first"
 
 
-def test_any_store_is_a_client_of_the_same_objects(world: World, memory: str) -> None:
+def test_ordinary_store_shares_objects_with_nano(world: World, memory: str) -> None:
     first, second = world(2)
     master = first.run('cache.put("k", noise(1, 700_001), preferred_segment=1); out = cache.store.master')
     sent = first.run("out = noise(1, 700_001).tobytes().hex()")
-    for local in (True, False):
-        with moontide.Store(master, local=local) as store:
+    for shm in (True, False):
+        with moontide.Store(master, shm=shm) as store:
             assert store.get("k") == bytes.fromhex(sent)
     if memory != "host":
-        # No node has memory for what is not pushed.
-        with moontide.Store(master, deadline=0.5) as store, pytest.raises(moontide.NoSpace):
+        # No node has host memory for objects of an ordinary store.
+        with moontide.Store(master, timeout=0.5) as store, pytest.raises(moontide.NoSpace):
             store.put("other", b"from a store")
-        assert first.run("out = cache.store.stat('k')['places'][0]['medium']") == "device"
+        assert first.run("out = cache.store.stat('k')['locations'][0]['medium']") == "device"
         assert second.run("out = bytes(cache.store.get('k')) == noise(1, 700_001).tobytes()") is True
         return
     with moontide.Store(master) as store:
         store.put("other", b"from a store")
     code = """
         with cache.get_location("other") as meta:
-            room = bytearray(meta.bytes_total)
-            meta.copy_into(room)
-        out = room.decode()
+            buffer = bytearray(meta.bytes_total)
+            meta.copy_into(buffer)
+        out = buffer.decode()
     """
     assert second.run(code) == "from a store"
-    assert second.run('cache.remove("k"); out = repr(cache.get_location("k"))') == "NotReady"
+    assert second.run('cache.remove("k"); out = repr(cache.get_location("k"))') == "NOT_READY"
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_and_states_are_rejected(tmp_path: Path) -> None:
     with NanoKVCache(8 << 20, path=tmp_path / "w", rank=0, ranks=1) as cache:
         cache.put("k", b"x" * 1000)
         with pytest.raises(moontide.AlreadyExists):
@@ -307,7 +316,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.get_into("k", bytearray(999))
         with pytest.raises(moontide.TooLarge, match="more heap_bytes"):
             cache.open_for_write("large", 8 << 20)
-        assert bytes(cache.get("k")) == b"x" * 1000, "nothing was evicted for it"
+        assert bytes(cache.get("k")) == b"x" * 1000, "nothing was evicted"
         cache.open_for_write("large", 7 << 20).abort()
         plan = cache.open_for_write("p", 1000)
         with pytest.raises(moontide.InProgress):
@@ -315,9 +324,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(moontide.InvalidArgument):
             plan.write(bytes(999))
         with pytest.raises(moontide.InvalidArgument):
-            cache.expect(plan.ticket)  # this process is writing it
+            cache.open_for_read(plan.ticket)  # this process writes the record
         with pytest.raises(moontide.NotReady):
-            cache.commit("p")  # and goes on doing so
+            cache.commit("p")  # pages are missing
         assert plan.payload_ptr
         plan.abort()
         with pytest.raises(moontide.Closed):
@@ -327,7 +336,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(moontide.Closed):
             plan.write(bytes(1000))
         with cache.open_for_write("w", 1000):
-            pass  # not written: given back at the end
+            pass  # not written: aborted at the end of the block
         with pytest.raises(KeyError), cache.open_for_write("x", 1000) as plan:
             plan.write(bytes(1000))
             raise KeyError
@@ -336,15 +345,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
         cache.commit("v")
         assert len(cache.get("v")) == 1000
         meta = cache.get_location("k")
-        assert meta is not NotReady
+        assert meta is not NOT_READY
         good = meta.ticket  # type: ignore[union-attr]
         names = ("rank", "segment", "slot", "payload_offset", "bytes_total", "flag_offset")
         for at, name in zip((0, 1, 3, 5, 6, 8), names, strict=True):
             words = list(good._words())
             words[at] += 1 << 20
             with pytest.raises(moontide.Error):
-                cache.expect(Ticket(*words)).release()
-                pytest.fail(f"another {name}")
+                cache.open_for_read(Ticket(*words)).release()
+                pytest.fail(f"wrong {name} was accepted")
         with pytest.raises(moontide.InvalidArgument):
             Ticket.from_bytes(b"short")
         assert Ticket.from_bytes(bytes(good)) == good
@@ -362,58 +371,58 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 20
 
 
-def test_a_ticket_speaks_of_its_own_record_only(world: World) -> None:
+def test_ticket_with_altered_bounds_is_rejected(world: World) -> None:
     producer, consumer = world(2)
     code = """
-        cache.put("beside", noise(1, 100_000), preferred_segment=1)
+        cache.put("neighbour", noise(1, 100_000), preferred_segment=1)
         plan = cache.open_for_write("k", 1000, preferred_segment=1)
         out = packed(plan.ticket)
     """
     packed = producer.run(code)
-    stretched = """
+    altered = """
         import dataclasses
         ticket = ticket_of(packed_ticket)
         out = []
         for changed in ({"bytes_total": 900_000}, {"payload_offset": ticket.payload_offset + 512}):
             try:
-                cache.expect(dataclasses.replace(ticket, **changed))
+                cache.open_for_read(dataclasses.replace(ticket, **changed))
             except moontide.InvalidArgument:
-                out.append("refused")
+                out.append("rejected")
     """
-    assert consumer.run(stretched, packed_ticket=packed) == ["refused"] * 2, "while it is written"
+    assert consumer.run(altered, packed_ticket=packed) == ["rejected"] * 2, "while it is written"
     producer.run('plan.write(bytes(1000)); cache.commit("k")')
-    assert consumer.run(stretched, packed_ticket=packed) == ["refused"] * 2, "when it is complete"
+    assert consumer.run(altered, packed_ticket=packed) == ["rejected"] * 2, "when it is complete"
 
 
-def test_waiting_in_the_writers_own_process_does_not_harm_its_commits(tmp_path: Path) -> None:
+def test_open_for_read_in_writer_process_does_not_break_commits(tmp_path: Path) -> None:
     with NanoKVCache(16 << 20, path=tmp_path / "w", rank=0, ranks=1) as cache:
         for number in range(60):
             plan = cache.open_for_write(f"k{number}", 1000)
             stop = threading.Event()
             seen = []
 
-            def look(ticket: Ticket = plan.ticket, stop: threading.Event = stop, seen: list[bool] = seen) -> None:
+            def poll(ticket: Ticket = plan.ticket, stop: threading.Event = stop, seen: list[bool] = seen) -> None:
                 while not stop.is_set():
                     try:
-                        with cache.expect(ticket) as meta:
+                        with cache.open_for_read(ticket) as meta:
                             seen.append(meta.ready)
                     except moontide.InvalidArgument:
                         pass
 
-            looking = threading.Thread(target=look)
-            looking.start()
+            polling = threading.Thread(target=poll)
+            polling.start()
             plan.write(bytes(1000))
             cache.commit(f"k{number}")
             stop.set()
-            looking.join()
+            polling.join()
             assert all(seen)
         assert cache.stats()["lost"] == 0
 
 
-def test_what_was_remembered_of_a_place_may_be_old(world: World) -> None:
+def test_stale_cached_location_is_refreshed(world: World) -> None:
     first, second = world(2)
     first.run('cache.put("k", noise(1, 1000), preferred_segment=0); out = cache.get_location("k").bytes_total')
-    look = 'room = bytearray(1000); cache.get_into("k", room); out = bytes(room) == noise(seed, 1000).tobytes()'
-    assert second.run(look, seed=1) is True
+    read = 'buffer = bytearray(1000); cache.get_into("k", buffer); out = bytes(buffer) == noise(seed, 1000).tobytes()'
+    assert second.run(read, seed=1) is True
     first.run('assert cache.store.remove("k", force=True); cache.put("k", noise(2, 1000), preferred_segment=1)')
-    assert second.run(look, seed=2) is True, "the place of the first one was remembered"
+    assert second.run(read, seed=2) is True, "the location of the first one was cached"

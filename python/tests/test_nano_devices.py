@@ -1,5 +1,5 @@
-"""``moontide.nano`` on memory of devices, with the fake driver (docs/devices.md): that the bytes are really there, that nothing of the
-driver's is left, and what is refused. What works as in memory of the host is in ``test_nano.py``."""
+"""``moontide.nano`` on device memory, with the fake driver (docs/devices.md): location of the bytes, release of driver
+resources, and invalid arguments. ``test_nano.py`` has the behaviour that is the same as in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from nano_rank import Rank
 
 pytestmark = pytest.mark.skipif(
-    "MOONTIDE_FAKE_DRIVER_LIB" not in os.environ, reason="MOONTIDE_FAKE_DRIVER_LIB does not name the fake driver"
+    "MOONTIDE_FAKE_DRIVER_LIB" not in os.environ, reason="MOONTIDE_FAKE_DRIVER_LIB is not set"
 )
 
 Start = Callable[..., Rank]
@@ -25,7 +25,7 @@ def vendor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a rank on a device, with a driver that writes down what it is asked."""
+    """Starts a rank on a device, with a driver that logs its calls."""
     started: list[Rank] = []
     monkeypatch.setenv("MOONTIDE_FAKE_DRIVER_LOG", str(tmp_path / "log"))
 
@@ -39,25 +39,25 @@ def start(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def calls(folder: Path, name: str) -> list[int]:
-    """The last argument but one, which is the length, of all calls of this name."""
+    """Returns the lengths (the last argument but one) of all calls of this name."""
     lines = (folder / "log").read_text().splitlines()
     return [int(line.split(", ")[-2], 16) for line in lines if f"{name}(" in line or f"{name}_v2(" in line]
 
 
-def test_the_bytes_are_the_devices_and_nothing_is_left(start: Start, vendor: str, tmp_path: Path) -> None:
+def test_records_are_in_device_memory_and_driver_resources_are_freed(start: Start, vendor: str, tmp_path: Path) -> None:
     prefix = {"cuda": "cuMemcpy", "hip": "hipMemcpy"}[vendor]
     rank = start()
-    assert rank.hear() == "ready"
+    assert rank.receive() == "ready"
     rank.run('cache.put("k", noise(3, 600_000))')
-    # Pages, and words of the flag.
+    # Without the words of the flag, only pages remain.
     assert [size for size in calls(tmp_path, prefix + "HtoDAsync") if size > 64] == [256 << 10, 256 << 10, 75_712]
     code = """
-        room = bytearray(600_000)
-        cache.get_into("k", room)
-        out = [bytes(room) == noise(3, 600_000).tobytes(), cache.store.get("k") == noise(3, 600_000).tobytes()]
+        buffer = bytearray(600_000)
+        cache.get_into("k", buffer)
+        out = [bytes(buffer) == noise(3, 600_000).tobytes(), cache.store.get("k") == noise(3, 600_000).tobytes()]
     """
     assert rank.run(code) == [True, True]
-    # By the rank itself, and by its node for a client of the store.
+    # Copied by the rank, and by its node for a client of the store.
     assert sum(calls(tmp_path, prefix + "DtoHAsync")) >= 2 * 600_000
     rank.run("cache.close()")
     assert rank.process.stdin is not None
@@ -75,16 +75,16 @@ DEVICE_ARRAY = """
 """
 
 
-def test_tensors_of_devices_are_copied_between_devices(start: Start, vendor: str, tmp_path: Path) -> None:
+def test_device_arrays_are_copied_device_to_device(start: Start, vendor: str, tmp_path: Path) -> None:
     rank = start()
-    assert rank.hear() == "ready"
+    assert rank.receive() == "ready"
     code = (
         DEVICE_ARRAY
         + """
     source = cache.open_for_write("source", 300_001)
     source.write(noise(3, 300_001))
     cache.put("copy", DeviceArray(source.payload_ptr, 300_001))
-    # A plan that nobody has written yet is as good as any memory of a device.
+    # An unwritten plan serves as device memory.
     target = cache.open_for_write("target", 300_001)
     cache.get_into("copy", DeviceArray(target.payload_ptr, 300_001))
     cache.put("again", DeviceArray(target.payload_ptr, 300_001))
@@ -96,10 +96,10 @@ def test_tensors_of_devices_are_copied_between_devices(start: Start, vendor: str
     prefix = {"cuda": "cuMemcpy", "hip": "hipMemcpy"}[vendor]
     pages = [256 << 10, 300_001 - (256 << 10)]
     assert calls(tmp_path, prefix + "DtoDAsync") == [*pages, 300_001, *pages]
-    refused = (
+    invalid = (
         DEVICE_ARRAY
         + """
-    plan = cache.open_for_write("refused", 100)
+    plan = cache.open_for_write("invalid", 100)
     wrong = {
         "strides": DeviceArray(plan.payload_ptr, 100, strides=(2,)),
         "mask": DeviceArray(plan.payload_ptr, 100, mask=DeviceArray(plan.payload_ptr, 100)),
@@ -112,18 +112,19 @@ def test_tensors_of_devices_are_copied_between_devices(start: Start, vendor: str
         except moontide.InvalidArgument:
             out.append(name)
     plan.write(DeviceArray(plan.payload_ptr - 512, 100, strides=(1,)))
-    cache.commit("refused")
-    with cache.get_location("refused") as meta:
+    cache.commit("invalid")
+    with cache.get_location("invalid") as meta:
         try:
             meta.copy_into(DeviceArray(plan.ticket.epoch, 100, data=(4096, True)))
         except moontide.InvalidArgument:
             out.append("read-only")
 """
     )
-    assert rank.run(refused) == ["strides", "mask", "length", "read-only"]
+    assert rank.run(invalid) == ["strides", "mask", "length", "read-only"]
 
 
-#: The driver as the rank's own code calls it: memory of a device, and a "kernel" that writes some when somebody waits for it.
+#: Calls of the driver in the code of a rank: allocation of device memory, and a "kernel" that writes when it is waited
+#: for.
 DRIVER = """
     import ctypes, os
 
@@ -155,39 +156,39 @@ DRIVER = """
 
 
 @pytest.mark.parametrize("end", ["dropped", "too late", "aborted"])
-def test_a_place_is_not_given_back_while_a_kernel_writes(start: Start, vendor: str, end: str) -> None:
+def test_extent_is_not_reused_while_a_kernel_writes_it(start: Start, vendor: str, end: str) -> None:
     rank = start(write_timeout=0.4 if end == "too late" else 30.0)
-    assert rank.hear() == "ready"
+    assert rank.receive() == "ready"
     rank.run(DRIVER, vendor=vendor)
     begin = """
         use(0)
         plan = cache.open_for_write("late", 5000)
-        place = plan.ticket.payload_offset
+        offset = plan.ticket.payload_offset
         start_kernel(plan.payload_ptr, 0xee, 5000)
     """
     rank.run(begin)
     ends = {
         "dropped": "cache._forget(plan); del plan",
         "aborted": "cache._forget(plan); plan.abort(); del plan",
-        # The cache's own thread lets go of it.
+        # The thread of the cache drops it.
         "too late": "del plan",
     }
     rank.run(ends[end])
     again = """
         import time
-        until = time.monotonic() + 20
-        out = "no place"
+        deadline = time.monotonic() + 20
+        out = "extent was not reused"
         number = 0
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             number += 1
             try:
                 plan = cache.open_for_write(f"next-{number}", 5000)
                 plan.write(bytes(5000))
                 cache.commit(f"next-{number}")
             except moontide.Error:
-                continue  # not within its time, which is short
-            if plan.ticket.payload_offset == place:
-                # Whatever is still under way on the device happens now.
+                continue  # the short write_timeout expired
+            if plan.ticket.payload_offset == offset:
+                # Runs all pending work of the device.
                 call("cuCtxSynchronize", "hipDeviceSynchronize")
                 out = bytes(cache.get(f"next-{number}")) == bytes(5000)
                 break
@@ -196,12 +197,12 @@ def test_a_place_is_not_given_back_while_a_kernel_writes(start: Start, vendor: s
     assert rank.run(again) is True
 
 
-def test_tensors_of_other_devices_are_refused(
+def test_arrays_on_other_devices_are_rejected(
     start: Start, vendor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONTIDE_FAKE_DRIVER", "devices=2,blind=1")
     rank = start()
-    assert rank.hear() == "ready"
+    assert rank.receive() == "ready"
     rank.run(DRIVER, vendor=vendor)
     code = (
         DEVICE_ARRAY
@@ -209,37 +210,37 @@ def test_tensors_of_other_devices_are_refused(
     use(1)
     other = DeviceArray(alloc(100), 100)
     out = []
-    for attempt in (lambda: cache.put("k", other), lambda: cache.get_into("there", other)):
+    for attempt in (lambda: cache.put("k", other), lambda: cache.get_into("existing", other)):
         try:
             attempt()
         except moontide.DeviceError as error:
             out.append(str(error))
 """
     )
-    rank.run('cache.put("there", bytes(100))')
-    said = rank.run(code)
-    assert len(said) == 2 and all("is on device 1" in each for each in said), said
+    rank.run('cache.put("existing", bytes(100))')
+    errors = rank.run(code)
+    assert len(errors) == 2 and all("is on device 1" in each for each in errors), errors
 
 
-def test_memory_that_ends_with_its_owner_is_not_believed_after_that(
+def test_memory_shared_by_handle_is_gone_after_owner_exit(
     start: Start, vendor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Shared by handles: what an importer finds after the owner's end is undefined.
+    # Memory shared by handles: its content is undefined after the owner has exited.
     monkeypatch.setenv("MOONTIDE_FAKE_DRIVER", "fd=0,vmm=0,blind=1")
     master, owner, reader = (start(rank, 3) for rank in range(3))
-    assert [rank.hear() for rank in (master, owner, reader)] == ["ready"] * 3
+    assert [rank.receive() for rank in (master, owner, reader)] == ["ready"] * 3
     master.run('cache.put("k", noise(1, 100_000), preferred_segment=1)')
     found = """
         meta = cache.get_location("k")
-        room = numpy.zeros(100_000, numpy.uint8)
-        meta.copy_into(room)
-        out = bool((room == noise(1, 100_000)).all())
+        buffer = numpy.zeros(100_000, numpy.uint8)
+        meta.copy_into(buffer)
+        out = bool((buffer == noise(1, 100_000)).all())
     """
     assert reader.run(found) is True
     owner.end()
     gone = """
         try:
-            meta.copy_into(room)
+            meta.copy_into(buffer)
             out = "copied"
         except moontide.Gone:
             out = "gone"
@@ -247,28 +248,30 @@ def test_memory_that_ends_with_its_owner_is_not_believed_after_that(
     assert reader.run(gone) == "gone"
 
 
-def test_what_a_driver_refuses_is_told(start: Start, vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_failure_raises_device_error_and_frees_plan(
+    start: Start, vendor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = {"cuda": "cuMemcpyHtoDAsync_v2", "hip": "hipMemcpyHtoDAsync"}[vendor]
-    # Three copies of a put are about its flag, the fourth is its first page.
+    # The first three copies of a put write its flag, the fourth its first page.
     monkeypatch.setenv("MOONTIDE_FAKE_DRIVER_FAIL", f"{copy}:4:2")
     rank = start()
-    assert rank.hear() == "ready"
-    said = rank.run('cache.put("k", noise(1, 1000))')
-    assert said.startswith(f"DeviceError: {copy} failed with 2") and "full" in said
-    assert rank.run('out = [repr(cache.get_location("k")), cache.stats()["plans_open"]]') == ["NotReady", 0]
-    # The next one works, perhaps in the same place.
+    assert rank.receive() == "ready"
+    error = rank.run('cache.put("k", noise(1, 1000))')
+    assert error.startswith(f"DeviceError: {copy} failed with 2") and "full" in error
+    assert rank.run('out = [repr(cache.get_location("k")), cache.stats()["plans_open"]]') == ["NOT_READY", 0]
+    # The next put succeeds, possibly in the same extent.
     assert rank.run('cache.put("l", noise(1, 1000)); out = bytes(cache.get("l")) == noise(1, 1000).tobytes()') is True
 
 
-def test_devices_that_there_are_not(start: Start, vendor: str) -> None:
+def test_unknown_device_or_oversized_heap_fails_at_start(start: Start, vendor: str) -> None:
     rank = start(heap_bytes=64 << 30)
-    assert rank.process.wait(60) != 0, "more than the device has"
+    assert rank.process.wait(60) != 0, "the heap exceeds the device memory"
     other = Rank(Path("/nowhere/w"), 0, 1, device="npu:0")
     assert other.process.wait(60) != 0
     other.end()
 
 
-def test_all_ranks_are_on_devices_or_none(start: Start, tmp_path: Path) -> None:
+def test_mixing_device_and_host_ranks_fails(start: Start, tmp_path: Path) -> None:
     first = start(0, 2, timeout=3)
     second = Rank(tmp_path / "w", 1, 2, timeout=3)
     try:

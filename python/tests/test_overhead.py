@@ -1,4 +1,4 @@
-"""What a call costs, in gross bounds: twice of what it should. ``moontide bench`` measures properly."""
+"""Coarse upper bounds of the latency of a call: twice the expected value. ``moontide bench`` measures precisely."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOCAL_US_MAX = 6.0
 
 
 def median_us(call, rounds: int = 2000) -> float:
-    """The median of single calls, in the best of three tries: others use this machine, too."""
+    """Returns the median latency, best of three runs, because the machine may run other work."""
 
     def once() -> float:
         taken = []
@@ -25,7 +25,7 @@ def median_us(call, rounds: int = 2000) -> float:
 
 
 @pytest.mark.parametrize("call", ["get_view", "get", "get_into", "get_tensor"])
-def test_local_calls_are_cheap(store, key, call):
+def test_local_read_latency_is_bounded(store, key, call):
     import numpy as np
 
     store.put_tensor(key("a"), np.zeros(32, "u1"))
@@ -42,7 +42,7 @@ def test_local_calls_are_cheap(store, key, call):
     assert took <= LOCAL_US_MAX
 
 
-def test_reading_in_place_does_not_depend_on_length(store, key):
+def test_zero_copy_read_latency_is_independent_of_length(store, key):
     store.put(key("small"), b"x")
     store.put(key("large"), bytes(64 << 20))
     small = median_us(lambda: store.get_view(key("small")))

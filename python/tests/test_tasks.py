@@ -1,4 +1,4 @@
-"""Tasks of asyncio: many, cancelled ones, and event loops that come and go. test_calls has the calls themselves."""
+"""asyncio: many tasks, cancelled tasks, and event loops that end. ``test_calls.py`` tests the calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import moontide
 MIB = 1 << 20
 
 
-def test_many_tasks(cluster, key, seed):
+def test_200_concurrent_tasks_read_their_own_writes(cluster, key, seed):
     async def work(store: moontide.AsyncStore, number: int) -> None:
         draw = random.Random(seed + number)
         name, content = key(f"task/{number}"), draw.randbytes(draw.randrange(20_000))
@@ -39,10 +39,10 @@ def test_many_tasks(cluster, key, seed):
     asyncio.run(main())
 
 
-def test_the_loop_runs_while_a_task_waits(cluster, store, key):
+def test_event_loop_runs_during_a_call(cluster, store, key):
     async def main() -> int:
-        async with await moontide.AsyncStore.connect(cluster.master, local=False) as far:
-            waiting = asyncio.ensure_future(far.get(key("a")))
+        async with await moontide.AsyncStore.connect(cluster.master, shm=False) as remote:
+            waiting = asyncio.ensure_future(remote.get(key("a")))
             ticks = 0
             while not waiting.done():
                 ticks += 1
@@ -54,9 +54,9 @@ def test_the_loop_runs_while_a_task_waits(cluster, store, key):
     assert asyncio.run(main()) >= 3
 
 
-def test_tasks_that_are_cancelled_harm_nothing(cluster, key):
+def test_cancelled_tasks_leave_store_usable(cluster, key):
     async def main() -> None:
-        async with await moontide.AsyncStore.connect(cluster.master, local=False) as store:
+        async with await moontide.AsyncStore.connect(cluster.master, shm=False) as store:
             assert await store.put(key("a"), bytes(8 * MIB))
             spaces = [bytearray(8 * MIB) for _ in range(4)]
             for delay in (0, 0.0005, 0.002, 0.005):
@@ -72,11 +72,11 @@ def test_tasks_that_are_cancelled_harm_nothing(cluster, key):
     asyncio.run(main())
 
 
-def test_a_deadline_of_asyncio_is_kept(own_cluster, stopped):
+def test_asyncio_timeout_cancels_call(own_cluster, stopped):
     cluster = own_cluster()
 
     async def main() -> float:
-        store = await moontide.AsyncStore.connect(cluster.master, deadline=4)
+        store = await moontide.AsyncStore.connect(cluster.master, timeout=4)
         with stopped(cluster.master_server):
             begun = time.monotonic()
             with pytest.raises(TimeoutError):
@@ -88,7 +88,7 @@ def test_a_deadline_of_asyncio_is_kept(own_cluster, stopped):
     assert asyncio.run(main()) < 2
 
 
-def test_an_async_store_after_its_end(cluster, key):
+def test_closed_async_store_raises_closed_and_views_remain_valid(cluster, key):
     async def main() -> None:
         async with await moontide.AsyncStore.connect(cluster.master) as store:
             await store.put(key("a"), b"123")
@@ -104,7 +104,7 @@ def test_an_async_store_after_its_end(cluster, key):
     asyncio.run(main())
 
 
-def test_tasks_remove_everything(cluster):
+def test_async_remove_all_returns_count(cluster):
     async def main() -> None:
         async with await moontide.AsyncStore.connect(cluster.master, tenant="tasks") as store:
             await store.batch_put(["a", "b"], [b"1", b"2"])
@@ -114,7 +114,7 @@ def test_tasks_remove_everything(cluster):
     asyncio.run(main())
 
 
-def test_an_async_call_needs_a_loop(cluster):
+def test_async_call_without_running_loop_raises(cluster):
     async def connect() -> moontide.AsyncStore:
         return await moontide.AsyncStore.connect(cluster.master)
 
@@ -125,7 +125,7 @@ def test_an_async_call_needs_a_loop(cluster):
     async def again() -> bool:
         return await store.exists("never put")
 
-    assert asyncio.run(again()) is False, "another loop of the same process may use it"
+    assert asyncio.run(again()) is False, "another loop of the same process can use it"
     store.close()
 
 
@@ -154,8 +154,8 @@ print("done:", len(done))
 """
 
 
-def test_one_store_for_loops_of_many_threads(python, key):
-    # In a process of its own: threads that wait for each other with Python's lock held stop all of it.
+def test_async_store_serves_event_loops_of_many_threads(python, key):
+    # In a separate process: a deadlock with the GIL held would stop the whole process.
     ended = python(MANY_LOOPS, key("a"), seconds=30)
     assert (ended.stdout, ended.stderr) == ("few files are open: True\ndone: 8\n", "")
 
@@ -183,12 +183,12 @@ for _ in range(10):
 """
 
 
-def test_another_thread_may_close_it(python, key):
+def test_async_store_can_be_closed_by_another_thread(python, key):
     ended = python(CLOSED_ELSEWHERE, key("a"), seconds=30)
     assert (ended.stdout, ended.stderr) == ("closed\n" * 10, "")
 
 
-def test_loops_come_and_go_and_leave_nothing_behind(cluster, key):
+def test_closed_event_loops_leak_no_files_or_objects(cluster, key):
     async def connect() -> moontide.AsyncStore:
         return await moontide.AsyncStore.connect(cluster.master)
 
@@ -215,7 +215,7 @@ def test_loops_come_and_go_and_leave_nothing_behind(cluster, key):
     store.close()
 
 
-def test_connections_that_fail_leave_nothing_behind():
+def test_failed_connects_leak_no_files():
     async def main() -> int:
         async def attempt() -> None:
             with pytest.raises(moontide.Unreachable):
@@ -231,23 +231,23 @@ def test_connections_that_fail_leave_nothing_behind():
     assert asyncio.run(main()) <= 3
 
 
-def test_a_loop_that_ends_during_calls(cluster, store, key):
+def test_store_survives_event_loop_that_ends_during_calls(cluster, store, key):
     async def leave() -> moontide.AsyncStore:
-        far = await moontide.AsyncStore.connect(cluster.master, local=False)
+        remote = await moontide.AsyncStore.connect(cluster.master, shm=False)
         for number in range(50):
-            far.put(key(str(number)), bytes(MIB))
-        return far
+            remote.put(key(str(number)), bytes(MIB))
+        return remote
 
-    async def again(far: moontide.AsyncStore) -> None:
-        assert await far.put(key("last"), b"1")
-        assert await far.get(key("last")) == b"1"
+    async def again(remote: moontide.AsyncStore) -> None:
+        assert await remote.put(key("last"), b"1")
+        assert await remote.get(key("last")) == b"1"
 
-    far = asyncio.run(leave())
-    asyncio.run(again(far))
-    far.close()
+    remote = asyncio.run(leave())
+    asyncio.run(again(remote))
+    remote.close()
 
 
-def test_what_a_call_was_given_is_let_go(cluster, key):
+def test_async_calls_release_their_buffers(cluster, key):
     class Value(bytearray):
         pass
 
@@ -266,7 +266,7 @@ def test_what_a_call_was_given_is_let_go(cluster, key):
     asyncio.run(main())
 
 
-def test_errors_reach_the_task_that_waits(cluster, key):
+def test_errors_are_raised_in_awaiting_task(cluster, key):
     async def main() -> None:
         async with await moontide.AsyncStore.connect(cluster.master) as store:
             ended = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Arrays that are stored with their type and shape."""
+"""Tensors: arrays that are stored with their type and shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers(kind: str, shape: tuple[int, ...] = (2, 3, 4)) -> np.ndarray:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", [*NUMPY_TYPES, *ML_TYPES])
-def test_every_type_comes_back(either, key, kind):
+def test_every_dtype_round_trips(either, key, kind):
     before = numbers(kind)
     assert either.put_tensor(key("a"), before) is True
     assert either.put_tensor(key("a"), before) is False
@@ -33,12 +33,12 @@ def test_every_type_comes_back(either, key, kind):
     assert (after == before).all()
     assert not after.flags.writeable
     assert after.flags.aligned
-    assert after.ctypes.data % 64 == 0 or not tensor.in_place
+    assert after.ctypes.data % 64 == 0 or not tensor.zero_copy
     assert tensor.verify()
 
 
 @pytest.mark.parametrize("kind", NUMPY_TYPES)
-def test_numpy_reads_it_in_three_ways(either, key, kind):
+def test_numpy_reads_tensor_by_array_dlpack_and_interface(either, key, kind):
     before = numbers(kind)
     either.put_tensor(key("a"), before)
     tensor = either.get_tensor(key("a"))
@@ -51,7 +51,7 @@ def test_numpy_reads_it_in_three_ways(either, key, kind):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (1, 1), (5, 1, 3), (2,) * 8], ids=str)
-def test_every_shape_comes_back(either, key, shape):
+def test_every_shape_round_trips(either, key, shape):
     before = numbers("float32", shape)
     either[key("a")] = before
     tensor = either[key("a")]
@@ -67,14 +67,14 @@ def test_every_shape_comes_back(either, key, shape):
             len(tensor)
 
 
-def test_scattered_arrays_are_collected(either, key):
+def test_non_contiguous_arrays_round_trip(either, key):
     before = numbers("float32", (4, 6))
     for name, part in {"f": np.asfortranarray(before), "t": before.T, "s": before[::-1, ::2]}.items():
         either.put_tensor(key(name), part)
         assert (either.get_tensor(key(name)).numpy() == part).all()
 
 
-def test_buffers_are_tensors_too(either, key):
+def test_put_tensor_accepts_buffers(either, key):
     either.put_tensor(key("a"), b"123")
     tensor = either.get_tensor(key("a"))
     assert (tensor.dtype, tensor.shape) == ("uint8", (3,))
@@ -82,12 +82,12 @@ def test_buffers_are_tensors_too(either, key):
     assert (either.get_tensor(key("b")).dtype, either.get_tensor(key("b")).shape) == ("float64", (2,))
 
 
-def test_a_tensor_shows_itself(store, key):
+def test_tensor_repr(store, key):
     store.put_tensor(key("a"), numbers("float16", (2, 3)))
     assert repr(store.get_tensor(key("a"))) == "<moontide.Tensor float16 [2, 3]>"
 
 
-WITHOUT_NAME = {
+UNSUPPORTED = {
     "big-endian": np.zeros(2, ">f4"),
     "text": np.array(["ab"]),
     "records": np.zeros(2, [("a", "u1"), ("b", "<f4")]),
@@ -97,38 +97,38 @@ WITHOUT_NAME = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_NAME)
-def test_elements_without_a_name_are_refused(store, key, name):
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_dtypes_are_rejected(store, key, name):
     with pytest.raises(TypeError):
-        store.put_tensor(key("a"), WITHOUT_NAME[name])
+        store.put_tensor(key("a"), UNSUPPORTED[name])
     assert not store.exists(key("a"))
 
 
 def test_too_many_dimensions_are_refused(store, key):
-    with pytest.raises(moontide.InvalidArgument, match="at most 8 dimensions, not 9"):
+    with pytest.raises(moontide.InvalidArgument, match="tensor has 9 dimensions, at most 8"):
         store.put_tensor(key("a"), np.zeros((1,) * 9))
 
 
 @pytest.mark.parametrize("wrong", ["text", None, 3, [1, 2]], ids=str)
-def test_what_is_no_array_is_refused(store, key, wrong):
+def test_put_tensor_rejects_non_arrays(store, key, wrong):
     with pytest.raises(TypeError):
         store.put_tensor(key("a"), wrong)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"MTtensor", bytes(HEADER_BYTES), b"x" * 1000])
-def test_what_was_put_as_bytes_is_no_tensor(caller, key, content):
+def test_get_tensor_of_plain_bytes_is_rejected(caller, key, content):
     caller.put(key("a"), content)
     with pytest.raises(moontide.InvalidArgument):
         caller.get_tensor(key("a"))
     assert caller.get(key("a")) == content
 
 
-def test_bytes_that_are_no_tensor_come_back_from_a_mapping(either, key):
+def test_mapping_returns_plain_bytes_unchanged(either, key):
     either[key("a")] = b"x" * 200
     assert either[key("a")] == b"x" * 200
 
 
-def test_a_damaged_header_is_noticed(either, key):
+def test_corrupt_tensor_header_is_rejected(either, key):
     either.put_tensor(key("a"), numbers("float32"))
     good = either.get(key("a"))
     assert len(good) == HEADER_BYTES + 96
@@ -138,19 +138,19 @@ def test_a_damaged_header_is_noticed(either, key):
         either.put(key("b"), bad, overwrite=True)
         with pytest.raises(moontide.InvalidArgument):
             either.get_tensor(key("b"))
-        assert either[key("b")] == bad, "it is bytes like any other"
+        assert either[key("b")] == bad, "the mapping returns it as bytes"
 
 
 @pytest.mark.parametrize("change", [-1, 1, -96, 96])
-def test_elements_of_another_length_are_noticed(either, key, change):
+def test_tensor_of_wrong_payload_length_is_rejected(either, key, change):
     either.put_tensor(key("a"), numbers("float32"))
     good = either.get(key("a"))
     either.put(key("b"), good[:change] if change < 0 else good + bytes(change))
-    with pytest.raises(moontide.InvalidArgument, match="header speaks of 96 bytes"):
+    with pytest.raises(moontide.InvalidArgument, match="header declares 96 bytes"):
         either.get_tensor(key("b"))
 
 
-def test_a_tensor_can_be_put_again(either, key):
+def test_fetched_tensor_can_be_put_again(either, key):
     before = numbers("bfloat16")
     either.put_tensor(key("a"), before)
     either.put_tensor(key("b"), either.get_tensor(key("a")))
@@ -158,16 +158,16 @@ def test_a_tensor_can_be_put_again(either, key):
     assert either.get(key("b")) == either.get(key("a"))
 
 
-def test_one_writes_and_another_reads(store, far, key):
+def test_tensor_read_is_zero_copy_over_shm_and_copied_over_tcp(store, remote, key):
     before = numbers("float16", (64, 64))
-    far.put_tensor(key("a"), before)
-    near = store.get_tensor(key("a"))
-    assert near.in_place
-    assert not far.get_tensor(key("a")).in_place
-    assert (near.numpy() == before).all()
+    remote.put_tensor(key("a"), before)
+    tensor = store.get_tensor(key("a"))
+    assert tensor.zero_copy
+    assert not remote.get_tensor(key("a")).zero_copy
+    assert (tensor.numpy() == before).all()
 
 
-def test_arrays_keep_a_tensor_alive(store, key):
+def test_arrays_keep_tensor_memory_alive(store, key):
     before = numbers("float32", (64, 64))
     store.put_tensor(key("a"), before)
     arrays = [
@@ -182,11 +182,11 @@ def test_arrays_keep_a_tensor_alive(store, key):
     assert (arrays[3] == before[3:, ::2]).all()
 
 
-def test_release(store, key):
+def test_release_fails_while_exported_then_closes_tensor(store, key):
     store.put_tensor(key("a"), numbers("float32"))
     tensor = store.get_tensor(key("a"))
     array = tensor.numpy()
-    with pytest.raises(BufferError, match="lent"):
+    with pytest.raises(BufferError, match="still uses the memory"):
         tensor.release()
     del array
     tensor.release()
@@ -198,13 +198,13 @@ def test_release(store, key):
     assert (tensor.dtype, tensor.shape) == ("float32", (2, 3, 4))
 
 
-def test_ml_types_have_no_word_in_the_buffer_protocol(store, key):
+def test_memoryview_of_ml_dtype_tensor_raises_buffer_error(store, key):
     store.put_tensor(key("a"), numbers("bfloat16"))
     with pytest.raises(BufferError, match="numpy"):
         memoryview(store.get_tensor(key("a")))
 
 
-def test_every_kind_of_store_has_tensors(caller, key):
+def test_tensors_round_trip_in_every_kind_of_store(caller, key):
     before = numbers("float16")
     assert caller.put_tensor(key("a"), before) is True
     assert caller.put_tensor(key("a"), before) is False
@@ -223,7 +223,7 @@ TORCH_TYPES = [
 
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", TORCH_TYPES)
-def test_torch_types_come_back(either, key, kind):
+def test_torch_dtypes_round_trip(either, key, kind):
     torch = pytest.importorskip("torch")
     before = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, kind))
     either.put_tensor(key("a"), before)
@@ -243,12 +243,12 @@ def test_torch_types_come_back(either, key, kind):
 
 
 @pytest.mark.torch
-def test_torch_reads_in_place(store, key):
+def test_torch_reads_are_zero_copy(store, key):
     torch = pytest.importorskip("torch")
     before = torch.arange(4096, dtype=torch.float32)
     store.put_tensor(key("a"), before)
     tensor = store.get_tensor(key("a"))
-    assert tensor.in_place
+    assert tensor.zero_copy
     assert torch.from_dlpack(tensor).data_ptr() == tensor.numpy().ctypes.data
     view = store.get_view(key("a"))
     assert torch.from_dlpack(view).data_ptr() == view.ptr()
@@ -259,7 +259,7 @@ def test_torch_reads_in_place(store, key):
 
 
 @pytest.mark.torch
-def test_torch_with_a_gradient_is_refused(store, key):
+def test_torch_tensor_requiring_grad_is_rejected(store, key):
     torch = pytest.importorskip("torch")
     with pytest.raises((BufferError, RuntimeError, TypeError, ValueError), match="grad"):
         store.put_tensor(key("a"), torch.zeros(4, requires_grad=True))

@@ -1,4 +1,4 @@
-"""Many threads on one store."""
+"""Many threads with one store."""
 
 from __future__ import annotations
 
@@ -9,54 +9,58 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from test_views import draining_bytes, wait_until
 
 import moontide
 
 MIB = 1 << 20
 
 
-def work(store, prefix: str, draw: random.Random, rounds: int) -> None:
-    """Mixed calls on keys of one's own; every answer is checked."""
-    mine: dict[str, bytes] = {}
+def work(store, prefix: str, draw: random.Random, rounds: int) -> dict[str, bytes]:
+    """Makes mixed calls for keys that no other thread uses, checks every result, and returns the final contents."""
+    expected: dict[str, bytes] = {}
     for _ in range(rounds):
         name = f"{prefix}{draw.randrange(8)}"
         content = draw.randbytes(draw.choice([0, 1, 100, 5000, 70_000]))
         match draw.choice(["put", "put", "get", "get", "view", "into", "exists", "remove", "batch", "tensor"]):
             case "put":
                 assert store.put(name, content, overwrite=True)
-                mine[name] = content
+                expected[name] = content
             case "get":
-                assert store.get(name) == mine.get(name)
+                assert store.get(name) == expected.get(name)
             case "view":
                 view = store.get_view(name)
-                assert (view if view is None else bytes(view)) == mine.get(name)
+                assert (view if view is None else bytes(view)) == expected.get(name)
             case "into":
                 space = bytearray(70_000)
                 length = store.get_into(name, space)
-                assert (length if length is None else space[:length]) == mine.get(name)
+                assert (length if length is None else space[:length]) == expected.get(name)
             case "exists":
-                assert store.exists(name) == (name in mine)
+                assert store.exists(name) == (name in expected)
             case "remove":
-                assert store.remove(name) == (mine.pop(name, None) is not None)
+                assert store.remove(name) == (expected.pop(name, None) is not None)
             case "batch":
                 names = [f"{prefix}{number}" for number in range(8)]
-                assert store.batch_get(names) == [mine.get(name) for name in names]
+                assert store.batch_get(names) == [expected.get(name) for name in names]
             case "tensor":
                 array = np.frombuffer(content, "u1")
                 assert store.put_tensor(name, array, overwrite=True)
                 assert (store.get_tensor(name).numpy() == array).all()
                 assert store.remove(name)
-                mine.pop(name, None)
+                expected.pop(name, None)
+    return expected
 
 
-def test_64_threads_with_their_own_keys(either, key, seed):
+def test_64_threads_read_their_own_writes(either, key, seed):
     with ThreadPoolExecutor(64) as pool:
         done = [pool.submit(work, either, key(f"{number}/"), random.Random(seed + number), 40) for number in range(64)]
-        for each in done:
-            each.result()
+        expected = {name: content for each in done for name, content in each.result().items()}
+    assert len(expected) > 64
+    assert sorted(either.keys(key())) == sorted(name.encode() for name in expected)
+    assert either.batch_get(list(expected)) == list(expected.values())
 
 
-def test_threads_that_write_and_read_the_same_keys(store, far, key, seed):
+def test_concurrent_reads_and_writes_of_same_keys_are_never_torn(store, remote, key, seed):
     names = [key(str(number)) for number in range(4)]
     ends = time.monotonic() + 2
 
@@ -65,7 +69,7 @@ def test_threads_that_write_and_read_the_same_keys(store, far, key, seed):
 
     def each(number: int) -> int:
         draw = random.Random(seed + number)
-        connection = draw.choice([store, far])
+        connection = draw.choice([store, remote])
         done = 0
         while time.monotonic() < ends:
             name = draw.choice(names)
@@ -94,7 +98,7 @@ def test_threads_that_write_and_read_the_same_keys(store, far, key, seed):
         assert sum(pool.map(each, range(16))) > 500
 
 
-def test_one_put_of_many_wins(store, key):
+def test_exactly_one_concurrent_put_succeeds(store, key):
     barrier = threading.Barrier(16)
 
     def put(number: int) -> bool:
@@ -111,10 +115,10 @@ def test_one_put_of_many_wins(store, key):
 
 
 @pytest.mark.parametrize("call", ["get", "get_into", "get_view", "put", "batch_get", "put_from"])
-def test_other_threads_run_during_a_call(far, key, call):
-    """A call of 64 MiB over TCP takes tens of milliseconds; another thread goes on all the while."""
+def test_calls_release_the_gil(remote, key, call):
+    """A call of 64 MiB over TCP takes tens of milliseconds; another thread runs meanwhile."""
     content = bytes(64 * MIB)
-    far.put(key("a"), content)
+    remote.put(key("a"), content)
     space = bytearray(64 * MIB)
     slices: list[float] = []
     ended = threading.Event()
@@ -134,17 +138,17 @@ def test_other_threads_run_during_a_call(far, key, call):
     begun = time.perf_counter()
     match call:
         case "get":
-            far.get(key("a"))
+            remote.get(key("a"))
         case "get_into":
-            far.get_into(key("a"), space)
+            remote.get_into(key("a"), space)
         case "get_view":
-            far.get_view(key("a"))
+            remote.get_view(key("a"))
         case "put":
-            far.put(key("b"), content)
+            remote.put(key("b"), content)
         case "put_from":
-            far.put_from(key("b"), [content[: 32 * MIB], content[32 * MIB :]])
+            remote.put_from(key("b"), [content[: 32 * MIB], content[32 * MIB :]])
         case "batch_get":
-            far.batch_get([key("a")])
+            remote.batch_get([key("a")])
     took = time.perf_counter() - begun
     ticks = len(slices) - before
     ended.set()
@@ -152,9 +156,9 @@ def test_other_threads_run_during_a_call(far, key, call):
     assert ticks >= took / 0.02, f"{ticks} ticks in {took:.3f} s"
 
 
-def test_a_call_that_waits_lets_others_run(own_cluster, stopped):
+def test_blocked_call_releases_the_gil(own_cluster, stopped):
     cluster = own_cluster()
-    with moontide.Store(cluster.master, deadline=1) as store, stopped(cluster.master_server):
+    with moontide.Store(cluster.master, timeout=1) as store, stopped(cluster.master_server):
         counted = 0
         waiting = threading.Thread(target=lambda: pytest.raises(moontide.Error, store.exists, "a"))
         waiting.start()
@@ -164,8 +168,8 @@ def test_a_call_that_waits_lets_others_run(own_cluster, stopped):
         assert counted > 100
 
 
-def test_close_while_others_call(cluster, key):
-    store = moontide.Store(cluster.master, local=False)
+def test_close_ends_concurrent_calls_with_closed(cluster, key):
+    store = moontide.Store(cluster.master, shm=False)
     store.put(key("a"), b"x" * MIB)
     seen: list[str] = []
 
@@ -186,14 +190,20 @@ def test_close_while_others_call(cluster, key):
     assert seen == ["closed"] * 8
 
 
-def test_the_memory_of_a_view_may_be_dropped_by_any_thread(store, key):
-    store.put(key("a"), b"x" * 1000)
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(50):
-            views = [store.get_view(key("a")) for _ in range(8)]
-            arrays = [np.from_dlpack(view) for view in views]
-            list(pool.map(lambda view: view.verify(), views))
-            list(pool.map(lambda array: int(array.sum()), arrays))
-            for view in views:
-                pool.submit(lambda view: None, view)
-            del views, arrays
+def test_views_can_be_dropped_by_any_thread(own_cluster):
+    cluster = own_cluster()
+    with moontide.Store(cluster.master) as store:
+        store.put("a", b"x" * 1000)
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(50):
+                views = [store.get_view("a") for _ in range(8)]
+                arrays = [np.from_dlpack(view) for view in views]
+                assert all(view.zero_copy for view in views)
+                assert list(pool.map(lambda view: view.verify(), views)) == [True] * 8
+                assert list(pool.map(lambda array: int(array.sum()), arrays)) == [1000 * ord("x")] * 8
+                for view in views:
+                    pool.submit(lambda view: None, view)
+                del views, arrays, view
+        # The node frees the memory only if no thread has left a pin.
+        assert store.remove("a")
+        wait_until(lambda: draining_bytes(cluster) == 0)

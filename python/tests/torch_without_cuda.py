@@ -1,10 +1,10 @@
-"""Makes torch load where there is no CUDA, for tests on the CPU: stand-ins for the libraries that its wheel was linked with.
+"""Creates stub libraries, so that torch loads on a host without CUDA, for tests on the CPU.
 
-The registry's wheel of torch wants 3 GB of NVIDIA's libraries. Installed without them (``--no-deps``) it does not even
-load. This puts a library of the same name beside torch's own for each that is missing, with every symbol that torch
-refers to: a function in it answers 100, which is CUDA's "no device", and torch then says that there is no CUDA.
+The wheel of torch on PyPI depends on 3 GB of NVIDIA libraries. Installed without them (``--no-deps``) it does not load.
+This program creates a stub for each missing library, with all symbols that torch references. Every function returns
+100, CUDA's "no device", so torch reports that CUDA is not available.
 
-Run it with the interpreter into which torch was installed. Needs ``cc`` and ``readelf``. Running it again does nothing.
+Run it with the interpreter into which torch was installed. It needs ``cc`` and ``readelf``. A second run does nothing.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ABSENT = re.compile(r"lib(cu|nv|nccl)")
-OF_THE_SYSTEM = re.compile(r"GLIBC|GCC_|CXXABI|GOMP|OMP_")
-"""Versions of symbols that the C, C++ and OpenMP libraries define."""
-OF_OTHERS = re.compile(r"_?Py|_Z(NK?)?St|_Z[dn][al]")
-"""Python's symbols, and those of ``std::`` and of new and delete, to which some libraries refer without a version. A stand-in
-for one of these would be used by the whole process: the next C++ extension would die of it."""
-ANSWER = {"x86_64": "mov $100, %eax; ret", "aarch64": "mov w0, #100; ret"}
+CUDA_LIBRARIES = re.compile(r"lib(cu|nv|nccl)")
+SYSTEM_VERSIONS = re.compile(r"GLIBC|GCC_|CXXABI|GOMP|OMP_")
+"""Symbol versions of the C, C++ and OpenMP libraries."""
+EXCLUDED_SYMBOLS = re.compile(r"_?Py|_Z(NK?)?St|_Z[dn][al]")
+"""Symbols of Python, of ``std::`` and of new and delete, which some libraries reference without a version. The whole
+process would use a stub of them, and the next C++ extension would crash."""
+FUNCTION_BODY = {"x86_64": "mov $100, %eax; ret", "aarch64": "mov w0, #100; ret"}
 
 
 @dataclass
 class Symbols:
-    """What torch's libraries ask for and what they have."""
+    """Symbols that torch's libraries reference and define."""
 
     libraries: set[str] = field(default_factory=set)
-    """Names of libraries that they are linked with."""
+    """Names of the libraries that they are linked with."""
     home: dict[str, str] = field(default_factory=dict)
-    """From the version of a symbol to the library that has it."""
-    wanted: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """From a symbol to its version, which may be empty, and whether it is data."""
+    """Library of each symbol version."""
+    referenced: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """Version (may be empty) of each referenced symbol, and whether it is data."""
     defined: set[str] = field(default_factory=set)
 
     def read(self, file: Path) -> None:
@@ -46,7 +46,7 @@ class Symbols:
         for line in readelf("-V", file).splitlines():
             if found := re.search(r"File: (\S+)", line):
                 library = found[1]
-            elif (found := re.search(r"Name: (\S+)\s+Flags", line)) and ABSENT.match(library):
+            elif (found := re.search(r"Name: (\S+)\s+Flags", line)) and CUDA_LIBRARIES.match(library):
                 self.home[found[1]] = library
         for line in readelf("--dyn-syms", file).splitlines():
             match line.split():
@@ -56,18 +56,19 @@ class Symbols:
                         self.defined.add(name)
                     elif binding == "GLOBAL" and kind != "TLS":
                         data = kind == "OBJECT" or name.startswith(("_ZTV", "_ZTI", "_ZTS"))
-                        self.wanted[name] = (version.lstrip("@"), data)
+                        self.referenced[name] = (version.lstrip("@"), data)
 
 
-def readelf(what: str, file: Path) -> str:
-    return subprocess.run(["readelf", "-W", what, str(file)], check=True, capture_output=True, text=True).stdout
+def readelf(option: str, file: Path) -> str:
+    return subprocess.run(["readelf", "-W", option, str(file)], check=True, capture_output=True, text=True).stdout
 
 
 def build(library: Path, symbols: dict[str, bool], version: str | None) -> None:
-    """A shared library with these symbols; the value says whether one is data."""
+    """Builds a shared library with these symbols. The value tells whether a symbol is data."""
     lines = ['.section .note.GNU-stack,"",%progbits']
     for name, data in sorted(symbols.items()):
-        section, kind, body = (".data", "object", ".zero 256") if data else (".text", "function", ANSWER[platform.machine()])
+        function = (".text", "function", FUNCTION_BODY[platform.machine()])
+        section, kind, body = (".data", "object", ".zero 256") if data else function
         lines += [section, ".balign 16", f'.globl "{name}"', f'.type "{name}", %{kind}', f'"{name}": {body}']
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "stub.s"), Path(folder, "stub.map")
@@ -87,20 +88,20 @@ def main() -> None:
     symbols = Symbols()
     for file in [*folder.glob("*.so*"), *torch.glob("_C.*.so")]:
         symbols.read(file)
-    missing = sorted(name for name in symbols.libraries if ABSENT.match(name) and not (folder / name).exists())
+    missing = sorted(name for name in symbols.libraries if CUDA_LIBRARIES.match(name) and not (folder / name).exists())
 
     versions = {library: version for version, library in symbols.home.items()}
     stubs: defaultdict[str, dict[str, bool]] = defaultdict(dict)
-    for name, (version, data) in symbols.wanted.items():
-        if name in symbols.defined or OF_THE_SYSTEM.search(version) or OF_OTHERS.match(name):
+    for name, (version, data) in symbols.referenced.items():
+        if name in symbols.defined or SYSTEM_VERSIONS.search(version) or EXCLUDED_SYMBOLS.match(name):
             continue
-        # Without a version the loader takes the first library that has the name, so that any will do.
+        # For a symbol without a version, the loader uses the first library that defines it, so any library can have it.
         homes = [symbols.home[version]] if version in symbols.home else [m for m in missing if m not in versions]
         for library in homes:
             stubs[library][name] = data
     for library in missing:
         build(folder / library, stubs[library], versions.get(library))
-    print(f"{len(missing)} stand-ins in {folder}" if missing else "nothing is missing")
+    print(f"created {len(missing)} stub libraries in {folder}" if missing else "no library is missing")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-//! [`Client`]: one operation after the other, each with an end by time: put, get, remove, and what else there is.
+//! [`Client`]: runs one operation after the other, each with a deadline: put, get, remove and others.
 //!
-//! What to do next is decided by the shipped client's [`decide`](moontide_client::decide): when something is tried again,
-//! which replica is asked, which places are remembered. Around that stands what the shipped client does with threads.
+//! The [`logic`](moontide_client::logic) of the shipped client decides about retries, the choice of replicas and cached
+//! locations. This file replaces the threads of the shipped client.
 
 mod get;
 mod masters;
@@ -11,26 +11,27 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use moontide_client::decide::{Backoff, Budget, HedgeTimer, Locations, Trust};
+use moontide_client::logic::{Budget, HedgeTimer, LocationCache, NodeHealth, RETRY_BACKOFF};
 use moontide_proto::convert::{OutcomesResponse, Wire};
 use moontide_proto::{PackedKeysBuilder, v1};
+use moontide_rt::Backoff;
 use moontide_types::{ErrorCode, IdKey, Key, MonoTime, NodeId, ObjectId, Tenant, TenantGeneration};
 
-use self::get::{Get, Placed};
+use self::get::{Get, ReplicaList};
 use self::masters::Masters;
 use self::put::Put;
-use crate::dice::Dice;
-use crate::event::{Answer, Ask, Message, Request, Timer, Told, Who};
-use crate::plan::Plan;
-use crate::scene::Scene;
+use crate::context::ProcessContext;
+use crate::event::{MasterReply, Message, NodeOp, NodeReply, ProcessId, Request, Timer};
+use crate::plan::RunPlan;
+use crate::rng::SimRng;
 
 /// Most keys of any plan, with those that clients have for themselves.
 const KEYS_MAX: usize = 256;
 /// How long an operation may take.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// After so long without an answer a connection is given up.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a node that failed, or was slow, is asked last.
+/// Timeout of a reply.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time for which a failed or slow node is tried last.
 const SUSPECT: Duration = Duration::from_secs(1);
 
 /// A key's bytes.
@@ -61,17 +62,17 @@ pub(crate) fn key_of(id: ObjectId) -> Option<usize> {
     ids().iter().position(|&known| known == id)
 }
 
-/// What a client wants to be woken for. Numbers tell whether it still does.
+/// Timers of a client. A timer with an outdated number is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum ClientTimer {
     /// A pause is over.
     Pause(u64),
-    /// There was no answer for too long.
-    Patience(u64),
-    /// A second replica may be asked.
+    /// A reply timed out.
+    Timeout(u64),
+    /// The hedge delay is over.
     Hedge(u64),
-    /// Masters had long enough to tell the map.
-    Look(u64),
+    /// The map refresh timed out.
+    MapRefresh(u64),
 }
 
 #[derive(Debug)]
@@ -82,24 +83,24 @@ enum State {
     Remove {
         key: usize,
         call: u64,
-        said: u32,
+        sends: u32,
         backoff: Backoff,
     },
-    /// A call of which only the answer counts.
+    /// A call whose result is ignored.
     Other {
         call: u64,
     },
 }
 
-/// What a client is there for.
+/// Task of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     /// Anything, all the time.
     Busy,
     /// It has to put something, and to get it.
-    Proving { put: bool },
+    Verifying { put: bool },
     /// It has.
-    Proved,
+    Verified,
     /// It removes all keys, one after the other.
     Cleaning { key: usize },
     /// It has.
@@ -110,70 +111,70 @@ pub(crate) enum Mode {
 #[derive(Debug)]
 pub(crate) struct Client {
     index: usize,
-    plan: Plan,
-    dice: Dice,
+    plan: RunPlan,
+    rng: SimRng,
     mode: Mode,
     state: State,
     masters: Masters,
     budget: Budget,
     hedge: HedgeTimer,
-    locations: Locations<Placed>,
-    /// Until when nodes that failed, or were slow, are asked last.
-    suspects: BTreeMap<NodeId, (Trust, MonoTime)>,
-    /// When the operation was called, in true time.
+    locations: LocationCache<ReplicaList>,
+    /// Health of nodes that failed or were slow, with its expiry.
+    node_health: BTreeMap<NodeId, (NodeHealth, MonoTime)>,
+    /// Start of the operation, in world time.
     called: MonoTime,
     /// When it has to end, by the client's clock.
     deadline: MonoTime,
     numbers: u64,
     /// Which timers count.
     pause: u64,
-    patience: u64,
+    timeout: u64,
     hedged: u64,
 }
 
 /// How an operation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ended {
+enum OpOutcome {
     Well,
     Nothing,
     Failed,
 }
 
 impl Client {
-    pub(crate) fn start(index: usize, plan: &Plan, seed: u64, scene: &mut Scene<'_>) -> Client {
+    pub(crate) fn start(index: usize, plan: &RunPlan, seed: u64, cx: &mut ProcessContext<'_>) -> Client {
         let mut client = Client {
             index,
             plan: plan.clone(),
-            dice: Dice::new(seed),
+            rng: SimRng::new(seed),
             mode: Mode::Busy,
             state: State::Idle,
             masters: Masters::new(plan.groups),
             budget: Budget::default(),
             hedge: HedgeTimer::default(),
-            locations: Locations::new(plan.locations),
-            suspects: BTreeMap::new(),
+            locations: LocationCache::new(plan.locations),
+            node_health: BTreeMap::new(),
             called: MonoTime(0),
             deadline: MonoTime(0),
             numbers: 0,
             pause: 0,
-            patience: 0,
+            timeout: 0,
             hedged: 0,
         };
-        client.think(scene);
+        client.think(cx);
         client
     }
 
     /// The process ends, and the next one knows nothing. Whether it was putting something.
-    pub(crate) fn crash(&mut self, after: Duration, scene: &mut Scene<'_>) -> bool {
+    pub(crate) fn crash(&mut self, after: Duration, cx: &mut ProcessContext<'_>) -> bool {
         let putting = matches!(self.state, State::Put(_));
         self.state = State::Idle;
         self.masters = Masters::new(self.plan.groups);
         self.budget = Budget::default();
         self.hedge = HedgeTimer::default();
         self.locations.clear();
-        self.suspects.clear();
+        self.node_health.clear();
         self.cancel_timers();
-        self.pause_for(after, scene);
+        self.pause_for(after, cx);
         putting
     }
 
@@ -182,10 +183,10 @@ impl Client {
     }
 
     /// What the client is there for from now on. An operation that is under way goes on.
-    pub(crate) fn set_mode(&mut self, mode: Mode, scene: &mut Scene<'_>) {
+    pub(crate) fn set_mode(&mut self, mode: Mode, cx: &mut ProcessContext<'_>) {
         self.mode = mode;
         if matches!(self.state, State::Idle) {
-            self.think(scene);
+            self.think(cx);
         }
     }
 
@@ -195,27 +196,27 @@ impl Client {
     }
 
     fn cancel_timers(&mut self) {
-        (self.pause, self.patience, self.hedged) = (0, 0, 0);
+        (self.pause, self.timeout, self.hedged) = (0, 0, 0);
     }
 
-    fn pause_for(&mut self, span: Duration, scene: &mut Scene<'_>) {
+    fn pause_for(&mut self, span: Duration, cx: &mut ProcessContext<'_>) {
         self.pause = self.number();
-        scene.wake_in(span, Timer::Client(ClientTimer::Pause(self.pause)));
+        cx.wake_in(span, Timer::Client(ClientTimer::Pause(self.pause)));
     }
 
-    fn have_patience(&mut self, span: Duration, scene: &mut Scene<'_>) {
-        self.patience = self.number();
-        scene.wake_in(span, Timer::Client(ClientTimer::Patience(self.patience)));
+    fn start_timeout(&mut self, span: Duration, cx: &mut ProcessContext<'_>) {
+        self.timeout = self.number();
+        cx.wake_in(span, Timer::Client(ClientTimer::Timeout(self.timeout)));
     }
 
     /// Nothing is under way; something will be.
-    fn think(&mut self, scene: &mut Scene<'_>) {
+    fn think(&mut self, cx: &mut ProcessContext<'_>) {
         let span = match self.mode {
-            Mode::Busy => self.dice.up_to(2 * self.plan.think),
-            Mode::Proving { .. } | Mode::Cleaning { .. } => Duration::from_millis(100),
-            Mode::Proved | Mode::Cleaned => return,
+            Mode::Busy => self.rng.up_to(2 * self.plan.think),
+            Mode::Verifying { .. } | Mode::Cleaning { .. } => Duration::from_millis(100),
+            Mode::Verified | Mode::Cleaned => return,
         };
-        self.pause_for(span, scene);
+        self.pause_for(span, cx);
     }
 
     /// Whether a pause would be longer than there is time. If not, it begins.
@@ -223,116 +224,120 @@ impl Client {
         &mut self,
         mut backoff: Backoff,
         asked: Duration,
-        scene: &mut Scene<'_>,
+        cx: &mut ProcessContext<'_>,
     ) -> Option<Backoff> {
-        let span = backoff.pause(asked, self.dice.draw());
-        if scene.now().after(span) >= self.deadline {
+        let span = backoff.pause(asked, self.rng.next_u64());
+        if cx.now().after(span) >= self.deadline {
             return None;
         }
-        self.patience = 0;
-        self.pause_for(span, scene);
+        self.timeout = 0;
+        self.pause_for(span, cx);
         Some(backoff)
     }
 
-    fn trust(&self, node: NodeId, now: MonoTime) -> Trust {
-        match self.suspects.get(&node) {
-            Some(&(trust, until)) if now < until => trust,
-            _ => Trust::Good,
+    fn health(&self, node: NodeId, now: MonoTime) -> NodeHealth {
+        match self.node_health.get(&node) {
+            Some(&(health, until)) if now < until => health,
+            _ => NodeHealth::Good,
         }
     }
 
-    fn suspect(&mut self, node: NodeId, trust: Trust, scene: &Scene<'_>) {
-        self.suspects.insert(node, (trust, scene.now().after(SUSPECT)));
+    fn suspect(&mut self, node: NodeId, health: NodeHealth, cx: &ProcessContext<'_>) {
+        self.node_health.insert(node, (health, cx.now().after(SUSPECT)));
     }
 
-    fn context(&self, caller: u64, scene: &Scene<'_>) -> Option<v1::RequestContext> {
-        let left = self.deadline.since(scene.now()).as_millis() as u32;
-        Some(v1::RequestContext { caller, deadline_ms: left.max(1), ..Default::default() })
+    fn context(&self, caller: u64, cx: &ProcessContext<'_>) -> Option<v1::RequestContext> {
+        let left = self.deadline.since(cx.now()).as_millis() as u32;
+        Some(v1::RequestContext { caller, timeout_ms: left.max(1), ..Default::default() })
     }
 
-    /// Asks a node. One that nobody knows does not answer.
-    fn ask(&mut self, node: NodeId, ask: Ask, scene: &mut Scene<'_>) -> u64 {
+    /// Sends an operation to a node. An unknown node does not reply.
+    fn ask(&mut self, node: NodeId, ask: NodeOp, cx: &mut ProcessContext<'_>) -> u64 {
         let call = self.number();
-        if let Some(index) = scene.network.find(node) {
-            scene.send(Who::Node(index), Message::Ask { call, ask });
+        if let Some(index) = cx.network.find(node) {
+            cx.send(ProcessId::Node(index), Message::Ask { call, ask });
         }
         call
     }
 
-    fn begin(&mut self, scene: &mut Scene<'_>) {
-        scene.oracle.tally.ops += 1;
-        self.called = scene.true_now();
-        self.deadline = scene.now().after(DEADLINE);
+    fn begin(&mut self, cx: &mut ProcessContext<'_>) {
+        cx.oracle.tally.ops += 1;
+        self.called = cx.world_now();
+        self.deadline = cx.now().after(DEADLINE);
         let own = self.plan.keys + self.index;
         match self.mode {
-            Mode::Busy => self.begin_any(scene),
-            Mode::Proving { put: false } => self.begin_put(own, true, scene),
-            Mode::Proving { put: true } => self.begin_get(own, scene),
-            Mode::Cleaning { key } => self.begin_remove(key, scene),
-            Mode::Proved | Mode::Cleaned => {}
+            Mode::Busy => self.begin_any(cx),
+            Mode::Verifying { put: false } => self.begin_put(own, true, cx),
+            Mode::Verifying { put: true } => self.begin_get(own, cx),
+            Mode::Cleaning { key } => self.begin_remove(key, cx),
+            Mode::Verified | Mode::Cleaned => {}
         }
     }
 
-    fn begin_any(&mut self, scene: &mut Scene<'_>) {
-        let key = self.dice.below(self.plan.keys as u64) as usize;
-        let kind = self.dice.below(100);
+    fn begin_any(&mut self, cx: &mut ProcessContext<'_>) {
+        let key = self.rng.below(self.plan.keys as u64) as usize;
+        let kind = self.rng.below(100);
         let puts = self.plan.puts_percent;
         if kind < puts {
-            let upsert = self.dice.below(100) < self.plan.upserts_percent;
-            self.begin_put(key, upsert, scene);
+            let upsert = self.rng.below(100) < self.plan.upserts_percent;
+            self.begin_put(key, upsert, cx);
         } else if kind < puts + self.plan.removals_percent {
-            self.begin_remove(key, scene);
+            self.begin_remove(key, cx);
         } else if kind < 96 {
-            self.begin_get(key, scene);
+            self.begin_get(key, cx);
         } else {
-            let (context, keys) = (self.context(0, scene), packed(key));
-            let request = match self.dice.below(2) {
+            let (context, keys) = (self.context(0, cx), packed(key));
+            let request = match self.rng.below(2) {
                 0 => Request::Exist(v1::ExistRequest { context, keys }),
                 _ => Request::Touch(v1::TouchRequest { context, keys, lease_ms: 2_000 }),
             };
-            let call = self.call(key, request, PATIENCE, scene);
+            let call = self.call(key, request, REPLY_TIMEOUT, cx);
             self.state = State::Other { call };
         }
     }
 
-    fn begin_remove(&mut self, key: usize, scene: &mut Scene<'_>) {
+    fn begin_remove(&mut self, key: usize, cx: &mut ProcessContext<'_>) {
         self.locations.forget_if(&object_id(key), |_| true);
-        self.say_remove(key, 1, Backoff::default(), scene);
+        self.send_remove(key, 1, RETRY_BACKOFF, cx);
     }
 
-    fn say_remove(&mut self, key: usize, said: u32, backoff: Backoff, scene: &mut Scene<'_>) {
-        let force = self.mode != Mode::Busy || self.dice.permille(800);
-        let request = v1::RemoveRequest { context: self.context(0, scene), keys: packed(key), force };
-        let left = self.deadline.since(scene.now());
-        // Of several masters one that says nothing may not be there any more.
-        let patience = if self.masters.is_alone() { left + PATIENCE } else { PATIENCE };
-        let call = self.call(key, Request::Remove(request), patience, scene);
-        self.state = State::Remove { key, call, said, backoff };
+    fn send_remove(&mut self, key: usize, sends: u32, backoff: Backoff, cx: &mut ProcessContext<'_>) {
+        let force = self.mode != Mode::Busy || self.rng.permille(800);
+        let request = v1::RemoveRequest { context: self.context(0, cx), keys: packed(key), force };
+        let left = self.deadline.since(cx.now());
+        // With several masters, one that does not reply may have been replaced.
+        let timeout = if self.masters.is_single_master() { left + REPLY_TIMEOUT } else { REPLY_TIMEOUT };
+        let call = self.call(key, Request::Remove(request), timeout, cx);
+        self.state = State::Remove { key, call, sends, backoff };
     }
 
-    /// The master that was asked is not the one, or not there: the one who is, after a pause.
-    fn remove_again(&mut self, key: usize, backoff: Backoff, scene: &mut Scene<'_>) {
-        self.masters.doubt();
-        match self.pause_again(backoff, Duration::ZERO, scene) {
-            Some(backoff) => self.state = State::Remove { key, call: 0, said: 0, backoff },
+    /// Retries at the current master after a pause.
+    fn remove_again(&mut self, key: usize, backoff: Backoff, cx: &mut ProcessContext<'_>) {
+        self.masters.mark_stale();
+        match self.pause_again(backoff, Duration::ZERO, cx) {
+            Some(backoff) => self.state = State::Remove { key, call: 0, sends: 0, backoff },
             None => {
-                self.state = State::Remove { key, call: 0, said: 0, backoff };
-                self.finish(Ended::Failed, scene);
+                self.state = State::Remove { key, call: 0, sends: 0, backoff };
+                self.finish(OpOutcome::Failed, cx);
             }
         }
     }
 
     /// The operation is over.
-    fn finish(&mut self, ended: Ended, scene: &mut Scene<'_>) {
-        if ended == Ended::Failed {
-            scene.oracle.tally.failed += 1;
+    fn finish(&mut self, ended: OpOutcome, cx: &mut ProcessContext<'_>) {
+        if ended == OpOutcome::Failed {
+            cx.oracle.tally.failed += 1;
         }
         self.mode = match (self.mode, ended, &self.state) {
-            (Mode::Proving { put: false }, Ended::Well, State::Put(_)) => Mode::Proving { put: true },
+            (Mode::Verifying { put: false }, OpOutcome::Well, State::Put(_)) => Mode::Verifying { put: true },
             // What was put may have been evicted: once more.
-            (Mode::Proving { put: true }, Ended::Nothing, State::Get(_)) => Mode::Proving { put: false },
-            (Mode::Proving { put: true }, Ended::Well, State::Get(_)) => Mode::Proved,
-            (Mode::Cleaning { key }, Ended::Well, State::Remove { key: removed, .. }) if key == *removed => {
+            (Mode::Verifying { put: true }, OpOutcome::Nothing, State::Get(_)) => {
+                Mode::Verifying { put: false }
+            }
+            (Mode::Verifying { put: true }, OpOutcome::Well, State::Get(_)) => Mode::Verified,
+            (Mode::Cleaning { key }, OpOutcome::Well, State::Remove { key: removed, .. })
+                if key == *removed =>
+            {
                 let all = self.plan.keys + self.plan.clients;
                 if key + 1 < all { Mode::Cleaning { key: key + 1 } } else { Mode::Cleaned }
             }
@@ -340,106 +345,106 @@ impl Client {
         };
         self.state = State::Idle;
         self.cancel_timers();
-        self.think(scene);
+        self.think(cx);
     }
 
     /// Something that waited for time.
-    pub(crate) fn wake(&mut self, timer: ClientTimer, scene: &mut Scene<'_>) -> Result<(), String> {
-        if let ClientTimer::Look(number) = timer {
-            self.look_over(number, scene);
+    pub(crate) fn wake(&mut self, timer: ClientTimer, cx: &mut ProcessContext<'_>) -> Result<(), String> {
+        if let ClientTimer::MapRefresh(number) = timer {
+            self.map_refresh_over(number, cx);
             return Ok(());
         }
         let current = match timer {
-            ClientTimer::Look(_) => false,
+            ClientTimer::MapRefresh(_) => false,
             ClientTimer::Pause(number) => number == self.pause,
-            ClientTimer::Patience(number) => number == self.patience,
+            ClientTimer::Timeout(number) => number == self.timeout,
             ClientTimer::Hedge(number) => number == self.hedged,
         };
         if !current {
             return Ok(());
         }
         match (std::mem::replace(&mut self.state, State::Idle), timer) {
-            (State::Idle, _) => self.begin(scene),
-            (State::Put(put), ClientTimer::Pause(_)) => self.put_goes_on(put, scene),
-            (State::Put(put), _) => self.put_unanswered(put, scene),
-            (State::Get(get), ClientTimer::Pause(_)) => self.get_goes_on(get, scene)?,
-            (State::Get(get), ClientTimer::Hedge(_)) => self.hedge_get(get, scene),
-            (State::Get(get), ClientTimer::Patience(_) | ClientTimer::Look(_)) => {
-                self.get_unanswered(get, scene)?;
+            (State::Idle, _) => self.begin(cx),
+            (State::Put(put), ClientTimer::Pause(_)) => self.put_goes_on(put, cx),
+            (State::Put(put), _) => self.put_unanswered(put, cx),
+            (State::Get(get), ClientTimer::Pause(_)) => self.get_goes_on(get, cx)?,
+            (State::Get(get), ClientTimer::Hedge(_)) => self.hedge_get(get, cx),
+            (State::Get(get), ClientTimer::Timeout(_) | ClientTimer::MapRefresh(_)) => {
+                self.get_unanswered(get, cx)?;
             }
-            // The connection was lost over it: once more, for it may be said twice.
-            (State::Remove { key, said: 1, backoff, .. }, _) if self.deadline > scene.now() => {
-                self.say_remove(key, 2, backoff, scene);
+            // The connection was lost: repeat the removal once, it is idempotent.
+            (State::Remove { key, sends: 1, backoff, .. }, _) if self.deadline > cx.now() => {
+                self.send_remove(key, 2, backoff, cx);
             }
             (State::Remove { key, backoff, .. }, ClientTimer::Pause(_)) => {
-                self.say_remove(key, 1, backoff, scene);
+                self.send_remove(key, 1, backoff, cx);
             }
-            (State::Remove { key, backoff, .. }, _) if !self.masters.is_alone() => {
-                self.remove_again(key, backoff, scene);
+            (State::Remove { key, backoff, .. }, _) if !self.masters.is_single_master() => {
+                self.remove_again(key, backoff, cx);
             }
             (state @ (State::Remove { .. } | State::Other { .. }), _) => {
-                self.masters.doubt();
+                self.masters.mark_stale();
                 self.state = state;
-                self.finish(Ended::Failed, scene);
+                self.finish(OpOutcome::Failed, cx);
             }
         }
         Ok(())
     }
 
     /// A message arrives.
-    pub(crate) fn arrives(&mut self, message: Message, scene: &mut Scene<'_>) -> Result<(), String> {
+    pub(crate) fn arrives(&mut self, message: Message, cx: &mut ProcessContext<'_>) -> Result<(), String> {
         match message {
-            Message::Answer { call, answer: Answer::Map(answer) } => {
-                self.map_told(call, answer, scene);
+            Message::Reply { call, reply: MasterReply::Map(reply) } => {
+                self.map_received(call, reply, cx);
                 Ok(())
             }
-            Message::Answer { call, answer } => self.answered(call, answer, scene),
-            Message::Told { call, told } => self.told(call, told, scene),
+            Message::Reply { call, reply } => self.answered(call, reply, cx),
+            Message::NodeReply { call, reply } => self.reply(call, reply, cx),
             _ => unreachable!("not for a client"),
         }
     }
 
-    fn answered(&mut self, call: u64, answer: Answer, scene: &mut Scene<'_>) -> Result<(), String> {
-        match (std::mem::replace(&mut self.state, State::Idle), answer) {
-            (State::Put(put), answer) => self.put_answered(put, call, answer, scene),
-            (State::Get(get), Answer::Found(answer)) if get.waits_for(call) => {
-                return self.get_found(get, &answer, scene);
+    fn answered(&mut self, call: u64, reply: MasterReply, cx: &mut ProcessContext<'_>) -> Result<(), String> {
+        match (std::mem::replace(&mut self.state, State::Idle), reply) {
+            (State::Put(put), reply) => self.put_answered(put, call, reply, cx),
+            (State::Get(get), MasterReply::Found(reply)) if get.waits_for(call) => {
+                return self.get_found(get, &reply, cx);
             }
-            (State::Remove { key, call: waited, said, backoff }, Answer::Outcomes(answer))
+            (State::Remove { key, call: waited, sends, backoff }, MasterReply::Outcomes(reply))
                 if call == waited =>
             {
-                let code = outcome(&answer)?;
-                if code == Some(ErrorCode::WrongMaster) && !self.masters.is_alone() {
-                    self.remove_again(key, backoff, scene);
+                let code = outcome(&reply)?;
+                if code == Some(ErrorCode::WrongMaster) && !self.masters.is_single_master() {
+                    self.remove_again(key, backoff, cx);
                     return Ok(());
                 }
-                self.state = State::Remove { key, call, said, backoff };
+                self.state = State::Remove { key, call, sends, backoff };
                 let ended = match code {
                     None | Some(ErrorCode::NotFound) => {
-                        scene.oracle.removed(key, self.called, scene.true_now());
-                        Ended::Well
+                        cx.oracle.removed(key, self.called, cx.world_now());
+                        OpOutcome::Well
                     }
                     Some(ErrorCode::Pending) => {
-                        scene.oracle.tally.pending += 1;
-                        Ended::Nothing
+                        cx.oracle.tally.pending += 1;
+                        OpOutcome::Nothing
                     }
-                    Some(_) => Ended::Nothing,
+                    Some(_) => OpOutcome::Nothing,
                 };
-                self.finish(ended, scene);
+                self.finish(ended, cx);
             }
-            (State::Other { call: waited }, _) if call == waited => self.finish(Ended::Well, scene),
-            (state, _) => self.state = state, // the answer to a call that was given up
+            (State::Other { call: waited }, _) if call == waited => self.finish(OpOutcome::Well, cx),
+            (state, _) => self.state = state, // reply to a canceled call
         }
         Ok(())
     }
 
-    fn told(&mut self, call: u64, told: Told, scene: &mut Scene<'_>) -> Result<(), String> {
+    fn reply(&mut self, call: u64, reply: NodeReply, cx: &mut ProcessContext<'_>) -> Result<(), String> {
         match std::mem::replace(&mut self.state, State::Idle) {
             State::Put(put) => {
-                self.put_told(put, call, &told, scene);
+                self.put_node_reply(put, call, &reply, cx);
                 Ok(())
             }
-            State::Get(get) => self.get_told(get, call, told, scene),
+            State::Get(get) => self.get_node_reply(get, call, reply, cx),
             state => {
                 self.state = state;
                 Ok(())
@@ -456,9 +461,9 @@ fn packed(key: usize) -> prost::bytes::Bytes {
 }
 
 /// The code of the one key that was asked for, or of the call.
-fn outcome(answer: &v1::OutcomesResponse) -> Result<Option<ErrorCode>, String> {
-    let answer = OutcomesResponse::from_wire(answer).map_err(|error| error.to_string())?;
-    match answer.into_result() {
+fn outcome(reply: &v1::OutcomesResponse) -> Result<Option<ErrorCode>, String> {
+    let reply = OutcomesResponse::from_wire(reply).map_err(|error| error.to_string())?;
+    match reply.into_result() {
         Ok(outcomes) => outcomes.codes.iter().next().ok_or_else(|| "no outcome for a key".to_owned()),
         Err(context) => Ok(context.code),
     }

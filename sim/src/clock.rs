@@ -1,4 +1,4 @@
-//! Clocks: each process has its own, which runs a little too fast or too slow and began at some time of its own.
+//! Clocks: each process has its own, with a drift and an offset.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,45 +15,45 @@ pub(crate) struct HostClock {
     drift_ppm: i64,
     offset_ns: u64,
     /// How far the calendar is off.
-    jumped_ms: i64,
+    wall_offset_ms: i64,
 }
 
 impl HostClock {
     pub(crate) fn new(drift_ppm: i64, offset_ns: u64) -> HostClock {
-        HostClock { drift_ppm, offset_ns, jumped_ms: 0 }
+        HostClock { drift_ppm, offset_ns, wall_offset_ms: 0 }
     }
 
-    /// What the host's monotonic clock shows.
+    /// Returns the host's monotonic time.
     pub(crate) fn mono(&self, now: MonoTime) -> MonoTime {
         let drift = i128::from(now.0) * i128::from(self.drift_ppm) / 1_000_000;
         MonoTime((i128::from(now.0) + drift) as u64 + self.offset_ns)
     }
 
-    /// What its calendar shows.
+    /// Returns the host's wall clock time.
     pub(crate) fn unix(&self, now: MonoTime) -> UnixMillis {
-        UnixMillis((UNIX_BEGIN_MS + (now.0 / 1_000_000) as i64 + self.jumped_ms).max(0) as u64)
+        UnixMillis((UNIX_BEGIN_MS + (now.0 / 1_000_000) as i64 + self.wall_offset_ms).max(0) as u64)
     }
 
-    /// How long something takes in the world that the host sleeps for so long. Never nothing.
+    /// Returns the world time in which `local` passes on the host; never zero.
     pub(crate) fn span(&self, local: Duration) -> Duration {
         let nanos = local.as_nanos() as i128 * 1_000_000 / (1_000_000 + i128::from(self.drift_ppm));
         Duration::from_nanos(nanos as u64 + 1)
     }
 
-    /// Somebody sets the calendar.
+    /// Changes the wall clock by `by_ms`.
     pub(crate) fn jump(&mut self, by_ms: i64) {
-        self.jumped_ms += by_ms;
+        self.wall_offset_ms += by_ms;
     }
 }
 
 /// A clock that shipped code can ask; the world sets it before anything happens there.
 #[derive(Debug, Default)]
-pub(crate) struct SetClock {
+pub(crate) struct SimClock {
     mono: AtomicU64,
     unix: AtomicU64,
 }
 
-impl SetClock {
+impl SimClock {
     pub(crate) fn set(&self, host: &HostClock, now: MonoTime) {
         // Relaxed: there is one thread.
         self.mono.store(host.mono(now).0, Ordering::Relaxed);
@@ -61,7 +61,7 @@ impl SetClock {
     }
 }
 
-impl Clock for SetClock {
+impl Clock for SimClock {
     fn now(&self) -> MonoTime {
         MonoTime(self.mono.load(Ordering::Relaxed))
     }
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fast_clock_sleeps_for_less() {
+    fn fast_clock_sleeps_for_less_world_time() {
         let fast = HostClock::new(10_000, 500);
         assert_eq!(fast.mono(MonoTime(1_000_000)), MonoTime(1_010_500));
         let second = fast.span(Duration::from_secs(1));

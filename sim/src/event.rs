@@ -1,4 +1,4 @@
-//! [`Events`]: what happens when; and the messages that travel.
+//! [`Events`]: the event queue; and the messages between processes.
 //!
 //! Invariant: events of the same time happen in the order in which they were scheduled.
 
@@ -8,8 +8,8 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_master::election::{Document, MasterAddresses, Snapshot, Token};
-use moontide_meta::Inheritance;
+use moontide_master::election::{ClusterState, DocumentVersion, MasterAddresses, Snapshot};
+use moontide_meta::GroupHandoff;
 use moontide_proto::{CommitEntry, FixedRecord, Handle, ObjectEntry, v1};
 use moontide_types::{Epoch, ErrorCode, GroupId, MonoTime, ObjectId, SessionId, Term};
 use prost::Message as _;
@@ -21,7 +21,7 @@ use crate::node::NodeTimer;
 
 /// A process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Who {
+pub(crate) enum ProcessId {
     Registry,
     Master(usize),
     Node(usize),
@@ -32,33 +32,33 @@ pub(crate) enum Who {
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     /// A message arrives.
-    Arrives(Box<Letter>),
-    /// A process wanted to be woken. Of an earlier life it is void.
-    Timer { who: Who, life: u32, timer: Timer },
+    Deliver(Box<Envelope>),
+    /// A timer of a process fires. Timers of an earlier incarnation are ignored.
+    Timer { process: ProcessId, incarnation: u32, timer: Timer },
     /// Something breaks.
     Fault(Fault),
     /// A process that had ended is there again.
-    Starts(Who),
+    Starts(ProcessId),
     /// A process that was stopped goes on.
-    Resumes(Who),
-    /// Everything that is broken is mended, and nothing breaks any more.
-    Heals,
-    /// It is looked whether what has to be true by now is.
-    Judged,
+    Resumes(ProcessId),
+    /// All faults are healed, and no further ones occur.
+    Heal,
+    /// Progress is checked against its limits.
+    CheckProgress,
 }
 
 impl Event {
     /// The process that has to run for it.
-    pub(crate) fn needs(&self) -> Option<Who> {
+    pub(crate) fn needs(&self) -> Option<ProcessId> {
         match self {
-            Event::Arrives(letter) => Some(letter.to),
-            Event::Timer { who, .. } => Some(*who),
+            Event::Deliver(envelope) => Some(envelope.to),
+            Event::Timer { process, .. } => Some(*process),
             _ => None,
         }
     }
 }
 
-/// What a process wanted to be woken for.
+/// Timer of a process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Timer {
     Master(MasterTimer),
@@ -66,37 +66,37 @@ pub(crate) enum Timer {
     Client(ClientTimer),
 }
 
-/// A message on its way.
+/// Message in flight.
 #[derive(Clone, Debug)]
-pub(crate) struct Letter {
-    pub(crate) from: Who,
-    pub(crate) to: Who,
+pub(crate) struct Envelope {
+    pub(crate) from: ProcessId,
+    pub(crate) to: ProcessId,
     pub(crate) message: Message,
 }
 
-/// What travels. Numbers of calls are never used twice by the same process.
+/// Message between processes. A process never reuses a call number.
 #[derive(Clone, Debug)]
 pub(crate) enum Message {
-    /// A client asks the master.
+    /// Request of a client to a master.
     Call { call: u64, request: Request },
-    /// The master answers.
-    Answer { call: u64, answer: Answer },
-    /// A client asks a node.
-    Ask { call: u64, ask: Ask },
-    /// A node answers.
-    Told { call: u64, told: Told },
-    /// A node asks the master.
+    /// Reply of a master to a client.
+    Reply { call: u64, reply: MasterReply },
+    /// Operation of a client on a node.
+    Ask { call: u64, ask: NodeOp },
+    /// Reply of a node to a client.
+    NodeReply { call: u64, reply: NodeReply },
+    /// Request of a node to a master.
     NodeCall { call: u64, request: NodeRequest },
-    /// The master answers.
-    NodeAnswer { call: u64, answer: NodeAnswer },
-    /// A master asks the registry.
+    /// Response of a master to a node.
+    NodeResponse { call: u64, reply: NodeResponse },
+    /// Request of a master to the registry.
     Registry { call: u64, request: RegistryRequest },
-    /// It answers.
-    RegistryAnswer { call: u64, answer: RegistryAnswer },
-    /// A master hands on what it knows of a group.
-    Bequest { call: u64, group: GroupId, estate: Arc<Inheritance> },
-    /// It was taken.
-    Bequeathed { call: u64 },
+    /// Response of the registry.
+    RegistryResponse { call: u64, reply: RegistryResponse },
+    /// Handoff of a group to another master.
+    Handoff { call: u64, group: GroupId, handoff: Arc<GroupHandoff> },
+    /// Acknowledgement of a handoff.
+    HandoffAck { call: u64 },
     /// A node wants a stream of its session.
     StreamOpen { stream: u64, session: SessionId },
     /// It has one.
@@ -110,7 +110,7 @@ pub(crate) enum Message {
 }
 
 impl Message {
-    /// The stream that it travels on, in the order in which it was sent.
+    /// Returns the stream of the message; messages of a stream arrive in order.
     pub(crate) fn stream(&self) -> Option<u64> {
         match *self {
             Message::StreamOpen { stream, .. }
@@ -127,9 +127,9 @@ impl Message {
         std::mem::discriminant(self).hash(trace);
         match self {
             Message::Call { call, request } => (call, bytes_of(request)).hash(trace),
-            Message::Answer { call, answer } => (call, answer.bytes()).hash(trace),
-            Message::Ask { call, ask } => (call, ask.place(), ask.epoch()).hash(trace),
-            Message::Told { call, told } => (call, told.mark()).hash(trace),
+            Message::Reply { call, reply } => (call, reply.bytes()).hash(trace),
+            Message::Ask { call, ask } => (call, ask.location(), ask.epoch()).hash(trace),
+            Message::NodeReply { call, reply } => (call, reply.mark()).hash(trace),
             Message::NodeCall { call, request } => {
                 let bytes = match request {
                     NodeRequest::Open(m) => m.encode_to_vec(),
@@ -138,21 +138,21 @@ impl Message {
                 };
                 (call, bytes).hash(trace);
             }
-            Message::NodeAnswer { call, answer } => {
-                let bytes = match answer {
-                    NodeAnswer::Opened(m) => m.encode_to_vec(),
-                    NodeAnswer::Mounted(m) => m.encode_to_vec(),
-                    NodeAnswer::Map(m) => m.encode_to_vec(),
+            Message::NodeResponse { call, reply } => {
+                let bytes = match reply {
+                    NodeResponse::Opened(m) => m.encode_to_vec(),
+                    NodeResponse::Mounted(m) => m.encode_to_vec(),
+                    NodeResponse::Map(m) => m.encode_to_vec(),
                 };
                 (call, bytes).hash(trace);
             }
             Message::Registry { call, request } => (call, format!("{request:?}")).hash(trace),
-            Message::RegistryAnswer { call, answer } => (call, format!("{answer:?}")).hash(trace),
-            Message::Bequest { call, group, estate } => {
-                (call, group, estate.objects.len(), &estate.tombstones).hash(trace);
-                estate.objects.iter().for_each(|object| (object.id, object.epoch).hash(trace));
+            Message::RegistryResponse { call, reply } => (call, format!("{reply:?}")).hash(trace),
+            Message::Handoff { call, group, handoff } => {
+                (call, group, handoff.objects.len(), &handoff.tombstones).hash(trace);
+                handoff.objects.iter().for_each(|object| (object.id, object.epoch).hash(trace));
             }
-            Message::Bequeathed { call } => call.hash(trace),
+            Message::HandoffAck { call } => call.hash(trace),
             Message::StreamOpen { stream, session } => (stream, session).hash(trace),
             Message::StreamOpened { stream } => stream.hash(trace),
             Message::FromNode { stream, message } => (stream, message.encode_to_vec()).hash(trace),
@@ -162,7 +162,7 @@ impl Message {
     }
 }
 
-/// What a client asks of the master: the messages of the wire.
+/// Requests of clients to a master, as wire messages.
 #[derive(Clone, Debug)]
 pub(crate) enum Request {
     PutStart(v1::PutStartRequest),
@@ -188,9 +188,9 @@ fn bytes_of(request: &Request) -> Vec<u8> {
     }
 }
 
-/// The master's answers.
+/// Replies of a master to clients.
 #[derive(Clone, Debug)]
-pub(crate) enum Answer {
+pub(crate) enum MasterReply {
     Started(v1::PutStartResponse),
     Found(v1::GetReplicaListResponse),
     Present(v1::ExistResponse),
@@ -198,19 +198,19 @@ pub(crate) enum Answer {
     Map(v1::GetGroupMapResponse),
 }
 
-impl Answer {
+impl MasterReply {
     fn bytes(&self) -> Vec<u8> {
         match self {
-            Answer::Started(m) => m.encode_to_vec(),
-            Answer::Found(m) => m.encode_to_vec(),
-            Answer::Present(m) => m.encode_to_vec(),
-            Answer::Outcomes(m) => m.encode_to_vec(),
-            Answer::Map(m) => m.encode_to_vec(),
+            MasterReply::Started(m) => m.encode_to_vec(),
+            MasterReply::Found(m) => m.encode_to_vec(),
+            MasterReply::Present(m) => m.encode_to_vec(),
+            MasterReply::Outcomes(m) => m.encode_to_vec(),
+            MasterReply::Map(m) => m.encode_to_vec(),
         }
     }
 }
 
-/// What a node asks of the master.
+/// Requests of nodes to a master.
 #[derive(Clone, Debug)]
 pub(crate) enum NodeRequest {
     Open(v1::OpenSessionRequest),
@@ -218,36 +218,36 @@ pub(crate) enum NodeRequest {
     Map(v1::GetGroupMapRequest),
 }
 
-/// The master's answers to nodes.
+/// Responses of a master to nodes.
 #[derive(Clone, Debug)]
-pub(crate) enum NodeAnswer {
+pub(crate) enum NodeResponse {
     Opened(v1::OpenSessionResponse),
     Mounted(v1::MountSegmentsResponse),
     Map(v1::GetGroupMapResponse),
 }
 
-/// What a master asks of the registry.
+/// Requests of masters to the registry.
 #[derive(Clone, Debug)]
 pub(crate) enum RegistryRequest {
     Read,
-    Write { token: Option<Token>, document: Document },
+    Write { token: Option<DocumentVersion>, document: ClusterState },
     Join { number: Term, addresses: MasterAddresses, lease: Duration },
     Renew { number: Term },
     Remove { number: Term },
 }
 
-/// The registry's answers.
+/// Responses of the registry.
 #[derive(Clone, Debug)]
-pub(crate) enum RegistryAnswer {
+pub(crate) enum RegistryResponse {
     Seen(Snapshot),
     Wrote(bool),
     Renewed(bool),
     Done,
 }
 
-/// What a client asks of a node.
+/// Operations of clients on a node.
 #[derive(Clone, Debug)]
-pub(crate) enum Ask {
+pub(crate) enum NodeOp {
     Begin {
         object: ObjectEntry,
         handle: Handle,
@@ -268,30 +268,30 @@ pub(crate) enum Ask {
     },
 }
 
-impl Ask {
+impl NodeOp {
     fn epoch(&self) -> Epoch {
         match self {
-            Ask::Begin { object, .. } | Ask::Write { object, .. } => object.epoch,
-            Ask::Commit(entry) => entry.epoch,
-            Ask::Read { epoch, .. } => *epoch,
+            NodeOp::Begin { object, .. } | NodeOp::Write { object, .. } => object.epoch,
+            NodeOp::Commit(entry) => entry.epoch,
+            NodeOp::Read { epoch, .. } => *epoch,
         }
     }
 
-    fn place(&self) -> Vec<u8> {
+    fn location(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         match self {
-            Ask::Begin { handle, .. } | Ask::Write { handle, .. } | Ask::Read { handle, .. } => {
+            NodeOp::Begin { handle, .. } | NodeOp::Write { handle, .. } | NodeOp::Read { handle, .. } => {
                 handle.encode(&mut bytes);
             }
-            Ask::Commit(entry) => entry.encode(&mut bytes),
+            NodeOp::Commit(entry) => entry.encode(&mut bytes),
         }
         bytes
     }
 }
 
-/// A node's answers.
+/// Replies of a node.
 #[derive(Clone, Debug)]
-pub(crate) enum Told {
+pub(crate) enum NodeReply {
     Done,
     /// The bytes are there, with this root.
     Written {
@@ -301,13 +301,13 @@ pub(crate) enum Told {
     Refused(ErrorCode),
 }
 
-impl Told {
+impl NodeReply {
     fn mark(&self) -> (u8, u64) {
         match self {
-            Told::Done => (0, 0),
-            Told::Written { root } => (1, *root),
-            Told::Bytes(payload) => (2, payload.number()),
-            Told::Refused(code) => (3, *code as u64),
+            NodeReply::Done => (0, 0),
+            NodeReply::Written { root } => (1, *root),
+            NodeReply::Bytes(payload) => (2, payload.number()),
+            NodeReply::Refused(code) => (3, *code as u64),
         }
     }
 }
@@ -396,15 +396,15 @@ impl Events {
 }
 
 /// Goes into the trace.
-pub(crate) fn mark(at: MonoTime, event: &Event, trace: &mut impl Hasher) {
+pub(crate) fn hash_event(at: MonoTime, event: &Event, trace: &mut impl Hasher) {
     at.hash(trace);
     match event {
-        Event::Arrives(letter) => {
-            (letter.from, letter.to).hash(trace);
-            letter.message.mark(trace);
+        Event::Deliver(envelope) => {
+            (envelope.from, envelope.to).hash(trace);
+            envelope.message.mark(trace);
         }
-        Event::Timer { who, life, timer } => {
-            (who, life).hash(trace);
+        Event::Timer { process, incarnation, timer } => {
+            (process, incarnation).hash(trace);
             match timer {
                 Timer::Master(timer) => (0, timer).hash(trace),
                 Timer::Node(timer) => (1, timer).hash(trace),
@@ -412,7 +412,7 @@ pub(crate) fn mark(at: MonoTime, event: &Event, trace: &mut impl Hasher) {
             }
         }
         Event::Fault(fault) => fault.hash(trace),
-        Event::Starts(who) | Event::Resumes(who) => who.hash(trace),
-        Event::Heals | Event::Judged => {}
+        Event::Starts(process) | Event::Resumes(process) => process.hash(trace),
+        Event::Heal | Event::CheckProgress => {}
     }
 }

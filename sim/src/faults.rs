@@ -1,28 +1,28 @@
-//! [`Fault`]s: what breaks, and when, drawn from the seed before anything runs; and [`FaultCounts`]: what did break.
+//! [`Fault`]s: drawn from the seed before the run starts. [`FaultCounts`]: the faults that occurred.
 
 use std::time::Duration;
 
 use moontide_types::MonoTime;
 
-use crate::dice::Dice;
-use crate::event::{Event, Events, Who};
+use crate::event::{Event, Events, ProcessId};
 use crate::master::LEASE;
-use crate::network::Cut;
-use crate::plan::Plan;
+use crate::network::Partition;
+use crate::plan::RunPlan;
+use crate::rng::SimRng;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
-        /// A kind of fault.
+        /// Kind of fault.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum FaultKind {
             $($(#[$doc])* $name,)*
         }
 
         impl FaultKind {
-            /// All of them.
+            /// All kinds.
             pub const ALL: &[FaultKind] = &[$(FaultKind::$name,)*];
 
-            /// What it is called.
+            /// Returns the name of the kind.
             pub const fn name(self) -> &'static str {
                 match self { $(FaultKind::$name => $text,)* }
             }
@@ -31,9 +31,9 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// A message never arrives.
+    /// A message is lost.
     Lost = "message lost",
-    /// A message takes long.
+    /// A message is delayed.
     Delayed = "message delayed",
     /// A message arrives twice.
     Twice = "message twice",
@@ -41,64 +41,64 @@ kinds! {
     Overtaken = "message overtaken",
     /// The connection of a node's session breaks.
     StreamBroken = "stream broken",
-    /// A node is cut off from everybody.
+    /// A node is partitioned from all processes.
     NodeCut = "node cut off",
-    /// A master does not hear a node.
+    /// Messages from a node to a master are lost.
     NodeUnheard = "node unheard by master",
-    /// A node does not hear a master.
+    /// Messages from a master to a node are lost.
     NodeDeaf = "node deaf to master",
-    /// A client and the master are cut off from each other.
+    /// A client and a master are partitioned.
     ClientCut = "client cut off from master",
-    /// The master does not hear a client.
+    /// Messages from a client to a master are lost.
     ClientUnheard = "client unheard by master",
-    /// A client does not hear the master.
+    /// Messages from a master to a client are lost.
     ClientDeaf = "client deaf to master",
-    /// A node does not hear a client.
+    /// Messages from a client to a node are lost.
     ClientUnheardByNode = "client unheard by node",
-    /// A client does not hear a node.
+    /// Messages from a node to a client are lost.
     ClientDeafToNode = "client deaf to node",
-    /// A master's process ends; the next one knows nothing.
+    /// A master's process exits; the next one starts without state.
     MasterCrash = "master crash",
-    /// A node's process ends; its memory is gone.
+    /// A node's process exits; its memory is lost.
     NodeCrash = "node crash",
-    /// A client's process ends.
+    /// A client's process exits.
     ClientCrash = "client crash",
-    /// A client's process ends in the middle of a put.
+    /// A client's process exits during a put.
     PutCutShort = "client crash in a put",
-    /// A master's process ends, and another one has taken its groups before it is there again.
+    /// A master's process exits, and another master takes its groups before it restarts.
     MasterOutlived = "master crash beyond its lease",
-    /// A master is stopped, and goes on later.
+    /// A master is paused and resumes.
     MasterPause = "master paused",
-    /// A master is stopped for longer than its lease.
+    /// A master is paused for longer than its lease.
     MasterFrozen = "master paused beyond its lease",
     /// A master is added.
     MasterAdded = "master added",
-    /// A master gives everything away and ends.
+    /// A master hands off its groups and exits.
     MasterRetired = "master retires",
-    /// A group is handed over.
+    /// A group is handed off.
     HandedOver = "group handed over",
-    /// Two masters are cut off from each other.
+    /// Two masters are partitioned.
     MastersCut = "masters cut off from each other",
-    /// Nobody reaches the registry.
+    /// The registry is partitioned from all processes.
     RegistryAway = "registry away",
-    /// A master does not reach the registry.
+    /// A master and the registry are partitioned.
     RegistryCut = "registry away for one master",
-    /// A node is stopped, and goes on later.
+    /// A node is paused and resumes.
     NodePause = "node paused",
-    /// A client is stopped, and goes on later.
+    /// A client is paused and resumes.
     ClientPause = "client paused",
     /// A clock runs fast or slow.
     Drift = "clock drifts",
-    /// A calendar is set.
+    /// A wall clock is set.
     WallJump = "calendar jumps",
-    /// A node takes its time.
+    /// A node is slow.
     NodeSlow = "node slow",
-    /// Nothing can be written to a node's disk.
+    /// Writes to a node's disk fail.
     DiskFails = "disk fails",
 }
 
 impl FaultKind {
-    /// Whether it takes a registry to happen.
+    /// Returns whether the fault needs a registry.
     pub(crate) const fn is_of_many_masters(self) -> bool {
         matches!(
             self,
@@ -114,7 +114,7 @@ impl FaultKind {
     }
 }
 
-/// How often each kind has happened.
+/// Number of faults of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultCounts([u64; FaultKind::ALL.len()]);
 
@@ -124,12 +124,12 @@ impl FaultCounts {
         self.0[kind as usize] += 1;
     }
 
-    /// How many of a kind.
+    /// Returns the number of faults of a kind.
     pub fn of(&self, kind: FaultKind) -> u64 {
         self.0[kind as usize]
     }
 
-    /// Those of another run, too.
+    /// Adds the counts of another run.
     pub fn merge(&mut self, other: &FaultCounts) {
         self.0.iter_mut().zip(other.0).for_each(|(sum, more)| *sum += more);
     }
@@ -138,10 +138,10 @@ impl FaultCounts {
 /// Something breaks.
 #[derive(Clone, Copy, Debug, Hash)]
 pub(crate) enum Fault {
-    Cut { kind: FaultKind, cut: Cut, for_ms: u64 },
-    Crash { who: Who, for_ms: u64 },
-    Pause { who: Who, for_ms: u64 },
-    Jump { who: Who, by_ms: i64 },
+    Partition { kind: FaultKind, cut: Partition, for_ms: u64 },
+    Crash { process: ProcessId, for_ms: u64 },
+    Pause { process: ProcessId, for_ms: u64 },
+    Jump { process: ProcessId, by_ms: i64 },
     Slow { node: usize, for_ms: u64 },
     Reset { node: usize },
     DiskFails { node: usize, for_ms: u64 },
@@ -150,57 +150,58 @@ pub(crate) enum Fault {
 }
 
 /// How long something is broken: mostly within a session's time, sometimes beyond it, seldom beyond any memory.
-fn length_ms(dice: &mut Dice) -> u64 {
-    let longest = dice.of(&[500, 3_000, 8_000, 8_000, 20_000, 20_000, 100_000]);
-    dice.within(20, longest)
+fn length_ms(rng: &mut SimRng) -> u64 {
+    let longest = rng.choose(&[500, 3_000, 8_000, 8_000, 20_000, 20_000, 100_000]);
+    rng.within(20, longest)
 }
 
-fn draw(kind: FaultKind, plan: &Plan, dice: &mut Dice) -> Option<Fault> {
-    let node = dice.below(plan.nodes as u64) as usize;
-    let client = dice.below(plan.clients as u64) as usize;
-    let master = dice.below(plan.masters as u64) as usize;
-    let for_ms = length_ms(dice);
-    let (any_node, any_client, any_master) = (Who::Node(node), Who::Client(client), Who::Master(master));
+fn draw(kind: FaultKind, plan: &RunPlan, rng: &mut SimRng) -> Option<Fault> {
+    let node = rng.below(plan.nodes as u64) as usize;
+    let client = rng.below(plan.clients as u64) as usize;
+    let master = rng.below(plan.masters as u64) as usize;
+    let for_ms = length_ms(rng);
+    let (any_node, any_client, any_master) =
+        (ProcessId::Node(node), ProcessId::Client(client), ProcessId::Master(master));
     let lease_ms = LEASE.as_millis() as u64;
-    let cut = |cut| Some(Fault::Cut { kind, cut, for_ms });
+    let cut = |cut| Some(Fault::Partition { kind, cut, for_ms });
     match kind {
-        FaultKind::NodeCut => cut(Cut::Around(any_node)),
-        FaultKind::NodeUnheard => cut(Cut::OneWay(any_node, any_master)),
-        FaultKind::NodeDeaf => cut(Cut::OneWay(any_master, any_node)),
-        FaultKind::ClientCut => cut(Cut::Between(any_client, any_master)),
-        FaultKind::ClientUnheard => cut(Cut::OneWay(any_client, any_master)),
-        FaultKind::ClientDeaf => cut(Cut::OneWay(any_master, any_client)),
-        FaultKind::ClientUnheardByNode => cut(Cut::OneWay(any_client, any_node)),
-        FaultKind::ClientDeafToNode => cut(Cut::OneWay(any_node, any_client)),
-        FaultKind::MasterCrash => Some(Fault::Crash { who: any_master, for_ms: dice.within(50, 4_000) }),
+        FaultKind::NodeCut => cut(Partition::Around(any_node)),
+        FaultKind::NodeUnheard => cut(Partition::OneWay(any_node, any_master)),
+        FaultKind::NodeDeaf => cut(Partition::OneWay(any_master, any_node)),
+        FaultKind::ClientCut => cut(Partition::Between(any_client, any_master)),
+        FaultKind::ClientUnheard => cut(Partition::OneWay(any_client, any_master)),
+        FaultKind::ClientDeaf => cut(Partition::OneWay(any_master, any_client)),
+        FaultKind::ClientUnheardByNode => cut(Partition::OneWay(any_client, any_node)),
+        FaultKind::ClientDeafToNode => cut(Partition::OneWay(any_node, any_client)),
+        FaultKind::MasterCrash => Some(Fault::Crash { process: any_master, for_ms: rng.within(50, 4_000) }),
         FaultKind::MasterOutlived => {
-            Some(Fault::Crash { who: any_master, for_ms: dice.within(lease_ms, 8 * lease_ms) })
+            Some(Fault::Crash { process: any_master, for_ms: rng.within(lease_ms, 8 * lease_ms) })
         }
-        FaultKind::NodeCrash => Some(Fault::Crash { who: any_node, for_ms: dice.within(50, 15_000) }),
-        FaultKind::ClientCrash => Some(Fault::Crash { who: any_client, for_ms: dice.within(0, 500) }),
-        FaultKind::MasterPause => Some(Fault::Pause { who: any_master, for_ms: for_ms.min(lease_ms) }),
+        FaultKind::NodeCrash => Some(Fault::Crash { process: any_node, for_ms: rng.within(50, 15_000) }),
+        FaultKind::ClientCrash => Some(Fault::Crash { process: any_client, for_ms: rng.within(0, 500) }),
+        FaultKind::MasterPause => Some(Fault::Pause { process: any_master, for_ms: for_ms.min(lease_ms) }),
         FaultKind::MasterFrozen => {
-            Some(Fault::Pause { who: any_master, for_ms: dice.within(lease_ms + 1, 6 * lease_ms) })
+            Some(Fault::Pause { process: any_master, for_ms: rng.within(lease_ms + 1, 6 * lease_ms) })
         }
         FaultKind::MasterAdded => Some(Fault::Added { master }),
         FaultKind::MasterRetired => Some(Fault::Retired { master }),
         FaultKind::MastersCut => {
-            let other = Who::Master((master + 1) % plan.masters);
-            cut(Cut::Between(any_master, other))
+            let other = ProcessId::Master((master + 1) % plan.masters);
+            cut(Partition::Between(any_master, other))
         }
-        FaultKind::RegistryAway => cut(Cut::Around(Who::Registry)),
-        FaultKind::RegistryCut => cut(Cut::Between(any_master, Who::Registry)),
-        FaultKind::NodePause => Some(Fault::Pause { who: any_node, for_ms }),
-        FaultKind::ClientPause => Some(Fault::Pause { who: any_client, for_ms }),
+        FaultKind::RegistryAway => cut(Partition::Around(ProcessId::Registry)),
+        FaultKind::RegistryCut => cut(Partition::Between(any_master, ProcessId::Registry)),
+        FaultKind::NodePause => Some(Fault::Pause { process: any_node, for_ms }),
+        FaultKind::ClientPause => Some(Fault::Pause { process: any_client, for_ms }),
         FaultKind::WallJump => {
-            let who = dice.of(&[any_master, any_node, any_client]);
-            let by_ms = dice.within(0, 7_200_000) as i64 - 3_600_000;
-            Some(Fault::Jump { who, by_ms })
+            let process = rng.choose(&[any_master, any_node, any_client]);
+            let by_ms = rng.within(0, 7_200_000) as i64 - 3_600_000;
+            Some(Fault::Jump { process, by_ms })
         }
         FaultKind::NodeSlow => Some(Fault::Slow { node, for_ms }),
         FaultKind::DiskFails => Some(Fault::DiskFails { node, for_ms }),
         FaultKind::StreamBroken => Some(Fault::Reset { node }),
-        // These the network does by itself, or they are there from the beginning.
+        // The network injects these itself, or they exist from the beginning.
         FaultKind::Lost
         | FaultKind::Delayed
         | FaultKind::Twice
@@ -212,16 +213,16 @@ fn draw(kind: FaultKind, plan: &Plan, dice: &mut Dice) -> Option<Fault> {
 }
 
 /// Schedules all faults of a run.
-pub(crate) fn schedule(plan: &Plan, seed: u64, events: &mut Events) {
-    let mut dice = Dice::new(seed);
+pub(crate) fn schedule(plan: &RunPlan, seed: u64, events: &mut Events) {
+    let mut rng = SimRng::new(seed);
     for &(kind, every) in &plan.faults {
         let every = every.as_millis() as u64;
-        let mut at = dice.below(2 * every);
+        let mut at = rng.below(2 * every);
         while at < plan.length.as_millis() as u64 {
-            if let Some(fault) = draw(kind, plan, &mut dice) {
+            if let Some(fault) = draw(kind, plan, &mut rng) {
                 events.at(MonoTime(0).after(Duration::from_millis(at)), Event::Fault(fault));
             }
-            at += 1 + dice.below(2 * every);
+            at += 1 + rng.below(2 * every);
         }
     }
 }

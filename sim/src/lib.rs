@@ -1,15 +1,34 @@
-//! A whole cluster in one thread, under virtual time, from one seed.
+//! Deterministic simulation: a whole cluster in one thread, under virtual time, from one seed.
 //!
-//! What is shipped runs here as it is: the master's [`Service`](moontide_master::Service); the nodes'
-//! [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and what a node decides
-//! ([`moontide_node::decide`]); what a client decides ([`moontide_client::decide`]). What is simulated lies between them:
-//! time and clocks, the network, processes that stop and end, and queues in the place of threads. The oracle knows every
-//! put and every removal that was acknowledged.
+//! Shipped code runs unchanged: the master's [`Service`](moontide_master::Service), the nodes'
+//! [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and the decisions of nodes ([`moontide_node::logic`])
+//! and of clients ([`moontide_client::logic`]). Simulated are time and clocks, the network, processes that pause and
+//! exit, and queues in place of threads. The oracle knows every acknowledged put and removal.
 //!
-//! Reading order: [`Plan`] and [`run`], the world with its events; the network and the clocks; the master, the nodes and the clients; the
-//! faults; the oracle; [`Campaign`], which runs many seeds.
+//! ```
+//! use std::time::Duration;
 //!
-//! Invariant: nothing but the seed decides. The trace of all events is hashed, and the same seed gives the same hash.
+//! use moontide_sim::{RunPlan, run};
+//!
+//! // Five seconds of faults and load, then the checks at the end: all faults are healed, every client can put and get,
+//! // everything is removed, and all space is free again. The plan is drawn from the seed: number of processes, sizes,
+//! // load, and which faults occur.
+//! let plan = RunPlan { length: Duration::from_secs(5), ..RunPlan::draw(3) };
+//! let first = run(3, &plan, false).unwrap_or_else(|violation| panic!("{violation}"));
+//! println!("{} events, {} acknowledged puts", first.events, first.tally.puts);
+//!
+//! // The same seed gives the same history, event by event.
+//! let second = run(3, &plan, false).unwrap_or_else(|violation| panic!("{violation}"));
+//! assert_eq!(first.trace, second.trace);
+//! ```
+//!
+//! `cargo xtask sim --seeds 1000` runs many seeds. A violation prints its seed and how to repeat it with a trace.
+//!
+//! Reading order: [`RunPlan`] and [`run`], the world with its events; the network and the clocks; the master, the nodes
+//! and the clients; the faults; the oracle; [`SeedSweep`], which runs many seeds.
+//!
+//! Invariant: a run depends on nothing but its seed. The trace of all events is hashed, and the same seed gives the
+//! same hash.
 
 #![forbid(unsafe_code)]
 
@@ -17,10 +36,10 @@ mod plan;
 mod world;
 
 mod clock;
-mod dice;
+mod context;
 mod event;
 mod network;
-mod scene;
+mod rng;
 mod trace;
 
 mod client;
@@ -30,10 +49,10 @@ mod node;
 mod faults;
 mod oracle;
 
-mod campaign;
+mod sweep;
 
-pub use campaign::Campaign;
 pub use faults::{FaultCounts, FaultKind};
-pub use oracle::Tally;
-pub use plan::{LENGTH_DEFAULT, NetworkPlan, Plan};
+pub use oracle::OpTotals;
+pub use plan::{LENGTH_DEFAULT, NetworkPlan, RunPlan};
+pub use sweep::SeedSweep;
 pub use world::{Summary, Violation, run};

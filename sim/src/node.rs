@@ -1,49 +1,49 @@
-//! [`Node`]: a shipped [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and around it what the shipped node
-//! decides ([`moontide_node::decide`]).
+//! [`Node`]: a shipped [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and the shipped decisions of a
+//! node ([`moontide_node::logic`]).
 //!
-//! A node has several threads that talk by queues: one serves peers (`serve`), one carries out orders (`obey`), and one
-//! for each master talks to that one (`converse`); `fleet` knows who they are. Each takes what is in its queue a moment
-//! later, so that they get in each other's way here, too. Some have a disk, which is made up (`disk`); what it holds outlives
-//! the process.
+//! A node has several threads that communicate by queues: one serves peers (`serve`), one executes commands
+//! (`executor`), and one per master keeps a session (`session`); `session_manager` chooses the masters. Each takes an
+//! entry of its queue after a random delay, so that the threads interleave as in the product. Some nodes have a
+//! simulated disk (`disk`), whose content survives the process.
 
-mod converse;
 mod disk;
-mod fleet;
+mod executor;
 mod memory;
-mod obey;
 mod serve;
+mod session;
+mod session_manager;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU16;
 use std::time::Duration;
 
-use moontide_node::LOCAL_STALE_MAX_DEFAULT;
-use moontide_node::decide::orders::Name;
-use moontide_node::decide::pace::index_open;
-use moontide_node::decide::report::Change;
-use moontide_proto::{Order, OrderResult, v1};
+use moontide_node::SELF_FENCE_TIMEOUT_DEFAULT;
+use moontide_node::logic::commands::SlotVersion;
+use moontide_node::logic::report::SlotChange;
+use moontide_node::logic::timing::may_open_index;
+use moontide_proto::{CommandResult, NodeCommand, v1};
 use moontide_types::{Generation, GroupId, MonoTime, NodeId, SegmentId, SessionId, Term};
 
-use self::converse::Driver;
 use self::disk::Disk;
-pub(crate) use self::disk::Platter;
-use self::fleet::Fleet;
-use self::memory::{Memory, Shape};
-use self::obey::Obedience;
-use crate::dice::Dice;
-use crate::event::{Message, Timer, Who};
-use crate::plan::Plan;
-use crate::scene::Scene;
+pub(crate) use self::disk::DiskImage;
+use self::executor::CommandExecutor;
+use self::memory::{MemoryParams, NodeMemory};
+use self::session::SessionDriver;
+use self::session_manager::SessionManager;
+use crate::context::ProcessContext;
+use crate::event::{Message, ProcessId, Timer};
+use crate::plan::RunPlan;
+use crate::rng::SimRng;
 
-/// Longest time that a thread leaves something in its queue.
-const LAG_MAX: Duration = Duration::from_millis(3);
+/// Longest time for which an entry stays in a queue.
+const QUEUE_DELAY_MAX: Duration = Duration::from_millis(3);
 
-/// What a node wants to be woken for. Numbers tell whether it still does.
+/// Timers of a node. A timer with an outdated number is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum NodeTimer {
-    /// A driver looks into its queue.
-    Events { line: u64 },
-    /// The thread for orders looks into its queue.
+    /// A driver reads its queue.
+    Events { route: u64 },
+    /// The command thread reads its queue.
     Work,
     /// It is time to reclaim.
     Reclaim { round: u64 },
@@ -52,11 +52,11 @@ pub(crate) enum NodeTimer {
     /// A call to a master has taken too long.
     CallOver { call: u64 },
     /// It is time for a heartbeat on a stream.
-    Beat { stream: u64 },
+    Heartbeat { stream: u64 },
     /// A master that did not know yet that it hosts a group may know it by now.
     Behind { number: u64 },
-    /// It is time to look at the map, or to stop waiting for it.
-    Look { number: u64 },
+    /// It is time to refresh the map, or to stop waiting for it.
+    MapRefresh { number: u64 },
     /// A thread of the disk has done something.
     Disk { job: u64 },
 }
@@ -64,10 +64,10 @@ pub(crate) enum NodeTimer {
 /// What concerns a session.
 #[derive(Debug)]
 enum NodeEvent {
-    Change(Change),
+    Change(SlotChange),
     Results {
         session: SessionId,
-        results: Vec<OrderResult>,
+        results: Vec<CommandResult>,
     },
     Report(SegmentId),
     /// Records are on the disk.
@@ -86,17 +86,17 @@ impl NodeEvent {
     fn segment(&self) -> Option<SegmentId> {
         match self {
             NodeEvent::Change(
-                Change::Begun(segment, _)
-                | Change::Committed { segment, .. }
-                | Change::Killed { segment, .. }
-                | Change::Freed { segment, .. },
+                SlotChange::Begun(segment, _)
+                | SlotChange::Committed { segment, .. }
+                | SlotChange::Killed { segment, .. }
+                | SlotChange::Freed { segment, .. },
             )
             | NodeEvent::Report(segment) => Some(*segment),
             _ => None,
         }
     }
 
-    /// The session that alone is to hear of it.
+    /// Returns the only session that gets the event, if it is for one session.
     fn session(&self) -> Option<SessionId> {
         match *self {
             NodeEvent::Results { session, .. }
@@ -107,19 +107,19 @@ impl NodeEvent {
     }
 }
 
-/// What the thread for orders is given to do.
+/// Task of the command thread.
 #[derive(Debug)]
-enum Work {
+enum ExecutorTask {
     Session { begins: Option<SessionId>, ends: Option<SessionId> },
-    Orders { session: SessionId, orders: Vec<Order> },
-    GivenUp(Vec<Name>),
+    Commands { session: SessionId, commands: Vec<NodeCommand> },
+    GivenUp(Vec<SlotVersion>),
 }
 
 /// A node's process.
 #[derive(Debug)]
 pub(crate) struct Node {
     index: usize,
-    dice: Dice,
+    rng: SimRng,
     id: NodeId,
     boot: u64,
     groups: NonZeroU16,
@@ -127,61 +127,61 @@ pub(crate) struct Node {
     masters: usize,
     /// Used by no process of this host before.
     numbers: u64,
-    memory: Memory,
-    fleet: Fleet,
-    drivers: BTreeMap<u64, Driver>,
-    obedience: Obedience,
+    memory: NodeMemory,
+    session_manager: SessionManager,
+    drivers: BTreeMap<u64, SessionDriver>,
+    executor: CommandExecutor,
     disk: Option<Disk>,
     /// When a master of each group last knew of everything.
-    known_at: BTreeMap<GroupId, (MonoTime, Term)>,
+    group_synced_at: BTreeMap<GroupId, (MonoTime, Term)>,
     /// When all masters last did.
-    good: Option<MonoTime>,
-    /// Until then begins and commits are told, because a master may not know of them.
+    synced_at: Option<MonoTime>,
+    /// Until then begins and commits are reported, because a master may not know of them.
     tell_until: MonoTime,
-    work: VecDeque<Work>,
+    work: VecDeque<ExecutorTask>,
 }
 
 impl Node {
     /// A process that has just started.
     pub(crate) fn start(
         index: usize,
-        plan: &Plan,
+        plan: &RunPlan,
         seed: u64,
         numbers: u64,
-        platter: Platter,
-        scene: &mut Scene<'_>,
+        disk_image: DiskImage,
+        cx: &mut ProcessContext<'_>,
     ) -> Node {
-        let mut dice = Dice::new(seed);
+        let mut rng = SimRng::new(seed);
         // A disk belongs to one node: its number is on it.
-        let keeps_number = plan.keeps_number || plan.disk_records > 0;
+        let keeps_number = plan.stable_node_ids || plan.disk_records > 0;
         let number = if keeps_number { index as u64 + 1 } else { (seed >> 16) | 1 };
         let id = NodeId(number);
-        scene.network.enlist(id, index);
-        let boot = dice.draw();
+        cx.network.register(id, index);
+        let boot = rng.next_u64();
         // The product draws it from the calendar, and it only has to differ.
-        let generation = Generation(dice.draw() >> 1);
+        let generation = Generation(rng.next_u64() >> 1);
         let groups = NonZeroU16::new(plan.groups).expect("a cluster has a group");
-        let shape = Shape { segments: plan.segments, units: plan.units, slots: plan.slots, groups };
+        let shape = MemoryParams { segments: plan.segments, units: plan.units, slots: plan.slots, groups };
         let mut node = Node {
             index,
-            dice,
+            rng,
             id,
             boot,
             groups,
             masters: plan.masters,
             numbers,
-            memory: Memory::create(id, generation, shape),
-            fleet: Fleet::default(),
+            memory: NodeMemory::create(id, generation, shape),
+            session_manager: SessionManager::default(),
             drivers: BTreeMap::new(),
-            obedience: Obedience::default(),
-            disk: (plan.disk_records > 0).then(|| Disk::new(platter, plan.disk_records)),
-            known_at: BTreeMap::new(),
-            good: None,
+            executor: CommandExecutor::default(),
+            disk: (plan.disk_records > 0).then(|| Disk::new(disk_image, plan.disk_records)),
+            group_synced_at: BTreeMap::new(),
+            synced_at: None,
             tell_until: LONG_AGO,
             work: VecDeque::new(),
         };
-        node.look(scene);
-        node.wake_to_reclaim(scene);
+        node.refresh_map(cx);
+        node.wake_to_reclaim(cx);
         node
     }
 
@@ -197,29 +197,29 @@ impl Node {
 
     /// Whether masters know of everything here.
     pub(crate) fn is_mounted(&self) -> bool {
-        self.fleet.is_covered()
-            && self.drivers.values().all(Driver::is_good)
+        self.session_manager.is_covered()
+            && self.drivers.values().all(SessionDriver::is_good)
             && self.disk.as_ref().is_none_or(Disk::is_told)
     }
 
     /// What is on its disk.
-    pub(crate) fn platter(&self) -> Platter {
-        self.disk.as_ref().map(|disk| disk.platter().clone()).unwrap_or_default()
+    pub(crate) fn disk_image(&self) -> DiskImage {
+        self.disk.as_ref().map(|disk| disk.disk_image().clone()).unwrap_or_default()
     }
 
     /// How many records that are.
     pub(crate) fn disk_records(&self) -> usize {
-        self.disk.as_ref().map_or(0, |disk| disk.platter().records())
+        self.disk.as_ref().map_or(0, |disk| disk.disk_image().records())
     }
 
     /// Nothing can be written to the disk for so long.
-    pub(crate) fn disk_fails(&mut self, span: Duration, scene: &Scene<'_>) {
+    pub(crate) fn disk_fails(&mut self, span: Duration, cx: &ProcessContext<'_>) {
         if let Some(disk) = &mut self.disk {
-            disk.fails(scene.now().after(span));
+            disk.fails(cx.now().after(span));
         }
     }
 
-    /// The streams that it talks on, and to whom.
+    /// Returns the open streams, each with its master.
     pub(crate) fn streams(&self) -> impl Iterator<Item = (u64, usize)> {
         self.drivers.values().filter_map(|driver| Some((driver.stream()?, driver.master())))
     }
@@ -230,62 +230,63 @@ impl Node {
     }
 
     /// Something that waited for time.
-    pub(crate) fn wake(&mut self, timer: NodeTimer, scene: &mut Scene<'_>) {
+    pub(crate) fn wake(&mut self, timer: NodeTimer, cx: &mut ProcessContext<'_>) {
         match timer {
-            NodeTimer::Events { line } => self.take_events(line, scene),
-            NodeTimer::Work => self.take_work(scene),
-            NodeTimer::Reclaim { round } => self.reclaim_due(round, scene),
-            NodeTimer::Pause { pause } => self.pause_over(pause, scene),
-            NodeTimer::CallOver { call } => self.call_over(call, scene),
-            NodeTimer::Beat { stream } => self.beat_due(stream, scene),
-            NodeTimer::Behind { number } => self.behind_due(number, scene),
-            NodeTimer::Look { number } => self.look_due(number, scene),
-            NodeTimer::Disk { job } => self.disk_due(job, scene),
+            NodeTimer::Events { route } => self.take_events(route, cx),
+            NodeTimer::Work => self.take_work(cx),
+            NodeTimer::Reclaim { round } => self.reclaim_due(round, cx),
+            NodeTimer::Pause { pause } => self.pause_over(pause, cx),
+            NodeTimer::CallOver { call } => self.call_over(call, cx),
+            NodeTimer::Heartbeat { stream } => self.heartbeat_due(stream, cx),
+            NodeTimer::Behind { number } => self.behind_due(number, cx),
+            NodeTimer::MapRefresh { number } => self.map_refresh_due(number, cx),
+            NodeTimer::Disk { job } => self.disk_due(job, cx),
         }
     }
 
     /// A message arrives.
-    pub(crate) fn arrives(&mut self, from: Who, message: Message, scene: &mut Scene<'_>) {
+    pub(crate) fn arrives(&mut self, from: ProcessId, message: Message, cx: &mut ProcessContext<'_>) {
         match message {
             Message::Ask { call, ask } => {
-                let told = self.serve(ask, scene);
-                scene.send(from, Message::Told { call, told });
+                let reply = self.serve(ask, cx);
+                cx.send(from, Message::NodeReply { call, reply });
             }
-            Message::NodeAnswer { call, answer } => self.answered(call, answer, scene),
-            Message::StreamOpened { stream } => self.stream_opened(stream, scene),
-            Message::FromMaster { stream, message } => self.heard(stream, &message, scene),
-            Message::StreamEnd { stream, code } => self.stream_ended(stream, code, scene),
+            Message::NodeResponse { call, reply } => self.answered(call, reply, cx),
+            Message::StreamOpened { stream } => self.stream_opened(stream, cx),
+            Message::FromMaster { stream, message } => self.receive(stream, &message, cx),
+            Message::StreamEnd { stream, code } => self.stream_ended(stream, code, cx),
             _ => unreachable!("not for a node"),
         }
     }
 
-    /// Whether no master was heard for so long that what is here may have been removed.
+    /// Returns whether the node fences itself: without contact to a master for so long, its records may have been
+    /// removed.
     fn is_stale(&self, now: MonoTime) -> bool {
-        self.good.is_some() && !index_open(self.good, now, LOCAL_STALE_MAX_DEFAULT)
+        self.synced_at.is_some() && !may_open_index(self.synced_at, now, SELF_FENCE_TIMEOUT_DEFAULT)
     }
 
-    /// Tells the master whom it concerns, if there is one.
-    fn tell(&mut self, event: NodeEvent, scene: &mut Scene<'_>) {
+    /// Sends an event to the master that it concerns, if there is one.
+    fn send_event(&mut self, event: NodeEvent, cx: &mut ProcessContext<'_>) {
         let group = event.segment().map(|segment| self.memory.group_of(segment));
-        let concerns = |driver: &Driver| match (event.session(), group) {
+        let concerns = |driver: &SessionDriver| match (event.session(), group) {
             (Some(session), _) => driver.session() == Some(session),
             (None, Some(group)) => driver.has_group(group),
             (None, None) => false,
         };
-        let Some((&line, driver)) = self.drivers.iter_mut().find(|(_, driver)| concerns(driver)) else {
+        let Some((&route, driver)) = self.drivers.iter_mut().find(|(_, driver)| concerns(driver)) else {
             return;
         };
         if driver.enqueue(event) {
-            let lag = self.dice.up_to(LAG_MAX);
-            scene.wake_in(lag, Timer::Node(NodeTimer::Events { line }));
+            let lag = self.rng.up_to(QUEUE_DELAY_MAX);
+            cx.wake_in(lag, Timer::Node(NodeTimer::Events { route }));
         }
     }
 
-    fn give_work(&mut self, work: Work, scene: &mut Scene<'_>) {
+    fn give_work(&mut self, work: ExecutorTask, cx: &mut ProcessContext<'_>) {
         self.work.push_back(work);
         if self.work.len() == 1 {
-            let lag = self.dice.up_to(LAG_MAX);
-            scene.wake_in(lag, Timer::Node(NodeTimer::Work));
+            let lag = self.rng.up_to(QUEUE_DELAY_MAX);
+            cx.wake_in(lag, Timer::Node(NodeTimer::Work));
         }
     }
 }

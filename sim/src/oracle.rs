@@ -1,15 +1,14 @@
-//! [`Oracle`]: what was promised to clients. It sees calls and answers only, never the inside of anything, and it alone
-//! knows what time it really is.
+//! [`Oracle`]: checks the guarantees to clients. It sees only calls and results, never internal state, and it alone
+//! uses the world time.
 //!
-//! Promises:
-//! - a get gives exactly the bytes that were written under this key in some version, or nothing;
-//! - a version whose put was acknowledged before a removal was called is not given by a get that is called after the
-//!   removal was acknowledged (`Pending` is no acknowledgement; that there was nothing to remove is one);
-//! - a version whose put was acknowledged before a replacing put was called is not given by a get that is called after
-//!   the replacing put was acknowledged, unless there was trouble while it was replaced: a node without a session in
-//!   which it has told everything, or a master that has yet to hear from nodes of the time before it. Nodes that cannot
-//!   be reached are not waited for by a put;
-//! - no epoch is given twice by a group, and nothing by two masters in the same group and term.
+//! Guarantees:
+//! - A get returns exactly the bytes that were written under this key in some version, or nothing.
+//! - A version whose put was acknowledged before a removal was called is not returned by a get that is called after the
+//!   removal was acknowledged. `Pending` is not an acknowledgement; `NotFound` is one.
+//! - A version whose put was acknowledged before a replacing put was called is not returned by a get that is called
+//!   after the replacing put was acknowledged, unless there was a fault during the replacement: a node without a synced
+//!   session, or a master that still waits for reports of nodes. A put does not wait for unreachable nodes.
+//! - A group assigns no epoch twice, and no two masters assign one in the same group and term.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU16;
@@ -17,8 +16,8 @@ use std::time::Duration;
 
 use moontide_types::{Epoch, MonoTime, ObjectId, Term};
 
-/// Trouble is noticed now and then: what was noticed so short a time ago may be there still.
-const TROUBLE_LASTS: Duration = Duration::from_secs(1);
+/// Faults are sampled: one that was noted this recently may still exist.
+const FAULT_GRACE: Duration = Duration::from_secs(1);
 
 /// A version, from its reservation on.
 #[derive(Clone, Copy, Debug)]
@@ -30,38 +29,38 @@ struct Version {
     replaced: Option<MonoTime>,
 }
 
-/// What clients have seen.
+/// Totals of the operations of all clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// Operations begun.
+pub struct OpTotals {
+    /// Operations started.
     pub ops: u64,
     /// Puts acknowledged.
     pub puts: u64,
-    /// Of these, those that replaced something and were checked for it.
+    /// Acknowledged puts that replaced a version and are checked for it.
     pub replacements: u64,
-    /// Puts that found the object there.
+    /// Puts of existing objects.
     pub existed: u64,
     /// Removals acknowledged.
     pub removals: u64,
-    /// Removals of which the answer was `Pending`.
+    /// Removals that returned `Pending`.
     pub pending: u64,
-    /// Gets that gave bytes.
+    /// Gets that returned bytes.
     pub hits: u64,
-    /// Gets that found nothing.
+    /// Gets that returned nothing.
     pub misses: u64,
     /// Operations that failed.
     pub failed: u64,
-    /// Reads from a place that was remembered.
+    /// Reads that started from a cached location.
     pub remembered: u64,
-    /// Second replicas asked beside a slow one.
+    /// Hedges.
     pub hedges: u64,
-    /// Reads that a disk answered.
+    /// Reads served from a disk.
     pub from_disk: u64,
 }
 
-impl Tally {
-    /// Those of another run, too.
-    pub fn merge(&mut self, other: &Tally) {
+impl OpTotals {
+    /// Adds the totals of another run.
+    pub fn merge(&mut self, other: &OpTotals) {
         self.ops += other.ops;
         self.puts += other.puts;
         self.replacements += other.replacements;
@@ -77,18 +76,18 @@ impl Tally {
     }
 }
 
-/// Everything that was promised.
+/// State of all keys, as clients may observe it.
 #[derive(Debug)]
 pub(crate) struct Oracle {
     groups: NonZeroU16,
     given: HashSet<(u16, Epoch)>,
-    /// Which process gave something in a group and term.
+    /// Process that assigned epochs in a group and term.
     givers: HashMap<(u16, Term), (usize, u32)>,
     /// By key.
     versions: HashMap<usize, BTreeMap<Epoch, Version>>,
-    /// When there was trouble the last time.
-    trouble: MonoTime,
-    pub(crate) tally: Tally,
+    /// Time of the last noted fault.
+    last_fault: MonoTime,
+    pub(crate) tally: OpTotals,
 }
 
 /// The bytes of a put.
@@ -110,17 +109,17 @@ impl Oracle {
             given: HashSet::new(),
             givers: HashMap::new(),
             versions: HashMap::new(),
-            trouble: MonoTime(0),
-            tally: Tally::default(),
+            last_fault: MonoTime(0),
+            tally: OpTotals::default(),
         }
     }
 
-    /// Something is out of order now.
-    pub(crate) fn trouble(&mut self, now: MonoTime) {
-        self.trouble = self.trouble.max(now);
+    /// Notes a fault at this time.
+    pub(crate) fn note_fault(&mut self, now: MonoTime) {
+        self.last_fault = self.last_fault.max(now);
     }
 
-    /// A master gives a reservation.
+    /// Checks the epoch of a reservation.
     pub(crate) fn epoch_given(
         &mut self,
         id: ObjectId,
@@ -155,7 +154,7 @@ impl Oracle {
     ) {
         self.tally.puts += 1;
         let versions = self.versions.get_mut(&key).expect("it was granted");
-        if upsert && self.trouble.after(TROUBLE_LASTS) < called {
+        if upsert && self.last_fault.after(FAULT_GRACE) < called {
             self.tally.replacements += 1;
             for version in versions.range_mut(..epoch).map(|(_, version)| version) {
                 if version.acked.is_some_and(|acked| acked < called) {
@@ -187,7 +186,7 @@ impl Oracle {
         self.tally.hits += 1;
         let version = self.versions.get(&key).and_then(|versions| versions.get(&epoch));
         let version =
-            version.ok_or_else(|| format!("a get of key {key} gave {epoch}, which nobody wrote"))?;
+            version.ok_or_else(|| format!("a get of key {key} gave {epoch}, which no client wrote"))?;
         if bytes.len() as u64 != version.len || bytes != pattern(version.token, version.len) {
             return Err(format!("a get of key {key} gave {} wrong bytes for {epoch}", bytes.len()));
         }

@@ -1,137 +1,137 @@
-//! [`Plan`]: what a run consists of. Each seed draws its own: how many of everything, how busy, and which faults, how
-//! often. Faults that are never there together hide what only happens without one of them.
+//! [`RunPlan`]: parameters of a run. Each seed draws its own: sizes, load, and which faults occur how often. Leaving
+//! out some faults exposes bugs that only occur without them.
 
 use std::time::Duration;
 
-use crate::dice::Dice;
 use crate::faults::FaultKind;
+use crate::rng::SimRng;
 
-/// How long a run is unless told otherwise.
+/// Default length of a run, in virtual time.
 pub const LENGTH_DEFAULT: Duration = Duration::from_secs(600);
 
-/// A run.
+/// Parameters of a run.
 #[derive(Clone, Debug)]
-pub struct Plan {
-    /// Virtual time until everything is mended.
+pub struct RunPlan {
+    /// Virtual time until the end of the faults.
     pub length: Duration,
-    /// Nodes.
+    /// Number of nodes.
     pub nodes: usize,
-    /// Clients that put, get and remove.
+    /// Number of clients that put, get and remove.
     pub clients: usize,
-    /// Masters, where there is a registry; otherwise one.
+    /// Number of masters; 1 without a registry.
     pub masters: usize,
-    /// Whether there is a registry.
-    pub shared: bool,
-    /// Groups of the cluster.
+    /// Whether the cluster has a registry.
+    pub multi_master: bool,
+    /// Number of groups.
     pub groups: u16,
-    /// Keys that all clients fight for.
+    /// Number of keys shared by all clients.
     pub keys: usize,
-    /// Longest objects, in bytes.
+    /// Length of the longest objects, in bytes.
     pub object_bytes_max: u64,
     /// Most replicas of a put.
     pub replicas_max: u8,
-    /// Of a hundred operations, how many are puts.
+    /// Percentage of puts among all operations.
     pub puts_percent: u64,
-    /// Of a hundred operations, how many are removals.
+    /// Percentage of removals among all operations.
     pub removals_percent: u64,
-    /// Of a hundred puts, how many replace what is there.
+    /// Percentage of puts that replace an existing object.
     pub upserts_percent: u64,
-    /// Segments of a node.
+    /// Segments per node.
     pub segments: usize,
-    /// Units of a segment.
+    /// Units per segment.
     pub units: u32,
-    /// Slots of a segment.
+    /// Slots per segment.
     pub slots: u32,
-    /// Places that a client remembers.
+    /// Capacity of a client's location cache, in objects.
     pub locations: usize,
     /// Mean pause of a client between two operations.
     pub think: Duration,
-    /// How long a node's session lasts without a word.
+    /// Time to live of a node's session.
     pub session_ttl: Duration,
-    /// Whether a node that starts again has its old number.
-    pub keeps_number: bool,
-    /// How many records each node's disk holds at most; 0 if they have none.
+    /// Whether a restarted node keeps its id.
+    pub stable_node_ids: bool,
+    /// Most records on each node's disk; 0 without disks.
     pub disk_records: usize,
-    /// How bad the network is.
+    /// Faults of the network.
     pub network: NetworkPlan,
-    /// How far clocks are off, in parts per million.
+    /// Largest drift of a clock, in parts per million.
     pub drift_ppm_max: u64,
-    /// What breaks, and the mean time between two times.
+    /// Kinds of faults, each with the mean time between two of them.
     pub faults: Vec<(FaultKind, Duration)>,
 }
 
-/// How bad the network is, in thousandths of the messages.
+/// Faults of the network, in thousandths of the messages.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NetworkPlan {
-    /// Never arrive.
+    /// Messages that are lost.
     pub lost_permille: u32,
-    /// Arrive twice.
+    /// Messages that arrive twice.
     pub twice_permille: u32,
-    /// Take up to some seconds.
+    /// Messages that take up to four seconds.
     pub slow_permille: u32,
 }
 
 /// Operations of all clients together, about, in a run of [`LENGTH_DEFAULT`].
 const OPS: u64 = 40_000;
 
-impl Plan {
-    /// The plan of a seed.
-    pub fn draw(seed: u64) -> Plan {
-        let mut dice = Dice::new(seed ^ 0x5eed_0f9a_51b1);
-        let clients = dice.within(2, 8);
-        let nodes = dice.within(1, 6);
-        let masters = dice.of(&[0, 0, 1, 2, 2, 3, 4]);
+impl RunPlan {
+    /// Draws the plan of a seed.
+    pub fn draw(seed: u64) -> RunPlan {
+        let mut rng = SimRng::new(seed ^ 0x5eed_0f9a_51b1);
+        let clients = rng.within(2, 8);
+        let nodes = rng.within(1, 6);
+        let masters = rng.choose(&[0, 0, 1, 2, 2, 3, 4]);
         let shared = masters > 0;
-        let groups = if shared { dice.of(&[2, 4, 4, 6]) } else { dice.of(&[1, 1, 2, 4]) };
+        let groups = if shared { rng.choose(&[2, 4, 4, 6]) } else { rng.choose(&[1, 1, 2, 4]) };
         let mut faults = Vec::new();
         let happens = |kind: &FaultKind| mean_ms(*kind) > 0 && (shared || !kind.is_of_many_masters());
-        let disk_records = Dice::new(seed ^ 0xd15c).of(&[0, 0, 0, 6, 30, 200]);
+        let disk_records = SimRng::new(seed ^ 0xd15c).choose(&[0, 0, 0, 6, 30, 200]);
         let happens = |kind: &FaultKind| happens(kind) && (disk_records > 0 || *kind != FaultKind::DiskFails);
         let kinds = FaultKind::ALL.iter().copied().filter(happens);
-        // A few seeds break nothing but what is always there, and a few break everything.
-        let enabled = dice.of(&[0, 200, 400, 400, 600, 1000]);
+        // A few seeds have no scheduled faults, and a few have all of them.
+        let enabled = rng.choose(&[0, 200, 400, 400, 600, 1000]);
         for kind in kinds {
-            if dice.permille(enabled) {
-                let factor = dice.of(&[500, 1_500, 3_000, 6_000]);
+            if rng.permille(enabled) {
+                let factor = rng.choose(&[500, 1_500, 3_000, 6_000]);
                 faults.push((kind, Duration::from_millis(mean_ms(kind) * factor / 1_000)));
             }
         }
-        Plan {
+        RunPlan {
             length: LENGTH_DEFAULT,
             nodes: nodes as usize,
             clients: clients as usize,
             masters: masters.max(1),
-            shared,
+            multi_master: shared,
             groups,
-            keys: dice.of(&[4, 20, 60, 200]),
-            object_bytes_max: dice.of(&[600, 9_000, 30_000]),
-            replicas_max: dice.within(1, 3) as u8,
-            puts_percent: dice.of(&[15, 30, 45]),
-            removals_percent: dice.of(&[0, 5, 10, 20]),
-            upserts_percent: dice.of(&[0, 20, 50, 100]),
+            keys: rng.choose(&[4, 20, 60, 200]),
+            object_bytes_max: rng.choose(&[600, 9_000, 30_000]),
+            replicas_max: rng.within(1, 3) as u8,
+            puts_percent: rng.choose(&[15, 30, 45]),
+            removals_percent: rng.choose(&[0, 5, 10, 20]),
+            upserts_percent: rng.choose(&[0, 20, 50, 100]),
             // As the product plans them: every group has one on every node.
-            segments: usize::from(groups) * dice.within(1, 2) as usize,
-            units: dice.of(&[256, 512, 1024, 2048]),
-            slots: dice.of(&[16, 40, 120]),
-            locations: dice.of(&[0, 8, 1000]),
+            segments: usize::from(groups) * rng.within(1, 2) as usize,
+            units: rng.choose(&[256, 512, 1024, 2048]),
+            slots: rng.choose(&[16, 40, 120]),
+            locations: rng.choose(&[0, 8, 1000]),
             think: LENGTH_DEFAULT / (OPS / clients) as u32,
-            session_ttl: Duration::from_secs(dice.of(&[4, 10])),
-            keeps_number: dice.permille(500),
+            session_ttl: Duration::from_secs(rng.choose(&[4, 10])),
+            stable_node_ids: rng.permille(500),
             disk_records,
             network: NetworkPlan {
-                lost_permille: dice.of(&[0, 0, 2, 10, 30]),
-                twice_permille: dice.of(&[0, 10, 50]),
-                slow_permille: dice.of(&[0, 2, 20]),
+                lost_permille: rng.choose(&[0, 0, 2, 10, 30]),
+                twice_permille: rng.choose(&[0, 10, 50]),
+                slow_permille: rng.choose(&[0, 2, 20]),
             },
-            drift_ppm_max: dice.of(&[0, 100, 10_000]),
+            drift_ppm_max: rng.choose(&[0, 100, 10_000]),
             faults,
         }
     }
 
-    /// Nothing breaks, and the network is good.
+    /// Returns the plan without faults.
     #[must_use]
-    pub fn calm(self) -> Plan {
-        Plan { faults: Vec::new(), network: NetworkPlan::default(), drift_ppm_max: 0, ..self }
+    pub fn without_faults(self) -> RunPlan {
+        RunPlan { faults: Vec::new(), network: NetworkPlan::default(), drift_ppm_max: 0, ..self }
     }
 }
 

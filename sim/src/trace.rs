@@ -1,22 +1,22 @@
-//! One line for each event, for people.
+//! One human-readable line for each event.
 
 use std::fmt::Write;
 
 use moontide_proto::convert::{
-    GetReplicaListResponse, MasterBody, MasterMessage, NodeBody, NodeMessage, ObjectList, OutcomesResponse,
-    PutEndRequest, PutStartResponse, Wire,
+    GetReplicaListResponse, MasterMessage, MasterMessageBody, NodeMessage, NodeMessageBody, ObjectList,
+    OutcomesResponse, PutEndRequest, PutStartResponse, Wire,
 };
 use moontide_proto::{Handle, PackedKeys, v1};
 use moontide_types::ObjectId;
 
 use crate::client::key_of;
-use crate::event::{Answer, Ask, Event, Message, NodeAnswer, NodeRequest, Request};
+use crate::event::{Event, MasterReply, Message, NodeOp, NodeRequest, NodeResponse, Request};
 
-/// What happens.
+/// Formats an event.
 pub(crate) fn line(event: &Event) -> String {
     match event {
-        Event::Arrives(letter) => {
-            format!("{:?} → {:?}: {}", letter.from, letter.to, message(&letter.message))
+        Event::Deliver(envelope) => {
+            format!("{:?} → {:?}: {}", envelope.from, envelope.to, message(&envelope.message))
         }
         other => format!("{other:?}"),
     }
@@ -24,29 +24,29 @@ pub(crate) fn line(event: &Event) -> String {
 
 fn message(message: &Message) -> String {
     match message {
-        Message::Call { call, request } => format!("call {call:x}: {}", asked(request)),
-        Message::Answer { call, answer } => format!("answer {call:x}: {}", answered(answer)),
+        Message::Call { call, request } => format!("call {call:x}: {}", request_text(request)),
+        Message::Reply { call, reply } => format!("reply {call:x}: {}", reply_text(reply)),
         Message::Ask { call, ask } => format!("ask {call:x}: {}", of_node(ask)),
         Message::NodeCall { call, request } => match request {
-            NodeRequest::Open(m) => format!("call {call:x}: open session, boot {:x}", m.boot),
+            NodeRequest::Open(m) => format!("call {call:x}: open session, boot {:x}", m.boot_id),
             NodeRequest::Mount(m) => format!("call {call:x}: mount {:?}", m.segments),
             NodeRequest::Map(_) => format!("call {call:x}: map"),
         },
-        Message::NodeAnswer { call, answer } => match answer {
-            NodeAnswer::Opened(m) => format!("answer {call:x}: session {:?}", m.session),
-            NodeAnswer::Mounted(m) => format!("answer {call:x}: mounted {:?}", m.grants),
-            NodeAnswer::Map(m) => format!("answer {call:x}: {}", map(m)),
+        Message::NodeResponse { call, reply } => match reply {
+            NodeResponse::Opened(m) => format!("reply {call:x}: session {:?}", m.session),
+            NodeResponse::Mounted(m) => format!("reply {call:x}: mounted {:?}", m.results),
+            NodeResponse::Map(m) => format!("reply {call:x}: {}", map(m)),
         },
         Message::FromNode { stream, message } => {
             let body = match NodeMessage::from_wire(message).map(|m| m.body) {
-                Ok(NodeBody::Heartbeat(beat)) => format!("beat {}", beat.beat),
-                Ok(NodeBody::OrderResults(results)) => {
+                Ok(NodeMessageBody::Heartbeat(heartbeat)) => format!("heartbeat {}", heartbeat.heartbeat_id),
+                Ok(NodeMessageBody::CommandResults(results)) => {
                     let each = results
                         .iter()
-                        .map(|r| format!("{} {:?} {:?} {:?}", r.order, r.phase, r.code, r.word));
+                        .map(|r| format!("{} {:?} {:?} {:?}", r.command_id, r.status, r.code, r.word));
                     format!("results {}", each.collect::<Vec<_>>().join("; "))
                 }
-                Ok(NodeBody::Report(chunk)) => {
+                Ok(NodeMessageBody::Report(chunk)) => {
                     let each = chunk
                         .records
                         .iter()
@@ -64,40 +64,40 @@ fn message(message: &Message) -> String {
         }
         Message::FromMaster { stream, message } => {
             let body = match MasterMessage::from_wire(message).map(|m| m.body) {
-                Ok(MasterBody::Orders(orders)) => {
-                    let each = orders.iter().map(|o| {
+                Ok(MasterMessageBody::Commands(commands)) => {
+                    let each = commands.iter().map(|o| {
                         let (segment, slot) = (o.segment.0, o.slot.0);
                         format!(
                             "{} {:?} {segment}/{slot} {} key {:?}",
-                            o.order,
+                            o.command_id,
                             o.kind,
                             o.epoch,
                             key_of(o.id)
                         )
                     });
-                    format!("orders {}", each.collect::<Vec<_>>().join("; "))
+                    format!("commands {}", each.collect::<Vec<_>>().join("; "))
                 }
                 Ok(body) => format!("{body:?}"),
                 Err(error) => error.to_string(),
             };
             format!("stream {stream:x} acks {}: {body}", message.acked_sequence)
         }
-        Message::Bequest { call, group, estate } => {
-            let (objects, segments) = (estate.objects.len(), estate.segments.len());
-            let all = estate.all_segments;
-            format!("bequest {call:x} of {group:?}: {objects} objects, {segments} segments, all {all}")
+        Message::Handoff { call, group, handoff } => {
+            let (objects, segments) = (handoff.objects.len(), handoff.segments.len());
+            let all = handoff.segments_complete;
+            format!("handoff {call:x} of {group:?}: {objects} objects, {segments} segments, all {all}")
         }
         other => format!("{other:?}"),
     }
 }
 
-fn map(answer: &v1::GetGroupMapResponse) -> String {
-    let Some(map) = &answer.map else { return "no map".to_owned() };
+fn map(reply: &v1::GetGroupMapResponse) -> String {
+    let Some(map) = &reply.map else { return "no map".to_owned() };
     let each = map.masters.iter().map(|m| format!("{} {:?} {:?}", m.grpc_address, m.groups, m.terms));
     format!("map {}: {}", map.version, each.collect::<Vec<_>>().join("; "))
 }
 
-fn asked(request: &Request) -> String {
+fn request_text(request: &Request) -> String {
     let keys = |bytes: &[u8]| match PackedKeys::decode(bytes) {
         Ok(keys) => keys.iter().map(|key| String::from_utf8_lossy(key.as_bytes()).into_owned()).collect(),
         Err(error) => error.to_string(),
@@ -123,19 +123,21 @@ fn asked(request: &Request) -> String {
     }
 }
 
-fn answered(answer: &Answer) -> String {
-    match answer {
-        Answer::Started(m) => match PutStartResponse::from_wire(m).map(|answer| answer.into_result()) {
+fn reply_text(reply: &MasterReply) -> String {
+    match reply {
+        MasterReply::Started(m) => match PutStartResponse::from_wire(m).map(|reply| reply.into_result()) {
             Ok(Ok(reservations)) => format!("started {}", objects(&reservations.list)),
             other => format!("{:?}", other.map(|result| result.map(|_| ()))),
         },
-        Answer::Found(m) => match GetReplicaListResponse::from_wire(m).map(|answer| answer.into_result()) {
-            Ok(Ok(replicas)) => format!("found {}", objects(&replicas.list)),
-            other => format!("{:?}", other.map(|result| result.map(|_| ()))),
-        },
-        Answer::Map(m) => map(m),
-        Answer::Present(m) => format!("present {:?}", m.present),
-        Answer::Outcomes(m) => match OutcomesResponse::from_wire(m).map(|answer| answer.into_result()) {
+        MasterReply::Found(m) => {
+            match GetReplicaListResponse::from_wire(m).map(|reply| reply.into_result()) {
+                Ok(Ok(replicas)) => format!("found {}", objects(&replicas.list)),
+                other => format!("{:?}", other.map(|result| result.map(|_| ()))),
+            }
+        }
+        MasterReply::Map(m) => map(m),
+        MasterReply::Present(m) => format!("present {:?}", m.present),
+        MasterReply::Outcomes(m) => match OutcomesResponse::from_wire(m).map(|reply| reply.into_result()) {
             Ok(Ok(outcomes)) => format!("outcomes {:?}", outcomes.codes.iter().collect::<Vec<_>>()),
             other => format!("{:?}", other.map(|result| result.map(|_| ()))),
         },
@@ -150,25 +152,27 @@ fn objects(list: &ObjectList<'_>) -> String {
             Some(code) => write!(text, "{code} "),
             None => write!(text, "key {:?} {} {} bytes ", key_of(object.id), object.epoch, object.object_len),
         };
-        handles.iter().for_each(|handle| text.push_str(&place(&handle)));
+        handles.iter().for_each(|handle| text.push_str(&location(&handle)));
     }
     text
 }
 
-fn place(handle: &Handle) -> String {
-    format!("[node {} segment {} slot {}]", handle.node.0, handle.segment.0, handle.slot.0)
+fn location(handle: &Handle) -> String {
+    format!("[node {} segment {} slot {}]", handle.node, handle.segment.0, handle.slot.0)
 }
 
-fn of_node(ask: &Ask) -> String {
+fn of_node(ask: &NodeOp) -> String {
     let named = |id: ObjectId| key_of(id);
     match ask {
-        Ask::Begin { object, handle, .. } => {
-            format!("Begin key {:?} {} {}", named(object.id), object.epoch, place(handle))
+        NodeOp::Begin { object, handle, .. } => {
+            format!("Begin key {:?} {} {}", named(object.id), object.epoch, location(handle))
         }
-        Ask::Write { object, handle, .. } => {
-            format!("Write key {:?} {} {}", named(object.id), object.epoch, place(handle))
+        NodeOp::Write { object, handle, .. } => {
+            format!("Write key {:?} {} {}", named(object.id), object.epoch, location(handle))
         }
-        Ask::Commit(entry) => format!("Commit key {:?} {}", named(entry.id), entry.epoch),
-        Ask::Read { id, epoch, handle } => format!("Read key {:?} {epoch} {}", named(*id), place(handle)),
+        NodeOp::Commit(entry) => format!("Commit key {:?} {}", named(entry.id), entry.epoch),
+        NodeOp::Read { id, epoch, handle } => {
+            format!("Read key {:?} {epoch} {}", named(*id), location(handle))
+        }
     }
 }

@@ -1,30 +1,30 @@
-//! Some seeds in every run of the tests; more by `cargo xtask sim --seeds 1000`.
+//! Runs some seeds as tests; run more with `cargo xtask sim --seeds 1000`.
 
 use std::time::Duration;
 
-use moontide_sim::{FaultCounts, FaultKind, Plan, Summary, Tally, run};
+use moontide_sim::{FaultCounts, FaultKind, OpTotals, RunPlan, Summary, run};
 
-/// A short run, in which as much breaks as in a long one.
-fn plan(seed: u64, seconds: u64) -> Plan {
-    let mut plan = Plan { length: Duration::from_secs(seconds), ..Plan::draw(seed) };
+/// Returns the plan of a short run with as many faults as a long one.
+fn plan(seed: u64, seconds: u64) -> RunPlan {
+    let mut plan = RunPlan { length: Duration::from_secs(seconds), ..RunPlan::draw(seed) };
     plan.faults.iter_mut().for_each(|(_, every)| *every /= 4);
     plan
 }
 
-fn kept(seed: u64, plan: &Plan) -> Summary {
+fn kept(seed: u64, plan: &RunPlan) -> Summary {
     run(seed, plan, false).unwrap_or_else(|violation| panic!("{violation}"))
 }
 
 #[test]
-fn promises_hold_while_everything_breaks() {
-    let (mut tally, mut faults, mut terms) = (Tally::default(), FaultCounts::default(), 0);
+fn invariants_hold_under_random_faults() {
+    let (mut tally, mut faults, mut terms) = (OpTotals::default(), FaultCounts::default(), 0);
     for seed in 1..=90 {
         let done = kept(seed, &plan(seed, 45));
         tally.merge(&done.tally);
         faults.merge(&done.faults);
         terms = terms.max(done.terms);
     }
-    // A simulation in which nothing works, or nothing breaks, keeps all promises too.
+    // A simulation without successful operations, or without faults, would violate nothing.
     assert!(tally.puts > 3_000 && tally.hits > 10_000 && tally.removals > 2_000, "{tally:?}");
     assert!(tally.replacements > 1_000 && tally.remembered > 4_000 && tally.pending > 100, "{tally:?}");
     for &kind in FaultKind::ALL {
@@ -45,8 +45,8 @@ fn same_seed_same_trace() {
 }
 
 #[test]
-fn without_faults_nothing_fails_but_for_room() {
-    let plan = Plan {
+fn run_without_faults_mostly_hits_and_leaves_no_removal_pending() {
+    let plan = RunPlan {
         nodes: 3,
         keys: 20,
         object_bytes_max: 600,
@@ -57,9 +57,9 @@ fn without_faults_nothing_fails_but_for_room() {
         slots: 120,
         ..plan(1, 120)
     }
-    .calm();
+    .without_faults();
     let done = kept(1, &plan);
-    let Tally { hits, misses, pending, .. } = done.tally;
+    let OpTotals { hits, misses, pending, .. } = done.tally;
     assert!(hits > 10 * misses && pending == 0, "{:?}", done.tally);
     assert_eq!(done.faults.of(FaultKind::Lost) + done.faults.of(FaultKind::StreamBroken), 0);
 }

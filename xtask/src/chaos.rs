@@ -1,24 +1,24 @@
-//! `cargo xtask chaos`: a cluster of real processes to which everything happens, for as long as one likes.
+//! `cargo xtask chaos`: fault injection into a cluster of real processes.
 //!
-//! Owns how the test `chaos` of the command line's crate is built and told what to do; what happens there is its own. Built
-//! optimised: figures of a debug build say nothing about deadlines.
+//! Owns the build and the arguments of the test `chaos` of the cli crate. The build is optimised: the timing of a debug
+//! build is not representative.
 
 use std::path::Path;
 
 use crate::command::{Command, CommandError};
 
-/// The form that is run unless told otherwise.
+/// Default duration.
 pub(crate) const LONG_SECONDS: u32 = 600;
 pub(crate) const MASTERS: u8 = 3;
 
-/// What is wanted.
+/// Options of a run.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Options {
-    /// How long things happen.
+    /// Duration of the fault phase.
     pub(crate) seconds: u32,
-    /// Repeats the faults of a run; otherwise one is drawn, and printed.
+    /// Seed of the faults; drawn and printed if not given.
     pub(crate) seed: Option<u64>,
-    /// How many masters; several need an `etcd`.
+    /// Number of masters; more than one needs etcd.
     pub(crate) masters: u8,
 }
 
@@ -28,7 +28,7 @@ impl Default for Options {
     }
 }
 
-/// Runs it.
+/// Builds and runs the test.
 pub(crate) fn run(root: &Path, options: &Options) -> Result<(), CommandError> {
     command(options).run(root)
 }
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_test_is_told_how_long_how_many_masters_and_which_seed() {
+    fn chaos_command_passes_duration_masters_and_seed() {
         let line = command(&Options { seconds: 60, seed: Some(7), masters: 1 }).to_string();
         let variables = ["MOONTIDE_CHAOS_SECONDS=60", "MOONTIDE_CHAOS_MASTERS=1", "MOONTIDE_SEED=7"];
         for part in variables.into_iter().chain(["--test chaos", "--ignored"]) {

@@ -1,10 +1,10 @@
 //! `cargo xtask ci`: every check in order, the same on a laptop and on a CI machine.
 //!
-//! Owns the list of steps and how a run is told: each step with its number and its commands, then a table, then one
-//! line that counts. [`plan`] is pure: what a step runs follows from the [`Machine`] alone.
+//! Owns the list of steps and the report of a run: each step with its number and its commands, then a table, then one
+//! line with the counts. [`plan`] is pure: what a step runs follows from the [`Machine`] alone.
 //!
-//! Invariants: a run stops at the first step that fails; a step that cannot run here says so, counts as neither
-//! passed nor failed, and is never silent.
+//! Invariants: a run stops at the first step that fails. A step that cannot run on this machine says so and counts as
+//! neither passed nor failed; under `CI=true` it fails.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -12,10 +12,12 @@ use std::time::Instant;
 
 use crate::chaos;
 use crate::command::{Command, CommandError};
+use crate::examples;
 use crate::fuzz::{self, FuzzError};
 use crate::machine::Machine;
 use crate::python::{self, PythonError};
 use crate::quickstart::{self, QuickstartError};
+use crate::retries::{self, RetriesError};
 use crate::tidy::{self, TidyError};
 use crate::venv;
 use crate::wheel::{self, WheelError};
@@ -29,8 +31,8 @@ const SMOKE_BENCHES: &[(&str, &str)] = &[
     ("moontide-types", "object_ids"),
 ];
 
-/// Figures of the command `moontide` at a small size. In process, nothing may be twice as slow as it should be at the
-/// full size; on loopback the scheduler of a busy machine decides, and only the answers are checked.
+/// Benchmarks of the command `moontide` at a small size. In process, nothing may be twice as slow as its target at the
+/// full size; on loopback the load of the machine dominates, and only the results are checked.
 const SMOKE_COMMANDS: &[&str] = &[
     "bench meta --objects 200000 --repeats 3 --only in-process --gate",
     "bench meta --objects 100000 --repeats 1 --only loopback",
@@ -43,9 +45,9 @@ const SMOKE_COMMANDS: &[&str] = &[
     "bench ep --quick",
 ];
 
-/// How long things happen to a cluster here; `cargo xtask chaos` runs the long form.
+/// Duration of the chaos test in CI; `cargo xtask chaos` runs the long form.
 const CHAOS_SECONDS: u32 = 60;
-/// The same faults each time: what a run shows is not to depend on luck. The long form draws its own.
+/// CI repeats the same faults. The long form draws a new seed.
 const CHAOS_SEED: u64 = 101;
 
 /// The steps, declared in the order in which they run: cheap ones first.
@@ -62,13 +64,21 @@ pub(crate) enum Step {
     BenchSmoke,
     Chaos,
     Quickstart,
+    Examples,
     Wheel,
     Python,
+    Kernels,
     Fuzz,
     Deny,
+    /// Part of `cargo xtask check` alone: the step `Test` runs these tests too.
+    QuickTest,
 }
 
 impl Step {
+    /// What `cargo xtask check` runs: the loop between two edits.
+    pub(crate) const CHECK: &[Self] = &[Self::Fmt, Self::Tidy, Self::Clippy, Self::QuickTest];
+
+    /// What `cargo xtask ci` runs.
     pub(crate) const ALL: &[Self] = &[
         Self::Fmt,
         Self::Tidy,
@@ -81,8 +91,10 @@ impl Step {
         Self::BenchSmoke,
         Self::Chaos,
         Self::Quickstart,
+        Self::Examples,
         Self::Wheel,
         Self::Python,
+        Self::Kernels,
         Self::Fuzz,
         Self::Deny,
     ];
@@ -104,10 +116,13 @@ impl Step {
             Self::BenchSmoke => "bench-smoke",
             Self::Chaos => "chaos",
             Self::Quickstart => "quickstart",
+            Self::Examples => "examples",
             Self::Wheel => "wheel",
             Self::Python => "python",
+            Self::Kernels => "kernels",
             Self::Fuzz => "fuzz",
             Self::Deny => "deny",
+            Self::QuickTest => "quick-test",
         }
     }
 
@@ -120,21 +135,26 @@ impl Step {
             Self::Doctest => "examples in the documentation run",
             Self::Doc => "documentation builds without a dead link",
             Self::Loom => "every interleaving of the small concurrent cores, weak orderings included",
-            Self::Shuttle => "random interleavings of larger concurrent scenes",
+            Self::Shuttle => "random interleavings of larger concurrent scenarios",
             Self::BenchSmoke => "benches compile and run, and nothing is twice as slow as it should be",
             Self::Chaos => {
-                "no read is wrong while real processes are killed, stopped, cut off and out of room"
+                "reads are correct while real processes are killed, stopped, partitioned and out of disk space"
             }
             Self::Quickstart => "the first lines of README.md work as they stand",
-            Self::Wheel => "the Python package builds, is small, and asks for nothing but an old glibc",
+            Self::Examples => "the Rust and shell programs of examples/ succeed on a local cluster",
+            Self::Wheel => "the Python package builds, is within its size limit, and needs only glibc 2.28",
             Self::Python => "it installs into a clean environment, and its tests pass there",
+            Self::Kernels => {
+                "tensors of torch; the Triton kernels, interpreted, and compiled for NVIDIA and AMD GPUs"
+            }
             Self::Fuzz => "each fuzz target for a few seconds",
             Self::Deny => "licences, bans and sources of dependencies",
+            Self::QuickTest => "tests that kill no process, need no service and take seconds",
         }
     }
 }
 
-/// A step failed; the run has already said which one and why.
+/// A step failed; the run has already printed which one and why.
 #[derive(Debug, thiserror::Error)]
 #[error("a step failed")]
 pub(crate) struct CiError;
@@ -154,30 +174,35 @@ enum StepError {
     Wheel(#[from] WheelError),
     #[error(transparent)]
     Python(#[from] PythonError),
-    #[error("this step may not be left out here (CI=true): {0}")]
-    LeftOut(String),
+    #[error(transparent)]
+    Retries(#[from] RetriesError),
+    #[error("this step must run under CI=true: {0}")]
+    Skipped(String),
 }
 
-/// What a step is going to do on this machine.
+/// The work of a step on this machine.
 #[derive(Debug, PartialEq, Eq)]
 enum Plan {
     Commands {
         commands: Vec<Command>,
         note: Option<String>,
     },
+    /// All tests under nextest, and the count of those that it retried.
+    Nextest {
+        command: Command,
+    },
     Tidy,
     Fuzz {
         targets: Vec<String>,
     },
     Quickstart,
+    Examples,
     Wheel,
     Python,
+    Kernels,
+    /// The machine lacks something that the step needs.
     NotRun {
-        why: String,
-    },
-    /// Cannot run, where it must.
-    LeftOut {
-        why: String,
+        reason: String,
     },
 }
 
@@ -201,11 +226,10 @@ pub(crate) fn list() -> String {
     Step::ALL.iter().map(|step| format!("{:<12} {}\n", step.name(), step.purpose())).collect()
 }
 
-/// Runs all steps, or `only` one.
-pub(crate) fn run(root: &Path, machine: &Machine, only: Option<Step>) -> Result<(), CiError> {
-    let steps = only.map_or_else(|| Step::ALL.to_vec(), |step| vec![step]);
+/// Runs these steps in order.
+pub(crate) fn run(root: &Path, machine: &Machine, steps: &[Step]) -> Result<(), CiError> {
     let mut rows: Vec<Row> = Vec::new();
-    for (number, &step) in (1..).zip(&steps) {
+    for (number, &step) in (1..).zip(steps) {
         println!("\n== {number}/{} {}: {}", steps.len(), step.name(), step.purpose());
         let start = Instant::now();
         let outcome = match perform(root, machine, plan(step, machine)) {
@@ -235,23 +259,39 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
                 command.run(root)?;
             }
         }
+        Plan::Nextest { command } => run_nextest(root, machine, &command)?,
         Plan::Tidy => {
             println!("$ cargo xtask tidy");
             tidy::run(root)?;
         }
         Plan::Quickstart => quickstart::run(root)?,
+        Plan::Examples => examples::run(root, machine)?,
         Plan::Wheel => {
             wheel::run(root, machine, &wheel::Options::default())?;
         }
         Plan::Python => python::run(root, machine, &python::Options::default())?,
+        Plan::Kernels => {
+            python::run(root, machine, &python::Options { torch: true, ..Default::default() })?;
+        }
         Plan::Fuzz { targets } => fuzz::run(root, machine, &targets, fuzz::SMOKE_SECONDS)?,
-        Plan::NotRun { why } => {
-            println!("NOT RUN: {why}");
+        Plan::NotRun { reason } if machine.is_ci => return Err(StepError::Skipped(reason)),
+        Plan::NotRun { reason } => {
+            println!("NOT RUN: {reason}");
             return Ok(Outcome::NotRun);
         }
-        Plan::LeftOut { why } => return Err(StepError::LeftOut(why)),
     }
     Ok(Outcome::Passed)
+}
+
+/// Runs the tests, and prints how many were retried because UCX aborted; any other retry is a failure.
+fn run_nextest(root: &Path, machine: &Machine, command: &Command) -> Result<(), StepError> {
+    let report = retries::report_path(root, &machine.target_dir);
+    // The report of an earlier run must not be taken for that of this one.
+    let _ = std::fs::remove_file(&report);
+    println!("$ {command}");
+    command.run(root)?;
+    println!("UCX aborts retried: {}", retries::count(&report)?);
+    Ok(())
 }
 
 fn plan(step: Step, machine: &Machine) -> Plan {
@@ -261,7 +301,11 @@ fn plan(step: Step, machine: &Machine) -> Plan {
         Step::Clippy => {
             commands([Command::cargo("clippy --workspace --all-targets --locked -- -D warnings")])
         }
-        Step::Test if machine.has_nextest => commands([Command::cargo("nextest run --workspace --locked")]),
+        Step::Test if machine.has_nextest => {
+            Plan::Nextest { command: Command::cargo("nextest run --workspace --locked") }
+        }
+        // Only nextest enforces the time limits and reports retries.
+        Step::Test if machine.is_ci => Plan::NotRun { reason: "cargo-nextest is not installed".to_owned() },
         // `--all-targets` would run benches too, and doctests have a step of their own.
         Step::Test => Plan::Commands {
             commands: vec![Command::cargo("test --workspace --locked --lib --bins --tests --examples")],
@@ -271,17 +315,25 @@ fn plan(step: Step, machine: &Machine) -> Plan {
                     .to_owned(),
             ),
         },
+        Step::QuickTest if machine.has_nextest => {
+            commands([Command::cargo("nextest run --workspace --locked --profile quick")])
+        }
+        Step::QuickTest => Plan::NotRun {
+            reason: "cargo-nextest is not installed (`cargo install --locked cargo-nextest`)".to_owned(),
+        },
         Step::Doctest => commands([Command::cargo("test --doc --workspace --locked")]),
         Step::Doc => {
             let doc = Command::cargo("doc --workspace --no-deps --locked --document-private-items");
             commands([doc.env("RUSTDOCFLAGS", "-D warnings")])
         }
         Step::Loom => commands([
-            model_check("loom", "-p moontide-heap --test loom --test loom_phase", machine),
+            model_check("loom", "-p moontide-heap --test loom", machine),
+            model_check("loom", "-p moontide-symmetric --test loom_barrier --test loom_ready_flag", machine),
             model_check("loom", "-p moontide-blocks --test loom", machine),
         ]),
         Step::Shuttle => commands([
-            model_check("shuttle", "-p moontide-heap --test shuttle --test shuttle_phase", machine),
+            model_check("shuttle", "-p moontide-heap --test shuttle", machine),
+            model_check("shuttle", "-p moontide-symmetric --test shuttle_barrier", machine),
             model_check("shuttle", "-p moontide-transfer --lib", machine),
             model_check("shuttle", "-p moontide-client --lib", machine),
         ]),
@@ -299,24 +351,25 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             commands([chaos::command(&options)])
         }
         Step::Chaos => Plan::NotRun {
-            why: "it needs network namespaces with nft, which root can make, and an etcd".to_owned(),
+            reason: "it needs etcd, and network namespaces with nft, which only root can create".to_owned(),
         },
         Step::Quickstart => Plan::Quickstart,
-        Step::Wheel | Step::Python if machine.interpreters.is_empty() => {
-            let why = venv::NO_INTERPRETER.to_owned();
-            if machine.is_ci { Plan::LeftOut { why } } else { Plan::NotRun { why } }
+        Step::Examples => Plan::Examples,
+        Step::Wheel | Step::Python | Step::Kernels if machine.interpreters.is_empty() => {
+            Plan::NotRun { reason: venv::NO_INTERPRETER.to_owned() }
         }
         Step::Wheel => Plan::Wheel,
         Step::Python => Plan::Python,
-        Step::Fuzz => match fuzz::obstacle(machine) {
+        Step::Kernels => Plan::Kernels,
+        Step::Fuzz => match fuzz::missing_tool(machine) {
             None => Plan::Fuzz { targets: machine.fuzz_targets.clone() },
-            Some(why) => Plan::NotRun { why },
+            Some(reason) => Plan::NotRun { reason },
         },
         Step::Deny if machine.has_cargo_deny => {
             commands([Command::cargo("deny check bans licenses sources")])
         }
         Step::Deny => Plan::NotRun {
-            why: "cargo-deny is not installed (`cargo install --locked cargo-deny`)".to_owned(),
+            reason: "cargo-deny is not installed (`cargo install --locked cargo-deny`)".to_owned(),
         },
     }
 }
@@ -385,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_found_by_the_name_they_are_listed_under() {
+    fn steps_resolve_by_their_listed_names() {
         for step in Step::ALL {
             assert_eq!(Step::named(step.name()), Some(*step));
             assert!(list().contains(&format!("\n{} ", step.name())) || list().starts_with(step.name()));
@@ -394,10 +447,15 @@ mod tests {
     }
 
     #[test]
-    fn model_checkers_build_apart_with_their_cfg() {
+    fn model_checkers_use_own_target_dir_and_cfg() {
         assert_eq!(
             lines(plan(Step::Loom, &machine())),
-            ["heap --test loom --test loom_phase", "blocks --test loom"].map(|what| format!(
+            [
+                "heap --test loom",
+                "symmetric --test loom_barrier --test loom_ready_flag",
+                "blocks --test loom"
+            ]
+            .map(|what| format!(
                 "RUSTFLAGS=\"--cfg loom\" CARGO_TARGET_DIR=target/loom \
                  cargo test --release -p moontide-{what} --locked"
             ))
@@ -407,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn without_nextest_the_tests_still_run_and_a_note_says_how() {
+    fn missing_nextest_falls_back_to_cargo_test_with_note() {
         let Plan::Commands { commands, note } =
             plan(Step::Test, &Machine { has_nextest: false, ..machine() })
         else {
@@ -415,28 +473,41 @@ mod tests {
         };
         assert!(commands[0].to_string().starts_with("cargo test --workspace --locked"));
         assert!(note.unwrap().contains("cargo install --locked cargo-nextest"));
-        assert_eq!(lines(plan(Step::Test, &machine())), ["cargo nextest run --workspace --locked"]);
+        let Plan::Nextest { command } = plan(Step::Test, &machine()) else { panic!("nextest must run") };
+        assert_eq!(command.to_string(), "cargo nextest run --workspace --locked");
     }
 
     #[test]
-    fn optional_tools_that_are_missing_are_told_not_skipped_in_silence() {
-        let bare = Machine { has_cargo_fuzz: false, has_cargo_deny: false, ..machine() };
-        let bare = Machine { has_etcd: false, ..bare };
+    fn missing_optional_tools_are_reported_as_not_run() {
+        let without = Machine { has_cargo_fuzz: false, has_cargo_deny: false, ..machine() };
+        let without = Machine { has_etcd: false, ..without };
         for step in [Step::Fuzz, Step::Deny, Step::Chaos] {
-            assert!(matches!(plan(step, &bare), Plan::NotRun { .. }), "{step:?}");
+            assert!(matches!(plan(step, &without), Plan::NotRun { .. }), "{step:?}");
             assert!(!matches!(plan(step, &machine()), Plan::NotRun { .. }), "{step:?}");
         }
     }
 
     #[test]
-    fn without_python_a_laptop_goes_on_and_ci_fails() {
-        let bare = Machine { interpreters: Vec::new(), ..machine() };
-        let bare_ci = Machine { is_ci: true, ..bare.clone() };
-        for (step, there) in [(Step::Wheel, Plan::Wheel), (Step::Python, Plan::Python)] {
+    fn steps_that_need_python_are_not_run_without_it() {
+        let without = Machine { interpreters: Vec::new(), ..machine() };
+        let steps =
+            [(Step::Wheel, Plan::Wheel), (Step::Python, Plan::Python), (Step::Kernels, Plan::Kernels)];
+        for (step, there) in steps {
             assert_eq!(plan(step, &machine()), there);
-            assert!(matches!(plan(step, &bare), Plan::NotRun { why } if why.contains("python3-venv")));
-            assert!(matches!(plan(step, &bare_ci), Plan::LeftOut { .. }));
+            let Plan::NotRun { reason } = plan(step, &without) else {
+                panic!("{step:?} needs an interpreter")
+            };
+            assert!(reason.contains("python3-venv"), "{reason}");
         }
+    }
+
+    #[test]
+    fn step_that_cannot_run_fails_in_ci_only() {
+        let plan = || Plan::NotRun { reason: "no tool".to_owned() };
+        let root = Path::new(".");
+        assert!(matches!(perform(root, &machine(), plan()), Ok(Outcome::NotRun)));
+        let ci = Machine { is_ci: true, ..machine() };
+        assert!(matches!(perform(root, &ci, plan()), Err(StepError::Skipped(reason)) if reason == "no tool"));
     }
 
     #[test]
@@ -447,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn the_summary_ends_with_the_count_and_names_the_step_to_repeat() {
+    fn summary_ends_with_counts_and_names_failed_step() {
         let row = |step, outcome| Row { step, seconds: 1.25, outcome };
         let good = summary(&[row(Step::Fmt, Outcome::Passed), row(Step::Fuzz, Outcome::NotRun)]);
         assert!(good.ends_with("\n1 passed, 0 failed\n"), "{good}");

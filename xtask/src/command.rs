@@ -129,13 +129,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_prints_as_a_shell_line() {
+    fn command_displays_in_shell_syntax() {
         let command = Command::cargo("test --release -p moontide-heap").env("RUSTFLAGS", "--cfg loom");
         assert_eq!(command.to_string(), "RUSTFLAGS=\"--cfg loom\" cargo test --release -p moontide-heap");
     }
 
     #[test]
-    fn flags_and_package_variables_of_the_caller_are_not_inherited() {
+    fn caller_flags_and_package_variables_are_not_inherited() {
         for name in ["RUSTFLAGS", "CARGO_PKG_NAME", "CARGO_MANIFEST_DIR", "CARGO"] {
             assert!(!is_inherited(name), "{name}");
         }
@@ -145,13 +145,13 @@ mod tests {
     }
 
     #[test]
-    fn a_child_sees_the_variables_of_its_command() {
+    fn child_receives_environment_of_its_command() {
         let command = Command::new("sh", &["-c", "printf %s \"$RUSTFLAGS\""]).env("RUSTFLAGS", "--cfg loom");
         assert_eq!(command.output(Path::new("/")).unwrap(), "--cfg loom");
     }
 
     #[test]
-    fn a_failing_child_is_an_error_with_its_stderr() {
+    fn failing_child_returns_error_with_stderr() {
         let command = Command::new("sh", &["-c", "echo broken >&2; exit 3"]);
         assert!(command.output(Path::new("/")).unwrap_err().to_string().contains("broken"));
         assert!(command.run(Path::new("/")).is_err());

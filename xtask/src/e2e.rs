@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_short_ones_are_run_unless_more_is_wanted() {
+    fn only_short_tests_run_by_default() {
         let line = |options: &Options| {
             pytest(Path::new("/w"), Path::new("/w/target/engines"), options, "/w/fake.so").to_string()
         };

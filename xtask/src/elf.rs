@@ -1,6 +1,6 @@
 //! What a program or a shared library asks of the system that loads it, read from its ELF headers.
 //!
-//! Owns [`Needs`]. Reads 64-bit little-endian files only, which is what we ship, and no more of them than the loader
+//! Owns [`ElfRequirements`]. Reads 64-bit little-endian files only, which is what we ship, and no more of them than the loader
 //! reads: the dynamic section, the versions of symbols it refers to, and the flags of the stack.
 //!
 //! Invariant: a damaged file is an error, never a panic: every offset is checked before it is used.
@@ -27,7 +27,7 @@ const VERSIONS_COUNT: u64 = 0x6fff_ffff;
 
 /// What one file needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Needs {
+pub(crate) struct ElfRequirements {
     /// Names of shared libraries, in the file's order.
     pub(crate) libraries: Vec<String>,
     /// Versions of symbols, such as `GLIBC_2.28`.
@@ -52,7 +52,7 @@ pub(crate) enum ElfError {
     Address(u64),
 }
 
-impl Needs {
+impl ElfRequirements {
     pub(crate) fn of(file: &[u8]) -> Result<Self, ElfError> {
         if !file.starts_with(&MAGIC) {
             return Err(ElfError::Magic);
@@ -220,32 +220,32 @@ mod tests {
     }
 
     #[test]
-    fn our_own_program_needs_the_c_library() {
-        let needs = Needs::of(&ourselves()).unwrap();
+    fn own_executable_requires_libc() {
+        let needs = ElfRequirements::of(&ourselves()).unwrap();
         assert!(needs.libraries.iter().any(|name| name == "libc.so.6"), "{needs:?}");
         assert!(needs.glibc().unwrap() >= Glibc(2, 17), "{needs:?}");
         assert!(!needs.executable_stack && needs.symbols, "{needs:?}");
     }
 
     #[test]
-    fn a_file_that_was_cut_off_is_an_error() {
-        assert_eq!(Needs::of(b"#!/bin/sh\n"), Err(ElfError::Magic));
+    fn truncated_file_is_an_error() {
+        assert_eq!(ElfRequirements::of(b"#!/bin/sh\n"), Err(ElfError::Magic));
         let whole = ourselves();
         for len in (0..0x2000).step_by(7).chain([whole.len() / 2]) {
-            assert!(Needs::of(&whole[..len]).is_err(), "{len}");
+            assert!(ElfRequirements::of(&whole[..len]).is_err(), "{len}");
         }
     }
 
     #[test]
-    fn headers_full_of_nonsense_are_an_error() {
+    fn invalid_headers_are_an_error() {
         let mut file = ourselves();
         file[6..0x40].fill(0xff);
-        assert!(matches!(Needs::of(&file), Err(ElfError::Short(_))));
+        assert!(matches!(ElfRequirements::of(&file), Err(ElfError::Short(_))));
     }
 
     #[test]
-    fn versions_are_compared_as_numbers() {
-        let needs = |versions: &[&str]| Needs {
+    fn glibc_versions_are_compared_numerically() {
+        let needs = |versions: &[&str]| ElfRequirements {
             libraries: Vec::new(),
             versions: versions.iter().map(|&version| version.to_owned()).collect(),
             executable_stack: false,

@@ -8,7 +8,7 @@ use crate::machine::Machine;
 /// By which tests find it.
 pub(crate) const VARIABLE: &str = "MOONTIDE_FAKE_DRIVER_LIB";
 
-/// Builds it, and says where it is.
+/// Builds it and returns its path.
 pub(crate) fn build(root: &Path, machine: &Machine) -> Result<String, CommandError> {
     let command = Command::new("cargo", &["build", "--locked", "-p", "moontide-fakedriver"]);
     println!("$ {command}");

@@ -37,7 +37,7 @@ pub(crate) enum FuzzError {
 }
 
 /// What keeps this machine from fuzzing, with the remedy; `None` when nothing does.
-pub(crate) fn obstacle(machine: &Machine) -> Option<String> {
+pub(crate) fn missing_tool(machine: &Machine) -> Option<String> {
     if machine.fuzz_targets.is_empty() {
         Some("there are no targets in fuzz/fuzz_targets".to_owned())
     } else if !machine.has_nightly {
@@ -56,7 +56,7 @@ pub(crate) fn run_named(
     target: Option<&str>,
     seconds: u32,
 ) -> Result<(), FuzzError> {
-    if let Some(obstacle) = obstacle(machine) {
+    if let Some(obstacle) = missing_tool(machine) {
         return Err(FuzzError::NotPossible(obstacle));
     }
     let targets = chosen(machine, target)?;
@@ -66,7 +66,7 @@ pub(crate) fn run_named(
 /// Runs each of `targets` for `seconds`, and stops at the first that crashes.
 pub(crate) fn run(root: &Path, machine: &Machine, targets: &[String], seconds: u32) -> Result<(), FuzzError> {
     for target in targets {
-        let place = Place::of(machine, target);
+        let place = FuzzPaths::of(machine, target);
         place.prepare(root)?;
         let command = place.command(seconds);
         println!("$ {command}");
@@ -90,14 +90,14 @@ fn chosen(machine: &Machine, target: Option<&str>) -> Result<Vec<String>, FuzzEr
 }
 
 /// Where one target reads and writes; paths start at the workspace root.
-struct Place {
+struct FuzzPaths {
     target: String,
     seeds: String,
     corpus: String,
     artifacts: String,
 }
 
-impl Place {
+impl FuzzPaths {
     fn of(machine: &Machine, target: &str) -> Self {
         Self {
             target: target.to_owned(),
@@ -171,18 +171,18 @@ mod tests {
     }
 
     #[test]
-    fn the_command_fuzzes_a_copy_of_the_corpus() {
+    fn fuzz_command_uses_copy_of_corpus() {
         assert_eq!(
-            Place::of(&machine(), "frame").command(10).to_string(),
+            FuzzPaths::of(&machine(), "frame").command(10).to_string(),
             "cargo +nightly fuzz run --features libfuzzer frame target/fuzz/corpus/frame -- \
              -max_total_time=10 -rss_limit_mb=4096 -artifact_prefix=target/fuzz/artifacts/frame/"
         );
     }
 
     #[test]
-    fn preparing_copies_seeds_and_keeps_earlier_finds() {
+    fn prepare_copies_seeds_and_keeps_earlier_corpus() {
         let root = std::env::temp_dir().join(format!("moontide-xtask-fuzz-{}", std::process::id()));
-        let place = Place::of(&machine(), "frame");
+        let place = FuzzPaths::of(&machine(), "frame");
         std::fs::create_dir_all(root.join(&place.seeds)).unwrap();
         std::fs::create_dir_all(root.join(&place.corpus)).unwrap();
         std::fs::write(root.join(&place.seeds).join("seed"), b"a").unwrap();
@@ -197,18 +197,18 @@ mod tests {
     }
 
     #[test]
-    fn an_obstacle_names_its_remedy() {
-        assert_eq!(obstacle(&machine()), None);
+    fn missing_tool_message_names_remedy() {
+        assert_eq!(missing_tool(&machine()), None);
         let without_nightly = Machine { has_nightly: false, ..machine() };
-        assert!(obstacle(&without_nightly).unwrap().contains("rustup toolchain install nightly"));
+        assert!(missing_tool(&without_nightly).unwrap().contains("rustup toolchain install nightly"));
         let without_tool = Machine { has_cargo_fuzz: false, ..machine() };
-        assert!(obstacle(&without_tool).unwrap().contains("cargo install --locked cargo-fuzz"));
+        assert!(missing_tool(&without_tool).unwrap().contains("cargo install --locked cargo-fuzz"));
         let without_targets = Machine { fuzz_targets: Vec::new(), ..machine() };
-        assert!(obstacle(&without_targets).unwrap().contains("fuzz/fuzz_targets"));
+        assert!(missing_tool(&without_targets).unwrap().contains("fuzz/fuzz_targets"));
     }
 
     #[test]
-    fn an_unknown_target_is_answered_with_the_known_ones() {
+    fn unknown_target_error_lists_available_targets() {
         assert_eq!(chosen(&machine(), None).unwrap(), ["frame", "record"]);
         assert_eq!(chosen(&machine(), Some("record")).unwrap(), ["record"]);
         let error = chosen(&machine(), Some("recrod")).unwrap_err().to_string();

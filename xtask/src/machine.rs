@@ -14,12 +14,12 @@ pub(crate) struct Machine {
     pub(crate) has_nightly: bool,
     pub(crate) has_cargo_fuzz: bool,
     pub(crate) has_cargo_deny: bool,
-    /// Whether networks of one's own can be made here, with rules for what passes.
+    /// Whether network namespaces with nft rules can be created.
     pub(crate) has_namespaces: bool,
     pub(crate) has_etcd: bool,
-    /// Of Python, oldest first.
+    /// Python interpreters, oldest first.
     pub(crate) interpreters: Vec<Interpreter>,
-    /// Whether this run decides about a change (`CI=true`): there, what must run may not be left out.
+    /// `CI=true`: a step that cannot run fails.
     pub(crate) is_ci: bool,
     /// As the caller set it, or `target`; relative paths start at the workspace root.
     pub(crate) target_dir: String,

@@ -1,11 +1,12 @@
 //! `cargo xtask`: the commands of this workspace that are more than one call of cargo.
 //!
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
-//! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] a cluster in trouble,
-//! [`sim`] the simulation of one, [`e2e`] real engines on one, [`mutants`] plants bugs and looks whether tests find them, [`quickstart`] the first lines of
-//! README.md; [`wheel`] builds the Python package and [`python`] installs and tests it.
-//! [`machine`] knows what is installed, [`venv`] has Python's environments, [`elf`] reads programs, [`fakedriver`] builds what
-//! tests take for a GPU's driver, and [`command`] starts child processes in a known environment.
+//! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] injects faults into a
+//! cluster of real processes, [`sim`] simulates one, [`e2e`] runs inference engines on one, [`mutants`] enables bugs that
+//! tests must detect, [`retries`] counts the retried tests of a run, [`quickstart`] runs the first lines of README.md,
+//! [`examples`] the programs of `examples/`; [`wheel`] builds the Python package and [`python`] installs and tests it.
+//! [`machine`] lists what is installed, [`venv`] creates Python environments, [`elf`] reads programs, [`fakedriver`]
+//! builds the fake GPU driver of the tests, and [`command`] starts child processes in a known environment.
 //!
 //! Invariants: nothing here ships; nothing here writes outside the target directory, but for the one file that
 //! [`wheel`] names.
@@ -13,10 +14,12 @@
 mod ci;
 
 mod chaos;
+mod examples;
 mod fuzz;
 mod mutants;
 mod python;
 mod quickstart;
+mod retries;
 mod sim;
 mod tidy;
 mod wheel;
@@ -39,6 +42,7 @@ cargo xtask: the workspace's own commands
 usage: cargo xtask <command> [options]
 
 commands:
+  check                what to run between two edits: fmt, tidy, clippy, and the tests that take seconds
   ci                   run every check, in order, and stop at the first failure
       --list           list the steps and what each one is for
       --only <step>    run one step
@@ -46,52 +50,53 @@ commands:
                        paths named in ARCHITECTURE.md, links in every *.md, headers and lengths of sources
   fuzz [target]        run all fuzz targets, or one
       --seconds <n>    time for each target (default 60)
-  chaos                real processes that are killed, stopped, cut off and run out of disk, while clients check every read;
+  chaos                kill, stop, partition and starve real processes while clients check every read;
                        needs root, and etcd (MOONTIDE_ETCD names it if it is not in the path)
-      --minutes <n>    for how long (default 10)
-      --seconds <n>    the same, finer
+      --minutes <n>    duration (default 10)
+      --seconds <n>    duration in seconds
       --seed <n>       repeat the faults of a run
-      --masters <n>    how many (default 3); one needs no etcd
-  sim                  run a whole cluster on virtual time, seed by seed, until a promise is broken
+      --masters <n>    number of masters (default 3); one needs no etcd
+  sim                  simulate a whole cluster on virtual time, seed by seed, until a guarantee is violated
       --seed <n>       the first seed (default 1)
-      --seeds <n>      how many (default 1)
-      --seconds <n>    virtual time of each until everything is mended (default 600)
-      --threads <n>    seeds at a time (default: one per core)
+      --seeds <n>      number of seeds (default 1)
+      --seconds <n>    virtual time of each seed until all faults are healed (default 600)
+      --threads <n>    seeds in parallel (default: one per core)
       --trace          print every event, of one seed
-  mutants              plant bugs, one at a time, and run the tests that must find them
-      --list           list the bugs, what each would do to a user, and the test that finds it
-      --only <bug>     plant one
-  wheel                build the Python package and look at what it asks of a system
-      --zig            for every system with glibc 2.28 or later (default)
+  mutants              enable mutations, one at a time, and run the tests that must detect them
+      --list           list the mutants, their impact on a user, and the test that detects each
+      --only <name>    run one
+  wheel                build the Python package and check what it requires of a system
+      --zig            for systems with glibc 2.28 or later (default)
       --plain          for this machine only, with its own linker
-      --out <dir>      where the wheels go (default: wheels, in the target directory)
+      --out <dir>      output directory (default: wheels, in the target directory)
       --check-free-threaded   also compile for an interpreter without the global lock
   python               install the wheels into clean environments and run their tests there
-      --wheel-dir <dir>       where the wheels are
-      --python <versions>     which interpreters (default 3.11,3.12)
+      --wheel-dir <dir>       directory of the wheels
+      --python <versions>     interpreters (default 3.11,3.12)
       --full           all tests on each, not only on the newest
-      --torch          the tests that need torch, and only those
-  e2e                  real engines (vLLM, SGLang, LMCache) on the CPU, which load what others saved; installs them (4 GB)
+      --torch          the tests that need torch or Triton, and only those; with --full also their long forms
+  e2e                  test real inference engines (vLLM, SGLang, LMCache) on the CPU; installs them (4 GB)
       --full           all tests, not only those that take a few minutes
-      --only <words>   those with these words in their names
+      --only <words>   tests with these words in their names
   help                 print this page
 
 examples:
+  cargo xtask check                            before a commit
   cargo xtask ci                               what CI runs
   cargo xtask ci --only clippy                 one step of it
   cargo xtask tidy                             after moving a file or adding a crate
   cargo xtask fuzz                             every target, a minute each
   cargo xtask fuzz <target> --seconds 3600     one target, an hour
-  cargo xtask chaos --seconds 60               a minute of trouble
+  cargo xtask chaos --seconds 60               one minute of faults
   cargo xtask sim --seeds 1000                 ten million operations
-  cargo xtask mutants                          whether our tests find what they are for
+  cargo xtask mutants                          whether the tests detect the bugs they are for
   cargo xtask e2e --only sglang                one engine, all its tests
   cargo xtask wheel && cargo xtask python      the Python package, from sources to its tests
 ";
 
 /// Why a command of ours did not succeed.
 #[derive(Debug, thiserror::Error)]
-enum Failure {
+enum XtaskError {
     #[error("{0}\nsee `cargo xtask help`")]
     Usage(String),
     #[error(transparent)]
@@ -114,14 +119,15 @@ enum Failure {
 
 /// A command line that was understood.
 #[derive(Debug, PartialEq, Eq)]
-enum Request {
+enum XtaskCommand {
     Help,
+    Check,
     Ci { only: Option<ci::Step> },
     CiList,
     Tidy,
     Fuzz { target: Option<String>, seconds: u32 },
     Chaos(chaos::Options),
-    Sim { words: Vec<String> },
+    Sim { args: Vec<String> },
     Mutants(mutants::Options),
     Wheel(wheel::Options),
     Python(python::Options),
@@ -133,7 +139,7 @@ fn main() -> ExitCode {
     match parse(&args).and_then(perform) {
         Ok(()) => ExitCode::SUCCESS,
         // `ci` ends with its own table and count, which must stay the last lines.
-        Err(Failure::Ci(_)) => ExitCode::FAILURE,
+        Err(XtaskError::Ci(_)) => ExitCode::FAILURE,
         Err(failure) => {
             eprintln!("xtask: {failure}");
             ExitCode::FAILURE
@@ -141,71 +147,76 @@ fn main() -> ExitCode {
     }
 }
 
-fn perform(request: Request) -> Result<(), Failure> {
+fn perform(request: XtaskCommand) -> Result<(), XtaskError> {
     let root = workspace_root();
     match request {
-        Request::Help => print!("{HELP}"),
-        Request::CiList => print!("{}", ci::list()),
-        Request::Ci { only } => ci::run(&root, &Machine::probe(&root), only)?,
-        Request::Tidy => tidy::run(&root)?,
-        Request::Fuzz { target, seconds } => {
+        XtaskCommand::Help => print!("{HELP}"),
+        XtaskCommand::CiList => print!("{}", ci::list()),
+        XtaskCommand::Check => ci::run(&root, &Machine::probe(&root), ci::Step::CHECK)?,
+        XtaskCommand::Ci { only } => {
+            let steps = only.as_ref().map_or(ci::Step::ALL, std::slice::from_ref);
+            ci::run(&root, &Machine::probe(&root), steps)?;
+        }
+        XtaskCommand::Tidy => tidy::run(&root)?,
+        XtaskCommand::Fuzz { target, seconds } => {
             fuzz::run_named(&root, &Machine::probe(&root), target.as_deref(), seconds)?;
         }
-        Request::Chaos(options) => chaos::run(&root, &options)?,
-        Request::Sim { words } => sim::run(&root, &words)?,
-        Request::Mutants(options) => mutants::run(&root, &Machine::probe(&root).target_dir, &options)?,
-        Request::Wheel(options) => {
+        XtaskCommand::Chaos(options) => chaos::run(&root, &options)?,
+        XtaskCommand::Sim { args } => sim::run(&root, &args)?,
+        XtaskCommand::Mutants(options) => mutants::run(&root, &Machine::probe(&root).target_dir, &options)?,
+        XtaskCommand::Wheel(options) => {
             wheel::run(&root, &Machine::probe(&root), &options)?;
         }
-        Request::Python(options) => python::run(&root, &Machine::probe(&root), &options)?,
-        Request::E2e(options) => e2e::run(&root, &Machine::probe(&root), &options)?,
+        XtaskCommand::Python(options) => python::run(&root, &Machine::probe(&root), &options)?,
+        XtaskCommand::E2e(options) => e2e::run(&root, &Machine::probe(&root), &options)?,
     }
     Ok(())
 }
 
-fn parse(args: &[String]) -> Result<Request, Failure> {
+fn parse(args: &[String]) -> Result<XtaskCommand, XtaskError> {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args.as_slice() {
-        [] | ["help" | "--help" | "-h", ..] | [_, "--help" | "-h"] => Ok(Request::Help),
-        ["ci"] => Ok(Request::Ci { only: None }),
-        ["ci", "--list"] => Ok(Request::CiList),
+        [] | ["help" | "--help" | "-h", ..] | [_, "--help" | "-h"] => Ok(XtaskCommand::Help),
+        ["check"] => Ok(XtaskCommand::Check),
+        ["ci"] => Ok(XtaskCommand::Ci { only: None }),
+        ["ci", "--list"] => Ok(XtaskCommand::CiList),
         ["ci", "--only", name] => match ci::Step::named(name) {
-            Some(step) => Ok(Request::Ci { only: Some(step) }),
-            None => Err(Failure::Usage(format!("no step is called `{name}`; the steps:\n{}", ci::list()))),
+            Some(step) => Ok(XtaskCommand::Ci { only: Some(step) }),
+            None => Err(XtaskError::Usage(format!("no step is called `{name}`; the steps:\n{}", ci::list()))),
         },
-        ["tidy"] => Ok(Request::Tidy),
+        ["tidy"] => Ok(XtaskCommand::Tidy),
         ["fuzz", rest @ ..] => parse_fuzz(rest),
         ["chaos", rest @ ..] => parse_chaos(rest),
         ["sim", rest @ ..] => {
-            Ok(Request::Sim { words: rest.iter().map(|word| (*word).to_owned()).collect() })
+            Ok(XtaskCommand::Sim { args: rest.iter().map(|word| (*word).to_owned()).collect() })
         }
-        ["mutants"] => Ok(Request::Mutants(mutants::Options::default())),
-        ["mutants", "--list"] => Ok(Request::Mutants(mutants::Options { list: true, only: None })),
+        ["mutants"] => Ok(XtaskCommand::Mutants(mutants::Options::default())),
+        ["mutants", "--list"] => Ok(XtaskCommand::Mutants(mutants::Options { list: true, only: None })),
         ["mutants", "--only", name] => {
-            Ok(Request::Mutants(mutants::Options { list: false, only: Some((*name).to_owned()) }))
+            Ok(XtaskCommand::Mutants(mutants::Options { list: false, only: Some((*name).to_owned()) }))
         }
         ["wheel", rest @ ..] => parse_wheel(rest),
         ["python", rest @ ..] => parse_python(rest),
-        ["e2e"] => Ok(Request::E2e(e2e::Options::default())),
-        ["e2e", "--full"] => Ok(Request::E2e(e2e::Options { full: true, only: None })),
+        ["e2e"] => Ok(XtaskCommand::E2e(e2e::Options::default())),
+        ["e2e", "--full"] => Ok(XtaskCommand::E2e(e2e::Options { full: true, only: None })),
         ["e2e", "--only", words] => {
-            Ok(Request::E2e(e2e::Options { full: false, only: Some((*words).to_owned()) }))
+            Ok(XtaskCommand::E2e(e2e::Options { full: false, only: Some((*words).to_owned()) }))
         }
         [command @ ("ci" | "e2e" | "mutants" | "tidy"), rest @ ..] => {
-            Err(Failure::Usage(format!("`{command}` does not know `{}`", rest.join(" "))))
+            Err(XtaskError::Usage(format!("`{command}` does not know `{}`", rest.join(" "))))
         }
-        [name, ..] => Err(Failure::Usage(format!("no command is called `{name}`"))),
+        [name, ..] => Err(XtaskError::Usage(format!("no command is called `{name}`"))),
     }
 }
 
-fn parse_fuzz(mut rest: &[&str]) -> Result<Request, Failure> {
+fn parse_fuzz(mut rest: &[&str]) -> Result<XtaskCommand, XtaskError> {
     let (mut target, mut seconds) = (None, fuzz::LONG_SECONDS);
     loop {
         rest = match rest {
-            [] => return Ok(Request::Fuzz { target, seconds }),
+            [] => return Ok(XtaskCommand::Fuzz { target, seconds }),
             ["--seconds", number, tail @ ..] => {
                 seconds = number.parse().map_err(|_| {
-                    Failure::Usage(format!("`--seconds` wants a whole number, not `{number}`"))
+                    XtaskError::Usage(format!("`--seconds` wants a whole number, not `{number}`"))
                 })?;
                 tail
             }
@@ -213,19 +224,19 @@ fn parse_fuzz(mut rest: &[&str]) -> Result<Request, Failure> {
                 target = Some((*name).to_owned());
                 tail
             }
-            [other, ..] => return Err(Failure::Usage(format!("`fuzz` does not know `{other}`"))),
+            [other, ..] => return Err(XtaskError::Usage(format!("`fuzz` does not know `{other}`"))),
         }
     }
 }
 
-fn parse_chaos(mut rest: &[&str]) -> Result<Request, Failure> {
+fn parse_chaos(mut rest: &[&str]) -> Result<XtaskCommand, XtaskError> {
     let mut options = chaos::Options::default();
-    fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Failure> {
-        text.parse().map_err(|_| Failure::Usage(format!("`{name}` wants a whole number, not `{text}`")))
+    fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, XtaskError> {
+        text.parse().map_err(|_| XtaskError::Usage(format!("`{name}` wants a whole number, not `{text}`")))
     }
     loop {
         rest = match rest {
-            [] => return Ok(Request::Chaos(options)),
+            [] => return Ok(XtaskCommand::Chaos(options)),
             ["--minutes", text, tail @ ..] => {
                 options.seconds = 60 * u32::from(number::<u16>("--minutes", text)?);
                 tail
@@ -242,16 +253,16 @@ fn parse_chaos(mut rest: &[&str]) -> Result<Request, Failure> {
                 options.masters = number("--masters", text)?;
                 tail
             }
-            [other, ..] => return Err(Failure::Usage(format!("`chaos` does not know `{other}`"))),
+            [other, ..] => return Err(XtaskError::Usage(format!("`chaos` does not know `{other}`"))),
         }
     }
 }
 
-fn parse_wheel(mut rest: &[&str]) -> Result<Request, Failure> {
+fn parse_wheel(mut rest: &[&str]) -> Result<XtaskCommand, XtaskError> {
     let mut options = wheel::Options::default();
     loop {
         rest = match rest {
-            [] => return Ok(Request::Wheel(options)),
+            [] => return Ok(XtaskCommand::Wheel(options)),
             [kind @ ("--zig" | "--plain"), tail @ ..] => {
                 options.plain = *kind == "--plain";
                 tail
@@ -264,16 +275,16 @@ fn parse_wheel(mut rest: &[&str]) -> Result<Request, Failure> {
                 options.free_threaded = true;
                 tail
             }
-            [other, ..] => return Err(Failure::Usage(format!("`wheel` does not know `{other}`"))),
+            [other, ..] => return Err(XtaskError::Usage(format!("`wheel` does not know `{other}`"))),
         }
     }
 }
 
-fn parse_python(mut rest: &[&str]) -> Result<Request, Failure> {
+fn parse_python(mut rest: &[&str]) -> Result<XtaskCommand, XtaskError> {
     let mut options = python::Options::default();
     loop {
         rest = match rest {
-            [] => return Ok(Request::Python(options)),
+            [] => return Ok(XtaskCommand::Python(options)),
             ["--wheel-dir", directory, tail @ ..] => {
                 options.wheel_dir = Some((*directory).to_owned());
                 tail
@@ -281,7 +292,9 @@ fn parse_python(mut rest: &[&str]) -> Result<Request, Failure> {
             ["--python", versions, tail @ ..] => {
                 let parsed: Option<Vec<_>> = versions.split(',').map(venv::Version::parse).collect();
                 options.versions = parsed.ok_or_else(|| {
-                    Failure::Usage(format!("`--python` wants versions such as 3.11,3.12, not `{versions}`"))
+                    XtaskError::Usage(format!(
+                        "`--python` wants versions such as 3.11,3.12, not `{versions}`"
+                    ))
                 })?;
                 tail
             }
@@ -293,7 +306,7 @@ fn parse_python(mut rest: &[&str]) -> Result<Request, Failure> {
                 options.torch = true;
                 tail
             }
-            [other, ..] => return Err(Failure::Usage(format!("`python` does not know `{other}`"))),
+            [other, ..] => return Err(XtaskError::Usage(format!("`python` does not know `{other}`"))),
         }
     }
 }
@@ -311,25 +324,27 @@ fn workspace_root() -> PathBuf {
 mod tests {
     use super::*;
 
-    fn check(line: &str, expected: Option<Request>) {
+    fn check(line: &str, expected: Option<XtaskCommand>) {
         let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
         assert_eq!(parse(&args).ok(), expected, "{line:?}");
     }
 
     #[test]
-    fn command_lines_are_understood_or_refused() {
+    fn arguments_are_parsed_or_rejected() {
         let fuzz = |target: Option<&str>, seconds| {
-            Some(Request::Fuzz { target: target.map(str::to_owned), seconds })
+            Some(XtaskCommand::Fuzz { target: target.map(str::to_owned), seconds })
         };
-        check("", Some(Request::Help));
-        check("help", Some(Request::Help));
-        check("ci --help", Some(Request::Help));
-        check("ci", Some(Request::Ci { only: None }));
-        check("ci --list", Some(Request::CiList));
-        check("ci --only clippy", Some(Request::Ci { only: ci::Step::named("clippy") }));
+        check("", Some(XtaskCommand::Help));
+        check("help", Some(XtaskCommand::Help));
+        check("ci --help", Some(XtaskCommand::Help));
+        check("check", Some(XtaskCommand::Check));
+        check("check --only fmt", None);
+        check("ci", Some(XtaskCommand::Ci { only: None }));
+        check("ci --list", Some(XtaskCommand::CiList));
+        check("ci --only clippy", Some(XtaskCommand::Ci { only: ci::Step::named("clippy") }));
         check("ci --only", None);
         check("ci --only nothing", None);
-        check("tidy", Some(Request::Tidy));
+        check("tidy", Some(XtaskCommand::Tidy));
         check("tidy now", None);
         check("fuzz", fuzz(None, fuzz::LONG_SECONDS));
         check("fuzz frame", fuzz(Some("frame"), fuzz::LONG_SECONDS));
@@ -342,26 +357,26 @@ mod tests {
         check("deploy", None);
 
         let masters = chaos::MASTERS;
-        let chaos = |seconds, seed| Some(Request::Chaos(chaos::Options { seconds, seed, masters }));
+        let chaos = |seconds, seed| Some(XtaskCommand::Chaos(chaos::Options { seconds, seed, masters }));
         check("chaos", chaos(chaos::LONG_SECONDS, None));
         check("chaos --minutes 3 --seed 7", chaos(180, Some(7)));
         check("chaos --seconds 60", chaos(60, None));
         let one = chaos::Options { masters: 1, ..chaos::Options::default() };
-        check("chaos --masters 1", Some(Request::Chaos(one)));
+        check("chaos --masters 1", Some(XtaskCommand::Chaos(one)));
         check("chaos --minutes many", None);
         check("chaos now", None);
 
         let words = vec!["--seed".to_owned(), "7".to_owned()];
-        check("sim --seed 7", Some(Request::Sim { words }));
+        check("sim --seed 7", Some(XtaskCommand::Sim { args: words }));
         let mutants = |list, only: Option<&str>| {
-            Some(Request::Mutants(mutants::Options { list, only: only.map(str::to_owned) }))
+            Some(XtaskCommand::Mutants(mutants::Options { list, only: only.map(str::to_owned) }))
         };
         check("mutants", mutants(false, None));
         check("mutants --list", mutants(true, None));
         check("mutants --only x", mutants(false, Some("x")));
         check("mutants --only", None);
         let e2e = |full, only: Option<&str>| {
-            Some(Request::E2e(e2e::Options { full, only: only.map(str::to_owned) }))
+            Some(XtaskCommand::E2e(e2e::Options { full, only: only.map(str::to_owned) }))
         };
         check("e2e", e2e(false, None));
         check("e2e --full", e2e(true, None));
@@ -369,7 +384,7 @@ mod tests {
         check("e2e --only", None);
 
         let wheel = |plain, out: Option<&str>, free_threaded| {
-            Some(Request::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))
+            Some(XtaskCommand::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))
         };
         check("wheel", wheel(false, None, false));
         check("wheel --zig", wheel(false, None, false));
@@ -378,7 +393,7 @@ mod tests {
         check("wheel --out", None);
         check("wheel now", None);
 
-        let python = |options| Some(Request::Python(options));
+        let python = |options| Some(XtaskCommand::Python(options));
         check("python", python(python::Options::default()));
         let versions = vec![venv::Version { minor: 11 }, venv::Version { minor: 12 }];
         check(

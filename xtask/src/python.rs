@@ -20,8 +20,9 @@ const VERSIONS: &[Version] = &[Version { minor: 11 }, Version { minor: 12 }];
 /// For a whole run of pytest; single tests have their own limit.
 const TIME_MAX: &str = "900";
 
-/// `pip install torch` would bring 3 GB of libraries for GPUs, so its dependencies are named here.
-const TORCH: &[&str] = &["torch==2.13.0"];
+/// `pip install torch` would bring 3 GB of libraries for GPUs, so its dependencies are named here. Triton compiles for
+/// GPUs, and interprets kernels, on any machine. The versions are those of the end-to-end tests.
+const TORCH: &[&str] = &["torch==2.13.0", "triton==3.7.1"];
 const TORCH_DEPENDENCIES: &[&str] =
     &["filelock", "fsspec", "jinja2", "networkx", "setuptools<81", "sympy", "typing-extensions"];
 
@@ -32,9 +33,9 @@ pub(crate) struct Options {
     pub(crate) wheel_dir: Option<String>,
     /// Instead of those of [`VERSIONS`] that are there.
     pub(crate) versions: Vec<Version>,
-    /// Every test on every interpreter.
+    /// Every test on every interpreter; of the kernels the long form.
     pub(crate) full: bool,
-    /// The tests that need torch, and only those.
+    /// The tests that need torch or Triton, and only those.
     pub(crate) torch: bool,
 }
 
@@ -80,11 +81,13 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<(
         }
     }
 
+    let driver = fakedriver::build(root, machine)?;
     if options.torch {
         let (interpreter, _) = chosen.last().ok_or(PythonError::NoInterpreter)?;
-        return test_torch(root, &scratch, &tools, &wheels, interpreter);
+        let venv = torch_venv(root, &scratch, &tools, &wheels, interpreter)?;
+        pytest(root, &scratch, &venv, "-m torch python/tests", &driver)?;
+        return pytest(root, &scratch, &venv, &kernel_tests(options), &driver);
     }
-    let driver = fakedriver::build(root, machine)?;
     for (interpreter, suite) in &chosen {
         println!("\n-- Python {}", interpreter.version);
         let venv = Venv::empty(root, interpreter, scratch.join(format!("test-{}", interpreter.version)))?;
@@ -97,7 +100,7 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<(
             check_types(root, &scratch, &venv)?;
         }
         let marks = if *suite == Suite::Full { "not torch" } else { "smoke and not torch" };
-        pytest(root, &scratch, &venv, marks, Some(&driver))?;
+        pytest(root, &scratch, &venv, &format!("-m '{marks}' python/tests"), &driver)?;
     }
     Ok(())
 }
@@ -131,11 +134,14 @@ fn chosen<'a>(
 fn check_installed(root: &Path, scratch: &Path, venv: &Venv) -> Result<(), PythonError> {
     let python = venv.path("bin/python");
     let clean = |arguments: &[&str]| clean(scratch, venv, arguments);
-    // Away from the checkout, whose folder `python` is on nobody's path, and from the variables of this process.
-    tell(root, &clean(&[&venv.path("bin/moontide"), "--version"]))?;
-    tell(root, &clean(&[&python, "-m", "moontide", "doctor"]))?;
-    tell(root, &clean(&[&python, "-c", "import moontide; print(moontide.__version__, moontide.__file__)"]))?;
-    tell(root, &clean(&[&python, "-c", "import mooncake; print(mooncake.__file__)"]))?;
+    // Away from the checkout, whose folder `python` must not be on the module path, and from the variables of this process.
+    run_logged(root, &clean(&[&venv.path("bin/moontide"), "--version"]))?;
+    run_logged(root, &clean(&[&python, "-m", "moontide", "doctor"]))?;
+    run_logged(
+        root,
+        &clean(&[&python, "-c", "import moontide; print(moontide.__version__, moontide.__file__)"]),
+    )?;
+    run_logged(root, &clean(&[&python, "-c", "import mooncake; print(mooncake.__file__)"]))?;
 
     let where_from = "import moontide._native as n; print(n.__file__, moontide.binary())";
     let code = format!("import moontide; {where_from}");
@@ -173,37 +179,41 @@ fn foreign(listing: &str) -> Vec<String> {
 fn check_types(root: &Path, scratch: &Path, venv: &Venv) -> Result<(), PythonError> {
     let cache = scratch.join("mypy").to_string_lossy().into_owned();
     let stubtest = ["-m", "mypy.stubtest", "moontide._native"];
-    tell(root, &Command::new(&venv.path("bin/python"), &stubtest).env("MYPY_CACHE_DIR", &cache))
+    run_logged(root, &Command::new(&venv.path("bin/python"), &stubtest).env("MYPY_CACHE_DIR", &cache))
 }
 
+/// Runs the tests that `selection` names in words of pytest's command line.
 fn pytest(
     root: &Path,
     scratch: &Path,
     venv: &Venv,
-    marks: &str,
-    driver: Option<&str>,
+    selection: &str,
+    driver: &str,
 ) -> Result<(), PythonError> {
     let (bin, cache) = (venv.path("bin"), scratch.join("pytest"));
     // `moontide` in a test is the installed one. Nothing is written beside the sources.
     let line = format!(
-        "PATH='{bin}':$PATH exec timeout {TIME_MAX} pytest -q -m '{marks}' -o cache_dir='{}' python/tests",
+        "PATH='{bin}':$PATH exec timeout {TIME_MAX} pytest -q -o cache_dir='{}' {selection}",
         cache.display()
     );
-    let mut command = Command::new("sh", &["-c", &line]).env("PYTHONDONTWRITEBYTECODE", "1");
-    if let Some(driver) = driver {
-        command = command.env(fakedriver::VARIABLE, driver);
-    }
-    tell(root, &command)
+    let command = Command::new("sh", &["-c", &line]).env("PYTHONDONTWRITEBYTECODE", "1");
+    run_logged(root, &command.env(fakedriver::VARIABLE, driver))
+}
+
+/// The tests of the kernels; those of the short form take two minutes.
+fn kernel_tests(options: &Options) -> String {
+    let marks = if options.full { "" } else { "-m short " };
+    format!("{marks}python/e2e/test_kernels.py python/e2e/test_nano_kernels.py")
 }
 
 /// Torch is large: its environment stays, and only our wheels in it are new.
-fn test_torch(
+fn torch_venv(
     root: &Path,
     scratch: &Path,
     tools: &Venv,
     wheels: &Wheels,
     interpreter: &Interpreter,
-) -> Result<(), PythonError> {
+) -> Result<Venv, PythonError> {
     let directory = scratch.join(format!("torch-{}", interpreter.version));
     let ready = directory.join("torch-is-ready.txt");
     let requirements_path = root.join("python/tests/requirements.txt");
@@ -214,20 +224,20 @@ fn test_torch(
         Venv::existing(directory)
     } else {
         let venv = Venv::empty(root, interpreter, directory)?;
-        tools.install_into(&venv, root, &["-r", "python/tests/requirements.txt"])?;
-        tools.install_into(&venv, root, TORCH_DEPENDENCIES)?;
+        let others = [&["-r", "python/tests/requirements.txt"], TORCH_DEPENDENCIES].concat();
+        tools.install_into(&venv, root, &others)?;
         tools.install_into(&venv, root, &[&["--no-deps"], TORCH].concat())?;
-        tell(root, &Command::new(&venv.path("bin/python"), &["python/tests/torch_without_cuda.py"]))?;
+        run_logged(root, &Command::new(&venv.path("bin/python"), &["python/tests/torch_without_cuda.py"]))?;
         std::fs::write(&ready, &stamp).map_err(|source| files(&ready, source))?;
         venv
     };
     let ours = [wheels.moontide.to_string_lossy(), wheels.compat.to_string_lossy()];
     let again = ["--no-index", "--force-reinstall", "--no-deps", &ours[0], &ours[1]];
     tools.install_into(&venv, root, &again)?;
-    pytest(root, scratch, &venv, "torch", None)
+    Ok(venv)
 }
 
-fn tell(root: &Path, command: &Command) -> Result<(), PythonError> {
+fn run_logged(root: &Path, command: &Command) -> Result<(), PythonError> {
     println!("$ {command}");
     Ok(command.run(root)?)
 }
@@ -257,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_runs_on_the_newest_and_a_little_on_the_others() {
+    fn newest_supported_python_runs_full_suite_and_others_smoke() {
         let plain = Options::default();
         check(&[11, 12, 13], &plain, Some(&[(11, Suite::Smoke), (12, Suite::Full)]));
         check(&[11], &plain, Some(&[(11, Suite::Full)]));
@@ -273,7 +283,22 @@ mod tests {
     }
 
     #[test]
-    fn libraries_that_need_not_be_there_are_named() {
+    fn torch_and_triton_versions_are_those_of_end_to_end_tests() {
+        let pinned: Vec<&str> = include_str!("../../python/e2e/requirements.txt").lines().collect();
+        for package in TORCH {
+            assert!(pinned.contains(package), "{package}");
+        }
+    }
+
+    #[test]
+    fn only_short_kernel_tests_run_by_default() {
+        let files = "python/e2e/test_kernels.py python/e2e/test_nano_kernels.py";
+        assert_eq!(kernel_tests(&Options::default()), format!("-m short {files}"));
+        assert_eq!(kernel_tests(&Options { full: true, ..Options::default() }), files);
+    }
+
+    #[test]
+    fn libraries_outside_base_system_are_listed() {
         let listing = "\tlinux-vdso.so.1 (0x00007ffd)\n\
                        \tlibm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f)\n\
                        \tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f)\n\

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_block_under_the_heading_is_found_and_no_other() {
+    fn block_is_taken_from_quick_start_section_only() {
         let page = "# x\n```sh\nno\n```\n\n## Quick start\n\nwords\n```sh\none\ntwo\n```\n```sh\nno\n```\n";
         assert_eq!(block(page), Some("one\ntwo\n"));
         assert_eq!(block("# x\n\n## Quick start\n\nwords\n\n## Next\n```sh\nno\n```\n"), None);
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_has_one() {
+    fn readme_has_quick_start_block() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         let page = std::fs::read_to_string(root.join("README.md")).unwrap();
         assert!(block(&page).unwrap().contains("moontide put"));

@@ -1,6 +1,6 @@
 //! `cargo xtask sim`: many seeds of the simulation, optimised, because a thousand of them are ten million operations.
 //!
-//! Owns nothing but the command: what the words mean the simulation knows, and says when it does not.
+//! Owns the command only: the simulation parses the arguments.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_handed_on() {
+    fn sim_command_forwards_arguments() {
         let words = ["--seed".to_owned(), "7".to_owned()];
         let line = command(&words).to_string();
         assert_eq!(line, "cargo run --release --quiet --package moontide-sim -- --seed 7");

@@ -1,13 +1,14 @@
-//! `cargo xtask tidy`: what we agreed on and no compiler checks.
+//! `cargo xtask tidy`: conventions that no compiler checks.
 //!
-//! Owns the list of checks and how their findings are told. The checks themselves are functions from facts to
-//! [`Finding`]s: [`crates`] looks at dependencies, [`pages`] at documentation, [`sources`] at source files; [`tree`]
-//! holds the files of the checkout, so that a test can plant a violation in memory.
+//! Owns the list of checks and the report. The checks are functions from facts to [`Finding`]s: [`crates`] checks
+//! dependencies, [`pages`] documentation, [`sources`] source files, [`words`] vocabulary. [`tree`] holds the files of the
+//! checkout, so that a test can construct a violation in memory.
 
 mod crates;
 mod pages;
 mod sources;
 mod tree;
+mod words;
 
 use std::fmt;
 use std::path::Path;
@@ -15,27 +16,27 @@ use std::path::Path;
 use crate::command::{Command, CommandError};
 use tree::Tree;
 
-/// One violation: where it is, what is wrong and, where that is not plain, what to do about it.
+/// One violation: location, what is wrong and, if that is not obvious, what to do.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Finding {
     /// `path` or `path:line`, from the workspace root.
-    place: String,
+    location: String,
     what: String,
 }
 
 impl Finding {
-    fn new(place: impl Into<String>, what: impl Into<String>) -> Self {
-        Self { place: place.into(), what: what.into() }
+    fn new(location: impl Into<String>, what: impl Into<String>) -> Self {
+        Self { location: location.into(), what: what.into() }
     }
 }
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.place, self.what)
+        write!(f, "{}: {}", self.location, self.what)
     }
 }
 
-/// Why tidy did not pass.
+/// Reason why tidy failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TidyError {
     #[error("tidy: {0} finding(s), listed above")]
@@ -56,6 +57,7 @@ pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     )?;
 
     let mut findings = crates::direction(&packages);
+    findings.extend(crates::testing_feature(&packages));
     for ban in crates::bans_for(&packages) {
         let listing = Command::cargo(&format!(
             "tree --package {} --edges normal --all-features --prefix depth --locked",
@@ -68,6 +70,7 @@ pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     findings.extend(sources::headers(&tree));
     findings.extend(sources::lengths(&tree));
     findings.extend(sources::purity(&tree));
+    findings.extend(words::vocabulary(&tree));
 
     findings.sort();
     findings.iter().for_each(|finding| println!("{finding}"));

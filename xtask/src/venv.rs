@@ -119,7 +119,7 @@ impl Venv {
         if std::fs::read_to_string(&stamp_path).is_ok_and(|found| found == stamp) {
             return Ok(venv);
         }
-        tell(Command::new(&interpreter.program, &["-m", "venv", "--clear", &venv.path("")]), root)?;
+        run_logged(Command::new(&interpreter.program, &["-m", "venv", "--clear", &venv.path("")]), root)?;
         venv.install(root, requirements)?;
         let files = |source| VenvError::Files { path: stamp_path.display().to_string(), source };
         std::fs::write(&stamp_path, stamp).map_err(files)?;
@@ -139,7 +139,7 @@ impl Venv {
     ) -> Result<Self, VenvError> {
         let venv = Self { directory };
         let arguments = ["-m", "venv", "--clear", "--without-pip", &venv.path("")];
-        tell(Command::new(&interpreter.program, &arguments), root)?;
+        run_logged(Command::new(&interpreter.program, &arguments), root)?;
         Ok(venv)
     }
 
@@ -154,7 +154,7 @@ impl Venv {
         let mut arguments =
             vec!["-m", "pip", "--python", &python, "--disable-pip-version-check", "install", "--quiet"];
         arguments.extend(what);
-        tell(Command::new(&self.path("bin/python"), &arguments), root)
+        run_logged(Command::new(&self.path("bin/python"), &arguments), root)
     }
 
     pub(crate) fn path(&self, inside: &str) -> String {
@@ -162,7 +162,7 @@ impl Venv {
     }
 }
 
-fn tell(command: Command, root: &Path) -> Result<(), VenvError> {
+fn run_logged(command: Command, root: &Path) -> Result<(), VenvError> {
     println!("$ {command}");
     Ok(command.run(root)?)
 }
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_patch_of_a_version_comes_last() {
+    fn interpreters_of_a_version_are_sorted_by_patch() {
         let folders = ["/p/3.12.1", "/p/3.12.10", "/p/3.12.9", "/p/3.1.2", "/p/pypy3.12", "/p/3.12.0rc1"];
         let folders: Vec<PathBuf> = folders.iter().map(PathBuf::from).collect();
         assert_eq!(
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_read_as_they_are_written() {
+    fn versions_round_trip_and_invalid_text_is_rejected() {
         for text in ["3.11", "3.12"] {
             assert_eq!(Version::parse(text).unwrap().to_string(), text);
         }

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use crate::command::{Command, CommandError};
-use crate::elf::{ElfError, Glibc, Needs};
+use crate::elf::{ElfError, ElfRequirements, Glibc};
 use crate::machine::Machine;
 use crate::venv::{self, Interpreter, Venv, VenvError};
 
@@ -34,8 +34,9 @@ const LOADER: &str = "ld-linux-";
 /// daemon thread that is ended when the interpreter ends is unwound by this one through our frames, and two unwinders do
 /// not understand each other's state. Every system that can run CPython has it.
 const UNWINDER: &str = "libgcc_s.so.1";
-/// A little more than the wheel of today; one that grows past it has swallowed something.
-const SIZE_MAX: u64 = 15 << 20;
+/// Size limit of a wheel: half as large again as a wheel built without size optimisations. A wheel beyond it contains
+/// something that does not belong there.
+const SIZE_MAX: u64 = 24 << 20;
 
 /// Where wheels go, under the target directory.
 const OUT: &str = "wheels";
@@ -97,7 +98,7 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<W
     clock.lap("program");
 
     remove_wheels(&out)?;
-    tell(root, maturin(&tools, linkers.as_ref().map(|linkers| linkers.extension.as_str()), &out))?;
+    run_logged(root, maturin(&tools, linkers.as_ref().map(|linkers| linkers.extension.as_str()), &out))?;
     clock.lap("extension");
 
     build_compat(root, &scratch, &tools, &out)?;
@@ -111,7 +112,7 @@ pub(crate) fn run(root: &Path, machine: &Machine, options: &Options) -> Result<W
         check_free_threaded(root, &scratch)?;
         clock.lap("free-threaded");
     }
-    clock.tell();
+    clock.print();
     if problems.is_empty() { Ok(wheels) } else { Err(WheelError::Problems(problems)) }
 }
 
@@ -211,13 +212,13 @@ fn build_program(root: &Path, machine: &Machine, linker: Option<&str>) -> Result
     let mut words = vec!["rustc", "--release", "--locked", "-p", "moontide-cli", "--bin", "moontide", "--"];
     let arguments = link_arguments(linker);
     words.extend(arguments.iter().map(String::as_str));
-    tell(root, Command::new("cargo", &words))?;
+    run_logged(root, Command::new("cargo", &words))?;
 
     let built = root.join(&machine.target_dir).join("release/moontide");
     let shipped = root.join("python/moontide/bin/moontide");
     let copy = || {
         std::fs::create_dir_all(root.join("python/moontide/bin"))?;
-        // A program that somebody runs cannot be written to, but can be replaced.
+        // A running program cannot be written to, but can be replaced.
         let fresh = shipped.with_extension("new");
         std::fs::copy(&built, &fresh)?;
         std::fs::rename(&fresh, &shipped)
@@ -252,7 +253,7 @@ fn build_compat(root: &Path, scratch: &Path, tools: &Venv, out: &Path) -> Result
     let mut words = vec!["-m", "pip", "--disable-pip-version-check", "wheel"];
     words.extend(options);
     words.extend(["--wheel-dir", &out, &copy]);
-    tell(root, Command::new(&python, &words))
+    run_logged(root, Command::new(&python, &words))
 }
 
 /// Sizes, and what the machine code in the wheels asks for. Returns what is wrong.
@@ -287,7 +288,8 @@ fn inspect(
             }
             code += 1;
             let name = path.strip_prefix(&unpacked).unwrap_or(&path).display().to_string();
-            let needs = Needs::of(&file).map_err(|source| WheelError::Elf { path: name.clone(), source })?;
+            let needs = ElfRequirements::of(&file)
+                .map_err(|source| WheelError::Elf { path: name.clone(), source })?;
             let glibc = needs.glibc().map_or_else(|| "no glibc".to_owned(), |glibc| format!("glibc {glibc}"));
             println!("  {name:<62} {:>10}  {glibc}; {}", file.len(), needs.libraries.join(" "));
             if !plain {
@@ -308,7 +310,7 @@ pub(crate) fn is_everywhere(library: &str) -> bool {
 }
 
 /// What a file asks for that a system need not have.
-fn refused(name: &str, needs: &Needs) -> Vec<String> {
+fn refused(name: &str, needs: &ElfRequirements) -> Vec<String> {
     let mut problems = Vec::new();
     if let Some(glibc) = needs.glibc().filter(|glibc| *glibc > GLIBC_MAX) {
         problems.push(format!("{name} needs glibc {glibc}; {GLIBC_MAX} is what we promise"));
@@ -378,7 +380,7 @@ fn check_free_threaded(root: &Path, scratch: &Path) -> Result<(), WheelError> {
     let path = scratch.join("free-threaded.txt");
     std::fs::write(&path, FREE_THREADED).map_err(|source| files(&path, source))?;
     let check = Command::cargo("check --locked -p moontide-python");
-    tell(root, check.env("PYO3_CONFIG_FILE", &path.to_string_lossy()))
+    run_logged(root, check.env("PYO3_CONFIG_FILE", &path.to_string_lossy()))
 }
 
 /// How long the parts took.
@@ -397,13 +399,13 @@ impl Clock {
         self.laps.push((name, self.start.elapsed().as_secs_f64() - before));
     }
 
-    fn tell(&self) {
+    fn print(&self) {
         let laps = self.laps.iter().map(|(name, seconds)| format!("{name} {seconds:.1}"));
         println!("\nseconds: {}", laps.collect::<Vec<_>>().join(" · "));
     }
 }
 
-fn tell(root: &Path, command: Command) -> Result<(), WheelError> {
+fn run_logged(root: &Path, command: Command) -> Result<(), WheelError> {
     println!("$ {command}");
     Ok(command.run(root)?)
 }
@@ -461,9 +463,9 @@ fn copy_directory(source: &Path, target: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn needs(libraries: &[&str], versions: &[&str]) -> Needs {
+    fn needs(libraries: &[&str], versions: &[&str]) -> ElfRequirements {
         let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
-        Needs {
+        ElfRequirements {
             libraries: owned(libraries),
             versions: owned(versions),
             executable_stack: false,
@@ -472,8 +474,8 @@ mod tests {
     }
 
     #[test]
-    fn what_a_system_need_not_have_is_refused() {
-        let check = |needs: &Needs, expected: &[&str]| {
+    fn non_portable_binary_is_rejected_with_reason() {
+        let check = |needs: &ElfRequirements, expected: &[&str]| {
             let problems = refused("x", needs);
             assert_eq!(problems.len(), expected.len(), "{problems:?}");
             for (problem, word) in problems.iter().zip(expected) {
@@ -485,8 +487,8 @@ mod tests {
         check(&needs(&["libc.so.6"], &["GLIBC_2.34"]), &["2.34"]);
         check(&needs(&["libc.so.6"], &["GLIBC_PRIVATE"]), &["private"]);
         check(&needs(&["libgcc_s.so.1", "libssl.so.3"], &[]), &["libssl"]);
-        check(&Needs { executable_stack: true, ..good.clone() }, &["executable stack"]);
-        check(&Needs { symbols: true, ..good.clone() }, &["stripped"]);
+        check(&ElfRequirements { executable_stack: true, ..good.clone() }, &["executable stack"]);
+        check(&ElfRequirements { symbols: true, ..good.clone() }, &["stripped"]);
 
         // Failure: a program with a daemon thread in a call crashed when it ended. Cause: zig had linked its own unwinder
         // into the extension. Fix: it shares the interpreter's.
@@ -495,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn features_that_differ_are_named_once_per_package() {
+    fn differing_features_are_listed_once_per_package() {
         let cli = "moontide-cli v0.1.0 (/x)|\nrustix v1.1.6|fs,net,termios\ntokio v1.54.0|net\nclap v4.5.0|std (*)\n";
         let python =
             "moontide-python v0.1.0 (/x)|\nrustix v1.1.6|fs,net\ntokio v1.54.0|net (*)\npyo3 v0.30.0|abi3\n";
@@ -504,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn one_wheel_of_each_is_found_and_nothing_else() {
+    fn directory_must_contain_one_wheel_of_each_package() {
         let directory = std::env::temp_dir().join(format!("moontide-xtask-wheels-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         let touch = |name: &str| std::fs::write(directory.join(name), b"").unwrap();
@@ -523,14 +525,14 @@ mod tests {
     }
 
     #[test]
-    fn the_linker_is_told_which_glibc_and_keeps_its_cache_with_us() {
+    fn linker_script_sets_glibc_version_and_cache_directory() {
         let script = linker_script("/t/build/bin", "/t/zig", "/lib/first.so");
         assert!(script.contains("-linux-gnu.2.28 /lib/first.so \"$@\"\n"), "{script}");
         assert!(script.contains("PATH='/t/build/bin':\"$PATH\" ZIG_GLOBAL_CACHE_DIR='/t/zig' "), "{script}");
     }
 
     #[test]
-    fn only_the_last_crate_is_linked_otherwise() {
+    fn link_arguments_set_linker_and_strip_symbols() {
         assert_eq!(link_arguments(Some("/t/zig-cc")), ["-Clinker=/t/zig-cc", "-Cstrip=symbols"]);
         assert_eq!(link_arguments(None), ["-Cstrip=symbols"]);
     }

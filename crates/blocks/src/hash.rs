@@ -1,53 +1,53 @@
-//! [`BlockHash`]: what a block is called. It stands for all tokens up to the block's end, not for its own alone.
+//! [`BlockHash`]: hash of a block. It covers all tokens up to the block's end, not only its own.
 //!
 //! The same chain as `moontide.kv.block_hashes` of the Python package, so that engines in both languages find each
-//! other's blocks: SHA-256 over the hash before, and the tokens as 64-bit little-endian numbers. The first one follows a
-//! root, made from a tenant's salt and an adapter's name.
+//! other's blocks: SHA-256 over the preceding hash, and the tokens as 64-bit little-endian numbers. The first one
+//! follows a root, made from a tenant's salt and an adapter's name.
 //!
-//! A tail that fills no block is called by the same rule: fewer tokens give another hash. Of a sequence of which tokens
-//! [were dropped](crate::Cache::thin), the upper half of each number is the token's position, counted from one, and its
-//! highest bit says whether the row was computed since; what is left was computed in the presence of what is gone, and is
-//! named after both.
+//! A tail that does not fill a block is hashed by the same rule: fewer tokens give another hash. In a sequence from
+//! which tokens [were dropped](crate::Cache::prune), the upper half of each number is the token's position, counted
+//! from one, and its highest bit is set if the row was computed since. The remaining rows were computed in the presence
+//! of the dropped tokens, and the hash covers both.
 
 use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-/// Tokens that are hashed at a time: as many as most blocks have.
+/// Tokens that are hashed at a time: the size of most blocks.
 const WORDS: usize = 16;
 
-/// A token's number.
+/// Id of a token.
 pub type Token = u32;
 
-/// The name of a block's content.
+/// Hash of a block's content.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(pub [u8; 32]);
 
 impl BlockHash {
-    /// What the first block follows. Different salts (tenants) and adapters never find each other's blocks.
+    /// Returns the hash that precedes the first block. Different salts (tenants) and adapters never share blocks.
     pub fn root(salt: &str, adapter: &str) -> BlockHash {
-        let mut said = String::from("[\"moontide\", ");
-        push_json(&mut said, adapter);
-        said.push_str(", ");
-        push_json(&mut said, if moontide_types::planted("salt-forgotten") { "" } else { salt });
-        said.push(']');
-        BlockHash(Sha256::digest(said.as_bytes()).into())
+        let mut json = String::from("[\"moontide\", ");
+        push_json(&mut json, adapter);
+        json.push_str(", ");
+        push_json(&mut json, if moontide_rt::mutation_enabled("salt-forgotten") { "" } else { salt });
+        json.push(']');
+        BlockHash(Sha256::digest(json.as_bytes()).into())
     }
 
-    /// The hash of the tokens that follow.
-    pub fn then(&self, tokens: &[Token]) -> BlockHash {
-        self.then_words(tokens.iter().map(|token| u64::from(*token)))
+    /// Returns the hash of the tokens that follow.
+    pub fn extend(&self, tokens: &[Token]) -> BlockHash {
+        self.extend_words(tokens.iter().map(|token| u64::from(*token)))
     }
 
-    pub(crate) fn then_words(&self, words: impl Iterator<Item = u64>) -> BlockHash {
+    pub(crate) fn extend_words(&self, words: impl Iterator<Item = u64>) -> BlockHash {
         let mut sha = Sha256::new_with_prefix(self.0);
-        // Many at a time: every call has its price.
+        // Many at a time: every call has a cost.
         let mut bytes = [0; 8 * WORDS];
         let mut words = words.peekable();
         while words.peek().is_some() {
             let mut len = 0;
-            for (space, word) in bytes.chunks_exact_mut(8).zip(words.by_ref()) {
-                space.copy_from_slice(&word.to_le_bytes());
+            for (target, word) in bytes.chunks_exact_mut(8).zip(words.by_ref()) {
+                target.copy_from_slice(&word.to_le_bytes());
                 len += 8;
             }
             sha.update(&bytes[..len]);
@@ -55,7 +55,8 @@ impl BlockHash {
         BlockHash(sha.finalize().into())
     }
 
-    /// What the rest of a sequence follows, once tokens were dropped from it: it was computed in their presence.
+    /// Returns the hash that precedes the rest of a sequence after tokens were dropped from it: it was computed in
+    /// their presence.
     pub(crate) fn after_dropping(&self, history: &BlockHash) -> BlockHash {
         let mut sha = Sha256::new_with_prefix(b"moontide: dropped");
         sha.update(self.0);
@@ -64,19 +65,23 @@ impl BlockHash {
     }
 }
 
-/// For each full block of tokens its hash, the first one following `parent`.
-pub fn chain(parent: BlockHash, tokens: &[Token], block_tokens: usize) -> impl Iterator<Item = BlockHash> {
+/// Returns the hash of each full block of tokens, the first one following `parent`.
+pub fn block_hashes(
+    parent: BlockHash,
+    tokens: &[Token],
+    block_tokens: usize,
+) -> impl Iterator<Item = BlockHash> {
     tokens.chunks_exact(block_tokens).scan(parent, |parent, tokens| {
-        *parent = parent.then(tokens);
+        *parent = parent.extend(tokens);
         Some(*parent)
     })
 }
 
-/// As Python's `json.dumps` writes it: ASCII, with the others as UTF-16 escapes.
+/// Writes a JSON string like Python's `json.dumps`: ASCII, other characters as UTF-16 escapes.
 fn push_json(out: &mut String, text: &str) {
     out.push('"');
-    for letter in text.chars() {
-        match letter {
+    for character in text.chars() {
+        match character {
             '"' => out.push_str("\\\""),
             '\\' => out.push_str("\\\\"),
             '\n' => out.push_str("\\n"),
@@ -84,9 +89,9 @@ fn push_json(out: &mut String, text: &str) {
             '\t' => out.push_str("\\t"),
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
-            ' '..='~' => out.push(letter),
+            ' '..='~' => out.push(character),
             _ => {
-                for unit in letter.encode_utf16(&mut [0; 2]) {
+                for unit in character.encode_utf16(&mut [0; 2]) {
                     out.push_str(&format!("\\u{unit:04x}"));
                 }
             }
@@ -108,11 +113,11 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// A map's hasher for what is a hash already.
+/// Hasher of a map whose keys are hashes already.
 #[derive(Clone, Default)]
-pub(crate) struct FirstBytes(u64);
+pub(crate) struct PrehashedHasher(u64);
 
-impl std::hash::Hasher for FirstBytes {
+impl std::hash::Hasher for PrehashedHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -131,28 +136,36 @@ impl std::hash::Hasher for FirstBytes {
 mod tests {
     use super::*;
 
-    /// Printed by `moontide.kv.block_hashes(range(32), 16, salt=…, adapter=…)`.
+    /// Output of `moontide.kv.block_hashes(range(32), 16, salt=…, adapter=…)`.
     #[test]
-    fn the_same_as_in_python() {
+    fn block_hashes_match_python() {
         let tokens: Vec<Token> = (0..37).collect();
         let hashes = |salt, adapter| {
-            chain(BlockHash::root(salt, adapter), &tokens, 16).map(|hash| hash.to_string()).collect::<Vec<_>>()
+            block_hashes(BlockHash::root(salt, adapter), &tokens, 16)
+                .map(|hash| hash.to_string())
+                .collect::<Vec<_>>()
         };
         assert_eq!(hashes("", ""), PLAIN);
         assert_eq!(hashes("ten\"änt\u{1f319}\\\n", "lora"), SALTED);
     }
 
-    const PLAIN: [&str; 2] = ["1a7cc2172788183e209d0d51899176f6701240d3d0056065ff6cd745d21af098", "47852da2a6682d396e33379c56592df90e05a1ef6bc752c3f9ed55b4f4dbbc05"];
-    const SALTED: [&str; 2] = ["299ce33ed280c4feb8899b23ad4ea6c1d9888973177f296a38d555966fe122ba", "af04129e585a7f60f34cf2399fd768c77ef2d821a8cec315dd44b8cbb3aac999"];
+    const PLAIN: [&str; 2] = [
+        "1a7cc2172788183e209d0d51899176f6701240d3d0056065ff6cd745d21af098",
+        "47852da2a6682d396e33379c56592df90e05a1ef6bc752c3f9ed55b4f4dbbc05",
+    ];
+    const SALTED: [&str; 2] = [
+        "299ce33ed280c4feb8899b23ad4ea6c1d9888973177f296a38d555966fe122ba",
+        "af04129e585a7f60f34cf2399fd768c77ef2d821a8cec315dd44b8cbb3aac999",
+    ];
 
     #[test]
-    fn salts_adapters_and_lengths_differ() {
+    fn block_hash_depends_on_salt_adapter_and_tokens() {
         let root = BlockHash::root("", "");
         assert_ne!(root, BlockHash::root("a", ""));
         assert_ne!(BlockHash::root("a", ""), BlockHash::root("", "a"));
-        assert_ne!(root.then(&[1, 2]), root.then(&[1]));
-        assert_ne!(root.then(&[1]).then(&[2]), root.then(&[2]).then(&[1]));
-        let other = root.then(&[1]);
+        assert_ne!(root.extend(&[1, 2]), root.extend(&[1]));
+        assert_ne!(root.extend(&[1]).extend(&[2]), root.extend(&[2]).extend(&[1]));
+        let other = root.extend(&[1]);
         assert_ne!(root.after_dropping(&other), other.after_dropping(&root));
     }
 }

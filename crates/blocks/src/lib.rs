@@ -1,95 +1,118 @@
-//! The KV cache that an inference engine holds in its own process: blocks of tokens, sequences that share them, and a way to
-//! and from a store.
+//! KV cache in the process of an inference engine: blocks of tokens, sequences that share them, and transfer to and
+//! from a store.
 //!
 //! ```
-//! use moontide_blocks::{Attention, BlockHash, Cache, CacheConfig, Dtype, Order, Plane, Shape};
+//! use moontide_blocks::{Attention, BlockHash, Cache, CacheConfig, CacheShape, DimOrder, Dtype, Plane};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let attention = Attention::Heads { kv_heads: 2, dim: 8 };
-//! let shape = Shape { layers: 1, block_tokens: 4, attention, dtype: Dtype::F32, order: Order::TokenMajor };
+//! let order = DimOrder::TokenMajor;
+//! let shape = CacheShape { layers: 1, block_tokens: 4, attention, dtype: Dtype::F32, order };
 //! let mut cache = Cache::new(&CacheConfig::new(shape, 64))?;
 //! let root = BlockHash::root("", "");
 //!
 //! // A prompt of ten tokens: its rows are computed, written, and made visible.
 //! let prompt: Vec<u32> = (0..10).collect();
 //! let first = cache.allocate(&prompt, root)?;
-//! let mut fill = cache.fill(first.id)?;
+//! let mut writer = cache.writer(first.id)?;
 //! for plane in [Plane::Keys, Plane::Values] {
-//!     fill.write(plane, 0, &[7; 10 * 2 * 8 * 4]);
+//!     writer.write(plane, 0, &[7; 10 * 2 * 8 * 4]);
 //! }
-//! fill.complete(10);
-//! cache.commit(fill)?;
+//! writer.mark_written(10);
+//! cache.commit(writer)?;
 //!
-//! // The next one with the same beginning has two blocks of it already.
+//! // The next sequence with the same prefix shares two blocks.
 //! let second = cache.allocate(&prompt, root)?;
-//! assert_eq!(second.shared_tokens, 8);
+//! assert_eq!(second.cached_tokens, 8);
 //!
-//! // Another thread reads while this one goes on; what it sees stays until it leaves.
+//! // Another thread reads concurrently; its view stays valid until it drops the guard.
 //! let mut reader = cache.reader()?;
 //! let guard = reader.enter();
-//! let view = guard.view(first.id).expect("it is there");
+//! let view = guard.view(first.id).expect("sequence exists");
 //! cache.free(first.id)?;
 //! assert_eq!(view.rows(Plane::Keys, 0, 2).numbers::<u8>(1, 1), [7; 32]);
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! Reading order: [`Shape`] and `arena` (where numbers lie), [`Pool`] (which blocks are free; lock-free), `readers` (who
-//! may still be looking), `hash` (what blocks are called), `books`, `sequence`, then [`Cache`], which brings them together;
-//! [`View`], [`Fill`] and [`Held`] are what other threads have of it; [`Store`] is where blocks go to.
+//! Reading order: [`CacheShape`] and `arena` (memory layout), [`BlockPool`] (free blocks; lock-free), `reader_epochs`
+//! (active readers), `hash` (block hashes), `block_index`, `sequence`, then [`Cache`], which combines them. [`View`],
+//! [`SequenceWriter`] and [`PinnedBlocks`] are handles for other threads; [`BlockStore`] is the interface of a store.
 
-mod planted;
+mod mutation;
 mod pool;
-mod readers;
-mod sync;
+mod reader_epochs;
 
-pub use pool::{BLOCKS_MAX, Block, Pool};
+pub use pool::{BLOCKS_MAX, Block, BlockPool};
 
-/// Everything but what a model checker runs by itself (`--cfg loom`).
-macro_rules! the_rest {
-    ($($item:item)*) => { $(#[cfg(not(loom))] $item)* };
-}
+// A model checker runs the modules above alone; `--cfg loom` leaves out the rest.
+#[cfg(not(loom))]
+mod arena;
+#[cfg(not(loom))]
+mod shape;
 
-the_rest! {
-    mod arena;
-    mod shape;
+#[cfg(not(loom))]
+mod allocator;
+#[cfg(not(loom))]
+mod block_index;
+#[cfg(not(loom))]
+mod hash;
+#[cfg(not(loom))]
+mod run_allocator;
+#[cfg(not(loom))]
+mod sequence;
 
-    mod books;
-    mod hash;
-    mod runs;
-    mod sequence;
-    mod space;
+#[cfg(not(loom))]
+mod cache;
+#[cfg(not(loom))]
+mod view;
+#[cfg(not(loom))]
+mod writer;
 
-    mod cache;
-    mod fill;
-    mod view;
+#[cfg(all(not(loom), any(test, feature = "testing")))]
+mod audit;
+#[cfg(not(loom))]
+mod pin;
+#[cfg(not(loom))]
+mod prune;
+#[cfg(not(loom))]
+mod resize;
+#[cfg(not(loom))]
+mod stats;
+#[cfg(not(loom))]
+mod store;
+#[cfg(not(loom))]
+mod suspended;
 
-    mod audit;
-    mod parked;
-    mod pin;
-    mod resize;
-    mod stats;
-    mod store;
-    mod thin;
+#[cfg(not(loom))]
+pub use allocator::OutOfBlocks;
+#[cfg(not(loom))]
+pub use arena::{Arena, ArenaError, Element, Rows, RowsMut};
+#[cfg(not(loom))]
+pub use cache::{Allocated, BlockPlacement, Cache, CacheConfig, CacheError};
+#[cfg(not(loom))]
+pub use hash::{BlockHash, Token, block_hashes};
+#[cfg(not(loom))]
+pub use prune::PrunePolicy;
+#[cfg(not(loom))]
+pub use sequence::SequenceId;
+#[cfg(not(loom))]
+pub use shape::{Attention, CacheShape, DimOrder, Dtype, Plane, RowIndex, Strides};
+#[cfg(not(loom))]
+pub use stats::{CacheCounters, CacheStats};
+#[cfg(not(loom))]
+pub use store::{BlockSource, BlockStore, BlockTarget, SuspendError};
+#[cfg(not(loom))]
+pub use suspended::SuspendedSequence;
+#[cfg(not(loom))]
+pub use view::{Guard, Reader, View};
+#[cfg(not(loom))]
+pub use writer::{PinnedBlocks, SequenceWriter};
 
-    pub use arena::{Arena, ArenaError, Element, Rows, RowsMut};
-    pub use cache::{Allocated, BlocksError, Cache, CacheConfig, Placement};
-    pub use fill::{Fill, Held};
-    pub use hash::{BlockHash, Token, chain};
-    pub use sequence::SequenceId;
-    pub use shape::{At, Attention, Dtype, Order, Plane, Shape, Strides};
-    pub use space::Full;
-    pub use stats::{Counts, Stats};
-    pub use parked::Parked;
-    pub use store::{Destination, ParkError, Source, Store};
-    pub use thin::Keep;
-    pub use view::{Guard, Reader, View};
-}
-
-/// What the model tests need beyond the public names.
+/// Items for the model tests in addition to the public ones.
 #[cfg(loom)]
 #[doc(hidden)]
 pub mod model {
-    pub use crate::planted::{Bug, with_planted};
-    pub use crate::readers::{Readers, Stamp};
+    pub use crate::mutation::Mutation;
+    pub use crate::reader_epochs::{ReaderEpochs, RetireEpoch};
 }

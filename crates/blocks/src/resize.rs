@@ -1,75 +1,78 @@
-//! More or fewer blocks at run time.
+//! Changing the number of blocks at run time.
 //!
-//! Growing moves nothing: the arena has the addresses already. Shrinking copies what lies behind the new end to free blocks
-//! in front of it; the memory goes back to the operating system once no reader and no [hold](crate::Held) can see it.
+//! Growing moves nothing: the arena already has the addresses. Shrinking copies blocks above the new limit to free
+//! blocks below it. The memory returns to the operating system once no reader and no [pin](crate::PinnedBlocks) can
+//! access it.
 
 use std::collections::HashMap;
 
-use crate::cache::{BlocksError, Cache, Sizes};
+use crate::cache::{Cache, CacheError, PoolOwner};
 use crate::pool::Block;
 
 impl Cache {
-    /// From now on there are so many blocks. With fewer than are in use it fails, and no sequence has changed; prefixes that
-    /// are cached for later are given up where they are in the way, even then.
+    /// Changes the number of blocks to `blocks`. Fails if more are in use, and then no sequence has changed. Cached
+    /// prefixes that are in the way are evicted even then.
     ///
     /// # Panics
-    /// If those are more than `blocks_max`.
-    pub fn resize(&mut self, blocks: u32) -> Result<(), BlocksError> {
-        self.put_in_order();
-        if self.sizes == Sizes::Others {
-            return Err(BlocksError::NotOwner);
+    /// If `blocks` exceeds `blocks_max`.
+    pub fn resize(&mut self, blocks: u32) -> Result<(), CacheError> {
+        self.process_returns();
+        if self.pool_owner == PoolOwner::Shared {
+            return Err(CacheError::NotOwner);
         }
-        let before = self.space.blocks();
+        let before = self.allocator.blocks();
         if blocks >= before {
-            self.space.set_limit(blocks);
+            self.allocator.set_limit(blocks);
             self.shrinking &= blocks < self.shared.arena.blocks_max();
             return Ok(());
         }
         let ids: Vec<_> = self.sequences().collect();
         // Rows that are being written cannot be moved.
         ids.iter().try_for_each(|id| self.idle(*id))?;
-        self.settle();
-        for block in self.books.cached_from(blocks) {
-            let since = self.books.evict(block);
-            self.books.wait(block, since);
+        self.reclaim();
+        for block in self.index.cached_from(blocks) {
+            let since = self.index.evict(block);
+            self.index.retire(block, since);
         }
-        self.space.set_limit(blocks);
-        let moved = if self.space.is_paged() { self.move_blocks(blocks) } else { self.move_runs(blocks) };
+        self.allocator.set_limit(blocks);
+        let moved = if self.allocator.is_paged() { self.move_blocks(blocks) } else { self.move_runs(blocks) };
         if let Err(error) = moved {
-            self.space.set_limit(before);
-            self.settle();
+            self.allocator.set_limit(before);
+            self.reclaim();
             return Err(error);
         }
         self.shrinking = true;
-        self.settle();
+        self.reclaim();
         Ok(())
     }
 
-    /// Blocks of sequences from `limit` on go to free ones; one that is shared goes once.
-    fn move_blocks(&mut self, limit: Block) -> Result<(), BlocksError> {
-        let mut places: HashMap<Block, Vec<_>> = HashMap::new();
+    /// Copies blocks of sequences from `limit` on to free ones; a shared block is copied once.
+    fn move_blocks(&mut self, limit: Block) -> Result<(), CacheError> {
+        let mut users: HashMap<Block, Vec<_>> = HashMap::new();
         for id in self.sequences().collect::<Vec<_>>() {
-            for (at, block) in self.blocks_of(id)?.into_iter().enumerate().filter(|(_, block)| *block >= limit) {
-                places.entry(block).or_default().push((id, at));
+            for (at, block) in
+                self.blocks_of(id)?.into_iter().enumerate().filter(|(_, block)| *block >= limit)
+            {
+                users.entry(block).or_default().push((id, at));
             }
         }
-        let mut room = Vec::new();
-        self.take(places.len() as u32, &mut room)?;
-        for ((from, places), to) in places.into_iter().zip(room) {
-            // SAFETY: nobody writes, as all are idle; the other was just taken.
+        let mut targets = Vec::new();
+        self.alloc(users.len() as u32, &mut targets)?;
+        for ((from, users), to) in users.into_iter().zip(targets) {
+            // SAFETY: no thread writes the source, as all sequences are idle; the target was just allocated.
             unsafe { self.shared.arena.copy(from, to, self.block_tokens()) };
-            for (id, at) in &places {
+            for (id, at) in &users {
                 self.table(*id).set_block(*at, to);
             }
-            let stamp = self.shared.readers.stamp();
-            self.books.rename(from, to, places.len() as u32, stamp);
+            let epoch = self.shared.readers.next_epoch();
+            self.index.move_refs(from, to, users.len() as u32, epoch);
             self.counts.moved_blocks += 1;
         }
         Ok(())
     }
 
-    /// Sequences whose run reaches behind `limit` go to another one.
-    fn move_runs(&mut self, limit: Block) -> Result<(), BlocksError> {
+    /// Moves sequences whose run extends above `limit` to another run.
+    fn move_runs(&mut self, limit: Block) -> Result<(), CacheError> {
         for id in self.sequences().collect::<Vec<_>>() {
             let used = self.blocks_of(id)?;
             let Some(end) = used.last().map(|last| last + 1) else { continue };
@@ -78,32 +81,31 @@ impl Cache {
             } else if end + self.sequence(id)?.reserve > limit {
                 // Only the reserve is in the way.
                 let reserve = std::mem::replace(&mut self.sequence_mut(id)?.reserve, limit - end);
-                self.space.give(limit..end + reserve);
+                self.allocator.free_blocks(limit..end + reserve);
             }
         }
         Ok(())
     }
 
-    /// Gives the memory behind the limit back, if nobody has any of it.
+    /// Returns the memory above the limit to the operating system, if none of its blocks is in use.
     pub(crate) fn finish_shrinking(&mut self) {
-        let limit = self.space.blocks();
-        for block in self.books.cached_from(limit) {
-            // Was held when the limit was lowered.
-            let since = self.books.evict(block);
-            self.books.wait(block, since);
+        let limit = self.allocator.blocks();
+        for block in self.index.cached_from(limit) {
+            // It was in use when the limit was lowered.
+            let since = self.index.evict(block);
+            self.index.retire(block, since);
         }
-        if self.space.behind() == 0 {
+        if self.allocator.used_above_limit() == 0 {
             self.shrinking = false;
-            // SAFETY: no block from here on is in use, and none is given out.
+            // SAFETY: no block from here on is in use, and none is allocated.
             unsafe { self.shared.arena.discard(limit) };
         }
     }
 
-    /// Whether memory behind the end still waits for readers or holds.
+    /// Whether memory above the limit still waits for readers or pins.
     pub fn is_shrinking(&mut self) -> bool {
-        self.put_in_order();
-        self.settle();
+        self.process_returns();
+        self.reclaim();
         self.shrinking
     }
 }
-

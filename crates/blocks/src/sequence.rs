@@ -1,24 +1,25 @@
-//! [`SequenceId`], and the two halves of a sequence: what readers see of it ([`Table`]), and what its owner knows.
+//! [`SequenceId`], and the two parts of a sequence: the reader-visible [`BlockTable`], and the owner's state.
 //!
-//! A table is an array of block numbers with the count of tokens that are complete. The owner adds blocks behind, and may
-//! replace a block by another one with the same rows; whatever else changes, changes by a new table in the old one's
-//! place. So whoever has a table sees tokens that were once the sequence's, all of one time.
+//! A table is an array of block numbers with the count of complete tokens. The owner appends blocks, and may replace a
+//! block by another one with the same rows; any other change installs a new table. So a reader of a table sees tokens
+//! that the sequence had at one time.
 //!
-//! Invariant: of the blocks that a table lists, the rows up to `filled` are complete and are not written again while a
+//! Invariant: in the blocks of a table, the rows up to `computed_tokens` are complete and are not written again while a
 //! reader has the table.
 
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicPtr;
 
+use moontide_rt::sync::{AtomicU32, AtomicU64, Ordering};
+
 use crate::arena::Arena;
 use crate::hash::{BlockHash, Token};
 use crate::pool::Block;
-use crate::readers::Readers;
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::reader_epochs::ReaderEpochs;
 
-/// The name of a sequence. It is never used twice: one that was freed stays unknown for ever (as long as no more than
-/// 2³² sequences pass through its place).
+/// Id of a sequence. It is never reused: the id of a freed sequence stays unknown (as long as no more than 2³²
+/// sequences use its slot).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SequenceId {
     pub(crate) slot: u32,
@@ -26,12 +27,12 @@ pub struct SequenceId {
 }
 
 impl SequenceId {
-    /// As a number, to be carried through other languages.
+    /// Converts the id to a number, for other languages.
     pub fn to_bits(self) -> u64 {
         u64::from(self.generation) << 32 | u64::from(self.slot)
     }
 
-    /// From that number. Any number will do: what it names is looked up.
+    /// Creates an id from a number. Any number is valid; calls check whether the sequence exists.
     pub fn from_bits(bits: u64) -> SequenceId {
         SequenceId { slot: bits as u32, generation: (bits >> 32) as u32 }
     }
@@ -49,20 +50,25 @@ impl fmt::Debug for SequenceId {
     }
 }
 
-/// What readers see of a sequence.
+/// Reader-visible part of a sequence.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct BlockTable {
     pub(crate) generation: u32,
-    /// Tokens whose rows are complete.
-    filled: AtomicU64,
+    /// Number of tokens whose rows are complete.
+    computed_tokens: AtomicU64,
     entries: Box<[AtomicU32]>,
 }
 
-impl Table {
-    pub(crate) fn new(generation: u32, filled: usize, blocks: &[Block], capacity: usize) -> Table {
+impl BlockTable {
+    pub(crate) fn new(
+        generation: u32,
+        computed_tokens: usize,
+        blocks: &[Block],
+        capacity: usize,
+    ) -> BlockTable {
         let entry = |at| AtomicU32::new(blocks.get(at).copied().unwrap_or(Block::MAX));
         let entries = (0..capacity.max(blocks.len())).map(entry).collect();
-        Table { generation, filled: AtomicU64::new(filled as u64), entries }
+        BlockTable { generation, computed_tokens: AtomicU64::new(computed_tokens as u64), entries }
     }
 
     pub(crate) fn capacity(&self) -> usize {
@@ -70,18 +76,18 @@ impl Table {
     }
 
     #[inline]
-    pub(crate) fn filled(&self) -> usize {
-        // Acquire; pairs with the Release of `set_filled`: rows are complete before they are counted.
-        self.filled.load(Ordering::Acquire) as usize
+    pub(crate) fn computed_tokens(&self) -> usize {
+        // Acquire; pairs with the Release of `set_computed_tokens`: rows are complete before they are counted.
+        self.computed_tokens.load(Ordering::Acquire) as usize
     }
 
-    pub(crate) fn set_filled(&self, filled: usize) {
-        self.filled.store(filled as u64, Ordering::Release);
+    pub(crate) fn set_computed_tokens(&self, computed_tokens: usize) {
+        self.computed_tokens.store(computed_tokens as u64, Ordering::Release);
     }
 
     #[inline]
     pub(crate) fn block(&self, at: usize) -> Block {
-        // Acquire; pairs with the Release of `set_block`: a copy is complete before it is listed.
+        // Acquire; pairs with the Release of `set_block`: a copy is complete before it is in the table.
         self.entries[at].load(Ordering::Acquire)
     }
 
@@ -94,66 +100,66 @@ impl Table {
     }
 }
 
-/// A table that is in no slot any more, and is freed with this. Not a box: readers may still have it.
+/// A table that is in no slot any more; dropping this frees it. Not a box: readers may still have it.
 #[derive(Debug)]
-pub(crate) struct Unlinked(NonNull<Table>);
+pub(crate) struct RetiredTable(NonNull<BlockTable>);
 
 // SAFETY: a table can be read and freed by any thread.
-unsafe impl Send for Unlinked {}
+unsafe impl Send for RetiredTable {}
 
-impl Unlinked {
+impl RetiredTable {
     /// # Safety
-    /// The pointer is from `Box::into_raw`, and nobody else frees it.
-    pub(crate) unsafe fn new(table: NonNull<Table>) -> Unlinked {
-        Unlinked(table)
+    /// The pointer is from `Box::into_raw`, and nothing else frees it.
+    pub(crate) unsafe fn new(table: NonNull<BlockTable>) -> RetiredTable {
+        RetiredTable(table)
     }
 }
 
-impl Drop for Unlinked {
+impl Drop for RetiredTable {
     fn drop(&mut self) {
-        // SAFETY: ours to free, as `new` was told; whoever keeps this has waited for the readers.
+        // SAFETY: owned by this value, as `new` requires; the holder of this value has waited for the readers.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 }
 
-/// What the owner, its readers, and whatever they hold have in common.
+/// State shared by the owner, its readers, writers and pins.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) arena: std::sync::Arc<Arena>,
-    pub(crate) readers: Readers,
-    /// One for each sequence that there can be at a time; null where there is none.
-    pub(crate) slots: Box<[AtomicPtr<Table>]>,
-    /// What was dropped by others, for the owner to put in order.
-    pub(crate) returns: parking_lot::Mutex<Vec<Return>>,
+    pub(crate) readers: ReaderEpochs,
+    /// One for each concurrent sequence; null if unused.
+    pub(crate) slots: Box<[AtomicPtr<BlockTable>]>,
+    /// Dropped writers and pins, to be processed by the owner.
+    pub(crate) released: parking_lot::Mutex<Vec<Released>>,
     pub(crate) returned: AtomicU64,
-    /// Tables of a cache that is gone, which readers may still have.
-    pub(crate) left: parking_lot::Mutex<Vec<Unlinked>>,
+    /// Tables of a dropped cache, which readers may still have.
+    pub(crate) orphaned_tables: parking_lot::Mutex<Vec<RetiredTable>>,
 }
 
 /// Something that its holder has dropped.
 #[derive(Debug)]
-pub(crate) enum Return {
-    /// Nobody writes to this sequence any more; nothing was added to it.
-    Fill(SequenceId),
-    /// Nobody reads these blocks any more. The first so many of them are in the store.
+pub(crate) enum Released {
+    /// A writer of this sequence, without a commit.
+    Writer(SequenceId),
+    /// A pin of these blocks. The first `saved` of them are in the store.
     Blocks { blocks: Vec<(BlockHash, Block)>, saved: usize },
 }
 
 impl Shared {
-    pub(crate) fn put_back(&self, what: Return) {
-        self.returns.lock().push(what);
+    pub(crate) fn push_released(&self, released: Released) {
+        self.released.lock().push(released);
         self.returned.fetch_add(1, Ordering::Release);
     }
 
-    /// The table of a sequence, if it is still there.
+    /// Returns the table of a sequence, if it exists.
     ///
     /// # Safety
-    /// The caller is the owner, or a reader that is in; the result must not be used when it has left.
+    /// The caller is the owner, or an active reader; the result must not be used after the reader has left.
     #[inline]
-    pub(crate) unsafe fn table<'a>(&self, id: SequenceId) -> Option<&'a Table> {
-        // Acquire; pairs with the Release of whoever put it there.
+    pub(crate) unsafe fn table<'a>(&self, id: SequenceId) -> Option<&'a BlockTable> {
+        // Acquire; pairs with the Release of the store that installed it.
         let table = self.slots.get(id.slot as usize)?.load(Ordering::Acquire);
-        // SAFETY: a table lives until nobody can be reading it, which is what being in is for.
+        // SAFETY: a table lives until no reader can access it, which an active reader guarantees.
         let table = unsafe { table.as_ref() }?;
         (table.generation == id.generation).then_some(table)
     }
@@ -163,52 +169,53 @@ impl Drop for Shared {
     fn drop(&mut self) {
         for slot in &mut self.slots {
             if let Some(table) = NonNull::new(*slot.get_mut()) {
-                // SAFETY: made by `Box::into_raw`; nobody is left who could have it.
-                drop(unsafe { Unlinked::new(table) });
+                // SAFETY: made by `Box::into_raw`; no reader or owner is left that could have it.
+                drop(unsafe { RetiredTable::new(table) });
             }
         }
     }
 }
 
-/// What its owner knows of a sequence.
+/// Owner's state of a sequence.
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) tokens: Vec<Token>,
-    /// The hash of each full block of those tokens.
+    /// Hash of each full block of those tokens.
     pub(crate) hashes: Vec<BlockHash>,
-    /// What the first block follows.
+    /// Hash that precedes the first block.
     pub(crate) root: BlockHash,
-    /// Somebody writes its rows.
-    pub(crate) filling: bool,
-    /// The rows behind the last complete one were seen by readers, before tokens were taken back: they must not be written.
+    /// The sequence has an open writer.
+    pub(crate) has_writer: bool,
+    /// Readers saw rows after the last complete one, before a truncation: these rows must not be written.
     pub(crate) sealed: bool,
-    /// Its last block is known to be its alone, and not sealed: true as long as nobody could have come to share it.
+    /// The last block is known to belong to this sequence alone, and is not sealed: true as long as it cannot have
+    /// become shared.
     pub(crate) owns_tail: bool,
-    /// Blocks behind its own that are kept for it, if they are to follow each other.
+    /// Blocks after its own that are reserved for it, for contiguous placement.
     pub(crate) reserve: u32,
-    /// Tokens were dropped from it.
-    pub(crate) thinned: Option<Thinned>,
-    /// What its tokens are worth, as far as that was said.
-    pub(crate) worth: Vec<f32>,
+    /// Set if tokens were dropped from the sequence.
+    pub(crate) pruned: Option<PrunedState>,
+    /// Scores of its tokens, as far as they were set.
+    pub(crate) scores: Vec<f32>,
 }
 
-/// A sequence of which tokens were dropped.
+/// State of a sequence from which tokens were dropped.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Thinned {
-    /// Blocks before this one are as they were.
+pub(crate) struct PrunedState {
+    /// Blocks before this one are unchanged.
     pub(crate) from_block: usize,
-    /// All that there was, in whose presence the rows were computed that are left.
+    /// Hash of all tokens before the pruning, in whose presence the remaining rows were computed.
     pub(crate) history: BlockHash,
-    /// So many rows, from the first, were computed then; those behind them since.
+    /// Number of rows, from the first, that were computed before the pruning.
     pub(crate) old: usize,
-    /// Where each token stood; tokens that are added follow the last one that there ever was.
+    /// Original position of each token; appended tokens follow the highest one ever used.
     pub(crate) positions: Vec<u32>,
-    /// The next token's position.
+    /// Position of the next token.
     pub(crate) next: u32,
 }
 
-impl Thinned {
-    /// Takes tokens back from the end: the next one stands where the first of them did.
+impl PrunedState {
+    /// Removes tokens from the end: the next one gets the position of the first removed one.
     pub(crate) fn truncate(&mut self, tokens: usize) {
         if let Some(first) = self.positions.get(tokens) {
             self.next = *first;
@@ -224,44 +231,44 @@ impl Sequence {
             tokens,
             hashes,
             root,
-            filling: false,
+            has_writer: false,
             sealed: false,
             owns_tail: false,
             reserve: 0,
-            thinned: None,
-            worth: Vec::new(),
+            pruned: None,
+            scores: Vec::new(),
         }
     }
 
-    /// The hash of tokens `from..to`, which begin a block.
+    /// Returns the hash of tokens `from..to`, which begin a block.
     pub(crate) fn hash_of(&self, from: usize, to: usize, block_tokens: usize) -> BlockHash {
         let block = from / block_tokens;
         let parent = if block == 0 { self.root } else { self.hashes[block - 1] };
-        let holes = |thinned: &&Thinned| {
-            block >= thinned.from_block && !moontide_types::planted("holes-not-in-names")
+        let has_holes = |pruned: &&PrunedState| {
+            block >= pruned.from_block && !moontide_rt::mutation_enabled("holes-not-in-names")
         };
-        let Some(thinned) = self.thinned.as_ref().filter(holes) else {
-            return parent.then(&self.tokens[from..to]);
+        let Some(pruned) = self.pruned.as_ref().filter(has_holes) else {
+            return parent.extend(&self.tokens[from..to]);
         };
-        let parent = if block == thinned.from_block { parent.after_dropping(&thinned.history) } else { parent };
-        parent.then_words((from..to).map(|row| {
-            let (token, position) = (u64::from(self.tokens[row]), u64::from(thinned.positions[row]));
-            let since = u64::from(row >= thinned.old);
+        let parent = if block == pruned.from_block { parent.after_dropping(&pruned.history) } else { parent };
+        parent.extend_words((from..to).map(|row| {
+            let (token, position) = (u64::from(self.tokens[row]), u64::from(pruned.positions[row]));
+            let since = u64::from(row >= pruned.old);
             since << 63 | (position + 1) << 32 | token
         }))
     }
 
-    /// Rows from this one on are lost, and will be computed in the presence of what there is now: of a sequence from which
-    /// tokens were dropped they will not be the same, nor have the same names.
+    /// Handles the loss of rows from this one on, which will be computed again in the presence of the current tokens.
+    /// After a pruning these rows differ from the lost ones, and so do their hashes.
     pub(crate) fn lose_rows(&mut self, from: usize, block_tokens: usize) {
-        let Some(thinned) = self.thinned.as_mut().filter(|thinned| from < thinned.old) else { return };
-        thinned.old = from;
+        let Some(pruned) = self.pruned.as_mut().filter(|pruned| from < pruned.old) else { return };
+        pruned.old = from;
         self.hashes.truncate(from / block_tokens);
-        self.name_blocks(block_tokens);
+        self.hash_blocks(block_tokens);
     }
 
-    /// Adds the names of full blocks that have none.
-    pub(crate) fn name_blocks(&mut self, block_tokens: usize) {
+    /// Adds the hashes of full blocks that have none.
+    pub(crate) fn hash_blocks(&mut self, block_tokens: usize) {
         for at in self.hashes.len()..self.tokens.len() / block_tokens {
             let hash = self.hash_of(at * block_tokens, (at + 1) * block_tokens, block_tokens);
             self.hashes.push(hash);
@@ -270,12 +277,12 @@ impl Sequence {
 
     pub(crate) fn push(&mut self, token: Token, block_tokens: usize) {
         self.tokens.push(token);
-        if let Some(thinned) = &mut self.thinned {
-            thinned.positions.push(thinned.next);
-            thinned.next += 1;
+        if let Some(pruned) = &mut self.pruned {
+            pruned.positions.push(pruned.next);
+            pruned.next += 1;
         }
         if self.tokens.len().is_multiple_of(block_tokens) {
-            self.name_blocks(block_tokens);
+            self.hash_blocks(block_tokens);
         }
     }
 }

@@ -1,110 +1,110 @@
-//! What a cache says of itself: numbers, and pages for people.
+//! Statistics of a cache, and human-readable dumps.
 
 use std::fmt::{self, Write as _};
 
 use crate::cache::Cache;
 use crate::shape::Attention;
 
-/// What has happened since the cache was made.
+/// Counters since the creation of the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct CacheCounters {
     /// Tokens of all prompts.
     pub prompt_tokens: u64,
-    /// How many of those were there already.
-    pub shared_tokens: u64,
-    /// Tokens that came from a store.
+    /// Prompt tokens whose rows existed already.
+    pub cached_tokens: u64,
+    /// Tokens loaded from a store.
     pub restored_tokens: u64,
-    /// Forks.
+    /// Forks of sequences.
     pub forks: u64,
-    /// Sequences that were put aside.
-    pub parked: u64,
-    /// Blocks that were copied because they were shared and one was to be written.
+    /// Suspended sequences.
+    pub suspended: u64,
+    /// Blocks copied because they were shared and one owner wrote.
     pub copied_blocks: u64,
-    /// Blocks that were copied because a run had to grow or the cache to shrink.
+    /// Blocks copied because a run had to grow or the cache to shrink.
     pub moved_blocks: u64,
-    /// Cached blocks that were given up for new ones.
+    /// Cached blocks evicted for new ones.
     pub evicted_blocks: u64,
-    /// Tokens that were dropped from the middle of sequences.
-    pub dropped_tokens: u64,
+    /// Tokens dropped from the middle of sequences.
+    pub pruned_tokens: u64,
 }
 
-/// How a cache is at one moment. `held + cached + waiting + reserved + free == blocks`, unless it shrinks or shares its
-/// pool.
+/// State of a cache at one time. `in_use + cached + held_by_readers + reserved + free == blocks`, unless it shrinks or
+/// shares its pool.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Stats {
-    /// All blocks.
+pub struct CacheStats {
+    /// Number of blocks.
     pub blocks: u32,
-    /// Free ones.
+    /// Free blocks.
     pub free: u32,
-    /// Blocks that sequences or holds have.
-    pub held: u32,
-    /// How many of those more than one has.
+    /// Blocks of sequences or pins.
+    pub in_use: u32,
+    /// Blocks in use with more than one reference.
     pub shared: u32,
-    /// Blocks that hold prefixes which nobody is using.
+    /// Blocks that cache prefixes of no current sequence.
     pub cached: u32,
     /// Blocks that wait for readers to leave.
-    pub waiting: u32,
-    /// Blocks that are kept behind sequences for their growth.
+    pub held_by_readers: u32,
+    /// Blocks reserved after sequences for their growth.
     pub reserved: u32,
-    /// Bytes of a block.
+    /// Bytes per block.
     pub block_bytes: usize,
-    /// Sequences.
+    /// Number of sequences.
     pub sequences: u32,
-    /// Their tokens.
+    /// Tokens of all sequences.
     pub tokens: u64,
-    /// Which share of the free blocks is not in the longest run of them. 0 where that makes no difference.
+    /// Share of the free blocks that are not in the longest run of them. 0 for paged placement.
     pub fragmentation: f64,
-    /// What has happened.
-    pub counts: Counts,
+    /// Counters since the creation of the cache.
+    pub counts: CacheCounters,
 }
 
 const LINE: u32 = 64;
 
 impl Cache {
-    /// Looks at everything once.
-    pub fn stats(&mut self) -> Stats {
-        self.put_in_order();
-        self.settle();
+    /// Scans the whole cache.
+    pub fn stats(&mut self) -> CacheStats {
+        self.process_returns();
+        self.reclaim();
         let blocks = 0..self.shared.arena.blocks_max();
-        let refs = || blocks.clone().map(|block| self.books.refs(block));
+        let refs = || blocks.clone().map(|block| self.index.refs(block));
         let ids: Vec<_> = self.sequences().collect();
         let sequences = || ids.iter().filter_map(|id| self.sequence(*id).ok());
-        Stats {
-            blocks: self.space.blocks(),
-            free: self.space.free(),
-            held: refs().filter(|refs| *refs > 0).count() as u32,
+        CacheStats {
+            blocks: self.allocator.blocks(),
+            free: self.allocator.free(),
+            in_use: refs().filter(|refs| *refs > 0).count() as u32,
             shared: refs().filter(|refs| *refs > 1).count() as u32,
-            cached: self.books.cached(),
-            waiting: self.books.waiting(),
+            cached: self.index.cached(),
+            held_by_readers: self.index.retired_count(),
             reserved: sequences().map(|sequence| sequence.reserve).sum(),
             block_bytes: self.shape().block_bytes(),
             sequences: ids.len() as u32,
             tokens: sequences().map(|sequence| sequence.tokens.len() as u64).sum(),
-            fragmentation: self.space.fragmentation(),
+            fragmentation: self.allocator.fragmentation(),
             counts: self.counts,
         }
     }
 
-    /// A page about all sequences.
+    /// Returns a human-readable page about all sequences.
     pub fn dump(&mut self) -> String {
         let stats = self.stats();
         let mut out = format!("=== KVCache Statistics ===\n{stats}");
         let shape = *self.shape();
-        let what = match shape.attention {
+        let attention = match shape.attention {
             Attention::Heads { kv_heads, dim } => format!("Heads: {kv_heads}, HeadDim: {dim}"),
             Attention::Latent { rank, rope } => format!("Latent: {rank}+{rope}"),
         };
         let configuration = format!(
-            "Configuration:\n  Layers: {}, {what}, {:?}, {:?}\n  BlockSize: {}, TotalBlocks: {}\n\n",
+            "Configuration:\n  Layers: {}, {attention}, {:?}, {:?}\n  BlockSize: {}, TotalBlocks: {}\n\n",
             shape.layers, shape.dtype, shape.order, shape.block_tokens, stats.blocks
         );
-        let at = out.find("Allocation State").expect("the page has it");
+        let at = out.find("Allocation State").expect("statistics contain this heading");
         out.insert_str(at, &configuration);
         out.push_str("\nSequences:\n");
         for id in self.sequences().collect::<Vec<_>>() {
             let (Ok(tokens), Ok(blocks)) = (self.tokens(id), self.blocks_of(id)) else { continue };
-            let room = blocks.len() * shape.block_tokens as usize;
-            let _ = write!(out, "  {id}: {}/{room} tokens, blocks", tokens.len());
+            let capacity = blocks.len() * shape.block_tokens as usize;
+            let _ = write!(out, "  {id}: {}/{capacity} tokens, blocks", tokens.len());
             for (start, count) in runs(&blocks) {
                 let _ = write!(out, " [{start}, +{count}]");
             }
@@ -113,7 +113,7 @@ impl Cache {
         out
     }
 
-    /// A map of all blocks, one letter each.
+    /// Returns a map of all blocks, one letter each.
     pub fn block_map(&mut self) -> String {
         let stats = self.stats();
         let mut out = format!(
@@ -124,15 +124,15 @@ impl Cache {
             stats.free,
             stats.fragmentation
         );
-        let waiting = self.books.waiting_blocks();
+        let retired = self.index.retired_blocks();
         for block in 0..stats.blocks {
             if block % LINE == 0 {
                 out.push_str("\n    ");
             }
-            out.push(match self.books.refs(block) {
-                0 if self.books.hash(block).is_some() => 'c',
-                0 if waiting.contains(&block) => 'w',
-                0 if self.space.is_used(block) => 'r',
+            out.push(match self.index.refs(block) {
+                0 if self.index.hash(block).is_some() => 'c',
+                0 if retired.contains(&block) => 'w',
+                0 if self.allocator.is_used(block) => 'r',
                 0 => '.',
                 1 => 'X',
                 _ => 'S',
@@ -143,7 +143,7 @@ impl Cache {
     }
 }
 
-/// Numbers that follow each other, as the first and how many.
+/// Groups contiguous numbers into (first, count).
 fn runs(blocks: &[u32]) -> Vec<(u32, u32)> {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &block in blocks {
@@ -155,7 +155,7 @@ fn runs(blocks: &[u32]) -> Vec<(u32, u32)> {
     runs
 }
 
-impl fmt::Display for Stats {
+impl fmt::Display for CacheStats {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |blocks: u32| f64::from(blocks) * self.block_bytes as f64 / f64::from(1 << 20);
         writeln!(out, "Allocation State:")?;
@@ -165,6 +165,6 @@ impl fmt::Display for Stats {
         writeln!(out, "  Fragmentation: {:.2}", self.fragmentation)?;
         writeln!(out, "  Shared by several: {:.2} MB", mib(self.shared))?;
         writeln!(out, "  Cached for later: {:.2} MB", mib(self.cached))?;
-        writeln!(out, "  Waiting for readers: {:.2} MB", mib(self.waiting))
+        writeln!(out, "  Waiting for readers: {:.2} MB", mib(self.held_by_readers))
     }
 }

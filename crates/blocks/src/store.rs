@@ -1,152 +1,173 @@
-//! [`Store`]: where blocks go that there is no room for, and come from that another process computed. A cache knows no
-//! network: whoever has a client of a store gives it this face.
+//! [`BlockStore`]: target for blocks that do not fit into the cache, and source of blocks that another process
+//! computed. A cache has no network code: an adapter implements this trait for a client of a store.
 //!
-//! What is stored of a block are its pieces one after the other: planes, then layers, then heads if they lie apart. The
-//! [`Shape`](crate::Shape) belongs to the name under which an implementation files it, with the model and its version.
+//! The stored form of a block is the sequence of its pieces: planes, then layers, then heads if they are separate. An
+//! implementation stores it under a key that includes the hash, the [`CacheShape`](crate::CacheShape), the model and
+//! its version.
 
-use crate::cache::{BlocksError, Cache, Reuse};
+use crate::cache::{Cache, CacheError, Reuse};
 use crate::hash::BlockHash;
-use crate::parked::Parked;
 use crate::sequence::{Sequence, SequenceId};
+use crate::suspended::SuspendedSequence;
 
-/// A block to be saved.
+/// A block to save.
 #[derive(Debug)]
-pub struct Source<'a> {
-    /// Its name.
+pub struct BlockSource<'a> {
+    /// Hash of the block.
     pub hash: BlockHash,
-    /// Its bytes, in pieces.
+    /// Bytes of the block, in pieces.
     pub pieces: Vec<&'a [u8]>,
 }
 
-/// A block to be loaded.
+/// A block to load.
 #[derive(Debug)]
-pub struct Destination<'a> {
-    /// Its name.
+pub struct BlockTarget<'a> {
+    /// Hash of the block.
     pub hash: BlockHash,
-    /// Where its bytes belong, in pieces.
+    /// Memory for its bytes, in pieces.
     pub pieces: Vec<&'a mut [u8]>,
 }
 
-/// Somewhere else that blocks can be.
-pub trait Store {
-    /// Why it could not answer.
+/// External storage of blocks.
+pub trait BlockStore {
+    /// Error of a request.
     type Error: std::error::Error;
 
-    /// How many of these blocks it has, counted from the first up to the first that is missing.
+    /// Returns how many of these blocks it has, counted from the first up to the first missing one.
     fn prefix(&self, blocks: &[BlockHash]) -> Result<usize, Self::Error>;
 
-    /// Fills in the bytes of these blocks, and says how many of them, counted from the first, came complete and intact.
-    fn load(&self, blocks: &mut [Destination<'_>]) -> Result<usize, Self::Error>;
+    /// Loads the bytes of these blocks. Returns how many of them, counted from the first, are complete and intact.
+    fn load(&self, blocks: &mut [BlockTarget<'_>]) -> Result<usize, Self::Error>;
 
-    /// Keeps these blocks, and says how many of them, counted from the first, it has now.
-    fn save(&self, blocks: &[Source<'_>]) -> Result<usize, Self::Error>;
+    /// Saves these blocks. Returns how many of them, counted from the first, it has now.
+    fn save(&self, blocks: &[BlockSource<'_>]) -> Result<usize, Self::Error>;
 }
 
-/// Why a sequence was not put aside, or not brought back.
+/// Failure to suspend or resume a sequence.
 #[derive(Debug, thiserror::Error)]
-pub enum ParkError<E: std::error::Error> {
-    /// The cache's reason.
+pub enum SuspendError<E: std::error::Error> {
+    /// Error of the cache.
     #[error(transparent)]
-    Blocks(#[from] BlocksError),
-    /// The store's reason. The sequence is as it was.
-    #[error("the store failed: {0}")]
+    Blocks(#[from] CacheError),
+    /// Error of the store. The sequence is unchanged.
+    #[error("store failed: {0}")]
     Store(E),
-    /// The store did not take all blocks. The sequence is as it was.
-    #[error("the store did not take all blocks: it may be full")]
+    /// The store did not accept all blocks. The sequence is unchanged.
+    #[error("store did not accept all blocks: it may be full")]
     Refused,
-    /// Its blocks would not be this cache's.
-    #[error("it was put aside in blocks of {parked} tokens; those of this cache have {here}")]
+    /// The sequence was suspended with another block size.
+    #[error("sequence was suspended with {suspended} tokens per block; this cache has {cache}")]
     BlockTokens {
-        /// How many a block had.
-        parked: u32,
-        /// How many it has here.
-        here: u32,
+        /// Tokens per block of the suspended sequence.
+        suspended: u32,
+        /// Tokens per block of this cache.
+        cache: u32,
     },
 }
 
 impl Cache {
-    /// Brings what the store has of a sequence's beginning that is not there yet, and says how many tokens came. The last
-    /// token is left to be computed. For an engine that must not wait: [`Cache::fill`], and
-    /// [`Fill::restore`](crate::Fill::restore) in another thread.
-    pub fn restore<S: Store + ?Sized>(&mut self, id: SequenceId, store: &S) -> Result<usize, ParkError<S::Error>> {
-        let mut fill = self.fill(id)?;
-        fill.leave_last();
-        let restored = fill.restore(store).map_err(ParkError::Store)?;
-        self.commit(fill)?;
+    /// Loads the blocks of a sequence's prefix that the store has and the cache does not. Returns the number of loaded
+    /// tokens. The last token is left to be computed. An engine that must not block uses [`Cache::writer`], and
+    /// [`SequenceWriter::restore`](crate::SequenceWriter::restore) in another thread.
+    pub fn restore<S: BlockStore + ?Sized>(
+        &mut self,
+        id: SequenceId,
+        store: &S,
+    ) -> Result<usize, SuspendError<S::Error>> {
+        let mut writer = self.writer(id)?;
+        writer.skip_last_token();
+        let restored = writer.restore(store).map_err(SuspendError::Store)?;
+        self.commit(writer)?;
         Ok(restored)
     }
 
-    /// Saves all full blocks of a sequence that the store is not known to have. Says whether it has all of them now.
-    pub fn spill<S: Store + ?Sized>(&mut self, id: SequenceId, store: &S) -> Result<bool, ParkError<S::Error>> {
-        self.hold(id)?.save(store).map_err(ParkError::Store)
+    /// Saves all full blocks of a sequence that the store is not known to have. Returns whether it has all of them now.
+    pub fn spill<S: BlockStore + ?Sized>(
+        &mut self,
+        id: SequenceId,
+        store: &S,
+    ) -> Result<bool, SuspendError<S::Error>> {
+        self.pin_full_blocks(id)?.save(store).map_err(SuspendError::Store)
     }
 
-    /// Puts a sequence aside: its blocks go to the store, the last one even if it is not full, and their room is free.
-    /// [`Cache::resume`] brings it back, here or in another process.
-    pub fn park<S: Store + ?Sized>(&mut self, id: SequenceId, store: &S) -> Result<Parked, ParkError<S::Error>> {
-        self.put_in_order();
+    /// Suspends a sequence: saves its blocks to the store, including a partly filled last one, and frees them.
+    /// [`Cache::resume`] restores it, here or in another process.
+    pub fn suspend<S: BlockStore + ?Sized>(
+        &mut self,
+        id: SequenceId,
+        store: &S,
+    ) -> Result<SuspendedSequence, SuspendError<S::Error>> {
+        self.process_returns();
         self.idle(id)?;
-        if !self.hold_parts(id, true)?.save(store).map_err(ParkError::Store)? {
-            return Err(ParkError::Refused);
+        if !self.pin_spans(id, true)?.save(store).map_err(SuspendError::Store)? {
+            return Err(SuspendError::Refused);
         }
-        let filled = self.filled(id);
-        let Sequence { tokens, hashes, root, thinned, worth, .. } = self.sequence(id)?;
-        let parked = Parked {
+        let computed = self.computed(id);
+        let Sequence { tokens, hashes, root, pruned, scores, .. } = self.sequence(id)?;
+        let suspended = SuspendedSequence {
             block_tokens: self.shape().block_tokens,
             tokens: tokens.clone(),
-            filled,
+            computed_tokens: computed,
             hashes: hashes.clone(),
             root: *root,
-            thinned: thinned.clone(),
-            worth: worth.clone(),
+            pruned: pruned.clone(),
+            scores: scores.clone(),
         };
         self.free(id)?;
-        self.counts.parked += 1;
-        Ok(parked)
+        self.counts.suspended += 1;
+        Ok(suspended)
     }
 
-    /// Brings back a sequence that was put aside. All its tokens are there again; how many of them are complete
-    /// [is to be asked](Cache::filled_of): what neither cache nor store has any more is to be computed again. If there is
-    /// no room, or the store cannot be asked, nothing has changed.
-    pub fn resume<S: Store + ?Sized>(
+    /// Resumes a suspended sequence with all its tokens. [`Cache::computed_tokens`] returns how many of them are
+    /// complete: rows that neither cache nor store has any more must be computed again. If there is no space, or the
+    /// store fails, nothing has changed.
+    pub fn resume<S: BlockStore + ?Sized>(
         &mut self,
-        parked: &Parked,
+        suspended: &SuspendedSequence,
         store: &S,
-    ) -> Result<SequenceId, ParkError<S::Error>> {
-        let Parked { block_tokens, tokens, filled, hashes, root, thinned, worth } = parked.clone();
-        let here = self.shape().block_tokens;
-        if block_tokens != here {
-            return Err(ParkError::BlockTokens { parked: block_tokens, here });
+    ) -> Result<SequenceId, SuspendError<S::Error>> {
+        let SuspendedSequence {
+            block_tokens,
+            tokens,
+            computed_tokens: computed,
+            hashes,
+            root,
+            pruned,
+            scores,
+        } = suspended.clone();
+        let cache = self.shape().block_tokens;
+        if block_tokens != cache {
+            return Err(SuspendError::BlockTokens { suspended: block_tokens, cache });
         }
         let mut sequence = Sequence::new(tokens, hashes, root);
-        (sequence.thinned, sequence.worth) = (thinned, worth);
-        let full = filled / self.block_tokens() * self.block_tokens();
-        let tail = (filled > full).then(|| sequence.hash_of(full, filled, self.block_tokens()));
-        let id = self.install(sequence, Reuse::All)?.id;
-        let restored = self.bring_back(id, filled, tail, store);
+        (sequence.pruned, sequence.scores) = (pruned, scores);
+        let full = computed / self.block_tokens() * self.block_tokens();
+        let tail = (computed > full).then(|| sequence.hash_of(full, computed, self.block_tokens()));
+        let id = self.insert_sequence(sequence, Reuse::All)?.id;
+        let restored = self.load_blocks(id, computed, tail, store);
         if restored.is_err() {
             self.free(id)?;
         }
         restored.map(|()| id)
     }
 
-    fn bring_back<S: Store + ?Sized>(
+    fn load_blocks<S: BlockStore + ?Sized>(
         &mut self,
         id: SequenceId,
-        filled: usize,
+        computed: usize,
         tail: Option<BlockHash>,
         store: &S,
-    ) -> Result<(), ParkError<S::Error>> {
-        // Only what was complete: tokens behind it never were anywhere.
-        let mut fill = self.fill(id)?;
-        fill.end_at(filled.max(fill.filled()));
+    ) -> Result<(), SuspendError<S::Error>> {
+        // Only the complete tokens: rows of later ones were never stored.
+        let mut writer = self.writer(id)?;
+        writer.end_at(computed.max(writer.computed_tokens()));
         if let Some(tail) = tail {
-            fill.name_tail(tail);
+            writer.set_tail_hash(tail);
         }
-        fill.restore(store).map_err(ParkError::Store)?;
-        self.commit(fill)?;
-        let (filled, block_tokens) = (self.filled(id), self.block_tokens());
-        self.sequence_mut(id)?.lose_rows(filled, block_tokens);
+        writer.restore(store).map_err(SuspendError::Store)?;
+        self.commit(writer)?;
+        let (computed, block_tokens) = (self.computed(id), self.block_tokens());
+        self.sequence_mut(id)?.lose_rows(computed, block_tokens);
         Ok(())
     }
 }

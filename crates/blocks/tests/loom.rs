@@ -1,6 +1,6 @@
-//! Every interleaving of small models of what threads do at once, and every reordering that the memory model allows, on
-//! the shipped code: the pool's stack, and readers against the owner. Each model runs without a planted bug, when it must
-//! pass, and with each bug that it is there to find, when it must fail.
+//! Small models of concurrent operations, run in every interleaving and every reordering that the memory model allows,
+//! on the shipped code: the pool's stack, and readers against the owner. Each model runs without a mutation, when it
+//! must pass, and with each mutation that it must detect, when it must fail.
 #![cfg(loom)]
 
 use std::sync::Arc;
@@ -9,28 +9,29 @@ use std::sync::atomic::{AtomicU64 as Plain, Ordering as PlainOrdering};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
-use moontide_blocks::model::{Bug, Readers, with_planted};
-use moontide_blocks::{Block, Pool};
+use moontide_blocks::model::{Mutation, ReaderEpochs};
+use moontide_blocks::{Block, BlockPool};
+use moontide_rt::with_mutation;
 
-/// How often threads may be interrupted. The bugs need two or three.
+/// Maximum number of preemptions. The mutations need two or three.
 const PREEMPTIONS_MAX: usize = 3;
 
-fn explore(bug: Option<Bug>, model: fn()) {
+fn explore(mutation: Option<Mutation>, model: fn()) {
     let runs = Arc::new(Plain::new(0));
     let counted = Arc::clone(&runs);
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(PREEMPTIONS_MAX);
-    with_planted(bug, || {
+    with_mutation(mutation, || {
         builder.check(move || {
             counted.fetch_add(1, PlainOrdering::Relaxed);
             model();
         });
     });
-    println!("{bug:?}: {} interleavings", runs.load(PlainOrdering::Relaxed));
+    println!("{mutation:?}: {} interleavings", runs.load(PlainOrdering::Relaxed));
 }
 
 macro_rules! models {
-    ($($test:ident: $model:ident, { $($twin:ident: $bug:ident => $message:literal,)* })*) => { $(
+    ($($test:ident: $model:ident, { $($mutant:ident: $mutation:ident => $message:literal,)* })*) => { $(
         #[test]
         fn $test() {
             explore(None, $model);
@@ -38,38 +39,38 @@ macro_rules! models {
         $(
             #[test]
             #[should_panic(expected = $message)]
-            fn $twin() {
-                explore(Some(Bug::$bug), $model);
+            fn $mutant() {
+                explore(Some(Mutation::$mutation), $model);
             }
         )*
     )* };
 }
 
 models! {
-    a_block_is_with_one_thread: stack, {
-        a_head_without_a_count_is_found: NoTag => "is with two",
-        a_head_that_is_stored_is_found: HeadByStore => "",
-        giving_without_release_is_found: RelaxedGive => "Causality violation",
-        taking_without_acquire_is_found: RelaxedTake => "Causality violation",
+    block_is_owned_by_one_thread_at_a_time: stack, {
+        mutation_head_without_tag_is_detected: NoTag => "has two owners",
+        mutation_head_written_by_store_is_detected: HeadByStore => "has two owners",
+        mutation_free_without_release_is_detected: RelaxedGive => "Causality violation",
+        mutation_alloc_without_acquire_is_detected: RelaxedTake => "Causality violation",
     }
-    all_that_was_given_can_be_taken_again: counts, {
-        a_head_that_is_stored_loses_blocks: HeadByStore => "",
+    freed_blocks_can_be_allocated_again: counts, {
+        mutation_head_store_losing_blocks_is_detected: HeadByStore => "Causality violation",
     }
-    a_block_that_is_given_back_while_the_limit_rises_is_not_lost: limits, {
-        a_limit_that_is_read_once_is_found: LimitReadOnce => "all are there in the end",
+    block_freed_during_limit_increase_is_not_lost: limits, {
+        mutation_limit_read_once_is_detected: LimitReadOnce => "blocks were lost",
     }
-    memory_is_reused_when_nobody_can_read_it: reuse, {
-        entering_without_a_fence_is_found: EnterFenceMissing => "Causality violation",
-        scanning_without_a_fence_is_found: ScanFenceMissing => "Causality violation",
-        leaving_without_release_is_found: RelaxedLeave => "Causality violation",
-        scanning_without_acquire_is_found: RelaxedScan => "Causality violation",
-        not_scanning_is_found: ReuseWithoutScan => "Causality violation",
+    memory_is_reused_only_without_active_readers: reuse, {
+        mutation_enter_without_fence_is_detected: EnterFenceMissing => "Causality violation",
+        mutation_scan_without_fence_is_detected: ScanFenceMissing => "Causality violation",
+        mutation_leave_without_release_is_detected: RelaxedLeave => "Causality violation",
+        mutation_scan_without_acquire_is_detected: RelaxedScan => "Causality violation",
+        mutation_reuse_without_scan_is_detected: ReuseWithoutScan => "Causality violation",
     }
 }
 
-/// A pool, and for each block memory that its owner alone may touch.
+/// A pool, and memory for each block that only its owner may access.
 struct Blocks {
-    pool: Pool,
+    pool: BlockPool,
     memory: Vec<UnsafeCell<u32>>,
     owners: Vec<AtomicU32>,
 }
@@ -78,109 +79,109 @@ impl Blocks {
     fn new(blocks: u32) -> Arc<Blocks> {
         let memory = (0..blocks).map(|_| UnsafeCell::new(0)).collect();
         let owners = (0..blocks).map(|_| AtomicU32::new(0)).collect();
-        Arc::new(Blocks { pool: Pool::new(blocks, blocks), memory, owners })
+        Arc::new(Blocks { pool: BlockPool::new(blocks, blocks), memory, owners })
     }
 
-    fn take(&self, count: u32) -> Option<Vec<Block>> {
+    fn alloc(&self, count: u32) -> Option<Vec<Block>> {
         let mut taken = Vec::new();
-        if !self.pool.take(count, |block| taken.push(block)) {
+        if !self.pool.alloc(count, |block| taken.push(block)) {
             return None;
         }
         for block in &taken {
             let others = self.owners[*block as usize].fetch_add(1, Ordering::Relaxed);
-            assert_eq!(others, 0, "block {block} is with two");
-            // SAFETY: loom stops the model if anybody else may be doing the same.
+            assert_eq!(others, 0, "block {block} has two owners");
+            // SAFETY: loom stops the model if another thread may be doing the same.
             self.memory[*block as usize].with_mut(|bytes| unsafe { *bytes += 1 });
         }
         Some(taken)
     }
 
-    fn give(&self, blocks: Vec<Block>) {
+    fn free(&self, blocks: Vec<Block>) {
         for block in &blocks {
             self.memory[*block as usize].with_mut(|bytes| unsafe { *bytes += 1 });
             self.owners[*block as usize].fetch_sub(1, Ordering::Relaxed);
         }
-        self.pool.give(blocks);
+        self.pool.free_blocks(blocks);
     }
 }
 
-/// One thread takes while the other takes two and gives one back: the head is the same again, its successor is not.
+/// One thread allocates while the other allocates two and frees one: the head is the same again, its successor is not.
 fn stack() {
     let blocks = Blocks::new(3);
     let other = Arc::clone(&blocks);
     let thread = thread::spawn(move || {
         // A read-modify-write first, or loom does not switch here.
         other.owners[0].fetch_add(0, Ordering::Relaxed);
-        let first = other.take(1);
-        let second = other.take(1);
+        let first = other.alloc(1);
+        let second = other.alloc(1);
         if let Some(first) = first {
-            other.give(first);
+            other.free(first);
         }
         second
     });
-    let mine = blocks.take(1);
-    let theirs = thread.join().unwrap();
-    for taken in [mine, theirs].into_iter().flatten() {
-        blocks.give(taken);
+    let own = blocks.alloc(1);
+    let others = thread.join().unwrap();
+    for taken in [own, others].into_iter().flatten() {
+        blocks.free(taken);
     }
-    assert_eq!(blocks.take(3).map(|all| all.len()), Some(3), "all are there in the end");
+    assert_eq!(blocks.alloc(3).map(|all| all.len()), Some(3), "blocks were lost");
 }
 
-/// Both take two of four and give them back; nobody may fail, for there are enough at any time.
+/// Both threads allocate two of four blocks and free them; no allocation may fail, for there are enough at any time.
 fn counts() {
     let blocks = Blocks::new(4);
     let other = Arc::clone(&blocks);
-    let turn = |blocks: &Blocks| {
+    let alloc_and_free = |blocks: &Blocks| {
         blocks.owners[0].fetch_add(0, Ordering::Relaxed);
-        let taken = blocks.take(2).expect("there are two");
-        blocks.give(taken);
+        let taken = blocks.alloc(2).expect("two blocks are free");
+        blocks.free(taken);
     };
-    let thread = thread::spawn(move || turn(&other));
-    turn(&blocks);
+    let thread = thread::spawn(move || alloc_and_free(&other));
+    alloc_and_free(&blocks);
     thread.join().unwrap();
     assert_eq!(blocks.pool.free(), 4);
-    assert_eq!(blocks.take(4).map(|all| all.len()), Some(4));
+    assert_eq!(blocks.alloc(4).map(|all| all.len()), Some(4));
 }
 
-/// A block behind the limit is given back while the limit is raised.
+/// A block above the limit is freed while the limit is raised.
 fn limits() {
     let blocks = Blocks::new(2);
-    let taken = blocks.take(2).expect("there are two");
+    let taken = blocks.alloc(2).expect("two blocks are free");
     blocks.pool.set_limit(1);
     let other = Arc::clone(&blocks);
     let thread = thread::spawn(move || {
         other.owners[0].fetch_add(0, Ordering::Relaxed);
-        other.give(taken);
+        other.free(taken);
     });
     blocks.pool.set_limit(2);
     thread.join().unwrap();
-    assert_eq!(blocks.take(2).map(|all| all.len()), Some(2), "all are there in the end");
+    assert_eq!(blocks.alloc(2).map(|all| all.len()), Some(2), "blocks were lost");
 }
 
-/// A link to one of two places. A reader follows it; the owner puts it to the other place, and writes the first one again
-/// once nobody can be reading it.
+/// A link to one of two slots. A reader follows it; the owner sets it to the other slot, and writes the first one again
+/// once no reader can access it.
 fn reuse() {
     struct Shared {
-        readers: Readers,
+        readers: ReaderEpochs,
         link: AtomicU32,
-        places: [UnsafeCell<u32>; 2],
+        slots: [UnsafeCell<u32>; 2],
     }
-    let places = [UnsafeCell::new(10), UnsafeCell::new(11)];
-    let shared = Arc::new(Shared { readers: Readers::new(1), link: AtomicU32::new(0), places });
+    let slots = [UnsafeCell::new(10), UnsafeCell::new(11)];
+    let shared = Arc::new(Shared { readers: ReaderEpochs::new(1), link: AtomicU32::new(0), slots });
     let other = Arc::clone(&shared);
     let thread = thread::spawn(move || {
         other.link.fetch_add(0, Ordering::Relaxed);
-        let cell = other.readers.join().unwrap();
+        let cell = other.readers.register().unwrap();
         other.readers.enter(cell);
         let found = other.link.load(Ordering::Acquire);
-        let read = other.places[found as usize].with(|value| unsafe { *value });
+        let read = other.slots[found as usize].with(|value| unsafe { *value });
         assert_eq!(read, 10 + found);
         other.readers.leave(cell);
     });
     shared.link.fetch_add(1, Ordering::Release);
-    let stamp = shared.readers.stamp();
-    if stamp < shared.readers.oldest() {
-        shared.places[0].with_mut(|value| unsafe { *value = 99 });
+    let epoch = shared.readers.next_epoch();
+    if epoch < shared.readers.min_active() {
+        shared.slots[0].with_mut(|value| unsafe { *value = 99 });
     }
     thread.join().unwrap();
 }

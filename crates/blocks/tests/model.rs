@@ -1,65 +1,66 @@
 //! Random histories against a naive model: every sequence as a plain list of rows.
 //!
-//! What a token leaves in the cache depends, as in a real model, on everything that was visible when it was computed: a
-//! row's bytes are made from a number that is a digest of the rows before it, the token and its position. So a block that
-//! is shared, restored or moved wrongly shows, and so does one that was written while it was seen.
+//! The rows of a token depend, as in a real model, on everything that was visible when they were computed: a row's
+//! bytes are derived from a digest of the rows before it, the token and its position. So the test detects a block that
+//! is shared, restored or moved wrongly, and one that was written while it was visible.
 //!
-//! 400 histories by default; `MOONTIDE_HISTORIES=100000` for more, `MOONTIDE_SEED=n` for one alone.
+//! 400 histories by default; `MOONTIDE_CASES=100000` for more, `MOONTIDE_SEED=n` for a single one.
 
 mod support;
 
 use std::collections::HashMap;
 
 use moontide_blocks::{
-    Attention, BlockHash, BlocksError, Cache, CacheConfig, Dtype, Held, Keep, Order, ParkError, Parked,
-    Placement, Plane, SequenceId, Shape, Token,
+    Attention, BlockHash, BlockPlacement, Cache, CacheConfig, CacheError, CacheShape, DimOrder, Dtype,
+    PinnedBlocks, Plane, PrunePolicy, SequenceId, SuspendError, SuspendedSequence, Token,
 };
-use support::{Memory, Random, Watch, mix};
+use moontide_rt::SplitMix64;
+use support::{MemoryStore, Watch, mix};
 
 const OPERATIONS: u64 = 80;
 const HISTORIES: u64 = 400;
 
 #[test]
-fn any_history_is_what_plain_lists_say() {
+fn cache_matches_list_model_for_random_histories() {
     if let Some(seed) = number("MOONTIDE_SEED") {
         return history(seed);
     }
-    let histories = number("MOONTIDE_HISTORIES").unwrap_or(HISTORIES);
-    let mut done = Done::default();
+    let histories = number("MOONTIDE_CASES").unwrap_or(HISTORIES);
+    let mut coverage = Coverage::default();
     for seed in 0..histories {
         println!("MOONTIDE_SEED={seed}");
-        History::new(seed).run(&mut done);
+        History::new(seed).run(&mut coverage);
         if seed % 10_000 == 9_999 {
             eprintln!("{} of {histories} histories", seed + 1);
         }
     }
-    println!("{done:?}");
-    done.everything_happened();
+    println!("{coverage:?}");
+    coverage.check_complete();
 }
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name)
         .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text}")))
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {text}")))
 }
 
 fn history(seed: u64) {
-    History::new(seed).run(&mut Done::default());
+    History::new(seed).run(&mut Coverage::default());
 }
 
-/// How often things came about: a model test that never does them shows nothing.
+/// Counts of events: a model test in which an event never happens does not test it.
 #[derive(Debug, Default)]
-struct Done {
+struct Coverage {
     counts: HashMap<&'static str, u64>,
 }
 
-impl Done {
-    fn add(&mut self, what: &'static str) {
-        *self.counts.entry(what).or_default() += 1;
+impl Coverage {
+    fn add(&mut self, event: &'static str) {
+        *self.counts.entry(event).or_default() += 1;
     }
 
-    fn everything_happened(&self) {
-        for what in [
+    fn check_complete(&self) {
+        for event in [
             "allocated",
             "shared a prefix",
             "full",
@@ -72,14 +73,14 @@ impl Done {
             "freed",
             "spilled",
             "restored",
-            "parked",
-            "park refused",
+            "suspended",
+            "suspend refused",
             "resumed",
             "resumed in part",
             "grew",
             "shrank",
             "shrink refused",
-            "thinned",
+            "pruned",
             "held",
             "pinned",
             "pinned while being filled",
@@ -88,28 +89,28 @@ impl Done {
             "a view outlived its sequence",
             "cleared",
         ] {
-            assert!(self.counts.contains_key(what), "never: {what}; {self:?}");
+            assert!(self.counts.contains_key(event), "event never happened: {event}; {self:?}");
         }
     }
 }
 
-/// A sequence as a plain list.
+/// Model of a sequence: plain lists.
 #[derive(Clone, Debug)]
-struct Plain {
+struct SequenceModel {
     root: BlockHash,
     tokens: Vec<(Token, u32)>,
-    /// What the rows of complete tokens are made from.
+    /// Numbers from which the rows of complete tokens are derived.
     rows: Vec<u64>,
     next: u32,
 }
 
-impl Plain {
+impl SequenceModel {
     fn push(&mut self, token: Token) {
         self.tokens.push((token, self.next));
         self.next += 1;
     }
 
-    /// The number of the next row, given all before it.
+    /// Returns the number of the next row, given all before it.
     fn next_row(&self) -> u64 {
         let (token, position) = self.tokens[self.rows.len()];
         let mut sum = u64::from_le_bytes(*self.root.0.first_chunk().unwrap());
@@ -120,72 +121,72 @@ impl Plain {
     }
 }
 
-/// The bytes of one head of a row.
+/// Returns the bytes of one head of a row.
 fn bytes(row: u64, plane: Plane, layer: u32, head: usize, len: usize) -> Vec<u8> {
-    let place = u64::from(layer) << 8 | (head as u64) << 1 | u64::from(plane == Plane::Values);
-    (0..len).map(|at| mix(row ^ mix(place) ^ at as u64) as u8).collect()
+    let index = u64::from(layer) << 8 | (head as u64) << 1 | u64::from(plane == Plane::Values);
+    (0..len).map(|at| mix(row ^ mix(index) ^ at as u64) as u8).collect()
 }
 
 struct History {
-    random: Random,
-    shape: Shape,
+    random: SplitMix64,
+    shape: CacheShape,
     blocks_max: u32,
     contiguous: bool,
     cache: Cache,
-    plain: HashMap<SequenceId, Plain>,
-    parked: Vec<(Parked, Plain)>,
-    held: Vec<Held>,
-    /// What was pinned, of which sequence, and what it showed then.
-    pinned: Vec<(Held, SequenceId, Vec<u64>)>,
-    store: Memory,
+    models: HashMap<SequenceId, SequenceModel>,
+    suspended: Vec<(SuspendedSequence, SequenceModel)>,
+    held: Vec<PinnedBlocks>,
+    /// Pins, each with its sequence and the rows at the time of the pin.
+    pinned: Vec<(PinnedBlocks, SequenceId, Vec<u64>)>,
+    store: MemoryStore,
     watch: Option<(Watch, SequenceId, Vec<u64>)>,
     log: Vec<String>,
 }
 
 impl History {
     fn new(seed: u64) -> History {
-        let mut random = Random::new(seed);
+        let mut random = support::random(seed);
         let attention = match random.below(3) {
             0 => Attention::Latent { rank: 3, rope: 1 },
             _ => Attention::Heads { kv_heads: random.below(3) as u32 + 1, dim: 2 },
         };
-        let shape = Shape {
+        let shape = CacheShape {
             layers: random.below(2) as u32 + 1,
             block_tokens: random.below(4) as u32 + 1,
             attention,
             dtype: [Dtype::F8, Dtype::Bf16, Dtype::F32][random.below(3) as usize],
-            order: [Order::TokenMajor, Order::HeadMajor][random.below(2) as usize],
+            order: [DimOrder::TokenMajor, DimOrder::HeadMajor][random.below(2) as usize],
         };
         let contiguous = random.below(4) == 0;
         let placement = match contiguous {
-            true => Placement::Contiguous { reserve: random.below(3) as u32 },
-            false => Placement::Paged,
+            true => BlockPlacement::Contiguous { reserve: random.below(3) as u32 },
+            false => BlockPlacement::Paged,
         };
         let blocks_max = 40;
         let blocks = random.below(20) as u32 + 6;
         let config =
             CacheConfig { blocks_max, sequences_max: 12, placement, ..CacheConfig::new(shape, blocks) };
-        let cache = Cache::new(&config).expect("a small arena");
+        let cache = Cache::new(&config).expect("arena is small");
         History {
             random,
             shape,
             blocks_max,
             contiguous,
             cache,
-            plain: HashMap::new(),
-            parked: Vec::new(),
+            models: HashMap::new(),
+            suspended: Vec::new(),
             held: Vec::new(),
             pinned: Vec::new(),
-            store: Memory::default(),
+            store: MemoryStore::default(),
             watch: None,
             log: Vec::new(),
         }
     }
 
-    fn run(mut self, done: &mut Done) {
+    fn run(mut self, coverage: &mut Coverage) {
         for _ in 0..OPERATIONS {
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                self.step(done);
+                self.step(coverage);
                 self.check();
             }));
             if let Err(panic) = outcome {
@@ -196,110 +197,113 @@ impl History {
         self.watch = None;
         self.held.clear();
         self.pinned.clear();
-        for id in self.plain.drain().map(|(id, _)| id).collect::<Vec<_>>() {
+        for id in self.models.drain().map(|(id, _)| id).collect::<Vec<_>>() {
             self.cache.free(id).unwrap();
         }
         self.cache.clear();
         let stats = self.cache.stats();
-        assert_eq!((stats.free, stats.held), (stats.blocks, 0), "all blocks are free in the end");
+        assert_eq!((stats.free, stats.in_use), (stats.blocks, 0), "blocks were leaked");
     }
 
-    /// Some sequence.
+    /// Returns a random sequence.
     fn any(&mut self) -> Option<SequenceId> {
-        let mut ids: Vec<_> = self.plain.keys().copied().collect();
+        let mut ids: Vec<_> = self.models.keys().copied().collect();
         ids.sort_unstable_by_key(|id| id.to_bits());
         let at = self.random.below(ids.len().max(1) as u64) as usize;
         ids.get(at).copied()
     }
 
-    fn step(&mut self, done: &mut Done) {
+    fn step(&mut self, coverage: &mut Coverage) {
         let operation = self.random.below(100);
         self.log.push(format!("operation {operation}"));
         match operation {
-            0..16 => self.allocate(done),
-            16..42 => self.append(done),
-            42..60 => self.fill(done),
-            60..66 => self.fork(done),
-            66..69 => self.truncate(done),
-            69..77 => self.free(done),
-            77..79 => self.spill(done),
-            79..82 => self.restore(done),
-            82..86 => self.park(done),
-            86..90 => self.resume(done),
-            90..92 => self.resize(done),
-            92..94 => self.thin(done),
-            94..96 => self.hold(done),
-            96..98 => self.watch(done),
-            98 => self.pin(done),
+            0..16 => self.allocate(coverage),
+            16..42 => self.append(coverage),
+            42..60 => self.write_rows(coverage),
+            60..66 => self.fork(coverage),
+            66..69 => self.truncate(coverage),
+            69..77 => self.free(coverage),
+            77..79 => self.spill(coverage),
+            79..82 => self.restore(coverage),
+            82..86 => self.suspend(coverage),
+            86..90 => self.resume(coverage),
+            90..92 => self.resize(coverage),
+            92..94 => self.prune(coverage),
+            94..96 => self.hold(coverage),
+            96..98 => self.watch(coverage),
+            98 => self.pin(coverage),
             _ => {
                 self.cache.clear();
-                done.add("cleared");
+                coverage.add("cleared");
             }
         }
     }
 
-    fn allocate(&mut self, done: &mut Done) {
+    fn allocate(&mut self, coverage: &mut Coverage) {
         let root = BlockHash::root(["", "salt"][self.random.below(2) as usize], "");
-        // Few different tokens, so that prefixes are met again.
+        // Few different tokens, so that prefixes repeat.
         let prompt: Vec<Token> =
             (0..self.random.below(14)).map(|_| (self.random.below(8) == 0) as Token).collect();
         self.log.push(format!("allocate {prompt:?}"));
         match self.cache.allocate(&prompt, root) {
             Ok(allocated) => {
-                let mut plain = Plain { root, tokens: Vec::new(), rows: Vec::new(), next: 0 };
-                prompt.iter().for_each(|token| plain.push(*token));
-                for _ in 0..allocated.shared_tokens {
-                    plain.rows.push(plain.next_row());
+                let mut model = SequenceModel { root, tokens: Vec::new(), rows: Vec::new(), next: 0 };
+                prompt.iter().for_each(|token| model.push(*token));
+                for _ in 0..allocated.cached_tokens {
+                    model.rows.push(model.next_row());
                 }
-                assert!(allocated.shared_tokens < prompt.len().max(1), "the last token is to be computed");
-                if allocated.shared_tokens > 0 {
-                    done.add("shared a prefix");
+                assert!(
+                    allocated.cached_tokens < prompt.len().max(1),
+                    "last token is not left to be computed"
+                );
+                if allocated.cached_tokens > 0 {
+                    coverage.add("shared a prefix");
                 }
-                self.plain.insert(allocated.id, plain);
-                done.add("allocated");
+                self.models.insert(allocated.id, model);
+                coverage.add("allocated");
             }
-            Err(BlocksError::Sequences { .. }) => assert_eq!(self.plain.len(), 12),
-            Err(BlocksError::Full(_)) => done.add("full"),
+            Err(CacheError::Sequences { .. }) => assert_eq!(self.models.len(), 12),
+            Err(CacheError::Full(_)) => coverage.add("full"),
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn append(&mut self, done: &mut Done) {
+    fn append(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
         let token = self.random.below(2) as Token;
         match self.cache.append(id, token) {
             Ok(()) => {
-                self.plain.get_mut(&id).unwrap().push(token);
-                done.add("appended");
+                self.models.get_mut(&id).unwrap().push(token);
+                coverage.add("appended");
             }
-            Err(BlocksError::Full(_)) => done.add("append refused"),
+            Err(CacheError::Full(_)) => coverage.add("append refused"),
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn fill(&mut self, done: &mut Done) {
+    fn write_rows(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
-        let mut fill = match self.cache.fill(id) {
-            Ok(fill) => fill,
-            Err(BlocksError::Full(_)) => return,
+        let mut writer = match self.cache.writer(id) {
+            Ok(writer) => writer,
+            Err(CacheError::Full(_)) => return,
             Err(error) => panic!("{error}"),
         };
-        let plain = self.plain.get_mut(&id).unwrap();
-        assert_eq!(fill.tokens(), plain.rows.len()..plain.tokens.len());
+        let model = self.models.get_mut(&id).unwrap();
+        assert_eq!(writer.tokens(), model.rows.len()..model.tokens.len());
         if self.pinned.len() < 2 && self.random.below(10) == 0 {
-            // In the same block, perhaps, in which rows are written now.
-            self.pinned.push((self.cache.pin(id).unwrap(), id, plain.rows.clone()));
-            done.add("pinned while being filled");
+            // Possibly in the same block in which rows are written now.
+            self.pinned.push((self.cache.pin(id).unwrap(), id, model.rows.clone()));
+            coverage.add("pinned while being filled");
         }
-        let count = fill.tokens().len();
+        let count = writer.tokens().len();
         let complete =
             if self.random.below(3) > 0 { count } else { self.random.below(count as u64 + 1) as usize };
         let mut rows = Vec::new();
         for _ in 0..complete {
-            plain.rows.push(plain.next_row());
-            rows.push(*plain.rows.last().unwrap());
+            model.rows.push(model.next_row());
+            rows.push(*model.rows.last().unwrap());
         }
-        // Junk, where rows are not complete: nobody may ever see it.
+        // Arbitrary data in incomplete rows: no reader may ever see it.
         rows.resize(count, u64::MAX);
         for &plane in self.shape.planes() {
             for layer in 0..self.shape.layers {
@@ -309,214 +313,215 @@ impl History {
                     .flat_map(|row| heads.clone().map(move |head| (row, head)))
                     .flat_map(|(row, head)| bytes(*row, plane, layer, head, self.shape.row_bytes()))
                     .collect();
-                fill.write(plane, layer, &dense);
+                writer.write(plane, layer, &dense);
             }
         }
-        fill.complete(complete);
+        writer.mark_written(complete);
         if self.random.below(10) == 0 {
-            // Given up: as if nothing had been written.
-            drop(fill);
-            plain.rows.truncate(plain.rows.len() - complete);
+            // Dropped: as if nothing had been written.
+            drop(writer);
+            model.rows.truncate(model.rows.len() - complete);
             return;
         }
-        assert_eq!(self.cache.free(id), Err(BlocksError::Busy(id)));
-        assert_eq!(self.cache.fork(id), Err(BlocksError::Busy(id)));
-        self.cache.commit(fill).unwrap();
-        done.add(if complete == count { "filled" } else { "filled in part" });
+        assert_eq!(self.cache.free(id), Err(CacheError::Busy(id)));
+        assert_eq!(self.cache.fork(id), Err(CacheError::Busy(id)));
+        self.cache.commit(writer).unwrap();
+        coverage.add(if complete == count { "filled" } else { "filled in part" });
     }
 
-    fn fork(&mut self, done: &mut Done) {
+    fn fork(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
         match self.cache.fork(id) {
             Ok(child) => {
-                let mut plain = self.plain[&id].clone();
-                if let Some((_, position)) = plain.tokens.get(plain.rows.len()) {
-                    plain.next = *position;
+                let mut model = self.models[&id].clone();
+                if let Some((_, position)) = model.tokens.get(model.rows.len()) {
+                    model.next = *position;
                 }
-                plain.tokens.truncate(plain.rows.len());
-                self.plain.insert(child, plain);
-                done.add("fork");
+                model.tokens.truncate(model.rows.len());
+                self.models.insert(child, model);
+                coverage.add("fork");
             }
-            Err(BlocksError::Sequences { .. }) => assert_eq!(self.plain.len(), 12),
-            Err(BlocksError::Full(_)) if self.contiguous => {}
+            Err(CacheError::Sequences { .. }) => assert_eq!(self.models.len(), 12),
+            Err(CacheError::Full(_)) if self.contiguous => {}
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn truncate(&mut self, done: &mut Done) {
+    fn truncate(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
-        let plain = self.plain.get_mut(&id).unwrap();
-        let tokens = self.random.below(plain.tokens.len() as u64 + 2) as usize;
+        let model = self.models.get_mut(&id).unwrap();
+        let tokens = self.random.below(model.tokens.len() as u64 + 2) as usize;
         self.cache.truncate(id, tokens).unwrap();
-        if let Some((_, position)) = plain.tokens.get(tokens) {
-            plain.next = *position;
-            done.add("truncated");
+        if let Some((_, position)) = model.tokens.get(tokens) {
+            model.next = *position;
+            coverage.add("truncated");
         }
-        plain.tokens.truncate(tokens);
-        plain.rows.truncate(tokens);
+        model.tokens.truncate(tokens);
+        model.rows.truncate(tokens);
     }
 
-    fn free(&mut self, done: &mut Done) {
+    fn free(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
         self.cache.free(id).unwrap();
-        self.plain.remove(&id);
-        assert_eq!(self.cache.append(id, 0), Err(BlocksError::Unknown(id)));
-        done.add("freed");
+        self.models.remove(&id);
+        assert_eq!(self.cache.append(id, 0), Err(CacheError::Unknown(id)));
+        coverage.add("freed");
     }
 
-    fn spill(&mut self, done: &mut Done) {
+    fn spill(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
-        self.store.moody(&mut self.random);
+        self.store.change_fault_mode(&mut self.random);
         if self.cache.spill(id, &self.store).is_ok_and(|all| all) {
-            done.add("spilled");
+            coverage.add("spilled");
         }
     }
 
-    fn restore(&mut self, done: &mut Done) {
+    fn restore(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
-        self.store.moody(&mut self.random);
+        self.store.change_fault_mode(&mut self.random);
         match self.cache.restore(id, &self.store) {
             Ok(restored) => {
-                let plain = self.plain.get_mut(&id).unwrap();
+                let model = self.models.get_mut(&id).unwrap();
                 for _ in 0..restored {
-                    plain.rows.push(plain.next_row());
+                    model.rows.push(model.next_row());
                 }
                 assert!(
-                    restored == 0 || plain.rows.len() < plain.tokens.len(),
-                    "the last token is to be computed"
+                    restored == 0 || model.rows.len() < model.tokens.len(),
+                    "last token is not left to be computed"
                 );
                 if restored > 0 {
-                    done.add("restored");
+                    coverage.add("restored");
                 }
             }
-            Err(ParkError::Store(_) | ParkError::Blocks(BlocksError::Full(_))) => {}
+            Err(SuspendError::Store(_) | SuspendError::Blocks(CacheError::Full(_))) => {}
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn park(&mut self, done: &mut Done) {
+    fn suspend(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
-        self.store.moody(&mut self.random);
-        match self.cache.park(id, &self.store) {
-            Ok(parked) => {
-                let plain = self.plain.remove(&id).unwrap();
-                assert_eq!(parked.filled(), plain.rows.len());
-                let elsewhere = Parked::from_bytes(&parked.to_bytes());
-                assert_eq!(elsewhere.as_ref(), Some(&parked), "names follow from the rest");
-                self.parked.push((parked, plain));
-                done.add("parked");
+        self.store.change_fault_mode(&mut self.random);
+        match self.cache.suspend(id, &self.store) {
+            Ok(suspended) => {
+                let model = self.models.remove(&id).unwrap();
+                assert_eq!(suspended.computed_tokens(), model.rows.len());
+                let parsed = SuspendedSequence::from_bytes(&suspended.to_bytes());
+                assert_eq!(parsed.as_ref(), Some(&suspended), "hashes differ after a round trip");
+                self.suspended.push((suspended, model));
+                coverage.add("suspended");
             }
-            Err(ParkError::Store(_) | ParkError::Refused) => done.add("park refused"),
+            Err(SuspendError::Store(_) | SuspendError::Refused) => coverage.add("suspend refused"),
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn resume(&mut self, done: &mut Done) {
-        let Some((parked, mut plain)) = self.parked.pop() else { return };
-        self.store.moody(&mut self.random);
-        match self.cache.resume(&parked, &self.store) {
+    fn resume(&mut self, coverage: &mut Coverage) {
+        let Some((suspended, mut model)) = self.suspended.pop() else { return };
+        self.store.change_fault_mode(&mut self.random);
+        match self.cache.resume(&suspended, &self.store) {
             Ok(id) => {
-                let filled = self.cache.filled_of(id).unwrap();
-                done.add(if filled >= plain.rows.len() { "resumed" } else { "resumed in part" });
-                plain.rows.truncate(filled);
-                // Others may have computed more of it in the meantime.
-                while plain.rows.len() < filled {
-                    plain.rows.push(plain.next_row());
+                let filled = self.cache.computed_tokens(id).unwrap();
+                coverage.add(if filled >= model.rows.len() { "resumed" } else { "resumed in part" });
+                model.rows.truncate(filled);
+                // Other sequences may have computed more of it in the meantime.
+                while model.rows.len() < filled {
+                    model.rows.push(model.next_row());
                 }
-                self.plain.insert(id, plain);
+                self.models.insert(id, model);
             }
-            Err(ParkError::Store(_)) => self.parked.push((parked, plain)),
-            Err(ParkError::Blocks(BlocksError::Sequences { .. } | BlocksError::Full(_))) => {
-                self.parked.push((parked, plain));
+            Err(SuspendError::Store(_)) => self.suspended.push((suspended, model)),
+            Err(SuspendError::Blocks(CacheError::Sequences { .. } | CacheError::Full(_))) => {
+                self.suspended.push((suspended, model));
             }
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn resize(&mut self, done: &mut Done) {
+    fn resize(&mut self, coverage: &mut Coverage) {
         let blocks = self.random.below(u64::from(self.blocks_max)) as u32 + 1;
         let before = self.cache.stats().blocks;
         match self.cache.resize(blocks) {
-            Ok(()) => done.add(if blocks > before { "grew" } else { "shrank" }),
-            Err(BlocksError::Full(_)) => done.add("shrink refused"),
+            Ok(()) => coverage.add(if blocks > before { "grew" } else { "shrank" }),
+            Err(CacheError::Full(_)) => coverage.add("shrink refused"),
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn thin(&mut self, done: &mut Done) {
+    fn prune(&mut self, coverage: &mut Coverage) {
         let Some(id) = self.any() else { return };
-        let worth: Vec<f32> = (0..20).map(|_| self.random.below(100) as f32).collect();
-        self.cache.add_worth(id, &worth).unwrap();
+        let scores: Vec<f32> = (0..20).map(|_| self.random.below(100) as f32).collect();
+        self.cache.add_scores(id, &scores).unwrap();
         let mut part = |up_to| self.random.below(up_to) as usize;
-        let keep = Keep { first: part(3), last: part(3), budget: part(12) };
-        let plain = self.plain.get_mut(&id).unwrap();
-        match self.cache.thin(id, &keep) {
+        let policy = PrunePolicy { sink_tokens: part(3), recent_tokens: part(3), tokens_max: part(12) };
+        let model = self.models.get_mut(&id).unwrap();
+        match self.cache.prune(id, &policy) {
             Ok(positions) => {
-                if positions.len() < plain.tokens.len() {
-                    done.add("thinned");
-                    assert_eq!(positions.len(), keep.budget);
+                if positions.len() < model.tokens.len() {
+                    coverage.add("pruned");
+                    assert_eq!(positions.len(), policy.tokens_max);
                 }
-                let stays: Vec<bool> = plain.tokens.iter().map(|(_, at)| positions.contains(at)).collect();
-                let mut stay = stays.iter();
-                plain.tokens.retain(|_| *stay.next().unwrap());
-                let mut stay = stays.iter();
-                plain.rows.retain(|_| *stay.next().unwrap());
+                let kept: Vec<bool> = model.tokens.iter().map(|(_, at)| positions.contains(at)).collect();
+                let mut keep = kept.iter();
+                model.tokens.retain(|_| *keep.next().unwrap());
+                let mut keep = kept.iter();
+                model.rows.retain(|_| *keep.next().unwrap());
             }
-            Err(BlocksError::Incomplete(_)) => assert!(plain.rows.len() < plain.tokens.len()),
-            Err(BlocksError::Full(_)) => {}
+            Err(CacheError::Incomplete(_)) => assert!(model.rows.len() < model.tokens.len()),
+            Err(CacheError::Full(_)) => {}
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn hold(&mut self, done: &mut Done) {
+    fn hold(&mut self, coverage: &mut Coverage) {
         if self.random.below(2) == 0 {
             self.held.pop();
         } else if let Some(id) = self.any() {
-            self.held.push(self.cache.hold(id).unwrap());
-            done.add("held");
+            self.held.push(self.cache.pin_full_blocks(id).unwrap());
+            coverage.add("held");
         }
     }
 
-    /// What is pinned shows what it showed, while everything changes.
-    fn pin(&mut self, done: &mut Done) {
+    /// Pins a sequence: the pinned rows stay the same while everything changes.
+    fn pin(&mut self, coverage: &mut Coverage) {
         if self.pinned.len() > 1 {
             let (_, id, _) = self.pinned.remove(0);
-            if !self.plain.contains_key(&id) {
-                done.add("a pin outlived its sequence");
+            if !self.models.contains_key(&id) {
+                coverage.add("a pin outlived its sequence");
             }
         } else if let Some(id) = self.any() {
-            let rows = self.plain[&id].rows.clone();
+            let rows = self.models[&id].rows.clone();
             self.pinned.push((self.cache.pin(id).unwrap(), id, rows));
-            done.add("pinned");
+            coverage.add("pinned");
         }
     }
 
-    /// A reader enters and looks at a sequence, and goes on looking while everything changes.
-    fn watch(&mut self, done: &mut Done) {
+    /// Opens a view of a sequence, which stays open while everything changes.
+    fn watch(&mut self, coverage: &mut Coverage) {
         if let Some((_, id, _)) = self.watch.take() {
-            if !self.plain.contains_key(&id) {
-                done.add("a view outlived its sequence");
+            if !self.models.contains_key(&id) {
+                coverage.add("a view outlived its sequence");
             }
         } else if let Some(id) = self.any() {
-            let rows = self.plain[&id].rows.clone();
+            let rows = self.models[&id].rows.clone();
             self.watch = Some((Watch::new(self.cache.reader().unwrap(), id), id, rows));
-            done.add("watched");
+            coverage.add("watched");
         }
     }
 
-    /// Everything that can be seen is as the lists say.
+    /// Checks that everything visible matches the lists.
     fn check(&mut self) {
-        let held: Vec<&Held> = self.held.iter().chain(self.pinned.iter().map(|(held, ..)| held)).collect();
-        if let Err(contradiction) = self.cache.audit(&held) {
-            panic!("{contradiction}");
+        let held: Vec<&PinnedBlocks> =
+            self.held.iter().chain(self.pinned.iter().map(|(held, ..)| held)).collect();
+        if let Err(error) = self.cache.audit(&held) {
+            panic!("{error}");
         }
-        for (id, plain) in &self.plain {
-            let tokens: Vec<Token> = plain.tokens.iter().map(|(token, _)| *token).collect();
+        for (id, model) in &self.models {
+            let tokens: Vec<Token> = model.tokens.iter().map(|(token, _)| *token).collect();
             assert_eq!(self.cache.tokens(*id).unwrap(), tokens, "{id}");
-            let positions: Vec<u32> = plain.tokens.iter().map(|(_, position)| *position).collect();
+            let positions: Vec<u32> = model.tokens.iter().map(|(_, position)| *position).collect();
             assert_eq!(self.cache.positions(*id).unwrap(), positions, "{id}");
-            support::check_view(&self.shape, &self.cache.view(*id).unwrap(), &plain.rows, &bytes);
-            if self.contiguous && !plain.rows.is_empty() {
+            support::check_view(&self.shape, &self.cache.view(*id).unwrap(), &model.rows, &bytes);
+            if self.contiguous && !model.rows.is_empty() {
                 assert!(self.cache.view(*id).unwrap().contiguous(Plane::Keys, 0).is_some(), "{id}");
             }
         }
@@ -526,16 +531,16 @@ impl History {
         for (pinned, _, rows) in &self.pinned {
             support::check_pinned(&self.shape, pinned, rows, &bytes);
         }
-        // No block is in two sequences, unless what it holds is the same in both.
+        // A block is in two sequences only if its content is the same in both.
         let mut owners: HashMap<u32, &[u64]> = HashMap::new();
-        for (id, plain) in &self.plain {
+        for (id, model) in &self.models {
             for (at, block) in self.cache.blocks_of(*id).unwrap().into_iter().enumerate() {
-                let from = (at * self.shape.block_tokens as usize).min(plain.rows.len());
-                let to = (from + self.shape.block_tokens as usize).min(plain.rows.len());
-                let mine = &plain.rows[from..to];
-                let theirs = owners.entry(block).or_insert(mine);
-                let common = mine.len().min(theirs.len());
-                assert_eq!(mine[..common], theirs[..common], "block {block}");
+                let from = (at * self.shape.block_tokens as usize).min(model.rows.len());
+                let to = (from + self.shape.block_tokens as usize).min(model.rows.len());
+                let own = &model.rows[from..to];
+                let other = owners.entry(block).or_insert(own);
+                let common = own.len().min(other.len());
+                assert_eq!(own[..common], other[..common], "block {block}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! One owner and many readers, and two owners at one pool, on real threads.
+//! One owner and many readers, and two owners of one pool, on real threads.
 
 mod support;
 
@@ -6,42 +6,43 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use moontide_blocks::{
-    Attention, BlockHash, BlocksError, Cache, CacheConfig, Dtype, Order, Plane, SequenceId, Shape, Token,
+    Attention, BlockHash, Cache, CacheConfig, CacheError, CacheShape, DimOrder, Dtype, Plane, SequenceId,
+    Token,
 };
-use support::{Random, mix};
+use support::mix;
 
-const SHAPE: Shape = Shape {
+const SHAPE: CacheShape = CacheShape {
     layers: 1,
     block_tokens: 4,
     attention: Attention::Heads { kv_heads: 1, dim: 16 },
     dtype: Dtype::F32,
-    order: Order::TokenMajor,
+    order: DimOrder::TokenMajor,
 };
 
-/// What stands in every number of a row: the token, and everything before it.
+/// Returns the value of every number of a row: a hash of the token and everything before it.
 fn row(before: u32, token: Token) -> u32 {
     mix(u64::from(before) << 32 | u64::from(token)) as u32
 }
 
-/// Makes all rows of a sequence complete.
-fn fill(cache: &mut Cache, id: SequenceId) -> Result<(), BlocksError> {
+/// Completes all rows of a sequence.
+fn write_rows(cache: &mut Cache, id: SequenceId) -> Result<(), CacheError> {
     let tokens = cache.tokens(id)?.to_vec();
-    let mut fill = cache.fill(id)?;
-    let range = fill.tokens();
+    let mut writer = cache.writer(id)?;
+    let range = writer.tokens();
     let mut before = tokens[..range.start].iter().fold(0, |before, token| row(before, *token));
     for token in range.clone() {
         before = row(before, tokens[token]);
         let bytes: Vec<u8> = (0..16).flat_map(|_| before.to_le_bytes()).collect();
         for plane in [Plane::Keys, Plane::Values] {
-            fill.rows(plane, 0, token).head(0, 0).copy_from_slice(&bytes);
+            writer.rows(plane, 0, token).head(0, 0).copy_from_slice(&bytes);
         }
     }
-    fill.complete(range.len());
-    cache.commit(fill)
+    writer.mark_written(range.len());
+    cache.commit(writer)
 }
 
-/// A row that is of another sequence, half written, or no row at all has numbers that differ, or is not followed by what
-/// it must be followed by. Which tokens there are is told by trying: there are four.
+/// Checks a view. A row of another sequence, a partly written row, or arbitrary data has numbers that differ, or does
+/// not follow from the rows before it. The check tries all tokens: there are four.
 fn check(view: &moontide_blocks::View<'_>) -> usize {
     let mut before = 0;
     for at in 0..view.block_count() {
@@ -50,9 +51,9 @@ fn check(view: &moontide_blocks::View<'_>) -> usize {
             let seen = keys.numbers::<u8>(token, 0);
             let numbers: Vec<u32> =
                 seen.chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect();
-            assert!(numbers.iter().all(|number| *number == numbers[0]), "half a row: {numbers:x?}");
-            assert_eq!(seen, values.head(token, 0), "keys and values of different times");
-            assert!((0..4).any(|token| row(before, token) == numbers[0]), "a row of another sequence");
+            assert!(numbers.iter().all(|number| *number == numbers[0]), "partly written row: {numbers:x?}");
+            assert_eq!(seen, values.head(token, 0), "keys and values differ");
+            assert!((0..4).any(|token| row(before, token) == numbers[0]), "row of another sequence");
             before = numbers[0];
         }
     }
@@ -60,20 +61,20 @@ fn check(view: &moontide_blocks::View<'_>) -> usize {
 }
 
 #[test]
-fn readers_see_whole_sequences_while_the_owner_goes_on() {
+fn readers_see_consistent_sequences_during_owner_writes() {
     const STEPS: u64 = 30_000;
     let config = CacheConfig { sequences_max: 8, ..CacheConfig::new(SHAPE, 40) };
     let mut cache = Cache::new(&config).unwrap();
     let current: Mutex<Vec<SequenceId>> = Mutex::default();
-    let (done, seen, gone) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let (done, seen, missing) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         for thread in 0..3 {
             let mut reader = cache.reader().unwrap();
-            let (current, done, seen, gone) = (&current, &done, &seen, &gone);
+            let (current, done, seen, missing) = (&current, &done, &seen, &missing);
             scope.spawn(move || {
-                let mut random = Random::new(thread);
+                let mut random = support::random(thread);
                 while !done.load(Ordering::Relaxed) {
-                    // The list is of before: what it names may be gone, or be another's place by now.
+                    // The list is a snapshot: a sequence may be gone, or its slot reused, by now.
                     let ids = current.lock().unwrap().clone();
                     for _ in 0..20 {
                         let guard = reader.enter();
@@ -85,25 +86,30 @@ fn readers_see_whole_sequences_while_the_owner_goes_on() {
                                 assert_eq!(check(&view), tokens);
                                 seen.fetch_add(tokens as u64, Ordering::Relaxed);
                             }
-                            None => _ = gone.fetch_add(1, Ordering::Relaxed),
+                            None => _ = missing.fetch_add(1, Ordering::Relaxed),
                         }
                     }
                 }
             });
         }
         let owner = std::panic::AssertUnwindSafe(|| work(&mut cache, &current, STEPS));
-        let worked = std::panic::catch_unwind(owner);
+        let result = std::panic::catch_unwind(owner);
         done.store(true, Ordering::Relaxed);
-        if let Err(panic) = worked {
+        if let Err(panic) = result {
             std::panic::resume_unwind(panic);
         }
     });
     cache.audit(&[]).unwrap();
-    println!("{} tokens seen, {} sequences gone, {:?}", seen.into_inner(), gone.into_inner(), cache.stats());
+    println!(
+        "{} tokens seen, {} sequences gone, {:?}",
+        seen.into_inner(),
+        missing.into_inner(),
+        cache.stats()
+    );
 }
 
 fn work(cache: &mut Cache, current: &Mutex<Vec<SequenceId>>, steps: u64) {
-    let mut random = Random::new(77);
+    let mut random = support::random(77);
     let mut ids: Vec<SequenceId> = Vec::new();
     for _ in 0..steps {
         let at = random.below(ids.len().max(1) as u64) as usize;
@@ -113,7 +119,7 @@ fn work(cache: &mut Cache, current: &Mutex<Vec<SequenceId>>, steps: u64) {
                     (0..random.below(12) + 1).map(|_| random.below(2) as Token).collect();
                 cache.allocate(&prompt, BlockHash::root("", "")).and_then(|new| {
                     ids.push(new.id);
-                    fill(cache, new.id)
+                    write_rows(cache, new.id)
                 })
             }
             _ if ids.is_empty() => Ok(()),
@@ -123,37 +129,37 @@ fn work(cache: &mut Cache, current: &Mutex<Vec<SequenceId>>, steps: u64) {
             _ => {
                 let tokens = (0..random.below(3)).map(|_| random.below(4) as Token).collect::<Vec<_>>();
                 let appended = tokens.iter().try_for_each(|token| cache.append(ids[at], *token));
-                fill(cache, ids[at]).and(appended)
+                write_rows(cache, ids[at]).and(appended)
             }
         };
         match outcome {
-            Ok(()) | Err(BlocksError::Full(_) | BlocksError::Sequences { .. }) => {}
+            Ok(()) | Err(CacheError::Full(_) | CacheError::Sequences { .. }) => {}
             Err(error) => panic!("{error}"),
         }
         *current.lock().unwrap() = ids.clone();
     }
 }
 
-/// Two engines at one pool: no block is ever with both, and in the end all are free.
+/// Two engines on one pool: no block ever has two owners, and in the end all are free.
 #[test]
-fn two_owners_share_a_pool() {
+fn caches_sharing_pool_never_corrupt_each_other_or_leak_blocks() {
     let mut first = Cache::new(&CacheConfig { sequences_max: 8, ..CacheConfig::new(SHAPE, 48) }).unwrap();
-    let mut second = first.beside();
+    let mut second = first.sharing_pool();
     std::thread::scope(|scope| {
         for (seed, cache) in [(1, &mut first), (2, &mut second)] {
             scope.spawn(move || {
-                let mut random = Random::new(seed);
+                let mut random = support::random(seed);
                 let mut ids: Vec<SequenceId> = Vec::new();
-                for turn in 0..20_000 {
+                for step in 0..20_000 {
                     let root = BlockHash::root(&seed.to_string(), "");
                     let prompt: Vec<Token> =
                         (0..random.below(20) + 1).map(|_| random.below(4) as Token).collect();
                     match cache.allocate(&prompt, root) {
                         Ok(new) => {
-                            fill(cache, new.id).unwrap();
+                            write_rows(cache, new.id).unwrap();
                             ids.push(new.id);
                         }
-                        Err(BlocksError::Full(_) | BlocksError::Sequences { .. }) => {
+                        Err(CacheError::Full(_) | CacheError::Sequences { .. }) => {
                             if !ids.is_empty() {
                                 cache.free(ids.swap_remove(random.below(ids.len() as u64) as usize)).unwrap();
                             }
@@ -163,8 +169,8 @@ fn two_owners_share_a_pool() {
                     for id in &ids {
                         check(&cache.view(*id).unwrap());
                     }
-                    if turn % 64 == 0 {
-                        // What one only keeps for later is in the other's way.
+                    if step % 64 == 0 {
+                        // Cached blocks of one cache reduce the space of the other.
                         cache.clear();
                     }
                 }

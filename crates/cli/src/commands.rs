@@ -1,4 +1,4 @@
-//! The subcommands, and what their failures have in common.
+//! The subcommands, their common error type and exit codes.
 
 pub(crate) mod bench;
 pub(crate) mod completions;
@@ -12,55 +12,55 @@ pub(crate) mod store;
 use std::fmt;
 use std::process::ExitCode;
 
-/// What the numbers mean, for help texts.
+/// Exit codes, for help texts.
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such object, 4 the master cannot be reached.";
 
-/// Why a command did not succeed.
-pub(crate) enum Failure {
-    /// It was called in a way that makes no sense: exit code 2.
+/// Error of a command; the variant determines the exit code.
+pub(crate) enum CommandError {
+    /// Invalid arguments or settings: exit code 2.
     Usage(Box<dyn std::error::Error>),
-    /// It could not do what it should: exit code 1.
+    /// Any other failure: exit code 1.
     Failed(Box<dyn std::error::Error>),
-    /// What was asked for is not there: exit code 3.
+    /// The requested object does not exist: exit code 3.
     NotFound(Box<dyn std::error::Error>),
-    /// Nobody answers where a master should be: exit code 4.
+    /// The master or node cannot be reached: exit code 4.
     Unreachable(Box<dyn std::error::Error>),
 }
 
-impl Failure {
-    pub(crate) fn usage(error: impl Into<Box<dyn std::error::Error>>) -> Failure {
-        Failure::Usage(error.into())
+impl CommandError {
+    pub(crate) fn usage(error: impl Into<Box<dyn std::error::Error>>) -> CommandError {
+        CommandError::Usage(error.into())
     }
 
-    pub(crate) fn failed(error: impl Into<Box<dyn std::error::Error>>) -> Failure {
-        Failure::Failed(error.into())
+    pub(crate) fn failed(error: impl Into<Box<dyn std::error::Error>>) -> CommandError {
+        CommandError::Failed(error.into())
     }
 
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Failure::Failed(_) => ExitCode::from(1),
-            Failure::Usage(_) => ExitCode::from(2),
-            Failure::NotFound(_) => ExitCode::from(3),
-            Failure::Unreachable(_) => ExitCode::from(4),
+            CommandError::Failed(_) => ExitCode::from(1),
+            CommandError::Usage(_) => ExitCode::from(2),
+            CommandError::NotFound(_) => ExitCode::from(3),
+            CommandError::Unreachable(_) => ExitCode::from(4),
         }
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CommandError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Failure::Usage(error)
-        | Failure::Failed(error)
-        | Failure::NotFound(error)
-        | Failure::Unreachable(error)) = self;
+        let (CommandError::Usage(error)
+        | CommandError::Failed(error)
+        | CommandError::NotFound(error)
+        | CommandError::Unreachable(error)) = self;
         error.fmt(f)
     }
 }
 
-/// The end of an output. Whoever closes a pipe has seen enough; that is no failure.
-pub(crate) fn written(result: std::io::Result<()>) -> Result<(), Failure> {
+/// Converts the result of a write to standard output. A reader that closes the pipe early is not a failure.
+pub(crate) fn ignore_broken_pipe(result: std::io::Result<()>) -> Result<(), CommandError> {
     match result {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        other => other.map_err(Failure::failed),
+        other => other.map_err(CommandError::failed),
     }
 }

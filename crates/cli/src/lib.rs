@@ -1,14 +1,24 @@
 //! The command `moontide`: one binary for the processes of a cluster and the tools around them.
 //!
-//! Here is only the choice of the subcommand; each is a file of `commands`, which also says which exit codes there
-//! are.
+//! ```text
+//! moontide dev &                      a master and a node in one process
+//! moontide put hello - <<< world      exit code 0
+//! moontide get hello                  prints: world
+//! moontide get nothing                exit code 3: no such object
+//! ```
+//!
+//! This file only selects the subcommand. Each subcommand is a file of `commands`, which also defines the exit codes.
+//! The crate has no interface for other programs: `docs/cli.md` defines the output that scripts can rely on, and
+//! `crates/cli/tests` checks it. Programs use `moontide_client`.
+//!
+//! Reading order: `commands` (exit codes), `commands/master.rs` and `commands/node.rs` (settings, start, signals),
+//! `commands/store.rs` (calls on objects), `commands/inspect.rs`, `commands/doctor.rs`, then `commands/bench.rs`, which
+//! prints the figures of `docs/performance.md`.
 
 mod commands;
-mod http;
+mod format;
 mod process;
-mod scratch;
-mod text;
-mod trace;
+mod settings;
 
 use std::process::ExitCode;
 
@@ -16,17 +26,17 @@ use clap::Command;
 
 const EXAMPLES: &str = "\
 Examples:
-  moontide dev                        a master and a node, to try things out
+  moontide dev                        run a master and a node for experiments
   moontide put hello - <<< world      store an object
-  moontide get hello                  and get it back
-  moontide doctor                     what this machine can do
+  moontide get hello                  print it
+  moontide doctor                     check this host's capabilities
 
 Every command has its own --help with examples. Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such object,
 4 the master cannot be reached.";
 
-/// Does what the command line says.
+/// Runs the subcommand named on the command line.
 pub fn main() -> ExitCode {
-    // clap answers wrong usage itself, with exit code 2, and --help with 0.
+    // clap handles wrong usage (exit code 2) and --help (exit code 0).
     let matches = command().get_matches();
     let result = match matches.subcommand() {
         Some(("master", matches)) => commands::master::run(matches),
@@ -41,7 +51,7 @@ pub fn main() -> ExitCode {
         Some(("doctor", matches)) => commands::doctor::run(matches),
         Some(("bench", matches)) => commands::bench::run(matches),
         Some(("completions", matches)) => commands::completions::run(matches, command()),
-        _ => unreachable!("clap insists on one of our subcommands"),
+        _ => unreachable!("clap requires one of the subcommands above"),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -78,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn clap_command_definition_is_valid() {
         command().debug_assert();
     }
 }

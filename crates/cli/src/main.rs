@@ -1,5 +1,5 @@
-//! The program `moontide`. Everything is in the library, so that a second link of the program, as for Python's wheel, does
-//! not compile it again.
+//! The program `moontide`. All code is in the library, so that a second link of the program, e.g. for the Python wheel,
+//! does not compile it again.
 
 fn main() -> std::process::ExitCode {
     moontide_cli::main()

@@ -1,4 +1,4 @@
-//! What the commands that run until they are told to stop share: the log, panics, signals.
+//! Logging, panic handling and signals of the commands that run until a signal stops them.
 
 use std::io::IsTerminal;
 
@@ -7,20 +7,21 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::info;
 use tracing_subscriber::EnvFilter;
 
-/// Names what is logged, as `info` or `moontide_master=debug,info`.
+/// Environment variable with the log filter, e.g. `info` or `moontide_master=debug,info`.
 const LOG_VARIABLE: &str = "MOONTIDE_LOG";
-/// What a server logs unless told otherwise.
+/// Default log filter of a server.
 pub(crate) const LOG_SERVER: &str = "info";
-/// What a command at a terminal logs unless told otherwise: its own words are enough.
+/// Default log filter of a terminal command, which prints its own output.
 pub(crate) const LOG_TERMINAL: &str = "error";
-/// The same for a cluster to try things out, which forgets everything and is meant to.
+/// Default log filter of `moontide dev`. It drops the server's warnings about missing persistence, which is intended
+/// there.
 pub(crate) const LOG_DEV: &str = "warn,moontide_master::server=error";
 
-/// Logs to standard error. Called once, by the command that runs.
+/// Starts logging to standard error. The running command calls it once.
 pub(crate) fn log_to_stderr(default: &str) {
     let filter = std::env::var(LOG_VARIABLE).unwrap_or_else(|_| default.to_owned());
     let filter = EnvFilter::try_new(&filter).unwrap_or_else(|error| {
-        eprintln!("moontide: {LOG_VARIABLE} is wrong ({error}); logging {default}");
+        eprintln!("moontide: {LOG_VARIABLE} is invalid ({error}); using {default}");
         EnvFilter::new(default)
     });
     tracing_subscriber::fmt()
@@ -30,8 +31,8 @@ pub(crate) fn log_to_stderr(default: &str) {
         .init();
 }
 
-/// A panic is a bug, and may leave half a change behind. The nodes' headers are the truth: a new start rebuilds from
-/// them, which is better than going on.
+/// Aborts the process on a panic. A panic is a bug and may leave a change half done. The nodes' headers are
+/// authoritative: a restart rebuilds from them, which is safer than continuing.
 pub(crate) fn abort_on_panic() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -40,9 +41,9 @@ pub(crate) fn abort_on_panic() {
     }));
 }
 
-/// The signals that ask a process to end, caught from the moment this exists.
+/// Handlers of SIGTERM and SIGINT, active from creation.
 ///
-/// Made before anything is started: a signal that comes meanwhile is not lost.
+/// Created before anything is started, so that a signal during the start is not lost.
 pub(crate) struct Signals {
     runtime: Runtime,
     terminate: Signal,
@@ -50,7 +51,7 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Catches them.
+    /// Installs the handlers.
     pub(crate) fn catch() -> std::io::Result<Signals> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (terminate, interrupt) = {
@@ -60,7 +61,7 @@ impl Signals {
         Ok(Signals { runtime, terminate, interrupt })
     }
 
-    /// Waits for one of them.
+    /// Waits for the first signal.
     pub(crate) fn wait(mut self) {
         let name = self.runtime.block_on(async {
             tokio::select! {
@@ -68,6 +69,6 @@ impl Signals {
                 _ = self.interrupt.recv() => "SIGINT",
             }
         });
-        info!(signal = name, "told to stop");
+        info!(signal = name, "signal received; stopping");
     }
 }

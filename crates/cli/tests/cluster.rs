@@ -1,5 +1,4 @@
-//! Clusters of real processes: every call, and what is left of the calls when processes are killed, memory is short, or
-//! the network is slow.
+//! Clusters of real processes: every call, also when processes are killed, memory is short, or the network is slow.
 //!
 //! ```text
 //!   this test: stores ──┬── grpc, frames ──▶ moontide master
@@ -7,20 +6,20 @@
 //!                       └── TCP [proxy] ───▶ moontide node ┴── reports ──▶ master
 //! ```
 //!
-//! What must hold in all of it: a get brings the bytes that were put, or says that there are none, or fails with a typed
-//! error within its deadline; never other bytes. What else holds is said at each test.
+//! Invariant of all tests: a get returns the bytes that were put, or a miss, or fails with a typed error within its
+//! timeout; never other bytes. Each test states its further invariants.
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `MOONTIDE_SEED` | repeats the choices of a run (not its interleaving, which is the machine's) |
-//! | `MOONTIDE_CLUSTER=full` | the full sizes: objects of 1 GiB, 100,000 keys, more of everything |
+//! | `MOONTIDE_SEED` | repeats the random choices of a run (not its interleaving) |
+//! | `MOONTIDE_TESTS=full` | full sizes: objects of 1 GiB, 400,000 keys, more repetitions |
 
 #![allow(unreachable_pub, missing_docs, reason = "a program of several files, not a library")]
 
 #[path = "cluster/content.rs"]
 mod content;
-#[path = "cluster/kit.rs"]
-mod kit;
+#[path = "cluster/harness.rs"]
+mod harness;
 #[path = "cluster/readers.rs"]
 mod readers;
 
@@ -28,8 +27,6 @@ mod readers;
 mod calls;
 #[path = "cluster/counters.rs"]
 mod counters;
-#[path = "cluster/goodbye.rs"]
-mod goodbye;
 #[path = "cluster/killed.rs"]
 mod killed;
 #[path = "cluster/many.rs"]
@@ -40,5 +37,7 @@ mod pressure;
 mod proxy;
 #[path = "cluster/restart.rs"]
 mod restart;
+#[path = "cluster/shutdown.rs"]
+mod shutdown;
 #[path = "cluster/slow.rs"]
 mod slow;

@@ -1,4 +1,4 @@
-//! A node's disk as the command line sees it: settings, `inspect disk`, `bench disk`.
+//! Command line of a node's disk: settings, `inspect disk`, `bench disk`.
 
 mod common;
 
@@ -6,60 +6,58 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{Ended, Folder, Running, expect, moontide, run, run_command, told};
-use moontide_disk::samples::Sample;
-use moontide_disk::{
-    BackendConfig, BackendKind, EngineChoice, EvictionOrder, OsStorage, QueueConfig, Storage,
-};
+use common::{Ended, Folder, Running, expect, moontide, printed, run, run_command};
+use moontide_disk::samples::SampleRecord;
+use moontide_disk::{BackendConfig, BackendKind, EvictionPolicy, IoEngine, OsStorage, QueueConfig, Storage};
 use rustix::process::Signal;
 use serde_json::Value;
 
 #[test]
-fn settings_come_from_file_environment_and_flags() {
+fn disk_settings_merge_file_environment_and_flags() {
     let folder = Folder::new("disk-config");
     let file = folder.file("node.toml");
-    let text = "[disk]\ndir = \"/ssd/file\"\nbackend = \"offset\"\norder = \"lru\"\nlimit_bytes = \"1GiB\"\n\
+    let text = "[disk]\ndir = \"/ssd/file\"\nbackend = \"offset\"\neviction_policy = \"lru\"\nlimit_bytes = \"1GiB\"\n\
                 write_bytes_per_s = \"100MiB\"\n";
     std::fs::write(&file, text).unwrap();
     let arguments =
-        ["node", "--print-config", "--config", &file, "--disk-limit", "3GiB", "--disk-engine", "posix"];
+        ["node", "--print-config", "--config", &file, "--disk-limit", "3GiB", "--disk-io-engine", "posix"];
     let mut print = moontide(&arguments);
-    print.env("MOONTIDE_NODE_DISK_LIMIT_BYTES", "2GiB").env("MOONTIDE_NODE_DISK_ORDER", "fifo");
+    print.env("MOONTIDE_NODE_DISK_LIMIT_BYTES", "2GiB").env("MOONTIDE_NODE_DISK_EVICTION_POLICY", "fifo");
     print.env("MOONTIDE_NODE_DISK_STAGING_BYTES", "64MiB");
-    let printed = run_command(print, b"");
-    assert_eq!(printed.code, 0, "{}", printed.err);
-    let lines: Vec<&str> = printed.text().lines().collect();
+    let config = run_command(print, b"");
+    assert_eq!(config.code, 0, "{}", config.err);
+    let lines: Vec<&str> = config.text().lines().collect();
     for line in [
         "[disk]",
         "dir = \"/ssd/file\"",
         "backend = \"offset\"",
-        "limit_bytes = 3221225472",
-        "order = \"fifo\"",
-        "engine = \"posix\"",
-        "write_bytes_per_s = 104857600",
-        "staging_bytes = 67108864",
-        "load_threads = 2",
+        "limit_bytes = \"3GiB\"",
+        "eviction_policy = \"fifo\"",
+        "io_engine = \"posix\"",
+        "write_bytes_per_s = \"100MiB\"",
+        "staging_bytes = \"64MiB\"",
+        "read_threads = 2",
     ] {
-        assert!(lines.contains(&line), "{line} is not in\n{}", printed.text());
+        assert!(lines.contains(&line), "{line} is not in\n{}", config.text());
     }
-    // It is a file that can be used.
-    std::fs::write(&file, &printed.out).unwrap();
-    assert_eq!(expect(0, &["node", "--print-config", "--config", &file], b"").out, printed.out);
-    // And without a directory there is no disk.
+    // The printed file can be used as settings.
+    std::fs::write(&file, &config.out).unwrap();
+    assert_eq!(expect(0, &["node", "--print-config", "--config", &file], b"").out, config.out);
+    // Without a directory there is no disk.
     let without = expect(0, &["node", "--print-config"], b"");
-    assert!(without.text().contains("\n# [disk]\n") && !without.text().contains("\n[disk]\n"));
+    assert!(without.text().contains("\ndir = \"none\"\n"), "{}", without.text());
 }
 
 #[test]
-fn wrong_settings_of_a_disk_are_refused() {
+fn invalid_disk_settings_are_rejected() {
     for (arguments, named) in [
         (&["--disk-limit", "200GiB"][..], "disk.dir"),
         (&["--disk-dir", "/ssd", "--disk-limit", "1MiB"], "disk.limit_bytes"),
         (&["--disk-dir", "/ssd", "--disk-staging", "1KiB"], "disk.staging_bytes"),
-        (&["--disk-dir", "/ssd", "--disk-load-threads", "0"], "disk.load_threads"),
-        (&["--disk-dir", "/ssd", "--disk-backend", "tape"], "bucket, file and offset"),
-        (&["--disk-dir", "/ssd", "--disk-order", "random"], "fifo"),
-        (&["--disk-dir", "/ssd", "--disk-engine", "aio"], "posix"),
+        (&["--disk-dir", "/ssd", "--disk-read-threads", "0"], "disk.read_threads"),
+        (&["--disk-dir", "/ssd", "--disk-backend", "tape"], "bucket, file, offset"),
+        (&["--disk-dir", "/ssd", "--disk-eviction-policy", "random"], "fifo"),
+        (&["--disk-dir", "/ssd", "--disk-io-engine", "aio"], "posix"),
         (&["--disk-dir", "/ssd", "--disk-write-limit", "much"], "size"),
     ] {
         let ended = expect(2, &[&["node"], arguments].concat(), b"");
@@ -67,13 +65,13 @@ fn wrong_settings_of_a_disk_are_refused() {
     }
     expect(2, &["dev", "--disk-limit", "1GiB"], b"");
     let ended = expect(2, &["master", "--offload-admission", "none"], b"");
-    assert!(ended.err.contains("read-before"), "{}", ended.err);
-    let printed = expect(0, &["master", "--print-config", "--offload-admission", "read-before"], b"");
-    assert!(printed.text().contains("\noffload_admission = \"read-before\"\n"));
+    assert!(ended.err.contains("accessed"), "{}", ended.err);
+    let config = expect(0, &["master", "--print-config", "--offload-admission", "accessed"], b"");
+    assert!(config.text().contains("\noffload_admission = \"accessed\"\n"));
 }
 
 #[test]
-fn a_cluster_to_try_things_out_may_have_a_disk() {
+fn dev_cluster_supports_disk_and_deletes_it_on_exit() {
     let folder = Folder::new("dev-disk");
     let parent = folder.file("ssd");
     let (dev, lines) = Running::start(&[
@@ -87,32 +85,32 @@ fn a_cluster_to_try_things_out_may_have_a_disk() {
         "--disk-limit",
         "128MiB",
     ]);
-    let dir = told(&lines, "disk").to_owned();
+    let dir = printed(&lines, "disk").to_owned();
     assert!(dir.starts_with(&parent) && Path::new(&dir).join("node.id").is_file(), "{dir}");
-    let master = told(&lines, "grpc");
+    let master = printed(&lines, "grpc");
     expect(0, &["put", "hello", "-", "--master", master], b"world");
     assert_eq!(expect(0, &["get", "hello", "--master", master], b"").out, b"world");
-    // Nothing had to leave memory yet.
-    let told = expect(0, &["inspect", "disk", "--dir", &dir, "--json"], b"").json();
-    assert_eq!((&told["records"], &told["damaged"]), (&Value::from(0), &Value::from(0)));
+    // Nothing was offloaded yet.
+    let output = expect(0, &["inspect", "disk", "--dir", &dir, "--json"], b"").json();
+    assert_eq!((&output["records"], &output["corrupt"]), (&Value::from(0), &Value::from(0)));
     assert_eq!(dev.stop(Signal::TERM), 0);
-    assert!(!Path::new(&dir).exists() && Path::new(&parent).exists(), "the disk goes with the process");
+    assert!(!Path::new(&dir).exists() && Path::new(&parent).exists(), "the disk is removed with the process");
 }
 
-/// Payload of the records below: a front of one block, and three blocks.
+/// Payload of the records below: three blocks after a preamble of one block.
 const PAYLOAD: usize = 10_000;
 const FRONT: u64 = 4096;
-const STEERING: &[u8] = b"model/\xff\x1b[2J";
+const ESCAPE_KEY: &[u8] = b"model/\xff\x1b[2J";
 
-/// A tier with eight records, one of them with a key that is no text; number 3 is removed.
+/// Creates a tier with eight records, one of them with a key that is not text; number 3 is removed.
 fn make_tier(dir: &str, kind: BackendKind) {
-    let storage: Arc<dyn Storage> = Arc::new(OsStorage::open(Path::new(dir), EngineChoice::Auto).unwrap());
+    let storage: Arc<dyn Storage> = Arc::new(OsStorage::open(Path::new(dir), IoEngine::Auto).unwrap());
     let mut queue = storage.queue(&QueueConfig::default());
-    let config = BackendConfig { limit_bytes: 64 << 20, order: EvictionOrder::Fifo };
+    let config = BackendConfig { limit_bytes: 64 << 20, eviction_policy: EvictionPolicy::Fifo };
     let (backend, _) = kind.open(Arc::clone(&storage), &mut *queue, config, &mut |_| {}).unwrap();
-    let mut samples: Vec<Sample> = (0..7).map(|number| Sample::new(number, 1, PAYLOAD)).collect();
-    samples.push(Sample::with_key(7, 1, PAYLOAD, STEERING, &[], 0));
-    let sources: Vec<_> = samples.iter().map(Sample::source).collect();
+    let mut samples: Vec<SampleRecord> = (0..7).map(|number| SampleRecord::new(number, 1, PAYLOAD)).collect();
+    samples.push(SampleRecord::with_key(7, 1, PAYLOAD, ESCAPE_KEY, &[], 0));
+    let sources: Vec<_> = samples.iter().map(SampleRecord::source).collect();
     assert!(backend.write(&mut *queue, &sources).iter().all(Result::is_ok));
     let removed = samples[3].name();
     backend.remove(&mut *queue, &[(removed.id, removed.version)]).unwrap();
@@ -122,8 +120,8 @@ fn inspect(code: i32, dir: &str, flags: &[&str]) -> Ended {
     expect(code, &[&["inspect", "disk", "--dir", dir], flags].concat(), b"")
 }
 
-/// Where the record of this key stands.
-fn place(dir: &str, key: &str) -> (String, u64) {
+/// File and offset of the record of a key.
+fn location(dir: &str, key: &str) -> (String, u64) {
     let lines = inspect(0, dir, &["--all", "--json"]).json_lines();
     let found = lines.iter().find(|line| line["key"] == key).unwrap_or_else(|| panic!("{key}: {lines:?}"));
     let file = Path::new(dir).join(found["file"].as_str().unwrap());
@@ -139,7 +137,7 @@ fn flip(file: &str, at: u64) {
 }
 
 #[test]
-fn a_tier_is_told_as_it_is() {
+fn inspect_disk_lists_records_of_every_backend() {
     for kind in BackendKind::ALL {
         let folder = Folder::new(&format!("tier-{kind}"));
         let dir = folder.file("tier");
@@ -149,13 +147,13 @@ fn a_tier_is_told_as_it_is() {
             let totals = inspect(0, &dir, flags).json();
             assert_eq!(totals["backend"], kind.name());
             assert_eq!(
-                (totals["records"].as_u64(), totals["damaged"].as_u64()),
+                (totals["records"].as_u64(), totals["corrupt"].as_u64()),
                 (Some(7), Some(0)),
                 "{totals}"
             );
             assert!(totals["bytes"].as_u64().unwrap() >= 7 * PAYLOAD as u64, "{totals}");
             assert_eq!(totals["verified"], flags.contains(&"--verify"));
-            // A removed record with a file of its own is gone; others stay until their space is wanted.
+            // The file backend deletes the file of a removed record; the others keep it until they need the space.
             assert_eq!(totals["removed"], u64::from(kind != BackendKind::File), "{totals}");
         }
         let shown = inspect(0, &dir, &["--all", "--verify"]);
@@ -164,7 +162,7 @@ fn a_tier_is_told_as_it_is() {
         {
             assert!(shown.text().contains(part), "{kind}: {part:?} is not in\n{}", shown.text());
         }
-        assert!(!shown.out.contains(&0x1b), "a key must not steer the terminal");
+        assert!(!shown.out.contains(&0x1b), "control characters of a key reached the terminal");
         let lines = inspect(0, &dir, &["--all", "--json"]).json_lines();
         let keys =
             lines.iter().filter(|line| line["state"] == "ok").map(|line| line["key"].as_str().unwrap());
@@ -175,43 +173,43 @@ fn a_tier_is_told_as_it_is() {
 }
 
 #[test]
-fn what_is_damaged_is_listed_and_changes_the_exit_code() {
+fn inspect_disk_lists_corrupt_records_and_exits_with_1() {
     for kind in BackendKind::ALL {
-        let folder = Folder::new(&format!("damaged-{kind}"));
+        let folder = Folder::new(&format!("corrupt-{kind}"));
         let dir = folder.file("tier");
         make_tier(&dir, kind);
-        let ((payload, payload_at), (header, header_at)) = (place(&dir, "key-1"), place(&dir, "key-5"));
+        let ((payload, payload_at), (header, header_at)) = (location(&dir, "key-1"), location(&dir, "key-5"));
 
         flip(&payload, payload_at + FRONT + 7000);
         assert_eq!(
             inspect(0, &dir, &["--json"]).json()["records"],
             7,
-            "payloads are read only with --verify"
+            "payloads must be read only with --verify"
         );
-        let told = inspect(1, &dir, &["--json", "--verify"]).json_lines();
-        let [damaged, totals] = &told[..] else { panic!("{told:?}") };
-        assert_eq!((&damaged["key"], &damaged["state"]), (&"key-1".into(), &"damaged".into()));
-        assert_eq!(damaged["offset"], payload_at);
-        assert!(damaged["why"].as_str().unwrap().contains("page 0"), "{damaged}");
-        assert_eq!((&totals["records"], &totals["damaged"]), (&6.into(), &1.into()), "{totals}");
+        let output = inspect(1, &dir, &["--json", "--verify"]).json_lines();
+        let [corrupt, totals] = &output[..] else { panic!("{output:?}") };
+        assert_eq!((&corrupt["key"], &corrupt["state"]), (&"key-1".into(), &"corrupt".into()));
+        assert_eq!(corrupt["offset"], payload_at);
+        assert!(corrupt["reason"].as_str().unwrap().contains("page 0"), "{corrupt}");
+        assert_eq!((&totals["records"], &totals["corrupt"]), (&6.into(), &1.into()), "{totals}");
 
         flip(&header, header_at + 20);
         let shown = inspect(1, &dir, &["--verify"]);
-        assert!(shown.text().contains("Damaged             2"), "{kind}:\n{}", shown.text());
+        assert!(shown.text().contains("Corrupt             2"), "{kind}:\n{}", shown.text());
         assert!(
-            shown.text().contains("key-1: ") && shown.err.contains("2 records are damaged"),
+            shown.text().contains("key-1: ") && shown.err.contains("2 records are corrupt"),
             "{}",
             shown.err
         );
-        // The footer of a bucket has its headers once more; the others must read the one that is damaged.
+        // The footer of a bucket has copies of the headers; the other backends must read the corrupt one.
         let code = i32::from(kind != BackendKind::Bucket);
         let totals = inspect(code, &dir, &["--json"]).json_lines().pop().unwrap();
-        assert_eq!(totals["damaged"], code, "{kind}: {totals}");
+        assert_eq!(totals["corrupt"], code, "{kind}: {totals}");
     }
 }
 
 #[test]
-fn directories_that_are_no_tier_are_refused() {
+fn inspect_disk_rejects_directory_without_tier() {
     let folder = Folder::new("no-tier");
     let dir = folder.file("plain");
     std::fs::create_dir(&dir).unwrap();
@@ -220,15 +218,15 @@ fn directories_that_are_no_tier_are_refused() {
     assert!(inspect(1, &dir, &[]).text().contains("the file is too short"));
     std::fs::write(folder.file("plain/data.moontide"), b"short").unwrap();
     assert!(inspect(2, &dir, &[]).err.contains("bucket and offset"));
-    assert_eq!(inspect(1, &dir, &["--backend", "offset"]).text(), "", "it cannot be opened at all");
+    assert_eq!(inspect(1, &dir, &["--backend", "offset"]).text(), "", "the tier cannot be opened");
     let nowhere = folder.file("nowhere");
     inspect(2, &nowhere, &[]);
-    assert!(!Path::new(&nowhere).exists(), "looking makes nothing");
+    assert!(!Path::new(&nowhere).exists(), "inspect must not create files");
     expect(2, &["inspect", "disk"], b"");
     expect(2, &["inspect", "disk", "--dir", &dir, "--backend", "tape"], b"");
 }
 
-/// A run of the benchmark that takes a moment.
+/// A short run of the benchmark.
 fn bench(folder: &Folder, flags: &[&str]) -> std::process::Command {
     let dir = folder.file("ssd");
     let small = ["bench", "disk", "--dir", &dir, "--size", "8MiB", "--rounds", "2", "--seconds", "0.02"];
@@ -236,31 +234,31 @@ fn bench(folder: &Folder, flags: &[&str]) -> std::process::Command {
 }
 
 #[test]
-fn the_benchmark_runs_without_fio_and_says_so() {
+fn disk_bench_without_fio_uses_baseline_loop() {
     let folder = Folder::new("bench-disk");
     for kind in BackendKind::ALL {
         let mut command = bench(&folder, &["--json", "--depths", "1,4", "--backend", kind.name()]);
         command.env("PATH", folder.file("empty"));
         let ended = run_command(command, b"");
         assert_eq!(ended.code, 0, "{kind}: {}", ended.err);
-        assert!(ended.err.contains("fio is not there"), "{}", ended.err);
+        assert!(ended.err.contains("fio is not installed"), "{}", ended.err);
         let lines = ended.json_lines();
-        let told: Vec<_> = lines
+        let cases: Vec<_> = lines
             .iter()
             .map(|l| (l["case"].as_str().unwrap(), l["bytes"].as_u64(), l["depth"].as_u64()))
             .collect();
         let of = |bytes| {
             [("write", Some(bytes), None), ("read", Some(bytes), Some(1)), ("read", Some(bytes), Some(4))]
         };
-        assert_eq!(told, [of(1 << 20), of(256 << 10)].concat());
+        assert_eq!(cases, [of(1 << 20), of(256 << 10)].concat());
         for line in &lines {
             assert_eq!((&line["limit"], &line["backend"]), (&"loop".into(), &kind.name().into()));
-            for figure in ["gb_per_s", "limit_gb_per_s", "ratio"] {
-                assert!(line[figure].as_f64().unwrap() > 0.0, "{figure}: {line}");
+            for field in ["gb_per_s", "limit_gb_per_s", "ratio"] {
+                assert!(line[field].as_f64().unwrap() > 0.0, "{field}: {line}");
             }
         }
         let left = std::fs::read_dir(folder.file("ssd")).unwrap().count();
-        assert_eq!(left, 0, "nothing stays behind");
+        assert_eq!(left, 0, "files left behind");
     }
     let mut command = bench(&folder, &["--against", "fio"]);
     command.env("PATH", folder.file("empty"));
@@ -268,7 +266,7 @@ fn the_benchmark_runs_without_fio_and_says_so() {
 }
 
 #[test]
-fn the_benchmark_prints_a_table() {
+fn disk_bench_prints_table() {
     let folder = Folder::new("bench-disk-table");
     let ended = run_command(bench(&folder, &["--records", "64K", "--depths", "2", "--against", "loop"]), b"");
     assert_eq!(ended.code, 0, "{}", ended.err);

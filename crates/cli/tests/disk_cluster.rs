@@ -1,18 +1,16 @@
-//! Clusters of real processes whose nodes have disks: what memory cannot hold is found again, also after a node was
-//! killed, on a disk that is slow, full or damaged, and by an ordinary user.
+//! Clusters of real processes whose nodes have disks: objects that do not fit into memory are readable, also after a
+//! node was killed, with a slow, full or corrupt disk, and as an unprivileged user.
 //!
 //! ```text
-//!   this test: stores ──▶ moontide master ◀── what is on disk ── moontide node ──▶ memory
+//!   this test: stores ──▶ moontide master ◀── disk records ───── moontide node ──▶ memory
 //!                  └────── mapped memory, TCP ──────────────────▶    │
 //!                                                                    └──▶ disk: bucket, file or offset
 //! ```
 //!
-//! What must hold in all of it: a get brings the bytes that were put, or says that there are none; never other bytes. An
-//! object that was acknowledged is given up only by whoever may: a removal, a disk with a limit, a crash before it was
-//! on disk.
+//! Invariant of all tests: a get returns the bytes that were put, or a miss; never other bytes. An acknowledged object
+//! is lost only by a removal, by eviction from a full disk, or by a crash before it was on disk.
 //!
-//! `MOONTIDE_SEED` and `MOONTIDE_CLUSTER=full` mean what they mean for the tests of clusters without disks. Figures are
-//! printed.
+//! `MOONTIDE_SEED` and `MOONTIDE_TESTS=full` are those of the cluster tests without disks. Measurements are printed.
 
 #![allow(unreachable_pub, missing_docs, reason = "a program of several files, not a library")]
 
@@ -20,23 +18,27 @@ mod common;
 
 #[path = "cluster/content.rs"]
 mod content;
-#[path = "cluster/kit.rs"]
-mod kit;
+#[path = "cluster/harness.rs"]
+mod harness;
+#[path = "../../types/tests/support/not_run.rs"]
+mod not_run;
 #[path = "cluster/readers.rs"]
 mod readers;
 
-#[path = "disk_cluster/scene.rs"]
-mod scene;
+#[path = "disk_cluster/disk_harness.rs"]
+mod disk_harness;
 
-#[path = "disk_cluster/damaged.rs"]
-mod damaged;
+#[path = "disk_cluster/corruption.rs"]
+mod corruption;
 #[path = "disk_cluster/fill.rs"]
 mod fill;
 #[path = "disk_cluster/full.rs"]
 mod full;
 #[path = "disk_cluster/killed.rs"]
 mod killed;
-#[path = "disk_cluster/ordinary.rs"]
-mod ordinary;
 #[path = "disk_cluster/restarted.rs"]
 mod restarted;
+#[path = "disk_cluster/stalled.rs"]
+mod stalled;
+#[path = "disk_cluster/unprivileged.rs"]
+mod unprivileged;

@@ -1,4 +1,4 @@
-//! `moontide master` as a person or a supervisor sees it: output, signals, exit codes.
+//! `moontide master` from the view of a user or a supervisor: output, signals, exit codes.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
@@ -22,7 +22,7 @@ fn text(bytes: &[u8]) -> &str {
 const FREE: [&str; 6] =
     ["--grpc-listen", "127.0.0.1:0", "--frame-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"];
 
-/// A master on free ports, and the three lines that it prints when it serves.
+/// Starts a master on free ports; returns the three lines that it prints when it serves.
 fn start() -> (Child, [String; 3]) {
     let arguments: Vec<&str> = ["master"].into_iter().chain(FREE).collect();
     let mut child = moontide(&arguments).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
@@ -32,7 +32,7 @@ fn start() -> (Child, [String; 3]) {
 }
 
 #[test]
-fn signals_stop_it_with_success() {
+fn master_exits_with_0_on_sigterm_and_sigint() {
     for signal in [Signal::TERM, Signal::INT] {
         let (mut child, lines) = start();
         assert!(lines[0].starts_with("grpc 127.0.0.1:"), "{lines:?}");
@@ -44,7 +44,7 @@ fn signals_stop_it_with_success() {
 }
 
 #[test]
-fn a_taken_port_is_a_failure_and_named() {
+fn port_in_use_fails_and_names_address() {
     let (mut child, lines) = start();
     let taken = lines[0].strip_prefix("grpc ").unwrap();
     let mut arguments: Vec<&str> = ["master"].into_iter().chain(FREE).collect();
@@ -57,7 +57,7 @@ fn a_taken_port_is_a_failure_and_named() {
 }
 
 #[test]
-fn wrong_usage_has_its_own_exit_code() {
+fn usage_errors_exit_with_2() {
     for arguments in [
         &["master", "--no-such-flag"][..],
         &["master", "--groups", "many"],
@@ -72,7 +72,7 @@ fn wrong_usage_has_its_own_exit_code() {
 }
 
 #[test]
-fn the_printed_configuration_is_what_is_in_force() {
+fn print_config_prints_effective_settings() {
     let path = std::env::temp_dir().join(format!("moontide-cli-{}.toml", std::process::id()));
     std::fs::write(&path, "groups = 4\nsession_ttl_ms = 2000\n").unwrap();
     let arguments = [
@@ -80,22 +80,24 @@ fn the_printed_configuration_is_what_is_in_force() {
         "--print-config",
         "--config",
         path.to_str().unwrap(),
-        "--high-permille",
+        "--eviction-high-watermark-permille",
         "800",
-        "--low-permille",
+        "--eviction-low-watermark-permille",
         "700",
     ];
     let output = moontide(&arguments).env("MOONTIDE_MASTER_SESSION_TTL_MS", "3000").output().unwrap();
     let _ = std::fs::remove_file(&path);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let printed = text(&output.stdout);
-    for line in ["groups = 4", "session_ttl_ms = 3000", "high_permille = 800", "# Default: 950"] {
+    for line in
+        ["groups = 4", "session_ttl_ms = 3000", "eviction_high_watermark_permille = 800", "# Default: 950"]
+    {
         assert!(printed.lines().any(|printed| printed == line), "{line} is not in\n{printed}");
     }
 }
 
 #[test]
-fn help_names_every_flag_with_examples() {
+fn help_lists_flags_variables_and_examples() {
     let output = output(&["master", "--help"]);
     assert_eq!(output.status.code(), Some(0));
     let help = text(&output.stdout);

@@ -1,12 +1,12 @@
-//! `moontide dev` with `put`, `get`, `rm`, `ls`, `stat` and `inspect`, as a person or a script uses them.
+//! `moontide dev` with `put`, `get`, `rm`, `ls`, `stat` and `inspect`, as used by users and scripts.
 
 mod common;
 
-use common::{Folder, Running, expect, run, told};
+use common::{Folder, Running, expect, printed, run};
 use moontide_client::{Store, StoreConfig};
 use rustix::process::Signal;
 
-/// A cluster of its own for each test, so that they do not see each other's objects.
+/// A separate cluster per test, so that tests do not see each other's objects.
 struct Dev {
     running: Running,
     lines: Vec<String>,
@@ -19,7 +19,7 @@ impl Dev {
     }
 
     fn master(&self) -> &str {
-        told(&self.lines, "grpc")
+        printed(&self.lines, "grpc")
     }
 
     fn with_master<'a>(&'a self, arguments: &[&'a str]) -> Vec<&'a str> {
@@ -35,13 +35,13 @@ impl Dev {
     }
 }
 
-/// Bytes that no compression or luck makes equal.
+/// Pseudo-random bytes.
 fn sample(len: usize) -> Vec<u8> {
     (0..len as u64).map(|n| (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
 }
 
 #[test]
-fn an_object_goes_in_and_comes_back() {
+fn put_get_round_trips_stdin_files_and_ranges() {
     let dev = Dev::start();
     let folder = Folder::new("round-trip");
 
@@ -49,14 +49,14 @@ fn an_object_goes_in_and_comes_back() {
     assert_eq!(put.text(), "stored hello (6 B)\n");
     assert_eq!(dev.ok(&["get", "hello"]).out, b"world\n");
 
-    // What is there stays, unless it is to be replaced.
+    // An existing object is kept, unless --upsert is given.
     let again = dev.expect(0, &["put", "hello", "--json"], b"other").json();
-    assert_eq!(again["outcome"], "existed");
+    assert_eq!(again["outcome"], "already_exists");
     assert_eq!(dev.ok(&["get", "hello"]).out, b"world\n");
     dev.expect(0, &["put", "hello", "--upsert"], b"other");
     assert_eq!(dev.ok(&["get", "hello"]).out, b"other");
 
-    // By files, of a size that is no multiple of anything.
+    // Files, with an odd size.
     let (source, target) = (folder.file("source"), folder.file("target"));
     let bytes = sample(3_000_001);
     std::fs::write(&source, &bytes).unwrap();
@@ -76,7 +76,7 @@ fn an_object_goes_in_and_comes_back() {
     }
     dev.expect(2, &["get", "big", "--range", "3000002:1"], b"");
 
-    // An object may be empty, too.
+    // Empty objects are valid.
     dev.expect(0, &["put", "empty"], b"");
     assert_eq!(dev.ok(&["get", "empty"]).out, b"");
 
@@ -84,7 +84,7 @@ fn an_object_goes_in_and_comes_back() {
 }
 
 #[test]
-fn objects_are_listed_described_and_removed() {
+fn ls_stat_and_rm_handle_existing_and_missing_objects() {
     let dev = Dev::start();
     for (key, value) in [("model/a", "1"), ("model/b", "22"), ("other", "333")] {
         dev.expect(0, &["put", key], value.as_bytes());
@@ -100,11 +100,11 @@ fn objects_are_listed_described_and_removed() {
     assert_eq!(stat["bytes"], 2);
     assert_eq!(stat["replicas"], 1);
     assert_eq!(stat["writing"], false);
-    assert_eq!(stat["stripes"][0]["node"], told(&dev.lines, "node"));
+    assert_eq!(stat["stripes"][0]["node"], printed(&dev.lines, "node"));
     assert_eq!(stat["expires_unix_ms"], serde_json::Value::Null);
     assert!(dev.ok(&["stat", "model/b"]).text().contains("length   2 (2 B)"));
 
-    // What is not there is told, and does not keep the rest from being removed.
+    // A missing key is reported; the other objects are removed.
     let removed = dev.expect(3, &["rm", "model/a", "nothing", "--json"], b"");
     assert_eq!(
         removed.json(),
@@ -114,14 +114,14 @@ fn objects_are_listed_described_and_removed() {
     assert_eq!(dev.ok(&["rm", "--prefix", "model/"]).text(), "removed 1\n");
     assert_eq!(dev.ok(&["ls"]).text(), "other\n");
     dev.expect(2, &["rm", "--prefix", ""], b"");
-    assert_eq!(dev.ok(&["ls", "--tenant", "somebody"]).text(), "");
+    assert_eq!(dev.ok(&["ls", "--tenant", "other"]).text(), "");
     assert_eq!(dev.ok(&["rm", "--all"]).text(), "removed 1\n");
     assert_eq!(dev.ok(&["ls"]).text(), "");
     assert_eq!(dev.running.stop(Signal::TERM), 0);
 }
 
 #[test]
-fn listings_go_beyond_a_page() {
+fn ls_returns_more_keys_than_one_page() {
     let dev = Dev::start();
     let store = Store::connect(StoreConfig::new(dev.master())).unwrap();
     for number in 0..2500 {
@@ -142,7 +142,7 @@ fn listings_go_beyond_a_page() {
 }
 
 #[test]
-fn keys_of_any_bytes_can_be_named() {
+fn escaped_keys_with_arbitrary_bytes_round_trip() {
     let dev = Dev::start();
     dev.expect(0, &["put", "--escaped", "odd%FF%0Akey"], b"value");
     let listed = dev.ok(&["ls"]);
@@ -154,19 +154,23 @@ fn keys_of_any_bytes_can_be_named() {
 }
 
 #[test]
-fn a_nodes_memory_is_drawn() {
+fn inspect_shows_memory_layout_of_node() {
     let dev = Dev::start();
     dev.expect(0, &["put", "drawn"], &sample(1 << 20));
     let stat = dev.ok(&["stat", "drawn", "--json"]).json();
     let segment = stat["stripes"][0]["segment"].to_string();
-    let admin = told(&dev.lines, "node-admin");
+    let admin = printed(&dev.lines, "node-admin");
 
     let node = expect(0, &["inspect", "--admin", admin], b"");
-    assert!(node.text().contains(told(&dev.lines, "node")), "{}", node.text());
-    assert_eq!(node.text().lines().count(), 2 + 4, "a title, a head and a line for each of four groups");
+    assert!(node.text().contains(printed(&dev.lines, "node")), "{}", node.text());
+    assert_eq!(
+        node.text().lines().count(),
+        2 + 4,
+        "a title, a head and a line per group, of which there are four"
+    );
 
     let drawn = expect(0, &["inspect", "--admin", admin, &segment, "--width", "100"], b"");
-    for part in ["Fragmentation: 0.00", "1 live, 0 writing, 0 dying", "  ####", "  drawn\n"] {
+    for part in ["Fragmentation: 0.00", "1 live, 0 writing, 0 draining", "  ####", "  drawn\n"] {
         assert!(drawn.text().contains(part), "{part:?} is not in\n{}", drawn.text());
     }
     assert!(drawn.text().lines().filter(|line| line.starts_with("  #")).all(|line| line.len() <= 100));
@@ -175,18 +179,18 @@ fn a_nodes_memory_is_drawn() {
     assert_eq!(page["records"][0]["key"], "drawn");
     expect(3, &["inspect", "--admin", admin, "4000000"], b"");
     expect(4, &["inspect", "--admin", "127.0.0.1:1"], b"");
-    // The master's page is not a node's.
-    expect(1, &["inspect", "--admin", told(&dev.lines, "admin")], b"");
+    // The admin endpoints of a master differ from those of a node.
+    expect(1, &["inspect", "--admin", printed(&dev.lines, "admin")], b"");
 }
 
 #[test]
-fn exit_codes_are_as_documented() {
+fn exit_codes_match_documentation() {
     let dev = Dev::start();
     let unreachable = ["--master", "127.0.0.1:1"];
     for command in [&["get", "k"][..], &["put", "k"], &["rm", "k"], &["ls"], &["stat", "k"]] {
         let ended = run(&[command, &unreachable].concat(), b"");
         assert_eq!(ended.code, 4, "{command:?}: {}", ended.err);
-        assert!(ended.err.contains("moontide master"), "it says what to do: {}", ended.err);
+        assert!(ended.err.contains("moontide master"), "error without advice: {}", ended.err);
     }
     for command in [&["get", "nothing"][..], &["stat", "nothing"], &["rm", "nothing"]] {
         dev.expect(3, command, b"");
@@ -207,7 +211,7 @@ fn exit_codes_are_as_documented() {
     }
     dev.expect(1, &["put", "k", "/nowhere/at/all"], b"");
     dev.expect(1, &["put", "k", "/"], b"");
-    // A miss leaves the file alone.
+    // A miss does not change the output file.
     let folder = Folder::new("miss");
     let file = folder.file("kept");
     std::fs::write(&file, "kept").unwrap();
@@ -216,11 +220,11 @@ fn exit_codes_are_as_documented() {
 }
 
 #[test]
-fn the_master_can_be_named_by_the_environment() {
+fn master_and_tenant_are_read_from_environment() {
     let dev = Dev::start();
     let mut put = common::moontide(&["put", "by-environment"]);
-    put.env("MOONTIDE_MASTER", dev.master()).env("MOONTIDE_TENANT", "somebody");
+    put.env("MOONTIDE_MASTER", dev.master()).env("MOONTIDE_TENANT", "other");
     assert_eq!(common::run_command(put, b"x").code, 0);
     dev.expect(3, &["get", "by-environment"], b"");
-    assert_eq!(dev.ok(&["get", "by-environment", "--tenant", "somebody"]).out, b"x");
+    assert_eq!(dev.ok(&["get", "by-environment", "--tenant", "other"]).out, b"x");
 }

@@ -2,36 +2,36 @@
 
 mod common;
 
-use common::{Folder, Running, expect, moontide, run, run_command, told};
+use common::{Folder, Running, expect, moontide, printed, run, run_command};
 
 #[test]
-fn the_doctor_answers_for_people_and_for_programs() {
+fn doctor_prints_text_and_json() {
     let shown = expect(0, &["doctor", "--master", "127.0.0.1:1"], b"");
     for part in ["ok       kernel", "shared memory", "io_uring", "→ start one with `moontide master`"] {
         assert!(shown.text().contains(part), "{part:?} is not in\n{}", shown.text());
     }
-    let told = expect(0, &["doctor", "--json", "--master", "127.0.0.1:1"], b"").json();
-    assert_eq!(told["ok"], true);
-    let checks = told["checks"].as_array().unwrap();
+    let output = expect(0, &["doctor", "--json", "--master", "127.0.0.1:1"], b"").json();
+    assert_eq!(output["ok"], true);
+    let checks = output["checks"].as_array().unwrap();
     assert!(checks.len() >= 18);
     for check in checks {
-        assert!(["ok", "limited", "absent"].contains(&check["state"].as_str().unwrap()), "{check}");
-        assert_eq!(check["next"].is_null(), check["state"] == "ok", "{check}");
+        assert!(["ok", "limited", "missing"].contains(&check["state"].as_str().unwrap()), "{check}");
+        assert_eq!(check["hint"].is_null(), check["state"] == "ok", "{check}");
     }
     let state = |name: &str| checks.iter().find(|check| check["name"] == name).unwrap()["state"].clone();
     assert_eq!(state("loopback"), "ok");
-    assert_eq!(state("master"), "absent");
+    assert_eq!(state("master"), "missing");
 }
 
 #[test]
-fn the_doctor_finds_a_master_that_runs() {
+fn doctor_detects_running_master() {
     let (_dev, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "16MiB"]);
-    let told = expect(0, &["doctor", "--json", "--master", told(&lines, "grpc")], b"").json();
-    let checks = told["checks"].as_array().unwrap();
+    let output = expect(0, &["doctor", "--json", "--master", printed(&lines, "grpc")], b"").json();
+    let checks = output["checks"].as_array().unwrap();
     assert_eq!(checks.iter().find(|check| check["name"] == "master").unwrap()["state"], "ok");
 }
 
-/// The doctor's checks by name, on a machine with these drivers.
+/// Runs `doctor` with an environment, e.g. one that names drivers.
 fn doctor_with(environment: &[(&str, &str)], arguments: &[&str]) -> common::Ended {
     let mut command = moontide(&[&["doctor", "--master", "127.0.0.1:1"], arguments].concat());
     let ended = run_command(
@@ -46,12 +46,12 @@ fn doctor_with(environment: &[(&str, &str)], arguments: &[&str]) -> common::Ende
 }
 
 #[test]
-fn the_doctor_lists_devices_with_what_they_can_do() {
+fn doctor_lists_gpu_devices_and_capabilities() {
     let mut fake = std::env::current_exe().unwrap();
     fake.pop();
     let fake = fake.join("libmoontide_fakedriver.so");
     let fake = fake.to_str().unwrap();
-    let told = doctor_with(
+    let output = doctor_with(
         &[
             ("MOONTIDE_CUDA_LIB", fake),
             ("MOONTIDE_HIP_LIB", fake),
@@ -62,21 +62,23 @@ fn the_doctor_lists_devices_with_what_they_can_do() {
     for (vendor, version, architecture) in
         [("cuda", "13.1", "sm_90"), ("hip", "7.1", "gfx942:sramecc+:xnack-")]
     {
-        let lines: Vec<&str> = told
+        let lines: Vec<&str> = output
             .text()
             .lines()
             .skip_while(|line| !line.starts_with(&format!("limited  {vendor} ")))
             .collect();
         assert!(lines[0].ends_with(&format!("{version} from {fake}, 3 devices")), "{lines:?}");
         let shared = "8.0 GiB; shares by descriptor in steps of 2.0 MiB; atomics with the host";
-        for (number, access) in ["access to 1", "access to 0", "no access to the others"].iter().enumerate() {
+        for (number, access) in
+            ["access to 1", "access to 0", "no access to other devices"].iter().enumerate()
+        {
             let line = format!("{number}: Fake device {number}, {architecture}, {shared}; {access}");
             assert_eq!(lines[number + 1].trim(), line);
         }
-        assert!(lines[4].contains("→ not run on real hardware by us"), "{lines:?}");
+        assert!(lines[4].contains("→ not tested on real hardware"), "{lines:?}");
     }
-    // An older device, and a driver that does not start.
-    let told = doctor_with(
+    // An older device, and a driver that fails to initialize.
+    let output = doctor_with(
         &[
             ("MOONTIDE_CUDA_LIB", fake),
             ("MOONTIDE_HIP_LIB", fake),
@@ -86,26 +88,26 @@ fn the_doctor_lists_devices_with_what_they_can_do() {
         &[],
     );
     let old = "shares by handle (no virtual memory management); atomics not with the host\n";
-    assert!(told.text().contains(old), "{}", told.text());
-    assert!(told.text().contains("hipInit failed with 803"), "{}", told.text());
+    assert!(output.text().contains(old), "{}", output.text());
+    assert!(output.text().contains("hipInit failed with 803"), "{}", output.text());
 }
 
 #[test]
-fn the_doctor_is_calm_about_a_machine_without_drivers() {
-    let told = doctor_with(&[], &["--json"]).json();
-    let checks = told["checks"].as_array().unwrap();
+fn doctor_succeeds_and_reports_missing_gpu_drivers() {
+    let output = doctor_with(&[], &["--json"]).json();
+    let checks = output["checks"].as_array().unwrap();
     let found = |name: &str| checks.iter().find(|check| check["name"] == name);
     if found("cuda").is_none() && found("hip").is_none() {
-        assert!(found("gpu").unwrap()["found"].as_str().unwrap().ends_with("; no driver"));
+        assert!(found("gpu").unwrap()["detail"].as_str().unwrap().ends_with("; no driver"));
     }
-    // A driver that was named and is not there is told.
-    let told = doctor_with(&[("MOONTIDE_CUDA_LIB", "/nowhere/libcuda.so.1")], &[]);
-    assert!(told.text().contains("/nowhere/libcuda.so.1: cannot open"), "{}", told.text());
-    assert!(told.text().contains("or name its library with MOONTIDE_CUDA_LIB"), "{}", told.text());
+    // A driver that is references and missing is reported.
+    let output = doctor_with(&[("MOONTIDE_CUDA_LIB", "/nowhere/libcuda.so.1")], &[]);
+    assert!(output.text().contains("/nowhere/libcuda.so.1: cannot open"), "{}", output.text());
+    assert!(output.text().contains("or name its library with MOONTIDE_CUDA_LIB"), "{}", output.text());
 }
 
 #[test]
-fn completions_are_there_for_every_shell() {
+fn completions_exist_for_every_supported_shell() {
     for shell in ["bash", "zsh", "fish"] {
         let script = expect(0, &["completions", shell], b"");
         for part in ["moontide", "doctor", "upsert"] {
@@ -116,7 +118,7 @@ fn completions_are_there_for_every_shell() {
 }
 
 #[test]
-fn every_help_has_examples() {
+fn help_texts_have_examples_and_exit_codes() {
     for command in [
         &[][..],
         &["master"],
@@ -147,7 +149,28 @@ fn every_help_has_examples() {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_bytes() {
+fn commands_on_objects_print_client_config_and_reject_invalid_settings() {
+    for command in ["put", "get", "rm", "ls", "stat"] {
+        let printed = expect(0, &[command, "--print-config", "--timeout", "7s"], b"");
+        for line in ["timeout = \"7s\"", "# Default: 30s", "hedge = \"adaptive\""] {
+            assert!(printed.text().lines().any(|found| found == line), "{line}: {}", printed.text());
+        }
+        let wrong = expect(2, &[command, "--print-config", "--timeout", "soon"], b"");
+        assert!(wrong.err.contains("--timeout") && wrong.err.contains("500ms"), "{}", wrong.err);
+        let range = expect(2, &[command, "--print-config", "--timeout", "0s"], b"");
+        assert!(
+            range.err.contains("allowed is 1ms to 10m") && range.err.contains("--timeout"),
+            "{}",
+            range.err
+        );
+    }
+    for command in ["put", "get", "rm", "stat"] {
+        expect(2, &[command], b"");
+    }
+}
+
+#[test]
+fn same_seed_generates_same_trace_bytes() {
     let folder = Folder::new("trace");
     let (first, second) = (folder.file("first.jsonl"), folder.file("second.jsonl"));
     let generate = |seed: &str, file: &str| {
@@ -171,17 +194,17 @@ fn the_same_seed_gives_the_same_bytes() {
         &["bench", "trace-gen", "--users", "40", "--requests", "500", "--seed", "7", "-o", "-"],
         b"",
     );
-    assert!(piped.out == bytes, "the same on standard output");
+    assert!(piped.out == bytes, "output to standard output differs");
     check_naively(std::str::from_utf8(&bytes).unwrap(), &summary);
 }
 
-/// Counts everything again, from the lines alone.
+/// Recomputes the summary from the lines of the trace.
 fn check_naively(trace: &str, summary: &serde_json::Value) {
     let mut lines = trace.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     let header = lines.next().unwrap();
     assert_eq!(header["moontide_trace"], 1);
     let (mut cache, mut sessions): (Vec<String>, Vec<u64>) = (vec![], vec![]);
-    let (mut requests, mut named, mut hits, mut tokens) = (0u64, 0u64, 0u64, 0u64);
+    let (mut requests, mut references, mut hits, mut tokens) = (0u64, 0u64, 0u64, 0u64);
     for request in lines {
         requests += 1;
         tokens += request["input_tokens"].as_u64().unwrap();
@@ -192,7 +215,7 @@ fn check_naively(trace: &str, summary: &serde_json::Value) {
             .iter()
             .map(|block| block.as_str().unwrap().to_owned())
             .collect();
-        named += blocks.len() as u64;
+        references += blocks.len() as u64;
         hits += blocks.iter().take_while(|block| cache.contains(block)).count() as u64;
         for block in blocks {
             if !cache.contains(&block) {
@@ -206,16 +229,16 @@ fn check_naively(trace: &str, summary: &serde_json::Value) {
     assert_eq!(summary["requests"], requests);
     assert_eq!(summary["sessions"], sessions.len());
     assert_eq!(summary["input_tokens"], tokens);
-    assert_eq!(summary["blocks"], named);
+    assert_eq!(summary["blocks"], references);
     assert_eq!(summary["distinct_blocks"], distinct);
     assert_eq!(summary["working_set_bytes"], distinct * 131_072);
     let rate = summary["ideal_hit_rate"].as_f64().unwrap();
-    assert!((rate - hits as f64 / named as f64).abs() < 1e-6, "{rate}");
-    assert!((0.3..0.99).contains(&rate), "conversations repeat themselves: {rate}");
+    assert!((rate - hits as f64 / references as f64).abs() < 1e-6, "{rate}");
+    assert!((0.3..0.99).contains(&rate), "sessions share prefixes: {rate}");
 }
 
 #[test]
-fn a_broken_trace_is_told_with_its_line() {
+fn invalid_trace_and_generator_options_are_rejected() {
     let folder = Folder::new("broken-trace");
     let file = folder.file("broken.jsonl");
     let header = r#"{"moontide_trace":1,"block_bytes":131072,"block_tokens":512,"seed":7}"#;

@@ -1,19 +1,21 @@
-//! [`Cluster`]: what a client knows of the cluster: which masters there are, and which of them is asked about which key.
+//! [`Cluster`]: the client's view of the masters: their addresses, and which of them hosts which group.
 //!
-//! Hot calls go over framed links ([`BlockingLink`]), one to each master; everything else over gRPC, on a small runtime of
-//! the client's own, so that it works from any thread, with or without a runtime around it.
+//! Hot calls use framed links ([`BlockingLink`]), one to each master. All other calls use gRPC, on a small runtime
+//! owned by the client, so that they work from any thread, with or without a runtime around it.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::num::NonZeroU16;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use moontide_proto::convert::{CallerId, ClusterInfo, GroupMap, RequestContext, Wire};
+use moontide_proto::convert::{CallerId, GetClusterInfoResponse, GroupMap, RequestContext, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::{ProtocolVersions, v1};
-use moontide_types::bounds::REQUEST_BYTES_MAX;
+use moontide_rt::SplitMix64;
+use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, IdKey, MapVersion, ObjectId, Tenant, TenantGeneration, Term};
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Runtime;
@@ -23,155 +25,182 @@ use tonic::{Response, Status};
 use tracing::debug;
 
 use crate::config::StoreConfig;
-use crate::decide::{Backoff, Routes, is_misrouted};
 use crate::error::StoreError;
 use crate::link::{BlockingLink, KeyResult, LinkConfig, LinkError};
+use crate::logic::{GroupRoutes, RETRY_BACKOFF, is_misrouted};
 
-/// The map is not looked at more often than this, however many calls go wrong.
-const LOOK_MIN: Duration = Duration::from_millis(50);
+/// Shortest interval between refreshes of the group map, however many calls fail.
+const MAP_REFRESH_MIN: Duration = Duration::from_millis(50);
 
-/// The shortest time for which one of several masters is waited for, and what its answer may take longer than it was told.
+/// Shortest timeout of an attempt at one of several masters.
 const ATTEMPT_MIN: Duration = Duration::from_millis(250);
+
+/// Time that the client waits for a response beyond the timeout that it sends to the master.
 const ATTEMPT_SLACK: Duration = Duration::from_millis(100);
 
-/// How long masters have to answer.
-const LOOK_MAX: Duration = Duration::from_secs(1);
+/// Time that the other masters have after the first response, if one response is enough.
+const OTHERS_WAIT: Duration = Duration::from_millis(100);
 
-/// What ids are made of.
+/// Longest wait for the responses of a map refresh.
+const MAP_REFRESH_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Inputs of object ids, and the cluster's id.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
+pub(crate) struct ClusterIdentity {
     pub(crate) cluster: u64,
     pub(crate) id_key: IdKey,
     pub(crate) generation: TenantGeneration,
 }
 
-/// The masters, and what they told.
+/// How often entries are sent whose master is wrong or does not respond.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rounds {
+    /// Once: the caller has other work to do before it tries again.
+    One,
+    /// Again, after a refresh of the map, until the deadline.
+    UntilDeadline,
+}
+
+/// Connections to the masters, and the group map.
 #[derive(Debug)]
 pub(crate) struct Cluster {
-    /// Dropped in the background: a client may be dropped by a task.
+    /// Shut down in the background: a task may drop the client.
     runtime: Option<Runtime>,
     pub(crate) config: StoreConfig,
     pub(crate) caller: CallerId,
     masters: RwLock<Arc<Masters>>,
-    /// When the map was looked at last; held by whoever looks.
-    looked: Mutex<Instant>,
+    /// Time of the last refresh of the map; locked during a refresh.
+    refreshed_at: Mutex<Instant>,
 }
 
-/// Who hosts what, as far as it is known.
+/// Group map, with a connection to each master in it.
 #[derive(Debug)]
 pub(crate) struct Masters {
     version: u64,
-    routes: Routes,
-    /// There is one, and never another.
-    alone: bool,
+    routes: GroupRoutes,
+    /// Single-master cluster: the map never changes.
+    single_master: bool,
     all: Vec<Arc<Master>>,
 }
 
-/// One master.
+/// Connections to one master.
 #[derive(Debug)]
 pub(crate) struct Master {
     grpc_address: String,
-    /// Where the framed protocol is served.
+    /// Address of the framed protocol.
     frame_address: String,
     channel: Channel,
-    /// Whether it hosts any group.
+    /// Whether the master hosts any group.
     hosts: bool,
     link: Mutex<Option<Arc<BlockingLink>>>,
-    /// It has said nothing when it was asked last.
-    is_silent: AtomicBool,
 }
 
 impl Master {
-    /// The framed link, which is made when it is first needed.
-    pub(crate) fn link(&self, cluster: &Cluster) -> Result<Arc<BlockingLink>, StoreError> {
-        // Whoever connects makes others wait, but not for longer than they would by themselves.
-        let Some(mut link) = self.link.try_lock_for(cluster.config.connect.min(cluster.config.deadline)) else {
+    /// Returns the framed link; connects on first use.
+    pub(crate) fn link(&self, cluster: &Cluster, deadline: Instant) -> Result<Arc<BlockingLink>, StoreError> {
+        // A connecting thread holds the lock; others wait no longer than their own connect would take.
+        let until = deadline.min(Instant::now() + cluster.config.connect_timeout);
+        let Some(mut link) = self.link.try_lock_until(until) else {
             return Err(StoreError::refused(ErrorCode::Unreachable));
         };
         if let Some(link) = &*link {
             return Ok(Arc::clone(link));
         }
         let mut config = link_config(&cluster.config, &self.frame_address, cluster.caller);
-        if !cluster.is_alone() {
-            // A little more than what the master is told, so that its answer is heard.
-            let slack = ATTEMPT_SLACK.min(cluster.config.deadline / 10);
-            config.deadline_ms = (cluster.attempt() + slack).as_millis().max(1) as u32; // ≤ the deadline
-            config.connect_ms = config.connect_ms.min(config.deadline_ms);
+        if !cluster.is_single_master() {
+            // The link waits a little longer than the master, so that the master's own timeout error arrives.
+            let slack = ATTEMPT_SLACK.min(cluster.config.timeout / 10);
+            config.timeout_ms = (cluster.attempt_timeout() + slack).as_millis().max(1) as u32; // ≤ the deadline
+            config.connect_timeout_ms = config.connect_timeout_ms.min(config.timeout_ms);
         }
-        Ok(Arc::clone(link.insert(Arc::new(BlockingLink::connect(config)?))))
+        Ok(Arc::clone(link.insert(Arc::new(BlockingLink::connect_until(config, Some(deadline))?))))
     }
 
-    /// For calls that are not hot.
+    /// Adds the address of the master to an error.
+    fn named<R>(&self, result: Result<R, Status>) -> Result<R, StoreError> {
+        result.map_err(|status| StoreError::NoMaster {
+            address: self.grpc_address.clone(),
+            reason: status_text(&status).into(),
+        })
+    }
+
+    /// Returns a gRPC client, for calls that are not hot.
     pub(crate) fn client(&self) -> MasterClient<Channel> {
         client(&self.channel)
     }
 }
 
 impl Cluster {
-    /// Asks the masters at the configured addresses who they are, and opens a framed link.
-    pub(crate) fn connect(config: StoreConfig) -> Result<(Cluster, Identity), StoreError> {
+    /// Fetches the group map and the cluster's identity from the first configured master that responds. Connects the
+    /// framed link of a single master.
+    pub(crate) fn connect(config: StoreConfig) -> Result<(Cluster, ClusterIdentity), StoreError> {
         config.validate()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("moontide-client")
             .enable_all()
             .build()
-            .map_err(|error| StoreError::system("start the client's runtime", error))?;
+            .map_err(|error| StoreError::system("start the client runtime", error))?;
         let unreachable =
-            |why: String| StoreError::NoMaster { address: config.master.clone(), why: why.into() };
-        let caller = CallerId(draw());
-        let until = Instant::now() + config.connect;
-        let context = context(&config, caller, config.connect);
-        let (mut map, mut why) = (None, "this is no host:port".to_owned());
-        let named = config.masters();
-        for (at, address) in named.iter().enumerate() {
-            let channel = channel(&runtime, address, config.connect).map_err(unreachable)?;
-            // One that says nothing leaves time for those behind it.
-            let left = until.saturating_duration_since(Instant::now()) / (named.len() - at) as u32;
-            let cold = Cold { runtime: &runtime, channel: &channel, until: Instant::now() + left };
-            let asked = context.clone();
-            let answer = cold.call(move |mut master| async move {
-                master.get_group_map(v1::GetGroupMapRequest { context: Some(asked) }).await
+            |reason: String| StoreError::NoMaster { address: config.master.clone(), reason: reason.into() };
+        let caller = CallerId(random_u64());
+        let until = Instant::now() + config.connect_timeout;
+        let context = context(&config, caller, config.connect_timeout);
+        let (mut map, mut reason) = (None, "address is not host:port".to_owned());
+        // All at once: a master that does not respond does not delay the others.
+        let (sender, responses) = std::sync::mpsc::channel();
+        for address in config.masters() {
+            let channel = channel(&runtime, &address, config.connect_timeout).map_err(unreachable)?;
+            let (sender, context) = (sender.clone(), context.clone());
+            runtime.spawn(async move {
+                let request = v1::GetGroupMapRequest { context: Some(context) };
+                let response = client(&channel).get_group_map(request).await;
+                // The receiver is gone if another master was faster.
+                let _ = sender.send((channel, response.map(Response::into_inner)));
             });
-            match answer {
-                Ok(answer) => {
-                    map = answer.map.map(|map| (map, channel));
+        }
+        drop(sender);
+        while map.is_none() {
+            match responses.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok((channel, Ok(response))) => map = response.map.map(|map| (map, channel)),
+                Ok((_, Err(status))) => reason = status_text(&status),
+                Err(RecvTimeoutError::Timeout) => {
+                    reason = "timed out".to_owned();
                     break;
                 }
-                Err(status) => why = said(&status),
+                Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        let Some((map, channel)) = map else { return Err(unreachable(why)) };
-        let first = Cold { runtime: &runtime, channel: &channel, until };
-        let info = first.call(move |mut master| async move {
+        let Some((map, channel)) = map else { return Err(unreachable(reason)) };
+        let info = RunningCall::start(&runtime, &channel, move |mut master| async move {
             master.get_cluster_info(v1::GetClusterInfoRequest { context: Some(context) }).await
         });
-        let identity = identity(&info.map_err(|status| unreachable(said(&status)))?)?;
+        let identity = identity(&info.wait(until).map_err(|status| unreachable(status_text(&status)))?)?;
         let cluster = Cluster {
             masters: RwLock::new(Arc::new(Masters {
                 version: 0,
-                routes: Routes::new(NonZeroU16::MIN, []),
-                alone: false,
+                routes: GroupRoutes::new(NonZeroU16::MIN, []),
+                single_master: false,
                 all: vec![],
             })),
             runtime: Some(runtime),
             config,
             caller,
-            looked: Mutex::new(Instant::now()),
+            refreshed_at: Mutex::new(Instant::now()),
         };
-        cluster.follow(&map)?;
-        // A cluster that elects a master just now has one soon.
+        cluster.apply_map(&map)?;
+        // An election may be in progress.
         while cluster.masters().hosts().next().is_none() && Instant::now() < until {
-            std::thread::sleep(LOOK_MIN);
-            cluster.look(cluster.masters().version, until);
+            std::thread::sleep(MAP_REFRESH_MIN);
+            cluster.refresh_map(cluster.masters().version, until);
         }
         let masters = cluster.masters();
         let Some(master) = masters.hosts().next() else {
-            let (address, why) = (cluster.config.master.clone(), "no master hosts a group".into());
-            return Err(StoreError::NoMaster { address, why });
+            let (address, reason) = (cluster.config.master.clone(), "no master hosts a group".into());
+            return Err(StoreError::NoMaster { address, reason });
         };
-        if masters.alone {
-            master.link(&cluster)?;
+        if masters.single_master {
+            master.link(&cluster, until)?;
         }
         Ok((cluster, identity))
     }
@@ -180,172 +209,188 @@ impl Cluster {
         Arc::clone(&self.masters.read())
     }
 
-    /// Whether there is one master, and never another.
-    pub(crate) fn is_alone(&self) -> bool {
-        self.masters.read().alone
+    /// Returns whether the cluster has a single master and no election.
+    pub(crate) fn is_single_master(&self) -> bool {
+        self.masters.read().single_master
     }
 
-    /// Asks masters about the entries of a batch, each about its own: `ask` is given a master and positions, and answers
-    /// for each of these. What was asked of the wrong one, or of one that is not there, is asked again when the map has been
-    /// looked at, until the deadline.
-    pub(crate) fn route<T>(
+    /// Sends each entry of a batch to the master of its group, to all masters at once: `call` gets a master and indices
+    /// of entries, and returns one result for each of them. Entries that reach a wrong or unreachable master are sent again after a refresh of
+    /// the map, until the deadline.
+    pub(crate) fn route<T: Send>(
         &self,
         count: usize,
         deadline: Instant,
         id_of: impl Fn(usize) -> ObjectId,
-        mut ask: impl FnMut(&Master, &[usize]) -> Result<Vec<KeyResult<T>>, StoreError>,
+        call: impl Fn(&Master, &[usize]) -> Result<Vec<KeyResult<T>>, StoreError> + Sync,
     ) -> Vec<Result<KeyResult<T>, StoreError>> {
-        let mut answers: Vec<Option<Result<KeyResult<T>, StoreError>>> = (0..count).map(|_| None).collect();
-        let mut backoff = Backoff::default();
+        self.route_rounds(Rounds::UntilDeadline, count, deadline, id_of, call)
+    }
+
+    /// As [`Cluster::route`], with one round of calls or as many as fit.
+    pub(crate) fn route_rounds<T: Send>(
+        &self,
+        rounds: Rounds,
+        count: usize,
+        deadline: Instant,
+        id_of: impl Fn(usize) -> ObjectId,
+        call: impl Fn(&Master, &[usize]) -> Result<Vec<KeyResult<T>>, StoreError> + Sync,
+    ) -> Vec<Result<KeyResult<T>, StoreError>> {
+        let mut results: Vec<Option<Result<KeyResult<T>, StoreError>>> = (0..count).map(|_| None).collect();
+        let mut backoff = RETRY_BACKOFF;
         loop {
             let masters = self.masters();
-            let open = (0..count).filter(|&at| answers[at].is_none());
-            let mut parts = match masters.all.len() {
-                1 if masters.alone => vec![(Some(0), open.collect())],
+            let open = (0..count).filter(|&at| results[at].is_none());
+            let parts = match masters.all.len() {
+                1 if masters.single_master => vec![(Some(0), open.collect())],
                 _ => masters.routes.split(open.map(|at| (at, id_of(at)))),
             };
-            // One that may be dead is waited for when the others have answered. Relaxed: a hint.
-            let is_silent = |host: u16| masters.all[usize::from(host)].is_silent.load(Ordering::Relaxed);
-            parts.sort_by_key(|&(host, _)| host.is_some_and(is_silent));
             let mut last = StoreError::refused(ErrorCode::WrongMaster);
-            for (host, part) in parts.into_iter().filter(|(_, part)| !part.is_empty()) {
-                let Some(host) = host else { continue };
-                if !masters.alone && Instant::now() >= deadline {
-                    break;
-                }
-                let master = &masters.all[usize::from(host)];
-                let asked = ask(master, &part);
-                if !masters.alone {
-                    let says_nothing = |code| is_misrouted(code) && code != ErrorCode::WrongMaster;
-                    let is_silent = asked.as_ref().is_err_and(|error| says_nothing(error.code()));
-                    master.is_silent.store(is_silent, Ordering::Relaxed);
-                }
-                match asked {
+            let asked: Vec<(&Arc<Master>, Vec<usize>)> = parts
+                .into_iter()
+                .filter_map(|(host, part)| Some((&masters.all[usize::from(host?)], part)))
+                .filter(|(_, part)| !part.is_empty())
+                .collect();
+            let results_of_parts = call_all(&asked, &call);
+            for ((_, part), result) in asked.into_iter().zip(results_of_parts) {
+                match result {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
                             let found = match found {
-                                Err(ErrorCode::WrongMaster) if moontide_types::planted("wrong-master-a-miss") => {
+                                Err(ErrorCode::WrongMaster)
+                                    if moontide_rt::mutation_enabled("wrong-master-a-miss") =>
+                                {
                                     Err(ErrorCode::NotFound)
                                 }
                                 found => found,
                             };
-                            // Retry: the group is on its way to another master.
+                            // Retry: the group is being handed off to another master.
                             let again = matches!(found, Err(ErrorCode::WrongMaster | ErrorCode::Retry));
-                            answers[at] = (masters.alone || !again).then_some(Ok(found));
+                            results[at] = (masters.single_master || !again).then_some(Ok(found));
                         }
                     }
-                    Err(error) if !masters.alone && is_misrouted(error.code()) => last = error,
-                    Err(error) => part.iter().for_each(|&at| answers[at] = Some(Err(error.clone()))),
+                    Err(error) if !masters.single_master && is_misrouted(error.code()) => last = error,
+                    Err(error) => part.iter().for_each(|&at| results[at] = Some(Err(error.clone()))),
                 }
             }
-            if answers.iter().all(Option::is_some) {
-                return answers.into_iter().map(|answer| answer.expect("all are there")).collect();
+            if results.iter().all(Option::is_some) {
+                return results.into_iter().map(|result| result.expect("every entry has a result")).collect();
             }
-            let pause = backoff.pause(Duration::ZERO, spread());
-            if Instant::now() + pause >= deadline {
-                return answers.into_iter().map(|answer| answer.unwrap_or_else(|| Err(last.clone()))).collect();
+            let pause = backoff.pause(Duration::ZERO, next_counter());
+            if rounds == Rounds::One || Instant::now() + pause >= deadline {
+                return results
+                    .into_iter()
+                    .map(|result| result.unwrap_or_else(|| Err(last.clone())))
+                    .collect();
             }
             std::thread::sleep(pause);
-            self.look(masters.version, deadline);
+            self.refresh_map(masters.version, deadline);
         }
     }
 
-    /// A map that a master has mentioned by the way.
-    pub(crate) fn heard_of(&self, map: &v1::GroupMap) {
-        let known = self.masters();
-        let newer = map.version > known.version;
-        let other = map.version == known.version && map.masters.len() != known.all.len();
-        if !known.alone
+    /// Applies a group map that came with a response, if it is newer.
+    pub(crate) fn observe_map(&self, map: &v1::GroupMap) {
+        let current = self.masters();
+        let newer = map.version > current.version;
+        let other = map.version == current.version && map.masters.len() != current.all.len();
+        if !current.single_master
             && (newer || other)
-            && let Err(error) = self.follow(map)
+            && let Err(error) = self.apply_map(map)
         {
-            debug!(%error, "a map was not understood");
+            debug!(%error, "invalid group map ignored");
         }
     }
 
-    /// Looks at the map, unless somebody has found a newer one than `seen`, or has just looked.
-    pub(crate) fn look(&self, seen: u64, deadline: Instant) {
-        let Some(mut looked) = self.looked.try_lock_until(deadline) else { return };
-        if self.masters().version != seen || looked.elapsed() < LOOK_MIN {
+    /// Refreshes the map. Does nothing if another thread has installed a map other than `seen`, or has just refreshed.
+    pub(crate) fn refresh_map(&self, seen: u64, deadline: Instant) {
+        let Some(mut refreshed_at) = self.refreshed_at.try_lock_until(deadline) else { return };
+        if self.masters().version != seen || refreshed_at.elapsed() < MAP_REFRESH_MIN {
             return;
         }
-        let known = self.masters().all.iter().map(|master| master.grpc_address.clone()).collect::<Vec<_>>();
-        let addresses: BTreeSet<String> = self.config.masters().into_iter().chain(known).collect();
-        let patience = deadline.saturating_duration_since(Instant::now()).min(LOOK_MAX);
-        let (sender, answers) = std::sync::mpsc::channel();
+        let current = self.masters().all.iter().map(|master| master.grpc_address.clone()).collect::<Vec<_>>();
+        let addresses: BTreeSet<String> = self.config.masters().into_iter().chain(current).collect();
+        let timeout = deadline.saturating_duration_since(Instant::now()).min(MAP_REFRESH_TIMEOUT);
+        let (sender, responses) = std::sync::mpsc::channel();
         for address in addresses {
-            let Ok(channel) = channel(self.runtime(), &address, patience) else { continue };
-            let (sender, context) = (sender.clone(), context(&self.config, self.caller, LOOK_MAX));
+            let Ok(channel) = channel(self.runtime(), &address, timeout) else { continue };
+            let (sender, context) = (sender.clone(), context(&self.config, self.caller, MAP_REFRESH_TIMEOUT));
             self.spawn(async move {
                 let request = v1::GetGroupMapRequest { context: Some(context) };
-                if let Ok(Ok(answer)) = tokio::time::timeout(patience, client(&channel).get_group_map(request)).await {
-                    // Nobody may wait any more.
-                    let _ = sender.send(answer.into_inner());
+                if let Ok(Ok(response)) =
+                    tokio::time::timeout(timeout, client(&channel).get_group_map(request)).await
+                {
+                    // The receiver is gone if a newer map was found already.
+                    let _ = sender.send(response.into_inner());
                 }
             });
         }
         drop(sender);
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         let mut newest: Option<v1::GroupMap> = None;
-        while let Ok(answer) = answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            let Some(map) = answer.map else { continue };
+        while let Ok(response) = responses.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            let Some(map) = response.map else { continue };
             let is_newer = newest.as_ref().is_none_or(|newest| newest.version < map.version);
             if is_newer {
                 let enough = map.version > seen;
                 newest = Some(map);
                 if enough {
-                    break; // those that do not answer are not worth waiting for
+                    break; // do not wait for the other masters
                 }
             }
         }
-        if let Some(map) = newest.filter(|map| map.version != seen)
-            && let Err(error) = self.follow(&map)
+        if let Some(map) = newest.filter(|map| map.version > seen)
+            && let Err(error) = self.apply_map(&map)
         {
-            debug!(%error, "a map was not understood");
+            debug!(%error, "invalid group map ignored");
         }
-        *looked = Instant::now();
+        *refreshed_at = Instant::now();
     }
 
-    /// Takes a map over. Links to masters that are still there are kept.
-    fn follow(&self, map: &v1::GroupMap) -> Result<(), StoreError> {
-        let parsed = GroupMap::from_wire(map).map_err(StoreError::Answer)?;
+    /// Installs a map. Links to masters that are in both maps are kept.
+    fn apply_map(&self, map: &v1::GroupMap) -> Result<(), StoreError> {
+        let parsed = GroupMap::from_wire(map).map_err(StoreError::InvalidResponse)?;
         let before = self.masters();
         let mut all = Vec::with_capacity(parsed.masters.len());
         for master in &parsed.masters {
-            // One that is alone may be reached in another way than it knows of.
-            let named = self.config.masters().into_iter().next().filter(|_| parsed.alone);
+            // A single master may be reachable at another address than the one it knows.
+            let named = self.config.masters().into_iter().next().filter(|_| parsed.single_master);
             let grpc_address = named.unwrap_or_else(|| master.grpc_address.to_owned());
             let hosts = !master.groups.is_empty();
-            let same = |known: &&Arc<Master>| {
-                (known.hosts, &*known.grpc_address, &*known.frame_address)
+            let same = |current: &&Arc<Master>| {
+                (current.hosts, &*current.grpc_address, &*current.frame_address)
                     == (hosts, &*grpc_address, master.frame_address)
             };
-            if let Some(known) = before.all.iter().find(same) {
-                all.push(Arc::clone(known));
+            if let Some(current) = before.all.iter().find(same) {
+                all.push(Arc::clone(current));
                 continue;
             }
             let address = self.config.master.clone();
-            let unreachable = |why: String| StoreError::NoMaster { address, why: why.into() };
+            let unreachable = |reason: String| StoreError::NoMaster { address, reason: reason.into() };
             if master.frame_address.is_empty() {
-                return Err(unreachable("it serves no framed protocol".into()));
+                return Err(unreachable("the master does not serve the framed protocol".into()));
             }
-            let channel = channel(self.runtime(), &grpc_address, self.config.connect).map_err(unreachable)?;
+            let channel =
+                channel(self.runtime(), &grpc_address, self.config.connect_timeout).map_err(unreachable)?;
             let frame_address = master.frame_address.to_owned();
-            let (link, is_silent) = (Mutex::default(), AtomicBool::new(false));
-            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link, is_silent }));
+            let link = Mutex::default();
+            all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link }));
         }
         let groups = NonZeroU16::new(parsed.groups).unwrap_or(NonZeroU16::MIN);
-        let routes = Routes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
-        let masters = Masters { version: map.version, routes, alone: parsed.alone, all };
-        *self.masters.write() = Arc::new(masters);
+        let routes = GroupRoutes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
+        let masters = Masters { version: map.version, routes, single_master: parsed.single_master, all };
+        // Another thread may have installed a newer one meanwhile.
+        let mut current = self.masters.write();
+        if map.version >= current.version {
+            *current = Arc::new(masters);
+        }
         Ok(())
     }
 
-    /// The context of a call.
+    /// Returns the context of a call.
     pub(crate) fn context(&self, deadline: Instant) -> RequestContext<'_> {
         let mut left = deadline.saturating_duration_since(Instant::now());
-        if !self.is_alone() {
-            left = left.min(self.attempt());
+        if !self.is_single_master() {
+            left = left.min(self.attempt_timeout());
         }
         let left = left.as_millis();
         RequestContext {
@@ -355,23 +400,24 @@ impl Cluster {
             term: Term::ZERO,
             caller: self.caller,
             session: None,
-            deadline_ms: left.clamp(1, 600_000) as u32, // clamped
+            timeout_ms: left.clamp(1, 600_000) as u32, // clamped
             token: self.config.token,
         }
     }
 
-    /// How long one master is waited for where there are several: one that says nothing may not be the master any more.
-    fn attempt(&self) -> Duration {
-        // Never all of the time: who has none left does not look who else there is.
-        (self.config.deadline / 4).max(ATTEMPT_MIN).min(self.config.deadline / 2)
+    /// Returns the timeout of an attempt at one of several masters: one that does not respond may no longer be the
+    /// master.
+    fn attempt_timeout(&self) -> Duration {
+        // At most half of the call's timeout: the rest is for a refresh of the map and another attempt.
+        (self.config.timeout / 4).max(ATTEMPT_MIN).min(self.config.timeout / 2)
     }
 
-    /// Whose keys are meant.
+    /// Returns the tenant of all keys.
     pub(crate) fn tenant(&self) -> Tenant<'_> {
-        Tenant::new(&self.config.tenant).expect("validated when it was connected")
+        Tenant::new(&self.config.tenant).expect("validated at connect")
     }
 
-    /// A call over gRPC to one master. What it says in the answer's context is left to the caller.
+    /// Makes a gRPC call to one master. The caller checks the context of the response.
     pub(crate) fn call<R: Send + 'static, F>(
         &self,
         master: &Master,
@@ -381,14 +427,10 @@ impl Cluster {
     where
         F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
     {
-        let cold = Cold { runtime: self.runtime(), channel: &master.channel, until: deadline };
-        cold.call(call).map_err(|status| StoreError::NoMaster {
-            address: master.grpc_address.clone(),
-            why: said(&status).into(),
-        })
+        master.named(RunningCall::start(self.runtime(), &master.channel, call).wait(deadline))
     }
 
-    /// The same to each master that hosts something, one after the other.
+    /// Makes a gRPC call to each master that hosts a group, all at once. Waits for all of them until the deadline.
     pub(crate) fn call_each<R: Send + 'static, F>(
         &self,
         deadline: Instant,
@@ -397,33 +439,75 @@ impl Cluster {
     where
         F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
     {
-        self.masters().hosts().map(|master| self.call(master, deadline, &mut call)).collect()
+        let masters = self.masters();
+        let started: Vec<(&Arc<Master>, RunningCall<R>)> = masters
+            .hosts()
+            .map(|master| (master, RunningCall::start(self.runtime(), &master.channel, &mut call)))
+            .collect();
+        started.into_iter().map(|(master, running)| master.named(running.wait(deadline))).collect()
     }
 
-    /// Runs something in the background as long as the client lives.
+    /// Makes a gRPC call to each master that hosts a group, all at once, for calls that every master can answer: the
+    /// others have [`OTHERS_WAIT`] left after the first response.
+    pub(crate) fn call_any<R: Send + 'static, F>(
+        &self,
+        deadline: Instant,
+        mut call: impl FnMut(MasterClient<Channel>) -> F,
+    ) -> Vec<Result<R, StoreError>>
+    where
+        F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
+    {
+        let masters = self.masters();
+        let (sender, responses) = std::sync::mpsc::channel();
+        let asked: Vec<&Arc<Master>> = masters.hosts().collect();
+        for (at, master) in asked.iter().enumerate() {
+            let (sender, future) = (sender.clone(), call(client(&master.channel)));
+            self.spawn(async move {
+                let left = deadline.saturating_duration_since(Instant::now());
+                let response = tokio::time::timeout(left, future).await;
+                let response = response.unwrap_or_else(|_| Err(Status::deadline_exceeded("timed out")));
+                // The receiver is gone if the others were faster.
+                let _ = sender.send((at, response.map(Response::into_inner)));
+            });
+        }
+        drop(sender);
+        let (mut results, mut until) = (Vec::with_capacity(asked.len()), deadline);
+        while results.len() < asked.len()
+            && let Ok((at, response)) =
+                responses.recv_timeout(until.saturating_duration_since(Instant::now()))
+        {
+            if response.is_ok() {
+                until = until.min(Instant::now() + OTHERS_WAIT);
+            }
+            results.push(asked[at].named(response));
+        }
+        results
+    }
+
+    /// Runs a future in the background until the client is dropped.
     pub(crate) fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
         self.runtime().spawn(future);
     }
 
-    /// The same for something that can be stopped.
+    /// Runs a future in the background; returns a handle that aborts it.
     pub(crate) fn start(&self, future: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         self.runtime().spawn(future).abort_handle()
     }
 
-    /// Clients of all masters that host something, for tasks.
+    /// Returns gRPC clients of all masters that host a group, for tasks.
     pub(crate) fn clients(&self) -> Vec<MasterClient<Channel>> {
         self.masters().hosts().map(|master| master.client()).collect()
     }
 
-    /// For a link of tasks to a master that is alone.
+    /// Returns the settings of an asynchronous link to a single master; `None` with several masters.
     pub(crate) fn link_config(&self) -> Option<LinkConfig> {
         let masters = self.masters();
-        let master = masters.all.first().filter(|_| masters.alone)?;
+        let master = masters.all.first().filter(|_| masters.single_master)?;
         Some(link_config(&self.config, &master.frame_address, self.caller))
     }
 
     fn runtime(&self) -> &Runtime {
-        self.runtime.as_ref().expect("there until it is dropped")
+        self.runtime.as_ref().expect("taken only by drop")
     }
 }
 
@@ -436,67 +520,105 @@ impl Drop for Cluster {
 }
 
 impl Masters {
-    /// The version of the map.
+    /// Returns the version of the map.
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
 
-    /// Those that host something, each with its place in the map.
-    pub(crate) fn by_place(&self) -> impl Iterator<Item = (u16, &Arc<Master>)> {
+    /// Returns the masters that host a group, with their indices in the map.
+    pub(crate) fn hosting(&self) -> impl Iterator<Item = (u16, &Arc<Master>)> {
         (0u16..).zip(&self.all).filter(|(_, master)| master.hosts)
     }
 
-    /// The groups of the master in this place.
-    pub(crate) fn groups_of(&self, place: u16) -> impl Iterator<Item = u16> {
-        self.routes.groups_of(place)
+    /// Returns the groups of the master with this index.
+    pub(crate) fn groups_of(&self, index: u16) -> impl Iterator<Item = u16> {
+        self.routes.groups_of(index)
     }
 
-    /// Whether every group has a master.
+    /// Returns whether every group has a master.
     pub(crate) fn is_complete(&self) -> bool {
         self.routes.is_complete()
     }
 
-    /// Those that host something, in an order that stays the same.
+    /// Returns the masters that host a group, in the order of the map.
     pub(crate) fn hosts(&self) -> impl Iterator<Item = &Arc<Master>> {
         self.all.iter().filter(|master| master.hosts)
     }
 }
 
-/// A channel that connects when it is used. The error says what is wrong with the address.
+/// Returns a channel that connects on first use. The error says why the address is invalid.
 fn channel(runtime: &Runtime, address: &str, connect: Duration) -> Result<Channel, String> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|error| format!("this is no host:port ({error})"))?
+        .map_err(|error| format!("address is not host:port ({error})"))?
         .tcp_nodelay(true)
         .connect_timeout(connect.max(Duration::from_millis(1)));
-    // The channel starts tasks where it is made.
+    // The channel spawns tasks on the current runtime.
     let _entered = runtime.enter();
     Ok(endpoint.connect_lazy())
 }
 
-/// A call over gRPC from a thread that waits.
-struct Cold<'a> {
-    runtime: &'a Runtime,
-    channel: &'a Channel,
-    until: Instant,
+/// A gRPC call in the background, for a blocking thread.
+struct RunningCall<R> {
+    task: AbortHandle,
+    response: Receiver<Result<R, Status>>,
 }
 
-impl Cold<'_> {
-    fn call<R: Send + 'static, F>(&self, call: impl FnOnce(MasterClient<Channel>) -> F) -> Result<R, Status>
+impl<R: Send + 'static> RunningCall<R> {
+    fn start<F>(
+        runtime: &Runtime,
+        channel: &Channel,
+        call: impl FnOnce(MasterClient<Channel>) -> F,
+    ) -> RunningCall<R>
     where
         F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
     {
-        let (answer, answered) = std::sync::mpsc::sync_channel(1);
-        let future = call(client(self.channel));
-        let task = self.runtime.spawn(async move {
-            // Nobody may wait any more.
-            let _ = answer.send(future.await.map(Response::into_inner));
+        let (sender, response) = std::sync::mpsc::sync_channel(1);
+        let future = call(client(channel));
+        let task = runtime.spawn(async move {
+            // The receiver is gone if the caller timed out.
+            let _ = sender.send(future.await.map(Response::into_inner));
         });
-        let left = self.until.saturating_duration_since(Instant::now());
-        answered.recv_timeout(left).unwrap_or_else(|_| {
-            task.abort();
-            Err(Status::deadline_exceeded("no answer in time"))
+        RunningCall { task: task.abort_handle(), response }
+    }
+
+    /// Waits for the response. At the deadline, the call is cancelled.
+    fn wait(self, deadline: Instant) -> Result<R, Status> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        self.response.recv_timeout(left).unwrap_or_else(|_| {
+            self.task.abort();
+            Err(Status::deadline_exceeded("timed out"))
         })
     }
+}
+
+/// Calls all masters at once, so that one that does not respond does not delay the others. The first call is made by
+/// this thread, and each further one by a thread of its own.
+fn call_all<R: Send>(
+    asked: &[(&Arc<Master>, Vec<usize>)],
+    call: &(impl Fn(&Master, &[usize]) -> R + Sync),
+) -> Vec<R> {
+    if asked.len() < 2 || moontide_rt::mutation_enabled("silent-master") {
+        return asked.iter().map(|(master, part)| call(master, part)).collect();
+    }
+    let (first, others) = (&asked[0], &asked[1..]);
+    std::thread::scope(|scope| {
+        let start = |(master, part): &'_ (&Arc<Master>, Vec<usize>)| {
+            let (master, part) = (Arc::clone(master), part.clone());
+            let run = move || call(&master, &part);
+            std::thread::Builder::new().name("moontide-call".into()).spawn_scoped(scope, run)
+        };
+        let started: Vec<_> = others.iter().map(start).collect();
+        let first = call(first.0, &first.1);
+        let join =
+            |(started, (master, part)): (std::io::Result<_>, &(&Arc<Master>, Vec<usize>))| match started {
+                Ok(thread) => {
+                    let thread: std::thread::ScopedJoinHandle<'_, R> = thread;
+                    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                }
+                Err(_) => call(master, part), // too many threads
+            };
+        std::iter::once(first).chain(started.into_iter().zip(others).map(join)).collect()
+    })
 }
 
 fn client(channel: &Channel) -> MasterClient<Channel> {
@@ -505,37 +627,42 @@ fn client(channel: &Channel) -> MasterClient<Channel> {
 }
 
 fn link_config(config: &StoreConfig, address: &str, caller: CallerId) -> LinkConfig {
-    let deadline_ms = config.deadline.as_millis() as u32; // validated
-    let connect_ms = config.connect.as_millis() as u32; // validated
-    LinkConfig { token: config.token, deadline_ms, connect_ms, ..LinkConfig::new(address, caller) }
+    let deadline_ms = config.timeout.as_millis() as u32; // validated
+    let connect_ms = config.connect_timeout.as_millis() as u32; // validated
+    LinkConfig {
+        token: config.token,
+        timeout_ms: deadline_ms,
+        connect_timeout_ms: connect_ms,
+        ..LinkConfig::new(address, caller)
+    }
 }
 
 fn context(config: &StoreConfig, caller: CallerId, deadline: Duration) -> v1::RequestContext {
     v1::RequestContext {
         tenant: config.tenant.clone(),
         caller: caller.0,
-        deadline_ms: deadline.as_millis() as u32, // validated
+        timeout_ms: deadline.as_millis() as u32, // validated
         token: config.token.as_bytes().to_vec().into(),
         ..Default::default()
     }
 }
 
-/// What the master said about the cluster.
-pub(crate) fn identity(message: &v1::GetClusterInfoResponse) -> Result<Identity, StoreError> {
-    let answer = ClusterInfo::from_wire(message).map_err(StoreError::Answer)?;
-    let generation = answer.context().tenant_generation;
-    let facts = answer
+/// Parses the identity of the cluster out of a response.
+pub(crate) fn identity(message: &v1::GetClusterInfoResponse) -> Result<ClusterIdentity, StoreError> {
+    let response = GetClusterInfoResponse::from_wire(message).map_err(StoreError::InvalidResponse)?;
+    let generation = response.context().tenant_generation;
+    let facts = response
         .into_result()
         .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
-    if ProtocolVersions::CURRENT.common(facts.protocol).is_none() {
+    if ProtocolVersions::CURRENT.negotiate(facts.protocol).is_none() {
         return Err(StoreError::refused(ErrorCode::Unsupported));
     }
     let secret = facts.id_key_secret.ok_or(StoreError::refused(ErrorCode::Unauthenticated))?;
-    Ok(Identity { cluster: facts.cluster, id_key: IdKey::new(facts.id_key, secret.0), generation })
+    Ok(ClusterIdentity { cluster: facts.cluster, id_key: IdKey::new(facts.id_key, secret.0), generation })
 }
 
-/// A status in words, with what is behind it.
-fn said(status: &Status) -> String {
+/// Returns the message of a status with those of its sources.
+fn status_text(status: &Status) -> String {
     let mut text = status.message().to_owned();
     let mut source = std::error::Error::source(status);
     while let Some(error) = source {
@@ -548,29 +675,26 @@ fn said(status: &Status) -> String {
     if text.is_empty() { format!("{:?}", status.code()) } else { text }
 }
 
-/// Says something again that may be said twice, if the connection was lost over it: a master that was started anew is
-/// found by the next attempt, and nobody should have to know.
-pub(crate) fn insisting<T>(mut say: impl FnMut() -> Result<T, LinkError>) -> Result<T, LinkError> {
-    match say() {
-        Err(LinkError::Lost { .. }) => say(),
-        answer => answer,
+/// Repeats an idempotent call once if the connection was lost: the next attempt reconnects to a restarted master.
+pub(crate) fn retry_if_disconnected<T>(
+    mut call: impl FnMut() -> Result<T, LinkError>,
+) -> Result<T, LinkError> {
+    match call() {
+        Err(LinkError::Lost { .. }) => call(),
+        response => response,
     }
 }
 
-/// A number that nobody else draws.
-pub(crate) fn draw() -> u64 {
+/// Returns a random number.
+pub(crate) fn random_u64() -> u64 {
     let mut bytes = [0; 8];
-    // Never short for 8 bytes; a zero in a chroot without randomness is as good as any number.
+    // Never short for 8 bytes. If randomness is unavailable (chroot), zero is acceptable.
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     u64::from_le_bytes(bytes)
 }
 
-/// A cheap number that differs from call to call, for spreading load. Not random in any stronger sense.
-pub(crate) fn spread() -> u64 {
-    thread_local!(static NEXT: std::cell::Cell<u64> = std::cell::Cell::new(draw()));
-    NEXT.with(|next| {
-        let word = next.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
-        next.set(word);
-        (word ^ (word >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 17
-    })
+/// Returns a cheap number that differs from call to call, for spreading load. Not random in any stronger sense.
+pub(crate) fn next_counter() -> u64 {
+    thread_local!(static NEXT: RefCell<SplitMix64> = RefCell::new(SplitMix64::new(random_u64())));
+    NEXT.with(|next| next.borrow_mut().next_u64())
 }

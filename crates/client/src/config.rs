@@ -1,150 +1,189 @@
-//! What a [`Store`](crate::Store) is told: [`StoreConfig`] once, [`PutOptions`] with each put.
+//! Settings: [`StoreConfig`] of a [`Store`](crate::Store), [`PutOptions`] of each put.
+//!
+//! The table of [`StoreConfig`] declares each setting once; [`moontide_settings`] derives file, environment, flags and
+//! help texts of the commands from it. [`PutOptions`] are no settings: they belong to one call.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use moontide_proto::Token;
-use moontide_types::{NodeId, Tenant};
-use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_DEFAULT, REPLICAS_MAX, STRIPES_MAX};
+use moontide_settings::{Component, Form, HostPorts, InvalidSetting, Kind, ValueInfo, settings};
+use moontide_transfer::tcp::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, LEASE_MS_DEFAULT, REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{Attributes, ParentHash, PinClass};
+use moontide_types::{NodeId, Tenant};
 
 use crate::error::StoreError;
 
-/// How long a call may take unless told otherwise. A cache that has not answered by then is slower than computing.
-pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(5);
+/// Default address of the master: its default port on the local host.
+pub const MASTER_DEFAULT: &str = "127.0.0.1:7400";
 
-/// How long reaching the master may take at the start: long enough for a name to be resolved, short enough for a person.
+/// Default timeout of a call. A cache that takes longer to respond is slower than computing.
+pub const TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
+
+/// Default timeout of the first connection to a master: long enough for name resolution, short enough for interactive
+/// use.
 pub const CONNECT_DEFAULT: Duration = Duration::from_secs(3);
 
-/// Where objects are is remembered for so many of them: about 300 bytes each.
-pub const LOCATIONS_DEFAULT: usize = 1 << 16;
+/// Default size of the location cache, in objects; an entry takes about 300 bytes.
+pub const LOCATION_CACHE_ENTRIES_DEFAULT: usize = 1 << 16;
 
-/// Calls of tasks that work at a time. More would only wait for each other: a handful keeps both sides busy.
-pub const WORKING_DEFAULT: usize = 16;
+/// Default number of calls of tasks that run at a time. A few keep client and servers busy; more would only queue.
+pub const ASYNC_CALLS_MAX_DEFAULT: usize = 16;
 
-/// Calls of tasks that may wait for their turn. Beyond that a call is refused at once: the caller can compute meanwhile.
-pub const WAITING_DEFAULT: usize = 1024;
+/// Default number of calls of tasks that may queue. Further calls fail at once, so that the caller can compute instead.
+pub const ASYNC_QUEUE_MAX_DEFAULT: usize = 1024;
 
-/// Where a store is and how it is used.
-#[derive(Clone, Debug)]
-pub struct StoreConfig {
-    /// `host:port` at which a master serves gRPC; several with commas between them where there are several, any of which
-    /// will do.
-    pub master: String,
-    /// Whose keys are meant.
-    pub tenant: String,
-    /// Proof of who this is.
-    pub token: Token,
-    /// How long a call may take.
-    pub deadline: Duration,
-    /// How long reaching the master may take at the start.
-    pub connect: Duration,
-    /// Whether memory of nodes on this host is mapped. Otherwise they are reached like any other.
-    pub local: bool,
-    /// Whether bytes that are copied out of memory on this host are verified, as all others are.
-    pub verify_local: bool,
-    /// Objects whose place is remembered; 0 asks the master every time.
-    pub locations: usize,
-    /// When a second replica is asked beside a slow first one.
-    pub hedge: Hedge,
-    /// Connections to each node.
-    pub connections: usize,
-    /// Whether UCX is used where it is there. It reads one-sidedly, under leases.
-    pub ucx: bool,
-    /// Labels of where this process stands, for the choice of replicas; empty if unknown. The host is found out.
-    pub rack: String,
-    /// As `rack`.
-    pub zone: String,
-    /// Calls of tasks ([`AsyncStore`](crate::AsyncStore)) that work at a time.
-    pub working: usize,
-    /// Calls of tasks that may wait for their turn.
-    pub waiting: usize,
+/// Limits of the timeouts.
+const TIMEOUTS: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(600);
+
+settings! {
+    /// Settings of a store.
+    #[derive(Clone, Debug)]
+    pub struct StoreConfig {
+        /// Address of a master's gRPC server; several separated by commas.
+        ///
+        /// One reachable master is enough.
+        master: String as HostPorts = MASTER_DEFAULT.into(), variable "MOONTIDE_MASTER";
+        /// Tenant of the keys.
+        tenant: String = Tenant::DEFAULT.as_str().into(), variable "MOONTIDE_TENANT";
+        /// Timeout of a call.
+        timeout: Duration = TIMEOUT_DEFAULT, in TIMEOUTS, "set the time after which computing is faster";
+        /// Timeout of the first connection to a master.
+        connect_timeout: Duration = CONNECT_DEFAULT, in TIMEOUTS, "set a few seconds";
+        /// Map the memory of local nodes; otherwise they are reached like remote ones.
+        shm: bool = true, variable "MOONTIDE_SHM";
+        /// Verify bytes that are copied out of the memory of local nodes; other reads are always verified.
+        verify_shm: bool = true;
+        /// Objects whose location is cached; 0 asks the master for every get.
+        location_cache_entries: usize = LOCATION_CACHE_ENTRIES_DEFAULT;
+        /// When to read from a second replica because the first is slow: adaptive, off, or after a fixed time.
+        hedge: Hedge as HedgeText = Hedge::Adaptive;
+        /// TCP connections to each node.
+        connections_per_node: usize = CONNECTIONS_DEFAULT, in 1..=CONNECTIONS_MAX, "two suffice for most networks";
+        /// Use UCX where it is available.
+        ///
+        /// UCX reads are one-sided and need leases.
+        ucx: bool = false;
+        /// Rack of this process, for the choice of replicas; empty if unknown.
+        rack: String = String::new();
+        /// Zone of this process, for the choice of replicas; empty if unknown.
+        zone: String = String::new();
+        /// Calls of tasks that run at a time.
+        async_calls_max: usize = ASYNC_CALLS_MAX_DEFAULT, in 1.., "a few keep client and servers busy";
+        /// Calls of tasks that may queue; further calls fail at once.
+        async_queue_max: usize = ASYNC_QUEUE_MAX_DEFAULT;
+    }
+    fields {
+        /// Token that authenticates the client.
+        token: Token = Token::NONE;
+    }
 }
 
-/// When a second replica is asked.
+impl Component for StoreConfig {
+    const PREFIX: &'static str = "MOONTIDE_CLIENT_";
+    const COMMAND: &'static str = "moontide ls";
+
+    fn check_rules(&self, errors: &mut Vec<InvalidSetting>) {
+        if let Err(error) = Tenant::new(&self.tenant) {
+            let rule = format!("is {:?}: {error}", self.tenant);
+            errors.push(InvalidSetting::new(
+                "tenant",
+                rule,
+                "use another name, or omit it for the default tenant",
+            ));
+        }
+    }
+}
+
+/// Policy for reading from a second replica when the first is slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hedge {
-    /// Never.
+    /// No hedging.
     Off,
-    /// When the first takes much longer than reads of its size usually do.
+    /// Hedge when the first replica takes much longer than reads of this size usually do.
     Adaptive,
-    /// After a fixed time.
+    /// Hedge after a fixed delay.
     After(Duration),
 }
 
+/// Text form of [`Hedge`].
+#[derive(Debug)]
+enum HedgeText {}
+
+impl Kind for HedgeText {
+    type Value = Hedge;
+    const INFO: ValueInfo = ValueInfo {
+        placeholder: "adaptive|off|TIME",
+        expected: "adaptive, off or a duration",
+        example: "20ms",
+        form: Form::Scalar,
+        is_optional: false,
+    };
+
+    fn parse(text: &str) -> Option<Hedge> {
+        match (text, bool::parse(text)) {
+            ("adaptive", _) | (_, Some(true)) => Some(Hedge::Adaptive),
+            (_, Some(false)) => Some(Hedge::Off),
+            _ => Duration::parse(text).map(Hedge::After),
+        }
+    }
+
+    fn text(value: &Hedge) -> String {
+        match value {
+            Hedge::Off => "off".to_owned(),
+            Hedge::Adaptive => "adaptive".to_owned(),
+            Hedge::After(delay) => Duration::text(delay),
+        }
+    }
+}
+
 impl StoreConfig {
-    /// The masters that are named, each by itself.
+    /// Returns the addresses listed in `master`.
     pub(crate) fn masters(&self) -> Vec<String> {
         self.master.split(',').map(|master| master.trim().to_owned()).collect()
     }
 
-    /// Everything but the master as by default.
+    /// Creates settings with this master address and defaults for everything else.
     pub fn new(master: impl Into<String>) -> StoreConfig {
-        StoreConfig {
-            master: master.into(),
-            tenant: Tenant::DEFAULT.as_str().into(),
-            token: Token::NONE,
-            deadline: DEADLINE_DEFAULT,
-            connect: CONNECT_DEFAULT,
-            local: true,
-            verify_local: true,
-            locations: LOCATIONS_DEFAULT,
-            hedge: Hedge::Adaptive,
-            connections: moontide_transfer::tcp::CONNECTIONS_DEFAULT,
-            ucx: false,
-            rack: String::new(),
-            zone: String::new(),
-            working: WORKING_DEFAULT,
-            waiting: WAITING_DEFAULT,
-        }
+        StoreConfig { master: master.into(), ..StoreConfig::default() }
     }
 
     pub(crate) fn validate(&self) -> Result<(), StoreError> {
-        let wrong = |what, rule| Err(StoreError::Argument { what, rule });
         Tenant::new(&self.tenant).map_err(StoreError::Key)?;
-        if !(1..=600_000).contains(&self.deadline.as_millis()) {
-            return wrong("deadline", "1 ms to 600 s");
-        }
-        if !(1..=600_000).contains(&self.connect.as_millis()) {
-            return wrong("connect", "1 ms to 600 s");
-        }
-        if self.connections == 0 || self.connections > moontide_transfer::tcp::CONNECTIONS_MAX {
-            return wrong("connections", "1 to 16");
-        }
-        if self.working == 0 {
-            return wrong("working", "at least 1");
-        }
-        Ok(())
+        Ok(self.check()?)
     }
 
-    /// Lease that look-ups ask for: only one-sided reads depend on one.
+    /// Returns the lease that look-ups request: only one-sided reads need one.
     pub(crate) fn lease_ms(&self) -> u32 {
         if self.ucx { LEASE_MS_DEFAULT } else { 0 }
     }
 }
 
-/// How an object is to be stored.
+/// Options of a put.
 #[derive(Clone, Debug)]
 pub struct PutOptions {
-    /// Replicas wanted, each on another node.
+    /// Replicas to write, each on a different node; 1 to 8.
     pub replicas: u8,
-    /// Fewest that are acceptable.
+    /// Replicas that must be written for the put to succeed; 1 to `replicas`.
     pub replicas_min: u8,
-    /// Stripes per replica; `None` leaves it to the master, which cuts what is too long for a segment.
+    /// Stripes per replica, 1 to 1,024. `None`: the master chooses, and splits objects that are too long for a segment.
     pub stripes: Option<u16>,
-    /// Replace an object of the same key; otherwise it stays and the put is [`Put::Existed`](crate::Put::Existed).
+    /// Whether to replace an object of the same key. If not, an existing object is kept and the put returns
+    /// [`PutOutcome::AlreadyExists`](crate::PutOutcome::AlreadyExists).
     pub upsert: bool,
-    /// It may be forgotten after this time; `None`: when room is needed.
+    /// Time after which the object may be dropped. `None`: only when space is needed.
     pub ttl: Option<Duration>,
-    /// How strongly it resists eviction.
+    /// Resistance to eviction.
     pub pin: PinClass,
     /// Label of objects that are leased and evicted together; 1 to 64 bytes.
     pub cohort: Option<Vec<u8>>,
-    /// Hash of the block before this one; 1 to 32 bytes.
+    /// Hash of the preceding block; 1 to 32 bytes.
     pub parent: Option<Vec<u8>>,
-    /// Prefer memory on this host, unless a number of stripes is given: these are spread.
-    pub near: bool,
-    /// Prefer this node, if it has room.
-    pub prefer: Option<NodeId>,
+    /// Whether to prefer local memory. Ignored if `stripes` is set: stripes are spread over nodes.
+    pub prefer_local: bool,
+    /// Node to prefer if it has space.
+    pub preferred_node: Option<NodeId>,
 }
 
 impl Default for PutOptions {
@@ -158,15 +197,15 @@ impl Default for PutOptions {
             pin: PinClass::None,
             cohort: None,
             parent: None,
-            near: true,
-            prefer: None,
+            prefer_local: true,
+            preferred_node: None,
         }
     }
 }
 
 impl PutOptions {
     pub(crate) fn validate(&self) -> Result<(), StoreError> {
-        let wrong = |what, rule| Err(StoreError::Argument { what, rule });
+        let wrong = |what, rule| Err(StoreError::InvalidArgument { what, rule });
         if self.replicas == 0 || usize::from(self.replicas) > REPLICAS_MAX {
             return wrong("replicas", "1 to 8");
         }
@@ -191,10 +230,10 @@ impl PutOptions {
             expires: None,
             cohort: self.cohort.as_deref().map(Into::into),
             parent: self.parent.as_deref().and_then(ParentHash::new),
-            note: None,
+            user_data: None,
         }
     }
 }
 
-/// Keys in one request to a master.
+/// Most keys in one request to a master.
 pub(crate) const KEYS_PER_CALL: usize = BATCH_KEYS_MAX;

@@ -1,120 +1,126 @@
-//! [`StoreError`]: why a call on the store failed. That there is no such object is not an error.
+//! [`StoreError`]: failure of a call on the store. A missing object is not an error.
 
 use std::sync::Arc;
 
-use moontide_heap::DeviceError;
 use moontide_proto::convert::ConvertError;
+use moontide_settings::InvalidConfig;
+use moontide_symmetric::DeviceError;
 use moontide_transfer::TransferError;
 use moontide_types::{ErrorCode, KeyError, NodeId};
 
 use crate::link::LinkError;
 
-/// Why a call on the store failed. Cheap to clone: one failure is told to everybody who waits for it.
+/// Failure of a call on the store. Cheap to clone: all callers that share a fetch get the same error.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The master did not answer, or refused.
+    /// The master did not respond, or refused the call.
     #[error(transparent)]
     Master(#[from] LinkError),
-    /// The master cannot be reached at all.
+    /// No master can be reached.
     #[error(
-        "no master answers at {address}: {why}; start one with `moontide master` (or `moontide dev`), or name its gRPC address"
+        "no master responds at {address}: {reason}; start one with `moontide master` (or `moontide dev`), or check its gRPC address"
     )]
     NoMaster {
-        /// Where.
+        /// Configured addresses.
         address: String,
-        /// What happened.
-        why: Arc<str>,
+        /// Last failure.
+        reason: Arc<str>,
     },
-    /// What the master said about a key.
+    /// The master refused the operation on a key.
     #[error("{code}; {hint}", hint = code.hint())]
     Refused {
-        /// Why.
+        /// Code returned by the master.
         code: ErrorCode,
     },
-    /// A node did not give or take the bytes.
+    /// A transfer from or to a node failed.
     #[error("node {node}: {source}")]
     Node {
-        /// Which one.
+        /// Node of the transfer.
         node: NodeId,
-        /// Why.
+        /// Failure of the transfer.
         source: TransferError,
     },
-    /// A node that the master names is not known to it any more.
-    #[error("node {node} is named by the master, but it is not registered; it may be starting again: retry")]
+    /// The master returned a location on a node that is not in its own list of nodes.
+    #[error("node {node} was returned by the master, but is not registered; it may be restarting: retry")]
     UnknownNode {
-        /// Which one.
+        /// Node of the location.
         node: NodeId,
     },
-    /// The bytes do not match their digest, in any replica. They were not returned.
+    /// The bytes of all replicas mismatch their digest. They were not returned.
     #[error(
         "the object's bytes at {nodes:?} do not match their digest and were not returned; remove the object and put it again"
     )]
     Corrupt {
-        /// Where they were read.
+        /// Nodes that returned corrupt bytes.
         nodes: Vec<NodeId>,
     },
-    /// A replica needs a node of its own.
-    #[error("{wanted} copies need {wanted} nodes, and {nodes} are registered; start more with `moontide node`")]
+    /// Fewer nodes are registered than replicas are required.
+    #[error(
+        "{wanted} replicas need {wanted} nodes, but {nodes} are registered; start more with `moontide node`"
+    )]
     TooFewNodes {
-        /// How many are needed.
+        /// Required number of nodes.
         wanted: usize,
-        /// How many there are.
+        /// Number of registered nodes.
         nodes: usize,
     },
-    /// The time is over.
-    #[error("not done within {deadline_ms} ms; {hint}", hint = ErrorCode::DeadlineExceeded.hint())]
+    /// The call timed out.
+    #[error("timed out after {deadline_ms} ms; {hint}", hint = ErrorCode::DeadlineExceeded.hint())]
     Deadline {
-        /// How long it was tried.
+        /// Timeout of the call, in milliseconds.
         deadline_ms: u64,
     },
-    /// The caller's memory is too small.
-    #[error("the object has {len} bytes, the buffer {room}; pass a buffer of at least {len}")]
+    /// The caller's buffer is shorter than the object.
+    #[error("object has {len} bytes, but the buffer only {room}; pass a buffer of at least {len} bytes")]
     BufferTooSmall {
-        /// The object's length.
+        /// Length of the object, in bytes.
         len: u64,
-        /// The buffer's.
+        /// Length of the buffer, in bytes.
         room: usize,
     },
-    /// The range is not in the object.
-    #[error("bytes {offset} to {end} of an object that has {len}")]
+    /// The range exceeds the object.
+    #[error("bytes {offset} to {end} are out of range: the object has {len} bytes")]
     Range {
-        /// First byte.
+        /// First byte of the range.
         offset: u64,
-        /// Behind the last.
+        /// End of the range, exclusive.
         end: u64,
-        /// The object's length.
+        /// Length of the object, in bytes.
         len: u64,
     },
-    /// An argument makes no sense.
+    /// An argument is invalid.
     #[error("{what} must be {rule}")]
-    Argument {
-        /// Which one.
+    InvalidArgument {
+        /// Name of the argument.
         what: &'static str,
-        /// What it must be.
+        /// Allowed values.
         rule: &'static str,
     },
-    /// The key or the tenant breaks its rules.
+    /// Settings of the store are invalid.
+    #[error(transparent)]
+    Config(#[from] InvalidConfig),
+    /// The key or the tenant is invalid.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// The master's answer makes no sense.
-    #[error("the master's answer makes no sense: {0}; run the same release on both sides")]
-    Answer(ConvertError),
-    /// As many calls are under way as may be.
-    #[error("{limit} calls wait already; compute instead, or let more of them wait (`waiting`)")]
+    /// The response of the master cannot be parsed.
+    #[error("invalid response from the master: {0}; run the same release on both sides")]
+    InvalidResponse(ConvertError),
+    /// The queue of calls is full.
+    #[error("{limit} calls are queued already; compute instead, or raise `async_queue_max`")]
     Overloaded {
-        /// How many may wait.
+        /// Value of `async_queue_max`.
         limit: usize,
     },
-    /// A device, or its driver.
+    /// A device or its driver failed.
     #[error(transparent)]
     Device(Arc<DeviceError>),
-    /// Something of the operating system.
-    #[error("{what}: {why}")]
+    /// A call of the operating system failed.
+    #[error("{what}: {reason}")]
     System {
-        /// What was tried.
+        /// Operation that failed.
         what: &'static str,
-        /// What came of it.
-        why: Arc<str>,
+        /// Reason.
+        reason: Arc<str>,
     },
 }
 
@@ -125,7 +131,7 @@ impl From<DeviceError> for StoreError {
 }
 
 impl StoreError {
-    /// The stable code.
+    /// Returns the stable code of the error.
     pub fn code(&self) -> ErrorCode {
         match self {
             StoreError::Master(error) => error.code(),
@@ -135,18 +141,18 @@ impl StoreError {
             StoreError::Corrupt { .. } => ErrorCode::Corrupt,
             StoreError::TooFewNodes { .. } => ErrorCode::NoSpace,
             StoreError::Deadline { .. } => ErrorCode::DeadlineExceeded,
-            StoreError::BufferTooSmall { .. } | StoreError::Range { .. } | StoreError::Argument { .. } => {
-                ErrorCode::InvalidArgument
-            }
-            StoreError::Key(_) => ErrorCode::InvalidArgument,
-            StoreError::Answer(_) => ErrorCode::Unsupported,
+            StoreError::BufferTooSmall { .. }
+            | StoreError::Range { .. }
+            | StoreError::InvalidArgument { .. } => ErrorCode::InvalidArgument,
+            StoreError::Key(_) | StoreError::Config(_) => ErrorCode::InvalidArgument,
+            StoreError::InvalidResponse(_) => ErrorCode::Unsupported,
             StoreError::Overloaded { .. } => ErrorCode::Busy,
             StoreError::Device(_) => ErrorCode::DeviceError,
             StoreError::System { .. } => ErrorCode::Internal,
         }
     }
 
-    /// Whether the same call may succeed when repeated.
+    /// Returns whether the same call may succeed when repeated.
     pub fn is_retryable(&self) -> bool {
         self.code().is_retryable()
     }
@@ -155,7 +161,7 @@ impl StoreError {
         StoreError::Refused { code }
     }
 
-    pub(crate) fn system(what: &'static str, why: impl std::fmt::Display) -> StoreError {
-        StoreError::System { what, why: why.to_string().into() }
+    pub(crate) fn system(what: &'static str, reason: impl std::fmt::Display) -> StoreError {
+        StoreError::System { what, reason: reason.to_string().into() }
     }
 }

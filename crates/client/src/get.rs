@@ -1,67 +1,68 @@
-//! Gets: in place, copied, one or many.
+//! Gets: zero-copy references and copies, of single objects and batches.
 
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use moontide_heap::{SharedGuard, with_helpers};
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_heap::{SharedGuard, run_parallel};
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Key, ObjectId};
 use parking_lot::Mutex;
 
-use crate::cluster::spread;
-use crate::decide::{Backoff, Nearness};
+use crate::cluster::{Rounds, next_counter};
 use crate::error::StoreError;
-use crate::local::Found;
-use crate::place::Placed;
-use crate::read::{Outcome, Read, Served};
+use crate::local::LocalLookup;
+use crate::logic::{Distance, RETRY_BACKOFF, is_misrouted};
+use crate::read::{ObjectRead, Outcome, ReadSource};
+use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
 
-/// Where nothing came from, it does not matter how far that is.
-const FAR: Served = Served::Memory(Nearness::Far);
+/// Source argument of gets that return no bytes; ignored.
+const NO_DISTANCE: ReadSource = ReadSource::Memory(Distance::Remote);
 
-/// Pages that a thread takes at a time.
+/// Pages that a thread of a parallel copy takes at a time.
 const PART_PAGES: usize = 4;
 
-/// How often a get looks an object up before it gives up: places may change under it.
+/// Attempts of a get. Locations may change between look-up and read.
 const ATTEMPTS_MAX: u32 = 4;
 
-/// An object's bytes: in place in the memory of a node on this host, or a copy.
+/// An object's bytes: zero-copy in the memory of a local node, or a copy.
 ///
-/// Bytes in place stay as they are until the reference is dropped, whatever happens to the object meanwhile. Drop it
-/// soon: the node cannot use the memory again before.
+/// Zero-copy bytes do not change until the reference is dropped, whatever happens to the object meanwhile. Drop it
+/// soon: until then the node cannot reuse the memory.
 #[derive(Debug)]
-pub struct ObjectRef(Held);
+pub struct ObjectRef(ObjectBytes);
 
 #[derive(Debug)]
-enum Held {
+enum ObjectBytes {
     InPlace(SharedGuard),
     Copied(Bytes),
 }
 
 impl ObjectRef {
-    pub(crate) fn in_place(guard: SharedGuard) -> ObjectRef {
-        ObjectRef(Held::InPlace(guard))
+    pub(crate) fn zero_copy(guard: SharedGuard) -> ObjectRef {
+        ObjectRef(ObjectBytes::InPlace(guard))
     }
 
-    /// Whether the bytes are the node's own.
-    pub fn is_in_place(&self) -> bool {
-        matches!(self.0, Held::InPlace(_))
+    /// Returns whether the bytes are in the node's memory and not a copy.
+    pub fn is_zero_copy(&self) -> bool {
+        matches!(self.0, ObjectBytes::InPlace(_))
     }
 
-    /// Compares the bytes with their digest; a copy was verified when it was made. `false`: do not use them.
+    /// Compares the bytes with their digest. Returns `false` if they are corrupt and must not be used. Copies were
+    /// verified when they were made.
     pub fn verify(&self) -> bool {
         match &self.0 {
-            Held::InPlace(guard) => guard.verify().unwrap_or(true),
-            Held::Copied(_) => true,
+            ObjectBytes::InPlace(guard) => guard.verify().unwrap_or(true),
+            ObjectBytes::Copied(_) => true,
         }
     }
 }
 
 impl From<Bytes> for ObjectRef {
     fn from(copied: Bytes) -> ObjectRef {
-        ObjectRef(Held::Copied(copied))
+        ObjectRef(ObjectBytes::Copied(copied))
     }
 }
 
@@ -71,70 +72,70 @@ impl Deref for ObjectRef {
     #[inline]
     fn deref(&self) -> &[u8] {
         match &self.0 {
-            Held::InPlace(guard) => guard.bytes(),
-            Held::Copied(bytes) => bytes,
+            ObjectBytes::InPlace(guard) => guard.bytes(),
+            ObjectBytes::Copied(bytes) => bytes,
         }
     }
 }
 
-/// One object of a batch, and where its bytes go.
+/// One object of a batch, with its destination buffer.
 #[derive(Debug)]
 pub struct GetInto<'a> {
-    /// Its key.
+    /// Key of the object.
     pub key: &'a [u8],
-    /// At least as long as the object.
+    /// Destination; at least as long as the object.
     pub into: &'a mut [u8],
 }
 
 impl Store {
-    /// An object's bytes, without a copy if a node on this host has them. `None`: there is no such object.
+    /// Returns an object's bytes, zero-copy if a local node has them. `None`: no such object.
     #[inline]
     pub fn get_ref(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
-        if let Found::Here(guard) = found {
-            return Ok(Some(ObjectRef(Held::InPlace(guard))));
+        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        if let LocalLookup::Hit(guard) = found {
+            return Ok(Some(ObjectRef(ObjectBytes::InPlace(guard))));
         }
-        inner.metrics.requested.inc();
+        inner.metrics.gets.inc();
         let fetched = inner.fetch_shared(key, id, inner.deadline());
-        Ok(fetched?.map(|bytes| ObjectRef(Held::Copied(bytes))))
+        Ok(fetched?.map(|bytes| ObjectRef(ObjectBytes::Copied(bytes))))
     }
 
-    /// As [`Store::get_ref`], but only if it takes no waiting: `None` if no node on this host has the object in place.
+    /// As [`Store::get_ref`], but never waits. `None` if no local node has the object in its memory.
     #[inline]
-    pub fn get_ref_here(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
+    pub fn try_get_ref(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
         let inner = &*self.inner;
-        let (_, found) = inner.near.find_key(inner.cluster.tenant(), inner.key(key)?);
+        let (_, found) = inner.local_nodes.find_key(inner.cluster.tenant(), inner.key(key)?);
         Ok(match found {
-            Found::Here(guard) => Some(ObjectRef(Held::InPlace(guard))),
-            Found::Elsewhere => None,
+            LocalLookup::Hit(guard) => Some(ObjectRef(ObjectBytes::InPlace(guard))),
+            LocalLookup::Miss => None,
         })
     }
 
-    /// Copies an object out of what [`Store::get_ref_here`] gave, verified like every copy; `false`: the bytes are not
-    /// right, get it elsewhere. `into` is as long as the object.
+    /// Copies an object that [`Store::try_get_ref`] returned, and verifies it like every copy. `false`: the bytes are
+    /// corrupt, read another replica. `into` is as long as the object.
     pub fn copy_out(&self, from: &ObjectRef, into: &mut [u8]) -> bool {
         match &from.0 {
-            Held::InPlace(guard) => self.inner.copy_out(guard, into),
-            Held::Copied(bytes) => {
+            ObjectBytes::InPlace(guard) => self.inner.copy_out(guard, into),
+            ObjectBytes::Copied(bytes) => {
                 into.copy_from_slice(bytes);
                 true
             }
         }
     }
 
-    /// As [`Store::copy_out`], into several pieces of memory one after the other, which together are as long as the object.
+    /// As [`Store::copy_out`], into several consecutive buffers. Their total length is that of the object.
     pub fn copy_out_parts(&self, from: &ObjectRef, into: &mut [&mut [u8]]) -> bool {
-        let Held::InPlace(guard) = &from.0 else {
-            Scatter::over(into).take(from);
+        let ObjectBytes::InPlace(guard) = &from.0 else {
+            ScatterWriter::over(into).take(from);
             return true;
         };
         self.inner.copy_out_parts(guard, into)
     }
 
-    /// Copies an object into memory that is made when its length is known; how long it is. `make` is called again if the
-    /// object is another one when it is read; what counts is the memory of its last call.
+    /// Copies an object into a buffer that `make` allocates when the length is known. Returns the length. `make` is
+    /// called again if the object was replaced before it was read; the bytes are in the buffer of the last call.
     pub fn get_with<'m>(
         &self,
         key: &[u8],
@@ -142,208 +143,208 @@ impl Store {
     ) -> Result<Option<usize>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
-        if let Found::Here(guard) = found {
+        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        if let LocalLookup::Hit(guard) = found {
             let len = guard.bytes().len();
             if inner.copy_out(&guard, &mut make(len)[..len]) {
                 return Ok(Some(len));
             }
         }
-        inner.metrics.requested.inc();
-        let mut wants = [Want::new(key, id, Space::Made(make))];
-        inner.fetch_all(&mut wants, inner.deadline());
-        let [want] = wants;
-        want.into_len()
+        inner.metrics.gets.inc();
+        let mut gets = [PendingGet::new(key, id, GetBuffer::Made(make))];
+        inner.fetch_all(&mut gets, inner.deadline());
+        let [get] = gets;
+        get.into_len()
     }
 
-    /// A copy of an object. Threads that want the same one at the same time share it.
+    /// Returns a copy of an object. Concurrent gets of one key share one fetch.
     pub fn get(&self, key: &[u8]) -> Result<Option<Bytes>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
-        if let Found::Here(guard) = found
+        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        if let LocalLookup::Hit(guard) = found
             && let Some(bytes) = inner.copied(&guard)
         {
             return Ok(Some(bytes));
         }
-        inner.metrics.requested.inc();
+        inner.metrics.gets.inc();
         inner.fetch_shared(key, id, inner.deadline())
     }
 
-    /// Copies an object into memory that is at least as long; how long it is.
+    /// Copies an object into a buffer that is at least as long. Returns the length.
     pub fn get_into(&self, key: &[u8], into: &mut [u8]) -> Result<Option<usize>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
-        if let Found::Here(guard) = found {
+        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        if let LocalLookup::Hit(guard) = found {
             let len = guard.bytes().len();
-            let room = inner.room(into, len as u64)?;
-            if inner.copy_out(&guard, room) {
+            let buffer = inner.buffer_prefix(into, len as u64)?;
+            if inner.copy_out(&guard, buffer) {
                 return Ok(Some(len));
             }
         }
-        inner.metrics.requested.inc();
-        let mut wants = [Want::new(key, id, Space::Lent(into))];
-        inner.fetch_all(&mut wants, inner.deadline());
-        let [want] = wants;
-        want.into_len()
+        inner.metrics.gets.inc();
+        let mut gets = [PendingGet::new(key, id, GetBuffer::Borrowed(into))];
+        inner.fetch_all(&mut gets, inner.deadline());
+        let [get] = gets;
+        get.into_len()
     }
 
-    /// Many objects, each copied; in the order of the keys.
+    /// Returns copies of many objects, in the order of the keys.
     pub fn get_batch(&self, keys: &[&[u8]]) -> Vec<Result<Option<Bytes>, StoreError>> {
         let inner = &*self.inner;
-        let mut answers: Vec<Option<Result<Option<Bytes>, StoreError>>> = Vec::with_capacity(keys.len());
-        let (mut wants, mut places) = (Vec::new(), Vec::new());
+        let mut results: Vec<Option<Result<Option<Bytes>, StoreError>>> = Vec::with_capacity(keys.len());
+        let (mut gets, mut indices) = (Vec::new(), Vec::new());
         for (at, key) in keys.iter().enumerate() {
             let key = match inner.key(key) {
                 Ok(key) => key,
                 Err(error) => {
-                    answers.push(Some(Err(error)));
+                    results.push(Some(Err(error)));
                     continue;
                 }
             };
-            let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
-            let mut answer = None;
-            if let Found::Here(guard) = found {
-                answer = inner.copied(&guard).map(|bytes| Ok(Some(bytes)));
+            let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+            let mut result = None;
+            if let LocalLookup::Hit(guard) = found {
+                result = inner.copied(&guard).map(|bytes| Ok(Some(bytes)));
             }
-            if answer.is_none() {
-                inner.metrics.requested.inc();
-                wants.push(Want::new(key, id, Space::Owned(Vec::new())));
-                places.push(at);
+            if result.is_none() {
+                inner.metrics.gets.inc();
+                gets.push(PendingGet::new(key, id, GetBuffer::Owned(Vec::new())));
+                indices.push(at);
             }
-            answers.push(answer);
+            results.push(result);
         }
-        inner.fetch_all(&mut wants, inner.deadline());
-        for (at, want) in places.into_iter().zip(wants) {
-            answers[at] = Some(want.into_bytes());
+        inner.fetch_all(&mut gets, inner.deadline());
+        for (at, get) in indices.into_iter().zip(gets) {
+            results[at] = Some(get.into_bytes());
         }
-        answers.into_iter().map(|answer| answer.expect("each was here or wanted")).collect()
+        results.into_iter().map(|result| result.expect("every get has a result")).collect()
     }
 
-    /// Many objects, each copied into its own memory; how long they are, in order.
+    /// Copies many objects, each into its own buffer. Returns their lengths, in order.
     pub fn get_batch_into(&self, items: &mut [GetInto<'_>]) -> Vec<Result<Option<usize>, StoreError>> {
         let inner = &*self.inner;
-        let mut answers: Vec<Option<Result<Option<usize>, StoreError>>> = Vec::with_capacity(items.len());
-        let (mut wants, mut places) = (Vec::new(), Vec::new());
+        let mut results: Vec<Option<Result<Option<usize>, StoreError>>> = Vec::with_capacity(items.len());
+        let (mut gets, mut indices) = (Vec::new(), Vec::new());
         for (at, item) in items.iter_mut().enumerate() {
             let key = match inner.key(item.key) {
                 Ok(key) => key,
                 Err(error) => {
-                    answers.push(Some(Err(error)));
+                    results.push(Some(Err(error)));
                     continue;
                 }
             };
-            let (id, found) = inner.near.find_key(inner.cluster.tenant(), key);
-            let mut answer = None;
-            if let Found::Here(guard) = found {
+            let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+            let mut result = None;
+            if let LocalLookup::Hit(guard) = found {
                 let len = guard.bytes().len();
-                answer = match inner.room(item.into, len as u64) {
-                    Ok(room) => inner.copy_out(&guard, room).then_some(Ok(Some(len))),
+                result = match inner.buffer_prefix(item.into, len as u64) {
+                    Ok(buffer) => inner.copy_out(&guard, buffer).then_some(Ok(Some(len))),
                     Err(error) => Some(Err(error)),
                 };
             }
-            if answer.is_none() {
-                inner.metrics.requested.inc();
-                wants.push(Want::new(key, id, Space::Lent(item.into)));
-                places.push(at);
+            if result.is_none() {
+                inner.metrics.gets.inc();
+                gets.push(PendingGet::new(key, id, GetBuffer::Borrowed(item.into)));
+                indices.push(at);
             }
-            answers.push(answer);
+            results.push(result);
         }
-        inner.fetch_all(&mut wants, inner.deadline());
-        for (at, want) in places.into_iter().zip(wants) {
-            answers[at] = Some(want.into_len());
+        inner.fetch_all(&mut gets, inner.deadline());
+        for (at, get) in indices.into_iter().zip(gets) {
+            results[at] = Some(get.into_len());
         }
-        answers.into_iter().map(|answer| answer.expect("each was here or wanted")).collect()
+        results.into_iter().map(|result| result.expect("every get has a result")).collect()
     }
 }
 
-/// Pieces of memory that are filled one after the other.
-struct Scatter<'a, 'm> {
+/// Writes bytes to consecutive buffers.
+struct ScatterWriter<'a, 'm> {
     rest: std::slice::IterMut<'a, &'m mut [u8]>,
-    /// What is left of the piece that was begun.
+    /// Unwritten rest of the current buffer.
     begun: &'a mut [u8],
 }
 
-impl<'a, 'm> Scatter<'a, 'm> {
-    fn over(pieces: &'a mut [&'m mut [u8]]) -> Scatter<'a, 'm> {
-        Scatter { rest: pieces.iter_mut(), begun: &mut [] }
+impl<'a, 'm> ScatterWriter<'a, 'm> {
+    fn over(pieces: &'a mut [&'m mut [u8]]) -> ScatterWriter<'a, 'm> {
+        ScatterWriter { rest: pieces.iter_mut(), begun: &mut [] }
     }
 
     fn take(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.begun.is_empty() {
-                self.begun = self.rest.next().expect("as much memory as there are bytes");
+                self.begun = self.rest.next().expect("the buffers are as long as the object");
                 continue;
             }
             let len = bytes.len().min(self.begun.len());
-            let (here, later) = bytes.split_at(len);
-            let (space, left) = std::mem::take(&mut self.begun).split_at_mut(len);
-            space.copy_from_slice(here);
-            (bytes, self.begun) = (later, left);
+            let (head, tail) = bytes.split_at(len);
+            let (buffer, left) = std::mem::take(&mut self.begun).split_at_mut(len);
+            buffer.copy_from_slice(head);
+            (bytes, self.begun) = (tail, left);
         }
     }
 }
 
-/// An object that has to be fetched.
-pub(crate) struct Want<'k, 'a, 'm> {
+/// A get that is not finished.
+pub(crate) struct PendingGet<'k, 'a, 'm> {
     key: Key<'k>,
     id: ObjectId,
-    space: Space<'a, 'm>,
-    answer: Option<Result<Option<usize>, StoreError>>,
-    /// The last attempt's failure.
+    buffer: GetBuffer<'a, 'm>,
+    result: Option<Result<Option<usize>, StoreError>>,
+    /// Failure of the last attempt.
     last: Option<StoreError>,
 }
 
-pub(crate) enum Space<'a, 'm> {
+pub(crate) enum GetBuffer<'a, 'm> {
     Owned(Vec<u8>),
-    Lent(&'m mut [u8]),
-    /// Made when it is known how much is needed.
+    Borrowed(&'m mut [u8]),
+    /// Allocated when the length is known.
     Made(&'a mut dyn FnMut(usize) -> &'m mut [u8]),
 }
 
-impl<'k, 'a, 'm> Want<'k, 'a, 'm> {
-    pub(crate) fn new(key: Key<'k>, id: ObjectId, space: Space<'a, 'm>) -> Want<'k, 'a, 'm> {
-        Want { key, id, space, answer: None, last: None }
+impl<'k, 'a, 'm> PendingGet<'k, 'a, 'm> {
+    pub(crate) fn new(key: Key<'k>, id: ObjectId, buffer: GetBuffer<'a, 'm>) -> PendingGet<'k, 'a, 'm> {
+        PendingGet { key, id, buffer, result: None, last: None }
     }
 
     fn into_len(self) -> Result<Option<usize>, StoreError> {
-        self.answer.expect("fetched")
+        self.result.expect("fetched")
     }
 
     fn into_bytes(self) -> Result<Option<Bytes>, StoreError> {
-        let Space::Owned(bytes) = self.space else { unreachable!("wanted as a copy") };
-        Ok(self.answer.expect("fetched")?.map(|_| bytes.into()))
+        let GetBuffer::Owned(bytes) = self.buffer else { unreachable!("the get allocates its buffer") };
+        Ok(self.result.expect("fetched")?.map(|_| bytes.into()))
     }
 }
 
 impl Inner {
-    /// A key that keeps to its rules; counted as failed if not.
+    /// Checks a key; counts an invalid one as a failed get.
     fn key<'k>(&self, key: &'k [u8]) -> Result<Key<'k>, StoreError> {
         Key::new(key).map_err(|error| {
-            self.metrics.requested.inc();
-            self.metrics.failed.inc();
+            self.metrics.gets.inc();
+            self.metrics.gets_failed.inc();
             error.into()
         })
     }
 
-    /// The part of a caller's memory that an object of this length takes.
-    fn room<'m>(&self, into: &'m mut [u8], len: u64) -> Result<&'m mut [u8], StoreError> {
+    /// Returns the part of a caller's buffer that an object of `len` bytes takes.
+    fn buffer_prefix<'m>(&self, into: &'m mut [u8], len: u64) -> Result<&'m mut [u8], StoreError> {
         let room = into.len();
         into.get_mut(..len as usize).ok_or(StoreError::BufferTooSmall { len, room })
     }
 
-    /// A copy of an object of this host; `None`: the bytes are not right.
+    /// Returns a copy of an object in local memory. `None`: the bytes are corrupt.
     pub(crate) fn copied(&self, guard: &SharedGuard) -> Option<Bytes> {
         let mut bytes = vec![0; guard.bytes().len()];
         self.copy_out(guard, &mut bytes).then(|| bytes.into())
     }
 
-    /// Copies an object of this host out, page by page, each verified while it is in cache. `false`: the bytes are not
-    /// right.
+    /// Copies an object out of local memory, page by page, and verifies each page while it is in the CPU cache.
+    /// `false`: the bytes are corrupt.
     fn copy_out(&self, guard: &SharedGuard, into: &mut [u8]) -> bool {
         let header = guard.header();
-        if !self.config().verify_local || header.flags.digestless() {
+        if !self.config().verify_shm || header.flags.digestless() {
             into.copy_from_slice(guard.bytes());
             return true;
         }
@@ -365,16 +366,16 @@ impl Inner {
                 }
             }
         };
-        with_helpers(guard.bytes().len() as u64, work);
-        context.root_of(digests) == header.root || self.not_right(guard)
+        run_parallel(guard.bytes().len() as u64, work);
+        context.root_of(digests) == header.root || self.report_corrupt(guard)
     }
 
-    /// As [`Inner::copy_out`], into several pieces. A page may lie in two of them, so that it is verified where it comes
-    /// from: while it is pinned it does not change.
+    /// As [`Inner::copy_out`], into several buffers. A page may span two of them, so the source page is verified:
+    /// pinned bytes do not change.
     fn copy_out_parts(&self, guard: &SharedGuard, into: &mut [&mut [u8]]) -> bool {
         let header = guard.header();
-        let mut into = Scatter::over(into);
-        if !self.config().verify_local || header.flags.digestless() {
+        let mut into = ScatterWriter::over(into);
+        if !self.config().verify_shm || header.flags.digestless() {
             into.take(guard.bytes());
             return true;
         }
@@ -384,36 +385,36 @@ impl Inner {
             into.take(page);
             context.page(index, page)
         });
-        context.root_of(digests) == header.root || self.not_right(guard)
+        context.root_of(digests) == header.root || self.report_corrupt(guard)
     }
 
-    /// Bytes of this host do not match their digest.
-    fn not_right(&self, guard: &SharedGuard) -> bool {
+    /// Reports bytes in local memory that mismatch their digest. Returns `false`.
+    fn report_corrupt(&self, guard: &SharedGuard) -> bool {
         self.metrics.corrupt.inc();
         let (segment, slot) = guard.place();
         tracing::warn!(segment = segment.0, slot = slot.0, "bytes do not match their digest");
         false
     }
 
-    /// Fetches a copy, together with whoever else wants it.
+    /// Fetches a copy; shares the fetch with concurrent gets of the object.
     pub(crate) fn fetch_shared(
         &self,
         key: Key<'_>,
         id: ObjectId,
         deadline: Instant,
     ) -> Result<Option<Bytes>, StoreError> {
-        let fetched = self.flights.fetch(id, deadline, || {
-            let mut wants = [Want::new(key, id, Space::Owned(Vec::new()))];
-            self.fetch_all(&mut wants, deadline);
-            let [want] = wants;
-            want.into_bytes()
+        let fetched = self.single_flight.fetch(id, deadline, || {
+            let mut gets = [PendingGet::new(key, id, GetBuffer::Owned(Vec::new()))];
+            self.fetch_all(&mut gets, deadline);
+            let [get] = gets;
+            get.into_bytes()
         });
         match fetched {
             Some((fetched, false)) => fetched,
             Some((fetched, true)) => {
-                self.metrics.joined.inc();
+                self.metrics.gets_coalesced.inc();
                 match &fetched {
-                    Ok(Some(bytes)) => self.count_hit(Served::Memory(Nearness::Far), bytes.len()),
+                    Ok(Some(bytes)) => self.count_hit(ReadSource::Memory(Distance::Remote), bytes.len()),
                     Ok(None) => self.count_miss(),
                     Err(_) => self.count_failed(),
                 }
@@ -421,131 +422,146 @@ impl Inner {
             }
             None => {
                 self.count_failed();
-                Err(self.too_late())
+                Err(self.timeout_error())
             }
         }
     }
 
-    /// Fetches objects that are not in memory of this host, or not readable in place.
-    pub(crate) fn fetch_all(&self, wants: &mut [Want<'_, '_, '_>], deadline: Instant) {
-        let mut backoff = Backoff::default();
+    /// Fetches objects that are not readable in local memory.
+    pub(crate) fn fetch_all(&self, gets: &mut [PendingGet<'_, '_, '_>], deadline: Instant) {
+        let mut backoff = RETRY_BACKOFF;
         for attempt in 0..ATTEMPTS_MAX {
-            if wants.iter().all(|want| want.answer.is_some()) {
+            if gets.iter().all(|get| get.result.is_some()) {
                 return;
             }
             if attempt > 1 {
-                let pause = backoff.pause(Duration::ZERO, spread());
+                let pause = backoff.pause(Duration::ZERO, next_counter());
                 std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
             }
-            self.attempt(wants, attempt == 0, deadline);
+            self.attempt(gets, attempt, deadline);
         }
-        for want in wants.iter_mut().filter(|want| want.answer.is_none()) {
-            // Found again and again, and gone when it was read: for the caller it is not there.
-            let answer = match want.last.take() {
-                // Its node has left the cluster, and took it along.
+        for get in gets.iter_mut().filter(|get| get.result.is_none()) {
+            // Every look-up found the object and every read found it gone: for the caller it does not exist.
+            let result = match get.last.take() {
+                // The node has left the cluster with its copy.
                 Some(error) if error.code() == ErrorCode::StaleSession => Ok(None),
                 Some(error) => Err(error),
                 None => Ok(None),
             };
-            self.settle(want, answer, FAR);
+            self.finish(get, result, NO_DISTANCE);
         }
     }
 
-    fn attempt(&self, wants: &mut [Want<'_, '_, '_>], may_remember: bool, deadline: Instant) {
-        // Places: those that are remembered, and one call for the others.
-        let mut places: Vec<Option<Arc<Placed>>> = Vec::with_capacity(wants.len());
-        for want in wants.iter() {
-            let remembered = may_remember && want.answer.is_none();
-            places.push(remembered.then(|| self.remembered(&want.id)).flatten());
+    fn attempt(&self, gets: &mut [PendingGet<'_, '_, '_>], attempt: u32, deadline: Instant) {
+        let use_cache = attempt == 0;
+        // Locations: from the cache, and one call for all others.
+        let mut locations: Vec<Option<Arc<ReplicaList>>> = Vec::with_capacity(gets.len());
+        for get in gets.iter() {
+            let may_use_cache = use_cache && get.result.is_none();
+            locations.push(may_use_cache.then(|| self.cached_location(&get.id)).flatten());
         }
+        let from_cache: Vec<bool> = locations.iter().map(Option::is_some).collect();
         let unknown: Vec<usize> =
-            (0..wants.len()).filter(|&at| wants[at].answer.is_none() && places[at].is_none()).collect();
+            (0..gets.len()).filter(|&at| gets[at].result.is_none() && !from_cache[at]).collect();
         if !unknown.is_empty() {
-            let keys: Vec<Key<'_>> = unknown.iter().map(|&at| wants[at].key).collect();
-            for (&at, answer) in unknown.iter().zip(self.look_up(&keys, deadline)) {
-                match answer {
-                    Ok(Some(placed)) => places[at] = Some(placed),
-                    Ok(None) => self.settle(&mut wants[at], Ok(None), FAR),
-                    Err(error) => self.settle(&mut wants[at], Err(error), FAR),
+            let keys: Vec<Key<'_>> = unknown.iter().map(|&at| gets[at].key).collect();
+            // What the other masters have found is read before silent ones are asked again.
+            let rounds = if attempt == 0 && gets.len() > 1 { Rounds::One } else { Rounds::UntilDeadline };
+            for (&at, result) in unknown.iter().zip(self.fetch_locations(&keys, rounds, deadline)) {
+                match result {
+                    Err(error)
+                        if rounds == Rounds::One
+                            && !self.cluster.is_single_master()
+                            && is_misrouted(error.code()) =>
+                    {
+                        gets[at].last = Some(error);
+                    }
+                    Ok(Some(location)) => locations[at] = Some(location),
+                    Ok(None) => self.finish(&mut gets[at], Ok(None), NO_DISTANCE),
+                    Err(error) => self.finish(&mut gets[at], Err(error), NO_DISTANCE),
                 }
             }
         }
-        // Memory for each, then all reads together.
-        let mut reads = Vec::with_capacity(wants.len());
-        let mut of = Vec::with_capacity(wants.len());
-        for (at, (want, placed)) in wants.iter_mut().zip(&places).enumerate() {
-            let Some(placed) = placed.as_ref().filter(|_| want.answer.is_none()) else { continue };
-            let into: &mut [u8] = match &mut want.space {
-                Space::Owned(bytes) => {
-                    *bytes = vec![0; placed.len() as usize];
+        // A buffer for each object, then all reads together.
+        let mut reads = Vec::with_capacity(gets.len());
+        let mut indices = Vec::with_capacity(gets.len());
+        for (at, (get, location)) in gets.iter_mut().zip(&locations).enumerate() {
+            let Some(location) = location.as_ref().filter(|_| get.result.is_none()) else { continue };
+            let into: &mut [u8] = match &mut get.buffer {
+                GetBuffer::Owned(bytes) => {
+                    *bytes = vec![0; location.len() as usize];
                     bytes
                 }
-                Space::Made(make) => &mut make(placed.len() as usize)[..placed.len() as usize],
-                Space::Lent(space) => {
-                    let room = space.len();
-                    match space.get_mut(..placed.len() as usize) {
-                        Some(space) => space,
+                GetBuffer::Made(make) => &mut make(location.len() as usize)[..location.len() as usize],
+                GetBuffer::Borrowed(buffer) => {
+                    let room = buffer.len();
+                    match buffer.get_mut(..location.len() as usize) {
+                        Some(buffer) => buffer,
                         None => {
-                            let error = StoreError::BufferTooSmall { len: placed.len(), room };
-                            if unknown.contains(&at) {
-                                want.answer = Some(Err(error));
+                            let error = StoreError::BufferTooSmall { len: location.len(), room };
+                            if !from_cache[at] {
+                                get.result = Some(Err(error));
                                 self.count_failed();
                             } else {
-                                // Remembered from another time, perhaps: the master knows how long it is now.
-                                self.forget(placed);
-                                want.last = Some(error);
+                                // The cached length may be that of an older version: look it up at the master.
+                                self.invalidate_location(location);
+                                get.last = Some(error);
                             }
                             continue;
                         }
                     }
                 }
             };
-            reads.push(Read { placed: Arc::clone(placed), into, outcome: Outcome::Open });
-            of.push(at);
+            reads.push(ObjectRead { location: Arc::clone(location), into, outcome: Outcome::Open });
+            indices.push(at);
         }
         self.read_all(&mut reads, deadline);
         let outcomes: Vec<Outcome> = reads.into_iter().map(|read| read.outcome).collect();
-        for (at, outcome) in of.into_iter().zip(outcomes) {
-            let placed = places[at].as_ref().expect("it was read there");
+        for (at, outcome) in indices.into_iter().zip(outcomes) {
+            let location = locations[at].as_ref().expect("it was read there");
             match outcome {
-                Outcome::Done(served) => {
-                    self.settle(&mut wants[at], Ok(Some(placed.len() as usize)), served)
+                Outcome::Done(source) => {
+                    self.finish(&mut gets[at], Ok(Some(location.len() as usize)), source)
                 }
-                Outcome::Lost => self.settle(&mut wants[at], Ok(None), FAR),
+                Outcome::Lost => self.finish(&mut gets[at], Ok(None), NO_DISTANCE),
                 Outcome::Stale => {
-                    self.forget(placed);
-                    wants[at].last = None;
+                    self.invalidate_location(location);
+                    gets[at].last = None;
                 }
                 Outcome::Failed(error) => {
-                    self.forget(placed);
-                    // A place from memory may be of another time: the master knows better, and asking it is not a repetition.
-                    let from_memory = !unknown.contains(&at);
+                    self.invalidate_location(location);
+                    // A cached location may be stale: a look-up at the master does not count as a retry.
                     let again = Instant::now() < deadline
-                        && (from_memory || error.is_retryable() && self.budget.lock().spend());
+                        && (from_cache[at] || error.is_retryable() && self.budget.lock().spend());
                     match again {
-                        true => wants[at].last = Some(error),
-                        false => self.settle(&mut wants[at], Err(error), FAR),
+                        true => gets[at].last = Some(error),
+                        false => self.finish(&mut gets[at], Err(error), NO_DISTANCE),
                     }
                 }
-                Outcome::Open => unreachable!("each has an outcome"),
+                Outcome::Open => unreachable!("read_all sets every outcome"),
             }
         }
     }
 
-    fn settle(&self, want: &mut Want<'_, '_, '_>, answer: Result<Option<usize>, StoreError>, served: Served) {
-        match &answer {
-            Ok(Some(len)) => self.count_hit(served, *len),
+    fn finish(
+        &self,
+        get: &mut PendingGet<'_, '_, '_>,
+        result: Result<Option<usize>, StoreError>,
+        source: ReadSource,
+    ) {
+        match &result {
+            Ok(Some(len)) => self.count_hit(source, *len),
             Ok(None) => self.count_miss(),
             Err(_) => self.count_failed(),
         }
-        want.answer = Some(answer);
+        get.result = Some(result);
     }
 
-    pub(crate) fn count_hit(&self, served: Served, len: usize) {
-        match served {
-            Served::Memory(Nearness::Mapped) => self.metrics.hits_local.inc(),
-            Served::Memory(_) => self.metrics.hits_remote.inc(),
-            Served::Disk => self.metrics.hits_disk.inc(),
+    pub(crate) fn count_hit(&self, source: ReadSource, len: usize) {
+        match source {
+            ReadSource::Memory(Distance::Mapped) => self.metrics.hits_local.inc(),
+            ReadSource::Memory(_) => self.metrics.hits_remote.inc(),
+            ReadSource::Disk => self.metrics.hits_disk.inc(),
         };
         self.metrics.bytes_read.inc_by(len as u64);
     }
@@ -555,6 +571,6 @@ impl Inner {
     }
 
     pub(crate) fn count_failed(&self) {
-        self.metrics.failed.inc();
+        self.metrics.gets_failed.inc();
     }
 }

@@ -1,10 +1,10 @@
-//! One connection to one master, shared by everybody in the process.
+//! Link: one connection to one master, shared by all threads and tasks of the process.
 //!
 //! ```text
 //!   exist_one, lookup_one            exist, lookup, call
-//!        │ a key                          │ a batch
+//!        │ one key                        │ a batch
 //!   ┌────▼─────┐  a batch of them   ┌─────▼──────────────┐
-//!   │ Gather   ├────────────────────► Table: in flight   │   Traffic: pure, the same for both links
+//!   │KeyBatcher├────────────────────► Table: in flight   │   RequestTracker: pure, the same for both links
 //!   └──────────┘                    └─────┬──────▲───────┘
 //!                                  frames │      │ replies, in any order
 //!                      ┌──────────────────▼──────┴──────────────────┐
@@ -13,13 +13,13 @@
 //!                      └────────────────────────────────────────────┘
 //! ```
 //!
-//! What is the same for both: a connection opens with Hello; at most `inflight_max` requests are in flight; single
-//! keys go out at once while fewer than [`BATCHES_INFLIGHT_MAX`] batches of their kind are in flight and gather
-//! into one batch otherwise, so that a lone caller never waits for company; every wait has a deadline; a connection
-//! that breaks fails everybody who waits, and the next call connects again.
+//! Common to both: a connection opens with Hello; at most `inflight_max` requests are in flight. A single key is sent
+//! at once while fewer than [`BATCHES_INFLIGHT_MAX`] batches of its kind are in flight, and is batched otherwise, so
+//! that a lone caller never waits for other keys. Every wait has a deadline. A broken connection fails all waiting
+//! calls, and the next call reconnects.
 //!
-//! Reading order: [`config`], [`error`], [`call`] (what can be asked), [`frames`] (bytes), [`gather`], [`table`]
-//! and [`traffic`] (decisions), [`hello`] and [`backoff`] (connecting), then the two links.
+//! Reading order: [`config`], [`error`], [`call`] (requests and replies), [`frames`] (bytes), [`batcher`], [`table`]
+//! and [`tracker`] (pure logic), [`handshake`] and [`reconnect`] (connecting), then the two links.
 
 mod config;
 mod error;
@@ -27,23 +27,23 @@ mod error;
 mod call;
 mod frames;
 
-mod gather;
+mod batcher;
 mod table;
-mod traffic;
+mod tracker;
 
-mod backoff;
-mod hello;
+mod handshake;
+mod reconnect;
 
 mod blocking;
 
+mod async_link;
 mod driver;
-mod tasks;
 
+pub use async_link::AsyncLink;
+pub use batcher::{BATCH_BYTES_MAX, BATCHES_INFLIGHT_MAX};
 pub use blocking::BlockingLink;
-pub use call::{Call, KeyResult, Located, LookupReply};
+pub use call::{Call, KeyResult, LookupEntry, LookupReply};
 pub use config::{
-    CONNECT_MS_DEFAULT, DEADLINE_MS_DEFAULT, INFLIGHT_DEFAULT, INFLIGHT_MAX, Known, LinkConfig, LinkLoad,
+    CONNECT_MS_DEFAULT, INFLIGHT_DEFAULT, INFLIGHT_MAX, LinkConfig, LinkLoad, MasterHint, TIMEOUT_MS_DEFAULT,
 };
 pub use error::{LinkError, ProtocolError, Rejection};
-pub use gather::{BATCH_BYTES_MAX, BATCHES_INFLIGHT_MAX};
-pub use tasks::AsyncLink;

@@ -1,7 +1,7 @@
-//! Memory of this host, read in place: [`Near`].
+//! [`LocalNodes`]: zero-copy reads of the memory of local nodes.
 //!
-//! Every thread keeps readers of its own (a reader is a group of cells in the ledger), so that two threads share no cache
-//! line that is written. What they are readers of changes rarely; a version number tells a thread to look again.
+//! Every thread keeps readers of its own (a reader is a lane of ledger cells), so that no two threads write the same
+//! cache line. The set of mapped heaps changes rarely; a version number tells threads to update their readers.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,145 +11,152 @@ use moontide_heap::{LocalHeap, SharedGuard, SharedLookup, SharedReader};
 use moontide_types::{Clock, Key, MonoTime, ObjectId, SystemClock, Tenant};
 use parking_lot::RwLock;
 
-use crate::cluster::Identity;
-use crate::metrics::{Lane, StoreMetrics};
+use crate::cluster::ClusterIdentity;
+use crate::metrics::{StoreMetrics, ThreadCounters};
 
-/// What every thread has a copy of.
+/// State of which every thread has a copy.
 #[derive(Clone, Debug)]
-struct Known {
-    identity: Arc<Identity>,
+struct LocalState {
+    identity: Arc<ClusterIdentity>,
     heaps: Vec<Arc<LocalHeap>>,
 }
 
-/// Nodes of this host whose memory is mapped, and how ids are made.
+/// Heaps of local nodes that are mapped, and the inputs of object ids.
 #[derive(Debug)]
-pub(crate) struct Near {
+pub(crate) struct LocalNodes {
     number: u64,
     version: AtomicU64,
-    known: RwLock<Known>,
+    state: RwLock<LocalState>,
     metrics: StoreMetrics,
     alive: Arc<()>,
 }
 
-/// One thread's readers for one store.
-struct Seat {
+/// Readers of one thread for one store.
+struct ThreadReaders {
     store: u64,
     alive: Weak<()>,
     version: u64,
-    identity: Arc<Identity>,
+    identity: Arc<ClusterIdentity>,
     readers: Vec<SharedReader>,
-    lane: Arc<Lane>,
+    counters: Arc<ThreadCounters>,
 }
 
 thread_local! {
-    static SEATS: RefCell<Vec<Seat>> = const { RefCell::new(Vec::new()) };
+    static READERS: RefCell<Vec<ThreadReaders>> = const { RefCell::new(Vec::new()) };
 }
 
 static NEXT_STORE: AtomicU64 = AtomicU64::new(0);
 
-/// What a look into the memory of this host found.
-pub(crate) enum Found {
-    /// The object, in place.
-    Here(SharedGuard),
-    /// Not here, or it must be read by a copy.
-    Elsewhere,
+/// Result of a look-up in local memory.
+pub(crate) enum LocalLookup {
+    /// The object, pinned.
+    Hit(SharedGuard),
+    /// The object is not in local memory, or cannot be pinned.
+    Miss,
 }
 
-impl Near {
-    pub(crate) fn new(identity: Identity, metrics: StoreMetrics) -> Near {
-        Near {
+impl LocalNodes {
+    pub(crate) fn new(identity: ClusterIdentity, metrics: StoreMetrics) -> LocalNodes {
+        LocalNodes {
             number: NEXT_STORE.fetch_add(1, Ordering::Relaxed),
             version: AtomicU64::new(1),
-            known: RwLock::new(Known { identity: Arc::new(identity), heaps: Vec::new() }),
+            state: RwLock::new(LocalState { identity: Arc::new(identity), heaps: Vec::new() }),
             metrics,
             alive: Arc::new(()),
         }
     }
 
-    pub(crate) fn identity(&self) -> Arc<Identity> {
-        Arc::clone(&self.known.read().identity)
+    pub(crate) fn identity(&self) -> Arc<ClusterIdentity> {
+        Arc::clone(&self.state.read().identity)
     }
 
-    pub(crate) fn set_identity(&self, identity: Identity) {
-        self.known.write().identity = Arc::new(identity);
-        // Release: a thread that sees the number sees what it stands for; the lock would do, too.
+    pub(crate) fn set_identity(&self, identity: ClusterIdentity) {
+        self.state.write().identity = Arc::new(identity);
+        // Release: pairs with the Acquire loads of `version`; the lock alone would order the state, too.
         self.version.fetch_add(1, Ordering::Release);
     }
 
     pub(crate) fn set_heaps(&self, heaps: Vec<Arc<LocalHeap>>) {
-        self.known.write().heaps = heaps;
+        self.state.write().heaps = heaps;
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    /// The id of a key.
+    /// Returns the id of a key.
     #[inline]
     pub(crate) fn id(&self, tenant: Tenant<'_>, key: Key<'_>) -> ObjectId {
-        self.with_seat(|seat| seat.identity.id_key.object_id(tenant, seat.identity.generation, key))
+        self.with_readers(|own| own.identity.id_key.object_id(tenant, own.identity.generation, key))
     }
 
-    /// Looks for an object in the memory of this host. One that is found is counted as asked for and read.
+    /// Looks up an object in local memory. A hit is counted as a get.
     #[inline]
-    pub(crate) fn find_key(&self, tenant: Tenant<'_>, key: Key<'_>) -> (ObjectId, Found) {
-        self.with_seat(|seat| {
-            let id = seat.identity.id_key.object_id(tenant, seat.identity.generation, key);
-            let found = seat.find(&id);
+    pub(crate) fn find_key(&self, tenant: Tenant<'_>, key: Key<'_>) -> (ObjectId, LocalLookup) {
+        self.with_readers(|own| {
+            let id = own.identity.id_key.object_id(tenant, own.identity.generation, key);
+            let found = own.find(&id);
             (id, found)
         })
     }
 
     #[inline]
-    fn with_seat<R>(&self, use_it: impl FnOnce(&mut Seat) -> R) -> R {
-        SEATS.with(|seats| {
-            let seats = &mut *seats.borrow_mut();
-            let at = match seats.iter().position(|seat| seat.store == self.number) {
+    fn with_readers<R>(&self, use_readers: impl FnOnce(&mut ThreadReaders) -> R) -> R {
+        READERS.with(|all| {
+            let all = &mut *all.borrow_mut();
+            let at = match all.iter().position(|own| own.store == self.number) {
                 Some(at) => at,
                 None => {
-                    // Readers of stores that are gone keep their memory mapped: let go of them.
-                    seats.retain(|seat| seat.alive.strong_count() > 0);
-                    seats.push(self.seat(Vec::new(), self.metrics.lane()));
-                    seats.len() - 1
+                    // Readers of dropped stores keep memory mapped: release them.
+                    all.retain(|own| own.alive.strong_count() > 0);
+                    all.push(self.thread_readers(Vec::new(), self.metrics.thread_counters()));
+                    all.len() - 1
                 }
             };
-            let seat = &mut seats[at];
-            if seat.version != self.version.load(Ordering::Acquire) {
-                *seat = self.seat(std::mem::take(&mut seat.readers), Arc::clone(&seat.lane));
+            let own = &mut all[at];
+            if own.version != self.version.load(Ordering::Acquire) {
+                *own = self.thread_readers(std::mem::take(&mut own.readers), Arc::clone(&own.counters));
             }
-            use_it(seat)
+            use_readers(own)
         })
     }
 
-    /// A seat for what is known now; readers that it had before stay.
+    /// Creates the thread's readers for the current state; reuses existing ones.
     #[cold]
-    fn seat(&self, mut readers: Vec<SharedReader>, lane: Arc<Lane>) -> Seat {
+    fn thread_readers(&self, mut readers: Vec<SharedReader>, counters: Arc<ThreadCounters>) -> ThreadReaders {
         let version = self.version.load(Ordering::Acquire);
-        let Known { identity, heaps } = self.known.read().clone();
+        let LocalState { identity, heaps } = self.state.read().clone();
         readers.retain(|reader| heaps.iter().any(|heap| Arc::ptr_eq(heap, reader.heap())));
         for heap in heaps {
             if !readers.iter().any(|reader| Arc::ptr_eq(&heap, reader.heap())) {
-                // With more threads than the ledger has groups, the rest of them read by copies.
+                // Threads beyond the number of lanes of the ledger get no reader: their gets go over a link.
                 readers.extend(SharedReader::new(heap));
             }
         }
-        Seat { store: self.number, alive: Arc::downgrade(&self.alive), version, identity, readers, lane }
+        ThreadReaders {
+            store: self.number,
+            alive: Arc::downgrade(&self.alive),
+            version,
+            identity,
+            readers,
+            counters,
+        }
     }
 }
 
-impl Seat {
+impl ThreadReaders {
     #[inline]
-    fn find(&mut self, id: &ObjectId) -> Found {
+    fn find(&mut self, id: &ObjectId) -> LocalLookup {
         if self.readers.is_empty() {
-            return Found::Elsewhere;
+            return LocalLookup::Miss;
         }
         let now: MonoTime = SystemClock.now();
         for reader in &mut self.readers {
             match reader.get(id, now) {
                 SharedLookup::Hit(guard) => {
-                    self.lane.hit(guard.header().stripe_len);
-                    return Found::Here(guard);
+                    self.counters.hit(guard.header().stripe_len);
+                    return LocalLookup::Hit(guard);
                 }
                 SharedLookup::Miss | SharedLookup::Full | SharedLookup::Closed => {}
             }
         }
-        Found::Elsewhere
+        LocalLookup::Miss
     }
 }

@@ -1,10 +1,10 @@
-//! [`StoreMetrics`]: what a client counts.
+//! [`StoreMetrics`]: counters of a client.
 //!
-//! Sums that hold: `requested = hits_local + hits_remote + hits_disk + misses + failed`, each counted once per object
-//! that a get, a range or a reference asked for, when its answer is known.
+//! Invariant: `gets = hits_local + hits_remote + hits_disk + misses + gets_failed`. Each object of a get, range or
+//! reference is counted once, when its result is known.
 //!
-//! Reads in place take a quarter of a microsecond; a counter that two threads share would cost them as much again. So
-//! every thread counts those on a line of its own, and whoever asks adds them up.
+//! A zero-copy read takes a quarter of a microsecond; a counter shared by two threads would double that. So every
+//! thread counts these reads on its own cache line, and readers of the metrics sum them up.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,16 +15,16 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::registry::Registry;
 
-/// One thread's reads in place.
+/// Zero-copy reads of one thread.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct Lane {
+pub(crate) struct ThreadCounters {
     hits: AtomicU64,
     bytes: AtomicU64,
 }
 
-impl Lane {
-    /// Counts a read. Only the lane's own thread calls this, so that a load and a store are enough.
+impl ThreadCounters {
+    /// Counts a read. Only the owning thread calls this, so that a load and a store are enough.
     #[inline]
     pub(crate) fn hit(&self, bytes: u64) {
         self.hits.store(self.hits.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
@@ -33,9 +33,9 @@ impl Lane {
 }
 
 #[derive(Debug, Default)]
-struct Lanes {
-    open: Vec<Arc<Lane>>,
-    /// Of threads that have ended.
+struct ThreadCounterSet {
+    open: Vec<Arc<ThreadCounters>>,
+    /// Sum of the threads that have ended.
     hits: u64,
     bytes: u64,
 }
@@ -45,22 +45,22 @@ macro_rules! counters {
         /// Counters of a store.
         #[derive(Clone, Debug, Default)]
         pub struct StoreMetrics {
-            lanes: Arc<Mutex<Lanes>>,
+            threads: Arc<Mutex<ThreadCounterSet>>,
             $($(#[doc = $doc])+ pub(crate) $name: Counter,)*
         }
 
-        /// What a store has counted.
+        /// Values of the counters of a store.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct StoreStats {
             $($(#[doc = $doc])+ pub $name: u64,)*
         }
 
         impl StoreMetrics {
-            /// The counters now.
+            /// Returns the current values.
             pub fn stats(&self) -> StoreStats {
-                let (hits, bytes) = self.lanes();
+                let (hits, bytes) = self.thread_sums();
                 let mut stats = StoreStats { $($name: self.$name.get(),)* };
-                stats.requested += hits;
+                stats.gets += hits;
                 stats.hits_local += hits;
                 stats.bytes_read += bytes;
                 stats
@@ -68,12 +68,12 @@ macro_rules! counters {
         }
 
         impl StoreStats {
-            /// Every counter by its name.
+            /// Returns every counter with its name.
             pub fn by_name(&self) -> Vec<(&'static str, u64)> {
                 self.each().into_iter().map(|(name, _, value)| (name, value)).collect()
             }
 
-            /// Names, meanings and values.
+            /// Returns names, help texts and values.
             fn each(&self) -> Vec<(&'static str, &'static str, u64)> {
                 vec![$((stringify!($name), concat!($($doc),+), self.$name),)*]
             }
@@ -82,72 +82,72 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Objects asked for.
-    requested;
-    /// Of these, read in memory of this host.
+    /// Objects requested by gets.
+    gets;
+    /// Gets served from mapped local memory.
     hits_local;
-    /// Of these, read over a link.
+    /// Gets served from the memory of a node over a link.
     hits_remote;
-    /// Of these, read from a disk.
+    /// Gets served from a disk.
     hits_disk;
-    /// Of these, not there.
+    /// Gets of objects that do not exist.
     misses;
-    /// Of these, ended with an error.
-    failed;
-    /// Bytes of all hits.
+    /// Gets that failed.
+    gets_failed;
+    /// Bytes returned by gets.
     bytes_read;
     /// Objects put.
     puts;
-    /// Of these, those that were there already.
-    puts_existed;
-    /// Of these, those that failed.
+    /// Puts of objects that already existed.
+    puts_already_existed;
+    /// Puts that failed.
     puts_failed;
-    /// Bytes of objects that were stored.
+    /// Bytes of stored objects.
     bytes_written;
-    /// Reads whose bytes did not match their digest.
+    /// Reads whose bytes mismatched their digest.
     corrupt;
     /// Attempts after the first.
     retries;
-    /// Second replicas asked beside a slow first one.
+    /// Reads from a second replica because the first was slow.
     hedges;
-    /// Of these, those that were faster.
+    /// Hedges that were faster than the first replica.
     hedges_won;
     /// Gets that shared the fetch of another thread.
-    joined;
-    /// Remembered places that were used.
-    locations_used;
-    /// Places that were not right any more.
-    locations_stale;
+    gets_coalesced;
+    /// Look-ups answered by the location cache.
+    location_cache_hits;
+    /// Cached locations that were stale.
+    location_cache_stale;
 }
 
 impl StoreMetrics {
-    /// A lane for a thread.
-    pub(crate) fn lane(&self) -> Arc<Lane> {
-        let mut lanes = self.lanes.lock();
-        let Lanes { open, hits, bytes } = &mut *lanes;
-        open.retain(|lane| {
-            // Nobody but this list has it: its thread has ended.
-            let ended = Arc::strong_count(lane) == 1;
+    /// Creates the counters of a thread.
+    pub(crate) fn thread_counters(&self) -> Arc<ThreadCounters> {
+        let mut threads = self.threads.lock();
+        let ThreadCounterSet { open, hits, bytes } = &mut *threads;
+        open.retain(|counters| {
+            // Only this list has a reference: the thread has ended.
+            let ended = Arc::strong_count(counters) == 1;
             if ended {
-                *hits += lane.hits.load(Ordering::Acquire);
-                *bytes += lane.bytes.load(Ordering::Acquire);
+                *hits += counters.hits.load(Ordering::Acquire);
+                *bytes += counters.bytes.load(Ordering::Acquire);
             }
             !ended
         });
-        let lane = Arc::<Lane>::default();
-        open.push(Arc::clone(&lane));
-        lane
+        let counters = Arc::<ThreadCounters>::default();
+        open.push(Arc::clone(&counters));
+        counters
     }
 
-    fn lanes(&self) -> (u64, u64) {
-        let lanes = self.lanes.lock();
-        let sum = |field: fn(&Lane) -> &AtomicU64| {
-            lanes.open.iter().map(|lane| field(lane).load(Ordering::Relaxed)).sum::<u64>()
+    fn thread_sums(&self) -> (u64, u64) {
+        let threads = self.threads.lock();
+        let sum = |field: fn(&ThreadCounters) -> &AtomicU64| {
+            threads.open.iter().map(|counters| field(counters).load(Ordering::Relaxed)).sum::<u64>()
         };
-        (lanes.hits + sum(|lane| &lane.hits), lanes.bytes + sum(|lane| &lane.bytes))
+        (threads.hits + sum(|counters| &counters.hits), threads.bytes + sum(|counters| &counters.bytes))
     }
 
-    /// Adds them to a registry, as `moontide_client_…`.
+    /// Adds the counters to a registry, as `moontide_client_…`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register_collector(Box::new(self.clone()));
     }
@@ -170,24 +170,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_are_added_up_and_outlive_their_threads() {
+    fn thread_counters_are_summed_and_outlive_threads() {
         let metrics = StoreMetrics::default();
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    let lane = metrics.lane();
-                    (0..1000).for_each(|_| lane.hit(3));
+                    let counters = metrics.thread_counters();
+                    (0..1000).for_each(|_| counters.hit(3));
                 });
             }
         });
-        metrics.requested.inc();
+        metrics.gets.inc();
         metrics.misses.inc();
-        drop(metrics.lane());
+        drop(metrics.thread_counters());
         let stats = metrics.stats();
-        assert_eq!((stats.requested, stats.hits_local, stats.bytes_read), (4001, 4000, 12_000));
+        assert_eq!((stats.gets, stats.hits_local, stats.bytes_read), (4001, 4000, 12_000));
         assert_eq!(
-            stats.requested,
-            stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.failed
+            stats.gets,
+            stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.gets_failed
         );
         let mut registry = Registry::default();
         metrics.register(&mut registry);

@@ -1,8 +1,8 @@
-//! [`Nodes`]: who holds bytes, and the links to them.
+//! [`Nodes`]: the registered nodes, and the links to them.
 //!
-//! The table comes from the master and is asked for again every few seconds, and when a node is named that is not in
-//! it. A link is made when it is first needed; those to nodes of this host at once, because reading in place needs no
-//! look-up that would name them.
+//! The list comes from the masters. It is refreshed every few seconds, and when a location names an unknown node. Links
+//! connect on first use, except those to local nodes: zero-copy reads need no look-up that would name them, so their
+//! memory is mapped at once.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,110 +13,111 @@ use moontide_heap::{Liveness, LocalHeap, PerProcess};
 use moontide_transfer::shm::{ShmConfig, ShmEngine};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::ucx::UcxEngine;
-use moontide_transfer::{Engine, EngineKind, Engines, Failure, Link, Metrics, Peer, TransferError};
-use moontide_types::bounds::REPLICAS_MAX;
+use moontide_transfer::{ConnectionError, Engine, EngineKind, Engines, Link, Metrics, Peer, TransferError};
+use moontide_types::limits::REPLICAS_MAX;
 use moontide_types::{Clock, NodeId, SystemClock};
 use parking_lot::{Mutex, RwLock};
 use tracing::{debug, warn};
 
-use crate::cluster::spread;
+use crate::cluster::next_counter;
 use crate::config::StoreConfig;
-use crate::decide::{Nearness, Trust};
 use crate::error::StoreError;
+use crate::logic::{Distance, NodeHealth};
 
-/// How long a node that failed is asked last.
-const SUSPECT: Duration = Duration::from_secs(1);
+/// Time for which a failed or slow node is tried last.
+const SUSPECT_FOR: Duration = Duration::from_secs(1);
 
-/// How often memory that could be mapped and is not is tried again.
-const MAP_AGAIN: Duration = Duration::from_secs(10);
+/// Interval between attempts to map memory that could not be mapped.
+const REMAP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Memory of this host that this process has mapped, whichever store did it first. A process may join a node's memory
-/// only so often, because its ledgers last until it ends.
-static JOINED: PerProcess<Mutex<Vec<Joined>>> = PerProcess::new();
+/// Local memory that this process has mapped, for all stores of the process. A process may join a node's memory only a
+/// limited number of times, because its ledgers last until it exits.
+static MAPPED_NODES: PerProcess<Mutex<Vec<MappedNode>>> = PerProcess::new();
 
-/// Where memory of this host was had, and the link to it.
-type Joined = (Vec<String>, Arc<dyn Link>);
+/// Sockets of a node, and the link to its memory.
+type MappedNode = (Vec<String>, Arc<dyn Link>);
 
-/// The memory of a node, if this process has it mapped.
-fn joined(node: &Node) -> Option<Arc<dyn Link>> {
-    if node.nearness != Nearness::Mapped {
+/// Returns the link to a node's memory if this process has mapped it.
+fn mapped_link(node: &Node) -> Option<Arc<dyn Link>> {
+    if node.distance != Distance::Mapped {
         return None;
     }
-    let mut joined = JOINED.get_or_init(Mutex::default).lock();
-    joined.retain(|(_, link)| !Node::is_orphaned(link));
-    let doors = node.doors();
-    let same = |(of, link): &&Joined| *of == doors && link.node() == node.info.node;
-    joined.iter().find(same).map(|(_, link)| Arc::clone(link))
+    let mut mapped = MAPPED_NODES.get_or_init(Mutex::default).lock();
+    mapped.retain(|(_, link)| !Node::is_orphaned(link));
+    let sockets = node.sockets();
+    let same = |(of, link): &&MappedNode| *of == sockets && link.node() == node.info.node;
+    mapped.iter().find(same).map(|(_, link)| Arc::clone(link))
 }
 
-/// How long a connection may take to come about.
+/// Timeout of connecting to a node.
 const CONNECT: Duration = Duration::from_secs(1);
 
-/// Bytes that one thread may hold in place before it is made to copy.
+/// Bytes that one thread may pin; further reads are copied.
 const PINNED_BYTES_MAX: u64 = 4 << 30;
 
-/// A node, as the master describes it.
+/// Node, as registered with the master.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// The node.
+    /// Id of the node.
     pub node: NodeId,
-    /// How to reach it: engine and address.
+    /// Engines and addresses at which the node is reachable.
     pub addresses: Vec<(String, String)>,
-    /// The host it is on.
+    /// Host name.
     pub host: String,
-    /// Its rack; empty if unknown.
+    /// Rack; empty if unknown.
     pub rack: String,
-    /// Its zone; empty if unknown.
+    /// Zone; empty if unknown.
     pub zone: String,
 }
 
-/// A node, and the link to it.
+/// Node with its link and health.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) info: NodeInfo,
     peer: Peer,
-    pub(crate) nearness: Nearness,
+    pub(crate) distance: Distance,
     link: Mutex<Option<Arc<dyn Link>>>,
-    /// Nanoseconds of the clock until which it is asked last.
+    /// Time until which the node counts as failed, in nanoseconds.
     suspect_until: AtomicU64,
-    /// Until which it is asked only if there is no other.
+    /// Time until which the node counts as slow, in nanoseconds.
     slow_until: AtomicU64,
     made: Instant,
 }
 
 impl Node {
-    /// What it did a moment ago.
-    pub(crate) fn trust(&self) -> Trust {
+    /// Returns the recent health of the node.
+    pub(crate) fn health(&self) -> NodeHealth {
         // Relaxed, here and below: hints.
         let now = SystemClock.now().0;
         match () {
-            () if now < self.suspect_until.load(Ordering::Relaxed) => Trust::Failed,
-            () if now < self.slow_until.load(Ordering::Relaxed) => Trust::Slow,
-            () => Trust::Good,
+            () if now < self.suspect_until.load(Ordering::Relaxed) => NodeHealth::Failed,
+            () if now < self.slow_until.load(Ordering::Relaxed) => NodeHealth::Slow,
+            () => NodeHealth::Good,
         }
     }
 
-    /// It failed.
+    /// Marks the node as failed.
     pub(crate) fn suspect(&self) {
-        self.suspect_until.store(SystemClock.now().after(SUSPECT).0, Ordering::Relaxed);
+        self.suspect_until.store(SystemClock.now().after(SUSPECT_FOR).0, Ordering::Relaxed);
     }
 
-    /// Another one was faster.
-    pub(crate) fn was_slow(&self) {
-        self.slow_until.store(SystemClock.now().after(SUSPECT).0, Ordering::Relaxed);
+    /// Marks the node as slow: another one was faster.
+    pub(crate) fn mark_slow(&self) {
+        self.slow_until.store(SystemClock.now().after(SUSPECT_FOR).0, Ordering::Relaxed);
     }
 
-    /// Where its memory is to be had.
-    fn doors(&self) -> Vec<String> {
+    /// Returns the sockets of the node's shm listener.
+    fn sockets(&self) -> Vec<String> {
         self.peer.addresses_of(EngineKind::Shm).map(str::to_owned).collect()
     }
 
-    /// The link to it, if there is one.
+    /// Returns the link if it is connected.
     pub(crate) fn open_link(&self) -> Option<Arc<dyn Link>> {
-        self.link.lock().clone()
+        // A thread that connects holds the lock: there is no link yet.
+        self.link.try_lock().and_then(|link| link.clone())
     }
 
-    /// A link to memory of this host that nobody owns any more.
+    /// Returns whether a link leads to local memory whose node has exited.
     fn is_orphaned(link: &Arc<dyn Link>) -> bool {
         let gone =
             |heap: &Arc<LocalHeap>| !matches!(heap.board().liveness(SystemClock.now()), Liveness::Alive(_));
@@ -124,7 +125,7 @@ impl Node {
     }
 }
 
-/// All nodes.
+/// All registered nodes.
 #[derive(Debug)]
 pub(crate) struct Nodes {
     engines: Engines,
@@ -136,11 +137,11 @@ pub(crate) struct Nodes {
 impl Nodes {
     pub(crate) fn new(config: &StoreConfig, caller: u64, metrics: Arc<Metrics>) -> Nodes {
         let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
-        if config.local {
+        if config.shm {
             engines.push(Arc::new(shm_engine(Arc::clone(&metrics))));
         }
         let tcp = TcpConfig {
-            connections: config.connections,
+            connections: config.connections_per_node,
             connect: CONNECT,
             token: config.token,
             caller,
@@ -150,16 +151,16 @@ impl Nodes {
         if config.ucx {
             match UcxEngine::if_present(&tcp, &metrics) {
                 Some(ucx) => engines.push(Arc::new(ucx)),
-                None => warn!("UCX was asked for and is not there; see `moontide doctor`"),
+                None => warn!("UCX is enabled but not available; see `moontide doctor`"),
             }
         }
         engines.push(tcp);
         let labels = [host_name(), config.rack.clone(), config.zone.clone()];
         let engines = Engines::new(engines, metrics);
-        Nodes { engines, labels, local: config.local, table: RwLock::default() }
+        Nodes { engines, labels, local: config.shm, table: RwLock::default() }
     }
 
-    /// A node that is known.
+    /// Returns a node by id.
     pub(crate) fn get(&self, node: NodeId) -> Option<Arc<Node>> {
         self.table.read().get(&node).cloned()
     }
@@ -170,62 +171,62 @@ impl Nodes {
         all
     }
 
-    /// How many are registered.
+    /// Returns the number of registered nodes.
     pub(crate) fn count(&self) -> usize {
         self.table.read().len()
     }
 
-    /// Nodes to put on while others are not to be trusted: the master finds out later than those who try.
-    pub(crate) fn good_if_some_are_not(&self) -> Vec<NodeId> {
+    /// Returns healthy nodes to put on if some nodes have failed, otherwise none: clients detect failures earlier than
+    /// the master.
+    pub(crate) fn healthy_when_degraded(&self) -> Vec<NodeId> {
         let table = self.table.read();
-        let is_good = |node: &&Arc<Node>| node.trust() != Trust::Failed;
+        let is_good = |node: &&Arc<Node>| node.health() != NodeHealth::Failed;
         let mut good: Vec<NodeId> = table.values().filter(is_good).map(|node| node.info.node).collect();
         if good.len() == table.len() {
             return Vec::new();
         }
-        // Not the same one first for everybody.
+        // Rotate, so that clients do not all prefer the same node.
         good.sort();
-        let first = spread() as usize % good.len().max(1);
+        let first = next_counter() as usize % good.len().max(1);
         good.rotate_left(first);
         good.truncate(REPLICAS_MAX);
         good
     }
 
-    /// A node whose memory is mapped; of several, each in its turn.
+    /// Returns a node whose memory is mapped; rotates if there are several.
     pub(crate) fn mapped(&self) -> Option<NodeId> {
         let table = self.table.read();
         let is_mapped =
-            |node: &&Arc<Node>| node.nearness == Nearness::Mapped && node.trust() != Trust::Failed;
+            |node: &&Arc<Node>| node.distance == Distance::Mapped && node.health() != NodeHealth::Failed;
         let mut mapped: Vec<NodeId> = table.values().filter(is_mapped).map(|node| node.info.node).collect();
         mapped.sort();
-        (!mapped.is_empty()).then(|| mapped[spread() as usize % mapped.len()])
+        (!mapped.is_empty()).then(|| mapped[next_counter() as usize % mapped.len()])
     }
 
-    /// The link to a node; made if there is none.
+    /// Returns the link to a node; connects if there is none.
     pub(crate) fn link(&self, node: &Node, deadline: Instant) -> Result<Arc<dyn Link>, StoreError> {
-        let mut place = node.link.lock();
-        if let Some(link) = &*place {
+        // Another thread may be connecting.
+        let until = deadline.min(Instant::now() + CONNECT);
+        let Some(mut current) = node.link.try_lock_until(until) else {
+            return Err(unreachable_error(node));
+        };
+        if let Some(link) = &*current {
             return Ok(Arc::clone(link));
         }
-        if let Some(joined) = joined(node) {
-            *place = Some(Arc::clone(&joined));
-            return Ok(joined);
+        if let Some(mapped) = mapped_link(node) {
+            *current = Some(Arc::clone(&mapped));
+            return Ok(mapped);
         }
-        if node.trust() == Trust::Failed {
-            // Somebody has just tried: those who waited for that do not try again one after the other.
-            let source = TransferError::Unreachable {
-                node: node.info.node,
-                last: Failure::Paused { pause: SUSPECT },
-            };
-            return Err(StoreError::Node { node: node.info.node, source });
+        if node.health() == NodeHealth::Failed {
+            // Another thread has just failed: threads that waited for it do not repeat the attempt one by one.
+            return Err(unreachable_error(node));
         }
-        let until = deadline.min(Instant::now() + CONNECT);
         match self.engines.connect(&node.peer, until) {
             Ok(link) => {
                 if link.local().is_some() {
-                    JOINED.get_or_init(Mutex::default).lock().push((node.doors(), Arc::clone(&link)));
+                    MAPPED_NODES.get_or_init(Mutex::default).lock().push((node.sockets(), Arc::clone(&link)));
                 }
-                *place = Some(Arc::clone(&link));
+                *current = Some(Arc::clone(&link));
                 Ok(link)
             }
             Err(source) => {
@@ -235,27 +236,27 @@ impl Nodes {
         }
     }
 
-    /// Takes in what the master says. The heaps of this host that are mapped now.
+    /// Replaces the node list. Returns the mapped heaps of local nodes.
     pub(crate) fn update(&self, found: Vec<NodeInfo>) -> Vec<Arc<LocalHeap>> {
         let mut next = HashMap::with_capacity(found.len());
         let before = self.table.read().clone();
         for info in found {
             let kept = before.get(&info.node).filter(|node| {
                 let link = node.open_link();
-                // Its memory could be mapped, but was not when it was first reached: that is tried again now and then.
-                let may_map = node.nearness == Nearness::Mapped
+                // The memory could not be mapped at the first connection: try again now and then.
+                let may_map = node.distance == Distance::Mapped
                     && link.as_ref().is_some_and(|link| link.local().is_none())
-                    && node.made.elapsed() > MAP_AGAIN;
+                    && node.made.elapsed() > REMAP_INTERVAL;
                 node.info == info && !may_map && !link.as_ref().is_some_and(Node::is_orphaned)
             });
             let node = kept.cloned().unwrap_or_else(|| Arc::new(self.node(info)));
             next.insert(node.info.node, node);
         }
         let mut heaps = Vec::new();
-        for node in next.values().filter(|node| node.nearness == Nearness::Mapped) {
+        for node in next.values().filter(|node| node.distance == Distance::Mapped) {
             match self.link(node, Instant::now() + CONNECT) {
                 Ok(link) => heaps.extend(link.local().cloned()),
-                Err(error) => debug!(node = node.info.node.0, %error, "memory of this host is not mapped"),
+                Err(error) => debug!(node = %node.info.node, %error, "local memory is not mapped"),
             }
         }
         *self.table.write() = next;
@@ -264,16 +265,17 @@ impl Nodes {
 
     fn node(&self, info: NodeInfo) -> Node {
         let addresses = info.addresses.iter();
-        let addresses = addresses.filter_map(|(engine, at)| Some((EngineKind::named(engine)?, at.clone())));
+        let addresses =
+            addresses.filter_map(|(engine, at)| Some((EngineKind::from_name(engine)?, at.clone())));
         let peer = Peer { node: info.node, addresses: addresses.collect() };
         let mapped = self.local
             && self.engines.ranked(&peer).first().is_some_and(|(_, best)| best.kind() == EngineKind::Shm);
-        let ours = [&*self.labels[0], &*self.labels[1], &*self.labels[2]];
-        let nearness = Nearness::of(mapped, ours, [&info.host, &info.rack, &info.zone]);
+        let own_labels = [&*self.labels[0], &*self.labels[1], &*self.labels[2]];
+        let distance = Distance::of(mapped, own_labels, [&info.host, &info.rack, &info.zone]);
         Node {
             info,
             peer,
-            nearness,
+            distance,
             link: Mutex::default(),
             suspect_until: AtomicU64::new(0),
             slow_until: AtomicU64::new(0),
@@ -282,25 +284,32 @@ impl Nodes {
     }
 }
 
-/// The engine for memory of this host.
+/// Error of a node to which another thread connects in vain.
+fn unreachable_error(node: &Node) -> StoreError {
+    let last = ConnectionError::BackingOff { pause: SUSPECT_FOR };
+    let source = TransferError::Unreachable { node: node.info.node, last };
+    StoreError::Node { node: node.info.node, source }
+}
+
+/// Creates the engine for local memory.
 #[expect(unsafe_code, reason = "mapping memory that other processes write is a matter of trust")]
 fn shm_engine(metrics: Arc<Metrics>) -> ShmEngine {
     let config = ShmConfig { pinned_bytes_max: PINNED_BYTES_MAX };
-    // SAFETY: a node's door lets in only processes of its own user and of users that its operator named, and a client
-    // connects to nodes that its master named. All of them belong to one deployment and keep to the protocol; where
-    // that cannot be trusted, `StoreConfig::local` is switched off.
+    // SAFETY: a node's shm listener accepts only processes of its own user and of users that its operator named, and a
+    // client connects to nodes that its master named. All of them belong to one deployment and keep to the protocol;
+    // where that cannot be trusted, `StoreConfig::shm` is switched off.
     unsafe { ShmEngine::new(config, metrics) }
 }
 
-/// A node that has not answered within this may still be well: whoever had so little time left has learned nothing of it.
+/// Shorter timeouts do not mark a node as failed.
 const ANSWERS_WITHIN: Duration = Duration::from_millis(200);
 
-/// Whether a failure is the connection's rather than the request's.
-pub(crate) fn is_of_connection(error: &TransferError) -> bool {
+/// Returns whether an error is of the connection rather than of the request.
+pub(crate) fn is_connection_error(error: &TransferError) -> bool {
     use TransferError::*;
     match error {
         Deadline { waited } => *waited >= ANSWERS_WITHIN,
-        Unreachable { .. } | NotLetIn { .. } | Lost { .. } => true,
+        Unreachable { .. } | AttachRejected { .. } | ConnectionLost { .. } => true,
         _ => false,
     }
 }

@@ -1,11 +1,11 @@
-//! Puts: a reservation at the master, bytes to the nodes, and the end at the master.
+//! Puts: reservation at the master, transfer to the nodes, end at the master.
 //!
 //! ```text
-//!   PutStart ─▶ for each node: Begin ─▶ bytes, digested on the way ─▶ Commit(root) ─▶ PutEnd(roots, outcomes)
+//!   PutStart ─▶ for each node: Begin ─▶ bytes, digested in transit ─▶ Commit(root) ─▶ PutEnd(roots, outcomes)
 //! ```
 //!
-//! Replicas and stripes go to their nodes at the same time. A put counts when PutEnd was answered; a replica counts when
-//! all of its stripes were committed.
+//! Replicas and stripes are written to their nodes concurrently. A put is complete when PutEnd is acknowledged; a
+//! replica is complete when all of its stripes are committed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,60 +15,69 @@ use moontide_proto::convert::{
     RequestContext, Wire,
 };
 use moontide_proto::{
-    Handle, Medium, ObjectEntry, Packed, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, PutEndEntry, PutEntry,
+    Handle, ObjectEntry, Packed, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, PutEndEntry, PutEntry,
     v1,
 };
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::record::object_root;
-use moontide_types::{ErrorCode, Key};
+use moontide_types::{ErrorCode, Key, Medium};
 
-use crate::cluster::{Master, draw, spread};
-use crate::link::KeyResult;
+use crate::cluster::{Master, next_counter, random_u64};
 use crate::config::{KEYS_PER_CALL, PutOptions};
-use crate::decide::Backoff;
 use crate::error::StoreError;
-use crate::link::Located;
-use crate::nodes::is_of_connection;
-use crate::place::Placed;
+use crate::link::KeyResult;
+use crate::link::LookupEntry;
+use crate::logic::RETRY_BACKOFF;
+use crate::nodes::is_connection_error;
+use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
-use crate::write::Writing;
+use crate::write::{ObjectWrite, Reservation};
 
-/// What a put did.
+/// Outcome of a put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Put {
+pub enum PutOutcome {
     /// The object is stored.
     Stored,
-    /// An object of this key was there; nothing was changed.
-    Existed,
+    /// An object of this key exists; nothing was changed.
+    AlreadyExists,
 }
 
 /// One object of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct PutItem<'a> {
-    /// Its key.
+    /// Key of the object.
     pub key: &'a [u8],
-    /// Its bytes, one part behind the other.
+    /// Bytes of the object, as consecutive parts.
     pub parts: &'a [&'a [u8]],
 }
 
-/// Before a put whose node could not be reached is tried again. As many times as the budget allows are longer than a link
-/// rests after it failed.
+/// Pause before a put is retried whose node was unreachable. The pauses of all retries that the budget allows add up to
+/// more than the backoff of a failed link.
 const UNREACHABLE_PAUSE: Duration = Duration::from_millis(100);
 
 impl Store {
     /// Stores an object.
-    pub fn put(&self, key: &[u8], value: &[u8]) -> Result<Put, StoreError> {
+    pub fn put(&self, key: &[u8], value: &[u8]) -> Result<PutOutcome, StoreError> {
         self.put_with(key, &[value], &PutOptions::default())
     }
 
-    /// Stores an object whose bytes lie in several places.
-    pub fn put_with(&self, key: &[u8], parts: &[&[u8]], options: &PutOptions) -> Result<Put, StoreError> {
+    /// Stores an object from several buffers.
+    pub fn put_with(
+        &self,
+        key: &[u8],
+        parts: &[&[u8]],
+        options: &PutOptions,
+    ) -> Result<PutOutcome, StoreError> {
         let outcomes = self.put_batch(&[PutItem { key, parts }], options);
         outcomes.into_iter().next().expect("one outcome per item")
     }
 
     /// Stores many objects; one outcome for each, in order.
-    pub fn put_batch(&self, items: &[PutItem<'_>], options: &PutOptions) -> Vec<Result<Put, StoreError>> {
+    pub fn put_batch(
+        &self,
+        items: &[PutItem<'_>],
+        options: &PutOptions,
+    ) -> Vec<Result<PutOutcome, StoreError>> {
         self.inner.put_batch(items, options, self.inner.deadline())
     }
 }
@@ -79,7 +88,7 @@ impl Inner {
         items: &[PutItem<'_>],
         options: &PutOptions,
         deadline: Instant,
-    ) -> Vec<Result<Put, StoreError>> {
+    ) -> Vec<Result<PutOutcome, StoreError>> {
         if let Err(error) = options.validate() {
             return items.iter().map(|_| Err(error.clone())).collect();
         }
@@ -91,12 +100,12 @@ impl Inner {
             let metrics = &self.metrics;
             metrics.puts.inc();
             match outcome {
-                Ok(Put::Stored) => {
+                Ok(PutOutcome::Stored) => {
                     let len: usize = item.parts.iter().map(|part| part.len()).sum();
                     metrics.bytes_written.inc_by(len as u64);
                 }
-                Ok(Put::Existed) => {
-                    metrics.puts_existed.inc();
+                Ok(PutOutcome::AlreadyExists) => {
+                    metrics.puts_already_existed.inc();
                 }
                 Err(_) => {
                     metrics.puts_failed.inc();
@@ -107,30 +116,23 @@ impl Inner {
     }
 }
 
-/// How objects are put: by which call, and as what.
+/// Parameters of a put.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct How<'a> {
+pub(crate) struct PutParams<'a> {
     pub(crate) caller: CallerId,
     pub(crate) options: &'a PutOptions,
-    /// The attributes section of each.
+    /// Attributes section of each object.
     pub(crate) attributes: &'a [u8],
-    /// In which kind of memory others than this crate fill them, and nobody digests their bytes; `None`: as usual.
+    /// Kind of memory of an in-place write, whose bytes are not digested; `None` for ordinary puts.
     pub(crate) in_place: Option<Medium>,
 }
 
-/// A reservation: where an object may be written.
-#[derive(Clone, Debug)]
-pub(crate) struct Granted {
-    pub(crate) object: ObjectEntry,
-    pub(crate) handles: Vec<Handle>,
-}
-
-/// What PutStart said about a key.
-pub(crate) enum Start {
-    Granted(Granted),
+/// Result of PutStart for a key.
+pub(crate) enum PutStartOutcome {
+    Granted(Reservation),
     Existed,
-    /// Come again after a pause.
-    Later {
+    /// Retry after a pause.
+    RetryLater {
         code: ErrorCode,
         after: Duration,
     },
@@ -138,7 +140,7 @@ pub(crate) enum Start {
 }
 
 impl Inner {
-    /// Enough nodes for what is wanted: without them no waiting helps.
+    /// Fails if fewer nodes are registered than replicas are required: waiting would not help.
     fn check_nodes(&self, options: &PutOptions, deadline: Instant) -> Result<(), StoreError> {
         let wanted = usize::from(options.replicas_min);
         if self.nodes.count() < wanted {
@@ -153,31 +155,33 @@ impl Inner {
         items: &[PutItem<'_>],
         options: &PutOptions,
         deadline: Instant,
-    ) -> Vec<Result<Put, StoreError>> {
+    ) -> Vec<Result<PutOutcome, StoreError>> {
         let mut attributes = Vec::new();
         options.attributes().encode(&mut attributes);
-        let mut outcomes: Vec<Option<Result<Put, StoreError>>> = vec![None; items.len()];
-        let mut lasts: Vec<Option<StoreError>> = vec![None; items.len()];
-        let mut backoff = Backoff::default();
+        let mut outcomes: Vec<Option<Result<PutOutcome, StoreError>>> = vec![None; items.len()];
+        let mut last_errors: Vec<Option<StoreError>> = vec![None; items.len()];
+        let mut backoff = RETRY_BACKOFF;
         items.iter().for_each(|_| self.budget.lock().earn());
-        // Of this call alone: what it has begun it may begin again, and nobody else of this process.
-        let how = How { caller: CallerId(draw()), options, attributes: &attributes, in_place: None };
+        // One caller id per call: a retry may resume what this call has started, another call of this process may not.
+        let params =
+            PutParams { caller: CallerId(random_u64()), options, attributes: &attributes, in_place: None };
         loop {
             let open: Vec<usize> = (0..items.len()).filter(|&at| outcomes[at].is_none()).collect();
             if open.is_empty() {
-                return outcomes.into_iter().map(|outcome| outcome.expect("none is open")).collect();
+                return outcomes.into_iter().map(|outcome| outcome.expect("no item is open")).collect();
             }
             let mut pause = Duration::ZERO;
             for part in open.chunks(KEYS_PER_CALL) {
-                let after =
-                    self.put_some(items, part, how, &mut outcomes, &mut lasts, deadline);
+                let after = self.put_some(items, part, params, &mut outcomes, &mut last_errors, deadline);
                 pause = pause.max(after);
             }
             if outcomes.iter().any(Option::is_none) {
-                let pause = backoff.pause(pause, spread());
+                let pause = backoff.pause(pause, next_counter());
                 if Instant::now() + pause >= deadline {
-                    for (outcome, last) in outcomes.iter_mut().zip(&mut lasts).filter(|(o, _)| o.is_none()) {
-                        *outcome = Some(Err(last.take().unwrap_or_else(|| self.too_late())));
+                    for (outcome, last) in
+                        outcomes.iter_mut().zip(&mut last_errors).filter(|(o, _)| o.is_none())
+                    {
+                        *outcome = Some(Err(last.take().unwrap_or_else(|| self.timeout_error())));
                     }
                     continue;
                 }
@@ -187,32 +191,32 @@ impl Inner {
         }
     }
 
-    /// One attempt for some of the items. The answer: how long to pause before the next one.
+    /// Makes one attempt for some of the items. Returns the pause before the next one.
     fn put_some(
         &self,
         items: &[PutItem<'_>],
         part: &[usize],
-        how: How<'_>,
-        outcomes: &mut [Option<Result<Put, StoreError>>],
-        lasts: &mut [Option<StoreError>],
+        params: PutParams<'_>,
+        outcomes: &mut [Option<Result<PutOutcome, StoreError>>],
+        last_errors: &mut [Option<StoreError>],
         deadline: Instant,
     ) -> Duration {
-        let mut asked: Vec<(usize, Key<'_>, u64)> = Vec::with_capacity(part.len());
+        let mut valid: Vec<(usize, Key<'_>, u64)> = Vec::with_capacity(part.len());
         for &at in part {
             let len = items[at].parts.iter().map(|part| part.len() as u64).sum();
             match Key::new(items[at].key) {
-                Ok(key) => asked.push((at, key, len)),
+                Ok(key) => valid.push((at, key, len)),
                 Err(error) => outcomes[at] = Some(Err(error.into())),
             }
         }
-        let keys: Vec<(Key<'_>, u64)> = asked.iter().map(|&(_, key, len)| (key, len)).collect();
-        let started = match self.put_start(&keys, how, deadline) {
+        let keys: Vec<(Key<'_>, u64)> = valid.iter().map(|&(_, key, len)| (key, len)).collect();
+        let started = match self.put_start(&keys, params, deadline) {
             Ok(started) => started,
             Err(error) => {
                 let again = error.is_retryable();
-                for &(at, ..) in &asked {
+                for &(at, ..) in &valid {
                     match again {
-                        true => lasts[at] = Some(error.clone()),
+                        true => last_errors[at] = Some(error.clone()),
                         false => outcomes[at] = Some(Err(error.clone())),
                     }
                 }
@@ -220,41 +224,43 @@ impl Inner {
             }
         };
         let mut pause = Duration::ZERO;
-        let (mut writing, mut of) = (Vec::new(), Vec::new());
-        for (&(at, key, _), start) in asked.iter().zip(started) {
+        let (mut writes, mut indices) = (Vec::new(), Vec::new());
+        for (&(at, key, _), start) in valid.iter().zip(started) {
             match start {
-                Start::Existed => outcomes[at] = Some(Ok(Put::Existed)),
-                Start::Refused(error) => outcomes[at] = Some(Err(error)),
-                Start::Later { code, after } => {
-                    lasts[at] = Some(StoreError::refused(code));
+                PutStartOutcome::Existed => outcomes[at] = Some(Ok(PutOutcome::AlreadyExists)),
+                PutStartOutcome::Refused(error) => outcomes[at] = Some(Err(error)),
+                PutStartOutcome::RetryLater { code, after } => {
+                    last_errors[at] = Some(StoreError::refused(code));
                     pause = pause.max(after);
                 }
-                Start::Granted(granted) => {
-                    writing.push(Writing::new(key, granted, items[at].parts, how.attributes));
-                    of.push(at);
+                PutStartOutcome::Granted(reservation) => {
+                    writes.push(ObjectWrite::new(key, reservation, items[at].parts, params.attributes));
+                    indices.push(at);
                 }
             }
         }
-        self.write(&mut writing, deadline);
-        let least = how.options.replicas_min;
-        writing.iter_mut().for_each(|writing| writing.insist_on(least));
-        let ended = self.put_end(&mut writing, deadline);
-        for ((at, ended), writing) in of.into_iter().zip(ended).zip(&mut writing) {
+        self.write(&mut writes, deadline);
+        let replicas_min = params.options.replicas_min;
+        writes.iter_mut().for_each(|write| write.require_replicas(replicas_min));
+        let ended = self.put_end(&mut writes, deadline);
+        for ((at, ended), write) in indices.into_iter().zip(ended).zip(&mut writes) {
             match ended {
                 Ok(()) => {
-                    self.remember_written(writing);
-                    outcomes[at] = Some(Ok(Put::Stored));
+                    self.cache_written(write);
+                    outcomes[at] = Some(Ok(PutOutcome::Stored));
                 }
                 Err(error) => {
-                    let error = writing.last.take().unwrap_or(error);
-                    // A node that went away in the middle: the master has others.
-                    let again = error.is_retryable() || error.code() == ErrorCode::Gone || is_lost(&error);
-                    // A node that cannot be reached is not tried again for a moment; others may be, and so may it, later.
+                    let error = write.last.take().unwrap_or(error);
+                    // The node left during the put: the master can place the object on another one.
+                    let again = error.is_retryable()
+                        || error.code() == ErrorCode::Gone
+                        || needs_new_reservation(&error);
+                    // An unreachable node is not tried again at once; other nodes may be, and so may it, later.
                     if error.code() == ErrorCode::Unreachable {
                         pause = pause.max(UNREACHABLE_PAUSE);
                     }
                     match again && self.budget.lock().spend() {
-                        true => lasts[at] = Some(error),
+                        true => last_errors[at] = Some(error),
                         false => outcomes[at] = Some(Err(error)),
                     }
                 }
@@ -263,43 +269,44 @@ impl Inner {
         pause
     }
 
-    /// Reserves space; one answer per key.
+    /// Reserves space; one result per key.
     pub(crate) fn put_start(
         &self,
         keys: &[(Key<'_>, u64)],
-        how: How<'_>,
+        params: PutParams<'_>,
         deadline: Instant,
-    ) -> Result<Vec<Start>, StoreError> {
+    ) -> Result<Vec<PutStartOutcome>, StoreError> {
         let tenant = self.cluster.tenant();
-        let started = self.cluster.route(
+        let results = self.cluster.route(
             keys.len(),
             deadline,
-            |at| self.near.id(tenant, keys[at].0),
+            |at| self.local_nodes.id(tenant, keys[at].0),
             |master, part| {
                 let keys: Vec<(Key<'_>, u64)> = part.iter().map(|&at| keys[at]).collect();
-                self.put_start_at(master, &keys, how, deadline)
+                self.put_start_at(master, &keys, params, deadline)
             },
         );
-        let refused = |code| Start::Refused(StoreError::refused(code));
-        let start = |started: Result<KeyResult<Start>, StoreError>| match started {
+        let refused = |code| PutStartOutcome::Refused(StoreError::refused(code));
+        let start = |result: Result<KeyResult<PutStartOutcome>, StoreError>| match result {
             Ok(start) => Ok(start.unwrap_or_else(refused)),
-            // With one master a failed call is that of all keys; with several, what others have granted stands.
-            Err(error) if self.cluster.is_alone() => Err(error),
-            Err(error) => Ok(Start::Refused(error)),
+            // With one master a failed call fails all keys; with several, the reservations of the others remain valid.
+            Err(error) if self.cluster.is_single_master() => Err(error),
+            Err(error) => Ok(PutStartOutcome::Refused(error)),
         };
-        started.into_iter().map(start).collect()
+        results.into_iter().map(start).collect()
     }
 
-    /// The same at one master; what it does not host is an error of the key.
+    /// Reserves space at one master; keys that it does not host get an error code.
     fn put_start_at(
         &self,
         master: &Master,
         keys: &[(Key<'_>, u64)],
-        how: How<'_>,
+        params: PutParams<'_>,
         deadline: Instant,
-    ) -> Result<Vec<KeyResult<Start>>, StoreError> {
-        let How { caller, options, attributes, in_place } = how;
-        let packing = |source| StoreError::Answer(convert::ConvertError::Packed { field: "keys", source });
+    ) -> Result<Vec<KeyResult<PutStartOutcome>>, StoreError> {
+        let PutParams { caller, options, attributes, in_place } = params;
+        let packing =
+            |source| StoreError::InvalidResponse(convert::ConvertError::Packed { field: "keys", source });
         let mut packed = PackedKeysBuilder::new();
         for (key, _) in keys {
             packed.push(*key).map_err(packing)?;
@@ -313,13 +320,13 @@ impl Inner {
             replicas: options.replicas,
             replicas_min: options.replicas_min,
             stripes: options.stripes,
-            // Stripes are there to be spread.
-            local_node: match options.prefer {
+            // Stripes are meant to be spread over nodes.
+            local_node: match options.preferred_node {
                 Some(node) => Some(node),
-                None if options.near && options.stripes.is_none() => self.nodes.mapped(),
+                None if options.prefer_local && options.stripes.is_none() => self.nodes.mapped(),
                 None => None,
             },
-            preferred_nodes: self.nodes.good_if_some_are_not(),
+            preferred_nodes: self.nodes.healthy_when_degraded(),
             digestless: in_place.is_some(),
             medium: in_place,
             upsert: options.upsert,
@@ -333,11 +340,11 @@ impl Inner {
             objects: objects.into(),
             attributes: sections.into(),
         };
-        let request = PutStartRequest::from_wire(&message).map_err(StoreError::Answer)?;
-        let reply = master.link(&self.cluster)?.call(&request)?;
-        let answer = PutStartResponse::from_wire(&reply).map_err(StoreError::Answer)?;
-        let retry_after = Duration::from_millis(answer.context().retry_after_ms.into());
-        let reservations = match answer.into_result() {
+        let request = PutStartRequest::from_wire(&message).map_err(StoreError::InvalidResponse)?;
+        let reply = master.link(&self.cluster, deadline)?.call(&request)?;
+        let response = PutStartResponse::from_wire(&reply).map_err(StoreError::InvalidResponse)?;
+        let retry_after = Duration::from_millis(response.context().retry_after_ms.into());
+        let reservations = match response.into_result() {
             Ok(reservations) => reservations,
             Err(context) => {
                 let code = context.code.unwrap_or(ErrorCode::Internal);
@@ -347,49 +354,52 @@ impl Inner {
         let start = |(object, handles): (ObjectEntry, Packed<'_, Handle>)| match object.code {
             None => {
                 self.learn_generation(object.tenant_generation);
-                Ok(Start::Granted(Granted { object, handles: handles.iter().collect() }))
+                Ok(PutStartOutcome::Granted(Reservation { object, handles: handles.iter().collect() }))
             }
-            Some(ErrorCode::AlreadyExists) => Ok(Start::Existed),
+            Some(ErrorCode::AlreadyExists) => Ok(PutStartOutcome::Existed),
             Some(code @ (ErrorCode::NoSpace | ErrorCode::Busy | ErrorCode::Retry)) => {
-                Ok(Start::Later { code, after: retry_after.max(PAUSE_FOR_ROOM) })
+                Ok(PutStartOutcome::RetryLater { code, after: retry_after.max(NO_SPACE_RETRY_DELAY) })
             }
             Some(code) => Err(code),
         };
         Ok(reservations.list.iter().map(start).collect())
     }
 
-    /// Ends puts; one answer each.
+    /// Ends puts; one result each.
     pub(crate) fn put_end(
         &self,
-        writing: &mut [Writing<'_>],
+        writes: &mut [ObjectWrite<'_>],
         deadline: Instant,
     ) -> Vec<Result<(), StoreError>> {
-        let mut answers: Vec<Option<Result<(), StoreError>>> = vec![None; writing.len()];
-        let mut backoff = Backoff::default();
+        let mut results: Vec<Option<Result<(), StoreError>>> = vec![None; writes.len()];
+        let mut backoff = RETRY_BACKOFF;
         loop {
-            let open: Vec<usize> = (0..writing.len()).filter(|&at| answers[at].is_none()).collect();
+            let open: Vec<usize> = (0..writes.len()).filter(|&at| results[at].is_none()).collect();
             if open.is_empty() {
-                return answers.into_iter().map(|answer| answer.expect("none is open")).collect();
+                return results.into_iter().map(|result| result.expect("no put is open")).collect();
             }
-            match self.put_end_once(writing, &open, deadline) {
+            match self.put_end_once(writes, &open, deadline) {
                 Ok(codes) => {
                     for (&at, code) in open.iter().zip(codes) {
-                        answers[at] = match code {
+                        results[at] = match code {
                             None => Some(Ok(())),
                             Some(ErrorCode::Retry) => None,
                             Some(code) => Some(Err(StoreError::refused(code))),
                         };
                     }
                 }
-                // Idempotent: it may be said again whether it was heard or not.
+                // PutEnd is idempotent: it may be repeated whether or not the master received it.
                 Err(error) if error.is_retryable() && Instant::now() < deadline => {}
-                Err(error) => open.iter().for_each(|&at| answers[at] = Some(Err(error.clone()))),
+                Err(error) => open.iter().for_each(|&at| results[at] = Some(Err(error.clone()))),
             }
-            if answers.iter().any(Option::is_none) {
-                let pause = backoff.pause(Duration::ZERO, spread());
+            if results.iter().any(Option::is_none) {
+                let pause = backoff.pause(Duration::ZERO, next_counter());
                 if Instant::now() + pause >= deadline {
-                    let late = || Some(Err(self.too_late()));
-                    answers.iter_mut().filter(|answer| answer.is_none()).for_each(|answer| *answer = late());
+                    let timed_out = || Some(Err(self.timeout_error()));
+                    results
+                        .iter_mut()
+                        .filter(|result| result.is_none())
+                        .for_each(|result| *result = timed_out());
                     continue;
                 }
                 std::thread::sleep(pause);
@@ -399,11 +409,11 @@ impl Inner {
 
     fn put_end_once(
         &self,
-        writing: &[Writing<'_>],
+        writes: &[ObjectWrite<'_>],
         open: &[usize],
         deadline: Instant,
     ) -> Result<Vec<Option<ErrorCode>>, StoreError> {
-        let ends: Vec<_> = open.iter().map(|&at| writing[at].end()).collect();
+        let ends: Vec<_> = open.iter().map(|&at| writes[at].end()).collect();
         let ended = self.cluster.route(
             ends.len(),
             deadline,
@@ -413,7 +423,7 @@ impl Inner {
         ended.into_iter().map(|end| end.map(Result::err)).collect()
     }
 
-    /// The same at one master.
+    /// Ends puts at one master.
     fn put_end_at<'e>(
         &self,
         master: &Master,
@@ -428,60 +438,59 @@ impl Inner {
             stripe_roots.extend(roots);
         }
         let entries = entries.finish();
-        let entries = Packed::decode(&entries, BATCH_KEYS_MAX).expect("made by us");
+        let entries = Packed::decode(&entries, BATCH_KEYS_MAX).expect("packed above");
         let context = self.cluster.context(deadline);
         let request = PutEndRequest { context, entries, stripe_roots: &stripe_roots };
-        let reply = master.link(&self.cluster)?.call(&request)?;
-        let answer = OutcomesResponse::from_wire(&reply).map_err(StoreError::Answer)?;
-        let outcomes = answer
+        let reply = master.link(&self.cluster, deadline)?.call(&request)?;
+        let response = OutcomesResponse::from_wire(&reply).map_err(StoreError::InvalidResponse)?;
+        let outcomes = response
             .into_result()
             .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
-        let codes: Vec<KeyResult<()>> =
-            outcomes.codes.iter().map(|code| code.map_or(Ok(()), Err)).collect();
+        let codes: Vec<KeyResult<()>> = outcomes.codes.iter().map(|code| code.map_or(Ok(()), Err)).collect();
         if codes.len() != count {
             let (field, found, expected) = ("codes", codes.len(), count);
-            return Err(StoreError::Answer(convert::ConvertError::Count { field, found, expected }));
+            return Err(StoreError::InvalidResponse(convert::ConvertError::Count { field, found, expected }));
         }
         Ok(codes)
     }
 
-    /// What was written can be read at once where it is.
-    pub(crate) fn remember_written(&self, writing: &Writing<'_>) {
-        self.forget_object(&writing.granted.object.id);
-        let all_well = writing.outcomes.iter().all(|outcome| *outcome == Some(Ok(())));
-        let Some(roots) = writing.all_roots().filter(|_| all_well) else { return };
-        let Granted { object, handles } = &writing.granted;
+    /// Caches the location of a written object.
+    pub(crate) fn cache_written(&self, write: &ObjectWrite<'_>) {
+        self.forget_object(&write.reservation.object.id);
+        let all_ok = write.outcomes.iter().all(|outcome| *outcome == Some(Ok(())));
+        let Some(roots) = write.all_roots().filter(|_| all_ok) else { return };
+        let Reservation { object, handles } = &write.reservation;
         let root = object_root(object.id, object.epoch, object.object_len, &roots);
         let with_root =
             |handle: &Handle| Handle { stripe_root: roots[usize::from(handle.stripe_index)], ..*handle };
-        let located = Located {
+        let entry = LookupEntry {
             object: ObjectEntry { root, ..*object },
             handles: handles.iter().map(with_root).collect(),
         };
-        if let Ok(placed) = Placed::new(located, None) {
-            self.remember(&Arc::new(placed));
+        if let Ok(location) = ReplicaList::new(entry, None) {
+            self.cache_location(&Arc::new(location));
         }
     }
 }
 
-/// Room comes back within some milliseconds when something can be evicted.
-const PAUSE_FOR_ROOM: Duration = Duration::from_millis(5);
+/// Shortest pause before a retry of a put that found no space: eviction frees space within a few milliseconds.
+const NO_SPACE_RETRY_DELAY: Duration = Duration::from_millis(5);
 
-/// Whether a failure is of a kind that another reservation may avoid.
-fn is_lost(error: &StoreError) -> bool {
+/// Returns whether another reservation may avoid the failure.
+fn needs_new_reservation(error: &StoreError) -> bool {
     use ErrorCode::*;
     matches!(error.code(), StaleEpoch | StaleTerm | StaleGeneration | StaleSession | Overlap)
-        || matches!(error, StoreError::Node { source, .. } if is_of_connection(source))
+        || matches!(error, StoreError::Node { source, .. } if is_connection_error(source))
 }
 
-/// One attributes section per key; empty when there is none.
+/// Packs one attributes section per key; empty if there are no attributes.
 fn sections(attributes: &[u8], keys: usize) -> Vec<u8> {
     if attributes.is_empty() {
         return Vec::new();
     }
     let mut packed = PackedBytesBuilder::new();
     for _ in 0..keys {
-        packed.push(attributes).expect("bounded by the options' check");
+        packed.push(attributes).expect("limited by PutOptions::validate");
     }
     packed.finish()
 }

@@ -1,95 +1,97 @@
-//! [`Read`]: the bytes of objects whose places are known, straight into the caller's memory.
+//! [`ObjectRead`]: reads objects with known locations directly into the caller's buffers.
 //!
 //! ```text
-//!   for each stripe: replicas in order ─▶ batches by node ─▶ run, hedged ─▶ digests right? ─▶ done
+//!   for each stripe: sorted replicas ─▶ batches by node ─▶ run, hedged ─▶ digests match? ─▶ done
 //!                        ▲                                        │              │ no
 //!                        └──────── next replica ◀─────────────────┴──────────────┘
 //! ```
 //!
-//! Invariant: a read that ends well has filled its memory with bytes whose digests lead to the master's root. One that
-//! does not may have written anything there; nobody is told that it holds something.
+//! Invariant: a successful read has filled its buffer with bytes whose digests lead to the master's root. After a
+//! failed read the content of the buffer is unspecified, and the caller is not given its length.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use moontide_proto::Medium;
-use moontide_transfer::{Batch, EngineKind, Link, Op, Target, Winner, run_hedged, run_together};
-use moontide_types::bounds::PAGE_BYTES;
-use moontide_types::{Clock, ErrorCode, NodeId, SystemClock};
+use moontide_transfer::{Batch, EngineKind, Link, Op, Target, Winner, run_batches, run_hedged};
+use moontide_types::limits::PAGE_BYTES;
+use moontide_types::{Clock, ErrorCode, Medium, NodeId, SystemClock};
 
-use crate::cluster::spread;
+use crate::cluster::next_counter;
 use crate::config::Hedge;
-use crate::decide::{Candidate, Nearness, Trust, Verdict, judge, order};
 use crate::error::StoreError;
-use crate::nodes::{Node, is_of_connection};
-use crate::place::Placed;
+use crate::logic::{Distance, NodeHealth, ReplicaCandidate, RetryDecision, classify, sort_replicas};
+use crate::nodes::{Node, is_connection_error};
+use crate::replica_list::ReplicaList;
 use crate::store::Inner;
 
-/// One object to be read.
+/// Longest wait for the masters' node list in a read whose node has failed.
+const REFRESH_WAIT: Duration = Duration::from_millis(250);
+
+/// Read of one object.
 #[derive(Debug)]
-pub(crate) struct Read<'m> {
-    pub(crate) placed: Arc<Placed>,
-    /// As long as the object.
+pub(crate) struct ObjectRead<'m> {
+    pub(crate) location: Arc<ReplicaList>,
+    /// Exactly as long as the object.
     pub(crate) into: &'m mut [u8],
     pub(crate) outcome: Outcome,
 }
 
-/// What became of a read.
+/// Outcome of a read.
 #[derive(Clone, Debug)]
 pub(crate) enum Outcome {
-    /// Not done yet.
+    /// Unfinished.
     Open,
-    /// The bytes are there.
-    Done(Served),
-    /// The object is not where the master said: ask again.
+    /// The buffer holds verified bytes.
+    Done(ReadSource),
+    /// The location is stale: look it up again.
     Stale,
-    /// It was on disks only, and those could not bring it back: for the caller it is not there.
+    /// The only copies were on disks, and these cannot read them: a miss for the caller.
     Lost,
-    /// It failed.
+    /// All replicas failed, or the error is final.
     Failed(StoreError),
 }
 
-/// Where bytes came from.
+/// Source of the bytes of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Served {
-    /// From memory that is this far away.
-    Memory(Nearness),
-    /// From a disk.
+pub(crate) enum ReadSource {
+    /// Memory of a node at this distance.
+    Memory(Distance),
+    /// Disk of a node.
     Disk,
 }
 
-/// One stripe that is not there yet.
-struct Job {
+/// Read of one stripe.
+struct StripeRead {
     read: usize,
     stripe: usize,
-    /// Replicas in the order in which they are asked.
+    /// Replicas in the order in which they are tried.
     replicas: Vec<usize>,
     next: usize,
     done: bool,
-    /// It came from a disk.
+    /// Whether the bytes came from a disk.
     from_disk: bool,
-    /// A disk that was to have it could not bring it back.
-    hurt_disk: bool,
+    /// Whether a disk that holds the stripe failed to read it.
+    disk_failed: bool,
     corrupt: Vec<NodeId>,
     last: Option<StoreError>,
 }
 
-/// A stripe's memory, and the digests of its pages.
-struct Space<'m> {
+/// Destination of a stripe, and the digests of its pages.
+struct StripeBuffer<'m> {
     into: &'m mut [u8],
     digests: Vec<u64>,
 }
 
-/// Jobs that are sent to one node.
-struct Lot {
+/// Stripe reads that go to one node.
+struct NodeReads {
     node: Arc<Node>,
     link: Arc<dyn Link>,
-    /// Which jobs, and which replica of each.
+    /// Index of the stripe read, and its replica.
     sent: Vec<(usize, usize)>,
 }
 
-/// What became of a job in a round.
-struct Fate {
+/// Result of a stripe read in one round.
+struct ReadResult {
     job: usize,
     replica: usize,
     node: NodeId,
@@ -97,130 +99,131 @@ struct Fate {
 }
 
 impl Inner {
-    /// Reads all of them. Each has an outcome afterwards.
-    pub(crate) fn read_all(&self, reads: &mut [Read<'_>], deadline: Instant) {
-        let placed: Vec<Arc<Placed>> = reads.iter().map(|read| Arc::clone(&read.placed)).collect();
-        let mut round = Round {
+    /// Runs all reads. Afterwards every read has an outcome.
+    pub(crate) fn read_all(&self, reads: &mut [ObjectRead<'_>], deadline: Instant) {
+        let locations: Vec<Arc<ReplicaList>> = reads.iter().map(|read| Arc::clone(&read.location)).collect();
+        let mut round = ReadRound {
             store: self,
-            placed: &placed,
+            locations: &locations,
             outcomes: vec![Outcome::Open; reads.len()],
             jobs: Vec::with_capacity(reads.len()),
             deadline,
         };
-        let mut spaces: Vec<Space<'_>> = Vec::with_capacity(reads.len());
+        let mut buffers: Vec<StripeBuffer<'_>> = Vec::with_capacity(reads.len());
         for (index, read) in reads.iter_mut().enumerate() {
             let mut rest = &mut *read.into;
-            let draw = spread();
-            for stripe in 0..read.placed.stripes() {
-                let len = read.placed.handle(0, stripe).stripe_len as usize;
+            let counter = next_counter();
+            for stripe in 0..read.location.stripes() {
+                let len = read.location.handle(0, stripe).stripe_len as usize;
                 let (into, after) = rest.split_at_mut(len);
                 rest = after;
                 let digests = vec![0; (len as u64).div_ceil(PAGE_BYTES) as usize];
-                spaces.push(Space { into, digests });
-                round.jobs.push(Job {
+                buffers.push(StripeBuffer { into, digests });
+                round.jobs.push(StripeRead {
                     read: index,
                     stripe,
-                    replicas: self.replicas_of(&read.placed, stripe, draw),
+                    replicas: self.replicas_of(&read.location, stripe, counter),
                     next: 0,
                     done: false,
                     from_disk: false,
-                    hurt_disk: false,
+                    disk_failed: false,
                     corrupt: Vec::new(),
                     last: None,
                 });
             }
             self.budget.lock().earn();
         }
-        // Each round takes every open job one replica further, so this ends.
-        while round.run(&mut spaces) {}
-        drop(spaces);
+        // Each round advances every unfinished stripe by one replica, so the loop ends.
+        while round.run(&mut buffers) {}
+        drop(buffers);
         for (read, outcome) in reads.iter_mut().zip(round.outcomes) {
             read.outcome = outcome;
         }
     }
 
-    /// Replicas of a stripe in the order in which they are asked.
-    fn replicas_of(&self, placed: &Placed, stripe: usize, draw: u64) -> Vec<usize> {
-        if placed.replica_count() == 1 {
+    /// Returns the replicas of a stripe in the order in which they are tried.
+    fn replicas_of(&self, location: &ReplicaList, stripe: usize, counter: u64) -> Vec<usize> {
+        if location.replica_count() == 1 {
             return vec![0];
         }
         let candidate = |replica: usize| {
-            let node = self.nodes.get(placed.handle(replica, stripe).node);
-            Candidate {
+            let node = self.nodes.get(location.handle(replica, stripe).node);
+            ReplicaCandidate {
                 replica,
-                disk: placed.is_on_disk(replica),
-                nearness: node.as_ref().map_or(Nearness::Far, |node| node.nearness),
-                trust: node.as_ref().map_or(Trust::Failed, |node| node.trust()),
+                disk: location.is_on_disk(replica),
+                distance: node.as_ref().map_or(Distance::Remote, |node| node.distance),
+                health: node.as_ref().map_or(NodeHealth::Failed, |node| node.health()),
             }
         };
-        let mut candidates: Vec<Candidate> = (0..placed.replica_count()).map(candidate).collect();
-        order(&mut candidates, draw);
+        let mut candidates: Vec<ReplicaCandidate> = (0..location.replica_count()).map(candidate).collect();
+        sort_replicas(&mut candidates, counter);
         candidates.iter().map(|candidate| candidate.replica).collect()
     }
 
-    /// A node that the master named, and the link to it.
+    /// Returns a node and the link to it.
     pub(crate) fn reach(
         &self,
         node: NodeId,
         deadline: Instant,
     ) -> Result<(Arc<Node>, Arc<dyn Link>), StoreError> {
-        let known = match self.nodes.get(node) {
-            Some(known) => known,
-            // It has come after we asked last, however short ago that was.
+        let found = match self.nodes.get(node) {
+            Some(found) => found,
+            // The node may have registered after the last refresh, however recent that was.
             None => {
-                self.refresh_nodes_anew(deadline)?;
+                self.refresh_nodes_now(deadline)?;
                 self.nodes.get(node).ok_or(StoreError::UnknownNode { node })?
             }
         };
-        let known = match known.trust() {
-            Trust::Good | Trust::Slow => known,
-            // One that failed may have been started again: with a disk it keeps its number, at another address.
-            Trust::Failed => {
-                self.refresh_nodes_anew(deadline)?;
-                self.nodes.get(node).ok_or(StoreError::UnknownNode { node })?
-            }
+        let found = match found.health() {
+            NodeHealth::Good | NodeHealth::Slow => found,
+            // A failed node may have restarted: with a disk it keeps its id, at another address.
+            // Masters that do not respond must not delay the read for longer.
+            NodeHealth::Failed => match self.refresh_nodes_now(deadline.min(Instant::now() + REFRESH_WAIT)) {
+                Ok(()) => self.nodes.get(node).ok_or(StoreError::UnknownNode { node })?,
+                Err(_) => found,
+            },
         };
-        let link = self.nodes.link(&known, deadline)?;
-        Ok((known, link))
+        let link = self.nodes.link(&found, deadline)?;
+        Ok((found, link))
     }
 }
 
-/// Reads that go on until each has an outcome.
-struct Round<'a> {
+/// State of [`Inner::read_all`].
+struct ReadRound<'a> {
     store: &'a Inner,
-    placed: &'a [Arc<Placed>],
+    locations: &'a [Arc<ReplicaList>],
     outcomes: Vec<Outcome>,
-    jobs: Vec<Job>,
+    jobs: Vec<StripeRead>,
     deadline: Instant,
 }
 
-impl Round<'_> {
+impl ReadRound<'_> {
     fn is_open(&self, read: usize) -> bool {
         matches!(self.outcomes[read], Outcome::Open)
     }
 
-    /// Sends every open job to its next replica. Whether something is left to do.
-    fn run(&mut self, spaces: &mut [Space<'_>]) -> bool {
-        let lots = self.lots();
-        for fate in self.send(&lots, spaces) {
-            self.judge(fate, spaces);
+    /// Sends every unfinished stripe read to its next replica. Returns whether any remains unfinished.
+    fn run(&mut self, buffers: &mut [StripeBuffer<'_>]) -> bool {
+        let per_node = self.group_by_node();
+        for read_result in self.send(&per_node, buffers) {
+            self.record_result(read_result, buffers);
         }
         for read in 0..self.outcomes.len() {
             if self.is_open(read) && self.jobs.iter().all(|job| job.read != read || job.done) {
-                let node = self.placed[read].nodes(0).next().and_then(|node| self.store.nodes.get(node));
-                let nearness = node.map_or(Nearness::Far, |node| node.nearness);
+                let node = self.locations[read].nodes(0).next().and_then(|node| self.store.nodes.get(node));
+                let distance = node.map_or(Distance::Remote, |node| node.distance);
                 let from_disk = self.jobs.iter().any(|job| job.read == read && job.from_disk);
-                let served = if from_disk { Served::Disk } else { Served::Memory(nearness) };
-                self.outcomes[read] = Outcome::Done(served);
+                let source = if from_disk { ReadSource::Disk } else { ReadSource::Memory(distance) };
+                self.outcomes[read] = Outcome::Done(source);
             }
         }
         self.jobs.iter().any(|job| !job.done && self.is_open(job.read))
     }
 
-    /// The next replica of every open job, by node.
-    fn lots(&mut self) -> Vec<Lot> {
-        let mut lots: Vec<Lot> = Vec::new();
-        // Nodes that cannot be reached are not tried again for every job.
+    /// Groups the unfinished stripe reads by the node of their next replica.
+    fn group_by_node(&mut self) -> Vec<NodeReads> {
+        let mut per_node: Vec<NodeReads> = Vec::new();
+        // An unreachable node is tried once per round, not once per stripe.
         let mut failed: Vec<(NodeId, StoreError)> = Vec::new();
         for index in 0..self.jobs.len() {
             let job = &mut self.jobs[index];
@@ -233,110 +236,120 @@ impl Round<'_> {
             };
             job.next += 1;
             if Instant::now() >= self.deadline {
-                self.outcomes[job.read] = Outcome::Failed(self.store.too_late());
+                self.outcomes[job.read] = Outcome::Failed(self.store.timeout_error());
                 continue;
             }
-            // Another replica costs the cluster nothing more than the first would have: it is not drawn from the budget.
+            // Reading another replica costs the cluster no more than the first would have: no retry budget is spent.
             if job.next > 1 {
                 self.store.metrics.retries.inc();
             }
-            let handle = self.placed[job.read].handle(replica, job.stripe);
+            let handle = self.locations[job.read].handle(replica, job.stripe);
             if handle.stripe_len == 0 {
-                job.done = true; // an empty object has no bytes to ask for
+                job.done = true; // an empty object has no bytes to read
                 continue;
             }
             if let Some((_, error)) = failed.iter().find(|(node, _)| *node == handle.node) {
                 job.last = Some(error.clone());
                 continue;
             }
-            // Each node is reached for once, and not for every job: if it has failed before, that costs a question to the masters.
-            let lot = match lots.iter().position(|lot| lot.node.info.node == handle.node) {
-                Some(at) => &mut lots[at],
-                None => match self.store.reach(handle.node, self.deadline) {
-                    Ok((node, link)) => {
-                        lots.push(Lot { node, link, sent: Vec::new() });
-                        lots.last_mut().expect("pushed above")
-                    }
-                    Err(error) => {
-                        failed.push((handle.node, error.clone()));
-                        job.last = Some(error);
-                        continue;
-                    }
-                },
-            };
-            // Nobody checks a one-sided read at the far end: it depends on the lease.
-            let leased = self.placed[job.read].leased_until;
-            if lot.link.engine() == EngineKind::Ucx && leased.is_none_or(|until| until <= SystemClock.now()) {
+            // Each node is reached once per round, not once per stripe: reaching a failed node costs a call to the
+            // masters.
+            let node_reads =
+                match per_node.iter().position(|node_reads| node_reads.node.info.node == handle.node) {
+                    Some(at) => &mut per_node[at],
+                    None => match self.store.reach(handle.node, self.deadline) {
+                        Ok((node, link)) => {
+                            per_node.push(NodeReads { node, link, sent: Vec::new() });
+                            per_node.last_mut().expect("pushed above")
+                        }
+                        Err(error) => {
+                            failed.push((handle.node, error.clone()));
+                            job.last = Some(error);
+                            continue;
+                        }
+                    },
+                };
+            // The remote side does not check one-sided reads: they depend on the lease.
+            let leased = self.locations[job.read].lease_expires_at;
+            if node_reads.link.engine() == EngineKind::Ucx
+                && leased.is_none_or(|until| until <= SystemClock.now())
+            {
                 self.outcomes[job.read] = Outcome::Stale;
                 continue;
             }
-            lot.sent.push((index, replica));
+            node_reads.sent.push((index, replica));
         }
-        lots.retain(|lot| !lot.sent.is_empty());
-        lots
+        per_node.retain(|node_reads| !node_reads.sent.is_empty());
+        per_node
     }
 
-    /// Moves the bytes.
-    fn send(&self, lots: &[Lot], spaces: &mut [Space<'_>]) -> Vec<Fate> {
-        let mut lent: Vec<Option<&mut Space<'_>>> = spaces.iter_mut().map(Some).collect();
-        let mut batches: Vec<Batch<'_, '_>> = lots
+    /// Transfers the bytes.
+    fn send(&self, per_node: &[NodeReads], buffers: &mut [StripeBuffer<'_>]) -> Vec<ReadResult> {
+        let mut unused: Vec<Option<&mut StripeBuffer<'_>>> = buffers.iter_mut().map(Some).collect();
+        let mut batches: Vec<Batch<'_, '_>> = per_node
             .iter()
-            .map(|lot| {
+            .map(|node_reads| {
                 let op = |&(job, replica): &(usize, usize)| {
-                    let space = lent[job].take().expect("a job is in one lot");
-                    self.op(job, replica, space.into, &mut space.digests)
+                    let buffer = unused[job].take().expect("a stripe read goes to one node");
+                    self.op(job, replica, buffer.into, &mut buffer.digests)
                 };
-                Batch::new(&*lot.link, lot.sent.iter().map(op).collect())
+                Batch::new(&*node_reads.link, node_reads.sent.iter().map(op).collect())
             })
             .collect();
-        let hedge = match (&mut batches[..], lots) {
-            ([batch], [lot]) => self.hedged(batch, lot),
+        let hedge = match (&mut batches[..], per_node) {
+            ([batch], [node_reads]) => self.hedged(batch, node_reads),
             (batches, _) => {
-                run_together(batches, self.deadline);
+                run_batches(batches, self.deadline);
                 None
             }
         };
-        let mut fates: Vec<Fate> = Vec::new();
-        for (lot, batch) in lots.iter().zip(&batches) {
-            fates.extend(fates_of(lot, batch));
-            if batch.result.as_ref().is_some_and(|result| result.as_ref().is_err_and(is_of_connection)) {
-                lot.node.suspect();
+        let mut results: Vec<ReadResult> = Vec::new();
+        for (node_reads, batch) in per_node.iter().zip(&batches) {
+            results.extend(results_of(node_reads, batch));
+            if batch.result.as_ref().is_some_and(|result| result.as_ref().is_err_and(is_connection_error)) {
+                node_reads.node.suspect();
             }
         }
         drop(batches);
         if let Some(hedge) = hedge {
-            for (fate, scratch) in fates.iter_mut().zip(hedge.scratch) {
-                spaces[fate.job].into.copy_from_slice(&scratch.bytes);
-                spaces[fate.job].digests = scratch.digests;
-                *fate = Fate { job: fate.job, replica: scratch.replica, node: hedge.node, result: Ok(()) };
+            for (read_result, scratch) in results.iter_mut().zip(hedge.scratch) {
+                buffers[read_result.job].into.copy_from_slice(&scratch.bytes);
+                buffers[read_result.job].digests = scratch.digests;
+                *read_result = ReadResult {
+                    job: read_result.job,
+                    replica: scratch.replica,
+                    node: hedge.node,
+                    result: Ok(()),
+                };
             }
         }
-        fates
+        results
     }
 
     fn op<'m>(&self, job: usize, replica: usize, into: &'m mut [u8], digests: &'m mut [u64]) -> Op<'m> {
-        let (placed, stripe) = (&self.placed[self.jobs[job].read], self.jobs[job].stripe);
-        let handle = placed.handle(replica, stripe);
-        let op = Op::get(Target::of(handle, placed.id(), placed.epoch()), 0, into);
-        if placed.is_digestless() {
+        let (location, stripe) = (&self.locations[self.jobs[job].read], self.jobs[job].stripe);
+        let handle = location.handle(replica, stripe);
+        let op = Op::get(Target::of(handle, location.id(), location.epoch()), 0, into);
+        if location.is_digestless() {
             return op;
         }
-        op.digested(placed.digest_context(handle), digests).expect("a whole stripe is whole pages")
+        op.digested(location.digest_context(handle), digests).expect("a whole stripe is whole pages")
     }
 
-    /// Runs one lot, and asks a second replica if the first takes too long. What the second gave, if it was first.
-    fn hedged(&self, batch: &mut Batch<'_, '_>, lot: &Lot) -> Option<Hedged> {
+    /// Runs the reads of one node, and reads from a second node if the first takes too long. Returns the result of the
+    /// second node if it was faster.
+    fn hedged(&self, batch: &mut Batch<'_, '_>, node_reads: &NodeReads) -> Option<HedgeResult> {
         let store = self.store;
         let bytes: u64 = batch.ops.iter().map(|op| op.core().len()).sum();
-        let patience = match store.config().hedge {
+        let delay = match store.config().hedge {
             Hedge::Off => None,
-            Hedge::Adaptive => Some(store.hedge.lock().patience(bytes)),
-            Hedge::After(patience) => Some(patience),
+            Hedge::Adaptive => Some(store.hedge.lock().delay(bytes)),
+            Hedge::After(delay) => Some(delay),
         };
         let started = Instant::now();
-        let second = patience.and_then(|patience| Some((started + patience, self.second_choice(lot)?)));
-        let Some((impatient, (node, replicas))) = second else {
-            run_together(std::slice::from_mut(batch), self.deadline);
+        let second = delay.and_then(|delay| Some((started + delay, self.second_choice(node_reads)?)));
+        let Some((hedge_at, (node, replicas))) = second else {
+            run_batches(std::slice::from_mut(batch), self.deadline);
             if batch.result.as_ref().is_some_and(Result::is_ok) {
                 store.hedge.lock().observe(bytes, started.elapsed());
             }
@@ -344,42 +357,42 @@ impl Round<'_> {
         };
         let mut scratch: Vec<Scratch> = Vec::new();
         let mut link: Option<Arc<dyn Link>> = None;
-        let (scratch_place, link_place) = (&mut scratch, &mut link);
+        let (scratch_out, link_out) = (&mut scratch, &mut link);
         let (winner, other) = run_hedged(
             batch,
-            impatient,
+            hedge_at,
             move || {
                 if !store.budget.lock().spend() {
                     return None;
                 }
-                // Nobody waits for a connection while the first may be done any moment.
+                // Do not wait for a connection while the first node may finish any moment.
                 let reached = store.nodes.get(node)?.open_link()?;
                 if reached.engine() == EngineKind::Ucx {
-                    return None; // its lease may end while it is waited for
+                    return None; // the lease may expire during the wait
                 }
                 store.metrics.hedges.inc();
                 let scratch = |(&(job, _), &replica): (&(usize, usize), &usize)| {
                     let len =
-                        self.placed[self.jobs[job].read].handle(replica, self.jobs[job].stripe).stripe_len;
+                        self.locations[self.jobs[job].read].handle(replica, self.jobs[job].stripe).stripe_len;
                     let pages = len.div_ceil(PAGE_BYTES) as usize;
                     Scratch { replica, bytes: vec![0; len as usize], digests: vec![0; pages] }
                 };
-                *scratch_place = lot.sent.iter().zip(&replicas).map(scratch).collect();
-                let ops = lot.sent.iter().zip(scratch_place.iter_mut()).map(|(&(job, _), scratch)| {
+                *scratch_out = node_reads.sent.iter().zip(&replicas).map(scratch).collect();
+                let ops = node_reads.sent.iter().zip(scratch_out.iter_mut()).map(|(&(job, _), scratch)| {
                     self.op(job, scratch.replica, &mut scratch.bytes, &mut scratch.digests)
                 });
                 let ops = ops.collect();
-                Some(Batch::new(&**link_place.insert(reached), ops))
+                Some(Batch::new(&**link_out.insert(reached), ops))
             },
             self.deadline,
         );
-        let all_well = |batch: &Batch<'_, '_>| batch.ops.iter().all(|op| op.outcome() == Some(Ok(())));
-        let won = winner == Winner::Second && other.as_ref().is_some_and(all_well);
+        let all_ok = |batch: &Batch<'_, '_>| batch.ops.iter().all(|op| op.outcome() == Some(Ok(())));
+        let won = winner == Winner::Second && other.as_ref().is_some_and(all_ok);
         drop(other);
         if won {
-            lot.node.was_slow();
+            node_reads.node.mark_slow();
             store.metrics.hedges_won.inc();
-            return Some(Hedged { node, scratch });
+            return Some(HedgeResult { node, scratch });
         }
         if winner == Winner::First && batch.result.as_ref().is_some_and(Result::is_ok) {
             store.hedge.lock().observe(bytes, started.elapsed());
@@ -387,52 +400,53 @@ impl Round<'_> {
         None
     }
 
-    /// Another node that has all stripes of a lot, and its replicas.
-    fn second_choice(&self, lot: &Lot) -> Option<(NodeId, Vec<usize>)> {
-        if lot.link.engine() == EngineKind::Shm {
+    /// Returns another node that has all stripes of these reads, and the replicas there.
+    fn second_choice(&self, node_reads: &NodeReads) -> Option<(NodeId, Vec<usize>)> {
+        if node_reads.link.engine() == EngineKind::Shm {
             return None; // nothing to wait for
         }
         let choice = |&(job, _): &(usize, usize)| {
             let job = &self.jobs[job];
             let &replica = job.replicas.get(job.next)?;
-            Some((self.placed[job.read].handle(replica, job.stripe).node, replica))
+            Some((self.locations[job.read].handle(replica, job.stripe).node, replica))
         };
-        let choices: Vec<(NodeId, usize)> = lot.sent.iter().map(choice).collect::<Option<_>>()?;
+        let choices: Vec<(NodeId, usize)> = node_reads.sent.iter().map(choice).collect::<Option<_>>()?;
         let node = choices.first()?.0;
-        let alike = node != lot.node.info.node && choices.iter().all(|(other, _)| *other == node);
-        alike.then(|| (node, choices.into_iter().map(|(_, replica)| replica).collect()))
+        let is_other_node =
+            node != node_reads.node.info.node && choices.iter().all(|(other, _)| *other == node);
+        is_other_node.then(|| (node, choices.into_iter().map(|(_, replica)| replica).collect()))
     }
 
-    /// Takes in what became of a job: done if its digests are right.
-    fn judge(&mut self, fate: Fate, spaces: &[Space<'_>]) {
-        let Fate { job, replica, node, result } = fate;
+    /// Records the result of a stripe read: it is done if its digests match.
+    fn record_result(&mut self, read_result: ReadResult, buffers: &[StripeBuffer<'_>]) {
+        let ReadResult { job, replica, node, result } = read_result;
         let job = &mut self.jobs[job];
-        let placed = &self.placed[job.read];
-        let handle = placed.handle(replica, job.stripe);
+        let location = &self.locations[job.read];
+        let handle = location.handle(replica, job.stripe);
         match result {
             Ok(()) => {
-                let digests = spaces[fate.job].digests.iter().copied();
-                if placed.is_digestless()
-                    || moontide_types::planted("digest-unchecked")
-                    || placed.digest_context(handle).root_of(digests) == handle.stripe_root
+                let digests = buffers[read_result.job].digests.iter().copied();
+                if location.is_digestless()
+                    || moontide_rt::mutation_enabled("digest-unchecked")
+                    || location.digest_context(handle).root_of(digests) == handle.stripe_root
                 {
                     job.done = true;
                     job.from_disk = handle.medium == Medium::Disk;
                     return;
                 }
                 self.store.metrics.corrupt.inc();
-                tracing::warn!(node = node.0, "bytes do not match their digest; not returned");
+                tracing::warn!(%node, "bytes mismatch their digest; not returned");
                 job.corrupt.push(node);
             }
-            // A cache that cannot read its disk has lost something, and is not out of order.
-            Err(error) if is_of_disk(error.code()) && handle.medium == Medium::Disk => {
-                job.hurt_disk = true;
+            // A cache entry that the disk cannot read is a miss, not a failure.
+            Err(error) if is_disk_error(error.code()) && handle.medium == Medium::Disk => {
+                job.disk_failed = true;
                 job.last = Some(error);
             }
-            Err(error) => match judge(error.code()) {
-                Verdict::Stale => self.outcomes[job.read] = Outcome::Stale,
-                Verdict::Final => self.outcomes[job.read] = Outcome::Failed(error),
-                Verdict::Elsewhere => {
+            Err(error) => match classify(error.code()) {
+                RetryDecision::Relookup => self.outcomes[job.read] = Outcome::Stale,
+                RetryDecision::Final => self.outcomes[job.read] = Outcome::Failed(error),
+                RetryDecision::OtherReplica => {
                     if error.code() == ErrorCode::StaleSession
                         && let Some(node) = self.store.nodes.get(node)
                     {
@@ -445,26 +459,26 @@ impl Round<'_> {
     }
 }
 
-impl Job {
-    /// No replica is left.
+impl StripeRead {
+    /// Returns the outcome when no replica is left.
     fn exhausted(&mut self) -> Outcome {
         if !self.corrupt.is_empty() {
             return Outcome::Failed(StoreError::Corrupt { nodes: std::mem::take(&mut self.corrupt) });
         }
         let last = self.last.take().unwrap_or(StoreError::refused(ErrorCode::Unreachable));
-        if self.hurt_disk && is_of_disk(last.code()) { Outcome::Lost } else { Outcome::Failed(last) }
+        if self.disk_failed && is_disk_error(last.code()) { Outcome::Lost } else { Outcome::Failed(last) }
     }
 }
 
-/// Whether a node says that its disk, or what was on it, is damaged.
-pub(crate) fn is_of_disk(code: ErrorCode) -> bool {
+/// Returns whether the code means a failed disk or a corrupt record on it.
+pub(crate) fn is_disk_error(code: ErrorCode) -> bool {
     matches!(code, ErrorCode::DiskError | ErrorCode::DiskFull | ErrorCode::Corrupt)
 }
 
-/// What a second replica gave.
-struct Hedged {
+/// Result of a hedge.
+struct HedgeResult {
     node: NodeId,
-    /// One for each job of the lot.
+    /// One for each stripe read of the node.
     scratch: Vec<Scratch>,
 }
 
@@ -474,16 +488,16 @@ struct Scratch {
     digests: Vec<u64>,
 }
 
-fn fates_of(lot: &Lot, batch: &Batch<'_, '_>) -> Vec<Fate> {
-    let node = lot.node.info.node;
-    let fate = |(&(job, replica), op): (&(usize, usize), &Op<'_>)| {
+fn results_of(node_reads: &NodeReads, batch: &Batch<'_, '_>) -> Vec<ReadResult> {
+    let node = node_reads.node.info.node;
+    let read_result = |(&(job, replica), op): (&(usize, usize), &Op<'_>)| {
         let result = match (op.outcome(), &batch.result) {
             (Some(Ok(())), _) => Ok(()),
             (Some(Err(code)), _) => Err(StoreError::refused(code)),
             (None, Some(Err(source))) => Err(StoreError::Node { node, source: source.clone() }),
             (None, _) => Err(StoreError::refused(ErrorCode::Internal)),
         };
-        Fate { job, replica, node, result }
+        ReadResult { job, replica, node, result }
     };
-    lot.sent.iter().zip(&batch.ops).map(fate).collect()
+    node_reads.sent.iter().zip(&batch.ops).map(read_result).collect()
 }

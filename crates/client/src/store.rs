@@ -1,11 +1,11 @@
-//! [`Store`]: what an application holds. Here is what all calls share; the calls are in `get`, `range`, `put`, `plan`
-//! and `operate`.
+//! [`Store`]: handle of an application. This file holds what all calls share; the calls are in `get`, `range`, `put`,
+//! `write_plan` and `metadata`.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use moontide_proto::convert::{Answer, NodeDetail, NodeDetails, Wire};
+use moontide_proto::convert::{NodeDetail, NodeDirectory, Response, Wire};
 use moontide_proto::v1;
 use moontide_transfer::Metrics as TransferMetrics;
 use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock, TenantGeneration};
@@ -13,27 +13,29 @@ use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::registry::Registry;
 use tracing::{debug, warn};
 
-use crate::cluster::{Cluster, Identity, Master, identity, insisting, spread};
+use crate::cluster::{
+    Cluster, ClusterIdentity, Master, Rounds, identity, next_counter, retry_if_disconnected,
+};
 use crate::config::{KEYS_PER_CALL, StoreConfig};
-use crate::decide::{Backoff, Budget, HedgeTimer, Locations};
 use crate::error::StoreError;
-use crate::flights::Flights;
-use crate::link::{KeyResult, Located};
-use crate::local::Near;
+use crate::link::{KeyResult, LookupEntry};
+use crate::local::LocalNodes;
+use crate::logic::{Budget, HedgeTimer, LocationCache, RETRY_BACKOFF};
 use crate::metrics::StoreMetrics;
 use crate::nodes::{NodeInfo, Nodes};
-use crate::place::Placed;
+use crate::replica_list::ReplicaList;
+use crate::single_flight::SingleFlight;
 
-/// How often the table of nodes is asked for.
-const REFRESH: Duration = Duration::from_secs(2);
+/// Interval of the background refresh of the node list.
+const NODES_REFRESH_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The table is not asked for more often than this, however many nodes are unknown.
+/// Shortest interval between refreshes of the node list, however many nodes are unknown.
 const REFRESH_MIN: Duration = Duration::from_millis(50);
 
-/// Parts of the memory of places, each behind a lock of its own.
+/// Shards of the location cache, each with its own lock.
 const SHARDS: usize = 16;
 
-/// How often a look-up that is told to come again does.
+/// Attempts of a look-up that gets `Retry`.
 const LOOKUPS_MAX: usize = 8;
 
 fn node_info(detail: &NodeDetail<'_>) -> NodeInfo {
@@ -46,11 +48,11 @@ fn node_info(detail: &NodeDetail<'_>) -> NodeInfo {
     }
 }
 
-/// What a fetch gives.
+/// Result of a fetch.
 pub(crate) type Fetched = Result<Option<Bytes>, StoreError>;
 
-/// A store, for threads. Clones share everything. Calls wait; do not call them on a task of a runtime, which has
-/// [`AsyncStore`](crate::AsyncStore).
+/// Store with blocking calls. Clones share everything. Tasks of an async runtime use [`AsyncStore`](crate::AsyncStore)
+/// instead.
 #[derive(Clone, Debug)]
 pub struct Store {
     pub(crate) inner: Arc<Inner>,
@@ -58,12 +60,12 @@ pub struct Store {
 
 #[derive(Debug)]
 pub(crate) struct Inner {
-    me: Weak<Inner>,
+    self_weak: Weak<Inner>,
     pub(crate) cluster: Cluster,
     pub(crate) nodes: Nodes,
-    pub(crate) near: Near,
-    locations: Vec<Mutex<Locations<Arc<Placed>>>>,
-    pub(crate) flights: Flights<ObjectId, Fetched>,
+    pub(crate) local_nodes: LocalNodes,
+    locations: Vec<Mutex<LocationCache<Arc<ReplicaList>>>>,
+    pub(crate) single_flight: SingleFlight<ObjectId, Fetched>,
     pub(crate) budget: Mutex<Budget>,
     pub(crate) hedge: Mutex<HedgeTimer>,
     pub(crate) metrics: StoreMetrics,
@@ -72,19 +74,20 @@ pub(crate) struct Inner {
 }
 
 impl Store {
-    /// Connects. Fails within [`StoreConfig::connect`] if no master answers, saying where and what to do.
+    /// Connects. Fails within [`StoreConfig::connect_timeout`] if no master responds; the error names the address and a
+    /// remedy.
     pub fn connect(config: StoreConfig) -> Result<Store, StoreError> {
         let (cluster, identity) = Cluster::connect(config)?;
         let transfer_metrics = TransferMetrics::new();
         let nodes = Nodes::new(&cluster.config, cluster.caller.0, Arc::clone(&transfer_metrics));
-        let per_shard = cluster.config.locations.div_ceil(SHARDS);
+        let per_shard = cluster.config.location_cache_entries.div_ceil(SHARDS);
         let metrics = StoreMetrics::default();
-        let inner = Arc::new_cyclic(|me| Inner {
-            me: Weak::clone(me),
+        let inner = Arc::new_cyclic(|self_weak| Inner {
+            self_weak: Weak::clone(self_weak),
             nodes,
-            near: Near::new(identity, metrics.clone()),
-            locations: (0..SHARDS).map(|_| Mutex::new(Locations::new(per_shard))).collect(),
-            flights: Flights::default(),
+            local_nodes: LocalNodes::new(identity, metrics.clone()),
+            locations: (0..SHARDS).map(|_| Mutex::new(LocationCache::new(per_shard))).collect(),
+            single_flight: SingleFlight::default(),
             budget: Mutex::default(),
             hedge: Mutex::default(),
             metrics,
@@ -93,22 +96,22 @@ impl Store {
             cluster,
         });
         inner.refresh_nodes(inner.deadline())?;
-        inner.keep_fresh();
+        inner.spawn_refresh();
         Ok(Store { inner })
     }
 
-    /// What this store counts.
+    /// Returns the counters of this store.
     pub fn metrics(&self) -> &StoreMetrics {
         &self.inner.metrics
     }
 
-    /// Adds its counters, and those of its transfers, to a registry.
+    /// Adds the counters of this store and of its transfers to a registry.
     pub fn register_metrics(&self, registry: &mut Registry) {
         self.inner.metrics.register(registry);
         self.inner.transfer_metrics.register(registry);
     }
 
-    /// The nodes that are registered now.
+    /// Returns the registered nodes.
     pub fn nodes(&self) -> Result<Vec<NodeInfo>, StoreError> {
         self.inner.refresh_nodes(self.inner.deadline())?;
         Ok(self.inner.nodes.all())
@@ -120,32 +123,32 @@ impl Inner {
         &self.cluster.config
     }
 
-    /// When a call that starts now ends.
+    /// Returns the deadline of a call that starts now.
     pub(crate) fn deadline(&self) -> Instant {
-        Instant::now() + self.config().deadline
+        Instant::now() + self.config().timeout
     }
 
-    pub(crate) fn too_late(&self) -> StoreError {
-        StoreError::Deadline { deadline_ms: self.config().deadline.as_millis() as u64 }
+    pub(crate) fn timeout_error(&self) -> StoreError {
+        StoreError::Deadline { deadline_ms: self.config().timeout.as_millis() as u64 }
     }
 
     // ------------------------------------------------------------------------------------------------ the cluster
 
-    /// Asks who is there, unless that was done a moment ago.
+    /// Refreshes the node list, unless it was refreshed within [`REFRESH_MIN`].
     pub(crate) fn refresh_nodes(&self, deadline: Instant) -> Result<(), StoreError> {
-        let refreshed = self.refreshed.lock();
+        let refreshed = self.refreshed.try_lock_until(deadline).ok_or_else(|| self.timeout_error())?;
         if refreshed.is_some_and(|last| last.elapsed() < REFRESH_MIN) {
             return Ok(());
         }
         self.refresh(refreshed, deadline)
     }
 
-    /// As [`Inner::refresh_nodes`], for somebody who knows that what was heard before is not right any more.
-    pub(crate) fn refresh_nodes_anew(&self, deadline: Instant) -> Result<(), StoreError> {
-        let asked = Instant::now();
-        let refreshed = self.refreshed.lock();
-        if refreshed.is_some_and(|last| last >= asked) {
-            return Ok(()); // somebody else did while we waited
+    /// As [`Inner::refresh_nodes`], for callers that know the list to be stale: waits out [`REFRESH_MIN`].
+    pub(crate) fn refresh_nodes_now(&self, deadline: Instant) -> Result<(), StoreError> {
+        let called_at = Instant::now();
+        let refreshed = self.refreshed.try_lock_until(deadline).ok_or_else(|| self.timeout_error())?;
+        if refreshed.is_some_and(|last| last >= called_at) {
+            return Ok(()); // another thread refreshed while this one waited
         }
         if let Some(pause) = refreshed.and_then(|last| REFRESH_MIN.checked_sub(last.elapsed())) {
             std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
@@ -159,35 +162,36 @@ impl Inner {
         deadline: Instant,
     ) -> Result<(), StoreError> {
         let context = self.cluster.context(deadline).to_wire();
-        let answers = self.cluster.call_each(deadline, |mut master| {
+        let responses = self.cluster.call_any(deadline, |mut master| {
             let context = Some(context.clone());
             async move { master.get_nodes(v1::GetNodesRequest { context }).await }
         });
         let (mut messages, mut failed) = (vec![], None);
-        for answer in answers {
-            match answer {
+        for response in responses {
+            match response {
                 Ok(message) => messages.push(message),
                 Err(error) => failed = Some(error),
             }
         }
-        // A master that has gone is somebody else's business: the others know the same nodes.
+        // One response is enough: all masters know the same nodes.
         if messages.is_empty() {
-            self.cluster.look(self.cluster.masters().version(), deadline);
+            self.cluster.refresh_map(self.cluster.masters().version(), deadline);
             return Err(failed.unwrap_or_else(|| StoreError::refused(ErrorCode::WrongMaster)));
         }
-        self.take_nodes(&messages)?;
+        self.merge_nodes(&messages)?;
         *refreshed = Some(Instant::now());
         Ok(())
     }
 
-    /// What the masters said about nodes, all together.
-    fn take_nodes(&self, messages: &[v1::GetNodesResponse]) -> Result<(), StoreError> {
+    /// Merges the responses of the masters into the node list.
+    fn merge_nodes(&self, messages: &[v1::GetNodesResponse]) -> Result<(), StoreError> {
         let mut nodes: Vec<NodeInfo> = vec![];
         let mut generation = TenantGeneration(0);
         for message in messages {
-            let answer = Answer::<NodeDetails<'_>>::from_wire(message).map_err(StoreError::Answer)?;
-            generation = generation.max(answer.context().tenant_generation);
-            let details = answer
+            let response =
+                Response::<NodeDirectory<'_>>::from_wire(message).map_err(StoreError::InvalidResponse)?;
+            generation = generation.max(response.context().tenant_generation);
+            let details = response
                 .into_result()
                 .map_err(|context| StoreError::refused(context.code.unwrap_or(ErrorCode::Internal)))?;
             nodes.extend(details.nodes.iter().map(node_info));
@@ -195,67 +199,69 @@ impl Inner {
         nodes.sort_by_key(|node| node.node);
         nodes.dedup_by_key(|node| node.node);
         let heaps = self.nodes.update(nodes);
-        self.near.set_heaps(heaps);
+        self.local_nodes.set_heaps(heaps);
         self.learn_generation(generation);
         Ok(())
     }
 
-    /// Everything of the tenant was removed, by whomever: ids of before mean nothing any more.
+    /// Adopts a newer tenant generation: all objects of the tenant were removed, and ids of older generations are
+    /// invalid.
     pub(crate) fn learn_generation(&self, generation: TenantGeneration) {
-        let identity = self.near.identity();
+        let identity = self.local_nodes.identity();
         if generation > identity.generation {
-            self.near.set_identity(Identity { generation, ..(*identity).clone() });
+            self.local_nodes.set_identity(ClusterIdentity { generation, ..(*identity).clone() });
             self.locations.iter().for_each(|shard| shard.lock().clear());
         }
     }
 
-    /// Keeps the table of nodes fresh as long as somebody holds the store.
-    fn keep_fresh(self: &Arc<Self>) {
+    /// Refreshes the node list in the background while the store exists.
+    fn spawn_refresh(self: &Arc<Self>) {
         let weak = Arc::downgrade(self);
         self.cluster.spawn(async move {
-            for turn in 0usize.. {
-                tokio::time::sleep(REFRESH).await;
+            for round in 0usize.. {
+                tokio::time::sleep(NODES_REFRESH_INTERVAL).await;
                 let Some(store) = weak.upgrade() else { return };
-                let context = Some(store.cluster.context(Instant::now() + REFRESH).to_wire());
-                // Those that host groups know the same nodes: one is asked, each in turn.
+                let context = Some(store.cluster.context(Instant::now() + NODES_REFRESH_INTERVAL).to_wire());
+                // Masters with groups know the same nodes: ask one of them per round, in turn.
                 let mut clients = store.cluster.clients();
-                let several = !store.cluster.is_alone();
-                // Not held while waiting: the last holder must be able to let go.
+                let several = !store.cluster.is_single_master();
+                // Not held while waiting, so that the last handle can be dropped.
                 drop(store);
                 if clients.is_empty() {
                     continue;
                 }
-                let mut master = clients.swap_remove(turn % clients.len());
+                let mut master = clients.swap_remove(round % clients.len());
                 let request = v1::GetNodesRequest { context: context.clone() };
-                let nodes = match tokio::time::timeout(REFRESH, master.get_nodes(request)).await {
-                    Ok(Ok(message)) => message.into_inner(),
-                    Ok(Err(status)) => {
-                        debug!(%status, "the table of nodes was not answered");
-                        continue;
-                    }
-                    Err(_) => {
-                        debug!("the table of nodes was not answered in time");
-                        continue;
-                    }
-                };
+                let nodes =
+                    match tokio::time::timeout(NODES_REFRESH_INTERVAL, master.get_nodes(request)).await {
+                        Ok(Ok(message)) => message.into_inner(),
+                        Ok(Err(status)) => {
+                            debug!(%status, "refresh of the node list failed");
+                            continue;
+                        }
+                        Err(_) => {
+                            debug!("refresh of the node list timed out");
+                            continue;
+                        }
+                    };
                 let mut map = None;
                 if several {
-                    let asked = master.get_group_map(v1::GetGroupMapRequest { context });
-                    if let Ok(Ok(message)) = tokio::time::timeout(REFRESH, asked).await {
+                    let call = master.get_group_map(v1::GetGroupMapRequest { context });
+                    if let Ok(Ok(message)) = tokio::time::timeout(NODES_REFRESH_INTERVAL, call).await {
                         map = message.into_inner().map;
                     }
                 }
                 let Some(store) = weak.upgrade() else { return };
-                // Joining memory waits for a node: not on the runtime's thread.
+                // Mapping memory waits for a node: keep it off the runtime's thread.
                 let done = tokio::task::spawn_blocking(move || {
-                    map.iter().for_each(|map| store.cluster.heard_of(map));
+                    map.iter().for_each(|map| store.cluster.observe_map(map));
                     if several && nodes.nodes.len() < store.nodes.count() {
-                        // A node may have left; or this master has not heard of all of them yet.
-                        if let Err(error) = store.refresh_nodes_anew(store.deadline()) {
-                            debug!(%error, "the table of nodes is not known");
+                        // A node may have left, or this master does not know all nodes yet.
+                        if let Err(error) = store.refresh_nodes_now(store.deadline()) {
+                            debug!(%error, "refresh of the node list failed");
                         }
-                    } else if let Err(error) = store.take_nodes(&[nodes]) {
-                        debug!(%error, "the table of nodes was not understood");
+                    } else if let Err(error) = store.merge_nodes(&[nodes]) {
+                        debug!(%error, "invalid node list ignored");
                     }
                 });
                 let _ = done.await;
@@ -263,141 +269,156 @@ impl Inner {
         });
     }
 
-    /// The master answers for another cluster than it did: it was started anew, and everything it knew is gone.
+    /// Adopts the identity of another cluster: the master was restarted, and all objects that it knew are lost.
     fn check_identity(&self, id_key: u32) {
-        if self.near.identity().id_key.number() == id_key {
+        if self.local_nodes.identity().id_key.number() == id_key {
             return;
         }
         let Some(mut master) = self.cluster.clients().into_iter().next() else { return };
-        // In the background: whoever noticed it may be a task, and has its answer already.
-        let me = self.me.clone();
-        let context = Some(self.cluster.context(Instant::now() + REFRESH).to_wire());
+        // In the background: the caller may be a task, and its own look-up is already done.
+        let self_weak = self.self_weak.clone();
+        let context = Some(self.cluster.context(Instant::now() + NODES_REFRESH_INTERVAL).to_wire());
         self.cluster.spawn(async move {
-            let asked = master.get_cluster_info(v1::GetClusterInfoRequest { context }).await;
-            let identity = asked.map(|message| identity(message.get_ref()));
-            let Some(store) = me.upgrade() else { return };
+            let response = master.get_cluster_info(v1::GetClusterInfoRequest { context }).await;
+            let identity = response.map(|message| identity(message.get_ref()));
+            let Some(store) = self_weak.upgrade() else { return };
             match identity {
                 Ok(Ok(identity)) => {
-                    let before = store.near.identity().cluster;
-                    warn!(cluster = identity.cluster, before, "the master serves another cluster now");
-                    store.near.set_identity(identity);
+                    let before = store.local_nodes.identity().cluster;
+                    warn!(cluster = identity.cluster, before, "the master now serves another cluster");
+                    store.local_nodes.set_identity(identity);
                     store.locations.iter().for_each(|shard| shard.lock().clear());
                 }
-                Ok(Err(error)) => debug!(%error, "the cluster's identity was not understood"),
-                Err(status) => debug!(%status, "the cluster's identity was not answered"),
+                Ok(Err(error)) => debug!(%error, "invalid cluster identity ignored"),
+                Err(status) => debug!(%status, "refresh of the cluster identity failed"),
             }
         });
     }
 
-    // ---------------------------------------------------------------------------------------------------- places
+    // -------------------------------------------------------------------------------------------------- locations
 
-    fn shard(&self, id: &ObjectId) -> &Mutex<Locations<Arc<Placed>>> {
+    fn shard(&self, id: &ObjectId) -> &Mutex<LocationCache<Arc<ReplicaList>>> {
         &self.locations[usize::from(id.0[0]) % SHARDS]
     }
 
-    /// A place that is remembered.
-    pub(crate) fn remembered(&self, id: &ObjectId) -> Option<Arc<Placed>> {
-        let placed = self.shard(id).lock().get(id)?;
-        self.metrics.locations_used.inc();
-        Some(placed)
+    /// Returns the cached location of an object.
+    pub(crate) fn cached_location(&self, id: &ObjectId) -> Option<Arc<ReplicaList>> {
+        let location = self.shard(id).lock().get(id)?;
+        self.metrics.location_cache_hits.inc();
+        Some(location)
     }
 
-    /// Remembers a place. Not that of an empty object: nobody would notice that it has gone. Nor one on disk: the master
-    /// brings back into memory what it is asked for again.
-    pub(crate) fn remember(&self, placed: &Arc<Placed>) {
-        if placed.len() > 0 && !placed.is_on_disk(0) {
-            self.shard(&placed.id()).lock().put(placed.id(), Arc::clone(placed));
+    /// Caches a location. Skips empty objects, whose removal no read would detect, and objects on disk, which the
+    /// master promotes to memory on another look-up.
+    pub(crate) fn cache_location(&self, location: &Arc<ReplicaList>) {
+        if location.len() > 0 && !location.is_on_disk(0) {
+            self.shard(&location.id()).lock().put(location.id(), Arc::clone(location));
         }
     }
 
-    /// A place was not right any more.
-    pub(crate) fn forget(&self, placed: &Arc<Placed>) {
-        self.metrics.locations_stale.inc();
-        self.shard(&placed.id()).lock().forget_if(&placed.id(), |other| other.epoch() == placed.epoch());
+    /// Removes a stale location from the cache.
+    pub(crate) fn invalidate_location(&self, location: &Arc<ReplicaList>) {
+        self.metrics.location_cache_stale.inc();
+        self.shard(&location.id())
+            .lock()
+            .forget_if(&location.id(), |other| other.epoch() == location.epoch());
     }
 
-    /// Whatever is remembered of an object is not right any more.
+    /// Removes any cached location of an object.
     pub(crate) fn forget_object(&self, id: &ObjectId) {
         self.shard(id).lock().forget_if(id, |_| true);
     }
 
-    /// Asks the master where objects are, one answer per key. `None`: it is not there, or not complete.
-    pub(crate) fn look_up(
+    /// Looks up locations at the masters; one result per key. `None`: the object does not exist, or is incomplete.
+    pub(crate) fn fetch_locations(
         &self,
         keys: &[Key<'_>],
+        rounds: Rounds,
         deadline: Instant,
-    ) -> Vec<Result<Option<Arc<Placed>>, StoreError>> {
-        let mut answers: Vec<Option<Result<Option<Arc<Placed>>, StoreError>>> = vec![None; keys.len()];
-        let mut backoff = Backoff::default();
+    ) -> Vec<Result<Option<Arc<ReplicaList>>, StoreError>> {
+        let mut results: Vec<Option<Result<Option<Arc<ReplicaList>>, StoreError>>> = vec![None; keys.len()];
+        let mut backoff = RETRY_BACKOFF;
         for attempt in 0..LOOKUPS_MAX {
-            let open: Vec<usize> = (0..keys.len()).filter(|&at| answers[at].is_none()).collect();
+            let open: Vec<usize> = (0..keys.len()).filter(|&at| results[at].is_none()).collect();
             if open.is_empty() || Instant::now() >= deadline {
                 break;
             }
             if attempt > 0 {
-                std::thread::sleep(backoff.pause(Duration::ZERO, spread()));
+                std::thread::sleep(backoff.pause(Duration::ZERO, next_counter()));
             }
             for part in open.chunks(KEYS_PER_CALL) {
-                let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
-                for (&at, found) in part.iter().zip(self.ask(&asked, deadline)) {
-                    answers[at] = match found {
-                        Ok(found) => self.understood(found),
+                let part_keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                for (&at, found) in part.iter().zip(self.lookup(&part_keys, rounds, deadline)) {
+                    results[at] = match found {
+                        Ok(found) => self.parse_lookup(found),
                         Err(error) => Some(Err(error)),
                     };
                 }
             }
         }
-        let late = || Err(StoreError::refused(ErrorCode::Retry));
-        answers.into_iter().map(|answer| answer.unwrap_or_else(late)).collect()
+        let retry = || Err(StoreError::refused(ErrorCode::Retry));
+        results.into_iter().map(|result| result.unwrap_or_else(retry)).collect()
     }
 
-    /// One call to each master that knows of some of the keys.
-    fn ask(&self, keys: &[Key<'_>], deadline: Instant) -> Vec<Result<KeyResult<Located>, StoreError>> {
+    /// Makes one call to each master that hosts a group of the keys.
+    fn lookup(
+        &self,
+        keys: &[Key<'_>],
+        rounds: Rounds,
+        deadline: Instant,
+    ) -> Vec<Result<KeyResult<LookupEntry>, StoreError>> {
         let tenant = self.cluster.tenant();
-        self.cluster.route(
+        self.cluster.route_rounds(
+            rounds,
             keys.len(),
             deadline,
-            |at| self.near.id(tenant, keys[at]),
+            |at| self.local_nodes.id(tenant, keys[at]),
             |master, part| {
-                let asked: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
-                self.ask_at(master, &asked)
+                let part_keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                self.lookup_at(master, &part_keys, deadline)
             },
         )
     }
 
-    /// One call. A single key travels with those of other threads.
-    fn ask_at(&self, master: &Master, keys: &[Key<'_>]) -> Result<Vec<KeyResult<Located>>, StoreError> {
+    /// Makes one call. A single key is batched with those of other threads.
+    fn lookup_at(
+        &self,
+        master: &Master,
+        keys: &[Key<'_>],
+        deadline: Instant,
+    ) -> Result<Vec<KeyResult<LookupEntry>>, StoreError> {
         let (tenant, lease_ms) = (self.cluster.tenant(), self.config().lease_ms());
-        let link = master.link(&self.cluster)?;
+        let (link, until) = (master.link(&self.cluster, deadline)?, Some(deadline));
         if let &[key] = keys {
-            return Ok(vec![insisting(|| link.lookup_one(tenant, key, lease_ms))?]);
+            let found = retry_if_disconnected(|| link.lookup_one_until(tenant, key, lease_ms, until))?;
+            return Ok(vec![found]);
         }
-        let reply = insisting(|| link.lookup(tenant, keys, lease_ms, false))?;
+        let reply = retry_if_disconnected(|| link.lookup_until(tenant, keys, lease_ms, false, until))?;
         let replicas = reply.replicas()?;
         let each = replicas.list.iter().map(|(object, handles)| match object.code {
             Some(code) => Err(code),
-            None => Ok(Located { object, handles: handles.iter().collect() }),
+            None => Ok(LookupEntry { object, handles: handles.iter().collect() }),
         });
         Ok(each.collect())
     }
 
-    /// What an answer means; `None`: ask again.
-    pub(crate) fn understood(
+    /// Converts an entry of a look-up and caches it. `None`: retry.
+    pub(crate) fn parse_lookup(
         &self,
-        found: KeyResult<Located>,
-    ) -> Option<Result<Option<Arc<Placed>>, StoreError>> {
+        found: KeyResult<LookupEntry>,
+    ) -> Option<Result<Option<Arc<ReplicaList>>, StoreError>> {
         match found {
-            Ok(located) => {
-                self.check_identity(located.object.id_key);
-                self.learn_generation(located.object.tenant_generation);
-                // Counted from now, which is later than the sending: shortened by a part for that.
-                let lease = Duration::from_millis(located.object.window_ms.into()) / 4 * 3;
-                let leased_until = (!lease.is_zero()).then(|| SystemClock.now().after(lease));
-                let placed = Placed::new(located, leased_until).map(Arc::new);
-                if let Ok(placed) = &placed {
-                    self.remember(placed);
+            Ok(entry) => {
+                self.check_identity(entry.object.id_key);
+                self.learn_generation(entry.object.tenant_generation);
+                // The client's clock starts after the master's: keep three quarters of the lease.
+                let lease = Duration::from_millis(entry.object.valid_ms.into()) / 4 * 3;
+                let lease_expires_at = (!lease.is_zero()).then(|| SystemClock.now().after(lease));
+                let location = ReplicaList::new(entry, lease_expires_at).map(Arc::new);
+                if let Ok(location) = &location {
+                    self.cache_location(location);
                 }
-                Some(placed.map(Some))
+                Some(location.map(Some))
             }
             Err(ErrorCode::NotFound | ErrorCode::NotReady | ErrorCode::Gone) => Some(Ok(None)),
             Err(ErrorCode::Retry) => None,

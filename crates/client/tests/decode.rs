@@ -1,7 +1,7 @@
-//! The worked example of the paged cache, as two processes at a real cluster: the second finds what the first has left.
+//! The example of the paged cache as two processes on a real cluster: the second restores the blocks of the first.
 
-#[expect(dead_code, reason = "the example's own door")]
-#[path = "../examples/decode.rs"]
+#[expect(dead_code, reason = "the example has a main function")]
+#[path = "../../../examples/rust/decode.rs"]
 mod decode;
 
 use std::process::Command;
@@ -10,11 +10,11 @@ use std::time::Duration;
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{Node, NodeConfig};
 
-/// Says the master's address to this program when it is started again, as another process.
+/// Environment variable that passes the master's address to the child process.
 const MASTER: &str = "MOONTIDE_DECODE_MASTER";
 
 #[test]
-fn another_process_goes_on_with_what_one_has_left() {
+fn second_process_restores_blocks_saved_by_first() {
     let free = "127.0.0.1:0".parse().unwrap();
     let config =
         MasterConfig { grpc_listen: free, frame_listen: free, admin_listen: free, ..MasterConfig::default() };
@@ -26,24 +26,24 @@ fn another_process_goes_on_with_what_one_has_left() {
 
     let program = std::env::current_exe().unwrap();
     let mut first = Command::new(program);
-    first.args(["--exact", "one_process", "--nocapture"]).env(MASTER, &address);
+    first.args(["--exact", "child", "--nocapture"]).env(MASTER, &address);
     let output = first.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(said.contains("restored 0,"), "{said}");
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{stdout}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(stdout.contains("restored 0,"), "{stdout}");
 
     let again = decode::decode(&address, 24).unwrap();
     // 18 tokens of the prompt: four full blocks.
     assert_eq!(again.restored, 16);
-    assert_eq!(again.answer.len(), 24);
-    let twelve = format!("answer {:?}", &again.answer[..12]);
-    assert!(said.contains(twelve.trim_end_matches(']')), "{said} {twelve}");
+    assert_eq!(again.output.len(), 24);
+    let expected = format!("output {:?}", &again.output[..12]);
+    assert!(stdout.contains(expected.trim_end_matches(']')), "{stdout} {expected}");
 }
 
-/// The first process; does nothing unless it was started by the test above.
+/// The first process; does nothing unless the test above started it.
 #[test]
-fn one_process() {
+fn child() {
     let Ok(master) = std::env::var(MASTER) else { return };
-    let told = decode::decode(&master, 12).unwrap();
-    println!("restored {}, answer {:?}", told.restored, told.answer);
+    let result = decode::decode(&master, 12).unwrap();
+    println!("restored {}, output {:?}", result.restored, result.output);
 }

@@ -1,16 +1,17 @@
-//! A cluster whose nodes have disks: what memory cannot hold is read back from there, by every call, also after a
-//! restart; what was removed is not.
+//! Cluster whose nodes have disks: every read call returns offloaded objects, also after a restart, and no removed
+//! ones.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use moontide_client::{GetInto, Store, StoreConfig};
 use moontide_master::{MasterConfig, Server};
-use moontide_node::{BackendKind, DiskConfig, EngineChoice, Node, NodeConfig};
+use moontide_node::{BackendKind, DiskConfig, IoEngine, Node, NodeConfig};
+use moontide_rt::SplitMix64;
 
 const MIB: usize = 1 << 20;
 
-/// A directory that goes away with its owner.
+/// Temporary directory, removed on drop.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -35,7 +36,7 @@ fn master() -> Server {
         frame_listen: free,
         admin_listen: free,
         groups: 2,
-        reallocate_wait_ms: 0,
+        reallocation_delay_ms: 0,
         ..MasterConfig::default()
     };
     Server::start(config).unwrap()
@@ -62,24 +63,17 @@ fn disk(dir: &Directory, backend: BackendKind) -> DiskConfig {
 
 fn stores(master: &Server) -> [(&'static str, Store); 2] {
     let config = StoreConfig::new(master.addresses().grpc.to_string());
-    let far = StoreConfig { local: false, ..config.clone() };
-    [("near", Store::connect(config).unwrap()), ("far", Store::connect(far).unwrap())]
+    let remote = StoreConfig { shm: false, ..config.clone() };
+    [("local", Store::connect(config).unwrap()), ("remote", Store::connect(remote).unwrap())]
 }
 
 fn content(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        bytes.extend_from_slice(&state.to_le_bytes());
-    }
-    bytes.truncate(len);
+    let mut bytes = vec![0; len];
+    SplitMix64::new(seed).fill(&mut bytes);
     bytes
 }
 
-/// Lengths of the n-th object: around every boundary, 256 KiB on the average.
+/// Length of the n-th object: around every boundary, 256 KiB on average.
 fn len_of(n: u64) -> usize {
     [700 << 10, 1, 4096, 262_144, 262_145, 5_000, 1 << 20, 100_000][(n % 8) as usize]
 }
@@ -102,7 +96,7 @@ fn check(store: &Store, how: &str, objects: impl Iterator<Item = u64>) {
     }
 }
 
-/// Waits until something holds; the test is wrong if it takes long.
+/// Waits until a condition holds; fails after 20 s.
 fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(20);
     while !holds() {
@@ -111,11 +105,11 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-fn fills_restarts_and_removes(backend: BackendKind, engine: EngineChoice) {
+fn fills_restarts_and_removes(backend: BackendKind, engine: IoEngine) {
     let name = format!("{backend}-{engine}");
     let dir = Directory::new(&name);
     let master = master();
-    let disk = DiskConfig { engine, ..disk(&dir, backend) };
+    let disk = DiskConfig { io_engine: engine, ..disk(&dir, backend) };
     // About 96 MiB into 24 MiB.
     let objects = 300;
     let running = node(&master, 24 * MIB, disk.clone());
@@ -124,17 +118,17 @@ fn fills_restarts_and_removes(backend: BackendKind, engine: EngineChoice) {
     fill(&stores[0].1, 0..objects);
     for (how, store) in &stores {
         check(store, how, 0..objects);
-        assert!(store.metrics().stats().hits_disk > 0, "something came from disk, read {how}");
+        assert!(store.metrics().stats().hits_disk > 0, "no get was served from disk, read {how}");
     }
-    let far = &stores[1].1;
+    let remote = &stores[1].1;
     // Batches and ranges.
     for first in (0..objects).step_by(50) {
         let keys: Vec<Vec<u8>> = (first..first + 50).map(key).collect();
-        let mut room: Vec<Vec<u8>> = (first..first + 50).map(|n| vec![0; len_of(n)]).collect();
+        let mut buffers: Vec<Vec<u8>> = (first..first + 50).map(|n| vec![0; len_of(n)]).collect();
         let mut gets: Vec<GetInto<'_>> =
-            keys.iter().zip(&mut room).map(|(key, into)| GetInto { key, into }).collect();
-        let lens = far.get_batch_into(&mut gets);
-        for ((n, len), into) in (first..).zip(lens).zip(&room) {
+            keys.iter().zip(&mut buffers).map(|(key, into)| GetInto { key, into }).collect();
+        let lens = remote.get_batch_into(&mut gets);
+        for ((n, len), into) in (first..).zip(lens).zip(&buffers) {
             assert_eq!(len.unwrap(), Some(len_of(n)), "object {n}");
             assert!(*into == content(n, len_of(n)), "object {n}");
         }
@@ -145,90 +139,90 @@ fn fills_restarts_and_removes(backend: BackendKind, engine: EngineChoice) {
         assert_eq!(store.get_range(&key(n), 300_000, &mut part).unwrap(), Some(1000), "{how}");
         assert_eq!(part, content(n, len_of(n))[300_000..301_000], "{how}");
     }
-    // Some are removed, and the node goes away without a word to say so.
+    // Some objects are removed, then the node is restarted.
     for n in (0..objects).step_by(10) {
-        assert!(far.remove(&key(n), true).unwrap(), "object {n}");
+        assert!(remote.remove(&key(n), true).unwrap(), "object {n}");
     }
     running.shutdown();
     let running = node(&master, 24 * MIB, disk);
-    assert_eq!(running.id(), id, "a node with a disk comes back as the same one");
-    // What was in memory alone is lost; what was on disk is there, and nothing that was removed.
-    let before = far.metrics().stats().hits_disk;
-    let mut there = 0;
-    eventually("the disk is told", || {
-        far.get(&key(1)).is_ok() && far.list(b"object-", b"", 4000).unwrap().keys.len() > 100
+    assert_eq!(running.id(), id, "a node with a disk keeps its id");
+    // Objects only in memory are lost; those on disk exist, except the removed ones.
+    let before = remote.metrics().stats().hits_disk;
+    let mut found = 0;
+    eventually("the disk is reported", || {
+        remote.get(&key(1)).is_ok() && remote.list(b"object-", b"", 4000).unwrap().keys.len() > 100
     });
     std::thread::sleep(Duration::from_millis(300));
     for n in 0..objects {
-        match far.get(&key(n)).unwrap() {
+        match remote.get(&key(n)).unwrap() {
             Some(got) => {
                 assert!(n % 10 != 0, "object {n} was removed");
                 assert!(got == content(n, len_of(n)), "object {n} has other bytes");
-                there += 1;
+                found += 1;
             }
             None => continue,
         }
     }
-    assert!(there >= 150, "only {there} of {objects} came back");
-    assert!(far.metrics().stats().hits_disk > before);
+    assert!(found >= 150, "only {found} of {objects} objects survived");
+    assert!(remote.metrics().stats().hits_disk > before);
     running.shutdown();
 }
 
 #[test]
-fn buckets_by_io_uring_hold_what_memory_cannot() {
-    fills_restarts_and_removes(BackendKind::Bucket, EngineChoice::Uring);
+fn bucket_io_uring_stores_more_than_memory_and_survives_restart() {
+    fills_restarts_and_removes(BackendKind::Bucket, IoEngine::Uring);
 }
 
 #[test]
-fn buckets_by_posix_hold_what_memory_cannot() {
-    fills_restarts_and_removes(BackendKind::Bucket, EngineChoice::Posix);
+fn bucket_posix_stores_more_than_memory_and_survives_restart() {
+    fills_restarts_and_removes(BackendKind::Bucket, IoEngine::Posix);
 }
 
 #[test]
-fn files_hold_what_memory_cannot() {
-    fills_restarts_and_removes(BackendKind::File, EngineChoice::Auto);
+fn file_backend_stores_more_than_memory_and_survives_restart() {
+    fills_restarts_and_removes(BackendKind::File, IoEngine::Auto);
 }
 
 #[test]
-fn one_large_file_holds_what_memory_cannot() {
-    fills_restarts_and_removes(BackendKind::Offset, EngineChoice::Auto);
+fn offset_backend_stores_more_than_memory_and_survives_restart() {
+    fills_restarts_and_removes(BackendKind::Offset, IoEngine::Auto);
 }
 
 #[test]
-fn what_is_read_again_comes_back_to_memory_and_can_be_prefetched() {
+fn reread_and_prefetched_objects_are_promoted_to_memory() {
     let dir = Directory::new("promote");
     let master = master();
     let running = node(&master, 64 * MIB, disk(&dir, BackendKind::Bucket));
     let stores = stores(&master);
-    let far = &stores[1].1;
+    let remote = &stores[1].1;
     for n in 0..100u64 {
-        far.put(&key(n), &content(n, MIB)).unwrap();
+        remote.put(&key(n), &content(n, MIB)).unwrap();
     }
-    // Room in memory, so that something can come back: what is removed was put last, and is in memory.
+    // Free memory for promotions: the removed objects were put last, and are in memory.
     for n in 70..100u64 {
-        assert!(far.remove(&key(n), true).unwrap());
+        assert!(remote.remove(&key(n), true).unwrap());
     }
     let on_disk = |n: u64| {
-        let info = far.stat(&key(n)).unwrap().unwrap();
-        info.stripes.iter().all(|stripe| stripe.medium == moontide_client::Medium::Disk)
+        let info = remote.stat(&key(n)).unwrap().unwrap();
+        info.stripes.iter().all(|stripe| stripe.medium == moontide_types::Medium::Disk)
     };
     let old: Vec<u64> = (0..70).filter(|&n| on_disk(n)).collect();
     assert!(old.len() > 10, "{} objects are on disk", old.len());
-    eventually("an object that is read again comes back to memory", || {
-        assert_eq!(far.get(&key(old[0])).unwrap().unwrap(), content(old[0], MIB));
+    eventually("an object that is read again is promoted", || {
+        assert_eq!(remote.get(&key(old[0])).unwrap().unwrap(), content(old[0], MIB));
         !on_disk(old[0])
     });
-    assert_eq!(far.prefetch(&[&key(old[1]), b"nobody"]).unwrap(), [true, false]);
-    eventually("what is prefetched comes back to memory", || !on_disk(old[1]));
+    assert_eq!(remote.prefetch(&[&key(old[1]), b"missing"]).unwrap(), [true, false]);
+    eventually("a prefetched object is promoted", || !on_disk(old[1]));
     for n in &old {
-        assert_eq!(far.get(&key(*n)).unwrap().unwrap(), content(*n, MIB));
+        assert_eq!(remote.get(&key(*n)).unwrap().unwrap(), content(*n, MIB));
     }
-    // In memory and on disk: a removal takes both.
-    assert!(far.remove(&key(old[0]), true).unwrap());
+    // The object is in memory and on disk: a removal removes both.
+    assert!(remote.remove(&key(old[0]), true).unwrap());
     running.shutdown();
     let running = node(&master, 64 * MIB, disk(&dir, BackendKind::Bucket));
-    eventually("the others are told", || far.exists(&key(old[2])).unwrap());
+    eventually("the other objects are reported", || remote.exists(&key(old[2])).unwrap());
     std::thread::sleep(Duration::from_millis(200));
-    assert!(far.get(&key(old[0])).unwrap().is_none(), "what was removed stays removed");
+    assert!(remote.get(&key(old[0])).unwrap().is_none(), "a removed object exists again");
     running.shutdown();
 }

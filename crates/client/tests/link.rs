@@ -1,4 +1,4 @@
-//! The link for threads, against a master that misbehaves when told to.
+//! The blocking link against a test server with configurable faults.
 
 mod server;
 
@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use moontide_client::{BlockingLink, Known, LinkConfig, LinkError, LinkLoad, ProtocolError};
+use moontide_client::{BlockingLink, LinkConfig, LinkError, LinkLoad, MasterHint, ProtocolError};
 use moontide_proto::convert::{CallerId, OutcomesResponse, RemoveRequest, RequestContext, Wire};
 use moontide_proto::{FrameKind, PackedKeys, PackedKeysBuilder, Token};
-use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, LEASE_MS_MAX};
 use moontide_types::{ErrorCode, Key, MapVersion, Tenant, Term};
 use server::{Greeting, Plan, Server, eventually, id_of, rule};
 
 fn config(server: &Server) -> LinkConfig {
-    // Long enough for a busy machine; tests of deadlines set their own.
-    LinkConfig { deadline_ms: 60_000, ..LinkConfig::new(&server.address, CallerId(7)) }
+    // Long enough for a busy machine; tests of timeouts set their own.
+    LinkConfig { timeout_ms: 60_000, ..LinkConfig::new(&server.address, CallerId(7)) }
 }
 
 fn connect(config: LinkConfig) -> BlockingLink {
@@ -27,7 +27,7 @@ fn key(bytes: &[u8]) -> Key<'_> {
     Key::new(bytes).expect("a key")
 }
 
-/// The key of one call, different from all others; any last byte.
+/// Returns the unique key of a call, with any last byte.
 fn key_of(thread: u64, call: u64) -> [u8; 17] {
     let mut key = [0; 17];
     key[..8].copy_from_slice(&thread.to_le_bytes());
@@ -37,7 +37,7 @@ fn key_of(thread: u64, call: u64) -> [u8; 17] {
 }
 
 #[test]
-fn every_thread_gets_its_own_answers() {
+fn concurrent_threads_get_their_own_replies() {
     const THREADS: u64 = 64;
     const CALLS: u64 = 1600; // × 64 > 100,000
     let server = Server::start();
@@ -50,19 +50,19 @@ fn every_thread_gets_its_own_answers() {
                     let bytes = key_of(thread, call);
                     let key = key(&bytes);
                     if call % 4 == 0 {
-                        let found = link.lookup_one(Tenant::DEFAULT, key, 5).expect("an answer");
+                        let found = link.lookup_one(Tenant::DEFAULT, key, 5).expect("a reply");
                         match (found, rule(key)) {
                             (Ok(found), Ok(true)) => {
-                                assert_eq!(found.object.id, id_of(key), "another caller's answer");
-                                assert_eq!((found.object.window_ms, found.handles.len()), (5, 1));
+                                assert_eq!(found.object.id, id_of(key), "reply of another caller");
+                                assert_eq!((found.object.valid_ms, found.handles.len()), (5, 1));
                             }
                             (Err(code), expected) => {
                                 assert_eq!(code, expected.err().unwrap_or(ErrorCode::NotFound));
                             }
-                            (found, expected) => panic!("{found:?}, {expected:?} is right"),
+                            (found, expected) => panic!("got {found:?}, expected {expected:?}"),
                         }
                     } else {
-                        assert_eq!(link.exist_one(Tenant::DEFAULT, key).expect("an answer"), rule(key));
+                        assert_eq!(link.exist_one(Tenant::DEFAULT, key).expect("a reply"), rule(key));
                     }
                 }
             });
@@ -75,7 +75,7 @@ fn every_thread_gets_its_own_answers() {
 }
 
 #[test]
-fn keys_that_come_meanwhile_leave_in_one_batch() {
+fn keys_queued_while_two_are_in_flight_form_one_batch() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
     let link = connect(config(&server));
@@ -86,8 +86,8 @@ fn keys_that_come_meanwhile_leave_in_one_batch() {
                 assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[i])).unwrap(), rule(key(&[i])))
             });
         }
-        // The first two have left, each alone; the others wait for one of them to come back.
-        eventually("all have come", || link.load() == LinkLoad { in_flight: 2, gathered: 62 });
+        // The first two were sent, each alone; the others wait for a reply.
+        eventually("all keys are queued", || link.load() == LinkLoad { in_flight: 2, queued_keys: 62 });
         eventually("two frames", || server.frames() == 2);
         server.release();
     });
@@ -95,7 +95,7 @@ fn keys_that_come_meanwhile_leave_in_one_batch() {
 }
 
 #[test]
-fn a_lone_caller_waits_for_nobody() {
+fn single_caller_is_not_delayed_by_batching() {
     let server = Server::start();
     let link = connect(config(&server));
     for i in 0..100u8 {
@@ -105,7 +105,7 @@ fn a_lone_caller_waits_for_nobody() {
 }
 
 #[test]
-fn replies_may_come_in_any_order() {
+fn out_of_order_replies_reach_their_callers() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
     let link = connect(config(&server));
@@ -125,11 +125,11 @@ fn replies_may_come_in_any_order() {
 }
 
 #[test]
-fn batches_of_any_size_share_the_connection() {
+fn large_batches_and_single_keys_share_one_connection() {
     let server = Server::start();
     let link = connect(config(&server));
-    // Requests of 2.5 MiB and replies of 0.4 MiB: more than the socket holds, so that writers wait while the
-    // leader reads.
+    // Requests of 2.5 MiB and replies of 0.4 MiB: more than the socket buffer, so that writers wait while the leader
+    // reads.
     let bytes: Vec<[u8; 640]> = (0..BATCH_KEYS_MAX).map(|i| [i as u8; 640]).collect();
     let keys: Vec<Key<'_>> = bytes.iter().map(|bytes| key(bytes)).collect();
     thread::scope(|scope| {
@@ -158,10 +158,10 @@ fn batches_of_any_size_share_the_connection() {
 }
 
 #[test]
-fn any_call_can_be_made() {
+fn generic_call_round_trips_and_zero_timeout_is_rejected() {
     let server = Server::start();
     let link = connect(config(&server));
-    link.set_known(Known { map_version: MapVersion(3), term: Term::new(4).unwrap() });
+    link.set_known(MasterHint { map_version: MapVersion(3), term: Term::new(4).unwrap() });
     let mut packed = PackedKeysBuilder::new();
     [[1], [255], [2]].iter().for_each(|bytes| packed.push(key(bytes)).unwrap());
     let packed = packed.finish();
@@ -172,7 +172,7 @@ fn any_call_can_be_made() {
         term: Term::ZERO,
         caller: CallerId(7),
         session: None,
-        deadline_ms: 60_000,
+        timeout_ms: 60_000,
         token: Token::NONE,
     };
     let remove = RemoveRequest { context, keys: PackedKeys::decode(&packed).unwrap(), force: false };
@@ -180,12 +180,12 @@ fn any_call_can_be_made() {
     let outcomes = OutcomesResponse::from_wire(&reply).unwrap().into_result().unwrap();
     assert!(outcomes.codes.iter().eq([None, Some(ErrorCode::Busy), None]));
 
-    let no_time = RemoveRequest { context: RequestContext { deadline_ms: 0, ..context }, ..remove };
+    let no_time = RemoveRequest { context: RequestContext { timeout_ms: 0, ..context }, ..remove };
     assert_eq!(link.call(&no_time).unwrap_err().code(), ErrorCode::InvalidArgument);
 }
 
 #[test]
-fn what_cannot_be_asked_is_not_sent() {
+fn oversized_request_fails_without_being_sent() {
     let server = Server::start();
     let link = connect(config(&server));
     let lease = link.lookup_one(Tenant::DEFAULT, key(b"a"), LEASE_MS_MAX + 1).unwrap_err();
@@ -197,20 +197,20 @@ fn what_cannot_be_asked_is_not_sent() {
     assert_eq!(server.frames(), 0);
 }
 
-/// Between once and twice the deadline, on all of the threads.
-fn check_kept(deadline: Duration, started: Instant) {
+/// Checks that a call waited between once and twice its timeout.
+fn check_waited(timeout: Duration, started: Instant) {
     let waited = started.elapsed();
-    assert!(waited >= deadline && waited < 2 * deadline, "waited {waited:?}, the deadline is {deadline:?}");
+    assert!(waited >= timeout && waited < 2 * timeout, "waited {waited:?}, the timeout is {timeout:?}");
 }
 
 #[test]
-fn deadlines_are_kept() {
+fn unanswered_calls_time_out_and_keep_connection() {
     let server = Server::start();
     server.set_plan(Plan::Forget);
-    let link = connect(LinkConfig { deadline_ms: 400, ..config(&server) });
-    let deadline = Duration::from_millis(400);
+    let link = connect(LinkConfig { timeout_ms: 400, ..config(&server) });
+    let timeout = Duration::from_millis(400);
     thread::scope(|scope| {
-        // One leads, some are in flight, some are gathered; some batches.
+        // One thread leads, some keys are in flight, some are queued; some calls are batches.
         for i in 0..12u8 {
             let link = &link;
             scope.spawn(move || {
@@ -221,57 +221,57 @@ fn deadlines_are_kept() {
                 };
                 assert!(matches!(error, LinkError::Deadline { deadline_ms: 400, .. }), "{error}");
                 assert_eq!(error.code(), ErrorCode::DeadlineExceeded);
-                check_kept(deadline, started);
+                check_waited(timeout, started);
             });
         }
     });
-    assert_eq!(link.load(), LinkLoad::default(), "nothing is left behind");
-    server.set_plan(Plan::Answer);
+    assert_eq!(link.load(), LinkLoad::default(), "a request is left");
+    server.set_plan(Plan::Reply);
     assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap(), Ok(true));
     assert_eq!(server.connections(), 1, "a slow master is not a broken connection");
-    eventually("it was told that nobody waits", || server.cancels() > 0);
+    eventually("a cancel arrives", || server.cancels() > 0);
 }
 
 #[test]
-fn who_waits_behind_a_forgotten_batch_is_served_after_its_deadline() {
+fn queued_key_is_sent_after_in_flight_batch_times_out() {
     let server = Server::start();
     server.set_plan(Plan::Forget);
-    let link = connect(LinkConfig { deadline_ms: 2_000, ..config(&server) });
+    let link = connect(LinkConfig { timeout_ms: 2_000, ..config(&server) });
     thread::scope(|scope| {
         let link = &link;
         let first: Vec<_> = (0..2u8)
             .map(|i| scope.spawn(move || link.exist_one(Tenant::DEFAULT, key(&[i])).map(drop)))
             .collect();
         eventually("two batches are in flight", || server.frames() == 2);
-        server.set_plan(Plan::Answer);
-        // Comes later, so that it has a second left when the deadlines of the first two end.
+        server.set_plan(Plan::Reply);
+        // Starts later, so that it has one second left when the first two time out.
         thread::sleep(Duration::from_millis(1_000));
-        let behind = scope.spawn(move || link.exist_one(Tenant::DEFAULT, key(&[4])));
+        let queued = scope.spawn(move || link.exist_one(Tenant::DEFAULT, key(&[4])));
         for call in first {
             assert!(matches!(call.join().unwrap(), Err(LinkError::Deadline { .. })));
         }
-        assert_eq!(behind.join().unwrap().unwrap(), Ok(true));
+        assert_eq!(queued.join().unwrap().unwrap(), Ok(true));
     });
 }
 
 #[test]
-fn a_late_reply_is_dropped() {
+fn late_reply_is_dropped() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
-    let link = connect(LinkConfig { deadline_ms: 100, ..config(&server) });
+    let link = connect(LinkConfig { timeout_ms: 100, ..config(&server) });
     assert!(matches!(link.exist(Tenant::DEFAULT, &[key(&[1])]), Err(LinkError::Deadline { .. })));
     server.release();
-    // Its place in the table is used again; the reply to [1] must not be taken for the one to [2].
+    // The table index is reused; the reply to [1] must not be taken for the one to [2].
     let link = &link;
-    eventually("an answer in time", || match link.exist(Tenant::DEFAULT, &[key(&[2])]) {
-        Ok(answers) => answers == [Ok(true)],
+    eventually("a reply in time", || match link.exist(Tenant::DEFAULT, &[key(&[2])]) {
+        Ok(results) => results == [Ok(true)],
         Err(error) => panic!("{error}"),
     });
     assert_eq!(server.connections(), 1);
 }
 
 #[test]
-fn a_lost_connection_fails_everybody_and_the_next_call_connects() {
+fn lost_connection_fails_all_calls_and_next_call_reconnects() {
     let server = Server::start();
     let link = connect(config(&server));
     assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap(), Ok(true));
@@ -286,7 +286,7 @@ fn a_lost_connection_fails_everybody_and_the_next_call_connects() {
                 })
             })
             .collect();
-        eventually("all wait", || link.load() == LinkLoad { in_flight: 2 + 8, gathered: 6 });
+        eventually("all wait", || link.load() == LinkLoad { in_flight: 2 + 8, queued_keys: 6 });
         server.hang_up();
         for call in calls {
             let error = call.join().unwrap().unwrap_err();
@@ -294,13 +294,13 @@ fn a_lost_connection_fails_everybody_and_the_next_call_connects() {
             assert!(error.is_retryable());
         }
     });
-    server.set_plan(Plan::Answer);
+    server.set_plan(Plan::Reply);
     assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap(), Ok(true));
     assert_eq!(server.connections(), 2);
 }
 
 #[test]
-fn what_is_no_answer_is_told_apart() {
+fn bad_replies_map_to_distinct_error_codes() {
     type Check = fn(&LinkError) -> bool;
     let cases: [(Plan, Check, ErrorCode, usize); 6] = [
         (Plan::Garbage, |e| protocol(e, |p| matches!(p, ProtocolError::Frame(_))), ErrorCode::Unsupported, 2),
@@ -310,7 +310,7 @@ fn what_is_no_answer_is_told_apart() {
             ErrorCode::Unsupported,
             2,
         ),
-        (Plan::Cut, |e| matches!(e, LinkError::Lost { .. }), ErrorCode::ConnectionLost, 2),
+        (Plan::Truncate, |e| matches!(e, LinkError::Lost { .. }), ErrorCode::ConnectionLost, 2),
         (Plan::Reject(ErrorCode::Busy), |e| e.to_string().contains("not today"), ErrorCode::Busy, 1),
         (Plan::Fail(ErrorCode::WrongMaster), |e| rejected(e) == Some(7), ErrorCode::WrongMaster, 1),
         (Plan::Fail(ErrorCode::Busy), |e| rejected(e) == Some(7), ErrorCode::Busy, 1),
@@ -318,13 +318,13 @@ fn what_is_no_answer_is_told_apart() {
     for (plan, check, code, connections) in cases {
         let server = Server::start();
         let link = connect(config(&server));
-        // A connection that was never answered on is not retried at once; this one was.
+        // The link backs off after a connection without replies; this one has one.
         assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap(), Ok(true));
         server.set_plan(plan);
         let error = link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap_err();
         assert!(check(&error), "{plan:?}: {error}");
         assert_eq!(error.code(), code, "{plan:?}");
-        server.set_plan(Plan::Answer);
+        server.set_plan(Plan::Reply);
         assert_eq!(link.exist(Tenant::DEFAULT, &[key(&[2])]).unwrap(), [Ok(true)], "{plan:?}");
         assert_eq!(server.connections(), connections, "{plan:?}");
     }
@@ -342,7 +342,7 @@ fn rejected(error: &LinkError) -> Option<u32> {
 }
 
 #[test]
-fn a_failed_lookup_is_an_error_before_it_is_read() {
+fn failed_lookup_returns_master_error_code() {
     let server = Server::start();
     server.set_plan(Plan::Fail(ErrorCode::WrongMaster));
     let link = connect(config(&server));
@@ -351,7 +351,7 @@ fn a_failed_lookup_is_an_error_before_it_is_read() {
 }
 
 #[test]
-fn who_cannot_connect_is_told_where_and_why() {
+fn connect_failure_names_address_and_cause() {
     let unused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let error = BlockingLink::connect(LinkConfig::new(&unused, CallerId(7))).unwrap_err();
     assert!(matches!(error, LinkError::Unreachable { .. }), "{error}");
@@ -365,18 +365,18 @@ fn who_cannot_connect_is_told_where_and_why() {
     ];
     for (greeting, code) in cases {
         server.set_greeting(greeting);
-        let connect_ms = if greeting == Greeting::Silence { 200 } else { 60_000 };
+        let connect_timeout_ms = if greeting == Greeting::Silence { 200 } else { 60_000 };
         let started = Instant::now();
-        let error = BlockingLink::connect(LinkConfig { connect_ms, ..config(&server) }).unwrap_err();
+        let error = BlockingLink::connect(LinkConfig { connect_timeout_ms, ..config(&server) }).unwrap_err();
         assert_eq!(error.code(), code, "{greeting:?}: {error}");
         if greeting == Greeting::Silence {
-            check_kept(Duration::from_millis(200), started);
+            check_waited(Duration::from_millis(200), started);
         }
     }
 }
 
 #[test]
-fn names_are_resolved() {
+fn host_name_is_resolved() {
     let server = Server::start();
     let port = server.address.rsplit(':').next().unwrap();
     let link = connect(LinkConfig { address: format!("localhost:{port}"), ..config(&server) });
@@ -384,7 +384,7 @@ fn names_are_resolved() {
 }
 
 #[test]
-fn a_master_that_is_away_is_told_at_once_and_found_when_it_is_back() {
+fn calls_fail_fast_while_master_is_unavailable_then_reconnect() {
     let server = Server::start();
     let link = connect(config(&server));
     assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap(), Ok(true));
@@ -398,11 +398,11 @@ fn a_master_that_is_away_is_told_at_once_and_found_when_it_is_back() {
     assert!(codes.iter().all(|&code| code == ErrorCode::Busy), "{codes:?}");
     assert!(server.connections() < 25, "attempts are spaced: {}", server.connections());
     server.set_greeting(Greeting::Accept);
-    eventually("it is found", || link.exist_one(Tenant::DEFAULT, key(&[2])).is_ok());
+    eventually("the link reconnects", || link.exist_one(Tenant::DEFAULT, key(&[2])).is_ok());
 }
 
 #[test]
-fn no_more_are_in_flight_than_either_side_wants() {
+fn in_flight_requests_respect_limits_of_client_and_server() {
     for (own, granted) in [(4, 1000), (64, 3)] {
         let server = Server::start();
         server.set_plan(Plan::Hold);
@@ -425,10 +425,10 @@ fn no_more_are_in_flight_than_either_side_wants() {
 }
 
 #[test]
-fn who_waits_for_room_keeps_its_deadline() {
+fn caller_blocked_by_inflight_limit_times_out() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
-    let link = connect(LinkConfig { inflight_max: 1, deadline_ms: 400, ..config(&server) });
+    let link = connect(LinkConfig { inflight_max: 1, timeout_ms: 400, ..config(&server) });
     thread::scope(|scope| {
         for i in 0..6u8 {
             let link = &link;
@@ -439,18 +439,18 @@ fn who_waits_for_room_keeps_its_deadline() {
                     _ => link.exist_one(Tenant::DEFAULT, key(&[i])).map(drop),
                 };
                 assert!(matches!(result, Err(LinkError::Deadline { .. })));
-                check_kept(Duration::from_millis(400), started);
+                check_waited(Duration::from_millis(400), started);
             });
         }
     });
 }
 
 #[test]
-fn a_master_that_does_not_read_blocks_nobody_for_ever() {
+fn calls_time_out_when_master_stops_reading() {
     let server = Server::start();
-    let link = Arc::new(connect(LinkConfig { deadline_ms: 1_000, ..config(&server) }));
+    let link = Arc::new(connect(LinkConfig { timeout_ms: 1_000, ..config(&server) }));
     assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).unwrap(), Ok(true));
-    server.set_plan(Plan::Deaf);
+    server.set_plan(Plan::StopReading);
     let bytes: Vec<[u8; 2048]> = (0..BATCH_KEYS_MAX).map(|i| [i as u8; 2048]).collect();
     let keys: Vec<Key<'_>> = bytes.iter().map(|bytes| key(bytes)).collect();
     thread::scope(|scope| {
@@ -467,6 +467,6 @@ fn a_master_that_does_not_read_blocks_nobody_for_ever() {
             });
         }
     });
-    server.set_plan(Plan::Answer);
-    eventually("it works again", || link.exist_one(Tenant::DEFAULT, key(&[2])).is_ok());
+    server.set_plan(Plan::Reply);
+    eventually("the link works again", || link.exist_one(Tenant::DEFAULT, key(&[2])).is_ok());
 }

@@ -1,4 +1,4 @@
-//! The link for tasks, against a master that misbehaves when told to.
+//! The asynchronous link against a test server with configurable faults.
 
 mod server;
 
@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use moontide_client::{AsyncLink, LinkConfig, LinkError, LinkLoad, ProtocolError};
 use moontide_proto::convert::CallerId;
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::{ErrorCode, Key, Tenant};
 use server::{Greeting, Plan, Server, eventually, id_of, rule};
 use tokio::task::JoinHandle;
 
 fn config(server: &Server) -> LinkConfig {
-    // Long enough for a busy machine; tests of deadlines set their own.
-    LinkConfig { deadline_ms: 60_000, ..LinkConfig::new(&server.address, CallerId(7)) }
+    // Long enough for a busy machine; tests of timeouts set their own.
+    LinkConfig { timeout_ms: 60_000, ..LinkConfig::new(&server.address, CallerId(7)) }
 }
 
 fn run<T>(work: impl Future<Output = T>) -> T {
@@ -31,28 +31,28 @@ fn key(bytes: &[u8]) -> Key<'_> {
     Key::new(bytes).expect("a key")
 }
 
-/// One call with a key of one byte.
+/// Spawns a call with a key of one byte.
 fn spawn_one(link: &AsyncLink, byte: u8) -> JoinHandle<Result<(), LinkError>> {
     let link = link.clone();
     tokio::spawn(async move {
-        let answer = link.exist_one(Tenant::DEFAULT, key(&[byte])).await?;
-        assert_eq!(answer, rule(key(&[byte])));
+        let result = link.exist_one(Tenant::DEFAULT, key(&[byte])).await?;
+        assert_eq!(result, rule(key(&[byte])));
         Ok(())
     })
 }
 
-/// The same as a batch of one, which is not gathered.
+/// Spawns a call with a batch of one key, which is not batched with others.
 fn spawn_batch(link: &AsyncLink, byte: u8) -> JoinHandle<Result<(), LinkError>> {
     let link = link.clone();
     tokio::spawn(async move {
-        let answers = link.exist(Tenant::DEFAULT, &[key(&[byte])]).await?;
-        assert_eq!(answers, [rule(key(&[byte]))]);
+        let results = link.exist(Tenant::DEFAULT, &[key(&[byte])]).await?;
+        assert_eq!(results, [rule(key(&[byte]))]);
         Ok(())
     })
 }
 
 #[test]
-fn every_task_gets_its_own_answers() {
+fn concurrent_tasks_get_their_own_replies() {
     const TASKS: u64 = 64;
     const CALLS: u64 = 1600; // × 64 > 100,000
     let server = Server::start();
@@ -73,7 +73,7 @@ fn every_task_gets_its_own_answers() {
                     match (link.lookup_one(Tenant::DEFAULT, key, 5).await.unwrap(), rule(key)) {
                         (Ok(found), Ok(true)) => assert_eq!(found.object.id, id_of(key)),
                         (Err(code), rule) => assert_eq!(code, rule.err().unwrap_or(ErrorCode::NotFound)),
-                        (found, rule) => panic!("{found:?}, {rule:?} is right"),
+                        (found, rule) => panic!("got {found:?}, expected {rule:?}"),
                     }
                 }
             })
@@ -88,7 +88,7 @@ fn every_task_gets_its_own_answers() {
 }
 
 #[test]
-fn keys_that_come_meanwhile_leave_in_one_batch() {
+fn keys_queued_while_two_are_in_flight_form_one_batch() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
     run(async {
@@ -96,10 +96,10 @@ fn keys_that_come_meanwhile_leave_in_one_batch() {
         let mut calls = Vec::new();
         for i in 0..2usize {
             calls.push(spawn_one(&link, i as u8));
-            eventually("it left at once", || server.frames() == i + 1);
+            eventually("the key is sent at once", || server.frames() == i + 1);
         }
         calls.extend((2..64).map(|byte| spawn_one(&link, byte)));
-        eventually("all have come", || link.load() == LinkLoad { in_flight: 2, gathered: 62 });
+        eventually("all keys are queued", || link.load() == LinkLoad { in_flight: 2, queued_keys: 62 });
         assert_eq!(server.frames(), 2);
         server.release();
         for call in calls {
@@ -110,7 +110,7 @@ fn keys_that_come_meanwhile_leave_in_one_batch() {
 }
 
 #[test]
-fn replies_may_come_in_any_order() {
+fn out_of_order_replies_reach_their_callers() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
     run(async {
@@ -125,7 +125,7 @@ fn replies_may_come_in_any_order() {
 }
 
 #[test]
-fn large_batches_go_through() {
+fn large_batches_complete_on_one_connection() {
     let server = Server::start();
     run(async {
         let link = connect(config(&server)).await;
@@ -155,11 +155,11 @@ fn large_batches_go_through() {
 }
 
 #[test]
-fn deadlines_are_kept() {
+fn unanswered_calls_time_out_and_keep_connection() {
     let server = Server::start();
     server.set_plan(Plan::Forget);
     run(async {
-        let link = connect(LinkConfig { deadline_ms: 400, ..config(&server) }).await;
+        let link = connect(LinkConfig { timeout_ms: 400, ..config(&server) }).await;
         let started = Instant::now();
         let singles = (0..8).map(|byte| spawn_one(&link, byte));
         let calls: Vec<_> = singles.chain((8..12).map(|byte| spawn_batch(&link, byte))).collect();
@@ -169,16 +169,16 @@ fn deadlines_are_kept() {
         }
         let waited = started.elapsed();
         assert!(waited >= Duration::from_millis(400) && waited < Duration::from_millis(800), "{waited:?}");
-        server.set_plan(Plan::Answer);
-        eventually("it was told that nobody waits", || server.cancels() > 0);
+        server.set_plan(Plan::Reply);
+        eventually("a cancel arrives", || server.cancels() > 0);
         assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).await.unwrap(), Ok(true));
         assert_eq!(server.connections(), 1, "a slow master is not a broken connection");
-        eventually("nothing is left behind", || link.load() == LinkLoad::default());
+        eventually("no request is left", || link.load() == LinkLoad::default());
     });
 }
 
 #[test]
-fn a_call_that_is_dropped_is_forgotten() {
+fn dropped_call_does_not_block_next_call() {
     let server = Server::start();
     server.set_plan(Plan::Hold);
     run(async {
@@ -193,7 +193,7 @@ fn a_call_that_is_dropped_is_forgotten() {
 }
 
 #[test]
-fn a_lost_connection_fails_everybody_and_the_next_call_connects() {
+fn lost_connection_fails_all_calls_and_next_call_reconnects() {
     let server = Server::start();
     run(async {
         let link = connect(config(&server)).await;
@@ -206,25 +206,25 @@ fn a_lost_connection_fails_everybody_and_the_next_call_connects() {
         let others: Vec<_> = others.collect();
         eventually("all wait", || {
             let load = link.load();
-            load.in_flight >= 8 && server.keys() - 1 + load.gathered == 16
+            load.in_flight >= 8 && server.keys() - 1 + load.queued_keys == 16
         });
         server.hang_up();
         for call in first.into_iter().chain(others) {
             let error = call.await.unwrap().unwrap_err();
             assert!(matches!(error, LinkError::Lost { .. }), "{error}");
         }
-        server.set_plan(Plan::Answer);
+        server.set_plan(Plan::Reply);
         assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).await.unwrap(), Ok(true));
         assert_eq!(server.connections(), 2);
     });
 }
 
 #[test]
-fn what_is_no_answer_is_told_apart() {
+fn bad_replies_map_to_distinct_error_codes() {
     let cases = [
         (Plan::Garbage, ErrorCode::Unsupported, 2),
         (Plan::WrongKind, ErrorCode::Unsupported, 2),
-        (Plan::Cut, ErrorCode::ConnectionLost, 2),
+        (Plan::Truncate, ErrorCode::ConnectionLost, 2),
         (Plan::Reject(ErrorCode::Busy), ErrorCode::Busy, 1),
         (Plan::Fail(ErrorCode::WrongMaster), ErrorCode::WrongMaster, 1),
     ];
@@ -238,7 +238,7 @@ fn what_is_no_answer_is_told_apart() {
             assert_eq!(error.code(), code, "{plan:?}: {error}");
             let garbage = matches!(error, LinkError::Protocol { source: ProtocolError::Frame(_), .. });
             assert_eq!(garbage, plan == Plan::Garbage);
-            server.set_plan(Plan::Answer);
+            server.set_plan(Plan::Reply);
             assert_eq!(link.exist(Tenant::DEFAULT, &[key(&[2])]).await.unwrap(), [Ok(true)], "{plan:?}");
             assert_eq!(server.connections(), connections, "{plan:?}");
         });
@@ -246,7 +246,7 @@ fn what_is_no_answer_is_told_apart() {
 }
 
 #[test]
-fn who_cannot_connect_is_told_where_and_why() {
+fn connect_failure_names_address_and_cause() {
     let unused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let error = run(AsyncLink::connect(LinkConfig::new(&unused, CallerId(7)))).unwrap_err();
     assert!(matches!(error, LinkError::Unreachable { .. }) && error.to_string().contains(&unused), "{error}");
@@ -259,16 +259,17 @@ fn who_cannot_connect_is_told_where_and_why() {
     ];
     for (greeting, code) in cases {
         server.set_greeting(greeting);
-        let connect_ms = if greeting == Greeting::Silence { 200 } else { 60_000 };
+        let connect_timeout_ms = if greeting == Greeting::Silence { 200 } else { 60_000 };
         let started = Instant::now();
-        let error = run(AsyncLink::connect(LinkConfig { connect_ms, ..config(&server) })).unwrap_err();
+        let error =
+            run(AsyncLink::connect(LinkConfig { connect_timeout_ms, ..config(&server) })).unwrap_err();
         assert_eq!(error.code(), code, "{greeting:?}: {error}");
         assert!(greeting != Greeting::Silence || started.elapsed() < Duration::from_millis(400));
     }
 }
 
 #[test]
-fn no_more_are_in_flight_than_either_side_wants() {
+fn in_flight_requests_respect_limits_of_client_and_server() {
     for (own, granted) in [(4, 1000), (64, 3)] {
         let server = Server::start();
         server.set_plan(Plan::Hold);
@@ -288,12 +289,12 @@ fn no_more_are_in_flight_than_either_side_wants() {
 }
 
 #[test]
-fn a_master_that_does_not_read_blocks_nobody_for_ever() {
+fn calls_time_out_when_master_stops_reading() {
     let server = Server::start();
     run(async {
-        let link = connect(LinkConfig { deadline_ms: 1_000, ..config(&server) }).await;
+        let link = connect(LinkConfig { timeout_ms: 1_000, ..config(&server) }).await;
         assert_eq!(link.exist_one(Tenant::DEFAULT, key(&[2])).await.unwrap(), Ok(true));
-        server.set_plan(Plan::Deaf);
+        server.set_plan(Plan::StopReading);
         let calls: Vec<_> = (0..8)
             .map(|_| {
                 let link = link.clone();
@@ -310,16 +311,16 @@ fn a_master_that_does_not_read_blocks_nobody_for_ever() {
         for call in calls {
             call.await.unwrap();
         }
-        server.set_plan(Plan::Answer);
+        server.set_plan(Plan::Reply);
         let until = Instant::now() + Duration::from_secs(60);
         while link.exist_one(Tenant::DEFAULT, key(&[2])).await.is_err() {
-            assert!(Instant::now() < until, "it works again");
+            assert!(Instant::now() < until, "the link does not recover");
         }
     });
 }
 
 #[test]
-fn the_driver_ends_with_the_last_handle() {
+fn connection_closes_when_last_handle_is_dropped() {
     let server = Server::start();
     run(async {
         let link = connect(config(&server)).await;

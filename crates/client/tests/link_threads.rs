@@ -1,4 +1,5 @@
-//! A link for threads has no thread of its own. Alone in its file: other tests of a process have threads, too.
+//! A blocking link has no thread of its own. This test is alone in its file, because other tests of a process have
+//! threads, too.
 
 mod server;
 
@@ -14,7 +15,7 @@ fn threads() -> usize {
 }
 
 #[test]
-fn no_thread_is_left_behind() {
+fn blocking_link_leaks_no_threads() {
     let before = threads();
     {
         let server = Server::start();
@@ -26,13 +27,13 @@ fn no_thread_is_left_behind() {
                 scope.spawn(|| {
                     for _ in 0..100 {
                         let key = Key::new(&[2]).expect("a key");
-                        assert_eq!(link.exist_one(Tenant::DEFAULT, key).expect("an answer"), Ok(true));
+                        assert_eq!(link.exist_one(Tenant::DEFAULT, key).expect("a reply"), Ok(true));
                     }
                 });
             }
         });
         // The server accepts on one thread and serves on another.
-        eventually("none but the server's", || threads() == before + 2);
+        eventually("only the threads of the server", || threads() == before + 2);
     }
     eventually("as many as before", || threads() == before);
 }

@@ -1,11 +1,13 @@
-//! Several masters in this process, which meet at a registry of their own: keys are found whoever hosts them, while masters
-//! come and go.
+//! Several masters in this process with an in-memory registry: clients find keys at any master, while masters join and
+//! leave.
 
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use moontide_client::{Put, PutItem, PutOptions, Store, StoreConfig};
+use moontide_client::{PutItem, PutOptions, PutOutcome, Store, StoreConfig};
 use moontide_master::election::MemoryRegistry;
 use moontide_master::{MasterConfig, Role, Server};
 use moontide_node::{Node, NodeConfig};
@@ -20,9 +22,9 @@ struct Cluster {
     nodes: Vec<Node>,
 }
 
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(20);
-    while !is_so() {
+    while !holds() {
         assert!(Instant::now() < end, "{what}: not in time");
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -39,24 +41,35 @@ impl Cluster {
         let total = || cluster.hosted().iter().sum::<usize>();
         until("all groups are hosted", || total() == 16);
         let shares = || cluster.hosted().iter().all(|&groups| groups >= 16 / masters);
-        until("each has its share", shares);
-        for _ in 0..nodes {
-            let config =
-                NodeConfig { master: cluster.addresses(), memory_bytes: 64 << 20, ..NodeConfig::default() };
-            let node = Node::start(config).unwrap();
-            assert!(node.wait_until_mounted(Duration::from_secs(10)));
-            cluster.nodes.push(node);
-        }
+        until("each master has its share", shares);
+        cluster.add_nodes(nodes);
         cluster
     }
 
+    fn add_nodes(&mut self, count: usize) {
+        for _ in 0..count {
+            let config =
+                NodeConfig { master: self.addresses(), memory_bytes: 64 << 20, ..NodeConfig::default() };
+            let node = Node::start(config).unwrap();
+            assert!(node.wait_until_mounted(Duration::from_secs(10)));
+            self.nodes.push(node);
+        }
+    }
+
     fn add_master(&mut self) {
+        self.add_master_as(None);
+    }
+
+    /// Adds a master that others know by these addresses.
+    fn add_master_as(&mut self, advertised: Option<(SocketAddr, SocketAddr)>) {
         let free = "127.0.0.1:0".parse().unwrap();
         let config = MasterConfig {
             grpc_listen: free,
             frame_listen: free,
             admin_listen: free,
-            lease_ms: LEASE_MS,
+            registry_lease_ms: LEASE_MS,
+            grpc_advertise: advertised.map(|(grpc, _)| grpc.to_string()),
+            frame_advertise: advertised.map(|(_, frame)| frame.to_string()),
             ..MasterConfig::default()
         };
         self.masters.push(Server::start_at(config, Some(Arc::new(self.registry.clone()))).unwrap());
@@ -72,10 +85,106 @@ impl Cluster {
         self.masters.iter().map(|master| master.service().hosted_count()).collect()
     }
 
-    /// Over TCP, and asking the masters every time.
+    /// Connects a store that reads over TCP and asks the masters every time.
     fn store(&self) -> Store {
-        let config = StoreConfig { local: false, locations: 0, ..StoreConfig::new(self.addresses()) };
+        let config =
+            StoreConfig { shm: false, location_cache_entries: 0, ..StoreConfig::new(self.addresses()) };
         Store::connect(config).unwrap()
+    }
+}
+
+/// Forwards connections to a server until it is silenced. Then it keeps the connections open and forwards nothing.
+struct Proxy {
+    address: SocketAddr,
+    silent: Arc<AtomicBool>,
+}
+
+impl Proxy {
+    fn start() -> (Proxy, TcpListener) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        (Proxy { address: listener.local_addr().unwrap(), silent: Arc::default() }, listener)
+    }
+
+    fn forward(&self, listener: TcpListener, to: SocketAddr) {
+        let silent = Arc::clone(&self.silent);
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else { return };
+                let (client_too, server_too) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+                let (silent, silent_too) = (Arc::clone(&silent), Arc::clone(&silent));
+                std::thread::spawn(move || copy_unless(&silent, client, server));
+                std::thread::spawn(move || copy_unless(&silent_too, server_too, client_too));
+            }
+        });
+    }
+}
+
+fn copy_unless(silent: &AtomicBool, mut from: TcpStream, mut to: TcpStream) {
+    let mut bytes = [0; 65536];
+    while let Ok(len @ 1..) = from.read(&mut bytes) {
+        while silent.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if to.write_all(&bytes[..len]).is_err() {
+            return;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+/// Regression: masters were asked one after the other, and silent ones took the deadline of the whole batch.
+#[test]
+fn silent_masters_delay_only_their_own_keys() {
+    let mut cluster = Cluster { registry: MemoryRegistry::default(), masters: vec![], nodes: vec![] };
+    let mut proxies = vec![];
+    for _ in 0..3 {
+        let ((grpc, grpc_listener), (frame, frame_listener)) = (Proxy::start(), Proxy::start());
+        cluster.add_master_as(Some((grpc.address, frame.address)));
+        let real = cluster.masters.last().unwrap().addresses();
+        grpc.forward(grpc_listener, real.grpc);
+        frame.forward(frame_listener, real.frame);
+        proxies.push([grpc, frame]);
+    }
+    until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+    until("each master has its share", || cluster.hosted().iter().all(|&groups| groups >= 5));
+    cluster.add_nodes(2);
+    fill(&cluster.store());
+    let named: Vec<String> = proxies.iter().map(|[grpc, _]| grpc.address.to_string()).collect();
+    let keys: Vec<Vec<u8>> = (0..KEYS).map(key).collect();
+    let refs: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+    // Longer than a busy machine stalls.
+    let timeout = Duration::from_secs(2);
+    for healthy in 0..3 {
+        let config = StoreConfig {
+            shm: false,
+            location_cache_entries: 0,
+            timeout,
+            connect_timeout: Duration::from_secs(5),
+            ..StoreConfig::new(named.join(","))
+        };
+        // One store knows all masters from before; the other connects while two of them are silent.
+        let known = Store::connect(config.clone()).unwrap();
+        assert_eq!(known.exists_batch(&refs).unwrap(), vec![true; refs.len()]);
+        let silence = |silent| {
+            for (_, proxies) in proxies.iter().enumerate().filter(|&(at, _)| at != healthy) {
+                proxies.iter().for_each(|proxy| proxy.silent.store(silent, Ordering::SeqCst));
+            }
+        };
+        silence(true);
+        let started = Instant::now();
+        let new = Store::connect(config).unwrap();
+        assert!(started.elapsed() < Duration::from_secs(4), "connect took {:?}", started.elapsed());
+        let expected = cluster.masters[healthy].service().stats().objects as usize;
+        for (what, store) in [("known", &known), ("new", &new)] {
+            let started = Instant::now();
+            let found = store.get_batch(&refs);
+            let elapsed = started.elapsed();
+            let hits = found.iter().filter(|found| matches!(found, Ok(Some(_)))).count();
+            assert_eq!(hits, expected, "{what}: keys of master {healthy}");
+            assert!(!found.iter().any(|found| matches!(found, Ok(None))), "{what}: silence is not a miss");
+            assert!(elapsed < timeout + Duration::from_secs(1), "{what}: {elapsed:?}");
+        }
+        silence(false);
     }
 }
 
@@ -94,11 +203,11 @@ fn fill(store: &Store) {
     let items: Vec<PutItem<'_>> =
         keys.iter().zip(&parts).map(|(key, parts)| PutItem { key, parts }).collect();
     for put in store.put_batch(&items, &PutOptions::default()) {
-        assert!(matches!(put.unwrap(), Put::Stored));
+        assert!(matches!(put.unwrap(), PutOutcome::Stored));
     }
 }
 
-/// How many keys there are; none has other bytes than its own.
+/// Returns the number of keys that exist. Fails if one has wrong bytes.
 fn hits(store: &Store) -> u32 {
     let keys: Vec<Vec<u8>> = (0..KEYS).map(key).collect();
     let refs: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
@@ -114,7 +223,7 @@ fn hits(store: &Store) -> u32 {
 }
 
 #[test]
-fn keys_are_found_whoever_hosts_them() {
+fn calls_reach_the_master_that_hosts_the_key() {
     let cluster = Cluster::start(3, 2);
     let store = cluster.store();
     fill(&store);
@@ -122,7 +231,7 @@ fn keys_are_found_whoever_hosts_them() {
     let objects: Vec<u64> = cluster.masters.iter().map(|master| master.service().stats().objects).collect();
     assert_eq!(objects.iter().sum::<u64>(), u64::from(KEYS));
     assert!(objects.iter().all(|&objects| objects > 0), "{objects:?}");
-    // Single keys, lists, removals and details go to the right one, too.
+    // Single keys, lists, removals and stat also go to the right master.
     assert!(store.exists(&key(7)).unwrap() && !store.exists(b"nothing").unwrap());
     assert_eq!(store.stat(&key(7)).unwrap().unwrap().len, value(7).len() as u64);
     let (mut listed, mut cursor) = (0, vec![]);
@@ -137,7 +246,7 @@ fn keys_are_found_whoever_hosts_them() {
     assert_eq!(listed as u32, KEYS);
     assert!(store.remove(&key(7), false).unwrap());
     assert!(store.get(&key(7)).unwrap().is_none());
-    // Everything of a tenant at once, at all masters.
+    // remove_all removes the objects of a tenant at all masters.
     store.remove_all(true).unwrap();
     let other = cluster.store();
     assert_eq!((hits(&store), hits(&other)), (0, 0));
@@ -146,7 +255,7 @@ fn keys_are_found_whoever_hosts_them() {
 }
 
 #[test]
-fn a_master_that_leaves_or_comes_takes_no_key_along() {
+fn joining_or_leaving_master_loses_no_keys() {
     let mut cluster = Cluster::start(2, 2);
     let store = cluster.store();
     fill(&store);
@@ -155,26 +264,26 @@ fn a_master_that_leaves_or_comes_takes_no_key_along() {
         let reader = scope.spawn(|| {
             let store = store.clone();
             while !stop.load(Ordering::SeqCst) {
-                // Also while groups are on their way: the heir has inherited where everything is.
+                // Also during a handoff: the new owner received all locations.
                 assert_eq!(hits(&store), KEYS, "round {}", rounds.load(Ordering::SeqCst));
                 rounds.fetch_add(1, Ordering::SeqCst);
             }
         });
         cluster.add_master();
-        until("the new one has its share", || cluster.hosted()[2] >= 5);
+        until("the new master has its share", || cluster.hosted()[2] >= 5);
         until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
         let before = rounds.load(Ordering::SeqCst);
-        until("they are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
+        until("all keys are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
         cluster.masters.remove(0).shutdown();
         until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
         let before = rounds.load(Ordering::SeqCst);
-        until("they are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
+        until("all keys are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
         stop.store(true, Ordering::SeqCst);
         reader.join().unwrap();
     });
     assert!(rounds.load(Ordering::SeqCst) > 4);
-    // What came along can be removed, and new things find a place.
-    until("removals are certain", || match store.remove(&key(3), false) {
+    // Objects of moved groups can be removed, and new ones can be put.
+    until("removals are confirmed", || match store.remove(&key(3), false) {
         Ok(_) => true,
         Err(error) => {
             assert_eq!(error.code(), ErrorCode::Pending, "{error}");
@@ -182,34 +291,30 @@ fn a_master_that_leaves_or_comes_takes_no_key_along() {
         }
     });
     assert!(store.get(&key(3)).unwrap().is_none());
-    assert!(matches!(store.put(b"new", b"bytes").unwrap(), Put::Stored));
+    assert!(matches!(store.put(b"new", b"bytes").unwrap(), PutOutcome::Stored));
 }
 
 #[test]
-fn without_a_registry_serving_goes_on_and_removals_are_not_certain() {
+fn registry_outage_keeps_serving_and_removals_return_pending() {
     let cluster = Cluster::start(2, 1);
     let store = cluster.store();
     fill(&store);
     assert!(store.remove(&key(0), false).unwrap());
-    cluster.registry.set_away(true);
+    cluster.registry.set_unavailable(true);
     let unconfirmed =
         |master: &Server| matches!(master.service().role(), Role::Member { confirmed: false, .. });
-    until("they notice", || cluster.masters.iter().all(unconfirmed));
+    until("all masters notice", || cluster.masters.iter().all(unconfirmed));
     assert_eq!(hits(&store), KEYS - 1);
-    assert!(matches!(store.put(b"new", b"bytes").unwrap(), Put::Stored));
+    assert!(matches!(store.put(b"new", b"bytes").unwrap(), PutOutcome::Stored));
     assert_eq!(store.remove(&key(1), false).unwrap_err().code(), ErrorCode::Pending);
-    assert!(store.get(&key(1)).unwrap().is_none(), "removed, as far as we know");
-    // Longer than a lease, and nothing moves.
+    assert!(store.get(&key(1)).unwrap().is_none(), "a pending removal is visible");
+    // No group moves, even after more than one lease.
     std::thread::sleep(Duration::from_millis(u64::from(LEASE_MS) * 3 / 2));
     assert_eq!(cluster.hosted().iter().sum::<usize>(), 16);
     assert_eq!(hits(&store), KEYS - 2);
-    cluster.registry.set_away(false);
+    cluster.registry.set_unavailable(false);
     until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
-    until("they are confirmed", || !cluster.masters.iter().any(unconfirmed));
-    until("everything is found again", || {
-        let h = hits(&store);
-        eprintln!("HITS {h}");
-        h == KEYS - 2
-    });
+    until("all leases are confirmed", || !cluster.masters.iter().any(unconfirmed));
+    until("all keys are found again", || hits(&store) == KEYS - 2);
     assert!(store.get(b"new").unwrap().is_some());
 }

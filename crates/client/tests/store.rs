@@ -1,13 +1,14 @@
-//! Every call of the store against a master and nodes in this process: same host by mapped memory, and over TCP.
+//! Every call of the store against a master and nodes in this process, over shared memory and over TCP.
 
 use std::time::Duration;
 
-use moontide_client::{GetInto, Hedge, Put, PutItem, PutOptions, Store, StoreConfig};
+use moontide_client::{GetInto, Hedge, PutItem, PutOptions, PutOutcome, Store, StoreConfig};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{Node, NodeConfig};
+use moontide_rt::SplitMix64;
 use moontide_types::ErrorCode;
 
-/// A cluster in this process.
+/// Cluster in this process.
 struct Cluster {
     master: Server,
     nodes: Vec<Node>,
@@ -21,7 +22,7 @@ impl Cluster {
             frame_listen: free,
             admin_listen: free,
             groups: 4,
-            reallocate_wait_ms: 0,
+            reallocation_delay_ms: 0,
             ..MasterConfig::default()
         };
         let master = Server::start(config).unwrap();
@@ -41,27 +42,20 @@ impl Cluster {
         StoreConfig::new(self.master.addresses().grpc.to_string())
     }
 
-    /// Reads in place.
-    fn near(&self) -> Store {
+    /// Connects a store that reads over shared memory.
+    fn shm_store(&self) -> Store {
         Store::connect(self.config()).unwrap()
     }
 
-    /// Reads over TCP.
-    fn far(&self) -> Store {
-        Store::connect(StoreConfig { local: false, ..self.config() }).unwrap()
+    /// Connects a store that reads over TCP.
+    fn tcp_store(&self) -> Store {
+        Store::connect(StoreConfig { shm: false, ..self.config() }).unwrap()
     }
 }
 
 fn content(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        bytes.extend_from_slice(&state.to_le_bytes());
-    }
-    bytes.truncate(len);
+    let mut bytes = vec![0; len];
+    SplitMix64::new(seed).fill(&mut bytes);
     bytes
 }
 
@@ -70,22 +64,22 @@ const LENGTHS: [usize; 12] =
     [0, 1, 511, 4095, 4096, 4097, 65_536, 262_143, 262_144, 262_145, 1_000_003, 5 << 20];
 
 #[test]
-fn what_was_put_is_got_by_every_call_near_and_far() {
+fn every_read_call_returns_put_bytes_over_shm_and_tcp() {
     let cluster = Cluster::start(2, 256 << 20);
-    let stores = [("near", cluster.near()), ("far", cluster.far())];
+    let stores = [("shm", cluster.shm_store()), ("tcp", cluster.tcp_store())];
     for (by, writer) in &stores {
         for len in LENGTHS {
             let key = format!("{by}-{len}");
             let value = content(len as u64, len);
-            assert_eq!(writer.put(key.as_bytes(), &value).unwrap(), Put::Stored, "{key}");
-            assert_eq!(writer.put(key.as_bytes(), b"other").unwrap(), Put::Existed, "{key}");
+            assert_eq!(writer.put(key.as_bytes(), &value).unwrap(), PutOutcome::Stored, "{key}");
+            assert_eq!(writer.put(key.as_bytes(), b"other").unwrap(), PutOutcome::AlreadyExists, "{key}");
             for (reads, store) in &stores {
                 let what = format!("{key} read {reads}");
                 assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value, "{what}");
                 let held = store.get_ref(key.as_bytes()).unwrap().unwrap();
                 assert_eq!(&held[..], &value[..], "{what}");
                 assert!(held.verify(), "{what}");
-                assert_eq!(held.is_in_place(), *reads == "near", "{what}");
+                assert_eq!(held.is_zero_copy(), *reads == "shm", "{what}");
                 let mut into = vec![0; len + 10];
                 assert_eq!(store.get_into(key.as_bytes(), &mut into).unwrap(), Some(len), "{what}");
                 assert_eq!(&into[..len], &value[..], "{what}");
@@ -107,34 +101,34 @@ fn what_was_put_is_got_by_every_call_near_and_far() {
             }
         }
     }
-    let (near, far) = (&stores[0].1, &stores[1].1);
-    assert_eq!(far.touch(&[b"near-1", b"nobody"]).unwrap(), [true, false]);
-    assert_eq!(far.exists_batch(&[b"near-1", b"nobody"]).unwrap(), [true, false]);
-    let listed = near.list(b"near-", b"", 100).unwrap();
+    let (shm, tcp) = (&stores[0].1, &stores[1].1);
+    assert_eq!(tcp.touch(&[b"shm-1", b"missing"]).unwrap(), [true, false]);
+    assert_eq!(tcp.exists_batch(&[b"shm-1", b"missing"]).unwrap(), [true, false]);
+    let listed = shm.list(b"shm-", b"", 100).unwrap();
     assert_eq!(listed.keys.len(), LENGTHS.len());
-    // A removal is seen by everybody at once, also by those who remember where it was.
-    assert!(near.remove(b"far-262145", false).unwrap());
-    assert!(!near.remove(b"far-262145", false).unwrap());
+    // A removal is visible to all clients at once, also to those that have cached the location.
+    assert!(shm.remove(b"tcp-262145", false).unwrap());
+    assert!(!shm.remove(b"tcp-262145", false).unwrap());
     for (_, store) in &stores {
-        assert!(store.get(b"far-262145").unwrap().is_none());
-        assert!(store.get_ref(b"far-262145").unwrap().is_none());
-        assert!(!store.exists(b"far-262145").unwrap());
-        assert!(store.get(b"nobody").unwrap().is_none());
+        assert!(store.get(b"tcp-262145").unwrap().is_none());
+        assert!(store.get_ref(b"tcp-262145").unwrap().is_none());
+        assert!(!store.exists(b"tcp-262145").unwrap());
+        assert!(store.get(b"missing").unwrap().is_none());
         let stats = store.metrics().stats();
         assert_eq!(
-            stats.requested,
-            stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.failed,
+            stats.gets,
+            stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.gets_failed,
             "{stats:?}"
         );
         assert_eq!(stats.corrupt, 0);
     }
-    assert_eq!(far.metrics().stats().hits_local, 0);
+    assert_eq!(tcp.metrics().stats().hits_local, 0);
 }
 
 #[test]
-fn batches_do_what_single_calls_do() {
+fn batch_calls_match_single_calls() {
     let cluster = Cluster::start(2, 256 << 20);
-    for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
+    for (by, store) in [("shm", cluster.shm_store()), ("tcp", cluster.tcp_store())] {
         let objects: Vec<(String, Vec<u8>)> =
             (0..300).map(|n| (format!("{by}-{n}"), content(n, (n as usize * 977) % 40_000))).collect();
         let parts: Vec<[&[u8]; 2]> = objects
@@ -150,28 +144,28 @@ fn batches_do_what_single_calls_do() {
             .map(|((key, _), parts)| PutItem { key: key.as_bytes(), parts })
             .collect();
         for outcome in store.put_batch(&items, &PutOptions::default()) {
-            assert_eq!(outcome.unwrap(), Put::Stored);
+            assert_eq!(outcome.unwrap(), PutOutcome::Stored);
         }
         assert!(
             store
                 .put_batch(&items, &PutOptions::default())
                 .iter()
-                .all(|o| *o.as_ref().unwrap() == Put::Existed)
+                .all(|o| *o.as_ref().unwrap() == PutOutcome::AlreadyExists)
         );
         let mut keys: Vec<&[u8]> = objects.iter().map(|(key, _)| key.as_bytes()).collect();
-        keys.push(b"nobody");
+        keys.push(b"missing");
         let got = store.get_batch(&keys);
         for ((_, value), got) in objects.iter().zip(&got) {
             assert_eq!(got.as_ref().unwrap().as_ref().unwrap(), value);
         }
         assert!(got.last().unwrap().as_ref().unwrap().is_none());
-        let mut spaces = vec![vec![0; 40_000]; keys.len()];
-        let mut wants: Vec<GetInto<'_>> =
-            keys.iter().zip(&mut spaces).map(|(key, into)| GetInto { key, into }).collect();
-        let lens = store.get_batch_into(&mut wants);
-        for (((_, value), len), space) in objects.iter().zip(&lens).zip(&spaces) {
+        let mut buffers = vec![vec![0; 40_000]; keys.len()];
+        let mut gets: Vec<GetInto<'_>> =
+            keys.iter().zip(&mut buffers).map(|(key, into)| GetInto { key, into }).collect();
+        let lens = store.get_batch_into(&mut gets);
+        for (((_, value), len), buffer) in objects.iter().zip(&lens).zip(&buffers) {
             assert_eq!(*len.as_ref().unwrap(), Some(value.len()));
-            assert_eq!(&space[..value.len()], &value[..]);
+            assert_eq!(&buffer[..value.len()], &value[..]);
         }
         assert!(lens.last().unwrap().as_ref().unwrap().is_none());
         let removed = store.remove_batch(&keys, false);
@@ -183,11 +177,11 @@ fn batches_do_what_single_calls_do() {
 #[test]
 fn replicas_and_stripes_are_spread_and_read_back() {
     let cluster = Cluster::start(3, 256 << 20);
-    for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
+    for (by, store) in [("shm", cluster.shm_store()), ("tcp", cluster.tcp_store())] {
         let value = content(5, 9 << 20);
         let options = PutOptions { replicas: 3, ..PutOptions::default() };
         let key = format!("{by}-replicas");
-        assert_eq!(store.put_with(key.as_bytes(), &[&value], &options).unwrap(), Put::Stored);
+        assert_eq!(store.put_with(key.as_bytes(), &[&value], &options).unwrap(), PutOutcome::Stored);
         let location = store.get_location(key.as_bytes()).unwrap().unwrap();
         let nodes: std::collections::HashSet<_> = location.stripes.iter().map(|stripe| stripe.node).collect();
         assert_eq!(nodes.len(), 3);
@@ -195,7 +189,7 @@ fn replicas_and_stripes_are_spread_and_read_back() {
 
         let options = PutOptions { stripes: Some(3), replicas: 1, ..PutOptions::default() };
         let key = format!("{by}-stripes");
-        assert_eq!(store.put_with(key.as_bytes(), &[&value], &options).unwrap(), Put::Stored);
+        assert_eq!(store.put_with(key.as_bytes(), &[&value], &options).unwrap(), PutOutcome::Stored);
         let location = store.get_location(key.as_bytes()).unwrap().unwrap();
         assert_eq!(location.stripes.len(), 3);
         assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
@@ -204,15 +198,15 @@ fn replicas_and_stripes_are_spread_and_read_back() {
         assert_eq!(part, value[2 << 20..6 << 20]);
 
         let options = PutOptions { upsert: true, ..PutOptions::default() };
-        assert_eq!(store.put_with(key.as_bytes(), &[b"new"], &options).unwrap(), Put::Stored);
+        assert_eq!(store.put_with(key.as_bytes(), &[b"new"], &options).unwrap(), PutOutcome::Stored);
         assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), &b"new"[..]);
     }
 }
 
 #[test]
-fn a_plan_is_written_and_committed_in_its_own_epoch_or_given_back() {
+fn write_plan_commits_only_in_its_epoch_and_can_abort() {
     let cluster = Cluster::start(1, 64 << 20);
-    for (by, store) in [("near", cluster.near()), ("far", cluster.far())] {
+    for (by, store) in [("shm", cluster.shm_store()), ("tcp", cluster.tcp_store())] {
         let value = content(9, 700_000);
         let key = format!("{by}-plan");
         let mut plan =
@@ -222,15 +216,15 @@ fn a_plan_is_written_and_committed_in_its_own_epoch_or_given_back() {
         plan.write(&[&value[..100], &value[100..]]).unwrap();
         assert!(store.get(key.as_bytes()).unwrap().is_none(), "not readable yet");
         let epoch = plan.epoch();
-        assert_eq!(plan.commit(epoch).unwrap(), Put::Stored);
+        assert_eq!(plan.commit(epoch).unwrap(), PutOutcome::Stored);
         assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
 
-        let key = format!("{by}-abandoned");
+        let key = format!("{by}-aborted");
         let plan = store.open_for_write(key.as_bytes(), 100, &PutOptions::default()).unwrap();
         plan.abort();
         let end = std::time::Instant::now() + Duration::from_secs(10);
         while store.stat(key.as_bytes()).unwrap().is_some() {
-            assert!(std::time::Instant::now() < end, "the reservation is given back");
+            assert!(std::time::Instant::now() < end, "the reservation is not released");
             std::thread::sleep(Duration::from_millis(5));
         }
         let mut plan = store.open_for_write(key.as_bytes(), 100, &PutOptions::default()).unwrap();
@@ -241,7 +235,7 @@ fn a_plan_is_written_and_committed_in_its_own_epoch_or_given_back() {
 }
 
 #[test]
-fn a_missing_master_is_said_at_once_with_what_to_do() {
+fn connect_without_master_fails_fast_with_advice() {
     let began = std::time::Instant::now();
     let error = Store::connect(StoreConfig::new("127.0.0.1:1")).unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(5));
@@ -250,14 +244,14 @@ fn a_missing_master_is_said_at_once_with_what_to_do() {
 }
 
 #[test]
-fn a_replica_that_is_gone_is_read_elsewhere() {
+fn get_uses_other_replica_after_node_shutdown() {
     let mut cluster = Cluster::start(2, 128 << 20);
-    let store = Store::connect(StoreConfig { local: false, hedge: Hedge::Off, ..cluster.config() }).unwrap();
+    let store = Store::connect(StoreConfig { shm: false, hedge: Hedge::Off, ..cluster.config() }).unwrap();
     let options = PutOptions { replicas: 2, ..PutOptions::default() };
     let objects: Vec<(String, Vec<u8>)> =
         (0..50).map(|n| (format!("twice-{n}"), content(n, 100_000))).collect();
     for (key, value) in &objects {
-        assert_eq!(store.put_with(key.as_bytes(), &[value], &options).unwrap(), Put::Stored);
+        assert_eq!(store.put_with(key.as_bytes(), &[value], &options).unwrap(), PutOutcome::Stored);
     }
     cluster.nodes.pop().unwrap().shutdown();
     for (key, value) in &objects {
@@ -265,13 +259,13 @@ fn a_replica_that_is_gone_is_read_elsewhere() {
     }
 }
 
-/// Failure: after everything of a tenant was removed, clients went on making ids of before, and found what was removed.
-/// Cause: the master did not tell the generation where clients look for it. Fix: it does, and every answer teaches it.
+/// Failure: after remove_all, clients still used ids of the old generation, and found removed objects. Cause: the
+/// master did not send the generation where clients read it. Fix: every response carries it, and clients adopt it.
 #[test]
-fn what_was_put_after_everything_was_removed_is_found_and_nothing_of_before() {
+fn put_after_remove_all_becomes_visible_to_all_clients() {
     let cluster = Cluster::start(1, 64 << 20);
-    let stores = [cluster.near(), cluster.far()];
-    // Pinned, so that it stays where it is although it was removed.
+    let stores = [cluster.shm_store(), cluster.tcp_store()];
+    // Pinned, so that the bytes stay in memory after the removal.
     let pinned = PutOptions { pin: moontide_types::record::PinClass::Hard, ..PutOptions::default() };
     stores[0].put_with(b"k", &[b"before"], &pinned).unwrap();
     for store in &stores {
@@ -284,29 +278,29 @@ fn what_was_put_after_everything_was_removed_is_found_and_nothing_of_before() {
         let mut master = moontide_proto::v1::master_client::MasterClient::new(channel);
         let context = Some(moontide_proto::v1::RequestContext {
             tenant: "default".into(),
-            deadline_ms: 5000,
+            timeout_ms: 5000,
             ..Default::default()
         });
         let request = moontide_proto::v1::RemoveAllRequest { context, force: true, generation: 0 };
         assert_eq!(master.remove_all(request).await.unwrap().into_inner().context.unwrap().code, 0);
     });
-    // Whoever puts knows at once.
-    assert_eq!(stores[0].put(b"k", b"after").unwrap(), Put::Stored);
+    // A put learns the generation at once.
+    assert_eq!(stores[0].put(b"k", b"after").unwrap(), PutOutcome::Stored);
     assert_eq!(stores[0].get(b"k").unwrap().unwrap(), &b"after"[..]);
-    // The others within two seconds.
+    // Other clients learn it within two seconds.
     let end = std::time::Instant::now() + Duration::from_secs(10);
     while stores[1].get(b"k").unwrap().is_none_or(|bytes| bytes != b"after"[..]) {
-        assert!(std::time::Instant::now() < end, "the other store never hears of it");
+        assert!(std::time::Instant::now() < end, "the other store never learns the generation");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Failure: two threads that put the same key took each other's reservation away until both gave up. Cause: to the master
-/// they were one caller, who had started again. Fix: every put has a number of its own.
+/// Failure: two threads that put the same key revoked each other's reservation until both failed. Cause: the master
+/// took them for one caller that had started again. Fix: every put has its own caller id.
 #[test]
-fn threads_that_put_the_same_key_do_not_undo_each_other() {
+fn concurrent_puts_of_same_key_store_exactly_one() {
     let cluster = Cluster::start(1, 256 << 20);
-    let store = cluster.far();
+    let store = cluster.tcp_store();
     for round in 0..20 {
         let key = format!("same-{round}");
         let value = content(round, 3 << 20);
@@ -322,10 +316,31 @@ fn threads_that_put_the_same_key_do_not_undo_each_other() {
             threads
                 .into_iter()
                 .filter_map(|thread| thread.join().unwrap())
-                .filter(|p| *p == Put::Stored)
+                .filter(|p| *p == PutOutcome::Stored)
                 .count()
         });
         assert_eq!(stored, 1, "{key}");
         assert_eq!(store.get(key.as_bytes()).unwrap().unwrap(), value);
     }
+}
+
+/// Regression: a range read from a cached location on a node that had left failed, and failed again, although a look-up
+/// would have found the object elsewhere.
+#[test]
+fn range_of_moved_object_is_looked_up_again() {
+    let mut cluster = Cluster::start(2, 64 << 20);
+    let (reader, writer) = (cluster.tcp_store(), cluster.tcp_store());
+    let old = content(1, 300_000);
+    writer.put(b"k", &old).unwrap();
+    let mut part = vec![0; 1000];
+    assert_eq!(reader.get_range(b"k", 5000, &mut part).unwrap(), Some(1000));
+    assert_eq!(part, &old[5000..6000]);
+    // The node leaves with the object, which is put again on the other node.
+    let holder = reader.get_location(b"k").unwrap().unwrap().stripes[0].node;
+    let at = cluster.nodes.iter().position(|node| node.id() == holder).unwrap();
+    cluster.nodes.remove(at).shutdown();
+    let new = content(2, 400_000);
+    assert_eq!(writer.put(b"k", &new).unwrap(), PutOutcome::Stored);
+    assert_eq!(reader.get_range(b"k", 350_000, &mut part).unwrap(), Some(1000));
+    assert_eq!(part, &new[350_000..351_000]);
 }

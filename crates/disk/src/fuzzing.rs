@@ -1,37 +1,38 @@
-//! Everything that is read from a disk, under arbitrary bytes: none may panic, and what is accepted means something.
+//! Fuzz targets for all data read from disk, with arbitrary bytes: no decoder may panic, and accepted data must be
+//! valid.
 //!
-//! Each function takes its input as it is, and again with the right checksums, which random changes never hit.
+//! Each function uses its input unchanged, and again with correct checksums, which random changes never produce.
 
 use moontide_types::record::{HEADER_BYTES, Header, WORD_OFFSET, trailer_crc};
 use moontide_types::{Epoch, ObjectId};
 
 use crate::backend::{footer, tombstones};
 use crate::buffer::BLOCK_BYTES;
-use crate::record::{DiskLayout, Placed, decode_front, verify_record};
-use crate::samples::{Sample, id};
+use crate::record::{DiskLayout, PlacedRecord, decode_preamble, verify_record};
+use crate::samples::{SampleRecord, id};
 
-/// The front of a record, and what follows as its payload.
+/// The preamble of a record, and the bytes after it as its payload.
 pub fn front(data: &[u8]) {
-    check_front(data);
-    let mut sealed = data.to_vec();
-    if seal_header(&mut sealed).is_none() {
+    check_preamble(data);
+    let mut fixed = data.to_vec();
+    if fix_header_crc(&mut fixed).is_none() {
         return;
     }
-    check_front(&sealed);
-    let Ok(header) = Header::decode(sealed.first_chunk().expect("a header")) else { return };
-    let digests = 8 * header.stripe_len.div_ceil(moontide_types::bounds::PAGE_BYTES) as usize;
-    let Some(rest) = sealed.get(HEADER_BYTES + digests..) else { return };
+    check_preamble(&fixed);
+    let Ok(header) = Header::decode(fixed.first_chunk().expect("a header")) else { return };
+    let digests = 8 * header.stripe_len.div_ceil(moontide_types::limits::PAGE_BYTES) as usize;
+    let Some(rest) = fixed.get(HEADER_BYTES + digests..) else { return };
     let (key_len, attributes_len) = (header.key_len as usize, header.attributes_len as usize);
     let Some((key, rest)) = rest.split_at_checked(key_len) else { return };
     let Some(attributes) = rest.get(..attributes_len) else { return };
     let crc = trailer_crc(key, attributes);
-    sealed[92..96].copy_from_slice(&crc.to_le_bytes());
-    _ = seal_header(&mut sealed);
-    check_front(&sealed);
+    fixed[92..96].copy_from_slice(&crc.to_le_bytes());
+    _ = fix_header_crc(&mut fixed);
+    check_preamble(&fixed);
 }
 
-/// Puts the right CRC into a header.
-fn seal_header(bytes: &mut [u8]) -> Option<()> {
+/// Sets the CRC of a header.
+fn fix_header_crc(bytes: &mut [u8]) -> Option<()> {
     let header = bytes.first_chunk_mut::<HEADER_BYTES>()?;
     let state = header[WORD_OFFSET];
     header[WORD_OFFSET] &= !3;
@@ -41,56 +42,57 @@ fn seal_header(bytes: &mut [u8]) -> Option<()> {
     Some(())
 }
 
-fn check_front(bytes: &[u8]) {
+fn check_preamble(bytes: &[u8]) {
     _ = verify_record(bytes);
-    let Ok(front) = decode_front(bytes) else { return };
-    assert_eq!(front.header.encode()[..], bytes[..HEADER_BYTES]);
-    let used = HEADER_BYTES + front.digests.as_bytes().len() + front.key.len() + front.attributes.len();
-    let DiskLayout { front_len, len, head_len } = front.layout;
-    assert!(used as u64 <= front_len && front_len <= head_len && head_len <= len);
-    assert!(front_len + front.header.stripe_len <= len && len.is_multiple_of(BLOCK_BYTES as u64));
+    let Ok(preamble) = decode_preamble(bytes) else { return };
+    assert_eq!(preamble.header.encode()[..], bytes[..HEADER_BYTES]);
+    let used =
+        HEADER_BYTES + preamble.digests.as_bytes().len() + preamble.key.len() + preamble.attributes.len();
+    let DiskLayout { preamble_len, len, preamble_read_len } = preamble.layout;
+    assert!(used as u64 <= preamble_len && preamble_len <= preamble_read_len && preamble_read_len <= len);
+    assert!(preamble_len + preamble.header.stripe_len <= len && len.is_multiple_of(BLOCK_BYTES as u64));
 }
 
-/// How many records a bucket has, in four bytes; its footer; and its last block.
+/// A bucket: number of records (four bytes), footer, and last block.
 pub fn bucket_footer(data: &[u8]) {
     let Some((count, bytes)) = data.split_first_chunk() else { return };
     let mut block = [0; BLOCK_BYTES];
     let len = bytes.len().min(BLOCK_BYTES);
     block[..len].copy_from_slice(&bytes[..len]);
-    // The file is as long as the tail wants it to be: any other length is refused at once.
+    // The file has the length that the tail requires: any other length is refused at once.
     let number = |at: usize| u64::from_le_bytes(*block[at..].first_chunk().expect("8 bytes"));
     let file_len = number(16).wrapping_add(number(24)).wrapping_add(BLOCK_BYTES as u64);
-    _ = footer::Tail::decode(&block, file_len);
-    seal_block(&mut block);
-    if let Some(tail) = footer::Tail::decode(&block, file_len) {
+    _ = footer::FooterTail::decode(&block, file_len);
+    fix_block_crc(&mut block);
+    if let Some(tail) = footer::FooterTail::decode(&block, file_len) {
         assert!(tail.footer_offset + tail.footer_len < file_len);
     }
 
     let mut bytes = bytes.to_vec();
     bytes.resize(bytes.len().next_multiple_of(BLOCK_BYTES), 0);
     let count = u32::from_le_bytes(*count).min(bytes.len() as u32 / 32);
-    let tail = footer::Tail { count, footer_offset: 1 << 40, footer_len: bytes.len() as u64 };
+    let tail = footer::FooterTail { count, footer_offset: 1 << 40, footer_len: bytes.len() as u64 };
     check_entries(&bytes, &tail);
-    (0..count).for_each(|index| footer::seal_entry(&mut bytes, index));
+    (0..count).for_each(|index| footer::set_entry_crc(&mut bytes, index));
     check_entries(&bytes, &tail);
 }
 
-fn check_entries(bytes: &[u8], tail: &footer::Tail) {
-    for told in (0..tail.count).filter_map(|index| footer::decode_entry(bytes, tail, index)) {
-        assert!(told.offset + told.layout.len <= tail.footer_offset);
-        assert_eq!(told.key.len(), told.header.key_len as usize);
-        assert_eq!(DiskLayout::of(&told.header), told.layout);
+fn check_entries(bytes: &[u8], tail: &footer::FooterTail) {
+    for entry in (0..tail.count).filter_map(|index| footer::decode_entry(bytes, tail, index)) {
+        assert!(entry.offset + entry.layout.len <= tail.footer_offset);
+        assert_eq!(entry.key.len(), entry.header.key_len as usize);
+        assert_eq!(DiskLayout::of(&entry.header), entry.layout);
     }
     assert!(footer::decode_entry(bytes, tail, tail.count).is_none());
 }
 
-/// A block of the log of removals.
+/// A block of the tombstone log.
 pub fn removals(data: &[u8]) {
     let mut block = [0; BLOCK_BYTES];
     let len = data.len().min(BLOCK_BYTES);
     block[..len].copy_from_slice(&data[..len]);
     check_removals(&block);
-    seal_block(&mut block);
+    fix_block_crc(&mut block);
     check_removals(&block);
 }
 
@@ -98,26 +100,26 @@ fn check_removals(block: &[u8; BLOCK_BYTES]) {
     let Some(entries) = tombstones::decode(block) else { return };
     let entries: Vec<(ObjectId, Epoch)> = entries.collect();
     if entries.is_empty() {
-        return; // nobody writes a block without any
+        return; // such a block is never written
     }
     let again = tombstones::encode(&entries);
     let block = again.first_chunk().expect("a block");
-    let decoded = tombstones::decode(block).expect("what was decoded can be encoded");
+    let decoded = tombstones::decode(block).expect("decoded entries can be encoded");
     assert!(decoded.eq(entries));
 }
 
-fn seal_block(block: &mut [u8; BLOCK_BYTES]) {
+fn fix_block_crc(block: &mut [u8; BLOCK_BYTES]) {
     let crc = crc32c::crc32c(&block[..BLOCK_BYTES - 4]);
     block[BLOCK_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Valid inputs of [`front`], without the zeros at their ends.
+/// Valid inputs of [`front`], without trailing zeros.
 pub fn front_seeds() -> Vec<Vec<u8>> {
     let samples = [
-        Sample::new(1, 1, 0),
-        Sample::new(2, 3, 100),
-        Sample::with_key(3, 1, 700, b"tenant's key", b"\x05\x00\x02\x00ab", 0),
-        Sample::new(4, 9, 600_000),
+        SampleRecord::new(1, 1, 0),
+        SampleRecord::new(2, 3, 100),
+        SampleRecord::with_key(3, 1, 700, b"tenant's key", b"\x05\x00\x02\x00ab", 0),
+        SampleRecord::new(4, 9, 600_000),
     ];
     samples.iter().map(|sample| trimmed(sample.encode(), 1500)).collect()
 }
@@ -128,12 +130,12 @@ pub fn bucket_footer_seeds() -> Vec<Vec<u8>> {
 }
 
 fn footer_seed(count: u64, len: usize) -> Vec<u8> {
-    let samples: Vec<Sample> = (0..count).map(|number| Sample::new(number, 1, len)).collect();
+    let samples: Vec<SampleRecord> = (0..count).map(|number| SampleRecord::new(number, 1, len)).collect();
     let mut offset = 0;
     let mut placed = vec![];
     for sample in &samples {
         let layout = DiskLayout::of(&sample.header);
-        placed.push((sample.source(), Placed { offset, layout }));
+        placed.push((sample.source(), PlacedRecord { offset, layout }));
         offset += layout.len;
     }
     let mut footer = footer::encode_footer(&placed, offset);
@@ -143,9 +145,9 @@ fn footer_seed(count: u64, len: usize) -> Vec<u8> {
     seed
 }
 
-/// The start of a tail; the rest of the block is zeros and a CRC that [`bucket_footer`] puts there.
+/// Start of a tail; the rest of the block is zeros and a CRC that [`bucket_footer`] sets.
 fn tail_seed() -> Vec<u8> {
-    let tail = footer::Tail { count: 1, footer_offset: 4096, footer_len: 4096 };
+    let tail = footer::FooterTail { count: 1, footer_offset: 4096, footer_len: 4096 };
     let mut seed = 1u32.to_le_bytes().to_vec();
     seed.extend(trimmed(tail.encode().to_vec(), 64));
     seed
@@ -158,7 +160,7 @@ pub fn removals_seeds() -> Vec<Vec<u8>> {
     [1, 2, 50].into_iter().map(|count| trimmed(tombstones::encode(&entries(count)).to_vec(), 1800)).collect()
 }
 
-/// A seed without the zeros at its end, and no longer than a corpus allows.
+/// Removes trailing zeros of a seed, and truncates it to the limit of a corpus.
 fn trimmed(mut bytes: Vec<u8>, max: usize) -> Vec<u8> {
     bytes.truncate(max);
     let used = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);

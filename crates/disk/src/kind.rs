@@ -1,18 +1,18 @@
-//! [`BackendKind`]: the three backends by name, opened in one way.
+//! [`BackendKind`]: the three backends by name, with a common way to open them.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::backend::{
-    Backend, BucketBackend, BucketConfig, EvictionOrder, FileBackend, FileConfig, Found,
-    OPEN_FILES_MAX_DEFAULT, OffsetBackend, OffsetConfig, OpenError, Recovery, inspect_buckets, inspect_files,
+    Backend, BucketBackend, BucketConfig, EvictionPolicy, FileBackend, FileConfig, OPEN_FILES_MAX_DEFAULT,
+    OffsetBackend, OffsetConfig, OpenError, Recovery, ScannedRecord, inspect_buckets, inspect_files,
     inspect_offset,
 };
-use crate::record::Inspected;
+use crate::record::InspectedRecord;
 use crate::storage::{Queue, Storage};
 
-/// Which backend.
+/// Disk layout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackendKind {
     /// Many records in a file.
@@ -24,28 +24,28 @@ pub enum BackendKind {
     Offset,
 }
 
-/// A name that no backend has.
+/// An unknown backend name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no backend is called {name:?}; there are bucket, file and offset")]
+#[error("unknown backend {name:?}; use bucket, file or offset")]
 pub struct UnknownBackend {
-    /// The name.
+    /// The name as given.
     pub name: String,
 }
 
-/// How a backend is opened, whichever it is.
+/// Settings common to all backends.
 #[derive(Clone, Copy, Debug)]
 pub struct BackendConfig {
-    /// Bytes that it may use.
+    /// Maximum number of bytes on the disk.
     pub limit_bytes: u64,
-    /// Who goes first when they are used up.
-    pub order: EvictionOrder,
+    /// Eviction policy.
+    pub eviction_policy: EvictionPolicy,
 }
 
 impl BackendKind {
-    /// All of them.
+    /// All backends.
     pub const ALL: [BackendKind; 3] = [BackendKind::Bucket, BackendKind::File, BackendKind::Offset];
 
-    /// The name in configuration files.
+    /// Returns the name in configuration files.
     pub fn name(self) -> &'static str {
         match self {
             BackendKind::Bucket => "bucket",
@@ -54,41 +54,42 @@ impl BackendKind {
         }
     }
 
-    /// Opens it, and finds what is there.
+    /// Opens the backend, and scans the disk. Calls `found` for each record.
     pub fn open(
         self,
         storage: Arc<dyn Storage>,
         queue: &mut dyn Queue,
         config: BackendConfig,
-        found: &mut dyn FnMut(Found<'_>),
+        found: &mut dyn FnMut(ScannedRecord<'_>),
     ) -> Result<(Box<dyn Backend>, Recovery), OpenError> {
-        let BackendConfig { limit_bytes, order } = config;
+        let BackendConfig { limit_bytes, eviction_policy } = config;
         Ok(match self {
             BackendKind::Bucket => {
-                let config = BucketConfig { order, ..BucketConfig::with_limit(limit_bytes) };
+                let config = BucketConfig { eviction_policy, ..BucketConfig::with_limit(limit_bytes) };
                 let (backend, recovery) = BucketBackend::open(storage, queue, config, found)?;
                 (Box::new(backend), recovery)
             }
             BackendKind::File => {
-                let config = FileConfig { limit_bytes, order, open_files_max: OPEN_FILES_MAX_DEFAULT };
+                let config =
+                    FileConfig { limit_bytes, eviction_policy, open_files_max: OPEN_FILES_MAX_DEFAULT };
                 let (backend, recovery) = FileBackend::open(storage, queue, config, found)?;
                 (Box::new(backend), recovery)
             }
             BackendKind::Offset => {
-                let config = OffsetConfig { limit_bytes, entries: None, order };
+                let config = OffsetConfig { limit_bytes, entries: None, eviction_policy };
                 let (backend, recovery) = OffsetBackend::open(storage, queue, config, found)?;
                 (Box::new(backend), recovery)
             }
         })
     }
 
-    /// Looks at what is there without changing anything; with `verify`, at every byte of it.
+    /// Visits all records without changes to the disk; with `verify`, also verifies their payloads.
     pub fn inspect(
         self,
         storage: &Arc<dyn Storage>,
         queue: &mut dyn Queue,
         verify: bool,
-        each: &mut dyn FnMut(Inspected<'_>),
+        each: &mut dyn FnMut(InspectedRecord<'_>),
     ) -> Result<(), OpenError> {
         match self {
             BackendKind::Bucket => inspect_buckets(storage, queue, verify, each),
@@ -108,7 +109,7 @@ impl FromStr for BackendKind {
     type Err = UnknownBackend;
 
     fn from_str(name: &str) -> Result<BackendKind, UnknownBackend> {
-        let named = |kind: &BackendKind| kind.name() == name;
-        BackendKind::ALL.into_iter().find(named).ok_or_else(|| UnknownBackend { name: name.into() })
+        let has_name = |kind: &BackendKind| kind.name() == name;
+        BackendKind::ALL.into_iter().find(has_name).ok_or_else(|| UnknownBackend { name: name.into() })
     }
 }

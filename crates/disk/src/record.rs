@@ -1,68 +1,68 @@
-//! What a record looks like on disk, the same in all three backends.
+//! Format of a record on disk, the same in all three backends.
 //!
 //! ```text
-//!  0        128        + 8 × pages     + key_len       + attributes_len   front_len      + stripe_len    len
+//!  0        128        + 8 × pages     + key_len       + attributes_len  preamble_len   + stripe_len       len
 //!  ├ header ─┼─ digests ────┼─ tenant+key ──┼─ attributes ──────┤ zeros ──────┼─ payload ────────┤ zeros ──┤
 //! ```
 //!
-//! Everything but the payload stands in front of it: one read of the front tells all there is to know, and the payload
-//! is written straight from memory and read straight into it.
+//! The preamble is everything before the payload: one read of it returns all metadata, and the payload is written
+//! directly from memory and read directly into it.
 //!
-//! Invariants: a record starts and ends on a block of 4 KiB; `payload_offset` in its header is `front_len`, a multiple
-//! of 4096 if `stripe_len ≥ 4096`, else of 512; its state is READY; it has digests. The zeros are not looked at.
+//! Invariants: a record starts and ends on a block of 4 KiB; `payload_offset` in its header is `preamble_len`, a
+//! multiple of 4096 if `stripe_len ≥ 4096`, else of 512; its state is READY; it has digests. The zeros are not checked.
 //!
-//! What protects what: the header has a CRC; `trailer_crc` in it covers tenant, key and attributes; `root` in it covers
-//! the page digests, and these the payload. A digest is seeded with (id, version, stripe, length), so a payload cannot
-//! be taken for another's.
+//! Integrity: the header has a CRC; its `trailer_crc` covers tenant, key and attributes; its `root` covers the page
+//! digests, and these the payload. A digest is seeded with (id, version, stripe, length), so a payload cannot be
+//! mistaken for another one.
 
 mod write;
 
-use moontide_types::bounds::{PAGE_BYTES, PAYLOAD_ALIGN, UNIT_BYTES};
+use moontide_types::limits::{PAGE_BYTES, PAYLOAD_ALIGN, UNIT_BYTES};
 use moontide_types::record::{
     HEADER_BYTES, Header, HeaderError, KeySection, PageDigests, State, TrailerError, trailer_crc,
 };
 
-use crate::backend::{Source, WriteError};
+use crate::backend::{RecordSource, WriteError};
 use crate::buffer::BLOCK_BYTES;
 
-pub(crate) use write::{Placed, WriteOps, run_writes};
+pub(crate) use write::{PlacedRecord, WriteOps, run_writes};
 
 const _: () =
-    assert!(BLOCK_BYTES as u64 == PAYLOAD_ALIGN, "a payload that starts on a block is read into its place");
+    assert!(BLOCK_BYTES as u64 == PAYLOAD_ALIGN, "a payload that starts on a block is read without a copy");
 
-/// Where the parts of a record stand on disk.
+/// Layout of a record on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskLayout {
     /// Bytes before the payload.
-    pub front_len: u64,
-    /// Bytes of the record: whole blocks.
+    pub preamble_len: u64,
+    /// Bytes of the record, whole blocks.
     pub len: u64,
-    /// Bytes to read to know everything but the payload: whole blocks. If they are more than `front_len`, the payload
-    /// is among them.
-    pub head_len: u64,
+    /// Bytes to read for everything but the payload, whole blocks. If they are more than `preamble_len`, they include
+    /// the payload.
+    pub preamble_read_len: u64,
 }
 
 impl DiskLayout {
-    /// The layout of a record with this header, which must have been checked ([`Header::check`]) or decoded.
+    /// Returns the layout of a record with this header, which must be checked ([`Header::check`]) or decoded.
     pub fn of(header: &Header) -> DiskLayout {
         let digests_len = 8 * header.stripe_len.div_ceil(PAGE_BYTES);
         let used =
             HEADER_BYTES as u64 + digests_len + u64::from(header.key_len) + u64::from(header.attributes_len);
         let block = BLOCK_BYTES as u64;
         if header.stripe_len >= PAYLOAD_ALIGN {
-            let front_len = used.next_multiple_of(block);
-            let len = front_len + header.stripe_len.next_multiple_of(block);
-            DiskLayout { front_len, len, head_len: front_len }
+            let preamble_len = used.next_multiple_of(block);
+            let len = preamble_len + header.stripe_len.next_multiple_of(block);
+            DiskLayout { preamble_len, len, preamble_read_len: preamble_len }
         } else {
-            let front_len = used.next_multiple_of(UNIT_BYTES);
-            let len = (front_len + header.stripe_len).next_multiple_of(block);
-            DiskLayout { front_len, len, head_len: len }
+            let preamble_len = used.next_multiple_of(UNIT_BYTES);
+            let len = (preamble_len + header.stripe_len).next_multiple_of(block);
+            DiskLayout { preamble_len, len, preamble_read_len: len }
         }
     }
 
-    /// The layout of a record that is to be written, if it can be: what stands in memory is held against its header, but
-    /// for the payload, which is verified whenever it is read.
-    pub(crate) fn of_source(source: &Source<'_>) -> Result<DiskLayout, WriteError> {
+    /// Returns the layout of a record to write. Checks all sections in memory against the header, except the payload,
+    /// which every read verifies.
+    pub(crate) fn of_source(source: &RecordSource<'_>) -> Result<DiskLayout, WriteError> {
         let header = source.header;
         if header.flags.digestless() {
             return Err(WriteError::Digestless);
@@ -73,27 +73,28 @@ impl DiskLayout {
                 && source.key.len() as u64 == u64::from(header.key_len)
                 && source.attributes.len() as u64 == u64::from(header.attributes_len)
         });
-        let sound = parts_fit
+        let valid = parts_fit
             && trailer_crc(source.key, source.attributes) == header.trailer_crc
             && KeySection::decode(source.key).is_ok()
             && header.digest_context().root_of(PageDigests::new(source.digests).iter()) == header.root;
-        if sound { Ok(DiskLayout::of(header)) } else { Err(WriteError::Damaged) }
+        if valid { Ok(DiskLayout::of(header)) } else { Err(WriteError::Corrupt) }
     }
 }
 
-/// The header of a record as it stands on disk.
+/// Returns the header of a record as it is on disk.
 pub(crate) fn disk_header(header: &Header) -> Header {
-    let payload_offset = DiskLayout::of(header).front_len;
+    let payload_offset = DiskLayout::of(header).preamble_len;
     Header { word: header.word.with_state(State::Ready), payload_offset, ..*header }
 }
 
-/// Writes everything before the payload, and for a small record the payload, too: [`DiskLayout::head_len`] bytes.
+/// Encodes everything before the payload, and for a small record the payload, too: [`DiskLayout::preamble_read_len`]
+/// bytes.
 ///
 /// # Panics
-/// If [`DiskLayout::of_source`] would refuse the source, or `out` is not that long.
-pub(crate) fn encode_front(source: &Source<'_>, out: &mut [u8]) {
+/// If [`DiskLayout::of_source`] refuses the source, or `out` has another length.
+pub(crate) fn encode_preamble(source: &RecordSource<'_>, out: &mut [u8]) {
     let layout = DiskLayout::of(source.header);
-    assert_eq!(out.len() as u64, layout.head_len, "room for the front");
+    assert_eq!(out.len() as u64, layout.preamble_read_len, "length of the preamble");
     let mut at = 0;
     let mut put = |part: &[u8]| {
         out[at..at + part.len()].copy_from_slice(part);
@@ -103,9 +104,9 @@ pub(crate) fn encode_front(source: &Source<'_>, out: &mut [u8]) {
     put(source.digests);
     put(source.key);
     put(source.attributes);
-    let front_len = layout.front_len as usize; // ≤ out.len() or equal to it
-    out[at..front_len].fill(0);
-    let rest = &mut out[front_len..];
+    let preamble_len = layout.preamble_len as usize; // ≤ out.len() or equal to it
+    out[at..preamble_len].fill(0);
+    let rest = &mut out[preamble_len..];
     if !rest.is_empty() {
         let (payload, padding) = rest.split_at_mut(source.payload.len());
         payload.copy_from_slice(source.payload);
@@ -113,193 +114,196 @@ pub(crate) fn encode_front(source: &Source<'_>, out: &mut [u8]) {
     }
 }
 
-/// Everything but the payload of a record, as it stands in its first bytes.
+/// Decoded preamble: everything but the payload of a record.
 #[derive(Clone, Copy, Debug)]
-pub struct Front<'a> {
-    /// Its header.
+pub struct RecordPreamble<'a> {
+    /// Header of the record.
     pub header: Header,
-    /// Where its parts stand.
+    /// Layout that follows from the header.
     pub layout: DiskLayout,
-    /// Its page digests; their root was not compared.
+    /// Page digests; not yet compared with the root.
     pub digests: PageDigests<'a>,
-    /// Tenant and key, as they are stored.
+    /// Tenant and key as stored.
     pub key: &'a [u8],
-    /// The same, decoded.
+    /// Decoded tenant and key.
     pub section: KeySection<'a>,
-    /// Attributes, as they are stored; under the CRC, but not decoded.
+    /// Attributes as stored; covered by the CRC, but not decoded.
     pub attributes: &'a [u8],
 }
 
-/// Why bytes are not the front of a record.
+/// Reason why bytes are not the preamble of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum FrontError {
-    /// There are too few of them.
-    #[error("{found} bytes are there, {needed} are needed")]
+pub enum PreambleError {
+    /// There are too few bytes.
+    #[error("{found} bytes, but the preamble has {needed}")]
     Short {
-        /// How many the front has, or a header if it is not even that.
+        /// Length of the preamble, or of a header if even that is incomplete.
         needed: u64,
-        /// How many there are.
+        /// Number of bytes.
         found: u64,
     },
-    /// The header is damaged, or none at all.
+    /// The header is corrupt or missing.
     #[error(transparent)]
     Header(#[from] HeaderError),
-    /// A record on disk is always READY.
-    #[error("its state is {found:?}")]
+    /// The state is not READY.
+    #[error("state {found:?} instead of READY")]
     State {
-        /// The state in its word.
+        /// State in the header word.
         found: State,
     },
-    /// A record on disk always has digests.
-    #[error("it has no digests")]
+    /// The record has no digests.
+    #[error("no digests")]
     Digestless,
-    /// The payload does not start behind the front.
-    #[error("its payload is said to start at {found}, not at {expected}")]
+    /// The payload offset is not the length of the preamble.
+    #[error("payload offset {found} instead of {expected}")]
     PayloadOffset {
-        /// What the header says.
+        /// Offset in the header.
         found: u64,
-        /// What it should say.
+        /// Offset that follows from the layout.
         expected: u64,
     },
-    /// Tenant, key or attributes changed since they were written.
+    /// Tenant, key or attributes do not match their CRC.
     #[error("trailer CRC {found:#010x}, computed {computed:#010x}")]
     TrailerCrc {
-        /// What the header says.
+        /// CRC in the header.
         found: u32,
-        /// What it should say.
+        /// CRC of the bytes.
         computed: u32,
     },
-    /// Tenant and key break their rules.
+    /// Tenant or key is invalid.
     #[error(transparent)]
     Key(#[from] TrailerError),
 }
 
-/// Why a record is not what was written.
+/// Failed verification of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Damage {
-    /// Its front is damaged.
+pub enum Corruption {
+    /// The preamble is corrupt.
     #[error(transparent)]
-    Front(#[from] FrontError),
-    /// The digests in its front are not those that the header vouches for.
-    #[error("the page digests do not have the header's root")]
+    Preamble(#[from] PreambleError),
+    /// The page digests do not match the root in the header.
+    #[error("page digests do not match the root in the header")]
     Root,
-    /// A page of the payload is damaged.
+    /// A page of the payload is corrupt.
     #[error("page {index} does not match its digest")]
     Page {
-        /// Which one.
+        /// Index of the page.
         index: u64,
     },
 }
 
-/// Reads a header and says where the record's parts stand. For any bytes.
-pub fn decode_header(bytes: &[u8]) -> Result<(Header, DiskLayout), FrontError> {
-    let short = || FrontError::Short { needed: HEADER_BYTES as u64, found: bytes.len() as u64 };
+/// Decodes a header, and returns the layout of the record. Accepts any bytes.
+pub fn decode_header(bytes: &[u8]) -> Result<(Header, DiskLayout), PreambleError> {
+    let short = || PreambleError::Short { needed: HEADER_BYTES as u64, found: bytes.len() as u64 };
     let header = Header::decode(bytes.first_chunk().ok_or_else(short)?)?;
     if header.word.state() != State::Ready {
-        return Err(FrontError::State { found: header.word.state() });
+        return Err(PreambleError::State { found: header.word.state() });
     }
     if header.flags.digestless() {
-        return Err(FrontError::Digestless);
+        return Err(PreambleError::Digestless);
     }
     let layout = DiskLayout::of(&header);
-    if header.payload_offset != layout.front_len {
-        return Err(FrontError::PayloadOffset { found: header.payload_offset, expected: layout.front_len });
+    if header.payload_offset != layout.preamble_len {
+        return Err(PreambleError::PayloadOffset {
+            found: header.payload_offset,
+            expected: layout.preamble_len,
+        });
     }
     Ok((header, layout))
 }
 
-/// Reads the front of a record, whatever follows it. For any bytes.
-pub fn decode_front(bytes: &[u8]) -> Result<Front<'_>, FrontError> {
+/// Decodes the preamble of a record; further bytes may follow. Accepts any bytes.
+pub fn decode_preamble(bytes: &[u8]) -> Result<RecordPreamble<'_>, PreambleError> {
     let (header, layout) = decode_header(bytes)?;
-    let short = FrontError::Short { needed: layout.front_len, found: bytes.len() as u64 };
-    let Some(front) = usize::try_from(layout.front_len).ok().and_then(|len| bytes.get(..len)) else {
+    let short = PreambleError::Short { needed: layout.preamble_len, found: bytes.len() as u64 };
+    let Some(preamble) = usize::try_from(layout.preamble_len).ok().and_then(|len| bytes.get(..len)) else {
         return Err(short);
     };
-    // All of these fit: `front_len` is at least their sum.
+    // All sections fit: `preamble_len` is at least their sum.
     let digests_len = 8 * header.stripe_len.div_ceil(PAGE_BYTES) as usize;
-    let (digests, rest) = front[HEADER_BYTES..].split_at(digests_len);
+    let (digests, rest) = preamble[HEADER_BYTES..].split_at(digests_len);
     let (key, rest) = rest.split_at(header.key_len as usize);
     let attributes = &rest[..header.attributes_len as usize];
     let section = decode_trailer(&header, key, attributes)?;
-    Ok(Front { header, layout, digests: PageDigests::new(digests), key, section, attributes })
+    Ok(RecordPreamble { header, layout, digests: PageDigests::new(digests), key, section, attributes })
 }
 
-/// Checks tenant, key and attributes against a header.
+/// Verifies tenant, key and attributes against a header.
 pub(crate) fn decode_trailer<'a>(
     header: &Header,
     key: &'a [u8],
     attributes: &[u8],
-) -> Result<KeySection<'a>, FrontError> {
+) -> Result<KeySection<'a>, PreambleError> {
     let (found, computed) = (header.trailer_crc, trailer_crc(key, attributes));
     if found != computed {
-        return Err(FrontError::TrailerCrc { found, computed });
+        return Err(PreambleError::TrailerCrc { found, computed });
     }
     Ok(KeySection::decode(key)?)
 }
 
-impl Front<'_> {
-    /// Whether the digests in the front are those that the header vouches for.
-    pub fn verify_root(&self) -> Result<(), Damage> {
+impl RecordPreamble<'_> {
+    /// Verifies that the page digests match the root in the header.
+    pub fn verify_root(&self) -> Result<(), Corruption> {
         let root = self.header.digest_context().root_of(self.digests.iter());
-        if root == self.header.root { Ok(()) } else { Err(Damage::Root) }
+        if root == self.header.root { Ok(()) } else { Err(Corruption::Root) }
     }
 }
 
-/// Whether a payload is the one that was written with this front.
+/// Verifies a payload against its preamble.
 ///
 /// # Panics
-/// If it is not as long as the header says.
-pub fn verify(front: &Front<'_>, payload: &[u8]) -> Result<(), Damage> {
-    assert_eq!(payload.len() as u64, front.header.stripe_len, "the payload of this front");
-    front.verify_root()?;
-    let context = front.header.digest_context();
-    let pages = payload.chunks(PAGE_BYTES as usize).zip(front.digests.iter());
+/// If its length is not that in the header.
+pub fn verify(preamble: &RecordPreamble<'_>, payload: &[u8]) -> Result<(), Corruption> {
+    assert_eq!(payload.len() as u64, preamble.header.stripe_len, "payload length");
+    preamble.verify_root()?;
+    let context = preamble.header.digest_context();
+    let pages = payload.chunks(PAGE_BYTES as usize).zip(preamble.digests.iter());
     for ((page, digest), index) in pages.zip(0..) {
         if context.page(index, page) != digest {
-            return Err(Damage::Page { index });
+            return Err(Corruption::Page { index });
         }
     }
     Ok(())
 }
 
-/// Whether whole bytes of a record, as read from the disk, are what was written.
-pub fn verify_record(bytes: &[u8]) -> Result<Front<'_>, Damage> {
-    let front = decode_front(bytes)?;
-    let DiskLayout { front_len, len, .. } = front.layout;
-    let payload = usize::try_from(front_len + front.header.stripe_len)
+/// Verifies all bytes of a record as read from the disk.
+pub fn verify_record(bytes: &[u8]) -> Result<RecordPreamble<'_>, Corruption> {
+    let preamble = decode_preamble(bytes)?;
+    let DiskLayout { preamble_len, len, .. } = preamble.layout;
+    let payload = usize::try_from(preamble_len + preamble.header.stripe_len)
         .ok()
-        .and_then(|end| bytes.get(front_len as usize..end))
-        .ok_or(FrontError::Short { needed: len, found: bytes.len() as u64 })?;
-    verify(&front, payload)?;
-    Ok(front)
+        .and_then(|end| bytes.get(preamble_len as usize..end))
+        .ok_or(PreambleError::Short { needed: len, found: bytes.len() as u64 })?;
+    verify(&preamble, payload)?;
+    Ok(preamble)
 }
 
-/// A record, or what is left of one, as a look at a tier from outside finds it.
+/// A record, or a corrupt part of one, found by an inspection.
 #[derive(Clone, Debug)]
-pub struct Inspected<'a> {
-    /// The file that it stands in, relative to the tier's root.
+pub struct InspectedRecord<'a> {
+    /// File that contains it, relative to the root of the tier.
     pub file: &'a str,
-    /// Its first byte there.
+    /// Offset in the file.
     pub offset: u64,
-    /// Its length; 0 if it is not known.
+    /// Length in bytes; 0 if unknown.
     pub len: u64,
-    /// Its header and tenant and key, if these can be read.
+    /// Header, and tenant and key, if these can be read.
     pub name: Option<(&'a Header, KeySection<'a>)>,
-    /// What it is worth.
+    /// Result of the checks.
     pub state: InspectedState,
 }
 
-/// What a record on disk is worth.
+/// State of an inspected record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InspectedState {
-    /// It would be served. Its payload was verified if that was asked for.
+    /// It would be served. The payload was verified if requested.
     Ok,
     /// It would not be served.
-    Damaged {
-        /// What is wrong.
-        why: String,
+    Corrupt {
+        /// Description of the corruption.
+        reason: String,
     },
-    /// It was removed; its space comes back with the others of its file.
+    /// It was removed; its space is freed together with the rest of its file.
     Removed,
 }
 

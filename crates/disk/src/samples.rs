@@ -1,33 +1,35 @@
-//! Records made up for tests, benchmarks and seeds of fuzzers: everything about one follows from a few numbers.
+//! Sample records for tests, benchmarks and fuzzing seeds: their content follows from a few numbers.
 
-use moontide_types::record::{DigestContext, Flags, Header, KeySection, State, Word, trailer_crc};
+use moontide_rt::SplitMix64;
+use moontide_types::record::{DigestContext, Header, KeySection, RecordFlags, State, Word, trailer_crc};
 use moontide_types::{Epoch, Key, ObjectId, Tenant, TenantGeneration};
 
-use crate::backend::{RecordName, Source};
-use crate::buffer::{Aligned, BLOCK_BYTES};
+use crate::backend::{RecordId, RecordSource};
+use crate::buffer::{AlignedBuf, BLOCK_BYTES};
 
 /// A record in memory.
 #[derive(Debug)]
-pub struct Sample {
-    /// Its header.
+pub struct SampleRecord {
+    /// Header as in memory.
     pub header: Header,
-    payload: Aligned,
+    payload: AlignedBuf,
     payload_start: usize,
     digests: Vec<u8>,
     key: Vec<u8>,
     attributes: Vec<u8>,
 }
 
-impl Sample {
-    /// A record of an object with this number and version, with `len` bytes that follow from both.
-    pub fn new(number: u64, version: u64, len: usize) -> Sample {
-        Sample::with_key(number, version, len, format!("key-{number}").as_bytes(), &[], 0)
+impl SampleRecord {
+    /// Creates a record of an object with this number and version, with `len` pseudo-random bytes.
+    pub fn new(number: u64, version: u64, len: usize) -> SampleRecord {
+        SampleRecord::with_key(number, version, len, format!("key-{number}").as_bytes(), &[], 0)
     }
 
-    /// The same with a key and attributes, its payload `shift` bytes away from the start of a block.
+    /// Like [`SampleRecord::new`], with a key and attributes, and the payload at `shift` bytes from the start of a
+    /// block.
     ///
     /// # Panics
-    /// If the key or the version exceed their bounds.
+    /// If the key or the version exceed their limits.
     pub fn with_key(
         number: u64,
         version: u64,
@@ -35,8 +37,8 @@ impl Sample {
         key: &[u8],
         attributes: &[u8],
         shift: usize,
-    ) -> Sample {
-        let mut payload = Aligned::zeroed(len + shift);
+    ) -> SampleRecord {
+        let mut payload = AlignedBuf::zeroed(len + shift);
         fill(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ version, &mut payload[shift..shift + len]);
         let id = id(number);
         let version = Epoch::from_bits(version).expect("a version of 62 bits");
@@ -48,7 +50,7 @@ impl Sample {
         let mut key = vec![];
         section.encode(&mut key);
         let header = Header {
-            flags: Flags::NONE,
+            flags: RecordFlags::NONE,
             id,
             word: Word::new(version, State::Ready),
             object_len: len as u64,
@@ -64,12 +66,12 @@ impl Sample {
             id_key: 0,
             tenant_generation: TenantGeneration(0),
         };
-        Sample { header, payload, payload_start: shift, digests, key, attributes: attributes.into() }
+        SampleRecord { header, payload, payload_start: shift, digests, key, attributes: attributes.into() }
     }
 
-    /// The record as a backend takes it.
-    pub fn source(&self) -> Source<'_> {
-        Source {
+    /// Returns the record as input for a backend.
+    pub fn source(&self) -> RecordSource<'_> {
+        RecordSource {
             header: &self.header,
             payload: self.payload(),
             digests: &self.digests,
@@ -78,65 +80,41 @@ impl Sample {
         }
     }
 
-    /// Its payload.
+    /// Returns the payload.
     pub fn payload(&self) -> &[u8] {
         &self.payload[self.payload_start..][..self.header.stripe_len as usize]
     }
 
-    /// Tenant and key, as they are stored.
+    /// Returns tenant and key as stored.
     pub fn key(&self) -> &[u8] {
         &self.key
     }
 
-    /// What a backend calls it.
-    pub fn name(&self) -> RecordName {
-        RecordName::of(&self.header)
+    /// Returns the id of the record.
+    pub fn name(&self) -> RecordId {
+        RecordId::of(&self.header)
     }
 
-    /// Its bytes on disk.
+    /// Returns the bytes on disk.
     pub fn encode(&self) -> Vec<u8> {
         let layout = crate::record::DiskLayout::of(&self.header);
         let mut bytes = vec![0; layout.len as usize];
-        crate::record::encode_front(&self.source(), &mut bytes[..layout.head_len as usize]);
-        if layout.head_len < layout.len {
-            bytes[layout.front_len as usize..][..self.payload().len()].copy_from_slice(self.payload());
+        crate::record::encode_preamble(&self.source(), &mut bytes[..layout.preamble_read_len as usize]);
+        if layout.preamble_read_len < layout.len {
+            bytes[layout.preamble_len as usize..][..self.payload().len()].copy_from_slice(self.payload());
         }
         bytes
     }
 }
 
-/// The id of the object with this number.
+/// Returns the id of the object with this number.
 pub fn id(number: u64) -> ObjectId {
     let mut id = [0; 16];
     fill(number, &mut id);
     ObjectId(id)
 }
 
-/// Bytes that follow from a seed.
+/// Fills `bytes` with pseudo-random bytes.
 pub fn fill(seed: u64, bytes: &mut [u8]) {
-    let mut random = Random(seed);
-    for chunk in bytes.chunks_mut(8) {
-        chunk.copy_from_slice(&random.next().to_le_bytes()[..chunk.len()]);
-    }
-}
-
-/// Numbers that follow from a seed: SplitMix64.
-#[derive(Clone, Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next one.
-    #[expect(clippy::should_implement_trait, reason = "an iterator would end")]
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// The next one below `end`, which is not 0.
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
+    SplitMix64::new(seed).fill(bytes);
 }

@@ -1,21 +1,21 @@
-//! [`SimulatedDisk`]: a disk in memory that fails, fills up and loses power when it is told to.
+//! [`SimulatedDisk`]: a disk in memory with injected I/O errors, limited capacity and power failures.
 //!
-//! What it promises is what POSIX promises, and no more:
+//! It guarantees what POSIX guarantees, and no more:
 //!
-//! * **Data.** A write is in the cache until a sync of its file. When the power goes, each sector of 512 bytes that was
-//!   not synced is old or new, each for itself: blocks are torn, and later writes survive where earlier ones do not. A
-//!   file's new length survives, or does not, in the same way.
-//! * **Names.** A file that is made, renamed or removed has its new name after a sync of the directory. When the power
-//!   goes, some number of the changes that were not synced has happened, the oldest ones, for each directory by itself.
-//!   A rename within a directory happens as one; between directories the new name and the removal of the old one are
-//!   two changes, so that both names may survive, or none. A sync of a file does nothing for its name.
-//! * **Failed syncs.** What was to be synced is on the disk or not, sector by sector, and the cache believes that it is:
-//!   a later sync succeeds without it.
+//! * **Data.** A write is in the cache until a sync of its file. After a power failure, each unsynced sector of 512
+//!   bytes is old or new, independently: blocks are torn, and later writes may survive where earlier ones do not. The
+//!   same holds for a new length of the file.
+//! * **Names.** A created, renamed or removed name is durable after a sync of its directory. After a power failure, a
+//!   prefix of the unsynced changes of each directory has happened, independently of other directories. A rename within
+//!   a directory is atomic; between directories, the new name and the removal of the old one are two changes, so that
+//!   both names may survive, or none. A sync of a file does not sync its name.
+//! * **Failed syncs.** Each sector of a failed sync is on the disk or not, but the cache treats all as clean: a later
+//!   sync succeeds without them.
 //!
-//! All that is drawn comes from the seed: one thread that does the same again meets the same fate.
+//! All random decisions follow from the seed: a single thread that repeats its operations gets the same results.
 //!
-//! Clones are the same disk. The disk outlives its power: [`SimulatedDisk::restart`] turns it on again, and files that
-//! were opened before are of no use then, as their process is gone.
+//! Clones refer to the same disk. The disk survives a power failure: [`SimulatedDisk::restart`] turns it on again.
+//! Files that were opened before are then unusable, like those of an exited process.
 
 mod content;
 mod faults;
@@ -33,12 +33,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::storage::{Entry, File, FileInner, Mode, Queue, QueueConfig, Space, Storage};
+use crate::storage::{DirEntry, DiskSpace, File, OpenMode, Queue, QueueConfig, Storage, StorageFile};
 use state::{Kind, State};
 
 pub use faults::{Counters, Faults};
 
-/// Bytes that a disk holds or loses as one.
+/// Size of a sector: the unit that a disk keeps or loses.
 pub const SECTOR_BYTES: usize = 512;
 
 /// A disk in memory.
@@ -51,40 +51,40 @@ pub struct SimulatedDisk {
 pub(crate) struct Inode {
     disk: SimulatedDisk,
     id: u64,
-    /// Which start of the disk it was opened in.
+    /// Number of restarts of the disk when the file was opened.
     boot: u64,
     writable: bool,
 }
 
 impl SimulatedDisk {
-    /// An empty disk without faults. Everything that is left to chance follows from the seed.
+    /// Creates an empty disk without faults. All random decisions follow from the seed.
     pub fn new(seed: u64) -> SimulatedDisk {
         SimulatedDisk { state: Arc::new(Mutex::new(State::new(seed))) }
     }
 
-    /// What goes wrong from now on.
+    /// Sets the faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.state.lock().faults = faults;
     }
 
-    /// What goes wrong now.
+    /// Returns the current faults.
     pub fn faults(&self) -> Faults {
         self.state.lock().faults
     }
 
-    /// What happened so far.
+    /// Returns the counters since the creation.
     pub fn counters(&self) -> Counters {
         self.state.lock().counters
     }
 
-    /// Operations so far that change something or make it durable: writes, syncs, allocations, and changes and syncs of
-    /// names. Those that failed count, but not those without power.
+    /// Number of operations that change something or make it durable: writes, syncs, allocations, and changes and syncs
+    /// of names. Includes failed ones, but not those without power.
     pub fn operations(&self) -> u64 {
         self.state.lock().operations
     }
 
-    /// The power goes off after this many of the operations that [`SimulatedDisk::operations`] counts, from now. All
-    /// that come later fail and change nothing. 0 turns it off at once.
+    /// Turns the power off after `operations` further operations as counted by [`SimulatedDisk::operations`]. All later
+    /// ones fail and change nothing. 0 turns it off at once.
     pub fn crash_after(&self, operations: u64) {
         let mut state = self.state.lock();
         state.crash_at = Some(state.operations + operations);
@@ -95,43 +95,43 @@ impl SimulatedDisk {
         self.state.lock().is_off()
     }
 
-    /// The power is gone, if it was not already, and comes back: what was not synced is kept or lost by chance. Faults
-    /// stay as they are.
+    /// Turns the power off, if it is on, and on again: unsynced changes are kept or lost at random. Faults do not
+    /// change.
     pub fn restart(&self) {
         self.state.lock().restart();
     }
 
-    /// The bytes of a file as whoever opens it would see them; works without power.
+    /// Returns the bytes of a file as a reader would see them; works without power.
     ///
     /// # Panics
-    /// If there is no such file, as all of these functions for tests do.
+    /// If there is no such file, like all of these test functions.
     pub fn read_file(&self, path: impl AsRef<Path>) -> Vec<u8> {
         self.state.lock().read_file(path.as_ref())
     }
 
-    /// Makes a file of these bytes, directories included, or replaces what is in it. Durable at once, with the names
-    /// around it.
+    /// Creates a file with these bytes, including its directories, or replaces its content. Durable at once, including
+    /// the names.
     pub fn write_file(&self, path: impl AsRef<Path>, bytes: &[u8]) {
         self.state.lock().write_file(path.as_ref(), bytes);
     }
 
-    /// Cuts a file, or appends zeros. Durable at once.
+    /// Truncates a file, or appends zeros. Durable at once.
     pub fn truncate(&self, path: impl AsRef<Path>, len: u64) {
-        self.state.lock().damage(path.as_ref(), |content| content.set_len(len));
+        self.state.lock().overwrite(path.as_ref(), |content| content.set_len(len));
     }
 
-    /// Flips a bit of a file, counted from the lowest one of the first byte. Durable at once.
+    /// Flips a bit of a file, counted from the lowest bit of the first byte. Durable at once.
     pub fn flip_bit(&self, path: impl AsRef<Path>, bit: u64) {
-        self.state.lock().damage(path.as_ref(), |content| {
+        self.state.lock().overwrite(path.as_ref(), |content| {
             let mut byte = [0];
-            // What was never synced may not be there on the disk.
+            // Bytes that were never synced may not be on the disk.
             if content.read(bit / 8, &mut byte) == 1 {
                 content.write(bit / 8, &[byte[0] ^ (1 << (bit % 8))]);
             }
         });
     }
 
-    /// Paths and lengths of all files, by path.
+    /// Returns paths and lengths of all files, sorted by path.
     pub fn files(&self) -> Vec<(String, u64)> {
         self.state.lock().files()
     }
@@ -149,16 +149,17 @@ impl SimulatedDisk {
     fn open_inode(&self, state: &mut State, id: u64, writable: bool) -> File {
         state.opened(id);
         let boot = state.boot;
-        File(Arc::new(FileInner::Simulated(Inode { disk: self.clone(), id, boot, writable })))
+        File::new(Inode { disk: self.clone(), id, boot, writable })
     }
 
     fn inode<'f>(&self, file: &'f File) -> &'f Inode {
-        match &*file.0 {
-            FileInner::Simulated(inode) if Arc::ptr_eq(&inode.disk.state, &self.state) => inode,
-            _ => panic!("a file of another storage"),
-        }
+        let inode: &Inode = file.downcast();
+        assert!(Arc::ptr_eq(&inode.disk.state, &self.state), "file of another disk");
+        inode
     }
 }
+
+impl StorageFile for Inode {}
 
 impl Drop for Inode {
     fn drop(&mut self) {
@@ -167,19 +168,19 @@ impl Drop for Inode {
 }
 
 impl Storage for SimulatedDisk {
-    fn open(&self, path: &Path, mode: Mode) -> io::Result<File> {
-        let kind = if mode == Mode::Create { Kind::Name } else { Kind::Look };
+    fn open(&self, path: &Path, mode: OpenMode) -> io::Result<File> {
+        let kind = if mode == OpenMode::Create { Kind::Name } else { Kind::Metadata };
         let mut state = self.begin(kind)?;
         let id = match mode {
-            Mode::Create => state.create(path)?,
-            Mode::Read | Mode::Write => state.find(path)?,
+            OpenMode::Create => state.create(path)?,
+            OpenMode::Read | OpenMode::Write => state.find(path)?,
         };
-        Ok(self.open_inode(&mut state, id, mode != Mode::Read))
+        Ok(self.open_inode(&mut state, id, mode != OpenMode::Read))
     }
 
     fn len(&self, file: &File) -> io::Result<u64> {
         let inode = self.inode(file);
-        let mut state = self.begin(Kind::Look)?;
+        let mut state = self.begin(Kind::Metadata)?;
         Ok(state.node(inode.id, inode.boot)?.current.len())
     }
 
@@ -200,27 +201,27 @@ impl Storage for SimulatedDisk {
         self.begin(Kind::Name)?.create_dir(path)
     }
 
-    fn list(&self, dir: &Path) -> io::Result<Vec<Entry>> {
-        self.begin(Kind::Look)?.list(dir)
+    fn list(&self, dir: &Path) -> io::Result<Vec<DirEntry>> {
+        self.begin(Kind::Metadata)?.list(dir)
     }
 
     fn sync_dir(&self, dir: &Path) -> io::Result<()> {
         self.begin(Kind::Sync)?.sync_dir(dir)
     }
 
-    fn space(&self) -> io::Result<Space> {
-        Ok(self.begin(Kind::Look)?.space())
+    fn space(&self) -> io::Result<DiskSpace> {
+        Ok(self.begin(Kind::Metadata)?.space())
     }
 
     fn queue(&self, config: &QueueConfig) -> Box<dyn Queue> {
-        let seed = self.state.lock().rng.next();
+        let seed = self.state.lock().rng.next_u64();
         Box::new(queue::SimulatedQueue::new(self.clone(), config.depth, seed))
     }
 }
 
 impl fmt::Debug for SimulatedDisk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Without the lock: whoever prints it may hold it.
+        // Without the lock: the caller may hold it.
         f.write_str("SimulatedDisk")
     }
 }

@@ -1,28 +1,28 @@
-//! The crash matrix: what is on the disk is damaged, or the power goes, at every place where it can.
+//! The crash matrix: data on the disk is corrupted, or the power fails, at every possible point.
 //!
-//! Every test runs for each backend in `crash/kinds.rs`; a new one joins by a line there. What must hold is said once, in
-//! `crash/world.rs`: what was acknowledged is there with the right bytes, what was removed is gone, nothing is ever read
-//! wrong, and the tier can be written to again.
+//! Every test runs for each backend in `crash/kinds.rs`; a new backend needs one line there. `crash/harness.rs` defines
+//! the invariants: acknowledged records are stored with the right bytes, removed records do not reappear, no read
+//! returns wrong bytes, and the tier accepts writes again.
 //!
-//! In CI a sample of all places is tried; with `MOONTIDE_CRASH=full` in the environment, all of them.
+//! By default a sample of all points is tested; with `MOONTIDE_TESTS=full` in the environment, all of them.
 
-#[path = "crash/damage.rs"]
-mod damage;
+#[path = "crash/corruption.rs"]
+mod corruption;
 #[path = "crash/faults.rs"]
 mod faults;
+#[path = "crash/harness.rs"]
+mod harness;
 #[path = "crash/history.rs"]
 mod history;
 #[path = "crash/kinds.rs"]
 mod kinds;
-#[path = "crash/world.rs"]
-mod world;
 
-/// The mistakes are there in debug builds only.
+/// Mutations exist in debug builds only.
 #[cfg(debug_assertions)]
-#[path = "crash/planted.rs"]
-mod planted;
+#[path = "crash/mutations.rs"]
+mod mutations;
 
-/// Whether all places are to be tried.
+/// Whether all points are tested.
 fn full() -> bool {
-    std::env::var_os("MOONTIDE_CRASH").is_some_and(|value| value == "full")
+    std::env::var_os("MOONTIDE_TESTS").is_some_and(|value| value == "full")
 }

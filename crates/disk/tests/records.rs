@@ -1,46 +1,48 @@
-//! Records on the operating system's files, through everything that is public: written as buckets, found, read,
-//! inspected. And the bytes themselves, which must not change between releases.
+//! Records in files of the operating system, through the public API: buckets are written, found, read and inspected.
+//! Also the bytes themselves, which must not change between releases.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use moontide_disk::samples::{Sample, id};
+use moontide_disk::samples::{SampleRecord, id};
 use moontide_disk::{
-    Aligned, Backend, BucketBackend, BucketConfig, EngineChoice, InspectedState, OsStorage, QueueConfig,
-    ReadJob, RecordName, Storage, decode_front, fuzzing, inspect_buckets, read_records, verify_record,
+    AlignedBuf, Backend, BucketBackend, BucketConfig, InspectedState, IoEngine, OsStorage, QueueConfig,
+    ReadJob, RecordId, Storage, decode_preamble, fuzzing, inspect_buckets, read_records, verify_record,
 };
 use moontide_types::Epoch;
 
-/// A directory that is gone when the test is.
-struct Folder(PathBuf);
+/// A directory that is removed when it is dropped.
+struct TempDir(PathBuf);
 
-impl Folder {
-    fn new(name: &str) -> Folder {
+impl TempDir {
+    fn new(name: &str) -> TempDir {
         let path = std::env::temp_dir().join(format!("moontide-records-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
-        Folder(path)
+        TempDir(path)
     }
 }
 
-impl Drop for Folder {
+impl Drop for TempDir {
     fn drop(&mut self) {
         _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-fn check(engine: EngineChoice) {
-    let folder = Folder::new(&format!("{engine:?}"));
-    let storage: Arc<dyn Storage> = Arc::new(OsStorage::open(&folder.0, engine).unwrap());
+fn check(engine: IoEngine) {
+    let dir = TempDir::new(&format!("{engine:?}"));
+    let storage: Arc<dyn Storage> = Arc::new(OsStorage::open(&dir.0, engine).unwrap());
     let queue = &mut *storage.queue(&QueueConfig::default());
     let config = BucketConfig { bucket_bytes_max: 4 << 20, ..BucketConfig::with_limit(64 << 20) };
     let lens = [0, 100, 4095, 4096, 100_000, 1 << 20, (1 << 20) + 1, (5 << 20) + 4097];
-    // Aligned ones are written from where they stand, the others are copied.
-    let samples: Vec<Sample> = lens
+    // Aligned payloads are written without a copy, the others are copied.
+    let samples: Vec<SampleRecord> = lens
         .into_iter()
         .zip(0..)
-        .flat_map(|(len, n)| [Sample::new(n, 1, len), Sample::with_key(100 + n, 1, len, b"shifted", &[], 40)])
+        .flat_map(|(len, n)| {
+            [SampleRecord::new(n, 1, len), SampleRecord::with_key(100 + n, 1, len, b"shifted", &[], 40)]
+        })
         .collect();
-    let sources: Vec<_> = samples.iter().map(Sample::source).collect();
+    let sources: Vec<_> = samples.iter().map(SampleRecord::source).collect();
     {
         let (backend, _) = BucketBackend::open(storage.clone(), queue, config.clone(), &mut |_| ()).unwrap();
         assert!(backend.write(queue, &sources).iter().all(Result::is_ok));
@@ -51,16 +53,17 @@ fn check(engine: EngineChoice) {
         BucketBackend::open(storage.clone(), queue, config, &mut |_| found += 1).unwrap();
     assert_eq!((found, recovery.records, recovery.removed, recovery.bad_count), (15, 15, 1, 0));
 
-    let left: Vec<&Sample> = samples.iter().filter(|sample| sample.header.id != id(3)).collect();
+    let left: Vec<&SampleRecord> = samples.iter().filter(|sample| sample.header.id != id(3)).collect();
     let locations: Vec<_> = left.iter().map(|sample| backend.locate(&sample.name()).unwrap()).collect();
-    let mut memory: Vec<Aligned> = locations.iter().map(|at| Aligned::zeroed(at.len as usize)).collect();
+    let mut memory: Vec<AlignedBuf> =
+        locations.iter().map(|at| AlignedBuf::zeroed(at.len as usize)).collect();
     let jobs = left.iter().zip(locations).zip(&mut memory);
     let jobs = jobs.map(|((sample, location), into)| ReadJob { name: sample.name(), location, into });
-    for ((answer, sample), bytes) in read_records(queue, jobs.collect()).into_iter().zip(&left).zip(&memory) {
-        let header = answer.unwrap();
-        assert_eq!(RecordName::of(&header), sample.name());
+    for ((result, sample), bytes) in read_records(queue, jobs.collect()).into_iter().zip(&left).zip(&memory) {
+        let header = result.unwrap();
+        assert_eq!(RecordId::of(&header), sample.name());
         assert!(bytes[header.payload_offset as usize..].starts_with(sample.payload()));
-        assert_eq!(decode_front(bytes).unwrap().key, sample.key());
+        assert_eq!(decode_preamble(bytes).unwrap().key, sample.key());
     }
     let mut states = vec![];
     inspect_buckets(&storage, queue, true, &mut |record| states.push(record.state)).unwrap();
@@ -69,27 +72,27 @@ fn check(engine: EngineChoice) {
 }
 
 #[test]
-fn buckets_on_files_with_the_best_engine() {
-    check(EngineChoice::Auto);
+fn bucket_records_round_trip_on_files_with_auto_engine() {
+    check(IoEngine::Auto);
 }
 
 #[test]
-fn buckets_on_files_with_plain_reads_and_writes() {
-    check(EngineChoice::Posix);
+fn bucket_records_round_trip_on_files_with_posix_engine() {
+    check(IoEngine::Posix);
 }
 
-/// Failure: a release cannot read what an older one wrote. If this fails, the format has changed: it needs a new version
-/// number, and a reader for the old one.
+/// Prevents a release from being unable to read the records of an older one. If this fails, the format has changed: it
+/// needs a new version number, and a reader for the old one.
 #[test]
-fn the_bytes_of_a_record_stay_as_they_are() {
-    let record = Sample::with_key(7, 3, 5000, b"golden", b"\x05\x00\x02\x00ab", 0).encode();
+fn on_disk_format_matches_golden_checksums() {
+    let record = SampleRecord::with_key(7, 3, 5000, b"golden", b"\x05\x00\x02\x00ab", 0).encode();
     assert_eq!(record.len(), 4096 + 8192);
     verify_record(&record).unwrap();
     assert_eq!(crc32c::crc32c(&record), GOLDEN_RECORD_CRC, "a record");
     let footers: Vec<u8> = fuzzing::bucket_footer_seeds().concat();
     assert_eq!(crc32c::crc32c(&footers), GOLDEN_FOOTERS_CRC, "footers and a tail");
     let removals: Vec<u8> = fuzzing::removals_seeds().concat();
-    assert_eq!(crc32c::crc32c(&removals), GOLDEN_REMOVALS_CRC, "the log of removals");
+    assert_eq!(crc32c::crc32c(&removals), GOLDEN_REMOVALS_CRC, "the tombstone log");
 }
 
 const GOLDEN_RECORD_CRC: u32 = 0x20a8_f753;
@@ -97,7 +100,7 @@ const GOLDEN_FOOTERS_CRC: u32 = 0xe220_c783;
 const GOLDEN_REMOVALS_CRC: u32 = 0xfe38_6258;
 
 #[test]
-fn seeds_of_the_fuzzers_are_accepted_by_them() {
+fn fuzz_seeds_are_accepted_by_their_targets() {
     fuzzing::front_seeds().iter().for_each(|seed| fuzzing::front(seed));
     fuzzing::bucket_footer_seeds().iter().for_each(|seed| fuzzing::bucket_footer(seed));
     fuzzing::removals_seeds().iter().for_each(|seed| fuzzing::removals(seed));

@@ -1,56 +1,57 @@
-//! [`Channel`]: one rank's end of an exchange. It owns the state between steps; `step.rs` has what happens in one.
+//! [`Channel`]: one rank's end of an exchange. It owns the state between steps; `step.rs` has the stages of a step.
 //!
-//! Channels are independent: each has its own barrier, members and buffers, so two of them may be in different steps, or
-//! without different ranks. Opening one is collective, as is every step.
+//! Channels are independent: each has its own barrier, members and buffers, so two of them may be in different steps,
+//! or have excluded different ranks. Opening one is collective, as is every step.
 //!
-//! Invariants: between steps the stage is [`Stage::Idle`]; a guard of `step.rs` that is dropped leaves the stage in
-//! which it was, and the next send is refused until the step was taken up again and finished, or abandoned. Who asks
-//! to come back is [`Stage::Out`] until it has entered: it may be let in while it is not looking, and must not write
-//! before it has met the others.
+//! Invariants: between steps the stage is [`Stage::Idle`]. Dropping a guard of `step.rs` does not change the stage, and
+//! the next dispatch is refused until the step was resumed and finished, or aborted. A rank that asks to rejoin is
+//! [`Stage::Rejoining`] until it has entered: it may be admitted between two of its calls, and must not write before it
+//! has met the others in a phase.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_heap::{
-    Entry, Patience, PhaseBarrier, Rank, RankSet, RegionPosts, WaitError, World, WorldError,
+use moontide_symmetric::{
+    PhaseBarrier, Rank, RankSet, RejoinPoint, SharedBarrierMemory, SpinThenFutex, WaitError, World,
+    WorldError,
 };
 
-use crate::layout::{Buffers, Layout, Shape, ShapeError};
-use crate::places::Places;
+use crate::layout::{Buffering, ChannelConfig, ChannelConfigError, Layout};
+use crate::memory::ChannelMemory;
 use crate::route::Routing;
 
-/// Why a channel could not be opened.
+/// Error of [`Channel::open`].
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// No channel has this shape.
+    /// The configuration is invalid.
     #[error(transparent)]
-    Shape(#[from] ShapeError),
-    /// The world has another number of ranks than the shape.
-    #[error("a channel for {shape} ranks in a world of {world}")]
+    Shape(#[from] ChannelConfigError),
+    /// The world has another number of ranks than the configuration.
+    #[error("channel config has {shape} ranks, but the world has {world}")]
     Ranks {
-        /// Ranks of the shape.
+        /// Ranks of the configuration.
         shape: usize,
         /// Ranks of the world.
         world: u32,
     },
-    /// The channel reaches beyond the end of the regions.
-    #[error("a channel of {bytes} bytes at {offset} does not fit into regions of {region} bytes")]
-    Room {
-        /// Its size.
+    /// The channel does not fit into the regions, or `offset` is not a multiple of 64.
+    #[error("channel of {bytes} bytes at offset {offset} does not fit into regions of {region} bytes")]
+    RegionTooSmall {
+        /// Size of the channel in bytes.
         bytes: u64,
-        /// Where it was to begin.
+        /// Offset of the channel in a region, in bytes.
         offset: u64,
-        /// Size of a region.
+        /// Size of a region in bytes.
         region: u64,
     },
-    /// A rank takes the channel for something else.
-    #[error("rank {0} opened the channel with another shape")]
-    Disagree(Rank),
-    /// The process in whose place this one came had not opened the channel. Channels are opened by the ranks that were
-    /// there first.
-    #[error("the rank's process died before it had opened the channel; make a new world")]
-    TooLate,
-    /// The others did not come.
+    /// A rank opened the channel with another configuration.
+    #[error("rank {0} opened the channel with another configuration")]
+    ConfigMismatch(Rank),
+    /// This process replaces one that had not opened the channel. Only ranks of the first generation can open a new
+    /// channel.
+    #[error("previous process of this rank exited before it opened the channel; start a new world")]
+    NotOpenedBefore,
+    /// Waiting for the other ranks failed.
     #[error(transparent)]
     World(#[from] WorldError),
 }
@@ -61,67 +62,67 @@ impl From<WaitError> for OpenError {
     }
 }
 
-/// How far a step is.
+/// Stage of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
     Idle,
-    /// Arrived in the dispatch's phase.
-    Sent,
-    /// Met there.
-    Received,
-    /// Arrived in the return's phase.
-    Returned,
-    /// The same, and in the next dispatch's, which is the same phase.
-    Crossed,
-    /// Asked to be let in again, and not entered yet.
-    Out,
+    /// Arrived in the phase of the dispatch.
+    Dispatching,
+    /// Completed that phase.
+    Dispatched,
+    /// Arrived in the phase of the combine.
+    Combining,
+    /// The same, and in the phase of the next dispatch, which is the same phase.
+    Overlapped,
+    /// Asked to be admitted again, and not entered yet.
+    Rejoining,
 }
 
-/// What is remembered of tokens that are out.
+/// Tokens of a step whose results are outstanding.
 #[derive(Debug)]
-pub(crate) struct Outstanding {
-    /// How many there are.
+pub(crate) struct SentTokens {
+    /// Number of tokens.
     pub(crate) tokens: usize,
-    /// For each, the ranks that it went to.
-    pub(crate) went_to: Vec<RankSet>,
-    /// The members when they were sent.
+    /// Per token, the ranks that it was sent to.
+    pub(crate) destinations: Vec<RankSet>,
+    /// Members when the tokens were sent.
     pub(crate) targets: RankSet,
 }
 
 /// One rank's end of an exchange of tokens and results.
 #[derive(Debug)]
 pub struct Channel {
-    pub(crate) shape: Shape,
+    pub(crate) shape: ChannelConfig,
     pub(crate) layout: Layout,
-    pub(crate) places: Places,
-    pub(crate) barrier: PhaseBarrier<RegionPosts<World>>,
+    pub(crate) memory: ChannelMemory,
+    pub(crate) barrier: PhaseBarrier<SharedBarrierMemory<World>>,
     pub(crate) me: Rank,
     pub(crate) stage: Stage,
-    /// Counts steps; the last bit says which of two buffers.
+    /// Number of the step; the last bit selects one of two buffers.
     pub(crate) step: u64,
-    /// By the step's last bit: two steps may be out at a time.
-    pub(crate) out: [Outstanding; 2],
+    /// By the last bit of the step: two steps may be outstanding.
+    pub(crate) sent: [SentTokens; 2],
     pub(crate) routing: Routing,
-    /// Who sent what is being worked on.
+    /// Ranks whose tokens are being processed.
     pub(crate) sources: RankSet,
     pub(crate) spins: u32,
-    pub(crate) leaves_behind: bool,
+    pub(crate) auto_exclude: bool,
     pub(crate) poisons: bool,
     world: Arc<World>,
 }
 
 impl Channel {
-    /// Opens a channel at `offset` of every rank's region. All ranks open it together, with the same arguments; a
-    /// process that comes in place of one that died after that opens it alone, and waits until the others let it in,
-    /// which they do at the end of a step.
+    /// Opens a channel at `offset` of every rank's region. All ranks open it together, with the same arguments. A
+    /// process that replaces an exited one after that opens it alone, and waits until the others admit it, which they
+    /// do at the end of a step.
     ///
     /// # Safety
-    /// The bytes from `offset` on, [`Shape::bytes`] of them, are used by this channel alone, in all regions; they were zero
-    /// when the first rank opened it; and this process opens it once in a [`World`].
+    /// This channel alone uses the [`ChannelConfig::bytes`] bytes from `offset` on, in all regions; they were zero when
+    /// the first rank opened it; and this process opens it once in a [`World`].
     pub unsafe fn open(
         world: &Arc<World>,
         offset: u64,
-        shape: Shape,
+        shape: ChannelConfig,
         timeout: Duration,
     ) -> Result<Channel, OpenError> {
         let layout = shape.layout()?;
@@ -131,144 +132,147 @@ impl Channel {
         }
         let fits = offset.checked_add(layout.bytes).is_some_and(|end| end <= region.bytes);
         if !fits || !offset.is_multiple_of(64) {
-            return Err(OpenError::Room { bytes: layout.bytes, offset, region: region.bytes });
+            return Err(OpenError::RegionTooSmall { bytes: layout.bytes, offset, region: region.bytes });
         }
         let (me, ranks) = (world.rank(), shape.ranks);
-        let posts = world.posts(offset + layout.post);
-        let comes_back = PhaseBarrier::is_founded(&posts, me, ranks);
-        if !comes_back && world.generation().0 > 1 {
-            // The others may have opened it without this rank, or be about to: nobody can tell.
-            return Err(OpenError::TooLate);
+        let barrier_memory = world.barrier_memory(offset + layout.barrier);
+        let is_rejoin = PhaseBarrier::is_initialized(&barrier_memory, me, ranks);
+        if !is_rejoin && world.generation().0 > 1 {
+            // The others may have opened it without this rank, or be about to: this rank cannot know.
+            return Err(OpenError::NotOpenedBefore);
         }
-        let card = |rank| world.at(rank, offset + layout.card, 64).cast::<[u64; 8]>();
-        // SAFETY: our own card, which others read when they have met us: in the barrier below, or in the channel's own. It
-        // is written once; a successor finds it there.
-        match unsafe { card(me).read() } {
-            found if found == shape.card() => {}
+        let config_record = |rank| world.at(rank, offset + layout.config_record, 64).cast::<[u64; 8]>();
+        // SAFETY: this rank's own record, which others read after they have met this rank: in the barrier below, or in
+        // the channel's own. It is written once; a successor finds it there.
+        match unsafe { config_record(me).read() } {
+            found if found == shape.config_record() => {}
             // SAFETY: as above.
-            found if found == [0; 8] => unsafe { card(me).write(shape.card()) },
-            _ => return Err(OpenError::Disagree(me)),
+            found if found == [0; 8] => unsafe { config_record(me).write(shape.config_record()) },
+            _ => return Err(OpenError::ConfigMismatch(me)),
         }
         let mut members = RankSet::EMPTY;
-        if !comes_back {
-            PhaseBarrier::found_own(&posts, me, ranks);
+        if !is_rejoin {
+            PhaseBarrier::init_own(&barrier_memory, me, ranks);
             members = world.barrier(timeout)?;
         }
-        let outstanding = || Outstanding {
+        let no_tokens = || SentTokens {
             tokens: 0,
-            went_to: vec![RankSet::EMPTY; shape.tokens_max],
+            destinations: vec![RankSet::EMPTY; shape.tokens_max],
             targets: RankSet::EMPTY,
         };
         let mut channel = Channel {
             shape,
             layout,
-            places: Places::new(world, offset, layout, shape.tokens_max, shape.top_k),
-            barrier: PhaseBarrier::new(posts, me, ranks),
+            memory: ChannelMemory::new(world, offset, layout, shape.tokens_max, shape.top_k),
+            barrier: PhaseBarrier::new(barrier_memory, me, ranks),
             me,
             stage: Stage::Idle,
             step: 0,
-            out: [outstanding(), outstanding()],
+            sent: [no_tokens(), no_tokens()],
             routing: Routing::new(&shape),
             sources: RankSet::EMPTY,
-            spins: Patience::spins_for(ranks),
-            leaves_behind: false,
+            spins: SpinThenFutex::spins_for(ranks),
+            auto_exclude: false,
             poisons: false,
             world: Arc::clone(world),
         };
-        if comes_back {
+        if is_rejoin {
             channel.rejoin(timeout)?;
             members = channel.members()?;
         }
         for rank in members.iter() {
-            // SAFETY: written once, before its rank met us.
-            if unsafe { card(rank).read() } != shape.card() {
-                return Err(OpenError::Disagree(rank));
+            // SAFETY: written once, before its rank met this one.
+            if unsafe { config_record(rank).read() } != shape.config_record() {
+                return Err(OpenError::ConfigMismatch(rank));
             }
         }
         Ok(channel)
     }
 
-    /// What the channel is made for.
-    pub fn shape(&self) -> &Shape {
+    /// Returns the configuration of the channel.
+    pub fn shape(&self) -> &ChannelConfig {
         &self.shape
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub fn rank(&self) -> Rank {
         self.me
     }
 
-    /// Whether ranks that are late are left behind at once, instead of being reported: nobody waits longer than his
-    /// time-out, and results say who took part. Off unless set.
-    pub fn leave_behind(&mut self, leaves_behind: bool) {
-        self.leaves_behind = leaves_behind;
+    /// Sets whether late ranks are excluded at once, instead of being reported: then no rank waits longer than its
+    /// timeout, and reports list the ranks that took part. Off by default.
+    pub fn set_auto_exclude(&mut self, auto_exclude: bool) {
+        self.auto_exclude = auto_exclude;
     }
 
-    /// How often to poll before sleeping; [`SPINS_UNTIL_DEADLINE`](moontide_heap::SPINS_UNTIL_DEADLINE) never sleeps.
-    /// Unless set, it depends on whether every rank has a core.
+    /// Sets how often to poll before sleeping; [`SPINS_UNTIL_DEADLINE`](moontide_symmetric::SPINS_UNTIL_DEADLINE)
+    /// never
+    /// sleeps. The default depends on whether every rank has a core.
     pub fn spin(&mut self, spins: u32) {
         self.spins = spins;
     }
 
-    /// Whether memory is made unreadable as soon as nobody may read it any more: results that use it then are NaN, and
-    /// notes that are taken for new ones end the process. For tests; it costs as much as a step. All ranks or none.
+    /// Sets whether memory is poisoned as soon as no rank may read it any more: results that use it are then NaN, and
+    /// token metadata that is read too late ends the process. For tests; it costs as much as a step. All ranks must use
+    /// the same setting.
     pub fn poison(&mut self, poisons: bool) {
         self.poisons = poisons;
     }
 
-    /// How often this rank has called the system to sleep or to wake others, in this channel.
+    /// Returns the number of system calls of this rank to sleep or to wake others, in this channel.
     pub fn futex_calls(&self) -> u64 {
         self.barrier.posts().futex_calls()
     }
 
-    /// Who is a member now, as far as this rank can see.
+    /// Returns the current members, as far as this rank can see.
     pub fn members(&self) -> Result<RankSet, WaitError> {
-        Ok(self.barrier.roll(self.barrier.phase() + 1)?.members)
+        Ok(self.barrier.membership(self.barrier.phase() + 1)?.members)
     }
 
-    /// Goes on without these ranks.
+    /// Excludes `ranks`: the others no longer wait for them.
     pub fn exclude(&mut self, ranks: RankSet) {
         self.barrier.exclude(ranks);
     }
 
-    /// Comes back after the others have gone on without this rank. What it had begun is lost. If they do not let it in
-    /// in time it is out, and may ask again.
+    /// Rejoins after the others have excluded this rank. A step that it had begun is lost. If the others do not admit
+    /// it within `timeout`, it stays excluded, and may call this again.
     pub fn rejoin(&mut self, timeout: Duration) -> Result<(), WaitError> {
-        self.world.beat();
-        self.stage = Stage::Out;
-        self.barrier.wish();
-        let entry = self.barrier.enter(&mut self.barrier.posts().patience(self.spins, timeout))?;
+        self.world.heartbeat();
+        self.stage = Stage::Rejoining;
+        self.barrier.request_join();
+        let entry =
+            self.barrier.await_admission(&mut self.barrier.posts().wait_strategy(self.spins, timeout))?;
         self.step = entry.odd_step.into();
         self.stage = Stage::Idle;
         Ok(())
     }
 
-    /// Finishes a step whose guard was dropped, without results: nobody gets anything from this rank in it.
-    pub fn abandon(&mut self, timeout: Duration) -> Result<(), WaitError> {
-        if self.stage == Stage::Out {
+    /// Finishes a step whose guard was dropped, without results: the others get no results from this rank in it.
+    pub fn abort_step(&mut self, timeout: Duration) -> Result<(), WaitError> {
+        if self.stage == Stage::Rejoining {
             return Err(WaitError::Excluded);
         }
-        if self.stage == Stage::Sent || self.stage == Stage::Crossed {
-            self.meet(timeout)?;
-            self.step += u64::from(self.stage == Stage::Crossed);
-            self.stage = Stage::Received;
+        if self.stage == Stage::Dispatching || self.stage == Stage::Overlapped {
+            self.wait_phase(timeout)?;
+            self.step += u64::from(self.stage == Stage::Overlapped);
+            self.stage = Stage::Dispatched;
         }
-        if self.stage == Stage::Received {
+        if self.stage == Stage::Dispatched {
             self.barrier.arrive(RankSet::EMPTY, RankSet::EMPTY);
-            self.stage = Stage::Returned;
+            self.stage = Stage::Combining;
         }
-        if self.stage == Stage::Returned {
-            self.meet(timeout)?;
+        if self.stage == Stage::Combining {
+            self.wait_phase(timeout)?;
             self.next_step();
         }
         Ok(())
     }
 
-    /// Which buffer the step uses.
+    /// Returns the index of the buffer that `step` uses.
     pub(crate) fn buffer(&self, step: u64) -> usize {
-        match self.shape.buffers {
-            Buffers::One => 0,
-            Buffers::Two => (step & 1) as usize,
+        match self.shape.buffering {
+            Buffering::Single => 0,
+            Buffering::Double => (step & 1) as usize,
         }
     }
 
@@ -278,28 +282,31 @@ impl Channel {
     }
 
     /// Waits in the phase in which this rank has arrived.
-    pub(crate) fn meet(&mut self, timeout: Duration) -> Result<moontide_heap::Met, WaitError> {
+    pub(crate) fn wait_phase(
+        &mut self,
+        timeout: Duration,
+    ) -> Result<moontide_symmetric::PhaseOutcome, WaitError> {
         loop {
-            let mut patience = self.barrier.posts().patience(self.spins, timeout);
-            match self.barrier.wait(self.barrier.phase(), &mut patience) {
-                Err(WaitError::Missing(ranks)) if self.leaves_behind => self.barrier.exclude(ranks),
-                met => return met,
+            let mut strategy = self.barrier.posts().wait_strategy(self.spins, timeout);
+            match self.barrier.wait(self.barrier.phase(), &mut strategy) {
+                Err(WaitError::Missing(ranks)) if self.auto_exclude => self.barrier.exclude(ranks),
+                result => return result,
             }
         }
     }
 
-    /// Arrives with what a step gives back, and says who may come in with the step that begins next.
-    pub(crate) fn arrive_giving(&mut self, sends: RankSet, gives: RankSet, next_step: u64) {
+    /// Arrives with the results of a step, and admits waiting ranks from the next step on.
+    pub(crate) fn arrive(&mut self, dispatched: RankSet, combined: RankSet, next_step: u64) {
         let phase = self.barrier.phase() + 1;
-        // Excluded is found out where this rank waits.
-        if let Ok(roll) = self.barrier.roll(phase) {
-            self.barrier.admit(roll, Entry { phase: phase + 1, odd_step: next_step & 1 != 0 });
+        // If this rank is excluded, its next wait returns that.
+        if let Ok(membership) = self.barrier.membership(phase) {
+            self.barrier.admit(membership, RejoinPoint { phase: phase + 1, odd_step: next_step & 1 != 0 });
         }
-        self.barrier.arrive(sends, gives);
+        self.barrier.arrive(dispatched, combined);
     }
 
-    /// A sign of life of this rank, once a step.
-    pub(crate) fn beat(&self) {
-        self.world.beat();
+    /// Sends a heartbeat of this rank, once per step.
+    pub(crate) fn heartbeat(&self) {
+        self.world.heartbeat();
     }
 }

@@ -1,17 +1,17 @@
-//! [`Tokens`]: what a rank sends in one step, and why it may not.
+//! [`Tokens`]: input of a rank for one step, and its validation.
 //!
-//! Everything is checked before anything is written: a step that is refused has touched nobody's memory.
+//! Everything is checked before anything is written: a rejected step has changed no memory of any rank.
 
-use crate::layout::{Layout, Shape};
+use crate::layout::{ChannelConfig, Layout};
 
-/// A rank's tokens of one step and where they go. None at all is an ordinary step.
+/// A rank's tokens of one step and their experts. Having no tokens is valid.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens<'a> {
-    /// The tokens, row after row, as the channel's `send` dtype has them.
+    /// Tokens, row after row, in the dispatch dtype of the channel.
     pub rows: &'a [u8],
-    /// For each token its K experts by their number among all ranks; −1 for none.
+    /// Per token its K experts, numbered over all ranks; −1 for none.
     pub experts: &'a [i32],
-    /// For each of these its weight.
+    /// Weight of each entry of `experts`.
     pub weights: &'a [f32],
 }
 
@@ -20,83 +20,88 @@ impl Tokens<'_> {
     pub const NONE: Tokens<'static> = Tokens { rows: &[], experts: &[], weights: &[] };
 }
 
-/// Why tokens were not sent.
+/// Reason why tokens were not sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SendError {
-    /// More than the channel was made for.
+pub enum DispatchError {
+    /// More tokens than the channel allows.
     #[error(
-        "{tokens} tokens in a channel for {max}; give the rest in another step, or make a larger channel"
+        "{tokens} tokens in a channel for {max}; send the rest in another step, or open a larger channel"
     )]
     TooMany {
-        /// How many.
+        /// Number of tokens.
         tokens: usize,
-        /// How many at most.
+        /// Limit of the channel.
         max: usize,
     },
-    /// Rows, experts and weights do not fit each other.
+    /// The lengths of rows, experts and weights are inconsistent.
     #[error(
         "{experts} experts, {weights} weights and {row_bytes} bytes of rows are not the same number of tokens"
     )]
     Lengths {
-        /// Numbers of experts.
+        /// Length of `experts`.
         experts: usize,
-        /// Numbers of weights.
+        /// Length of `weights`.
         weights: usize,
-        /// Bytes of rows.
+        /// Length of `rows` in bytes.
         row_bytes: usize,
     },
-    /// An expert that no rank has.
+    /// The expert does not exist.
     #[error("token {token} goes to expert {expert}; there are {experts}")]
     NoSuchExpert {
-        /// Which token.
+        /// Index of the token.
         token: usize,
-        /// Which expert.
+        /// Number of the expert.
         expert: i32,
-        /// How many there are.
+        /// Number of experts of all ranks.
         experts: usize,
     },
-    /// An expert is named twice for one token.
+    /// A token names an expert twice.
     #[error("token {token} goes to expert {expert} twice")]
     ExpertTwice {
-        /// Which token.
+        /// Index of the token.
         token: usize,
-        /// Which expert.
+        /// Number of the expert.
         expert: i32,
     },
-    /// The step before has not been finished: its guard was dropped. See [`Channel::abandon`](crate::Channel::abandon).
-    #[error("the step before was not finished; abandon it first")]
-    Unfinished,
-    /// The others have gone on without this rank. See [`Channel::rejoin`](crate::Channel::rejoin).
-    #[error("the others have gone on without this rank; it may rejoin")]
+    /// The previous step is not finished: its guard was dropped. See
+    /// [`Channel::abort_step`](crate::Channel::abort_step).
+    #[error("previous step is not finished; abort it first")]
+    StepInProgress,
+    /// The other ranks have excluded this rank. See [`Channel::rejoin`](crate::Channel::rejoin).
+    #[error("the other ranks have excluded this rank; rejoin before the next step")]
     Excluded,
-    /// A barrier can be shared by two steps only if there are two buffers.
-    #[error("a return and the next dispatch share a barrier only with two buffers")]
-    OneBuffer,
+    /// Combine and next dispatch can share a phase only with two buffers.
+    #[error("combine and next dispatch can share a phase only with double buffering")]
+    SingleBuffered,
 }
 
-/// How many tokens there are, if they may be sent.
-pub(crate) fn check(tokens: &Tokens<'_>, shape: &Shape, layout: &Layout) -> Result<usize, SendError> {
+/// Returns the number of tokens, if they are valid.
+pub(crate) fn check(
+    tokens: &Tokens<'_>,
+    shape: &ChannelConfig,
+    layout: &Layout,
+) -> Result<usize, DispatchError> {
     let &Tokens { rows, experts, weights } = tokens;
     let count = experts.len() / shape.top_k;
     if count > shape.tokens_max {
-        return Err(SendError::TooMany { tokens: count, max: shape.tokens_max });
+        return Err(DispatchError::TooMany { tokens: count, max: shape.tokens_max });
     }
     let fits = experts.len() == count * shape.top_k
         && weights.len() == experts.len()
         && rows.len() == count * layout.row_bytes;
     if !fits {
         let (experts, weights, row_bytes) = (experts.len(), weights.len(), rows.len());
-        return Err(SendError::Lengths { experts, weights, row_bytes });
+        return Err(DispatchError::Lengths { experts, weights, row_bytes });
     }
     let all = shape.experts();
     for (token, experts) in experts.chunks_exact(shape.top_k).enumerate() {
         for (at, &expert) in experts.iter().enumerate().filter(|(_, expert)| **expert != -1) {
             if usize::try_from(expert).is_ok_and(|expert| expert < all) {
                 if experts[..at].contains(&expert) {
-                    return Err(SendError::ExpertTwice { token, expert });
+                    return Err(DispatchError::ExpertTwice { token, expert });
                 }
             } else {
-                return Err(SendError::NoSuchExpert { token, expert, experts: all });
+                return Err(DispatchError::NoSuchExpert { token, expert, experts: all });
             }
         }
     }

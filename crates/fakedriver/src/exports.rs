@@ -1,10 +1,10 @@
-//! The functions under the names of both vendors. Each hands its arguments to the ledger and writes the answer.
+//! Functions under the names of both vendors. Each passes its arguments to the driver state and writes the result.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
+use crate::call_log::call;
 use crate::codes::{self, INVALID_VALUE};
-use crate::journal::call;
-use crate::ledger::{Api, Job, Ledger, Prop};
+use crate::state::{Api, DriverState, Prop, StreamOp};
 
 /// `CUmemAllocationProp`
 #[repr(C)]
@@ -29,14 +29,14 @@ struct RawAccess {
 #[repr(C)]
 struct RawHandle([u8; 64]);
 
-/// Writes an answer to where the caller wants it.
-fn answer<T>(place: *mut T, value: Result<T, c_int>) -> Result<(), c_int> {
+/// Writes a result to the caller's pointer.
+fn write_out<T>(out: *mut T, value: Result<T, c_int>) -> Result<(), c_int> {
     let value = value?;
-    if place.is_null() {
+    if out.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the caller's pointer to a place for a `T`.
-    unsafe { place.write(value) };
+    // SAFETY: the caller's pointer to memory for a `T`.
+    unsafe { out.write(value) };
     Ok(())
 }
 
@@ -47,32 +47,32 @@ fn prop_of(prop: *const RawProp) -> Result<Prop, c_int> {
     Ok(Prop { kind, handle_types, location_kind, device, rest: win32 | flags })
 }
 
-/// HIP before 7.1 takes a pointer to the descriptor, later ones and CUDA the descriptor itself.
-fn descriptor(ledger: &Ledger, shareable: *mut c_void) -> Result<c_int, c_int> {
-    if ledger.api == Api::Cuda || ledger.version() >= 70_100_000 {
+/// HIP before 7.1 takes a pointer to the descriptor, later versions and CUDA the descriptor itself.
+fn descriptor(state: &DriverState, shareable: *mut c_void) -> Result<c_int, c_int> {
+    if state.api == Api::Cuda || state.version() >= 70_100_000 {
         return c_int::try_from(shareable.addr()).map_err(|_| INVALID_VALUE);
     }
-    // A small number is no address: what would end a real process is told here.
+    // A small number is no address: a real driver would crash, this one returns an error.
     if shareable.addr() < 4096 {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: a pointer to an int, by the rules of that version.
+    // SAFETY: a pointer to an int, as this version requires.
     Ok(unsafe { shareable.cast::<c_int>().read() })
 }
 
 macro_rules! functions {
-    ($($cuda:ident / $hip:ident ($($argument:ident: $type:ty),*) shows($($shown:expr),*) $body:expr;)*) => {$(
-        functions!(@one Cuda $cuda ($($argument: $type),*) ($($shown),*) $body);
-        functions!(@one Hip $hip ($($argument: $type),*) ($($shown),*) $body);
+    ($($cuda:ident / $hip:ident ($($argument:ident: $type:ty),*) logs($($logged:expr),*) $body:expr;)*) => {$(
+        functions!(@one Cuda $cuda ($($argument: $type),*) ($($logged),*) $body);
+        functions!(@one Hip $hip ($($argument: $type),*) ($($logged),*) $body);
     )*};
-    (@one $api:ident $name:ident ($($argument:ident: $type:ty),*) ($($shown:expr),*) $body:expr) => {
+    (@one $api:ident $name:ident ($($argument:ident: $type:ty),*) ($($logged:expr),*) $body:expr) => {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments, reason = "the vendor's name and form")]
         unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            let shown: Vec<String> = vec![$(format!("{:#x}", $shown)),*];
-            let body: &dyn Fn(&mut Ledger, $($type),*) -> Result<(), c_int> = &$body;
-            call(Api::$api, stringify!($name), format_args!("{}", shown.join(", ")), &mut |ledger| {
-                body(ledger, $($argument.clone()),*)
+            let logged: Vec<String> = vec![$(format!("{:#x}", $logged)),*];
+            let body: &dyn Fn(&mut DriverState, $($type),*) -> Result<(), c_int> = &$body;
+            call(Api::$api, stringify!($name), format_args!("{}", logged.join(", ")), &mut |state| {
+                body(state, $($argument.clone()),*)
             })
         }
     };
@@ -85,16 +85,16 @@ impl Clone for RawHandle {
 }
 
 functions! {
-    cuInit / hipInit (flags: c_uint) shows(flags) |ledger, flags| ledger.init(flags);
-    cuDriverGetVersion / hipRuntimeGetVersion (version: *mut c_int) shows()
-        |ledger, version| answer(version, Ok(ledger.version()));
-    cuDeviceGetCount / hipGetDeviceCount (count: *mut c_int) shows()
-        |ledger, count| { ledger.started()?; answer(count, Ok(ledger.settings.devices)) };
-    cuDeviceGet / hipDeviceGet (device: *mut c_int, ordinal: c_int) shows(ordinal)
-        |ledger, device, ordinal| answer(device, ledger.device(ordinal).map(|()| ordinal));
-    cuDeviceGetName / hipDeviceGetName (name: *mut c_char, len: c_int, device: c_int) shows(len, device)
-        |ledger, name, len, device| {
-            ledger.device(device)?;
+    cuInit / hipInit (flags: c_uint) logs(flags) |state, flags| state.init(flags);
+    cuDriverGetVersion / hipRuntimeGetVersion (version: *mut c_int) logs()
+        |state, version| write_out(version, Ok(state.version()));
+    cuDeviceGetCount / hipGetDeviceCount (count: *mut c_int) logs()
+        |state, count| { state.check_initialized()?; write_out(count, Ok(state.settings.devices)) };
+    cuDeviceGet / hipDeviceGet (device: *mut c_int, ordinal: c_int) logs(ordinal)
+        |state, device, ordinal| write_out(device, state.device(ordinal).map(|()| ordinal));
+    cuDeviceGetName / hipDeviceGetName (name: *mut c_char, len: c_int, device: c_int) logs(len, device)
+        |state, name, len, device| {
+            state.device(device)?;
             let text = format!("Fake device {device}\0");
             if name.is_null() || (len as usize) < text.len() {
                 return Err(INVALID_VALUE);
@@ -103,137 +103,137 @@ functions! {
             unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), name.cast(), text.len()) };
             Ok(())
         };
-    cuDeviceTotalMem_v2 / hipDeviceTotalMem (bytes: *mut usize, device: c_int) shows(device)
-        |ledger, bytes, device| {
-            answer(bytes, ledger.device(device).map(|()| ledger.settings.memory as usize))
+    cuDeviceTotalMem_v2 / hipDeviceTotalMem (bytes: *mut usize, device: c_int) logs(device)
+        |state, bytes, device| {
+            write_out(bytes, state.device(device).map(|()| state.settings.memory as usize))
         };
     cuDeviceGetAttribute / hipDeviceGetAttribute (value: *mut c_int, attribute: c_int, device: c_int)
-        shows(attribute, device)
-        |ledger, value, attribute, device| answer(value, ledger.attribute(attribute, device));
-    cuDeviceCanAccessPeer / hipDeviceCanAccessPeer (can: *mut c_int, device: c_int, peer: c_int) shows(device, peer)
-        |ledger, can, device, peer| {
-            let both = ledger.device(device).and_then(|()| ledger.device(peer));
-            answer(can, both.map(|()| (device != peer && ledger.settings.can_access(device, peer)).into()))
+        logs(attribute, device)
+        |state, value, attribute, device| write_out(value, state.attribute(attribute, device));
+    cuDeviceCanAccessPeer / hipDeviceCanAccessPeer (can: *mut c_int, device: c_int, peer: c_int) logs(device, peer)
+        |state, can, device, peer| {
+            let both = state.device(device).and_then(|()| state.device(peer));
+            write_out(can, both.map(|()| (device != peer && state.settings.can_access(device, peer)).into()))
         };
     cuPointerGetAttribute / hipPointerGetAttribute (data: *mut c_void, attribute: c_int, address: u64)
-        shows(attribute, address)
-        |ledger, data, attribute, address| {
-            answer(data.cast::<c_int>(), ledger.pointer_attribute(attribute, address))
+        logs(attribute, address)
+        |state, data, attribute, address| {
+            write_out(data.cast::<c_int>(), state.pointer_attribute(attribute, address))
         };
-    cuCtxSynchronize / hipDeviceSynchronize () shows() |ledger| ledger.synchronize();
+    cuCtxSynchronize / hipDeviceSynchronize () logs() |state| state.synchronize();
     cuMemGetAllocationGranularity / hipMemGetAllocationGranularity
-        (granularity: *mut usize, prop: *const RawProp, option: c_int) shows(option)
-        |ledger, granularity, prop, option| {
-            answer(granularity, ledger.granularity(&prop_of(prop)?, option).map(|bytes| bytes as usize))
+        (granularity: *mut usize, prop: *const RawProp, option: c_int) logs(option)
+        |state, granularity, prop, option| {
+            write_out(granularity, state.granularity(&prop_of(prop)?, option).map(|bytes| bytes as usize))
         };
     cuMemCreate / hipMemCreate (handle: *mut u64, bytes: usize, prop: *const RawProp, flags: c_ulonglong)
-        shows(bytes, flags)
-        |ledger, handle, bytes, prop, flags| answer(handle, ledger.create(bytes as u64, &prop_of(prop)?, flags));
-    cuMemRelease / hipMemRelease (handle: u64) shows(handle) |ledger, handle| ledger.release(handle);
+        logs(bytes, flags)
+        |state, handle, bytes, prop, flags| write_out(handle, state.create(bytes as u64, &prop_of(prop)?, flags));
+    cuMemRelease / hipMemRelease (handle: u64) logs(handle) |state, handle| state.release(handle);
     cuMemAddressReserve / hipMemAddressReserve
-        (address: *mut u64, bytes: usize, alignment: usize, wish: u64, flags: c_ulonglong)
-        shows(bytes, alignment, wish, flags)
-        |ledger, address, bytes, alignment, wish, flags| {
-            answer(address, ledger.reserve(bytes as u64, alignment as u64, wish, flags))
+        (address: *mut u64, bytes: usize, alignment: usize, hint: u64, flags: c_ulonglong)
+        logs(bytes, alignment, hint, flags)
+        |state, address, bytes, alignment, hint, flags| {
+            write_out(address, state.reserve(bytes as u64, alignment as u64, hint, flags))
         };
-    cuMemAddressFree / hipMemAddressFree (address: u64, bytes: usize) shows(address, bytes)
-        |ledger, address, bytes| ledger.free_addresses(address, bytes as u64);
+    cuMemAddressFree / hipMemAddressFree (address: u64, bytes: usize) logs(address, bytes)
+        |state, address, bytes| state.free_addresses(address, bytes as u64);
     cuMemMap / hipMemMap (address: u64, bytes: usize, offset: usize, handle: u64, flags: c_ulonglong)
-        shows(address, bytes, offset, handle, flags)
-        |ledger, address, bytes, offset, handle, flags| {
-            ledger.map(address, bytes as u64, offset as u64, handle, flags)
+        logs(address, bytes, offset, handle, flags)
+        |state, address, bytes, offset, handle, flags| {
+            state.map(address, bytes as u64, offset as u64, handle, flags)
         };
-    cuMemUnmap / hipMemUnmap (address: u64, bytes: usize) shows(address, bytes)
-        |ledger, address, bytes| ledger.unmap(address, bytes as u64);
+    cuMemUnmap / hipMemUnmap (address: u64, bytes: usize) logs(address, bytes)
+        |state, address, bytes| state.unmap(address, bytes as u64);
     cuMemSetAccess / hipMemSetAccess (address: u64, bytes: usize, access: *const RawAccess, count: usize)
-        shows(address, bytes, count)
-        |ledger, address, bytes, access, count| {
+        logs(address, bytes, count)
+        |state, address, bytes, access, count| {
             if access.is_null() {
                 return Err(INVALID_VALUE);
             }
             // SAFETY: the caller's array of `count` structs.
             let access = unsafe { std::slice::from_raw_parts(access, count) };
             let access: Vec<_> = access.iter().map(|a| (a.kind, a.device, a.flags)).collect();
-            ledger.set_access(address, bytes as u64, &access)
+            state.set_access(address, bytes as u64, &access)
         };
     cuMemExportToShareableHandle / hipMemExportToShareableHandle
-        (shareable: *mut c_void, handle: u64, kind: c_int, flags: c_ulonglong) shows(handle, kind, flags)
-        |ledger, shareable, handle, kind, flags| {
-            answer(shareable.cast::<c_int>(), ledger.export(handle, kind, flags))
+        (shareable: *mut c_void, handle: u64, kind: c_int, flags: c_ulonglong) logs(handle, kind, flags)
+        |state, shareable, handle, kind, flags| {
+            write_out(shareable.cast::<c_int>(), state.export(handle, kind, flags))
         };
     cuMemImportFromShareableHandle / hipMemImportFromShareableHandle
-        (handle: *mut u64, shareable: *mut c_void, kind: c_int) shows(kind)
-        |ledger, handle, shareable, kind| {
-            let fd = descriptor(ledger, shareable)?;
-            answer(handle, ledger.import(fd, kind))
+        (handle: *mut u64, shareable: *mut c_void, kind: c_int) logs(kind)
+        |state, handle, shareable, kind| {
+            let fd = descriptor(state, shareable)?;
+            write_out(handle, state.import(fd, kind))
         };
-    cuMemAlloc_v2 / hipMalloc (address: *mut u64, bytes: usize) shows(bytes)
-        |ledger, address, bytes| answer(address, ledger.alloc(bytes as u64));
-    cuMemFree_v2 / hipFree (address: u64) shows(address) |ledger, address| ledger.free(address);
-    cuIpcGetMemHandle / hipIpcGetMemHandle (handle: *mut RawHandle, address: u64) shows(address)
-        |ledger, handle, address| answer(handle, ledger.ipc_handle(address).map(RawHandle));
-    cuIpcOpenMemHandle_v2 / hipIpcOpenMemHandle (address: *mut u64, handle: RawHandle, flags: c_uint) shows(flags)
-        |ledger, address, handle, flags| answer(address, ledger.ipc_open(&handle.0, flags));
-    cuIpcCloseMemHandle / hipIpcCloseMemHandle (address: u64) shows(address)
-        |ledger, address| ledger.ipc_close(address);
-    cuStreamCreate / hipStreamCreateWithFlags (stream: *mut u64, flags: c_uint) shows(flags)
-        |ledger, stream, flags| answer(stream, ledger.create_stream(flags));
-    cuStreamSynchronize / hipStreamSynchronize (stream: u64) shows(stream)
-        |ledger, stream| ledger.synchronize_stream(stream);
-    cuStreamDestroy_v2 / hipStreamDestroy (stream: u64) shows(stream) |ledger, stream| ledger.destroy_stream(stream);
+    cuMemAlloc_v2 / hipMalloc (address: *mut u64, bytes: usize) logs(bytes)
+        |state, address, bytes| write_out(address, state.alloc(bytes as u64));
+    cuMemFree_v2 / hipFree (address: u64) logs(address) |state, address| state.free(address);
+    cuIpcGetMemHandle / hipIpcGetMemHandle (handle: *mut RawHandle, address: u64) logs(address)
+        |state, handle, address| write_out(handle, state.ipc_handle(address).map(RawHandle));
+    cuIpcOpenMemHandle_v2 / hipIpcOpenMemHandle (address: *mut u64, handle: RawHandle, flags: c_uint) logs(flags)
+        |state, address, handle, flags| write_out(address, state.ipc_open(&handle.0, flags));
+    cuIpcCloseMemHandle / hipIpcCloseMemHandle (address: u64) logs(address)
+        |state, address| state.ipc_close(address);
+    cuStreamCreate / hipStreamCreateWithFlags (stream: *mut u64, flags: c_uint) logs(flags)
+        |state, stream, flags| write_out(stream, state.create_stream(flags));
+    cuStreamSynchronize / hipStreamSynchronize (stream: u64) logs(stream)
+        |state, stream| state.synchronize_stream(stream);
+    cuStreamDestroy_v2 / hipStreamDestroy (stream: u64) logs(stream) |state, stream| state.destroy_stream(stream);
     cuMemcpyHtoDAsync_v2 / hipMemcpyHtoDAsync (target: u64, source: *const c_void, bytes: usize, stream: u64)
-        shows(target, bytes, stream)
-        |ledger, target, source, bytes, stream| {
+        logs(target, bytes, stream)
+        |state, target, source, bytes, stream| {
             let host = source.expose_provenance() as u64;
-            ledger.enqueue(stream, Job::In { target, host, bytes: bytes as u64 })
+            state.enqueue(stream, StreamOp::HostToDevice { target, host, bytes: bytes as u64 })
         };
     cuMemcpyDtoHAsync_v2 / hipMemcpyDtoHAsync (target: *mut c_void, source: u64, bytes: usize, stream: u64)
-        shows(source, bytes, stream)
-        |ledger, target, source, bytes, stream| {
+        logs(source, bytes, stream)
+        |state, target, source, bytes, stream| {
             let host = target.expose_provenance() as u64;
-            ledger.enqueue(stream, Job::Out { host, source, bytes: bytes as u64 })
+            state.enqueue(stream, StreamOp::DeviceToHost { host, source, bytes: bytes as u64 })
         };
     cuMemcpyDtoDAsync_v2 / hipMemcpyDtoDAsync (target: u64, source: u64, bytes: usize, stream: u64)
-        shows(target, source, bytes, stream)
-        |ledger, target, source, bytes, stream| {
-            ledger.enqueue(stream, Job::Across { target, source, bytes: bytes as u64 })
+        logs(target, source, bytes, stream)
+        |state, target, source, bytes, stream| {
+            state.enqueue(stream, StreamOp::DeviceToDevice { target, source, bytes: bytes as u64 })
         };
     cuMemsetD8Async / hipMemsetD8Async (target: u64, value: u8, bytes: usize, stream: u64)
-        shows(target, value, bytes, stream)
-        |ledger, target, value, bytes, stream| {
-            ledger.enqueue(stream, Job::Fill { target, value, bytes: bytes as u64 })
+        logs(target, value, bytes, stream)
+        |state, target, value, bytes, stream| {
+            state.enqueue(stream, StreamOp::Fill { target, value, bytes: bytes as u64 })
         };
-    cuMemHostRegister_v2 / hipHostRegister (at: *mut c_void, bytes: usize, flags: c_uint) shows(bytes, flags)
-        |ledger, at, bytes, flags| ledger.register(at.expose_provenance() as u64, bytes as u64, flags);
+    cuMemHostRegister_v2 / hipHostRegister (at: *mut c_void, bytes: usize, flags: c_uint) logs(bytes, flags)
+        |state, at, bytes, flags| state.register(at.expose_provenance() as u64, bytes as u64, flags);
     cuMemHostGetDevicePointer_v2 / hipHostGetDevicePointer (address: *mut u64, at: *mut c_void, flags: c_uint)
-        shows(flags)
-        |ledger, address, at, flags| answer(address, ledger.window_address(at.addr() as u64, flags));
-    cuMemHostUnregister / hipHostUnregister (at: *mut c_void) shows() |ledger, at| ledger.unregister(at.addr() as u64);
+        logs(flags)
+        |state, address, at, flags| write_out(address, state.device_address(at.addr() as u64, flags));
+    cuMemHostUnregister / hipHostUnregister (at: *mut c_void) logs() |state, at| state.unregister(at.addr() as u64);
 }
 
 macro_rules! function {
-    ($api:ident $name:ident ($($argument:ident: $type:ty),*) shows($($shown:expr),*) $body:expr) => {
+    ($api:ident $name:ident ($($argument:ident: $type:ty),*) logs($($logged:expr),*) $body:expr) => {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, reason = "the vendor's name")]
         unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            let body: &dyn Fn(&mut Ledger, $($type),*) -> Result<(), c_int> = &$body;
-            let shown: Vec<String> = vec![$(format!("{:#x}", $shown)),*];
-            call(Api::$api, stringify!($name), format_args!("{}", shown.join(", ")), &mut |ledger| {
-                body(ledger, $($argument),*)
+            let body: &dyn Fn(&mut DriverState, $($type),*) -> Result<(), c_int> = &$body;
+            let logged: Vec<String> = vec![$(format!("{:#x}", $logged)),*];
+            call(Api::$api, stringify!($name), format_args!("{}", logged.join(", ")), &mut |state| {
+                body(state, $($argument),*)
             })
         }
     };
 }
 
-function!(Cuda cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) shows(device)
-    |ledger, context, device| answer(context, ledger.retain(device)));
-function!(Cuda cuDevicePrimaryCtxRelease_v2(device: c_int) shows(device) |ledger, device| ledger.release_context(device));
-function!(Cuda cuCtxGetCurrent(context: *mut usize) shows() |ledger, context| answer(context, ledger.context()));
-function!(Cuda cuCtxSetCurrent(context: usize) shows(context) |ledger, context| ledger.set_context(context));
-function!(Hip hipGetDevice(device: *mut c_int) shows() |ledger, device| answer(device, ledger.hip_device()));
-function!(Hip hipSetDevice(device: c_int) shows(device) |ledger, device| ledger.set_hip_device(device));
-function!(Hip hipGetDevicePropertiesR0600(properties: *mut u8, device: c_int) shows(device) |ledger, properties, device| {
-    ledger.device(device)?;
+function!(Cuda cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) logs(device)
+    |state, context, device| write_out(context, state.retain(device)));
+function!(Cuda cuDevicePrimaryCtxRelease_v2(device: c_int) logs(device) |state, device| state.release_context(device));
+function!(Cuda cuCtxGetCurrent(context: *mut usize) logs() |state, context| write_out(context, state.context()));
+function!(Cuda cuCtxSetCurrent(context: usize) logs(context) |state, context| state.set_context(context));
+function!(Hip hipGetDevice(device: *mut c_int) logs() |state, device| write_out(device, state.hip_device()));
+function!(Hip hipSetDevice(device: c_int) logs(device) |state, device| state.set_hip_device(device));
+function!(Hip hipGetDevicePropertiesR0600(properties: *mut u8, device: c_int) logs(device) |state, properties, device| {
+    state.device(device)?;
     let architecture = c"gfx942:sramecc+:xnack-".to_bytes_with_nul();
     // SAFETY: the caller's struct has 1,472 bytes, of which the 256 from 1,160 are the architecture's name.
     unsafe {
@@ -243,12 +243,12 @@ function!(Hip hipGetDevicePropertiesR0600(properties: *mut u8, device: c_int) sh
     Ok(())
 });
 
-/// Neither is counted or logged: they do nothing.
+/// Not counted or logged, as `hipGetErrorString`: they change nothing.
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "the vendor's name")]
 unsafe extern "C" fn cuGetErrorString(code: c_int, text: *mut *const c_char) -> c_int {
     let found = codes::text(code);
-    // SAFETY: the caller's place for a pointer.
+    // SAFETY: the caller's memory for a pointer.
     unsafe { text.write(found.map_or(std::ptr::null(), CStr::as_ptr)) };
     if found.is_some() { 0 } else { INVALID_VALUE }
 }

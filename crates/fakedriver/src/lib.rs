@@ -1,40 +1,54 @@
-//! A driver without a device: exports those functions of `libcuda.so.1` and `libamdhip64.so` that regions use, on memory of
-//! the host. For tests only; in no wheel and no release.
+//! Driver without a device: exports the functions of `libcuda.so.1` and `libamdhip64.so` that regions use, on host
+//! memory. For tests only; not part of any wheel or release.
 //!
-//! "Device memory" is a memfd, a "device pointer" is an address of a mapping of it: two processes that pass a descriptor
-//! really share bytes, and memory that was mapped but not made accessible really faults. With `blind=1` all of it faults: only
-//! copies reach it, as on most machines. Without, processors may play the part of kernels.
+//! "Device memory" is a memfd, a "device pointer" is an address of a mapping of it: two processes that send a
+//! descriptor really share bytes, and memory that was mapped without access really faults. With `blind=1` all of it
+//! faults: only copies can access it, as on most machines. Otherwise host threads may act as kernels.
 //!
-//! Shared memory of the host has another address for devices than for the host. Neither is taken for the other.
+//! Registered shared host memory has different addresses for devices and for the host. The driver accepts neither in
+//! place of the other.
 //!
-//! Stricter than a real driver where that finds mistakes: everything must be undone in order and with the exact arguments
-//! with which it was done. Which code a mistake gets is the one that the vendors' headers list for the call. Work in a stream is
-//! done as late as is allowed, when somebody waits for it.
+//! Stricter than a real driver where that detects errors: everything must be undone in order and with the exact
+//! arguments with which it was done. The error code of a violation is the one that the vendors' headers list for the
+//! call. Work in a stream runs as late as is allowed, when the caller waits for it.
 //!
-//! | variable | what |
+//! | variable | value |
 //! |---|---|
 //! | `MOONTIDE_FAKE_DRIVER` | `devices=2,vmm=0,fd=0,atomics=1,readonly=0,blind=1,peers=0-1+1-2,granularity=65536,memory=1048576,version=60000000` |
-//! | `MOONTIDE_FAKE_DRIVER_LOG` | a file that gets a line per call, and one at exit that says what was left |
+//! | `MOONTIDE_FAKE_DRIVER_LOG` | file that gets a line per call, and one at exit with the resources that are left |
 //! | `MOONTIDE_FAKE_DRIVER_FAIL` | `cuMemMap:2`: the second such call fails, with 999; `cuMemMap:2:800` with 800 |
 //!
-//! Beyond the vendors' functions there is `moontide_fake_left`, which says what is left at any time, and `moontide_fake_break`,
-//! after which the devices do nothing any more, as after a kernel that used a wrong address.
+//! Beyond the vendors' functions there is `moontide_fake_leaks`, which returns the resources that are left, and
+//! `moontide_fake_break`, after which the devices do no more work, as after a kernel that used an invalid address.
 //!
-//! | file | what |
+//! # Example
+//!
+//! A program that loads a driver at run time loads this library instead. `moontide doctor` then lists its two devices:
+//!
+//! ```text
+//! cargo build -p moontide-fakedriver
+//! library=$PWD/target/debug/libmoontide_fakedriver.so
+//! MOONTIDE_CUDA_LIB=$library MOONTIDE_FAKE_DRIVER=devices=2 moontide doctor
+//! ```
+//!
+//! `crates/heap/tests/device_regions.rs` runs processes on it that share regions.
+//!
+//! | file | contents |
 //! |---|---|
-//! | `exports` | the functions under both vendors' names |
-//! | `ledger` | what was made and not yet undone, and the rules; streams and memory of the host have files of their own |
-//! | `pages` | memfds and mappings |
-//! | `journal` | the log, planned failures, the report |
-//! | `settings` | the first variable |
+//! | `exports` | functions under both vendors' names |
+//! | `state` | resources that were created and not yet freed, and the rules; streams and host memory have files of
+//! their own |
+//! | `memory` | memfds and mappings |
+//! | `call_log` | log, injected failures, report at exit |
+//! | `settings` | parser of the first variable |
 
+mod call_log;
 mod exports;
-mod journal;
-mod ledger;
-mod pages;
+mod memory;
 mod settings;
+mod state;
 
-/// What calls answer. CUDA and HIP number them alike.
+/// Return codes of calls. CUDA and HIP use the same numbers.
 mod codes {
     use std::ffi::c_int;
 
@@ -52,7 +66,7 @@ mod codes {
     pub(crate) const NOT_SUPPORTED: c_int = 801;
     pub(crate) const UNKNOWN: c_int = 999;
 
-    /// As `cuGetErrorString` says it.
+    /// Returns the text of `cuGetErrorString`.
     pub(crate) fn text(code: c_int) -> Option<&'static std::ffi::CStr> {
         Some(match code {
             0 => c"no error",

@@ -1,19 +1,19 @@
-//! What kind of devices this driver claims to have.
+//! [`Settings`]: simulated properties of the devices.
 
 use std::ffi::c_int;
 
-/// Read once.
+/// Properties of the driver and its devices. Read once.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) devices: c_int,
     pub(crate) has_vmm: bool,
     pub(crate) has_fd: bool,
     pub(crate) has_atomics: bool,
-    /// Whether memory of the host can be registered as one that devices only read.
+    /// Whether host memory can be registered as read-only for devices.
     pub(crate) has_readonly: bool,
-    /// Whether processors cannot touch the devices' memory, as those of most machines cannot.
-    pub(crate) is_blind: bool,
-    /// Pairs that can access each other; none: all can.
+    /// Whether the host cannot access the devices' memory, as on most machines.
+    pub(crate) host_cannot_access: bool,
+    /// Pairs that can access each other; `None`: all can.
     peers: Option<Vec<(c_int, c_int)>>,
     pub(crate) granularity: u64,
     pub(crate) memory: u64,
@@ -27,7 +27,8 @@ impl Settings {
     }
 
     /// # Panics
-    /// If a word has no meaning: a test that misspells one must not pass. Of two with the same name the last counts.
+    /// If a word is unknown: a test with a misspelled one must not pass. The last of several words with the same name
+    /// applies.
     pub(crate) fn parse(text: &str) -> Settings {
         let mut settings = Settings {
             devices: 1,
@@ -35,7 +36,7 @@ impl Settings {
             has_fd: true,
             has_atomics: false,
             has_readonly: true,
-            is_blind: false,
+            host_cannot_access: false,
             peers: None,
             granularity: 64 << 10,
             memory: 8 << 30,
@@ -50,12 +51,12 @@ impl Settings {
                 "fd" => settings.has_fd = number() != 0,
                 "atomics" => settings.has_atomics = number() != 0,
                 "readonly" => settings.has_readonly = number() != 0,
-                "blind" => settings.is_blind = number() != 0,
+                "blind" => settings.host_cannot_access = number() != 0,
                 "granularity" => settings.granularity = number(),
                 "memory" => settings.memory = number(),
                 "version" => settings.version = Some(number() as c_int),
                 "peers" => settings.peers = Some(pairs(value)),
-                _ => panic!("MOONTIDE_FAKE_DRIVER has no {name}"),
+                _ => panic!("MOONTIDE_FAKE_DRIVER has no setting {name}"),
             }
         }
         settings
@@ -67,7 +68,7 @@ impl Settings {
     }
 }
 
-/// `0-1+1-2`, or `none`.
+/// Parses `0-1+1-2`, or `none`.
 fn pairs(text: &str) -> Vec<(c_int, c_int)> {
     let device = |word: &str| word.parse().expect("a device");
     let pair = |word: &str| word.split_once('-').map(|(a, b)| (device(a), device(b))).expect("a-b");
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peers_are_pairs_in_both_directions() {
+    fn peer_access_is_symmetric() {
         let settings = Settings::parse("devices=3,peers=0-1,vmm=0");
         assert!(!settings.has_vmm && settings.has_fd && settings.devices == 3);
         assert!(settings.can_access(0, 1) && settings.can_access(1, 0) && settings.can_access(2, 2));

@@ -1,9 +1,9 @@
-//! What the allocator must show: time per operation at 10^7 blocks, utilisation after churn, time to rebuild.
+//! Benchmark of the allocator: time per operation at 10^7 blocks, utilisation after churn, time to rebuild.
 //!
-//! `cargo bench -p moontide-heap --bench alloc -- [--quick] [--json] [case prefix]`. Every line names its case, value, spread
-//! and target; a target is a figure that we set ourselves before measuring, and is printed whether it is met
-//! or not. The run fails if a time is more than twice its target, or if a utilisation, which is the same in every
-//! run, is below its.
+//! `cargo bench -p moontide-heap --bench alloc -- [--quick] [--json] [case prefix]`. Every line has case, value,
+//! spread and target; a target is a value that was set before measuring, and is printed whether it is met or not. The
+//! run fails if a time is more than twice its target, or if a utilisation, which is the same in every run, is below
+//! its target.
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -11,8 +11,9 @@ use std::num::NonZeroU32;
 use std::time::Instant;
 
 use moontide_heap::alloc::{Align, Allocator, BlockRef, PAGE_UNITS};
+use moontide_rt::SplitMix64;
 use moontide_types::Extent;
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::limits::UNIT_BYTES;
 
 const GIB: u64 = 1 << 30;
 const KIB: u64 = 1 << 10;
@@ -39,10 +40,10 @@ fn main() {
     checkerboard(&bench);
     rebuild(&bench);
     fill_latency(&bench);
-    assert!(!bench.failed.get(), "a figure is far from its target: see the lines that end in FAILED");
+    assert!(!bench.failed.get(), "a value is far from its target: see the lines that end in FAILED");
 }
 
-/// Where results go.
+/// Options and result of the run.
 struct Bench {
     json: bool,
     quick: bool,
@@ -50,16 +51,16 @@ struct Bench {
     failed: Cell<bool>,
 }
 
-/// Which side of the target is good.
+/// Target of a value.
 enum Target {
     AtMost(f64),
     AtLeast(f64),
-    /// For information.
+    /// No target: for information.
     None,
 }
 
 impl Bench {
-    fn wants(&self, case: &str) -> bool {
+    fn is_selected(&self, case: &str) -> bool {
         case.starts_with(&self.prefix)
     }
 
@@ -101,30 +102,9 @@ impl Bench {
     }
 }
 
-/// SplitMix64: seeded, so that every run sees the same sizes.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
-    }
-
-    fn unit_interval(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
-
 #[derive(Clone, Copy, PartialEq)]
 enum Rule {
-    /// The protocol's: what has 4 KiB or more starts on 4 KiB.
+    /// Rule of the protocol: extents of 4 KiB or more start at a multiple of 4 KiB.
     PageFrom4Kib,
     AllUnit,
 }
@@ -143,7 +123,7 @@ impl Rule {
 }
 
 fn units_of(bytes: u64) -> NonZeroU32 {
-    NonZeroU32::new(bytes.div_ceil(UNIT_BYTES) as u32).expect("no object is empty")
+    NonZeroU32::new(bytes.div_ceil(UNIT_BYTES) as u32).expect("a non-empty object")
 }
 
 fn units_in(capacity_bytes: u64) -> u32 {
@@ -154,23 +134,23 @@ fn units_in(capacity_bytes: u64) -> u32 {
 enum Order {
     Fifo,
     Random,
-    /// Free [`BATCH`] at random, then allocate as many.
+    /// Free [`BATCH`] at random, then allocate the same number.
     RandomBatches,
 }
 
-/// As many as an eviction frees at a time.
+/// Objects that an eviction frees at a time.
 const BATCH: usize = 64;
 
-/// What one load from the books costs when nothing about it can be foreseen: the yardstick for `pair/random`,
-/// in which the neighbours' records can be asked for only when the block's own has arrived.
+/// Measures one dependent load from memory: the baseline for `pair/random`, in which the neighbours' records can be
+/// loaded only after the block's own record has arrived.
 fn dependent_miss(bench: &Bench) {
     let case = "memory/dependent-miss-240mb";
-    if !bench.wants(case) {
+    if !bench.is_selected(case) {
         return;
     }
     let words = if bench.quick { 300_000 } else { 30_000_000 };
-    let mut random = Random(3);
-    // Sattolo's shuffle: one cycle through all.
+    let mut random = SplitMix64::new(3);
+    // Sattolo's shuffle: one cycle through all words.
     let mut chain: Vec<u64> = (0..words as u64).collect();
     for at in (1..words).rev() {
         chain.swap(at, random.below(at as u64) as usize);
@@ -188,10 +168,10 @@ fn dependent_miss(bench: &Bench) {
     bench.report(case, "ns", samples.collect(), Target::None);
 }
 
-/// Pairs between the harness's look at its own table and the use of what it found there.
+/// Pairs between the harness's prefetch of its own table and the use of the entry.
 const AHEAD: usize = 8;
 
-/// Free one, allocate one, with 10^7 live.
+/// Frees one block and allocates one, with 10^7 live blocks.
 fn pairs(bench: &Bench, order: Order, rule: Rule) {
     let (name, target) = match order {
         Order::Fifo => ("fifo", Target::AtMost(200.0)),
@@ -199,18 +179,18 @@ fn pairs(bench: &Bench, order: Order, rule: Rule) {
         Order::RandomBatches => ("random-batches", Target::None),
     };
     let case = format!("pair/{name}/{}", rule.name());
-    if !bench.wants(&case) {
+    if !bench.is_selected(&case) {
         return;
     }
     let objects: usize = if bench.quick { 100_000 } else { 10_000_000 };
     let pairs_per_sample = objects / 5;
     let capacity = (64 * GIB / UNIT_BYTES * objects as u64 / 10_000_000) as u32;
-    // Lengths are drawn from 1 ..= units_max. What fits is set by the churn, not by the sum: 24 units (6.25
-    // KiB on the average) would be 93 % of 64 GiB, where random order leaves too little in long runs and some
-    // are refused. Aligned ones leave up to 7 units behind each.
+    // Lengths are drawn from 1 ..= units_max. The churn limits what fits, not the sum: 24 units (6.25 KiB on average)
+    // would be 93 % of 64 GiB, where random order leaves too few long runs and some allocations fail. Aligned blocks
+    // leave gaps of up to 7 units.
     let units_max = if rule == Rule::AllUnit { 23 } else { 20 };
 
-    let mut random = Random(1);
+    let mut random = SplitMix64::new(1);
     let mut sizes = || NonZeroU32::new(1 + random.below(units_max) as u32).expect("one or more");
     let mut allocator = Allocator::new(capacity);
     allocator.reserve_live(objects as u32);
@@ -221,12 +201,12 @@ fn pairs(bench: &Bench, order: Order, rule: Rule) {
         })
         .collect();
 
-    // The first rounds, one per object, only bring the books into their steady state.
+    // The first rounds, one per object, only bring the allocator into its steady state.
     let mut samples = Vec::new();
     let mut refused = 0u64;
     let mut at = 0;
     for round in 0..12 {
-        let mut random = Random(100 + round);
+        let mut random = SplitMix64::new(100 + round);
         let plan: Vec<(u32, NonZeroU32, Align)> = (0..pairs_per_sample + AHEAD)
             .map(|_| {
                 let victim =
@@ -255,7 +235,7 @@ fn pairs(bench: &Bench, order: Order, rule: Rule) {
             }
         } else {
             for (&(victim, units, align), &(later, ..)) in plan.iter().zip(&plan[AHEAD..]) {
-                // The table of live objects is the caller's; its cache miss is not the allocator's.
+                // The table of live objects belongs to the caller; its cache miss does not count for the allocator.
                 black_box(live[later as usize]);
                 let entry = &mut live[victim as usize];
                 if let Some(block) = entry.take() {
@@ -277,7 +257,7 @@ fn pairs(bench: &Bench, order: Order, rule: Rule) {
     bench.report(&format!("{case}/used"), "of 1", vec![used], Target::None);
     bench.report(&format!("{case}/refused"), "allocs", vec![refused as f64], Target::None);
     let bytes = stats.metadata_bytes as f64 / f64::from(stats.live_blocks);
-    bench.report(&format!("{case}/books"), "B/object", vec![bytes], Target::None);
+    bench.report(&format!("{case}/metadata"), "B/object", vec![bytes], Target::None);
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -296,7 +276,7 @@ impl Mix {
         }
     }
 
-    fn bytes(self, random: &mut Random) -> u64 {
+    fn bytes(self, random: &mut SplitMix64) -> u64 {
         match self {
             Mix::OneOddSize => 333_333,
             Mix::KvSizes => {
@@ -305,7 +285,7 @@ impl Mix {
                 let payload = ((2 + step % 2) * 32 * KIB) << (step / 2);
                 payload + 8 * payload.div_ceil(256 * KIB) + 120
             }
-            Mix::LogUniform => (4096.0 * 1024f64.powf(random.unit_interval())) as u64,
+            Mix::LogUniform => (4096.0 * 1024f64.powf(random.fraction())) as u64,
         }
     }
 
@@ -321,13 +301,13 @@ impl Mix {
     }
 }
 
-/// Requested bytes over capacity at the first refusal: filled to 85 %, churned there, then filled on.
+/// Measures requested bytes over capacity at the first failed allocation: filled to 85 %, churned, then filled up.
 fn utilisation(bench: &Bench, mix: Mix, capacity_gib: u64, rule: Rule) {
     let case = format!("utilisation/{}gib/{}/{}", capacity_gib, rule.name(), mix.name());
-    if !bench.wants(&case) {
+    if !bench.is_selected(&case) {
         return;
     }
-    // A small segment holds few large objects, so that chance has a larger part.
+    // A small segment holds few large objects, so the results vary more.
     let seeds = if capacity_gib == 1 {
         101
     } else if bench.quick {
@@ -349,27 +329,27 @@ fn utilisation(bench: &Bench, mix: Mix, capacity_gib: u64, rule: Rule) {
 }
 
 fn churn_and_fill(mix: Mix, capacity: u64, rule: Rule, seed: u64) -> (f64, f64) {
-    let mut random = Random(seed);
+    let mut random = SplitMix64::new(seed);
     let mut allocator = Allocator::new(units_in(capacity));
     let mut live: Vec<(BlockRef, u64)> = Vec::new();
     let mut used = 0;
     let level = capacity / 100 * 85;
-    let (mut frees, mut frees_wanted) = (0, u64::MAX);
-    let (mut asked, mut refused) = (0u64, 0u64);
-    while frees < frees_wanted {
+    let (mut frees, mut frees_needed) = (0, u64::MAX);
+    let (mut requested, mut refused) = (0u64, 0u64);
+    while frees < frees_needed {
         let mut drop_one = used >= level;
-        if drop_one && frees_wanted == u64::MAX {
-            frees_wanted = 5 * live.len() as u64;
+        if drop_one && frees_needed == u64::MAX {
+            frees_needed = 5 * live.len() as u64;
         }
         if !drop_one {
             let bytes = mix.bytes(&mut random);
             let units = units_of(bytes);
-            asked += 1;
+            requested += 1;
             if let Some(allocation) = allocator.alloc(units, rule.align(units.get())) {
                 live.push((allocation.block, bytes));
                 used += bytes;
             } else {
-                // As a cache would: something else has to go.
+                // As in a cache: another object is evicted.
                 refused += 1;
                 drop_one = true;
             }
@@ -387,23 +367,23 @@ fn churn_and_fill(mix: Mix, capacity: u64, rule: Rule, seed: u64) -> (f64, f64) 
         let units = units_of(bytes);
         if allocator.alloc(units, rule.align(units.get())).is_none() {
             let stats = allocator.stats();
-            let taken = u64::from(stats.capacity_units - stats.free_units) * UNIT_BYTES;
-            assert!(used <= taken && taken < used + u64::from(stats.live_blocks) * UNIT_BYTES);
-            return (used as f64 / capacity as f64, refused as f64 / asked as f64);
+            let allocated = u64::from(stats.capacity_units - stats.free_units) * UNIT_BYTES;
+            assert!(used <= allocated && allocated < used + u64::from(stats.live_blocks) * UNIT_BYTES);
+            return (used as f64 / capacity as f64, refused as f64 / requested as f64);
         }
         used += bytes;
     }
 }
 
-/// The hard case: a segment of small objects, a random half of them gone, and large ones asked for.
+/// Worst case: a segment of small objects, a random half of them freed, and requests for large ones.
 fn checkerboard(bench: &Bench) {
     let case = "checkerboard/64kib-half-freed";
-    if !bench.wants(case) {
+    if !bench.is_selected(case) {
         return;
     }
     let (mut succeeded, mut runs) = (Vec::new(), Vec::new());
     for seed in 0..15 {
-        let mut random = Random(seed);
+        let mut random = SplitMix64::new(seed);
         let mut allocator = Allocator::new(units_in(GIB));
         let small = units_of(64 * KIB);
         let mut live = Vec::new();
@@ -422,14 +402,14 @@ fn checkerboard(bench: &Bench) {
     bench.report(&format!("{case}/largest-run"), "KiB", runs, Target::None);
 }
 
-/// Live extents of a 64 GiB segment in random order, as a scan of headers gives them.
+/// Rebuilds from the live extents of a 64 GiB segment in random order, as a scan of headers returns them.
 fn rebuild(bench: &Bench) {
     let objects: usize = if bench.quick { 100_000 } else { 10_000_000 };
     let case = format!("rebuild/{objects}-extents");
-    if !bench.wants(&case) {
+    if !bench.is_selected(&case) {
         return;
     }
-    let mut random = Random(7);
+    let mut random = SplitMix64::new(7);
     let mut start = 0;
     let mut extents: Vec<Extent> = (0..objects)
         .map(|_| {
@@ -452,12 +432,12 @@ fn rebuild(bench: &Bench) {
     bench.report(&case, "s", samples.collect(), Target::AtMost(2.0));
 }
 
-/// The slowest single allocation while a segment is filled: growth of the books must not be noticed.
+/// Measures the slowest single allocation while a segment is filled: growth of the slab must have no visible effect.
 fn fill_latency(bench: &Bench) {
     let objects: u32 = if bench.quick { 100_000 } else { 10_000_000 };
     for reserved in [false, true] {
         let case = if reserved { "fill/slowest-alloc/reserved" } else { "fill/slowest-alloc/growing" };
-        if !bench.wants(case) {
+        if !bench.is_selected(case) {
             continue;
         }
         let mut allocator = Allocator::new(objects * 13);

@@ -3,103 +3,106 @@
 //! ```text
 //!              begin(e′ > e)            publish(e′)
 //!   FREE(e) ───────────────▶ WRITING(e′) ─────────▶ READY(e′)
-//!     ▲ │ burn: FREE(e′)          │ kill                │ kill
+//!     ▲ │ fence_epoch: FREE(e′)   │ kill                │ kill
 //!     │ └──▶                      ▼                     ▼
 //!     └───────── free ────────── DEAD(e′) ◀─────────────┘
 //! ```
 //!
-//! The epoch is the version of the bytes and the slot's fence: a begin that comes late, with an epoch that the slot has
-//! seen or passed, is refused. A **copy** is the exception: the node puts back what it had on disk, in its old version.
+//! The epoch is the version of the bytes and the slot's fence: the owner refuses a late begin, with an epoch that the
+//! slot has seen or passed. A **copy** is the exception: the node restores a record from its disk, in its old
+//! version.
 //!
 //! ```text
-//!   FREE(e) ── begin_copy(v), any v ──▶ WRITING(v) ──▶ READY(v) ──▶ DEAD(v) ── free_above(v, e) ──▶ FREE(max(v, e))
+//!   FREE(e) ── begin_copy(v), any v ──▶ WRITING(v) ──▶ READY(v) ──▶ DEAD(v) ── free_at_least(v, e) ──▶ FREE(max(v,
+//! e))
 //! ```
 //!
-//! Why this is sound. A version is never used twice for different objects, so READY(v) in a slot means the same bytes
-//! whenever a reader that names an object and its version finds it there, and digests are bound to both. The fence is
-//! not lost: while the copy is there no begin finds the slot FREE, and after that the word is at the old fence again,
-//! which the owner kept meanwhile ([`Floors`](crate::floor::Floors)). And only the node itself begins copies, so nobody
-//! else can hold a grant for one.
+//! Copies are sound for three reasons. A version is never used twice for different objects, so READY(v) in a slot
+//! means the same bytes whenever a reader that names an object and its version finds it there, and digests are bound
+//! to both. The fence is not lost: while the copy exists no begin finds the slot FREE, and afterwards the word has
+//! the old fence again, which the owner kept meanwhile ([`EpochFences`](crate::epoch_fence::EpochFences)). Only the
+//! node itself begins copies, so no other process can hold a grant for one.
 //!
-//! A commit goes the long way from WRITING to READY: it shuts the word (DEAD) for a moment, so that no claim
-//! can be granted, looks for claims, and then publishes or opens the word again. Nobody else changes the word
-//! meanwhile: the owner holds its lock.
+//! A commit takes two steps from WRITING to READY: it closes the word (DEAD) for a moment, so that no claim can be
+//! granted, scans for claims, and then publishes or reopens the word. The word cannot change otherwise meanwhile,
+//! because the owner holds its lock.
 //!
-//! Only the owner calls these. Every transition is a compare-and-swap from the exact old word, names its
-//! epoch, and says what it found when it could not be made.
+//! Only the owner calls these functions. Every transition is a compare-and-swap from the exact old word, takes the
+//! epoch as an argument, and returns the word that it found if it fails.
 
+use moontide_rt::sync::{AtomicU64, Ordering};
+use moontide_rt::{mutation_enabled, weakened};
 use moontide_types::Epoch;
 use moontide_types::record::{State, Word};
 
-use crate::planted::{Bug, planted, weakened};
-use crate::sync::{AtomicU64, Ordering};
+use crate::mutation::Mutation;
 
-/// What became of an attempted transition.
+/// Result of an attempted transition.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transition {
-    /// The word changed; this is what it was before.
+    /// The word changed; this is the old word.
     Done(Word),
-    /// It had been made before: nothing to do.
+    /// The word already had the new value.
     Already,
-    /// The word does not allow it; this is what it is.
+    /// The current word does not allow the transition; this is the current word.
     Refused(Word),
 }
 
 impl Transition {
-    /// Whether the word is now as wanted.
-    pub fn holds(self) -> bool {
+    /// Returns whether the word now has the requested value.
+    pub fn succeeded(self) -> bool {
         !matches!(self, Transition::Refused(_))
     }
 }
 
-/// A header word that several processes may look at and one may change.
+/// Header word in shared memory: all processes may load it, only the owner changes it.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct AtomicWord(AtomicU64);
 
 impl AtomicWord {
-    /// A word outside of shared memory, for models.
+    /// Creates a word outside of shared memory, for models.
     pub fn new(word: Word) -> AtomicWord {
         AtomicWord(AtomicU64::new(word.bits()))
     }
 
-    /// The word now. Acquire: whoever sees READY sees the bytes; pairs with the Release in [`Self::publish`].
+    /// Loads the word. Acquire: a thread that sees READY sees the bytes; pairs with the Release in [`Self::publish`].
     #[inline]
     pub fn load(&self) -> Word {
-        Word::from_bits(self.0.load(weakened(Bug::RelaxedLook, Ordering::Acquire)))
+        Word::from_bits(self.0.load(weakened(Mutation::RelaxedLoad, Ordering::Acquire)))
     }
 
-    /// Whatever it was: for a [`Flag`](crate::Flag), which nobody else touches then. Release: what was stored before is
-    /// seen by whoever sees this.
-    pub(crate) fn set(&self, word: Word) {
+    /// Stores `word` unconditionally: for a word outside of a header table that no other thread touches at this time.
+    /// Release: a thread that sees this word sees the stores before it.
+    pub fn set(&self, word: Word) {
         self.0.store(word.bits(), Ordering::Release);
     }
 
     /// FREE(e) → WRITING(epoch), if `epoch` is newer than any the slot has seen.
     pub fn begin(&self, epoch: Epoch) -> Transition {
         let new = Word::new(epoch, State::Writing);
-        let is_new = |old: Word| old.epoch() < epoch || planted(Bug::LateBegin);
+        let is_new = |old: Word| old.epoch() < epoch || mutation_enabled(Mutation::LateBegin);
         self.change(new, |old| old.state() == State::Free && is_new(old))
     }
 
-    /// FREE(e) → WRITING(version), whatever the order of the two: a copy of what was written before. The caller keeps e,
-    /// which is in the word that is returned, for [`Self::free_above`]. A retired slot stays retired, and no version is 0.
+    /// FREE(e) → WRITING(version), for any e: a copy of a record that was written before. The caller keeps
+    /// e, which is in the returned word, for [`Self::free_at_least`]. Fails for a retired slot and for version 0.
     pub(crate) fn begin_copy(&self, version: Epoch) -> Transition {
         let new = Word::new(version, State::Writing);
         let usable = |old: Word| old.epoch() != Epoch::MAX && version != Epoch::ZERO;
         self.change(new, |old| old.state() == State::Free && usable(old))
     }
 
-    /// FREE(e) → FREE(epoch): a reservation was cancelled before it began, so a late begin must be refused.
-    pub fn burn(&self, epoch: Epoch) -> Transition {
+    /// FREE(e) → FREE(epoch): a reservation was cancelled before its begin, so a late begin must fail.
+    pub fn fence_epoch(&self, epoch: Epoch) -> Transition {
         let new = Word::new(epoch, State::Free);
         self.change(new, |old| old.state() == State::Free && old.epoch() < epoch)
     }
 
-    /// WRITING(epoch) → READY(epoch), where nobody can hold a claim. Payload and header must be in place.
+    /// WRITING(epoch) → READY(epoch), when no process can hold a claim. Payload and header must be complete.
     pub fn publish(&self, epoch: Epoch) -> Transition {
-        if planted(Bug::EpochIgnored) {
+        if mutation_enabled(Mutation::EpochIgnored) {
             let old = self.load();
             return match old.state() {
                 State::Writing => self.swap_exact(old, old.with_state(State::Ready), Ordering::Release),
@@ -107,47 +110,47 @@ impl AtomicWord {
             };
         }
         // Release: the bytes become visible before the word; pairs with the Acquire in `load`.
-        let order = weakened(Bug::RelaxedPublish, Ordering::Release);
+        let order = weakened(Mutation::RelaxedPublish, Ordering::Release);
         self.swap_exact(Word::new(epoch, State::Writing), Word::new(epoch, State::Ready), order)
     }
 
-    /// WRITING(epoch) or READY(epoch) → DEAD(epoch). Unconditional as far as readers are concerned: they keep
-    /// what they hold, and none may enter.
+    /// WRITING(epoch) or READY(epoch) → DEAD(epoch). Does not depend on readers: they keep their pins, and no new
+    /// reader gets one.
     pub fn kill(&self, epoch: Epoch) -> Transition {
         let new = Word::new(epoch, State::Dead);
         self.change(new, |old| old.epoch() == epoch && matches!(old.state(), State::Writing | State::Ready))
     }
 
-    /// DEAD(epoch) → FREE(epoch). No ledger may name the slot: see [`Pins`](crate::Pins).
+    /// DEAD(epoch) → FREE(epoch). No ledger may pin the slot: see [`PinSet`](crate::PinSet).
     #[cfg_attr(
         not(any(test, loom, shuttle)),
-        expect(dead_code, reason = "the owner frees through its floors")
+        expect(dead_code, reason = "the owner frees through its epoch fences")
     )]
     pub(crate) fn free(&self, epoch: Epoch) -> Transition {
-        self.free_above(epoch, epoch)
+        self.free_at_least(epoch, epoch)
     }
 
-    /// DEAD(epoch) → FREE(epoch or `floor`, whichever is higher). As [`Self::free`] otherwise.
-    pub(crate) fn free_above(&self, epoch: Epoch, floor: Epoch) -> Transition {
-        // AcqRel: what the scan saw happens before what the next owner does.
-        let order = weakened(Bug::RelaxedFree, Ordering::AcqRel);
-        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch.max(floor), State::Free), order)
+    /// DEAD(epoch) → FREE(epoch or `fence`, whichever is higher). As [`Self::free`] otherwise.
+    pub(crate) fn free_at_least(&self, epoch: Epoch, fence: Epoch) -> Transition {
+        // AcqRel: the reads that the scan saw end happen before the writes of the next owner.
+        let order = weakened(Mutation::RelaxedFree, Ordering::AcqRel);
+        self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch.max(fence), State::Free), order)
     }
 
-    /// WRITING(epoch) → DEAD(epoch), for the moment of a commit: see [`shut_out_claims`](crate::cell::shut_out_claims).
-    pub(crate) fn shut(&self, epoch: Epoch) -> Transition {
+    /// WRITING(epoch) → DEAD(epoch), during a commit: see [`close_claims`](crate::cell::close_claims).
+    pub(crate) fn close(&self, epoch: Epoch) -> Transition {
         self.swap_exact(Word::new(epoch, State::Writing), Word::new(epoch, State::Dead), Ordering::AcqRel)
     }
 
-    /// DEAD(epoch) → WRITING(epoch): the commit is not to be.
-    pub(crate) fn open_again(&self, epoch: Epoch) -> Transition {
+    /// DEAD(epoch) → WRITING(epoch): the commit is abandoned.
+    pub(crate) fn reopen(&self, epoch: Epoch) -> Transition {
         self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Writing), Ordering::AcqRel)
     }
 
-    /// DEAD(epoch) → READY(epoch), of a word that the caller has shut. As [`Self::publish`] otherwise.
-    pub(crate) fn publish_shut(&self, epoch: Epoch) -> Transition {
+    /// DEAD(epoch) → READY(epoch), of a word that the caller has closed. As [`Self::publish`] otherwise.
+    pub(crate) fn publish_closed(&self, epoch: Epoch) -> Transition {
         // Release: the bytes become visible before the word; pairs with the Acquire in `load`.
-        let order = weakened(Bug::RelaxedPublish, Ordering::Release);
+        let order = weakened(Mutation::RelaxedPublish, Ordering::Release);
         self.swap_exact(Word::new(epoch, State::Dead), Word::new(epoch, State::Ready), order)
     }
 
@@ -160,16 +163,16 @@ impl AtomicWord {
             if !allowed(old) {
                 return Transition::Refused(old);
             }
-            // AcqRel: what was done under the old word happens before what is done under the new one.
+            // AcqRel: accesses under the old word happen before accesses under the new one.
             match self.swap_exact(old, new, Ordering::AcqRel) {
                 Transition::Refused(seen) => old = seen,
-                made => return made,
+                done => return done,
             }
         }
     }
 
     fn swap_exact(&self, old: Word, new: Word, success: Ordering) -> Transition {
-        if planted(Bug::CheckThenStore) && self.load() == old {
+        if mutation_enabled(Mutation::CheckThenStore) && self.load() == old {
             self.0.store(new.bits(), Ordering::Release);
             return Transition::Done(old);
         }
@@ -196,78 +199,78 @@ mod tests {
 
     #[test]
     fn every_state_allows_only_its_own_transitions() {
-        type Try = fn(&AtomicWord, Epoch) -> Transition;
-        let tries: [(&str, Try); 9] = [
+        type TransitionFn = fn(&AtomicWord, Epoch) -> Transition;
+        let transitions: [(&str, TransitionFn); 9] = [
             ("begin", AtomicWord::begin),
             ("begin_copy", AtomicWord::begin_copy),
-            ("burn", AtomicWord::burn),
+            ("fence_epoch", AtomicWord::fence_epoch),
             ("publish", AtomicWord::publish),
             ("kill", AtomicWord::kill),
             ("free", AtomicWord::free),
-            ("shut", AtomicWord::shut),
-            ("open_again", AtomicWord::open_again),
-            ("publish_shut", AtomicWord::publish_shut),
+            ("close", AtomicWord::close),
+            ("reopen", AtomicWord::reopen),
+            ("publish_closed", AtomicWord::publish_closed),
         ];
-        // From a word at epoch 5: for each transition naming epochs 4, 5 and 6, the word it leads to.
-        let leads = |name: &str, from: State, named: u64| match (name, from, named) {
+        // From a word at epoch 5: for each transition with epochs 4, 5 and 6, the resulting word.
+        let target = |name: &str, from: State, at: u64| match (name, from, at) {
             ("begin", Free, 6) => Some(word(6, Writing)),
-            ("begin_copy", Free, named) => Some(word(named, Writing)),
-            ("burn", Free, 6) => Some(word(6, Free)),
+            ("begin_copy", Free, at) => Some(word(at, Writing)),
+            ("fence_epoch", Free, 6) => Some(word(6, Free)),
             ("publish", Writing, 5) => Some(word(5, Ready)),
             ("kill", Writing | Ready, 5) => Some(word(5, Dead)),
             ("free", Dead, 5) => Some(word(5, Free)),
-            ("shut", Writing, 5) => Some(word(5, Dead)),
-            ("open_again", Dead, 5) => Some(word(5, Writing)),
-            ("publish_shut", Dead, 5) => Some(word(5, Ready)),
+            ("close", Writing, 5) => Some(word(5, Dead)),
+            ("reopen", Dead, 5) => Some(word(5, Writing)),
+            ("publish_closed", Dead, 5) => Some(word(5, Ready)),
             _ => None,
         };
-        // Asking for what is already so is not an error.
-        let already = |name: &str, from: State, named: u64| {
-            let wanted = match name {
-                "begin" | "begin_copy" | "open_again" => Writing,
-                "burn" | "free" => Free,
-                "publish" | "publish_shut" => Ready,
-                _kill_or_shut => Dead,
+        // A transition to the current word is not an error.
+        let already = |name: &str, from: State, at: u64| {
+            let goal = match name {
+                "begin" | "begin_copy" | "reopen" => Writing,
+                "fence_epoch" | "free" => Free,
+                "publish" | "publish_closed" => Ready,
+                _kill_or_close => Dead,
             };
-            named == 5 && from == wanted
+            at == 5 && from == goal
         };
-        for (name, transition) in tries {
+        for (name, transition) in transitions {
             for from in [Free, Writing, Ready, Dead] {
-                for named in [4, 5, 6] {
+                for at in [4, 5, 6] {
                     let atomic = AtomicWord::new(word(5, from));
-                    let got = transition(&atomic, epoch(named));
-                    let expected = match leads(name, from, named) {
+                    let got = transition(&atomic, epoch(at));
+                    let expected = match target(name, from, at) {
                         Some(_) => Transition::Done(word(5, from)),
-                        None if already(name, from, named) => Transition::Already,
+                        None if already(name, from, at) => Transition::Already,
                         None => Transition::Refused(word(5, from)),
                     };
-                    assert_eq!(got, expected, "{name}({named}) from {from:?}(5)");
-                    assert_eq!(atomic.load(), leads(name, from, named).unwrap_or(word(5, from)));
+                    assert_eq!(got, expected, "{name}({at}) from {from:?}(5)");
+                    assert_eq!(atomic.load(), target(name, from, at).unwrap_or(word(5, from)));
                 }
             }
         }
     }
 
     #[test]
-    fn a_slot_at_the_largest_epoch_retires() {
+    fn slot_at_max_epoch_is_never_reused() {
         let atomic = AtomicWord::new(Word::new(Epoch::MAX, Free));
-        assert!(!atomic.begin(epoch(1)).holds());
+        assert!(!atomic.begin(epoch(1)).succeeded());
         assert!(matches!(atomic.begin(Epoch::MAX), Transition::Refused(_)));
-        assert!(matches!(atomic.begin_copy(epoch(1)), Transition::Refused(_)), "for copies, too");
+        assert!(matches!(atomic.begin_copy(epoch(1)), Transition::Refused(_)), "copies are refused too");
     }
 
     #[test]
-    fn nothing_is_of_version_zero() {
+    fn copy_with_version_zero_is_refused() {
         let atomic = AtomicWord::new(word(5, Free));
         assert_eq!(atomic.begin_copy(Epoch::ZERO), Transition::Refused(word(5, Free)));
     }
 
     #[test]
-    fn a_word_is_freed_at_the_higher_of_epoch_and_floor() {
-        for (floor, at) in [(4, 5), (5, 5), (8, 8)] {
+    fn dead_word_is_freed_at_higher_of_epoch_and_fence() {
+        for (fence, at) in [(4, 5), (5, 5), (8, 8)] {
             let atomic = AtomicWord::new(word(5, Dead));
-            assert_eq!(atomic.free_above(epoch(6), epoch(floor)), Transition::Refused(word(5, Dead)));
-            assert_eq!(atomic.free_above(epoch(5), epoch(floor)), Transition::Done(word(5, Dead)));
+            assert_eq!(atomic.free_at_least(epoch(6), epoch(fence)), Transition::Refused(word(5, Dead)));
+            assert_eq!(atomic.free_at_least(epoch(5), epoch(fence)), Transition::Done(word(5, Dead)));
             assert_eq!(atomic.load(), word(at, Free));
         }
     }

@@ -1,5 +1,5 @@
-//! The allocator against the naive model, over random sequences of steps; and the cases that chance would
-//! rarely find.
+//! The allocator compared with the naive model, over random sequences of steps, and cases that random steps would
+//! rarely reach.
 
 #[path = "alloc/model.rs"]
 mod model;
@@ -30,7 +30,7 @@ fn op(capacity: u32) -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A segment that is exactly filled.
+/// Returns a segment that is completely allocated.
 fn full_of(sizes: &[u32]) -> Model {
     let mut model = Model::new(sizes.iter().sum());
     sizes.iter().for_each(|&size| model.step_unchecked(Op::Alloc { units: units(size), align: Align::Unit }));
@@ -41,7 +41,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_step_agrees_with_the_model(
+    fn allocator_matches_model(
         (capacity, ops) in prop_oneof![1..200u32, 1000..6000u32]
             .prop_flat_map(|capacity| (Just(capacity), prop::collection::vec(op(capacity), 1..250)))
     ) {
@@ -52,47 +52,47 @@ proptest! {
         model.finish();
     }
 
-    /// More than 256 free runs in one bin, so that the bounded looks really are bounded.
+    /// More than 256 free runs in one bin, so that the limits on probes take effect.
     #[test]
-    fn many_runs_of_like_length_keep_the_promise(
+    fn allocator_matches_model_with_many_free_runs_in_one_bin(
         sizes in prop::collection::vec(4096..4160u32, 600..800),
-        asked in prop::collection::vec((4000..4300u32, align()), 1..20),
+        requests in prop::collection::vec((4000..4300u32, align()), 1..20),
     ) {
         let mut model = full_of(&sizes);
-        // Ranks close up behind a freed block: this frees every other one.
+        // Ranks after a freed block move up: this frees every other one.
         (0..sizes.len() as u32 / 2).for_each(|rank| model.step_unchecked(Op::Free { rank }));
-        for (size, align) in asked {
+        for (size, align) in requests {
             model.step(Op::Alloc { units: units(size), align });
         }
         model.finish();
     }
 
     #[test]
-    fn same_calls_same_answers(ops in prop::collection::vec((1..300u32, align(), any::<bool>()), 1..200)) {
+    fn allocator_is_deterministic(ops in prop::collection::vec((1..300u32, align(), any::<bool>()), 1..200)) {
         let run = || {
             let mut allocator = Allocator::new(8192);
             let mut live = Vec::new();
-            let mut answers = Vec::new();
+            let mut results = Vec::new();
             for &(size, align, free) in &ops {
-                let answer = allocator.alloc(units(size), align);
-                live.extend(answer.map(|allocation| allocation.block));
-                answers.push(answer);
+                let result = allocator.alloc(units(size), align);
+                live.extend(result.map(|allocation| allocation.block));
+                results.push(result);
                 if free && !live.is_empty() {
                     allocator.free(live.swap_remove(size as usize % live.len()));
                 }
             }
-            answers
+            results
         };
         prop_assert_eq!(run(), run());
     }
 }
 
 #[test]
-fn a_fitting_run_of_the_own_bin_is_used_before_a_larger_one() {
-    // Two holes, 652 and 700 units long; an object of 652 goes back to where its equal was.
+fn alloc_prefers_fitting_run_of_own_bin_to_larger_run() {
+    // Two gaps, 652 and 700 units long; an object of 652 gets the gap of the equal one.
     let mut allocator = Allocator::new(1 << 20);
-    let mut take = |size| allocator.alloc(units(size), Align::Page).expect("it fits");
-    let (equal, _, longer, _) = (take(652), take(8), take(700), take(8));
+    let mut alloc = |size| allocator.alloc(units(size), Align::Page).expect("it fits");
+    let (equal, _, longer, _) = (alloc(652), alloc(8), alloc(700), alloc(8));
     allocator.free(longer.block);
     allocator.free(equal.block);
     let again = allocator.alloc(units(652), Align::Page).expect("it fits");
@@ -100,29 +100,29 @@ fn a_fitting_run_of_the_own_bin_is_used_before_a_larger_one() {
 }
 
 #[test]
-fn a_fit_is_found_behind_255_others_of_its_bin_but_not_behind_256() {
+fn alloc_probes_at_most_256_runs_of_a_bin() {
     for (others, found) in [(255, true), (256, false)] {
-        // The one that fits is freed first and thereby stands last in its bin; all runs start on a page.
+        // The block that fits is freed first and is therefore the last of its bin; all runs start on a page.
         let mut allocator = Allocator::new(4160 + others * 8192 + 4096);
-        let mut take = |size| allocator.alloc(units(size), Align::Unit).expect("it fits").block;
-        let mut freed = vec![take(4159)];
-        take(4097);
+        let mut alloc = |size| allocator.alloc(units(size), Align::Unit).expect("it fits").block;
+        let mut freed = vec![alloc(4159)];
+        alloc(4097);
         for _ in 0..others {
-            freed.push(take(4096));
-            take(4096);
+            freed.push(alloc(4096));
+            alloc(4096);
         }
         freed.into_iter().for_each(|block| _ = allocator.free(block));
         assert_eq!(allocator.stats().free_blocks, others + 1);
-        assert_eq!(allocator.alloc(units(4159), Align::Unit).is_some(), found, "behind {others}");
+        assert_eq!(allocator.alloc(units(4159), Align::Unit).is_some(), found, "after {others} others");
     }
 }
 
 #[test]
-fn freeing_all_is_freeing_each() {
+fn free_all_equals_freeing_each() {
     let fill = || {
         let mut allocator = Allocator::new(10_000);
-        let take = |at: u32| allocator.alloc(units(1 + at * 37 % 60), Align::Page).expect("it fits");
-        let live: Vec<_> = (0..200).map(take).collect();
+        let alloc = |at: u32| allocator.alloc(units(1 + at * 37 % 60), Align::Page).expect("it fits");
+        let live: Vec<_> = (0..200).map(alloc).collect();
         (allocator, live)
     };
     let ((mut each, live), (mut all, _)) = (fill(), fill());
@@ -137,16 +137,16 @@ fn freeing_all_is_freeing_each() {
 }
 
 #[test]
-fn records_are_recycled() {
+fn block_metadata_is_recycled() {
     let mut allocator = Allocator::new(1 << 16);
     allocator.reserve_live(100);
     let reserved = allocator.stats().metadata_bytes;
     for round in 0..1000u32 {
-        let take = |allocator: &mut Allocator, at: u32| {
+        let alloc = |allocator: &mut Allocator, at: u32| {
             allocator.alloc(units(1 + (at * 7 + round) % 90), Align::Page)
         };
         let live: Vec<BlockRef> =
-            (0..100).map(|at| take(&mut allocator, at).expect("it fits").block).collect();
+            (0..100).map(|at| alloc(&mut allocator, at).expect("it fits").block).collect();
         live.iter()
             .step_by(2)
             .chain(live.iter().skip(1).step_by(2))
@@ -157,7 +157,7 @@ fn records_are_recycled() {
 }
 
 #[test]
-fn the_largest_segment_and_the_empty_one() {
+fn allocator_handles_largest_and_empty_segment() {
     let mut allocator = Allocator::new(u32::MAX - 2);
     let all = allocator.alloc(units(u32::MAX - 2), Align::Page).expect("it fits exactly");
     assert_eq!(allocator.alloc(units(1), Align::Unit), None);
@@ -173,7 +173,7 @@ fn the_largest_segment_and_the_empty_one() {
 
 #[test]
 #[should_panic(expected = "is not a live block")]
-fn freeing_twice_panics() {
+fn double_free_panics() {
     let mut allocator = Allocator::new(64);
     let block = allocator.alloc(units(8), Align::Page).expect("it fits").block;
     allocator.free(block);
@@ -181,7 +181,7 @@ fn freeing_twice_panics() {
 }
 
 #[test]
-fn numbers_that_were_never_given_out_panic() {
+fn freeing_unallocated_block_panics() {
     for number in [0, 1, 2, 77, u32::MAX] {
         let freed = std::panic::catch_unwind(|| Allocator::new(64).free(BlockRef(number)));
         assert!(freed.is_err(), "block {number}");
@@ -189,7 +189,7 @@ fn numbers_that_were_never_given_out_panic() {
 }
 
 #[test]
-fn rebuild_names_the_extents_that_contradict() {
+fn rebuild_error_names_invalid_or_overlapping_extents() {
     let extent = |start, units| Extent { start, units };
     let check = |live: &[Extent], expected| assert_eq!(Allocator::rebuild(100, live).err(), expected);
     check(&[], None);

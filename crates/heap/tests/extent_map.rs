@@ -1,10 +1,10 @@
-//! The node's map against one boolean per unit.
+//! The extent map compared with one boolean per unit.
 
 use moontide_heap::alloc::{ClaimError, ExtentMap};
 use moontide_types::Extent;
 use proptest::prelude::*;
 
-/// What the map should answer, and the change, made in the naive way.
+/// Claims in the naive way, and returns the expected result of the map.
 fn claim(units: &mut [bool], extent: Extent) -> Result<(), ClaimError> {
     if extent.units == 0 {
         return Err(ClaimError::Empty { extent });
@@ -22,7 +22,7 @@ fn claim(units: &mut [bool], extent: Extent) -> Result<(), ClaimError> {
 
 proptest! {
     #[test]
-    fn every_answer_agrees_with_booleans(
+    fn extent_map_matches_model(
         capacity in 1..700u32,
         steps in prop::collection::vec((any::<prop::sample::Index>(), 0..200u32, any::<bool>()), 1..200),
     ) {
@@ -47,7 +47,7 @@ proptest! {
     }
 
     #[test]
-    fn release_of_what_is_not_claimed_panics_and_changes_nothing(start in 0..190u32, units in 1..60u32) {
+    fn release_of_unclaimed_extent_panics_without_change(start in 0..190u32, units in 1..60u32) {
         let claimed = Extent { start: 100, units: 50 };
         let extent = Extent { start, units };
         let inside = start >= claimed.start && extent.end() <= claimed.end();
@@ -60,7 +60,7 @@ proptest! {
 }
 
 #[test]
-fn whole_words_and_their_borders() {
+fn claim_and_release_are_exact_at_word_boundaries() {
     for (start, units) in [(0, 64), (63, 1), (63, 2), (64, 64), (1, 126), (0, 256), (255, 1), (0, 1)] {
         let mut map = ExtentMap::new(256);
         let extent = Extent { start, units };
@@ -75,7 +75,7 @@ fn whole_words_and_their_borders() {
 }
 
 #[test]
-fn ranges_beyond_32_bits_are_out_of_range() {
+fn extent_beyond_32_bits_is_out_of_range() {
     let extent = Extent { start: u32::MAX, units: u32::MAX };
     let refused = ExtentMap::new(100).try_claim(extent);
     assert_eq!(refused, Err(ClaimError::OutOfRange { extent, capacity_units: 100 }));

@@ -1,4 +1,4 @@
-//! What the seals of a region forbid, tried with the system calls that an importer could make.
+//! Seals of a region, tested with the system calls that an importer could make.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -10,31 +10,31 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 const LEN: u64 = 64 << 10;
 
 fn region(protection: Protection) -> Region {
-    Region::create("test", LEN, HugePages::IfAllowed, protection).unwrap()
+    Region::create("test", LEN, HugePages::Auto, protection).unwrap()
 }
 
 fn duplicate(region: &Region) -> OwnedFd {
-    // SAFETY: the tests write through it only what they say.
+    // SAFETY: the tests write through it only what they check.
     unsafe { region.fd() }.try_clone_to_owned().unwrap()
 }
 
 fn map(fd: &OwnedFd, access: ProtFlags) -> Result<*mut core::ffi::c_void, Errno> {
-    // SAFETY: a fresh mapping at an address that the kernel chooses; the tests leak it.
+    // SAFETY: a new mapping at an address that the kernel chooses; the tests leak it.
     unsafe { rustix::mm::mmap(std::ptr::null_mut(), LEN as usize, access, MapFlags::SHARED, fd, 0) }
 }
 
 #[test]
-fn nobody_but_the_owner_can_write_a_region_of_the_owner() {
+fn owner_writes_region_is_read_only_for_importers() {
     let owner = region(Protection::OwnerWrites);
     let fd = duplicate(&owner);
     let writable = ProtFlags::READ | ProtFlags::WRITE;
     assert_eq!(map(&fd, writable), Err(Errno::PERM));
     assert_eq!(rustix::io::write(&fd, b"x"), Err(Errno::PERM));
-    // A descriptor can always be opened again with other rights; the seal holds all the same.
+    // A descriptor can always be reopened with other rights; the seal still holds.
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let again = rustix::fs::open(path, OFlags::RDWR, Mode::empty()).unwrap();
     assert_eq!(map(&again, writable), Err(Errno::PERM));
-    // Nor can a read-only mapping be made writable, or its pages be punched out.
+    // A read-only mapping cannot be made writable either, nor can holes be punched into it.
     let read_only = map(&fd, ProtFlags::READ).unwrap();
     // SAFETY: the range was mapped by the line above.
     let upgraded =
@@ -45,7 +45,7 @@ fn nobody_but_the_owner_can_write_a_region_of_the_owner() {
     // The owner's own mapping still works, and the importer sees it.
     let importer = Region::import(fd, LEN, Protection::OwnerWrites).unwrap();
     assert!(owner.is_writable() && !importer.is_writable());
-    // SAFETY: both mappings are there, and nobody else uses them.
+    // SAFETY: both mappings exist, and no other thread uses them.
     unsafe {
         owner.base().write(42);
         assert_eq!(importer.base().read_volatile(), 42);
@@ -53,7 +53,7 @@ fn nobody_but_the_owner_can_write_a_region_of_the_owner() {
 }
 
 #[test]
-fn nobody_can_resize_a_region_or_add_a_seal() {
+fn region_cannot_be_resized_or_sealed_again() {
     for protection in [Protection::OwnerWrites, Protection::AllWrite] {
         let owner = region(protection);
         for len in [0, LEN / 2, LEN * 2] {
@@ -69,11 +69,11 @@ fn nobody_can_resize_a_region_or_add_a_seal() {
 }
 
 #[test]
-fn everyone_can_write_a_region_of_all() {
+fn importer_can_write_all_write_region() {
     let owner = region(Protection::AllWrite);
     let importer = Region::import(duplicate(&owner), LEN, Protection::AllWrite).unwrap();
     assert!(importer.is_writable());
-    // SAFETY: both mappings are there, and nobody else uses them.
+    // SAFETY: both mappings exist, and no other thread uses them.
     unsafe {
         importer.base().add(LEN as usize - 1).write(7);
         assert_eq!(owner.base().add(LEN as usize - 1).read_volatile(), 7);
@@ -81,7 +81,7 @@ fn everyone_can_write_a_region_of_all() {
 }
 
 #[test]
-fn what_could_shrink_under_an_importer_is_refused() {
+fn import_of_unsealed_or_wrong_size_region_is_rejected() {
     let unsealed =
         rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&unsealed, LEN).unwrap();
@@ -89,17 +89,23 @@ fn what_could_shrink_under_an_importer_is_refused() {
     assert!(matches!(refused, RegionError::Seals { .. }), "{refused}");
     let owner = region(Protection::AllWrite);
     let refused = Region::import(duplicate(&owner), LEN, Protection::OwnerWrites).unwrap_err();
-    assert!(matches!(refused, RegionError::Seals { .. }), "a board that others can write: {refused}");
+    assert!(
+        matches!(refused, RegionError::Seals { .. }),
+        "an index region that others can write was imported: {refused}"
+    );
     let refused = Region::import(duplicate(&owner), LEN * 2, Protection::AllWrite).unwrap_err();
     assert!(matches!(refused, RegionError::Size { .. }), "{refused}");
     let file = std::fs::File::open("/proc/self/exe").unwrap();
-    assert!(Region::import(file.into(), 4096, Protection::AllWrite).is_err(), "not a memfd at all");
+    assert!(
+        Region::import(file.into(), 4096, Protection::AllWrite).is_err(),
+        "an ordinary file was imported"
+    );
 }
 
 #[test]
-fn lengths_are_checked() {
+fn invalid_region_length_is_rejected() {
     for len in [0, 1, 4095, 4097, u64::MAX, 1 << 63] {
-        let refused = Region::create("test", len, HugePages::IfAllowed, Protection::AllWrite);
+        let refused = Region::create("test", len, HugePages::Auto, Protection::AllWrite);
         assert!(matches!(refused, Err(RegionError::Length { .. })), "{len}");
     }
     let odd = Region::create("test", 4096, HugePages::Reserved, Protection::AllWrite);
@@ -107,14 +113,14 @@ fn lengths_are_checked() {
 }
 
 #[test]
-fn huge_pages_work_where_they_are_reserved_and_say_so_where_not() {
+fn reserved_huge_pages_work_or_error_names_them() {
     let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
     let free: u64 = free.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0);
-    let made = Region::create("test", 2 << 20, HugePages::Reserved, Protection::AllWrite);
-    match made {
+    let created = Region::create("test", 2 << 20, HugePages::Reserved, Protection::AllWrite);
+    match created {
         Ok(region) => {
             assert!(free > 0);
-            // SAFETY: the mapping is there, and nobody else uses it.
+            // SAFETY: the mapping exists, and no other thread uses it.
             unsafe { region.base().write(1) };
         }
         Err(error) => {

@@ -1,9 +1,9 @@
-//! Larger models of the protocol than loom can exhaust, on the shipped code and on many random schedules: an
-//! owner that turns slots over, readers with several pins, writers whose reservations are cut short, a row
-//! of members that replace each other.
+//! Shuttle models of the protocol, larger than loom can exhaust, on the shipped code and on many random schedules: an
+//! owner that reuses slots, readers with several pins, writers whose reservations expire, a row of members that
+//! replace each other.
 //!
-//! Shuttle is sequentially consistent: a missing fence or a Relaxed in place of a Release cannot be seen here.
-//! Those bugs have their tests in `loom.rs`; here are the ones that are wrong under every memory model. When a
+//! Shuttle is sequentially consistent: it cannot detect a missing fence or a Relaxed in place of a Release. Those
+//! mutations have their tests in `loom.rs`; here are the ones that are wrong under every memory model. When a
 //! schedule fails, shuttle prints it, for `shuttle::replay`.
 #![cfg(shuttle)]
 
@@ -14,9 +14,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use moontide_heap::alloc::PAGE_UNITS;
-use moontide_heap::cell::{Cell, CellGroup, Expect, SlotName, scan};
-use moontide_heap::model::{Bug, Floors, Room, Rooms, free, with_planted};
-use moontide_heap::{AtomicWord, ENTRIES_PER_BUCKET, Index, Inserted, Liveness, Place, Row, Transition};
+use moontide_heap::cell::{Cell, CellLane, ExpectedWord, SlotRef, scan};
+use moontide_heap::model::{EpochFences, Mutation, StagingAllocator, StagingChunk, free};
+use moontide_heap::{
+    AtomicWord, ENTRIES_PER_BUCKET, Index, IndexEntry, InsertOutcome, Liveness, LivenessRow, Transition,
+};
+use moontide_rt::with_mutation;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, MonoTime, ObjectId, SegmentId, SlotId};
 use shuttle::rand::{Rng, thread_rng};
@@ -27,12 +30,12 @@ use shuttle::{Config, Runner, thread};
 
 /// Random schedules per model.
 const SCHEDULES: usize = 20_000;
-/// Schedules with few but well-placed interruptions.
+/// Schedules with few but well-placed preemptions.
 const PCT_SCHEDULES: usize = 5_000;
 const PCT_INTERRUPTIONS: usize = 4;
 
 thread_local! {
-    /// How often each outcome came about. Shuttle runs all threads of a model on the test's own.
+    /// Number of occurrences of each outcome. Shuttle runs all threads of a model on the test's own.
     static SEEN: RefCell<BTreeMap<&'static str, u64>> = const { RefCell::new(BTreeMap::new()) };
 }
 
@@ -40,20 +43,20 @@ fn seen(outcome: &'static str) {
     SEEN.with_borrow_mut(|seen| *seen.entry(outcome).or_default() += 1);
 }
 
-/// A model: what its threads do, and what must have come about in some schedule.
+/// A model: body of its threads, and outcomes that must occur in some schedule.
 struct Model {
     run: fn(),
-    /// Without these outcomes the model has tried nothing of interest, and fails.
+    /// The model fails if one of these outcomes never occurs, because it has tried too little.
     outcomes: &'static [&'static str],
 }
 
-fn explore(name: &str, model: &Model, scheduler: impl Scheduler + 'static, bug: Option<Bug>) {
+fn explore(name: &str, model: &Model, scheduler: impl Scheduler + 'static, mutation: Option<Mutation>) {
     let mut config = Config::new();
-    // It would tell of every Relaxed that it takes for SeqCst.
+    // It would warn of every Relaxed that it treats as SeqCst.
     config.silence_warnings = true;
     let run = model.run;
     SEEN.take();
-    with_planted(bug, || {
+    with_mutation(mutation, || {
         Runner::new(scheduler, config).run(move || {
             seen("schedules");
             run();
@@ -61,16 +64,16 @@ fn explore(name: &str, model: &Model, scheduler: impl Scheduler + 'static, bug: 
     });
     let seen = SEEN.take();
     println!("{name}: {seen:?}");
-    if bug.is_none() {
+    if mutation.is_none() {
         let never: Vec<_> = model.outcomes.iter().filter(|outcome| !seen.contains_key(*outcome)).collect();
-        assert!(never.is_empty(), "in no schedule: {never:?}");
+        assert!(never.is_empty(), "outcomes that never occurred: {never:?}");
     }
 }
 
-/// For each model a test with new schedules every time, then a test per bug that must fail in it, and how. The
-/// latter have a fixed seed, so that they cannot pass by bad luck.
+/// Declares for each model a test with new schedules every time, then a test per mutation that must fail in it, with
+/// the message. The latter have a fixed seed, so that the result does not depend on chance.
 macro_rules! models {
-    ($($test:ident, $pct_test:ident: $model:expr, { $($twin:ident: $bug:ident => $message:expr,)* })*) => { $(
+    ($($test:ident, $pct_test:ident: $model:expr, { $($mutated:ident: $mutation:ident => $message:expr,)* })*) => { $(
         #[test]
         fn $test() {
             explore(stringify!($test), &$model, RandomScheduler::new(SCHEDULES), None);
@@ -83,63 +86,63 @@ macro_rules! models {
         $(
             #[test]
             #[should_panic(expected = $message)]
-            fn $twin() {
+            fn $mutated() {
                 let scheduler = RandomScheduler::new_from_seed(1, SCHEDULES);
-                explore(stringify!($twin), &$model, scheduler, Some(Bug::$bug));
+                explore(stringify!($mutated), &$model, scheduler, Some(Mutation::$mutation));
             }
         )*
     )* };
 }
 
 models! {
-    readers_see_whole_objects_while_slots_turn_over, readers_see_whole_objects_with_few_interruptions: Model {
+    readers_see_whole_objects_while_slots_are_reused, readers_see_whole_objects_while_slots_are_reused_under_pct: Model {
         run: turnover,
-        outcomes: &["hit", "miss", "a stranger in the slot", "refused", "moved", "kept", "draining", "freed",
+        outcomes: &["hit", "miss", "another object in the slot", "refused", "moved", "kept", "draining", "freed",
             "reused"],
     }, {
-        reuse_without_a_scan_is_found: ReuseWithoutScan => "foreign bytes",
-        moving_a_pin_without_a_look_at_the_word_is_found: NaivePinMove => "foreign bytes",
-        a_pin_without_a_look_at_the_word_is_found: WordUnchecked => "foreign bytes",
-        taking_a_cell_that_names_a_slot_is_found: CellTakenTwice => "foreign bytes",
+        mutation_reuse_without_scan_is_detected: ReuseWithoutScan => "foreign bytes",
+        mutation_pin_move_without_word_check_is_detected: NaivePinMove => "foreign bytes",
+        mutation_pin_without_word_check_is_detected: WordUnchecked => "foreign bytes",
+        mutation_cell_taken_while_pinned_is_detected: CellTakenTwice => "foreign bytes",
     }
-    late_writers_and_late_commits_harm_nobody, late_writers_harm_nobody_with_few_interruptions: Model {
+    late_writers_and_commits_never_corrupt_records, late_writers_and_commits_never_corrupt_records_under_pct: Model {
         run: reservations,
         outcomes: &["wrote", "claim refused", "published", "commit refused", "aborted", "killed", "draining",
             "reused", "read"],
     }, {
-        a_commit_that_ignores_the_epoch_is_found: EpochIgnored => "another version was published",
-        cutting_a_writer_short_without_a_scan_is_found: ReuseWithoutScan => "foreign bytes",
+        mutation_commit_ignoring_epoch_is_detected: EpochIgnored => "another version was published",
+        mutation_abort_without_scan_is_detected: ReuseWithoutScan => "foreign bytes",
     }
-    a_room_is_its_holders_alone, a_room_is_its_holders_alone_with_few_interruptions: Model {
+    staging_chunk_has_one_owner, staging_chunk_has_one_owner_under_pct: Model {
         run: || staging(true),
-        outcomes: &["published", "read", "refused", "draining", "drained", "out of room", "late begin refused"],
+        outcomes: &["published", "read", "refused", "draining", "drained", "no vacant chunk", "late begin refused"],
     }, {
-        giving_out_a_room_whose_slot_is_named_is_found: RoomWhileNamed => "a room whose slot is not free",
-        giving_out_a_room_after_no_scan_is_found: ReuseWithoutScan => "foreign bytes",
-        reading_a_room_without_a_look_at_the_word_is_found: WordUnchecked => "foreign bytes",
-        forgetting_the_floor_of_a_slot_is_found: FloorForgotten => "a late begin was let in",
+        mutation_chunk_reused_while_pinned_is_detected: ChunkReusedWhilePinned => "a chunk whose slot is not FREE",
+        mutation_chunk_reused_without_scan_is_detected: ReuseWithoutScan => "foreign bytes",
+        mutation_chunk_read_without_word_check_is_detected: WordUnchecked => "foreign bytes",
+        mutation_forgotten_epoch_fence_is_detected: FenceForgotten => "a late begin succeeded",
     }
-    the_dead_stay_dead_while_rows_change_hands, the_dead_stay_dead_with_few_interruptions: Model {
+    dead_member_is_never_reported_alive, dead_member_is_never_reported_alive_under_pct: Model {
         run: succession,
-        outcomes: &["absent", "alive", "silent", "late beat"],
+        outcomes: &["absent", "alive", "silent", "late heartbeat"],
     }, {
-        reading_a_row_once_is_found: RowReadOnce => "a dead member was reported alive",
-        joining_without_a_beat_is_found: JoinUnsigned => "a new member was reported silent",
-        a_beat_that_overwrites_a_newer_one_is_found: BeatByStore => "a new member was reported silent",
+        mutation_single_read_of_liveness_row_is_detected: RowReadOnce => "a dead member was reported alive",
+        mutation_join_without_heartbeat_is_detected: JoinWithoutHeartbeat => "a new member was reported silent",
+        mutation_heartbeat_overwriting_newer_one_is_detected: HeartbeatByStore => "a new member was reported silent",
     }
 }
 
 #[test]
 #[should_panic(expected = "foreign bytes")]
-fn what_harm_a_room_does_that_is_given_out_too_early() {
+fn mutation_early_chunk_reuse_visible_to_reader_is_detected() {
     let scheduler = RandomScheduler::new_from_seed(1, SCHEDULES);
     let model = Model { run: || staging(false), outcomes: &[] };
-    explore("a room given out too early", &model, scheduler, Some(Bug::RoomWhileNamed));
+    explore("a chunk allocated too early", &model, scheduler, Some(Mutation::ChunkReusedWhilePinned));
 }
 
 #[test]
-fn all_threads_of_a_model_run_on_the_tests_own_thread() {
-    // What is planted, and what was seen, are kept per thread of the operating system.
+fn model_threads_run_on_test_thread() {
+    // The enabled mutation and the seen outcomes are stored per OS thread.
     let test = std::thread::current().id();
     let threads = move || {
         let other = thread::spawn(move || assert_eq!(std::thread::current().id(), test));
@@ -157,11 +160,11 @@ fn bytes_of(version: u64) -> u64 {
     version * 111
 }
 
-/// A slot with its word and its record. The bytes of version `n` are made from `n`.
+/// A slot with its word and its record. The bytes of version `n` are computed from `n`.
 struct Slot {
-    name: SlotName,
+    name: SlotRef,
     word: AtomicWord,
-    /// In place of the header: which object this is.
+    /// In place of the header: object to which the bytes belong.
     identity: AtomicU64,
     payload: [AtomicU64; 2],
 }
@@ -169,7 +172,7 @@ struct Slot {
 impl Slot {
     fn free(number: usize) -> Slot {
         Slot {
-            name: SlotName::new(SegmentId(0), SlotId(number as u32)),
+            name: SlotRef::new(SegmentId(0), SlotId(number as u32)),
             word: AtomicWord::new(Word::new(Epoch::ZERO, State::Free)),
             identity: AtomicU64::new(0),
             payload: [AtomicU64::new(0), AtomicU64::new(0)],
@@ -190,7 +193,7 @@ const SLOTS: usize = 2;
 const OBJECTS: u64 = 3;
 const VERSIONS: u64 = 7;
 const READERS: usize = 3;
-const LOOKS: usize = 4;
+const LOOKUPS: usize = 4;
 const CELLS: usize = 3;
 
 struct Heap {
@@ -199,14 +202,14 @@ struct Heap {
     entries: Vec<AtomicU64>,
 }
 
-/// Version `n` is of object `n mod 3`; the objects have different tags, but for two of them.
+/// Version `n` is of object `n mod 3`; two of the objects share a tag.
 fn id_of(object: u64) -> ObjectId {
     let tag = u128::from(object.min(1)) << 64;
     ObjectId((u128::from(object) | tag).to_le_bytes())
 }
 
-fn place(slot: usize) -> Place {
-    Place { segment: SegmentId(0), slot: SlotId(slot as u32) }
+fn location(slot: usize) -> IndexEntry {
+    IndexEntry { segment: SegmentId(0), slot: SlotId(slot as u32) }
 }
 
 fn turnover() {
@@ -220,29 +223,29 @@ fn turnover() {
     let readers: Vec<_> = (0..READERS)
         .map(|reader| {
             let heap = Arc::clone(&heap);
-            thread::spawn(move || read_around(&heap, reader))
+            thread::spawn(move || read_objects(&heap, reader))
         })
         .collect();
     (SLOTS as u64 + 1..=VERSIONS).for_each(|version| owner.put(&heap, version));
     readers.into_iter().for_each(|reader| reader.join().unwrap());
-    assert!(heap.ledgers.iter().flatten().all(|cell| cell.name().is_none()), "a name was left behind");
+    assert!(heap.ledgers.iter().flatten().all(|cell| cell.name().is_none()), "a pin was left");
 }
 
 #[derive(Default)]
 struct Owner {
-    living: [Option<u64>; SLOTS],
-    dying: Vec<(usize, u64)>,
+    live: [Option<u64>; SLOTS],
+    dead: Vec<(usize, u64)>,
 }
 
 impl Owner {
-    /// Each version goes into the next slot, whose old record dies, and is freed if nobody names it.
+    /// Puts each version into the next slot, whose old record is killed, and freed if it is not pinned.
     fn put(&mut self, heap: &Heap, version: u64) {
         let index = Index::new(&heap.entries);
         let at = version as usize % SLOTS;
-        if let Some(old) = self.living[at].take() {
+        if let Some(old) = self.live[at].take() {
             assert!(matches!(heap.slots[at].word.kill(epoch(old)), Transition::Done(_)));
-            assert!(index.remove(&id_of(old % OBJECTS), place(at)));
-            self.dying.push((at, old));
+            assert!(index.remove(&id_of(old % OBJECTS), location(at)));
+            self.dead.push((at, old));
         }
         self.reclaim(heap);
         let slot = &heap.slots[at];
@@ -250,21 +253,21 @@ impl Owner {
             slot.identity.store(version % OBJECTS, Ordering::Relaxed);
             slot.write(version);
             assert!(matches!(slot.word.publish(epoch(version)), Transition::Done(_)));
-            assert_eq!(index.insert(&id_of(version % OBJECTS), place(at)), Inserted::Indexed);
-            self.living[at] = Some(version);
+            assert_eq!(index.insert(&id_of(version % OBJECTS), location(at)), InsertOutcome::Indexed);
+            self.live[at] = Some(version);
             seen("reused");
         }
     }
 
-    /// One scan for all.
+    /// One scan for all dead records.
     fn reclaim(&mut self, heap: &Heap) {
-        let mut named = HashSet::new();
+        let mut pinned = HashSet::new();
         scan(heap.ledgers.iter().flatten(), |name| {
-            named.insert(name);
+            pinned.insert(name);
         });
-        self.dying.retain(|&(at, old)| {
+        self.dead.retain(|&(at, old)| {
             let slot = &heap.slots[at];
-            if named.contains(&slot.name) {
+            if pinned.contains(&slot.name) {
                 seen("draining");
                 return true;
             }
@@ -292,24 +295,24 @@ impl Guard<'_> {
     }
 }
 
-/// A reader: looks for objects, keeps the last one while it looks for the next, and moves pins about.
-fn read_around(heap: &Heap, reader: usize) {
-    let group = CellGroup::new(&heap.ledgers[reader]);
+/// A reader: looks up objects, keeps the last one while it looks up the next, and moves pins.
+fn read_objects(heap: &Heap, reader: usize) {
+    let lane = CellLane::new(&heap.ledgers[reader]);
     let index = Index::new(&heap.entries);
     let mut kept: Option<Guard<'_>> = None;
-    for _ in 0..LOOKS {
+    for _ in 0..LOOKUPS {
         let object = thread_rng().gen_range(0..OBJECTS);
-        let cell = group.vacant().expect("a reader holds fewer pins than it has cells");
-        let found = index.find(&id_of(object), |place| {
-            let slot = &heap.slots[place.slot.0 as usize];
-            let Ok(word) = cell.acquire(slot.name, &slot.word, Expect::Ready) else {
+        let cell = lane.vacant().expect("a reader holds fewer pins than it has cells");
+        let found = index.find(&id_of(object), |location| {
+            let slot = &heap.slots[location.slot.0 as usize];
+            let Ok(word) = cell.acquire(slot.name, &slot.word, ExpectedWord::Ready) else {
                 seen("refused");
                 return None;
             };
             let guard = Guard { slot, cell, word };
             guard.check();
             if slot.identity.load(Ordering::Relaxed) != object {
-                seen("a stranger in the slot");
+                seen("another object in the slot");
                 guard.release();
                 return None;
             }
@@ -321,10 +324,10 @@ fn read_around(heap: &Heap, reader: usize) {
         };
         seen("hit");
         if let Some(last) = kept.take() {
-            // Its cell stands before the new guard's: the direction in which a move can escape a scan.
+            // Its cell comes before the new guard's: the direction in which a scan can miss a moving pin.
             last.release();
-            let target = group.vacant().expect("a reader holds fewer pins than it has cells");
-            if target.acquire_again(guard.cell, &guard.slot.word, guard.word) {
+            let target = lane.vacant().expect("a reader holds fewer pins than it has cells");
+            if target.duplicate_pin(guard.cell, &guard.slot.word, guard.word) {
                 guard.cell.release();
                 guard.cell = target;
                 seen("moved");
@@ -343,29 +346,30 @@ fn read_around(heap: &Heap, reader: usize) {
 const RESERVATIONS: u64 = 4;
 const WRITERS: u64 = 2;
 
-struct Desk {
+struct SlotPool {
     slot: Slot,
     cells: Vec<Cell>,
-    /// The version that was granted last.
+    /// Version that was granted last.
     granted: AtomicU64,
 }
 
-/// One slot, granted again and again. Writers claim, write and commit in their own time; the owner ends each
-/// reservation when it likes.
+/// One slot, granted again and again. Writers claim, write and commit at any time; the owner ends each reservation at
+/// a random time.
 fn reservations() {
     let cells = (0..=WRITERS).map(|_| Cell::vacant()).collect();
-    let desk = Arc::new(Desk { slot: Slot::free(0), cells, granted: AtomicU64::new(0) });
+    let pool = Arc::new(SlotPool { slot: Slot::free(0), cells, granted: AtomicU64::new(0) });
     let writers = (0..WRITERS).map(|writer| {
-        let desk = Arc::clone(&desk);
-        thread::spawn(move || write_granted(&desk, writer))
+        let pool = Arc::clone(&pool);
+        thread::spawn(move || write_granted(&pool, writer))
     });
     let writers: Vec<_> = writers.collect();
     let reader = {
-        let desk = Arc::clone(&desk);
+        let pool = Arc::clone(&pool);
         thread::spawn(move || {
-            let Desk { slot, cells, .. } = &*desk;
+            let SlotPool { slot, cells, .. } = &*pool;
             for _ in 0..3 {
-                if let Ok(word) = cells[WRITERS as usize].acquire(slot.name, &slot.word, Expect::Ready) {
+                if let Ok(word) = cells[WRITERS as usize].acquire(slot.name, &slot.word, ExpectedWord::Ready)
+                {
                     slot.check(word.epoch());
                     slot.check(word.epoch());
                     cells[WRITERS as usize].release();
@@ -375,10 +379,10 @@ fn reservations() {
             }
         })
     };
-    let slot = &desk.slot;
+    let slot = &pool.slot;
     for version in 1..=RESERVATIONS {
         assert!(matches!(slot.word.begin(epoch(version)), Transition::Done(_)));
-        desk.granted.store(version, Ordering::Release);
+        pool.granted.store(version, Ordering::Release);
         (0..thread_rng().gen_range(0..8)).for_each(|_| thread::yield_now());
         match slot.word.kill(epoch(version)) {
             Transition::Done(old) if old.state() == State::Writing => seen("aborted"),
@@ -386,9 +390,9 @@ fn reservations() {
             other => panic!("only the owner kills: {other:?}"),
         }
         loop {
-            let mut named = false;
-            scan(&desk.cells, |_| named = true);
-            if !named {
+            let mut pinned = false;
+            scan(&pool.cells, |_| pinned = true);
+            if !pinned {
                 break;
             }
             seen("draining");
@@ -401,9 +405,9 @@ fn reservations() {
     reader.join().unwrap();
 }
 
-/// A writer takes every second version that it sees granted.
-fn write_granted(desk: &Desk, writer: u64) {
-    let Desk { slot, cells, granted } = desk;
+/// A writer claims every second version that it sees granted.
+fn write_granted(pool: &SlotPool, writer: u64) {
+    let SlotPool { slot, cells, granted } = pool;
     let cell = &cells[writer as usize];
     let mut last = 0;
     for _ in 0..6 {
@@ -413,7 +417,7 @@ fn write_granted(desk: &Desk, writer: u64) {
             continue;
         }
         last = version;
-        if cell.acquire(slot.name, &slot.word, Expect::WritingAt(epoch(version))).is_err() {
+        if cell.acquire(slot.name, &slot.word, ExpectedWord::WritingAt(epoch(version))).is_err() {
             seen("claim refused");
             continue;
         }
@@ -421,7 +425,7 @@ fn write_granted(desk: &Desk, writer: u64) {
         slot.check(epoch(version));
         cell.release();
         seen("wrote");
-        // The owner's thread that hears of it, perhaps late.
+        // Stands for the owner's thread that commits, possibly late.
         match slot.word.publish(epoch(version)) {
             Transition::Done(old) if old.epoch() == epoch(version) => seen("published"),
             Transition::Refused(_) => seen("commit refused"),
@@ -430,30 +434,30 @@ fn write_granted(desk: &Desk, writer: u64) {
     }
 }
 
-const ROOMS: usize = 2;
+const CHUNKS: usize = 2;
 const STAGERS: u64 = 2;
 const STAGED: u64 = 3;
-/// Every slot has seen it before the first version comes back.
+/// Every slot has seen it before the first version is restored.
 const FENCE: u64 = 100;
 
 /// A staging segment of two slots and two pages.
-struct Yard {
+struct StagingModel {
     slots: Vec<Slot>,
-    /// Per slot: in which page its record is. In place of the header.
-    places: Vec<AtomicU64>,
+    /// Page of each slot's record. In place of the header.
+    page_of_slot: Vec<AtomicU64>,
     pages: Vec<[AtomicU64; 2]>,
     cells: Vec<Cell>,
-    books: Mutex<YardBooks>,
+    state: Mutex<StagingModelState>,
     next_version: AtomicU64,
 }
 
-struct YardBooks {
-    rooms: Rooms,
-    floors: Floors,
-    dying: Vec<(usize, u64)>,
+struct StagingModelState {
+    chunks: StagingAllocator,
+    fences: EpochFences,
+    dead: Vec<(usize, u64)>,
 }
 
-impl Yard {
+impl StagingModel {
     fn write(&self, page: usize, version: u64) {
         self.pages[page].iter().for_each(|p| p.store(bytes_of(version), Ordering::Relaxed));
     }
@@ -463,96 +467,96 @@ impl Yard {
         self.pages[page].iter().for_each(|p| assert_eq!(p.load(Ordering::Relaxed), value, "foreign bytes"));
     }
 
-    fn sweep(&self, books: &mut YardBooks) {
-        (0..books.rooms.sweep(|slot| &self.slots[slot.0 as usize].word)).for_each(|_| seen("drained"));
+    fn sweep(&self, state: &mut StagingModelState) {
+        (0..state.chunks.sweep(|slot| &self.slots[slot.0 as usize].word)).for_each(|_| seen("drained"));
     }
 
-    /// One scan for all that are dying.
-    fn reclaim(&self, books: &mut YardBooks) {
-        let mut named = HashSet::new();
+    /// One scan for all dead records.
+    fn reclaim(&self, state: &mut StagingModelState) {
+        let mut pinned = HashSet::new();
         scan(&self.cells, |name| {
-            named.insert(name);
+            pinned.insert(name);
         });
-        let YardBooks { floors, dying, .. } = books;
-        dying.retain(|&(at, version)| {
+        let StagingModelState { fences, dead, .. } = state;
+        dead.retain(|&(at, version)| {
             let slot = &self.slots[at];
-            if named.contains(&slot.name) {
+            if pinned.contains(&slot.name) {
                 seen("draining");
                 return true;
             }
-            let freed = floors.free(SlotId(at as u32), &slot.word, epoch(version));
+            let freed = fences.free(SlotId(at as u32), &slot.word, epoch(version));
             assert!(matches!(freed, Transition::Done(_)), "{freed:?}");
             false
         });
     }
 
-    /// As in the shipped `take`.
-    fn take(&self) -> Option<Room> {
-        let books = &mut *self.books.lock().unwrap();
+    /// As the shipped `alloc`.
+    fn alloc(&self) -> Option<StagingChunk> {
+        let state = &mut *self.state.lock().unwrap();
         let page = NonZeroU32::new(PAGE_UNITS).unwrap();
-        books.rooms.take(page).or_else(|| {
-            self.reclaim(books);
-            self.sweep(books);
-            books.rooms.take(page)
+        state.chunks.alloc(page).or_else(|| {
+            self.reclaim(state);
+            self.sweep(state);
+            state.chunks.alloc(page)
         })
     }
 }
 
-/// Stagers take rooms, fill, publish and release them, versions falling; readers pin what they find; and a begin that
-/// was granted before all of that comes late.
+/// Stagers allocate, fill, publish and release chunks, with decreasing versions; readers pin the records that they
+/// find; and a begin that was granted before all of that arrives late.
 fn staging(strict: bool) {
     let fence = |at| Slot { word: AtomicWord::new(Word::new(epoch(FENCE), State::Free)), ..Slot::free(at) };
-    let books = YardBooks {
-        rooms: Rooms::new(ROOMS as u32, ROOMS as u32 * PAGE_UNITS),
-        floors: Floors::default(),
-        dying: Vec::new(),
+    let state = StagingModelState {
+        chunks: StagingAllocator::new(CHUNKS as u32, CHUNKS as u32 * PAGE_UNITS),
+        fences: EpochFences::default(),
+        dead: Vec::new(),
     };
-    let yard = Arc::new(Yard {
-        slots: (0..ROOMS).map(fence).collect(),
-        places: (0..ROOMS).map(|_| AtomicU64::new(0)).collect(),
-        pages: (0..ROOMS).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
+    let model = Arc::new(StagingModel {
+        slots: (0..CHUNKS).map(fence).collect(),
+        page_of_slot: (0..CHUNKS).map(|_| AtomicU64::new(0)).collect(),
+        pages: (0..CHUNKS).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
         cells: (0..READERS).map(|_| Cell::vacant()).collect(),
-        books: Mutex::new(books),
+        state: Mutex::new(state),
         next_version: AtomicU64::new(STAGERS * STAGED),
     });
-    let spawn = |body: Box<dyn FnOnce(&Yard) + Send>| {
-        let yard = Arc::clone(&yard);
-        thread::spawn(move || body(&yard))
+    let spawn = |body: Box<dyn FnOnce(&StagingModel) + Send>| {
+        let model = Arc::clone(&model);
+        thread::spawn(move || body(&model))
     };
     let mut threads: Vec<_> = (0..STAGERS)
-        .map(|_| spawn(Box::new(move |yard| (0..STAGED).for_each(|_| stage(yard, strict)))))
+        .map(|_| spawn(Box::new(move |model| (0..STAGED).for_each(|_| stage(model, strict)))))
         .collect();
-    threads.extend((0..READERS).map(|reader| spawn(Box::new(move |yard| read_rooms(yard, reader)))));
-    threads.push(spawn(Box::new(|yard| {
+    threads.extend((0..READERS).map(|reader| spawn(Box::new(move |model| read_chunks(model, reader)))));
+    threads.push(spawn(Box::new(|model| {
         for _ in 0..4 {
-            let slot = &yard.slots[thread_rng().gen_range(0..ROOMS)];
+            let slot = &model.slots[thread_rng().gen_range(0..CHUNKS)];
             let begun = slot.word.begin(epoch(FENCE));
-            assert!(!matches!(begun, Transition::Done(_)), "a late begin was let in: {begun:?}");
+            assert!(!matches!(begun, Transition::Done(_)), "a late begin succeeded: {begun:?}");
             seen("late begin refused");
         }
     })));
     threads.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
-fn stage(yard: &Yard, strict: bool) {
-    let Some(room) = yard.take() else {
-        seen("out of room");
+fn stage(model: &StagingModel, strict: bool) {
+    let Some(chunk) = model.alloc() else {
+        seen("no vacant chunk");
         return thread::yield_now();
     };
-    let version = yard.next_version.fetch_sub(1, Ordering::Relaxed);
-    let (at, page) = (room.slot().0 as usize, (room.extent().start / PAGE_UNITS) as usize);
-    let slot = &yard.slots[at];
-    yard.write(page, version);
-    yard.check(page, version);
+    let version = model.next_version.fetch_sub(1, Ordering::Relaxed);
+    let (at, page) = (chunk.slot().0 as usize, (chunk.extent().start / PAGE_UNITS) as usize);
+    let slot = &model.slots[at];
+    model.write(page, version);
+    model.check(page, version);
     {
-        let books = &mut *yard.books.lock().unwrap();
+        let state = &mut *model.state.lock().unwrap();
         if slot.word.load().state() != State::Free {
-            assert!(!strict, "a room whose slot is not free was given out");
-            return books.rooms.give(room);
+            assert!(!strict, "a chunk whose slot is not FREE was allocated");
+            return state.chunks.free(chunk);
         }
-        yard.places[at].store(page as u64, Ordering::Relaxed);
+        model.page_of_slot[at].store(page as u64, Ordering::Relaxed);
         assert!(matches!(
-            books.floors.begin_copy(room.slot(), &slot.word, epoch(version)),
+            state.fences.begin_copy(chunk.slot(), &slot.word, epoch(version)),
             Transition::Done(_)
         ));
         assert!(matches!(slot.word.publish(epoch(version)), Transition::Done(_)));
@@ -560,23 +564,23 @@ fn stage(yard: &Yard, strict: bool) {
     }
     (0..thread_rng().gen_range(0..4)).for_each(|_| thread::yield_now());
     {
-        let books = &mut *yard.books.lock().unwrap();
+        let state = &mut *model.state.lock().unwrap();
         assert!(matches!(slot.word.kill(epoch(version)), Transition::Done(_)));
-        books.dying.push((at, version));
+        state.dead.push((at, version));
     }
-    yard.books.lock().unwrap().rooms.drain(room);
+    model.state.lock().unwrap().chunks.drain(chunk);
 }
 
-fn read_rooms(yard: &Yard, reader: usize) {
-    for _ in 0..LOOKS {
-        let at = thread_rng().gen_range(0..ROOMS);
-        let (slot, cell) = (&yard.slots[at], &yard.cells[reader]);
-        let Ok(word) = cell.acquire(slot.name, &slot.word, Expect::Ready) else {
+fn read_chunks(model: &StagingModel, reader: usize) {
+    for _ in 0..LOOKUPS {
+        let at = thread_rng().gen_range(0..CHUNKS);
+        let (slot, cell) = (&model.slots[at], &model.cells[reader]);
+        let Ok(word) = cell.acquire(slot.name, &slot.word, ExpectedWord::Ready) else {
             seen("refused");
             continue;
         };
-        let page = yard.places[at].load(Ordering::Relaxed) as usize;
-        (0..2).for_each(|_| yard.check(page, word.epoch().bits()));
+        let page = model.page_of_slot[at].load(Ordering::Relaxed) as usize;
+        (0..2).for_each(|_| model.check(page, word.epoch().bits()));
         cell.release();
         seen("read");
     }
@@ -585,46 +589,47 @@ fn read_rooms(yard: &Yard, reader: usize) {
 const MEMBERS: u64 = 4;
 const TTL: Duration = Duration::from_nanos(50);
 
-/// Generation `n` comes at `100 n`, beats once at `100 n + 10` and is dead from then on.
+/// Generation `n` joins at `100 n`, stores one heartbeat at `100 n + 10` and is dead from then on.
 fn succession() {
-    let shared = Arc::new((Row::vacant(), AtomicU64::new(0)));
+    let shared = Arc::new((LivenessRow::vacant(), AtomicU64::new(0)));
     let readers: Vec<_> = (0..2)
         .map(|_| {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || (0..5).for_each(|_| judge(&shared.0, &shared.1)))
+            thread::spawn(move || (0..5).for_each(|_| check_row(&shared.0, &shared.1)))
         })
         .collect();
     let (row, clock) = &*shared;
-    let mut beats = Vec::new();
+    let mut heartbeats = Vec::new();
     for generation in 1..=MEMBERS {
         let now = 100 * generation;
         clock.store(now, Ordering::SeqCst);
         let member = row.join(7, MonoTime(now)).unwrap();
         let shared = Arc::clone(&shared);
-        beats.push(thread::spawn(move || {
-            if shared.0.beat(member, MonoTime(now + 10)).is_ok() && shared.1.load(Ordering::SeqCst) > now {
-                seen("late beat");
+        heartbeats.push(thread::spawn(move || {
+            if shared.0.heartbeat(member, MonoTime(now + 10)).is_ok() && shared.1.load(Ordering::SeqCst) > now
+            {
+                seen("late heartbeat");
             }
         }));
         thread::yield_now();
-        // From here on nobody has heard of it for too long.
+        // From here on its last heartbeat is too old.
         clock.store(now + 90, Ordering::SeqCst);
-        row.put_out(member).unwrap();
+        row.evict(member).unwrap();
     }
-    readers.into_iter().chain(beats).for_each(|thread| thread.join().unwrap());
+    readers.into_iter().chain(heartbeats).for_each(|thread| thread.join().unwrap());
 }
 
-fn judge(row: &Row, clock: &AtomicU64) {
+fn check_row(row: &LivenessRow, clock: &AtomicU64) {
     let now = clock.load(Ordering::SeqCst);
     match row.read(MonoTime(now), TTL) {
         Liveness::Absent => seen("absent"),
-        Liveness::Alive(who) => {
-            let last_beat = 100 * who.generation.0 + 10;
-            assert!(now <= last_beat + 50, "a dead member was reported alive");
+        Liveness::Alive(member) => {
+            let last_heartbeat = 100 * member.generation.0 + 10;
+            assert!(now <= last_heartbeat + 50, "a dead member was reported alive");
             seen("alive");
         }
-        Liveness::Silent(who, _) => {
-            let joined = 100 * who.generation.0;
+        Liveness::Silent(member, _) => {
+            let joined = 100 * member.generation.0;
             assert!(now > joined + 50, "a new member was reported silent");
             seen("silent");
         }

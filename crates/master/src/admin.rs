@@ -1,25 +1,29 @@
-//! The HTTP door for operators: metrics, health, and what is where.
+//! Admin endpoints (HTTP): metrics, health, listings of nodes, segments and keys, drains.
 //!
-//! | request | answer |
+//! | request | response |
 //! |---|---|
 //! | `GET /metrics` | Prometheus |
-//! | `GET /health` | 200 while the process lives |
-//! | `GET /ready` | 200 when it serves, 503 before and after |
-//! | `GET /role` | leader or stepped down, with the term |
-//! | `GET /get_all_segments` | every segment with its state |
+//! | `GET /health` | 200 while the process responds |
+//! | `GET /ready` | 200 if this master hosts groups and at least one node is registered, otherwise 503 |
+//! | `GET /role` | leader, standby or stepped down, with the term |
+//! | `GET /get_all_nodes` | registered nodes |
+//! | `GET /get_all_segments` | segments with their state |
 //! | `GET /get_all_keys?tenant=&prefix=&cursor=&limit=` | keys, page by page |
-//! | `GET /query_key?key=&tenant=` | everything about one key |
-//! | `GET /batch_query_keys?keys=a,b&tenant=` | about several; a comma in a key is written `%2C` |
+//! | `GET /query_key?key=&tenant=` | metadata of one key |
+//! | `GET /batch_query_keys?keys=a,b&tenant=` | metadata of several keys; a comma in a key is written `%2C` |
 //! | `POST /batch_query_keys?tenant=` | the same, with a JSON list of keys as body |
-//! | `POST /segments/{node}/{segment}/drain?evict=` | starts a job: moves everything away, or evicts it |
-//! | `GET /jobs/{job}` | how far a job is |
+//! | `POST /segments/{node}/{segment}/drain?evict=` | starts a job: no new objects; with `evict`, also eviction |
+//! | `GET /jobs/{job}` | progress of a job |
 //!
-//! Answers are JSON; with `?format=text` or `Accept: text/plain` the two listings are plain lines. Keys are bytes and
-//! shown as [`text`] says: percent-decoding gives them back. A page that is not the last names the next one in
-//! `next_cursor`, in plain text in the header `moontide-next-cursor`. Failures are
-//! `{"code", "name", "message", "hint"}` with a fitting status.
+//! A drained segment accepts no new objects. Its objects are not moved: with `evict` the master evicts those that are
+//! not in use, otherwise they remain until they are removed. The job is done when the segment is empty.
+//!
+//! Responses are JSON; with `?format=text` or `Accept: text/plain` the listings of segments and keys are plain lines.
+//! Keys are bytes, formatted by [`text`]: percent-decoding returns the key. `next_cursor` is the cursor of the next
+//! page; plain-text responses have it in the header `moontide-next-cursor`. Errors are
+//! `{"code", "name", "message", "hint"}` with a matching HTTP status.
 
-mod answer;
+mod response;
 mod text;
 
 use std::sync::Arc;
@@ -32,65 +36,65 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use moontide_proto::{Codes, PackedKeys, PackedKeysBuilder, v1};
-use moontide_types::bounds::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
-use moontide_types::{ErrorCode, Key};
+use moontide_tasks::BoundedListener;
+use moontide_types::limits::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
+use moontide_types::{ErrorCode, InvalidNodeId, Key, NodeId};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::metrics::{DoorCounters, Metrics};
-use crate::seats::SeatedListener;
+use crate::metrics::{Metrics, ServerCounters};
 use crate::service::{NodeInfo, Role, Service};
-use answer::{Failure, Job, Object, Segment, check};
+use response::{AdminError, Job, Object, Segment, check};
 use text::{Query, decode_value, from_hex, hex, show_key, unescape};
 
-/// A few scrapers, probes and people.
+/// Connection limit, for scrapers, probes and operators.
 const CONNECTIONS_MAX: usize = 256;
 
-/// A connection that says nothing for so long is closed: it takes a seat.
+/// Idle timeout of a connection: an idle connection counts against the limit.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a call of this door may take.
-const DEADLINE_MS: u32 = 10_000;
+/// Timeout of a call in milliseconds.
+const TIMEOUT_MS: u32 = 10_000;
 
-/// Keys of a page unless told otherwise.
+/// Default number of keys of a response.
 const KEYS_DEFAULT: usize = BATCH_KEYS_MAX;
 
-/// Most keys in one answer: some megabytes of text.
+/// Maximum number of keys of a response: a few megabytes of text.
 const KEYS_MAX: usize = 16 * BATCH_KEYS_MAX;
 
-/// Most segments in one answer: as many as a node may have, which is more than a cluster has.
+/// Maximum number of segments of a response: the limit of one node, which exceeds the usual number in a cluster.
 const SEGMENTS_MAX: usize = 65_536;
 
-/// Where the next page begins, for answers that are not JSON.
+/// Header with the cursor of the next page, in plain-text responses.
 const NEXT_CURSOR: HeaderName = HeaderName::from_static("moontide-next-cursor");
 
-/// What handlers share.
-struct Door {
+/// Shared state of the handlers.
+struct AdminState {
     service: Arc<Service>,
     metrics: Metrics,
 }
 
-type Shared = State<Arc<Door>>;
+type Shared = State<Arc<AdminState>>;
 
 /// Serves until `stop` becomes true.
 pub(crate) async fn serve(
     listener: TcpListener,
     service: Arc<Service>,
     metrics: Metrics,
-    counters: Arc<DoorCounters>,
+    counters: Arc<ServerCounters>,
     mut stop: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
-    let listener = SeatedListener::new(listener, CONNECTIONS_MAX, counters, Some(IDLE_MAX));
-    axum::serve(listener, router(Door { service, metrics }))
+    let listener = BoundedListener::new(listener, CONNECTIONS_MAX, counters, Some(IDLE_MAX));
+    axum::serve(listener, router(AdminState { service, metrics }))
         .with_graceful_shutdown(async move {
-            // An error means that the server is gone, which is the end as well.
+            // An error means that the sender was dropped, which also means shutdown.
             let _ = stop.wait_for(|&stop| stop).await;
         })
         .await
 }
 
-fn router(door: Door) -> Router {
+fn router(state: AdminState) -> Router {
     Router::new()
         .route("/metrics", get(metrics))
         .route("/health", get(async || Json(json!({"status": "ok"}))))
@@ -103,71 +107,73 @@ fn router(door: Door) -> Router {
         .route("/batch_query_keys", get(batch_query_keys).post(batch_query_keys_of_list))
         .route("/segments/{node}/{segment}/drain", post(drain))
         .route("/jobs/{job}", get(job))
-        .fallback(async || Failure::new(ErrorCode::NotFound, "there is no such page; GET /metrics is one"))
+        .fallback(async || {
+            AdminError::new(ErrorCode::NotFound, "no such endpoint; see docs/master.md for the list")
+        })
         .layer(DefaultBodyLimit::max(REQUEST_BYTES_MAX))
-        .with_state(Arc::new(door))
+        .with_state(Arc::new(state))
 }
 
 // ---------------------------------------------------------------------------------------------------- state
 
-async fn metrics(State(door): Shared) -> Response {
+async fn metrics(State(state): Shared) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], door.metrics.render()).into_response()
+    ([(header::CONTENT_TYPE, kind)], state.metrics.render()).into_response()
 }
 
-async fn ready(State(door): Shared) -> Response {
-    if door.service.is_ready() {
+async fn ready(State(state): Shared) -> Response {
+    if state.service.is_ready() {
         Json(json!({"status": "ready"})).into_response()
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": "not ready"}))).into_response()
     }
 }
 
-async fn role(State(door): Shared) -> Json<Value> {
-    Json(match door.service.role() {
+async fn role(State(state): Shared) -> Json<Value> {
+    Json(match state.service.role() {
         Role::Leader { term } => json!({"role": "leader", "term": term.get()}),
         Role::SteppedDown { seen } => json!({"role": "stepped_down", "seen_term": seen.get()}),
         Role::Member { number, groups, confirmed } => {
             let role = if groups > 0 { "leader" } else { "standby" };
-            json!({"role": role, "number": number.get(), "groups": groups, "confirmed": confirmed})
+            json!({"role": role, "master_id": number.get(), "groups": groups, "lease_confirmed": confirmed})
         }
     })
 }
 
 // ------------------------------------------------------------------------------------------------- listings
 
-/// The nodes that are registered; there are some thousands at most, so that one page holds them.
-async fn get_all_nodes(State(door): Shared) -> Json<Value> {
+/// Lists the registered nodes: at most a few thousand, so one page is enough.
+async fn get_all_nodes(State(state): Shared) -> Json<Value> {
     let node = |info: &NodeInfo| {
         let [host, rack, zone] = &info.labels;
         let addresses =
             info.addresses.iter().map(|(engine, address)| json!({"engine": engine, "address": address}));
         json!({
-            "node": info.node.0.to_string(),
+            "node": info.node.to_string(),
             "session": info.session.0.to_string(),
             "host": host,
             "rack": rack,
             "zone": zone,
             "addresses": addresses.collect::<Vec<_>>(),
-            "orders_outstanding": info.orders_outstanding,
+            "pending_commands": info.pending_commands,
         })
     };
-    Json(json!({"nodes": door.service.nodes().iter().map(node).collect::<Vec<_>>()}))
+    Json(json!({"nodes": state.service.nodes().iter().map(node).collect::<Vec<_>>()}))
 }
 
 async fn get_all_segments(
-    State(door): Shared,
+    State(state): Shared,
     RawQuery(query): RawQuery,
     headers: HeaderMap,
-) -> Result<Response, Failure> {
+) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
     let mut segments: Vec<Segment> = Vec::new();
     let mut cursor = cursor_of(query)?;
     loop {
-        let page = Some(v1::Page { cursor, limit: BATCH_KEYS_MAX as u32 }); // 4,096
+        let page = Some(v1::Pagination { cursor, limit: BATCH_KEYS_MAX as u32 }); // 4,096
         let request = v1::ListSegmentsRequest { context: context(query)?, page, node: 0 };
-        let response = door.service.list_segments(&request);
-        check(response.context.as_ref(), "listing segments")?;
+        let response = state.service.list_segments(&request);
+        check(response.context.as_ref(), "cannot list segments")?;
         segments.extend(response.segments.iter().map(Segment::of));
         cursor = response.next_cursor;
         if cursor.is_empty() || segments.len() >= SEGMENTS_MAX {
@@ -176,16 +182,16 @@ async fn get_all_segments(
     }
     if wants_text(query, &headers) {
         let lines = segments.iter().map(|segment| format!("{}/{}", segment.node, segment.segment));
-        return Ok(lines_of(lines, &cursor));
+        return Ok(plain_text(lines, &cursor));
     }
     Ok(Json(json!({"segments": segments, "next_cursor": shown_cursor(&cursor)})).into_response())
 }
 
 async fn get_all_keys(
-    State(door): Shared,
+    State(state): Shared,
     RawQuery(query): RawQuery,
     headers: HeaderMap,
-) -> Result<Response, Failure> {
+) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
     let limit = match query.raw("limit") {
         None => KEYS_DEFAULT,
@@ -196,31 +202,31 @@ async fn get_all_keys(
     let mut cursor = cursor_of(query)?;
     loop {
         let wanted = (limit - keys.len()).min(BATCH_KEYS_MAX) as u32; // ≤ 4,096
-        let page = Some(v1::Page { cursor, limit: wanted });
+        let page = Some(v1::Pagination { cursor, limit: wanted });
         let request = v1::ListKeysRequest { context: context(query)?, page, prefix: prefix.clone() };
-        let response = door.service.list_keys(&request);
-        check(response.context.as_ref(), "listing keys")?;
-        let packed = PackedKeys::decode(&response.keys).map_err(|error| broken(&error))?;
+        let response = state.service.list_keys(&request);
+        check(response.context.as_ref(), "cannot list keys")?;
+        let packed = PackedKeys::decode(&response.keys).map_err(|error| internal_error(&error))?;
         keys.extend(packed.iter().map(|key| show_key(key.as_bytes())));
         cursor = response.next_cursor;
         if cursor.is_empty() || keys.len() >= limit {
             break;
         }
-        // A prefix that few keys have takes many rounds; others use this thread, too.
+        // A rare prefix takes many rounds; other tasks need this thread, too.
         tokio::task::yield_now().await;
     }
     if wants_text(query, &headers) {
-        return Ok(lines_of(keys.into_iter(), &cursor));
+        return Ok(plain_text(keys.into_iter(), &cursor));
     }
     Ok(Json(json!({"keys": keys, "next_cursor": shown_cursor(&cursor)})).into_response())
 }
 
-/// Plain lines.
-fn lines_of(lines: impl Iterator<Item = String>, cursor: &[u8]) -> Response {
+/// Creates a plain-text response, one entry per line.
+fn plain_text(lines: impl Iterator<Item = String>, cursor: &[u8]) -> Response {
     let text: String = lines.map(|line| line + "\n").collect();
     let mut response = ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response();
     if let Some(cursor) = shown_cursor(cursor) {
-        let cursor = HeaderValue::try_from(cursor).expect("hexadecimal digits can stand in a header");
+        let cursor = HeaderValue::try_from(cursor).expect("hexadecimal digits are valid in a header");
         response.headers_mut().insert(NEXT_CURSOR, cursor);
     }
     response
@@ -228,134 +234,137 @@ fn lines_of(lines: impl Iterator<Item = String>, cursor: &[u8]) -> Response {
 
 // ----------------------------------------------------------------------------------------------------- keys
 
-async fn query_key(State(door): Shared, RawQuery(query): RawQuery) -> Result<Response, Failure> {
+async fn query_key(State(state): Shared, RawQuery(query): RawQuery) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
-    let key = value(query, "key")?.ok_or_else(|| Failure::argument("name the key: /query_key?key=…"))?;
-    let answers = query_keys(&door, query, &[key])?;
-    match answers.into_iter().next() {
+    let key =
+        value(query, "key")?.ok_or_else(|| AdminError::argument("key is missing; use /query_key?key=…"))?;
+    let results = query_keys(&state, query, &[key])?;
+    match results.into_iter().next() {
         Some((_, Ok(object))) => Ok(Json(object).into_response()),
-        Some((key, Err(code))) => Err(Failure::new(code, format!("key {key:?}: {}", code.name()))),
-        None => Err(Failure::new(ErrorCode::Internal, "one key was asked for, none was answered")),
+        Some((key, Err(code))) => Err(AdminError::new(code, format!("key {key:?}: {}", code.name()))),
+        None => Err(AdminError::new(ErrorCode::Internal, "response to a query of one key is empty")),
     }
 }
 
-async fn batch_query_keys(State(door): Shared, RawQuery(query): RawQuery) -> Result<Response, Failure> {
+async fn batch_query_keys(State(state): Shared, RawQuery(query): RawQuery) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
-    let raw =
-        query.raw("keys").ok_or_else(|| Failure::argument("name the keys: /batch_query_keys?keys=a,b"))?;
-    // Commas first: one that belongs to a key is still escaped.
+    let raw = query
+        .raw("keys")
+        .ok_or_else(|| AdminError::argument("keys are missing; use /batch_query_keys?keys=a,b"))?;
+    // Split at commas first: a comma of a key is still escaped.
     let keys =
         raw.split(|&byte| byte == b',').map(|key| decode_value(key).ok_or_else(|| wrong_escape("keys")));
-    batch(&door, query, &keys.collect::<Result<Vec<_>, _>>()?)
+    batch(&state, query, &keys.collect::<Result<Vec<_>, _>>()?)
 }
 
 async fn batch_query_keys_of_list(
-    State(door): Shared,
+    State(state): Shared,
     RawQuery(query): RawQuery,
     body: Bytes,
-) -> Result<Response, Failure> {
+) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
     let keys: Vec<String> = serde_json::from_slice(&body)
-        .map_err(|error| Failure::argument(format!("the body must be a JSON list of keys: {error}")))?;
+        .map_err(|error| AdminError::argument(format!("body is no JSON list of keys: {error}")))?;
     let keys = keys.iter().map(|key| unescape(key.as_bytes()).ok_or_else(|| wrong_escape("a key")));
-    batch(&door, query, &keys.collect::<Result<Vec<_>, _>>()?)
+    batch(&state, query, &keys.collect::<Result<Vec<_>, _>>()?)
 }
 
-/// An object per key, or an error.
-fn batch(door: &Door, query: Query<'_>, keys: &[Vec<u8>]) -> Result<Response, Failure> {
-    let answers = query_keys(door, query, keys)?;
-    let answers = answers.into_iter().map(|(key, answer)| match answer {
+/// Returns one object or error per key.
+fn batch(state: &AdminState, query: Query<'_>, keys: &[Vec<u8>]) -> Result<Response, AdminError> {
+    let results = query_keys(state, query, keys)?;
+    let results = results.into_iter().map(|(key, result)| match result {
         Ok(object) => json!({"key": key, "ok": true, "object": object}),
         Err(code) => json!({"key": key, "ok": false, "code": code as u16, "name": code.name()}),
     });
-    Ok(Json(json!({"keys": answers.collect::<Vec<_>>()})).into_response())
+    Ok(Json(json!({"keys": results.collect::<Vec<_>>()})).into_response())
 }
 
-/// A key as it is shown, and the object or why there is none.
+/// A formatted key, and the object or the error code.
 type Queried = (String, Result<Object, ErrorCode>);
 
-fn query_keys(door: &Door, query: Query<'_>, keys: &[Vec<u8>]) -> Result<Vec<Queried>, Failure> {
+fn query_keys(state: &AdminState, query: Query<'_>, keys: &[Vec<u8>]) -> Result<Vec<Queried>, AdminError> {
     if keys.len() > BATCH_KEYS_MAX {
-        return Err(Failure::new(
+        return Err(AdminError::new(
             ErrorCode::TooLarge,
-            format!("{} keys, at most {BATCH_KEYS_MAX}", keys.len()),
+            format!("{} keys, at most {BATCH_KEYS_MAX} are allowed", keys.len()),
         ));
     }
     let mut packed = PackedKeysBuilder::new();
     for key in keys {
-        let key = Key::new(key).map_err(|error| Failure::argument(error.to_string()))?;
-        packed.push(key).map_err(|error| Failure::new(ErrorCode::TooLarge, error.to_string()))?;
+        let key = Key::new(key).map_err(|error| AdminError::argument(error.to_string()))?;
+        packed.push(key).map_err(|error| AdminError::new(ErrorCode::TooLarge, error.to_string()))?;
     }
     let request = v1::QueryKeysRequest { context: context(query)?, keys: packed.finish().into() };
-    let response = door.service.query_keys(&request);
-    check(response.context.as_ref(), "querying keys")?;
-    let codes = Codes::decode(&response.codes, BATCH_KEYS_MAX).map_err(|error| broken(&error))?;
+    let response = state.service.query_keys(&request);
+    check(response.context.as_ref(), "cannot query keys")?;
+    let codes = Codes::decode(&response.codes, BATCH_KEYS_MAX).map_err(|error| internal_error(&error))?;
     let mut details = response.details.iter();
-    let answers = keys.iter().zip(codes.iter()).map(|(key, code)| {
-        let answer = match code {
+    let results = keys.iter().zip(codes.iter()).map(|(key, code)| {
+        let result = match code {
             Some(code) => Err(code),
             None => details.next().map(Object::of).ok_or(ErrorCode::Internal),
         };
-        (show_key(key), answer)
+        (show_key(key), result)
     });
-    Ok(answers.collect())
+    Ok(results.collect())
 }
 
 // ----------------------------------------------------------------------------------------------------- jobs
 
 async fn drain(
-    State(door): Shared,
+    State(state): Shared,
     Path((node, segment)): Path<(String, String)>,
     RawQuery(query): RawQuery,
-) -> Result<Response, Failure> {
+) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
     let evict = match query.raw("evict") {
         None | Some(b"false" | b"0") => false,
         Some(b"" | b"true" | b"1") => true,
-        Some(_) => return Err(Failure::argument("evict is true or false")),
+        Some(_) => return Err(AdminError::argument("evict must be true or false")),
     };
-    let (node, segment) = (number(node.as_bytes(), "node")?, number(segment.as_bytes(), "segment")?);
-    let segment = Some(v1::SegmentRef { node, segment });
+    let node: NodeId =
+        node.parse().map_err(|error: InvalidNodeId| AdminError::argument(error.to_string()))?;
+    let segment = Some(v1::SegmentRef { node: node.0, segment: number(segment.as_bytes(), "segment")? });
     let response =
-        door.service.drain_segment(&v1::DrainSegmentRequest { context: context(query)?, segment, evict });
-    check(response.context.as_ref(), "draining a segment")?;
+        state.service.drain_segment(&v1::DrainSegmentRequest { context: context(query)?, segment, evict });
+    check(response.context.as_ref(), "cannot drain segment")?;
     Ok((StatusCode::ACCEPTED, Json(json!({"job": response.job.to_string()}))).into_response())
 }
 
-async fn job(State(door): Shared, Path(job): Path<String>) -> Result<Json<Job>, Failure> {
+async fn job(State(state): Shared, Path(job): Path<String>) -> Result<Json<Job>, AdminError> {
     let job = number(job.as_bytes(), "job")?;
-    let response = door.service.get_job(&v1::GetJobRequest { context: context(Query(""))?, job });
-    check(response.context.as_ref(), "asking for a job")?;
+    let response = state.service.get_job(&v1::GetJobRequest { context: context(Query(""))?, job });
+    check(response.context.as_ref(), "cannot get job")?;
     Ok(Json(Job::of(job, &response)))
 }
 
 // ------------------------------------------------------------------------------------------------ arguments
 
-/// The context of a call: the tenant named in the query, or the default one.
-fn context(query: Query<'_>) -> Result<Option<v1::RequestContext>, Failure> {
+/// Creates the context of a call with the tenant of the query, or the default tenant.
+fn context(query: Query<'_>) -> Result<Option<v1::RequestContext>, AdminError> {
     let tenant = value(query, "tenant")?.unwrap_or_default();
-    let tenant = String::from_utf8(tenant).map_err(|_| Failure::argument("a tenant's name is ASCII"))?;
-    Ok(Some(v1::RequestContext { tenant, deadline_ms: DEADLINE_MS, ..Default::default() }))
+    let tenant = String::from_utf8(tenant).map_err(|_| AdminError::argument("tenant name must be ASCII"))?;
+    Ok(Some(v1::RequestContext { tenant, timeout_ms: TIMEOUT_MS, ..Default::default() }))
 }
 
-fn value(query: Query<'_>, name: &str) -> Result<Option<Vec<u8>>, Failure> {
+fn value(query: Query<'_>, name: &str) -> Result<Option<Vec<u8>>, AdminError> {
     query.bytes(name).map(|value| value.ok_or_else(|| wrong_escape(name))).transpose()
 }
 
-fn wrong_escape(name: &str) -> Failure {
-    Failure::argument(format!("{name}: a % must be followed by two hexadecimal digits"))
+fn wrong_escape(name: &str) -> AdminError {
+    AdminError::argument(format!("invalid escape in {name}: % must be followed by two hexadecimal digits"))
 }
 
-fn number<T: std::str::FromStr>(raw: &[u8], name: &str) -> Result<T, Failure> {
+fn number<T: std::str::FromStr>(raw: &[u8], name: &str) -> Result<T, AdminError> {
     let parsed = std::str::from_utf8(raw).ok().and_then(|text| text.parse().ok());
-    parsed.ok_or_else(|| Failure::argument(format!("{name} must be a number in range")))
+    parsed.ok_or_else(|| AdminError::argument(format!("{name} is no number in the allowed range")))
 }
 
-fn cursor_of(query: Query<'_>) -> Result<Bytes, Failure> {
+fn cursor_of(query: Query<'_>) -> Result<Bytes, AdminError> {
     let raw = query.raw("cursor").unwrap_or_default();
     from_hex(raw)
         .map(Bytes::from)
-        .ok_or_else(|| Failure::argument("cursor: use next_cursor of the page before"))
+        .ok_or_else(|| AdminError::argument("invalid cursor; use next_cursor of the previous page"))
 }
 
 fn shown_cursor(cursor: &[u8]) -> Option<String> {
@@ -372,7 +381,7 @@ fn wants_text(query: Query<'_>, headers: &HeaderMap) -> bool {
     }
 }
 
-/// The service answered something that it must not.
-fn broken(error: &impl std::fmt::Display) -> Failure {
-    Failure::new(ErrorCode::Internal, format!("the answer cannot be read: {error}"))
+/// Creates the error of an invalid response of the service.
+fn internal_error(error: &impl std::fmt::Display) -> AdminError {
+    AdminError::new(ErrorCode::Internal, format!("invalid response of the service: {error}"))
 }

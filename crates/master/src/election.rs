@@ -1,37 +1,44 @@
-//! Who hosts which group, where there is more than one master.
+//! Ownership of groups in a cluster with several masters.
 //!
-//! Masters meet at a [`Registry`]: etcd, or Kubernetes. It keeps one [`Document`], which is changed by compare-and-swap only,
-//! and knows which masters live, by leases. Everything else follows: [`Candidate`] looks at what the registry says and
-//! decides, without a clock or a socket of its own; the campaign carries messages between the two and the service.
+//! A [`Registry`] (etcd or Kubernetes) stores one [`ClusterState`], which changes by compare-and-swap only, and the
+//! leases of the live masters. [`ElectionState`] computes a plan from a snapshot of the registry; it is pure logic
+//! without clock and I/O. The elector executes the plan: it connects registry, state and service.
 //!
 //! | | |
 //! |---|---|
-//! | number of a master | a term, taken from the document when the master joins; no two processes ever have the same |
-//! | taking a group | writing oneself as its owner, with a term that nobody had before |
-//! | losing a group | the document names another owner, or the registry says that the lease is gone |
-//! | not knowing | no renewal for half a lease: *unconfirmed* |
+//! | id of a master | a term, taken from the cluster state when the master joins; no two processes ever have the same |
+//! | claim of a group | the master writes itself as its owner, with a new term |
+//! | loss of a group | the cluster state has another owner, or the lease of this master is gone |
+//! | *unconfirmed* lease | no confirmed renewal for half a lease |
 //!
-//! An unconfirmed master goes on: what it grants is fenced by the nodes, each of which obeys the highest term that it has
-//! seen. Only what no node can fence is left: removals are answered as pending, and no leases are given.
+//! An unconfirmed master continues to serve: nodes fence its grants, because each node accepts only the highest term
+//! that it knows. Operations that nodes cannot fence are restricted: removals return `Pending`, and no leases are
+//! granted.
 //!
-//! Invariant: a group's term rises whenever its owner changes, because both are written at once.
+//! Invariant: the term of a group increases with every change of its owner, because both are written together.
 
 mod address;
-mod campaign;
-mod candidate;
-mod document;
-mod estate;
+mod cluster_state;
+mod elector;
 mod etcd;
+mod handoff;
 mod kubernetes;
+#[cfg(any(test, feature = "testing"))]
 mod memory;
+mod proposal;
 mod registry;
+mod state;
 
-pub use address::{BadRegistryAddress, EtcdTlsFiles, RegistryAddress};
-pub(crate) use campaign::{Campaign, Proposal};
-pub use candidate::{Candidate, Gift, Plan, Standing};
-pub use document::{Document, Hosting, Identity, MasterAddresses, Owner, TenantChange, TenantEntry};
-pub(crate) use estate::Estates;
+pub use address::{EtcdTlsFiles, RegistryAddress, RegistryAddressError};
+pub use cluster_state::{
+    ClusterIdentity, ClusterState, GroupAssignment, GroupOwner, MasterAddresses, TenantChange, TenantState,
+};
+pub(crate) use elector::Elector;
 pub use etcd::{EtcdRegistry, EtcdTls};
+pub(crate) use handoff::HandoffInbox;
 pub use kubernetes::{KubernetesRegistry, KubernetesServer};
-pub use memory::{Board, MemoryRegistry};
-pub use registry::{Registry, RegistryError, Snapshot, Token};
+#[cfg(any(test, feature = "testing"))]
+pub use memory::{MemoryRegistry, RegistryState};
+pub(crate) use proposal::Proposal;
+pub use registry::{DocumentVersion, Registry, RegistryError, Snapshot};
+pub use state::{ElectionPlan, ElectionState, GroupTransfer};

@@ -1,13 +1,13 @@
-//! Who this cluster is: its number, the key of its ids, and this master's term.
+//! Identity of a single-master cluster: its id, the key of its object ids, and the term of the master.
 //!
-//! With a data directory all of it is in `cluster.toml`, readable by its owner only, because the key is a secret:
-//! whoever has it can compute the id of any key. The file is written by temp file, fsync, rename, fsync of the
-//! directory: after a crash there is the old one or the new one. Invariants:
+//! With a data directory it is stored in `cluster.toml`, readable by its owner only, because the key is a secret: a
+//! process that has it can compute the id of any key. The file is written by temp file, fsync, rename, fsync of the
+//! directory: after a crash either the old or the new file exists. Invariants:
 //!
-//! * the term in the file is at least that of every master that ever served from it: it rises, durably, before anything
-//!   is served;
-//! * one process at a time uses the directory: it holds a lock on `lock` until it ends;
-//! * number, key and groups never change.
+//! * the term in the file is at least that of every master that ever served from it: it increases durably before the
+//!   master serves;
+//! * one process at a time uses the directory: it holds a lock on `lock` until it exits;
+//! * cluster id, key and number of groups never change.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -25,33 +25,33 @@ const FILE: &str = "cluster.toml";
 const TEMPORARY: &str = "cluster.toml.new";
 const LOCK: &str = "lock";
 
-/// Layout of the file. A release that changes it reads the older one.
+/// Version of the file format. A release that changes it must read the older version.
 const FILE_VERSION: u32 = 1;
 
-/// The term of a cluster's first master.
+/// Term of the first master of a cluster.
 const FIRST_TERM: Term = match next_term(Term::ZERO) {
     Some(term) => term,
-    None => panic!("there are terms"),
+    None => panic!("term 1 is in range"),
 };
 
-/// Who this cluster is.
-pub(crate) struct Identity {
-    /// Number of the cluster.
+/// Identity of the cluster, and term of this master.
+pub(crate) struct LocalIdentity {
+    /// Id of the cluster.
     pub(crate) cluster: u64,
     /// Number of the id key.
     pub(crate) id_key: u32,
-    /// Its secret.
+    /// Secret of the id key.
     pub(crate) secret: [u8; 32],
-    /// This master's term.
+    /// Term of this master.
     pub(crate) term: Term,
-    /// Keeps others out of the directory for as long as it is open.
+    /// Locks the directory until it is closed.
     _lock: Option<File>,
 }
 
-impl fmt::Debug for Identity {
-    /// Without the secret: it must not reach a log.
+impl fmt::Debug for LocalIdentity {
+    /// Omits the secret: it must not reach a log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Identity")
+        f.debug_struct("LocalIdentity")
             .field("cluster", &self.cluster)
             .field("id_key", &self.id_key)
             .field("term", &self.term)
@@ -59,55 +59,61 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// Why a cluster's identity cannot be had.
+/// Error of the loading or creation of a cluster's identity.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// The file system refused.
-    #[error("cannot {what} {}: {source}; data_dir must be a directory that this user may write", path.display())]
+    /// A file operation failed.
+    #[error("cannot {what} {}: {source}; set data_dir to a directory that this user may write", path.display())]
     Io {
-        /// What was tried.
+        /// Operation.
         what: &'static str,
-        /// With what.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Why not.
+        /// I/O error.
         source: io::Error,
     },
     /// Another process uses the directory.
-    #[error("another master is using {}; stop it, or give this one a data_dir of its own", path.display())]
+    #[error("data_dir {} is in use by another master; stop it, or set another data_dir", path.display())]
     InUse {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
     },
-    /// The file is not one of ours.
-    #[error("{} cannot be read: {reason}; restore it from a copy, or move it away to begin a new cluster", path.display())]
+    /// The file is no valid identity.
+    #[error(
+        "invalid identity file {}: {reason}; restore it from a backup, or remove it for a new cluster",
+        path.display()
+    )]
     Malformed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// Reason.
         reason: String,
     },
-    /// A cluster's number of groups is fixed.
-    #[error("{} was created with {found} groups, and {configured} are configured; set groups to {found}", path.display())]
+    /// The number of groups differs from the file; it is fixed for a cluster.
+    #[error(
+        "cluster of {} has {found} groups, but {configured} are configured; set groups to {found}",
+        path.display()
+    )]
     Groups {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What it says.
+        /// Number of groups in the file.
         found: u16,
-        /// What was asked for.
+        /// Configured number of groups.
         configured: u16,
     },
-    /// Terms have 22 bits.
-    #[error("{} has reached the last term; begin a new cluster", path.display())]
+    /// All terms are used; they have 22 bits.
+    #[error("{} has the last term; create a new cluster", path.display())]
     TermsUsedUp {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The kernel gave no random bytes.
-    #[error("cannot draw random numbers: {0}")]
+    /// The kernel returned no random bytes.
+    #[error("cannot get random bytes: {0}")]
     Random(io::Error),
 }
 
-/// The file. Numbers beyond 63 bits are not TOML, so the cluster's is hexadecimal.
+/// Content of the file. TOML integers have 63 bits, so the cluster id is a hexadecimal string.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Stored {
@@ -119,11 +125,16 @@ struct Stored {
     term: u32,
 }
 
-impl Identity {
-    /// Reads the identity from the directory, or creates it there; without a directory everything is drawn anew.
-    /// When this returns, the term is durable.
-    pub(crate) fn establish(data_dir: Option<&Path>, groups: NonZeroU16) -> Result<Identity, IdentityError> {
-        let Some(directory) = data_dir else { return Ok(Identity { term: FIRST_TERM, ..Self::draw()? }) };
+impl LocalIdentity {
+    /// Loads the identity from the directory, or creates it there; without a directory the identity is new at every
+    /// start. When this returns, the term is durable.
+    pub(crate) fn load_or_create(
+        data_dir: Option<&Path>,
+        groups: NonZeroU16,
+    ) -> Result<LocalIdentity, IdentityError> {
+        let Some(directory) = data_dir else {
+            return Ok(LocalIdentity { term: FIRST_TERM, ..Self::new_random()? });
+        };
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -136,7 +147,7 @@ impl Identity {
                 warn_if_readable_by_others(&path);
                 parse(&text, groups, &path)?
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::draw()?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::new_random()?,
             Err(source) => return Err(IdentityError::Io { what: "read", path, source }),
         };
         identity.term = next_term(identity.term).ok_or(IdentityError::TermsUsedUp { path })?;
@@ -145,11 +156,11 @@ impl Identity {
         Ok(identity)
     }
 
-    /// A new cluster, before its first term.
-    fn draw() -> Result<Identity, IdentityError> {
-        Ok(Identity {
+    /// Creates the identity of a new cluster, before its first term.
+    fn new_random() -> Result<LocalIdentity, IdentityError> {
+        Ok(LocalIdentity {
             cluster: u64::from_le_bytes(random()?),
-            // Drawn, too: records of another cluster, or of one that nobody remembers, are known by it.
+            // Random, too: it identifies records of other clusters, also of clusters whose identity is lost.
             id_key: u32::from_le_bytes(random()?).max(1),
             secret: random()?,
             term: Term::ZERO,
@@ -166,12 +177,11 @@ impl Identity {
             id_key_secret: self.secret.iter().map(|byte| format!("{byte:02x}")).collect(),
             term: self.term.get(),
         };
-        let mut text = String::from(
-            "# The identity of a Moontide cluster. Keep a copy, keep it secret, change nothing by hand.\n",
-        );
-        text.push_str(&toml::to_string(&stored).expect("numbers and plain strings are TOML"));
+        let mut text =
+            String::from("# Identity of a Moontide cluster. Back it up, keep it secret, do not edit it.\n");
+        text.push_str(&toml::to_string(&stored).expect("numbers and plain strings are valid TOML"));
         let temporary = directory.join(TEMPORARY);
-        // A file left by a crash may have another mode: it goes, and the new one is born with the right one.
+        // A file left by a crash may have another mode: remove it, so that the new file gets the right mode.
         match fs::remove_file(&temporary) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(io_error("remove", &temporary)(error));
@@ -193,23 +203,25 @@ impl Identity {
     }
 }
 
-/// A new cluster, for a registry that has none.
-pub(crate) fn draft(groups: NonZeroU16) -> Result<crate::election::Identity, IdentityError> {
-    let Identity { cluster, id_key, secret, .. } = Identity::draw()?;
-    Ok(crate::election::Identity { cluster, id_key, secret, groups })
+/// Creates the identity of a new cluster, for an empty registry.
+pub(crate) fn new_cluster_identity(
+    groups: NonZeroU16,
+) -> Result<crate::election::ClusterIdentity, IdentityError> {
+    let LocalIdentity { cluster, id_key, secret, .. } = LocalIdentity::new_random()?;
+    Ok(crate::election::ClusterIdentity { cluster, id_key, secret, groups })
 }
 
-/// 64 random bits, for what needs no identity: seeds, the number of this process.
+/// Returns 64 random bits, for seeds and for the id of this process.
 pub(crate) fn random_u64() -> Result<u64, IdentityError> {
     random().map(u64::from_le_bytes)
 }
 
 fn random<const N: usize>() -> Result<[u8; N], IdentityError> {
     let mut bytes = [0; N];
-    let drawn = getrandom(&mut bytes, GetRandomFlags::empty())
+    let filled = getrandom(&mut bytes, GetRandomFlags::empty())
         .map_err(|error| IdentityError::Random(error.into()))?;
-    // Up to 256 bytes come at once.
-    assert_eq!(drawn, N, "the kernel gave fewer random bytes than it promises");
+    // The kernel returns up to 256 bytes in one call.
+    assert_eq!(filled, N, "getrandom returned fewer bytes than requested");
     Ok(bytes)
 }
 
@@ -236,7 +248,7 @@ fn lock(directory: &Path) -> Result<File, IdentityError> {
     }
 }
 
-fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<Identity, IdentityError> {
+fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<LocalIdentity, IdentityError> {
     let malformed = |reason: String| IdentityError::Malformed { path: path.to_owned(), reason };
     let stored: Stored = toml::from_str(text).map_err(|error| malformed(error.message().to_owned()))?;
     if stored.version != FILE_VERSION {
@@ -251,7 +263,7 @@ fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<Identity, Identi
     let secret = secret_from_hex(&stored.id_key_secret)
         .ok_or_else(|| malformed("id_key_secret is not 64 hexadecimal digits".into()))?;
     let term = Term::new(stored.term).map_err(|error| malformed(error.to_string()))?;
-    Ok(Identity { cluster, id_key: stored.id_key, secret, term, _lock: None })
+    Ok(LocalIdentity { cluster, id_key: stored.id_key, secret, term, _lock: None })
 }
 
 fn secret_from_hex(text: &str) -> Option<[u8; 32]> {
@@ -267,12 +279,12 @@ fn secret_from_hex(text: &str) -> Option<[u8; 32]> {
     Some(secret)
 }
 
-/// Volumes of containers often cannot keep a mode, so this is said and not refused.
+/// Only warns: volumes of containers often do not support file modes.
 fn warn_if_readable_by_others(path: &Path) {
     if let Ok(metadata) = fs::metadata(path)
         && metadata.permissions().mode() & 0o077 != 0
     {
-        tracing::warn!(path = %path.display(), "others can read the cluster's secret: chmod 600 it");
+        tracing::warn!(path = %path.display(), "identity file is readable by other users; run chmod 600");
     }
 }
 
@@ -285,7 +297,7 @@ fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Identi
 mod tests {
     use super::*;
 
-    /// A directory that goes away with the test.
+    /// Directory that is removed at the end of the test.
     struct Scratch(PathBuf);
 
     impl Scratch {
@@ -305,43 +317,44 @@ mod tests {
     const GROUPS: NonZeroU16 = NonZeroU16::new(4).unwrap();
 
     #[test]
-    fn the_term_rises_at_every_start_and_the_rest_stays() {
+    fn term_rises_at_every_start_and_identity_is_kept() {
         let scratch = Scratch::new("rises");
         let directory = scratch.0.join("deep/er");
-        let mut first: Option<Identity> = None;
+        let mut first: Option<LocalIdentity> = None;
         for term in 1..=3 {
-            let identity = Identity::establish(Some(&directory), GROUPS).unwrap();
+            let identity = LocalIdentity::load_or_create(Some(&directory), GROUPS).unwrap();
             assert_eq!(identity.term.get(), term);
             if let Some(first) = &first {
                 assert_eq!((identity.cluster, identity.secret), (first.cluster, first.secret));
             }
-            first = Some(Identity { _lock: None, ..identity });
+            first = Some(LocalIdentity { _lock: None, ..identity });
         }
         let mode = fs::metadata(directory.join(FILE)).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600, "the file holds a secret");
+        assert_eq!(mode & 0o777, 0o600, "the file contains a secret");
         assert!(!directory.join(TEMPORARY).exists());
     }
 
     #[test]
-    fn a_second_master_and_other_groups_are_refused() {
+    fn second_master_and_different_group_count_are_rejected() {
         let scratch = Scratch::new("refused");
-        let held = Identity::establish(Some(&scratch.0), GROUPS).unwrap();
-        let in_use = Identity::establish(Some(&scratch.0), GROUPS).unwrap_err();
+        let held = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap();
+        let in_use = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap_err();
         assert!(matches!(in_use, IdentityError::InUse { .. }), "{in_use}");
         drop(held);
-        let other = Identity::establish(Some(&scratch.0), NonZeroU16::new(16).unwrap()).unwrap_err();
+        let other =
+            LocalIdentity::load_or_create(Some(&scratch.0), NonZeroU16::new(16).unwrap()).unwrap_err();
         assert!(other.to_string().contains("set groups to 4"), "{other}");
         assert_eq!(
-            Identity::establish(Some(&scratch.0), GROUPS).unwrap().term.get(),
+            LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap().term.get(),
             2,
-            "a refusal takes no term"
+            "a rejected start uses no term"
         );
     }
 
     #[test]
-    fn a_damaged_file_is_refused_and_left_alone() {
-        let scratch = Scratch::new("damaged");
-        drop(Identity::establish(Some(&scratch.0), GROUPS).unwrap());
+    fn malformed_identity_file_is_rejected_and_unchanged() {
+        let scratch = Scratch::new("malformed");
+        drop(LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap());
         let path = scratch.0.join(FILE);
         let good = fs::read_to_string(&path).unwrap();
         let last = good.replace("term = 1", &format!("term = {}", Term::MAX.get()));
@@ -355,7 +368,7 @@ mod tests {
             &last,
         ] {
             fs::write(&path, bad).unwrap();
-            let error = Identity::establish(Some(&scratch.0), GROUPS).unwrap_err();
+            let error = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap_err();
             assert!(
                 matches!(error, IdentityError::Malformed { .. } | IdentityError::TermsUsedUp { .. }),
                 "{bad}: {error}"
@@ -365,8 +378,11 @@ mod tests {
     }
 
     #[test]
-    fn without_a_directory_everything_is_new() {
-        let (a, b) = (Identity::establish(None, GROUPS).unwrap(), Identity::establish(None, GROUPS).unwrap());
+    fn identity_without_data_dir_is_new_at_every_start() {
+        let (a, b) = (
+            LocalIdentity::load_or_create(None, GROUPS).unwrap(),
+            LocalIdentity::load_or_create(None, GROUPS).unwrap(),
+        );
         assert_eq!((a.term.get(), b.term.get()), (1, 1));
         assert!(a.cluster != b.cluster && a.secret != b.secret);
         assert!(!format!("{a:?}").contains(&format!("{:?}", a.secret[0..2].to_vec())));

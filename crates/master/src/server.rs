@@ -1,14 +1,14 @@
-//! [`Server`]: a master as a whole. Binds the three doors, takes the cluster's identity, starts the threads, and ends
-//! them in order.
+//! [`Server`]: a running master. Binds the three listeners, loads the identity of the cluster, starts the threads, and
+//! stops them in order.
 //!
-//! | thread | what it does |
+//! | thread | task |
 //! |---|---|
-//! | `frame-0` … | connections of the framed door |
-//! | `doors`, `doors-worker` | gRPC and HTTP, and accepting for the framed door |
-//! | `ticker` | what is due by time: expiry, eviction, jobs |
+//! | `frame-0` … | connections of the frame server |
+//! | `servers`, `servers-worker` | gRPC and HTTP, and accepting connections of the frame server |
+//! | `ticker` | periodic work: expiry, eviction, jobs |
 //!
-//! Order at the start: addresses first, because a port that is taken is the usual mistake and must not cost a term; then
-//! the identity, whose term is durable before anything is served.
+//! Order at the start: listeners first, because a port in use is the most frequent error and must not use up a term;
+//! then the identity, whose term is durable before the master serves.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,6 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use moontide_proto::convert::IdKeySecret;
+use moontide_settings::InvalidConfig;
 use moontide_types::{IdKey, SystemClock, Term};
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
@@ -26,124 +27,122 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
-use crate::config::{InvalidConfig, MasterConfig, ValidConfig};
-use crate::election::{self, Campaign, Document, MasterAddresses, Registry, RegistryError};
-use crate::frame_door::{FrameDoor, FrameDoorConfig};
-use crate::grpc_door::{self, GrpcDoorConfig};
-use crate::identity::{Identity, IdentityError, random_u64};
-use crate::metrics::{DoorCounters, DoorMetrics, Metrics};
+use crate::config::{MasterConfig, ValidConfig};
+use crate::election::{self, ClusterState, Elector, MasterAddresses, Registry, RegistryError};
+use crate::frame_server::{FrameServer, FrameServerConfig};
+use crate::grpc_server::{self, GrpcServerConfig};
+use crate::identity::{IdentityError, LocalIdentity, random_u64};
+use crate::metrics::{Metrics, ServerCounters, ServerMetrics};
 use crate::service::{Role, Service, ServiceConfig};
 use crate::{admin, identity};
 
-/// The ticker comes at least and at most so often, whatever the service says.
+/// Shortest and longest interval of the ticker, independent of the result of `Service::tick`.
 const TICK_MIN: Duration = Duration::from_millis(1);
 const TICK_MAX: Duration = Duration::from_millis(100);
 
-/// A tick that takes longer holds callers up, and is worth a line.
+/// A tick that takes longer delays callers and is logged.
 const TICK_SLOW: Duration = Duration::from_millis(100);
 
-/// How long a master that starts waits for its registry, and how often it looks.
+/// Time for which a starting master waits for its registry, and the interval of its attempts.
 const REGISTRY_WAIT: Duration = Duration::from_secs(30);
 const REGISTRY_PAUSE: Duration = Duration::from_millis(500);
 
-/// Changes that wait to be agreed on; operators make few.
-const PROPOSALS_MAX: usize = 16;
+/// Maximum number of pending changes of the cluster state; operators make few.
+const PENDING_PROPOSALS_MAX: usize = 16;
 
-/// How long calls under way may take at the end.
+/// Time for calls in flight at shutdown.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Why a master does not start.
+/// Error of the start of a master.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// A value cannot be used.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] InvalidConfig),
-    /// An address cannot be had.
-    #[error("cannot serve {door} on {address}: {source}; {}", advice(source, setting))]
+    /// A listener cannot be bound.
+    #[error("cannot serve {protocol} on {address}: {source}; {}", bind_hint(source, setting))]
     Bind {
-        /// Which door.
-        door: &'static str,
-        /// Which address.
+        /// Protocol of the server.
+        protocol: &'static str,
+        /// Address of the listener.
         address: SocketAddr,
-        /// The setting that names it.
+        /// Setting with the address.
         setting: &'static str,
-        /// Why.
+        /// I/O error of the bind.
         source: io::Error,
     },
-    /// The cluster's identity cannot be had.
+    /// The identity of the cluster cannot be loaded or created.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// The registry is not there, or does not want us.
+    /// The registry is unreachable, or refused a request.
     #[error(transparent)]
     Registry(#[from] RegistryError),
-    /// A cluster's number of groups is fixed.
-    #[error(
-        "the cluster was created with {found} groups, and {configured} are configured; set groups to {found}"
-    )]
+    /// The number of groups differs from the registry; it is fixed for a cluster.
+    #[error("cluster has {found} groups, but {configured} are configured; set groups to {found}")]
     Groups {
-        /// What the registry says.
+        /// Number of groups in the registry.
         found: NonZeroU16,
-        /// What was asked for.
+        /// Configured number of groups.
         configured: NonZeroU16,
     },
-    /// The system gives no threads or event loops.
+    /// A thread or an event loop cannot be created.
     #[error("cannot start threads: {0}; raise the limits of processes and open files")]
     Threads(#[source] io::Error),
 }
 
-/// What to do about an address that cannot be had.
-fn advice(error: &io::Error, setting: &str) -> String {
+/// Returns a hint for a failed bind.
+fn bind_hint(error: &io::Error, setting: &str) -> String {
     match error.kind() {
         io::ErrorKind::AddrInUse => {
-            format!("another process listens there: stop it, or set {setting} to another port")
+            format!("another process uses this port: stop it, or set {setting} to another port")
         }
         io::ErrorKind::AddrNotAvailable => {
-            format!("this host has no such address: set {setting} to one that it has")
+            format!("this host does not have this address: set {setting} to one of its addresses")
         }
         io::ErrorKind::PermissionDenied => {
-            format!("ports below 1024 need privileges: set {setting} to a higher one")
+            format!("ports below 1024 need privileges: set {setting} to a higher port")
         }
         _ => format!("check {setting}"),
     }
 }
 
-/// Where a master can be reached.
+/// Addresses of a master.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// gRPC.
+    /// Address of the gRPC server.
     pub grpc: SocketAddr,
-    /// The framed protocol.
+    /// Address of the frame server.
     pub frame: SocketAddr,
-    /// HTTP for operators.
+    /// Address of the admin endpoints (HTTP).
     pub admin: SocketAddr,
 }
 
-/// A running master. Dropping it ends it as [`Server::shutdown`] does.
+/// A running master. Drop stops it as [`Server::shutdown`] does.
 pub struct Server {
     service: Arc<Service>,
     addresses: Addresses,
     term: Term,
     stop: watch::Sender<bool>,
-    /// One of several: its part in the election, which ends before the rest.
-    campaign: Option<Running>,
+    /// Elector of a master with a registry; stopped before the servers.
+    election: Option<RunningElection>,
     stop_ticker: Sender<()>,
     threads: Vec<JoinHandle<()>>,
-    /// Keeps other processes out of the data directory.
-    _identity: Option<Identity>,
+    /// Holds the lock of the data directory.
+    _identity: Option<LocalIdentity>,
 }
 
-/// A campaign that runs.
-struct Running {
+/// A running elector.
+struct RunningElection {
     stop: watch::Sender<bool>,
     ended: Mutex<Receiver<()>>,
 }
 
-/// How a master came to be.
-enum Origin {
-    /// It is the only one.
-    Alone(Identity),
-    /// It is one of several.
-    Member(Box<Campaign>, election::Identity),
+/// Kind of a master.
+enum Membership {
+    /// Single master, with its own identity.
+    Single(LocalIdentity),
+    /// One of several masters, a member of a registry.
+    Member(Box<Elector>, election::ClusterIdentity),
 }
 
 impl std::fmt::Debug for Server {
@@ -155,7 +154,7 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// The three listeners.
+/// Bound listeners.
 struct Listeners {
     grpc: TcpListener,
     frame: TcpListener,
@@ -163,55 +162,64 @@ struct Listeners {
 }
 
 impl Server {
-    /// Starts a master. When this returns, it serves; one of several masters then hosts groups as soon as it is given some.
+    /// Starts a master. When this returns, it serves; with a registry it hosts groups as soon as it owns some.
     pub fn start(config: MasterConfig) -> Result<Server, StartError> {
         Server::start_at(config, None)
     }
 
-    /// The same; masters meet at this registry, if there is one, instead of the one that is configured.
+    /// As [`Server::start`], with this registry instead of the configured one, if given.
     pub fn start_at(config: MasterConfig, registry: Option<Arc<dyn Registry>>) -> Result<Server, StartError> {
         let config = config.validate()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .thread_name("doors-worker")
+            .thread_name("servers-worker")
             .enable_all()
             .build()
             .map_err(StartError::Threads)?;
         let (listeners, addresses) = runtime.block_on(bind_all(&config))?;
         let registry = match registry {
             Some(registry) => Some(registry),
-            // It may want a runtime around it.
+            // The connection may need a runtime.
             None => runtime.block_on(async { config.registry().connect() })?,
         };
-        let origin = match registry {
+        let membership = match registry {
             Some(registry) => runtime.block_on(join(&config, registry, addresses))?,
-            None => Origin::Alone(Identity::establish(config.data_dir.as_deref(), config.groups())?),
+            None => Membership::Single(LocalIdentity::load_or_create(
+                config.data_dir.as_deref(),
+                config.groups(),
+            )?),
         };
-        if config.data_dir.is_some() && matches!(origin, Origin::Member(..)) {
-            warn!("data_dir is not used: the registry keeps the cluster's identity");
+        if config.data_dir.is_some() && matches!(membership, Membership::Member(..)) {
+            warn!("data_dir is ignored: the registry stores the identity of the cluster");
         }
-        if config.data_dir.is_none() && matches!(origin, Origin::Alone(_)) {
-            warn!("no data_dir: a restart forgets the cluster's identity, and nodes begin anew");
+        if config.data_dir.is_none() && matches!(membership, Membership::Single(_)) {
+            warn!("data_dir is not set: a restart creates a new cluster, and nodes discard their records");
         }
-        let service = Service::new(service_config(&config, &origin, addresses)?, Arc::new(SystemClock));
-        let (campaign, identity) = match origin {
-            Origin::Alone(identity) => (None, Some(identity)),
-            Origin::Member(campaign, _) => (Some(run(*campaign, &runtime, &service)), None),
+        let service = Service::new(service_config(&config, &membership, addresses)?, Arc::new(SystemClock));
+        let (election, identity) = match membership {
+            Membership::Single(identity) => (None, Some(identity)),
+            Membership::Member(elector, _) => (Some(run(*elector, &runtime, &service)), None),
         };
         let (stop, stopped) = watch::channel(false);
-        let frame_config = FrameDoorConfig {
+        let frame_config = FrameServerConfig {
             threads: config.frame_threads(),
             connections_max: config.connections_max,
             inflight_per_connection_max: config.inflight_per_connection_max,
             caller: random_u64()?,
         };
-        let (frame_door, mut threads) = FrameDoor::start(frame_config, Arc::clone(&service), stopped.clone())
-            .map_err(StartError::Threads)?;
+        let (frame_server, mut threads) =
+            FrameServer::start(frame_config, Arc::clone(&service), stopped.clone())
+                .map_err(StartError::Threads)?;
         let (stop_ticker, ticker_stopped) = channel();
         let ticking = Arc::clone(&service);
         threads.push(spawn("ticker", move || tick(&ticking, &ticker_stopped))?);
-        let doors =
-            Doors { config: config.clone(), listeners, service: Arc::clone(&service), frame_door, stopped };
-        threads.push(spawn("doors", move || doors.serve(runtime))?);
+        let tasks = ServerTasks {
+            config: config.clone(),
+            listeners,
+            service: Arc::clone(&service),
+            frame_server,
+            stopped,
+        };
+        threads.push(spawn("servers", move || tasks.serve(runtime))?);
         let term = service.term();
         info!(
             grpc = %addresses.grpc,
@@ -220,47 +228,48 @@ impl Server {
             term = term.get(),
             groups = config.groups,
             frame_threads = config.frame_threads(),
-            "master serves"
+            "master started"
         );
-        Ok(Server { service, addresses, term, stop, campaign, stop_ticker, threads, _identity: identity })
+        Ok(Server { service, addresses, term, stop, election, stop_ticker, threads, _identity: identity })
     }
 
-    /// Where it can be reached: the addresses that were bound, also for port 0.
+    /// Returns the bound addresses, with the actual ports instead of port 0.
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
 
-    /// Its number: the term of all groups, if it is alone.
+    /// Returns the id of this master; for a single master it is also the term of all groups.
     pub fn term(&self) -> Term {
         self.term
     }
 
-    /// The handler behind the doors.
+    /// Returns the handler of all calls.
     pub fn service(&self) -> &Arc<Service> {
         &self.service
     }
 
-    /// Ends it: no new connections, calls under way are answered, then the threads end. Takes some seconds at most.
+    /// Stops the master: it accepts no new connections, finishes calls in flight, then stops the threads. Takes a few
+    /// seconds at most; with a registry up to 10 s more for handoffs.
     pub fn shutdown(self) {
-        // What there is to do is in Drop.
+        // Drop does the work.
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        info!("master stops");
-        if let Some(campaign) = self.campaign.take() {
-            // Groups are handed over while the doors are open: the heir may have questions, and so may clients.
-            campaign.stop.send_replace(true);
-            let _ = campaign.ended.lock().recv_timeout(2 * GRACE);
+        info!("master stopping");
+        if let Some(election) = self.election.take() {
+            // Groups are handed off while the servers still run: the new owner and clients may send requests.
+            election.stop.send_replace(true);
+            let _ = election.ended.lock().recv_timeout(2 * GRACE);
         }
         self.stop.send_replace(true);
-        // A ticker that is gone has said why.
+        // A ticker that has exited already is reported by `join` below.
         let _ = self.stop_ticker.send(());
         for thread in self.threads.drain(..) {
             let name = thread.thread().name().unwrap_or_default().to_owned();
             if thread.join().is_err() {
-                error!(thread = name, "a thread of the master had panicked");
+                error!(thread = name, "thread of the master panicked");
             }
         }
     }
@@ -272,24 +281,24 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 
 async fn bind_all(config: &ValidConfig) -> Result<(Listeners, Addresses), StartError> {
     let (grpc, grpc_address) = bind("gRPC", config.grpc_listen, "grpc_listen").await?;
-    let (frame, frame_address) = bind("the framed protocol", config.frame_listen, "frame_listen").await?;
+    let (frame, frame_address) = bind("the frame protocol", config.frame_listen, "frame_listen").await?;
     let (admin, admin_address) = bind("HTTP", config.admin_listen, "admin_listen").await?;
     let addresses = Addresses { grpc: grpc_address, frame: frame_address, admin: admin_address };
     Ok((Listeners { grpc, frame, admin }, addresses))
 }
 
 async fn bind(
-    door: &'static str,
+    protocol: &'static str,
     address: SocketAddr,
     setting: &'static str,
 ) -> Result<(TcpListener, SocketAddr), StartError> {
-    let failed = |source| StartError::Bind { door, address, setting, source };
+    let failed = |source| StartError::Bind { protocol, address, setting, source };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
     Ok((listener, bound))
 }
 
-/// Where others reach this master.
+/// Returns the addresses at which other processes reach this master.
 fn advertised(config: &ValidConfig, addresses: Addresses) -> MasterAddresses {
     let of = |advertise: &Option<String>, bound: SocketAddr| {
         advertise.clone().unwrap_or_else(|| bound.to_string())
@@ -300,32 +309,32 @@ fn advertised(config: &ValidConfig, addresses: Addresses) -> MasterAddresses {
     }
 }
 
-/// Becomes one of several masters. Waits some time for a registry that is not there yet.
+/// Joins a registry. Waits up to [`REGISTRY_WAIT`] for a registry that is unreachable.
 async fn join(
     config: &ValidConfig,
     registry: Arc<dyn Registry>,
     addresses: Addresses,
-) -> Result<Origin, StartError> {
-    let draft = identity::draft(config.groups())?;
-    let lease = Duration::from_millis(config.lease_ms.into());
-    let until = Instant::now() + REGISTRY_WAIT;
+) -> Result<Membership, StartError> {
+    let new_identity = identity::new_cluster_identity(config.groups())?;
+    let lease = Duration::from_millis(config.registry_lease_ms.into());
+    let deadline = Instant::now() + REGISTRY_WAIT;
     loop {
         let joined = async {
-            let identity = registry.identity(&draft).await?;
+            let identity = registry.identity(&new_identity).await?;
             if identity.groups != config.groups() {
                 let (found, configured) = (identity.groups, config.groups());
                 return Err(StartError::Groups { found, configured });
             }
-            let first = Document::new(identity.groups);
+            let first = ClusterState::new(identity.groups);
             let advertised = advertised(config, addresses);
-            let campaign = Campaign::join(Arc::clone(&registry), &first, advertised, lease).await?;
-            Ok(Origin::Member(Box::new(campaign), identity))
+            let elector = Elector::join(Arc::clone(&registry), &first, advertised, lease).await?;
+            Ok(Membership::Member(Box::new(elector), identity))
         };
         match joined.await {
             Err(StartError::Registry(error @ RegistryError::Unreachable { .. }))
-                if Instant::now() < until =>
+                if Instant::now() < deadline =>
             {
-                info!(%error, "waiting for the registry");
+                info!(%error, "registry unreachable; retrying");
                 tokio::time::sleep(REGISTRY_PAUSE).await;
             }
             joined => return joined,
@@ -333,32 +342,32 @@ async fn join(
     }
 }
 
-/// Lets a campaign run beside the doors.
-fn run(campaign: Campaign, runtime: &Runtime, service: &Arc<Service>) -> Running {
+/// Spawns an elector on the runtime of the servers.
+fn run(elector: Elector, runtime: &Runtime, service: &Arc<Service>) -> RunningElection {
     let (stop, stopped) = watch::channel(false);
     let (ends, ended) = channel();
-    let (proposals, proposed) = mpsc::channel(PROPOSALS_MAX);
+    let (proposals, proposed) = mpsc::channel(PENDING_PROPOSALS_MAX);
     service.set_proposals(proposals);
     let service = Arc::clone(service);
     runtime.spawn(async move {
-        campaign.run(service, proposed, stopped).await;
-        // Nobody may wait for it.
+        elector.run(service, proposed, stopped).await;
+        // The receiver may be gone.
         let _ = ends.send(());
     });
-    Running { stop, ended: Mutex::new(ended) }
+    RunningElection { stop, ended: Mutex::new(ended) }
 }
 
 fn service_config(
     config: &ValidConfig,
-    origin: &Origin,
+    membership: &Membership,
     addresses: Addresses,
 ) -> Result<ServiceConfig, identity::IdentityError> {
     let millis = |ms: u32| Duration::from_millis(ms.into());
     let advertised = advertised(config, addresses);
-    let (cluster, id_key, secret, term) = match origin {
-        Origin::Alone(identity) => (identity.cluster, identity.id_key, identity.secret, identity.term),
-        Origin::Member(campaign, identity) => {
-            (identity.cluster, identity.id_key, identity.secret, campaign.number())
+    let (cluster, id_key, secret, term) = match membership {
+        Membership::Single(identity) => (identity.cluster, identity.id_key, identity.secret, identity.term),
+        Membership::Member(elector, identity) => {
+            (identity.cluster, identity.id_key, identity.secret, elector.number())
         }
     };
     Ok(ServiceConfig {
@@ -367,49 +376,49 @@ fn service_config(
         id_key: IdKey::new(id_key, secret),
         id_key_secret: IdKeySecret(secret),
         term,
-        shared: matches!(origin, Origin::Member(..)),
+        multi_master: matches!(membership, Membership::Member(..)),
         session_ttl: millis(config.session_ttl_ms),
         grpc_address: advertised.grpc,
         frame_address: advertised.frame,
-        placement: config.placement.0,
-        admission: config.offload_admission.0,
-        high_permille: config.high_permille,
-        low_permille: config.low_permille,
+        placement: config.placement,
+        admission: config.offload_admission,
+        eviction_high_watermark_permille: config.eviction_high_watermark_permille,
+        eviction_low_watermark_permille: config.eviction_low_watermark_permille,
         reservation: millis(config.reservation_ms),
-        reallocate_wait: millis(config.reallocate_wait_ms),
-        absence_max: millis(config.absence_max_ms),
+        reallocation_delay: millis(config.reallocation_delay_ms),
+        rejoin_window: millis(config.node_rejoin_window_ms),
         stripe_bytes_max: config.stripe_bytes_max,
         seed: random_u64()?,
     })
 }
 
-/// What the thread `doors` runs.
-struct Doors {
+/// Tasks of the thread `servers`.
+struct ServerTasks {
     config: ValidConfig,
     listeners: Listeners,
     service: Arc<Service>,
-    frame_door: Arc<FrameDoor>,
+    frame_server: Arc<FrameServer>,
     stopped: watch::Receiver<bool>,
 }
 
-impl Doors {
+impl ServerTasks {
     fn serve(self, runtime: Runtime) {
-        let Doors { config, listeners, service, frame_door, mut stopped } = self;
+        let ServerTasks { config, listeners, service, frame_server, mut stopped } = self;
         let (grpc_counters, admin_counters) =
-            (Arc::<DoorCounters>::default(), Arc::<DoorCounters>::default());
-        let doors = vec![
-            DoorMetrics { door: "frame", threads: frame_door.counters() },
-            DoorMetrics { door: "grpc", threads: vec![Arc::clone(&grpc_counters)] },
-            DoorMetrics { door: "admin", threads: vec![Arc::clone(&admin_counters)] },
+            (Arc::<ServerCounters>::default(), Arc::<ServerCounters>::default());
+        let servers = vec![
+            ServerMetrics { protocol: "frame", threads: frame_server.counters() },
+            ServerMetrics { protocol: "grpc", threads: vec![Arc::clone(&grpc_counters)] },
+            ServerMetrics { protocol: "admin", threads: vec![Arc::clone(&admin_counters)] },
         ];
-        let metrics = Metrics::new(Arc::clone(&service), doors);
-        let grpc_config = GrpcDoorConfig {
+        let metrics = Metrics::new(Arc::clone(&service), servers);
+        let grpc_config = GrpcServerConfig {
             connections_max: config.connections_max,
             inflight_per_connection_max: config.inflight_per_connection_max,
         };
         runtime.block_on(async move {
-            let frame = frame_door.accept(listeners.frame, stopped.clone());
-            let grpc = grpc_door::serve(
+            let frame = frame_server.accept(listeners.frame, stopped.clone());
+            let grpc = grpc_server::serve(
                 grpc_config,
                 listeners.grpc,
                 Arc::clone(&service),
@@ -418,7 +427,7 @@ impl Doors {
             );
             let admin = admin::serve(listeners.admin, service, metrics, admin_counters, stopped.clone());
             let (frame, grpc, admin) = (tokio::spawn(frame), tokio::spawn(grpc), tokio::spawn(admin));
-            // An error means that the server is gone, which is the end as well.
+            // An error means that the sender was dropped, which also means shutdown.
             let _ = stopped.wait_for(|&stop| stop).await;
             let all = async {
                 let _ = frame.await;
@@ -426,42 +435,44 @@ impl Doors {
                 log_end("admin", admin.await);
             };
             if tokio::time::timeout(GRACE, all).await.is_err() {
-                info!("some connections did not end in time");
+                info!("connections still open after the shutdown timeout");
             }
         });
-        // Tasks that are left are dropped at their next wait.
+        // Remaining tasks are dropped at their next await point.
         runtime.shutdown_timeout(GRACE);
     }
 }
 
-fn log_end<E: std::fmt::Display>(door: &str, end: Result<Result<(), E>, tokio::task::JoinError>) {
+fn log_end<E: std::fmt::Display>(protocol: &str, end: Result<Result<(), E>, tokio::task::JoinError>) {
     match end {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => error!(door, %error, "a door failed"),
-        Err(error) => error!(door, %error, "a door failed"),
+        Ok(Err(error)) => error!(protocol, %error, "server failed"),
+        Err(error) => error!(protocol, %error, "server failed"),
     }
 }
 
-/// Lets the service do what is due, until told to stop.
+/// Runs the periodic work of the service until shutdown.
 fn tick(service: &Service, stopped: &Receiver<()>) {
     let mut role = service.role();
     loop {
-        let begun = Instant::now();
+        let started = Instant::now();
         let wait = service.tick().clamp(TICK_MIN, TICK_MAX);
-        let took = begun.elapsed();
+        let took = started.elapsed();
         if took > TICK_SLOW {
-            warn!(took_ms = took.as_millis() as u64, "a tick took long");
+            warn!(took_ms = took.as_millis() as u64, "slow tick");
         }
         if service.role() != role {
             role = service.role();
             match role {
-                Role::Leader { term } => info!(term = term.get(), "master leads"),
+                Role::Leader { term } => info!(term = term.get(), "master is leader"),
                 Role::SteppedDown { seen } => {
-                    warn!(seen_term = seen.get(), "master steps down: a node knows a higher term");
+                    warn!(seen_term = seen.get(), "master stepped down: a node knows a higher term");
                 }
-                Role::Member { groups, confirmed: true, .. } => info!(groups, "master is confirmed"),
+                Role::Member { groups, confirmed: true, .. } => {
+                    info!(groups, "lease confirmed by the registry")
+                }
                 Role::Member { groups, confirmed: false, .. } => {
-                    warn!(groups, "master is not confirmed by the registry: removals are not certain");
+                    warn!(groups, "lease not confirmed by the registry; removals return Pending");
                 }
             }
         }

@@ -1,23 +1,23 @@
-//! [`Service`]: the one handler behind both doors.
+//! [`Service`]: handler of all calls, for both protocols.
 //!
-//! Owns the groups, the sessions of nodes and what is known of tenants; turns messages into commands of
-//! [`moontide_meta`] and effects into messages. Opens no socket and starts no thread: a call runs on the thread that
-//! read it, so that a lone caller waits for no hand-over, and as many threads as there are call at a time.
+//! Owns the groups, the sessions of nodes and the state of tenants; translates messages to calls of [`moontide_meta`]
+//! and effects to messages. Opens no socket and starts no thread: a call runs on the thread that received it, so that
+//! a single caller waits for no thread switch, and calls run on all threads in parallel.
 //!
-//! Each group stands behind a lock of its own and is used by one thread at a time. A batch is sorted by group first;
-//! a group is held for at most [`KEYS_PER_LOCK`] keys in a row.
+//! Each group has its own lock. A batch is sorted by group first; a group is locked for at most [`KEYS_PER_LOCK`]
+//! keys at a time.
 //!
-//! Locks, in the order in which they may be taken: `tenants`, one group, then one of the leaves (`sessions`, an
-//! outbox, `removals`). No group is locked while another one is.
+//! Lock order: `tenants`, one group, then one of the leaves (`sessions`, a command queue, `removals`). A thread never
+//! holds the locks of two groups.
 
-mod departures;
+mod admin;
 mod disks;
 mod hosting;
-mod hot;
+mod invalidations;
 mod jobs;
+mod node_session;
 mod nodes;
-mod operator;
-mod outbox;
+mod objects;
 mod remove;
 mod stats;
 
@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 use moontide_meta::{
-    Admission, Ask, Effect, Effects, GroupConfig, Now, PlacementKind, Quota, SessionConfig, Sessions,
+    Admission, Effect, Effects, GroupConfig, LookupKey, Now, PlacementKind, Quota, SessionConfig, Sessions,
 };
 use moontide_proto::PackedKeys;
 use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
@@ -37,157 +37,157 @@ use moontide_types::{Clock, ErrorCode, GroupId, IdKey, ObjectId, SessionId, Tena
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, mpsc};
 
-use crate::election::{Estates, Hosting, Proposal};
-use departures::Watchers;
-use hosting::{Held, Seat};
+use crate::election::{GroupAssignment, HandoffInbox, Proposal};
+use hosting::{GroupGuard, GroupSlot};
+use invalidations::Watchers;
 use jobs::Jobs;
-use outbox::NodeSession;
+use node_session::NodeSession;
 use remove::Removals;
 
-pub(crate) use hot::handle;
+pub use node_session::{SessionStream, StreamClosed};
 pub use nodes::NodeInfo;
-pub use outbox::{SessionStream, StreamOver};
-pub use stats::{MasterStats, ReadSums};
+pub(crate) use objects::handle;
+pub use stats::{MasterStats, ReadTotals};
 
-/// Keys for which a group is held in a row: some tens of microseconds, which is how long another thread may wait.
+/// Maximum number of keys per lock of a group: some tens of microseconds, for which other threads may wait.
 const KEYS_PER_LOCK: usize = 128;
 
-/// What the service must know.
+/// Configuration of the service.
 #[derive(Clone, Debug)]
 pub struct ServiceConfig {
-    /// Groups of the cluster.
+    /// Number of groups of the cluster.
     pub groups: NonZeroU16,
-    /// Number of the cluster.
+    /// Id of the cluster.
     pub cluster: u64,
-    /// The key of ids.
+    /// Key of the object ids.
     pub id_key: IdKey,
-    /// Its secret, for clients and nodes. Not shown when printed.
+    /// Secret of the id key, for clients and nodes. Its debug output contains no bytes.
     pub id_key_secret: IdKeySecret,
-    /// This master's number: the term of all groups, if it is alone.
+    /// Id of this master; for a single master it is also the term of all groups.
     pub term: Term,
-    /// Whether other masters host some of the groups.
-    pub shared: bool,
-    /// How long a node's session lasts without a heartbeat.
+    /// Whether the cluster has several masters.
+    pub multi_master: bool,
+    /// Time without a heartbeat after which the session of a node ends.
     pub session_ttl: Duration,
-    /// Where clients reach gRPC.
+    /// Address of the gRPC server for clients.
     pub grpc_address: String,
-    /// Where clients reach the framed protocol.
+    /// Address of the frame server for clients.
     pub frame_address: String,
-    /// Where new objects go.
+    /// Placement policy of new objects.
     pub placement: PlacementKind,
-    /// What is worth being written to a disk.
+    /// Admission policy of offloads.
     pub admission: Admission,
-    /// Eviction begins above this share, in thousandths.
-    pub high_permille: u16,
-    /// Eviction ends below this share, in thousandths.
-    pub low_permille: u16,
-    /// How long a writer has.
+    /// Usage above which eviction starts, in thousandths.
+    pub eviction_high_watermark_permille: u16,
+    /// Usage below which eviction stops, in thousandths.
+    pub eviction_low_watermark_permille: u16,
+    /// Time of a writer from PutStart to PutEnd.
     pub reservation: Duration,
-    /// How long nothing is given out in a segment of an earlier time.
-    pub reallocate_wait: Duration,
-    /// How long a node that went away may come back.
-    pub absence_max: Duration,
-    /// Longest stripe.
+    /// Time without allocations in a segment that an earlier master or session used.
+    pub reallocation_delay: Duration,
+    /// Time within which an absent node may rejoin with its records.
+    pub rejoin_window: Duration,
+    /// Longest stripe in bytes.
     pub stripe_bytes_max: u64,
-    /// Decides placements.
+    /// Seed of the random placement.
     pub seed: u64,
 }
 
 impl ServiceConfig {
-    /// One that serves nobody: for tests and benchmarks in one process.
+    /// Returns a configuration for tests and benchmarks in one process.
     pub fn for_tests() -> ServiceConfig {
-        let group = GroupConfig::new(GroupId(0), NonZeroU16::MIN, Term::new(1).expect("1 is a term"));
+        let group = GroupConfig::new(GroupId(0), NonZeroU16::MIN, Term::new(1).expect("term 1 is in range"));
         ServiceConfig {
             groups: group.groups,
             cluster: 1,
             id_key: IdKey::new(1, [7; 32]),
             id_key_secret: IdKeySecret([7; 32]),
             term: group.term,
-            shared: false,
+            multi_master: false,
             session_ttl: Duration::from_secs(10),
             grpc_address: "127.0.0.1:1".into(),
             frame_address: "127.0.0.1:2".into(),
             placement: group.placement,
             admission: group.admission,
-            high_permille: group.high_permille,
-            low_permille: group.low_permille,
+            eviction_high_watermark_permille: group.eviction_high_watermark_permille,
+            eviction_low_watermark_permille: group.eviction_low_watermark_permille,
             reservation: group.reservation,
-            reallocate_wait: group.reallocate_wait,
-            absence_max: group.absence_max,
+            reallocation_delay: group.reallocation_delay,
+            rejoin_window: group.rejoin_window,
             stripe_bytes_max: group.stripe_bytes_max,
             seed: 1,
         }
     }
 }
 
-/// Whether this master answers.
+/// Role of a master.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// It does.
+    /// A single master that serves.
     Leader {
-        /// Its term.
+        /// Term of all groups.
         term: Term,
     },
-    /// Somebody knows a higher term.
+    /// A single master that no longer serves, because a node knows a higher term.
     SteppedDown {
-        /// That term.
+        /// The higher term.
         seen: Term,
     },
     /// One of several masters.
     Member {
-        /// Its number.
+        /// Id of the master.
         number: Term,
-        /// How many groups it hosts.
+        /// Number of hosted groups.
         groups: usize,
-        /// Whether the registry has confirmed that they are its own.
+        /// Whether the registry lease is confirmed.
         confirmed: bool,
     },
 }
 
-/// A tenant, as the whole master knows it.
+/// State of a tenant.
 #[derive(Clone, Copy, Debug, Default)]
-struct TenantFacts {
+struct TenantInfo {
     generation: TenantGeneration,
-    /// Of the whole cluster; the groups have shares.
+    /// Quota in the whole cluster; the groups have shares of it.
     quota: Quota,
 }
 
-/// The handler.
+/// Handler of all calls.
 #[derive(Debug)]
 pub struct Service {
     config: ServiceConfig,
     clock: Arc<dyn ClockDebug>,
-    seats: Vec<Padded<Mutex<Seat>>>,
-    /// Units mounted per group, to spread segments.
+    group_slots: Vec<CachePadded<Mutex<GroupSlot>>>,
+    /// Mounted units per group, to distribute segments.
     group_units: Vec<AtomicU64>,
-    tenants: RwLock<HashMap<Box<str>, TenantFacts>>,
+    tenants: RwLock<HashMap<Box<str>, TenantInfo>>,
     sessions: Mutex<Sessions>,
     nodes: RwLock<HashMap<SessionId, Arc<NodeSession>>>,
     removals: Removals,
     watchers: Watchers,
     jobs: Mutex<Jobs>,
-    /// The highest foreign term that was seen above ours; 0 while we lead.
+    /// Highest known term above the own term; 0 while this master serves.
     stepped_down: AtomicU32,
-    /// Groups of which nodes know a higher term, where there are several masters.
-    ousted: Mutex<Vec<(GroupId, Term)>>,
-    ousted_news: Notify,
-    /// What other masters have handed to us.
-    pub(crate) estates: Estates,
-    /// Where changes go that all masters must agree on.
+    /// Groups for which nodes know a higher term, in a cluster with several masters.
+    superseded: Mutex<Vec<(GroupId, Term)>>,
+    superseded_notify: Notify,
+    /// Handoffs received from other masters.
+    pub(crate) handoffs: HandoffInbox,
+    /// Channel to the elector for changes of the cluster state.
     proposals: OnceLock<mpsc::Sender<Proposal>>,
-    /// The highest term in which a group is or was hosted here.
+    /// Highest term in which this master hosts or hosted a group.
     newest_term: AtomicU32,
-    /// Until when the registry has confirmed our lease, in nanoseconds of the clock.
+    /// Time until which the registry lease is confirmed, in nanoseconds of the clock.
     confirmed_until: AtomicU64,
-    /// Which master hosts which group, as far as we know.
+    /// Last known group map.
     map: RwLock<v1::GroupMap>,
-    /// Counters of sessions that have ended.
-    past_reads: Mutex<stats::Reads>,
-    /// When quotas were split last, in nanoseconds of the clock.
+    /// Read counters of ended sessions.
+    past_reads: Mutex<stats::NodeReads>,
+    /// Time of the last split of quotas, in nanoseconds of the clock.
     quotas_split: AtomicU64,
 }
 
-/// A clock that can stand in a struct with `Debug`.
+/// Clock with `Debug`.
 trait ClockDebug: Clock + std::fmt::Debug {}
 #[derive(Clone)]
 struct AnyClock(Arc<dyn Clock>);
@@ -206,24 +206,24 @@ impl Clock for AnyClock {
 }
 impl ClockDebug for AnyClock {}
 
-/// A lock with cache lines of its own: two cores at two groups do not slow each other down.
+/// Value in separate cache lines: avoids false sharing between locks of groups.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Padded<T>(T);
+struct CachePadded<T>(T);
 
-/// A request that was understood: its tenant, and what the answer's context will say.
-struct Caller<'a> {
+/// Context of a valid request, and the generation of its tenant.
+struct CallContext<'a> {
     context: RequestContext<'a>,
     generation: TenantGeneration,
 }
 
 impl Service {
-    /// A master of all groups, or, where there are several masters, of none yet; without nodes.
+    /// Creates a master without nodes. A single master hosts all groups, one of several masters none yet.
     pub fn new(config: ServiceConfig, clock: Arc<dyn Clock>) -> Arc<Service> {
         let sessions = Sessions::new(SessionConfig { ttl: config.session_ttl }, config.term);
         let groups = config.groups.get();
-        let alone = v1::GroupMap {
-            // Rises with every start, as the term does.
+        let single = v1::GroupMap {
+            // Increases with every start, as the term does.
             version: config.term.get().into(),
             groups: groups.into(),
             masters: vec![v1::MasterEntry {
@@ -233,11 +233,11 @@ impl Service {
                 groups: (0..u32::from(groups)).collect(),
                 terms: vec![config.term.get(); groups.into()],
             }],
-            alone: true,
+            single_master: true,
         };
-        let shared = v1::GroupMap { version: 0, groups: groups.into(), masters: vec![], alone: false };
+        let empty = v1::GroupMap { version: 0, groups: groups.into(), masters: vec![], single_master: false };
         let service = Service {
-            seats: (0..groups).map(|_| Padded(Mutex::default())).collect(),
+            group_slots: (0..groups).map(|_| CachePadded(Mutex::default())).collect(),
             group_units: (0..groups).map(|_| AtomicU64::new(0)).collect(),
             clock: Arc::new(AnyClock(clock)),
             tenants: RwLock::default(),
@@ -247,45 +247,47 @@ impl Service {
             watchers: Watchers::new(groups.into()),
             jobs: Mutex::default(),
             stepped_down: AtomicU32::new(0),
-            ousted: Mutex::default(),
+            superseded: Mutex::default(),
             newest_term: AtomicU32::new(0),
-            ousted_news: Notify::new(),
-            estates: Estates::default(),
+            superseded_notify: Notify::new(),
+            handoffs: HandoffInbox::default(),
             proposals: OnceLock::new(),
             confirmed_until: AtomicU64::new(0),
-            map: RwLock::new(if config.shared { shared } else { alone }),
+            map: RwLock::new(if config.multi_master { empty } else { single }),
             past_reads: Mutex::default(),
             quotas_split: AtomicU64::new(0),
             config,
         };
-        if !service.config.shared {
+        if !service.config.multi_master {
             let term = service.config.term;
-            let previous = Term::new(term.get().saturating_sub(1)).expect("less than a term is one");
-            let hosting = |group| Hosting { group: GroupId(group), term, previous, witnessed: false };
-            (0..groups).for_each(|group| service.host(hosting(group), None));
+            let previous = Term::new(term.get().saturating_sub(1)).expect("a smaller number is a term");
+            let assignment =
+                |group| GroupAssignment { group: GroupId(group), term, previous, saw_predecessor: false };
+            (0..groups).for_each(|group| service.host(assignment(group), None));
         }
         Arc::new(service)
     }
 
-    /// Whether this master answers.
+    /// Returns the role of this master.
     pub fn role(&self) -> Role {
-        if self.config.shared {
+        if self.config.multi_master {
             let (groups, confirmed) = (self.hosted_count(), !self.is_unconfirmed());
             return Role::Member { number: self.config.term, groups, confirmed };
         }
-        // Relaxed: the number stands for itself.
+        // Relaxed: no other data depends on the number.
         match self.stepped_down.load(Ordering::Relaxed) {
             0 => Role::Leader { term: self.config.term },
             seen => Role::SteppedDown { seen: Term::new(seen).unwrap_or(Term::MAX) },
         }
     }
 
-    /// This master's number: the term of all groups, if it is alone.
+    /// Returns the id of this master; for a single master it is also the term of all groups.
     pub fn term(&self) -> Term {
         self.config.term
     }
 
-    /// Whether it has a node to give space on. Lookups are answered before that, too.
+    /// Returns whether this master hosts groups and at least one node is registered. Lookups are served before that,
+    /// too.
     pub fn is_ready(&self) -> bool {
         let serves = match self.role() {
             Role::Leader { .. } => true,
@@ -295,26 +297,26 @@ impl Service {
         serves && !self.nodes.read().is_empty()
     }
 
-    /// Where changes go that all masters must agree on.
+    /// Sets the channel for changes of the cluster state.
     pub(crate) fn set_proposals(&self, proposals: mpsc::Sender<Proposal>) {
-        assert!(self.proposals.set(proposals).is_ok(), "it is set once, at the start");
+        assert!(self.proposals.set(proposals).is_ok(), "set once, at the start");
     }
 
     fn now(&self) -> Now {
         Now { mono: self.clock.now(), unix: self.clock.unix() }
     }
 
-    /// Understands who asks, or says why the call as a whole fails.
-    fn caller<'a>(&self, context: RequestContext<'a>) -> Result<Caller<'a>, ErrorCode> {
-        // A client that believes in a higher term is asked to look again; only nodes, which obey terms, end a master's.
+    /// Checks the context of a request. Fails with the code for the whole call.
+    fn caller<'a>(&self, context: RequestContext<'a>) -> Result<CallContext<'a>, ErrorCode> {
+        // A client with a higher term must refresh its map. Only nodes, which enforce terms, make a master step down.
         if context.term > self.newest_term() || self.stepped_down.load(Ordering::Relaxed) != 0 {
             return Err(ErrorCode::WrongMaster);
         }
-        let generation = self.tenant_facts(context.tenant).generation;
-        Ok(Caller { context, generation })
+        let generation = self.tenant_info(context.tenant).generation;
+        Ok(CallContext { context, generation })
     }
 
-    fn tenant_facts(&self, tenant: Tenant<'_>) -> TenantFacts {
+    fn tenant_info(&self, tenant: Tenant<'_>) -> TenantInfo {
         self.tenants.read().get(tenant.as_str()).copied().unwrap_or_default()
     }
 
@@ -322,24 +324,24 @@ impl Service {
         self.stepped_down.fetch_max(seen.get(), Ordering::Relaxed);
     }
 
-    /// The highest term that is our own. What is higher was given to somebody else.
+    /// Returns the highest term of this master. Higher terms belong to other masters.
     pub(crate) fn newest_term(&self) -> Term {
         let hosted = self.newest_term.load(Ordering::Relaxed);
-        self.config.term.max(Term::new(hosted).expect("it was one"))
+        self.config.term.max(Term::new(hosted).expect("stored from a term"))
     }
 
-    /// Somebody knows this term. A master that is alone has been replaced if it is higher; one of several cannot tell: it
-    /// may be that of another group.
-    fn hears_of(&self, seen: Term) -> Result<(), ErrorCode> {
-        if self.config.shared || seen <= self.config.term {
+    /// Handles a term that a node knows. A single master steps down if it is higher than its own. One of several
+    /// masters cannot decide: the term may be that of another group.
+    fn observe_term(&self, seen: Term) -> Result<(), ErrorCode> {
+        if self.config.multi_master || seen <= self.config.term {
             return Ok(());
         }
         self.step_down(seen);
         Err(ErrorCode::WrongMaster)
     }
 
-    /// The context of an answer.
-    fn context(&self, caller: Option<&Caller<'_>>) -> v1::ResponseContext {
+    /// Creates the context of a response.
+    fn context(&self, caller: Option<&CallContext<'_>>) -> v1::ResponseContext {
         v1::ResponseContext {
             map_version: self.map_version().0,
             term: self.config.term.get(),
@@ -350,7 +352,7 @@ impl Service {
         }
     }
 
-    /// The context of an answer that says only why there is none.
+    /// Creates the context of a response that contains only an error code.
     fn refusal(&self, code: ErrorCode) -> v1::ResponseContext {
         let retry_after_ms = match code {
             ErrorCode::Busy | ErrorCode::Retry | ErrorCode::NoSpace => RETRY_AFTER_MS,
@@ -365,33 +367,34 @@ impl Service {
     }
 
     /// Computes ids and sorts keys by group.
-    fn sort<'a>(&self, caller: &Caller<'_>, keys: PackedKeys<'a>) -> Sorted<'a> {
+    fn sort<'a>(&self, caller: &CallContext<'_>, keys: PackedKeys<'a>) -> KeysByGroup<'a> {
         let mut ids = Vec::with_capacity(keys.len());
         self.config.id_key.object_ids(caller.context.tenant, caller.generation, keys.iter(), &mut ids);
-        let asks = keys.iter().zip(ids).map(|(key, id)| Ask { id, key });
-        Sorted::new(self.seats.len(), self.config.groups, asks)
+        let lookups = keys.iter().zip(ids).map(|(key, id)| LookupKey { id, key });
+        KeysByGroup::new(self.group_slots.len(), self.config.groups, lookups)
     }
 
-    /// Sees to what a command asked for. Called under the group's lock, so that orders to one slot keep their order.
-    fn deliver(&self, group: &Held<'_>, effects: &mut Effects) {
+    /// Executes the effects of a call. Called under the lock of the group, so that commands for one slot keep their
+    /// order.
+    fn deliver(&self, group: &GroupGuard<'_>, effects: &mut Effects) {
         if effects.is_empty() {
             return;
         }
         let mut last: Option<Arc<NodeSession>> = None;
         for effect in effects.drain(..) {
             match effect {
-                Effect::Order { session, order } => {
+                Effect::Command { session, command } => {
                     if last.as_ref().is_none_or(|node| node.session() != session) {
                         last = self.nodes.read().get(&session).cloned();
                     }
                     if let Some(node) = &last {
-                        node.order(group.index, group.term(), order);
+                        node.enqueue(group.index, group.term(), command);
                     }
                 }
                 Effect::Removed { waiter, code } => self.removals.finish(waiter, code),
-                Effect::StepDown { seen } if self.config.shared => {
-                    self.ousted.lock().push((GroupId(group.index as u16), seen)); // ≤ GROUPS_MAX
-                    self.ousted_news.notify_one();
+                Effect::StepDown { seen } if self.config.multi_master => {
+                    self.superseded.lock().push((GroupId(group.index as u16), seen)); // ≤ GROUPS_MAX
+                    self.superseded_notify.notify_one();
                 }
                 Effect::StepDown { seen } => self.step_down(seen),
             }
@@ -399,34 +402,38 @@ impl Service {
     }
 }
 
-/// When another attempt makes sense: eviction and reclaim take about that long.
+/// Retry delay in responses: eviction and reclaim take about that long.
 const RETRY_AFTER_MS: u32 = 20;
 
-/// Keys of a batch, sorted by group. Positions say where a key stood in the request.
-struct Sorted<'a> {
-    asks: Vec<Ask<'a>>,
+/// Keys of a batch, sorted by group, with their positions in the request.
+struct KeysByGroup<'a> {
+    lookups: Vec<LookupKey<'a>>,
     positions: Vec<u32>,
-    /// (group, end in `asks`), ascending; groups without keys are left out.
+    /// (group, end in `lookups`), ascending; groups without keys are omitted.
     ends: Vec<(usize, usize)>,
 }
 
-impl<'a> Sorted<'a> {
-    fn new(groups: usize, count: NonZeroU16, asks: impl ExactSizeIterator<Item = Ask<'a>>) -> Sorted<'a> {
-        if asks.len() == 1 || groups == 1 {
-            let asks: Vec<Ask<'a>> = asks.collect();
-            let group = asks.first().map_or(0, |ask| ask.id.group(count).0.into());
-            let positions = (0..asks.len() as u32).collect();
-            let ends = if asks.is_empty() { vec![] } else { vec![(group, asks.len())] };
-            return Sorted { asks, positions, ends };
+impl<'a> KeysByGroup<'a> {
+    fn new(
+        groups: usize,
+        count: NonZeroU16,
+        lookups: impl ExactSizeIterator<Item = LookupKey<'a>>,
+    ) -> KeysByGroup<'a> {
+        if lookups.len() == 1 || groups == 1 {
+            let lookups: Vec<LookupKey<'a>> = lookups.collect();
+            let group = lookups.first().map_or(0, |lookup| lookup.id.group(count).0.into());
+            let positions = (0..lookups.len() as u32).collect();
+            let ends = if lookups.is_empty() { vec![] } else { vec![(group, lookups.len())] };
+            return KeysByGroup { lookups, positions, ends };
         }
         // Counting sort: batches have up to 4,096 keys, clusters up to 4,096 groups.
-        let asks: Vec<Ask<'a>> = asks.collect();
-        let of: Vec<u16> = asks.iter().map(|ask| ask.id.group(count).0).collect();
+        let lookups: Vec<LookupKey<'a>> = lookups.collect();
+        let of: Vec<u16> = lookups.iter().map(|lookup| lookup.id.group(count).0).collect();
         let mut starts = vec![0u32; groups + 1];
         for &group in &of {
             starts[usize::from(group) + 1] += 1;
         }
-        let mut ends = Vec::with_capacity(groups.min(asks.len()));
+        let mut ends = Vec::with_capacity(groups.min(lookups.len()));
         for group in 0..groups {
             let here = starts[group + 1];
             starts[group + 1] += starts[group];
@@ -434,39 +441,39 @@ impl<'a> Sorted<'a> {
                 ends.push((group, starts[group + 1] as usize));
             }
         }
-        let mut positions = vec![0u32; asks.len()];
+        let mut positions = vec![0u32; lookups.len()];
         for (position, &group) in (0u32..).zip(&of) {
             let next = &mut starts[usize::from(group)];
             positions[*next as usize] = position;
             *next += 1;
         }
-        let asks = positions.iter().map(|&position| asks[position as usize]).collect();
-        Sorted { asks, positions, ends }
+        let lookups = positions.iter().map(|&position| lookups[position as usize]).collect();
+        KeysByGroup { lookups, positions, ends }
     }
 
-    /// Parts of one group each and of at most [`KEYS_PER_LOCK`] keys: group, keys, and where they stood.
-    fn parts(&self) -> impl Iterator<Item = (usize, &[Ask<'a>], &[u32])> {
+    /// Iterates over parts of at most [`KEYS_PER_LOCK`] keys of one group: group, keys, positions in the request.
+    fn parts(&self) -> impl Iterator<Item = (usize, &[LookupKey<'a>], &[u32])> {
         let mut start = 0;
         self.ends.iter().flat_map(move |&(group, end)| {
             let range = start..end;
             start = end;
-            let asks = self.asks[range.clone()].chunks(KEYS_PER_LOCK);
-            asks.zip(self.positions[range].chunks(KEYS_PER_LOCK)).map(move |(a, p)| (group, a, p))
+            let keys = self.lookups[range.clone()].chunks(KEYS_PER_LOCK);
+            keys.zip(self.positions[range].chunks(KEYS_PER_LOCK)).map(move |(a, p)| (group, a, p))
         })
     }
 }
 
-/// Why a message was refused, as the code of the whole answer.
+/// Converts the error of a message to the code of the whole response.
 fn refused(error: ConvertError) -> ErrorCode {
     error.code()
 }
 
-/// Packed outcomes, filled in any order.
-struct Codes(Vec<u8>);
+/// Packed outcomes, set in any order.
+struct OutcomeCodes(Vec<u8>);
 
-impl Codes {
-    fn new(len: usize) -> Codes {
-        Codes(vec![0; 2 * len])
+impl OutcomeCodes {
+    fn new(len: usize) -> OutcomeCodes {
+        OutcomeCodes(vec![0; 2 * len])
     }
 
     fn set(&mut self, at: usize, code: Option<ErrorCode>) {
@@ -481,28 +488,28 @@ mod tests {
     use moontide_types::Key;
 
     #[test]
-    fn a_batch_is_sorted_by_group_and_keeps_its_positions() {
+    fn keys_by_group_preserves_positions() {
         let keys: Vec<[u8; 2]> = (0u16..1000).map(|n| n.to_le_bytes()).collect();
         for groups in [1u16, 3, 16, 4096] {
             let count = NonZeroU16::new(groups).unwrap();
-            let asks = keys.iter().map(|key| {
+            let lookups = keys.iter().map(|key| {
                 let mut id = [0; 16];
                 id[..2].copy_from_slice(key);
                 id[9] = 77;
-                Ask { id: ObjectId(id), key: Key::new(key).unwrap() }
+                LookupKey { id: ObjectId(id), key: Key::new(key).unwrap() }
             });
-            let sorted = Sorted::new(groups.into(), count, asks);
+            let sorted = KeysByGroup::new(groups.into(), count, lookups);
             let mut seen = vec![false; keys.len()];
-            for (group, asks, positions) in sorted.parts() {
-                assert!(asks.len() <= KEYS_PER_LOCK && asks.len() == positions.len());
-                for (ask, &position) in asks.iter().zip(positions) {
-                    assert_eq!(usize::from(ask.id.group(count).0), group);
-                    assert_eq!(ask.key.as_bytes(), keys[position as usize]);
+            for (group, lookups, positions) in sorted.parts() {
+                assert!(lookups.len() <= KEYS_PER_LOCK && lookups.len() == positions.len());
+                for (lookup, &position) in lookups.iter().zip(positions) {
+                    assert_eq!(usize::from(lookup.id.group(count).0), group);
+                    assert_eq!(lookup.key.as_bytes(), keys[position as usize]);
                     assert!(!std::mem::replace(&mut seen[position as usize], true));
                 }
             }
             assert!(seen.into_iter().all(|seen| seen), "{groups} groups");
         }
-        assert_eq!(Sorted::new(4, NonZeroU16::new(4).unwrap(), [].into_iter()).parts().count(), 0);
+        assert_eq!(KeysByGroup::new(4, NonZeroU16::new(4).unwrap(), [].into_iter()).parts().count(), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Callers that break the rules at the framed door: each is told, and none of them takes more than its seat.
+//! Invalid clients of the frame server: each gets an error frame, and none uses more than its limits.
 
 mod support;
 
@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use moontide_master::{MasterConfig, Server};
 use moontide_proto::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, ProtocolVersions, v1};
 use moontide_types::ErrorCode;
-use moontide_types::bounds::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
 use prost::Message;
 use support::*;
 
-/// A header with some bytes changed and the CRC made right again.
+/// Returns a header with changed bytes and a recomputed CRC.
 fn forged(header: FrameHeader, change: impl FnOnce(&mut [u8])) -> [u8; FRAME_HEADER_BYTES] {
     let mut bytes = header.encode();
     change(&mut bytes);
@@ -23,7 +23,7 @@ fn forged(header: FrameHeader, change: impl FnOnce(&mut [u8])) -> [u8; FRAME_HEA
 }
 
 #[test]
-fn wrong_headers_are_told_and_end_the_connection() {
+fn invalid_header_gets_error_frame_and_closes_connection() {
     let server = start();
     let exist = FrameHeader::new(FrameKind::Exist, 9);
     let body_len = |len: u32| forged(exist, |bytes| bytes[16..20].copy_from_slice(&len.to_le_bytes()));
@@ -31,7 +31,7 @@ fn wrong_headers_are_told_and_end_the_connection() {
         ("a body of 16 MiB and one byte", body_len(REQUEST_BYTES_MAX as u32 + 1), ErrorCode::TooLarge, 9),
         ("a body of 4 GiB", body_len(u32::MAX), ErrorCode::TooLarge, 9),
         ("an unknown kind", forged(exist, |bytes| bytes[6] = 200), ErrorCode::Unsupported, 9),
-        ("no deadline", forged(exist, |bytes| bytes[20..24].fill(0)), ErrorCode::InvalidArgument, 9),
+        ("no timeout", forged(exist, |bytes| bytes[20..24].fill(0)), ErrorCode::InvalidArgument, 9),
         ("another version", forged(exist, |bytes| bytes[4] = 2), ErrorCode::Unsupported, 0),
         (
             "another protocol",
@@ -41,7 +41,7 @@ fn wrong_headers_are_told_and_end_the_connection() {
             ErrorCode::InvalidArgument,
             0,
         ),
-        ("an answer", FrameHeader::new(FrameKind::ExistReply, 9).encode(), ErrorCode::Unsupported, 9),
+        ("a reply", FrameHeader::new(FrameKind::ExistReply, 9).encode(), ErrorCode::Unsupported, 9),
         (
             "a second Hello",
             {
@@ -65,7 +65,7 @@ fn wrong_headers_are_told_and_end_the_connection() {
     for (what, header, code, request) in cases {
         let mut caller = FrameCaller::connect(server.addresses().frame);
         caller.socket.write_all(&header).unwrap();
-        // So that a second Hello is complete; the others have been judged by then.
+        // Completes the second Hello; the other headers are rejected before.
         let _ = caller.socket.write_all(&[0; 96]);
         let reply = caller.read().unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!((reply.header.kind, reply.header.status), (FrameKind::Error, Some(code)), "{what}");
@@ -82,7 +82,7 @@ fn wrong_headers_are_told_and_end_the_connection() {
 }
 
 #[test]
-fn wrong_bodies_are_told_and_the_connection_goes_on() {
+fn invalid_body_gets_error_frame_and_connection_continues() {
     let server = start();
     let mut caller = FrameCaller::connect(server.addresses().frame);
     let many = BATCH_KEYS_MAX as u32 + 1;
@@ -115,7 +115,7 @@ fn wrong_bodies_are_told_and_the_connection_goes_on() {
             assert_eq!(reply.header.status, Some(ErrorCode::InvalidArgument));
         }
     }
-    // Nothing at all is a message without a context.
+    // An empty body is a message without a context.
     caller.socket.write_all(&frame(FrameKind::Exist, 6, 1_000, b"")).unwrap();
     assert_eq!(caller.read().unwrap().header.status, Some(ErrorCode::InvalidArgument));
     let reply = caller.call(FrameKind::Exist, &exist(&["a"]));
@@ -127,7 +127,7 @@ fn wrong_bodies_are_told_and_the_connection_goes_on() {
 }
 
 #[test]
-fn truncated_frames_end_with_their_connection() {
+fn truncated_frame_closes_connection_without_reply() {
     let server = start();
     let whole = frame(FrameKind::Exist, 1, 5_000, &exist(&["a"]).encode_to_vec());
     for cut in [1, 63, 64, 65, whole.len() - 1] {
@@ -136,13 +136,13 @@ fn truncated_frames_end_with_their_connection() {
         caller.socket.shutdown(Shutdown::Write).unwrap();
         assert!(caller.read().is_err(), "{cut} bytes are no request");
     }
-    // Byte by byte is slow, but it is a request.
+    // A request that arrives byte by byte is valid.
     let mut caller = FrameCaller::connect(server.addresses().frame);
     for byte in &whole {
         caller.socket.write_all(&[*byte]).unwrap();
     }
     assert_eq!(caller.read().unwrap().header.kind, FrameKind::ExistReply);
-    // A caller that says no more still gets its answers.
+    // A caller that has closed its sending side still gets its replies.
     caller.socket.write_all(&[&whole[..], &whole[..]].concat()).unwrap();
     caller.socket.shutdown(Shutdown::Write).unwrap();
     assert_eq!(caller.read().unwrap().header.kind, FrameKind::ExistReply);
@@ -151,24 +151,24 @@ fn truncated_frames_end_with_their_connection() {
 }
 
 #[test]
-fn a_connection_begins_with_hello_in_a_common_version() {
+fn first_frame_must_be_hello_with_supported_version() {
     let server = start();
-    let mut caller = FrameCaller::connect_silently(server.addresses().frame);
+    let mut caller = FrameCaller::connect_without_hello(server.addresses().frame);
     let reply = caller.call(FrameKind::Exist, &exist(&["a"]));
     assert_eq!(reply.header.status, Some(ErrorCode::InvalidArgument));
     assert!(caller.is_closed());
-    let mut caller = FrameCaller::connect_silently(server.addresses().frame);
+    let mut caller = FrameCaller::connect_without_hello(server.addresses().frame);
     let reply = caller.hello(ProtocolVersions { min: 7, max: 9 }).unwrap();
     assert_eq!((reply.header.kind, reply.header.status), (FrameKind::Error, Some(ErrorCode::Unsupported)));
     assert!(caller.is_closed());
-    let mut caller = FrameCaller::connect_silently(server.addresses().frame);
+    let mut caller = FrameCaller::connect_without_hello(server.addresses().frame);
     let reply = caller.hello(ProtocolVersions { min: 1, max: 9 }).unwrap();
     let hello = moontide_proto::Hello::decode_body(&reply.body).unwrap();
     assert_eq!((hello.versions, hello.inflight_max), (ProtocolVersions { min: 1, max: 1 }, 64));
 }
 
 #[test]
-fn what_comes_after_its_deadline_is_not_done() {
+fn request_completed_after_deadline_is_rejected() {
     let server = start();
     let mut caller = FrameCaller::connect(server.addresses().frame);
     let late = frame(FrameKind::Exist, 3, 50, &exist(&["a"]).encode_to_vec());
@@ -178,43 +178,43 @@ fn what_comes_after_its_deadline_is_not_done() {
     let reply = caller.read().unwrap();
     assert_eq!((reply.header.status, reply.header.request), (Some(ErrorCode::DeadlineExceeded), 3));
     let reply = caller.call(FrameKind::Exist, &exist(&["a"]));
-    assert_eq!(reply.header.status, None, "the next one has a time of its own");
+    assert_eq!(reply.header.status, None, "the next request has its own timeout");
 }
 
 #[test]
-fn connections_beyond_the_bound_are_told_and_closed() {
+fn connection_over_limit_gets_error_frame() {
     let server = Server::start(MasterConfig { connections_max: 2, ..config() }).unwrap();
     let first = FrameCaller::connect(server.addresses().frame);
     let mut second = FrameCaller::connect(server.addresses().frame);
-    let mut third = FrameCaller::connect_silently(server.addresses().frame);
+    let mut third = FrameCaller::connect_without_hello(server.addresses().frame);
     let reply = third.hello(ProtocolVersions::CURRENT).unwrap();
     assert_eq!((reply.header.kind, reply.header.status), (FrameKind::Error, Some(ErrorCode::Busy)));
     assert!(third.is_closed());
     assert_eq!(second.call(FrameKind::Exist, &exist(&["a"])).header.status, None);
     drop(first);
-    eventually("a seat is free", || {
-        let mut caller = FrameCaller::connect_silently(server.addresses().frame);
+    eventually("a connection permit is free", || {
+        let mut caller = FrameCaller::connect_without_hello(server.addresses().frame);
         caller.hello(ProtocolVersions::CURRENT).is_ok_and(|reply| reply.header.kind == FrameKind::HelloAck)
     });
 }
 
 #[test]
-fn a_frame_that_never_ends_is_given_up() {
+fn incomplete_frame_times_out_and_idle_connection_does_not() {
     let server = start();
     let whole = frame(FrameKind::Exist, 1, 60_000, &exist(&["a"]).encode_to_vec());
-    // One says nothing, one begins a Hello, one a header, one a body, and one drips.
-    let silent = FrameCaller::connect_silently(server.addresses().frame);
-    let mut half_hello = FrameCaller::connect_silently(server.addresses().frame);
+    // Five clients: silent, partial Hello, partial header, partial body, and one that sends byte by byte.
+    let silent = FrameCaller::connect_without_hello(server.addresses().frame);
+    let mut half_hello = FrameCaller::connect_without_hello(server.addresses().frame);
     half_hello.socket.write_all(&hello(ProtocolVersions::CURRENT, 1)[..50]).unwrap();
     let mut half_header = FrameCaller::connect(server.addresses().frame);
     half_header.socket.write_all(&whole[..10]).unwrap();
     let mut half_body = FrameCaller::connect(server.addresses().frame);
     half_body.socket.write_all(&whole[..70]).unwrap();
     let drip = FrameCaller::connect(server.addresses().frame);
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut slow = drip.socket.try_clone().unwrap();
     let dripping = std::thread::spawn(move || {
-        // A header's bytes, two in a second: the whole would take half a minute.
+        // Two bytes of a header per second: the whole header would take half a minute.
         for byte in &whole[..40] {
             if slow.write_all(&[*byte]).is_err() {
                 return;
@@ -231,9 +231,13 @@ fn a_frame_that_never_ends_is_given_up() {
         ("drip", drip),
     ] {
         assert!(caller.is_closed(), "{what}");
-        let waited = begun.elapsed();
+        let waited = started.elapsed();
         assert!((Duration::from_secs(9)..Duration::from_secs(15)).contains(&waited), "{what}: {waited:?}");
     }
     dripping.join().unwrap();
-    assert_eq!(idle.call(FrameKind::Exist, &exist(&["a"])).header.status, None, "idle callers are welcome");
+    assert_eq!(
+        idle.call(FrameKind::Exist, &exist(&["a"])).header.status,
+        None,
+        "idle connections are allowed"
+    );
 }

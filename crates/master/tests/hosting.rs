@@ -1,4 +1,4 @@
-//! Which groups a master answers for: those that it was given, until they are somebody else's.
+//! Hosted groups: a master serves only the groups that it owns.
 
 mod support;
 
@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use moontide_master::election::{
-    Document, Hosting, Identity, MasterAddresses, MemoryRegistry, Registry, RegistryError, Snapshot, Token,
+    ClusterIdentity, ClusterState, DocumentVersion, GroupAssignment, MasterAddresses, MemoryRegistry,
+    Registry, RegistryError, Snapshot,
 };
 use moontide_master::{MasterConfig, Role, Server, Service, ServiceConfig};
 use moontide_types::{ErrorCode, GroupId, SystemClock, Term};
@@ -22,76 +23,80 @@ fn term(number: u32) -> Term {
     Term::new(number).unwrap()
 }
 
-/// What a writer is told.
-fn asked(service: &Service) -> ErrorCode {
-    let answer = service.put_start(&put_start(&["key"], 100));
-    let code = object_codes(&answer.objects)[0];
-    ErrorCode::try_from(u32::from(code)).expect("there is no node to write to")
+/// Returns the code of a PutStart.
+fn put_start_code(service: &Service) -> ErrorCode {
+    let response = service.put_start(&put_start(&["key"], 100));
+    let code = object_codes(&response.objects)[0];
+    ErrorCode::try_from(u32::from(code)).expect("it fails, because there is no node")
 }
 
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(5);
-    while !is_so() {
-        assert!(Instant::now() < end, "{what}: not in time");
+    while !holds() {
+        assert!(Instant::now() < end, "timeout waiting for: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
 fn member(registry: Arc<dyn Registry>) -> Server {
-    let config = MasterConfig { lease_ms: LEASE.as_millis() as u32, ..config() };
+    let config = MasterConfig { registry_lease_ms: LEASE.as_millis() as u32, ..config() };
     Server::start_at(config, Some(registry)).unwrap()
 }
 
 #[test]
-fn a_group_is_answered_for_while_it_is_hosted_and_not_frozen() {
-    let config = ServiceConfig { shared: true, groups: NonZeroU16::MIN, ..ServiceConfig::for_tests() };
+fn group_is_served_only_while_hosted_and_not_handing_off() {
+    let config = ServiceConfig { multi_master: true, groups: NonZeroU16::MIN, ..ServiceConfig::for_tests() };
     let service = Service::new(config, Arc::new(SystemClock));
-    assert_eq!(asked(&service), ErrorCode::WrongMaster, "it was given nothing");
+    assert_eq!(put_start_code(&service), ErrorCode::WrongMaster, "no group is hosted");
     let group = GroupId(0);
-    service.host(Hosting { group, term: term(5), previous: term(4), witnessed: false }, None);
-    assert_eq!(asked(&service), ErrorCode::NoSpace);
-    assert!(service.freeze(group).is_some());
-    assert_eq!(asked(&service), ErrorCode::Retry, "what is put now would not be inherited");
-    service.thaw(group);
-    assert_eq!(asked(&service), ErrorCode::NoSpace);
-    service.lose(group);
-    assert_eq!(asked(&service), ErrorCode::WrongMaster);
+    service.host(GroupAssignment { group, term: term(5), previous: term(4), saw_predecessor: false }, None);
+    assert_eq!(put_start_code(&service), ErrorCode::NoSpace);
+    assert!(service.begin_handoff(group).is_some());
+    assert_eq!(put_start_code(&service), ErrorCode::Retry, "a put after the export would be lost");
+    service.cancel_handoff(group);
+    assert_eq!(put_start_code(&service), ErrorCode::NoSpace);
+    service.release_group(group);
+    assert_eq!(put_start_code(&service), ErrorCode::WrongMaster);
     assert_eq!(service.hosted_count(), 0);
 }
 
 #[test]
-fn who_is_no_member_any_more_lets_go_of_everything() {
+fn master_that_lost_membership_releases_all_groups() {
     let registry = MemoryRegistry::default();
-    // It may not come back as somebody new: the other one would share with it before anybody has looked.
-    let first = member(Arc::new(Hampered { joins: AtomicU32::new(1), ..Hampered::of(&registry) }));
-    until("the first has all groups", || first.service().hosted_count() == 4);
+    // The first master cannot join again: otherwise the second would hand off groups to it before the check.
+    let first =
+        member(Arc::new(FaultyRegistry { joins: AtomicU32::new(1), ..FaultyRegistry::of(&registry) }));
+    wait_until("the first has all groups", || first.service().hosted_count() == 4);
     let second = member(Arc::new(registry.clone()));
-    // As if its lease had ended: it was stopped, or cut off, for longer than that.
+    // As after the expiry of its lease, when the master was stopped or partitioned for longer than the lease.
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(registry.remove(first.term())).unwrap();
     let hosted = || (first.service().hosted_count(), second.service().hosted_count());
-    until("the second has all groups, and the first none", || hosted() == (0, 4));
+    wait_until("the second has all groups, and the first none", || hosted() == (0, 4));
 }
 
-/// A registry that does not do all that it is asked, or not at once.
+/// Registry that limits joins and delays renewals.
 #[derive(Debug)]
-struct Hampered {
+struct FaultyRegistry {
     registry: MemoryRegistry,
-    /// How often one may join.
+    /// Remaining number of joins.
     joins: AtomicU32,
-    /// After which time a renewal is answered.
-    renewals_take: Duration,
+    /// Delay of the response of a renewal.
+    renewal_delay: Duration,
 }
 
-impl Hampered {
+impl FaultyRegistry {
     fn of(registry: &MemoryRegistry) -> Self {
         let joins = AtomicU32::new(u32::MAX);
-        Self { registry: registry.clone(), joins, renewals_take: Duration::ZERO }
+        Self { registry: registry.clone(), joins, renewal_delay: Duration::ZERO }
     }
 }
 
-impl Registry for Hampered {
-    fn identity<'a>(&'a self, draft: &'a Identity) -> BoxFuture<'a, Result<Identity, RegistryError>> {
+impl Registry for FaultyRegistry {
+    fn identity<'a>(
+        &'a self,
+        draft: &'a ClusterIdentity,
+    ) -> BoxFuture<'a, Result<ClusterIdentity, RegistryError>> {
         self.registry.identity(draft)
     }
 
@@ -101,10 +106,10 @@ impl Registry for Hampered {
 
     fn write<'a>(
         &'a self,
-        token: Option<&'a Token>,
-        document: &'a Document,
+        version: Option<&'a DocumentVersion>,
+        document: &'a ClusterState,
     ) -> BoxFuture<'a, Result<bool, RegistryError>> {
-        self.registry.write(token, document)
+        self.registry.write(version, document)
     }
 
     fn join<'a>(
@@ -117,8 +122,8 @@ impl Registry for Hampered {
         match joins {
             Ok(_) => self.registry.join(number, addresses, lease),
             Err(_) => {
-                let (address, why) = ("test".to_owned(), "it has joined often enough".to_owned());
-                async { Err(RegistryError::Unreachable { address, why }) }.boxed()
+                let (address, reason) = ("test".to_owned(), "no joins left".to_owned());
+                async { Err(RegistryError::Unreachable { address, reason }) }.boxed()
             }
         }
     }
@@ -126,7 +131,7 @@ impl Registry for Hampered {
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>> {
         async move {
             let renewed = self.registry.renew(number).await;
-            tokio::time::sleep(self.renewals_take).await;
+            tokio::time::sleep(self.renewal_delay).await;
             renewed
         }
         .boxed()
@@ -142,17 +147,17 @@ impl Registry for Hampered {
 }
 
 #[test]
-fn a_lease_counts_from_when_its_renewal_was_sent() {
-    // Every answer comes when half of the lease is over, so that it confirms nothing any more.
-    let master = member(Arc::new(Hampered {
-        renewals_take: LEASE * 11 / 20,
-        ..Hampered::of(&MemoryRegistry::default())
+fn lease_starts_when_renewal_is_sent() {
+    // Every response arrives after half of the lease, so it never confirms the lease.
+    let master = member(Arc::new(FaultyRegistry {
+        renewal_delay: LEASE * 11 / 20,
+        ..FaultyRegistry::of(&MemoryRegistry::default())
     }));
-    let mut looks = 0;
-    until("it has all groups", || {
-        looks += 1;
+    let mut polls = 0;
+    wait_until("it has all groups", || {
+        polls += 1;
         let role = master.service().role();
-        assert!(matches!(role, Role::Member { confirmed: false, .. }), "{role:?} at look {looks}");
+        assert!(matches!(role, Role::Member { confirmed: false, .. }), "{role:?} at poll {polls}");
         master.service().hosted_count() == 4
     });
     let end = Instant::now() + LEASE;

@@ -1,11 +1,11 @@
-//! Which nodes there are: what callers are told, and when it changes.
+//! GetNodes: registered nodes with their addresses, and its limits.
 
 mod support;
 
-use moontide_proto::convert::{Address, NodeDetail, NodeList, Topology, Wire};
+use moontide_proto::convert::{Address, GetNodesResponse, NodeDetail, Topology, Wire};
 use moontide_proto::limits::{ADDRESS_BYTES_MAX, ADDRESSES_MAX, ENGINE_BYTES_MAX, NODES_MAX};
 use moontide_proto::v1::{self, master_nodes_client::MasterNodesClient};
-use moontide_types::bounds::REQUEST_BYTES_MAX;
+use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, NodeId, SessionId};
 use prost::Message;
 use support::*;
@@ -14,7 +14,7 @@ fn registration(node: u64, addresses: Vec<v1::Address>) -> v1::OpenSessionReques
     v1::OpenSessionRequest {
         context: context(),
         node,
-        boot: 1,
+        boot_id: 1,
         addresses,
         topology: Some(v1::Topology { host: format!("host-{node}"), rack: "r".into(), zone: String::new() }),
         protocol_min: 1,
@@ -28,7 +28,7 @@ fn address(engine: &str, address: &str) -> v1::Address {
 }
 
 #[test]
-fn registered_nodes_are_told_with_their_addresses() {
+fn get_nodes_returns_registered_nodes_with_addresses() {
     let server = start();
     let runtime = runtime();
     let (mut grpc, mut nodes) = runtime.block_on(async {
@@ -40,19 +40,19 @@ fn registered_nodes_are_told_with_their_addresses() {
             runtime.block_on(nodes.open_session(registration(node, addresses))).unwrap().into_inner();
         SessionId(opened.session)
     };
-    let mut ask =
+    let mut get_nodes =
         |context| runtime.block_on(grpc.get_nodes(v1::GetNodesRequest { context })).unwrap().into_inner();
 
-    let none = ask(context());
-    assert_eq!(NodeList::from_wire(&none).unwrap().into_result().unwrap().nodes, []);
+    let none = get_nodes(context());
+    assert_eq!(GetNodesResponse::from_wire(&none).unwrap().into_result().unwrap().nodes, []);
     let late = open(9, vec![address("tcp", "10.0.0.9:7000"), address("shm", "boot:/run/node")]);
     let first = open(4, vec![]);
-    // Registered again, elsewhere: only that counts.
+    // Registered again with another address: only the new session is returned.
     let again = open(4, vec![address("tcp", "10.0.0.4:7001")]);
     assert_ne!(first, again);
 
-    let answer = ask(context());
-    let list = NodeList::from_wire(&answer).unwrap();
+    let response = get_nodes(context());
+    let list = GetNodesResponse::from_wire(&response).unwrap();
     assert_eq!(list.context().term, server.term());
     let detail = |node, session, host, addresses| NodeDetail {
         node: NodeId(node),
@@ -60,20 +60,20 @@ fn registered_nodes_are_told_with_their_addresses() {
         addresses,
         topology: Topology { host, rack: "r", zone: "" },
     };
-    let near = Address { engine: "shm", address: "boot:/run/node" };
+    let shm = Address { engine: "shm", address: "boot:/run/node" };
     let expected = [
         detail(4, again, "host-4", vec![Address { engine: "tcp", address: "10.0.0.4:7001" }]),
-        detail(9, late, "host-9", vec![Address { engine: "tcp", address: "10.0.0.9:7000" }, near]),
+        detail(9, late, "host-9", vec![Address { engine: "tcp", address: "10.0.0.9:7000" }, shm]),
     ];
     assert_eq!(list.into_result().unwrap().nodes, expected);
 
-    let refused = ask(None);
-    let code = NodeList::from_wire(&refused).unwrap().into_result().unwrap_err().code;
+    let refused = get_nodes(None);
+    let code = GetNodesResponse::from_wire(&refused).unwrap().into_result().unwrap_err().code;
     assert_eq!(code, Some(ErrorCode::InvalidArgument));
 }
 
 #[test]
-fn more_nodes_than_an_answer_holds_are_left_off() {
+fn get_nodes_truncates_response_at_size_and_count_limits() {
     let server = start();
     let service = server.service();
     let longest = address(&"e".repeat(ENGINE_BYTES_MAX), &"a".repeat(ADDRESS_BYTES_MAX));
@@ -81,13 +81,17 @@ fn more_nodes_than_an_answer_holds_are_left_off() {
     for node in 1..=2_000 {
         service.open_session(&registration(node, vec![longest.clone(); ADDRESSES_MAX]));
     }
-    let answer = service.get_nodes(&v1::GetNodesRequest { context: context() });
-    assert!(answer.encoded_len() <= REQUEST_BYTES_MAX && answer.encoded_len() > REQUEST_BYTES_MAX - 20_000);
-    assert!(NodeList::from_wire(&answer).unwrap().body().is_some_and(|list| list.nodes.len() > 1_800));
-    // Short ones, of which there may be as many as the count allows.
+    let response = service.get_nodes(&v1::GetNodesRequest { context: context() });
+    assert!(
+        response.encoded_len() <= REQUEST_BYTES_MAX && response.encoded_len() > REQUEST_BYTES_MAX - 20_000
+    );
+    assert!(
+        GetNodesResponse::from_wire(&response).unwrap().body().is_some_and(|list| list.nodes.len() > 1_800)
+    );
+    // Small entries, up to the maximum count.
     for node in 1..=NODES_MAX as u64 + 1 {
         service.open_session(&registration(node, vec![]));
     }
-    let answer = service.get_nodes(&v1::GetNodesRequest { context: context() });
-    assert_eq!(NodeList::from_wire(&answer).unwrap().body().unwrap().nodes.len(), NODES_MAX);
+    let response = service.get_nodes(&v1::GetNodesRequest { context: context() });
+    assert_eq!(GetNodesResponse::from_wire(&response).unwrap().body().unwrap().nodes.len(), NODES_MAX);
 }

@@ -1,88 +1,88 @@
-//! What a command asks of the world: [`Effect`], mostly an [`Order`] to a node.
+//! [`Effect`]: an action that the caller of a group command must perform, usually sending a [`NodeCommand`] to a node.
 //!
-//! Orders are idempotent and name the epoch they mean. The group does not number them: whoever carries them to the
-//! node does, keeps them until the node has answered, sends them again after a broken connection, and brings the
-//! answer back by [`Group::order_outcome`](crate::Group::order_outcome).
+//! Commands are idempotent and name the epoch that they apply to. The group does not number them. The sender does that:
+//! it keeps them until the node has responded, sends them again after a broken connection, and passes the result to
+//! [`Group::command_outcome`](crate::Group::command_outcome).
 
 use moontide_types::{Epoch, ErrorCode, Extent, Generation, ObjectId, SegmentId, SessionId, SlotId, Term};
 
-/// Where effects go. The caller empties it and uses it again.
+/// List to which a group appends its effects. The caller empties and reuses it.
 pub type Effects = Vec<Effect>;
 
-/// Something that the caller of a command has to see to.
+/// Action that the caller of a group command must perform.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Carry an order to the node of a session.
-    Order {
-        /// The node's session.
+    /// Send a command to the node of a session.
+    Command {
+        /// Session of the node.
         session: SessionId,
-        /// What it is to do.
-        order: Order,
+        /// Command to send.
+        command: NodeCommand,
     },
-    /// A removal that had to wait for nodes has come to its end.
+    /// A removal that waited for nodes is complete.
     Removed {
-        /// What the caller of [`Group::remove`](crate::Group::remove) gave.
-        waiter: Waiter,
-        /// Nothing, or why it is not certain yet.
+        /// Value that the caller passed to [`Group::remove`](crate::Group::remove).
+        waiter: WaiterId,
+        /// `None`, or the reason why the removal is not certain yet.
         code: Option<ErrorCode>,
     },
-    /// Somebody knows a higher term: this group has another master, and this one must not answer any more.
+    /// A higher term exists: this group has another master, and this one must stop responding.
     StepDown {
-        /// The term.
+        /// The higher term.
         seen: Term,
     },
 }
 
-/// Whoever waits for a removal: a number that means something to the caller alone.
+/// Id of the caller that waits for a removal; opaque to the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Waiter(pub u64);
+pub struct WaiterId(pub u64);
 
-/// What a node is to do with a slot; or with its disk, if the segment is [`SegmentId::DISK`]: then a version is to be
-/// removed from it so that it does not come back, the slot says nothing, and `Kill` and `Reclaim` are the same.
+/// A command for a node about a slot. If the segment is [`SegmentId::DISK`], the command is for the disk: remove a
+/// version so that it does not reappear. Then `slot` is ignored, and `Kill` and `Reclaim` are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Order {
-    /// What.
-    pub kind: OrderKind,
-    /// The segment.
+pub struct NodeCommand {
+    /// Action that the node performs.
+    pub kind: CommandKind,
+    /// Segment of the slot, or [`SegmentId::DISK`].
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Incarnation of the segment.
     pub generation: Generation,
-    /// The slot.
+    /// Slot in the segment; ignored for a disk.
     pub slot: SlotId,
-    /// The version.
+    /// Version of the object.
     pub epoch: Epoch,
-    /// The object.
+    /// Id of the object.
     pub id: ObjectId,
 }
 
-/// What is to be done.
+/// Action of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum OrderKind {
-    /// No new readers: READY or WRITING becomes DEAD, and a tombstone is durable where the node has a disk. Answered
-    /// at once; a removal is acknowledged after that.
+pub enum CommandKind {
+    /// No new readers: READY or WRITING becomes DEAD, and a tombstone is durable if the node has a disk. The node
+    /// responds immediately; the master acknowledges a removal after the response.
     Kill,
-    /// Afterwards the slot is FREE at an epoch that is not lower: one that never began is burned, one that is
-    /// WRITING or READY is killed first, and none is freed while a ledger names it.
+    /// Afterwards the slot is FREE at an epoch that is not lower. An epoch whose write never began is burned, a WRITING
+    /// or READY one is killed first, and none is freed while a ledger names it.
     Reclaim,
-    /// Write the record in this slot to the node's disk, say so by
-    /// [`Group::disk_notice`](crate::Group::disk_notice), then answer.
+    /// Write the record in this slot to the node's disk, report it with
+    /// [`Group::disk_notice`](crate::Group::disk_notice), then respond.
     Offload,
-    /// Bring a record from the node's disk into this slot, which is FREE.
+    /// Load a record from the node's disk into this slot, which is FREE.
     Promote {
-        /// Which stripe.
+        /// Index of the stripe.
         stripe: u16,
-        /// The slot's extent.
+        /// Extent of the slot.
         extent: Extent,
     },
 }
 
-/// What became of an order.
+/// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OrderOutcome {
-    /// Done as far as readers and writers can tell; the space is not free yet.
+pub enum CommandOutcome {
+    /// Visible to readers and writers; the space is not free yet.
     Accepted,
-    /// Done for good.
+    /// Done permanently. After a reclaim, the slot is free.
     Done,
-    /// The node will not do it.
+    /// The node refused the command.
     Refused(ErrorCode),
 }

@@ -1,25 +1,27 @@
-//! [`Group`]: the state of one group and the primitives that keep its books consistent.
+//! [`Group`]: the state of one group and the primitives that keep it consistent.
 //!
-//! The calls are in the modules below, one idea each: [`lookup`], [`put`], [`remove`], the nodes' side in [`nodes`]
-//! and [`report`], [`disk`], [`evict`], and [`tick`], which does everything that waits for time. What has left is told in
-//! [`departures`].
+//! The calls are in the modules below, one topic each: [`lookup`], [`put`], [`remove`], the calls for nodes in
+//! [`nodes`] and [`report`], [`disk`], [`evict`], and [`tick`], which does all time-dependent work. Watchers receive
+//! removed objects through [`invalidations`].
 //!
-//! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and
-//! stands in the queue of reservations. Complete: it has at least one replica with all of its stripes, and stands in
-//! a queue of its tenant. An object that leaves takes its places with it: they drain, and the ranges come back when
-//! the nodes say so.
+//! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and is in
+//! the queue of reservations. Complete: it has at least one replica with all of its stripes, and is in a queue of its
+//! tenant. A removed object releases its locations: they drain, and their extents are free when the nodes report them
+//! as free.
 
+#[cfg(any(test, feature = "testing"))]
 mod audit;
-mod departures;
 mod disk;
 mod evict;
-mod inherit;
+mod handoff;
+mod invalidations;
 mod lookup;
 mod nodes;
 mod put;
 mod remove;
 mod report;
 mod tick;
+mod uses;
 mod view;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -27,106 +29,110 @@ use std::num::NonZeroU16;
 use std::time::Duration;
 
 use hashbrown::{HashMap, HashSet};
-use moontide_types::bounds::{LEASE_MS_MAX, PAGE_BYTES, RESERVATION_MS_MAX, UNIT_BYTES};
+use moontide_rt::SplitMix64;
+use moontide_types::limits::{LEASE_MS_MAX, PAGE_BYTES, RESERVATION_MS_MAX, UNIT_BYTES};
 use moontide_types::record::PinClass;
 use moontide_types::{
     Epoch, ErrorCode, Generation, GroupId, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Tenant, Term,
 };
 
-pub use audit::{Audit, Range, Violation};
-pub use departures::{DEPARTURES_KEPT, Departures};
+#[cfg(any(test, feature = "testing"))]
+pub use audit::{Audit, AuditedExtent, Violation};
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
-pub use inherit::{ExpectedSegment, Heirloom, Inheritance};
-pub use lookup::{Ask, Found, ListCursor, LookupCounts};
-pub use nodes::{Mount, MountSpec, SegmentView};
+pub use handoff::{ExpectedSegment, GroupHandoff, HandoffObject};
+pub use invalidations::{INVALIDATIONS_KEPT, Invalidations};
+pub use lookup::{ListCursor, LookupCounts, LookupKey, LookupResult};
+pub use nodes::{MountOutcome, MountSpec, SegmentView};
 pub use put::{PutEnd, PutOptions, PutStart, Reservation};
-pub use remove::Removal;
+pub use remove::RemoveOutcome;
 pub use report::{ReportRecord, ReportState};
 pub use tick::TickBudget;
-pub use view::{Detail, ObjectView, PlaceView, StripeView};
+pub use view::{ObjectDetail, ObjectView, StripeLocation, StripeRange};
 
 use crate::cohort::Cohorts;
-use crate::effect::{Effect, Effects, Order, OrderKind};
-use crate::extra::{Extra, Extras};
-use crate::job::{Job, JobId};
-use crate::placement::{Candidate, Placement, PlacementKind, Topology};
+use crate::effect::{CommandKind, Effect, Effects, NodeCommand};
+use crate::ids::{NONE, RecordRef, TenantIndex};
+use crate::job::{Job, JobId, JobState};
+use crate::placement::{Placement, PlacementKind, SegmentCandidate, Topology};
 use crate::queue::Queue;
-use crate::random::Rng;
-use crate::record::{Flag, NONE, Place, Record};
+use crate::record::{Record, RecordFlag, SlotLocation};
+use crate::record_extension::{RecordExtension, RecordExtensions};
 use crate::segment::{Segment, SegmentPhase};
-use crate::sizes::Sizes;
+use crate::segment_sizes::SegmentSizes;
 use crate::sketch::Sketch;
-use crate::slab::{Ref, Slab};
+use crate::slab::Slab;
 use crate::table::Table;
-use crate::tenant::{Quota, TenantIx, TenantUsage, Tenants};
+use crate::tenant::{Quota, TenantUsage, Tenants};
 use crate::time::{Now, Tick, Ticker};
 
-/// What a group must know about itself and its cluster.
+/// Configuration of a group.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupConfig {
-    /// Which group.
+    /// Id of the group.
     pub group: GroupId,
-    /// Of how many.
+    /// Number of groups of the cluster.
     pub groups: NonZeroU16,
-    /// Its term: that of the master that runs it.
+    /// Term of the master that runs the group.
     pub term: Term,
-    /// The term before it; zero if nobody has run it before, so that there is nothing from before.
-    pub previous: Term,
-    /// Whether its master was at work until this one took over, as far as this one knows. If not, nodes may have been without
-    /// a master for any time.
-    pub witnessed: bool,
-    /// Decides placements.
+    /// Preceding term; zero if no master has run the group before, so that no earlier objects exist.
+    pub previous_term: Term,
+    /// Whether the preceding master was active until this one took over, as far as this one knows. If not, nodes may
+    /// have been without a master for any time.
+    pub saw_predecessor: bool,
+    /// Seed of the random generator for placements.
     pub seed: u64,
-    /// Where new objects go.
+    /// Placement strategy of new objects.
     pub placement: PlacementKind,
-    /// Eviction begins above this share of bytes or slots, in thousandths.
-    pub high_permille: u16,
-    /// Eviction ends below this share, in thousandths.
-    pub low_permille: u16,
-    /// How long a writer has.
+    /// Share of bytes or slots, in thousandths, above which eviction starts.
+    pub eviction_high_watermark_permille: u16,
+    /// Share of bytes and slots, in thousandths, below which eviction stops.
+    pub eviction_low_watermark_permille: u16,
+    /// Time that a writer has for a put.
     pub reservation: Duration,
-    /// How long nothing is given out in a segment that an earlier master, or an earlier session, may have given out
-    /// parts of.
-    pub reallocate_wait: Duration,
-    /// How long a new master waits for nodes of the time before. Removals are not certain until then; what comes later is
-    /// taken as empty, because it may hold what was removed.
+    /// Time for which the group allocates nothing in a segment of which an earlier master, or an earlier session, may
+    /// have allocated parts.
+    pub reallocation_delay: Duration,
+    /// Time for which a new master waits for nodes of the preceding term. Removals are not certain until then. Segments
+    /// that report later are treated as empty, because they may contain removed objects.
     pub report_wait: Duration,
-    /// How long a node that went away may come back with objects that were removed in the meantime.
-    pub absence_max: Duration,
-    /// How long a disk that went away, or was never heard of in this term, may come back with what it has. What was removed
-    /// or forgotten meanwhile is remembered for it; after this time it is taken as empty, because nobody knows any more.
-    pub disk_absence_max: Duration,
-    /// How long a node has for writing an object to its disk.
+    /// Time within which a node may return with objects that were removed in its absence.
+    pub rejoin_window: Duration,
+    /// Time within which a disk that went away, or has not reported in this term, may return with its records. The
+    /// group keeps tombstones of versions that were removed or dropped in the meantime. After this time the disk is
+    /// treated as empty, because the tombstones are gone.
+    pub disk_rejoin_window: Duration,
+    /// Time that a node has for writing an object to its disk.
     pub offload_window: Duration,
-    /// What is worth being written to a disk.
+    /// Which objects are written to a disk.
     pub admission: Admission,
-    /// Longest stripe; larger objects are cut, if the writer leaves it to us. Where segments are small, stripes are
-    /// shorter, so that two fit into the largest one: an object larger than a segment can be stored, too.
+    /// Maximum length of a stripe, in bytes; larger objects are split, unless the writer chooses the stripe length. If
+    /// segments are small, stripes are shorter, so that two fit into the largest segment: an object larger than a
+    /// segment can be stored, too.
     pub stripe_bytes_max: u64,
 }
 
 impl GroupConfig {
-    /// Everything usual.
+    /// Default configuration.
     pub fn new(group: GroupId, groups: NonZeroU16, term: Term) -> GroupConfig {
         GroupConfig {
             group,
             groups,
             term,
-            previous: Term::new(term.get().saturating_sub(1)).expect("less than a term is one"),
-            witnessed: false,
+            previous_term: Term::new(term.get().saturating_sub(1)).expect("term minus one is a valid term"),
+            saw_predecessor: false,
             seed: u64::from(group.0),
             placement: PlacementKind::default(),
-            high_permille: 950,
-            low_permille: 900,
+            eviction_high_watermark_permille: 950,
+            eviction_low_watermark_permille: 900,
             reservation: Duration::from_millis(RESERVATION_MS_MAX.into()),
-            // A lease or a reservation of the time before, whichever is longer, and 1 % for clocks that run apart.
-            reallocate_wait: Duration::from_millis(
+            // A lease or a reservation of the preceding term, whichever is longer, and 1 % for clock drift.
+            reallocation_delay: Duration::from_millis(
                 u64::from(LEASE_MS_MAX.max(RESERVATION_MS_MAX)) * 101 / 100,
             ),
             report_wait: Duration::from_secs(30),
-            absence_max: Duration::from_secs(60),
-            disk_absence_max: Duration::from_secs(900),
+            rejoin_window: Duration::from_secs(60),
+            disk_rejoin_window: Duration::from_secs(900),
             offload_window: Duration::from_millis(LEASE_MS_MAX.into()),
             admission: Admission::default(),
             stripe_bytes_max: 256 << 20,
@@ -136,50 +142,51 @@ impl GroupConfig {
 
 const _: () = assert!((256 << 20) % PAGE_BYTES == 0);
 
-/// Counts since the group began.
+/// Counters since the start of the group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupStats {
-    /// Reads and checks of keys.
+    /// Lookups and existence checks of keys.
     pub lookups: LookupCounts,
     /// Reservations made.
     pub puts_started: u64,
     /// Objects completed.
     pub puts_completed: u64,
-    /// Reservations that ended by time.
+    /// Reservations that timed out.
     pub puts_expired: u64,
-    /// Puts refused because nothing was free.
+    /// Puts refused for lack of free space.
     pub puts_no_space: u64,
     /// Objects evicted.
     pub evicted_objects: u64,
-    /// Their bytes, all replicas together.
+    /// Bytes of evicted objects, all replicas together.
     pub evicted_bytes: u64,
-    /// Objects whose time to live was over.
+    /// Objects whose time to live ended.
     pub expired_objects: u64,
     /// Objects removed by a call or a job.
     pub removed_objects: u64,
-    /// Objects lost with the last node that had them.
+    /// Objects lost with the last node that held them.
     pub lost_objects: u64,
-    /// Objects that nodes were told to write to their disks.
-    pub offloads_ordered: u64,
-    /// Objects that are on disk because of it. The rest was refused, took too long, or was removed meanwhile.
+    /// Objects for which offload commands were sent.
+    pub offloads_started: u64,
+    /// Objects that are on disk because of an offload. The others were refused, timed out, or were removed in the
+    /// meantime.
     pub offloaded_objects: u64,
-    /// Objects that left memory and are read from disk since.
+    /// Objects whose memory copy was dropped and that are read from disk since.
     pub demoted_objects: u64,
-    /// Objects evicted without being written, because nobody had read them.
+    /// Objects evicted without an offload, because they had not been read.
     pub offloads_not_admitted: u64,
-    /// Objects that were brought back from disk to memory.
+    /// Objects loaded from disk into memory.
     pub promoted_objects: u64,
     /// Objects that nodes found on their disks after a start.
     pub recovered_objects: u64,
-    /// Records that left a disk because it was full.
+    /// Records evicted from a full disk.
     pub disk_evicted: u64,
-    /// Ranges that nodes have given back.
+    /// Extents that nodes have reported as free after a drain.
     pub reclaimed: u64,
-    /// Orders that nodes refused.
-    pub orders_refused: u64,
+    /// Commands that nodes refused.
+    pub commands_refused: u64,
     /// Reported records.
     pub reported: u64,
-    /// Reported records that were refused, superseded or removed before.
+    /// Reported records that were refused, superseded or already removed.
     pub reported_killed: u64,
 }
 
@@ -193,58 +200,83 @@ struct Node {
 
 /// A segment that went away.
 #[derive(Clone, Copy, Debug)]
-struct Absence {
+struct AbsentSegment {
     generation: Generation,
-    /// It had come too late, and had not got rid of what it brought.
-    late: bool,
-    /// It is forgotten then.
+    /// The segment was mounted stale and had not dropped its records yet.
+    stale: bool,
+    /// The entry is dropped at this time.
     until: Tick,
 }
 
 /// A removal that waits for nodes.
 #[derive(Debug)]
-struct Waiting {
-    /// What is removed.
+struct PendingRemoval {
+    /// Object that is removed.
     id: ObjectId,
     epoch: Epoch,
     left: u32,
-    waiter: Option<crate::effect::Waiter>,
-    /// The object whose put cannot be acknowledged before.
+    waiter: Option<crate::effect::WaiterId>,
+    /// Object whose put cannot be acknowledged before this removal is complete.
     replaced_by: Option<ObjectId>,
-    /// Some node could not be reached.
+    /// A node could not be reached.
     pending: bool,
 }
 
-/// One group.
+/// A version in a slot of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct LocationVersion {
+    segment: u32,
+    slot: u32,
+    epoch: Epoch,
+}
+
+impl LocationVersion {
+    const FIRST: LocationVersion = LocationVersion { segment: 0, slot: 0, epoch: Epoch::ZERO };
+    const LAST: LocationVersion = LocationVersion { segment: u32::MAX, slot: u32::MAX, epoch: Epoch::MAX };
+
+    fn of(location: SlotLocation, epoch: Epoch) -> LocationVersion {
+        LocationVersion { segment: location.segment, slot: location.slot, epoch }
+    }
+}
+
+/// A Kill without an answer that shows the version to be dead.
+#[derive(Clone, Copy, Debug)]
+struct UnansweredKill {
+    id: ObjectId,
+    /// Whether the version is in the queue of refused kills: callers that repeat a removal do not make it longer.
+    is_queued: bool,
+}
+
+/// State of one group.
 #[derive(Debug)]
 pub struct Group {
     config: GroupConfig,
     ticker: Ticker,
-    rng: Rng,
+    rng: SplitMix64,
     placement: Box<dyn Placement>,
-    /// The last epoch's place in this term.
+    /// Sequence number of the last epoch of this term.
     sequence: u64,
 
     slab: Slab,
     table: Table,
-    extras: Extras,
+    extensions: RecordExtensions,
     cohorts: Cohorts,
     tenants: Tenants,
-    /// Objects being written, those that end first in front.
+    /// Objects being written, ordered by the end of the reservation.
     writing: Queue,
-    /// Complete objects that nodes are writing to their disks, those that were ordered first in front.
+    /// Complete objects that nodes are writing to their disks, in order of their commands.
     offloading: Queue,
-    /// When their time is over, and how many units of memory they will give back.
+    /// Deadline of each offload, and units of memory that it will free.
     offloads: HashMap<ObjectId, disk::Offload>,
-    /// The sum of those units.
+    /// Sum of those units.
     offloading_units: u64,
-    /// Objects of which an offload took too long, or ended in part: nodes may still be writing them.
+    /// Objects of which an offload timed out, or ended in part: nodes may still be writing them.
     late_offloads: HashSet<ObjectId>,
-    /// Objects that their nodes will not write to disk: too large for it, or damaged.
-    unfit: HashSet<ObjectId>,
-    /// Objects on disk that are wanted in memory.
+    /// Objects that their nodes refuse to write to disk: too large for it, or corrupted.
+    not_offloadable: HashSet<ObjectId>,
+    /// Objects on disk that are to be loaded into memory.
     to_promote: VecDeque<ObjectId>,
-    /// How often objects were read, if that decides what is written to disk.
+    /// Read counts, if they decide which objects are written to disk.
     sketch: Option<Sketch>,
     /// Objects with a time to live.
     expiring: BTreeSet<(u64, ObjectId)>,
@@ -254,77 +286,87 @@ pub struct Group {
     vacant_segments: Vec<u32>,
     by_name: HashMap<(NodeId, SegmentId), u32>,
     labels: HashMap<Box<str>, u32>,
-    /// Segments that take new objects.
-    candidates: Vec<Candidate>,
-    /// How large they are.
-    sizes: Sizes,
-    /// Segments whose report is complete and whose waiting time is not over.
-    waiting_segments: Vec<u32>,
+    /// Segments that accept new objects.
+    candidates: Vec<SegmentCandidate>,
+    /// Sizes of the candidates.
+    sizes: SegmentSizes,
+    /// Segments whose report is complete and whose reallocation delay is not over.
+    quarantined_segments: Vec<u32>,
     /// Segments that are gone and still have objects in the index.
     lost_segments: VecDeque<u32>,
 
-    /// Draining places that a one-sided reader may still read: (end of the lease, segment, slot).
+    /// Draining locations that a one-sided reader may still read: (end of the lease, segment, slot).
     leased_drains: BTreeMap<(Tick, u32, u32), Epoch>,
-    /// Draining places of which no node has said yet that they are dead: (object, segment, slot). After a crash they
-    /// would be reported as READY, so that a removal of the object has to wait for them too.
-    undead: BTreeSet<(ObjectId, u32, u32)>,
-    /// Kills that somebody waits for: (segment, slot) to the removals.
-    kills: HashMap<(u32, u32), Vec<u64>>,
-    removals: HashMap<u64, Waiting>,
+    /// Released versions that no node has confirmed as dead yet. After a crash a node would report them as READY, so a
+    /// removal of the object has to wait for them too.
+    unconfirmed_kills: BTreeSet<(ObjectId, LocationVersion)>,
+    /// Versions for which a Kill was sent and not answered. The slot may be free and in use again before the answer
+    /// arrives.
+    unanswered_kills: HashMap<LocationVersion, UnansweredKill>,
+    /// Kills that removals wait for.
+    kills: HashMap<LocationVersion, Vec<u64>>,
+    /// Refused kills, to be sent again; each once.
+    refused_kills: VecDeque<LocationVersion>,
+    /// Time at which they are sent again.
+    retry_kills_at: MonoTime,
+    removals: HashMap<u64, PendingRemoval>,
     removal_count: u64,
-    /// Ids whose next put cannot be acknowledged yet, with the number of removals that it waits for. Apart from the
-    /// records, because a reservation may be given up and made again while the older version is being killed.
+    /// Ids whose next put cannot be acknowledged yet, with the number of removals that it waits for. Separate from the
+    /// records, because a reservation may be released and made again while the older version is being killed.
     replacing: HashMap<ObjectId, u32>,
-    /// Removed versions that a node which could not be reached may still have.
+    /// Removed versions that an unreachable node may still have.
     tombstones: HashMap<ObjectId, Epoch>,
-    /// Segments that went away with their nodes' sessions, and when they are forgotten. Segments, because a node that
-    /// comes back mounts one after the other.
-    absent: HashMap<(NodeId, SegmentId), Absence>,
+    /// Segments that went away with their nodes' sessions, and when they are dropped. Per segment, because a returning
+    /// node mounts one after the other.
+    absent: HashMap<(NodeId, SegmentId), AbsentSegment>,
     /// Disks that went away, in the same way.
     absent_disks: HashMap<NodeId, Tick>,
-    /// When this master took the group.
+    /// Time at which this master took the group.
     began_at: MonoTime,
-    /// Until then, segments that this master has never heard of may report what they hold.
+    /// Until this time, segments unknown to this master may report their records.
     reports_until: MonoTime,
     /// The same for disks.
     disk_reports_until: MonoTime,
-    /// The master before has named all segments: one that some master has known, and that it did not name, was forgotten by it.
-    all_listed: bool,
-    /// What the master before handed on, and no node has reported yet.
-    inherited: inherit::Inherited,
-    /// Before this, nodes that this master has never heard of may have objects of an earlier term.
-    settled_at: MonoTime,
+    /// The preceding master has named all segments. A segment that was synced with an earlier master and that the
+    /// preceding one did not name had been dropped by it.
+    segments_complete: bool,
+    /// Objects from the handoff of the preceding master that no node has reported yet.
+    handoff: handoff::HandoffIndex,
+    /// Before this time, nodes unknown to this master may have objects of an earlier term.
+    unknown_nodes_until: MonoTime,
 
     jobs: BTreeMap<JobId, Job>,
     job_count: u64,
-    /// Units that a put asked for in vain: evicted beyond the watermarks.
-    wanted_units: u64,
+    /// Units of failed puts, to be evicted beyond the watermarks.
+    requested_units: u64,
     /// Above the high watermark, and not yet below the low one.
     evicting: bool,
     /// Tenants with a quota; those over it are evicted first.
-    limited: Vec<TenantIx>,
+    limited: Vec<TenantIndex>,
 
-    /// What has left, for those who watch; none while nobody does.
-    feed: Option<Box<departures::Feed>>,
+    /// Recent invalidations; `None` while there are no watchers.
+    feed: Option<Box<invalidations::InvalidationFeed>>,
 
     stats: GroupStats,
-    scratch: Vec<PlaceView>,
+    scratch: Vec<StripeLocation>,
+    /// Objects found by a lookup, or read according to a heartbeat.
+    found: Vec<RecordRef>,
 }
 
 impl Group {
-    /// A group without nodes and objects.
+    /// Creates a group without nodes and objects.
     pub fn new(config: GroupConfig, now: Now) -> Group {
-        let first = config.previous == Term::ZERO;
+        let first = config.previous_term == Term::ZERO;
         let wait = if first { Duration::ZERO } else { config.report_wait };
-        let disk_wait = if first { config.report_wait } else { config.disk_absence_max };
+        let disk_wait = if first { config.report_wait } else { config.disk_rejoin_window };
         Group {
             ticker: Ticker::new(now.mono),
-            rng: Rng::new(config.seed),
+            rng: SplitMix64::new(config.seed),
             placement: config.placement.strategy(),
             sequence: 0,
             slab: Slab::new(),
             table: Table::new(),
-            extras: Extras::default(),
+            extensions: RecordExtensions::default(),
             cohorts: Cohorts::default(),
             tenants: Tenants::default(),
             writing: Queue::default(),
@@ -332,9 +374,9 @@ impl Group {
             offloads: HashMap::new(),
             offloading_units: 0,
             late_offloads: HashSet::new(),
-            unfit: HashSet::new(),
+            not_offloadable: HashSet::new(),
             to_promote: VecDeque::new(),
-            sketch: (config.admission == Admission::ReadBefore).then(Sketch::default),
+            sketch: (config.admission == Admission::Accessed).then(Sketch::default),
             expiring: BTreeSet::new(),
             nodes: HashMap::new(),
             segments: vec![],
@@ -342,12 +384,15 @@ impl Group {
             by_name: HashMap::new(),
             labels: HashMap::new(),
             candidates: vec![],
-            sizes: Sizes::default(),
-            waiting_segments: vec![],
+            sizes: SegmentSizes::default(),
+            quarantined_segments: vec![],
             lost_segments: VecDeque::new(),
             leased_drains: BTreeMap::new(),
-            undead: BTreeSet::new(),
+            unconfirmed_kills: BTreeSet::new(),
+            unanswered_kills: HashMap::new(),
             kills: HashMap::new(),
+            refused_kills: VecDeque::new(),
+            retry_kills_at: MonoTime(0),
             removals: HashMap::new(),
             removal_count: 0,
             replacing: HashMap::new(),
@@ -357,68 +402,96 @@ impl Group {
             began_at: now.mono,
             reports_until: now.mono.after(config.report_wait),
             disk_reports_until: now.mono.after(disk_wait),
-            all_listed: false,
-            inherited: inherit::Inherited::new(),
-            settled_at: now.mono.after(wait),
+            segments_complete: false,
+            handoff: handoff::HandoffIndex::new(),
+            unknown_nodes_until: now.mono.after(wait),
             jobs: BTreeMap::new(),
             job_count: 0,
-            wanted_units: 0,
+            requested_units: 0,
             evicting: false,
             limited: vec![],
             feed: None,
             stats: GroupStats::default(),
             scratch: vec![],
+            found: vec![],
             config,
         }
     }
 
-    /// What the group was made with.
+    /// Configuration given at creation.
     pub fn config(&self) -> &GroupConfig {
         &self.config
     }
 
-    /// Its counts.
+    /// Counters since the start of the group.
     pub fn stats(&self) -> &GroupStats {
         &self.stats
     }
 
-    /// Objects, those being written included.
+    /// Number of objects, those being written included.
     pub fn objects(&self) -> usize {
         self.slab.len()
     }
 
-    /// Objects being written.
+    /// Number of objects being written.
     pub fn objects_writing(&self) -> u64 {
         self.writing.len()
     }
 
-    /// Memory held for objects and segments, without what the allocator of the process adds.
+    /// Memory for objects and segments in bytes, without overhead of the process's allocator.
     pub fn memory_bytes(&self) -> usize {
         let segments: usize = self.segments.iter().flatten().map(Segment::memory_bytes).sum();
         self.slab.memory_bytes() + self.table.memory_bytes() + segments
     }
 
-    /// Holds a term that somebody has seen against our own. A higher one means that we are no longer master.
-    pub fn seen_term(&self, seen: Term, effects: &mut Effects) -> Result<(), ErrorCode> {
-        if seen > self.config.term && !moontide_types::planted("higher-term-ignored") {
+    /// Compares a term received from a peer with the own term. A higher one means that this master no longer owns the
+    /// group.
+    pub fn observe_term(&self, seen: Term, effects: &mut Effects) -> Result<(), ErrorCode> {
+        if seen > self.config.term && !moontide_rt::mutation_enabled("higher-term-ignored") {
             effects.push(Effect::StepDown { seen });
             return Err(ErrorCode::WrongMaster);
         }
         Ok(())
     }
 
-    /// The number of a tenant in this group, which it gets if it has none.
-    pub fn tenant(&mut self, tenant: Tenant<'_>) -> Result<TenantIx, ErrorCode> {
-        self.tenants.named(tenant)
+    /// Returns the index of a tenant in this group; adds the tenant if it has none. The index is valid while the tenant
+    /// has objects, and until the next call that may add a tenant.
+    pub fn tenant(&mut self, tenant: Tenant<'_>) -> Result<TenantIndex, ErrorCode> {
+        self.tenant_except(tenant, &HashSet::new())
     }
 
-    /// The number of a tenant in this group, if it has one.
-    pub fn find_tenant(&self, tenant: Tenant<'_>) -> Option<TenantIx> {
+    /// Returns the indices of several tenants, all valid until the next call that may add a tenant. `None`: too many.
+    pub fn tenants_of_report(&mut self, tenants: &[Tenant<'_>]) -> Vec<Option<TenantIndex>> {
+        let mut taken = HashSet::new();
+        let mut index_of = |&tenant| {
+            let index = self.tenant_except(tenant, &taken).ok();
+            taken.extend(index);
+            index
+        };
+        tenants.iter().map(&mut index_of).collect()
+    }
+
+    /// The same as [`Group::tenant`]; a new tenant does not get an index in `taken`.
+    fn tenant_except(
+        &mut self,
+        tenant: Tenant<'_>,
+        taken: &HashSet<TenantIndex>,
+    ) -> Result<TenantIndex, ErrorCode> {
+        let (segments, jobs) = (&self.segments, &self.jobs);
+        self.tenants.find_or_create(tenant, |index| {
+            taken.contains(&index)
+                || segments.iter().flatten().any(|segment| segment.tenant == Some(index))
+                || jobs.values().any(|job| job.tenant == index && job.status.state == JobState::Running)
+        })
+    }
+
+    /// Returns the index of a tenant in this group, if it has one.
+    pub fn find_tenant(&self, tenant: Tenant<'_>) -> Option<TenantIndex> {
         self.tenants.find(tenant)
     }
 
     /// Sets this group's share of a tenant's quota.
-    pub fn set_quota(&mut self, tenant: TenantIx, quota: Quota) {
+    pub fn set_quota(&mut self, tenant: TenantIndex, quota: Quota) {
         self.tenants.get_mut(tenant).quota = quota;
         self.limited.retain(|&limited| limited != tenant);
         if quota != Quota::default() {
@@ -426,7 +499,7 @@ impl Group {
         }
     }
 
-    /// All tenants.
+    /// Returns all tenants.
     pub fn tenants(&self) -> impl Iterator<Item = TenantUsage> {
         self.tenants.iter().map(|(_, state)| TenantUsage {
             name: state.name.clone(),
@@ -436,8 +509,8 @@ impl Group {
         })
     }
 
-    /// One tenant.
-    pub fn tenant_usage(&self, tenant: TenantIx) -> Option<TenantUsage> {
+    /// Returns one tenant.
+    pub fn tenant_usage(&self, tenant: TenantIndex) -> Option<TenantUsage> {
         self.tenants().nth(tenant.0.into())
     }
 
@@ -447,111 +520,116 @@ impl Group {
         Ok(epoch)
     }
 
-    /// The newest epoch given out.
+    /// Newest epoch that was granted.
     fn newest_epoch(&self) -> Epoch {
-        Epoch::new(self.config.term, self.sequence).expect("next_epoch checked it")
+        Epoch::new(self.config.term, self.sequence).expect("next_epoch checked the sequence")
     }
 
-    // ------------------------------------------------------------------------------------------- finding
+    // -------------------------------------------------------------------------------------------- lookup
 
-    /// The record of an id, whatever its key.
-    fn find_id(&self, id: ObjectId) -> Option<Ref> {
-        let is = |number| Ref::from_number(number).is_some_and(|at| self.slab.get(at).id() == id);
-        self.table.find(id, is).and_then(Ref::from_number)
+    /// Returns the record of an id, regardless of its key.
+    fn find_id(&self, id: ObjectId) -> Option<RecordRef> {
+        let matches = |number| RecordRef::from_number(number).is_some_and(|at| self.slab.get(at).id() == id);
+        self.table.find(id, matches).and_then(RecordRef::from_number)
     }
 
-    /// The record of a key. An id that belongs to another key is as good as none.
-    fn find(&self, ask: &Ask<'_>) -> Option<Ref> {
-        let at = self.find_id(ask.id)?;
-        (self.slab.with_key(at).1 == ask.key.as_bytes()).then_some(at)
+    /// Returns the record of a key. A record of the same id with another key does not count.
+    fn find(&self, lookup: &LookupKey<'_>) -> Option<RecordRef> {
+        let at = self.find_id(lookup.id)?;
+        (self.slab.with_key(at).1 == lookup.key.as_bytes()).then_some(at)
     }
 
     fn segment(&self, index: u32) -> &Segment {
-        self.segments[index as usize].as_ref().expect("places name segments that are there")
+        self.segments[index as usize].as_ref().expect("segment of a location exists")
     }
 
     fn segment_mut(&mut self, index: u32) -> &mut Segment {
-        self.segments[index as usize].as_mut().expect("places name segments that are there")
+        self.segments[index as usize].as_mut().expect("segment of a location exists")
     }
 
-    /// How many places a record has, lost ones included.
-    fn place_count(&self, record: &Record) -> usize {
-        1 + self.extras.get(record.extra).map_or(0, |extra| extra.places.len())
+    /// Number of locations of a record, lost ones included.
+    fn location_count(&self, record: &Record) -> usize {
+        1 + self.extensions.get(record.extension).map_or(0, |extension| extension.locations.len())
     }
 
-    fn place(&self, record: &Record, index: usize) -> Place {
+    fn location(&self, record: &Record, index: usize) -> SlotLocation {
         if index == 0 {
-            return record.place();
+            return record.location();
         }
-        self.extras.get(record.extra).expect("it has several places").places[index - 1]
+        self.extensions.get(record.extension).expect("several locations").locations[index - 1]
     }
 
-    fn set_place(&mut self, at: Ref, index: usize, place: Place) {
+    fn set_location(&mut self, at: RecordRef, index: usize, location: SlotLocation) {
         let record = self.slab.get_mut(at);
         if index == 0 {
-            record.set_place(place);
+            record.set_location(location);
         } else {
-            self.extras.get_mut(record.extra).expect("it has several places").places[index - 1] = place;
+            self.extensions.get_mut(record.extension).expect("several locations").locations[index - 1] =
+                location;
         }
     }
 
     fn stripes(&self, record: &Record) -> usize {
-        self.extras.get(record.extra).map_or(1, |extra| extra.stripes.into())
+        self.extensions.get(record.extension).map_or(1, |extension| extension.stripes.into())
     }
 
-    /// Whether a place can be read: not lost, and its segment is there.
-    fn is_readable(&self, place: Place) -> bool {
-        !place.is_lost() && self.segment(place.segment).is_readable()
+    /// Whether a location can be read: it is not lost, and its segment is not lost.
+    fn is_readable(&self, location: SlotLocation) -> bool {
+        !location.is_lost() && self.segment(location.segment).is_readable()
     }
 
-    /// Whether every stripe can be read somewhere. After a loss these may be stripes of different replicas, which make
-    /// one again.
+    /// Whether every stripe has a readable location. After a loss these may be stripes of different replicas, which
+    /// together form one.
     fn has_complete_replica(&self, record: &Record) -> bool {
         let stripes = self.stripes(record);
-        let rows = self.place_count(record) / stripes;
+        let rows = self.location_count(record) / stripes;
         let readable =
-            |stripe: usize, row: usize| self.is_readable(self.place(record, row * stripes + stripe));
+            |stripe: usize, row: usize| self.is_readable(self.location(record, row * stripes + stripe));
         (0..stripes).all(|stripe| (0..rows).any(|row| readable(stripe, row)))
     }
 
     fn is_expired(&self, record: &Record, now: Now) -> bool {
-        record.extra != NONE
-            && self.extras.get(record.extra).and_then(|extra| extra.expires).is_some_and(|at| at <= now.unix)
+        record.extension != NONE
+            && self
+                .extensions
+                .get(record.extension)
+                .and_then(|extension| extension.expires)
+                .is_some_and(|at| at <= now.unix)
     }
 
-    /// When the last lease on a complete object ends, its cohort's included.
+    /// End of the last lease on a complete object, leases on its cohort included.
     fn leased_until(&self, record: &Record) -> Tick {
-        let cohort = self.extras.get(record.extra).map_or(NONE, |extra| extra.cohort);
-        let of_cohort = if cohort == NONE { Tick(0) } else { self.cohorts.get(cohort).until };
-        record.until().max(of_cohort)
+        let cohort = self.extensions.get(record.extension).map_or(NONE, |extension| extension.cohort);
+        let cohort_until = if cohort == NONE { Tick(0) } else { self.cohorts.get(cohort).until };
+        record.until().max(cohort_until)
     }
 
     fn is_leased(&self, record: &Record, now: Now) -> bool {
         self.leased_until(record) > self.ticker.now(now.mono)
     }
 
-    /// Until when the places of a record must not be reclaimed, if a reader may depend on them.
+    /// Time before which the locations of a record must not be reclaimed, if a reader may depend on them.
     fn lease_of(&self, record: &Record, now: Now) -> Option<Tick> {
-        (!record.has(Flag::Writing) && self.is_leased(record, now)).then(|| self.leased_until(record))
+        (!record.has(RecordFlag::Writing) && self.is_leased(record, now)).then(|| self.leased_until(record))
     }
 
-    // --------------------------------------------------------------------------------------------- books
+    // --------------------------------------------------------------------------------------------- state
 
-    /// The queue in which a record stands, by its state.
+    /// Returns the queue that contains a record, by its state.
     fn queue_of<'a>(
         writing: &'a mut Queue,
         offloading: &'a mut Queue,
         tenants: &'a mut Tenants,
         record: &Record,
     ) -> &'a mut Queue {
-        if record.has(Flag::Writing) {
+        if record.has(RecordFlag::Writing) {
             return writing;
         }
-        if record.has(Flag::Offloading) {
+        if record.has(RecordFlag::Offloading) {
             return offloading;
         }
         let tenant = tenants.get_mut(record.tenant());
-        if record.has(Flag::OnDisk) {
+        if record.has(RecordFlag::OnDisk) {
             return &mut tenant.on_disk;
         }
         match record.pin() {
@@ -561,145 +639,163 @@ impl Group {
         }
     }
 
-    fn enqueue(&mut self, at: Ref) {
+    fn enqueue(&mut self, at: RecordRef) {
         let record = *self.slab.get(at);
         Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
             .push(&mut self.slab, at);
     }
 
-    fn dequeue(&mut self, at: Ref) {
+    fn dequeue(&mut self, at: RecordRef) {
         let record = *self.slab.get(at);
         Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
             .unlink(&mut self.slab, at);
     }
 
-    /// Puts a record into slab, table and queue and counts its places for the tenant.
-    fn add_object(&mut self, record: &Record, key: &[u8]) -> Result<Ref, ErrorCode> {
+    /// Adds a record to slab, table and queue and charges its locations to the tenant.
+    fn add_object(&mut self, record: &Record, key: &[u8]) -> Result<RecordRef, ErrorCode> {
         let at = self.slab.insert(record, key).map_err(|_| ErrorCode::Busy)?;
         self.table.insert(record.id(), at.number());
         self.enqueue(at);
         self.tenants.get_mut(record.tenant()).objects += 1;
-        for index in 0..self.place_count(record) {
-            let place = self.place(record, index);
-            if !place.is_lost() {
-                self.count_place(at, place);
+        for index in 0..self.location_count(record) {
+            let location = self.location(record, index);
+            if !location.is_lost() {
+                self.charge_location(at, location);
             }
         }
-        if let Some(expires) = self.extras.get(record.extra).and_then(|extra| extra.expires) {
+        if let Some(expires) = self.extensions.get(record.extension).and_then(|extension| extension.expires) {
             self.expiring.insert((expires.0, record.id()));
         }
         Ok(at)
     }
 
-    /// A place belongs to the record now.
-    fn count_place(&mut self, at: Ref, place: Place) {
+    /// Assigns a location to the record and charges it to the tenant.
+    fn charge_location(&mut self, at: RecordRef, location: SlotLocation) {
         let tenant = self.slab.get(at).tenant();
-        let segment = self.segment_mut(place.segment);
-        segment.set_slot(place.slot, at);
-        let units = segment.extent(place.block).units;
+        let segment = self.segment_mut(location.segment);
+        segment.set_slot(location.slot, at);
+        let units = segment.extent(location.block).units;
         self.tenants.get_mut(tenant).bytes += u64::from(units) * UNIT_BYTES;
     }
 
-    /// Takes a record out of everything but the segments, whose places must have been given up before.
-    fn forget_object(&mut self, at: Ref) {
+    /// Removes a record from everything but the segments. Its locations must have been released before.
+    fn remove_record(&mut self, at: RecordRef) {
         debug_assert!(
-            (0..self.place_count(self.slab.get(at))).all(|i| self.place(self.slab.get(at), i).is_lost())
+            (0..self.location_count(self.slab.get(at)))
+                .all(|i| self.location(self.slab.get(at), i).is_lost())
         );
         self.dequeue(at);
         let record = *self.slab.get(at);
-        if record.has(Flag::Offloading) {
+        if record.has(RecordFlag::Offloading) {
             self.end_offload(record.id());
         }
         self.late_offloads.remove(&record.id());
-        self.unfit.remove(&record.id());
-        if let Some(extra) = self.extras.remove(record.extra) {
-            if let Some(expires) = extra.expires {
+        self.not_offloadable.remove(&record.id());
+        if let Some(extension) = self.extensions.remove(record.extension) {
+            if let Some(expires) = extension.expires {
                 self.expiring.remove(&(expires.0, record.id()));
             }
-            if extra.cohort != NONE {
-                self.cohorts.leave(extra.cohort, record.id());
+            if extension.cohort != NONE {
+                self.cohorts.leave(extension.cohort, record.id());
             }
         }
         self.tenants.get_mut(record.tenant()).objects -= 1;
         let removed = self.table.remove(record.id(), at.number());
-        debug_assert!(removed, "every record is in the table");
-        self.departs(record.id(), !record.has(Flag::Writing));
+        debug_assert!(removed, "record is missing in the table");
+        self.invalidate(record.id(), !record.has(RecordFlag::Writing));
         if let Some(old) = self.slab.remove(at) {
-            self.renamed(old, at);
+            self.record_moved(old, at);
         }
     }
 
-    /// The record that was called `old` is called `new` now: tells everybody who names it.
-    fn renamed(&mut self, old: Ref, new: Ref) {
+    /// Updates all references to a record whose number changed from `old` to `new`.
+    fn record_moved(&mut self, old: RecordRef, new: RecordRef) {
         let record = *self.slab.get(new);
         let replaced = self.table.replace(record.id(), old.number(), new.number());
-        debug_assert!(replaced, "every record is in the table");
-        Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record).renamed(
-            &mut self.slab,
-            old,
-            new,
-        );
-        for index in 0..self.place_count(&record) {
-            let place = self.place(&record, index);
-            if !place.is_lost() {
-                self.segment_mut(place.segment).set_slot(place.slot, new);
+        debug_assert!(replaced, "record is missing in the table");
+        Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
+            .record_moved(&mut self.slab, new);
+        for index in 0..self.location_count(&record) {
+            let location = self.location(&record, index);
+            if !location.is_lost() {
+                self.segment_mut(location.segment).set_slot(location.slot, new);
             }
         }
     }
 
-    /// Gives up one place of a record: it drains, and the node is told. On a segment that is lost there is nobody to
-    /// tell; the answer is whether there was.
-    fn give_up_place(&mut self, at: Ref, index: usize, leased: Option<Tick>, effects: &mut Effects) -> bool {
+    /// Releases one location of a record: it drains, and the node receives a command. A lost segment receives none.
+    /// Returns whether a command was or will be sent.
+    fn release_location(
+        &mut self,
+        at: RecordRef,
+        index: usize,
+        leased: Option<Tick>,
+        effects: &mut Effects,
+    ) -> bool {
         let record = *self.slab.get(at);
-        let place = self.place(&record, index);
-        if place.is_lost() {
+        let location = self.location(&record, index);
+        if location.is_lost() {
             return false;
         }
-        let (epoch, id, live) = (record.epoch(), record.id(), !record.has(Flag::Writing));
-        let segment = self.segment_mut(place.segment);
-        let units = segment.extent(place.block).units;
-        segment.drain(place, epoch, id, live);
-        let told = segment.is_readable();
+        let (epoch, id, live) = (record.epoch(), record.id(), !record.has(RecordFlag::Writing));
+        let segment = self.segment_mut(location.segment);
+        let units = segment.extent(location.block).units;
+        segment.drain(location, epoch, id, live);
+        let reachable = segment.is_readable();
         self.tenants.get_mut(record.tenant()).bytes -= u64::from(units) * UNIT_BYTES;
-        self.set_place(at, index, Place::LOST);
-        if told {
-            self.undead.insert((id, place.segment, place.slot));
+        self.set_location(at, index, SlotLocation::LOST);
+        if reachable {
+            let version = LocationVersion { segment: location.segment, slot: location.slot, epoch };
+            self.unconfirmed_kills.insert((id, version));
             match leased {
                 Some(until) => {
-                    self.leased_drains.insert((until, place.segment, place.slot), epoch);
+                    self.leased_drains.insert((until, location.segment, location.slot), epoch);
                 }
-                None => self.order(OrderKind::Reclaim, place.segment, place.slot, epoch, id, effects),
+                None => self.push_command(
+                    CommandKind::Reclaim,
+                    location.segment,
+                    location.slot,
+                    epoch,
+                    id,
+                    effects,
+                ),
             }
         }
-        told
+        reachable
     }
 
-    /// Gives up all places of an object and forgets it. A lease that is out delays the reclaim, not the end.
-    fn drop_object(&mut self, at: Ref, now: Now, effects: &mut Effects) {
+    /// Releases all locations of an object and removes it. A valid lease delays the reclaim, not the removal.
+    fn drop_object(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        for index in 0..self.place_count(&record) {
-            // What is being written to disk there would stay. A reclaim does not stop that, a kill does.
-            let place = self.place(&record, index);
-            if self.may_be_written(&record) && self.is_readable(place) && self.has_disk_beside(place) {
-                self.order(OrderKind::Kill, place.segment, place.slot, record.epoch(), record.id(), effects);
+        if self.may_be_offloading(&record) {
+            // An offload in progress would leave the record on disk. A reclaim does not stop it, a kill does.
+            let released =
+                self.unconfirmed_versions(record.id()).filter(|version| version.epoch == record.epoch());
+            let locations = (0..self.location_count(&record)).map(|index| self.location(&record, index));
+            let locations = locations.filter(|&location| self.is_readable(location));
+            let current = locations.map(|location| LocationVersion::of(location, record.epoch()));
+            let versions: Vec<LocationVersion> =
+                released.chain(current).filter(|version| self.node_has_disk(version.segment)).collect();
+            for version in versions {
+                self.send_kill(version, record.id(), effects);
             }
         }
-        self.drop_places(at, now, effects);
+        self.drop_without_kill(at, now, effects);
     }
 
-    /// The same, when nodes were told to kill what can be killed.
-    fn drop_places(&mut self, at: Ref, now: Now, effects: &mut Effects) {
+    /// The same, after kill commands were sent where necessary.
+    fn drop_without_kill(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
         let leased = self.lease_of(&record, now);
-        for index in 0..self.place_count(&record) {
-            self.give_up_place(at, index, leased, effects);
+        for index in 0..self.location_count(&record) {
+            self.release_location(at, index, leased, effects);
         }
-        self.forget_object(at);
+        self.remove_record(at);
     }
 
-    fn order(
+    fn push_command(
         &self,
-        kind: OrderKind,
+        kind: CommandKind,
         segment: u32,
         slot: u32,
         epoch: Epoch,
@@ -707,7 +803,7 @@ impl Group {
         effects: &mut Effects,
     ) {
         let segment = self.segment(segment);
-        let order = Order {
+        let command = NodeCommand {
             kind,
             segment: segment.id,
             generation: segment.generation,
@@ -715,52 +811,54 @@ impl Group {
             epoch,
             id,
         };
-        effects.push(Effect::Order { session: segment.session, order });
+        effects.push(Effect::Command { session: segment.session, command });
     }
 
-    /// The extra of a record, which it gets if it has none.
-    fn extra_mut(&mut self, at: Ref) -> &mut Extra {
+    /// Returns the extension of a record; adds one if it has none.
+    fn extension_mut(&mut self, at: RecordRef) -> &mut RecordExtension {
         let record = self.slab.get_mut(at);
-        if record.extra == NONE {
-            let plain = Extra::plain(record.object_len());
-            record.extra = self.extras.add(plain);
+        if record.extension == NONE {
+            let plain = RecordExtension::plain(record.object_len());
+            record.extension = self.extensions.add(plain);
         }
-        self.extras.get_mut(record.extra).expect("it was just made")
+        self.extensions.get_mut(record.extension).expect("extension was just added")
     }
 
-    /// Reservation → object: the queue, the books of its segments and the marks change.
-    fn complete_object(&mut self, at: Ref, root: u64) {
+    /// Turns a reservation into an object: changes the queue, the unit counts of the segments and the flags.
+    fn complete_object(&mut self, at: RecordRef, root: u64) {
         self.dequeue(at);
         let record = self.slab.get_mut(at);
-        record.set(Flag::Writing, false);
+        record.set(RecordFlag::Writing, false);
         record.set_until(Tick(0));
         record.root = root;
         let record = *record;
-        for index in 0..self.place_count(&record) {
-            let place = self.place(&record, index);
-            if !place.is_lost() {
-                let segment = self.segment_mut(place.segment);
-                let units = segment.extent(place.block).units;
+        for index in 0..self.location_count(&record) {
+            let location = self.location(&record, index);
+            if !location.is_lost() {
+                let segment = self.segment_mut(location.segment);
+                let units = segment.extent(location.block).units;
                 segment.complete(units);
             }
         }
         self.enqueue(at);
-        self.stays(record.id(), self.departed());
+        self.retract_invalidation(record.id(), self.invalidation_count());
         self.stats.puts_completed += 1;
     }
 
-    /// Whether nodes that could have objects of this group, in memory or on disk, have not reported yet.
+    /// Whether nodes that may have objects of this group, in memory or on disk, have not reported yet.
     fn is_unsettled(&self, now: Now) -> bool {
         !self.absent_disks.is_empty() || self.unsettled(now, |_| true)
     }
 
-    /// The same without disks, on which nothing is ever half written.
+    /// The same without disks, on which records are never partly written.
     fn memory_is_unsettled(&self, now: Now) -> bool {
         self.unsettled(now, |segment| !segment.is_disk())
     }
 
-    fn unsettled(&self, now: Now, counts: impl Fn(&Segment) -> bool) -> bool {
-        let reporting = |segment: &Segment| segment.phase == SegmentPhase::Reporting && counts(segment);
-        now.mono < self.settled_at || !self.absent.is_empty() || self.segments.iter().flatten().any(reporting)
+    fn unsettled(&self, now: Now, include: impl Fn(&Segment) -> bool) -> bool {
+        let reporting = |segment: &Segment| segment.phase == SegmentPhase::Reporting && include(segment);
+        now.mono < self.unknown_nodes_until
+            || !self.absent.is_empty()
+            || self.segments.iter().flatten().any(reporting)
     }
 }

@@ -1,39 +1,38 @@
-//! Jobs: removals that have to look at every object of a group, a few at a time.
+//! Jobs: removals that visit every object of a group, a few at a time.
 //!
-//! A job visits only objects that were there when it began: those of a lower or equal epoch.
+//! A job visits only objects that existed when it began: those with a lower or equal epoch.
 
 use moontide_types::{Epoch, ErrorCode};
 use regex::bytes::{Regex, RegexBuilder};
 
-use crate::slab::Ref;
-use crate::tenant::TenantIx;
+use crate::ids::{RecordRef, TenantIndex};
 
-/// Names a job within one group.
+/// Id of a job within one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobId(pub u64);
 
-/// Which keys of a tenant are meant.
+/// Selection of keys of a tenant.
 #[derive(Clone, Debug)]
 pub enum JobKind {
-    /// Those with a prefix.
+    /// Keys with this prefix.
     Prefix(Box<[u8]>),
-    /// Those that an expression matches.
+    /// Keys that match this expression.
     Pattern(Regex),
-    /// All.
+    /// All keys.
     All,
 }
 
-/// The expression is none, or would become too large.
+/// The regular expression is invalid, or its compiled form is too large.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("the expression cannot be used: {0}")]
+#[error("invalid pattern: {0}")]
 pub struct PatternError(Box<str>);
 
-/// Memory that a compiled expression may take, and its lazily built tables as well: some hundred states of bounded
-/// repetition, and not the gigabytes that `(a{1000}){1000}` asks for.
+/// Memory limit of a compiled expression, and again of its lazily built tables: enough for some hundred states of
+/// bounded repetition, but not for the gigabytes of `(a{1000}){1000}`.
 const PATTERN_MEMORY_BYTES: usize = 1 << 20;
 
 impl JobKind {
-    /// An expression over keys. Its run time is linear in the key, and its size is bounded.
+    /// Compiles an expression over keys. Matching is linear in the key, and the compiled size is bounded.
     pub fn pattern(pattern: &str) -> Result<JobKind, PatternError> {
         RegexBuilder::new(pattern)
             .unicode(false)
@@ -53,45 +52,45 @@ impl JobKind {
     }
 }
 
-/// What a job is doing.
+/// State of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobState {
-    /// It goes on.
+    /// The job has objects left to visit.
     Running,
-    /// All done.
+    /// The job has visited all objects.
     Done,
 }
 
-/// How far a job is.
+/// Progress of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobStatus {
-    /// What it is doing.
+    /// State of the job.
     pub state: JobState,
-    /// Objects looked at.
+    /// Objects visited.
     pub scanned: u64,
     /// Objects removed.
     pub removed: u64,
-    /// Objects that were leased, pinned or being written, and stayed.
+    /// Objects kept because they were leased, pinned or being written.
     pub kept: u64,
-    /// `Pending` if some node could not be reached.
+    /// `Pending` if a node could not be reached.
     pub code: Option<ErrorCode>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) kind: JobKind,
-    pub(crate) tenant: TenantIx,
+    pub(crate) tenant: TenantIndex,
     pub(crate) force: bool,
-    /// Objects with a higher epoch came after the job.
+    /// Objects with a higher epoch were created after the job.
     pub(crate) newest: Epoch,
-    pub(crate) cursor: Option<Ref>,
+    pub(crate) cursor: Option<RecordRef>,
     pub(crate) status: JobStatus,
 }
 
-/// Finished jobs that are remembered, so that their callers can ask; older ones are forgotten.
+/// Number of finished jobs whose status can still be queried; older ones are dropped.
 pub(crate) const JOBS_REMEMBERED: usize = 256;
 
-/// Jobs that may run at a time: each is looked at in every tick.
+/// Maximum number of running jobs: each tick visits all of them.
 pub(crate) const JOBS_RUNNING_MAX: usize = 64;
 
 #[cfg(test)]
@@ -99,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn expressions_are_bounded() {
+    fn job_pattern_matches_bytes_and_rejects_oversized_regex() {
         assert!(JobKind::pattern("^user-[0-9]+/").unwrap().matches(b"user-17/x"));
         assert!(!JobKind::pattern("^user-[0-9]+/").unwrap().matches(b"user-/x"));
         assert!(JobKind::pattern("(").is_err());

@@ -1,25 +1,24 @@
-//! Where new bytes go: [`Placement`] strategies. They draw a segment; whether it is allowed and has room is
-//! checked by the group, which draws again, and looks at all segments before it gives up.
+//! [`Placement`] strategies: the choice of a segment for new bytes. The group checks whether the chosen segment is
+//! allowed and has enough space. If not, the group chooses again, and scans all segments before it fails.
 //!
-//! A strategy is deterministic: the same candidates, the same wish and the same dice give the same draw.
+//! A strategy is deterministic: equal candidates, an equal request and an equal generator state give the same choice.
 
+use moontide_rt::SplitMix64;
 use moontide_types::{NodeId, SegmentId};
 
-use crate::random::Rng;
-
-/// Where a node stands, as interned labels; 0 is unknown and equal to nothing.
+/// Position of a node in the cluster, as interned labels; 0 is unknown and equal to nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Topology {
-    /// Host.
+    /// Interned host label.
     pub host: u32,
-    /// Rack.
+    /// Interned rack label.
     pub rack: u32,
-    /// Zone.
+    /// Interned zone label.
     pub zone: u32,
 }
 
 impl Topology {
-    /// How far apart two places are: 0 the same host, 1 the same rack, 2 the same zone, 3 anything else.
+    /// Distance of two nodes: 0 for the same host, 1 for the same rack, 2 for the same zone, 3 otherwise.
     pub fn distance(self, other: Topology) -> u32 {
         let same = |a: u32, b: u32| a != 0 && a == b;
         if same(self.host, other.host) {
@@ -34,71 +33,76 @@ impl Topology {
     }
 }
 
-/// A segment that takes new objects.
+/// A segment that accepts new objects.
 #[derive(Clone, Copy, Debug)]
-pub struct Candidate {
-    /// Its number within the group.
+pub struct SegmentCandidate {
+    /// Index of the segment in the group's table.
     pub index: u32,
-    /// Its node.
+    /// Node that owns the segment.
     pub node: NodeId,
-    /// Its number on the node.
+    /// Id of the segment on its node.
     pub segment: SegmentId,
-    /// Where the node stands.
+    /// Topology of the node.
     pub topology: Topology,
-    /// Its size.
+    /// Size in units.
     pub units: u32,
-    /// What is free of it.
+    /// Free units.
     pub free_units: u32,
 }
 
-impl Candidate {
+impl SegmentCandidate {
     fn free_ratio(&self) -> f64 {
         f64::from(self.free_units) / f64::from(self.units)
     }
 }
 
-/// Where a replica of the same object already is.
+/// Location of an existing replica of the same object.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
-    /// Its node.
+pub struct ReplicaSite {
+    /// Node that holds the replica.
     pub node: NodeId,
-    /// Where the node stands.
+    /// Topology of the node.
     pub topology: Topology,
 }
 
-/// What is to be placed.
+/// Constraints for the placement of one stripe.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish<'a> {
-    /// Where the writer stands, if it said so.
-    pub near: Option<Topology>,
-    /// Where other replicas of the object are.
-    pub others: &'a [Place],
+pub struct PlacementRequest<'a> {
+    /// Topology of the writer, if known.
+    pub writer: Option<Topology>,
+    /// Locations of other replicas of the object.
+    pub replicas: &'a [ReplicaSite],
 }
 
-/// Draws a segment for one stripe.
+/// Strategy that chooses a segment for one stripe.
 pub trait Placement: Send + std::fmt::Debug {
-    /// The index of a candidate; never called without any.
-    fn draw(&self, candidates: &[Candidate], wish: &Wish<'_>, rng: &mut Rng) -> usize;
+    /// Returns the index of a candidate. `candidates` is never empty.
+    fn choose(
+        &self,
+        candidates: &[SegmentCandidate],
+        request: &PlacementRequest<'_>,
+        rng: &mut SplitMix64,
+    ) -> usize;
 }
 
-/// The strategies that there are.
+/// The available strategies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PlacementKind {
     /// Any segment.
     Random,
-    /// Of two segments the one with more room: almost as even as looking at all of them.
+    /// The one of two random segments with more free space: almost as even as comparing all of them.
     #[default]
     FreeRatio,
-    /// The first replica near the writer, the others in other zones, racks and hosts.
+    /// The first replica close to the writer, the others in other zones, racks and hosts.
     Topology,
 }
 
 impl PlacementKind {
-    /// All of them.
+    /// All strategies.
     pub const ALL: [PlacementKind; 3] =
         [PlacementKind::Random, PlacementKind::FreeRatio, PlacementKind::Topology];
 
-    /// The strategy.
+    /// Creates the strategy.
     pub fn strategy(self) -> Box<dyn Placement> {
         match self {
             PlacementKind::Random => Box::new(Random),
@@ -107,7 +111,7 @@ impl PlacementKind {
         }
     }
 
-    /// The name in configuration files.
+    /// Returns the name used in configuration files.
     pub fn name(self) -> &'static str {
         match self {
             PlacementKind::Random => "random",
@@ -121,8 +125,13 @@ impl PlacementKind {
 struct Random;
 
 impl Placement for Random {
-    fn draw(&self, candidates: &[Candidate], _wish: &Wish<'_>, rng: &mut Rng) -> usize {
-        rng.below(candidates.len())
+    fn choose(
+        &self,
+        candidates: &[SegmentCandidate],
+        _request: &PlacementRequest<'_>,
+        rng: &mut SplitMix64,
+    ) -> usize {
+        rng.index(candidates.len())
     }
 }
 
@@ -130,8 +139,13 @@ impl Placement for Random {
 struct FreeRatio;
 
 impl Placement for FreeRatio {
-    fn draw(&self, candidates: &[Candidate], _wish: &Wish<'_>, rng: &mut Rng) -> usize {
-        let (a, b) = (rng.below(candidates.len()), rng.below(candidates.len()));
+    fn choose(
+        &self,
+        candidates: &[SegmentCandidate],
+        _request: &PlacementRequest<'_>,
+        rng: &mut SplitMix64,
+    ) -> usize {
+        let (a, b) = (rng.index(candidates.len()), rng.index(candidates.len()));
         if candidates[b].free_ratio() > candidates[a].free_ratio() { b } else { a }
     }
 }
@@ -140,22 +154,28 @@ impl Placement for FreeRatio {
 struct TopologyAware;
 
 impl TopologyAware {
-    /// Candidates looked at per draw: with 8 of them one in a given third of the cluster is missed in 4 % of draws.
-    const LOOKS: usize = 8;
+    /// Candidates sampled per choice: with 8 samples, a given third of the cluster is missed in 4 % of the choices.
+    const SAMPLES: usize = 8;
 }
 
 impl Placement for TopologyAware {
-    fn draw(&self, candidates: &[Candidate], wish: &Wish<'_>, rng: &mut Rng) -> usize {
-        // Far from the other replicas comes first; then near the writer; then room.
+    fn choose(
+        &self,
+        candidates: &[SegmentCandidate],
+        request: &PlacementRequest<'_>,
+        rng: &mut SplitMix64,
+    ) -> usize {
+        // Priorities: distance from the other replicas, then closeness to the writer, then free space.
         let score = |at: usize| {
             let candidate = &candidates[at];
-            let apart = wish.others.iter().map(|other| candidate.topology.distance(other.topology)).min();
-            let near = wish.near.map_or(0, |near| 3 - candidate.topology.distance(near));
-            (apart.unwrap_or(0), near, candidate.free_ratio())
+            let apart =
+                request.replicas.iter().map(|other| candidate.topology.distance(other.topology)).min();
+            let closeness = request.writer.map_or(0, |writer| 3 - candidate.topology.distance(writer));
+            (apart.unwrap_or(0), closeness, candidate.free_ratio())
         };
-        let mut best = rng.below(candidates.len());
-        for _ in 1..Self::LOOKS {
-            let other = rng.below(candidates.len());
+        let mut best = rng.index(candidates.len());
+        for _ in 1..Self::SAMPLES {
+            let other = rng.index(candidates.len());
             if score(other) > score(best) {
                 best = other;
             }
@@ -168,9 +188,9 @@ impl Placement for TopologyAware {
 mod tests {
     use super::*;
 
-    fn cluster(nodes: u64) -> Vec<Candidate> {
+    fn cluster(nodes: u64) -> Vec<SegmentCandidate> {
         (0..nodes)
-            .map(|node| Candidate {
+            .map(|node| SegmentCandidate {
                 index: node as u32,
                 node: NodeId(node + 1),
                 segment: SegmentId(0),
@@ -186,12 +206,12 @@ mod tests {
     }
 
     #[test]
-    fn two_choices_fill_evenly() {
+    fn free_ratio_placement_fills_segments_evenly() {
         let mut candidates = cluster(12);
-        let mut rng = Rng::new(1);
-        let wish = Wish { near: None, others: &[] };
+        let mut rng = SplitMix64::new(1);
+        let request = PlacementRequest { writer: None, replicas: &[] };
         for _ in 0..6_000 {
-            let at = FreeRatio.draw(&candidates, &wish, &mut rng);
+            let at = FreeRatio.choose(&candidates, &request, &mut rng);
             candidates[at].free_units -= 1;
         }
         let used: Vec<u32> = candidates.iter().map(|c| 1000 - c.free_units).collect();
@@ -199,24 +219,28 @@ mod tests {
     }
 
     #[test]
-    fn replicas_spread_and_the_first_is_near() {
+    fn first_replica_is_close_to_writer_and_second_in_other_zone() {
         let candidates = cluster(12);
-        let mut rng = Rng::new(2);
-        let near = candidates[3].topology;
-        let (mut near_hits, mut zone_hits) = (0, 0);
+        let mut rng = SplitMix64::new(2);
+        let writer = candidates[3].topology;
+        let (mut close_hits, mut zone_hits) = (0, 0);
         for _ in 0..300 {
-            let first = TopologyAware.draw(&candidates, &Wish { near: Some(near), others: &[] }, &mut rng);
-            near_hits += u32::from(candidates[first].topology.distance(near) <= 2);
-            let place = Place { node: candidates[first].node, topology: candidates[first].topology };
-            let wish = Wish { near: Some(near), others: &[place] };
-            let second = TopologyAware.draw(&candidates, &wish, &mut rng);
-            zone_hits += u32::from(candidates[second].topology.distance(place.topology) == 3);
+            let first = TopologyAware.choose(
+                &candidates,
+                &PlacementRequest { writer: Some(writer), replicas: &[] },
+                &mut rng,
+            );
+            close_hits += u32::from(candidates[first].topology.distance(writer) <= 2);
+            let replica = ReplicaSite { node: candidates[first].node, topology: candidates[first].topology };
+            let request = PlacementRequest { writer: Some(writer), replicas: &[replica] };
+            let second = TopologyAware.choose(&candidates, &request, &mut rng);
+            zone_hits += u32::from(candidates[second].topology.distance(replica.topology) == 3);
         }
-        assert!(near_hits > 290 && zone_hits > 290, "near {near_hits}, other zone {zone_hits} of 300");
+        assert!(close_hits > 290 && zone_hits > 290, "close {close_hits}, other zone {zone_hits} of 300");
     }
 
     #[test]
-    fn unknown_labels_are_near_to_nothing() {
+    fn empty_topology_labels_have_maximum_distance() {
         let unknown = Topology::default();
         assert_eq!(unknown.distance(unknown), 3);
         let host = Topology { host: 1, ..unknown };

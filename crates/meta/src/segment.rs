@@ -1,80 +1,68 @@
-//! [`Segment`]: one segment of a node as its group sees it: who has which slot and which units.
+//! [`Segment`]: the group's view of one segment of a node: the owner of each slot and of each unit.
 //!
 //! ```text
-//!   Reporting ──report complete──▶ Waiting ──waiting time over──▶ Serving ──▶ Draining      (by an operator)
-//!       │                                                            │            │
-//!       └─────────── contradicts itself, session ends, unmounted ─────┴────────────┴──▶ Lost
+//!   Reporting ──report complete──▶ Quarantined ──delay over──▶ Serving ──▶ Draining      (by an operator)
+//!       │                                                         │            │
+//!       └──── contradictory report, session ends, unmounted ──────┴────────────┴──▶ Lost
 //! ```
 //!
-//! Only a serving segment gives out space. A lost one is only there until the group has taken its objects away.
+//! The group allocates space only in a serving segment. A lost segment exists only until the group has removed its
+//! objects.
 //!
-//! Invariant, with `free` the allocator's: `live + reserved + draining + free = units`; while reporting there is no
-//! allocator yet, and what was reported so far stands in `reported`.
+//! Invariant, with `free` as counted by the allocator: `live + reserved + draining + free = units`. A reporting segment
+//! has no allocator yet; its reported extents are in `reported`.
 
 use std::num::NonZeroU32;
 
 use hashbrown::HashMap;
 use moontide_heap::alloc::{Align, Allocator, BlockRef};
-use moontide_types::{Epoch, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId};
+use moontide_types::{Epoch, Extent, Generation, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId};
 
+use crate::ids::{RecordRef, TenantIndex};
 use crate::placement::Topology;
-use crate::record::Place;
-use crate::slab::Ref;
-use crate::tenant::TenantIx;
+use crate::record::SlotLocation;
 
-/// What a segment is made of.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Medium {
-    /// A node's memory.
-    #[default]
-    Memory,
-    /// A GPU's memory.
-    Device,
-    /// A node's disk. Its node decides what stands where, so that it has no units here, and its slots are made as
-    /// objects come: they are there to find the objects of a disk that is lost.
-    Disk,
-}
-
-/// How far a segment is.
+/// Phase in the life of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentPhase {
-    /// Its node has not reported all records yet.
+    /// The node has not reported all records yet.
     Reporting,
-    /// All is known, but leases and reservations of an earlier time may still be out.
-    Waiting,
-    /// In use.
+    /// The report is complete, but leases and reservations of an earlier master or session may still be valid.
+    Quarantined,
+    /// Accepts new objects.
     Serving,
-    /// Takes no new objects.
+    /// Accepts no new objects.
     Draining,
-    /// Its node is gone; objects are being taken out of the index.
+    /// The node is gone; the group is removing the objects from the index.
     Lost,
 }
 
-/// Who has a slot.
+/// Owner of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotState {
     Free,
-    Object(Ref),
-    /// Given up, and not free before the node says so.
+    Object(RecordRef),
+    /// Released by the group. The slot is not free before the node has reported it as free.
     Draining,
 }
 
-/// Slots of one segment at most: links of free slots must fit beside the names of records in 32 bits.
+/// Maximum number of slots of one segment: links of free slots and record numbers share 32 bits.
 pub(crate) const SLOTS_MAX: u32 = 1 << 30;
 
-/// In the slot table: 0 never used; up to `Ref::LARGEST` a record's name + 1; from `LINK` on the next free slot;
-/// `DRAINING`. Zero means untouched memory, so that a large table costs nothing before it is used.
+/// Values in the slot table: 0 is a slot that was never used; up to `RecordRef::LARGEST` it is a record's number + 1;
+/// from `LINK` on it is the next free slot; `DRAINING` is a draining slot. Zero is untouched memory, so a large table
+/// costs nothing before it is used.
 const LINK: u32 = 0xa000_0000;
 const DRAINING: u32 = u32::MAX;
 const NO_LINK: u32 = SLOTS_MAX;
-const _: () = assert!(Ref::LARGEST < LINK && LINK as u64 + (NO_LINK as u64) < DRAINING as u64);
+const _: () = assert!(RecordRef::LARGEST < LINK && LINK as u64 + (NO_LINK as u64) < DRAINING as u64);
 
-/// Room for drains that a segment keeps: an ordinary round of eviction.
+/// Capacity for draining slots that a segment keeps: enough for an ordinary round of eviction.
 const DRAINS_KEPT: usize = 4096;
 
-/// A slot that is being given back.
+/// A slot between its release by the group and the node's report that it is free.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Drain {
+pub(crate) struct DrainingSlot {
     pub(crate) block: u32,
     pub(crate) units: u32,
     pub(crate) epoch: Epoch,
@@ -90,52 +78,52 @@ pub(crate) struct Segment {
     pub(crate) medium: Medium,
     pub(crate) units: u32,
     pub(crate) topology: Topology,
-    /// The only tenant that may use it.
-    pub(crate) tenant: Option<TenantIx>,
+    /// If set, the only tenant that may use the segment.
+    pub(crate) tenant: Option<TenantIndex>,
     pub(crate) phase: SegmentPhase,
-    /// Nothing is given out before.
+    /// The group allocates nothing in the segment before this time.
     pub(crate) usable_at: MonoTime,
-    /// It came back after it was given up: nothing that it holds is believed to be current.
-    pub(crate) is_late: bool,
-    /// A remote peer had one-sided access: its reads are verified, even in place.
+    /// The segment was mounted after the group stopped waiting for it: none of its records is trusted to be current.
+    pub(crate) is_stale: bool,
+    /// A remote peer had one-sided access: readers verify the bytes, even of zero-copy reads.
     pub(crate) one_sided: bool,
     /// Position among the group's candidates.
     pub(crate) candidate: Option<u32>,
-    /// Records of the report that have arrived, deltas included.
+    /// Records received of the report, deltas included.
     pub(crate) reported_records: u64,
-    /// While reporting: the extents so far; what went away again has no units.
+    /// While reporting: the extents so far. An entry whose slot was freed again has 0 units.
     pub(crate) reported: Vec<(u32, Extent)>,
-    /// While reporting: slots that were freed since, and from which epoch on. What the stream still says of the time
-    /// before is of the past: the answer to a reclaim may overtake it.
+    /// While reporting: freed slots, each with the epoch from which on it is free. The report stream may still contain
+    /// older records of them, because the response to a reclaim can overtake it.
     freed_while_reporting: HashMap<u32, Epoch>,
-    /// Where the removal of a lost segment's objects has got to.
+    /// Next slot for the removal of a lost segment's objects.
     pub(crate) swept: u32,
-    /// Blocks are the allocator's; until then they are positions in `reported`.
+    /// Blocks are numbers of the allocator; before the rebuild they are positions in `reported`.
     rebuilt: bool,
     allocator: Allocator,
     slots: Vec<u32>,
     free_link: u32,
-    /// Slots from here on were never given out by this master.
+    /// This master has never allocated slots from here on.
     fresh: u32,
     pub(crate) taken_slots: u32,
-    pub(crate) drains: HashMap<u32, Drain>,
+    pub(crate) drains: HashMap<u32, DrainingSlot>,
     pub(crate) live_units: u32,
     pub(crate) reserved_units: u32,
     pub(crate) draining_units: u32,
-    /// A disk: whether it takes more. A node says so with every heartbeat.
-    pub(crate) takes_offloads: bool,
+    /// For a disk: whether it accepts more records. The node sends this with every heartbeat.
+    pub(crate) accepts_offloads: bool,
 }
 
-/// Allocations for which the allocator's books are made ahead, because growing them in the middle of a put takes
-/// milliseconds. At worst there is a free run beside every allocation; half of that is enough as long as free space
-/// is not cut to pieces, and does not make every segment pay for the worst.
-fn books_for(slots: u32, units: u32) -> u32 {
+/// Number of allocations for which the allocator reserves its metadata in advance, because growing it during a put
+/// takes milliseconds. In the worst case there is a free run next to every allocation. Half of that is enough as long
+/// as free space is not fragmented, and it does not charge every segment for the worst case.
+fn expected_blocks(slots: u32, units: u32) -> u32 {
     slots.min(units) / 2 + 1
 }
 
-/// What a segment is, as its node offers it.
+/// Parameters of a segment, as its node offers it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct SegmentParams {
     pub(crate) node: NodeId,
     pub(crate) session: SessionId,
     pub(crate) id: SegmentId,
@@ -144,36 +132,36 @@ pub(crate) struct Shape {
     pub(crate) units: u32,
     pub(crate) slots: u32,
     pub(crate) topology: Topology,
-    pub(crate) tenant: Option<TenantIx>,
+    pub(crate) tenant: Option<TenantIndex>,
 }
 
 impl Segment {
-    pub(crate) fn new(shape: Shape, phase: SegmentPhase, usable_at: MonoTime) -> Segment {
-        let mut allocator = Allocator::new(shape.units);
+    pub(crate) fn new(params: SegmentParams, phase: SegmentPhase, usable_at: MonoTime) -> Segment {
+        let mut allocator = Allocator::new(params.units);
         if phase != SegmentPhase::Reporting {
-            allocator.reserve_live(books_for(shape.slots, shape.units));
+            allocator.reserve_live(expected_blocks(params.slots, params.units));
         }
         Segment {
-            node: shape.node,
-            session: shape.session,
-            id: shape.id,
-            generation: shape.generation,
-            medium: shape.medium,
-            units: shape.units,
-            topology: shape.topology,
-            tenant: shape.tenant,
+            node: params.node,
+            session: params.session,
+            id: params.id,
+            generation: params.generation,
+            medium: params.medium,
+            units: params.units,
+            topology: params.topology,
+            tenant: params.tenant,
             phase,
             usable_at,
-            is_late: false,
+            is_stale: false,
             one_sided: false,
             candidate: None,
             reported_records: 0,
             reported: vec![],
             freed_while_reporting: HashMap::new(),
             swept: 0,
-            rebuilt: phase != SegmentPhase::Reporting || shape.medium == Medium::Disk,
+            rebuilt: phase != SegmentPhase::Reporting || params.medium == Medium::Disk,
             allocator,
-            slots: vec![0; shape.slots as usize],
+            slots: vec![0; params.slots as usize],
             free_link: NO_LINK,
             fresh: 0,
             taken_slots: 0,
@@ -181,7 +169,7 @@ impl Segment {
             live_units: 0,
             reserved_units: 0,
             draining_units: 0,
-            takes_offloads: false,
+            accepts_offloads: false,
         }
     }
 
@@ -189,7 +177,7 @@ impl Segment {
         self.medium == Medium::Disk
     }
 
-    /// A slot of a disk that nobody has: one more, if need be.
+    /// Returns a free slot of a disk; adds a slot if all are taken.
     pub(crate) fn disk_slot(&mut self) -> Option<u32> {
         debug_assert!(self.is_disk());
         if let Some(slot) = self.free_slot() {
@@ -201,7 +189,7 @@ impl Segment {
         })
     }
 
-    /// Whether readers may be sent there.
+    /// Whether a lookup may return locations in this segment.
     pub(crate) fn is_readable(&self) -> bool {
         self.phase != SegmentPhase::Lost
     }
@@ -218,63 +206,65 @@ impl Segment {
         match self.slots[slot as usize] {
             DRAINING => SlotState::Draining,
             entry if entry >= LINK || entry == 0 => SlotState::Free,
-            entry => SlotState::Object(Ref::from_number(entry - 1).expect("below Ref::LARGEST")),
+            entry => SlotState::Object(
+                RecordRef::from_number(entry - 1).expect("number is below RecordRef::LARGEST"),
+            ),
         }
     }
 
-    /// Names the record that has the slot, or gives the slot a new name of the same record.
-    pub(crate) fn set_slot(&mut self, slot: u32, at: Ref) {
+    /// Sets the record of a slot. Also used when the record gets a new number.
+    pub(crate) fn set_slot(&mut self, slot: u32, at: RecordRef) {
         self.slots[slot as usize] = at.number() + 1;
     }
 
-    /// Space for one stripe: a slot and an extent.
-    pub(crate) fn reserve(&mut self, segment: u32, units: NonZeroU32, align: Align) -> Option<Place> {
+    /// Reserves a slot and an extent for one stripe.
+    pub(crate) fn reserve(&mut self, segment: u32, units: NonZeroU32, align: Align) -> Option<SlotLocation> {
         debug_assert_eq!(self.phase, SegmentPhase::Serving);
         let slot = self.free_slot()?;
         let allocation = self.allocator.alloc(units, align)?;
         self.take_slot(slot);
         self.reserved_units += units.get();
-        Some(Place { segment, slot, block: allocation.block.0 })
+        Some(SlotLocation { segment, slot, block: allocation.block.0 })
     }
 
-    /// Takes back what [`reserve`](Self::reserve) gave and nobody has heard of.
-    pub(crate) fn unreserve(&mut self, place: Place) {
-        let extent = self.allocator.free(BlockRef(place.block));
+    /// Undoes a [`reserve`](Self::reserve) whose location has not been sent to a client.
+    pub(crate) fn unreserve(&mut self, location: SlotLocation) {
+        let extent = self.allocator.free(BlockRef(location.block));
         self.reserved_units -= extent.units;
-        self.give_slot(place.slot);
+        self.release_slot(location.slot);
     }
 
-    /// A reservation became an object.
+    /// Moves the units of a reservation to the live units.
     pub(crate) fn complete(&mut self, units: u32) {
         self.reserved_units -= units;
         self.live_units += units;
     }
 
-    /// The slot's owner gives it up; it drains until the node says that it is free.
-    pub(crate) fn drain(&mut self, place: Place, epoch: Epoch, id: ObjectId, was_live: bool) {
-        let units = self.extent(place.block).units;
+    /// Releases a slot. It drains until the node reports it as free.
+    pub(crate) fn drain(&mut self, location: SlotLocation, epoch: Epoch, id: ObjectId, was_live: bool) {
+        let units = self.extent(location.block).units;
         if was_live {
             self.live_units -= units;
         } else {
             self.reserved_units -= units;
         }
         self.draining_units += units;
-        self.slots[place.slot as usize] = DRAINING;
-        self.drains.insert(place.slot, Drain { block: place.block, units, epoch, id });
+        self.slots[location.slot as usize] = DRAINING;
+        self.drains.insert(location.slot, DrainingSlot { block: location.block, units, epoch, id });
     }
 
-    /// The node says that the slot is free from `epoch` on. The answer is whether that ended a drain.
+    /// Ends the drain of a slot that the node reports as free from `epoch` on. Returns whether a drain has ended.
     pub(crate) fn freed(&mut self, slot: u32, epoch: Epoch) -> bool {
         let Some(&drain) = self.drains.get(&slot) else { return false };
         if epoch < drain.epoch {
             return false;
         }
         self.drains.remove(&slot);
-        // What it brought back is gone; what is in it now is known.
+        // The last untrusted record of the stale segment is gone. All records in it are current now.
         if self.drains.is_empty() && self.phase != SegmentPhase::Reporting {
-            self.is_late = false;
+            self.is_stale = false;
         }
-        // After a great removal the map would stay as large as it was.
+        // After a large removal the map would keep its capacity.
         if self.drains.capacity() > DRAINS_KEPT && self.drains.len() * 8 < self.drains.capacity() {
             self.drains.shrink_to(self.drains.len() * 2);
         }
@@ -287,7 +277,7 @@ impl Segment {
                 self.freed_while_reporting.insert(slot, epoch);
             }
         }
-        self.give_slot(slot);
+        self.release_slot(slot);
         true
     }
 
@@ -296,7 +286,7 @@ impl Segment {
         self.freed_while_reporting.get(&slot).is_some_and(|&freed| epoch <= freed)
     }
 
-    /// The extent of a block, or of a position in the report.
+    /// Returns the extent of a block, or of a position in the report.
     pub(crate) fn extent(&self, block: u32) -> Extent {
         if self.is_disk() {
             Extent::default()
@@ -307,11 +297,11 @@ impl Segment {
         }
     }
 
-    /// A slot that a report says is taken. The place's block is the position in the report.
-    pub(crate) fn report(&mut self, segment: u32, slot: u32, extent: Extent, live: bool) -> Place {
+    /// Marks a reported slot as taken. The block of the result is the position in the report.
+    pub(crate) fn report(&mut self, segment: u32, slot: u32, extent: Extent, live: bool) -> SlotLocation {
         if self.is_disk() {
             self.take_slot(slot);
-            return Place { segment, slot, block: 0 };
+            return SlotLocation { segment, slot, block: 0 };
         }
         self.reported.push((slot, extent));
         self.taken_slots += 1;
@@ -320,48 +310,48 @@ impl Segment {
         } else {
             self.reserved_units += extent.units;
         }
-        Place { segment, slot, block: (self.reported.len() - 1) as u32 }
+        SlotLocation { segment, slot, block: (self.reported.len() - 1) as u32 }
     }
 
-    /// Builds the allocator from what was reported; the answer pairs each slot with its block. A report with
-    /// overlapping extents leaves the segment failed.
+    /// Builds the allocator from the reported extents. Returns each slot with its block. A report with overlapping
+    /// extents leaves the segment failed.
     pub(crate) fn rebuild(&mut self) -> Result<Vec<(u32, u32)>, moontide_heap::alloc::RebuildError> {
-        let there: Vec<(u32, Extent)> =
+        let taken: Vec<(u32, Extent)> =
             self.reported.iter().copied().filter(|(_, extent)| extent.units > 0).collect();
-        let extents: Vec<Extent> = there.iter().map(|&(_, extent)| extent).collect();
+        let extents: Vec<Extent> = taken.iter().map(|&(_, extent)| extent).collect();
         let (mut allocator, blocks) = Allocator::rebuild(self.units, &extents)?;
-        allocator.reserve_live(books_for(self.slot_count(), self.units));
+        allocator.reserve_live(expected_blocks(self.slot_count(), self.units));
         self.allocator = allocator;
         self.rebuilt = true;
         self.reported = vec![];
         self.freed_while_reporting = HashMap::new();
-        Ok(there.into_iter().zip(blocks).map(|((slot, _), block)| (slot, block.0)).collect())
+        Ok(taken.into_iter().zip(blocks).map(|((slot, _), block)| (slot, block.0)).collect())
     }
 
     fn free_slot(&mut self) -> Option<u32> {
         if self.free_link != NO_LINK {
             return Some(self.free_link);
         }
-        // Slots that a report took are skipped; each at most once in the segment's life.
+        // Skips slots that a report took, each at most once in the segment's life.
         while self.slots.get(self.fresh as usize).is_some_and(|&entry| entry != 0) {
             self.fresh += 1;
         }
         (self.fresh < self.slot_count()).then_some(self.fresh)
     }
 
-    /// A draining place has become one of a complete object: what a promotion brought.
-    pub(crate) fn revive(&mut self, segment: u32, slot: u32, at: Ref) -> Place {
-        let drain = self.drains.remove(&slot).expect("a promotion has its slot");
+    /// Makes a draining slot the location of a complete object, after a promotion.
+    pub(crate) fn reattach(&mut self, segment: u32, slot: u32, at: RecordRef) -> SlotLocation {
+        let drain = self.drains.remove(&slot).expect("slot of a promotion is draining");
         self.draining_units -= drain.units;
         self.live_units += drain.units;
         self.set_slot(slot, at);
-        Place { segment, slot, block: drain.block }
+        SlotLocation { segment, slot, block: drain.block }
     }
 
-    /// A place of a disk is gone without anybody being told: its node has said so.
+    /// Frees a slot of a disk without a command: the node has reported the record as gone.
     pub(crate) fn vacate(&mut self, slot: u32) {
         debug_assert!(self.is_disk());
-        self.give_slot(slot);
+        self.release_slot(slot);
     }
 
     fn take_slot(&mut self, slot: u32) {
@@ -373,10 +363,10 @@ impl Segment {
         self.taken_slots += 1;
     }
 
-    fn give_slot(&mut self, slot: u32) {
+    fn release_slot(&mut self, slot: u32) {
         self.taken_slots -= 1;
         if !self.rebuilt {
-            // Nothing is given out before the report's end, and until then a slot may be reported again.
+            // The group allocates nothing before the end of the report, and until then a slot may be reported again.
             self.slots[slot as usize] = 0;
             return;
         }
@@ -384,12 +374,13 @@ impl Segment {
         self.free_link = slot;
     }
 
-    /// Memory held by the books.
+    /// Memory of the allocator's metadata, the slot table and the drains.
     pub(crate) fn memory_bytes(&self) -> usize {
         self.allocator.stats().metadata_bytes + self.slots.len() * 4 + self.drains.capacity() * 40
     }
 
-    /// Free units by the allocator's own count.
+    /// Free units as counted by the allocator.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn allocator_free_units(&self) -> u32 {
         self.allocator.stats().free_units
     }

@@ -1,8 +1,8 @@
-//! [`Sketch`]: about how often an object was read lately, in half a byte per counter.
+//! [`Sketch`]: approximate number of recent reads of an object, in half a byte per counter.
 //!
-//! A count-min sketch with four rows of 4-bit counters. It may say too much, because objects share counters, and never
-//! too little, but for the halving: after [`SAMPLE`] reads all counters are halved, so that what was read long ago is
-//! forgotten. 64 KiB per group, whatever the number of objects.
+//! A count-min sketch with four rows of 4-bit counters. It may overestimate, because objects share counters. It never
+//! underestimates, except for the halving: after [`SAMPLE`] reads all counters are halved, so that old reads lose
+//! weight. It takes 64 KiB per group, independent of the number of objects.
 
 use moontide_types::ObjectId;
 
@@ -11,13 +11,13 @@ const COUNTERS: usize = 32 << 10;
 
 const ROWS: usize = 4;
 
-/// Reads after which everything counts half: eight per counter of a row, so that the counters hardly ever saturate.
+/// Reads between two halvings: eight per counter of a row, so that the counters rarely saturate.
 const SAMPLE: u32 = 8 * COUNTERS as u32;
 
-/// The largest count.
+/// Largest count.
 const COUNT_MAX: u8 = 15;
 
-/// How often objects were read lately.
+/// Approximate read counts.
 #[derive(Debug)]
 pub(crate) struct Sketch {
     /// Two counters per byte.
@@ -32,9 +32,9 @@ impl Default for Sketch {
 }
 
 impl Sketch {
-    /// An object was read.
+    /// Counts one read of an object.
     pub(crate) fn add(&mut self, id: ObjectId) {
-        for (row, counter) in self.rows.iter_mut().zip(places(id)) {
+        for (row, counter) in self.rows.iter_mut().zip(counter_indices(id)) {
             let count = get(row, counter);
             if count < COUNT_MAX {
                 row[counter / 2] += 1 << (counter % 2 * 4);
@@ -44,15 +44,15 @@ impl Sketch {
         if self.reads == SAMPLE {
             self.reads = 0;
             for byte in self.rows.iter_mut().flat_map(|row| row.iter_mut()) {
-                // Both halves of the byte at once; the bit that would cross over is masked.
+                // Halves both counters of the byte at once; the mask clears the bit that would cross over.
                 *byte = *byte >> 1 & 0x77;
             }
         }
     }
 
-    /// About how often, 0 to 15.
+    /// Returns the approximate number of recent reads, 0 to 15.
     pub(crate) fn count(&self, id: ObjectId) -> u8 {
-        self.rows.iter().zip(places(id)).map(|(row, counter)| get(row, counter)).min().unwrap_or(0)
+        self.rows.iter().zip(counter_indices(id)).map(|(row, counter)| get(row, counter)).min().unwrap_or(0)
     }
 }
 
@@ -60,8 +60,8 @@ fn get(row: &[u8], counter: usize) -> u8 {
     row[counter / 2] >> (counter % 2 * 4) & 0xf
 }
 
-/// One counter per row. An id is a keyed hash already: its bytes are as good as any.
-fn places(id: ObjectId) -> [usize; ROWS] {
+/// Returns one counter index per row. An id is already a keyed hash, so any of its bytes are suitable.
+fn counter_indices(id: ObjectId) -> [usize; ROWS] {
     std::array::from_fn(|row| {
         let at = row * 4;
         let bytes = id.0[at..at + 4].try_into().expect("four bytes");
@@ -81,24 +81,24 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_is_counted_and_the_rest_hardly_ever() {
+    fn sketch_counts_reads_with_few_false_positives() {
         let mut sketch = Sketch::default();
         for n in 0..4_000 {
             sketch.add(id(n));
         }
         assert!((0..4_000).all(|n| sketch.count(id(n)) >= 1));
         let wrong = (100_000..110_000).filter(|&n| sketch.count(id(n)) > 0).count();
-        assert!(wrong < 100, "{wrong} of 10,000 that nobody read");
+        assert!(wrong < 100, "{wrong} of 10,000 unread objects have a count");
     }
 
     #[test]
-    fn counts_stop_at_their_largest_and_are_forgotten() {
+    fn sketch_counts_saturate_and_decay() {
         let mut sketch = Sketch::default();
         for _ in 0..100 {
             sketch.add(id(7));
         }
         assert_eq!(sketch.count(id(7)), COUNT_MAX);
-        // Other objects are read until everything was halved four times.
+        // Reads other objects until all counters have been halved four times.
         for n in 0..u64::from(SAMPLE) * 4 {
             sketch.add(id(1_000 + n % 64));
         }

@@ -1,35 +1,33 @@
-//! Tenants of a group: their quotas, what they use, and the queues from which they are evicted.
+//! Tenants of a group: quotas, usage and eviction queues.
 
 use moontide_types::{ErrorCode, Tenant};
 
+use crate::ids::TenantIndex;
 use crate::queue::Queue;
 
-/// Names a tenant within one group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct TenantIx(pub u16);
+/// Maximum number of tenants of one group that have objects: small enough to list all of them in one page and to keep
+/// their metrics readable.
+pub const TENANTS_MAX: usize = 4096;
 
-/// Most tenants of one group: a table of them is listed in one page, and their metrics are still readable.
-pub(crate) const TENANTS_MAX: usize = 4096;
-
-/// How much a tenant may store in this group; 0 is no limit.
+/// Limits of a tenant in this group; 0 is no limit.
 ///
-/// A cluster's quota is split by the master into shares that sum to it, so that a group decides alone.
+/// The master splits the cluster-wide quota into shares that sum to it, so that a group decides on its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Quota {
-    /// Most bytes of memory, counted in whole units and with all replicas. What is on disk does not count.
+    /// Maximum bytes of memory, counted in whole units and with all replicas. Bytes on disk do not count.
     pub bytes_max: u64,
-    /// Most objects, those on disk included.
+    /// Maximum number of objects, those on disk included.
     pub objects_max: u64,
 }
 
-/// A tenant, its quota and what it uses.
+/// A tenant with its quota and usage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TenantUsage {
-    /// Its name.
+    /// Name as given by clients.
     pub name: Box<str>,
-    /// Its quota in this group.
+    /// Share of the quota in this group.
     pub quota: Quota,
-    /// Bytes live and reserved.
+    /// Live and reserved bytes.
     pub bytes: u64,
     /// Objects, those being written included.
     pub objects: u64,
@@ -41,56 +39,19 @@ pub(crate) struct TenantState {
     pub(crate) quota: Quota,
     pub(crate) bytes: u64,
     pub(crate) objects: u64,
-    /// Evicted under pressure.
+    /// Evicted under memory pressure.
     pub(crate) ordinary: Queue,
-    /// Evicted when nothing ordinary is left.
+    /// Evicted when no ordinary object is left.
     pub(crate) soft: Queue,
     /// Never evicted; a queue only so that every complete object is in one.
     pub(crate) hard: Queue,
-    /// Nowhere but on disks, so that there is nothing to evict from memory.
+    /// Objects that exist only on disks, so that there is nothing to evict from memory.
     pub(crate) on_disk: Queue,
 }
 
 impl TenantState {
-    pub(crate) fn is_over_quota(&self) -> bool {
-        let over = |used: u64, max: u64| max != 0 && used > max;
-        over(self.bytes, self.quota.bytes_max) || over(self.objects, self.quota.objects_max)
-    }
-
-    /// Whether it has all objects that it may have, wherever they are.
-    pub(crate) fn has_too_many(&self) -> bool {
-        self.quota.objects_max != 0 && self.objects >= self.quota.objects_max
-    }
-
-    /// Whether another object of so many bytes would stay within the quota, once one of `replaced` bytes is gone.
-    pub(crate) fn has_room_for(&self, bytes: u64, replaced: Option<u64>) -> bool {
-        let fits =
-            |used: u64, less: u64, more: u64, max: u64| max == 0 || (used - less).saturating_add(more) <= max;
-        fits(self.bytes, replaced.unwrap_or(0), bytes, self.quota.bytes_max)
-            && fits(self.objects, replaced.is_some().into(), 1, self.quota.objects_max)
-    }
-}
-
-/// All tenants of a group. None is ever forgotten: their number is bounded, and their numbers stay valid.
-#[derive(Debug, Default)]
-pub(crate) struct Tenants {
-    by_name: hashbrown::HashMap<Box<str>, TenantIx>,
-    states: Vec<TenantState>,
-}
-
-impl Tenants {
-    /// The tenant of this name, which is new if it was never heard of.
-    pub(crate) fn named(&mut self, tenant: Tenant<'_>) -> Result<TenantIx, ErrorCode> {
-        if let Some(&known) = self.by_name.get(tenant.as_str()) {
-            return Ok(known);
-        }
-        if self.states.len() == TENANTS_MAX {
-            return Err(ErrorCode::TooLarge);
-        }
-        let ix = TenantIx(self.states.len() as u16);
-        let name: Box<str> = tenant.as_str().into();
-        self.by_name.insert(name.clone(), ix);
-        self.states.push(TenantState {
+    fn new(name: Box<str>) -> TenantState {
+        TenantState {
             name,
             quota: Quota::default(),
             bytes: 0,
@@ -99,23 +60,85 @@ impl Tenants {
             soft: Queue::default(),
             hard: Queue::default(),
             on_disk: Queue::default(),
-        });
-        Ok(ix)
+        }
     }
 
-    pub(crate) fn find(&self, tenant: Tenant<'_>) -> Option<TenantIx> {
+    fn is_idle(&self) -> bool {
+        self.objects == 0 && self.bytes == 0 && self.quota == Quota::default()
+    }
+
+    pub(crate) fn is_over_quota(&self) -> bool {
+        let over = |used: u64, max: u64| max != 0 && used > max;
+        over(self.bytes, self.quota.bytes_max) || over(self.objects, self.quota.objects_max)
+    }
+
+    /// Whether the tenant has as many objects as its quota allows, in memory and on disk.
+    pub(crate) fn is_at_object_limit(&self) -> bool {
+        self.quota.objects_max != 0 && self.objects >= self.quota.objects_max
+    }
+
+    /// Whether another object of `bytes` bytes fits into the quota after an object of `replaced` bytes is gone.
+    pub(crate) fn fits_quota(&self, bytes: u64, replaced: Option<u64>) -> bool {
+        let fits =
+            |used: u64, less: u64, more: u64, max: u64| max == 0 || (used - less).saturating_add(more) <= max;
+        fits(self.bytes, replaced.unwrap_or(0), bytes, self.quota.bytes_max)
+            && fits(self.objects, replaced.is_some().into(), 1, self.quota.objects_max)
+    }
+}
+
+/// All tenants of a group. The index of a tenant without objects, quota and other use may be given to another one when
+/// there are [`TENANTS_MAX`].
+#[derive(Debug, Default)]
+pub(crate) struct Tenants {
+    by_name: hashbrown::HashMap<Box<str>, TenantIndex>,
+    states: Vec<TenantState>,
+}
+
+impl Tenants {
+    /// Returns the tenant of this name; creates it if it does not exist. If there are too many, it takes the place of a
+    /// tenant that has no objects and no quota, and of which `is_in_use` knows no other use.
+    pub(crate) fn find_or_create(
+        &mut self,
+        tenant: Tenant<'_>,
+        is_in_use: impl Fn(TenantIndex) -> bool,
+    ) -> Result<TenantIndex, ErrorCode> {
+        if let Some(&index) = self.by_name.get(tenant.as_str()) {
+            return Ok(index);
+        }
+        let index = if self.states.len() < TENANTS_MAX {
+            TenantIndex(self.states.len() as u16)
+        } else if moontide_rt::mutation_enabled("tenant-leak") {
+            return Err(ErrorCode::TooManyTenants);
+        } else {
+            let idle = self.iter().find(|(index, state)| state.is_idle() && !is_in_use(*index));
+            idle.ok_or(ErrorCode::TooManyTenants)?.0
+        };
+        let new = TenantState::new(tenant.as_str().into());
+        let name = new.name.clone();
+        match self.states.get_mut(usize::from(index.0)) {
+            Some(state) => {
+                let forgotten = std::mem::replace(state, new);
+                self.by_name.remove(&forgotten.name);
+            }
+            None => self.states.push(new),
+        }
+        self.by_name.insert(name, index);
+        Ok(index)
+    }
+
+    pub(crate) fn find(&self, tenant: Tenant<'_>) -> Option<TenantIndex> {
         self.by_name.get(tenant.as_str()).copied()
     }
 
-    pub(crate) fn get(&self, ix: TenantIx) -> &TenantState {
-        &self.states[usize::from(ix.0)]
+    pub(crate) fn get(&self, index: TenantIndex) -> &TenantState {
+        &self.states[usize::from(index.0)]
     }
 
-    pub(crate) fn get_mut(&mut self, ix: TenantIx) -> &mut TenantState {
-        &mut self.states[usize::from(ix.0)]
+    pub(crate) fn get_mut(&mut self, index: TenantIndex) -> &mut TenantState {
+        &mut self.states[usize::from(index.0)]
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantIx, &TenantState)> {
-        (0..).map(TenantIx).zip(&self.states)
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantIndex, &TenantState)> {
+        (0..).map(TenantIndex).zip(&self.states)
     }
 }

@@ -1,29 +1,29 @@
-//! Time as `meta` sees it: an argument, and a coarse form of it that fits into a record.
+//! Time in this crate: an argument of each command, and a coarse form that fits into a record.
 //!
-//! Invariant: a promise stored as a [`Tick`] ends no earlier than it was made to.
+//! Invariant: a deadline stored as a [`Tick`] is never earlier than the exact one.
 
 use std::time::Duration;
 
 use moontide_types::{MonoTime, UnixMillis};
 
-/// The time of a command, read once by whoever sends it.
+/// Time of a command, read once by its sender.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Now {
-    /// Decides leases, deadlines and waiting times.
+    /// Clock for leases, deadlines and delays.
     pub mono: MonoTime,
-    /// Decides when objects with a time to live expire, because that outlives a boot.
+    /// Clock for objects with a time to live, because that outlives a boot.
     pub unix: UnixMillis,
 }
 
-/// Nanoseconds of one tick, 16 ms: 32 bits of them last 2.2 years, and nobody notices 16 ms of a lease.
+/// Nanoseconds per tick, 16 ms: 32 bits of ticks last 2.2 years, and 16 ms are negligible for a lease.
 const TICK_NANOS: u64 = 16_000_000;
 
-/// Ticks since a group was created. Saturates: after 2.2 years of one term there would be no more leases, and a master
-/// must have been restarted before that.
+/// Ticks since a group was created. Saturates: after 2.2 years of one term there would be no more leases, so a master
+/// must be restarted before that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Tick(pub(crate) u32);
 
-/// Turns times into ticks.
+/// Converts times to ticks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ticker {
     start: MonoTime,
@@ -34,17 +34,17 @@ impl Ticker {
         Ticker { start }
     }
 
-    /// The last tick that has begun.
+    /// Returns the last tick that has begun.
     pub(crate) fn now(&self, now: MonoTime) -> Tick {
         Tick(saturate(now.since(self.start).as_nanos() as u64 / TICK_NANOS))
     }
 
-    /// The first tick at which `after` has passed since `now`: never too early.
+    /// Returns the first tick at which `after` has passed since `now`: never too early.
     pub(crate) fn end(&self, now: MonoTime, after: Duration) -> Tick {
         Tick(saturate(now.after(after).since(self.start).as_nanos().div_ceil(TICK_NANOS.into()) as u64))
     }
 
-    /// How long until the tick.
+    /// Returns the time until the tick.
     pub(crate) fn left(&self, until: Tick, now: MonoTime) -> Duration {
         let at = self.start.after(Duration::from_nanos(u64::from(until.0) * TICK_NANOS));
         at.since(now)
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn promises_end_late_never_early() {
+    fn tick_conversion_rounds_up() {
         let ticker = Ticker::new(MonoTime(5));
         for nanos in [5, 6, TICK_NANOS, TICK_NANOS + 4, TICK_NANOS + 5, 10 * TICK_NANOS] {
             let now = MonoTime(nanos);

@@ -1,17 +1,17 @@
-//! What a group does, case by case, with nodes that obey when they are told to.
+//! Behaviour of a group, case by case, with nodes that execute commands on request.
 
 mod common;
 
 use std::time::Duration;
 
-use common::{Bench, ask, config, id};
+use common::{GroupHarness, config, id, lookup_key};
 use moontide_meta::{
-    JobKind, JobState, Medium, MountSpec, OrderKind, OrderOutcome, PutEnd, PutOptions, PutStart, Quota,
-    Removal, ReportRecord, ReportState, SegmentPhase, StripeView, TenantIx, Waiter,
+    CommandKind, CommandOutcome, JobKind, JobState, MountSpec, PutEnd, PutOptions, PutStart, Quota,
+    RemoveOutcome, ReportRecord, ReportState, SegmentPhase, StripeRange, TENANTS_MAX, TenantIndex, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SessionId, SlotId, Tenant, Term,
+    Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SessionId, SlotId, Tenant, Term,
 };
 
 const KIB: u64 = 1024;
@@ -21,17 +21,17 @@ fn replicas(n: u8, min: u8) -> PutOptions {
 }
 
 /// A complete object of one KiB, as its node reports it.
-fn reported(bench: &Bench, key: &'static str, epoch: Epoch, slot: u32) -> ReportRecord<'static> {
+fn reported(harness: &GroupHarness, key: &'static str, epoch: Epoch, slot: u32) -> ReportRecord<'static> {
     let extent = Extent { start: 3 * slot, units: 3 };
     ReportRecord {
         slot: SlotId(slot),
         state: ReportState::Ready,
         epoch,
         id: id(key),
-        tenant: bench.tenant,
+        tenant: harness.tenant,
         key: key.as_bytes(),
         object_len: KIB,
-        stripe: StripeView { index: 0, count: 1, offset: 0, len: KIB },
+        stripe: StripeRange { index: 0, count: 1, offset: 0, len: KIB },
         root: 77,
         extent,
         payload_offset: extent.span().offset(),
@@ -46,32 +46,32 @@ fn reported(bench: &Bench, key: &'static str, epoch: Epoch, slot: u32) -> Report
 }
 
 #[test]
-fn a_put_is_in_progress_until_it_ends_and_then_exists() {
-    let mut bench = Bench::new(&[1]);
-    let epoch = bench.start("k", KIB).unwrap();
-    assert_eq!(bench.look("k", 0), Err(ErrorCode::NotReady));
-    assert!(!bench.has("k"));
-    bench.end("k", epoch).unwrap();
-    assert_eq!(bench.end("k", epoch), Ok(()), "saying it twice changes nothing");
-    assert_eq!(bench.look("k", 0), Ok((epoch, 1)));
-    assert_eq!(bench.start("k", KIB), Err(ErrorCode::AlreadyExists));
-    assert_eq!(bench.look("other", 0), Err(ErrorCode::NotFound));
+fn object_is_visible_only_after_put_end() {
+    let mut harness = GroupHarness::new(&[1]);
+    let epoch = harness.start("k", KIB).unwrap();
+    assert_eq!(harness.lookup("k", 0), Err(ErrorCode::NotReady));
+    assert!(!harness.exists("k"));
+    harness.end("k", epoch).unwrap();
+    assert_eq!(harness.end("k", epoch), Ok(()), "repeated PutEnd changes nothing");
+    assert_eq!(harness.lookup("k", 0), Ok((epoch, 1)));
+    assert_eq!(harness.start("k", KIB), Err(ErrorCode::AlreadyExists));
+    assert_eq!(harness.lookup("other", 0), Err(ErrorCode::NotFound));
 }
 
 #[test]
-fn somebody_elses_put_is_in_progress_and_ones_own_is_started_again() {
-    let mut bench = Bench::new(&[1]);
-    let first = bench.start("k", KIB).unwrap();
-    let again = bench.start("k", KIB).unwrap();
+fn put_start_restarts_own_put_and_rejects_other_callers() {
+    let mut harness = GroupHarness::new(&[1]);
+    let first = harness.start("k", KIB).unwrap();
+    let again = harness.start("k", KIB).unwrap();
     assert!(again > first);
-    assert_eq!(bench.end("k", first), Err(ErrorCode::Gone));
-    assert_eq!(bench.end("k", again), Err(ErrorCode::Retry), "the first attempt may have been written");
-    bench.obey();
-    assert_eq!(bench.end("k", again), Ok(()));
+    assert_eq!(harness.end("k", first), Err(ErrorCode::Gone));
+    assert_eq!(harness.end("k", again), Err(ErrorCode::Retry), "first attempt may have been written");
+    harness.run_commands();
+    assert_eq!(harness.end("k", again), Ok(()));
     let options = PutOptions::default();
     let put = |caller| PutStart {
-        ask: ask("j"),
-        tenant: TenantIx(0),
+        object: lookup_key("j"),
+        tenant: TenantIndex(0),
         caller,
         object_len: 1,
         attributes_len: 0,
@@ -81,203 +81,243 @@ fn somebody_elses_put_is_in_progress_and_ones_own_is_started_again() {
         parent: None,
         options: &options,
     };
-    let now = bench.now;
-    assert!(bench.group.put_start(now, &put(1), &mut vec![]).is_ok());
-    let other = bench.group.put_start(now, &put(2), &mut vec![]).map(|_| ());
+    let now = harness.now;
+    assert!(harness.group.put_start(now, &put(1), &mut vec![]).is_ok());
+    let other = harness.group.put_start(now, &put(2), &mut vec![]).map(|_| ());
     assert_eq!(other, Err(ErrorCode::InProgress));
 }
 
 #[test]
-fn a_reservation_ends_by_time_and_its_range_comes_back_when_the_node_says_so() {
-    let mut bench = Bench::new(&[1]);
-    let all = bench.free_units();
-    let epoch = bench.start("k", KIB).unwrap();
-    bench.advance(Duration::from_secs(31));
-    bench.tick();
-    assert_eq!(bench.look("k", 0), Err(ErrorCode::NotFound));
-    assert_eq!(bench.end("k", epoch), Err(ErrorCode::Gone));
-    assert!(bench.free_units() < all, "the node has not said that it is free");
-    let order = bench.orders[0];
-    assert_eq!((order.kind, order.epoch), (OrderKind::Reclaim, epoch));
-    bench.answer(&order, OrderOutcome::Accepted);
-    assert!(bench.free_units() < all, "accepted is not done");
-    bench.obey();
-    assert_eq!(bench.free_units(), all);
+fn expired_reservation_is_freed_after_reclaim_is_done() {
+    let mut harness = GroupHarness::new(&[1]);
+    let all = harness.free_units();
+    let epoch = harness.start("k", KIB).unwrap();
+    harness.advance(Duration::from_secs(31));
+    harness.tick();
+    assert_eq!(harness.lookup("k", 0), Err(ErrorCode::NotFound));
+    assert_eq!(harness.end("k", epoch), Err(ErrorCode::Gone));
+    assert!(harness.free_units() < all, "node has not reported the slot as free");
+    let command = harness.commands[0];
+    assert_eq!((command.kind, command.epoch), (CommandKind::Reclaim, epoch));
+    harness.respond(&command, CommandOutcome::Accepted);
+    assert!(harness.free_units() < all, "accepted is not done");
+    harness.run_commands();
+    assert_eq!(harness.free_units(), all);
 }
 
 #[test]
-fn an_upsert_is_acknowledged_only_after_the_old_version_was_killed() {
-    let mut bench = Bench::new(&[1]);
-    let old = bench.put("k", KIB);
+fn upsert_ends_only_after_old_version_is_killed() {
+    let mut harness = GroupHarness::new(&[1]);
+    let old = harness.put("k", KIB);
     let upsert = PutOptions { upsert: true, ..PutOptions::default() };
-    let new = bench.start_with("k", 2 * KIB, &upsert).unwrap();
+    let new = harness.start_with("k", 2 * KIB, &upsert).unwrap();
     assert!(new > old);
-    assert_eq!(bench.end("k", new), Err(ErrorCode::Retry));
-    bench.obey();
-    assert_eq!(bench.end("k", new), Ok(()));
-    assert_eq!(bench.look("k", 0), Ok((new, 1)));
+    assert_eq!(harness.end("k", new), Err(ErrorCode::Retry));
+    harness.run_commands();
+    assert_eq!(harness.end("k", new), Ok(()));
+    assert_eq!(harness.lookup("k", 0), Ok((new, 1)));
 }
 
 #[test]
-fn a_removal_waits_for_the_kill() {
-    let mut bench = Bench::new(&[1]);
-    bench.put("k", KIB);
-    assert_eq!(bench.remove("k", false), Removal::Waiting);
-    assert!(!bench.has("k"), "nobody is sent there any more");
-    assert!(bench.removed.is_empty());
-    let kill = bench.orders[0];
-    assert_eq!(kill.kind, OrderKind::Kill);
-    bench.answer(&kill, OrderOutcome::Accepted);
-    assert_eq!(bench.removed, [(Waiter(1), None)]);
-    assert_eq!(bench.remove("k", false), Removal::Done(Some(ErrorCode::NotFound)));
+fn removal_waits_for_kill() {
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("k", KIB);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    assert!(!harness.exists("k"), "removed object is still found");
+    assert!(harness.removed.is_empty());
+    let kill = harness.commands[0];
+    assert_eq!(kill.kind, CommandKind::Kill);
+    harness.respond(&kill, CommandOutcome::Accepted);
+    assert_eq!(harness.removed, [(WaiterId(1), None)]);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::NotFound)));
 }
 
 #[test]
-fn a_node_that_cannot_be_reached_makes_a_removal_pending_and_its_report_is_refused() {
-    let mut bench = Bench::new(&[1, 2]);
-    let epoch = bench.start_with("k", KIB, &replicas(2, 2)).unwrap();
-    bench.end("k", epoch).unwrap();
-    bench.group.node_lost(bench.now, NodeId(2), SessionId(200), &mut bench.effects);
-    bench.tick();
-    assert_eq!(bench.remove("k", false), Removal::Waiting);
-    bench.obey();
-    assert_eq!(bench.removed, [(Waiter(1), Some(ErrorCode::Pending))]);
-    // The node comes back and still has the object.
-    bench.mount(2, 0, Term::new(1).unwrap(), true);
-    let record = reported(&bench, "k", epoch, 0);
-    let (now, name) = (bench.now, (NodeId(2), SegmentId(0)));
+fn removal_with_lost_node_is_pending_and_later_report_is_dropped() {
+    let mut harness = GroupHarness::new(&[1, 2]);
+    let epoch = harness.start_with("k", KIB, &replicas(2, 2)).unwrap();
+    harness.end("k", epoch).unwrap();
+    harness.group.node_lost(harness.now, NodeId(2), SessionId(200), &mut harness.effects);
+    harness.tick();
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    harness.run_commands();
+    assert_eq!(harness.removed, [(WaiterId(1), Some(ErrorCode::Pending))]);
+    // The node returns and still has the object.
+    harness.mount(2, 0, Term::new(1).unwrap(), true);
+    let record = reported(&harness, "k", epoch, 0);
+    let (now, name) = (harness.now, (NodeId(2), SegmentId(0)));
     let generation = moontide_types::Generation(1);
     let term = Term::new(1).unwrap();
-    bench.group.report(now, name, generation, term, 0, [record], &mut bench.effects).unwrap();
+    harness.group.report(now, name, generation, term, 0, [record], &mut harness.effects).unwrap();
     assert_eq!(
-        bench.group.report(now, name, generation, term, 0, [], &mut vec![]),
+        harness.group.report(now, name, generation, term, 0, [], &mut vec![]),
         Err(ErrorCode::Retry),
-        "a gap"
+        "gap in the report"
     );
-    bench.group.report_end(now, name, generation, term, 1, &mut bench.effects).unwrap();
-    bench.settle();
-    assert!(!bench.has("k"), "what was removed does not come back");
-    assert_eq!(bench.orders.back().map(|order| order.kind), Some(OrderKind::Reclaim));
-    // Nothing is given out there before leases of the time before are over.
-    assert_eq!(bench.group.find_segment(NodeId(2), SegmentId(0)).unwrap().phase, SegmentPhase::Waiting);
-    bench.advance(Duration::from_secs(31));
-    bench.tick();
-    assert_eq!(bench.group.find_segment(NodeId(2), SegmentId(0)).unwrap().phase, SegmentPhase::Serving);
+    harness.group.report_end(now, name, generation, term, 1, &mut harness.effects).unwrap();
+    harness.settle();
+    assert!(!harness.exists("k"), "removed object reappeared");
+    assert_eq!(harness.commands.back().map(|command| command.kind), Some(CommandKind::Reclaim));
+    // The group allocates nothing there before leases of the earlier session are over.
+    assert_eq!(harness.group.find_segment(NodeId(2), SegmentId(0)).unwrap().phase, SegmentPhase::Quarantined);
+    harness.advance(Duration::from_secs(31));
+    harness.tick();
+    assert_eq!(harness.group.find_segment(NodeId(2), SegmentId(0)).unwrap().phase, SegmentPhase::Serving);
 }
 
 #[test]
-fn leased_and_pinned_objects_stay_unless_forced() {
-    let mut bench = Bench::new(&[1]);
-    bench.put("k", KIB);
-    bench.look("k", 5_000).unwrap();
-    assert_eq!(bench.remove("k", false), Removal::Done(Some(ErrorCode::Leased)));
-    assert_eq!(bench.group.evict(bench.now, 0, 10, &mut vec![]).objects, 0, "leased: never evicted");
-    assert_eq!(bench.remove("k", true), Removal::Waiting);
-    bench.obey();
-    let free = bench.free_units();
-    bench.advance(Duration::from_secs(4));
-    bench.tick();
-    assert!(bench.orders.is_empty(), "a lease is out: the range is not reclaimed");
-    bench.advance(Duration::from_secs(2));
-    bench.tick();
-    bench.obey();
-    assert!(bench.free_units() > free);
-    bench.put("h", KIB);
-    bench.group.set_pin(bench.now, &ask("h"), PinClass::Hard).unwrap();
-    assert_eq!(bench.remove("h", false), Removal::Done(Some(ErrorCode::Leased)));
-    assert_eq!(bench.group.evict(bench.now, 0, 10, &mut vec![]).objects, 0, "pinned hard: never evicted");
+fn leased_or_pinned_object_resists_eviction_and_unforced_remove() {
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("k", KIB);
+    harness.lookup("k", 5_000).unwrap();
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::Leased)));
+    assert_eq!(harness.group.evict(harness.now, 0, 10, &mut vec![]).objects, 0, "leased: never evicted");
+    assert_eq!(harness.remove("k", true), RemoveOutcome::Waiting);
+    harness.run_commands();
+    let free = harness.free_units();
+    harness.advance(Duration::from_secs(4));
+    harness.tick();
+    assert!(harness.commands.is_empty(), "leased extent was reclaimed");
+    harness.advance(Duration::from_secs(2));
+    harness.tick();
+    harness.run_commands();
+    assert!(harness.free_units() > free);
+    harness.put("h", KIB);
+    harness.group.set_pin(harness.now, &lookup_key("h"), PinClass::Hard).unwrap();
+    assert_eq!(harness.remove("h", false), RemoveOutcome::Done(Some(ErrorCode::Leased)));
+    assert_eq!(harness.group.evict(harness.now, 0, 10, &mut vec![]).objects, 0, "pinned hard: never evicted");
 }
 
 #[test]
-fn eviction_spares_what_is_used_and_takes_soft_pins_last() {
-    let mut bench = Bench::new(&[1]);
+fn eviction_prefers_unread_objects_and_takes_soft_pins_last() {
+    let mut harness = GroupHarness::new(&[1]);
     for key in ["a", "b", "c"] {
-        bench.put(key, KIB);
+        harness.put(key, KIB);
     }
-    let soft = bench.start_full("s", KIB, &PutOptions::default(), PinClass::Soft, None).unwrap();
-    bench.end("s", soft).unwrap();
-    bench.look("a", 0).unwrap();
-    let mut effects = std::mem::take(&mut bench.effects);
+    let soft = harness.start_full("s", KIB, &PutOptions::default(), PinClass::Soft, None).unwrap();
+    harness.end("s", soft).unwrap();
+    harness.lookup("a", 0).unwrap();
+    let mut effects = std::mem::take(&mut harness.effects);
     for gone in ["b", "c", "a", "s"] {
-        assert_eq!(bench.group.evict(bench.now, 0, 1, &mut effects).objects, 1);
-        assert!(!bench.has(gone), "{gone} goes next");
+        assert_eq!(harness.group.evict(harness.now, 0, 1, &mut effects).objects, 1);
+        assert!(!harness.exists(gone), "{gone} is the next victim");
     }
-    assert_eq!(bench.group.evict(bench.now, 0, 1, &mut effects).objects, 0);
+    assert_eq!(harness.group.evict(harness.now, 0, 1, &mut effects).objects, 0);
 }
 
 #[test]
-fn the_tenant_over_its_quota_gives_up_first_and_within_it_makes_room_itself() {
-    let mut bench = Bench::new(&[1]);
-    let greedy = bench.group.tenant(moontide_types::Tenant::new("greedy").unwrap()).unwrap();
-    let default = std::mem::replace(&mut bench.tenant, greedy);
+fn tenant_over_quota_is_evicted_first_and_evicts_its_own() {
+    let mut harness = GroupHarness::new(&[1]);
+    let greedy = harness.group.tenant(moontide_types::Tenant::new("greedy").unwrap()).unwrap();
+    let default = std::mem::replace(&mut harness.tenant, greedy);
     for key in ["g1", "g2", "g3"] {
-        bench.put(key, KIB);
+        harness.put(key, KIB);
     }
-    bench.tenant = default;
-    bench.put("d", KIB);
-    bench.group.set_quota(greedy, Quota { bytes_max: 0, objects_max: 2 });
-    assert_eq!(bench.group.evict(bench.now, 0, 1, &mut vec![]).objects, 1);
-    assert!(!bench.has("g1") && bench.has("d"));
-    // At the limit a new object takes the place of the tenant's own oldest.
-    bench.tenant = greedy;
-    bench.put("g4", KIB);
-    assert!(!bench.has("g2") && bench.has("g3") && bench.has("g4") && bench.has("d"));
-    bench.group.set_quota(greedy, Quota { bytes_max: 100, objects_max: 0 });
-    assert_eq!(bench.start("g5", KIB), Err(ErrorCode::QuotaExceeded));
+    harness.tenant = default;
+    harness.put("d", KIB);
+    harness.group.set_quota(greedy, Quota { bytes_max: 0, objects_max: 2 });
+    assert_eq!(harness.group.evict(harness.now, 0, 1, &mut vec![]).objects, 1);
+    assert!(!harness.exists("g1") && harness.exists("d"));
+    // At the limit a new object replaces the tenant's own oldest.
+    harness.tenant = greedy;
+    harness.put("g4", KIB);
+    assert!(!harness.exists("g2") && harness.exists("g3") && harness.exists("g4") && harness.exists("d"));
+    harness.group.set_quota(greedy, Quota { bytes_max: 100, objects_max: 0 });
+    assert_eq!(harness.start("g5", KIB), Err(ErrorCode::QuotaExceeded));
+}
+
+/// Regression: every tenant name that was ever used took one of 4,096 places until the master restarted.
+#[test]
+fn tenants_without_objects_are_forgotten_and_too_many_are_refused() {
+    let mut harness = GroupHarness::new(&[1]);
+    let default = harness.tenant;
+    let names: Vec<String> = (0..2 * TENANTS_MAX).map(|n| format!("t{n}")).collect();
+    harness.put("of-default", KIB);
+    for (n, name) in names.iter().enumerate() {
+        harness.tenant = harness.group.tenant(Tenant::new(name).unwrap()).unwrap();
+        if n % 1000 == 0 {
+            let epoch = harness.put("k", KIB);
+            assert_eq!(harness.lookup("k", 0).map(|(found, _)| found), Ok(epoch));
+            assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+            harness.run_commands();
+        }
+    }
+    harness.tenant = default;
+    assert!(harness.exists("of-default"), "a tenant with objects keeps its place");
+    // Indices that were returned together are distinct, although none of these tenants has objects yet.
+    let report: Vec<Tenant<'_>> = names.iter().map(|name| Tenant::new(name).unwrap()).collect();
+    let indices = harness.group.tenants_of_report(&report);
+    let distinct: std::collections::HashSet<_> = indices.iter().flatten().collect();
+    assert_eq!(distinct.len(), TENANTS_MAX - 1, "all but that of the tenant with an object");
+    assert!(!distinct.contains(&default));
+    assert_eq!(indices.iter().flatten().count(), distinct.len());
+    // A tenant with a quota counts, too.
+    for index in indices.iter().flatten() {
+        harness.group.set_quota(*index, Quota { bytes_max: 0, objects_max: 7 });
+    }
+    let refused = harness.group.tenant(Tenant::new("one-too-many").unwrap());
+    assert_eq!(refused, Err(ErrorCode::TooManyTenants));
+    harness.group.audit(harness.now).unwrap();
 }
 
 #[test]
-fn a_cohort_is_leased_and_evicted_together() {
-    let mut bench = Bench::new(&[1]);
+fn cohort_is_leased_and_evicted_together() {
+    let mut harness = GroupHarness::new(&[1]);
     for key in ["a", "b"] {
         let epoch =
-            bench.start_full(key, KIB, &PutOptions::default(), PinClass::None, Some("prompt")).unwrap();
-        bench.end(key, epoch).unwrap();
+            harness.start_full(key, KIB, &PutOptions::default(), PinClass::None, Some("prompt")).unwrap();
+        harness.end(key, epoch).unwrap();
     }
-    bench.look("a", 1_000).unwrap();
-    assert_eq!(bench.remove("b", false), Removal::Done(Some(ErrorCode::Leased)), "a lease on one is on all");
-    bench.advance(Duration::from_secs(2));
-    let mut effects = std::mem::take(&mut bench.effects);
-    assert_eq!(bench.group.evict(bench.now, 0, 1, &mut effects).objects, 2);
-    assert!(!bench.has("a") && !bench.has("b"));
+    harness.lookup("a", 1_000).unwrap();
+    assert_eq!(
+        harness.remove("b", false),
+        RemoveOutcome::Done(Some(ErrorCode::Leased)),
+        "lease covers the whole cohort"
+    );
+    harness.advance(Duration::from_secs(2));
+    let mut effects = std::mem::take(&mut harness.effects);
+    assert_eq!(harness.group.evict(harness.now, 0, 1, &mut effects).objects, 2);
+    assert!(!harness.exists("a") && !harness.exists("b"));
 }
 
 #[test]
 fn objects_expire() {
-    let mut bench = Bench::new(&[1]);
+    let mut harness = GroupHarness::new(&[1]);
     let options = PutOptions { ttl_ms: 1_000, ..PutOptions::default() };
-    let epoch = bench.start_with("k", KIB, &options).unwrap();
-    bench.end("k", epoch).unwrap();
-    bench.advance(Duration::from_millis(999));
-    assert!(bench.has("k"));
-    bench.advance(Duration::from_millis(1));
-    assert!(!bench.has("k"), "at once, not with the next tick");
-    bench.tick();
-    assert_eq!(bench.group.objects(), 0);
-    assert_eq!(bench.group.stats().expired_objects, 1);
+    let epoch = harness.start_with("k", KIB, &options).unwrap();
+    harness.end("k", epoch).unwrap();
+    harness.advance(Duration::from_millis(999));
+    assert!(harness.exists("k"));
+    harness.advance(Duration::from_millis(1));
+    assert!(!harness.exists("k"), "expiry does not wait for the next tick");
+    harness.tick();
+    assert_eq!(harness.group.objects(), 0);
+    assert_eq!(harness.group.stats().expired_objects, 1);
 }
 
 #[test]
-fn replicas_are_never_on_one_node_and_fewer_is_said() {
-    let mut bench = Bench::new(&[1, 2]);
-    bench.mount(1, 1, Term::ZERO, false);
-    assert_eq!(bench.start_with("k", KIB, &replicas(3, 3)), Err(ErrorCode::NoSpace));
-    let epoch = bench.start_with("k", KIB, &replicas(3, 2)).unwrap();
+fn replicas_use_distinct_nodes_and_report_under_replication() {
+    let mut harness = GroupHarness::new(&[1, 2]);
+    harness.mount(1, 1, Term::ZERO, false);
+    assert_eq!(harness.start_with("k", KIB, &replicas(3, 3)), Err(ErrorCode::NoSpace));
+    let epoch = harness.start_with("k", KIB, &replicas(3, 2)).unwrap();
     // One of the two fails.
-    bench.end_with("k", epoch, &[None, Some(ErrorCode::ConnectionLost)]).unwrap();
-    assert_eq!(bench.look("k", 0), Ok((epoch, 1)));
+    harness.end_with("k", epoch, &[None, Some(ErrorCode::ConnectionLost)]).unwrap();
+    assert_eq!(harness.lookup("k", 0), Ok((epoch, 1)));
     let mut fewer = false;
-    bench.group.lookup(bench.now, 0, &[ask("k")], |_, found| fewer = found.unwrap().fewer_replicas);
+    harness
+        .group
+        .lookup(harness.now, 0, &[lookup_key("k")], |_, found| fewer = found.unwrap().fewer_replicas);
     assert!(fewer);
-    assert_eq!(bench.orders.len(), 1, "the failed replica is reclaimed");
+    assert_eq!(harness.commands.len(), 1, "failed replica is reclaimed");
 }
 
 #[test]
-fn an_object_larger_than_every_segment_is_cut_to_fit() {
+fn object_larger_than_any_segment_is_striped_to_fit() {
     const MIB: u64 = 1 << 20;
-    let mut bench = Bench::with(config(1));
+    let mut harness = GroupHarness::with(config(1));
     let other_tenant = Tenant::new("other").unwrap();
-    let mount = |bench: &mut Bench, node, mib: u64, medium, tenant| {
+    let mount = |harness: &mut GroupHarness, node, mib: u64, medium, tenant| {
         let spec = MountSpec {
             node: NodeId(node),
             session: SessionId(node * 100),
@@ -289,20 +329,20 @@ fn an_object_larger_than_every_segment_is_cut_to_fit() {
             labels: ["", "", ""],
             tenant,
             term: Term::ZERO,
-            occupied: false,
-            known: Term::ZERO,
-            away: Duration::ZERO,
+            has_records: false,
+            synced_term: Term::ZERO,
+            synced_ago: Duration::ZERO,
             one_sided: true,
         };
-        bench.group.mount(bench.now, &spec, &mut bench.effects).unwrap();
-        bench.settle();
+        harness.group.mount(harness.now, &spec, &mut harness.effects).unwrap();
+        harness.settle();
     };
-    // How an object would be cut; nothing is kept of it.
-    let cut = |bench: &mut Bench, len, stripes| {
+    // Returns the stripe lengths of an object; the reservation is revoked.
+    let stripe_lens = |harness: &mut GroupHarness, len, stripes| {
         let options = PutOptions { stripes, ..PutOptions::default() };
         let put = PutStart {
-            ask: ask("big"),
-            tenant: bench.tenant,
+            object: lookup_key("big"),
+            tenant: harness.tenant,
             caller: 7,
             object_len: len,
             attributes_len: 0,
@@ -312,355 +352,365 @@ fn an_object_larger_than_every_segment_is_cut_to_fit() {
             parent: None,
             options: &options,
         };
-        let reservation = bench.group.put_start(bench.now, &put, &mut bench.effects)?;
-        let lens: Vec<u64> = reservation.object.places.iter().map(|place| place.stripe.len).collect();
+        let reservation = harness.group.put_start(harness.now, &put, &mut harness.effects)?;
+        let lens: Vec<u64> =
+            reservation.object.locations.iter().map(|location| location.stripe.len).collect();
         let epoch = reservation.object.epoch;
-        bench.group.put_revoke(bench.now, id("big"), epoch, &mut bench.effects).unwrap();
-        bench.settle();
-        bench.obey();
+        harness.group.put_revoke(harness.now, id("big"), epoch, &mut harness.effects).unwrap();
+        harness.settle();
+        harness.run_commands();
         Ok(lens)
     };
 
     for node in [1, 2, 3] {
-        mount(&mut bench, node, 3, Medium::Memory, None);
+        mount(&mut harness, node, 3, Medium::Memory, None);
     }
-    // Half of a segment less a page, for what stands behind the payload: so two stripes share a segment.
+    // Half of a segment minus a page, for the data after the payload: so two stripes share a segment.
     let longest = 5 * 256 * KIB;
-    assert_eq!(cut(&mut bench, longest, None), Ok(vec![longest]));
-    assert_eq!(cut(&mut bench, 3 * longest, None), Ok(vec![longest; 3]));
-    assert_eq!(cut(&mut bench, 6 * longest, None), Ok(vec![longest; 6]), "in three segments");
-    assert_eq!(cut(&mut bench, 4 * MIB, None), Ok(vec![MIB; 4]));
+    assert_eq!(stripe_lens(&mut harness, longest, None), Ok(vec![longest]));
+    assert_eq!(stripe_lens(&mut harness, 3 * longest, None), Ok(vec![longest; 3]));
+    assert_eq!(stripe_lens(&mut harness, 6 * longest, None), Ok(vec![longest; 6]), "in three segments");
+    assert_eq!(stripe_lens(&mut harness, 4 * MIB, None), Ok(vec![MIB; 4]));
     assert_eq!(
-        cut(&mut bench, 4 * MIB, Some(1)),
+        stripe_lens(&mut harness, 4 * MIB, Some(1)),
         Err(ErrorCode::NoSpace),
-        "the writer's cut is the writer's"
+        "writer's stripe count is kept"
     );
-    // Larger ones that this object cannot be in change nothing.
-    mount(&mut bench, 4, 64, Medium::Device, None);
-    mount(&mut bench, 5, 64, Medium::Memory, Some(other_tenant));
-    assert_eq!(cut(&mut bench, 4 * MIB, None).unwrap().len(), 4);
-    mount(&mut bench, 6, 9, Medium::Memory, Some(Tenant::DEFAULT));
-    assert_eq!(cut(&mut bench, 4 * MIB, None), Ok(vec![4 * MIB]));
-    bench.group.drain(NodeId(6), SegmentId(0), false).unwrap();
-    assert_eq!(cut(&mut bench, 4 * MIB, None).unwrap().len(), 4, "one that drains takes nothing");
+    // Larger segments that this object may not use change nothing.
+    mount(&mut harness, 4, 64, Medium::Device, None);
+    mount(&mut harness, 5, 64, Medium::Memory, Some(other_tenant));
+    assert_eq!(stripe_lens(&mut harness, 4 * MIB, None).unwrap().len(), 4);
+    mount(&mut harness, 6, 9, Medium::Memory, Some(Tenant::DEFAULT));
+    assert_eq!(stripe_lens(&mut harness, 4 * MIB, None), Ok(vec![4 * MIB]));
+    harness.group.drain(NodeId(6), SegmentId(0), false).unwrap();
+    assert_eq!(
+        stripe_lens(&mut harness, 4 * MIB, None).unwrap().len(),
+        4,
+        "draining segment accepts nothing"
+    );
     for node in [1, 2, 3] {
-        bench.group.unmount(bench.now, NodeId(node), SegmentId(0), &mut bench.effects).unwrap();
-        bench.settle();
+        harness.group.unmount(harness.now, NodeId(node), SegmentId(0), &mut harness.effects).unwrap();
+        harness.settle();
     }
-    assert_eq!(cut(&mut bench, 4 * MIB, None), Err(ErrorCode::NoSpace));
-    // A stripe is at least a page, of which a segment of 500 KiB holds one.
+    assert_eq!(stripe_lens(&mut harness, 4 * MIB, None), Err(ErrorCode::NoSpace));
+    // A stripe is at least a page, and a segment of 500 KiB holds one.
     for node in [7, 8] {
-        bench.mount(node, 0, Term::ZERO, false);
+        harness.mount(node, 0, Term::ZERO, false);
     }
-    assert_eq!(cut(&mut bench, 300 * KIB, None), Ok(vec![256 * KIB, 44 * KIB]));
+    assert_eq!(stripe_lens(&mut harness, 300 * KIB, None), Ok(vec![256 * KIB, 44 * KIB]));
 }
 
 #[test]
-fn a_large_object_is_striped_over_segments() {
-    let mut bench = Bench::new(&[1, 2, 3, 4]);
-    let len = 1400 * 512; // more than one segment of 1,000 units has
+fn striped_object_spans_segments_and_needs_every_stripe() {
+    let mut harness = GroupHarness::new(&[1, 2, 3, 4]);
+    let len = 1400 * 512; // more than a segment of 1,000 units
     let options = PutOptions { stripes: Some(3), ..PutOptions::default() };
-    let epoch = bench.start_with("big", len, &options).unwrap();
+    let epoch = harness.start_with("big", len, &options).unwrap();
     let roots = [5, 6, 7];
     let root = moontide_types::record::object_root(id("big"), epoch, len, &roots);
     let mut end = PutEnd { id: id("big"), epoch, root, outcomes: &[None], stripe_roots: &roots[..2] };
-    assert_eq!(bench.group.put_end(bench.now, &end, &mut vec![]), Err(ErrorCode::InvalidArgument));
+    assert_eq!(harness.group.put_end(harness.now, &end, &mut vec![]), Err(ErrorCode::InvalidArgument));
     end.stripe_roots = &roots;
-    bench.group.put_end(bench.now, &end, &mut bench.effects).unwrap();
-    bench.settle();
+    harness.group.put_end(harness.now, &end, &mut harness.effects).unwrap();
+    harness.settle();
     let mut parts = vec![];
-    bench.group.lookup(bench.now, 0, &[ask("big")], |_, found| {
+    harness.group.lookup(harness.now, 0, &[lookup_key("big")], |_, found| {
         let object = found.unwrap();
         assert_eq!((object.replicas, object.root), (1, root));
-        parts = object.places.iter().map(|p| (p.node, p.stripe.offset, p.stripe.len, p.root)).collect();
+        parts = object.locations.iter().map(|p| (p.node, p.stripe.offset, p.stripe.len, p.root)).collect();
     });
     assert_eq!(parts.iter().map(|p| p.2).sum::<u64>(), len);
     assert_eq!(parts.iter().map(|p| p.3).collect::<Vec<_>>(), roots);
     let nodes: std::collections::HashSet<_> = parts.iter().map(|p| p.0).collect();
     assert_eq!(nodes.len(), 3, "three stripes, three segments");
-    assert!(parts.iter().all(|p| p.1.is_multiple_of(moontide_types::bounds::PAGE_BYTES)));
+    assert!(parts.iter().all(|p| p.1.is_multiple_of(moontide_types::limits::PAGE_BYTES)));
     // Losing one stripe loses the object.
     let lost = parts[1].0;
-    bench.group.node_lost(bench.now, lost, SessionId(lost.0 * 100), &mut bench.effects);
-    assert!(!bench.has("big"), "at once");
-    bench.tick();
-    assert_eq!(bench.group.objects(), 0);
+    harness.group.node_lost(harness.now, lost, SessionId(lost.0 * 100), &mut harness.effects);
+    assert!(!harness.exists("big"), "loss does not wait for the next tick");
+    harness.tick();
+    assert_eq!(harness.group.objects(), 0);
 }
 
 #[test]
-fn wishes_come_before_the_strategy() {
-    let mut bench = Bench::new(&[1, 2, 3]);
+fn local_node_and_preferred_segments_override_placement() {
+    let mut harness = GroupHarness::new(&[1, 2, 3]);
     for n in 0..10 {
         let key = format!("local-{n}");
         let local = PutOptions { local_node: Some(NodeId(2)), ..PutOptions::default() };
-        bench.start_with(&key, KIB, &local).unwrap();
-        assert_eq!(bench.group.query(bench.now, &ask(&key)).unwrap().places[0].node, NodeId(2));
+        harness.start_with(&key, KIB, &local).unwrap();
+        assert_eq!(harness.group.query(harness.now, &lookup_key(&key)).unwrap().locations[0].node, NodeId(2));
         let key = format!("preferred-{n}");
         let preferred =
             PutOptions { preferred_segments: vec![(NodeId(3), SegmentId(0))], ..PutOptions::default() };
-        bench.start_with(&key, KIB, &preferred).unwrap();
-        assert_eq!(bench.group.query(bench.now, &ask(&key)).unwrap().places[0].node, NodeId(3));
+        harness.start_with(&key, KIB, &preferred).unwrap();
+        assert_eq!(harness.group.query(harness.now, &lookup_key(&key)).unwrap().locations[0].node, NodeId(3));
     }
 }
 
 #[test]
-fn a_lost_node_takes_its_objects_with_it_and_a_put_on_it_fails() {
-    let mut bench = Bench::new(&[1]);
-    bench.put("there", KIB);
-    let epoch = bench.start("half", KIB).unwrap();
-    bench.group.node_lost(bench.now, NodeId(1), SessionId(100), &mut bench.effects);
-    assert_eq!(bench.look("there", 0), Err(ErrorCode::NotFound));
-    let ended = bench.end("half", epoch);
+fn node_loss_removes_its_objects_and_fails_open_puts() {
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("there", KIB);
+    let epoch = harness.start("half", KIB).unwrap();
+    harness.group.node_lost(harness.now, NodeId(1), SessionId(100), &mut harness.effects);
+    assert_eq!(harness.lookup("there", 0), Err(ErrorCode::NotFound));
+    let ended = harness.end("half", epoch);
     assert!(matches!(ended, Err(ErrorCode::Gone | ErrorCode::Retry)), "{ended:?}");
-    bench.tick();
-    assert_eq!((bench.group.objects(), bench.group.segments().count()), (0, 0));
+    harness.tick();
+    assert_eq!((harness.group.objects(), harness.group.segments().count()), (0, 0));
 }
 
 #[test]
-fn jobs_remove_by_prefix_and_by_pattern_what_was_there_when_they_began() {
-    let mut bench = Bench::new(&[1]);
+fn removal_jobs_match_prefix_or_pattern_and_skip_later_puts() {
+    let mut harness = GroupHarness::new(&[1]);
     for key in ["a/1", "a/2", "b/1", "b/22"] {
-        bench.put(key, KIB);
+        harness.put(key, KIB);
     }
-    let prefix = bench.group.start_job(bench.tenant, JobKind::Prefix((*b"a/").into()), false).unwrap();
-    let pattern = bench.group.start_job(bench.tenant, JobKind::pattern("^b/[0-9]$").unwrap(), false).unwrap();
-    bench.put("a/3", KIB);
-    bench.tick();
+    let prefix = harness.group.start_job(harness.tenant, JobKind::Prefix((*b"a/").into()), false).unwrap();
+    let pattern =
+        harness.group.start_job(harness.tenant, JobKind::pattern("^b/[0-9]$").unwrap(), false).unwrap();
+    harness.put("a/3", KIB);
+    harness.tick();
     for (job, removed) in [(prefix, 2), (pattern, 1)] {
-        let status = bench.group.job(job).unwrap();
+        let status = harness.group.job(job).unwrap();
         assert_eq!((status.state, status.removed), (JobState::Done, removed));
     }
-    assert!(bench.has("a/3") && bench.has("b/22") && !bench.has("a/1") && !bench.has("b/1"));
+    assert!(
+        harness.exists("a/3") && harness.exists("b/22") && !harness.exists("a/1") && !harness.exists("b/1")
+    );
 }
 
 #[test]
-fn a_drained_segment_empties_and_takes_nothing_new() {
-    let mut bench = Bench::new(&[1]);
-    bench.put("k", KIB);
-    bench.group.drain(NodeId(1), SegmentId(0), true).unwrap();
-    assert_eq!(bench.start("new", KIB), Err(ErrorCode::NoSpace));
-    bench.tick();
-    bench.obey();
-    let view = bench.group.find_segment(NodeId(1), SegmentId(0)).unwrap();
+fn drained_segment_is_evicted_and_rejects_puts() {
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("k", KIB);
+    harness.group.drain(NodeId(1), SegmentId(0), true).unwrap();
+    assert_eq!(harness.start("new", KIB), Err(ErrorCode::NoSpace));
+    harness.tick();
+    harness.run_commands();
+    let view = harness.group.find_segment(NodeId(1), SegmentId(0)).unwrap();
     assert_eq!((view.live_units, view.free_units), (0, view.units));
-    assert!(!bench.has("k"));
+    assert!(!harness.exists("k"));
 }
 
 #[test]
-fn a_full_group_makes_room_ahead_of_need() {
-    let mut bench = Bench::new(&[1]);
+fn tick_evicts_to_low_watermark_and_for_puts_that_can_fit() {
+    let mut harness = GroupHarness::new(&[1]);
     // 98 of 100 slots, though a third of the units is free.
     for n in 0..98 {
-        bench.put(&format!("k{n}"), 3 * KIB);
+        harness.put(&format!("k{n}"), 3 * KIB);
     }
-    assert!(bench.group.pressure_permille() > 950);
-    bench.tick();
-    bench.obey();
-    assert!(bench.group.pressure_permille() <= 900, "{}", bench.group.pressure_permille());
-    assert!(!bench.has("k0") && bench.has("k97"), "the oldest went first");
-    // An object that needs more than is free is refused now and fits soon.
-    assert_eq!(bench.start("large", 300 * KIB), Err(ErrorCode::NoSpace));
+    assert!(harness.group.pressure_permille() > 950);
+    harness.tick();
+    harness.run_commands();
+    assert!(harness.group.pressure_permille() <= 900, "{}", harness.group.pressure_permille());
+    assert!(!harness.exists("k0") && harness.exists("k97"), "oldest object is evicted first");
+    // An object that needs more than the free space is refused now and fits soon.
+    assert_eq!(harness.start("large", 300 * KIB), Err(ErrorCode::NoSpace));
     let mut started = false;
     for _ in 0..50 {
-        bench.tick();
-        bench.obey();
-        started = started || bench.start("large", 300 * KIB).is_ok();
+        harness.tick();
+        harness.run_commands();
+        started = started || harness.start("large", 300 * KIB).is_ok();
     }
     assert!(started);
-    let before = bench.group.objects();
-    assert_eq!(bench.start("never", 10 << 20), Err(ErrorCode::NoSpace));
-    bench.tick();
-    assert_eq!(bench.group.objects(), before, "what can never fit evicts nothing");
-    // Nor does what is smaller than everything: four stripes of a page, of which a segment holds one.
+    let before = harness.group.objects();
+    assert_eq!(harness.start("never", 10 << 20), Err(ErrorCode::NoSpace));
+    harness.tick();
+    assert_eq!(harness.group.objects(), before, "put that can never fit evicts nothing");
+    // A put that is smaller than the total space, but cannot fit, evicts nothing either: four stripes of a page, of
+    // which a segment holds one.
     for node in [2, 3] {
-        bench.mount(node, 0, Term::ZERO, false);
+        harness.mount(node, 0, Term::ZERO, false);
     }
-    assert_eq!(bench.start("never", 1 << 20), Err(ErrorCode::NoSpace));
-    bench.tick();
-    assert_eq!(bench.group.objects(), before);
+    assert_eq!(harness.start("never", 1 << 20), Err(ErrorCode::NoSpace));
+    harness.tick();
+    assert_eq!(harness.group.objects(), before);
 }
 
 #[test]
-fn an_older_term_is_refused_and_a_higher_one_ends_this_master() {
-    let mut bench = Bench::with(config(5));
-    bench.mount(1, 0, Term::new(4).unwrap(), true);
-    let report = |bench: &mut Bench, term: u32, effects: &mut Vec<_>| {
+fn report_of_older_term_is_rejected_and_higher_term_steps_down() {
+    let mut harness = GroupHarness::with(config(5));
+    harness.mount(1, 0, Term::new(4).unwrap(), true);
+    let report = |harness: &mut GroupHarness, term: u32, effects: &mut Vec<_>| {
         let term = Term::new(term).unwrap();
         let name = (NodeId(1), SegmentId(0));
-        bench.group.report(bench.now, name, moontide_types::Generation(1), term, 0, [], effects)
+        harness.group.report(harness.now, name, moontide_types::Generation(1), term, 0, [], effects)
     };
     let mut effects = vec![];
-    assert_eq!(report(&mut bench, 4, &mut effects), Err(ErrorCode::StaleTerm));
-    assert_eq!(report(&mut bench, 5, &mut effects), Ok(()));
-    assert_eq!(report(&mut bench, 6, &mut effects), Err(ErrorCode::WrongMaster));
+    assert_eq!(report(&mut harness, 4, &mut effects), Err(ErrorCode::StaleTerm));
+    assert_eq!(report(&mut harness, 5, &mut effects), Ok(()));
+    assert_eq!(report(&mut harness, 6, &mut effects), Err(ErrorCode::WrongMaster));
     assert!(matches!(effects[..], [moontide_meta::Effect::StepDown { seen }] if seen.get() == 6));
-    let put_end = bench.end("unknown", moontide_types::Epoch::new(Term::new(4).unwrap(), 9).unwrap());
-    assert_eq!(put_end, Err(ErrorCode::Retry), "its node may still report it");
-    // Failure: a put that had failed was told to wait for a minute. Cause: reports of any node were due. Fix: whoever
-    // says itself that nothing was written is told to start again.
+    let put_end = harness.end("unknown", moontide_types::Epoch::new(Term::new(4).unwrap(), 9).unwrap());
+    assert_eq!(put_end, Err(ErrorCode::Retry), "node may still report it");
+    // Failure: the response to a failed put was to wait for a minute. Cause: reports of some node were due. Fix: a
+    // writer that reports that nothing was written must start again.
     let epoch = moontide_types::Epoch::new(Term::new(4).unwrap(), 9).unwrap();
-    let failed = bench.end_with("unknown", epoch, &[Some(ErrorCode::ConnectionLost); 2]);
+    let failed = harness.end_with("unknown", epoch, &[Some(ErrorCode::ConnectionLost); 2]);
     assert_eq!(failed, Err(ErrorCode::Gone));
     assert_eq!(
-        bench.end_with("unknown", epoch, &[Some(ErrorCode::ConnectionLost), None]),
+        harness.end_with("unknown", epoch, &[Some(ErrorCode::ConnectionLost), None]),
         Err(ErrorCode::Retry)
     );
 }
 
 #[test]
-fn nodes_are_waited_for_however_short_the_wait_for_their_space_is() {
-    // Failure: a master that was started again threw away everything its nodes reported. Cause: it waited for them as
-    // long as for leases to end, which may be no time at all. Fix: a time of its own.
-    let config = moontide_meta::GroupConfig { reallocate_wait: Duration::ZERO, ..config(2) };
-    let mut bench = Bench::with(config);
-    bench.advance(Duration::from_secs(5));
-    bench.tick();
-    bench.mount(1, 0, Term::new(1).unwrap(), true);
-    let record = reported(&bench, "k", Epoch::new(Term::new(1).unwrap(), 9).unwrap(), 0);
-    let (now, term, name) = (bench.now, Term::new(2).unwrap(), (NodeId(1), SegmentId(0)));
+fn zero_reallocation_delay_does_not_discard_node_reports() {
+    // Failure: a restarted master dropped everything that its nodes reported. Cause: it waited for them as long as for
+    // the end of leases, which may be zero. Fix: a separate timeout.
+    let config = moontide_meta::GroupConfig { reallocation_delay: Duration::ZERO, ..config(2) };
+    let mut harness = GroupHarness::with(config);
+    harness.advance(Duration::from_secs(5));
+    harness.tick();
+    harness.mount(1, 0, Term::new(1).unwrap(), true);
+    let record = reported(&harness, "k", Epoch::new(Term::new(1).unwrap(), 9).unwrap(), 0);
+    let (now, term, name) = (harness.now, Term::new(2).unwrap(), (NodeId(1), SegmentId(0)));
     let generation = moontide_types::Generation(1);
-    bench.group.report(now, name, generation, term, 0, [record], &mut bench.effects).unwrap();
-    bench.group.report_end(now, name, generation, term, 1, &mut bench.effects).unwrap();
-    bench.settle();
-    assert!(bench.has("k"));
+    harness.group.report(now, name, generation, term, 0, [record], &mut harness.effects).unwrap();
+    harness.group.report_end(now, name, generation, term, 1, &mut harness.effects).unwrap();
+    harness.settle();
+    assert!(harness.exists("k"));
 }
 
 #[test]
-fn a_put_that_no_room_would_help_evicts_nothing() {
-    // Failure: every refused put evicted, also while rebuilt segments were not given out yet. Cause: only the size was
-    // looked at. Fix: room is made only if it would help.
-    let mut bench = Bench::new(&[1]);
-    bench.put("k", KIB);
-    assert_eq!(bench.start_with("two", KIB, &replicas(2, 2)), Err(ErrorCode::NoSpace), "one node only");
-    let device = PutOptions { medium: moontide_meta::Medium::Device, ..PutOptions::default() };
-    assert_eq!(bench.start_with("gpu", KIB, &device), Err(ErrorCode::NoSpace), "no such segment");
-    bench.group.drain(NodeId(1), SegmentId(0), false).unwrap();
-    assert_eq!(bench.start("any", KIB), Err(ErrorCode::NoSpace), "no segment takes new objects");
-    bench.tick();
-    assert!(bench.has("k"));
+fn unplaceable_put_does_not_evict() {
+    // Failure: every refused put evicted, even while rebuilt segments were in quarantine. Cause: only the size was
+    // checked. Fix: the group evicts only if free space would help.
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("k", KIB);
+    assert_eq!(harness.start_with("two", KIB, &replicas(2, 2)), Err(ErrorCode::NoSpace), "one node only");
+    let device = PutOptions { medium: moontide_types::Medium::Device, ..PutOptions::default() };
+    assert_eq!(harness.start_with("gpu", KIB, &device), Err(ErrorCode::NoSpace), "no device segment");
+    harness.group.drain(NodeId(1), SegmentId(0), false).unwrap();
+    assert_eq!(harness.start("any", KIB), Err(ErrorCode::NoSpace), "no segment accepts new objects");
+    harness.tick();
+    assert!(harness.exists("k"));
 }
 
 #[test]
-fn replicas_of_stripes_have_nodes_of_their_own_and_nothing_is_evicted_for_them() {
-    // Failure: two replicas of three stripes on three nodes were refused, and everything was evicted for them. Cause: the
-    // first replica took all nodes. Fix: the nodes are shared out among the replicas.
-    let mut bench = Bench::new(&[1, 2, 3]);
-    bench.put("k", KIB);
+fn striped_replicas_fit_on_three_nodes_without_eviction() {
+    // Failure: two replicas of three stripes on three nodes were refused, and everything was evicted for them. Cause:
+    // the first replica took all nodes. Fix: the nodes are divided among the replicas.
+    let mut harness = GroupHarness::new(&[1, 2, 3]);
+    harness.put("k", KIB);
     let options = PutOptions { stripes: Some(3), ..replicas(2, 2) };
     for n in 0..5 {
         let key = format!("striped-{n}");
-        let (epoch, count) = bench.start_with(&key, 700_000 / 8, &options).map(|e| (e, 2)).unwrap();
-        bench.end_with(&key, epoch, &[None; 2]).ok();
+        let (epoch, count) = harness.start_with(&key, 700_000 / 8, &options).map(|e| (e, 2)).unwrap();
+        harness.end_with(&key, epoch, &[None; 2]).ok();
         assert_eq!(count, 2);
     }
-    bench.tick();
-    assert!(bench.has("k"), "nothing had to go");
+    harness.tick();
+    assert!(harness.exists("k"), "nothing was evicted");
     let four = replicas(4, 4);
-    assert_eq!(bench.start_with("four", KIB, &four), Err(ErrorCode::NoSpace), "there are three nodes");
-    bench.tick();
-    assert!(bench.has("k"));
+    assert_eq!(harness.start_with("four", KIB, &four), Err(ErrorCode::NoSpace), "only three nodes");
+    harness.tick();
+    assert!(harness.exists("k"));
 }
 
 #[test]
-fn what_comes_back_too_late_is_not_believed() {
-    let mut bench = Bench::with(config(2));
+fn report_after_rejoin_window_is_not_trusted() {
+    let mut harness = GroupHarness::with(config(2));
     let epoch = Epoch::new(Term::new(1).unwrap(), 9).unwrap();
     let name = (NodeId(1), SegmentId(0));
-    for (late, found) in [(false, true), (true, false)] {
-        if late {
-            bench.group.node_lost(bench.now, NodeId(1), SessionId(100), &mut bench.effects);
-            bench.advance(Duration::from_secs(120));
-            bench.tick();
+    for (stale, found) in [(false, true), (true, false)] {
+        if stale {
+            harness.group.node_lost(harness.now, NodeId(1), SessionId(100), &mut harness.effects);
+            harness.advance(Duration::from_secs(120));
+            harness.tick();
         }
-        bench.mount(1, 0, Term::new(1).unwrap(), true);
-        let record = reported(&bench, "k", epoch, 0);
-        let (now, term) = (bench.now, Term::new(2).unwrap());
-        bench.group.report(now, name, Generation(1), term, 0, [record], &mut bench.effects).unwrap();
-        bench.group.report_end(now, name, Generation(1), term, 1, &mut bench.effects).unwrap();
-        bench.settle();
-        assert_eq!(bench.has("k"), found, "late: {late}");
+        harness.mount(1, 0, Term::new(1).unwrap(), true);
+        let record = reported(&harness, "k", epoch, 0);
+        let (now, term) = (harness.now, Term::new(2).unwrap());
+        harness.group.report(now, name, Generation(1), term, 0, [record], &mut harness.effects).unwrap();
+        harness.group.report_end(now, name, Generation(1), term, 1, &mut harness.effects).unwrap();
+        harness.settle();
+        assert_eq!(harness.exists("k"), found, "stale: {stale}");
     }
 }
 
 #[test]
-fn a_report_that_contradicts_the_index_is_refused_and_harms_nothing() {
-    // Failure: a panic. Cause: the root of a stripe was looked up in an object that is not striped. Fix: the cut is
-    // compared first.
-    let mut bench = Bench::with(config(2));
+fn inconsistent_report_is_rejected_and_index_is_unchanged() {
+    // Failure: a panic. Cause: the root of a stripe was looked up in an object that is not striped. Fix: the stripe
+    // layouts are compared first.
+    let mut harness = GroupHarness::with(config(2));
     let epoch = Epoch::new(Term::new(1).unwrap(), 9).unwrap();
-    bench.mount(1, 0, Term::new(1).unwrap(), true);
-    bench.mount(2, 0, Term::new(1).unwrap(), true);
-    let (now, term) = (bench.now, Term::new(2).unwrap());
-    let page = moontide_types::bounds::PAGE_BYTES;
-    let whole = ReportRecord {
+    harness.mount(1, 0, Term::new(1).unwrap(), true);
+    harness.mount(2, 0, Term::new(1).unwrap(), true);
+    let (now, term) = (harness.now, Term::new(2).unwrap());
+    let page = moontide_types::limits::PAGE_BYTES;
+    let unstriped = ReportRecord {
         object_len: 2 * page,
-        stripe: StripeView { index: 0, count: 1, offset: 0, len: 2 * page },
+        stripe: StripeRange { index: 0, count: 1, offset: 0, len: 2 * page },
         extent: Extent { start: 0, units: 900 },
         cohort: Some(b"label"),
-        ..reported(&bench, "k", epoch, 0)
+        ..reported(&harness, "k", epoch, 0)
     };
     let striped = ReportRecord {
-        stripe: StripeView { index: 1, count: 2, offset: page, len: page },
+        stripe: StripeRange { index: 1, count: 2, offset: page, len: page },
         extent: Extent { start: 0, units: 600 },
-        ..whole
+        ..unstriped
     };
-    let report = |bench: &mut Bench, node: u64, first: u64, record: ReportRecord<'static>| {
+    let report = |harness: &mut GroupHarness, node: u64, first: u64, record: ReportRecord<'static>| {
         let name = (NodeId(node), SegmentId(0));
-        let outcome = bench.group.report(now, name, Generation(1), term, first, [record], &mut bench.effects);
-        bench.settle();
+        let outcome =
+            harness.group.report(now, name, Generation(1), term, first, [record], &mut harness.effects);
+        harness.settle();
         outcome
     };
-    assert_eq!(report(&mut bench, 1, 0, whole), Ok(()));
-    assert_eq!(report(&mut bench, 2, 0, striped), Ok(()));
-    assert_eq!(bench.look("k", 0), Ok((epoch, 1)));
-    assert_eq!(bench.orders.back().map(|order| order.kind), Some(OrderKind::Reclaim));
-    // More units than there are, and an epoch that would leave none to give.
-    let crowded =
-        ReportRecord { extent: Extent { start: 300, units: 700 }, ..reported(&bench, "x", epoch, 1) };
-    let crowded = ReportRecord { payload_offset: crowded.extent.span().offset(), ..crowded };
-    assert_eq!(report(&mut bench, 2, 1, crowded), Err(ErrorCode::Overlap));
-    bench.mount(2, 0, Term::new(1).unwrap(), true);
+    assert_eq!(report(&mut harness, 1, 0, unstriped), Ok(()));
+    assert_eq!(report(&mut harness, 2, 0, striped), Ok(()));
+    assert_eq!(harness.lookup("k", 0), Ok((epoch, 1)));
+    assert_eq!(harness.commands.back().map(|command| command.kind), Some(CommandKind::Reclaim));
+    // More units than exist, and an epoch that would leave none to grant.
+    let oversized =
+        ReportRecord { extent: Extent { start: 300, units: 700 }, ..reported(&harness, "x", epoch, 1) };
+    let oversized = ReportRecord { payload_offset: oversized.extent.span().offset(), ..oversized };
+    assert_eq!(report(&mut harness, 2, 1, oversized), Err(ErrorCode::Overlap));
+    harness.mount(2, 0, Term::new(1).unwrap(), true);
     let last = ReportRecord {
         epoch: Epoch::new(term, Epoch::SEQUENCE_MAX).unwrap(),
-        ..reported(&bench, "y", epoch, 2)
+        ..reported(&harness, "y", epoch, 2)
     };
-    assert_eq!(report(&mut bench, 2, 0, last), Err(ErrorCode::OutOfBounds));
-    assert!(bench.has("k"));
+    assert_eq!(report(&mut harness, 2, 0, last), Err(ErrorCode::OutOfBounds));
+    assert!(harness.exists("k"));
 }
 
 #[test]
-fn a_kill_that_the_node_refuses_leaves_the_removal_pending() {
-    let mut bench = Bench::new(&[1]);
+fn kill_refusal_leaves_removal_pending_unless_epoch_is_stale() {
+    let mut harness = GroupHarness::new(&[1]);
     for (key, code, outcome) in
         [("gone", ErrorCode::StaleEpoch, None), ("full", ErrorCode::DiskFull, Some(ErrorCode::Pending))]
     {
-        bench.put(key, KIB);
-        assert_eq!(bench.remove(key, false), Removal::Waiting);
-        let kill = bench.orders.pop_front().unwrap();
-        bench.answer(&kill, OrderOutcome::Refused(code));
-        assert_eq!(bench.removed.pop(), Some((Waiter(1), outcome)), "{key}");
-        bench.obey();
+        harness.put(key, KIB);
+        assert_eq!(harness.remove(key, false), RemoveOutcome::Waiting);
+        let kill = harness.commands.pop_front().unwrap();
+        harness.respond(&kill, CommandOutcome::Refused(code));
+        assert_eq!(harness.removed.pop(), Some((WaiterId(1), outcome)), "{key}");
+        harness.run_commands();
     }
 }
 
 #[test]
-fn a_tenant_over_its_quota_whose_objects_are_held_does_not_keep_others_from_room() {
-    let mut bench = Bench::new(&[1]);
-    let greedy = bench.group.tenant(moontide_types::Tenant::new("greedy").unwrap()).unwrap();
-    let default = std::mem::replace(&mut bench.tenant, greedy);
-    bench.put("g1", KIB);
-    bench.put("g2", KIB);
-    bench.tenant = default;
-    bench.put("d1", KIB);
-    bench.put("d2", KIB);
-    bench.look("g1", 5_000).unwrap();
-    bench.look("g2", 5_000).unwrap();
-    bench.group.set_quota(greedy, Quota { bytes_max: 0, objects_max: 1 });
+fn leased_objects_of_tenant_over_quota_do_not_block_eviction() {
+    let mut harness = GroupHarness::new(&[1]);
+    let greedy = harness.group.tenant(moontide_types::Tenant::new("greedy").unwrap()).unwrap();
+    let default = std::mem::replace(&mut harness.tenant, greedy);
+    harness.put("g1", KIB);
+    harness.put("g2", KIB);
+    harness.tenant = default;
+    harness.put("d1", KIB);
+    harness.put("d2", KIB);
+    harness.lookup("g1", 5_000).unwrap();
+    harness.lookup("g2", 5_000).unwrap();
+    harness.group.set_quota(greedy, Quota { bytes_max: 0, objects_max: 1 });
     let mut evicted = 0;
     for _ in 0..20 {
-        evicted += bench.group.evict(bench.now, 0, 1, &mut bench.effects).objects;
-        bench.settle();
+        evicted += harness.group.evict(harness.now, 0, 1, &mut harness.effects).objects;
+        harness.settle();
     }
-    assert_eq!(evicted, 2, "both of the other tenant's");
-    assert!(bench.has("g1") && bench.has("g2"));
+    assert_eq!(evicted, 2, "both objects of the other tenant");
+    assert!(harness.exists("g1") && harness.exists("g2"));
 }

@@ -1,11 +1,11 @@
-//! The group against a naive model: random sequences of everything that clients, nodes, operators and crashes do.
+//! The group against a naive model: random sequences of all actions of clients, nodes, operators and crashes.
 //!
-//! A sequence goes to the [`Group`](moontide_meta::Group) and to plain models beside it: a list of words per node, the
-//! puts with what was acknowledged of them, the leases that readers hold. After every step the group's own audit and
-//! the models' checks must hold. A failing sequence is shrunk and printed with its seed.
+//! The test applies a sequence to the [`Group`](moontide_meta::Group) and to simple models: a list of words per node,
+//! the puts with their acknowledgements, the leases of readers. After every step the group's audit and the checks of
+//! the models must pass. A failing sequence is shrunk and printed with its seed.
 //!
-//! `MOONTIDE_MODEL_CASES=100000 cargo test -p moontide-meta --release --test model` runs more sequences than the
-//! usual 2,000. What was found this way stands in `regressions` below.
+//! `MOONTIDE_CASES=100000 cargo test -p moontide-meta --release --test model` runs more sequences than the default of
+//! 2,000. Sequences that failed once are in `regressions`.
 
 #[path = "model/command.rs"]
 mod command;
@@ -16,8 +16,8 @@ mod node;
 #[path = "model/disk.rs"]
 mod disk;
 
-#[path = "model/world.rs"]
-mod world;
+#[path = "model/harness.rs"]
+mod harness;
 
 #[path = "model/clients.rs"]
 mod clients;
@@ -37,31 +37,31 @@ mod regressions;
 use std::cell::Cell;
 
 use command::{Command, command, disk_command};
+use harness::ModelHarness;
 use moontide_meta::{GroupStats, PlacementKind};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
-use world::World;
 
 const CASES: u32 = 2_000;
 
-/// The answer is what the last master counted.
+/// Runs a sequence. Returns the counters of the last master.
 fn run(placement: PlacementKind, commands: &[Command]) -> Result<GroupStats, String> {
-    let mut world = World::new(placement);
-    // Most of a sequence is about a cluster that runs.
+    let mut harness = ModelHarness::new(placement);
+    // Most sequences need a running cluster.
     for node in 0..4 {
-        world.step(&Command::Mount { node, segments: 0 })?;
+        harness.step(&Command::Mount { node, segments: 0 })?;
     }
     for (at, command) in commands.iter().enumerate() {
-        world.step(command).map_err(|what| format!("step {at}, {command:?}: {what}"))?;
+        harness.step(command).map_err(|error| format!("step {at}, {command:?}: {error}"))?;
     }
-    world.last_watch()?;
-    Ok(*world.group.stats())
+    harness.check_final_invalidations()?;
+    Ok(*harness.group.stats())
 }
 
 #[test]
-fn group_is_as_the_model_says() {
+fn group_matches_model() {
     let cases =
-        std::env::var("MOONTIDE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number of cases"));
+        std::env::var("MOONTIDE_CASES").ok().map(|cases| cases.parse().expect("MOONTIDE_CASES is a number"));
     let config = Config {
         cases: cases.unwrap_or(CASES),
         failure_persistence: None,
@@ -69,33 +69,33 @@ fn group_is_as_the_model_says() {
         ..Config::default()
     };
     let placement = prop::sample::select(PlacementKind::ALL.to_vec());
-    // Half of the sequences are about everything, half about disks.
+    // Half of the sequences use all commands, half mostly those for disks.
     let commands =
         prop_oneof![prop::collection::vec(command(), 1..140), prop::collection::vec(disk_command(), 1..140)];
     let sequence = (placement, commands);
-    let seen: [Cell<u64>; 6] = Default::default();
+    let sums: [Cell<u64>; 6] = Default::default();
     let tested = TestRunner::new(config).run(&sequence, |(placement, commands)| {
         let stats = run(placement, &commands).map_err(TestCaseError::fail)?;
         let counts = [
-            stats.offloads_ordered,
+            stats.offloads_started,
             stats.offloaded_objects,
             stats.demoted_objects,
             stats.promoted_objects,
             stats.recovered_objects,
             stats.disk_evicted,
         ];
-        for (sum, count) in seen.iter().zip(counts) {
+        for (sum, count) in sums.iter().zip(counts) {
             sum.set(sum.get() + count);
         }
         Ok(())
     });
     match tested {
-        // Sequences in which nothing gets to disk and back would show nothing.
-        Ok(()) => assert!(seen.iter().all(|sum| sum.get() > 0), "{seen:?}"),
-        Err(TestError::Fail(why, (placement, commands))) => {
+        // Sequences in which no object moves to disk and back would prove nothing.
+        Ok(()) => assert!(sums.iter().all(|sum| sum.get() > 0), "{sums:?}"),
+        Err(TestError::Fail(reason, (placement, commands))) => {
             let commands: Vec<String> = commands.iter().map(|command| format!("    {command:?},")).collect();
-            panic!("{why}\n  with {placement:?} and\n{}", commands.join("\n"));
+            panic!("{reason}\n  with {placement:?} and\n{}", commands.join("\n"));
         }
-        Err(TestError::Abort(why)) => panic!("{why}"),
+        Err(TestError::Abort(reason)) => panic!("{reason}"),
     }
 }

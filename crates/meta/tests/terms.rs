@@ -1,15 +1,15 @@
-//! What a group believes of the time before its own term, or before its node's present life: nodes that missed a term, or
-//! were started again, and what the master before handed on.
+//! Trust in records of earlier terms and sessions: nodes that missed a term, nodes that restarted, and handoffs of the
+//! preceding master.
 
 mod common;
 
 use std::time::Duration;
 
-use common::{Bench, ask, config, id, session};
+use common::{GroupHarness, config, id, lookup_key, session};
 use moontide_meta::{
-    GroupConfig, Medium, MountSpec, OrderOutcome, PutOptions, Removal, ReportRecord, Waiter,
+    CommandOutcome, GroupConfig, MountSpec, PutOptions, RemoveOutcome, ReportRecord, WaiterId,
 };
-use moontide_types::{Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SlotId, Term};
+use moontide_types::{Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SlotId, Term};
 
 const KIB: u64 = 1024;
 
@@ -17,11 +17,11 @@ fn term(number: u32) -> Term {
     Term::new(number).unwrap()
 }
 
-/// A segment of a node, as it comes back.
-fn spec(node: u64, life: u64) -> MountSpec<'static> {
+/// A segment of a node, as it returns.
+fn spec(node: u64, incarnation: u64) -> MountSpec<'static> {
     MountSpec {
         node: NodeId(node),
-        session: session(node, life),
+        session: session(node, incarnation),
         segment: SegmentId(0),
         generation: Generation(1),
         medium: Medium::Memory,
@@ -30,190 +30,204 @@ fn spec(node: u64, life: u64) -> MountSpec<'static> {
         labels: ["", "", ""],
         tenant: None,
         term: term(1),
-        occupied: true,
-        known: term(1),
-        away: Duration::ZERO,
+        has_records: true,
+        synced_term: term(1),
+        synced_ago: Duration::ZERO,
         one_sided: true,
     }
 }
 
-/// The node comes, and reports one object.
-fn comes_with(bench: &mut Bench, spec: &MountSpec<'_>, key: &'static str, epoch: Epoch) {
-    bench.group.mount(bench.now, spec, &mut bench.effects).unwrap();
+/// Mounts the segment, and reports one object.
+fn mount_and_report(harness: &mut GroupHarness, spec: &MountSpec<'_>, key: &'static str, epoch: Epoch) {
+    harness.group.mount(harness.now, spec, &mut harness.effects).unwrap();
     let extent = Extent { start: 0, units: 3 };
     let record = ReportRecord {
         slot: SlotId(0),
         extent,
         payload_offset: extent.span().offset(),
-        ..bench.on_disk(key, epoch)
+        ..harness.on_disk(key, epoch)
     };
-    let (now, name, own) = (bench.now, (spec.node, spec.segment), bench.group.config().term);
-    bench.group.report(now, name, spec.generation, own, 0, [record], &mut bench.effects).unwrap();
-    bench.group.report_end(now, name, spec.generation, own, 1, &mut bench.effects).unwrap();
-    bench.settle();
+    let (now, name, own) = (harness.now, (spec.node, spec.segment), harness.group.config().term);
+    harness.group.report(now, name, spec.generation, own, 0, [record], &mut harness.effects).unwrap();
+    harness.group.report_end(now, name, spec.generation, own, 1, &mut harness.effects).unwrap();
+    harness.settle();
 }
 
 #[test]
-fn who_missed_a_term_is_not_believed_if_that_one_may_have_removed_without_it() {
-    // Failure: a removed object came back. Cause: its node was away for the whole of a term in which removals were
-    // answered, and was there in time for the next one. Fix: it says for how long it was away, and which term it knows.
+fn long_absent_segment_that_missed_a_term_is_not_trusted() {
+    // Failure: a removed object reappeared. Cause: its node was absent for a whole term in which removals were
+    // acknowledged, and returned in time for the next one. Fix: the node sends the duration of its absence, and its
+    // last synced term.
     let epoch = Epoch::new(term(1), 9).unwrap();
     let long = Duration::from_secs(31);
-    for (known, away, believed) in [(1, Duration::from_secs(5), true), (1, long, false), (2, long, true)] {
-        let mut bench = Bench::with(config(3));
-        let spec = MountSpec { term: term(known), known: term(known), away, ..spec(1, 0) };
-        comes_with(&mut bench, &spec, "k", epoch);
-        assert_eq!(bench.has("k"), believed, "knows term {known}, was away for {away:?}");
+    for (synced, absent, trusted) in [(1, Duration::from_secs(5), true), (1, long, false), (2, long, true)] {
+        let mut harness = GroupHarness::with(config(3));
+        let spec =
+            MountSpec { term: term(synced), synced_term: term(synced), synced_ago: absent, ..spec(1, 0) };
+        mount_and_report(&mut harness, &spec, "k", epoch);
+        assert_eq!(harness.exists("k"), trusted, "synced with term {synced} {absent:?} ago");
     }
 }
 
 #[test]
-fn who_was_given_up_by_a_master_that_was_then_replaced_is_not_believed() {
-    // Failure: a removed object came back. Cause: its master could not reach its node for more than a minute, stopped waiting,
-    // acknowledged the removal, and died. Fix: the next one knows that there was a master all the time, and the node says how
-    // long it was away.
+fn segment_absent_beyond_window_is_not_trusted_by_next_master() {
+    // Failure: a removed object reappeared. Cause: its master could not reach its node for more than a minute, stopped
+    // waiting, acknowledged the removal, and died. Fix: the next master knows that there was always a master, and the
+    // node sends the duration of its absence.
     let epoch = Epoch::new(term(1), 9).unwrap();
-    for (away, witnessed, later, believed) in [
+    for (absent, saw_predecessor, later, trusted) in [
         (61, true, 0, false),
         (50, true, 0, true),
-        (61, false, 0, true), // nobody knows for how long there was no master: the node is believed, or caches would be lost
-        (75, true, 20, true), // it was away for 55 s when the master was replaced
+        // The time without a master is unknown: the node is trusted, or caches would be lost.
+        (61, false, 0, true),
+        (75, true, 20, true), // absent for 55 s when the master was replaced
         (85, true, 20, false),
     ] {
-        let mut bench = Bench::with(GroupConfig { witnessed, ..config(2) });
-        bench.advance(Duration::from_secs(later));
-        comes_with(&mut bench, &MountSpec { away: Duration::from_secs(away), ..spec(1, 0) }, "k", epoch);
-        assert_eq!(bench.has("k"), believed, "away {away} s, witnessed: {witnessed}, comes after {later} s");
+        let mut harness = GroupHarness::with(GroupConfig { saw_predecessor, ..config(2) });
+        harness.advance(Duration::from_secs(later));
+        mount_and_report(
+            &mut harness,
+            &MountSpec { synced_ago: Duration::from_secs(absent), ..spec(1, 0) },
+            "k",
+            epoch,
+        );
+        assert_eq!(
+            harness.exists("k"),
+            trusted,
+            "absent {absent} s, saw predecessor: {saw_predecessor}, mounted after {later} s"
+        );
     }
 }
 
 #[test]
-fn who_came_late_is_late_for_the_heir_as_well() {
-    let mut before = Bench::with(config(2));
-    before.advance(Duration::from_secs(120));
-    before.tick();
-    before.group.mount(before.now, &spec(1, 0), &mut before.effects).unwrap(); // and has not reported when the group goes
-    let mut heir = Bench::with(config(3));
-    heir.group.inherit(heir.now, before.group.bequeath(before.now, 1_000));
-    let again = MountSpec { term: term(2), known: term(2), ..spec(1, 1) };
-    comes_with(&mut heir, &again, "k", Epoch::new(term(1), 9).unwrap());
-    assert!(!heir.has("k"), "it may have been removed while nobody waited for the node");
+fn stale_segment_is_stale_for_next_owner_after_handoff() {
+    let mut previous = GroupHarness::with(config(2));
+    previous.advance(Duration::from_secs(120));
+    previous.tick();
+    // Not reported at the time of the handoff.
+    previous.group.mount(previous.now, &spec(1, 0), &mut previous.effects).unwrap();
+    let mut next = GroupHarness::with(config(3));
+    next.group.import_handoff(next.now, previous.group.export_handoff(previous.now, 1_000));
+    let again = MountSpec { term: term(2), synced_term: term(2), ..spec(1, 1) };
+    mount_and_report(&mut next, &again, "k", Epoch::new(term(1), 9).unwrap());
+    assert!(!next.exists("k"), "object may have been removed while no master waited for the node");
 }
 
 #[test]
-fn removals_wait_until_nobody_takes_a_dead_process_for_alive() {
-    // Failure: processes of a node's host read what was removed. Cause: its process had been killed and started again,
-    // they had not noticed, and the new process had nothing to kill. Fix: nothing is certain before they must have.
-    let mut bench = Bench::new(&[1]);
-    bench.put("k", KIB);
-    let again = MountSpec { generation: Generation(2), occupied: false, ..spec(1, 1) };
-    bench.group.mount(bench.now, &again, &mut bench.effects).unwrap();
-    bench.settle();
-    bench.tick();
-    assert!(!bench.has("k"), "it went with the process");
-    assert_eq!(bench.remove("k", false), Removal::Done(Some(ErrorCode::Pending)));
-    bench.advance(Duration::from_secs(3));
-    bench.tick();
-    assert_eq!(bench.remove("k", false), Removal::Done(Some(ErrorCode::NotFound)));
+fn removal_is_pending_until_clients_detect_node_restart() {
+    // Failure: local client processes read a removed object. Cause: the node's process had been killed and restarted,
+    // the clients had not noticed, and the new process had nothing to kill. Fix: removals are not certain before the
+    // clients must have noticed.
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("k", KIB);
+    let again = MountSpec { generation: Generation(2), has_records: false, ..spec(1, 1) };
+    harness.group.mount(harness.now, &again, &mut harness.effects).unwrap();
+    harness.settle();
+    harness.tick();
+    assert!(!harness.exists("k"), "object was lost with the process");
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::Pending)));
+    harness.advance(Duration::from_secs(3));
+    harness.tick();
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::NotFound)));
 }
 
 #[test]
-fn a_mount_that_is_said_twice_changes_nothing() {
-    let mut bench = Bench::with(config(1));
-    let empty = MountSpec { term: Term::ZERO, occupied: false, ..spec(1, 0) };
+fn repeated_mount_is_idempotent() {
+    let mut harness = GroupHarness::with(config(1));
+    let empty = MountSpec { term: Term::ZERO, has_records: false, ..spec(1, 0) };
     for _ in 0..2 {
-        bench.group.mount(bench.now, &empty, &mut bench.effects).unwrap();
-        bench.settle();
-        if !bench.has("k") {
-            bench.put("k", KIB);
+        harness.group.mount(harness.now, &empty, &mut harness.effects).unwrap();
+        harness.settle();
+        if !harness.exists("k") {
+            harness.put("k", KIB);
         }
     }
-    let free = bench.free_units();
-    bench.group.mount(bench.now, &empty, &mut bench.effects).unwrap();
-    bench.settle();
-    assert!(bench.has("k") && bench.free_units() == free, "the segment is not empty");
+    let free = harness.free_units();
+    harness.group.mount(harness.now, &empty, &mut harness.effects).unwrap();
+    harness.settle();
+    assert!(harness.exists("k") && harness.free_units() == free, "segment is not empty");
 }
 
-/// A group of term 1 with an object on nodes 1 and 2, of which the second has gone away.
-fn widowed() -> (Bench, Epoch) {
-    let mut bench = Bench::new(&[1, 2]);
+/// A group of term 1 with an object on nodes 1 and 2, of which the second is lost.
+fn group_with_lost_replica() -> (GroupHarness, Epoch) {
+    let mut harness = GroupHarness::new(&[1, 2]);
     let both = PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() };
-    let epoch = bench.start_with("k", KIB, &both).unwrap();
-    bench.end("k", epoch).unwrap();
-    bench.put("other", KIB);
-    bench.group.node_lost(bench.now, NodeId(2), session(2, 0), &mut bench.effects);
-    bench.tick();
-    (bench, epoch)
+    let epoch = harness.start_with("k", KIB, &both).unwrap();
+    harness.end("k", epoch).unwrap();
+    harness.put("other", KIB);
+    harness.group.node_lost(harness.now, NodeId(2), session(2, 0), &mut harness.effects);
+    harness.tick();
+    (harness, epoch)
 }
 
 #[test]
-fn what_was_inherited_is_found_until_it_is_removed() {
-    let (before, epoch) = widowed();
-    let mut heir = Bench::with(config(2));
-    heir.group.inherit(heir.now, before.group.bequeath(before.now, 1_000));
-    assert_eq!(heir.look("k", 0), Ok((epoch, 1)), "nobody has reported it yet");
-    let start = heir.start("k", KIB);
+fn handoff_object_is_served_until_removed() {
+    let (previous, epoch) = group_with_lost_replica();
+    let mut next = GroupHarness::with(config(2));
+    next.group.import_handoff(next.now, previous.group.export_handoff(previous.now, 1_000));
+    assert_eq!(next.lookup("k", 0), Ok((epoch, 1)), "object is not reported yet");
+    let start = next.start("k", KIB);
     assert_eq!(start, Err(ErrorCode::AlreadyExists));
-    let removal = heir.group.remove(heir.now, &ask("k"), false, Waiter(1), &mut heir.effects);
-    assert_eq!(removal, Removal::Done(Some(ErrorCode::Pending)), "its nodes have not been heard");
-    assert_eq!(heir.look("k", 0), Err(ErrorCode::NotFound), "who removes does not find it any more");
-    assert!(!heir.has("k"));
+    let removal = next.group.remove(next.now, &lookup_key("k"), false, WaiterId(1), &mut next.effects);
+    assert_eq!(removal, RemoveOutcome::Done(Some(ErrorCode::Pending)), "nodes have not reported");
+    assert_eq!(next.lookup("k", 0), Err(ErrorCode::NotFound), "removed object is still found");
+    assert!(!next.exists("k"));
 }
 
 #[test]
-fn what_was_removed_before_the_group_went_does_not_come_back_to_the_heir() {
-    let (mut before, epoch) = widowed();
-    assert_eq!(before.remove("k", false), Removal::Waiting);
-    before.obey();
-    assert_eq!(before.removed, [(Waiter(1), Some(ErrorCode::Pending))]);
-    let inheritance = before.group.bequeath(before.now, 1_000);
-    assert!(inheritance.objects.iter().all(|object| object.id != id("k")));
-    let mut heir = Bench::with(config(2));
-    heir.group.inherit(heir.now, inheritance);
-    assert!(!heir.has("k"));
-    // The node that was away comes to the heir, with the object.
-    comes_with(&mut heir, &spec(2, 1), "k", epoch);
-    assert!(!heir.has("k"), "the heir knows that it was removed");
+fn object_removed_before_handoff_is_not_restored() {
+    let (mut previous, epoch) = group_with_lost_replica();
+    assert_eq!(previous.remove("k", false), RemoveOutcome::Waiting);
+    previous.run_commands();
+    assert_eq!(previous.removed, [(WaiterId(1), Some(ErrorCode::Pending))]);
+    let handoff = previous.group.export_handoff(previous.now, 1_000);
+    assert!(handoff.objects.iter().all(|object| object.id != id("k")));
+    let mut next = GroupHarness::with(config(2));
+    next.group.import_handoff(next.now, handoff);
+    assert!(!next.exists("k"));
+    // The absent node mounts at the new owner, with the object.
+    mount_and_report(&mut next, &spec(2, 1), "k", epoch);
+    assert!(!next.exists("k"), "tombstone of the handoff applies");
 }
 
 #[test]
-fn of_two_versions_that_nodes_bring_the_newer_one_is_found_in_whatever_order_they_come() {
+fn newest_reported_version_wins_regardless_of_arrival() {
     let [older, newer] = [5, 9].map(|sequence| Epoch::new(term(1), sequence).unwrap());
     for [first, second] in [[older, newer], [newer, older]] {
-        let mut bench = Bench::with(config(2));
-        comes_with(&mut bench, &spec(1, 0), "k", first);
-        comes_with(&mut bench, &spec(2, 0), "k", second);
-        assert_eq!(bench.look("k", 0), Ok((newer, 1)), "{first} came first");
+        let mut harness = GroupHarness::with(config(2));
+        mount_and_report(&mut harness, &spec(1, 0), "k", first);
+        mount_and_report(&mut harness, &spec(2, 0), "k", second);
+        assert_eq!(harness.lookup("k", 0), Ok((newer, 1)), "{first} reported first");
     }
 }
 
 #[test]
-fn a_removal_of_what_was_evicted_waits_for_the_node() {
-    let mut bench = Bench::new(&[1]);
-    bench.put("k", KIB);
-    assert_eq!(bench.group.evict(bench.now, 0, 1, &mut bench.effects).objects, 1);
-    bench.settle();
-    assert!(!bench.has("k"));
-    // The node has not done it yet: a master of the next term would hear of the object.
-    assert_eq!(bench.remove("k", false), Removal::Waiting);
-    bench.obey();
-    assert_eq!(bench.removed, [(Waiter(1), None)]);
-    assert_eq!(bench.remove("k", false), Removal::Done(Some(ErrorCode::NotFound)));
+fn removal_of_evicted_object_waits_for_node() {
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("k", KIB);
+    assert_eq!(harness.group.evict(harness.now, 0, 1, &mut harness.effects).objects, 1);
+    harness.settle();
+    assert!(!harness.exists("k"));
+    // The node has not executed it yet: it would report the object to a master of the next term.
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    harness.run_commands();
+    assert_eq!(harness.removed, [(WaiterId(1), None)]);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::NotFound)));
 }
 
 #[test]
-fn what_a_node_would_not_kill_is_remembered_as_removed() {
-    let mut bench = Bench::new(&[1]);
-    let epoch = bench.put("k", KIB);
-    assert_eq!(bench.remove("k", false), Removal::Waiting);
-    let kill = bench.orders[0];
-    bench.answer(&kill, OrderOutcome::Refused(ErrorCode::DiskFull));
-    assert_eq!(bench.removed, [(Waiter(1), Some(ErrorCode::Pending))]);
-    // Long after everybody else has forgotten, the node comes back with it.
-    bench.advance(Duration::from_secs(120));
-    bench.tick();
-    bench.group.node_lost(bench.now, NodeId(1), session(1, 0), &mut bench.effects);
-    bench.tick();
-    comes_with(&mut bench, &spec(1, 1), "k", epoch);
-    assert!(!bench.has("k"), "removed, whatever the node has");
+fn object_with_refused_kill_is_not_restored_by_later_report() {
+    let mut harness = GroupHarness::new(&[1]);
+    let epoch = harness.put("k", KIB);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    let kill = harness.commands[0];
+    harness.respond(&kill, CommandOutcome::Refused(ErrorCode::DiskFull));
+    assert_eq!(harness.removed, [(WaiterId(1), Some(ErrorCode::Pending))]);
+    // Long after all tombstone timeouts, the node returns with it.
+    harness.advance(Duration::from_secs(120));
+    harness.tick();
+    harness.group.node_lost(harness.now, NodeId(1), session(1, 0), &mut harness.effects);
+    harness.tick();
+    mount_and_report(&mut harness, &spec(1, 1), "k", epoch);
+    assert!(!harness.exists("k"), "removed object reappeared");
 }

@@ -1,143 +1,168 @@
-//! [`NodeConfig`]: everything that can be set, in one struct. [`NodeConfig::validate`] seals it: each wrong value is
-//! named with what to do about it, all of them at once.
+//! [`NodeConfig`]: all settings of a node.
+//!
+//! The tables below declare each setting once; [`moontide_settings`] derives file, environment, flags and help texts from
+//! them. [`NodeConfig::validate`] reports every invalid setting at once, each with a hint.
 
-use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use moontide_disk::{BackendKind, EngineChoice, EvictionOrder};
+use moontide_disk::{BackendKind, EvictionPolicy, IoEngine};
 use moontide_heap::HugePages;
 use moontide_proto::limits::{ADDRESS_BYTES_MAX, ADDRESSES_MAX, LABEL_BYTES_MAX};
+use moontide_settings::{
+    Bytes, Component, HostPorts, InvalidConfig, InvalidSetting, Kind, ValueInfo, choices, is_host_and_port,
+    settings,
+};
 use moontide_types::NodeId;
 
-use crate::decide::plan::SEGMENT_BYTES_MIN;
+use crate::logic::segment_plan::SEGMENT_BYTES_MIN;
 
-/// Where the master's gRPC is: its own default, on this host.
+/// Address of the master's gRPC server: the master's own default port on the local host.
 pub const MASTER_DEFAULT: &str = "127.0.0.1:7400";
-/// Enough to try it out; a node in earnest is given what its host can spare.
+/// Suits evaluation. Production nodes set `memory_bytes` to the memory that the host does not need otherwise.
 pub const MEMORY_BYTES_DEFAULT: u64 = 1 << 30;
-/// A segment's report is a few tens of megabytes, and a scan of it some milliseconds.
+/// At this size, the report of a segment takes a few tens of megabytes, and a scan a few milliseconds.
 pub const SEGMENT_BYTES_MAX_DEFAULT: u64 = 1 << 30;
-/// A header is 128 bytes: at 8 KiB a slot, headers take a 64th of the memory.
-pub const SLOT_BYTES_DEFAULT: u64 = 8192;
-/// Half of the time for which a master keeps in mind what was removed while a node is away.
-pub const LOCAL_STALE_MAX_DEFAULT: Duration = Duration::from_secs(30);
-/// A transfer takes milliseconds; who holds a guard for longer than this is cut off.
-pub const DRAIN_DEFAULT: Duration = Duration::from_secs(5);
+/// A header has 128 bytes: with one slot per 8 KiB, headers take 1/64 of the memory.
+pub const BYTES_PER_SLOT_DEFAULT: u64 = 8192;
+/// Half the time for which a master keeps tombstones for an unreachable node.
+pub const SELF_FENCE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
+/// A transfer takes milliseconds. A shutdown does not wait longer than this for a reader that still holds a guard.
+pub const DRAIN_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
 
-/// Room for what comes from disk on its way to readers: 256 records of 1 MiB, a tenth of a second's reading.
+/// Staging memory for records read from disk: 256 records of 1 MiB, the reads of about 0.1 s.
 pub const STAGING_BYTES_DEFAULT: u64 = 256 << 20;
-/// Threads that read from disk: one keeps a disk busy, two do while one of them verifies the end of a record.
-pub const LOAD_THREADS_DEFAULT: usize = 2;
+/// Threads that read from disk. One keeps a disk busy; with two, reads go on while one verifies the end of a record.
+pub const READ_THREADS_DEFAULT: usize = 2;
 
-/// How long a start waits for the master: to be told how many groups there are, and to have its segments taken.
-pub const MASTER_WAIT: Duration = Duration::from_secs(5);
+/// Time a start waits for a master: to learn the number of groups, and to mount the segments.
+pub const MASTER_START_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Everything that can be set.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodeConfig {
-    /// "host:port" of the master's gRPC; several with commas between them where there are several masters, any of which will
-    /// do.
-    pub master: String,
-    /// The node's number; none: drawn at random at each start.
-    pub node: Option<NodeId>,
-    /// Memory for payload. Rounded down to whole segments.
-    pub memory_bytes: u64,
-    /// Largest segment.
-    pub segment_bytes_max: u64,
-    /// One header slot per so many bytes of memory: about the size of an object.
-    pub slot_bytes: u64,
-    /// Where transfers are served over TCP, one address per rail; port 0 takes a free one.
-    pub listen: Vec<SocketAddr>,
-    /// "ip:port" under which others reach these; empty: what was bound. Needed when one of them is a wildcard.
-    pub advertise: Vec<String>,
-    /// Whether processes of this host may map the memory.
-    pub local: bool,
-    /// The Unix socket at which they ask; none: `moontide-<node in hex>.sock` in `$XDG_RUNTIME_DIR` or `/tmp/moontide-<uid>`.
-    pub door: Option<PathBuf>,
-    /// Label: the host. Its name unless set.
-    pub host: String,
-    /// Label: the rack.
-    pub rack: String,
-    /// Label: the zone.
-    pub zone: String,
-    /// Where the page for operators is served; none: nowhere.
-    pub admin_listen: Option<SocketAddr>,
-    /// How long objects are served to processes of this host while no master is heard.
-    pub local_stale_max: Duration,
-    /// How long a shutdown waits for transfers under way.
-    pub drain: Duration,
-    /// Pages of the memory.
-    pub huge: HugePages,
-    /// A disk for what does not fit into memory; none: it is lost.
-    pub disk: Option<DiskConfig>,
+choices! {
+    /// Names of page kinds.
+    enum HugePagesName for HugePages { HugePages::Auto => "auto", HugePages::Reserved => "reserved" }
 }
 
-/// A node's disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiskConfig {
-    /// The directory. The node's number is kept there, too.
-    pub dir: PathBuf,
-    /// How records stand in it.
-    pub backend: BackendKind,
-    /// Most bytes; none: nine tenths of what is free on its file system at the start.
-    pub limit_bytes: Option<u64>,
-    /// Who goes first when they are used up.
-    pub order: EvictionOrder,
-    /// By which calls of the system it is read and written.
-    pub engine: EngineChoice,
-    /// Most bytes written per second; 0: as fast as it goes.
-    pub write_bytes_per_s: u64,
-    /// Memory for what comes from disk on its way to readers.
-    pub staging_bytes: u64,
-    /// Threads that read.
-    pub load_threads: usize,
+choices! {
+    /// Names of disk layouts.
+    enum BackendName for BackendKind {
+        BackendKind::Bucket => "bucket",
+        BackendKind::File => "file",
+        BackendKind::Offset => "offset",
+    }
+}
+
+choices! {
+    /// Names of eviction policies of a full disk.
+    enum EvictionPolicyName for EvictionPolicy { EvictionPolicy::Fifo => "fifo", EvictionPolicy::Lru => "lru" }
+}
+
+choices! {
+    /// Names of disk I/O engines.
+    enum IoEngineName for IoEngine {
+        IoEngine::Auto => "auto",
+        IoEngine::Uring => "uring",
+        IoEngine::Posix => "posix",
+    }
+}
+
+settings! {
+    /// Settings of a node.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub struct NodeConfig {
+        /// Address of a master's gRPC server; several separated by commas.
+        ///
+        /// One reachable master is enough.
+        master: String as HostPorts = MASTER_DEFAULT.into();
+        /// Node id; none draws a random one at each start.
+        ///
+        /// A node with a disk takes the id that is stored there.
+        node_id: Option<NodeId> = None;
+        /// Memory for objects, rounded down to whole segments.
+        ///
+        /// Headers take another 128 bytes per slot.
+        memory_bytes: u64 as Bytes = MEMORY_BYTES_DEFAULT,
+            in SEGMENT_BYTES_MIN.., "set at least 1 MiB for each group of the cluster", alias "memory";
+        /// Maximum segment size.
+        segment_bytes_max: u64 as Bytes = SEGMENT_BYTES_MAX_DEFAULT,
+            in SEGMENT_BYTES_MIN.., "keep the default of 1 GiB unless the memory is small";
+        /// Bytes of memory per header slot: about the size of an object.
+        bytes_per_slot: u64 as Bytes = BYTES_PER_SLOT_DEFAULT,
+            in 512.., "an object takes at least 512 bytes: set the typical size of an object";
+        /// TCP addresses of the data plane, one per network interface; port 0 takes a free port.
+        listen: Vec<SocketAddr> = vec![ANY_LOCAL_PORT];
+        /// Addresses under which peers reach listen; empty for the addresses of listen.
+        ///
+        /// Required if one of them is a wildcard such as 0.0.0.0.
+        advertise: Vec<String> as AdvertisedAddresses = Vec::new();
+        /// Serve processes of this host over shared memory.
+        shm: bool = true;
+        /// Unix socket for shared-memory clients; none derives it from the node id.
+        ///
+        /// The path is then moontide-<node_id>.sock in $XDG_RUNTIME_DIR, or in /tmp/moontide-<uid>.
+        shm_socket: Option<PathBuf> = None;
+        /// Placement label: host.
+        host: String = host_name(), shown "the host name";
+        /// Placement label: rack.
+        rack: String = String::new();
+        /// Placement label: zone.
+        zone: String = String::new();
+        /// Address of the admin HTTP server; none disables it.
+        admin_listen: Option<SocketAddr> = Some(ANY_LOCAL_PORT);
+        /// Time without contact to a master after which the node stops serving reads.
+        self_fence_timeout: Duration = SELF_FENCE_TIMEOUT_DEFAULT,
+            in Duration::from_millis(100).., "set the time of at least a few heartbeats";
+        /// Time a shutdown waits for transfers in flight.
+        drain_timeout: Duration = DRAIN_TIMEOUT_DEFAULT,
+            in Duration::ZERO..=Duration::from_secs(3600), "set at most one hour";
+        /// Memory pages: those that the kernel provides, or preallocated 2 MiB huge pages ("reserved").
+        huge_pages: HugePages as HugePagesName = HugePages::Auto;
+    }
+    sections {
+        /// Disk tier; `None`: objects that do not fit into memory are lost.
+        disk: DiskConfig;
+    }
+}
+
+settings! {
+    /// Settings of the disk tier.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub struct DiskConfig {
+        /// Directory of the disk tier, on an SSD; none for no disk tier.
+        ///
+        /// It also stores the node id.
+        dir: PathBuf = PathBuf::new();
+        /// Disk layout.
+        backend: BackendKind as BackendName = BackendKind::default();
+        /// Disk space limit; none for 90 % of the free space at the start.
+        limit_bytes: Option<u64> as Option<Bytes> = None, alias "disk-limit";
+        /// Eviction policy of a full disk.
+        eviction_policy: EvictionPolicy as EvictionPolicyName = EvictionPolicy::default();
+        /// Disk I/O engine; auto is uring where the kernel allows it.
+        io_engine: IoEngine as IoEngineName = IoEngine::Auto;
+        /// Write rate limit in bytes per second; 0 for no limit.
+        write_bytes_per_s: u64 as Bytes = 0, alias "disk-write-limit";
+        /// Staging memory for records read from disk.
+        staging_bytes: u64 as Bytes = STAGING_BYTES_DEFAULT,
+            in STAGING_BYTES_MIN..=STAGING_BYTES_MAX,
+            "set a few times the size of the largest object; the default is 256 MiB",
+            alias "disk-staging";
+        /// Threads that read from disk.
+        read_threads: usize = READ_THREADS_DEFAULT, in 1..=64, "one or two threads saturate an SSD";
+    }
 }
 
 impl DiskConfig {
-    /// A disk in this directory, everything else as usual.
+    /// Returns settings for a disk tier in `dir`, with defaults for everything else.
     pub fn new(dir: impl Into<PathBuf>) -> DiskConfig {
-        DiskConfig {
-            dir: dir.into(),
-            backend: BackendKind::default(),
-            limit_bytes: None,
-            order: EvictionOrder::default(),
-            engine: EngineChoice::Auto,
-            write_bytes_per_s: 0,
-            staging_bytes: STAGING_BYTES_DEFAULT,
-            load_threads: LOAD_THREADS_DEFAULT,
-        }
+        DiskConfig { dir: dir.into(), ..DiskConfig::default() }
     }
 }
 
 const ANY_LOCAL_PORT: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
 
-impl Default for NodeConfig {
-    fn default() -> NodeConfig {
-        NodeConfig {
-            master: MASTER_DEFAULT.into(),
-            node: None,
-            memory_bytes: MEMORY_BYTES_DEFAULT,
-            segment_bytes_max: SEGMENT_BYTES_MAX_DEFAULT,
-            slot_bytes: SLOT_BYTES_DEFAULT,
-            listen: vec![ANY_LOCAL_PORT],
-            advertise: Vec::new(),
-            local: true,
-            door: None,
-            host: host_name(),
-            rack: String::new(),
-            zone: String::new(),
-            admin_listen: Some(ANY_LOCAL_PORT),
-            local_stale_max: LOCAL_STALE_MAX_DEFAULT,
-            drain: DRAIN_DEFAULT,
-            huge: HugePages::IfAllowed,
-            disk: None,
-        }
-    }
-}
-
-/// This host's name, as long as a label may be.
+/// Returns the host name, truncated to the maximum length of a label.
 fn host_name() -> String {
     let uname = rustix::system::uname();
     let mut name = uname.nodename().to_string_lossy().into_owned();
@@ -147,90 +172,75 @@ fn host_name() -> String {
     name
 }
 
-/// One wrong value.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WrongValue {
-    /// The setting.
-    pub setting: &'static str,
-    /// What it is and must be.
-    pub rule: String,
-    /// What to do about it.
-    pub advice: &'static str,
-}
+/// Addresses for other hosts. [`NodeConfig::validate`] checks them, so that it reports all errors at once.
+#[derive(Debug)]
+enum AdvertisedAddresses {}
 
-impl fmt::Display for WrongValue {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}: {}", self.setting, self.rule, self.advice)
+impl Kind for AdvertisedAddresses {
+    type Value = Vec<String>;
+    const INFO: ValueInfo = <Vec<SocketAddr> as Kind>::INFO;
+
+    fn parse(text: &str) -> Option<Vec<String>> {
+        <Vec<String>>::parse(text)
+    }
+
+    fn text(value: &Vec<String>) -> String {
+        <Vec<String>>::text(value)
     }
 }
 
-/// Everything that is wrong with a configuration.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the configuration cannot be used:{}", wrong.iter().map(|wrong| format!("\n  {wrong}")).collect::<String>())]
-pub struct InvalidConfig {
-    /// At least one.
-    pub wrong: Vec<WrongValue>,
+fn is_address(text: &str) -> bool {
+    text.len() <= ADDRESS_BYTES_MAX && is_host_and_port(text)
 }
 
 impl NodeConfig {
-    /// The masters that are named, each by itself.
+    /// Returns the addresses in `master`.
     pub(crate) fn masters(&self) -> Vec<String> {
         self.master.split(',').map(|master| master.trim().to_owned()).collect()
     }
 
-    /// Whether a node can be started with it.
+    /// Checks all settings. Fails with every invalid one.
     pub fn validate(&self) -> Result<(), InvalidConfig> {
-        let mut wrong = Vec::new();
-        let mut rule = |holds: bool, setting, rule: String, advice| {
+        self.check()
+    }
+}
+
+impl Component for NodeConfig {
+    const PREFIX: &'static str = "MOONTIDE_NODE_";
+    const COMMAND: &'static str = "moontide node";
+
+    fn check_rules(&self, errors: &mut Vec<InvalidSetting>) {
+        let mut rule = |holds: bool, setting: &str, rule: String, hint| {
             if !holds {
-                wrong.push(WrongValue { setting, rule, advice });
+                errors.push(InvalidSetting::new(setting, rule, hint));
             }
         };
         let master = &self.master;
         rule(
-            self.masters().iter().all(|master| is_host_and_port(master)),
+            self.masters().iter().all(|master| is_address(master)),
             "master",
-            format!("is \"{master}\", not \"host:port\", or several with commas between them"),
-            "name the master's gRPC address, as 127.0.0.1:7400",
+            format!("is \"{master}\", not \"host:port\" or a comma-separated list of them"),
+            "set the address of a master's gRPC server, e.g. 127.0.0.1:7400",
         );
         rule(
-            self.node != Some(NodeId(0)),
-            "node",
+            self.node_id != Some(NodeId(0)),
+            "node_id",
             "is 0".into(),
-            "take any other number, or leave it out to have one drawn",
-        );
-        let (memory, segment, least) = (self.memory_bytes, self.segment_bytes_max, SEGMENT_BYTES_MIN);
-        rule(
-            memory >= least,
-            "memory_bytes",
-            format!("is {memory}, less than {least}"),
-            "give the node at least a segment of 1 MiB for each group of the cluster",
-        );
-        rule(
-            segment >= least,
-            "segment_bytes_max",
-            format!("is {segment}, less than {least}"),
-            "leave it at its default of 1 GiB, unless the memory is small",
-        );
-        rule(
-            self.slot_bytes >= 512,
-            "slot_bytes",
-            format!("is {}, less than 512", self.slot_bytes),
-            "an object takes at least 512 bytes: set it to the usual size of yours",
+            "set another id, or omit it for a random one",
         );
         rule(
             !self.listen.is_empty(),
             "listen",
             "is empty".into(),
-            "name an address for other hosts to reach this node by",
+            "set an address under which other hosts reach this node",
         );
-        // One address is kept for the door.
-        let (listens, most) = (self.listen.len().max(self.advertise.len()), ADDRESSES_MAX - 1);
+        // One address is reserved for the shm socket.
+        let (count, max) = (self.listen.len().max(self.advertise.len()), ADDRESSES_MAX - 1);
         rule(
-            listens <= most,
+            count <= max,
             "listen",
-            format!("has {listens} addresses, more than {most}"),
-            "name one per network card",
+            format!("has {count} addresses, more than {max}"),
+            "set one per network interface",
         );
         let wildcard = self.listen.iter().find(|address| address.ip().is_unspecified());
         rule(
@@ -240,15 +250,15 @@ impl NodeConfig {
                 "is empty, and listen has the wildcard {}",
                 wildcard.map_or_else(String::new, ToString::to_string)
             ),
-            "name the addresses under which other hosts reach this one",
+            "set the addresses under which other hosts reach this one",
         );
         for address in &self.advertise {
-            let named = address.parse::<SocketAddr>().ok();
+            let parsed = address.parse::<SocketAddr>().ok();
             rule(
-                named.is_some_and(|a| !a.ip().is_unspecified() && a.port() != 0),
+                parsed.is_some_and(|a| !a.ip().is_unspecified() && a.port() != 0),
                 "advertise",
                 format!("has \"{address}\", not \"ip:port\""),
-                "name an IP address and a port, as 10.0.0.7:7500",
+                "set an IP address and a port, e.g. 10.0.0.7:7500",
             );
         }
         for (setting, label) in [("host", &self.host), ("rack", &self.rack), ("zone", &self.zone)] {
@@ -260,100 +270,68 @@ impl NodeConfig {
                 "shorten the label",
             );
         }
-        // Over a Unix socket's path the kernel has its own bound of 108, with the terminating zero.
-        let door = self.door.as_ref().map_or(0, |door| door.as_os_str().len());
+        // The kernel limits the path of a Unix socket to 108 bytes, including the terminating zero.
+        let socket = self.shm_socket.as_ref().map_or(0, |socket| socket.as_os_str().len());
         rule(
-            door < 108,
-            "door",
-            format!("has {door} bytes, more than 107"),
-            "choose a shorter path for the socket",
-        );
-        rule(
-            self.local_stale_max >= Duration::from_millis(100),
-            "local_stale_max",
-            format!("is {:?}, less than 100ms", self.local_stale_max),
-            "give the master time for a few heartbeats",
-        );
-        rule(
-            self.drain <= Duration::from_secs(3600),
-            "drain",
-            format!("is {:?}, more than an hour", self.drain),
-            "a shutdown must end",
+            socket < 108,
+            "shm_socket",
+            format!("has {socket} bytes, more than 107"),
+            "set a shorter path for the socket",
         );
         if let Some(disk) = &self.disk {
             rule(
                 !disk.dir.as_os_str().is_empty(),
                 "disk.dir",
-                "is empty".into(),
-                "name a directory on the SSD",
+                "is none, but other disk settings are set".into(),
+                "set a directory on an SSD, or omit the other disk settings",
             );
             rule(
                 disk.limit_bytes.is_none_or(|limit| limit >= DISK_BYTES_MIN),
                 "disk.limit_bytes",
                 format!("is {}, less than {DISK_BYTES_MIN}", disk.limit_bytes.unwrap_or(0)),
-                "give the disk at least 64 MiB, or leave it out for nine tenths of what is free",
-            );
-            rule(
-                (STAGING_BYTES_MIN..=STAGING_BYTES_MAX).contains(&disk.staging_bytes),
-                "disk.staging_bytes",
-                format!("is {}, not {STAGING_BYTES_MIN} to {STAGING_BYTES_MAX}", disk.staging_bytes),
-                "give it a few times the largest object, and 256 MiB if memory is no matter",
+                "set at least 64 MiB, or omit it for 90 % of the free space",
             );
             let info = rustix::system::sysinfo();
             let half = u64::from(info.mem_unit) * info.totalram as u64 / 2;
             rule(
                 disk.staging_bytes <= half,
                 "disk.staging_bytes",
-                format!("is {}, more than half of this machine's memory", disk.staging_bytes),
-                "it is held in memory as long as the node runs: a few times the largest object is enough",
-            );
-            rule(
-                (1..=64).contains(&disk.load_threads),
-                "disk.load_threads",
-                format!("is {}, not 1 to 64", disk.load_threads),
-                "one or two keep an SSD busy",
+                format!("is {}, more than half of the memory of this host", disk.staging_bytes),
+                "staging is allocated for the lifetime of the node: a few times the largest object is enough",
             );
         }
-        if wrong.is_empty() { Ok(()) } else { Err(InvalidConfig { wrong }) }
     }
 }
 
-/// Less than this is not worth a file.
+/// A smaller disk tier is not useful.
 const DISK_BYTES_MIN: u64 = 64 << 20;
 
-/// Room for the longest stripe that a master cuts, and some.
+/// Minimum of `staging_bytes`. A stripe that is larger than staging cannot be loaded (`TooLarge`).
 const STAGING_BYTES_MIN: u64 = 8 << 20;
 const STAGING_BYTES_MAX: u64 = 1 << 40;
-
-fn is_host_and_port(text: &str) -> bool {
-    let fits = text.len() <= ADDRESS_BYTES_MAX;
-    fits && text.rsplit_once(':').is_some_and(|(host, port)| {
-        let host_is_one = !host.is_empty() && (!host.contains(':') || host.starts_with('['));
-        host_is_one && !host.contains(['/', ' ']) && port.parse::<u16>().is_ok_and(|port| port != 0)
-    })
-}
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moontide_settings::{Loaded, Settings, SettingsError, to_toml};
 
     #[test]
-    fn the_defaults_can_be_used() {
+    fn default_config_is_valid() {
         assert_eq!(NodeConfig::default().validate(), Ok(()));
     }
 
     #[test]
-    fn each_wrong_value_is_named_with_advice() {
+    fn validate_names_each_invalid_setting_with_advice() {
         type Change = fn(&mut NodeConfig);
         let cases: &[(&str, Change)] = &[
             ("master", |c| c.master = "localhost".into()),
             ("master", |c| c.master = "http://localhost:7400".into()),
             ("master", |c| c.master = "localhost:0".into()),
             ("master", |c| c.master = "::1:7400".into()),
-            ("node", |c| c.node = Some(NodeId(0))),
+            ("node_id", |c| c.node_id = Some(NodeId(0))),
             ("memory_bytes", |c| c.memory_bytes = 1000),
             ("segment_bytes_max", |c| c.segment_bytes_max = 0),
-            ("slot_bytes", |c| c.slot_bytes = 0),
+            ("bytes_per_slot", |c| c.bytes_per_slot = 0),
             ("listen", |c| c.listen.clear()),
             ("listen", |c| c.listen = vec![ANY_LOCAL_PORT; 32]),
             ("advertise", |c| c.listen = vec!["0.0.0.0:7500".parse().unwrap()]),
@@ -362,22 +340,26 @@ mod tests {
             ("host", |c| c.host = "h".repeat(65)),
             ("rack", |c| c.rack = "r".repeat(65)),
             ("zone", |c| c.zone = "z".repeat(65)),
-            ("door", |c| c.door = Some("d".repeat(108).into())),
-            ("local_stale_max", |c| c.local_stale_max = Duration::ZERO),
-            ("drain", |c| c.drain = Duration::from_secs(3601)),
+            ("shm_socket", |c| c.shm_socket = Some("d".repeat(108).into())),
+            ("self_fence_timeout", |c| c.self_fence_timeout = Duration::ZERO),
+            ("drain_timeout", |c| c.drain_timeout = Duration::from_secs(3601)),
         ];
         for (setting, change) in cases {
             let mut config = NodeConfig::default();
             change(&mut config);
             let invalid = config.validate().expect_err(setting);
-            assert!(invalid.wrong.iter().all(|w| w.setting == *setting && !w.advice.is_empty()), "{invalid}");
+            assert!(invalid.errors.iter().all(|w| w.setting == *setting && !w.hint.is_empty()), "{invalid}");
         }
-        let several = NodeConfig { memory_bytes: 0, slot_bytes: 0, ..NodeConfig::default() };
-        assert_eq!(several.validate().unwrap_err().wrong.len(), 2, "all that is wrong is said at once");
+        let several = NodeConfig { memory_bytes: 0, bytes_per_slot: 0, ..NodeConfig::default() };
+        assert_eq!(
+            several.validate().unwrap_err().errors.len(),
+            2,
+            "all invalid settings are reported at once"
+        );
     }
 
     #[test]
-    fn a_wildcard_with_an_advertised_address_can_be_used() {
+    fn wildcard_listen_with_advertised_address_is_valid() {
         let config = NodeConfig {
             listen: vec!["0.0.0.0:7500".parse().unwrap()],
             advertise: vec!["10.0.0.7:7500".into()],
@@ -385,5 +367,111 @@ mod tests {
             ..NodeConfig::default()
         };
         assert_eq!(config.validate(), Ok(()));
+    }
+
+    fn load(
+        file: &str,
+        environment: &[(&str, &str)],
+        flags: &[(&str, &str)],
+    ) -> Result<Loaded<NodeConfig>, SettingsError> {
+        let name = format!("moontide-node-{}-{:?}.toml", std::process::id(), std::thread::current().id());
+        let path = std::env::temp_dir().join(name.replace(['(', ')'], ""));
+        std::fs::write(&path, file).unwrap();
+        let environment = environment.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
+        let loaded =
+            moontide_settings::load(NodeConfig::default(), Some(&path), environment, flags.iter().copied());
+        let _ = std::fs::remove_file(&path);
+        loaded
+    }
+
+    #[test]
+    fn printed_toml_round_trips() {
+        let changed = NodeConfig {
+            node_id: Some(NodeId(0xfeed)),
+            memory_bytes: 5 << 30,
+            listen: vec!["10.0.0.7:7500".parse().unwrap(), "[::1]:0".parse().unwrap()],
+            advertise: vec!["10.0.0.7:7500".to_owned()],
+            shm: false,
+            shm_socket: Some("/run/moontide.sock".into()),
+            rack: "r\"12".to_owned(),
+            admin_listen: None,
+            drain_timeout: Duration::from_millis(1250),
+            huge_pages: HugePages::Reserved,
+            disk: Some(DiskConfig::new("/mnt/ssd/moon \"tide\"")),
+            ..NodeConfig::default()
+        };
+        let every_disk_setting = DiskConfig {
+            backend: BackendKind::Offset,
+            limit_bytes: Some(200 << 30),
+            eviction_policy: EvictionPolicy::Lru,
+            io_engine: IoEngine::Posix,
+            write_bytes_per_s: 500 << 20,
+            staging_bytes: 64 << 20,
+            read_threads: 3,
+            ..DiskConfig::new("/mnt/ssd")
+        };
+        let with_disk = NodeConfig { disk: Some(every_disk_setting), ..NodeConfig::default() };
+        for config in [NodeConfig::default(), changed, with_disk] {
+            let printed = to_toml(&config, &NodeConfig::default());
+            let again = load(&printed, &[], &[]).unwrap_or_else(|error| panic!("{error}\n{printed}"));
+            assert_eq!(again.config, config, "{printed}");
+            assert!(printed.matches("\n# ").count() >= 24, "{printed}");
+        }
+    }
+
+    #[test]
+    fn later_settings_win() {
+        let file = "memory_bytes = \"2GiB\"\nrack = \"a\"\nbytes_per_slot = 4096\n";
+        let config = load(file, &[], &[("rack", "b")]).unwrap().config;
+        assert_eq!((config.memory_bytes, config.bytes_per_slot, config.rack.as_str()), (2 << 30, 4096, "b"));
+    }
+
+    #[test]
+    fn disk_dir_enables_disk_and_later_layers_merge() {
+        assert_eq!(load("rack = \"a\"", &[], &[]).unwrap().config.disk, None);
+        let file = "[disk]\ndir = \"/ssd\"\neviction_policy = \"lru\"";
+        let disk = load(file, &[("MOONTIDE_NODE_DISK_LIMIT_BYTES", "1GiB")], &[]).unwrap().config.disk;
+        let expected = DiskConfig {
+            eviction_policy: EvictionPolicy::Lru,
+            limit_bytes: Some(1 << 30),
+            ..DiskConfig::new("/ssd")
+        };
+        assert_eq!(disk, Some(expected));
+        let invalid = load("[disk]\nlimit_bytes = \"1GiB\"", &[], &[]).unwrap().check().unwrap_err();
+        assert_eq!(
+            invalid.errors[0].setting, "disk.dir",
+            "a limit without a directory is rejected: {invalid}"
+        );
+    }
+
+    #[test]
+    fn invalid_values_are_rejected() {
+        for wrong in [
+            "memory = 1",
+            "memory_bytes = -1",
+            "memory_bytes = \"much\"",
+            "node_id = \"node-7\"",
+            "drain_timeout = 5",
+            "admin_listen = \"here\"",
+            "huge_pages = \"yes\"",
+            "unknown = 1",
+            "disk = \"/ssd\"",
+            "[disk]\ndisk_dir = \"/ssd\"",
+            "[disk]\nbackend = \"tape\"",
+            "[disk]\neviction_policy = \"random\"",
+            "[disk]\nio_engine = \"aio\"",
+            "[disk]\nlimit_bytes = \"most\"",
+            "[disk]\nread_threads = -1",
+        ] {
+            assert!(load(wrong, &[], &[]).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_setting_has_matching_environment_variable() {
+        for setting in NodeConfig::table() {
+            let key = setting.key().replace('.', "_").to_uppercase();
+            assert_eq!(setting.variable(NodeConfig::PREFIX), format!("MOONTIDE_NODE_{key}"));
+        }
     }
 }

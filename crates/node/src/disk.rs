@@ -1,25 +1,28 @@
-//! [`DiskTier`]: the node's disk. Writes what a master orders, brings back what peers ask for, and tells the master what is
-//! there.
+//! [`DiskTier`]: the node's disk. It writes records on command of a master, loads records for peers, and notifies the
+//! masters of its content.
 //!
-//! | thread | what it does |
+//! | thread | task |
 //! |---|---|
-//! | `moontide-offload` | writes records, evicts what is oldest when the limit is reached ([`offload`]) |
+//! | `moontide-offload` | writes records, evicts when the limit is reached ([`offload`]) |
 //! | `moontide-load-…` | read and verify records into staging, from where they are served ([`load`]) |
-//! | `moontide-removal` | makes removals durable before they are answered ([`removal`]) |
-//! | `moontide-tell` | tells a master that has to be told anew ([`tell`]) |
+//! | `moontide-removal` | makes removals durable before the reply ([`removal`]) |
+//! | `moontide-scan` | sends the inventory of the disk to a master ([`inventory`]) |
 //!
-//! Invariants: what the master is told to be on the disk was durable before; what is removed here is told, or answered,
-//! after it can be found no more; a record in staging is one that can be found on the disk.
+//! Invariants: a record is durable before a master is notified of it; a removed record can no longer be found before
+//! the notice or the reply is sent, and the removal is durable before the reply; every record in staging can be found on
+//! the disk.
 
 mod counters;
 mod identity;
+mod inventory;
 mod load;
 mod offload;
-mod planted;
+mod open_jobs;
 mod promote;
+mod record_spec;
 mod removal;
-mod staged;
-mod tell;
+mod staging_cache;
+mod test_hooks;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,103 +35,108 @@ use moontide_disk::{
     Backend, BackendConfig, OpenError, OsStorage, Queue, QueueConfig, Recovery, RegisteredMemory, Storage,
 };
 use moontide_heap::Staging;
-use moontide_proto::{OrderResult, v1};
+use moontide_proto::{CommandResult, v1};
 use moontide_types::{ErrorCode, SessionId};
 use parking_lot::{Mutex, RwLock};
 use tracing::{info, warn};
 
 use self::counters::DiskCounters;
 pub use self::identity::IdentityError;
-pub(crate) use self::identity::{Held, Identity};
+pub(crate) use self::identity::{DiskIdentity, DiskLock};
+use self::inventory::InventoryProgress;
 pub(crate) use self::offload::OffloadJob;
+use self::open_jobs::{JobTicket, OpenJobs};
 pub(crate) use self::promote::PromoteJob;
 pub(crate) use self::removal::RemovalJob;
-use self::staged::StagedRecords;
-use self::tell::Telling;
+use self::staging_cache::StagingCache;
 use crate::config::DiskConfig;
-use crate::decide::groups::GroupSet;
-use crate::decide::notice::Audience;
-use crate::lines::Lines;
-use crate::memory::Memory;
-use crate::session::Event;
+use crate::event_router::{EventRouter, NodeEvent};
+use crate::logic::groups::GroupSet;
+use crate::logic::notice::NoticeSubscribers;
+use crate::memory::NodeMemory;
 
-/// Why a node's disk cannot be used.
+/// Failure to open a node's disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
-    /// The directory cannot be had.
-    #[error("the disk's directory {dir}: {source}; set `disk.dir` to one that this user may write")]
+    /// The directory is not usable.
+    #[error("disk directory {dir}: {source}; set `disk.dir` to a directory that this user may write")]
     Directory {
-        /// Which one.
+        /// Path of the directory.
         dir: String,
-        /// Why.
+        /// I/O error.
         source: io::Error,
     },
-    /// It belongs to somebody else.
+    /// The directory belongs to another node, cluster or backend, or is in use.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// What is in it cannot be opened.
-    #[error("the disk's directory {dir}: {source}")]
+    /// The content of the directory cannot be opened.
+    #[error("disk directory {dir}: {source}")]
     Open {
-        /// Which one.
+        /// Path of the directory.
         dir: String,
-        /// Why.
+        /// Error of the backend.
         source: OpenError,
     },
-    /// The system gives no threads.
+    /// A thread cannot be started.
     #[error("cannot start a thread for the disk: {0}; raise the limit of processes")]
     Threads(#[from] io::Error),
 }
 
-/// After writing failed, nothing is written for so long; then it is tried again.
+/// Time without writes after a write failed; then writes are retried.
 const WRITE_PAUSE: Duration = Duration::from_secs(10);
 
-/// Of the free space of the file system, what is used unless a limit is set.
+/// Share of the file system's free space that is used if no limit is set.
 const SHARE_OF_FREE: (u64, u64) = (9, 10);
 
-/// The node's disk.
+/// The node's disk tier.
 pub(crate) struct DiskTier {
     config: DiskConfig,
     storage: Arc<dyn Storage>,
     backend: Box<dyn Backend>,
-    memory: Arc<Memory>,
+    memory: Arc<NodeMemory>,
     staging: Arc<Staging>,
-    staged: StagedRecords,
-    events: Arc<Lines>,
+    cache: StagingCache,
+    events: Arc<EventRouter>,
     counters: DiskCounters,
-    /// Found at the start.
+    /// Result of the scan at the start.
     recovery: Recovery,
-    /// Who is told about the disk; what concerns a session that is over is of no use to anybody.
-    audience: RwLock<Audience>,
-    /// Held while something is found or taken away *and* told, so that the two are told in this order.
-    telling: Mutex<()>,
-    /// Writing has failed: when it is tried again.
-    closed_until: Mutex<Option<(Instant, Closed)>>,
-    /// Bytes that were ordered and not written yet.
+    /// Sessions that are notified about the disk. Notices for other sessions are dropped.
+    subscribers: RwLock<NoticeSubscribers>,
+    /// Held while a record is looked up or removed *and* the notice is sent, so that notices are in the order of these
+    /// events.
+    notify_lock: Mutex<()>,
+    /// Set after a failed write: the time of the next attempt.
+    writes_paused: Mutex<Option<(Instant, WritePauseReason)>>,
+    /// Payload bytes of accepted Offload commands that are not written yet.
     backlog: AtomicU64,
-    /// How far sessions are with being told what is there.
-    tellings: Mutex<HashMap<SessionId, Telling>>,
-    loads: load::Loads,
-    promoting: promote::Promoting,
-    offloads: Mutex<Option<std::sync::mpsc::Sender<OffloadJob>>>,
-    removals: Mutex<Option<std::sync::mpsc::Sender<RemovalJob>>>,
-    /// How long nothing is written after writing failed.
+    /// Offloads and removals that have not ended.
+    open_jobs: OpenJobs,
+    /// Progress of the inventories of sessions.
+    inventories: Mutex<HashMap<SessionId, InventoryProgress>>,
+    loads: load::LoadQueue,
+    promotions: promote::PromotionTable,
+    offloads: Mutex<Option<std::sync::mpsc::Sender<(JobTicket, OffloadJob)>>>,
+    removals: Mutex<Option<std::sync::mpsc::Sender<(JobTicket, RemovalJob)>>>,
+    /// Time without writes after a write failed.
     write_pause: Duration,
-    trial: planted::Trial,
+    test_hooks: test_hooks::TestHooks,
 }
 
-/// Name, help and value of what metrics show.
+/// Name, help text and value of each metric.
 #[derive(Debug)]
-pub(crate) struct DiskNumbers {
+pub(crate) struct DiskMetrics {
     pub(crate) gauges: Vec<(&'static str, &'static str, u64)>,
     pub(crate) counts: Vec<(&'static str, &'static str, u64)>,
+    /// Time for which writes waited for the write rate limit.
+    pub(crate) throttled: Duration,
 }
 
-/// Why nothing is written.
+/// Reason why writes are paused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Closed {
+enum WritePauseReason {
     /// No space left.
     Full,
-    /// Writing failed.
+    /// A write failed.
     Failed,
 }
 
@@ -139,27 +147,27 @@ impl fmt::Debug for DiskTier {
 }
 
 impl DiskTier {
-    /// Opens the disk and finds what is on it. Nothing is served yet.
+    /// Opens the disk and scans it. Nothing is served yet.
     pub(crate) fn open(
         config: DiskConfig,
-        memory: Arc<Memory>,
+        memory: Arc<NodeMemory>,
         staging: Arc<Staging>,
-        events: Arc<Lines>,
+        events: Arc<EventRouter>,
     ) -> Result<DiskTier, DiskError> {
         let dir = config.dir.display().to_string();
-        let storage = OsStorage::open(&config.dir, config.engine)
+        let storage = OsStorage::open(&config.dir, config.io_engine)
             .map_err(|source| DiskError::Directory { dir: dir.clone(), source })?;
-        info!(dir, engine = storage.engine(), direct = storage.is_direct(), "disk's directory is there");
-        DiskTier::on(Arc::new(storage), config, memory, staging, events)
+        info!(dir, engine = storage.engine(), direct = storage.is_direct(), "disk directory opened");
+        DiskTier::open_on(Arc::new(storage), config, memory, staging, events)
     }
 
-    /// The same on any storage.
-    fn on(
+    /// Like [`DiskTier::open`], on any storage.
+    fn open_on(
         storage: Arc<dyn Storage>,
         config: DiskConfig,
-        memory: Arc<Memory>,
+        memory: Arc<NodeMemory>,
         staging: Arc<Staging>,
-        events: Arc<Lines>,
+        events: Arc<EventRouter>,
     ) -> Result<DiskTier, DiskError> {
         let dir = config.dir.display().to_string();
         let limit_bytes = match config.limit_bytes {
@@ -167,9 +175,9 @@ impl DiskTier {
             None => default_limit(&*storage)
                 .map_err(|source| DiskError::Directory { dir: dir.clone(), source })?,
         };
-        let began = Instant::now();
+        let started = Instant::now();
         let mut queue = storage.queue(&QueueConfig::default());
-        let backend_config = BackendConfig { limit_bytes, order: config.order };
+        let backend_config = BackendConfig { limit_bytes, eviction_policy: config.eviction_policy };
         let opened = config.backend.open(Arc::clone(&storage), &mut *queue, backend_config, &mut |_| ());
         let (backend, recovery) = opened.map_err(|source| DiskError::Open { dir: dir.clone(), source })?;
         info!(
@@ -178,15 +186,15 @@ impl DiskTier {
             limit_bytes,
             records = recovery.records,
             bad = recovery.bad_count,
-            took_ms = began.elapsed().as_millis() as u64,
-            "disk is there"
+            took_ms = started.elapsed().as_millis() as u64,
+            "disk tier opened"
         );
         for bad in recovery.bad.iter().take(10) {
             warn!(
                 file = bad.file,
                 offset = bad.offset,
-                why = bad.why,
-                "a record on disk is damaged and was passed over"
+                reason = bad.reason,
+                "skipped corrupt record on disk"
             );
         }
         Ok(DiskTier {
@@ -195,21 +203,22 @@ impl DiskTier {
             backend,
             memory,
             staging,
-            staged: StagedRecords::default(),
+            cache: StagingCache::default(),
             events,
             counters: DiskCounters::default(),
             recovery,
-            audience: RwLock::default(),
-            telling: Mutex::default(),
-            closed_until: Mutex::default(),
+            subscribers: RwLock::default(),
+            notify_lock: Mutex::default(),
+            writes_paused: Mutex::default(),
             backlog: AtomicU64::new(0),
-            tellings: Mutex::default(),
-            loads: load::Loads::default(),
-            promoting: promote::Promoting::default(),
+            open_jobs: OpenJobs::default(),
+            inventories: Mutex::default(),
+            loads: load::LoadQueue::default(),
+            promotions: promote::PromotionTable::default(),
             offloads: Mutex::default(),
             removals: Mutex::default(),
             write_pause: WRITE_PAUSE,
-            trial: Default::default(),
+            test_hooks: Default::default(),
         })
     }
 
@@ -224,55 +233,60 @@ impl DiskTier {
         *self.removals.lock() = Some(sender);
         let tier = Arc::clone(self);
         threads.push(spawn("moontide-removal".into(), move || removal::run(&tier, &receiver))?);
-        for number in 0..self.config.load_threads.max(1) {
+        for number in 0..self.config.read_threads.max(1) {
             let tier = Arc::clone(self);
             threads.push(spawn(format!("moontide-load-{number}"), move || load::run(&tier))?);
         }
         Ok(threads)
     }
 
-    /// Ends the threads: what was not begun is not done.
+    /// Stops the threads. Queued jobs are dropped.
     pub(crate) fn stop(&self) {
         *self.offloads.lock() = None;
         *self.removals.lock() = None;
         let unread = self.loads.stop();
-        unread.iter().for_each(|name| self.staged.failed(*name));
-        counters::raise(&self.counters.loads_failed, unread.len() as u64);
-        *self.audience.write() = Audience::default();
+        unread.iter().for_each(|name| self.cache.failed(*name));
+        counters::increment(&self.counters.loads_failed, unread.len() as u64);
+        *self.subscribers.write() = NoticeSubscribers::default();
     }
 
-    /// A record is to be written.
+    /// Queues a record for writing.
     pub(crate) fn offload(&self, job: OffloadJob) {
         self.backlog.fetch_add(job.bytes, Ordering::Relaxed);
         if let Some(offloads) = &*self.offloads.lock() {
-            let _ = offloads.send(job);
+            let ticket = self.open_jobs.begin_offload(job.session, job.id);
+            let _ = offloads.send((ticket, job));
         }
     }
 
-    /// Only in tests that plant this mistake.
-    pub(crate) fn forgets_kills(&self) -> bool {
-        self.trial.planted(planted::Bug::KilledUntold)
+    /// True only in a test with a mutation that ignores kills: all, or those of versions that are not in their slots.
+    pub(crate) fn ignores_kill(&self, killed: bool) -> bool {
+        let mutation_enabled = |mutation| self.test_hooks.mutation.is_enabled(mutation);
+        mutation_enabled(test_hooks::Mutation::KilledUntold)
+            || (!killed && mutation_enabled(test_hooks::Mutation::KilledAbsentUntold))
     }
 
-    /// A removal is to be made durable, and answered.
+    /// Queues a removal; the reply follows when it is durable.
     pub(crate) fn remove(&self, job: RemovalJob) {
         if let Some(removals) = &*self.removals.lock() {
-            let _ = removals.send(job);
+            let ticket = self.open_jobs.begin_removal(job.id);
+            let _ = removals.send((ticket, job));
         }
     }
 
-    /// Whether it holds anything that a master has to be told.
+    /// Whether the disk holds a record, is about to write one, or has to make a removal durable. If not, a master need
+    /// not wait for an inventory.
     pub(crate) fn is_occupied(&self) -> bool {
-        self.backend.usage().records > 0
+        self.backend.usage().records > 0 || !self.open_jobs.is_empty()
     }
 
-    /// How it is, for a heartbeat.
+    /// Returns the status for a heartbeat.
     pub(crate) fn status(&self) -> v1::DiskStatus {
         let usage = self.backend.usage();
-        let state = match self.closed() {
-            Some(Closed::Full) => v1::DiskState::Full,
-            Some(Closed::Failed) => v1::DiskState::WriteFailed,
-            None if self.tellings.lock().values().any(|telling| telling.running > 0) => {
+        let state = match self.write_pause_reason() {
+            Some(WritePauseReason::Full) => v1::DiskState::Full,
+            Some(WritePauseReason::Failed) => v1::DiskState::WriteFailed,
+            None if self.inventories.lock().values().any(|inventory| inventory.running > 0) => {
                 v1::DiskState::Recovering
             }
             None => v1::DiskState::Serving,
@@ -286,126 +300,126 @@ impl DiskTier {
         }
     }
 
-    /// How much of staging is in use, in thousandths.
+    /// Returns the used share of staging, in thousandths.
     pub(crate) fn staging_permille(&self) -> u32 {
         let used = self.staging.in_use();
-        let taken = used.total_bytes - used.free_bytes;
-        (taken * 1000 / used.total_bytes.max(1)) as u32
+        let used_bytes = used.total_bytes - used.free_bytes;
+        (used_bytes * 1000 / used.total_bytes.max(1)) as u32
     }
 
-    /// The numbers of this moment, for metrics.
-    pub(crate) fn numbers(&self) -> DiskNumbers {
-        let (usage, closed) = (self.backend.usage(), self.closed());
+    /// Returns the current metrics.
+    pub(crate) fn metrics(&self) -> DiskMetrics {
+        let (usage, paused) = (self.backend.usage(), self.write_pause_reason());
         let staging = self.staging.in_use();
-        let is = |why: Closed| u64::from(closed == Some(why));
+        let is = |reason: WritePauseReason| u64::from(paused == Some(reason));
         let gauges = vec![
             ("disk_used_bytes", "Bytes on the disk", usage.bytes),
-            ("disk_limit_bytes", "Bytes that may be on the disk", usage.limit),
+            ("disk_limit_bytes", "Limit of the bytes on the disk", usage.limit),
             ("disk_records", "Records on the disk", usage.records),
             (
-                "disk_backlog_bytes",
-                "Bytes ordered to be written and not written yet",
+                "disk_offload_backlog_bytes",
+                "Bytes of Offload commands that are not written yet",
                 self.backlog.load(Ordering::Relaxed),
             ),
-            ("disk_full", "1 while nothing is written because the disk is full", is(Closed::Full)),
-            ("disk_write_failed", "1 while nothing is written because writing failed", is(Closed::Failed)),
-            ("disk_staging_free_bytes", "Free memory for what comes from disk", staging.free_bytes),
-            ("disk_staging_all_bytes", "Memory for what comes from disk", staging.total_bytes),
+            ("disk_full", "1 while writes are paused because the disk is full", is(WritePauseReason::Full)),
+            (
+                "disk_write_failed",
+                "1 while writes are paused because a write failed",
+                is(WritePauseReason::Failed),
+            ),
+            ("disk_staging_free_bytes", "Free staging memory", staging.free_bytes),
+            ("disk_staging_capacity_bytes", "Staging memory for records read from disk", staging.total_bytes),
         ];
         let (counters, get) = (&self.counters, counters::get);
         let counts = vec![
             ("disk_offloaded_records", "Records written", get(&counters.offloaded_records)),
             ("disk_offloaded_bytes", "Bytes of payload written", get(&counters.offloaded_bytes)),
-            ("disk_offloads_refused", "Orders to write that were refused", get(&counters.offloads_refused)),
-            ("disk_loads_requested", "Records asked for", get(&counters.loads_requested)),
-            ("disk_loads_staged", "Of these, in memory already", get(&counters.loads_staged)),
-            ("disk_loads_read", "Of these, read from the disk", get(&counters.loads_read)),
-            ("disk_loads_missed", "Of these, not on the disk", get(&counters.loads_missed)),
+            ("disk_offloads_refused", "Offload commands refused", get(&counters.offloads_refused)),
+            ("disk_loads", "Records requested from disk", get(&counters.loads_requested)),
+            ("disk_load_staging_hits", "Of these, already in staging", get(&counters.loads_staged)),
+            ("disk_load_reads", "Of these, read from disk", get(&counters.loads_read)),
+            ("disk_load_misses", "Of these, not on disk", get(&counters.loads_missed)),
             (
-                "disk_loads_failed",
-                "Of these, damaged, not readable, or without room",
+                "disk_load_failures",
+                "Of these, corrupt, not readable, or without free staging memory",
                 get(&counters.loads_failed),
             ),
             ("disk_loaded_bytes", "Bytes of payload read", get(&counters.loaded_bytes)),
             (
-                "disk_damaged_records",
-                "Records that were not what was written",
-                get(&counters.damaged_records),
+                "disk_corrupt_records",
+                "Records on disk that failed verification",
+                get(&counters.corrupt_records),
             ),
-            ("disk_read_errors", "Reads that the disk failed", get(&counters.read_errors)),
-            ("disk_write_errors", "Batches that the disk failed to write", get(&counters.write_errors)),
+            ("disk_read_errors", "Failed reads", get(&counters.read_errors)),
+            ("disk_write_errors", "Failed writes of batches", get(&counters.write_errors)),
             (
                 "disk_evicted_records",
-                "Records that left because the disk was full",
+                "Records evicted because the disk was full",
                 get(&counters.evicted_records),
             ),
-            ("disk_removed_records", "Removals made durable", get(&counters.removed_records)),
-            ("disk_promoted_records", "Records brought back into memory", get(&counters.promoted_records)),
-            (
-                "disk_throttled_ms",
-                "Time for which writing waited for its bandwidth",
-                get(&counters.throttled_ms),
-            ),
+            ("disk_tombstones_written", "Removals made durable", get(&counters.removed_records)),
+            ("disk_promoted_records", "Records copied back into memory", get(&counters.promoted_records)),
             ("disk_recovered_records", "Records found at the start", self.recovery.records),
-            ("disk_recovery_bad_records", "Damaged records found at the start", self.recovery.bad_count),
+            ("disk_recovery_corrupt_records", "Corrupt records found at the start", self.recovery.bad_count),
         ];
-        DiskNumbers { gauges, counts }
+        let throttled = Duration::from_millis(get(&counters.throttled_ms));
+        DiskMetrics { gauges, counts, throttled }
     }
 
-    /// A session is over: nothing of it is wanted any more.
+    /// Ends a session: drops its subscription, its inventory and its promotions.
     pub(crate) fn end_session(&self, session: SessionId) {
-        self.audience.write().end(session);
-        self.tellings.lock().remove(&session);
+        self.subscribers.write().end(session);
+        self.inventories.lock().remove(&session);
         self.cancel_promotions(session);
     }
 
-    /// A session is not told any more about groups that are not among these.
-    pub(crate) fn narrow(&self, session: SessionId, groups: &GroupSet) {
-        self.audience.write().narrow(session, groups);
+    /// Stops notices to a session about groups that are not in `groups`.
+    pub(crate) fn restrict(&self, session: SessionId, groups: &GroupSet) {
+        self.subscribers.write().restrict(session, groups);
     }
 
-    /// How much a master has not heard yet.
-    pub(crate) fn note_unheard(&self, session: SessionId, bytes: usize) {
-        if let Some(telling) = self.tellings.lock().get_mut(&session) {
-            telling.unheard = bytes;
+    /// Sets the number of bytes that the master of a session has not acknowledged.
+    pub(crate) fn set_unacked_bytes(&self, session: SessionId, bytes: usize) {
+        if let Some(inventory) = self.inventories.lock().get_mut(&session) {
+            inventory.unacked_bytes = bytes;
         }
     }
 
-    /// Says what became of orders, to the sessions that gave them.
-    fn answer(&self, mut answers: Vec<(SessionId, OrderResult)>) {
-        answers.sort_by_key(|(session, _)| *session);
-        for of_session in answers.chunk_by(|a, b| a.0 == b.0) {
+    /// Sends the results of commands to the sessions that issued them.
+    fn send_results(&self, mut results: Vec<(SessionId, CommandResult)>) {
+        results.sort_by_key(|(session, _)| *session);
+        for of_session in results.chunk_by(|a, b| a.0 == b.0) {
             let results = of_session.iter().map(|(_, result)| *result).collect();
-            self.events.send(Event::Results { session: of_session[0].0, results });
+            self.events.send(NodeEvent::Results { session: of_session[0].0, results });
         }
     }
 
     fn is_live(&self, session: SessionId) -> bool {
-        self.audience.read().is_live(session)
+        self.subscribers.read().is_live(session)
     }
 
-    fn closed(&self) -> Option<Closed> {
-        let mut closed = self.closed_until.lock();
-        let over = closed.is_some_and(|(until, _)| until <= Instant::now());
+    fn write_pause_reason(&self) -> Option<WritePauseReason> {
+        let mut paused = self.writes_paused.lock();
+        let over = paused.is_some_and(|(until, _)| until <= Instant::now());
         if over {
-            *closed = None;
-            info!("writing to the disk is tried again");
+            *paused = None;
+            info!("retrying disk writes");
         }
-        closed.map(|(_, why)| why)
+        paused.map(|(_, reason)| reason)
     }
 
-    /// Writing has failed: reads go on.
-    fn close(&self, why: Closed) {
-        let mut closed = self.closed_until.lock();
-        if closed.is_none() {
+    /// Pauses writes after a failed one. Reads continue.
+    fn pause_writes(&self, reason: WritePauseReason) {
+        let mut paused = self.writes_paused.lock();
+        if paused.is_none() {
             let pause_ms = self.write_pause.as_millis() as u64;
-            warn!(?why, pause_ms, "nothing is written to the disk for a while; what is on it is served");
+            warn!(?reason, pause_ms, "disk writes paused; records on disk are still served");
         }
-        *closed = Some((Instant::now() + self.write_pause, why));
+        *paused = Some((Instant::now() + self.write_pause, reason));
         self.counters.write_failed();
     }
 
-    /// A queue for the calling thread, with the staging memory registered if it reads into that.
+    /// Returns a queue for the calling thread; registers the staging memory if the thread reads into it.
     fn queue(&self, reads_into_staging: bool) -> Box<dyn Queue> {
         let (address, len) = self.staging.memory();
         let registered = reads_into_staging.then_some(RegisteredMemory { address, len });
@@ -413,11 +427,11 @@ impl DiskTier {
     }
 }
 
-fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, DiskError> {
-    Ok(std::thread::Builder::new().name(name).spawn(work)?)
+fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, DiskError> {
+    Ok(std::thread::Builder::new().name(name).spawn(run)?)
 }
 
-/// Nine tenths of what is free, with what the tier has already.
+/// Returns 90 % of the free space plus the space that the tier already uses.
 fn default_limit(storage: &dyn Storage) -> io::Result<u64> {
     fn used(storage: &dyn Storage, dir: &std::path::Path) -> io::Result<u64> {
         let mut sum = 0;
@@ -431,11 +445,11 @@ fn default_limit(storage: &dyn Storage) -> io::Result<u64> {
     Ok(all / of * share)
 }
 
-/// The code for whoever asked.
+/// Returns the error code of a failed read.
 fn code_of(error: moontide_disk::ReadError) -> ErrorCode {
     match error {
         moontide_disk::ReadError::Io(_) => ErrorCode::DiskError,
-        moontide_disk::ReadError::Damaged(_) | moontide_disk::ReadError::OtherRecord => ErrorCode::Corrupt,
+        moontide_disk::ReadError::Corrupt(_) | moontide_disk::ReadError::WrongRecord => ErrorCode::Corrupt,
     }
 }
 

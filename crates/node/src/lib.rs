@@ -1,8 +1,8 @@
-//! A node: owns memory, serves transfers to and from it, and does what a master orders.
+//! A node: owns memory, serves transfers to and from it, and executes the commands of the masters.
 //!
-//! It decides nothing about objects. Where something is put, and when it goes, a master says; that bytes are not reused
-//! while somebody looks at them is the node's. Headers in its memory are the truth from which a master that has
-//! forgotten everything is told again.
+//! The node decides nothing about objects: a master decides where an object is stored and when it is removed. The node
+//! guarantees that bytes are not reused while they are read. The headers in its memory are authoritative: a master
+//! without state rebuilds it from the node's reports.
 //!
 //! ```
 //! use std::time::Duration;
@@ -11,10 +11,10 @@
 //! use moontide_node::{Node, NodeConfig};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // A master on free ports; usually a process of its own.
+//! // A master on free ports; usually a separate process.
 //! let free = "127.0.0.1:0".parse()?;
-//! let doors = MasterConfig { grpc_listen: free, frame_listen: free, admin_listen: free, ..Default::default() };
-//! let master = Server::start(doors)?;
+//! let config = MasterConfig { grpc_listen: free, frame_listen: free, admin_listen: free, ..Default::default() };
+//! let master = Server::start(config)?;
 //!
 //! let config = NodeConfig {
 //!     master: master.addresses().grpc.to_string(),
@@ -29,34 +29,34 @@
 //! # }
 //! ```
 //!
-//! Reading order: [`NodeConfig`], `node` ([`Node`]: how the parts are put together), `memory`, `owner` (what peers ask),
-//! `orders` (what a master orders), `disk` (what does not fit into memory), `session` (what is said to the master), `decide` (what follows from what), `keeper`
-//! (beats and the index), `admin` and `metrics`.
+//! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `memory`, `owner` (requests of peers),
+//! `executor` (commands of masters), `disk` (disk tier), `session` (sessions with masters), `logic` (pure decisions),
+//! `event_router`, `index_gate` (heartbeat and local index), `admin` and `metrics`.
 
 mod admin;
 mod config;
-// Not for programs: what the simulation runs on virtual time.
-#[doc(hidden)]
-pub mod decide;
+// Hidden, not part of the API: the simulation runs these on virtual time.
 mod disk;
-mod keeper;
-mod lines;
+mod event_router;
+mod executor;
+mod index_gate;
+#[doc(hidden)]
+pub mod logic;
 mod memory;
 mod metrics;
 mod node;
-mod orders;
 mod owner;
 mod session;
 mod status;
 
 pub use config::{
-    DRAIN_DEFAULT, DiskConfig, InvalidConfig, LOAD_THREADS_DEFAULT, LOCAL_STALE_MAX_DEFAULT, MASTER_DEFAULT,
-    MASTER_WAIT, MEMORY_BYTES_DEFAULT, NodeConfig, SEGMENT_BYTES_MAX_DEFAULT, SLOT_BYTES_DEFAULT,
-    STAGING_BYTES_DEFAULT, WrongValue,
+    BYTES_PER_SLOT_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig, MASTER_DEFAULT, MASTER_START_TIMEOUT,
+    MEMORY_BYTES_DEFAULT, NodeConfig, READ_THREADS_DEFAULT, SEGMENT_BYTES_MAX_DEFAULT,
+    SELF_FENCE_TIMEOUT_DEFAULT, STAGING_BYTES_DEFAULT,
 };
-pub use decide::plan::{PlanError, SegmentPlan};
 pub use disk::{DiskError, IdentityError};
-pub use memory::{LentMemory, MemoryError};
-pub use moontide_disk::{BackendKind, EngineChoice, EvictionOrder};
+pub use logic::segment_plan::{PlanError, SegmentPlan};
+pub use memory::{ExternalMemory, MemoryError};
+pub use moontide_disk::{BackendKind, EvictionPolicy, IoEngine};
 pub use moontide_heap::HugePages;
 pub use node::{Addresses, Node, StartError};

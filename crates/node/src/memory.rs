@@ -1,113 +1,107 @@
-//! [`Memory`]: the node's heap, and beside each of its segments what only the node process needs to know: the master's
-//! grant, the books of its space, and marks of what remote peers read.
+//! [`NodeMemory`]: the node's heap and, for each segment, state of the node process alone: the grant of the master, the
+//! usage, and access marks of remote reads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use moontide_heap::{
-    BoardError, DevicePart, DeviceWorld, HeapConfig, HugePages, NodeHeap, RegionError, Segment, SegmentError,
-    Staging, World,
+    DeviceSlice, HeapConfig, HugePages, IndexRegionError, NodeHeap, Protection, Region, RegionError, Segment,
+    SegmentError, Staging,
 };
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term};
 use parking_lot::Mutex;
 
-use crate::decide::books::{Books, Usage};
-use crate::decide::plan::SegmentPlan;
-use crate::decide::touch::TouchMap;
+use crate::logic::access::AccessBitmap;
+use crate::logic::segment_plan::SegmentPlan;
+use crate::logic::usage::{UnitUsage, UsageTracker};
 
-/// Everything that a node shares, and its notes about it.
+/// Memory that a node shares with clients and peers, and its state for each segment.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct NodeMemory {
     heap: Arc<NodeHeap>,
-    /// Where records come from disk.
+    /// Buffers for records read from disk.
     staging: Option<Arc<Staging>>,
-    sides: Vec<Side>,
+    segments: Vec<NodeSegment>,
     generation: Generation,
     slots: u32,
-    /// When it is too long that a master was heard, in nanoseconds of the clock; 0 before the first one is.
+    /// Time from which the node is self-fenced, in nanoseconds of the clock; 0 before the first contact with a master.
     stale_at: AtomicU64,
 }
 
-/// What stands beside a segment.
+/// A heap segment and the node's state for it.
 #[derive(Debug)]
-pub(crate) struct Side {
+pub(crate) struct NodeSegment {
     segment: Arc<Segment>,
-    books: Mutex<Books>,
-    /// One bit per slot.
+    usage: Mutex<UsageTracker>,
+    /// Access marks of remote reads, one bit per slot.
     touched: Box<[AtomicU64]>,
     closed: AtomicBool,
     grant: Mutex<Option<(GroupId, Term)>>,
 }
 
-/// Why the memory could not be had.
+/// Failure to allocate the node's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// No room for the index.
+    /// The local index could not be allocated.
     #[error(
-        "the index cannot be made: {0}; lower memory_bytes, or raise the limit of locked or shared memory"
+        "cannot create the local index: {0}; lower memory_bytes, or raise the limit of locked or shared \
+         memory"
     )]
-    Board(#[from] BoardError),
-    /// No room for a segment.
+    Index(#[from] IndexRegionError),
+    /// A segment could not be allocated.
     #[error(
-        "segment {number} of {count} cannot be made: {source}; lower memory_bytes, or free memory of this host"
+        "cannot create segment {number} of {count}: {source}; lower memory_bytes, or free memory of this host"
     )]
     Segment {
-        /// Which one.
+        /// Index of the segment, from 0.
         number: u32,
-        /// Of how many.
+        /// Number of planned segments.
         count: u32,
-        /// Why.
+        /// Error of the heap.
         source: SegmentError,
     },
-    /// No room for what comes from disk.
-    #[error("memory for loading from disk cannot be made: {0}; lower disk.staging_bytes")]
+    /// Staging memory could not be allocated.
+    #[error("cannot create staging memory for disk reads: {0}; lower disk.staging_bytes")]
     Staging(SegmentError),
 }
 
-/// Memory that a node is to have its segments in, instead of its own: this rank's part of a world. Segments lie in it one
-/// behind the other, from `offset` on.
+/// External memory for a node's segments, such as a range of a rank's region. Segments are adjacent, from its start
+/// on.
 #[derive(Debug)]
-pub struct LentMemory {
-    world: Arc<World>,
-    /// Where the records' bytes are, at the same offsets, if not in the world's regions.
-    device: Option<Arc<DeviceWorld>>,
-    offset: u64,
-    len: u64,
+pub struct ExternalMemory {
+    region: Region,
+    /// Holds the record bytes at the same offsets; `None`: the region holds them.
+    device: Option<DeviceSlice>,
 }
 
-impl LentMemory {
-    /// `len` bytes of this rank's region from `offset` on, a multiple of a page.
+impl ExternalMemory {
+    /// Uses the region, which this process created or whose descriptor it kept.
     ///
     /// # Safety
-    /// No other use may be made of these bytes, by any rank, until the world is gone everywhere.
-    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
-    pub unsafe fn new(world: Arc<World>, offset: u64, len: u64) -> LentMemory {
-        LentMemory { world, device: None, offset, len }
+    /// No process may use these bytes for anything else while a process maps them.
+    #[expect(unsafe_code, reason = "other uses of the bytes cannot be checked")]
+    pub unsafe fn new(region: Region) -> ExternalMemory {
+        ExternalMemory { region, device: None }
     }
 
-    /// As [`LentMemory::new`], with the records' bytes in this rank's region of `device`, at the same offsets. Of the world's
-    /// region only the pages are used on which keys and attributes lie.
+    /// Like [`ExternalMemory::new`], with the record bytes in device memory, at the same offsets. Of the region, only
+    /// the pages that hold keys and attributes are used.
     ///
     /// # Safety
-    /// As [`LentMemory::new`], in both regions.
+    /// Like [`ExternalMemory::new`], for both.
     ///
     /// # Panics
-    /// If the device's region ends before these bytes do.
-    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
-    pub unsafe fn of_device(
-        world: Arc<World>,
-        device: Arc<DeviceWorld>,
-        offset: u64,
-        len: u64,
-    ) -> LentMemory {
-        let (end, all) = (offset.checked_add(len), device.region(device.rank()).len());
-        assert!(end.is_some_and(|end| end <= all), "bytes of the device's region");
-        LentMemory { world, device: Some(device), offset, len }
+    /// Panics if the region is longer than the device memory.
+    #[expect(unsafe_code, reason = "other uses of the bytes cannot be checked")]
+    pub unsafe fn of_device(region: Region, device: DeviceSlice) -> ExternalMemory {
+        let (len, all) = (region.len(), device.len());
+        assert!(len <= all, "region of {len} bytes exceeds the device memory of {all} bytes");
+        ExternalMemory { region, device: Some(device) }
     }
 
-    #[expect(unsafe_code, reason = "what others do with the bytes cannot be checked")]
+    #[expect(unsafe_code, reason = "other uses of the bytes cannot be checked")]
     fn add_segment(
         &self,
         heap: &NodeHeap,
@@ -115,75 +109,76 @@ impl LentMemory {
         plan: SegmentPlan,
     ) -> Result<Arc<Segment>, SegmentError> {
         let (first, expected) = (u64::from(number) * plan.bytes(), u64::from(plan.count) * plan.bytes());
-        if expected > self.len {
-            return Err(RegionError::Size { found: self.len, expected }.into());
+        if expected > self.region.len() {
+            return Err(RegionError::Size { found: self.region.len(), expected }.into());
         }
-        // SAFETY: nobody else uses the bytes, says who made this.
-        let memory = unsafe { self.world.lend(self.offset + first, plan.bytes()) }?;
-        let part = |device| DevicePart::new(device, self.offset + first, plan.bytes());
-        // SAFETY: as above.
+        let memory = self.region.subregion((first, plan.bytes()), Protection::AllWrite)?;
+        // SAFETY: the caller of `new` or `of_device` guarantees that nothing else uses the bytes.
         unsafe {
-            match self.device.clone().map(part) {
+            match &self.device {
                 None => heap.add_segment_in(plan.slots, memory),
-                Some(part) => heap.add_segment_of_device(plan.slots, memory, part),
+                Some(device) => {
+                    heap.add_device_segment(plan.slots, memory, device.subslice(first, plan.bytes()))
+                }
             }
         }
     }
 }
 
-/// Smallest record that staging is made for: with smaller ones its slots run out before its bytes.
-const STAGED_BYTES_MIN: u64 = 64 << 10;
+/// Record size for which the slots of staging suffice: with smaller records, slots run out before bytes.
+const STAGED_RECORD_BYTES_MIN: u64 = 64 << 10;
 
-/// Slots of staging: at least some, for a small one.
+/// Returns the number of slots for `bytes` of staging memory, at least 64.
 fn staging_slots(bytes: u64) -> u32 {
-    u32::try_from(bytes / STAGED_BYTES_MIN).unwrap_or(u32::MAX).clamp(64, 1 << 16)
+    u32::try_from(bytes / STAGED_RECORD_BYTES_MIN).unwrap_or(u32::MAX).clamp(64, 1 << 16)
 }
 
-impl Memory {
+impl NodeMemory {
     pub(crate) fn create(
         node: NodeId,
         generation: Generation,
         plan: SegmentPlan,
         huge: HugePages,
         staging_bytes: Option<u64>,
-        lent: Option<&LentMemory>,
-    ) -> Result<Memory, MemoryError> {
+        external: Option<&ExternalMemory>,
+    ) -> Result<NodeMemory, MemoryError> {
         let more_slots = staging_bytes.map_or(0, |bytes| staging_slots(bytes).into());
         let slots_max = plan.slots_all() + more_slots;
         let heap = Arc::new(NodeHeap::create(HeapConfig { node, generation, slots_max, huge })?);
-        let mut sides = Vec::with_capacity(plan.count as usize);
+        let mut segments = Vec::with_capacity(plan.count as usize);
         for number in 0..plan.count {
-            let segment = match lent {
+            let segment = match external {
                 None => heap.add_segment(plan.slots, plan.units, huge),
-                Some(lent) => lent.add_segment(&heap, number, plan),
+                Some(external) => external.add_segment(&heap, number, plan),
             };
             let segment =
                 segment.map_err(|source| MemoryError::Segment { number, count: plan.count, source })?;
-            sides.push(Side {
+            segments.push(NodeSegment {
                 segment,
-                books: Mutex::new(Books::new(plan.units, plan.slots)),
+                usage: Mutex::new(UsageTracker::new(plan.units, plan.slots)),
                 touched: (0..plan.slots.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
                 closed: AtomicBool::new(false),
                 grant: Mutex::new(None),
             });
         }
-        // Behind the others, whose numbers masters know.
+        // After all other segments, whose ids masters use.
         let staging = staging_bytes.map(|bytes| {
             let units = u32::try_from(bytes / UNIT_BYTES / 8 * 8).unwrap_or(u32::MAX / 8 * 8);
             Staging::new(&heap, staging_slots(bytes), units, huge).map(Arc::new).map_err(MemoryError::Staging)
         });
         let staging = staging.transpose()?;
-        Ok(Memory { heap, staging, sides, generation, slots: plan.slots, stale_at: AtomicU64::new(0) })
+        Ok(NodeMemory { heap, staging, segments, generation, slots: plan.slots, stale_at: AtomicU64::new(0) })
     }
 
-    /// Whether no master was heard for so long that what is here may have been removed.
+    /// Whether the node is self-fenced: contact with a master was lost for so long that records here may have been
+    /// removed.
     pub(crate) fn is_stale(&self) -> bool {
         let at = self.stale_at.load(Ordering::SeqCst);
         at != 0 && SystemClock.now_coarse().0 >= at
     }
 
-    /// From then on, unless a master is heard before.
-    pub(crate) fn stale_at(&self, at: MonoTime) {
+    /// Fences the node from `at` on. The next contact with a master postpones it.
+    pub(crate) fn set_stale_at(&self, at: MonoTime) {
         self.stale_at.store(at.0, Ordering::SeqCst);
     }
 
@@ -199,51 +194,51 @@ impl Memory {
         self.generation
     }
 
-    pub(crate) fn sides(&self) -> &[Side] {
-        &self.sides
+    pub(crate) fn segments(&self) -> &[NodeSegment] {
+        &self.segments
     }
 
-    pub(crate) fn side(&self, segment: SegmentId) -> Option<&Side> {
-        self.sides.get(segment.0 as usize)
+    pub(crate) fn segment(&self, segment: SegmentId) -> Option<&NodeSegment> {
+        self.segments.get(segment.0 as usize)
     }
 
-    /// A slot's word has become this.
-    pub(crate) fn note(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, state: State) {
-        if let Some(side) = self.side(segment) {
-            side.books.lock().note(slot, Word::new(epoch, state), None);
+    /// Records that the word of a slot has become `epoch`, `state`.
+    pub(crate) fn record_transition(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, state: State) {
+        if let Some(node_segment) = self.segment(segment) {
+            node_segment.usage.lock().record(slot, Word::new(epoch, state), None);
         }
     }
 
-    /// A slot was begun, with an extent of so many units.
-    pub(crate) fn note_begun(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, units: u32) {
-        if let Some(side) = self.side(segment) {
-            side.books.lock().note(slot, Word::new(epoch, State::Writing), Some(units));
+    /// Records a begun write with an extent of `units` units.
+    pub(crate) fn record_begun(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, units: u32) {
+        if let Some(node_segment) = self.segment(segment) {
+            node_segment.usage.lock().record(slot, Word::new(epoch, State::Writing), Some(units));
         }
     }
 
-    /// A copy from disk was begun in a slot, with an extent of so many units.
-    pub(crate) fn note_copy(&self, segment: SegmentId, slot: SlotId, version: Epoch, units: u32) {
-        if let Some(side) = self.side(segment) {
-            side.books.lock().note_copy(slot, version, units);
+    /// Records the start of a copy from disk into a slot with an extent of `units` units.
+    pub(crate) fn record_copy(&self, segment: SegmentId, slot: SlotId, version: Epoch, units: u32) {
+        if let Some(node_segment) = self.segment(segment) {
+            node_segment.usage.lock().note_copy(slot, version, units);
         }
     }
 
-    /// All segments together.
-    pub(crate) fn usage(&self) -> Usage {
-        let mut all = Usage::default();
-        self.sides.iter().for_each(|side| all.add(&side.usage()));
+    /// Returns the usage of all segments together.
+    pub(crate) fn usage(&self) -> UnitUsage {
+        let mut all = UnitUsage::default();
+        self.segments.iter().for_each(|node_segment| all.add(&node_segment.usage()));
         all
     }
 
-    /// Takes all marks of what was read.
-    pub(crate) fn take_touched(&self) -> TouchMap {
-        let mut map = TouchMap::new(self.sides.len(), self.slots);
+    /// Takes and clears all access marks.
+    pub(crate) fn take_touched(&self) -> AccessBitmap {
+        let mut map = AccessBitmap::new(self.segments.len(), self.slots);
         for ledger in self.heap.ledgers().clients() {
             ledger.take_touched(|number| map.mark_number(number));
         }
-        for (segment, side) in self.sides.iter().enumerate() {
-            for (index, word) in (0u32..).zip(&side.touched) {
-                // Relaxed, here and where they are set: hints for eviction, ordered with nothing.
+        for (segment, node_segment) in self.segments.iter().enumerate() {
+            for (index, word) in (0u32..).zip(&node_segment.touched) {
+                // Relaxed, here and where the bits are set: they are hints for eviction, ordered with nothing.
                 if word.load(Ordering::Relaxed) == 0 {
                     continue;
                 }
@@ -258,16 +253,16 @@ impl Memory {
     }
 }
 
-impl Side {
+impl NodeSegment {
     pub(crate) fn segment(&self) -> &Arc<Segment> {
         &self.segment
     }
 
-    pub(crate) fn usage(&self) -> Usage {
-        self.books.lock().usage()
+    pub(crate) fn usage(&self) -> UnitUsage {
+        self.usage.lock().usage()
     }
 
-    /// Marks a slot as read. Costs a store only the first time.
+    /// Marks a slot as read. Only the first call after a clear writes.
     pub(crate) fn touch(&self, slot: SlotId) {
         let Some(word) = self.touched.get(slot.0 as usize / 64) else { return };
         let bit = 1 << (slot.0 % 64);
@@ -276,30 +271,30 @@ impl Side {
         }
     }
 
-    /// Whether nobody may begin in it any more.
+    /// Whether new writes are refused.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// Nobody may begin in it any more.
+    /// Refuses new writes from now on.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
     }
 
-    /// The group that it belongs to, and the term that was adopted for it.
+    /// Returns the group of the segment and its adopted term.
     pub(crate) fn grant(&self) -> Option<(GroupId, Term)> {
         *self.grant.lock()
     }
 
-    /// A master has taken it into use. A newer term is obeyed from now on.
-    pub(crate) fn granted(&self, group: GroupId, term: Term) {
-        let late = moontide_types::planted("term-not-adopted") && self.grant().is_some();
-        let term = if late { term } else { self.segment.obey(term) };
+    /// Records that a master has mounted the segment, and adopts a newer term.
+    pub(crate) fn set_grant(&self, group: GroupId, term: Term) {
+        let skip = moontide_rt::mutation_enabled("term-not-adopted") && self.grant().is_some();
+        let term = if skip { term } else { self.segment.adopt_term(term) };
         *self.grant.lock() = Some((group, term));
         self.closed.store(false, Ordering::Relaxed);
     }
 
-    /// Whether it holds any record.
+    /// Whether the segment holds any record.
     pub(crate) fn is_occupied(&self) -> bool {
         self.segment.taken_units() > 0
     }
@@ -310,17 +305,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_of_remote_reads_are_taken_once() {
+    fn remote_read_marks_are_taken_once() {
         let plan = SegmentPlan { count: 3, units: 2048, slots: 100 };
-        let memory =
-            Memory::create(NodeId(1), Generation(9), plan, HugePages::IfAllowed, None, None).unwrap();
-        let touch = |segment, slot| memory.side(SegmentId(segment)).unwrap().touch(SlotId(slot));
+        let memory = NodeMemory::create(NodeId(1), Generation(9), plan, HugePages::Auto, None, None).unwrap();
+        let touch = |segment, slot| memory.segment(SegmentId(segment)).unwrap().touch(SlotId(slot));
         for (segment, slot) in [(0, 0), (2, 99), (2, 64), (1, 100), (1, 5000)] {
             touch(segment, slot);
         }
         let bitmaps = memory.take_touched().bitmaps(memory.generation(), 0);
         let segments: Vec<(u32, u32)> = bitmaps.iter().map(|b| (b.segment, b.first_slot)).collect();
-        assert_eq!(segments, [(0, 0), (2, 64)], "slots that there are not leave no mark");
+        assert_eq!(segments, [(0, 0), (2, 64)], "slots out of range leave no mark");
         assert!(memory.take_touched().bitmaps(memory.generation(), 0).is_empty());
     }
 }

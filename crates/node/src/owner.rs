@@ -1,114 +1,119 @@
-//! [`NodeOwner`]: the node as its peers see it. Answers Begin, Commit, Load and Release, and notes what was read.
+//! [`NodeOwner`]: the node as its peers see it. It handles Begin, Commit, Load and Release, and marks slots that were
+//! read.
 //!
-//! Invariant: whatever it changes in the heap it notes in the books, and tells those who keep the master informed.
+//! Invariant: every change it makes in the heap is recorded in the usage and, where the master may not know of it,
+//! reported as a change.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use moontide_disk::RecordName;
-use moontide_heap::{CommitError, Grant, Killed, LocalReads, NewRecord, NodeHeap, NodePin, Staged, Writer};
+use moontide_disk::RecordId;
+use moontide_heap::{
+    CommitError, Grant, KillOutcome, LocalReadStats, NodeHeap, NodePin, PayloadWriter, RecordSpec,
+    StagedRecord,
+};
 use moontide_proto::convert::{
-    AttributeSection, BeginRequest, CommitRequest, ListKind, LoadRequest, ObjectListBuilder, Wire, decode,
+    AttributeSection, BeginRequest, CommitRequest, LoadRequest, ObjectListBuilder, ObjectListKind, Wire,
+    decode,
 };
 use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{
-    CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, Medium, ObjectEntry,
-    ObjectFlags, OpFlags, OpKind, Packed, ReportFlags, ReportRecord, TransferOp, v1,
+    CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags,
+    OpFlags, OpKind, Packed, ReportFlags, ReportRecord, TransferOp, v1,
 };
-use moontide_transfer::{Caller, Capabilities, Owner};
-use moontide_types::record::{Attributes, Flags, KeySection, State, Word};
-use moontide_types::{Epoch, ErrorCode, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
+use moontide_transfer::{CapabilityPolicy, Owner, PeerIdentity};
+use moontide_types::record::{Attributes, KeySection, RecordFlags, State, Word};
+use moontide_types::{Epoch, ErrorCode, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
 use prost::Message;
 
-use crate::decide::orders::Name;
-use crate::decide::report::{Change, Reported};
 use crate::disk::DiskTier;
-use crate::lines::Lines;
-use crate::memory::Memory;
+use crate::event_router::{EventRouter, NodeEvent};
+use crate::executor::ExecutorTask;
+use crate::logic::commands::SlotVersion;
+use crate::logic::report::{ReportedRecord, SlotChange};
+use crate::memory::NodeMemory;
 use crate::metrics::Counters;
-use crate::orders::Work;
-use crate::session::Event;
 
-/// How long a commit waits for a late write of the same bytes, from a connection that was given up; as long as a write
-/// waits for one.
-const CLAIMED_WAIT_MAX: Duration = Duration::from_millis(900);
+/// Time a commit waits for a late write of the same bytes from an abandoned connection; as long as a write waits for
+/// one.
+const CLAIM_WAIT_MAX: Duration = Duration::from_millis(900);
 
-/// The answer to a Begin in a segment, or at a node, that takes nothing new: the hint that fits is to start the put
-/// again, and the master, who knows, places it elsewhere.
+/// Reply to a Begin in a segment, or on a node, that accepts no new records: its hint makes the client restart the put,
+/// and the master, which knows of the drain, places it elsewhere.
 const CLOSED: ErrorCode = ErrorCode::StaleEpoch;
 
-/// The owner of the memory.
+/// Owner of the node's memory.
 #[derive(Debug)]
 pub(crate) struct NodeOwner {
     node: NodeId,
-    memory: Arc<Memory>,
+    memory: Arc<NodeMemory>,
     disk: Option<Arc<DiskTier>>,
-    capabilities: Capabilities,
+    capabilities: CapabilityPolicy,
     counters: Arc<Counters>,
-    events: Arc<Lines>,
-    work: mpsc::Sender<Work>,
+    events: Arc<EventRouter>,
+    tasks: mpsc::Sender<ExecutorTask>,
     closed: AtomicBool,
-    /// Until when begins and commits are told, in nanoseconds of the clock.
-    telling_until: AtomicU64,
+    /// Time until which begins and commits are reported, in nanoseconds of the clock.
+    report_changes_until: AtomicU64,
     calls: AtomicUsize,
-    reads: Reads,
+    reads: ServedReads,
 }
 
-/// Reads served to peers so far.
+/// Reads served to peers since the start.
 #[derive(Debug, Default)]
-struct Reads {
+struct ServedReads {
     remote: AtomicU64,
     disk: AtomicU64,
     bytes: AtomicU64,
 }
 
 impl NodeOwner {
-    pub(crate) fn memory(&self) -> &Memory {
+    pub(crate) fn memory(&self) -> &NodeMemory {
         &self.memory
     }
 
     pub(crate) fn new(
         node: NodeId,
-        memory: Arc<Memory>,
+        memory: Arc<NodeMemory>,
         disk: Option<Arc<DiskTier>>,
         counters: Arc<Counters>,
-        events: Arc<Lines>,
-        work: mpsc::Sender<Work>,
+        events: Arc<EventRouter>,
+        tasks: mpsc::Sender<ExecutorTask>,
     ) -> NodeOwner {
         NodeOwner {
             node,
             memory,
             disk,
-            capabilities: Capabilities::Open,
+            capabilities: CapabilityPolicy::Disabled,
             counters,
             events,
-            work,
+            tasks,
             closed: AtomicBool::new(false),
-            telling_until: AtomicU64::new(0),
+            report_changes_until: AtomicU64::new(0),
             calls: AtomicUsize::new(0),
-            reads: Reads::default(),
+            reads: ServedReads::default(),
         }
     }
 
-    /// Nobody may begin, or begin to read, anything any more.
+    /// Refuses new writes and reads from now on.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Until then begins and commits are told, because a new master, or one that forgot, may not know of them.
-    pub(crate) fn tell_until(&self, until: MonoTime) {
-        // SeqCst: a snapshot that is taken after this has what was begun before it.
-        self.telling_until.fetch_max(until.0, Ordering::SeqCst);
+    /// Reports begins and commits until `until`, because a new master, or one without state, may not know of them.
+    pub(crate) fn report_changes_until(&self, until: MonoTime) {
+        // SeqCst: a snapshot that is taken after this contains all records begun before it.
+        self.report_changes_until.fetch_max(until.0, Ordering::SeqCst);
     }
 
-    /// Calls that are being answered.
+    /// Number of calls in progress.
     pub(crate) fn calls(&self) -> usize {
         self.calls.load(Ordering::SeqCst)
     }
 
-    /// Reads since the start, of processes of this host and of peers.
+    /// Returns the reads since the start, of local clients and of peers.
     pub(crate) fn reads(&self) -> v1::ReadCounters {
         let local = local_reads(self.memory.heap());
         v1::ReadCounters {
@@ -119,22 +124,22 @@ impl NodeOwner {
         }
     }
 
-    /// Whether what is here may be removed or replaced elsewhere.
-    fn is_out_of_date(&self) -> bool {
+    /// Whether the node no longer learns of removals and replacements, and so refuses reads.
+    fn refuses_reads(&self) -> bool {
         self.closed.load(Ordering::SeqCst) || self.memory.is_stale()
     }
 
-    fn is_telling(&self) -> bool {
-        let until = self.telling_until.load(Ordering::SeqCst);
+    fn reports_changes(&self) -> bool {
+        let until = self.report_changes_until.load(Ordering::SeqCst);
         until != 0 && SystemClock.now_coarse().0 < until
     }
 
-    fn tell(&self, change: Change) {
-        // A session's driver that is gone needs to know nothing.
-        self.events.send(Event::Change(change));
+    fn report(&self, change: SlotChange) {
+        // If there is no session, the next one starts with a snapshot.
+        self.events.send(NodeEvent::Change(change));
     }
 
-    fn answer_begin(&self, writer: Writer, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+    fn handle_begin(&self, writer: PayloadWriter, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::BeginRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = BeginRequest::from_wire(&message).map_err(|error| error.code())?;
         let mut sections = request.attributes.as_ref().map(|sections| sections.iter());
@@ -155,27 +160,27 @@ impl NodeOwner {
 
     fn begin(
         &self,
-        writer: Writer,
+        writer: PayloadWriter,
         object: &ObjectEntry,
         handle: &Handle,
         key: KeySection<'_>,
         attributes: &Attributes,
         section: &[u8],
     ) -> Result<(), ErrorCode> {
-        let side = self.memory.side(handle.segment).ok_or(ErrorCode::StaleGeneration)?;
-        if handle.node != self.node || handle.generation != side.segment().shape().generation {
+        let node_segment = self.memory.segment(handle.segment).ok_or(ErrorCode::StaleGeneration)?;
+        if handle.node != self.node || handle.generation != node_segment.segment().shape().generation {
             return Err(ErrorCode::StaleGeneration);
         }
-        if self.closed.load(Ordering::SeqCst) || side.is_closed() {
+        if self.closed.load(Ordering::SeqCst) || node_segment.is_closed() {
             return Err(CLOSED);
         }
         if handle.payload_offset != handle.extent.span().offset() {
             return Err(ErrorCode::InvalidArgument);
         }
         let digestless = object.flags.contains(ObjectFlags::DIGESTLESS);
-        let record = NewRecord {
+        let record = RecordSpec {
             id: object.id,
-            flags: if digestless { Flags::DIGESTLESS } else { Flags::NONE },
+            flags: if digestless { RecordFlags::DIGESTLESS } else { RecordFlags::NONE },
             object_len: object.object_len,
             stripe_index: handle.stripe_index,
             stripe_count: handle.stripe_count,
@@ -189,17 +194,22 @@ impl NodeOwner {
         let (slot, epoch) = (handle.slot, object.epoch);
         let grant = Grant { slot, epoch, term: handle.term, extent: handle.extent, record, writer };
         self.memory.heap().begin(handle.segment, &grant).map_err(|error| error.code())?;
-        self.memory.note_begun(handle.segment, slot, epoch, handle.extent.units);
-        if self.is_telling() {
+        self.memory.record_begun(handle.segment, slot, epoch, handle.extent.units);
+        if self.reports_changes() {
             let record = begun_record(object, handle);
             let (tenant, key) = (key.tenant.as_str().into(), key.key.as_bytes().into());
-            let reported = Reported { record, tenant, key, attributes: section.into() };
-            self.tell(Change::Begun(handle.segment, Box::new(reported)));
+            let reported = ReportedRecord { record, tenant, key, attributes: section.into() };
+            self.report(SlotChange::Begun(handle.segment, Box::new(reported)));
         }
         Ok(())
     }
 
-    fn answer_commit(&self, writer: Writer, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+    fn handle_commit(
+        &self,
+        writer: PayloadWriter,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::CommitRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = CommitRequest::from_wire(&message).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
@@ -216,29 +226,29 @@ impl NodeOwner {
     }
 
     fn check_generation(&self, entry: &CommitEntry) -> Result<(), ErrorCode> {
-        let side = self.memory.side(entry.segment).ok_or(ErrorCode::StaleGeneration)?;
-        let same = side.segment().shape().generation == entry.generation;
+        let node_segment = self.memory.segment(entry.segment).ok_or(ErrorCode::StaleGeneration)?;
+        let same = node_segment.segment().shape().generation == entry.generation;
         if same { Ok(()) } else { Err(ErrorCode::StaleGeneration) }
     }
 
-    fn commit(&self, writer: Writer, entry: &CommitEntry, deadline: Instant) -> Result<(), ErrorCode> {
+    fn commit(&self, writer: PayloadWriter, entry: &CommitEntry, deadline: Instant) -> Result<(), ErrorCode> {
         self.check_generation(entry)?;
         let CommitEntry { segment, slot, epoch, root, .. } = *entry;
         let heap = self.memory.heap();
         match writer {
-            Writer::Node => publish(heap, entry, deadline)?,
-            Writer::Client(_) => {
+            PayloadWriter::Node => publish(heap, entry, deadline)?,
+            PayloadWriter::Client(_) => {
                 heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code())?;
             }
         }
-        self.memory.note(segment, slot, epoch, State::Ready);
-        if self.is_telling() {
-            self.tell(Change::Committed { segment, slot, epoch, root });
+        self.memory.record_transition(segment, slot, epoch, State::Ready);
+        if self.reports_changes() {
+            self.report(SlotChange::Committed { segment, slot, epoch, root });
         }
         Ok(())
     }
 
-    /// Gives up a record that is being written. One that is complete is the master's to remove: whoever may read it
+    /// Aborts a record that is being written. Only the master may remove a complete one: any peer that may read it
     /// knows its slot and epoch, too.
     fn abort(&self, entry: &CommitEntry) -> Result<(), ErrorCode> {
         self.check_generation(entry)?;
@@ -246,21 +256,21 @@ impl NodeOwner {
         if self.memory.heap().pin(segment, slot, epoch).is_some() {
             return Err(ErrorCode::AlreadyExists);
         }
-        // Nobody but the writer had access, so there is no lease to wait for.
+        // Only the writer had access, so there is no lease to wait for.
         match self.memory.heap().kill(segment, slot, epoch, MonoTime(0)) {
-            Killed::Dying | Killed::Already => {
-                self.gave_up(&[(segment, slot, epoch)]);
+            KillOutcome::Killed | KillOutcome::AlreadyDead => {
+                self.abandon(&[(segment, slot, epoch)]);
                 Ok(())
             }
-            Killed::NotThere => Err(ErrorCode::StaleEpoch),
+            KillOutcome::NotFound => Err(ErrorCode::StaleEpoch),
         }
     }
 
-    /// Brings records from disk into memory, for a peer that reads it by itself.
-    fn answer_load(&self, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+    /// Loads records from disk into memory, for a peer that reads the memory itself.
+    fn handle_load(&self, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::LoadRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = LoadRequest::from_wire(&message).map_err(|error| error.code())?;
-        if self.is_out_of_date() {
+        if self.refuses_reads() {
             return Err(ErrorCode::StaleSession);
         }
         let disk = self.disk.as_ref().ok_or(ErrorCode::Gone)?;
@@ -268,14 +278,14 @@ impl NodeOwner {
         for op in &ops {
             self.capabilities.admits(op)?;
         }
-        let names: Vec<RecordName> = ops.iter().map(name_of).collect();
+        let names: Vec<RecordId> = ops.iter().map(name_of).collect();
         let until = Instant::now() + Duration::from_millis(request.lease_ms.into());
-        let mut list = ObjectListBuilder::with_capacity(ListKind::Load, names.len());
-        for (op, staged) in ops.iter().zip(disk.stage_and_keep(&names, until, deadline)) {
+        let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Load, names.len());
+        for (op, staged) in ops.iter().zip(disk.stage_with_lease(&names, until, deadline)) {
             let loaded = staged.and_then(|staged| self.loaded(op, &staged, request.lease_ms));
             let pushed = match loaded {
                 Ok((entry, handle)) => {
-                    // A large object is read in many pieces; the first one counts.
+                    // A large object is read in many parts; only the first one counts.
                     self.reads.disk.fetch_add(u64::from(op.offset == 0), Ordering::Relaxed);
                     self.reads.bytes.fetch_add(op.len, Ordering::Relaxed);
                     list.push(entry, &[handle], &[])
@@ -288,19 +298,19 @@ impl NodeOwner {
         Ok(v1::LoadReply { objects: fields.objects, handles: fields.handles }.encode_to_vec())
     }
 
-    /// A record in staging as a peer is told of it.
+    /// Returns the entry and the handle of a record in staging.
     fn loaded(
         &self,
         op: &TransferOp,
-        staged: &Staged,
-        window_ms: u32,
+        staged: &StagedRecord,
+        valid_ms: u32,
     ) -> Result<(ObjectEntry, Handle), ErrorCode> {
         let pin = staged.pin().ok_or(ErrorCode::Gone)?;
         let header = pin.header();
         let entry = ObjectEntry {
             code: None,
             flags: ObjectFlags::NONE,
-            window_ms,
+            valid_ms,
             id: header.id,
             epoch: header.word.epoch(),
             object_len: header.object_len,
@@ -308,7 +318,7 @@ impl NodeOwner {
             first_handle: 0,
             handle_count: 1,
             replica_count: 1,
-            form: 0,
+            format: 0,
             tenant_generation: header.tenant_generation,
             id_key: header.id_key,
         };
@@ -334,39 +344,39 @@ impl NodeOwner {
         Ok((entry, handle))
     }
 
-    /// Records that were loaded have been read.
-    fn answer_release(&self, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+    /// Releases loaded records that have been read.
+    fn handle_release(&self, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
         let ops = Packed::<TransferOp>::decode(body, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
         for op in ops.iter() {
             if let Some(disk) = &self.disk {
-                disk.give_back(name_of(&op));
+                disk.release_lease(name_of(&op));
             }
             codes.push(None);
         }
         Ok(codes.finish())
     }
 
-    /// These are dead, and the master did not order it.
-    pub(crate) fn gave_up(&self, names: &[Name]) {
+    /// Records that these are dead without a command of the master, and has them reclaimed.
+    pub(crate) fn abandon(&self, names: &[SlotVersion]) {
         for &(segment, slot, epoch) in names {
-            self.memory.note(segment, slot, epoch, State::Dead);
-            self.tell(Change::Killed { segment, slot, epoch });
+            self.memory.record_transition(segment, slot, epoch, State::Dead);
+            self.report(SlotChange::Killed { segment, slot, epoch });
         }
-        // A thread that is gone frees nothing any more, and the node with it.
-        let _ = self.work.send(Work::GivenUp(names.to_vec()));
+        // An error means that the executor has exited: the node is stopping.
+        let _ = self.tasks.send(ExecutorTask::Abandoned(names.to_vec()));
     }
 }
 
-/// What processes of this host read in place. They count themselves, so that sums may wrap but not fail.
+/// Returns the zero-copy reads of local clients. Clients write these counters, so the sums must wrap instead of fail.
 fn local_reads(heap: &NodeHeap) -> v1::ReadCounters {
-    let LocalReads { hits, misses, bytes } = heap.ledgers().reads();
+    let LocalReadStats { hits, misses, bytes } = heap.ledgers().reads();
     v1::ReadCounters { local_memory: hits, local_misses: misses, bytes, ..Default::default() }
 }
 
-/// The record that an operation on the disk is about.
-fn name_of(op: &TransferOp) -> RecordName {
-    RecordName { id: op.id, version: op.epoch, stripe: op.stripe }
+/// Returns the record that an operation on the disk names.
+fn name_of(op: &TransferOp) -> RecordId {
+    RecordId { id: op.id, version: op.epoch, stripe: op.stripe }
 }
 
 fn begun_record(object: &ObjectEntry, handle: &Handle) -> ReportRecord {
@@ -390,12 +400,12 @@ fn begun_record(object: &ObjectEntry, handle: &Handle) -> ReportRecord {
     }
 }
 
-/// Publishes a record whose bytes came over the network. Late writes, which bring the same bytes again, end in a moment.
+/// Publishes a record whose bytes came over the network. Late writes, which repeat the same bytes, end soon.
 fn publish(heap: &NodeHeap, entry: &CommitEntry, deadline: Instant) -> Result<(), ErrorCode> {
-    let give_up = deadline.min(Instant::now() + CLAIMED_WAIT_MAX);
+    let wait_until = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
     loop {
         match heap.publish(entry.segment, entry.slot, entry.epoch, entry.root) {
-            Err(CommitError::Claimed) if Instant::now() < give_up => {
+            Err(CommitError::Claimed) if Instant::now() < wait_until => {
                 std::thread::sleep(Duration::from_millis(1));
             }
             done => return done.map_err(|error| error.code()),
@@ -403,10 +413,10 @@ fn publish(heap: &NodeHeap, entry: &CommitEntry, deadline: Instant) -> Result<()
     }
 }
 
-fn writer_of(caller: Caller) -> Writer {
+fn writer_of(caller: PeerIdentity) -> PayloadWriter {
     match caller {
-        Caller::Remote(_) => Writer::Node,
-        Caller::Local(client) => Writer::Client(client),
+        PeerIdentity::Remote(_) => PayloadWriter::Node,
+        PeerIdentity::Local(client) => PayloadWriter::Client(client),
     }
 }
 
@@ -419,23 +429,23 @@ impl Owner for NodeOwner {
         self.memory.heap()
     }
 
-    fn greets(&self, hello: &Hello) -> Result<(), ErrorCode> {
-        // A client says 0. A node that looks for another one under this address has an old one.
+    fn authorize_peer(&self, hello: &Hello) -> Result<(), ErrorCode> {
+        // A client sends 0. Another id means that the peer has an outdated address.
         if hello.node == NodeId(0) || hello.node == self.node { Ok(()) } else { Err(ErrorCode::StaleSession) }
     }
 
-    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
+    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         self.capabilities.admits(op)?;
-        // The master is about to forget what is here, or has: it may be removed or replaced elsewhere from now on.
-        if self.is_out_of_date() && op.kind == OpKind::Read {
+        // The master unmounts the segments, or has done so: records may be removed or replaced elsewhere from now on.
+        if self.refuses_reads() && op.kind == OpKind::Read {
             return Err(ErrorCode::StaleSession);
         }
         if op.kind == OpKind::Read && !op.flags.contains(OpFlags::DIGESTS) {
             let on_disk = op.flags.contains(OpFlags::DISK);
-            if let Some(side) = self.memory.side(op.segment).filter(|_| !on_disk) {
-                side.touch(op.slot);
+            if let Some(node_segment) = self.memory.segment(op.segment).filter(|_| !on_disk) {
+                node_segment.touch(op.slot);
             }
-            // A large object is read in many pieces; the first one counts.
+            // A large object is read in many parts; only the first one counts.
             let reads = if on_disk { &self.reads.disk } else { &self.reads.remote };
             reads.fetch_add(u64::from(op.offset == 0), Ordering::Relaxed);
             self.reads.bytes.fetch_add(op.len, Ordering::Relaxed);
@@ -445,8 +455,8 @@ impl Owner for NodeOwner {
 
     fn stage(&self, ops: &[TransferOp], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
         match &self.disk {
-            Some(disk) if !self.is_out_of_date() => {
-                let names: Vec<RecordName> = ops.iter().map(name_of).collect();
+            Some(disk) if !self.refuses_reads() => {
+                let names: Vec<RecordId> = ops.iter().map(name_of).collect();
                 disk.stage(&names, deadline)
             }
             Some(_) => ops.iter().map(|_| Err(ErrorCode::StaleSession)).collect(),
@@ -456,29 +466,29 @@ impl Owner for NodeOwner {
 
     fn call(
         &self,
-        caller: Caller,
+        caller: PeerIdentity,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode> {
         self.calls.fetch_add(1, Ordering::SeqCst);
-        let answer = match kind {
-            FrameKind::Begin => self.answer_begin(writer_of(caller), body),
-            FrameKind::Commit => self.answer_commit(writer_of(caller), body, deadline),
-            FrameKind::Load => self.answer_load(body, deadline),
-            FrameKind::Release => self.answer_release(body),
-            // There is no engine that attaches.
+        let response = match kind {
+            FrameKind::Begin => self.handle_begin(writer_of(caller), body),
+            FrameKind::Commit => self.handle_commit(writer_of(caller), body, deadline),
+            FrameKind::Load => self.handle_load(body, deadline),
+            FrameKind::Release => self.handle_release(body),
+            // No engine attaches to a node.
             _ => Err(ErrorCode::Unsupported),
         };
         self.calls.fetch_sub(1, Ordering::SeqCst);
-        answer
+        response
     }
 
-    fn abandoned(&self, records: &[(SegmentId, SlotId, Epoch)]) {
+    fn on_client_exit(&self, records: &[(SegmentId, SlotId, Epoch)]) {
         for &(segment, slot, epoch) in records {
-            // They are dead already, unless somebody else says so than the heap.
+            // The heap has killed them already; this covers another caller.
             let _ = self.memory.heap().kill(segment, slot, epoch, MonoTime(0));
         }
-        self.gave_up(records);
+        self.abandon(records);
     }
 }

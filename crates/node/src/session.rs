@@ -1,30 +1,31 @@
-//! [`Driver`]: keeps a session with one master. Registers, mounts, reports, beats, and does it all again when the session
-//! is lost. [`Fleet`] has one driver for each master that hosts groups.
+//! [`SessionDriver`]: keeps a session with one master. It registers, mounts, reports, sends heartbeats, and starts
+//! again when the session is lost. [`SessionManager`] has one driver for each master that hosts groups.
 //!
 //! ```text
-//!   reach ──▶ open session ──▶ mount ──▶ stream ─────────────▶ (stop) ──▶ unmount
-//!     ▲            │             ▲ │      │  ▲ broken: again, same session
-//!     │            │             └─┼──────┤  │ other groups: mounted beside
-//!     └────────────┴───────────────┴──────┴──┘
-//!       failed, or the session is lost: after a pause
+//!   connect ──▶ open session ──▶ mount ──▶ stream ─────────────▶ (stop) ──▶ unmount
+//!     ▲              │             ▲ │      │  ▲ stream failed: retry, same session
+//!     │              │             └─┼──────┤  │ groups changed: mount the new ones
+//!     └──────────────┴───────────────┴──────┴──┘
+//!       failed, or the session is lost: after a backoff
 //! ```
 //!
-//! Everything that happens arrives in [`Driver::converse`], which is one `select` over the master's messages, the node's
-//! own events, and the clock. What to say is decided in [`decide`](crate::decide).
+//! All inputs arrive in [`SessionDriver::run_stream`], which is one `select` over the master's messages, the node's own
+//! events, and the clock. The [`logic`](crate::logic) module decides which messages to send.
 //!
-//! Invariant: events are taken at all times, so that nobody waits and nothing piles up; without a session they are
-//! dropped, because the next one begins with a snapshot.
+//! Invariant: events are received at all times, so that senders never block and the queue does not grow; without a
+//! session they are dropped, because the next one begins with a snapshot.
 
 mod calls;
-mod fleet;
+mod manager;
 mod snapshot;
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_proto::convert::{MasterBody, MasterMessage, Wire};
-use moontide_proto::{OrderResult, PackedBuilder, v1};
+use moontide_proto::convert::{MasterMessage, MasterMessageBody, Wire};
+use moontide_proto::{CommandResult, PackedBuilder, v1};
+use moontide_rt::{Backoff, SplitMix64};
 use moontide_types::{Clock, ErrorCode, NodeId, SegmentId, SessionId, SystemClock, Term};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::sync::watch;
@@ -32,88 +33,73 @@ use tokio_stream::wrappers::ReceiverStream;
 use tracing::{debug, info, warn};
 use v1::node_message::Body;
 
-use self::calls::{Client, Failure, code_of};
-use self::fleet::News;
-use crate::decide::groups::{GroupSet, Hosted, behind, set_of};
-use crate::decide::outgoing::{Beats, Outgoing};
-use crate::decide::pace::{Backoff, beat_interval};
-use crate::decide::report::{Change, Of, Reports};
+use self::calls::{Client, MasterError, code_of};
+use self::manager::MapSignal;
 use crate::disk::DiskTier;
-use crate::keeper::Keeper;
-use crate::lines::Lines;
-use crate::memory::{Memory, Side};
+use crate::event_router::{EventRouter, NodeEvent};
+use crate::executor::ExecutorTask;
+use crate::index_gate::IndexGate;
+use crate::logic::groups::{GroupSet, HostedGroups, mount_diff, set_of};
+use crate::logic::outbox::{HeartbeatTracker, Outbox};
+use crate::logic::report::{Reports, SegmentTerm, SlotChange};
+use crate::logic::timing::heartbeat_interval;
+use crate::memory::{NodeMemory, NodeSegment};
 use crate::metrics::Counters;
-use crate::orders::Work;
 use crate::owner::NodeOwner;
 use crate::status::Status;
 
-pub(crate) use self::calls::{Cluster, learn_cluster};
-pub(crate) use self::fleet::Fleet;
+pub(crate) use self::calls::{ClusterParams, learn_cluster};
+pub(crate) use self::manager::SessionManager;
 
-/// How long one call to the master may take.
-const CALL_MAX: Duration = Duration::from_secs(2);
+/// Timeout of a call to the master.
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long begins and commits are told after a session was lost: reservations of before are still around for
-/// `RESERVATION_MS_MAX`, counted by clocks that we do not know.
-const TELL_FOR: Duration = Duration::from_secs(60);
+/// Time for which begins and commits are reported after a session was lost: earlier reservations are valid for up to
+/// `RESERVATION_MS_MAX`, by clocks of other hosts.
+const REPORT_CHANGES_FOR: Duration = Duration::from_secs(60);
 
-/// Unacknowledged bytes above which no further snapshot is taken: a report of millions of records is not to stand in
-/// memory all at once.
+/// Limit of unacknowledged bytes above which no further snapshot is taken: a report of millions of records must not be
+/// in memory at once.
 const UNACKED_BYTES_MAX: usize = 8 << 20;
 
-/// Messages that the connection has not taken yet.
-const ON_THE_WAY_MAX: usize = 4;
+/// Capacity of the queue of messages that the connection has not sent yet.
+const SEND_QUEUE_MAX: usize = 4;
 
-/// Events that are looked at together.
+/// Maximum number of events that are processed together.
 const EVENTS_MAX: usize = 4096;
 
-/// How long a master that does not know yet that it hosts a group is given.
-const BEHIND_PAUSE: Duration = Duration::from_millis(100);
+/// Time to wait for a master that does not know yet that it hosts a group.
+const STALE_MASTER_DELAY: Duration = Duration::from_millis(100);
 
-/// Streams of one session that may break one after the other without a word from the master.
-const BREAKS_MAX: u32 = 5;
+/// Maximum number of consecutive streams of a session that fail without an acknowledgement of the master.
+const STREAM_FAILURES_MAX: u32 = 5;
 
-/// What happens at the node and concerns the session.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// A record changed.
-    Change(Change),
-    /// Orders were answered.
-    Results { session: SessionId, results: Vec<OrderResult> },
-    /// A segment is to be reported anew.
-    Report(SegmentId),
-    /// Records are on the disk.
-    Offloaded { session: SessionId, notice: v1::OffloadNotice },
-    /// Records have left the disk.
-    DiskEvicted { session: SessionId, evicted: v1::DiskEvicted },
-}
-
-/// What does not change while the node runs.
+/// Properties that do not change while the node runs.
 #[derive(Clone, Debug)]
-pub(crate) struct Facts {
+pub(crate) struct NodeDescriptor {
     pub(crate) node: NodeId,
     pub(crate) boot: u64,
     pub(crate) addresses: Vec<v1::Address>,
     pub(crate) topology: v1::Topology,
-    /// The cluster's number: another one is another world.
+    /// Id of the cluster; the node refuses masters of another one.
     pub(crate) cluster: u64,
     pub(crate) groups: NonZeroU16,
 }
 
-/// The parts of a node that the driver works with.
+/// Components of a node that the drivers use.
 #[derive(Debug)]
-pub(crate) struct Parts {
-    pub(crate) memory: Arc<Memory>,
+pub(crate) struct NodeComponents {
+    pub(crate) memory: Arc<NodeMemory>,
     pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) owner: Arc<NodeOwner>,
-    pub(crate) keeper: Arc<Keeper>,
+    pub(crate) index_gate: Arc<IndexGate>,
     pub(crate) status: Arc<Status>,
     pub(crate) counters: Arc<Counters>,
-    pub(crate) work: std::sync::mpsc::Sender<Work>,
+    pub(crate) tasks: std::sync::mpsc::Sender<ExecutorTask>,
 }
 
-impl Parts {
-    /// Reads since the start.
+impl NodeComponents {
+    /// Returns the reads since the start.
     fn reads(&self) -> v1::ReadCounters {
         v1::ReadCounters { corrupt: self.counters.corrupt_found(), ..self.owner.reads() }
     }
@@ -121,83 +107,84 @@ impl Parts {
 
 /// Keeps the session with one master.
 #[derive(Debug)]
-struct Driver {
+struct SessionDriver {
     master: Arc<str>,
-    /// Its line's name: a master that starts anew at the same address has another one.
-    line: Arc<str>,
-    facts: Arc<Facts>,
-    parts: Arc<Parts>,
-    lines: Arc<Lines>,
-    events: UnboundedReceiver<Event>,
-    /// The groups that the master hosts; nobody to say so any more means that it hosts none.
-    wanted: watch::Receiver<Hosted>,
-    news: Arc<News>,
+    /// Name of the route: a master that restarts at the same address has another one.
+    route: Arc<str>,
+    descriptor: Arc<NodeDescriptor>,
+    components: Arc<NodeComponents>,
+    router: Arc<EventRouter>,
+    events: UnboundedReceiver<NodeEvent>,
+    /// Groups that the master hosts. A closed channel means that it hosts none.
+    hosted: watch::Receiver<HostedGroups>,
+    map_signal: Arc<MapSignal>,
     stop: watch::Receiver<bool>,
     highest_term: Term,
-    conversation: Option<Conversation>,
+    state: Option<SessionState>,
     backoff: Backoff,
+    random: SplitMix64,
 }
 
-/// One session.
+/// State of one session.
 #[derive(Debug)]
-struct Conversation {
+struct SessionState {
     session: SessionId,
-    /// The groups whose segments are mounted, and the terms in which they are.
-    mounted: Hosted,
-    outgoing: Outgoing,
-    beats: Beats,
+    /// Groups whose segments are mounted, with their terms.
+    mounted: HostedGroups,
+    outbox: Outbox,
+    heartbeats: HeartbeatTracker,
     reports: Reports,
-    /// The message with which the master knows of everything, once it has been said.
+    /// Number of the message whose acknowledgement means that the master is synced, once it is queued.
     complete: Option<u64>,
-    /// Reads until the session began: they were counted in earlier ones.
+    /// Reads before the session began: earlier sessions have counted them.
     reads_before: v1::ReadCounters,
 }
 
-/// Why something ended before its time.
+/// Reason for the early end of an operation.
 #[derive(Debug)]
-enum Cut {
+enum Interrupted {
     Stop,
-    Failed(Failure),
+    Failed(MasterError),
 }
 
-impl From<Failure> for Cut {
-    fn from(failure: Failure) -> Cut {
-        Cut::Failed(failure)
+impl From<MasterError> for Interrupted {
+    fn from(error: MasterError) -> Interrupted {
+        Interrupted::Failed(error)
     }
 }
 
-/// Why a stream ended.
+/// Reason for the end of a stream.
 #[derive(Debug)]
-enum End {
+enum StreamEnd {
     Stop,
     /// The master hosts other groups than before.
     Remount,
-    /// The session goes on, with another stream.
-    Broken(Failure),
-    /// The session is over.
-    Lost(Failure),
+    /// The session continues with another stream.
+    Broken(MasterError),
+    /// The session has ended.
+    Lost(MasterError),
 }
 
-impl Driver {
-    /// Runs until told to stop, or until the master hosts nothing; takes the segments away from it at the end.
+impl SessionDriver {
+    /// Runs until the node stops, in which case it unmounts the segments, or until the master hosts no groups.
     async fn run(mut self) {
         loop {
-            let cut = self.session().await;
-            self.end_conversation();
-            match cut {
-                Cut::Stop => return,
-                Cut::Failed(failure) => {
-                    if matches!(&failure, Failure::Status(status) if code_of(status) == Some(ErrorCode::StaleSession))
+            let interrupted = self.session().await;
+            self.end_session();
+            match interrupted {
+                Interrupted::Stop => return,
+                Interrupted::Failed(error) => {
+                    if matches!(&error, MasterError::Status(status) if code_of(status) == Some(ErrorCode::StaleSession))
                     {
-                        self.backoff.reset(); // the master is there, and waits for us
+                        self.backoff.reset(); // the master is running and waits for a new session
                     }
-                    self.parts.counters.attempt_failed();
-                    warn!(master = %self.master, %failure, "no session with the master; trying again");
-                    self.news.look(); // it may not be the master any more
-                    self.parts.status.change(|standing| {
-                        standing.mounted = false;
-                        standing.session = None;
-                        standing.trouble = Some(failure.to_string());
+                    self.components.counters.attempt_failed();
+                    warn!(master = %self.master, %error, "no session with the master; retrying");
+                    self.map_signal.request_refresh(); // it may no longer be a master
+                    self.components.status.change(|status| {
+                        status.mounted = false;
+                        status.session = None;
+                        status.last_error = Some(error.to_string());
                     });
                 }
             }
@@ -207,66 +194,66 @@ impl Driver {
         }
     }
 
-    /// The session is over: nothing of it is wanted any more.
-    fn end_conversation(&mut self) {
-        self.lines.bad(&self.line);
-        let Some(conversation) = self.conversation.take() else { return };
-        self.lines.set_session(&self.line, SessionId(0));
-        if let Some(disk) = &self.parts.disk {
-            disk.end_session(conversation.session);
+    /// Ends the session, and cancels everything that belongs to it.
+    fn end_session(&mut self) {
+        self.router.mark_unsynced(&self.route);
+        let Some(state) = self.state.take() else { return };
+        self.router.set_session(&self.route, SessionId(0));
+        if let Some(disk) = &self.components.disk {
+            disk.end_session(state.session);
         }
-        let _ = self.parts.work.send(Work::Session { begins: None, ends: Some(conversation.session) });
+        let _ = self.components.tasks.send(ExecutorTask::Session { begins: None, ends: Some(state.session) });
     }
 
-    /// One session from its beginning to its end.
-    async fn session(&mut self) -> Cut {
+    /// Runs one session from beginning to end.
+    async fn session(&mut self) -> Interrupted {
         match self.try_session().await {
             Ok(never) => match never {},
-            Err(cut) => cut,
+            Err(interrupted) => interrupted,
         }
     }
 
-    async fn try_session(&mut self) -> Result<std::convert::Infallible, Cut> {
-        let mut client = self.reach().await?;
+    async fn try_session(&mut self) -> Result<std::convert::Infallible, Interrupted> {
+        let mut client = self.connect().await?;
         self.open(&mut client).await?;
-        let mut breaks = 0;
+        let mut failures = 0;
         loop {
             let acknowledged = self.acknowledged();
-            match self.converse(&mut client).await {
-                End::Stop => {
+            match self.run_stream(&mut client).await {
+                StreamEnd::Stop => {
                     self.unmount(&mut client).await;
-                    return Err(Cut::Stop);
+                    return Err(Interrupted::Stop);
                 }
-                End::Lost(failure) => return Err(Cut::Failed(failure)),
-                End::Remount => {
+                StreamEnd::Lost(error) => return Err(Interrupted::Failed(error)),
+                StreamEnd::Remount => {
                     self.mount(&mut client).await?;
                     continue;
                 }
-                End::Broken(failure) => {
-                    // One that breaks as soon as it is there will not come to anything in this session.
-                    breaks = if self.acknowledged() > acknowledged { 0 } else { breaks + 1 };
-                    if breaks >= BREAKS_MAX || self.is_lost() {
-                        return Err(Cut::Failed(failure));
+                StreamEnd::Broken(error) => {
+                    // A session whose streams fail at once makes no progress.
+                    failures = if self.acknowledged() > acknowledged { 0 } else { failures + 1 };
+                    if failures >= STREAM_FAILURES_MAX || self.is_lost() {
+                        return Err(Interrupted::Failed(error));
                     }
-                    self.parts.counters.attempt_failed();
-                    info!(master = %self.master, %failure, "stream to the master broke; opening another");
-                    self.news.look();
-                    self.parts.status.change(|standing| standing.trouble = Some(failure.to_string()));
+                    self.components.counters.attempt_failed();
+                    info!(master = %self.master, %error, "stream to the master failed; opening another");
+                    self.map_signal.request_refresh();
+                    self.components.status.change(|status| status.last_error = Some(error.to_string()));
                 }
             }
             client = loop {
                 self.pause().await?;
-                match self.reach().await {
+                match self.connect().await {
                     Ok(client) => break client,
-                    Err(Cut::Stop) => return Err(Cut::Stop),
-                    Err(Cut::Failed(failure))
-                        if self.is_lost() || matches!(failure, Failure::OtherCluster { .. }) =>
+                    Err(Interrupted::Stop) => return Err(Interrupted::Stop),
+                    Err(Interrupted::Failed(error))
+                        if self.is_lost() || matches!(error, MasterError::OtherCluster { .. }) =>
                     {
-                        return Err(Cut::Failed(failure));
+                        return Err(Interrupted::Failed(error));
                     }
-                    Err(Cut::Failed(failure)) => {
-                        self.parts.counters.attempt_failed();
-                        debug!(%failure, "master not reached");
+                    Err(Interrupted::Failed(error)) => {
+                        self.components.counters.attempt_failed();
+                        debug!(%error, "master not reached");
                     }
                 }
             };
@@ -274,223 +261,236 @@ impl Driver {
     }
 
     fn is_lost(&self) -> bool {
-        self.conversation.as_ref().is_none_or(|c| c.beats.is_lost(SystemClock.now()))
+        self.state.as_ref().is_none_or(|c| c.heartbeats.is_lost(SystemClock.now()))
     }
 
     fn acknowledged(&self) -> u64 {
-        self.conversation.as_ref().map_or(0, |c| c.outgoing.acknowledged())
+        self.state.as_ref().map_or(0, |c| c.outbox.acknowledged())
     }
 
     /// Registers, and mounts the segments of the master's groups.
-    async fn open(&mut self, client: &mut Client) -> Result<(), Cut> {
-        let asked = SystemClock.now();
-        let request = calls::open_session(&self.facts, self.highest_term);
+    async fn open(&mut self, client: &mut Client) -> Result<(), Interrupted> {
+        let requested = SystemClock.now();
+        let request = calls::open_session(&self.descriptor, self.highest_term);
         let call = client.open_session(request);
         let grant = calls::opened(self.call(call).await?)?;
         self.highest_term = self.highest_term.max(grant.term);
         let (session, ttl) = (grant.session, grant.ttl);
-        if grant.groups != u32::from(self.facts.groups.get()) {
+        if grant.groups != u32::from(self.descriptor.groups.get()) {
             warn!(
                 groups = grant.groups,
-                planned = self.facts.groups,
-                "the cluster's groups changed; restart this node"
+                planned = self.descriptor.groups,
+                "number of groups of the cluster has changed; restart this node"
             );
         }
-        self.parts.counters.session();
-        self.end_conversation();
-        self.lines.set_session(&self.line, session);
-        let _ = self.parts.work.send(Work::Session { begins: Some(session), ends: None });
-        self.conversation = Some(Conversation {
+        self.components.counters.session();
+        self.end_session();
+        self.router.set_session(&self.route, session);
+        let _ = self.components.tasks.send(ExecutorTask::Session { begins: Some(session), ends: None });
+        self.state = Some(SessionState {
             session,
-            mounted: Hosted::new(),
-            outgoing: Outgoing::new(session),
-            beats: Beats::new(asked, ttl),
+            mounted: HostedGroups::new(),
+            outbox: Outbox::new(session),
+            heartbeats: HeartbeatTracker::new(requested, ttl),
             reports: Reports::default(),
             complete: None,
-            reads_before: self.parts.reads(),
+            reads_before: self.components.reads(),
         });
-        self.parts.status.change(|standing| {
-            standing.mounted = false;
-            standing.session = Some(session);
-            standing.term = grant.term;
+        self.components.status.change(|status| {
+            status.mounted = false;
+            status.session = Some(session);
+            status.term = grant.term;
         });
         info!(master = %self.master, session = session.0, term = grant.term.get(), "session opened");
         self.mount(client).await
     }
 
-    /// Mounts the segments of groups that the master hosts and did not host before, and forgets those that it hosts no more.
-    async fn mount(&mut self, client: &mut Client) -> Result<(), Cut> {
-        let wanted = self.wanted.borrow_and_update().clone();
-        let Some(conversation) = &mut self.conversation else { return Ok(()) };
-        let session = conversation.session;
-        let (missing, lost) = behind(self.facts.groups, &wanted, &conversation.mounted);
-        conversation.complete = None;
-        conversation.mounted.retain(|group, _| !lost.contains(*group));
-        let memory = Arc::clone(&self.parts.memory);
-        let of = |groups: &GroupSet, side: &Side| {
-            self.lines.group_of(side.segment().shape().segment).is_some_and(|group| groups.contains(group))
+    /// Mounts the segments of groups that the master hosts newly, and unmounts those of groups that it no longer hosts.
+    async fn mount(&mut self, client: &mut Client) -> Result<(), Interrupted> {
+        let hosted = self.hosted.borrow_and_update().clone();
+        let Some(state) = &mut self.state else { return Ok(()) };
+        let session = state.session;
+        let (missing, lost) = mount_diff(self.descriptor.groups, &hosted, &state.mounted);
+        state.complete = None;
+        state.mounted.retain(|group, _| !lost.contains(*group));
+        let memory = Arc::clone(&self.components.memory);
+        let of = |groups: &GroupSet, node_segment: &NodeSegment| {
+            self.router
+                .group_of(node_segment.segment().shape().segment)
+                .is_some_and(|group| groups.contains(group))
         };
-        for side in memory.sides().iter().filter(|side| of(&lost, side)) {
-            conversation.reports.unmounted(side.segment().shape().segment);
+        for node_segment in memory.segments().iter().filter(|node_segment| of(&lost, node_segment)) {
+            state.reports.unmounted(node_segment.segment().shape().segment);
         }
-        if let Some(disk) = &self.parts.disk {
-            disk.narrow(session, &set_of(self.facts.groups, &conversation.mounted));
+        if let Some(disk) = &self.components.disk {
+            disk.restrict(session, &set_of(self.descriptor.groups, &state.mounted));
         }
-        let sides: Vec<&Side> = memory.sides().iter().filter(|side| of(&missing, side)).collect();
-        // Before the segments are looked at: what is begun from now on is told, or seen.
-        if sides.iter().any(|side| side.grant().is_some()) {
-            self.parts.owner.tell_until(SystemClock.now().after(TELL_FOR));
+        let node_segments: Vec<&NodeSegment> =
+            memory.segments().iter().filter(|node_segment| of(&missing, node_segment)).collect();
+        // Before the specs are read: records begun from now on are either reported or in a snapshot.
+        if node_segments.iter().any(|node_segment| node_segment.grant().is_some()) {
+            self.components.owner.report_changes_until(SystemClock.now().after(REPORT_CHANGES_FOR));
         }
         let mut mounted = missing;
-        let mut terms = Hosted::new();
-        for sides in sides.chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
-            let specs: Vec<v1::SegmentSpec> = sides.iter().map(|side| self.spec(side)).collect();
-            let occupied: Vec<bool> = specs.iter().map(|spec| spec.occupied).collect();
-            let request = calls::mount_segments(&self.facts, session, specs);
+        let mut terms = HostedGroups::new();
+        for node_segments in node_segments.chunks(moontide_types::limits::BATCH_KEYS_MAX) {
+            let specs: Vec<v1::SegmentSpec> =
+                node_segments.iter().map(|node_segment| self.spec(node_segment)).collect();
+            let occupied: Vec<bool> = specs.iter().map(|spec| spec.has_records).collect();
+            let request = calls::mount_segments(&self.descriptor, session, specs);
             let call = client.mount_segments(request);
-            let grants = calls::mounted(self.call(call).await?, sides.len())?;
-            let mut elsewhere = GroupSet::none(self.facts.groups);
-            for ((side, grant), occupied) in sides.iter().zip(grants).zip(occupied) {
+            let grants = calls::mounted(self.call(call).await?, node_segments.len())?;
+            let mut not_hosted = GroupSet::none(self.descriptor.groups);
+            for ((node_segment, grant), occupied) in node_segments.iter().zip(grants).zip(occupied) {
                 match grant.code {
                     None => {}
-                    // It does not host the group yet, or not any more: the next map will tell.
+                    // The master does not host the group yet, or no longer: the next map has the answer.
                     Some(ErrorCode::WrongMaster | ErrorCode::Retry) => {
-                        self.lines
-                            .group_of(side.segment().shape().segment)
+                        self.router
+                            .group_of(node_segment.segment().shape().segment)
                             .into_iter()
-                            .for_each(|group| elsewhere.insert(group));
+                            .for_each(|group| not_hosted.insert(group));
                         continue;
                     }
-                    Some(code) => return Err(Failure::Refused { what: "mount the segments", code }.into()),
+                    Some(code) => {
+                        return Err(MasterError::Refused { what: "mount the segments", code }.into());
+                    }
                 }
-                // First the term, then the snapshot: what an older master granted is refused from here on.
-                side.granted(grant.group, grant.term);
+                // Adopt the term before the snapshot: grants of older masters are refused from here on.
+                node_segment.set_grant(grant.group, grant.term);
                 terms.insert(grant.group, grant.term);
                 self.highest_term = self.highest_term.max(grant.term);
-                let shape = side.segment().shape();
-                let of = Of { segment: shape.segment, generation: shape.generation, term: grant.term };
-                if let Some(conversation) = &mut self.conversation {
-                    // What was begun while the master was asked has a snapshot as well; it would not be told otherwise.
-                    conversation.reports.mounted(of, occupied || side.is_occupied());
+                let shape = node_segment.segment().shape();
+                let of =
+                    SegmentTerm { segment: shape.segment, generation: shape.generation, term: grant.term };
+                if let Some(state) = &mut self.state {
+                    // A segment with a record begun during the call needs a snapshot as well: the record would not be
+                    // reported otherwise.
+                    state.reports.mounted(of, occupied || node_segment.is_occupied());
                 }
             }
-            mounted = mounted.without(&elsewhere);
+            mounted = mounted.without(&not_hosted);
         }
         info!(master = %self.master, session = session.0, groups = mounted.len(), "segments mounted");
-        if let Some(disk) = self.parts.disk.clone()
+        if let Some(disk) = self.components.disk.clone()
             && !mounted.is_empty()
         {
-            // Before the master has it: it must not hear that all is told before this is.
-            disk.announce_telling(session);
+            // Before the mount: the master must not receive the end of the inventory before its beginning.
+            disk.announce_inventory(session);
             let spec = calls::disk_spec(memory.generation(), disk.is_occupied());
-            let call = client.mount_segments(calls::mount_segments(&self.facts, session, vec![spec]));
+            let call = client.mount_segments(calls::mount_segments(&self.descriptor, session, vec![spec]));
             let grants = calls::mounted(self.call(call).await?, 1)?;
             if let Some(code) = grants.iter().find_map(|grant| grant.code) {
-                return Err(Failure::Refused { what: "mount the disk", code }.into());
+                return Err(MasterError::Refused { what: "mount the disk", code }.into());
             }
-            disk.begin_telling(session, mounted.clone());
+            disk.start_inventory(session, mounted.clone());
         }
-        if let Some(conversation) = &mut self.conversation {
-            conversation.mounted.extend(terms.into_iter().filter(|(group, _)| mounted.contains(*group)));
+        if let Some(state) = &mut self.state {
+            state.mounted.extend(terms.into_iter().filter(|(group, _)| mounted.contains(*group)));
         }
         Ok(())
     }
 
-    /// A segment as it is offered.
-    fn spec(&self, side: &Side) -> v1::SegmentSpec {
-        let group = self.lines.group_of(side.segment().shape().segment);
-        let away = group.and_then(|group| self.lines.away(group, SystemClock.now()));
-        calls::spec(side, group, away)
+    /// Returns the description of a segment for a mount.
+    fn spec(&self, node_segment: &NodeSegment) -> v1::SegmentSpec {
+        let group = self.router.group_of(node_segment.segment().shape().segment);
+        let last_synced = group.and_then(|group| self.router.last_synced(group, SystemClock.now()));
+        calls::spec(node_segment, group, last_synced)
     }
 
-    /// Whether the master hosts groups whose segments are not mounted there.
-    fn is_behind(&self) -> bool {
-        let wanted = self.wanted.borrow();
-        let groups = self.facts.groups;
-        self.conversation.as_ref().is_some_and(|c| !behind(groups, &wanted, &c.mounted).0.is_empty())
+    /// Whether the master hosts groups whose segments are not mounted.
+    fn has_unmounted_groups(&self) -> bool {
+        let hosted = self.hosted.borrow();
+        let groups = self.descriptor.groups;
+        self.state.as_ref().is_some_and(|c| !mount_diff(groups, &hosted, &c.mounted).0.is_empty())
     }
 
     async fn unmount(&mut self, client: &mut Client) {
-        let Some(conversation) = &self.conversation else { return };
-        // The disk first: with the last segment the session ends.
-        let disk = self.parts.disk.iter().map(|_| SegmentId::DISK.0);
+        let Some(state) = &self.state else { return };
+        // The disk first: the session ends with the last segment.
+        let disk = self.components.disk.iter().map(|_| SegmentId::DISK.0);
         let of_groups = |segment: &SegmentId| {
-            self.lines.group_of(*segment).is_some_and(|group| conversation.mounted.contains_key(&group))
+            self.router.group_of(*segment).is_some_and(|group| state.mounted.contains_key(&group))
         };
-        let sides = self.parts.memory.sides().iter().map(|side| side.segment().shape().segment);
-        let all: Vec<u32> = disk.chain(sides.filter(of_groups).map(|segment| segment.0)).collect();
-        for segments in all.chunks(moontide_types::bounds::BATCH_KEYS_MAX) {
+        let ids = self
+            .components
+            .memory
+            .segments()
+            .iter()
+            .map(|node_segment| node_segment.segment().shape().segment);
+        let all: Vec<u32> = disk.chain(ids.filter(of_groups).map(|segment| segment.0)).collect();
+        for segments in all.chunks(moontide_types::limits::BATCH_KEYS_MAX) {
             let segments = segments.to_vec();
-            let request = calls::unmount_segments(&self.facts, conversation.session, segments);
-            match tokio::time::timeout(CALL_MAX / 2, client.unmount_segments(request)).await {
+            let request = calls::unmount_segments(&self.descriptor, state.session, segments);
+            match tokio::time::timeout(CALL_TIMEOUT / 2, client.unmount_segments(request)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(status)) => {
-                    return warn!(%status, "segments not unmounted; the session will end by itself");
+                    return warn!(%status, "cannot unmount segments; the session will expire");
                 }
-                Err(_) => return warn!("segments not unmounted in time; the session will end by itself"),
+                Err(_) => return warn!("timeout of unmounting segments; the session will expire"),
             }
         }
-        info!(session = conversation.session.0, "segments unmounted");
+        info!(session = state.session.0, "segments unmounted");
     }
 
-    /// One stream of the session, until it ends.
-    async fn converse(&mut self, client: &mut Client) -> End {
-        let (to_master, messages) = mpsc::channel(ON_THE_WAY_MAX);
-        if let Some(conversation) = &mut self.conversation {
-            conversation.outgoing.rewind();
+    /// Runs one stream of the session until it ends.
+    async fn run_stream(&mut self, client: &mut Client) -> StreamEnd {
+        let (to_master, messages) = mpsc::channel(SEND_QUEUE_MAX);
+        if let Some(state) = &mut self.state {
+            state.outbox.rewind();
         }
-        self.beat();
+        self.send_heartbeat();
         let call = client.session(ReceiverStream::new(messages));
-        // The master may want to hear something before it answers.
+        // The master may wait for a message before it responds.
         if let Some(first) = self.next_message() {
             let _ = to_master.try_send(first);
         }
         let mut from_master = match self.call(call).await {
             Ok(stream) => stream,
-            Err(Cut::Stop) => return End::Stop,
-            Err(Cut::Failed(failure)) => return ended(failure),
+            Err(Interrupted::Stop) => return StreamEnd::Stop,
+            Err(Interrupted::Failed(error)) => return ended(error),
         };
-        self.parts.counters.stream();
-        let ttl = self.conversation.as_ref().map_or(CALL_MAX, |c| c.beats.ttl());
-        let mut clock = tokio::time::interval(beat_interval(ttl));
+        self.components.counters.stream();
+        let ttl = self.state.as_ref().map_or(CALL_TIMEOUT, |c| c.heartbeats.ttl());
+        let mut clock = tokio::time::interval(heartbeat_interval(ttl));
         clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         clock.reset();
         let mut stop = self.stop.clone();
-        let mut wanted = self.wanted.clone();
-        // Counted from the beginning, whatever else happens on the stream meanwhile.
-        let mut patience = std::pin::pin!(tokio::time::sleep(BEHIND_PAUSE));
+        let mut hosted = self.hosted.clone();
+        // Measured from the start of the stream, regardless of other events.
+        let mut stale_master_delay = std::pin::pin!(tokio::time::sleep(STALE_MASTER_DELAY));
         loop {
             self.report_next().await;
-            if let (Some(disk), Some(conversation)) = (&self.parts.disk, &self.conversation) {
-                disk.note_unheard(conversation.session, conversation.outgoing.bytes());
+            if let (Some(disk), Some(state)) = (&self.components.disk, &self.state) {
+                disk.set_unacked_bytes(state.session, state.outbox.bytes());
             }
-            let has_next = self.conversation.as_ref().is_some_and(|c| c.outgoing.has_next());
-            let is_behind = self.is_behind();
+            let has_next = self.state.as_ref().is_some_and(|c| c.outbox.has_next());
+            let has_unmounted_groups = self.has_unmounted_groups();
             tokio::select! {
-                () = stopped(&mut stop) => return End::Stop,
-                changed = wanted.changed() => return match changed {
-                    Ok(()) => End::Remount,
-                    Err(_) => End::Lost(Failure::NotMaster),
+                () = stopped(&mut stop) => return StreamEnd::Stop,
+                changed = hosted.changed() => return match changed {
+                    Ok(()) => StreamEnd::Remount,
+                    Err(_) => StreamEnd::Lost(MasterError::NotMaster),
                 },
-                () = &mut patience, if is_behind => {
-                    self.news.look();
-                    return End::Remount;
+                () = &mut stale_master_delay, if has_unmounted_groups => {
+                    self.map_signal.request_refresh();
+                    return StreamEnd::Remount;
                 },
                 message = from_master.message() => match message {
-                    Ok(Some(message)) => if let Err(failure) = self.heard(&message) {
-                        return End::Broken(failure);
+                    Ok(Some(message)) => if let Err(error) = self.on_message(&message) {
+                        return StreamEnd::Broken(error);
                     },
-                    Ok(None) => return End::Broken(Failure::Ended),
+                    Ok(None) => return StreamEnd::Broken(MasterError::Ended),
                     Err(status) => return ended(status.into()),
                 },
                 permit = to_master.reserve(), if has_next => match permit {
                     Ok(permit) => if let Some(message) = self.next_message() {
                         permit.send(message);
                     },
-                    // The connection is gone; why, the other direction says.
-                    Err(_) => match tokio::time::timeout(CALL_MAX, from_master.message()).await {
+                    // The connection is closed; the other direction has the reason.
+                    Err(_) => match tokio::time::timeout(CALL_TIMEOUT, from_master.message()).await {
                         Ok(Err(status)) => return ended(status.into()),
-                        _ => return End::Broken(Failure::Ended),
+                        _ => return StreamEnd::Broken(MasterError::Ended),
                     },
                 },
                 event = self.events.recv() => if let Some(event) = event {
@@ -498,14 +498,14 @@ impl Driver {
                 },
                 _ = clock.tick() => {
                     let now = SystemClock.now();
-                    let Some(conversation) = &mut self.conversation else { return End::Lost(Failure::Ended) };
-                    if conversation.beats.is_lost(now) {
-                        return End::Lost(Failure::Silent);
+                    let Some(state) = &mut self.state else { return StreamEnd::Lost(MasterError::Ended) };
+                    if state.heartbeats.is_lost(now) {
+                        return StreamEnd::Lost(MasterError::NoHeartbeatAck);
                     }
-                    if conversation.beats.is_silent(now) {
-                        return End::Broken(Failure::Silent);
+                    if state.heartbeats.is_overdue(now) {
+                        return StreamEnd::Broken(MasterError::NoHeartbeatAck);
                     }
-                    self.beat();
+                    self.send_heartbeat();
                 },
             }
         }
@@ -513,124 +513,124 @@ impl Driver {
 
     fn next_message(&mut self) -> Option<v1::NodeMessage> {
         let highest_term = self.highest_term;
-        self.conversation.as_mut()?.outgoing.next(highest_term)
+        self.state.as_mut()?.outbox.next(highest_term)
     }
 
-    /// A message of the master.
-    fn heard(&mut self, message: &v1::MasterMessage) -> Result<(), Failure> {
-        let Some(conversation) = &mut self.conversation else { return Ok(()) };
-        let message = MasterMessage::from_wire(message).map_err(Failure::Message)?;
-        if message.session != conversation.session {
-            return Err(Failure::OtherSession);
+    /// Handles a message of the master.
+    fn on_message(&mut self, message: &v1::MasterMessage) -> Result<(), MasterError> {
+        let Some(state) = &mut self.state else { return Ok(()) };
+        let message = MasterMessage::from_wire(message).map_err(MasterError::Message)?;
+        if message.session != state.session {
+            return Err(MasterError::OtherSession);
         }
         self.highest_term = self.highest_term.max(message.term);
-        self.news.version(message.map_version);
-        conversation.outgoing.acked(message.acked_sequence);
+        self.map_signal.version(message.map_version);
+        state.outbox.acked(message.acked_sequence);
         match message.body {
-            MasterBody::Orders(orders) if orders.is_empty() => {}
-            MasterBody::Orders(orders) => {
-                let (session, orders) = (conversation.session, orders.iter().collect());
-                let _ = self.parts.work.send(Work::Orders { session, orders });
+            MasterMessageBody::Commands(commands) if commands.is_empty() => {}
+            MasterMessageBody::Commands(commands) => {
+                let (session, commands) = (state.session, commands.iter().collect());
+                let _ = self.components.tasks.send(ExecutorTask::Commands { session, commands });
             }
-            MasterBody::HeartbeatAck { beat, ttl_ms } => {
-                conversation.beats.acked(beat, Duration::from_millis(ttl_ms.into()));
+            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms } => {
+                state.heartbeats.acked(heartbeat_id, Duration::from_millis(ttl_ms.into()));
             }
         }
-        let acknowledged = conversation.outgoing.acknowledged();
-        if conversation.complete.is_some_and(|complete| complete <= acknowledged) {
+        let acknowledged = state.outbox.acknowledged();
+        if state.complete.is_some_and(|complete| complete <= acknowledged) {
             self.backoff.reset();
-            // All masters have, if this one was the last of them.
-            let late = moontide_types::planted("old-answer-taken-for-new");
-            let heard = if late { SystemClock.now() } else { conversation.beats.heard() };
-            if let Some(at) = self.lines.good(&self.line, heard, &conversation.mounted) {
-                self.parts.keeper.good(at);
-                if !self.parts.status.is_mounted() {
-                    info!(session = conversation.session.0, "the masters know of everything");
+            // If this was the last one, all masters are synced.
+            let skip = moontide_rt::mutation_enabled("old-answer-taken-for-new");
+            let sent = if skip { SystemClock.now() } else { state.heartbeats.last_acked() };
+            if let Some(at) = self.router.mark_synced(&self.route, sent, &state.mounted) {
+                self.components.index_gate.mark_synced(at);
+                if !self.components.status.is_mounted() {
+                    info!(session = state.session.0, "all masters synced");
                 }
-                self.parts.status.change(|standing| {
-                    standing.mounted = true;
-                    standing.trouble = None;
+                self.components.status.change(|status| {
+                    status.mounted = true;
+                    status.last_error = None;
                 });
             }
         }
         Ok(())
     }
 
-    /// Takes the snapshot of the next segment that is to be reported, if the master keeps up.
+    /// Takes the snapshot of the next segment to report, if the master keeps up.
     async fn report_next(&mut self) {
-        let Some(conversation) = &mut self.conversation else { return };
-        if let Some((segment, first)) = conversation.reports.next_due() {
-            if conversation.outgoing.bytes() >= UNACKED_BYTES_MAX {
+        let Some(state) = &mut self.state else { return };
+        if let Some((segment, first)) = state.reports.next_due() {
+            if state.outbox.bytes() >= UNACKED_BYTES_MAX {
                 return;
             }
-            let memory = Arc::clone(&self.parts.memory);
+            let memory = Arc::clone(&self.components.memory);
             let taken = tokio::task::spawn_blocking(move || snapshot::take(&memory, segment, first)).await;
             let (snapshot, unreadable) = match taken {
                 Ok(Some(taken)) => taken,
-                Ok(None) | Err(_) => return warn!(segment = segment.0, "no snapshot of a segment"),
+                Ok(None) | Err(_) => return warn!(segment = segment.0, "no snapshot of segment"),
             };
             let first = first.min(snapshot.records);
             info!(segment = segment.0, records = snapshot.records - first, "segment reported");
-            self.parts.counters.reported(snapshot.records - first);
-            for body in conversation.reports.snapshot(snapshot) {
-                conversation.outgoing.push(body);
+            self.components.counters.reported(snapshot.records - first);
+            for body in state.reports.snapshot(snapshot) {
+                state.outbox.push(body);
             }
             if !unreadable.is_empty() {
                 warn!(
                     segment = segment.0,
                     records = unreadable.len(),
-                    "records without a readable key were killed"
+                    "killed records without a readable key"
                 );
-                self.parts.counters.unreadable(unreadable.len() as u64);
-                self.parts.owner.gave_up(&unreadable);
+                self.components.counters.unreadable(unreadable.len() as u64);
+                self.components.owner.abandon(&unreadable);
             }
         }
-        let wanted = self.wanted.borrow();
-        let all_mounted = behind(self.facts.groups, &wanted, &conversation.mounted).0.is_empty();
-        if conversation.complete.is_none() && conversation.reports.is_complete() && all_mounted {
-            conversation.complete = Some(conversation.outgoing.last());
+        let hosted = self.hosted.borrow();
+        let all_mounted = mount_diff(self.descriptor.groups, &hosted, &state.mounted).0.is_empty();
+        if state.complete.is_none() && state.reports.is_complete() && all_mounted {
+            state.complete = Some(state.outbox.last());
         }
     }
 
-    /// Says that the node lives, and how it is.
-    fn beat(&mut self) {
-        let Some(conversation) = &mut self.conversation else { return };
-        let Some(beat) = conversation.beats.beat(SystemClock.now()) else { return };
-        let memory = &self.parts.memory;
-        // Reads are counted once, whichever groups they were of.
-        let reads = if self.lines.is_first(&self.line) {
-            calls::since(self.parts.reads(), &conversation.reads_before)
+    /// Queues a heartbeat with the state of the node.
+    fn send_heartbeat(&mut self) {
+        let Some(state) = &mut self.state else { return };
+        let Some(heartbeat_id) = state.heartbeats.heartbeat(SystemClock.now()) else { return };
+        let memory = &self.components.memory;
+        // Reads are counted once, for whichever group: only the default route sends them.
+        let reads = if self.router.is_default_route(&self.route) {
+            calls::since(self.components.reads(), &state.reads_before)
         } else {
-            conversation.reads_before = self.parts.reads();
+            state.reads_before = self.components.reads();
             v1::ReadCounters::default()
         };
-        let touched = memory.take_touched().bitmaps(memory.generation(), beat);
-        let own = |side: &&Side| {
-            let group = self.lines.group_of(side.segment().shape().segment);
-            group.is_some_and(|group| conversation.mounted.contains_key(&group))
+        let touched = memory.take_touched().bitmaps(memory.generation(), heartbeat_id);
+        let own = |node_segment: &&NodeSegment| {
+            let group = self.router.group_of(node_segment.segment().shape().segment);
+            group.is_some_and(|group| state.mounted.contains_key(&group))
         };
         let heartbeat = v1::Heartbeat {
-            beat,
+            heartbeat_id,
             reads: Some(reads),
-            touched: self.lines.sort_touched(&set_of(self.facts.groups, &conversation.mounted), touched),
+            touched: self.router.route_touched(&set_of(self.descriptor.groups, &state.mounted), touched),
             segments: memory
-                .sides()
+                .segments()
                 .iter()
                 .filter(own)
-                .take(moontide_types::bounds::BATCH_KEYS_MAX)
+                .take(moontide_types::limits::BATCH_KEYS_MAX)
                 .map(calls::segment_status)
                 .collect(),
-            disk: self.parts.disk.as_ref().map(|disk| disk.status()),
+            disk: self.components.disk.as_ref().map(|disk| disk.status()),
             pressure: Some(v1::Pressure {
-                staging_permille: self.parts.disk.as_ref().map_or(0, |disk| disk.staging_permille()),
+                staging_permille: self.components.disk.as_ref().map_or(0, |disk| disk.staging_permille()),
                 ..Default::default()
             }),
         };
-        conversation.outgoing.push(Body::Heartbeat(heartbeat));
+        state.outbox.push(Body::Heartbeat(heartbeat));
     }
 
-    /// An event, and all that are there with it.
-    fn take_events(&mut self, first: Event) {
+    /// Processes an event and all others that are queued.
+    fn take_events(&mut self, first: NodeEvent) {
         let mut next = Some(first);
         let mut changes = Vec::new();
         for _ in 0..EVENTS_MAX {
@@ -641,69 +641,74 @@ impl Driver {
         if let Some(event) = next {
             self.take_event(event, &mut changes);
         }
-        let Some(conversation) = &mut self.conversation else { return };
-        for body in conversation.reports.changes(changes) {
-            self.parts.counters.changes(1);
-            conversation.outgoing.push(body);
+        let Some(state) = &mut self.state else { return };
+        for body in state.reports.changes(changes) {
+            self.components.counters.changes(1);
+            state.outbox.push(body);
         }
     }
 
-    fn take_event(&mut self, event: Event, changes: &mut Vec<Change>) {
-        let Some(conversation) = &mut self.conversation else { return };
+    fn take_event(&mut self, event: NodeEvent, changes: &mut Vec<SlotChange>) {
+        let Some(state) = &mut self.state else { return };
         match event {
-            Event::Change(change) => changes.push(change),
-            Event::Results { session, results } if session == conversation.session => {
-                let results: PackedBuilder<OrderResult> = results.into_iter().collect();
-                let results = v1::OrderResults { results: results.finish().into() };
-                conversation.outgoing.push(Body::OrderResults(results));
+            NodeEvent::Change(change) => changes.push(change),
+            NodeEvent::Results { session, results } if session == state.session => {
+                let results: PackedBuilder<CommandResult> = results.into_iter().collect();
+                let results = v1::CommandResults { results: results.finish().into() };
+                state.outbox.push(Body::CommandResults(results));
             }
-            Event::Results { .. } => {} // of a session that is over
-            Event::Report(segment) => {
-                conversation.reports.again(segment);
-                conversation.complete = None;
+            NodeEvent::Results { .. } => {} // of an ended session
+            NodeEvent::Report(segment) => {
+                state.reports.restart(segment);
+                state.complete = None;
             }
-            Event::Offloaded { session, notice } if session == conversation.session => {
-                conversation.outgoing.push(Body::Offloaded(notice));
+            NodeEvent::Offloaded { session, notice } if session == state.session => {
+                state.outbox.push(Body::Offloaded(notice));
             }
-            Event::DiskEvicted { session, evicted } if session == conversation.session => {
-                conversation.outgoing.push(Body::DiskEvicted(evicted));
+            NodeEvent::DiskEvicted { session, evicted } if session == state.session => {
+                state.outbox.push(Body::DiskEvicted(evicted));
             }
-            Event::Offloaded { .. } | Event::DiskEvicted { .. } => {} // as above
+            NodeEvent::Offloaded { .. } | NodeEvent::DiskEvicted { .. } => {} // of an ended session
         }
     }
 
-    /// A connection to the master.
-    async fn reach(&mut self) -> Result<Client, Cut> {
-        let (master, facts) = (Arc::clone(&self.master), Arc::clone(&self.facts));
-        let client = self.limited(calls::reach(&master, &facts), 2 * CALL_MAX).await??;
+    /// Connects to the master.
+    async fn connect(&mut self) -> Result<Client, Interrupted> {
+        let (master, descriptor) = (Arc::clone(&self.master), Arc::clone(&self.descriptor));
+        let client =
+            self.with_timeout(calls::connect_and_verify(&master, &descriptor), 2 * CALL_TIMEOUT).await??;
         Ok(client)
     }
 
-    /// A call to the master, while events are taken.
+    /// Calls the master, and processes events meanwhile.
     async fn call<T>(
         &mut self,
         call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
-    ) -> Result<T, Cut> {
-        let answer = self.limited(call, CALL_MAX).await?;
-        Ok(answer.map_err(Failure::from)?.into_inner())
+    ) -> Result<T, Interrupted> {
+        let response = self.with_timeout(call, CALL_TIMEOUT).await?;
+        Ok(response.map_err(MasterError::from)?.into_inner())
     }
 
-    async fn pause(&mut self) -> Result<(), Cut> {
-        let wait = self.backoff.wait();
-        self.limited(tokio::time::sleep(wait), 2 * wait).await
+    async fn pause(&mut self) -> Result<(), Interrupted> {
+        let wait = self.backoff.pause(Duration::ZERO, self.random.next_u64());
+        self.with_timeout(tokio::time::sleep(wait), 2 * wait).await
     }
 
-    /// Waits for something, for so long at most, and takes events meanwhile.
-    async fn limited<T>(&mut self, what: impl Future<Output = T>, limit: Duration) -> Result<T, Cut> {
-        let (mut stop, mut wanted) = (self.stop.clone(), self.wanted.clone());
-        let (mut what, mut over) = (std::pin::pin!(what), std::pin::pin!(tokio::time::sleep(limit)));
+    /// Waits for a future, at most for `timeout`, and processes events meanwhile.
+    async fn with_timeout<T>(
+        &mut self,
+        future: impl Future<Output = T>,
+        timeout: Duration,
+    ) -> Result<T, Interrupted> {
+        let (mut stop, mut hosted) = (self.stop.clone(), self.hosted.clone());
+        let (mut future, mut timeout) = (std::pin::pin!(future), std::pin::pin!(tokio::time::sleep(timeout)));
         loop {
             tokio::select! {
                 biased;
-                () = stopped(&mut stop) => return Err(Cut::Stop),
-                () = orphaned(&mut wanted) => return Err(Cut::Stop),
-                done = &mut what => return Ok(done),
-                () = &mut over => return Err(Cut::Failed(Failure::Slow)),
+                () = stopped(&mut stop) => return Err(Interrupted::Stop),
+                () = groups_withdrawn(&mut hosted) => return Err(Interrupted::Stop),
+                done = &mut future => return Ok(done),
+                () = &mut timeout => return Err(Interrupted::Failed(MasterError::Timeout)),
                 event = self.events.recv() => if let Some(event) = event {
                     self.take_events(event);
                 },
@@ -712,24 +717,24 @@ impl Driver {
     }
 }
 
-/// Until the node stops; that whoever would say so is gone means the same.
+/// Waits until the node stops. A dropped sender means the same.
 async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|&stop| stop).await;
 }
 
-/// Until nobody says any more which groups the master hosts: it hosts none.
-async fn orphaned(wanted: &mut watch::Receiver<Hosted>) {
-    while wanted.changed().await.is_ok() {}
+/// Waits until the sender of the hosted groups is dropped: the master hosts none.
+async fn groups_withdrawn(hosted: &mut watch::Receiver<HostedGroups>) {
+    while hosted.changed().await.is_ok() {}
 }
 
-/// What a stream's end means for its session.
-fn ended(failure: Failure) -> End {
-    let code = match &failure {
-        Failure::Status(status) => code_of(status),
+/// Returns the effect of a stream's end on its session.
+fn ended(error: MasterError) -> StreamEnd {
+    let code = match &error {
+        MasterError::Status(status) => code_of(status),
         _ => None,
     };
     match code {
-        // Too old, not its master, or it cannot be understood: saying it again changes nothing.
+        // Stale, wrong master, or an invalid message: sending it again does not help.
         Some(
             ErrorCode::StaleSession
             | ErrorCode::WrongMaster
@@ -737,7 +742,7 @@ fn ended(failure: Failure) -> End {
             | ErrorCode::InvalidArgument
             | ErrorCode::TooLarge
             | ErrorCode::Unsupported,
-        ) => End::Lost(failure),
-        _ => End::Broken(failure),
+        ) => StreamEnd::Lost(error),
+        _ => StreamEnd::Broken(error),
     }
 }

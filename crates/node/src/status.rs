@@ -1,49 +1,49 @@
-//! [`Status`]: how the node stands with its master, for those who wait for it or ask.
+//! [`Status`]: the node's state with its masters, for waiters and for the admin endpoints.
 
 use std::time::{Duration, Instant};
 
 use moontide_types::{SessionId, Term};
 use parking_lot::{Condvar, Mutex};
 
-/// How it stands.
+/// State of the node's registration with its masters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Standing {
-    /// Whether a master knows of all segments and of all that is in them.
+pub(crate) struct MasterStatus {
+    /// Whether the masters have mounted all segments and acknowledged their complete reports.
     pub(crate) mounted: bool,
     pub(crate) session: Option<SessionId>,
     pub(crate) term: Term,
-    /// Why the last attempt to reach the master failed; none if it did not.
-    pub(crate) trouble: Option<String>,
+    /// Error of the last attempt to reach a master; `None` if it succeeded.
+    pub(crate) last_error: Option<String>,
 }
 
-/// The same, shared.
+/// Shared [`MasterStatus`] with notification of changes.
 #[derive(Debug, Default)]
 pub(crate) struct Status {
-    standing: Mutex<Standing>,
+    status: Mutex<MasterStatus>,
     changed: Condvar,
 }
 
 impl Status {
-    pub(crate) fn change(&self, change: impl FnOnce(&mut Standing)) {
-        change(&mut self.standing.lock());
+    pub(crate) fn change(&self, change: impl FnOnce(&mut MasterStatus)) {
+        change(&mut self.status.lock());
         self.changed.notify_all();
     }
 
-    pub(crate) fn get(&self) -> Standing {
-        self.standing.lock().clone()
+    pub(crate) fn get(&self) -> MasterStatus {
+        self.status.lock().clone()
     }
 
     pub(crate) fn is_mounted(&self) -> bool {
-        self.standing.lock().mounted
+        self.status.lock().mounted
     }
 
-    /// Whether it is mounted, now or within `timeout`.
+    /// Waits until the node is mounted. Returns `false` after `timeout`.
     pub(crate) fn wait_until_mounted(&self, timeout: Duration) -> bool {
         let end = Instant::now() + timeout;
-        let mut standing = self.standing.lock();
-        while !standing.mounted {
-            if self.changed.wait_until(&mut standing, end).timed_out() {
-                return standing.mounted;
+        let mut status = self.status.lock();
+        while !status.mounted {
+            if self.changed.wait_until(&mut status, end).timed_out() {
+                return status.mounted;
             }
         }
         true

@@ -1,5 +1,5 @@
-//! Many small objects: batches through the node, and a report of several chunks per segment after the master was
-//! restarted.
+//! Many small objects: batches through the node, and a report of several chunks per segment after a restart of the
+//! master.
 
 mod support;
 
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{Node, NodeConfig};
 use moontide_proto::convert::{SlotOutcomes, Wire};
-use moontide_proto::limits::HANDLES_PER_ANSWER_MAX;
+use moontide_proto::limits::HANDLES_PER_RESPONSE_MAX;
 use moontide_proto::{
     CommitEntry, CommitFlags, FrameKind, Handle, ObjectEntry, Packed, PackedBuilder, PutEndEntry, PutEntry,
     v1,
 };
 use moontide_transfer::{Link, Op, call, run};
-use moontide_types::bounds::{BATCH_KEYS_MAX, REPLICAS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX};
 use moontide_types::record::DigestContext;
 use moontide_types::{IdKey, Key, Tenant, TenantGeneration};
 use prost::Message;
@@ -38,7 +38,7 @@ fn all_ok(body: &[u8]) {
     assert!(outcomes.codes.iter().all(|code| code.is_none()));
 }
 
-/// Puts a batch the whole way.
+/// Puts a batch with all steps.
 fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
     let names = names(batch);
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -50,7 +50,7 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
         objects: objects.finish().into(),
         attributes: Default::default(),
     });
-    // All of them are on this node, so that the answer is what a Begin wants.
+    // All of them are on this node, so the response has the fields of a Begin.
     let begin = v1::BeginRequest {
         tenant: Tenant::DEFAULT.as_str().into(),
         keys: keys(&names),
@@ -58,12 +58,12 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
         handles: started.handles.clone(),
         attributes: Default::default(),
     };
-    all_ok(&call(link, FrameKind::Begin, begin.encode_to_vec(), soon()).unwrap());
+    all_ok(&call(link, FrameKind::Begin, begin.encode_to_vec(), deadline()).unwrap());
 
     let info = master.service().get_cluster_info(&v1::GetClusterInfoRequest { context: context() });
     let id_key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
     let objects = Packed::<ObjectEntry>::decode(&started.objects, BATCH_KEYS_MAX).unwrap();
-    let handles = Packed::<Handle>::decode(&started.handles, HANDLES_PER_ANSWER_MAX).unwrap();
+    let handles = Packed::<Handle>::decode(&started.handles, HANDLES_PER_RESPONSE_MAX).unwrap();
     let payloads: Vec<Vec<u8>> = names.iter().map(|name| bytes_of(name)).collect();
     let mut ops = Vec::new();
     let (mut commits, mut ends) = (PackedBuilder::with_capacity(BATCH), PackedBuilder::with_capacity(BATCH));
@@ -91,14 +91,14 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
             root,
             outcomes: [None; REPLICAS_MAX],
             replica_count: 1,
-            form: 0,
+            format: 0,
             stripe_count: 1,
         });
     }
-    run(link, &mut ops, soon()).unwrap();
+    run(link, &mut ops, deadline()).unwrap();
     assert!(ops.iter().all(|op| op.outcome() == Some(Ok(()))));
     let commit = v1::CommitRequest { entries: commits.finish().into() };
-    all_ok(&call(link, FrameKind::Commit, commit.encode_to_vec(), soon()).unwrap());
+    all_ok(&call(link, FrameKind::Commit, commit.encode_to_vec(), deadline()).unwrap());
     let ended = master.service().put_end(&v1::PutEndRequest {
         context: context(),
         entries: ends.finish().into(),
@@ -110,40 +110,40 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
 fn present(master: &Server, batch: usize) -> u32 {
     let names = names(batch);
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let answer = master.service().exist(&v1::ExistRequest { context: context(), keys: keys(&names) });
-    answer.present.iter().map(|byte| byte.count_ones()).sum()
+    let response = master.service().exist(&v1::ExistRequest { context: context(), keys: keys(&names) });
+    response.present.iter().map(|byte| byte.count_ones()).sum()
 }
 
 #[test]
-fn a_report_of_many_records_comes_in_chunks() {
-    logs();
-    let folder = Folder::new();
-    let [grpc_listen, frame_listen, admin_listen] = lasting_addresses();
+fn report_of_many_records_restores_restarted_master() {
+    init_logs();
+    let dir = TempDir::new();
+    let [grpc_listen, frame_listen, admin_listen] = stable_addresses();
     let config = MasterConfig {
-        data_dir: Some(folder.0.clone()),
+        data_dir: Some(dir.0.clone()),
         grpc_listen,
         frame_listen,
         admin_listen,
-        reallocate_wait_ms: 60_000,
+        reallocation_delay_ms: 60_000,
         ..master_config()
     };
     let master = Server::start(config.clone()).unwrap();
-    let node_config = NodeConfig { slot_bytes: 1024, ..node_config(grpc_listen) };
+    let node_config = NodeConfig { bytes_per_slot: 1024, ..node_config(grpc_listen) };
     let node = Node::start(node_config).unwrap();
     let (tcp, shm) = (tcp(&node), shm(&node));
-    let begun = Instant::now();
+    let started = Instant::now();
     for batch in 0..BATCHES {
         put_batch(&master, if batch % 2 == 0 { &*tcp } else { &*shm }, batch);
     }
-    println!("{} puts in {:?}", BATCH * BATCHES, begun.elapsed());
+    println!("{} puts in {:?}", BATCH * BATCHES, started.elapsed());
     drop(master);
     let master = Server::start(config).unwrap();
-    let begun = Instant::now();
-    eventually("everything is there again", || {
+    let started = Instant::now();
+    eventually("all objects are present again", || {
         (0..BATCHES).all(|batch| present(&master, batch) == BATCH as u32)
     });
-    println!("reported within {:?}", begun.elapsed());
-    assert!(begun.elapsed() < Duration::from_secs(20));
+    println!("reported within {:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(20));
     assert_eq!(metric(&node, "reported_records_total"), (BATCH * BATCHES) as u64);
     let client = Client::new(&master);
     for batch in 0..BATCHES {

@@ -1,4 +1,4 @@
-//! A node with a real master: mounting, puts and gets over the wire, removal, the pages, and the end.
+//! A node with a real master: mount, puts and gets over the wire, removal, admin endpoints, and shutdown.
 
 mod support;
 
@@ -15,12 +15,14 @@ fn now() -> MonoTime {
 }
 
 #[test]
-fn it_registers_and_gives_every_group_a_segment() {
-    logs();
+fn node_registers_with_segment_for_every_group() {
+    init_logs();
     let master = master();
     let node = node(&master);
-    assert!(node.wait_until_mounted(SOON));
+    assert!(node.wait_until_mounted(TIMEOUT));
+    assert_eq!(json(&node, "/health")["node"], node.id().to_string());
     let segments = json(&node, "/segments");
+    assert_eq!(segments["node"], node.id().to_string());
     let mut groups: Vec<u64> =
         segments["segments"].as_array().unwrap().iter().map(|s| s["group"].as_u64().unwrap()).collect();
     groups.sort_unstable();
@@ -30,13 +32,13 @@ fn it_registers_and_gives_every_group_a_segment() {
     assert_eq!(nodes[0].node, node.id());
     let engines: Vec<&str> = nodes[0].addresses.iter().map(|(engine, _)| &**engine).collect();
     assert_eq!(engines, ["tcp", "shm"]);
-    assert_eq!(metric(&node, "session_mounted"), 1);
-    assert_eq!(metric(&node, "index_open"), 1);
+    assert_eq!(metric(&node, "synced"), 1);
+    assert_eq!(metric(&node, "local_index_open"), 1);
 }
 
 #[test]
-fn objects_are_put_and_got_over_both_ways() {
-    logs();
+fn put_get_round_trips_over_tcp_and_shm() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -50,7 +52,7 @@ fn objects_are_put_and_got_over_both_ways() {
             assert!(client.get(&**link, &by_tcp).unwrap() == bytes, "{by_tcp}");
             assert!(client.get(&**link, &by_shm).unwrap() == bytes, "{by_shm}");
         }
-        // In place, without a master.
+        // Zero-copy, without a master.
         let mut reader = SharedReader::new(shm.local().unwrap().clone()).unwrap();
         match reader.get(&client.id(&by_tcp), now()) {
             SharedLookup::Hit(guard) => assert!(guard.bytes() == bytes),
@@ -65,8 +67,8 @@ fn objects_are_put_and_got_over_both_ways() {
 }
 
 #[test]
-fn what_is_removed_is_free_when_its_last_reader_lets_go() {
-    logs();
+fn removed_object_is_freed_when_last_reader_releases_it() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -85,13 +87,13 @@ fn what_is_removed_is_free_when_its_last_reader_lets_go() {
     assert!(matches!(reader.get(&client.id("held"), now()), SharedLookup::Miss));
     // Long enough for many reclaims.
     std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(free_bytes(&node), (free_with, all), "the guard keeps it");
+    assert_eq!(free_bytes(&node), (free_with, all), "the guard holds it");
     assert!(guard.bytes() == bytes);
     assert!(metric(&node, "memory_draining_bytes") > 0);
     drop(guard);
     eventually("the space is free", || free_bytes(&node) == (all, all));
-    eventually("all orders are answered", || metric(&node, "orders_outstanding") == 0);
-    // And the master gives it out again: more than the rest of the memory would hold.
+    eventually("no command is pending", || metric(&node, "commands_pending") == 0);
+    // The master allocates the space again: these are more bytes than the rest of the memory holds.
     for n in 0..70 {
         let name = format!("again-{n}");
         client.put(&*shm, &name, &bytes);
@@ -100,8 +102,8 @@ fn what_is_removed_is_free_when_its_last_reader_lets_go() {
 }
 
 #[test]
-fn sums_of_the_metrics_hold_while_things_change() {
-    logs();
+fn memory_and_command_metrics_sum_to_their_totals() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -114,13 +116,13 @@ fn sums_of_the_metrics_hold_while_things_change() {
         };
         let parts =
             ["live", "writing", "draining", "free"].map(|part| value(&format!("memory_{part}_bytes")));
-        assert_eq!(parts.iter().sum::<u64>(), value("memory_all_bytes"), "{parts:?}");
-        let answered =
-            ["done", "accepted", "refused", "void"].map(|how| value(&format!("orders_{how}_total")));
-        let sum = answered.iter().sum::<u64>() + value("orders_outstanding");
-        assert_eq!(sum, value("orders_received_total"), "{answered:?}");
+        assert_eq!(parts.iter().sum::<u64>(), value("memory_capacity_bytes"), "{parts:?}");
+        let replied =
+            ["done", "accepted", "refused", "cancelled"].map(|how| value(&format!("commands_{how}_total")));
+        let sum = replied.iter().sum::<u64>() + value("commands_pending");
+        assert_eq!(sum, value("commands_received_total"), "{replied:?}");
         assert!(page.contains("moontide_transfer_served_bytes_total"));
-        value("orders_received_total")
+        value("commands_received_total")
     };
     check();
     for n in 0..20 {
@@ -136,8 +138,8 @@ fn sums_of_the_metrics_hold_while_things_change() {
 }
 
 #[test]
-fn reads_are_told_to_the_master() {
-    logs();
+fn shm_reads_are_reported_to_master() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -148,15 +150,15 @@ fn reads_are_told_to_the_master() {
     for _ in 0..3 {
         assert!(matches!(reader.get(&client.id("key"), now()), SharedLookup::Hit(_)));
     }
-    eventually("the master knows of reads in place", || {
+    eventually("the master counts the zero-copy reads", || {
         let reads = master.service().stats().reads;
         reads.memory_hits == before.memory_hits + 3 && reads.bytes >= before.bytes + 3000
     });
 }
 
 #[test]
-fn a_put_that_is_given_up_is_free_at_once() {
-    logs();
+fn aborted_put_frees_space_and_key_before_reservation_timeout() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -168,21 +170,21 @@ fn a_put_that_is_given_up_is_free_at_once() {
     assert!(matches!(client.put_start_as_other("aborted", 10), Err(ErrorCode::InProgress)));
     assert_eq!(commit(&*link, &reserved, 0, CommitFlags::ABORT), None);
     eventually("the space is free", || free_bytes(&node) == (all, all));
-    // The master heard of it: the key can be put again at once, long before the reservation would end.
+    // The node reports the abort: the key can be put again at once, long before the reservation expires.
     eventually("the key is free", || match client.put_start_as_other("aborted", 100_000) {
         Ok(_) => true,
         Err(ErrorCode::InProgress) => false,
         Err(other) => panic!("{other}"),
     });
-    // A complete object is not given up by whoever knows its slot.
+    // A complete object cannot be aborted, even with its slot and epoch.
     let whole = client.put(&*link, "whole", b"bytes");
     assert_eq!(commit(&*link, &whole, 0, CommitFlags::ABORT), Some(ErrorCode::AlreadyExists));
     assert!(client.get(&*link, "whole").unwrap() == b"bytes");
 }
 
 #[test]
-fn what_a_dead_writer_left_is_free_at_once() {
-    logs();
+fn put_of_dead_writer_is_freed_and_cannot_begin_again() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -191,15 +193,15 @@ fn what_a_dead_writer_left_is_free_at_once() {
     let reserved = client.put_start_soon("orphan", 100_000);
     assert_eq!(begin(&*link, &reserved), None);
     let handle = &reserved.handles[0];
-    node.owner().abandoned(&[(handle.segment, handle.slot, reserved.object.epoch)]);
+    node.owner().on_client_exit(&[(handle.segment, handle.slot, reserved.object.epoch)]);
     eventually("the space is free", || free_bytes(&node) == (all, all));
-    assert_eq!(begin(&*link, &reserved), Some(ErrorCode::StaleEpoch), "it is not begun again");
+    assert_eq!(begin(&*link, &reserved), Some(ErrorCode::StaleEpoch), "it cannot begin again");
     eventually("the key can be put again", || client.put_start_as_other("orphan", 100_000).is_ok());
 }
 
 #[test]
-fn begins_that_name_another_life_of_the_segment_are_refused() {
-    logs();
+fn begin_with_wrong_generation_segment_or_term_is_refused() {
+    init_logs();
     let master = master();
     let node = node(&master);
     let client = Client::new(&master);
@@ -216,21 +218,21 @@ fn begins_that_name_another_life_of_the_segment_are_refused() {
     assert_eq!(begin(&*link, &reserved), Some(ErrorCode::StaleTerm));
     reserved.handles[0] = right;
     assert_eq!(begin(&*link, &reserved), None);
-    assert_eq!(begin(&*link, &reserved), None, "twice is harmless");
+    assert_eq!(begin(&*link, &reserved), None, "idempotent");
 }
 
 #[test]
-fn a_node_without_a_master_says_what_to_do() {
-    logs();
-    // A port that is nobody's, and one at which somebody listens who never answers.
-    let deaf = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let addresses = ["127.0.0.1:1".parse().unwrap(), deaf.local_addr().unwrap()];
+fn start_without_master_fails_with_advice() {
+    init_logs();
+    // A port without a listener, and a listener that never responds.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addresses = ["127.0.0.1:1".parse().unwrap(), silent.local_addr().unwrap()];
     std::thread::scope(|scope| {
         for address in addresses {
             scope.spawn(move || {
-                let begun = Instant::now();
+                let started = Instant::now();
                 let error = Node::start(node_config(address)).unwrap_err();
-                assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+                assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
                 assert!(matches!(error, StartError::Master { .. }), "{error}");
                 let text = error.to_string();
                 assert!(text.contains(&address.to_string()) && text.contains("moontide master"), "{text}");
@@ -240,8 +242,8 @@ fn a_node_without_a_master_says_what_to_do() {
 }
 
 #[test]
-fn an_address_that_is_taken_is_named() {
-    logs();
+fn start_with_unusable_address_names_the_setting() {
+    init_logs();
     let master = master();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
@@ -253,31 +255,33 @@ fn an_address_that_is_taken_is_named() {
         matches!(error, StartError::Admin { .. }) && error.to_string().contains("`admin_listen`"),
         "{error}"
     );
-    let door = Some("/nowhere/at/all.sock".into());
-    let error = Node::start(NodeConfig { door, ..config() }).unwrap_err();
-    assert!(matches!(error, StartError::Host(_)) && error.to_string().contains("`door`"), "{error}");
+    let socket = Some("/nowhere/at/all.sock".into());
+    let error = Node::start(NodeConfig { shm_socket: socket, ..config() }).unwrap_err();
+    assert!(matches!(error, StartError::Shm(_)) && error.to_string().contains("`shm_socket`"), "{error}");
     assert!(master.service().nodes().is_empty());
 }
 
 #[test]
-fn nodes_of_one_host_have_doors_of_their_own() {
-    logs();
+fn nodes_on_one_host_have_separate_shm_sockets() {
+    init_logs();
     let master = master();
-    let config = || NodeConfig { door: None, memory_bytes: 8 << 20, ..node_config(master.addresses().grpc) };
+    let config =
+        || NodeConfig { shm_socket: None, memory_bytes: 8 << 20, ..node_config(master.addresses().grpc) };
     let nodes = [Node::start(config()).unwrap(), Node::start(config()).unwrap()];
     for node in &nodes {
-        let door = node.addresses().door.clone().unwrap();
-        assert!(door.to_str().unwrap().ends_with(&format!("moontide-{:016x}.sock", node.id().0)), "{door:?}");
+        let socket = node.addresses().shm_socket.clone().unwrap();
+        let name = format!("moontide-{:016x}.sock", node.id().0);
+        assert!(socket.to_str().unwrap().ends_with(&name), "{socket:?}");
         assert_eq!(shm(node).node(), node.id());
     }
-    let closed = Node::start(NodeConfig { local: false, ..config() }).unwrap();
-    assert_eq!(closed.addresses().door, None);
+    let closed = Node::start(NodeConfig { shm: false, ..config() }).unwrap();
+    assert_eq!(closed.addresses().shm_socket, None);
     assert_eq!(master.service().nodes().len(), 3);
 }
 
 #[test]
-fn too_little_memory_for_the_groups_says_what_to_do() {
-    logs();
+fn start_with_too_little_memory_fails_with_advice() {
+    init_logs();
     let master = master();
     let config = NodeConfig { memory_bytes: 3 << 20, ..node_config(master.addresses().grpc) };
     let error = Node::start(config).unwrap_err();
@@ -285,30 +289,30 @@ fn too_little_memory_for_the_groups_says_what_to_do() {
 }
 
 #[test]
-fn a_shutdown_is_bounded_and_the_master_forgets_the_node() {
-    logs();
+fn shutdown_is_bounded_and_unregisters_node() {
+    init_logs();
     let master = master();
     let config = NodeConfig {
-        drain: Duration::from_millis(300),
-        node: Some(NodeId(5)),
+        drain_timeout: Duration::from_millis(300),
+        node_id: Some(NodeId(5)),
         ..node_config(master.addresses().grpc)
     };
-    let door = config.door.clone().unwrap();
+    let socket = config.shm_socket.clone().unwrap();
     let node = Node::start(config).unwrap();
     assert_eq!(node.id(), NodeId(5));
     let client = Client::new(&master);
     let (shm, tcp) = (shm(&node), tcp(&node));
     client.put(&*shm, "key", &content(1, 100_000));
     assert!(client.get(&*tcp, "key").is_ok());
-    // A reader that never lets go.
+    // A reader that never releases its guard.
     let mut reader = SharedReader::new(shm.local().unwrap().clone()).unwrap();
     let SharedLookup::Hit(guard) = reader.get(&client.id("key"), now()) else { panic!("it was put") };
-    let begun = Instant::now();
+    let started = Instant::now();
     node.shutdown();
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    assert!(!door.exists());
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+    assert!(!socket.exists());
     assert!(matches!(reader.get(&client.id("key"), now()), SharedLookup::Closed), "the index is closed");
-    assert!(guard.bytes() == content(1, 100_000), "the memory stays for those who hold it");
+    assert!(guard.bytes() == content(1, 100_000), "the memory stays mapped for holders of guards");
     assert!(client.put_start("other", 10).is_err(), "no segment is left");
     assert!(!client.exists("key"));
 }

@@ -1,5 +1,5 @@
-//! [`Capability`]: proof that the master granted access to one slot in one epoch. Made with a key that master and nodes
-//! share; everybody else carries it around.
+//! [`Capability`]: proof that the master granted access to one slot in one epoch. Masters and nodes share the key;
+//! clients only pass capabilities on.
 //!
 //! ```text
 //!   capability = first 16 bytes of keyed BLAKE3 over
@@ -9,14 +9,13 @@
 use moontide_types::{Epoch, Generation, ObjectId, SegmentId, SlotId, Term};
 
 use crate::layout::FieldValue;
-use crate::ops::{OpKind, TransferOp};
 
-/// Proof that the master granted access to one slot in one epoch. Made by the master, checked by the node.
+/// MAC that proves a grant of the master for one slot in one epoch. The master signs it, the node verifies it.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Capability(pub [u8; 16]);
 
 impl std::fmt::Debug for Capability {
-    /// Says only whether there is one: it must not reach a log.
+    /// Prints only whether the capability is set: its bytes must not reach a log.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(if *self == Capability::default() { "Capability(none)" } else { "Capability(..)" })
     }
@@ -24,43 +23,43 @@ impl std::fmt::Debug for Capability {
 
 impl FieldValue for Capability {
     const BYTES: usize = 16;
-    fn put(&self, out: &mut [u8]) {
-        self.0.put(out);
+    fn write_to(&self, out: &mut [u8]) {
+        self.0.write_to(out);
     }
-    fn take(bytes: &[u8]) -> Result<Self, u64> {
-        Ok(Capability(<[u8; 16]>::take(bytes)?))
+    fn read_from(bytes: &[u8]) -> Result<Self, u64> {
+        Ok(Capability(<[u8; 16]>::read_from(bytes)?))
     }
 }
 
-/// What a capability allows.
+/// Access that a capability allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Right {
-    /// Reading the record, and giving its staging slot back.
+pub enum AccessRight {
+    /// Read the record, and free its staging slot.
     Read = 1,
-    /// Writing it, until it is committed.
+    /// Write the record, until it is committed.
     Write = 2,
 }
 
-/// What a capability is about.
+/// Inputs of the MAC: the right, the slot and the version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Granted {
-    /// What is allowed.
-    pub right: Right,
-    /// The segment.
+pub struct CapabilityScope {
+    /// Access right.
+    pub right: AccessRight,
+    /// Segment of the slot.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Generation of the segment.
     pub generation: Generation,
-    /// The slot.
+    /// Slot in the segment.
     pub slot: SlotId,
-    /// The version.
+    /// Version of the object.
     pub epoch: Epoch,
-    /// The object.
+    /// Object id.
     pub id: ObjectId,
-    /// The term of the master that grants.
+    /// Term of the master that grants the access.
     pub term: Term,
 }
 
-/// A key that capabilities are made with.
+/// Secret key of the MAC, shared by masters and nodes.
 #[derive(Clone)]
 pub struct CapabilityKey([u8; 32]);
 
@@ -71,48 +70,43 @@ impl std::fmt::Debug for CapabilityKey {
 }
 
 impl CapabilityKey {
-    /// From 32 random bytes.
+    /// Creates a key from 32 random bytes.
     pub fn new(key: [u8; 32]) -> CapabilityKey {
         CapabilityKey(key)
     }
 
-    /// Makes a capability.
-    pub fn seal(&self, granted: &Granted) -> Capability {
+    /// Computes the capability for `scope`.
+    pub fn sign(&self, scope: &CapabilityScope) -> Capability {
         let mut input = [0; 52];
-        input[0] = granted.right as u8;
-        input[8..12].copy_from_slice(&granted.segment.0.to_le_bytes());
-        input[12..16].copy_from_slice(&granted.slot.0.to_le_bytes());
-        input[16..24].copy_from_slice(&granted.generation.0.to_le_bytes());
-        input[24..32].copy_from_slice(&granted.epoch.bits().to_le_bytes());
-        input[32..48].copy_from_slice(&granted.id.0);
-        input[48..52].copy_from_slice(&granted.term.get().to_le_bytes());
+        input[0] = scope.right as u8;
+        input[8..12].copy_from_slice(&scope.segment.0.to_le_bytes());
+        input[12..16].copy_from_slice(&scope.slot.0.to_le_bytes());
+        input[16..24].copy_from_slice(&scope.generation.0.to_le_bytes());
+        input[24..32].copy_from_slice(&scope.epoch.bits().to_le_bytes());
+        input[32..48].copy_from_slice(&scope.id.0);
+        input[48..52].copy_from_slice(&scope.term.get().to_le_bytes());
         let hash = blake3::keyed_hash(&self.0, &input);
-        Capability(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"))
+        Capability(*hash.as_bytes().first_chunk().expect("BLAKE3 hash has 32 bytes"))
     }
 
-    /// Whether an operation's capability was made with this key, for just that.
-    pub fn admits(&self, op: &TransferOp) -> bool {
-        let right = match op.kind {
-            OpKind::Write => Right::Write,
-            OpKind::Read | OpKind::Load | OpKind::Release => Right::Read,
-        };
-        let TransferOp { segment, generation, slot, epoch, id, term, .. } = *op;
-        let made = self.seal(&Granted { right, segment, generation, slot, epoch, id, term });
-        // In the same time wherever they differ.
-        made.0.iter().zip(op.capability.0).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
+    /// Returns whether `capability` was signed with this key for exactly this scope.
+    pub fn verify(&self, scope: &CapabilityScope, capability: Capability) -> bool {
+        let expected = self.sign(scope);
+        // Constant time: independent of the position of a difference.
+        expected.0.iter().zip(capability.0).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::OpFlags;
+    use crate::records::{OpFlags, OpKind, TransferOp};
 
     #[test]
-    fn a_capability_is_for_one_thing_only() {
+    fn capability_is_valid_only_for_its_scope() {
         let key = CapabilityKey::new([7; 32]);
-        let granted = Granted {
-            right: Right::Write,
+        let scope = CapabilityScope {
+            right: AccessRight::Write,
             segment: SegmentId(1),
             generation: Generation(2),
             slot: SlotId(3),
@@ -124,18 +118,22 @@ mod tests {
             kind: OpKind::Write,
             flags: OpFlags::NONE,
             stripe: 0,
-            segment: granted.segment,
-            generation: granted.generation,
-            slot: granted.slot,
-            term: granted.term,
-            epoch: granted.epoch,
-            id: granted.id,
+            segment: scope.segment,
+            generation: scope.generation,
+            slot: scope.slot,
+            term: scope.term,
+            epoch: scope.epoch,
+            id: scope.id,
             offset: 9,
             len: 10,
-            capability: key.seal(&granted),
+            capability: key.sign(&scope),
         };
-        assert!(key.admits(&op));
-        assert!(key.admits(&TransferOp { offset: 0, ..op }), "the range is the owner's business");
+        let verify = |key: &CapabilityKey, op: &TransferOp| key.verify(&op.capability_scope(), op.capability);
+        assert!(verify(&key, &op));
+        assert!(
+            verify(&key, &TransferOp { offset: 0, ..op }),
+            "the owner checks the range, the capability does not"
+        );
         let others = [
             TransferOp { kind: OpKind::Read, ..op },
             TransferOp { segment: SegmentId(9), ..op },
@@ -146,7 +144,7 @@ mod tests {
             TransferOp { term: Term::new(9).unwrap(), ..op },
             TransferOp { capability: Capability::default(), ..op },
         ];
-        assert!(others.iter().all(|other| !key.admits(other)));
-        assert!(!CapabilityKey::new([8; 32]).admits(&op), "another key");
+        assert!(others.iter().all(|other| !verify(&key, other)));
+        assert!(!verify(&CapabilityKey::new([8; 32]), &op), "another key");
     }
 }

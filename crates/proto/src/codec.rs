@@ -1,8 +1,8 @@
-//! [`BoundedCodec`]: gRPC messages go through the same count as bodies of frames before they are decoded.
+//! [`BoundedCodec`]: counts the elements of gRPC messages before decoding, as for the bodies of frames.
 //!
-//! `build.rs` names it as the codec of every generated client and server, so no handler can forget it. tonic's
-//! own limit (`max_decoding_message_size`, 4 MiB unless set) still comes first; servers set it to
-//! [`REQUEST_BYTES_MAX`](moontide_types::bounds::REQUEST_BYTES_MAX).
+//! `build.rs` sets it as the codec of every generated client and server, so no handler can omit it. tonic checks
+//! its own limit first (`max_decoding_message_size`, 4 MiB by default); servers set it to
+//! [`REQUEST_BYTES_MAX`](moontide_types::limits::REQUEST_BYTES_MAX).
 
 use std::marker::PhantomData;
 
@@ -15,7 +15,7 @@ use tonic_prost::ProstEncoder;
 
 use crate::convert::{self, Bounded};
 
-/// The codec of all services: prost's encoder, and a decoder that counts first.
+/// Codec of all services: prost's encoder, and a decoder that first counts elements.
 #[derive(Clone, Copy, Debug)]
 pub struct BoundedCodec<T, U>(PhantomData<(T, U)>);
 
@@ -44,7 +44,7 @@ where
     }
 }
 
-/// The decoder of [`BoundedCodec`].
+/// Decoder of [`BoundedCodec`].
 #[derive(Clone, Copy, Debug)]
 pub struct BoundedDecoder<U>(PhantomData<U>);
 
@@ -53,7 +53,7 @@ impl<U: Bounded> Decoder for BoundedDecoder<U> {
     type Error = Status;
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        // The whole message lies in one buffer: taking it out copies nothing.
+        // The whole message lies in one buffer, so `copy_to_bytes` does not copy.
         let bytes = buffer.copy_to_bytes(buffer.remaining());
         convert::decode(bytes).map(Some).map_err(|error| match error.code() {
             ErrorCode::TooLarge => Status::resource_exhausted(error.to_string()),

@@ -1,63 +1,64 @@
-//! From messages to plain structs and back, with every bound checked in one place.
+//! Conversion between messages and plain structs, with every limit checked in one place.
 //!
-//! Bytes become a message by [`decode`], which counts elements first. A message that was decoded is only known to be well-formed protobuf. [`Wire::from_wire`] makes of it a
-//! struct of `moontide_types` values, borrowed from the message where that saves a copy, or says what is
-//! wrong with it. It is total: any message converts or fails, none panics, and the allocations are a small
-//! multiple of the message. Unknown values of enums are errors, never defaults.
+//! [`decode`] converts bytes to a message and counts elements first. A decoded message is only known to be
+//! well-formed protobuf. [`Wire::from_wire`] converts it to a struct of `moontide_types` values, borrowed from the
+//! message where that saves a copy, or returns an error that names the field. It is total: it never panics, and its
+//! allocations are a small multiple of the message. Unknown enum values are errors, never defaults.
 //!
 //! Invariant: `from_wire(to_wire(x)) = x`.
 //!
-//! Reading order: [`RequestContext`] and [`ResponseContext`] in every call, the hot calls (lookup, put,
-//! remove), the node's data plane, the node session, then the operator's calls.
+//! Reading order: [`RequestContext`] and [`ResponseContext`] of every call, the hot calls (lookup, put, remove), the
+//! data plane of the node, the node session, then the calls of operators.
 
-mod answer;
+mod admin;
 mod bounded;
 mod check;
 mod context;
 mod data;
-mod departures;
+mod handoff;
+mod invalidations;
 mod lookup;
 mod nodes;
 mod objects;
-mod operator;
-mod peer;
+mod outcomes;
 mod put;
 mod report;
+mod response;
 mod session;
 
-pub use answer::{Answer, AnswerBody};
-pub use bounded::{Bounded, Repeated, check_counts, decode, encode};
-pub use context::{
-    CallerId, GroupMap, MasterEntry, Outcomes, OutcomesResponse, RequestContext, ResponseContext,
+pub use admin::{
+    ClusterInfo, DrainSegmentRequest, EvictRequest, GetClusterInfoResponse, GetJobRequest, GetJobResponse,
+    GetTenantsRequest, IdKeySecret, JobState, JobStatus, ListKeysRequest, ListSegmentsRequest, Pagination,
+    QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef,
+    SetTenantQuotaRequest,
 };
+pub use bounded::{Bounded, Repeated, check_counts, decode, encode};
+pub use context::{CallerId, GroupMap, MasterEntry, RequestContext, ResponseContext};
 pub use data::{
     AttachReply, AttachRequest, AttachedRegion, BeginRequest, CommitRequest, LoadReply, LoadRequest,
     SlotOutcomes,
 };
-pub use departures::{
-    DepartureCursor, DeparturesAnswer, GetDeparturesRequest, GetDeparturesResponse, GroupDepartures,
+pub use handoff::{HandoffGroupRequest, KnownSegment};
+pub use invalidations::{
+    GroupInvalidations, InvalidationBatch, InvalidationCursor, PollInvalidationsRequest,
+    PollInvalidationsResponse,
 };
 pub use lookup::{
     ExistRequest, ExistResponse, GetReplicaListRequest, GetReplicaListResponse, PrefetchRequest, Presence,
     RemoveRequest, Replicas, SetPinRequest, TouchRequest,
 };
-pub use nodes::{NodeDetail, NodeDetails, NodeList};
+pub use nodes::{GetNodesResponse, NodeDetail, NodeDirectory};
 pub use objects::{
-    AttributeSection, AttributeSections, ListKind, ObjectFields, ObjectList, ObjectListBuilder,
+    AttributeSection, AttributeSections, ObjectFields, ObjectList, ObjectListBuilder, ObjectListKind,
 };
-pub use operator::{
-    ClusterFacts, ClusterInfo, DrainSegmentRequest, EvictRequest, GetJobRequest, GetTenantsRequest,
-    IdKeySecret, JobProgress, JobState, JobStatus, ListKeysRequest, ListSegmentsRequest, Page,
-    QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef,
-    SetTenantQuotaRequest,
-};
-pub use peer::{Bequest, KnownSegment};
+pub use outcomes::{Outcomes, OutcomesResponse};
 pub use put::{PutConfig, PutEndRequest, PutRevokeRequest, PutStartRequest, PutStartResponse, Reservations};
 pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
+pub use response::{Response, ResponseBody};
 pub use session::{
-    Address, DiskState, DiskStatus, Heartbeat, MasterBody, MasterMessage, MountSegmentsRequest,
-    MountSegmentsResponse, NodeBody, NodeMessage, OpenSessionRequest, OpenSessionResponse, Pressure,
-    ReadCounters, SegmentGrant, SegmentGrants, SegmentSpec, SegmentState, SegmentStatus, SessionGrant,
+    Address, DiskState, DiskStatus, Heartbeat, MasterMessage, MasterMessageBody, MountResult, MountResults,
+    MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody, OpenSessionRequest,
+    OpenSessionResponse, Pressure, ReadCounters, SegmentSpec, SegmentState, SegmentStatus, SessionGrant,
     Topology, TouchBitmap, UnmountSegmentsRequest,
 };
 
@@ -68,103 +69,103 @@ use crate::packed::PackedError;
 
 /// A plain struct and the message that carries it.
 pub trait Wire<'a>: Sized {
-    /// The message.
+    /// Protobuf message.
     type Message: Bounded;
 
-    /// Checks everything and borrows what need not be copied.
+    /// Checks and converts a message; borrows from it where possible.
     fn from_wire(message: &'a Self::Message) -> Result<Self, ConvertError>;
 
-    /// The message.
+    /// Converts the struct to a message.
     fn to_wire(&self) -> Self::Message;
 }
 
-/// Why a message means nothing.
+/// Error of the conversion of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
-    /// Not a protobuf message of this kind.
-    #[error("the bytes are not such a message")]
+    /// The bytes are no protobuf message of this type.
+    #[error("bytes are no valid message of this type")]
     Malformed,
-    /// Something that must be there is not.
+    /// A required field is missing.
     #[error("{field} is missing")]
     Missing {
-        /// What.
+        /// Name of the field.
         field: &'static str,
     },
-    /// More, longer or larger than a documented bound.
+    /// A value, length or count exceeds a documented limit.
     #[error("{field} is {found}, at most {max} is allowed")]
     TooLarge {
-        /// What.
+        /// Name of the field.
         field: &'static str,
-        /// How much there is.
+        /// Value, length or count.
         found: u64,
-        /// How much there may be.
+        /// Maximum.
         max: u64,
     },
-    /// Less than makes sense.
-    #[error("{field} is {found}, at least {min} is needed")]
+    /// A value, length or count is too small.
+    #[error("{field} is {found}, at least {min} is required")]
     TooSmall {
-        /// What.
+        /// Name of the field.
         field: &'static str,
-        /// How much there is.
+        /// Value, length or count.
         found: u64,
-        /// How much there must be.
+        /// Minimum.
         min: u64,
     },
-    /// Another number of things than the rest of the message says.
-    #[error("{field}: {found} of them, {expected} are needed")]
+    /// The number of elements does not match the rest of the message.
+    #[error("{field} has {found} elements, expected {expected}")]
     Count {
-        /// What.
+        /// Name of the field.
         field: &'static str,
-        /// How many there are.
+        /// Number of elements.
         found: usize,
-        /// How many there should be.
+        /// Expected number of elements.
         expected: usize,
     },
-    /// A number that this release has no name for.
-    #[error("{field} cannot be {found}")]
+    /// An enum value is unknown to this release.
+    #[error("{field} has unknown value {found}")]
     Unknown {
-        /// What.
+        /// Name of the field.
         field: &'static str,
-        /// What stood there.
+        /// Unknown value.
         found: i64,
     },
-    /// Two parts of the message contradict each other.
+    /// Two fields of the message contradict each other.
     #[error("{field}: {rule} does not hold")]
     Relation {
-        /// What.
+        /// Name of the field.
         field: &'static str,
-        /// The rule that was broken.
+        /// Rule that does not hold.
         rule: &'static str,
     },
-    /// A packed array is not one.
+    /// A packed array is invalid.
     #[error("{field}: {source}")]
     Packed {
-        /// Which one.
+        /// Name of the field.
         field: &'static str,
-        /// Why.
+        /// Error of the array.
         source: PackedError,
     },
-    /// Attributes that cannot stand in a record.
+    /// Attributes of an object are invalid.
     #[error("{field}: {source}")]
     Attributes {
-        /// Where.
+        /// Name of the field.
         field: &'static str,
-        /// Why.
+        /// Error of the attributes.
         source: TrailerError,
     },
-    /// A key or a tenant breaks its rules.
+    /// A key or a tenant name is invalid.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// A term or an epoch has too many bits.
+    /// A term or an epoch does not fit into its bits.
     #[error(transparent)]
     Bits(#[from] BoundExceeded),
-    /// An error code that this release does not know.
+    /// An error code is unknown to this release.
     #[error(transparent)]
     Code(#[from] UnknownErrorCode),
 }
 
 impl ConvertError {
-    /// The stable code.
+    /// Returns the stable code.
     pub fn code(&self) -> ErrorCode {
         match self {
             ConvertError::TooLarge { .. } => ErrorCode::TooLarge,

@@ -1,80 +1,80 @@
-//! Fixed little-endian records: one description each, from which encoder, decoder and field table are made.
+//! Fixed little-endian records. A macro generates encoder, decoder and field table from one description.
 //!
-//! `fixed_record!` takes the fields with their offsets. At compile time it checks that they tile the record
-//! without gap or overlap, so the table that `docs/formats.md` shows cannot differ from what is written.
-//! Spare bytes stand at the end, are zero and checked. A record also has a `check` of its own for relations
-//! between fields: the encoder insists on it (a record that cannot be read back must never be sent), the
-//! decoder refuses what breaks it.
+//! `fixed_record!` takes the fields with their offsets. At compile time it checks that they cover the record
+//! without gap or overlap, so the table in `docs/formats.md` cannot differ from the encoded bytes. Reserved
+//! bytes are at the end; they are zero, and the decoder checks them. A record also has its own `check` of
+//! relations between fields: the encoder panics if it fails (a record that cannot be decoded must never be
+//! sent), and the decoder returns an error.
 
-use moontide_types::bounds::{GROUPS_MAX, SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::limits::{GROUPS_MAX, SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::record::{Field, Word};
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, GroupId, NodeId, ObjectId, SegmentId, SlotId, TenantGeneration,
-    Term,
+    Epoch, ErrorCode, Extent, Generation, GroupId, Medium, NodeId, ObjectId, SegmentId, SlotId,
+    TenantGeneration, Term,
 };
 
-/// Why some bytes are not the record they should be.
+/// Error of the decoding of a fixed record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
-    /// Not the size of this record.
-    #[error("{record} of {found} bytes, it has {expected}")]
+    /// The number of bytes is not the size of the record.
+    #[error("{record} of {found} bytes, expected {expected}")]
     Length {
-        /// Which record.
+        /// Name of the record.
         record: &'static str,
-        /// How many bytes there were.
+        /// Number of bytes.
         found: usize,
-        /// How many it has.
+        /// Size of the record in bytes.
         expected: usize,
     },
-    /// A field has a value that it cannot have: beyond its bits, an unknown number, an unknown flag.
-    #[error("{record}.{field} cannot be {found}")]
+    /// A field has an invalid value: out of range, an unknown number, or an unknown flag.
+    #[error("{record}.{field} has invalid value {found}")]
     Value {
-        /// Which record.
+        /// Name of the record.
         record: &'static str,
-        /// Which field.
+        /// Name of the field.
         field: &'static str,
-        /// What stood there.
+        /// Value of the field.
         found: u64,
     },
-    /// A spare byte is not zero.
-    #[error("spare bytes of {record} are not zero")]
-    Spare {
-        /// Which record.
+    /// A reserved byte is not zero.
+    #[error("reserved bytes of {record} are not zero")]
+    Reserved {
+        /// Name of the record.
         record: &'static str,
     },
-    /// Two fields contradict each other or a bound.
+    /// Two fields contradict each other, or a field exceeds a limit.
     #[error("{record}: {rule} does not hold")]
     Relation {
-        /// Which record.
+        /// Name of the record.
         record: &'static str,
-        /// The rule that was broken.
+        /// Rule that does not hold.
         rule: &'static str,
     },
 }
 
 /// A record of fixed size.
 pub trait FixedRecord: Copy + Sized {
-    /// Its size.
+    /// Size in bytes.
     const BYTES: usize;
-    /// What it is called in errors and tables.
+    /// Name in errors and tables.
     const NAME: &'static str;
-    /// Every byte of it, in order.
+    /// Fields in order; they cover every byte.
     const FIELDS: &'static [Field];
 
-    /// Whether the decoder would accept it: every field within its bounds, no two in contradiction.
+    /// Fails if the decoder would reject the record: a field is out of range, or two fields contradict each other.
     fn validate(&self) -> Result<(), RecordError>;
 
-    /// Appends the encoded form.
+    /// Appends the encoded form to `out`.
     ///
     /// # Panics
     /// If the record is not valid.
     fn encode(&self, out: &mut Vec<u8>);
 
-    /// Reads the record from exactly [`Self::BYTES`] bytes.
+    /// Decodes the record from exactly [`Self::BYTES`] bytes.
     fn decode(bytes: &[u8]) -> Result<Self, RecordError>;
 }
 
-/// Asserts that `fields` tile `bytes` bytes without gap or overlap.
+/// Asserts that `fields` cover `bytes` bytes without gap or overlap.
 pub(crate) const fn assert_tiles(fields: &[Field], bytes: usize) {
     let (mut i, mut at) = (0, 0);
     while i < fields.len() {
@@ -85,31 +85,31 @@ pub(crate) const fn assert_tiles(fields: &[Field], bytes: usize) {
     assert!(at == bytes);
 }
 
-/// A value that can stand in a field.
+/// Type of a field's value.
 pub(crate) trait FieldValue: Sized {
     const BYTES: usize;
-    fn put(&self, out: &mut [u8]);
-    /// Reads `Self::BYTES` bytes; an error is the number that cannot stand there.
-    fn take(bytes: &[u8]) -> Result<Self, u64>;
-    /// Whether `take` would accept what `put` writes; an error is the number that it would refuse.
-    fn fits(&self) -> Result<(), u64> {
+    fn write_to(&self, out: &mut [u8]);
+    /// Decodes `Self::BYTES` bytes. The error is the invalid number.
+    fn read_from(bytes: &[u8]) -> Result<Self, u64>;
+    /// Fails if `read_from` would reject the output of `write_to`. The error is the invalid number.
+    fn check_range(&self) -> Result<(), u64> {
         Ok(())
     }
 }
 
-/// `N` bytes as an array. Callers pass exactly as many.
+/// Converts a slice of exactly `N` bytes to an array.
 pub(crate) fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.try_into().expect("the field table gives each field its own length")
+    bytes.try_into().expect("slice has the length of the field")
 }
 
 macro_rules! integer_fields {
     ($($int:ty),*) => {$(
         impl FieldValue for $int {
             const BYTES: usize = size_of::<$int>();
-            fn put(&self, out: &mut [u8]) {
+            fn write_to(&self, out: &mut [u8]) {
                 out.copy_from_slice(&self.to_le_bytes());
             }
-            fn take(bytes: &[u8]) -> Result<Self, u64> {
+            fn read_from(bytes: &[u8]) -> Result<Self, u64> {
                 Ok(<$int>::from_le_bytes(array(bytes)))
             }
         }
@@ -117,21 +117,21 @@ macro_rules! integer_fields {
 }
 integer_fields!(u8, u16, u32, u64);
 
-/// Types that are a number with or without a rule: how to get the number out, and how to read it.
+/// Implements `FieldValue` for wrappers of integers, from a getter and a checked constructor.
 macro_rules! number_fields {
     ($($name:ty as $int:ty: $get:expr, $new:expr;)*) => {$(
         impl FieldValue for $name {
             const BYTES: usize = size_of::<$int>();
-            fn put(&self, out: &mut [u8]) {
+            fn write_to(&self, out: &mut [u8]) {
                 let get: fn(&$name) -> $int = $get;
-                get(self).put(out);
+                get(self).write_to(out);
             }
-            fn take(bytes: &[u8]) -> Result<Self, u64> {
-                let number = <$int>::take(bytes)?;
+            fn read_from(bytes: &[u8]) -> Result<Self, u64> {
+                let number = <$int>::read_from(bytes)?;
                 let new: fn($int) -> Option<$name> = $new;
                 new(number).ok_or(number.into())
             }
-            fn fits(&self) -> Result<(), u64> {
+            fn check_range(&self) -> Result<(), u64> {
                 let get: fn(&$name) -> $int = $get;
                 let new: fn($int) -> Option<$name> = $new;
                 new(get(self)).map(|_| ()).ok_or(get(self).into())
@@ -141,6 +141,7 @@ macro_rules! number_fields {
 }
 number_fields! {
     NodeId as u64: |v| v.0, |n| Some(NodeId(n));
+    Medium as u8: |v| v.number(), Medium::from_number;
     SegmentId as u32: |v| v.0, |n| (n < SEGMENTS_PER_NODE_MAX).then_some(SegmentId(n));
     SlotId as u32: |v| v.0, |n| (n < SLOTS_PER_SEGMENT_MAX).then_some(SlotId(n));
     GroupId as u16: |v| v.0, |n| (n < GROUPS_MAX).then_some(GroupId(n));
@@ -152,12 +153,12 @@ number_fields! {
     Option<ErrorCode> as u16: code_number, code_from_number;
 }
 
-/// 0 is success.
+/// Returns the number of a code; 0 is success.
 pub(crate) fn code_number(code: &Option<ErrorCode>) -> u16 {
     code.map_or(0, |code| code as u16)
 }
 
-/// The inner option is the outcome, the outer one whether the number is known.
+/// Converts a number to an outcome: the inner option is the error code, the outer one is `None` for unknown numbers.
 pub(crate) fn code_from_number(number: u16) -> Option<Option<ErrorCode>> {
     match number {
         0 => Some(None),
@@ -167,49 +168,49 @@ pub(crate) fn code_from_number(number: u16) -> Option<Option<ErrorCode>> {
 
 impl<const N: usize> FieldValue for [u8; N] {
     const BYTES: usize = N;
-    fn put(&self, out: &mut [u8]) {
+    fn write_to(&self, out: &mut [u8]) {
         out.copy_from_slice(self);
     }
-    fn take(bytes: &[u8]) -> Result<Self, u64> {
+    fn read_from(bytes: &[u8]) -> Result<Self, u64> {
         Ok(array(bytes))
     }
 }
 
 impl FieldValue for ObjectId {
     const BYTES: usize = 16;
-    fn put(&self, out: &mut [u8]) {
-        self.0.put(out);
+    fn write_to(&self, out: &mut [u8]) {
+        self.0.write_to(out);
     }
-    fn take(bytes: &[u8]) -> Result<Self, u64> {
+    fn read_from(bytes: &[u8]) -> Result<Self, u64> {
         Ok(ObjectId(array(bytes)))
     }
 }
 
-/// `start u32 | units u32`; no segment has units beyond [`SEGMENT_UNITS_MAX`].
+/// `start u32 | units u32`; the end is at most [`SEGMENT_UNITS_MAX`].
 impl FieldValue for Extent {
     const BYTES: usize = 8;
-    fn put(&self, out: &mut [u8]) {
+    fn write_to(&self, out: &mut [u8]) {
         let (start, units) = out.split_at_mut(4);
-        self.start.put(start);
-        self.units.put(units);
+        self.start.write_to(start);
+        self.units.write_to(units);
     }
-    fn take(bytes: &[u8]) -> Result<Self, u64> {
+    fn read_from(bytes: &[u8]) -> Result<Self, u64> {
         let (start, units) = bytes.split_at(4);
-        let extent = Extent { start: u32::take(start)?, units: u32::take(units)? };
-        extent.fits().map(|()| extent)
+        let extent = Extent { start: u32::read_from(start)?, units: u32::read_from(units)? };
+        extent.check_range().map(|()| extent)
     }
-    fn fits(&self) -> Result<(), u64> {
+    fn check_range(&self) -> Result<(), u64> {
         if self.end() <= SEGMENT_UNITS_MAX.into() { Ok(()) } else { Err(self.end()) }
     }
 }
 
-/// Declares a struct together with its bytes. See the module's header.
+/// Declares a struct together with its byte layout. See the module documentation.
 macro_rules! fixed_record {
     (
         $(#[$doc:meta])*
         pub struct $name:ident[$bytes:literal] {
             $($(#[$field_doc:meta])* $offset:literal $field:ident: $type:ty,)*
-            $(spare $spare_offset:literal,)?
+            $(reserved $reserved_offset:literal,)?
         }
     ) => {
         $(#[$doc])*
@@ -228,16 +229,16 @@ macro_rules! fixed_record {
                     name: stringify!($field),
                 },)*
                 $(moontide_types::record::Field {
-                    offset: $spare_offset,
-                    bytes: $bytes - $spare_offset,
-                    name: "spare",
+                    offset: $reserved_offset,
+                    bytes: $bytes - $reserved_offset,
+                    name: "reserved",
                 },)?
             ];
 
             fn validate(&self) -> Result<(), $crate::RecordError> {
                 let record = stringify!($name);
                 $(
-                    $crate::layout::FieldValue::fits(&self.$field).map_err(|found| {
+                    $crate::layout::FieldValue::check_range(&self.$field).map_err(|found| {
                         $crate::RecordError::Value { record, field: stringify!($field), found }
                     })?;
                 )*
@@ -246,14 +247,14 @@ macro_rules! fixed_record {
 
             fn encode(&self, out: &mut Vec<u8>) {
                 if let Err(error) = self.validate() {
-                    panic!("a record must be valid before it is sent: {error}");
+                    panic!("record must be valid before it is sent: {error}");
                 }
                 let start = out.len();
                 out.resize(start + $bytes, 0);
                 let bytes = &mut out[start..];
                 $(
                     let field = $offset..$offset + <$type as $crate::layout::FieldValue>::BYTES;
-                    $crate::layout::FieldValue::put(&self.$field, &mut bytes[field]);
+                    $crate::layout::FieldValue::write_to(&self.$field, &mut bytes[field]);
                 )*
             }
 
@@ -263,14 +264,14 @@ macro_rules! fixed_record {
                     return Err($crate::RecordError::Length { record, found: bytes.len(), expected: $bytes });
                 };
                 $(
-                    if bytes[$spare_offset..] != [0; $bytes - $spare_offset] {
-                        return Err($crate::RecordError::Spare { record });
+                    if bytes[$reserved_offset..] != [0; $bytes - $reserved_offset] {
+                        return Err($crate::RecordError::Reserved { record });
                     }
                 )?
                 let decoded = $name {
                     $($field: {
                         let field = $offset..$offset + <$type as $crate::layout::FieldValue>::BYTES;
-                        <$type as $crate::layout::FieldValue>::take(&bytes[field]).map_err(|found| {
+                        <$type as $crate::layout::FieldValue>::read_from(&bytes[field]).map_err(|found| {
                             $crate::RecordError::Value { record, field: stringify!($field), found }
                         })?
                     },)*
@@ -286,8 +287,8 @@ macro_rules! fixed_record {
         );
 
         impl $name {
-            /// Fails with the rule's text unless it holds.
-            #[allow(dead_code)] // a record without relations needs none
+            /// Fails with the text of the rule unless it holds.
+            #[allow(dead_code)] // not used by records without relations
             fn rule(holds: bool, rule: &'static str) -> Result<(), $crate::RecordError> {
                 if holds { Ok(()) } else { Err($crate::RecordError::Relation { record: stringify!($name), rule }) }
             }
@@ -295,7 +296,7 @@ macro_rules! fixed_record {
     };
 }
 
-/// Declares a set of flags of which unknown ones are refused.
+/// Declares a set of flags; decoding rejects unknown flags.
 macro_rules! flags {
     ($(#[$doc:meta])* pub struct $name:ident($int:ty) { $($(#[$flag_doc:meta])* $flag:ident = $bit:literal,)* }) => {
         $(#[$doc])*
@@ -303,30 +304,30 @@ macro_rules! flags {
         pub struct $name($int);
 
         impl $name {
-            /// No flag.
+            /// No flag set.
             pub const NONE: $name = $name(0);
             $($(#[$flag_doc])* pub const $flag: $name = $name(1 << $bit);)*
-            /// The flags by name, in ascending order.
+            /// Names and values of the flags, in ascending order.
             pub const ALL: &[(&'static str, $name)] = &[$((stringify!($flag), $name::$flag),)*];
-            /// Every flag that this release knows.
+            /// All flags that this release knows.
             pub const KNOWN: $name = $name(0 $(| 1 << $bit)*);
 
-            /// The flags with these bits; `None` if one of them is unknown.
+            /// Converts bits to flags; `None` if one of them is unknown.
             pub const fn from_bits(bits: $int) -> Option<$name> {
                 if bits & !Self::KNOWN.0 == 0 { Some($name(bits)) } else { None }
             }
 
-            /// The bits.
+            /// Returns the bits.
             pub const fn bits(self) -> $int {
                 self.0
             }
 
-            /// Whether all of `other` are set.
+            /// Returns whether all flags of `other` are set.
             pub const fn contains(self, other: $name) -> bool {
                 self.0 & other.0 == other.0
             }
 
-            /// Both together.
+            /// Returns the union of both sets.
             pub const fn with(self, other: $name) -> $name {
                 $name(self.0 | other.0)
             }
@@ -334,18 +335,18 @@ macro_rules! flags {
 
         impl $crate::layout::FieldValue for $name {
             const BYTES: usize = size_of::<$int>();
-            fn put(&self, out: &mut [u8]) {
-                self.0.put(out);
+            fn write_to(&self, out: &mut [u8]) {
+                self.0.write_to(out);
             }
-            fn take(bytes: &[u8]) -> Result<Self, u64> {
-                let bits = <$int>::take(bytes)?;
+            fn read_from(bytes: &[u8]) -> Result<Self, u64> {
+                let bits = <$int>::read_from(bytes)?;
                 $name::from_bits(bits).ok_or(bits.into())
             }
         }
     };
 }
 
-/// Declares a numbered enum of which unknown numbers are refused. 0 is never one: zeroed bytes say nothing.
+/// Declares a numbered enum; decoding rejects unknown numbers. 0 is never used, so zeroed bytes are invalid.
 macro_rules! numbered {
     ($(#[$doc:meta])* pub enum $name:ident($int:ty) { $($(#[$variant_doc:meta])* $variant:ident = $number:literal,)* }) => {
         $(#[$doc])*
@@ -356,10 +357,10 @@ macro_rules! numbered {
         }
 
         impl $name {
-            /// All of them, in ascending order.
+            /// All variants, in ascending order.
             pub const ALL: &[$name] = &[$($name::$variant,)*];
 
-            /// The one with this number.
+            /// Returns the variant with this number.
             pub const fn from_number(number: $int) -> Option<$name> {
                 match number {
                     $($number => Some($name::$variant),)*
@@ -367,7 +368,7 @@ macro_rules! numbered {
                 }
             }
 
-            /// Its number on the wire.
+            /// Returns the number on the wire.
             pub const fn number(self) -> $int {
                 self as $int
             }
@@ -375,11 +376,11 @@ macro_rules! numbered {
 
         impl $crate::layout::FieldValue for $name {
             const BYTES: usize = size_of::<$int>();
-            fn put(&self, out: &mut [u8]) {
-                self.number().put(out);
+            fn write_to(&self, out: &mut [u8]) {
+                self.number().write_to(out);
             }
-            fn take(bytes: &[u8]) -> Result<Self, u64> {
-                let number = <$int>::take(bytes)?;
+            fn read_from(bytes: &[u8]) -> Result<Self, u64> {
+                let number = <$int>::read_from(bytes)?;
                 $name::from_number(number).ok_or(number.into())
             }
         }

@@ -1,7 +1,7 @@
 //! Packed arrays inside `bytes` fields: keys and other short byte strings, fixed records, bits, codes.
 //!
-//! Each has a builder that owns its bytes and a borrowed view that checks everything when it is made and then
-//! iterates without allocating and without failing. Nothing here allocates on the reading side.
+//! Each has a builder that owns its bytes, and a borrowed view. The view checks everything in `decode` and then
+//! iterates without errors. Views never allocate.
 
 mod bits;
 mod bytes;
@@ -11,84 +11,84 @@ pub use bits::{Bitmap, BitmapBuilder, Codes, CodesBuilder};
 pub use bytes::{PackedBytes, PackedBytesBuilder, PackedKeys, PackedKeysBuilder};
 pub use records::{Packed, PackedBuilder};
 
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::{ErrorCode, KeyError, UnknownErrorCode};
 
 use crate::layout::RecordError;
 use crate::limits::PACKED_BYTES_MAX;
 
-/// Why some bytes are not the packed array they should be.
+/// Error of the decoding or building of a packed array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PackedError {
-    /// It ends before what it announces.
-    #[error("{found} bytes, at least {needed} are announced")]
+    /// The array is shorter than its count or its lengths require.
+    #[error("{found} bytes, at least {needed} are required")]
     Truncated {
-        /// How many there are.
+        /// Number of bytes.
         found: usize,
-        /// How many there should be.
+        /// Required number of bytes.
         needed: usize,
     },
-    /// There are bytes left over.
+    /// Bytes follow the last element.
     #[error("{left} bytes follow the last element")]
-    Excess {
-        /// How many.
+    TrailingBytes {
+        /// Number of these bytes.
         left: usize,
     },
-    /// More elements than allowed.
+    /// The array has too many elements.
     #[error("{found} elements, at most {max} are allowed")]
     TooMany {
-        /// How many there are.
+        /// Number of elements.
         found: usize,
-        /// How many there may be.
+        /// Maximum number of elements.
         max: usize,
     },
-    /// More bytes than allowed.
+    /// The array or an element has too many bytes.
     #[error("{found} bytes, at most {max} are allowed")]
     TooLong {
-        /// How many there are.
+        /// Number of bytes.
         found: usize,
-        /// How many there may be.
+        /// Maximum number of bytes.
         max: usize,
     },
-    /// Another number of elements than the rest of the message says.
-    #[error("{found} elements, {expected} are needed")]
+    /// The number of elements does not match the rest of the message.
+    #[error("{found} elements, expected {expected}")]
     Count {
-        /// How many there are.
+        /// Number of elements.
         found: usize,
-        /// How many there should be.
+        /// Expected number of elements.
         expected: usize,
     },
-    /// A bit beyond the last element is set.
-    #[error("bits behind the last element are not zero")]
-    SpareBits,
-    /// An element is no key.
+    /// A bit after the last element is set.
+    #[error("bits after the last element are not zero")]
+    ReservedBits,
+    /// An element is no valid key.
     #[error("element {index}: {source}")]
     Key {
-        /// Which one.
+        /// Index of the element.
         index: usize,
-        /// Why.
+        /// Error of the key.
         source: KeyError,
     },
     /// An element is no valid record.
     #[error("element {index}: {source}")]
     Record {
-        /// Which one.
+        /// Index of the element.
         index: usize,
-        /// Why.
+        /// Error of the record.
         source: RecordError,
     },
-    /// An element is no error code.
+    /// An element is no known error code.
     #[error("element {index}: {source}")]
     Code {
-        /// Which one.
+        /// Index of the element.
         index: usize,
-        /// Why.
+        /// Number of the unknown code.
         source: UnknownErrorCode,
     },
 }
 
 impl PackedError {
-    /// The stable code.
+    /// Returns the stable code.
     pub fn code(&self) -> ErrorCode {
         match self {
             PackedError::TooMany { .. } | PackedError::TooLong { .. } => ErrorCode::TooLarge,

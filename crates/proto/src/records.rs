@@ -1,14 +1,16 @@
-//! The fixed records that messages carry packed, by what they are about.
+//! Fixed records of packed arrays.
 //!
-//! [`object`]: where objects are. [`put`]: how a put ends. [`report`]: what a node has. [`order`]: what a node
-//! shall do. None of them decides anything; each refuses numbers that contradict each other.
+//! [`object`]: locations of objects. [`put`]: start and end of a put. [`report`]: contents of a node. [`command`]:
+//! commands of a master to a node. [`transfer_op`]: operations of the data plane. They contain no logic; each decoder rejects contradictory fields.
 
+mod command;
 mod object;
-mod order;
 mod put;
 mod report;
+mod transfer_op;
 
-pub use object::{Handle, HandleFlags, Medium, ObjectEntry, ObjectFlags, Stripe};
-pub use order::{Order, OrderFlags, OrderKind, OrderPhase, OrderResult};
+pub use command::{CommandFlags, CommandKind, CommandResult, CommandStatus, NodeCommand};
+pub use object::{Handle, HandleFlags, ObjectEntry, ObjectFlags, Stripe};
 pub use put::{CommitEntry, CommitFlags, PutEndEntry, PutEntry, VersionedId};
 pub use report::{OffloadFlags, OffloadRecord, ReportFlags, ReportRecord};
+pub use transfer_op::{OpFlags, OpKind, TransferOp};

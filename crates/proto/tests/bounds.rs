@@ -1,4 +1,4 @@
-//! Every bound is kept at its edge and crossed by one.
+//! Every limit: the largest valid value is accepted, the next one is rejected.
 
 mod generate;
 
@@ -6,17 +6,17 @@ use generate::{Gen, MESSAGES};
 use moontide_proto::convert::{self, ConvertError, ObjectFields, ObjectListBuilder, Wire};
 use moontide_proto::limits::*;
 use moontide_proto::*;
-use moontide_types::bounds::*;
-use moontide_types::{ErrorCode, Term};
+use moontide_types::limits::*;
+use moontide_types::{ErrorCode, Medium, Term};
 use prost::bytes::Bytes;
 
-/// A valid message of this kind.
+/// Returns a valid message of this type.
 fn valid<M: convert::Bounded>(name: &str) -> M {
     let index = MESSAGES.iter().position(|m| *m == name).unwrap();
-    convert::decode(Bytes::from(Gen(1).whole(index))).unwrap()
+    convert::decode(Bytes::from(Gen::new(1).whole(index))).unwrap()
 }
 
-/// `fits` leaves the message valid, `breaks` does not and is answered with `code`.
+/// Checks that `$fits` leaves the message valid, and that `$breaks` makes the conversion fail with `$code`.
 macro_rules! edge {
     ($name:ident, $code:ident, |$m:ident| $fits:expr, $breaks:expr) => {{
         let mut message: <convert::$name as Wire>::Message = valid(stringify!($name));
@@ -48,7 +48,7 @@ macro_rules! context {
 mod cold;
 
 #[test]
-fn context() {
+fn context_limits_are_enforced() {
     let too_long = "t".repeat(TENANT_BYTES_MAX + 1);
     edge!(ExistRequest, TooLarge, |m| context!(m).tenant = "t".repeat(TENANT_BYTES_MAX), {
         context!(m).tenant = too_long.clone()
@@ -66,9 +66,9 @@ fn context() {
     edge!(ExistRequest, InvalidArgument, |m| context!(m).term = Term::MAX.get(), {
         context!(m).term = Term::MAX.get() + 1
     });
-    edge!(ExistRequest, InvalidArgument, |m| context!(m).deadline_ms = 1, context!(m).deadline_ms = 0);
-    edge!(ExistRequest, TooLarge, |m| context!(m).deadline_ms = DEADLINE_MS_MAX, {
-        context!(m).deadline_ms = DEADLINE_MS_MAX + 1
+    edge!(ExistRequest, InvalidArgument, |m| context!(m).timeout_ms = 1, context!(m).timeout_ms = 0);
+    edge!(ExistRequest, TooLarge, |m| context!(m).timeout_ms = TIMEOUT_MS_MAX, {
+        context!(m).timeout_ms = TIMEOUT_MS_MAX + 1
     });
     edge!(ExistRequest, InvalidArgument, |m| context!(m).session = 0, m.context = None);
     edge!(OutcomesResponse, TooLarge, |m| context!(m).retry_after_ms = RETRY_AFTER_MS_MAX, {
@@ -76,7 +76,7 @@ fn context() {
     });
     edge!(OutcomesResponse, Unsupported, |m| context!(m).code = 502, context!(m).code = 9999);
     let map = |f: fn(&mut v1::GroupMap)| {
-        let mut map = Gen(1).group_map();
+        let mut map = Gen::new(1).group_map();
         f(&mut map);
         Some(map)
     };
@@ -96,7 +96,7 @@ fn context() {
 }
 
 #[test]
-fn keys() {
+fn packed_key_limits_are_enforced() {
     edge!(ExistRequest, TooLarge, |m| m.keys = keys_of(BATCH_KEYS_MAX, 1).into(), {
         m.keys = keys_of(BATCH_KEYS_MAX + 1, 1).into()
     });
@@ -105,22 +105,22 @@ fn keys() {
     });
     edge!(TouchRequest, InvalidArgument, |m| m.keys = keys_of(2, 1).into(), m.keys = keys_of(2, 0).into());
     edge!(TouchRequest, InvalidArgument, |m| m.keys = keys_of(0, 1).into(), m.keys = Bytes::new());
-    // As many longest keys as fit into a request, and one more.
-    let most = (PACKED_BYTES_MAX - 4) / (KEY_BYTES_MAX + 2);
-    edge!(ExistRequest, TooLarge, |m| m.keys = keys_of(most, KEY_BYTES_MAX).into(), {
-        m.keys = keys_of(most + 1, KEY_BYTES_MAX).into()
+    // The largest number of longest keys that fits into a request, and one more.
+    let max = (PACKED_BYTES_MAX - 4) / (KEY_BYTES_MAX + 2);
+    edge!(ExistRequest, TooLarge, |m| m.keys = keys_of(max, KEY_BYTES_MAX).into(), {
+        m.keys = keys_of(max + 1, KEY_BYTES_MAX).into()
     });
     let mut builder = PackedKeysBuilder::new();
     let longest = vec![b'k'; KEY_BYTES_MAX];
-    for _ in 0..most {
+    for _ in 0..max {
         builder.push(moontide_types::Key::new(&longest).unwrap()).unwrap();
     }
     assert!(builder.push(moontide_types::Key::new(&longest).unwrap()).is_err());
-    assert_eq!(builder.len(), most, "a refused key changes nothing");
+    assert_eq!(builder.len(), max, "a rejected key changes nothing");
 }
 
 #[test]
-fn lookup() {
+fn lookup_message_limits_are_enforced() {
     edge!(GetReplicaListRequest, TooLarge, |m| m.lease_ms = LEASE_MS_MAX, m.lease_ms += 1);
     edge!(TouchRequest, TooLarge, |m| m.lease_ms = LEASE_MS_MAX, m.lease_ms += 1);
     edge!(SetPinRequest, Unsupported, |m| m.pin = 2, m.pin = 3);
@@ -155,9 +155,9 @@ fn lookup() {
 }
 
 #[test]
-fn answers() {
-    // One more handle than the entries account for, one fewer, and positions that do not follow each other.
-    let g = &mut Gen(9);
+fn object_list_with_inconsistent_handles_is_rejected() {
+    // One handle more than the entries refer to, one fewer, and handles that are not consecutive.
+    let g = &mut Gen::new(9);
     let stripe = |index, count, len| Stripe { index, count, offset: u64::from(index) * PAGE_BYTES, len };
     let handle = g.handle(stripe(0, 1, 5), 0);
     let entry = ObjectEntry { object_len: 5, replica_count: 1, handle_count: 1, ..g.whole_object().0 };
@@ -181,7 +181,7 @@ fn answers() {
         );
     }
     let short = Handle { stripe_len: 512, ..halves[0] };
-    for (breaks, _why) in [
+    for (breaks, _reason) in [
         (list(&[entry, second], &[handle; 3]), "a handle too many"),
         (list(&[entry, second], &[handle; 1]), "a handle too few"),
         (list(&[entry, entry], &[handle; 2]), "shared handles"),
@@ -212,10 +212,10 @@ fn answers() {
             (m.objects, m.handles, _) = breaks.clone()
         });
     }
-    // A full answer: as many handles as are allowed, and one more.
+    // A full response: the maximum number of handles, and one more.
     let own: Vec<Handle> = (0..32).map(|i| g.handle(stripe(i % 4, 4, PAGE_BYTES), (i / 4) as u8)).collect();
     let huge = |handles: usize| {
-        // 4,096 × 32 = HANDLES_PER_ANSWER_MAX
+        // 4,096 × 32 = HANDLES_PER_RESPONSE_MAX
         let entries: Vec<_> = (0..BATCH_KEYS_MAX as u32)
             .map(|i| ObjectEntry {
                 first_handle: i * 32,
@@ -230,10 +230,10 @@ fn answers() {
     edge!(
         GetReplicaListResponse,
         TooLarge,
-        |m| (m.objects, m.handles, m.attributes) = huge(HANDLES_PER_ANSWER_MAX),
-        (m.objects, m.handles, m.attributes) = huge(HANDLES_PER_ANSWER_MAX + 1)
+        |m| (m.objects, m.handles, m.attributes) = huge(HANDLES_PER_RESPONSE_MAX),
+        (m.objects, m.handles, m.attributes) = huge(HANDLES_PER_RESPONSE_MAX + 1)
     );
-    // One node begins what it has: any replica, any stripe; but something.
+    // A Begin carries the handles of one node: any replica, any stripe, but at least one.
     let (none, failed) = (list(&[], &[]), list(&[ObjectEntry::failed(ErrorCode::NotFound, 0)], &[]));
     for part in [
         list(&[ObjectEntry { handle_count: 1, ..copied }], &copies[1..]),
@@ -267,20 +267,20 @@ fn answers() {
     });
 }
 
-/// A failed answer is an empty one: were the rest judged, its reader could not learn why.
+/// The response of a failed call is empty. If the rest were checked, the caller could not read the error code.
 #[test]
-fn failed_answers_are_readable() {
+fn error_response_decodes_without_body() {
     macro_rules! readable {
         ($($name:ident)*) => {$(
             let mut message: <convert::$name as Wire>::Message = Default::default();
             let context = v1::ResponseContext { code: ErrorCode::Busy as u32, ..Default::default() };
             message.context = Some(context.clone());
-            let answer = convert::$name::from_wire(&message).unwrap();
-            assert_eq!(answer.context().code, Some(ErrorCode::Busy));
-            assert!(answer.body().is_none());
-            assert_eq!(answer.to_wire(), message);
-            assert_eq!(answer.into_result().unwrap_err().code, Some(ErrorCode::Busy));
-            // Whatever else stands there is not looked at; the context still is.
+            let response = convert::$name::from_wire(&message).unwrap();
+            assert_eq!(response.context().code, Some(ErrorCode::Busy));
+            assert!(response.body().is_none());
+            assert_eq!(response.to_wire(), message);
+            assert_eq!(response.into_result().unwrap_err().code, Some(ErrorCode::Busy));
+            // The other fields are not checked; the context is.
             let mut message: <convert::$name as Wire>::Message = valid(stringify!($name));
             assert!(convert::$name::from_wire(&message).unwrap().into_result().is_ok());
             message.context = Some(context);
@@ -288,19 +288,19 @@ fn failed_answers_are_readable() {
             context!(message).term = u32::MAX;
             assert!(convert::$name::from_wire(&message).is_err());
         )*
-            assert_eq!([$(stringify!($name)),*], generate::ANSWERS);
+            assert_eq!([$(stringify!($name)),*], generate::RESPONSES);
         };
     }
     readable! {
         ExistResponse GetReplicaListResponse PutStartResponse OutcomesResponse OpenSessionResponse
-        MountSegmentsResponse JobProgress ClusterInfo NodeList
+        MountSegmentsResponse GetJobResponse GetClusterInfoResponse GetNodesResponse
     }
 }
 
-/// What a builder takes can be sent; what cannot be sent it refuses, changing nothing.
+/// The builder rejects entries that do not fit into a message, and changes nothing then.
 #[test]
-fn builders_refuse_what_cannot_be_sent() {
-    let g = &mut Gen(3);
+fn builders_reject_invalid_input_and_keep_contents() {
+    let g = &mut Gen::new(3);
     let handle = g.handle(Stripe { index: 0, count: 1, offset: 0, len: 5 }, 0);
     let entry = ObjectEntry { object_len: 5, replica_count: 1, ..g.whole_object().0 };
     let mut builder = ObjectListBuilder::default();
@@ -318,9 +318,10 @@ fn builders_refuse_what_cannot_be_sent() {
     assert_eq!(code(builder.push(entry, &[handle], &[9])), ErrorCode::InvalidArgument);
     assert_eq!(builder.finish(), ObjectFields::default());
 
-    // Filled with longest attributes: the message is as large as it may be, and can be sent.
-    let note = vec![7; NOTE_BYTES_MAX];
-    let attributes = moontide_types::record::Attributes { note: Some(note.into()), ..Default::default() };
+    // Filled with longest attributes: the message has its maximum size, and can be sent.
+    let note = vec![7; USER_DATA_BYTES_MAX];
+    let attributes =
+        moontide_types::record::Attributes { user_data: Some(note.into()), ..Default::default() };
     let mut section = vec![];
     attributes.encode(&mut section);
     let handles: Vec<_> = (0..8).map(|replica| Handle { replica, ..handle }).collect();
@@ -353,23 +354,23 @@ fn builders_refuse_what_cannot_be_sent() {
     assert_eq!(error.code(), ErrorCode::TooLarge);
 }
 
-/// Ids that no cluster has are refused wherever they stand outside of records.
+/// Ids out of range are rejected in every field outside of records.
 #[test]
-fn ids() {
+fn out_of_range_ids_are_rejected() {
     use v1::node_message::Body;
     let beyond = SEGMENTS_PER_NODE_MAX;
     edge!(UnmountSegmentsRequest, TooLarge, |m| m.segments = vec![beyond - 1], m.segments = vec![beyond]);
-    let grant = |segment| v1::SegmentGrant { segment, ..Default::default() };
-    edge!(MountSegmentsResponse, TooLarge, |m| m.grants = vec![grant(beyond - 1)], {
-        m.grants = vec![grant(beyond)]
+    let grant = |segment| v1::MountResult { segment, ..Default::default() };
+    edge!(MountSegmentsResponse, TooLarge, |m| m.results = vec![grant(beyond - 1)], {
+        m.results = vec![grant(beyond)]
     });
     let touched = |segment| {
         let touched = vec![v1::TouchBitmap { segment, ..Default::default() }];
-        Body::Heartbeat(v1::Heartbeat { beat: 1, touched, ..Default::default() })
+        Body::Heartbeat(v1::Heartbeat { heartbeat_id: 1, touched, ..Default::default() })
     };
     let status = |segment, free_slots| {
         let segments = vec![v1::SegmentStatus { segment, free_slots, state: 1, ..Default::default() }];
-        Body::Heartbeat(v1::Heartbeat { beat: 1, segments, ..Default::default() })
+        Body::Heartbeat(v1::Heartbeat { heartbeat_id: 1, segments, ..Default::default() })
     };
     let chunk = |segment| {
         let keys = keys_of(0, 0).into();
@@ -392,7 +393,7 @@ fn ids() {
 }
 
 #[test]
-fn put() {
+fn put_message_limits_are_enforced() {
     macro_rules! config {
         ($m:ident) => {
             $m.configs[0]
@@ -430,7 +431,7 @@ fn put() {
         config!(m).preferred_segments = vec![segment(SEGMENTS_PER_NODE_MAX)]
     );
     edge!(PutStartRequest, Unsupported, |m| config!(m).medium = 3, config!(m).medium = 4);
-    let config = Gen(2).put_config();
+    let config = Gen::new(2).put_config();
     edge!(PutStartRequest, TooLarge, |m| m.configs = vec![config.clone(); CONFIGS_MAX], {
         m.configs = vec![config.clone(); CONFIGS_MAX + 1]
     });
@@ -466,7 +467,7 @@ fn put() {
 }
 
 #[test]
-fn sessions() {
+fn session_message_limits_are_enforced() {
     edge!(OpenSessionRequest, InvalidArgument, |m| m.node = 1, m.node = 0);
     let address = v1::Address { engine: "tcp".into(), address: "a:1".into() };
     edge!(OpenSessionRequest, TooLarge, |m| m.addresses = vec![address.clone(); ADDRESSES_MAX], {
@@ -496,7 +497,7 @@ fn sessions() {
     });
     edge!(OpenSessionResponse, InvalidArgument, |m| m.ttl_ms = 1, m.ttl_ms = 0);
 
-    let spec = Gen(3).segment_spec();
+    let spec = Gen::new(3).segment_spec();
     let broken = |f: fn(&mut v1::SegmentSpec)| {
         let mut spec = spec.clone();
         f(&mut spec);
@@ -523,14 +524,14 @@ fn sessions() {
     edge!(UnmountSegmentsRequest, TooLarge, |m| m.segments = vec![1; BATCH_KEYS_MAX], m.segments.push(1));
 }
 
-/// What a node's message with this body is refused with.
+/// Returns the error code for a node's message with this body.
 fn refused(body: v1::node_message::Body) -> ErrorCode {
     let message = v1::NodeMessage { session: 1, sequence: 1, highest_term: 0, body: Some(body) };
     convert::NodeMessage::from_wire(&message).unwrap_err().code()
 }
 
 #[test]
-fn streams() {
+fn stream_message_limits_are_enforced() {
     use v1::node_message::Body;
     let (large, invalid, unknown) = (ErrorCode::TooLarge, ErrorCode::InvalidArgument, ErrorCode::Unsupported);
     edge!(NodeMessage, InvalidArgument, |m| m.sequence = 1, m.sequence = 0);
@@ -538,32 +539,32 @@ fn streams() {
     edge!(NodeMessage, InvalidArgument, |m| m.sequence = 1, m.body = None);
     edge!(MasterMessage, InvalidArgument, |m| m.session = 1, m.body = None);
 
-    let beat = v1::Heartbeat { beat: 1, ..Default::default() };
-    let refused_beat = |heartbeat| refused(Body::Heartbeat(heartbeat));
-    assert_eq!(refused_beat(v1::Heartbeat { beat: 0, ..beat.clone() }), invalid);
+    let heartbeat = v1::Heartbeat { heartbeat_id: 1, ..Default::default() };
+    let refused_heartbeat = |heartbeat| refused(Body::Heartbeat(heartbeat));
+    assert_eq!(refused_heartbeat(v1::Heartbeat { heartbeat_id: 0, ..heartbeat.clone() }), invalid);
     let bits =
         |first_slot, len| v1::TouchBitmap { first_slot, bits: vec![1; len].into(), ..Default::default() };
-    let touched = |touched| v1::Heartbeat { touched, ..beat.clone() };
-    assert_eq!(refused_beat(touched(vec![bits(0, TOUCH_BYTES_MAX + 1)])), large);
-    assert_eq!(refused_beat(touched(vec![bits(0, 0); TOUCH_BITMAPS_MAX + 1])), large);
-    assert_eq!(refused_beat(touched(vec![bits(u32::MAX - 8, 1)])), invalid);
+    let touched = |touched| v1::Heartbeat { touched, ..heartbeat.clone() };
+    assert_eq!(refused_heartbeat(touched(vec![bits(0, TOUCH_BYTES_MAX + 1)])), large);
+    assert_eq!(refused_heartbeat(touched(vec![bits(0, 0); TOUCH_BITMAPS_MAX + 1])), large);
+    assert_eq!(refused_heartbeat(touched(vec![bits(u32::MAX - 8, 1)])), invalid);
     let status = |state, live_units, free_units| v1::Heartbeat {
         segments: vec![v1::SegmentStatus { state, live_units, free_units, ..Default::default() }],
-        ..beat.clone()
+        ..heartbeat.clone()
     };
-    assert_eq!(refused_beat(status(0, 0, 0)), unknown);
-    assert_eq!(refused_beat(status(5, 0, 0)), unknown);
-    assert_eq!(refused_beat(status(1, u32::MAX, 1)), large);
+    assert_eq!(refused_heartbeat(status(0, 0, 0)), unknown);
+    assert_eq!(refused_heartbeat(status(5, 0, 0)), unknown);
+    assert_eq!(refused_heartbeat(status(1, u32::MAX, 1)), large);
     let disk = Some(v1::DiskStatus { state: 9, ..Default::default() });
-    assert_eq!(refused_beat(v1::Heartbeat { disk, ..beat.clone() }), unknown);
+    assert_eq!(refused_heartbeat(v1::Heartbeat { disk, ..heartbeat.clone() }), unknown);
     let pressure = Some(v1::Pressure { staging_permille: 1001, ..Default::default() });
-    assert_eq!(refused_beat(v1::Heartbeat { pressure, ..beat.clone() }), large);
+    assert_eq!(refused_heartbeat(v1::Heartbeat { pressure, ..heartbeat.clone() }), large);
 
     let too_many = |bytes: usize| Bytes::from(vec![0; (SESSION_RECORDS_MAX + 1) * bytes]);
-    assert_eq!(refused(Body::OrderResults(v1::OrderResults { results: too_many(24) })), large);
+    assert_eq!(refused(Body::CommandResults(v1::CommandResults { results: too_many(24) })), large);
     assert_eq!(refused(Body::DiskEvicted(v1::DiskEvicted { versions: too_many(24) })), large);
 
-    let g = &mut Gen(5);
+    let g = &mut Gen::new(5);
     let record = g.report_record();
     let records: Bytes = [record].into_iter().collect::<PackedBuilder<_>>().finish().into();
     let chunk = v1::ReportChunk {
@@ -593,16 +594,16 @@ fn streams() {
     let free: Bytes = [free].into_iter().collect::<PackedBuilder<_>>().finish().into();
     assert_eq!(refused_chunk(&|c| (c.records, c.keys) = (free.clone(), keys_of(1, 0).into())), invalid);
 
-    let orders = |bytes| {
-        let body = Some(v1::master_message::Body::Orders(v1::Orders { orders: bytes }));
+    let commands = |bytes| {
+        let body = Some(v1::master_message::Body::Commands(v1::Commands { commands: bytes }));
         let message = v1::MasterMessage { session: 1, body, ..Default::default() };
         convert::MasterMessage::from_wire(&message).map(|_| ()).map_err(|e: ConvertError| e.code())
     };
-    assert_eq!(orders(g.packed(SESSION_RECORDS_MAX, Gen::order)), Ok(()));
-    assert_eq!(orders(g.packed(SESSION_RECORDS_MAX + 1, Gen::order)), Err(large));
+    assert_eq!(commands(g.packed(SESSION_RECORDS_MAX, Gen::command)), Ok(()));
+    assert_eq!(commands(g.packed(SESSION_RECORDS_MAX + 1, Gen::command)), Err(large));
 }
 
-/// The header with one field replaced and a fresh CRC, as a hostile or confused sender would make it.
+/// Decodes the header with one field replaced and a recomputed CRC, as a hostile or faulty sender would send it.
 fn patched(header: FrameHeader, at: usize, value: &[u8]) -> Result<FrameHeader, FrameError> {
     let mut bytes = header.encode();
     bytes[at..at + value.len()].copy_from_slice(value);
@@ -612,10 +613,10 @@ fn patched(header: FrameHeader, at: usize, value: &[u8]) -> Result<FrameHeader, 
 }
 
 #[test]
-fn frames() {
+fn frame_header_limits_are_enforced() {
     for &kind in FrameKind::ALL {
         let mut header = FrameHeader::new(kind, 1);
-        assert_eq!(FrameHeader::decode(&Gen(1).header_of(kind).encode()).map(|h| h.kind), Ok(kind));
+        assert_eq!(FrameHeader::decode(&Gen::new(1).header_of(kind).encode()).map(|h| h.kind), Ok(kind));
         header.body_len = kind.body_len_max() as u32;
         header.status = (kind == FrameKind::Error).then_some(ErrorCode::Busy);
         assert_eq!(FrameHeader::decode(&header.encode()), Ok(header), "{kind:?}");
@@ -632,11 +633,11 @@ fn frames() {
         let cut = patched(header, 16, &header.body_len.saturating_sub(1).to_le_bytes());
         use FrameKind::*;
         let packed = matches!(kind, Read | ReadReply | Write | WriteReply | Release | ReleaseReply);
-        assert_eq!(matches!(cut, Err(FrameError::BodyGrain { .. })), packed, "{kind:?}");
+        assert_eq!(matches!(cut, Err(FrameError::BodyMultiple { .. })), packed, "{kind:?}");
         let deadline = |ms: u32| patched(header, 20, &ms.to_le_bytes()).is_ok();
         assert_eq!(deadline(0), !kind.is_request(), "{kind:?}");
-        assert_eq!(deadline(DEADLINE_MS_MAX), kind.is_request(), "{kind:?}");
-        assert!(!deadline(DEADLINE_MS_MAX + 1), "{kind:?}");
+        assert_eq!(deadline(TIMEOUT_MS_MAX), kind.is_request(), "{kind:?}");
+        assert!(!deadline(TIMEOUT_MS_MAX + 1), "{kind:?}");
         if let Some(reply) = kind.reply() {
             assert!(!reply.is_request() && patched(header, 46, &[1, 0]).is_err(), "{kind:?}");
         }
@@ -647,8 +648,8 @@ fn frames() {
     assert_eq!(patched(header, 6, &[0, 0]), Err(FrameError::Kind { found: 0 }));
     assert_eq!(patched(header, 6, &[52, 0]), Err(FrameError::Kind { found: 52 }));
     assert_eq!(patched(header, 44, &[2, 0]), Err(FrameError::Flags { found: 2 }));
-    assert_eq!(patched(header, 50, &[1]), Err(FrameError::Spare));
-    assert_eq!(patched(header, 59, &[1]), Err(FrameError::Spare));
+    assert_eq!(patched(header, 50, &[1]), Err(FrameError::Reserved));
+    assert_eq!(patched(header, 59, &[1]), Err(FrameError::Reserved));
     assert_eq!(patched(header, 48, &GROUPS_MAX.to_le_bytes()), Err(FrameError::Group { found: GROUPS_MAX }));
     assert_eq!(patched(header, 40, &[0, 0, 0x40, 0]), Err(FrameError::Term { found: 1 << 22 }));
     let status = FrameError::Status { kind: FrameKind::Exist, found: 1 };
@@ -657,15 +658,15 @@ fn frames() {
     assert!(matches!(patched(reply, 46, &[99, 0]), Err(FrameError::Status { .. })));
 }
 
-/// The operations of a frame are held against its header.
+/// The operations of a frame are compared with its header.
 #[test]
-fn operations_of_frames() {
+fn transfer_ops_that_contradict_frame_header_are_rejected() {
     for (kind, op) in [
         (FrameKind::Read, OpKind::Read),
         (FrameKind::Write, OpKind::Write),
         (FrameKind::Release, OpKind::Release),
     ] {
-        let g = &mut Gen(7);
+        let g = &mut Gen::new(7);
         let ops: Vec<_> = (0..3).map(|_| TransferOp { len: 1000, ..g.op_of(op) }).collect();
         let body = ops.iter().copied().collect::<PackedBuilder<_>>().finish();
         let mut header = FrameHeader { body_len: 240, ..FrameHeader::new(kind, 1) };
@@ -673,10 +674,13 @@ fn operations_of_frames() {
         assert!(TransferOps::decode(&header, &body).unwrap().ops().iter().eq(ops));
         let announced = 160;
         let shorter = FrameHeader { body_len: announced, ..header };
-        assert_eq!(TransferOps::decode(&shorter, &body), Err(OpsError::BodyLen { found: 240, announced }));
+        assert_eq!(
+            TransferOps::decode(&shorter, &body),
+            Err(TransferOpsError::BodyLen { found: 240, announced })
+        );
         if kind == FrameKind::Write {
             let less = FrameHeader { payload_len: 2999, ..header };
-            let error = OpsError::Payload { found: 3000, payload_len: 2999 };
+            let error = TransferOpsError::Payload { found: 3000, payload_len: 2999 };
             assert_eq!(TransferOps::decode(&less, &body), Err(error));
         }
         let found = if op == OpKind::Read { OpKind::Write } else { OpKind::Read };
@@ -688,40 +692,40 @@ fn operations_of_frames() {
             ),
         ]
         .concat();
-        let error = OpsError::Kind { index: 1, found, kind };
+        let error = TransferOpsError::Kind { index: 1, found, kind };
         assert_eq!(TransferOps::decode(&header, &other), Err(error));
         let mut broken = body.clone();
         broken[80] = 0;
         let error = TransferOps::decode(&header, &broken).unwrap_err();
-        assert!(matches!(error, OpsError::Packed(PackedError::Record { index: 1, .. })), "{error}");
+        assert!(matches!(error, TransferOpsError::Packed(PackedError::Record { index: 1, .. })), "{error}");
     }
     for &kind in FrameKind::ALL {
         if !matches!(kind, FrameKind::Read | FrameKind::Write | FrameKind::Release) {
             let error = TransferOps::decode(&FrameHeader::new(kind, 1), &[]);
-            assert_eq!(error, Err(OpsError::Frame { kind }));
+            assert_eq!(error, Err(TransferOpsError::Frame { kind }));
         }
     }
 }
 
 #[test]
-fn loads() {
+fn load_message_limits_are_enforced() {
     edge!(LoadRequest, TooLarge, |m| m.lease_ms = LEASE_MS_MAX, m.lease_ms += 1);
     edge!(LoadRequest, InvalidArgument, |m| m.lease_ms = 1, m.lease_ms = 0);
-    let g = &mut Gen(1);
+    let g = &mut Gen::new(1);
     let ops = g.packed(OPS_PER_FRAME_MAX + 1, |g| g.op_of(OpKind::Load));
-    let most = ops.slice(TransferOp::BYTES..);
-    edge!(LoadRequest, TooLarge, |m| m.ops = most.clone(), m.ops = ops.clone());
+    let max = ops.slice(TransferOp::BYTES..);
+    edge!(LoadRequest, TooLarge, |m| m.ops = max.clone(), m.ops = ops.clone());
     edge!(LoadRequest, InvalidArgument, |m| m.ops = ops.slice(..TransferOp::BYTES), m.ops = Bytes::new());
     let reads = g.packed(1, |g| g.op_of(OpKind::Read));
     edge!(LoadRequest, InvalidArgument, |m| m.lease_ms = 1, m.ops = reads.clone());
-    let request = v1::LoadRequest { ops: most, lease_ms: LEASE_MS_MAX };
+    let request = v1::LoadRequest { ops: max, lease_ms: LEASE_MS_MAX };
     let encoded = convert::encode(&convert::LoadRequest::from_wire(&request).unwrap()).unwrap();
     assert!(encoded.len() <= FrameKind::Load.body_len_max());
 
     let handle = g.handle(Stripe { index: 0, count: 1, offset: 0, len: 5 }, 1);
     let entry = ObjectEntry { object_len: 5, replica_count: 2, ..g.whole_object().0 };
     let full = |count| {
-        let mut list = ObjectListBuilder::with_capacity(convert::ListKind::Load, count);
+        let mut list = ObjectListBuilder::with_capacity(convert::ObjectListKind::Load, count);
         (0..count).for_each(|_| list.push(entry, &[handle], &[]).unwrap());
         list.finish()
     };
@@ -735,14 +739,14 @@ fn loads() {
     let reply = v1::LoadReply { objects: fields.objects, handles: fields.handles };
     let encoded = convert::encode(&convert::LoadReply::from_wire(&reply).unwrap()).unwrap();
     assert!(encoded.len() <= FrameKind::LoadReply.body_len_max());
-    let mut list = ObjectListBuilder::with_capacity(convert::ListKind::Load, 1);
+    let mut list = ObjectListBuilder::with_capacity(convert::ObjectListKind::Load, 1);
     let both = [Handle { replica: 0, ..handle }, handle];
     assert!(list.push(entry, &both, &[]).is_err(), "a load has one staging slot");
     list.push(ObjectEntry::failed(ErrorCode::NotFound, 0), &[], &[]).unwrap();
 }
 
 #[test]
-fn attaches() {
+fn attach_message_limits_are_enforced() {
     edge!(AttachRequest, TooLarge, |m| m.engine = "e".repeat(ENGINE_BYTES_MAX), m.engine.push('e'));
     edge!(AttachRequest, InvalidArgument, |m| m.engine = "e".into(), m.engine.clear());
     let request = convert::AttachRequest { engine: &"e".repeat(ENGINE_BYTES_MAX) };
@@ -762,7 +766,7 @@ fn attaches() {
     edge!(AttachReply, TooLarge, |m| m.regions = vec![region(1)], m.regions = vec![beyond.clone()]);
     let regions = vec![region(ATTACH_KEY_BYTES_MAX); ATTACH_REGIONS_MAX];
     edge!(AttachReply, TooLarge, |m| m.regions = regions.clone(), m.regions.push(region(1)));
-    // The fullest reply has as many bytes as limits.rs says, and a frame takes it.
+    // The largest reply has the size that limits.rs states, and fits into a frame.
     let reply = v1::AttachReply { address: bytes(ATTACH_BYTES_MAX), regions };
     let encoded = convert::encode(&convert::AttachReply::from_wire(&reply).unwrap()).unwrap();
     assert_eq!(encoded.len(), 8_478_723);
@@ -770,8 +774,8 @@ fn attaches() {
 }
 
 #[test]
-fn a_longer_hello_is_read_as_far_as_it_is_known() {
-    let hello = Gen(1).hello();
+fn longer_hello_decodes_ignoring_trailing_bytes() {
+    let hello = Gen::new(1).hello();
     let mut body = vec![];
     hello.encode(&mut body);
     assert_eq!(Hello::decode_body(&body), Ok(hello));
@@ -783,12 +787,12 @@ fn a_longer_hello_is_read_as_far_as_it_is_known() {
 }
 
 #[test]
-fn operations() {
+fn transfer_op_limits_are_enforced() {
     let op = |f: fn(&mut TransferOp)| {
-        let mut ops = (0..).map(|seed| Gen(seed).transfer_op());
+        let mut ops = (0..).map(|seed| Gen::new(seed).transfer_op());
         let mut op = ops.find(|op| op.flags == OpFlags::NONE).unwrap();
         f(&mut op);
-        // The encoder refuses what the decoder would: that is what is asked here.
+        // The encoder rejects the same values as the decoder; this test uses the encoder.
         std::panic::catch_unwind(|| op.encode(&mut vec![])).is_ok()
     };
     assert!(op(|op| op.len = FRAME_PAYLOAD_BYTES_MAX));
@@ -800,14 +804,14 @@ fn operations() {
     assert!(!op(|op| op.stripe = STRIPES_MAX as u16));
     assert!(!op(|op| (op.kind, op.flags) = (OpKind::Read, OpFlags::DISK)), "a disk read names no slot");
     assert!(!op(|op| op.kind = OpKind::Load), "a load is from disk");
-    let many = Gen(1).packed(OPS_PER_FRAME_MAX + 1, Gen::transfer_op);
+    let many = Gen::new(1).packed(OPS_PER_FRAME_MAX + 1, Gen::transfer_op);
     assert!(Packed::<TransferOp>::decode(&many[TransferOp::BYTES..], OPS_PER_FRAME_MAX).is_ok());
     assert!(Packed::<TransferOp>::decode(&many, OPS_PER_FRAME_MAX).is_err());
 }
 
-/// Each byte of each record is held against the decoder: a changed byte is refused or means something else.
+/// A change of any byte of any record is rejected, or changes the decoded value.
 #[test]
-fn every_byte_of_a_record_counts() {
+fn changed_record_byte_is_rejected_or_changes_value() {
     fn check<T: FixedRecord + PartialEq>(record: T) {
         let mut bytes = vec![];
         record.encode(&mut bytes);
@@ -816,13 +820,13 @@ fn every_byte_of_a_record_counts() {
                 let mut changed = bytes.clone();
                 changed[at] ^= flip;
                 let same = T::decode(&changed).is_ok_and(|decoded| decoded == record);
-                assert!(!same, "byte {at} of {} does not count", T::NAME);
+                assert!(!same, "byte {at} of {} is ignored", T::NAME);
             }
         }
         assert_eq!(T::FIELDS.iter().map(|f| f.bytes).sum::<usize>(), T::BYTES);
     }
     for seed in 0..50 {
-        let g = &mut Gen(seed);
+        let g = &mut Gen::new(seed);
         check(g.transfer_op());
         let (entry, handles) = g.object();
         check(entry);
@@ -833,17 +837,17 @@ fn every_byte_of_a_record_counts() {
         check(g.versioned_id());
         check(g.report_record());
         check(g.offload_record());
-        check(g.order());
-        check(g.order_result());
+        check(g.command());
+        check(g.command_result());
         check(g.hello());
     }
 }
 
-/// Bounds of maps, grants and roots, each crossed where nothing else would notice.
+/// Limits of group maps, mount results and stripe roots, each exceeded where no other check fails first.
 #[test]
-fn maps_grants_and_roots() {
+fn group_map_mount_and_stripe_root_limits_are_enforced() {
     let map = |f: fn(&mut v1::GroupMap)| {
-        let mut map = Gen(1).group_map();
+        let mut map = Gen::new(1).group_map();
         f(&mut map);
         convert::GroupMap::from_wire(&map).map(|_| ()).map_err(|error| error.code())
     };
@@ -855,17 +859,17 @@ fn maps_grants_and_roots() {
     let too_many: fn(&mut v1::GroupMap) =
         |m| m.masters = vec![m.masters[2].clone(); usize::from(GROUPS_MAX) + 1];
     assert_eq!(map(too_many), Err(ErrorCode::TooLarge));
-    let grants = |count: usize| vec![v1::SegmentGrant::default(); count];
-    edge!(MountSegmentsResponse, TooLarge, |m| m.grants = grants(BATCH_KEYS_MAX), {
-        m.grants = grants(BATCH_KEYS_MAX + 1)
+    let results = |count: usize| vec![v1::MountResult::default(); count];
+    edge!(MountSegmentsResponse, TooLarge, |m| m.results = results(BATCH_KEYS_MAX), {
+        m.results = results(BATCH_KEYS_MAX + 1)
     });
     edge!(OpenSessionResponse, InvalidArgument, |m| m.protocol = 1, m.protocol = 0);
-    let entry = PutEndEntry { stripe_count: STRIPES_MAX as u16, ..Gen(1).put_end_entry() };
+    let entry = PutEndEntry { stripe_count: STRIPES_MAX as u16, ..Gen::new(1).put_end_entry() };
     let entries = |count| std::iter::repeat_n(entry, count).collect::<PackedBuilder<_>>().finish();
     edge!(
         PutEndRequest,
         TooLarge,
-        |m| (m.entries, m.stripe_roots) = (entries(128).into(), vec![1; HANDLES_PER_ANSWER_MAX]),
-        (m.entries, m.stripe_roots) = (entries(129).into(), vec![1; HANDLES_PER_ANSWER_MAX + 1024])
+        |m| (m.entries, m.stripe_roots) = (entries(128).into(), vec![1; HANDLES_PER_RESPONSE_MAX]),
+        (m.entries, m.stripe_roots) = (entries(129).into(), vec![1; HANDLES_PER_RESPONSE_MAX + 1024])
     );
 }

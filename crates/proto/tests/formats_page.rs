@@ -1,19 +1,19 @@
-//! `docs/formats.md` against the records of this crate.
+//! Comparison of `docs/formats.md` with the records of this crate.
 
 #[path = "../../types/tests/page/mod.rs"]
 mod page;
 
 use moontide_proto::limits::HELLO_BYTES_MAX;
 use moontide_proto::{
-    CapabilityKey, CommitEntry, CommitFlags, FRAME_FIELDS, FixedRecord, FrameKind, Granted, Handle,
-    HandleFlags, Hello, Medium, ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind,
-    Order, OrderFlags, OrderKind, OrderPhase, OrderResult, PutEndEntry, PutEntry, ReportFlags, ReportRecord,
-    Right, TransferOp, VersionedId,
+    AccessRight, CapabilityKey, CapabilityScope, CommandFlags, CommandKind, CommandResult, CommandStatus,
+    CommitEntry, CommitFlags, FRAME_FIELDS, FixedRecord, FrameKind, Handle, HandleFlags, Hello, NodeCommand,
+    ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, PutEndEntry, PutEntry,
+    ReportFlags, ReportRecord, TransferOp, VersionedId,
 };
-use moontide_types::{Epoch, Generation, ObjectId, SegmentId, SlotId, Term};
+use moontide_types::{Epoch, Generation, Medium, ObjectId, SegmentId, SlotId, Term};
 
 #[test]
-fn every_record_is_drawn_as_it_is() {
+fn record_fields_match_formats_doc() {
     fn check<T: FixedRecord>() {
         page::assert_fields(T::NAME, T::FIELDS);
     }
@@ -27,15 +27,15 @@ fn every_record_is_drawn_as_it_is() {
     check::<VersionedId>();
     check::<CommitEntry>();
     check::<OffloadRecord>();
-    check::<Order>();
-    check::<OrderResult>();
+    check::<NodeCommand>();
+    check::<CommandResult>();
     check::<Hello>();
 }
 
 #[test]
-fn a_capability_is_made_of_the_bytes_that_are_drawn() {
-    let granted = Granted {
-        right: Right::Write,
+fn capability_input_matches_formats_doc() {
+    let granted = CapabilityScope {
+        right: AccessRight::Write,
         segment: SegmentId(0x0102),
         generation: Generation(0x0304_0506_0708_090a),
         slot: SlotId(0x0b0c_0d0e),
@@ -46,28 +46,28 @@ fn a_capability_is_made_of_the_bytes_that_are_drawn() {
     let mut input = vec![];
     for row in page::table("Capability") {
         let [offset, bytes] = [row[0], row[1]].map(|number| number.parse::<usize>().unwrap());
-        assert_eq!(offset, input.len(), "{} follows what is in front of it", row[2]);
+        assert_eq!(offset, input.len(), "{} follows the previous field", row[2]);
         match row[2] {
             "right" => input.push(2),
-            "spare" => input.resize(offset + bytes, 0),
+            "reserved" => input.resize(offset + bytes, 0),
             "segment" => input.extend(granted.segment.0.to_le_bytes()),
             "slot" => input.extend(granted.slot.0.to_le_bytes()),
             "generation" => input.extend(granted.generation.0.to_le_bytes()),
             "epoch" => input.extend(granted.epoch.bits().to_le_bytes()),
             "id" => input.extend(granted.id.0),
             "term" => input.extend(granted.term.get().to_le_bytes()),
-            other => panic!("{other} is not in a capability"),
+            other => panic!("{other} is no input of a capability"),
         }
         assert_eq!(input.len(), offset + bytes, "{}", row[2]);
     }
-    let made = CapabilityKey::new([7; 32]).seal(&granted);
+    let made = CapabilityKey::new([7; 32]).sign(&granted);
     assert_eq!(made.0, blake3::keyed_hash(&[7; 32], &input).as_bytes()[..16]);
 }
 
 const PAGE: &str = include_str!("../../../docs/formats.md");
 
 #[test]
-fn every_number_is_listed_as_it_is() {
+fn enum_and_flag_numbers_match_formats_doc() {
     fn check(name: &str, values: impl Iterator<Item = (String, u64)>) {
         let values: Vec<_> = values.map(|(value, number)| format!("{value} {number}")).collect();
         let row = format!("| {name} | {} |", values.join(", "));
@@ -86,12 +86,12 @@ fn every_number_is_listed_as_it_is() {
             );)*
         };
     }
-    numbers!(OpKind OrderKind OrderPhase Medium);
-    bits!(OpFlags ObjectFlags HandleFlags CommitFlags OrderFlags ReportFlags OffloadFlags);
+    numbers!(OpKind CommandKind CommandStatus Medium);
+    bits!(OpFlags ObjectFlags HandleFlags CommitFlags CommandFlags ReportFlags OffloadFlags);
 }
 
 #[test]
-fn every_frame_is_listed_with_its_largest_body() {
+fn frame_body_limits_match_formats_doc() {
     let grouped = |number: usize| {
         let digits = number.to_string();
         let mut text = String::new();

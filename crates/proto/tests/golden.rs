@@ -1,4 +1,4 @@
-//! The fixed formats against bytes that a Python script made (`golden/make.py`), in both directions.
+//! Golden vectors of the fixed formats, computed by a Python script (`golden/make.py`), in both directions.
 
 use std::collections::BTreeMap;
 
@@ -47,12 +47,12 @@ fn check_record<T: FixedRecord + PartialEq + std::fmt::Debug>(name: &str, record
 }
 
 #[test]
-fn frame_headers() {
+fn frame_headers_match_golden_vectors() {
     check_frame(
         "frame_exist",
         FrameHeader {
             body_len: 120,
-            deadline_ms: 250,
+            timeout_ms: 250,
             map_version: MapVersion(9),
             term: term(3),
             group: Some(GroupId(5)),
@@ -63,7 +63,7 @@ fn frame_headers() {
         "frame_read",
         FrameHeader {
             body_len: 160,
-            deadline_ms: 1000,
+            timeout_ms: 1000,
             term: Term::MAX,
             ..FrameHeader::new(FrameKind::Read, 0x1122_3344_5566_7788)
         },
@@ -73,7 +73,7 @@ fn frame_headers() {
         FrameHeader {
             body_len: 80,
             payload_len: 262_144,
-            deadline_ms: 1000,
+            timeout_ms: 1000,
             term: term(7),
             flags: FrameFlags::MORE,
             ..FrameHeader::new(FrameKind::Write, 3)
@@ -100,7 +100,7 @@ fn frame_headers() {
 }
 
 #[test]
-fn transfer_ops() {
+fn transfer_ops_match_golden_vectors() {
     let read = TransferOp {
         kind: OpKind::Read,
         flags: OpFlags::NONE,
@@ -131,7 +131,7 @@ fn transfer_ops() {
 }
 
 #[test]
-fn report_records() {
+fn report_records_match_golden_vectors() {
     let ready = ReportRecord {
         slot: SlotId(11),
         tenant: 2,
@@ -154,12 +154,12 @@ fn report_records() {
 }
 
 #[test]
-fn put_entries() {
+fn put_entries_match_golden_vectors() {
     check_record("put_entry", PutEntry { len: 262_144, config: 1 });
 }
 
 #[test]
-fn packed_keys() {
+fn packed_keys_match_golden_vectors() {
     let keys: [&[u8]; 3] = [b"a", b"prefix/\x00\xff", &[b'z'; 300]];
     let mut builder = PackedKeysBuilder::new();
     keys.iter().for_each(|key| builder.push(Key::new(key).unwrap()).unwrap());

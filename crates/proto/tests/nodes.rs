@@ -1,6 +1,6 @@
-//! The list of nodes: every bound, just inside and just outside.
+//! Limits of the list of nodes: the largest valid values are accepted, the next ones are rejected.
 
-use moontide_proto::convert::{ConvertError, NodeList, Wire};
+use moontide_proto::convert::{ConvertError, GetNodesResponse, Wire};
 use moontide_proto::limits::{
     ADDRESS_BYTES_MAX, ADDRESSES_MAX, ENGINE_BYTES_MAX, LABEL_BYTES_MAX, NODES_MAX,
 };
@@ -16,18 +16,18 @@ fn node() -> v1::NodeDetail {
     }
 }
 
-/// The code by which an answer with one node, changed like this, is refused.
+/// Returns the error code for a response with one node changed by the closure.
 fn code(change: impl Fn(&mut v1::NodeDetail)) -> Option<ErrorCode> {
     let mut node = node();
     change(&mut node);
     let message = v1::GetNodesResponse { context: Some(Default::default()), nodes: vec![node] };
-    NodeList::from_wire(&message).err().map(|error: ConvertError| error.code())
+    GetNodesResponse::from_wire(&message).err().map(|error: ConvertError| error.code())
 }
 
 #[test]
-fn nodes_have_numbers_sessions_addresses_and_places() {
+fn node_list_decodes_ids_addresses_and_topology() {
     let message = v1::GetNodesResponse { context: Some(Default::default()), nodes: vec![node()] };
-    let list = NodeList::from_wire(&message).unwrap().into_result().unwrap();
+    let list = GetNodesResponse::from_wire(&message).unwrap().into_result().unwrap();
     let [node] = &list.nodes[..] else { panic!("{list:?}") };
     assert_eq!((node.node, node.session), (NodeId(7), SessionId(8)));
     assert_eq!((node.addresses[0].engine, node.addresses[0].address), ("tcp", "10.0.0.1:7000"));
@@ -35,7 +35,7 @@ fn nodes_have_numbers_sessions_addresses_and_places() {
 }
 
 #[test]
-fn every_bound_is_checked() {
+fn node_list_limits_are_enforced() {
     let (invalid, large) = (Some(ErrorCode::InvalidArgument), Some(ErrorCode::TooLarge));
     assert_eq!(code(|_| ()), None);
     assert_eq!(code(|n| n.node = 0), invalid);
@@ -55,7 +55,7 @@ fn every_bound_is_checked() {
 
     let many = |count| {
         let message = v1::GetNodesResponse { context: Some(Default::default()), nodes: vec![node(); count] };
-        NodeList::from_wire(&message).err().map(|error| error.code())
+        GetNodesResponse::from_wire(&message).err().map(|error| error.code())
     };
     assert_eq!((many(0), many(NODES_MAX), many(NODES_MAX + 1)), (None, None, large));
 }

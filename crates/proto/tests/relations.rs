@@ -1,5 +1,5 @@
-//! Every rule between the fields of a record is kept by the decoder: encoded bytes are patched until exactly
-//! this rule is broken. The table is held against the sources, so that no rule is left out.
+//! The decoder enforces every rule between the fields of a record: the test patches encoded bytes so that exactly
+//! this rule is violated. The table is compared with the sources, so that no rule is missing.
 
 mod generate;
 
@@ -8,11 +8,11 @@ use std::collections::BTreeSet;
 use generate::Gen;
 use moontide_proto::limits::*;
 use moontide_proto::*;
-use moontide_types::bounds::*;
+use moontide_types::limits::*;
 use moontide_types::record::State;
-use moontide_types::{Generation, SegmentId, SlotId};
+use moontide_types::{Generation, Medium, SegmentId, SlotId};
 
-/// Fields and what is written into them, then the rule that this breaks.
+/// Fields with their new values, then the rule that this violates.
 type Case<'a> = (&'a [(&'a str, u64)], &'a str);
 
 #[derive(Default)]
@@ -45,14 +45,14 @@ fn extent(start: u32, units: u32) -> u64 {
     u64::from(units) << 32 | u64::from(start)
 }
 
-/// The rules that the sources name, by record.
-fn rules_of_the_sources() -> BTreeSet<(&'static str, String)> {
+/// Returns the rules in the sources, by record.
+fn rules_in_sources() -> BTreeSet<(&'static str, String)> {
     let sources = [
-        include_str!("../src/ops.rs"),
+        include_str!("../src/records/transfer_op.rs"),
         include_str!("../src/hello.rs"),
         include_str!("../src/records/object.rs"),
         include_str!("../src/records/put.rs"),
-        include_str!("../src/records/order.rs"),
+        include_str!("../src/records/command.rs"),
         include_str!("../src/records/report.rs"),
     ];
     let mut rules = BTreeSet::new();
@@ -71,23 +71,23 @@ fn rules_of_the_sources() -> BTreeSet<(&'static str, String)> {
 }
 
 #[test]
-fn every_rule_is_kept_by_the_decoder() {
+fn decoder_enforces_every_record_rule() {
     let table = &mut Table::default();
     operations(table);
     hello(table);
     objects(table);
     puts(table);
-    orders(table);
+    commands(table);
     reports(table);
-    assert_eq!(table.0, rules_of_the_sources(), "the table and the sources name the same rules");
+    assert_eq!(table.0, rules_in_sources(), "table and sources differ");
 }
 
 fn operations(table: &mut Table) {
     let (read, load, disk) = (OpKind::Read as u64, OpKind::Load as u64, OpFlags::DISK.bits().into());
-    let ops = || (0..).map(|seed| Gen(seed).transfer_op());
+    let ops = || (0..).map(|seed| Gen::new(seed).transfer_op());
     let valid = ops().find(|op| op.kind == OpKind::Write).unwrap();
     let valid = TransferOp { flags: OpFlags::NONE, segment: SegmentId(1), offset: 0, len: 1, ..valid };
-    let nowhere = [("segment", 0), ("generation", 0), ("slot", 0)];
+    let no_slot = [("segment", 0), ("generation", 0), ("slot", 0)];
     table.check(
         valid,
         &[
@@ -96,7 +96,7 @@ fn operations(table: &mut Table) {
             (&[("offset", OBJECT_BYTES_MAX)], "offset + len ≤ OBJECT_BYTES_MAX"),
             (&[("offset", u64::MAX)], "offset + len ≤ OBJECT_BYTES_MAX"),
             (&[("kind", read), ("flags", disk)], "a disk operation names no slot"),
-            (&[("flags", disk), nowhere[0], nowhere[1], nowhere[2]], "disks are read and loaded from"),
+            (&[("flags", disk), no_slot[0], no_slot[1], no_slot[2]], "a disk operation is a Read or a Load"),
             (&[("kind", load)], "a load is from disk"),
             (&[("flags", OpFlags::DIGESTS.bits().into())], "digests are only read"),
         ],
@@ -116,7 +116,7 @@ fn operations(table: &mut Table) {
 fn hello(table: &mut Table) {
     let rule = "1 ≤ lowest version ≤ highest";
     table.check(
-        Gen(1).hello(),
+        Gen::new(1).hello(),
         &[
             (&[("versions", 0x0001_0000)], rule),
             (&[("versions", 0x0001_0002)], rule),
@@ -126,14 +126,14 @@ fn hello(table: &mut Table) {
 }
 
 fn objects(table: &mut Table) {
-    let (entry, _) = Gen(1).whole_object();
+    let (entry, _) = Gen::new(1).whole_object();
     let valid = ObjectEntry { replica_count: 2, handle_count: 2, ..entry };
     table.check(
         valid,
         &[
-            (&[("form", 1)], "form = 0"),
+            (&[("format", 1)], "format = 0"),
             (&[("object_len", OBJECT_BYTES_MAX + 1)], "object_len ≤ OBJECT_BYTES_MAX"),
-            (&[("window_ms", (WINDOW_MS_MAX + 1).into())], "window_ms ≤ WINDOW_MS_MAX"),
+            (&[("valid_ms", (VALID_MS_MAX + 1).into())], "valid_ms ≤ VALID_MS_MAX"),
             (&[("replica_count", REPLICAS_MAX as u64 + 1)], "replica_count ≤ REPLICAS_MAX"),
             (&[("handle_count", 2 * STRIPES_MAX as u64 + 1)], "handle_count ≤ replica_count × STRIPES_MAX"),
             (&[("handle_count", 0)], "an object with replicas has a handle"),
@@ -144,7 +144,7 @@ fn objects(table: &mut Table) {
 
     let stripe = Stripe { index: 0, count: 1, offset: 0, len: 1000 };
     let handles =
-        |medium| (0..).map(|seed| Gen(seed).handle(stripe, 0)).find(|h| h.medium == medium).unwrap();
+        |medium| (0..).map(|seed| Gen::new(seed).handle(stripe, 0)).find(|h| h.medium == medium).unwrap();
     let valid = Handle {
         extent: moontide_types::Extent { start: 8, units: 2 },
         payload_offset: 8 * UNIT_BYTES,
@@ -182,18 +182,19 @@ fn objects(table: &mut Table) {
 
 fn puts(table: &mut Table) {
     table.check(
-        Gen(1).put_entry(),
+        Gen::new(1).put_entry(),
         &[
             (&[("len", OBJECT_BYTES_MAX + 1)], "len ≤ OBJECT_BYTES_MAX"),
             (&[("config", CONFIGS_MAX as u64)], "config < CONFIGS_MAX"),
         ],
     );
-    let valid = PutEndEntry { outcomes: [None; REPLICAS_MAX], replica_count: 1, ..Gen(1).put_end_entry() };
+    let valid =
+        PutEndEntry { outcomes: [None; REPLICAS_MAX], replica_count: 1, ..Gen::new(1).put_end_entry() };
     let (replicas, stripes) = ("1 ≤ replica_count ≤ REPLICAS_MAX", "1 ≤ stripe_count ≤ STRIPES_MAX");
     table.check(
         valid,
         &[
-            (&[("form", 1)], "form = 0"),
+            (&[("format", 1)], "format = 0"),
             (&[("replica_count", 0)], replicas),
             (&[("replica_count", REPLICAS_MAX as u64 + 1)], replicas),
             (&[("stripe_count", 0)], stripes),
@@ -203,11 +204,12 @@ fn puts(table: &mut Table) {
     );
 }
 
-fn orders(table: &mut Table) {
-    let order = |kind| (0..).map(|seed| Gen(seed).order()).find(|order| order.kind == kind).unwrap();
+fn commands(table: &mut Table) {
+    let command =
+        |kind| (0..).map(|seed| Gen::new(seed).command()).find(|command| command.kind == kind).unwrap();
     let unused = "fields that the kind does not use are zero";
-    for &kind in OrderKind::ALL {
-        use OrderKind::*;
+    for &kind in CommandKind::ALL {
+        use CommandKind::*;
         let mut cases: Vec<Case<'_>> = vec![];
         if !matches!(kind, Offload | Promote) {
             cases.push((&[("lease_ms", 1)], unused));
@@ -222,10 +224,10 @@ fn orders(table: &mut Table) {
         if kind != AdoptTerm {
             cases.push((&[("group", 1)], unused));
         }
-        if !matches!(kind, Kill | DropDisk) {
+        if !matches!(kind, Kill | DropFromDisk) {
             cases.push((&[("flags", 1)], unused));
         }
-        if kind == DropDisk {
+        if kind == DropFromDisk {
             cases.extend([
                 (&[("segment", 1)][..], unused),
                 (&[("generation", 1)], unused),
@@ -235,13 +237,13 @@ fn orders(table: &mut Table) {
         if matches!(kind, AdoptTerm | Drain) {
             cases.extend([(&[("slot", 1)][..], unused), (&[("epoch", 1)], unused), (&[("id", 1)], unused)]);
         }
-        if kind == Burn {
+        if kind == FenceEpoch {
             cases.push((&[("id", 1)], unused));
         }
-        table.check(order(kind), &cases);
+        table.check(command(kind), &cases);
     }
     table.check(
-        order(OrderKind::Promote),
+        command(CommandKind::Promote),
         &[
             (&[("lease_ms", (LEASE_MS_MAX + 1).into())], "lease_ms ≤ LEASE_MS_MAX"),
             (&[("stripe", STRIPES_MAX as u64)], "stripe < STRIPES_MAX"),
@@ -250,15 +252,18 @@ fn orders(table: &mut Table) {
         ],
     );
     let rule = "a code if and only if refused";
-    let valid = OrderResult { code: None, phase: OrderPhase::Done, ..Gen(1).order_result() };
-    table.check(valid, &[(&[("code", 1)], rule), (&[("phase", OrderPhase::Refused.number().into())], rule)]);
+    let valid = CommandResult { code: None, status: CommandStatus::Done, ..Gen::new(1).command_result() };
+    table.check(
+        valid,
+        &[(&[("code", 1)], rule), (&[("status", CommandStatus::Refused.number().into())], rule)],
+    );
 }
 
 fn reports(table: &mut Table) {
     let (stripes, payload) = ("the stripe is in bounds", "the payload lies in the extent");
     let record = |state| {
         (0..)
-            .map(|seed| Gen(seed).report_record())
+            .map(|seed| Gen::new(seed).report_record())
             .find(|r| r.stripe_count == 1 && r.word.state() == state)
             .unwrap()
     };
@@ -282,10 +287,10 @@ fn reports(table: &mut Table) {
         ],
     );
     let free = ReportRecord::free(valid.slot, valid.word.epoch());
-    let bare = "a free slot has nothing but its epoch";
+    let only_epoch = "a FREE record has only slot and epoch";
     let names = ReportRecord::FIELDS.iter().map(|field| field.name);
-    for name in names.filter(|name| !["slot", "word", "spare"].contains(name)) {
-        table.check(free, &[(&[(name, 1)], bare)]);
+    for name in names.filter(|name| !["slot", "word", "reserved"].contains(name)) {
+        table.check(free, &[(&[(name, 1)], only_epoch)]);
     }
 
     let valid = OffloadRecord {
@@ -296,23 +301,23 @@ fn reports(table: &mut Table) {
         stripe_count: 1,
         offset: 0,
         disk_len: 4096,
-        ..Gen(1).offload_record()
+        ..Gen::new(1).offload_record()
     };
     table.check(
         valid,
         &[
             (&[("object_len", 999)], stripes),
             (&[("stripe_index", 1)], stripes),
-            (&[("offset", u64::MAX)], "the record has an end"),
+            (&[("offset", u64::MAX)], "offset + disk_len fits in 64 bits"),
             (&[("disk_len", 2 * OBJECT_BYTES_MAX + 1)], "disk_len ≤ 2 × OBJECT_BYTES_MAX"),
             (&[("disk_len", 999)], "the payload fits in the record"),
         ],
     );
 }
 
-/// Numbers that no field of their kind can have are refused by the decoder and by the encoder.
+/// Decoder and encoder reject values out of range.
 #[test]
-fn ids_in_records_are_bounded() {
+fn out_of_range_ids_in_records_are_rejected() {
     fn refused<T: FixedRecord + std::fmt::Debug>(valid: T, name: &str, value: u64, number: u64) {
         let mut bytes = vec![];
         valid.encode(&mut bytes);
@@ -324,7 +329,7 @@ fn ids_in_records_are_bounded() {
         }
     }
     let (segments, slots) = (SEGMENTS_PER_NODE_MAX.into(), SLOTS_PER_SEGMENT_MAX.into());
-    let g = &mut Gen(1);
+    let g = &mut Gen::new(1);
     let handle = g.handle(Stripe { index: 0, count: 1, offset: 0, len: 1 }, 0);
     refused(g.transfer_op(), "segment", segments, segments);
     refused(g.transfer_op(), "slot", slots, slots);
@@ -333,10 +338,10 @@ fn ids_in_records_are_bounded() {
     refused(handle, "extent", extent(u32::MAX, 1), 1 << 32);
     refused(g.commit_entry(), "segment", segments, segments);
     refused(g.commit_entry(), "slot", slots, slots);
-    refused(g.order(), "segment", segments, segments);
-    refused(g.order(), "slot", slots, slots);
-    refused(g.order(), "group", GROUPS_MAX.into(), GROUPS_MAX.into());
-    refused(g.order(), "extent", extent(1, u32::MAX), 1 << 32);
+    refused(g.command(), "segment", segments, segments);
+    refused(g.command(), "slot", slots, slots);
+    refused(g.command(), "group", GROUPS_MAX.into(), GROUPS_MAX.into());
+    refused(g.command(), "extent", extent(1, u32::MAX), 1 << 32);
     refused(g.report_record(), "slot", slots, slots);
     refused(g.report_record(), "extent", extent(u32::MAX, u32::MAX), 2 * u64::from(u32::MAX));
     let valid = CommitEntry { slot: SlotId(SLOTS_PER_SEGMENT_MAX - 1), ..g.commit_entry() };

@@ -1,4 +1,4 @@
-//! Everything that is written is read back as it was, and nothing else is read.
+//! Records, packed arrays and messages round-trip; truncated or extended bytes are rejected.
 
 mod generate;
 
@@ -10,14 +10,14 @@ use proptest::prelude::*;
 use prost::Message;
 use prost::bytes::Bytes;
 
-/// Plain struct → message → plain struct; and the generator's message is what comes out.
+/// Checks plain struct → message → plain struct, and that the result is the generated message.
 macro_rules! check_message {
     ($name:ident, $encoded:expr) => {{
         let message: <convert::$name as Wire>::Message =
             convert::decode(Bytes::from($encoded.clone())).unwrap();
         let plain = convert::$name::from_wire(&message).unwrap_or_else(|e| panic!("{e}: {message:?}"));
         let again = plain.to_wire();
-        assert_eq!(again, message, "what was sent must be what was meant");
+        assert_eq!(again, message, "round trip changed the message");
         assert_eq!(convert::$name::from_wire(&again).unwrap(), plain);
         assert_eq!(again.encode_to_vec(), $encoded);
     }};
@@ -38,13 +38,13 @@ message_checks! {
     PutEndRequest PutRevokeRequest RemoveRequest TouchRequest SetPinRequest PrefetchRequest OutcomesResponse
     BeginRequest CommitRequest SlotOutcomes OpenSessionRequest OpenSessionResponse MountSegmentsRequest
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
-    RemoveByRegexRequest RemoveAllRequest GetJobRequest JobProgress ListKeysRequest QueryKeysRequest EvictRequest
-    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest ClusterInfo
-    LoadRequest LoadReply AttachRequest AttachReply NodeList Bequest
-    GetDeparturesRequest GetDeparturesResponse
+    RemoveByRegexRequest RemoveAllRequest GetJobRequest GetJobResponse ListKeysRequest QueryKeysRequest EvictRequest
+    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest GetClusterInfoResponse
+    LoadRequest LoadReply AttachRequest AttachReply GetNodesResponse HandoffGroupRequest
+    PollInvalidationsRequest PollInvalidationsResponse
 }
 
-/// A record comes back; none of its cuts does; and its length is the one announced.
+/// Checks that a record round-trips, that its truncations are rejected, and that it has its declared length.
 fn check_record<T: FixedRecord + PartialEq + std::fmt::Debug>(record: T) {
     let mut bytes = vec![];
     record.encode(&mut bytes);
@@ -59,13 +59,13 @@ fn check_record<T: FixedRecord + PartialEq + std::fmt::Debug>(record: T) {
 
 proptest! {
     #[test]
-    fn messages_come_back(seed: u64, index in 0..MESSAGES.len()) {
-        check_message_named(MESSAGES[index], Gen(seed).message(index));
+    fn messages_round_trip(seed: u64, index in 0..MESSAGES.len()) {
+        check_message_named(MESSAGES[index], Gen::new(seed).message(index));
     }
 
     #[test]
-    fn records_come_back(seed: u64) {
-        let g = &mut Gen(seed);
+    fn records_round_trip(seed: u64) {
+        let g = &mut Gen::new(seed);
         check_record(g.transfer_op());
         let (object, handles) = g.object();
         check_record(object);
@@ -77,19 +77,19 @@ proptest! {
         check_record(g.report_record());
         check_record(ReportRecord::free(moontide_types::SlotId(7), g.epoch()));
         check_record(g.offload_record());
-        check_record(g.order());
-        check_record(g.order_result());
+        check_record(g.command());
+        check_record(g.command_result());
         check_record(g.hello());
     }
 
     #[test]
-    fn frame_headers_come_back(seed: u64) {
-        let header = Gen(seed).frame_header();
+    fn frame_headers_round_trip(seed: u64) {
+        let header = Gen::new(seed).frame_header();
         prop_assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
     }
 
     #[test]
-    fn keys_come_back(keys in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..200), 0..50)) {
+    fn packed_keys_round_trip(keys in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..200), 0..50)) {
         let mut builder = PackedKeysBuilder::new();
         keys.iter().for_each(|key| builder.push(Key::new(key).unwrap()).unwrap());
         let encoded = builder.finish();
@@ -99,7 +99,7 @@ proptest! {
     }
 
     #[test]
-    fn bits_come_back(bits in prop::collection::vec(any::<bool>(), 0..100)) {
+    fn bitmaps_round_trip(bits in prop::collection::vec(any::<bool>(), 0..100)) {
         let encoded = bits.iter().copied().collect::<BitmapBuilder>().finish();
         let bitmap = Bitmap::decode(&encoded, bits.len()).unwrap();
         prop_assert!(bitmap.iter().eq(bits.iter().copied()));
@@ -109,19 +109,19 @@ proptest! {
 }
 
 #[test]
-fn every_message_has_a_check() {
+fn every_message_type_round_trips() {
     for (index, name) in MESSAGES.iter().enumerate() {
         for seed in 0..20 {
-            check_message_named(name, Gen(seed).message(index));
+            check_message_named(name, Gen::new(seed).message(index));
         }
     }
 }
 
 #[test]
-fn a_cut_message_never_panics() {
-    // Protobuf cannot tell every cut from a shorter message; converting what is left must be total.
+fn truncated_message_never_panics() {
+    // Protobuf accepts some truncated messages as shorter ones; their conversion must not panic.
     for index in 0..MESSAGES.len() {
-        let encoded = Gen(index as u64).message(index);
+        let encoded = Gen::new(index as u64).message(index);
         for len in 0..encoded.len() {
             let cut = Bytes::copy_from_slice(&encoded[..len]);
             if let Ok(message) = v1::NodeMessage::decode(cut.clone()) {
@@ -138,19 +138,19 @@ fn a_cut_message_never_panics() {
 }
 
 #[test]
-fn every_cut_of_packed_keys_is_noticed() {
-    let encoded = Gen(3).keys(5);
+fn truncated_or_extended_packed_keys_are_rejected() {
+    let encoded = Gen::new(3).keys(5);
     assert!(PackedKeys::decode(&encoded).is_ok());
     for len in 0..encoded.len() {
         assert!(PackedKeys::decode(&encoded[..len]).is_err(), "cut to {len}");
     }
     let longer = [&encoded[..], &[0]].concat();
-    assert_eq!(PackedKeys::decode(&longer), Err(PackedError::Excess { left: 1 }));
+    assert_eq!(PackedKeys::decode(&longer), Err(PackedError::TrailingBytes { left: 1 }));
 }
 
 #[test]
-fn every_cut_of_packed_records_is_noticed_or_a_shorter_array() {
-    let encoded = Gen(4).packed(3, Gen::transfer_op);
+fn packed_records_with_partial_record_are_rejected() {
+    let encoded = Gen::new(4).packed(3, Gen::transfer_op);
     for len in 0..=encoded.len() {
         let whole = len % TransferOp::BYTES == 0;
         assert_eq!(Packed::<TransferOp>::decode(&encoded[..len], 3).is_ok(), whole, "cut to {len}");
@@ -158,8 +158,8 @@ fn every_cut_of_packed_records_is_noticed_or_a_shorter_array() {
 }
 
 #[test]
-fn every_flipped_bit_of_a_frame_header_is_noticed() {
-    let good = Gen(5).frame_header().encode();
+fn frame_header_bit_flip_is_rejected() {
+    let good = Gen::new(5).frame_header().encode();
     for bit in 0..good.len() * 8 {
         let mut bad = good;
         bad[bit / 8] ^= 1 << (bit % 8);

@@ -1,8 +1,8 @@
-//! [`Engine`] and [`Link`]: one way to move bytes, and one peer reached by it. [`Engines`] chooses.
+//! [`Engine`] and [`Link`]: a transport, and one peer reached by it. [`Engines`] chooses the engine of a peer.
 //!
-//! Every engine says how well it suits a peer ([`Engine::score`]); the best one that gets a connection is taken. What
-//! was chosen, and why others were not, is told once per link: an `info` line with the field `engine`, and the metric
-//! `moontide_transfer_links{engine=…}`.
+//! Every engine rates how well it suits a peer ([`Engine::score`]). [`Engines`] takes the best one that connects. Each
+//! link logs the choice once, in an `info` line with the field `engine`, and counts it in the metric
+//! `moontide_transfer_links{engine=…}`. Engines that do not suit the peer are logged at level `debug`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,120 +14,88 @@ use moontide_proto::FrameKind;
 use moontide_types::{ErrorCode, NodeId};
 use tracing::{debug, info, warn};
 
+use crate::engine_kind::EngineKind;
 use crate::error::TransferError;
 use crate::metrics::Metrics;
 use crate::op::{Op, OpCore};
 
-/// A way to move bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum EngineKind {
-    /// Mapped memory of a node on the same host.
-    Shm,
-    /// UCX: one-sided over RDMA.
-    Ucx,
-    /// Frames over TCP.
-    Tcp,
-}
-
-impl EngineKind {
-    /// As written in addresses, logs and metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineKind::Shm => "shm",
-            EngineKind::Ucx => "ucx",
-            EngineKind::Tcp => "tcp",
-        }
-    }
-
-    /// The engine of this name.
-    pub fn named(name: &str) -> Option<EngineKind> {
-        [EngineKind::Shm, EngineKind::Ucx, EngineKind::Tcp].into_iter().find(|kind| kind.name() == name)
-    }
-}
-
-impl fmt::Display for EngineKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// A node as others can reach it: what it announces when it registers.
+/// Id and addresses of a node, as it announces them at registration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Who it is.
+    /// Id that the node must confirm in the handshake.
     pub node: NodeId,
-    /// Where it listens, by engine: for `tcp` an IP address and port, one per rail; for `shm` what
-    /// [`shm::address`](crate::shm::address) gives.
+    /// Addresses by engine: for `tcp` an IP address and port, one per rail; for `shm` the result of
+    /// [`shm::address`](crate::shm::address).
     pub addresses: Vec<(EngineKind, String)>,
 }
 
 impl Peer {
-    /// Addresses of one engine.
+    /// Returns the addresses for the engine `kind`.
     pub fn addresses_of(&self, kind: EngineKind) -> impl Iterator<Item = &str> {
         self.addresses.iter().filter(move |(of, _)| *of == kind).map(|(_, address)| address.as_str())
     }
 }
 
-/// How well an engine suits a peer; more is better. The numbers only order.
+/// Rating of an engine for a peer; higher is better. Only the order of the values matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Score(pub u32);
 
 impl Score {
-    /// No copy over a wire: memory that both map.
+    /// Both processes map the memory; no copy over a network.
     pub const SAME_MEMORY: Score = Score(300);
-    /// The network card moves the bytes.
+    /// The network card moves the bytes (one-sided RDMA).
     pub const ONE_SIDED: Score = Score(200);
-    /// The kernel moves the bytes.
+    /// The kernel moves the bytes (byte stream).
     pub const STREAM: Score = Score(100);
 }
 
-/// Whether the caller's thread waits for what it starts. A thread that waits does the work itself.
+/// Whether the calling thread waits for the operations that it starts. A waiting thread does the work itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Waiting {
-    /// It will call [`Pending::wait`] right away.
-    Here,
-    /// It will poll; threads of the engine do the work.
-    Elsewhere,
+pub enum WaitMode {
+    /// The caller calls [`Pending::wait`] right away.
+    Blocking,
+    /// The caller polls; threads of the engine do the work.
+    Polling,
 }
 
-/// A way to move bytes.
+/// A transport that moves bytes.
 pub trait Engine: Send + Sync + fmt::Debug {
-    /// Which one.
+    /// Returns the kind of this engine.
     fn kind(&self) -> EngineKind;
 
-    /// How well it suits this peer; why it does not.
-    fn score(&self, peer: &Peer) -> Result<Score, NotSuited>;
+    /// Rates how well the engine suits `peer`, or returns the reason why it does not.
+    fn score(&self, peer: &Peer) -> Result<Score, EngineUnavailable>;
 
-    /// Connects. Blocks until `deadline` at most.
+    /// Connects to `peer`. Blocks until `deadline` at most.
     fn connect(&self, peer: &Peer, deadline: Instant) -> Result<Arc<dyn Link>, TransferError>;
 }
 
-/// Why an engine cannot be used for a peer.
+/// Reason why an engine cannot be used for a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotSuited {
-    /// The peer does not offer it.
-    #[error("the peer has no address for it")]
+pub enum EngineUnavailable {
+    /// The peer announces no address for this engine.
+    #[error("peer has no address for this engine")]
     NoAddress,
-    /// None of the peer's addresses can be read.
-    #[error("none of the peer's addresses can be read")]
+    /// No address of the peer for this engine can be parsed.
+    #[error("peer has no valid address for this engine")]
     BadAddress,
-    /// Only for processes of one host.
-    #[error("the peer is on another host")]
+    /// The engine works only within one host.
+    #[error("peer is on another host")]
     OtherHost,
-    /// The library is not there, or not one that can be used.
-    #[error("its library is absent")]
-    Absent,
+    /// The library of the engine is missing or cannot be used.
+    #[error("library of the engine is not installed or not usable")]
+    NotInstalled,
 }
 
-/// One peer, reached by one engine. Shared by everybody in the process.
+/// Connection to one peer over one engine. All threads of the process share it.
 pub trait Link: Send + Sync + fmt::Debug {
-    /// By which engine.
+    /// Returns the engine of this link.
     fn engine(&self) -> EngineKind;
 
-    /// Whom.
+    /// Returns the id of the peer.
     fn node(&self) -> NodeId;
 
-    /// The peer's memory, where it is mapped: objects in it can be read in place.
+    /// Returns the memory of the peer if it is mapped: objects in it can be read without a copy.
     fn local(&self) -> Option<&Arc<LocalHeap>> {
         None
     }
@@ -135,78 +103,79 @@ pub trait Link: Send + Sync + fmt::Debug {
     /// Starts operations.
     ///
     /// # Safety
-    /// The memory behind the operations, and the places for their digests, stay valid until what is returned has
-    /// finished, was aborted, or was dropped; until then nobody else writes them, nor reads those that are filled.
-    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, waiting: Waiting) -> Box<dyn Pending>;
+    /// The memory behind the operations, and the arrays for their digests, stay valid until the returned value has
+    /// finished, was aborted, or was dropped. Until then no other code writes to them, or reads those that are being
+    /// filled.
+    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, wait_mode: WaitMode) -> Box<dyn Pending>;
 
-    /// Opens slots, fills and publishes them without waiting in between, if the engine can and the records are small
-    /// enough for that to matter. `commit` makes the body of the Commit from the roots of the operations.
+    /// Opens, fills and publishes slots without waiting in between, if the engine supports it and the records are small
+    /// enough to benefit. `commit` builds the body of the Commit from the digest roots of the operations.
     ///
     /// # Safety
-    /// As [`Link::start`], until this returns.
-    unsafe fn put_in_one_go(
+    /// As [`Link::start`], until this function returns.
+    unsafe fn put_pipelined(
         &self,
         _begin: Vec<u8>,
         _ops: Vec<OpCore>,
         _commit: &mut dyn FnMut(&[Option<u64>]) -> Vec<u8>,
         _deadline: Instant,
-    ) -> OneGo {
-        OneGo::NotTried
+    ) -> PipelinedPut {
+        PipelinedPut::NotTried
     }
 
-    /// Starts a call to the node: Begin, Commit, Load, Release or Attach. They can be repeated without harm, and are when a
-    /// connection breaks.
+    /// Starts a call to the node: Begin, Commit, Load, Release or Attach. Calls are idempotent, and the link repeats
+    /// them when a connection breaks.
     fn start_call(
         &self,
         kind: FrameKind,
         body: Vec<u8>,
         deadline: Instant,
-        waiting: Waiting,
+        wait_mode: WaitMode,
     ) -> Box<dyn Pending>;
 }
 
-/// What became of a put in one go.
+/// Result of a pipelined put.
 #[derive(Debug)]
-pub enum OneGo {
-    /// Nothing was sent: do it step by step.
+pub enum PipelinedPut {
+    /// Nothing was sent; the caller must put step by step.
     NotTried,
-    /// Everything was answered.
+    /// The peer replied to every request.
     Done {
-        /// The body of the answer to Begin.
+        /// Body of the reply to Begin.
         begun: Vec<u8>,
-        /// How each operation went.
+        /// Result of each operation, in the order of the operations.
         outcomes: Vec<Result<(), ErrorCode>>,
-        /// The body of the answer to Commit.
+        /// Body of the reply to Commit.
         committed: Vec<u8>,
     },
-    /// Something was not answered. The records may or may not be published.
+    /// At least one reply is missing. The records may or may not be published.
     Failed(TransferError),
 }
 
-/// Something that was started. Dropping it aborts it.
+/// A started batch or call. Dropping it aborts it.
 pub trait Pending: Send + fmt::Debug {
-    /// Waits, at most until the deadline.
+    /// Waits for the end, at most until the deadline.
     fn wait(&mut self) -> Result<(), TransferError>;
 
-    /// Whether it has finished; if not, the waker is woken when there is something to look at.
+    /// Returns the result if it has ended. Otherwise the waker is woken when polling again may make progress.
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), TransferError>>;
 
-    /// Gives it up. When this returns no thread touches the memory any more.
+    /// Aborts it. After this returns, no thread accesses the memory.
     fn abort(&mut self);
 
-    /// What became of each operation; `None` where that is not known.
+    /// Returns the outcome of each operation; `None` where it is not known.
     fn outcomes(&self) -> &[Option<Result<(), ErrorCode>>];
 
-    /// The body of the answer to a call.
+    /// Returns the body of the reply to a call.
     fn take_reply(&mut self) -> Vec<u8>;
 }
 
-/// Runs operations and waits for them. What failed alone is in the operation's [`Op::outcome`].
+/// Runs operations and waits for them. The error of a single operation is in its [`Op::outcome`].
 pub fn run(link: &dyn Link, ops: &mut [Op<'_>], deadline: Instant) -> Result<(), TransferError> {
     let cores = ops.iter().map(|op| op.core().clone()).collect();
-    // SAFETY: `ops` borrows the memory exclusively (shared, what is only read) for this call, and the end of
-    // `pending` is the end of all use of it: by `wait`, or by the drop if that panics.
-    let mut pending = unsafe { link.start(cores, deadline, Waiting::Here) };
+    // SAFETY: `ops` borrows the memory exclusively (shared if it is only read) for this call, and all use of the
+    // memory ends with `pending`: by `wait`, or by its drop if that panics.
+    let mut pending = unsafe { link.start(cores, deadline, WaitMode::Blocking) };
     let result = pending.wait();
     for (op, outcome) in ops.iter_mut().zip(pending.outcomes()) {
         op.set_outcome(*outcome);
@@ -214,19 +183,19 @@ pub fn run(link: &dyn Link, ops: &mut [Op<'_>], deadline: Instant) -> Result<(),
     result
 }
 
-/// Calls the node and waits for its answer.
+/// Calls the node and waits for its reply.
 pub fn call(
     link: &dyn Link,
     kind: FrameKind,
     body: Vec<u8>,
     deadline: Instant,
 ) -> Result<Vec<u8>, TransferError> {
-    let mut pending = link.start_call(kind, body, deadline, Waiting::Here);
+    let mut pending = link.start_call(kind, body, deadline, WaitMode::Blocking);
     pending.wait()?;
     Ok(pending.take_reply())
 }
 
-/// The engines that this process has.
+/// The engines that a process can use.
 #[derive(Debug)]
 pub struct Engines {
     engines: Vec<Arc<dyn Engine>>,
@@ -234,19 +203,19 @@ pub struct Engines {
 }
 
 impl Engines {
-    /// These.
+    /// Creates the set of engines. Among equally good ones, the first in `engines` wins.
     pub fn new(engines: Vec<Arc<dyn Engine>>, metrics: Arc<Metrics>) -> Engines {
         Engines { engines, metrics }
     }
 
-    /// The engines that suit a peer, best first.
+    /// Returns the engines that suit `peer`, best first.
     pub fn ranked(&self, peer: &Peer) -> Vec<(Score, Arc<dyn Engine>)> {
         let mut ranked = Vec::new();
         for engine in &self.engines {
             match engine.score(peer) {
                 Ok(score) => ranked.push((score, Arc::clone(engine))),
-                Err(why) => {
-                    debug!(engine = %engine.kind(), node = peer.node.0, %why, "engine does not suit the peer")
+                Err(reason) => {
+                    debug!(engine = %engine.kind(), node = %peer.node, %reason, "engine does not suit the peer")
                 }
             }
         }
@@ -255,17 +224,17 @@ impl Engines {
         ranked
     }
 
-    /// Connects by the best engine that gets through.
+    /// Connects with the best engine that succeeds.
     pub fn connect(&self, peer: &Peer, deadline: Instant) -> Result<Arc<dyn Link>, TransferError> {
         let mut last = TransferError::Unsupported { engine: "any", what: "no engine suits this peer" };
         for (score, engine) in self.ranked(peer) {
             match engine.connect(peer, deadline) {
                 Ok(link) => {
-                    info!(engine = %engine.kind(), node = peer.node.0, score = score.0, "link opened");
+                    info!(engine = %engine.kind(), node = %peer.node, score = score.0, "link opened");
                     return Ok(link);
                 }
                 Err(error) => {
-                    warn!(engine = %engine.kind(), node = peer.node.0, %error, "link not opened; trying the next engine");
+                    warn!(engine = %engine.kind(), node = %peer.node, %error, "cannot open link; trying the next engine");
                     self.metrics.connect_failed(engine.kind());
                     last = error;
                 }

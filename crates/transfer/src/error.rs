@@ -1,80 +1,82 @@
-//! [`TransferError`]: why bytes did not arrive.
+//! [`TransferError`] and [`ConnectionError`]: errors of batches, calls and connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_heap::DoorError;
-use moontide_proto::{FrameError, FrameKind, OpsError, RecordError};
+use moontide_heap::ShmError;
+use moontide_proto::{FrameError, FrameKind, RecordError, TransferOpsError};
 use moontide_types::{ErrorCode, NodeId};
 
 use crate::ucx::UcxError;
 
-/// Why a batch, or a call, failed as a whole. What failed alone is in the operation's own outcome.
+/// Error of a whole batch or call. The error of a single operation is in its own outcome.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TransferError {
-    /// The time that the caller gave is over.
-    #[error("the peer has not answered within {waited:?}; {hint}", hint = ErrorCode::DeadlineExceeded.hint())]
+    /// The deadline of the caller has passed.
+    #[error("no reply from the peer within {waited:?}; {hint}", hint = ErrorCode::DeadlineExceeded.hint())]
     Deadline {
-        /// How long it was waited for.
+        /// Time since the start of the batch or call.
         waited: Duration,
     },
-    /// No connection is there, and none can be had for now.
-    #[error("node {node} cannot be reached: {last}; {hint}", hint = ErrorCode::Unreachable.hint())]
+    /// No connection is open, and connecting fails.
+    #[error("cannot reach node {node}: {last}; {hint}", hint = ErrorCode::Unreachable.hint())]
     Unreachable {
-        /// Whom it was about.
+        /// The peer.
         node: NodeId,
-        /// What came of the last attempt.
-        last: Failure,
+        /// Error of the last attempt.
+        last: ConnectionError,
     },
-    /// The node's door stayed shut.
-    #[error("node {node} on this host does not let this process in: {why}")]
-    NotLetIn {
-        /// Which node.
+    /// The shm listener of the node rejected this process, or could not be reached.
+    #[error("cannot attach to local node {node}: {reason}")]
+    AttachRejected {
+        /// The local node.
         node: NodeId,
-        /// What the door said.
-        why: Arc<DoorError>,
+        /// Error of the handshake.
+        reason: Arc<ShmError>,
     },
-    /// The connection ended in the middle, again and again.
-    #[error("the connection to node {node} ended in the middle: {last}")]
-    Lost {
-        /// Whom it was about.
+    /// The connection ended before the reply, on every attempt.
+    #[error("connection to node {node} lost: {last}")]
+    ConnectionLost {
+        /// The peer.
         node: NodeId,
-        /// What happened last.
-        last: Failure,
+        /// Error of the last connection.
+        last: ConnectionError,
     },
     /// The peer refused the request as a whole.
-    #[error("the peer refuses: {code}; {hint}", hint = code.hint())]
+    #[error("peer refused the request: {code}; {hint}", hint = code.hint())]
     Refused {
-        /// Why.
+        /// Code in the reply of the peer.
         code: ErrorCode,
     },
-    /// The engine cannot do this.
-    #[error("engine {engine} cannot do this: {what}")]
+    /// The engine does not support the operation.
+    #[error("engine {engine} does not support this: {what}")]
     Unsupported {
-        /// Which engine.
+        /// Name of the engine.
         engine: &'static str,
-        /// What was asked.
+        /// The unsupported feature.
         what: &'static str,
     },
-    /// What was asked cannot be said.
-    #[error("this cannot be asked: {source}")]
+    /// The request cannot be encoded as a frame.
+    #[error("cannot encode the request: {source}")]
     Malformed {
-        /// Why not.
+        /// Error of the encoder.
         source: FrameError,
     },
-    /// The caller gave up.
-    #[error("the transfer was aborted")]
+    /// The caller aborted the transfer.
+    #[error("transfer was aborted")]
     Aborted,
 }
 
 impl TransferError {
-    /// The stable code.
+    /// Returns the stable code.
     pub fn code(&self) -> ErrorCode {
         match self {
             TransferError::Deadline { .. } => ErrorCode::DeadlineExceeded,
-            TransferError::Unreachable { .. } | TransferError::NotLetIn { .. } => ErrorCode::Unreachable,
-            TransferError::Lost { last, .. } => last.code(),
+            TransferError::Unreachable { .. } | TransferError::AttachRejected { .. } => {
+                ErrorCode::Unreachable
+            }
+            TransferError::ConnectionLost { last, .. } => last.code(),
             TransferError::Refused { code } => *code,
             TransferError::Unsupported { .. } => ErrorCode::Unsupported,
             TransferError::Malformed { source } => source.code(),
@@ -82,166 +84,168 @@ impl TransferError {
         }
     }
 
-    /// Whether the same call may succeed later or elsewhere.
+    /// Returns whether the same call may succeed later or at another node.
     pub fn is_retryable(&self) -> bool {
         self.code().is_retryable()
     }
 }
 
-/// Why a connection is no more, or did not come to be.
+/// Reason why a connection ended or could not be opened.
 #[derive(Clone, Debug, thiserror::Error)]
-pub enum Failure {
-    /// The operating system said so.
+pub enum ConnectionError {
+    /// A system call failed.
     #[error("{what} {peer}: {source}")]
     System {
-        /// What was tried.
+        /// Operation that failed, as a verb before the name of the peer.
         what: &'static str,
-        /// With whom.
-        peer: Name,
-        /// Its answer.
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Error of the system call.
         source: rustix::io::Errno,
     },
-    /// The peer closed it.
+    /// The peer closed the connection.
     #[error("{peer} closed the connection")]
     Closed {
-        /// Who.
-        peer: Name,
+        /// The other end of the connection.
+        peer: PeerName,
     },
-    /// Bytes were due and none came or went for too long.
+    /// Bytes were expected and none was received or sent for too long.
     #[error("no byte to or from {peer} for {silent:?}")]
     Stalled {
-        /// Who.
-        peer: Name,
-        /// How long.
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Time without progress.
         silent: Duration,
     },
-    /// What came is not a frame.
-    #[error("{peer} sent something that is not a frame: {source}")]
+    /// The received bytes are not a valid frame.
+    #[error("invalid frame from {peer}: {source}")]
     Frame {
-        /// Who.
-        peer: Name,
-        /// What is wrong with it.
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Error of the decoder.
         source: FrameError,
     },
-    /// What came does not answer what was asked.
-    #[error("{peer} answered what was not asked: a frame of kind {kind:?} for request {request}")]
-    Answer {
-        /// Who.
-        peer: Name,
-        /// What came.
+    /// The received frame is not the reply to a request in flight.
+    #[error("unexpected reply from {peer}: frame of kind {kind:?} for request {request}")]
+    UnexpectedReply {
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Kind of the received frame.
         kind: FrameKind,
-        /// For which request.
+        /// Request id of the received frame.
         request: u64,
     },
-    /// The greeting failed.
-    #[error("{peer} refuses the connection: {code}; {hint}", hint = code.hint())]
-    Refused {
-        /// Who.
-        peer: Name,
-        /// Why.
+    /// The peer rejected the handshake.
+    #[error("{peer} refused the connection: {code}; {hint}", hint = code.hint())]
+    HandshakeRefused {
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Code in the reply of the peer.
         code: ErrorCode,
     },
-    /// The greeting cannot be read.
-    #[error("the greeting of {peer}: {source}")]
-    Greeting {
-        /// Who.
-        peer: Name,
-        /// What is wrong with it.
+    /// The handshake message of the peer is malformed.
+    #[error("invalid handshake from {peer}: {source}")]
+    Handshake {
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Error of the decoder.
         source: RecordError,
     },
-    /// Somebody else answers there.
+    /// Another node listens at the address.
     #[error("{peer} is node {found}, not node {expected}")]
-    Node {
-        /// Where.
-        peer: Name,
-        /// Who answers.
+    WrongNode {
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Node that replied.
         found: NodeId,
-        /// Who should.
+        /// Node that was expected.
         expected: NodeId,
     },
-    /// The operations of a request cannot be read.
-    #[error("the operations of {peer}: {source}")]
+    /// The operations of a request are malformed.
+    #[error("invalid operations from {peer}: {source}")]
     Ops {
-        /// Who.
-        peer: Name,
-        /// What is wrong with them.
-        source: OpsError,
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Error of the decoder.
+        source: TransferOpsError,
     },
-    /// Somebody gave up a request in the middle, so what follows on the connection has no meaning.
-    #[error("a request to {peer} was abandoned in the middle")]
+    /// A request was abandoned while it was sent or received, so the rest of the stream cannot be parsed.
+    #[error("a request to {peer} was abandoned before it was complete")]
     Abandoned {
-        /// Whom.
-        peer: Name,
+        /// The other end of the connection.
+        peer: PeerName,
     },
-    /// An earlier attempt failed, and the next one is not due yet.
-    #[error("the next attempt to connect is due in {pause:?}")]
-    Paused {
-        /// In how long.
+    /// An earlier attempt failed, and the backoff is not over.
+    #[error("next connection attempt in {pause:?}")]
+    BackingOff {
+        /// Remaining backoff.
         pause: Duration,
     },
-    /// UCX said so.
+    /// A UCX call failed.
     #[error("ucx: {source}")]
     Ucx {
-        /// What it said.
+        /// Error of UCX.
         source: UcxError,
     },
-    /// The link was closed.
-    #[error("the link was closed")]
+    /// The link or server was stopped.
+    #[error("link was closed")]
     Stopped,
 }
 
-impl Failure {
-    /// The stable code.
+impl ConnectionError {
+    /// Returns the stable code.
     pub fn code(&self) -> ErrorCode {
         match self {
-            Failure::System { .. } | Failure::Closed { .. } | Failure::Abandoned { .. } => {
-                ErrorCode::ConnectionLost
+            ConnectionError::System { .. }
+            | ConnectionError::Closed { .. }
+            | ConnectionError::Abandoned { .. } => ErrorCode::ConnectionLost,
+            ConnectionError::Stalled { .. } | ConnectionError::Ucx { .. } => ErrorCode::ConnectionLost,
+            ConnectionError::Frame { source, .. } => source.code(),
+            ConnectionError::UnexpectedReply { .. } | ConnectionError::Handshake { .. } => {
+                ErrorCode::Unsupported
             }
-            Failure::Stalled { .. } | Failure::Ucx { .. } => ErrorCode::ConnectionLost,
-            Failure::Frame { source, .. } => source.code(),
-            Failure::Answer { .. } | Failure::Greeting { .. } => ErrorCode::Unsupported,
-            Failure::Refused { code, .. } => *code,
-            Failure::Node { .. } => ErrorCode::StaleSession,
-            Failure::Ops { source, .. } => source.code(),
-            Failure::Paused { .. } => ErrorCode::Unreachable,
-            Failure::Stopped => ErrorCode::Cancelled,
+            ConnectionError::HandshakeRefused { code, .. } => *code,
+            ConnectionError::WrongNode { .. } => ErrorCode::StaleSession,
+            ConnectionError::Ops { source, .. } => source.code(),
+            ConnectionError::BackingOff { .. } => ErrorCode::Unreachable,
+            ConnectionError::Stopped => ErrorCode::Cancelled,
         }
     }
 
-    /// As written in metrics.
+    /// Returns the name used in metrics.
     pub fn name(&self) -> &'static str {
         match self {
-            Failure::System { .. } => "system",
-            Failure::Closed { .. } => "closed",
-            Failure::Stalled { .. } => "stalled",
-            Failure::Frame { .. } => "frame",
-            Failure::Answer { .. } => "answer",
-            Failure::Refused { .. } => "refused",
-            Failure::Greeting { .. } => "greeting",
-            Failure::Node { .. } => "node",
-            Failure::Ops { .. } => "ops",
-            Failure::Abandoned { .. } => "abandoned",
-            Failure::Paused { .. } => "paused",
-            Failure::Ucx { .. } => "ucx",
-            Failure::Stopped => "stopped",
+            ConnectionError::System { .. } => "system",
+            ConnectionError::Closed { .. } => "closed",
+            ConnectionError::Stalled { .. } => "stalled",
+            ConnectionError::Frame { .. } => "frame",
+            ConnectionError::UnexpectedReply { .. } => "unexpected_reply",
+            ConnectionError::HandshakeRefused { .. } => "handshake_refused",
+            ConnectionError::Handshake { .. } => "handshake",
+            ConnectionError::WrongNode { .. } => "wrong_node",
+            ConnectionError::Ops { .. } => "ops",
+            ConnectionError::Abandoned { .. } => "abandoned",
+            ConnectionError::BackingOff { .. } => "backing_off",
+            ConnectionError::Ucx { .. } => "ucx",
+            ConnectionError::Stopped => "stopped",
         }
     }
 }
 
-/// Who is at the other end of a stream.
+/// The other end of a stream, as shown in errors and logs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Name {
-    /// A process at a network address.
+pub enum PeerName {
+    /// Network address of a process.
     Tcp(SocketAddr),
-    /// A process of this host: its process number.
+    /// Process id of a process on this host.
     Local(u32),
 }
 
-impl std::fmt::Display for Name {
+impl std::fmt::Display for PeerName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Name::Tcp(address) => write!(f, "{address}"),
-            Name::Local(pid) => write!(f, "process {pid}"),
+            PeerName::Tcp(address) => write!(f, "{address}"),
+            PeerName::Local(pid) => write!(f, "process {pid}"),
         }
     }
 }

@@ -1,24 +1,24 @@
-//! Moving bytes between processes and hosts. Knows nothing of metadata: who has what is decided elsewhere.
+//! Moves bytes between processes and hosts. It has no metadata: the caller knows which node stores which record.
 //!
-//! A caller hands a batch of [`Op`]s to a [`Link`]: gets and puts between its own memory and a range of a record at a
-//! peer. Bytes are named by segment, generation, slot, epoch and offset, never by an address, and the peer checks all of
-//! it before it touches one ([`Owner`]).
+//! A caller passes a batch of [`Op`]s to a [`Link`]: gets and puts between its own memory and a range of a record at a
+//! peer. Bytes are addressed by segment, generation, slot, epoch and offset, never by a pointer. The peer checks all
+//! fields before it accesses memory ([`Owner`]).
 //!
 //! ```
 //! use std::sync::Arc;
 //! use std::time::{Duration, Instant};
 //!
-//! use moontide_transfer::sample::{Sample, SampleConfig};
-//! use moontide_transfer::tcp::{Server, ServerConfig, TcpConfig, TcpEngine};
+//! use moontide_transfer::sample::{SampleNode, SampleNodeConfig};
+//! use moontide_transfer::tcp::{TcpConfig, TcpEngine, TcpServer, TcpServerConfig};
 //! use moontide_transfer::{EngineKind, Engines, Metrics, Op, Peer, run};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // The far end: a node's memory with a few known records, served on loopback.
+//! // Server: a node's memory with a few known records, served on loopback.
 //! let metrics = Metrics::new();
-//! let sample = Arc::new(Sample::new(SampleConfig::default())?);
-//! let server = Server::start(ServerConfig::default(), sample.clone(), metrics.clone())?;
+//! let sample = Arc::new(SampleNode::new(SampleNodeConfig::default())?);
+//! let server = TcpServer::start(TcpServerConfig::default(), sample.clone(), metrics.clone())?;
 //!
-//! // The near end: the best of this process's engines that reaches the node.
+//! // Client: the best engine of this process that reaches the node.
 //! let tcp = Arc::new(TcpEngine::new(TcpConfig::default(), metrics.clone()));
 //! let engines = Engines::new(vec![tcp], metrics);
 //! let address = server.addresses()[0].to_string();
@@ -26,7 +26,7 @@
 //! let deadline = Instant::now() + Duration::from_secs(5);
 //! let link = engines.connect(&peer, deadline)?;
 //!
-//! // One record, straight into our memory; its pages are digested as they arrive.
+//! // Reads one record directly into `bytes`; its pages are digested as they arrive.
 //! let config = sample.config();
 //! let mut bytes = vec![0; config.record_bytes as usize];
 //! let mut digests = [0; 4];
@@ -39,11 +39,16 @@
 //! # }
 //! ```
 //!
-//! Reading order: [`op`](Op) (what is asked), [`engine`](Engine) (who does it), `plan` (how a batch is cut), [`tcp`],
-//! [`shm`], [`ucx`]; [`topology`] and [`rails`] say which ways lead to a peer; [`owner`](Owner) is the far end.
+//! Reading order: [`op`](Op) (operations), [`engine`](Engine) (transports), `framing` (splits a batch into frames),
+//! [`tcp`], [`shm`], [`ucx`]; [`topology`] and [`rails`] choose the network path to a peer; [`owner`](Owner) is the
+//! server side.
 
 #[cfg(not(shuttle))]
+mod batch;
+#[cfg(not(shuttle))]
 mod engine;
+#[cfg(not(shuttle))]
+mod engine_kind;
 #[cfg(not(shuttle))]
 mod error;
 #[cfg(not(shuttle))]
@@ -51,12 +56,10 @@ mod op;
 #[cfg(not(shuttle))]
 mod owner;
 #[cfg(not(shuttle))]
-mod together;
-#[cfg(not(shuttle))]
 mod transfer;
 
 #[cfg(not(shuttle))]
-mod plan;
+mod framing;
 #[cfg(not(shuttle))]
 pub mod rails;
 #[cfg(not(shuttle))]
@@ -75,21 +78,22 @@ pub mod sample;
 
 #[cfg(not(shuttle))]
 mod metrics;
-mod sync;
 
 #[cfg(not(shuttle))]
+pub use batch::{Batch, Winner, put_in_one_round_trip, run_batches, run_hedged};
+#[cfg(not(shuttle))]
 pub use engine::{
-    Engine, EngineKind, Engines, Link, NotSuited, OneGo, Peer, Pending, Score, Waiting, call, run,
+    Engine, EngineUnavailable, Engines, Link, Peer, Pending, PipelinedPut, Score, WaitMode, call, run,
 };
 #[cfg(not(shuttle))]
-pub use error::{Failure, Name, TransferError};
+pub use engine_kind::EngineKind;
+#[cfg(not(shuttle))]
+pub use error::{ConnectionError, PeerName, TransferError};
 #[cfg(not(shuttle))]
 pub use metrics::Metrics;
 #[cfg(not(shuttle))]
 pub use op::{Direction, Op, OpCore, OpError, Target};
 #[cfg(not(shuttle))]
-pub use owner::{Caller, Capabilities, Owner};
+pub use owner::{CapabilityPolicy, Owner, PeerIdentity};
 #[cfg(not(shuttle))]
-pub use together::{Batch, Winner, put_in_one_go, run_hedged, run_together};
-#[cfg(not(shuttle))]
-pub use transfer::{DoneOp, OwnedOp, Transfer};
+pub use transfer::{CompletedOp, OwnedOp, Transfer};

@@ -1,7 +1,7 @@
-//! [`Metrics`]: what this crate counts.
+//! [`Metrics`]: metrics of this crate.
 //!
-//! Sums that hold: every operation that was started is counted once in `ops`, under its outcome, when its batch ends;
-//! `bytes` are those of the operations with outcome `ok`.
+//! Invariants: every operation that was started is counted once in `ops`, under its outcome, when its batch ends;
+//! `bytes` counts the bytes of the operations with outcome `ok`.
 
 use std::sync::Arc;
 
@@ -13,57 +13,57 @@ use prometheus_client::registry::Registry;
 
 use moontide_types::ErrorCode;
 
-use crate::engine::EngineKind;
-use crate::error::Failure;
+use crate::engine_kind::EngineKind;
+use crate::error::ConnectionError;
 use crate::op::Direction;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfEngine {
+struct EngineLabel {
     engine: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Way {
+struct DirectionLabels {
     engine: &'static str,
     direction: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
+struct OutcomeLabels {
     engine: &'static str,
     direction: &'static str,
     outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Why {
+struct ReasonLabels {
     engine: &'static str,
-    why: &'static str,
+    reason: &'static str,
 }
 
 /// Counters and gauges of a process that transfers.
 #[derive(Debug)]
 pub struct Metrics {
-    /// Of [`Metrics::ops`] and [`Metrics::bytes`], by engine and direction: those that go well, which are many.
-    well: [[Well; 2]; 3],
-    /// The same, served.
-    served_well: [[Well; 2]; 3],
-    bytes: Family<Way, Counter>,
-    ops: Family<Outcome, Counter>,
-    resubmitted: Family<OfEngine, Counter>,
-    links: Family<OfEngine, Gauge>,
-    connects_failed: Family<OfEngine, Counter>,
-    connections: Family<OfEngine, Gauge>,
-    connections_ended: Family<Why, Counter>,
-    served_bytes: Family<Way, Counter>,
-    served_ops: Family<Outcome, Counter>,
-    served_connections: Family<OfEngine, Gauge>,
-    served_ended: Family<Why, Counter>,
+    /// Counters of `ops` and `bytes` for successful operations, which are frequent, by engine and direction.
+    success: [[SuccessCounters; 2]; 3],
+    /// The same for `served_ops` and `served_bytes`.
+    served_success: [[SuccessCounters; 2]; 3],
+    bytes: Family<DirectionLabels, Counter>,
+    ops: Family<OutcomeLabels, Counter>,
+    resubmitted: Family<EngineLabel, Counter>,
+    links: Family<EngineLabel, Gauge>,
+    connects_failed: Family<EngineLabel, Counter>,
+    connections: Family<EngineLabel, Gauge>,
+    connections_ended: Family<ReasonLabels, Counter>,
+    served_bytes: Family<DirectionLabels, Counter>,
+    served_ops: Family<OutcomeLabels, Counter>,
+    served_connections: Family<EngineLabel, Gauge>,
+    served_ended: Family<ReasonLabels, Counter>,
 }
 
-/// Operations that went well, and their bytes: handles, so that nothing is looked up for them.
+/// Counters of successful operations and their bytes: handles, so that the hot path does no label lookup.
 #[derive(Clone, Debug)]
-struct Well {
+struct SuccessCounters {
     ops: Counter,
     bytes: Counter,
 }
@@ -73,26 +73,29 @@ const DIRECTIONS: [Direction; 2] = [Direction::Get, Direction::Put];
 const _: () = assert!(ENGINES[0] as usize == 0 && ENGINES[1] as usize == 1 && ENGINES[2] as usize == 2);
 const _: () = assert!(DIRECTIONS[0] as usize == 0 && DIRECTIONS[1] as usize == 1);
 
-fn well(ops: &Family<Outcome, Counter>, bytes: &Family<Way, Counter>) -> [[Well; 2]; 3] {
+fn success_counters(
+    ops: &Family<OutcomeLabels, Counter>,
+    bytes: &Family<DirectionLabels, Counter>,
+) -> [[SuccessCounters; 2]; 3] {
     ENGINES.map(|engine| {
         DIRECTIONS.map(|direction| {
             let (engine, direction) = (engine.name(), direction.name());
             let outcome = name_of(Ok(()));
-            Well {
-                ops: ops.get_or_create(&Outcome { engine, direction, outcome }).clone(),
-                bytes: bytes.get_or_create(&Way { engine, direction }).clone(),
+            SuccessCounters {
+                ops: ops.get_or_create(&OutcomeLabels { engine, direction, outcome }).clone(),
+                bytes: bytes.get_or_create(&DirectionLabels { engine, direction }).clone(),
             }
         })
     })
 }
 
 impl Metrics {
-    /// Metrics that nobody reads yet.
+    /// Creates metrics that are not registered yet.
     pub fn new() -> Arc<Metrics> {
         let (bytes, ops, served_bytes, served_ops) = Default::default();
         Arc::new(Metrics {
-            well: well(&ops, &bytes),
-            served_well: well(&served_ops, &served_bytes),
+            success: success_counters(&ops, &bytes),
+            served_success: success_counters(&served_ops, &served_bytes),
             bytes,
             ops,
             resubmitted: Family::default(),
@@ -107,30 +110,26 @@ impl Metrics {
         })
     }
 
-    /// Adds them to a registry, under `moontide_transfer_…`.
+    /// Registers the metrics under `moontide_transfer_…`.
     pub fn register(&self, registry: &mut Registry) {
         let registry = registry.sub_registry_with_prefix("moontide_transfer");
-        registry.register("bytes", "Bytes that arrived, by engine and direction", self.bytes.clone());
+        registry.register("bytes", "Bytes transferred, by engine and direction", self.bytes.clone());
         registry.register("ops", "Operations by engine, direction and outcome", self.ops.clone());
         registry.register(
-            "resubmitted",
-            "Frames that were sent again on another connection, by engine",
+            "frame_retries",
+            "Frames sent again on another connection, by engine",
             self.resubmitted.clone(),
         );
+        registry.register("links", "Open links to peers, by chosen engine", self.links.clone());
         registry.register(
-            "links",
-            "Peers that are reached, by the engine that was chosen",
-            self.links.clone(),
-        );
-        registry.register(
-            "connects_failed",
-            "Links that an engine could not open, by engine",
+            "connect_failures",
+            "Links that could not be opened, by engine",
             self.connects_failed.clone(),
         );
-        registry.register("connections", "Connections that are open, by engine", self.connections.clone());
+        registry.register("connections", "Open connections to peers, by engine", self.connections.clone());
         registry.register(
-            "connections_ended",
-            "Connections that ended, by engine and reason",
+            "connections_closed",
+            "Closed connections to peers, by engine and reason",
             self.connections_ended.clone(),
         );
         registry.register(
@@ -145,12 +144,12 @@ impl Metrics {
         );
         registry.register(
             "served_connections",
-            "Connections of peers that are open, by engine",
+            "Open connections from peers, by engine",
             self.served_connections.clone(),
         );
         registry.register(
-            "served_ended",
-            "Connections of peers that ended, by engine and reason",
+            "served_connections_closed",
+            "Closed connections from peers, by engine and reason",
             self.served_ended.clone(),
         );
     }
@@ -163,13 +162,13 @@ impl Metrics {
         outcome: Result<(), ErrorCode>,
     ) {
         if outcome.is_ok() {
-            let well = &self.well[engine as usize][direction as usize];
-            well.ops.inc();
-            well.bytes.inc_by(bytes);
+            let counters = &self.success[engine as usize][direction as usize];
+            counters.ops.inc();
+            counters.bytes.inc_by(bytes);
             return;
         }
         let (engine, direction, outcome) = (engine.name(), direction.name(), name_of(outcome));
-        self.ops.get_or_create(&Outcome { engine, direction, outcome }).inc();
+        self.ops.get_or_create(&OutcomeLabels { engine, direction, outcome }).inc();
     }
 
     pub(crate) fn served(
@@ -180,49 +179,49 @@ impl Metrics {
         outcome: Result<(), ErrorCode>,
     ) {
         if outcome.is_ok() {
-            let well = &self.served_well[engine as usize][direction as usize];
-            well.ops.inc();
-            well.bytes.inc_by(bytes);
+            let counters = &self.served_success[engine as usize][direction as usize];
+            counters.ops.inc();
+            counters.bytes.inc_by(bytes);
             return;
         }
         let (engine, direction, outcome) = (engine.name(), direction.name(), name_of(outcome));
-        self.served_ops.get_or_create(&Outcome { engine, direction, outcome }).inc();
+        self.served_ops.get_or_create(&OutcomeLabels { engine, direction, outcome }).inc();
     }
 
     pub(crate) fn resubmitted(&self, engine: EngineKind) {
-        self.resubmitted.get_or_create(&OfEngine { engine: engine.name() }).inc();
+        self.resubmitted.get_or_create(&EngineLabel { engine: engine.name() }).inc();
     }
 
     pub(crate) fn link_opened(&self, engine: EngineKind) {
-        self.links.get_or_create(&OfEngine { engine: engine.name() }).inc();
+        self.links.get_or_create(&EngineLabel { engine: engine.name() }).inc();
     }
 
     pub(crate) fn link_closed(&self, engine: EngineKind) {
-        self.links.get_or_create(&OfEngine { engine: engine.name() }).dec();
+        self.links.get_or_create(&EngineLabel { engine: engine.name() }).dec();
     }
 
     pub(crate) fn connect_failed(&self, engine: EngineKind) {
-        self.connects_failed.get_or_create(&OfEngine { engine: engine.name() }).inc();
+        self.connects_failed.get_or_create(&EngineLabel { engine: engine.name() }).inc();
     }
 
     pub(crate) fn connection_opened(&self, engine: EngineKind) {
-        self.connections.get_or_create(&OfEngine { engine: engine.name() }).inc();
+        self.connections.get_or_create(&EngineLabel { engine: engine.name() }).inc();
     }
 
-    pub(crate) fn connection_ended(&self, engine: EngineKind, why: &Failure) {
+    pub(crate) fn connection_ended(&self, engine: EngineKind, error: &ConnectionError) {
         let engine = engine.name();
-        self.connections.get_or_create(&OfEngine { engine }).dec();
-        self.connections_ended.get_or_create(&Why { engine, why: why.name() }).inc();
+        self.connections.get_or_create(&EngineLabel { engine }).dec();
+        self.connections_ended.get_or_create(&ReasonLabels { engine, reason: error.name() }).inc();
     }
 
     pub(crate) fn served_opened(&self, engine: EngineKind) {
-        self.served_connections.get_or_create(&OfEngine { engine: engine.name() }).inc();
+        self.served_connections.get_or_create(&EngineLabel { engine: engine.name() }).inc();
     }
 
-    pub(crate) fn served_ended(&self, engine: EngineKind, why: &Failure) {
+    pub(crate) fn served_ended(&self, engine: EngineKind, error: &ConnectionError) {
         let engine = engine.name();
-        self.served_connections.get_or_create(&OfEngine { engine }).dec();
-        self.served_ended.get_or_create(&Why { engine, why: why.name() }).inc();
+        self.served_connections.get_or_create(&EngineLabel { engine }).dec();
+        self.served_ended.get_or_create(&ReasonLabels { engine, reason: error.name() }).inc();
     }
 }
 

@@ -1,16 +1,16 @@
-//! [`Owner`]: the node's side of a transfer, and the checks before a byte is touched.
+//! [`Owner`]: the server side of a transfer, and the checks before memory is accessed.
 //!
-//! | what an operation names | must be | else |
+//! | field of the operation | must be | else |
 //! |---|---|---|
-//! | segment, generation | one that the node has, in this incarnation | `StaleGeneration` |
-//! | term | not newer than the one the segment obeys; for a write, the epoch's | `StaleTerm` |
-//! | capability | as the owner judges | `PermissionDenied`, or the owner's reason |
+//! | segment, generation | a segment of the node, in its current incarnation | `StaleGeneration` |
+//! | term | not newer than the term that the segment has adopted; for a write, the epoch's | `StaleTerm` |
+//! | capability | accepted by the owner | `PermissionDenied`, or the owner's code |
 //! | slot, epoch | READY (read) or being written by the node (write) in this epoch, under a cell | `Gone`, `StaleEpoch` |
-//! | object, stripe | the header's | `Gone` |
+//! | object, stripe | equal to the header's | `Gone` |
 //! | offset, length | inside the payload (or the digests) | `OutOfBounds` |
 //!
-//! An operation on the disk names no segment and slot: the owner finds the record by object, version and stripe, brings it
-//! into memory of its own, and what follows is the same.
+//! An operation on the disk has no valid segment and slot: the owner finds the record by object, version and stripe and
+//! reads it into its own memory. The remaining checks are the same.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -20,78 +20,81 @@ use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, Packed, TransferO
 use moontide_types::record::Header;
 use moontide_types::{ClientId, Epoch, ErrorCode, NodeId, SegmentId, SlotId, Span};
 
-/// Who is on the other end of a stream.
+/// Identity of the peer of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Caller {
-    /// Somebody over the network; the number it drew when it started.
+pub enum PeerIdentity {
+    /// Process on the network; the random number that it drew at its start.
     Remote(u64),
-    /// A process of this host that maps the node's memory.
+    /// Process on this host that maps the node's memory.
     Local(ClientId),
 }
 
-/// Whoever owns the memory that peers read and write.
+/// Owner of the memory that peers read and write.
 pub trait Owner: Send + Sync + fmt::Debug {
-    /// Which node this is.
+    /// Returns the id of this node.
     fn node(&self) -> NodeId;
 
-    /// The memory.
+    /// Returns the memory of this node.
     fn heap(&self) -> &NodeHeap;
 
-    /// Whether the peer may speak at all.
-    fn greets(&self, hello: &Hello) -> Result<(), ErrorCode>;
+    /// Checks whether the peer may connect at all; otherwise returns the code for its rejection.
+    fn authorize_peer(&self, hello: &Hello) -> Result<(), ErrorCode>;
 
-    /// Whether the operation may be done, as far as that does not depend on the record; why not.
-    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode>;
+    /// Checks whether the operation is allowed, as far as that does not depend on the record; otherwise returns the
+    /// code for its rejection.
+    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode>;
 
-    /// Brings what operations on the disk are about into memory, all of it before this returns, and pins it. One answer
-    /// for each operation.
+    /// Reads the records of operations on the disk into memory, all of them before this returns, and pins them. Returns
+    /// one result per operation.
     fn stage(&self, ops: &[TransferOp], _deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
         ops.iter().map(|_| Err(ErrorCode::Unsupported)).collect()
     }
 
-    /// Answers Begin, Commit, Load, Release and Attach: the body of the reply.
+    /// Handles Begin, Commit, Load, Release and Attach. Returns the body of the reply.
     fn call(
         &self,
-        caller: Caller,
+        caller: PeerIdentity,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode>;
 
-    /// A process of this host has ended while it was writing these. They are dead.
-    fn abandoned(&self, _records: &[(SegmentId, SlotId, Epoch)]) {}
+    /// Notifies that a local client process exited while it was writing `records`. They are DEAD.
+    fn on_client_exit(&self, _records: &[(SegmentId, SlotId, Epoch)]) {}
 }
 
-/// How capabilities are judged.
+/// Whether operations need a capability.
 #[derive(Clone, Debug)]
-pub enum Capabilities {
-    /// Not at all: everybody who gets in is trusted.
-    Open,
-    /// They must have been made with this key.
-    Keyed(CapabilityKey),
+pub enum CapabilityPolicy {
+    /// Capabilities are not checked: every peer that may connect is trusted.
+    Disabled,
+    /// Every operation needs a capability made with this key.
+    Required(CapabilityKey),
 }
 
-impl Capabilities {
-    /// Whether the operation's is good.
+impl CapabilityPolicy {
+    /// Checks the capability of the operation.
     pub fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         match self {
-            Capabilities::Keyed(key) if !key.admits(op) => Err(ErrorCode::PermissionDenied),
-            Capabilities::Open | Capabilities::Keyed(_) => Ok(()),
+            CapabilityPolicy::Required(key) if !key.verify(&op.capability_scope(), op.capability) => {
+                Err(ErrorCode::PermissionDenied)
+            }
+            CapabilityPolicy::Disabled | CapabilityPolicy::Required(_) => Ok(()),
         }
     }
 }
 
-/// A range of a READY record, pinned.
+/// Pinned range of a READY record.
 #[derive(Debug)]
-pub(crate) struct Source<'a> {
+pub(crate) struct PinnedRange<'a> {
     pin: NodePin<'a>,
     digests: bool,
     range: Span,
-    /// Of a record in a device's memory: a copy of the range.
+    /// Copy of the range, if the record is in the memory of a device.
     copied: Option<Vec<u8>>,
 }
 
-impl Source<'_> {
+impl PinnedRange<'_> {
     pub(crate) fn bytes(&self) -> &[u8] {
         if let Some(copied) = &self.copied {
             return copied;
@@ -101,38 +104,39 @@ impl Source<'_> {
     }
 }
 
-/// Checks reads and pins what they are about. What is on disk is brought into memory first, all of it together.
-pub(crate) fn sources<'a>(
+/// Checks reads and pins their records. Records on disk are read into memory first, all in one call.
+pub(crate) fn pin_reads<'a>(
     owner: &'a dyn Owner,
     ops: Packed<'_, TransferOp>,
     deadline: Instant,
-) -> Vec<Result<Source<'a>, ErrorCode>> {
-    // Nobody has the disk read who may not. Each is asked about once: what is admitted counts as read.
-    let of_disk = ops.iter().filter(|op| op.flags.contains(OpFlags::DISK));
-    let admitted: Vec<(TransferOp, Result<(), ErrorCode>)> =
-        of_disk.map(|op| (op, owner.admits(&op))).collect();
+) -> Vec<Result<PinnedRange<'a>, ErrorCode>> {
+    // The disk is read only for authorized operations. Each is authorized once: the owner counts an authorized one as a
+    // read.
+    let disk_ops = ops.iter().filter(|op| op.flags.contains(OpFlags::DISK));
+    let authorized: Vec<(TransferOp, Result<(), ErrorCode>)> =
+        disk_ops.map(|op| (op, owner.authorize_op(&op))).collect();
     let on_disk: Vec<TransferOp> =
-        admitted.iter().filter(|(_, admitted)| admitted.is_ok()).map(|(op, _)| *op).collect();
-    let mut admitted = admitted.into_iter();
+        authorized.iter().filter(|(_, authorized)| authorized.is_ok()).map(|(op, _)| *op).collect();
+    let mut authorized = authorized.into_iter();
     let mut staged = match on_disk.is_empty() {
         true => Vec::new(),
         false => owner.stage(&on_disk, deadline),
     }
     .into_iter();
-    let source = |op: TransferOp| {
+    let pin_read = |op: TransferOp| {
         if op.flags.contains(OpFlags::DISK) {
-            admitted.next().map_or(Err(ErrorCode::Internal), |(_, admitted)| admitted)?;
+            authorized.next().map_or(Err(ErrorCode::Internal), |(_, authorized)| authorized)?;
             let pin = staged.next().unwrap_or(Err(ErrorCode::Internal))?;
             let range = Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)?;
-            return source_of(pin, range, &op);
+            return pinned_range(pin, range, &op);
         }
         let range = checked(owner, &op)?;
-        source_of(owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?, range, &op)
+        pinned_range(owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?, range, &op)
     };
-    ops.iter().map(source).collect()
+    ops.iter().map(pin_read).collect()
 }
 
-fn source_of<'a>(pin: NodePin<'a>, range: Span, op: &TransferOp) -> Result<Source<'a>, ErrorCode> {
+fn pinned_range<'a>(pin: NodePin<'a>, range: Span, op: &TransferOp) -> Result<PinnedRange<'a>, ErrorCode> {
     same_object(pin.header(), op)?;
     let digests = op.flags.contains(OpFlags::DIGESTS);
     let len = if digests { pin.digests().len() as u64 } else { pin.header().stripe_len };
@@ -141,19 +145,19 @@ fn source_of<'a>(pin: NodePin<'a>, range: Span, op: &TransferOp) -> Result<Sourc
     }
     let copied = match pin.is_in_device() && !digests {
         false => None,
-        // A device that does not answer has nothing any more that anybody could read.
+        // If the device does not respond, its records can no longer be read.
         true => Some(pin.copy_out(range).map_err(|_| ErrorCode::Gone)?),
     };
-    Ok(Source { pin, digests, range, copied })
+    Ok(PinnedRange { pin, digests, range, copied })
 }
 
-/// How long a write waits for another on the same bytes: one whose connection broke, of which the thread that serves
-/// it has not heard yet. Longer than that takes, and shorter than the caller waits for its answer. A commit waits as
+/// How long a write waits for another write of the same bytes: one whose connection broke, and whose serving thread has
+/// not noticed that yet. Longer than that takes, and shorter than the caller waits for its reply. A commit waits as
 /// long for such a write.
 pub(crate) const CLAIM_WAIT_MAX: Duration = Duration::from_millis(900);
 
-/// Checks a write and claims what it is about.
-pub(crate) fn sink<'a>(
+/// Checks a write and claims its range.
+pub(crate) fn claim_write<'a>(
     owner: &'a dyn Owner,
     op: &TransferOp,
     deadline: Instant,
@@ -163,11 +167,11 @@ pub(crate) fn sink<'a>(
         return Err(ErrorCode::StaleTerm);
     }
     let heap = owner.heap();
-    let give_up = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
+    let give_up_at = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
     loop {
-        // A claim on nothing tells what the record is: it is refused only if the node does not write it.
-        let nothing = Span::new(0, 0).expect("empty");
-        let probe = heap.claim_range(op.segment, op.slot, op.epoch, nothing).ok_or(ErrorCode::StaleEpoch)?;
+        // A claim of an empty range returns the header: it fails only if the node does not write the record.
+        let empty = Span::new(0, 0).expect("empty range");
+        let probe = heap.claim_range(op.segment, op.slot, op.epoch, empty).ok_or(ErrorCode::StaleEpoch)?;
         same_object(probe.header(), op)?;
         if range.end() > probe.header().stripe_len {
             return Err(ErrorCode::OutOfBounds);
@@ -176,17 +180,17 @@ pub(crate) fn sink<'a>(
         if let Some(claim) = heap.claim_range(op.segment, op.slot, op.epoch, range) {
             return Ok(claim);
         }
-        if Instant::now() >= give_up {
+        if Instant::now() >= give_up_at {
             return Err(ErrorCode::Busy);
         }
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// What can be said without looking at the record.
+/// Runs the checks that do not need the record.
 fn checked(owner: &dyn Owner, op: &TransferOp) -> Result<Span, ErrorCode> {
     if op.flags.contains(OpFlags::DISK) {
-        return Err(ErrorCode::Unsupported); // disks are not written to by peers
+        return Err(ErrorCode::Unsupported); // peers cannot write to the disk
     }
     let segment = owner.heap().segment(op.segment).ok_or(ErrorCode::StaleGeneration)?;
     if segment.shape().generation != op.generation {
@@ -195,13 +199,14 @@ fn checked(owner: &dyn Owner, op: &TransferOp) -> Result<Span, ErrorCode> {
     if !knows_term(&segment, op) {
         return Err(ErrorCode::StaleTerm);
     }
-    owner.admits(op)?;
+    owner.authorize_op(op)?;
     Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)
 }
 
-/// A master whose term the segment has not heard of cannot have granted anything on it.
+/// Returns whether the segment has adopted the operation's term. A master with a newer term cannot have granted
+/// anything on this segment yet.
 fn knows_term(segment: &Segment, op: &TransferOp) -> bool {
-    op.term <= segment.obeyed()
+    op.term <= segment.adopted_term()
 }
 
 fn same_object(header: &Header, op: &TransferOp) -> Result<(), ErrorCode> {

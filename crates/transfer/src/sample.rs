@@ -1,52 +1,53 @@
-//! [`Sample`]: a node's memory full of known records, for benchmarks and tests. No master, no allocation: where a record
-//! is, and what is in it, follows from its number, so that a client in another process knows both.
+//! [`SampleNode`]: node memory filled with known records, for benchmarks and tests. It has no master and no allocator:
+//! location and content of a record follow from its number, so that a client in another process can compute both.
 //!
-//! Records `0 … readable` are READY and hold [`SampleConfig::content`]; the ones behind are being written by the node,
-//! or free until somebody begins them.
+//! Records `0 … readable` are READY and hold [`SampleNodeConfig::content`]. The records behind them are being written
+//! by the node, or free until a client begins them.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use moontide_heap::{CommitError, Grant, HeapConfig, HugePages, NewRecord, NodeHeap, Writer};
+use moontide_heap::{CommitError, Grant, HeapConfig, HugePages, NodeHeap, PayloadWriter, RecordSpec};
 use moontide_proto::convert::{BeginRequest, CommitRequest, Wire};
 use moontide_proto::{
-    Capability, CapabilityKey, CodesBuilder, CommitEntry, CommitFlags, FixedRecord, FrameKind, Granted,
-    Handle, HandleFlags, Hello, Medium, ObjectEntry, ObjectFlags, OpFlags, PackedBuilder, PackedKeysBuilder,
-    Right, TransferOp, v1,
+    AccessRight, Capability, CapabilityKey, CapabilityScope, CodesBuilder, CommitEntry, CommitFlags,
+    FixedRecord, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags, OpFlags, PackedBuilder,
+    PackedKeysBuilder, TransferOp, v1,
 };
-use moontide_types::bounds::UNIT_BYTES;
-use moontide_types::record::{Attributes, DigestContext, Flags, KeySection, RecordLayout};
+use moontide_rt::SplitMix64;
+use moontide_types::limits::UNIT_BYTES;
+use moontide_types::record::{Attributes, DigestContext, KeySection, RecordFlags, RecordLayout};
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, IdKey, Key, MonoTime, NodeId, ObjectId, SegmentId, SlotId, Tenant,
-    TenantGeneration, Term,
+    Epoch, ErrorCode, Extent, Generation, IdKey, Key, Medium, MonoTime, NodeId, ObjectId, SegmentId, SlotId,
+    Tenant, TenantGeneration, Term,
 };
 use prost::Message;
 
 use crate::op::Target;
-use crate::owner::{CLAIM_WAIT_MAX, Caller, Capabilities, Owner};
+use crate::owner::{CLAIM_WAIT_MAX, CapabilityPolicy, Owner, PeerIdentity};
 
-/// What the sample consists of.
+/// Configuration of a sample node.
 #[derive(Clone, Debug)]
-pub struct SampleConfig {
-    /// The node.
+pub struct SampleNodeConfig {
+    /// Id of the node.
     pub node: NodeId,
-    /// Length of each record.
+    /// Payload length of each record, in bytes.
     pub record_bytes: u64,
-    /// How many can be read.
+    /// Number of READY records.
     pub readable: u32,
-    /// How many can be written.
+    /// Number of records that clients can write.
     pub writable: u32,
-    /// Whether the node has begun those that can be written.
+    /// Whether the node has begun the writable records.
     pub begun: bool,
     /// Whether records have digests.
     pub digests: bool,
-    /// With it, only those get in who have a capability.
+    /// Key for capabilities; with it, every operation needs one.
     pub key: Option<[u8; 32]>,
 }
 
-impl Default for SampleConfig {
-    fn default() -> SampleConfig {
-        SampleConfig {
+impl Default for SampleNodeConfig {
+    fn default() -> SampleNodeConfig {
+        SampleNodeConfig {
             node: NodeId(1),
             record_bytes: 1 << 20,
             readable: 16,
@@ -62,7 +63,7 @@ const TERM: u32 = 1;
 const SEGMENT: SegmentId = SegmentId(0);
 const GENERATION: Generation = Generation(1);
 
-impl SampleConfig {
+impl SampleNodeConfig {
     fn term() -> Term {
         Term::new(TERM).expect("1 is a term")
     }
@@ -71,19 +72,18 @@ impl SampleConfig {
         u64::from(record).to_le_bytes()
     }
 
-    fn flags(&self) -> Flags {
-        if self.digests { Flags::NONE } else { Flags::DIGESTLESS }
+    fn flags(&self) -> RecordFlags {
+        if self.digests { RecordFlags::NONE } else { RecordFlags::DIGESTLESS }
     }
 
     fn layout(&self) -> RecordLayout {
         let section =
             KeySection { tenant: Tenant::DEFAULT, key: Key::new(&[0; 8]).expect("8 bytes are a key") };
         let encoded = section.encoded_len() as u32;
-        RecordLayout::new(self.record_bytes, encoded, 0, self.flags())
-            .expect("a sample is of a possible size")
+        RecordLayout::new(self.record_bytes, encoded, 0, self.flags()).expect("record size must be valid")
     }
 
-    /// Units of a record, with what is lost to alignment.
+    /// Units of a record, including padding to 4 KiB.
     fn stride(&self) -> u32 {
         self.layout().units().next_multiple_of((4096 / UNIT_BYTES) as u32)
     }
@@ -92,34 +92,35 @@ impl SampleConfig {
         Extent { start: record * self.stride(), units: self.layout().units() }
     }
 
-    /// How many records there are.
+    /// Returns the number of records.
     pub fn records(&self) -> u32 {
         self.readable + self.writable
     }
 
-    /// The identity of a record.
+    /// Returns the id of a record.
     pub fn id(&self, record: u32) -> ObjectId {
-        let key = SampleConfig::key_of(record);
+        let key = SampleNodeConfig::key_of(record);
         let key = Key::new(&key).expect("8 bytes are a key");
         IdKey::new(1, [7; 32]).object_id(Tenant::DEFAULT, TenantGeneration(0), key)
     }
 
-    /// The version of a record.
+    /// Returns the version of a record.
     pub fn epoch(&self, record: u32) -> Epoch {
-        Epoch::new(SampleConfig::term(), u64::from(record) + 1).expect("few records")
+        Epoch::new(SampleNodeConfig::term(), u64::from(record) + 1).expect("record number fits into an epoch")
     }
 
-    /// How a record is named in an operation.
+    /// Returns the target of a record, with a capability to read or write it as its state allows.
     pub fn target(&self, record: u32) -> Target {
-        let right = if record < self.readable { Right::Read } else { Right::Write };
+        let right = if record < self.readable { AccessRight::Read } else { AccessRight::Write };
         self.target_for(record, right)
     }
 
-    /// As [`SampleConfig::target`], with a capability for this.
-    pub fn target_for(&self, record: u32, right: Right) -> Target {
-        let (id, epoch, term) = (self.id(record), self.epoch(record), SampleConfig::term());
+    /// As [`SampleNodeConfig::target`], with a capability for `right`.
+    pub fn target_for(&self, record: u32, right: AccessRight) -> Target {
+        let (id, epoch, term) = (self.id(record), self.epoch(record), SampleNodeConfig::term());
         let slot = SlotId(record);
-        let granted = Granted { right, segment: SEGMENT, generation: GENERATION, slot, epoch, id, term };
+        let granted =
+            CapabilityScope { right, segment: SEGMENT, generation: GENERATION, slot, epoch, id, term };
         let key = self.key.map(CapabilityKey::new);
         Target {
             segment: SEGMENT,
@@ -130,31 +131,31 @@ impl SampleConfig {
             id,
             stripe: 0,
             payload_offset: self.extent(record).span().offset(),
-            capability: key.map_or_else(Capability::default, |key| key.seal(&granted)),
+            capability: key.map_or_else(Capability::default, |key| key.sign(&granted)),
             flags: OpFlags::NONE,
         }
     }
 
-    /// What the digests of a record are bound to.
+    /// Returns the context of the digests of a record.
     pub fn digest_context(&self, record: u32) -> DigestContext {
         DigestContext { id: self.id(record), version: self.epoch(record), stripe: 0, len: self.record_bytes }
     }
 
-    /// What is in a record: 8 bytes at a time a number mixed from the record's and the place's.
+    /// Returns the content of a record: words of 8 bytes, each a hash of the record's number and the word's index.
     pub fn content(&self, record: u32) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.record_bytes as usize + 8);
         let mut word = u64::from(record) << 32;
         while (bytes.len() as u64) < self.record_bytes {
-            bytes.extend_from_slice(&mix(word).to_le_bytes());
+            bytes.extend_from_slice(&SplitMix64::new(word).next_u64().to_le_bytes());
             word += 1;
         }
         bytes.truncate(self.record_bytes as usize);
         bytes
     }
 
-    /// The body of a Begin for one record.
+    /// Returns the body of a Begin for one record.
     pub fn begin_body(&self, record: u32) -> Vec<u8> {
-        let target = self.target_for(record, Right::Write);
+        let target = self.target_for(record, AccessRight::Write);
         let handle = Handle {
             node: self.node,
             segment: target.segment,
@@ -176,7 +177,7 @@ impl SampleConfig {
         let object = ObjectEntry {
             code: None,
             flags: ObjectFlags::NONE,
-            window_ms: 1000,
+            valid_ms: 1000,
             id: target.id,
             epoch: target.epoch,
             object_len: self.record_bytes,
@@ -184,12 +185,12 @@ impl SampleConfig {
             first_handle: 0,
             handle_count: 1,
             replica_count: 1,
-            form: 0,
+            format: 0,
             tenant_generation: TenantGeneration(0),
             id_key: 1,
         };
         let mut keys = PackedKeysBuilder::default();
-        let key = SampleConfig::key_of(record);
+        let key = SampleNodeConfig::key_of(record);
         keys.push(Key::new(&key).expect("8 bytes are a key")).expect("one key fits");
         let mut objects = PackedBuilder::with_capacity(1);
         objects.push(&object);
@@ -205,9 +206,9 @@ impl SampleConfig {
         message.encode_to_vec()
     }
 
-    /// The body of a Commit of one record.
+    /// Returns the body of a Commit of one record.
     pub fn commit_body(&self, record: u32, root: u64) -> Vec<u8> {
-        let target = self.target_for(record, Right::Write);
+        let target = self.target_for(record, AccessRight::Write);
         let entry = CommitEntry {
             id: target.id,
             epoch: target.epoch,
@@ -225,88 +226,81 @@ impl SampleConfig {
     }
 }
 
-/// A bijection that scatters its input (the finaliser of SplitMix64).
-fn mix(word: u64) -> u64 {
-    let mut z = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// An owner of sample records.
+/// Owner of sample records.
 #[derive(Debug)]
-pub struct Sample {
-    config: SampleConfig,
+pub struct SampleNode {
+    config: SampleNodeConfig,
     heap: NodeHeap,
-    capabilities: Capabilities,
-    /// How the memory can be used one-sidedly, if it can.
+    capabilities: CapabilityPolicy,
+    /// Reply to Attach; unset if one-sided access is not offered.
     attach_reply: OnceLock<Vec<u8>>,
 }
 
-/// Why a sample could not be made.
+/// Error of [`SampleNode::new`].
 #[derive(Debug, thiserror::Error)]
-pub enum SampleError {
-    /// No room for it.
+pub enum SampleNodeError {
+    /// The index region could not be created.
     #[error(transparent)]
-    Board(#[from] moontide_heap::BoardError),
-    /// No room for it.
+    IndexRegion(#[from] moontide_heap::IndexRegionError),
+    /// The segment could not be created.
     #[error(transparent)]
     Segment(#[from] moontide_heap::SegmentError),
-    /// A record was refused.
+    /// The heap refused to begin a record.
     #[error(transparent)]
     Begin(#[from] moontide_heap::BeginError),
-    /// A record was refused.
+    /// The heap refused to publish a record.
     #[error(transparent)]
     Commit(#[from] moontide_heap::CommitError),
 }
 
-impl Sample {
-    /// Makes the memory and fills it.
-    pub fn new(config: SampleConfig) -> Result<Sample, SampleError> {
+impl SampleNode {
+    /// Allocates the memory and writes the records.
+    pub fn new(config: SampleNodeConfig) -> Result<SampleNode, SampleNodeError> {
         let records = config.records().max(1);
-        let huge = HugePages::IfAllowed;
+        let huge = HugePages::Auto;
         let (node, slots_max) = (config.node, u64::from(records));
         let heap = NodeHeap::create(HeapConfig { node, generation: Generation(1), slots_max, huge })?;
         let segment = heap.add_segment(records, records * config.stride(), huge)?;
-        segment.obey(SampleConfig::term());
-        heap.board().set_open(true);
-        heap.beat();
-        let capabilities =
-            config.key.map_or(Capabilities::Open, |key| Capabilities::Keyed(CapabilityKey::new(key)));
-        let sample = Sample { config, heap, capabilities, attach_reply: OnceLock::new() };
+        segment.adopt_term(SampleNodeConfig::term());
+        heap.index_region().set_open(true);
+        heap.heartbeat();
+        let capabilities = config
+            .key
+            .map_or(CapabilityPolicy::Disabled, |key| CapabilityPolicy::Required(CapabilityKey::new(key)));
+        let sample = SampleNode { config, heap, capabilities, attach_reply: OnceLock::new() };
         for record in 0..sample.config.readable {
-            sample.begin(record, Writer::Node)?;
+            sample.begin(record, PayloadWriter::Node)?;
             let (slot, epoch) = (SlotId(record), sample.config.epoch(record));
-            let mut claim = sample.heap.claim(SEGMENT, slot, epoch).expect("it was begun");
+            let mut claim = sample.heap.claim(SEGMENT, slot, epoch).expect("record was begun above");
             let root = claim.fill(&sample.config.content(record));
             claim.publish(root)?;
         }
         if sample.config.begun {
             for record in sample.config.readable..sample.config.records() {
-                sample.begin(record, Writer::Node)?;
+                sample.begin(record, PayloadWriter::Node)?;
             }
         }
         Ok(sample)
     }
 
-    /// What it consists of.
-    pub fn config(&self) -> &SampleConfig {
+    /// Returns the configuration.
+    pub fn config(&self) -> &SampleNodeConfig {
         &self.config
     }
 
-    /// Answers Attach with this from now on.
+    /// Sets the reply to Attach.
     pub fn offer_attach(&self, reply: Vec<u8>) {
         let _ = self.attach_reply.set(reply);
     }
 
-    /// A record that can be read is killed; its space comes back when nobody uses it.
+    /// Kills a readable record. Its space becomes free when no reader uses it.
     pub fn kill(&self, record: u32) {
         let _ = self.heap.kill(SEGMENT, SlotId(record), self.config.epoch(record), MonoTime(0));
     }
 
-    fn begin(&self, record: u32, writer: Writer) -> Result<(), moontide_heap::BeginError> {
-        let key = SampleConfig::key_of(record);
-        let new = NewRecord {
+    fn begin(&self, record: u32, writer: PayloadWriter) -> Result<(), moontide_heap::BeginError> {
+        let key = SampleNodeConfig::key_of(record);
+        let new = RecordSpec {
             id: self.config.id(record),
             flags: self.config.flags(),
             object_len: self.config.record_bytes,
@@ -331,13 +325,13 @@ impl Sample {
         self.heap.begin(SEGMENT, &grant)
     }
 
-    fn answer_begin(&self, writer: Writer, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+    fn handle_begin(&self, writer: PayloadWriter, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
         let message = v1::BeginRequest::decode(body).map_err(|_| ErrorCode::InvalidArgument)?;
         let request = BeginRequest::from_wire(&message).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
         for (_, handles) in request.list.iter() {
             for handle in handles.iter() {
-                // Everything else follows from the number; the heap checks what it is granted.
+                // Everything else follows from the record number; the heap checks the grant.
                 let begun = if handle.slot.0 < self.config.records() {
                     self.begin(handle.slot.0, writer).map_err(|error| error.code())
                 } else {
@@ -349,26 +343,36 @@ impl Sample {
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
     }
 
-    fn answer_commit(&self, writer: Writer, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
-        let give_up = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
+    fn handle_commit(
+        &self,
+        writer: PayloadWriter,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
+        let give_up_at = deadline.min(Instant::now() + CLAIM_WAIT_MAX);
         let message = v1::CommitRequest::decode(body).map_err(|_| ErrorCode::InvalidArgument)?;
         let request = CommitRequest::from_wire(&message).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
         for entry in request.entries.iter() {
-            codes.push(self.commit(writer, &entry, give_up).err());
+            codes.push(self.commit(writer, &entry, give_up_at).err());
         }
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
     }
 
-    fn commit(&self, writer: Writer, entry: &CommitEntry, give_up: Instant) -> Result<(), ErrorCode> {
+    fn commit(
+        &self,
+        writer: PayloadWriter,
+        entry: &CommitEntry,
+        give_up_at: Instant,
+    ) -> Result<(), ErrorCode> {
         let CommitEntry { segment, slot, epoch, root, .. } = *entry;
-        if let Writer::Client(_) = writer {
+        if let PayloadWriter::Client(_) = writer {
             return self.heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code());
         }
         loop {
             match self.heap.publish(segment, slot, epoch, root) {
-                // The same bytes once more, from a connection that was given up.
-                Err(CommitError::Claimed) if Instant::now() < give_up => {
+                // A write of the same bytes from an abandoned connection still holds its claim.
+                Err(CommitError::Claimed) if Instant::now() < give_up_at => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 done => return done.map_err(|error| error.code()),
@@ -377,14 +381,14 @@ impl Sample {
     }
 }
 
-fn writer_of(caller: Caller) -> Writer {
+fn writer_of(caller: PeerIdentity) -> PayloadWriter {
     match caller {
-        Caller::Remote(_) => Writer::Node,
-        Caller::Local(client) => Writer::Client(client),
+        PeerIdentity::Remote(_) => PayloadWriter::Node,
+        PeerIdentity::Local(client) => PayloadWriter::Client(client),
     }
 }
 
-impl Owner for Sample {
+impl Owner for SampleNode {
     fn node(&self) -> NodeId {
         self.config.node
     }
@@ -393,24 +397,24 @@ impl Owner for Sample {
         &self.heap
     }
 
-    fn greets(&self, _: &Hello) -> Result<(), ErrorCode> {
+    fn authorize_peer(&self, _: &Hello) -> Result<(), ErrorCode> {
         Ok(())
     }
 
-    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
+    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode> {
         self.capabilities.admits(op)
     }
 
     fn call(
         &self,
-        caller: Caller,
+        caller: PeerIdentity,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode> {
         match kind {
-            FrameKind::Begin => self.answer_begin(writer_of(caller), body),
-            FrameKind::Commit => self.answer_commit(writer_of(caller), body, deadline),
+            FrameKind::Begin => self.handle_begin(writer_of(caller), body),
+            FrameKind::Commit => self.handle_commit(writer_of(caller), body, deadline),
             FrameKind::Attach => self.attach_reply.get().cloned().ok_or(ErrorCode::Unsupported),
             _ => Err(ErrorCode::Unsupported),
         }

@@ -1,44 +1,49 @@
-//! TCP: frames over streams, on threads.
+//! TCP engine: frames over streams, on threads.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `socket` | a stream, with an end to every wait |
-//! | `hello` | the greeting |
-//! | `turn` | who receives on a connection |
-//! | `flights` | which requests are in flight, and who finishes them |
-//! | `request` | one frame that asks |
-//! | `flow` | the memory behind a frame's payload |
-//! | `inbox` | headers and bodies that came together |
+//! | `socket` | a stream whose waits all have a time limit |
+//! | `handshake` | Hello and HelloAck |
+//! | `receive_lock` | choice of the thread that receives on a connection |
+//! | `in_flight` | requests in flight, and the thread that completes each |
+//! | `request` | one request frame |
+//! | `payload` | the memory behind the payload of a frame |
+//! | `recv_buffer` | headers and bodies received in one system call |
 //! | `connection` | requests in flight on one stream |
-//! | `link` | several connections to one peer; rails |
-//! | `pending` | a batch under way; sending again |
-//! | `one_go` | small puts in one round trip |
-//! | `server` | the owner's end |
+//! | `connection_set` | connections to one peer; rails |
+//! | `link` | engine and link |
+//! | `pending` | a running batch; resending of frames |
+//! | `pipeline` | small puts in one round trip |
+//! | `server` | server side |
 
 #[cfg(not(shuttle))]
 pub(crate) mod connection;
-mod flights;
 #[cfg(not(shuttle))]
-mod flow;
+mod connection_set;
 #[cfg(not(shuttle))]
-mod hello;
-#[cfg(not(shuttle))]
-mod inbox;
+mod handshake;
+mod in_flight;
 #[cfg(not(shuttle))]
 mod link;
 #[cfg(not(shuttle))]
-mod one_go;
+mod payload;
 #[cfg(not(shuttle))]
 mod pending;
+#[cfg(not(shuttle))]
+mod pipeline;
+mod receive_lock;
+#[cfg(not(shuttle))]
+mod recv_buffer;
 #[cfg(not(shuttle))]
 pub(crate) mod request;
 #[cfg(not(shuttle))]
 pub(crate) mod server;
 #[cfg(not(shuttle))]
 pub(crate) mod socket;
-mod turn;
 
 #[cfg(not(shuttle))]
-pub use link::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, TcpConfig, TcpEngine, TcpLink};
+pub use connection_set::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, TcpConfig};
 #[cfg(not(shuttle))]
-pub use server::{ServeError, Server, ServerConfig};
+pub use link::{TcpEngine, TcpLink};
+#[cfg(not(shuttle))]
+pub use server::{TcpServer, TcpServerConfig, TcpServerError};

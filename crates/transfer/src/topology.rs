@@ -1,12 +1,11 @@
-//! What this host has, and which pairs of addresses make rails.
+//! Addresses of this host, and the choice of address pairs that form rails.
 //!
-//! Owns three questions to the machine, [`local_addresses`], [`current_numa_node`] and what sysfs says of an
-//! interface, and one decision, [`pair`], which is pure. Does not open sockets, and does not ask for routes:
-//! where an address cannot be chosen with good reason it is left to the kernel, which knows them.
+//! Owns three queries, [`local_addresses`], [`current_numa_node`] and the sysfs attributes of an interface, and one
+//! decision, [`pair`], which is pure. Does not open sockets, and does not query routes: where there is no good reason
+//! for a local address, the kernel chooses it by its routes.
 //!
-//! Invariants of [`pair`]: at most [`RAILS_MAX`] rails; a local address has the family of its peer, and is a
-//! loopback address exactly if its peer is; it is one of `bind` if the operator named any; equal arguments
-//! give equal rails.
+//! Invariants of [`pair`]: at most [`RAILS_MAX`] rails; a local address has the family of its peer, and is a loopback
+//! address exactly if its peer is; it is one of `bind` if that list is not empty; equal arguments give equal rails.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -17,77 +16,75 @@ use std::path::Path;
 use std::ptr;
 use std::sync::OnceLock;
 
-/// Rails between two nodes. The largest hosts have eight NICs for data; twice that leaves room for two ports
-/// each. An advertisement with more addresses than this is odd, and must not make us open connections without
-/// end.
+/// Most rails between two nodes. The largest hosts have eight NICs for data; twice that allows two ports each. More
+/// addresses in an announcement are suspicious, and must not cause an unbounded number of connections.
 pub const RAILS_MAX: usize = 16;
 
-/// Addresses looked at. Hosts of containers have hundreds of interfaces, few of them with an address of their
-/// own.
+/// Most addresses considered. Hosts of containers have hundreds of interfaces, few of them with their own address.
 const ADDRESSES_MAX: usize = 1024;
 
-/// Bytes read from a file of sysfs. Each of ours is one short line; a list of nodes with gaps is the longest.
-const FACT_BYTES_MAX: u64 = 4096;
+/// Most bytes read from a sysfs file. Each file has one short line; a list of nodes with gaps is the longest.
+const SYSFS_BYTES_MAX: u64 = 4096;
 
 const SYSFS: &str = "/sys";
 
-/// An address of this host.
+/// Address of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LocalAddress {
-    /// The address.
+    /// IP address.
     pub ip: IpAddr,
-    /// The interface that has it.
+    /// Name of the interface with this address.
     pub interface: String,
-    /// The NUMA node of the interface's device, if it says.
+    /// NUMA node of the interface's device, if known.
     pub numa: Option<u32>,
-    /// The speed of the link, if it says.
+    /// Speed of the link, if known.
     pub speed_mbps: Option<u32>,
-    /// Whether the address never leaves the host. A routable address may sit on the loopback interface too,
-    /// where hosts announce themselves by a routing protocol; such a one is no loopback address.
+    /// Whether the address is a loopback address. A routable address may be on the loopback interface too, on hosts
+    /// that announce themselves by a routing protocol; it does not count as a loopback address.
     pub loopback: bool,
-    /// Bits of the address that name its subnet.
+    /// Length of the subnet prefix in bits.
     pub prefix_len: u8,
-    /// Whether there is a device behind the interface. Bridges, tunnels and the like have none.
+    /// Whether the interface has a hardware device. Bridges, tunnels and the like have none.
     pub device: bool,
 }
 
 impl LocalAddress {
-    /// Whether `ip` is a neighbour. A prefix of no bits is no subnet, or everything would be near.
+    /// Returns whether `ip` is in the subnet of this address. An empty prefix is not a subnet; otherwise every address
+    /// would be in it.
     fn has_in_subnet(&self, ip: IpAddr) -> bool {
         let differing_from = match (self.ip, ip) {
-            (IpAddr::V4(ours), IpAddr::V4(theirs)) => (ours.to_bits() ^ theirs.to_bits()).leading_zeros(),
-            (IpAddr::V6(ours), IpAddr::V6(theirs)) => (ours.to_bits() ^ theirs.to_bits()).leading_zeros(),
+            (IpAddr::V4(local), IpAddr::V4(other)) => (local.to_bits() ^ other.to_bits()).leading_zeros(),
+            (IpAddr::V6(local), IpAddr::V6(other)) => (local.to_bits() ^ other.to_bits()).leading_zeros(),
             _ => return false,
         };
         self.prefix_len > 0 && differing_from >= u32::from(self.prefix_len)
     }
 }
 
-/// The two ends of a rail.
+/// Both ends of a rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RailAddress {
-    /// What to bind to before connecting; `None` leaves it to the kernel.
+    /// Local address to bind to before connecting; `None`: the kernel chooses it.
     pub local: Option<IpAddr>,
-    /// Where to connect. An IPv4 address in IPv6 clothes was undressed, so the family is that of `local`.
+    /// Address to connect to. An IPv4-mapped IPv6 address is converted to IPv4, so the family is that of `local`.
     pub peer: SocketAddr,
-    /// The NUMA node of the local end, if known.
+    /// NUMA node of the local end, if known.
     pub numa: Option<u32>,
 }
 
-/// One rail per address of `peer`, each from the local address that suits it best.
+/// Returns one rail per address of `peer`, each from the most suitable local address.
 ///
-/// Only addresses in `bind` are used, if the operator named any. Best is an address of the peer's own subnet,
-/// and among those one whose NIC has the fewest rails yet. Peers elsewhere are reached through a router, and
-/// their rails are spread over NICs in turn; but a source that the operator did not name can be one that
-/// answers do not find their way back to, so without `bind`
-/// - only interfaces with a device take part: the address of a bridge for containers is known to this host
-///   alone;
-/// - a single rail is not spread: it gains nothing, and might be the only way to the peer.
+/// If `bind` is not empty, only its addresses are used. The most suitable address is in the peer's subnet, and among
+/// those on a NIC with the fewest rails so far. Peers in other subnets are reached through a router, and their rails
+/// are spread over NICs in turn. But replies may not find their way back to a source address that the operator did not
+/// name, so without `bind`
+/// - only interfaces with a device are used: the address of a container bridge is known only to this host;
+/// - a single rail is not spread: that gains nothing, and the chosen source might not reach the peer.
 ///
-/// A rail for which nothing suits is left to the kernel. Addresses given twice make one rail, and those after
-/// the first [`RAILS_MAX`] none.
+/// If no local address suits a rail, the kernel chooses. Duplicate addresses make one rail, and addresses after the
+/// first [`RAILS_MAX`] none.
 pub fn pair(local: &[LocalAddress], peer: &[SocketAddr], bind: &[IpAddr]) -> Vec<RailAddress> {
-    // "Any address" names none: whoever writes 0.0.0.0 means what an empty list means.
+    // The unspecified address names no address: 0.0.0.0 means the same as an empty list.
     let bind: Vec<IpAddr> = bind.iter().filter(|ip| !ip.is_unspecified()).map(IpAddr::to_canonical).collect();
     let mut peers: Vec<SocketAddr> = vec![];
     for peer in peer.iter().map(canonical) {
@@ -99,22 +96,22 @@ pub fn pair(local: &[LocalAddress], peer: &[SocketAddr], bind: &[IpAddr]) -> Vec
         local.iter().filter(|address| bind.is_empty() || bind.contains(&address.ip)).collect();
     let mut chosen: Vec<Option<&LocalAddress>> = vec![None; peers.len()];
 
-    // Neighbours first: they have less choice than those behind a router.
+    // Peers in local subnets first: they have less choice than those behind a router.
     for (index, peer) in peers.iter().enumerate() {
         let neighbours = allowed.iter().filter(|address| {
             address.loopback == peer.ip().is_loopback() && address.has_in_subnet(peer.ip())
         });
-        // The narrowest subnet is the one that the kernel would route to.
+        // The kernel would route to the narrowest subnet.
         let narrowest = neighbours.clone().map(|address| address.prefix_len).max();
         let nearest = neighbours.filter(|address| Some(address.prefix_len) == narrowest);
         chosen[index] = least_used(nearest.copied(), &chosen);
     }
 
-    let far: Vec<usize> =
+    let routed: Vec<usize> =
         (0..peers.len()).filter(|&index| chosen[index].is_none() && is_routed(peers[index].ip())).collect();
-    for &index in &far {
+    for &index in &routed {
         let is_ipv4 = peers[index].is_ipv4();
-        let of_family = far.iter().filter(|&&other| peers[other].is_ipv4() == is_ipv4).count();
+        let of_family = routed.iter().filter(|&&other| peers[other].is_ipv4() == is_ipv4).count();
         if of_family > 1 || !bind.is_empty() {
             let sources = allowed.iter().copied().filter(|address| {
                 let trusted = address.device || !bind.is_empty();
@@ -133,7 +130,7 @@ pub fn pair(local: &[LocalAddress], peer: &[SocketAddr], bind: &[IpAddr]) -> Vec
     .collect()
 }
 
-/// The first of those whose NIC has the fewest rails and which have the fewest themselves.
+/// Returns the first of the addresses whose NIC has the fewest rails and which have the fewest themselves.
 fn least_used<'a>(
     suitable: impl Iterator<Item = &'a LocalAddress>,
     chosen: &[Option<&'a LocalAddress>],
@@ -145,7 +142,7 @@ fn least_used<'a>(
     })
 }
 
-/// Whether packets to or from `ip` can pass a router.
+/// Returns whether packets to or from `ip` can pass a router.
 fn is_routed(ip: IpAddr) -> bool {
     let link_local = match ip {
         IpAddr::V4(ip) => ip.is_link_local(),
@@ -154,7 +151,7 @@ fn is_routed(ip: IpAddr) -> bool {
     !link_local && !ip.is_loopback() && !ip.is_unspecified()
 }
 
-/// Undresses an IPv4 address in IPv6 clothes. Others stay as they are: a link-local one needs its scope.
+/// Converts an IPv4-mapped IPv6 address to IPv4. Others are unchanged: a link-local one needs its scope.
 fn canonical(address: &SocketAddr) -> SocketAddr {
     match address.ip().to_canonical() {
         ip @ IpAddr::V4(_) => SocketAddr::new(ip, address.port()),
@@ -162,24 +159,24 @@ fn canonical(address: &SocketAddr) -> SocketAddr {
     }
 }
 
-/// The addresses of the interfaces that are up, in the kernel's order; without link-local ones of IPv6, which
-/// mean nothing without an interface.
+/// Returns the addresses of the interfaces that are up, in the kernel's order; without link-local IPv6 addresses, which
+/// have no meaning without an interface.
 pub fn local_addresses() -> io::Result<Vec<LocalAddress>> {
     Ok(described(interface_addresses()?, Path::new(SYSFS)))
 }
 
-/// What getifaddrs says of one address.
+/// One address as returned by getifaddrs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct InterfaceAddress {
-    /// Perhaps with the label of an alias, as in `eth0:1`.
+    /// Interface name, perhaps with the label of an alias, as in `eth0:1`.
     name: String,
     ip: IpAddr,
     prefix_len: u8,
 }
 
-/// Adds what sysfs says, and leaves out what cannot be used.
+/// Adds the attributes from sysfs, and removes addresses that cannot be used.
 fn described(found: Vec<InterfaceAddress>, sysfs: &Path) -> Vec<LocalAddress> {
-    let mut known: BTreeMap<String, InterfaceFacts> = BTreeMap::new();
+    let mut known: BTreeMap<String, InterfaceInfo> = BTreeMap::new();
     let usable = found.into_iter().filter(|address| match address.ip {
         IpAddr::V4(ip) => !ip.is_unspecified(),
         IpAddr::V6(ip) => !ip.is_unspecified() && !ip.is_unicast_link_local(),
@@ -187,38 +184,37 @@ fn described(found: Vec<InterfaceAddress>, sysfs: &Path) -> Vec<LocalAddress> {
     usable
         .take(ADDRESSES_MAX)
         .map(|InterfaceAddress { name, ip, prefix_len }| {
-            // The kernel allows no colon in a name: what follows one is a label.
+            // The kernel allows no colon in a name: a label follows it.
             let interface = name.split(':').next().unwrap_or_default().to_owned();
-            let facts =
-                *known.entry(interface.clone()).or_insert_with(|| InterfaceFacts::read(sysfs, &interface));
-            let InterfaceFacts { numa, speed_mbps, device } = facts;
+            let info =
+                *known.entry(interface.clone()).or_insert_with(|| InterfaceInfo::read(sysfs, &interface));
+            let InterfaceInfo { numa, speed_mbps, device } = info;
             LocalAddress { ip, interface, numa, speed_mbps, loopback: ip.is_loopback(), prefix_len, device }
         })
         .collect()
 }
 
-/// What sysfs says of one interface.
+/// Attributes of one interface from sysfs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct InterfaceFacts {
+struct InterfaceInfo {
     numa: Option<u32>,
     speed_mbps: Option<u32>,
     device: bool,
 }
 
-impl InterfaceFacts {
-    /// Nothing that is missing, unreadable or odd is an error: rails work without any of it.
-    fn read(sysfs: &Path, interface: &str) -> InterfaceFacts {
-        // The kernel allows no such name, but a path is made of it, and nothing outside the directory is ours
-        // to read.
+impl InterfaceInfo {
+    /// Reads the attributes. A missing, unreadable or malformed value is not an error: rails work without them.
+    fn read(sysfs: &Path, interface: &str) -> InterfaceInfo {
+        // The kernel allows no such name, but a path is built from it, and nothing outside the directory may be read.
         if matches!(interface, "" | "." | "..") || interface.contains(['/', '\0']) {
-            return InterfaceFacts::default();
+            return InterfaceInfo::default();
         }
         let directory = sysfs.join("class/net").join(interface);
         let number = |file: &str| -> Option<i64> { read_line(&directory.join(file))?.parse().ok() };
-        InterfaceFacts {
-            // -1 on a machine, or of a device, that has no node.
+        InterfaceInfo {
+            // -1 on a machine without NUMA nodes, or for a device without one.
             numa: number("device/numa_node").and_then(|node| u32::try_from(node).ok()),
-            // -1 if unknown, which some kernels print as the largest u32; 0 says as little.
+            // -1 if unknown, which some kernels print as the largest u32; 0 also means unknown.
             speed_mbps: number("speed")
                 .and_then(|mbps| u32::try_from(mbps).ok())
                 .filter(|&mbps| mbps != 0 && mbps != u32::MAX),
@@ -227,27 +223,27 @@ impl InterfaceFacts {
     }
 }
 
-/// A file's text without the space around it; `None` if there is no such file, or none that is text.
+/// Returns the text of a file without surrounding white space; `None` if the file does not exist or is not text.
 fn read_line(path: &Path) -> Option<String> {
     let mut text = String::new();
-    File::open(path).ok()?.take(FACT_BYTES_MAX).read_to_string(&mut text).ok()?;
+    File::open(path).ok()?.take(SYSFS_BYTES_MAX).read_to_string(&mut text).ok()?;
     Some(text.trim().to_owned())
 }
 
-/// Asks getifaddrs for the IPv4 and IPv6 addresses of interfaces that are up.
+/// Returns the IPv4 and IPv6 addresses of interfaces that are up, from getifaddrs.
 fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
-    /// Gives the list back to libc, also when a panic passes by.
+    /// Frees the list, also during a panic.
     struct List(*mut libc::ifaddrs);
     impl Drop for List {
         fn drop(&mut self) {
-            // SAFETY: the list came from getifaddrs, and `List` is its only owner; entries borrowed from it
-            // are gone, since they live in the loop below, which ends before the list does.
+            // SAFETY: the list came from getifaddrs, and `List` is its only owner; no entry borrowed from it exists any
+            // more, since entries live in the loop below, which ends before the list does.
             unsafe { libc::freeifaddrs(self.0) }
         }
     }
 
     let mut head = ptr::null_mut();
-    // SAFETY: `head` is a valid place for the pointer that getifaddrs writes.
+    // SAFETY: `head` is valid for the pointer that getifaddrs writes.
     if unsafe { libc::getifaddrs(&mut head) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -261,11 +257,11 @@ fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
         if entry.ifa_flags & libc::IFF_UP as libc::c_uint == 0 || entry.ifa_name.is_null() {
             continue;
         }
-        // SAFETY: the pointer is null or to a socket address of the list, as long as its family says.
+        // SAFETY: the pointer is null or to a socket address of the list, with the length of its family.
         let Some(ip) = (unsafe { ip_of(entry.ifa_addr) }) else { continue };
         // SAFETY: as above; a netmask is given as a socket address too.
         let mask = unsafe { ip_of(entry.ifa_netmask) };
-        // SAFETY: not null, as checked above, and getifaddrs ends names with a zero.
+        // SAFETY: not null, as checked above, and getifaddrs terminates names with a zero.
         let name = unsafe { CStr::from_ptr(entry.ifa_name) };
         found.push(InterfaceAddress {
             name: name.to_string_lossy().into_owned(),
@@ -276,26 +272,26 @@ fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     Ok(found)
 }
 
-/// The IP address in a socket address; `None` if it holds none.
+/// Returns the IP address in a socket address; `None` for other families.
 ///
 /// # Safety
 ///
-/// `address` is null, or points to a socket address that is readable for as many bytes as its family has.
+/// `address` is null, or points to a socket address that is readable for the length of its family.
 unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
     if address.is_null() {
         return None;
     }
-    // SAFETY: not null, and readable by the contract; unaligned reads ask for no alignment, here and below.
+    // SAFETY: not null, and readable by the contract; unaligned reads need no alignment, here and below.
     let family = unsafe { ptr::addr_of!((*address).sa_family).read_unaligned() };
     match i32::from(family) {
         libc::AF_INET => {
-            // SAFETY: the family says that it is a `sockaddr_in`, which any bytes make.
+            // SAFETY: by its family it is a `sockaddr_in`, for which all bytes are valid.
             let v4 = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
-            // Network order in memory is what `to_ne_bytes` gives back.
+            // The bytes in memory are in network order, and `to_ne_bytes` returns them as they are.
             Some(Ipv4Addr::from(v4.sin_addr.s_addr.to_ne_bytes()).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: the family says that it is a `sockaddr_in6`, which any bytes make.
+            // SAFETY: by its family it is a `sockaddr_in6`, for which all bytes are valid.
             let v6 = unsafe { address.cast::<libc::sockaddr_in6>().read_unaligned() };
             Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
         }
@@ -303,8 +299,8 @@ unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
     }
 }
 
-/// Leading ones of a netmask. Without one, or with one of the wrong family, the address is alone in its
-/// subnet: it is better to take a neighbour for a stranger than a stranger for a neighbour.
+/// Returns the leading ones of a netmask. Without a netmask of the right family, the address is alone in its subnet: it
+/// is safer to treat a local peer as routed than a routed peer as local.
 fn prefix_len(ip: IpAddr, mask: Option<IpAddr>) -> u8 {
     let bits = match (ip, mask) {
         (IpAddr::V4(_), Some(IpAddr::V4(mask))) => mask.to_bits().leading_ones(),
@@ -316,31 +312,30 @@ fn prefix_len(ip: IpAddr, mask: Option<IpAddr>) -> u8 {
     bits as u8
 }
 
-/// The NUMA node that this thread runs on just now; `None` if it makes no difference because there is only
-/// one, or if the kernel does not say. One system call on a machine of several nodes, none on others.
+/// Returns the NUMA node that this thread currently runs on; `None` if the machine has only one, or if the kernel does
+/// not report it. One system call on a machine with several nodes, none on others.
 pub fn current_numa_node() -> Option<u32> {
-    // Nodes do not come and go under a running process often enough to ask again.
+    // Nodes are hardly ever added to or removed from a running machine, so the result is cached.
     static SEVERAL: OnceLock<bool> = OnceLock::new();
     if !SEVERAL.get_or_init(|| has_several_nodes(Path::new(SYSFS))) {
         return None;
     }
-    ask_numa_node()
+    query_numa_node()
 }
 
-/// Asks the kernel, even on a machine of one node.
-fn ask_numa_node() -> Option<u32> {
+/// Asks the kernel, even on a machine with one node.
+fn query_numa_node() -> Option<u32> {
     let mut node: libc::c_uint = 0;
     let no_cpu = ptr::null_mut::<libc::c_uint>();
     let no_cache = ptr::null_mut::<libc::c_void>();
-    // SAFETY: getcpu writes an unsigned int to each of the first two pointers that is not null, and leaves
-    // the third alone.
+    // SAFETY: getcpu writes an unsigned int to each of the first two pointers that is not null, and ignores the third.
     let result = unsafe { libc::syscall(libc::SYS_getcpu, no_cpu, ptr::from_mut(&mut node), no_cache) };
     (result == 0).then_some(node)
 }
 
-/// Whether more than one NUMA node is online. A machine that does not say has one.
+/// Returns whether more than one NUMA node is online. A machine without this file has one.
 fn has_several_nodes(sysfs: &Path) -> bool {
-    // A list of numbers and ranges, such as `0`, `0-1` or `0,2-3`: only one node has neither comma nor dash.
+    // A list of numbers and ranges, such as `0`, `0-1` or `0,2-3`: only a single node has neither comma nor dash.
     read_line(&sysfs.join("devices/system/node/online")).is_some_and(|online| online.contains([',', '-']))
 }
 
@@ -355,7 +350,7 @@ mod tests {
 
     use super::*;
 
-    /// `eth0=10.0.0.5/24`, with `~` in front if there is no device.
+    /// Parses `eth0=10.0.0.5/24`, with `~` in front if there is no device.
     fn address(text: &str) -> LocalAddress {
         let (name, address) = text.split_once('=').unwrap();
         let (ip, prefix_len) = address.split_once('/').unwrap();
@@ -374,12 +369,12 @@ mod tests {
         }
     }
 
-    /// An address with a port, or one without: then the port is 7.
+    /// Parses an address with a port, or one without: then the port is 7.
     fn socket(text: &str) -> SocketAddr {
         text.parse().unwrap_or_else(|_| SocketAddr::new(text.parse().unwrap(), 7))
     }
 
-    /// Words of each list are separated by spaces; `-` stands for the kernel's choice.
+    /// Items of each list are separated by spaces; `-` is the kernel's choice.
     fn check(local: &str, peer: &str, bind: &str, expected: &str) {
         let local: Vec<LocalAddress> = local.split_whitespace().map(address).collect();
         let peer: Vec<SocketAddr> = peer.split_whitespace().map(socket).collect();
@@ -397,7 +392,7 @@ mod tests {
     const TWO: &str = "lo=127.0.0.1/8 eth0=10.0.0.5/24 eth1=10.0.1.5/24 lo=::1/128 eth0=fd00::5/64";
 
     #[test]
-    fn a_neighbour_is_reached_through_its_subnet() {
+    fn peer_on_local_subnet_is_reached_through_that_subnet() {
         check(TWO, "10.0.1.9 10.0.0.9", "", "10.0.1.5 10.0.0.5");
         check(TWO, "[fd00::9]:1", "", "fd00::5");
         check(TWO, "[::ffff:10.0.1.9]:1", "", "10.0.1.5");
@@ -414,14 +409,14 @@ mod tests {
     }
 
     #[test]
-    fn rails_behind_a_router_are_spread() {
+    fn routed_rails_are_spread_over_nics() {
         check(TWO, "10.9.0.1 10.9.1.1 10.9.2.1", "", "10.0.0.5 10.0.1.5 10.0.0.5");
-        // The neighbour keeps its NIC, though it comes last.
+        // The peer in the local subnet keeps its NIC, though it is last.
         check(TWO, "10.9.0.1 10.9.1.1 10.0.0.9", "", "10.0.1.5 10.0.0.5 10.0.0.5");
     }
 
     #[test]
-    fn a_single_rail_behind_a_router_is_left_to_the_kernel() {
+    fn single_routed_rail_leaves_source_to_kernel() {
         check(TWO, "10.9.0.1", "", "-");
         check(TWO, "10.9.0.1 [fd09::1]:1", "", "- -");
         check(TWO, "10.9.0.1 10.0.0.9 169.254.9.9", "", "- 10.0.0.5 -");
@@ -429,27 +424,27 @@ mod tests {
     }
 
     #[test]
-    fn interfaces_without_device_or_route_are_no_source() {
+    fn interface_without_device_or_route_is_not_used_as_source() {
         let local = "~docker0=172.17.0.1/16 usb0=169.254.3.1/24 eth0=10.0.0.5/24";
         check(local, "10.9.0.1 10.9.1.1", "", "10.0.0.5 10.0.0.5");
         check("~docker0=172.17.0.1/16", "10.9.0.1 10.9.1.1", "", "- -");
         check("~docker0=172.17.0.1/16", "10.9.0.1 10.9.1.1", "172.17.0.1", "172.17.0.1 172.17.0.1");
-        // A link-local peer has no route, and 0.0.0.0 is whatever the kernel makes of it.
+        // A link-local peer has no route, and the kernel handles 0.0.0.0.
         check(TWO, "[fe80::1%3]:1 [fe80::2%3]:1 169.254.9.9 0.0.0.0", "", "- - - -");
     }
 
     #[test]
-    fn loopback_goes_with_loopback_only() {
+    fn loopback_pairs_only_with_loopback() {
         check(TWO, "127.0.0.1 127.0.0.2:9 [::1]:1", "", "127.0.0.1 127.0.0.1 ::1");
         check("eth0=10.0.0.5/24", "127.0.0.1 127.0.0.2", "10.0.0.5", "- -");
         check("lo=127.0.0.1/8", "10.0.0.5 10.0.0.6", "127.0.0.1", "- -");
-        // Not even if a netmask says that they are neighbours.
+        // Not even if the netmask includes both in one subnet.
         check("lo=127.0.0.1/1", "10.0.0.5", "", "-");
         check("eth0=126.0.0.5/7", "127.0.0.1", "", "-");
     }
 
     #[test]
-    fn the_operator_decides_what_may_be_used() {
+    fn bind_list_restricts_source_addresses() {
         check(TWO, "10.0.0.9 10.0.1.9", "10.0.1.5", "10.0.1.5 10.0.1.5");
         check(TWO, "10.0.0.9 10.0.1.9", "::ffff:10.0.1.5", "10.0.1.5 10.0.1.5");
         check(TWO, "10.0.0.9 [fd00::9]:1", "fd00::5", "- fd00::5");
@@ -458,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_lists_make_few_rails() {
+    fn peer_list_is_deduplicated_and_capped() {
         check("", "", "", "");
         check("", "10.0.0.9 10.0.0.9 10.0.0.9:8", "", "- -");
         check("eth0=10.0.0.5/0", "11.0.0.9", "", "-");
@@ -469,7 +464,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pairs_keep_their_invariants(
+        fn paired_rails_match_family_loopback_and_bind_list(
             local in vec(select(vec![
                 "lo=127.0.0.1/8", "lo=::1/128", "eth0=10.0.0.5/24", "eth0=10.0.0.6/24", "eth1=10.0.0.7/24",
                 "eth1=10.1.0.7/16", "eth2=fd00::5/64", "eth3=fd00::6/64", "~docker0=172.17.0.1/16",
@@ -502,10 +497,10 @@ mod tests {
         }
 
         #[test]
-        fn rails_are_spread_evenly_over_nics(nics in 1usize..8, peers in 2usize..=RAILS_MAX, near: bool) {
+        fn rails_are_spread_evenly_over_nics(nics in 1usize..8, peers in 2usize..=RAILS_MAX, same_subnet: bool) {
             let local: Vec<LocalAddress> =
                 (0..nics).map(|nic| address(&format!("eth{nic}=10.0.0.{}/24", nic + 1))).collect();
-            let net = if near { "10.0.0" } else { "10.9.0" };
+            let net = if same_subnet { "10.0.0" } else { "10.9.0" };
             let peer: Vec<SocketAddr> =
                 (0..peers).map(|host| socket(&format!("{net}.{}", host + 100))).collect();
             let rails = pair(&local, &peer, &[]);
@@ -518,7 +513,7 @@ mod tests {
         }
     }
 
-    /// A directory that stands for sysfs, and goes away with the test.
+    /// A directory with the layout of sysfs, removed at the end of the test.
     struct FakeSysfs(PathBuf);
 
     impl FakeSysfs {
@@ -544,18 +539,18 @@ mod tests {
     }
 
     #[test]
-    fn sysfs_is_believed_when_it_makes_sense() {
-        fn facts(numa: Option<u32>, speed_mbps: Option<u32>, device: bool) -> InterfaceFacts {
-            InterfaceFacts { numa, speed_mbps, device }
+    fn malformed_sysfs_values_and_interface_names_are_ignored() {
+        fn info(numa: Option<u32>, speed_mbps: Option<u32>, device: bool) -> InterfaceInfo {
+            InterfaceInfo { numa, speed_mbps, device }
         }
-        let long = [b' '; 2 * FACT_BYTES_MAX as usize];
+        let long = [b' '; 2 * SYSFS_BYTES_MAX as usize];
         let sysfs = FakeSysfs::new(
-            "facts",
+            "info",
             &[
-                ("class/net/near/device/numa_node", b"1\n"),
-                ("class/net/near/speed", b"100000\n"),
-                ("class/net/nowhere/device/numa_node", b"-1\n"),
-                ("class/net/nowhere/speed", b"-1\n"),
+                ("class/net/good/device/numa_node", b"1\n"),
+                ("class/net/good/speed", b"100000\n"),
+                ("class/net/unset/device/numa_node", b"-1\n"),
+                ("class/net/unset/speed", b"-1\n"),
                 ("class/net/old/speed", b"4294967295\n"),
                 ("class/net/zero/speed", b"0\n"),
                 ("class/net/odd/device/numa_node", b"\xff\xfe\n"),
@@ -563,7 +558,7 @@ mod tests {
                 ("class/net/long/speed", &long),
                 ("class/net/huge/speed", b"99999999999999999999"),
                 ("class/net/dotted..name/speed", b"10"),
-                // What a name that climbs would find.
+                // Files that a name with `..` would reach.
                 ("speed", b"1"),
                 ("class/speed", b"1"),
                 ("class/net/speed", b"1"),
@@ -571,30 +566,30 @@ mod tests {
             ],
         );
         for (interface, expected) in [
-            ("near", facts(Some(1), Some(100_000), true)),
-            ("nowhere", facts(None, None, true)),
-            ("old", facts(None, None, false)),
-            ("zero", facts(None, None, false)),
-            ("odd", facts(None, None, true)),
-            ("long", facts(None, None, false)),
-            ("huge", facts(None, None, false)),
-            ("dotted..name", facts(None, Some(10), false)),
-            ("absent", facts(None, None, false)),
-            ("", facts(None, None, false)),
-            (".", facts(None, None, false)),
-            ("..", facts(None, None, false)),
-            ("../..", facts(None, None, false)),
-            ("near/", facts(None, None, false)),
-            ("near/../near", facts(None, None, false)),
-            ("/", facts(None, None, false)),
-            ("ne\0ar", facts(None, None, false)),
+            ("good", info(Some(1), Some(100_000), true)),
+            ("unset", info(None, None, true)),
+            ("old", info(None, None, false)),
+            ("zero", info(None, None, false)),
+            ("odd", info(None, None, true)),
+            ("long", info(None, None, false)),
+            ("huge", info(None, None, false)),
+            ("dotted..name", info(None, Some(10), false)),
+            ("absent", info(None, None, false)),
+            ("", info(None, None, false)),
+            (".", info(None, None, false)),
+            ("..", info(None, None, false)),
+            ("../..", info(None, None, false)),
+            ("good/", info(None, None, false)),
+            ("good/../good", info(None, None, false)),
+            ("/", info(None, None, false)),
+            ("go\0od", info(None, None, false)),
         ] {
-            assert_eq!(InterfaceFacts::read(&sysfs.path(), interface), expected, "{interface:?}");
+            assert_eq!(InterfaceInfo::read(&sysfs.path(), interface), expected, "{interface:?}");
         }
     }
 
     #[test]
-    fn addresses_are_described_by_their_interface() {
+    fn local_addresses_carry_interface_numa_and_speed() {
         let sysfs = FakeSysfs::new(
             "addresses",
             &[("class/net/eth0/device/numa_node", b"0\n"), ("class/net/eth0/speed", b"25000\n")],
@@ -634,7 +629,7 @@ mod tests {
     }
 
     #[test]
-    fn several_nodes_are_told_from_one() {
+    fn multiple_numa_nodes_are_detected() {
         for (index, (online, several)) in
             [("0\n", false), ("0-1\n", true), ("0,2\n", true), ("0,2-3\n", true), ("7\n", false), ("", false)]
                 .into_iter()
@@ -650,7 +645,7 @@ mod tests {
     }
 
     #[test]
-    fn netmasks_become_prefixes() {
+    fn netmask_converts_to_prefix_length() {
         for (ip, mask, expected) in [
             ("10.0.0.5", Some("255.255.255.0"), 24),
             ("10.0.0.5", Some("0.0.0.0"), 0),
@@ -666,8 +661,8 @@ mod tests {
     }
 
     #[test]
-    fn socket_addresses_are_read_by_family() {
-        // SAFETY: each pointer is null or to a local that is as long as its family says.
+    fn sockaddr_is_decoded_by_family() {
+        // SAFETY: each pointer is null or to a local variable with the length of its family.
         unsafe {
             assert_eq!(ip_of(ptr::null()), None);
             let mut v4: libc::sockaddr_in = std::mem::zeroed();
@@ -682,16 +677,16 @@ mod tests {
         }
     }
 
-    /// What the machine under the test has is unknown; that it can be asked is not.
+    /// The topology of the test machine is unknown; the test checks only that it can be queried.
     #[test]
-    fn this_machine_can_be_asked() {
+    fn local_topology_can_be_queried() {
         for address in local_addresses().unwrap() {
             assert!(!address.interface.is_empty());
             assert!(u32::from(address.prefix_len) <= if address.ip.is_ipv4() { 32 } else { 128 });
         }
         let several = has_several_nodes(Path::new(SYSFS));
         assert!(several || current_numa_node().is_none());
-        // A sandbox may forbid the call. No kernel is built for more than 2^10 nodes.
-        assert!(ask_numa_node().is_none_or(|node| node < 1024));
+        // A sandbox may forbid the call. No kernel supports more than 2^10 nodes.
+        assert!(query_numa_node().is_none_or(|node| node < 1024));
     }
 }

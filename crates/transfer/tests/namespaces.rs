@@ -1,20 +1,22 @@
-//! Rails that are cut: an owner and a client in network namespaces of their own, joined by two pairs of interfaces.
+//! Rails that fail: an owner and a client in separate network namespaces, joined by two pairs of interfaces.
 //!
 //! ```text
 //!   namespace a: owner ── 10.77.0.1 ═══ rail 0 ═══ 10.77.0.2 ── client :namespace b
 //!                      ── 10.77.1.1 ═══ rail 1 ═══ 10.77.1.2 ──
 //! ```
 //!
-//! A rail is cut without a word: packets vanish in both directions, nobody sends a reset. By `nft`, which drops what
-//! comes in at both ends, or without it by `ip`, which gives each end a wrong address for the other.
+//! A rail is partitioned silently: packets vanish in both directions, and no reset is sent. Either `nft` drops incoming
+//! packets at both ends, or, without it, `ip` gives each end a wrong link-layer address for the other.
 //!
-//! Needs root and `ip`, and says so and passes where they are missing. Owner and client are this binary, started again
-//! with a role. `MOONTIDE_FAULTS=full` moves 10 GiB instead of 1.
+//! Needs root and `ip`; without them the tests are not run, which is a failure under `CI=true`. Owner and client are this binary,
+//! started again with a role. `MOONTIDE_TESTS=full` moves 10 GiB instead of 1.
 
 #![allow(unreachable_pub, missing_docs, reason = "a program of several files, not a library")]
 
-#[path = "faults/kit.rs"]
-mod kit;
+#[path = "faults/harness.rs"]
+mod harness;
+#[path = "../../types/tests/support/not_run.rs"]
+mod not_run;
 #[path = "faults/process.rs"]
 mod process;
 
@@ -25,26 +27,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kit::{MIB, Punctual, Wanted, check_typed, codes, count, get_into, in_ms, open, soon};
+use harness::{MIB, TestSelection, WakeupJitter, check_typed, codes, count, get_into, in_ms, open, soon};
 use moontide_proto::{FrameKind, OpFlags};
-use moontide_transfer::sample::SampleConfig;
+use moontide_transfer::sample::SampleNodeConfig;
 use moontide_transfer::{Link, Op, Target, call, run};
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::limits::PAGE_BYTES;
+use not_run::not_run;
 use process::OwnerProcess;
 
 const TESTS: &[(&str, fn())] = &[
-    ("gets_go_on_over_one_rail_and_come_back_to_the_other", gets),
-    ("gets_go_on_with_several_connections_on_each_rail", gets_over_eight),
-    ("puts_go_on_over_one_rail", puts),
-    ("a_rail_that_was_cut_while_idle_fails_no_transfer", idle_rail),
-    ("with_all_rails_cut_there_is_a_typed_error_and_later_all_is_well", all_rails),
+    ("gets_continue_on_one_rail_and_return_to_healed_rail", gets),
+    ("gets_continue_with_several_connections_per_rail", gets_over_eight),
+    ("puts_continue_on_one_rail", puts),
+    ("rail_lost_while_idle_fails_no_transfer", idle_rail),
+    ("get_without_rails_fails_typed_and_recovers_after_healing", all_rails),
 ];
 
-/// What a transfer may take.
+/// Deadline of a transfer.
 const DEADLINE_MS: u64 = 5000;
 
-fn config() -> SampleConfig {
-    SampleConfig { record_bytes: 16 * MIB, readable: 2, writable: 16, ..Default::default() }
+fn config() -> SampleNodeConfig {
+    SampleNodeConfig { record_bytes: 16 * MIB, readable: 2, writable: 16, ..Default::default() }
 }
 
 fn main() -> ExitCode {
@@ -58,14 +61,14 @@ fn main() -> ExitCode {
         ["--role", ..] => process::owner(&arguments),
         _ => {}
     }
-    let wanted = Wanted::from_arguments(&arguments, TESTS);
-    for (name, test) in wanted.tests {
-        if wanted.list {
+    let selection = TestSelection::from_arguments(&arguments, TESTS, &[]);
+    for (name, test) in selection.tests {
+        if selection.list {
             println!("{name}: test");
             continue;
         }
-        if let Some(missing) = missing() {
-            println!("test {name} ... skipped: {missing}");
+        if let Some(missing) = missing_requirement() {
+            not_run(format_args!("{name}: {missing}"));
             continue;
         }
         test(); // a failure is a panic, which ends the process with an error
@@ -74,25 +77,25 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn missing() -> Option<&'static str> {
+fn missing_requirement() -> Option<&'static str> {
     if !rustix::process::geteuid().is_root() {
-        return Some("it makes network namespaces, for which it needs to be root");
+        return Some("needs root to create network namespaces");
     }
     let runs = |word: &str| Command::new(word).arg("-V").output().is_ok();
     if !runs("ip") {
-        return Some("it needs ip (iproute2)");
+        return Some("needs ip (iproute2)");
     }
-    let made = Command::new("unshare").args(["--net", "true"]).output();
-    match made {
-        Ok(made) if made.status.success() => None,
-        _ => Some("network namespaces cannot be made here"),
+    let created = Command::new("unshare").args(["--net", "true"]).output();
+    match created {
+        Ok(created) if created.status.success() => None,
+        _ => Some("network namespaces cannot be created here"),
     }
 }
 
 // ------------------------------------------------------------------------------------------------------ namespaces
 
-/// Two namespaces and two rails. Gone when it is dropped.
-struct Scene {
+/// Two namespaces and two rails. Dropping it removes them.
+struct Network {
     name: String,
     has_nft: bool,
 }
@@ -103,12 +106,12 @@ fn ip(words: &str) {
     assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-impl Scene {
-    fn new() -> Scene {
-        Scene::sweep();
+impl Network {
+    fn new() -> Network {
+        Network::remove_leftovers();
         let has_nft = Command::new("nft").arg("-v").output().is_ok_and(|output| output.status.success());
-        let scene = Scene { name: format!("mt{}", std::process::id()), has_nft };
-        let name = &scene.name;
+        let network = Network { name: format!("mt{}", std::process::id()), has_nft };
+        let name = &network.name;
         ip(&format!("netns add {name}a"));
         ip(&format!("netns add {name}b"));
         for rail in 0..2 {
@@ -121,12 +124,12 @@ impl Scene {
                 ip(&format!("-n {name}{side} link set lo up"));
             }
         }
-        println!("rails are cut by {}", if has_nft { "nft" } else { "ip neigh" });
-        scene
+        println!("rails are partitioned by {}", if has_nft { "nft" } else { "ip neigh" });
+        network
     }
 
-    /// Takes away what a run that was killed has left.
-    fn sweep() {
+    /// Removes namespaces of test runs that were killed.
+    fn remove_leftovers() {
         let Ok(entries) = std::fs::read_dir("/run/netns") else { return };
         for entry in entries.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
@@ -151,12 +154,12 @@ impl Scene {
     fn client(&self, what: &str, owner: &OwnerProcess) -> Client {
         let words = self.inside("b");
         let addresses: Vec<String> = owner.addresses.iter().map(SocketAddr::to_string).collect();
-        let me = std::env::current_exe().expect("a path to this test");
+        let exe = std::env::current_exe().expect("path of this test");
         let mut command = Command::new(&words[0]);
-        command.args(&words[1..]).arg(me).args(["--role", "client", what, &addresses.join(",")]);
+        command.args(&words[1..]).arg(exe).args(["--role", "client", what, &addresses.join(",")]);
         let mut child =
-            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("this test can be started");
-        let (input, output) = (child.stdin.take(), child.stdout.take().expect("it is piped"));
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start this test again");
+        let (input, output) = (child.stdin.take(), child.stdout.take().expect("stdout is piped"));
         Client { child, input, lines: BufReader::new(output).lines() }
     }
 
@@ -167,8 +170,8 @@ impl Scene {
         assert!(output.status.success(), "nft {rules}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// From here on nothing arrives over a rail.
-    fn cut(&self, rail: usize) {
+    /// Partitions a rail: no packet passes any more.
+    fn partition(&self, rail: usize) {
         let name = &self.name;
         for (side, other) in [("a", 2), ("b", 1)] {
             if self.has_nft {
@@ -201,7 +204,7 @@ impl Scene {
     }
 }
 
-impl Drop for Scene {
+impl Drop for Network {
     fn drop(&mut self) {
         for side in ["a", "b"] {
             let _ = Command::new("ip").args(["netns", "del", &format!("{}{side}", self.name)]).status();
@@ -211,14 +214,14 @@ impl Drop for Scene {
 
 // ---------------------------------------------------------------------------------------------------------- client
 
-/// A client, seen from the test.
+/// A client process, as the test sees it.
 struct Client {
     child: Child,
     input: Option<ChildStdin>,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
 }
 
-/// A line of a client: how far it is, and what went over each rail.
+/// A line of a client: bytes transferred so far, and bytes over each rail.
 #[derive(Clone, Copy, Debug)]
 struct Progress {
     bytes: u64,
@@ -226,12 +229,12 @@ struct Progress {
 }
 
 impl Client {
-    /// The next line, or `None` when the client has ended well.
+    /// Returns the next line, or `None` when the client has exited successfully.
     fn next(&mut self) -> Option<String> {
         match self.lines.next() {
-            Some(line) => Some(line.expect("the client speaks")),
+            Some(line) => Some(line.expect("read a line of the client")),
             None => {
-                let status = self.child.wait().expect("a child");
+                let status = self.child.wait().expect("wait for the client");
                 assert!(status.success(), "the client failed: {status}");
                 None
             }
@@ -250,9 +253,9 @@ impl Client {
         }
     }
 
-    /// The client goes on to whatever comes next.
-    fn go_on(&mut self) {
-        self.input.as_mut().expect("not told yet").write_all(b"\n").expect("the client listens");
+    /// Makes the client continue with its next step.
+    fn proceed(&mut self) {
+        self.input.as_mut().expect("stdin is piped").write_all(b"\n").expect("the client reads its input");
     }
 }
 
@@ -268,7 +271,7 @@ fn addresses_of(words: &str) -> Vec<SocketAddr> {
     words.split(',').map(|word| word.parse().expect("an address")).collect()
 }
 
-/// Bytes that came in and went out over each rail, as the kernel counts them.
+/// Returns the bytes received and sent over each rail, as counted by the kernel.
 fn rails() -> [u64; 2] {
     let mut sums = [0; 2];
     for entry in std::fs::read_dir("/sys/class/net").expect("interfaces").flatten() {
@@ -283,36 +286,36 @@ fn rails() -> [u64; 2] {
     sums
 }
 
-fn say(line: &str) {
+fn print_line(line: &str) {
     println!("{line}");
     let _ = std::io::stdout().flush();
 }
 
-fn tell(bytes: u64) {
+fn print_progress(bytes: u64) {
     let [first, second] = rails();
-    say(&format!("progress {bytes} {first} {second}"));
+    print_line(&format!("progress {bytes} {first} {second}"));
 }
 
-/// What the transfers of a client took.
-struct Tally {
+/// Statistics of the transfers of a client.
+struct Stats {
     began: Instant,
     bytes: u64,
     longest: Duration,
 }
 
-impl Tally {
-    fn new() -> Tally {
-        Tally { began: Instant::now(), bytes: 0, longest: Duration::ZERO }
+impl Stats {
+    fn new() -> Stats {
+        Stats { began: Instant::now(), bytes: 0, longest: Duration::ZERO }
     }
 
-    /// Runs one transfer, which must end well and in time.
+    /// Runs one transfer, which must succeed before its deadline.
     #[track_caller]
     fn run(&mut self, link: &dyn Link, op: Op<'_>) {
         let (began, mut ops) = (Instant::now(), [op]);
         let result = run(link, &mut ops, in_ms(DEADLINE_MS));
         let took = began.elapsed();
         if let Err(error) = result {
-            panic!("after {took:?}, with a rail that works: {error}");
+            panic!("after {took:?}, although a rail works: {error}");
         }
         assert_eq!(ops[0].outcome(), Some(Ok(())));
         assert!(took <= Duration::from_millis(DEADLINE_MS + 50), "{took:?}");
@@ -322,7 +325,7 @@ impl Tally {
 
     fn summary(&self, what: &str) {
         let seconds = self.began.elapsed().as_secs_f64();
-        say(&format!(
+        print_line(&format!(
             "{what}: {} MiB in {seconds:.1} s, {:.2} GB/s; the longest transfer took {:?}",
             self.bytes >> 20,
             self.bytes as f64 / seconds / 1e9,
@@ -331,37 +334,37 @@ impl Tally {
     }
 }
 
-/// Gets until it is told to stop.
+/// Runs gets until a line arrives on its input.
 fn client_gets(addresses: &[SocketAddr], connections: usize) -> ! {
     let config = config();
     let contents: Vec<Vec<u8>> = (0..config.readable).map(|record| config.content(record)).collect();
     let roots: Vec<u64> =
         (0..).zip(&contents).map(|(n, bytes)| config.digest_context(n).payload(bytes, |_| ())).collect();
-    let link = open(addresses, connections, soon()).expect("the owner is there");
+    let link = open(addresses, connections, soon()).expect("the owner is running");
     let stop = Arc::<AtomicBool>::default();
     let stopped = Arc::clone(&stop);
     std::thread::spawn(move || {
         let _ = std::io::stdin().read(&mut [0]);
         stopped.store(true, Ordering::SeqCst);
     });
-    let (mut tally, mut told) = (Tally::new(), Instant::now());
+    let (mut stats, mut printed_at) = (Stats::new(), Instant::now());
     let mut memory = vec![0; config.record_bytes as usize];
     let mut digests = vec![0; config.record_bytes.div_ceil(PAGE_BYTES) as usize];
     while !stop.load(Ordering::SeqCst) {
-        let record = (tally.bytes / config.record_bytes) as u32 % config.readable;
+        let record = (stats.bytes / config.record_bytes) as u32 % config.readable;
         let context = config.digest_context(record);
         digests.fill(0);
         memory[..4096].fill(0);
         let op = Op::get(config.target(record), 0, &mut memory).digested(context, &mut digests);
-        tally.run(&*link, op.expect("whole pages"));
+        stats.run(&*link, op.expect("whole pages"));
         assert_eq!(context.root_of(digests.iter().copied()), roots[record as usize], "record {record}");
         assert!(memory == contents[record as usize], "record {record}");
-        if told.elapsed() > Duration::from_millis(50) {
-            tell(tally.bytes);
-            told = Instant::now();
+        if printed_at.elapsed() > Duration::from_millis(50) {
+            print_progress(stats.bytes);
+            printed_at = Instant::now();
         }
     }
-    tally.summary("gets");
+    stats.summary("gets");
     std::process::exit(0)
 }
 
@@ -369,98 +372,98 @@ fn client_gets(addresses: &[SocketAddr], connections: usize) -> ! {
 fn client_puts(addresses: &[SocketAddr]) -> ! {
     let config = config();
     let content = config.content(99);
-    let link = open(addresses, 2, soon()).expect("the owner is there");
-    let mut tally = Tally::new();
+    let link = open(addresses, 2, soon()).expect("the owner is running");
+    let mut stats = Stats::new();
     for record in config.readable..config.records() {
         let context = config.digest_context(record);
         let mut digests = vec![0; config.record_bytes.div_ceil(PAGE_BYTES) as usize];
         let op = Op::put(config.target(record), 0, &content).digested(context, &mut digests);
-        tally.run(&*link, op.expect("whole pages"));
+        stats.run(&*link, op.expect("whole pages"));
         let root = context.root_of(digests.iter().copied());
         let body = config.commit_body(record, root);
         let reply = call(&*link, FrameKind::Commit, body, in_ms(DEADLINE_MS)).expect("a rail works");
         assert_eq!(codes(&reply), [None]);
-        tell(tally.bytes);
+        print_progress(stats.bytes);
     }
-    tally.summary("puts");
+    stats.summary("puts");
     let mut memory = vec![0; content.len()];
-    let mut tally = Tally::new();
+    let mut stats = Stats::new();
     for record in config.readable..config.records() {
         memory.fill(0);
         let target = Target { flags: OpFlags::NONE, ..config.target(record) };
-        tally.run(&*link, Op::get(target, 0, &mut memory));
+        stats.run(&*link, Op::get(target, 0, &mut memory));
         assert!(memory == content, "record {record}");
     }
-    tally.summary("read back");
+    stats.summary("read back");
     std::process::exit(0)
 }
 
-/// Gets a little, again and again, over many connections, half of which are dead and do not know it.
+/// Repeats small gets over many connections, half of which are dead without having failed yet.
 fn client_small_gets(addresses: &[SocketAddr]) -> ! {
     let config = config();
     let content = config.content(0);
-    let link = open(addresses, 16, soon()).expect("the owner is there");
-    // All connections come about, and nothing is asked over most of them.
+    let link = open(addresses, 16, soon()).expect("the owner is running");
+    // All connections open, and most of them are not used.
     std::thread::sleep(Duration::from_millis(500));
-    tell(0);
+    print_progress(0);
     let _ = std::io::stdin().read(&mut [0]);
-    let mut tally = Tally::new();
+    let mut stats = Stats::new();
     let mut memory = vec![0; 64 << 10];
     for _ in 0..100 {
         memory.fill(0);
-        tally.run(&*link, Op::get(config.target(0), 0, &mut memory));
+        stats.run(&*link, Op::get(config.target(0), 0, &mut memory));
         assert!(memory == content[..memory.len()]);
         std::thread::sleep(Duration::from_millis(10));
     }
-    tally.summary("small gets");
+    stats.summary("small gets");
     std::process::exit(0)
 }
 
-/// Gets; again with all rails cut; again with all rails healed.
+/// Runs gets: with all rails, with none, and with all rails healed.
 fn client_all_rails(addresses: &[SocketAddr]) -> ! {
-    let wait_for_a_word = || drop(std::io::stdin().read(&mut [0]));
+    let wait_for_input = || drop(std::io::stdin().read(&mut [0]));
     let config = config();
     let content = config.content(0);
-    let link = open(addresses, 2, soon()).expect("the owner is there");
+    let link = open(addresses, 2, soon()).expect("the owner is running");
     let mut memory = vec![0; content.len()];
     get_into(&*link, &config, 0, &content, &mut memory, soon()).expect("all rails work");
-    tell(0);
-    wait_for_a_word();
-    let punctual = Punctual::new();
+    print_progress(0);
+    wait_for_input();
+    let jitter = WakeupJitter::new();
     for deadline_ms in [600, 2500, 1000] {
-        punctual.reset();
+        jitter.reset();
         let (began, deadline) = (Instant::now(), in_ms(deadline_ms));
         let error = get_into(&*link, &config, 0, &content, &mut memory, deadline).expect_err("no rail works");
-        punctual.check(deadline, "a get without a rail");
+        jitter.check(deadline, "a get without a rail");
         check_typed(&error);
-        say(&format!("deadline {deadline_ms} ms: {error} after {:?}", began.elapsed()));
+        print_line(&format!("deadline {deadline_ms} ms: {error} after {:?}", began.elapsed()));
     }
-    tell(0);
-    wait_for_a_word();
-    let took = kit::recovers(&*link, &config, &content, Duration::from_secs(15));
-    say(&format!("back after {took:?}"));
+    print_progress(0);
+    wait_for_input();
+    let took = harness::wait_for_recovery(&*link, &config, &content, Duration::from_secs(15));
+    print_line(&format!("recovered after {took:?}"));
     std::process::exit(0)
 }
 
 // ----------------------------------------------------------------------------------------------------------- tests
 
 fn gets() {
-    cut_and_heal("gets");
+    partition_and_heal("gets");
 }
 
 fn gets_over_eight() {
-    cut_and_heal("gets over 8");
+    partition_and_heal("gets over 8");
 }
 
-fn cut_and_heal(what: &str) {
+fn partition_and_heal(what: &str) {
     let total = u64::from(count(1, 10)) << 30;
-    let scene = Scene::new();
-    let owner = scene.owner();
-    let mut client = scene.client(what, &owner);
+    let network = Network::new();
+    let owner = network.owner();
+    let mut client = network.client(what, &owner);
     let (began, limit) = (Instant::now(), Duration::from_secs(60 + 10 * (total >> 30)));
     let mut next = || {
-        let progress = client.progress().expect("it goes on until it is told");
-        assert!(began.elapsed() < limit, "{limit:?} are over at {progress:?}");
+        let progress = client.progress().expect("the client runs until it gets a line");
+        assert!(began.elapsed() < limit, "not done after {limit:?}: {progress:?}");
         progress
     };
     let all = loop {
@@ -469,16 +472,16 @@ fn cut_and_heal(what: &str) {
             break progress;
         }
     };
-    assert!(all.rails.iter().all(|&bytes| bytes > all.bytes / 5), "both rails carry: {all:?}");
-    scene.cut(1);
-    let cut_at = Instant::now();
+    assert!(all.rails.iter().all(|&bytes| bytes > all.bytes / 5), "both rails are used: {all:?}");
+    network.partition(1);
+    let partitioned_at = Instant::now();
     let during = loop {
         let progress = next();
-        if progress.bytes >= total * 2 / 3 && cut_at.elapsed() > Duration::from_secs(3) {
+        if progress.bytes >= total * 2 / 3 && partitioned_at.elapsed() > Duration::from_secs(3) {
             break progress;
         }
     };
-    scene.heal(1);
+    network.heal(1);
     let healed_at = Instant::now();
     let after = loop {
         let progress = next();
@@ -487,56 +490,56 @@ fn cut_and_heal(what: &str) {
         }
     };
     println!(
-        "over each rail: {:?} before the cut, {:?} until it was healed, {:?} at the end; \
-         the healed one was in use again after at most {:?}",
+        "bytes over each rail: {:?} before the partition, {:?} until healing, {:?} at the end; \
+         the healed rail was in use again after at most {:?}",
         all.rails,
         during.rails,
         after.rails,
         healed_at.elapsed()
     );
-    client.go_on();
+    client.proceed();
     while let Some(line) = client.next() {
         println!("{line}");
     }
 }
 
 fn puts() {
-    let scene = Scene::new();
-    let owner = scene.owner();
-    let mut client = scene.client("puts", &owner);
+    let network = Network::new();
+    let owner = network.owner();
+    let mut client = network.client("puts", &owner);
     let mut progress = || client.progress();
     while progress().is_some_and(|progress| progress.bytes < 5 * 16 * MIB) {}
-    scene.cut(0);
+    network.partition(0);
     while progress().is_some_and(|progress| progress.bytes < 12 * 16 * MIB) {}
-    scene.heal(0);
+    network.heal(0);
     while progress().is_some() {}
 }
 
-/// A rail is cut while nobody uses it: whoever finds out over one connection does not have to over all of them.
+/// A rail fails while it is idle. After the first connection has detected that, the others need not wait for it again.
 fn idle_rail() {
-    let scene = Scene::new();
-    let owner = scene.owner();
-    let mut client = scene.client("small gets", &owner);
-    client.progress().expect("it begins");
-    scene.cut(1);
-    client.go_on();
+    let network = Network::new();
+    let owner = network.owner();
+    let mut client = network.client("small gets", &owner);
+    client.progress().expect("the client starts");
+    network.partition(1);
+    client.proceed();
     while let Some(line) = client.next() {
         println!("{line}");
     }
 }
 
 fn all_rails() {
-    let scene = Scene::new();
-    let owner = scene.owner();
-    let mut client = scene.client("all", &owner);
-    client.progress().expect("it begins");
-    scene.cut(0);
-    scene.cut(1);
-    client.go_on();
-    client.progress().expect("it waits");
-    scene.heal(0);
-    scene.heal(1);
-    client.go_on();
+    let network = Network::new();
+    let owner = network.owner();
+    let mut client = network.client("all", &owner);
+    client.progress().expect("the client starts");
+    network.partition(0);
+    network.partition(1);
+    client.proceed();
+    client.progress().expect("the client waits for input");
+    network.heal(0);
+    network.heal(1);
+    client.proceed();
     while let Some(line) = client.next() {
         println!("{line}");
     }

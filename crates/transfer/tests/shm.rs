@@ -1,4 +1,4 @@
-//! Gets and puts in shared memory, and which engine is chosen for whom.
+//! Gets and puts in shared memory, and the choice of the engine.
 
 mod common;
 
@@ -9,28 +9,29 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{TestNode, get, soon};
-use moontide_heap::{Killed, NodeHeap, SharedLookup, SharedReader};
-use moontide_proto::{FrameKind, Hello, Right, TransferOp};
-use moontide_transfer::sample::{Sample, SampleConfig};
-use moontide_transfer::shm::{Host, HostConfig, ShmConfig, ShmEngine, address};
+use moontide_heap::{KillOutcome, NodeHeap, SharedLookup, SharedReader};
+use moontide_proto::{AccessRight, FrameKind, Hello, TransferOp};
+use moontide_transfer::sample::{SampleNode, SampleNodeConfig};
+use moontide_transfer::shm::{ShmConfig, ShmEngine, ShmServer, ShmServerConfig, address};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{
-    Caller, Engine, EngineKind, Engines, Link, Metrics, Op, Owner, Peer, Target, call, run,
+    Engine, EngineKind, Engines, Link, Metrics, Op, Owner, Peer, PeerIdentity, Target, call, run,
 };
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{
     Clock, Epoch, ErrorCode, Generation, MonoTime, NodeId, ObjectId, SegmentId, SlotId, SystemClock, Term,
 };
 
-fn door(name: &str) -> PathBuf {
+fn socket_path(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("moontide-shm-{name}-{}", std::process::id()))
 }
 
-fn host(sample: &Arc<Sample>, name: &str) -> Host {
+fn start_server(sample: &Arc<SampleNode>, name: &str) -> ShmServer {
     let stale_after = Duration::from_secs(600);
-    let config = HostConfig { door: door(name), more_uids: Vec::new(), stale_after, streams_max: 64 };
-    // SAFETY: node and client are this test, which keeps to the protocol.
-    unsafe { Host::start(config, Arc::clone(sample) as _, Metrics::new()) }.unwrap()
+    let config =
+        ShmServerConfig { socket: socket_path(name), extra_uids: Vec::new(), stale_after, streams_max: 64 };
+    // SAFETY: node and client are in this test, which keeps to the protocol.
+    unsafe { ShmServer::start(config, Arc::clone(sample) as _, Metrics::new()) }.unwrap()
 }
 
 fn engine(metrics: &Arc<Metrics>) -> ShmEngine {
@@ -38,31 +39,31 @@ fn engine(metrics: &Arc<Metrics>) -> ShmEngine {
     unsafe { ShmEngine::new(ShmConfig::default(), Arc::clone(metrics)) }
 }
 
-fn peer(sample: &Sample, host: &Host) -> Peer {
-    Peer { node: sample.config().node, addresses: vec![(EngineKind::Shm, address(host.door()).unwrap())] }
+fn peer(sample: &SampleNode, server: &ShmServer) -> Peer {
+    Peer { node: sample.config().node, addresses: vec![(EngineKind::Shm, address(server.socket()).unwrap())] }
 }
 
-struct Joined {
-    sample: Arc<Sample>,
+struct Attached {
+    sample: Arc<SampleNode>,
     link: Arc<dyn Link>,
-    _host: Host,
+    _server: ShmServer,
 }
 
-fn joined(config: SampleConfig, name: &str) -> Joined {
-    let sample = Arc::new(Sample::new(config).unwrap());
-    let host = host(&sample, name);
-    let link = engine(&Metrics::new()).connect(&peer(&sample, &host), soon()).unwrap();
-    std::fs::remove_file(host.door()).unwrap();
-    Joined { sample, link, _host: host }
+fn attach(config: SampleNodeConfig, name: &str) -> Attached {
+    let sample = Arc::new(SampleNode::new(config).unwrap());
+    let server = start_server(&sample, name);
+    let link = engine(&Metrics::new()).connect(&peer(&sample, &server), soon()).unwrap();
+    std::fs::remove_file(server.socket()).unwrap();
+    Attached { sample, link, _server: server }
 }
 
 #[test]
-fn records_of_every_size_are_copied_or_read_in_place() {
+fn records_of_all_sizes_are_copied_and_read_zero_copy() {
     for record_bytes in [0, 1, 4096, PAGE_BYTES + 1, 3_000_001] {
-        let config = SampleConfig { record_bytes, readable: 3, writable: 0, ..Default::default() };
-        let Joined { sample, link, _host } = joined(config, &format!("sizes-{record_bytes}"));
+        let config = SampleNodeConfig { record_bytes, readable: 3, writable: 0, ..Default::default() };
+        let Attached { sample, link, _server } = attach(config, &format!("sizes-{record_bytes}"));
         let config = sample.config();
-        let mut in_place = Vec::new();
+        let mut guards = Vec::new();
         for record in 0..3 {
             assert!(get(&*link, config, record).unwrap().unwrap() == config.content(record));
             let mut into = vec![0; record_bytes as usize];
@@ -74,24 +75,25 @@ fn records_of_every_size_are_copied_or_read_in_place() {
             assert_eq!(ops[0].outcome(), Some(Ok(())));
             assert_eq!(context.root_of(digests), context.payload(&config.content(record), |_| ()));
 
-            let mut reader = SharedReader::new(Arc::clone(link.local().expect("it is mapped"))).unwrap();
+            let mut reader = SharedReader::new(Arc::clone(link.local().expect("memory is mapped"))).unwrap();
             match reader.get(&config.id(record), SystemClock.now()) {
-                SharedLookup::Hit(guard) => in_place.push(guard),
+                SharedLookup::Hit(guard) => guards.push(guard),
                 other => panic!("{other:?}"),
             }
         }
         drop(link);
-        for (record, guard) in (0..).zip(in_place) {
-            assert!(guard.bytes() == config.content(record), "what is held outlives the link");
+        for (record, guard) in (0..).zip(guards) {
+            assert!(guard.bytes() == config.content(record), "a pinned record outlives the link");
         }
     }
 }
 
 #[test]
-fn a_put_is_begun_filled_and_committed() {
+fn put_requires_begin_and_is_readable_after_commit() {
     let record_bytes = 2 * PAGE_BYTES + 99;
-    let config = SampleConfig { record_bytes, readable: 1, writable: 2, begun: false, ..Default::default() };
-    let Joined { sample, link, _host } = joined(config, "put");
+    let config =
+        SampleNodeConfig { record_bytes, readable: 1, writable: 2, begun: false, ..Default::default() };
+    let Attached { sample, link, _server } = attach(config, "put");
     let config = sample.config();
     let bytes = config.content(40);
     let (target, context) = (config.target(1), config.digest_context(1));
@@ -103,7 +105,7 @@ fn a_put_is_begun_filled_and_committed() {
     call(&*link, FrameKind::Begin, config.begin_body(1), soon()).unwrap();
     let mut part = [Op::put(target, 0, &bytes[..10])];
     run(&*link, &mut part, soon()).unwrap();
-    assert_eq!(part[0].outcome(), Some(Err(ErrorCode::Unsupported)), "a record is filled in one go");
+    assert_eq!(part[0].outcome(), Some(Err(ErrorCode::Unsupported)), "a record is filled in one operation");
 
     let mut digests = vec![0; 3];
     let mut ops = [Op::put_parts(target, 0, bytes.chunks(1001)).digested(context, &mut digests).unwrap()];
@@ -114,7 +116,7 @@ fn a_put_is_begun_filled_and_committed() {
     call(&*link, FrameKind::Commit, config.commit_body(1, root), soon()).unwrap();
 
     let mut into = vec![0; bytes.len()];
-    let mut ops = [Op::get(config.target_for(1, Right::Read), 0, &mut into)];
+    let mut ops = [Op::get(config.target_for(1, AccessRight::Read), 0, &mut into)];
     run(&*link, &mut ops, soon()).unwrap();
     assert_eq!(ops[0].outcome(), Some(Ok(())));
     assert!(into == bytes);
@@ -125,9 +127,9 @@ fn a_put_is_begun_filled_and_committed() {
 }
 
 #[test]
-fn what_is_not_so_is_refused() {
-    let config = SampleConfig { record_bytes: 5000, readable: 2, writable: 0, ..Default::default() };
-    let Joined { sample, link, _host } = joined(config, "refused");
+fn stale_target_is_rejected_with_code() {
+    let config = SampleNodeConfig { record_bytes: 5000, readable: 2, writable: 0, ..Default::default() };
+    let Attached { sample, link, _server } = attach(config, "refused");
     let config = sample.config();
     sample.kill(1);
     let read = config.target(0);
@@ -150,14 +152,14 @@ fn what_is_not_so_is_refused() {
 }
 
 #[test]
-fn the_best_engine_that_gets_through_is_chosen_and_seen() {
-    let config = SampleConfig { record_bytes: 100_000, readable: 2, ..Default::default() };
+fn best_reachable_engine_is_chosen_and_counted() {
+    let config = SampleNodeConfig { record_bytes: 100_000, readable: 2, ..Default::default() };
     let node = TestNode::new(config);
-    let host = host(&node.sample, "choice");
+    let server = start_server(&node.sample, "choice");
     let metrics = Metrics::new();
     let tcp = Arc::new(TcpEngine::new(TcpConfig::default(), Arc::clone(&metrics)));
     let engines = Engines::new(vec![tcp, Arc::new(engine(&metrics))], Arc::clone(&metrics));
-    let shown = || {
+    let metrics_text = || {
         let mut registry = prometheus_client::registry::Registry::default();
         metrics.register(&mut registry);
         let mut text = String::new();
@@ -166,39 +168,41 @@ fn the_best_engine_that_gets_through_is_chosen_and_seen() {
     };
 
     let mut peer = node.peer();
-    peer.addresses.push((EngineKind::Shm, address(host.door()).unwrap()));
-    let near = engines.connect(&peer, soon()).unwrap();
-    assert_eq!(near.engine(), EngineKind::Shm);
-    assert!(get(&*near, node.config(), 0).unwrap().unwrap() == node.config().content(0));
-    assert!(shown().contains("moontide_transfer_links{engine=\"shm\"} 1"), "{}", shown());
-    assert!(shown().contains("moontide_transfer_bytes_total{engine=\"shm\",direction=\"get\"} 100000"));
+    peer.addresses.push((EngineKind::Shm, address(server.socket()).unwrap()));
+    let shm_link = engines.connect(&peer, soon()).unwrap();
+    assert_eq!(shm_link.engine(), EngineKind::Shm);
+    assert!(get(&*shm_link, node.config(), 0).unwrap().unwrap() == node.config().content(0));
+    assert!(metrics_text().contains("moontide_transfer_links{engine=\"shm\"} 1"), "{}", metrics_text());
+    assert!(
+        metrics_text().contains("moontide_transfer_bytes_total{engine=\"shm\",direction=\"get\"} 100000")
+    );
 
-    // The same node seen from another boot, or with its door gone: TCP.
+    // The address is of another boot: TCP.
     peer.addresses[1].1 = peer.addresses[1].1.replace('-', "0");
-    let far = engines.connect(&peer, soon()).unwrap();
-    assert_eq!(far.engine(), EngineKind::Tcp);
-    assert!(get(&*far, node.config(), 1).unwrap().unwrap() == node.config().content(1));
+    let tcp_link = engines.connect(&peer, soon()).unwrap();
+    assert_eq!(tcp_link.engine(), EngineKind::Tcp);
+    assert!(get(&*tcp_link, node.config(), 1).unwrap().unwrap() == node.config().content(1));
 
-    // A door behind which nobody is: the next best.
-    peer.addresses[1].1 = address(host.door()).unwrap();
-    drop(near);
-    drop(host);
-    let left = engines.connect(&peer, soon()).unwrap();
-    assert_eq!(left.engine(), EngineKind::Tcp);
-    assert!(shown().contains("moontide_transfer_links{engine=\"tcp\"} 2"), "{}", shown());
-    assert!(shown().contains("moontide_transfer_links{engine=\"shm\"} 0"));
-    assert!(shown().contains("moontide_transfer_connects_failed_total{engine=\"shm\"} 1"));
-    std::fs::remove_file(door("choice")).unwrap();
+    // The socket exists, but no server listens: the next best engine.
+    peer.addresses[1].1 = address(server.socket()).unwrap();
+    drop(shm_link);
+    drop(server);
+    let fallback = engines.connect(&peer, soon()).unwrap();
+    assert_eq!(fallback.engine(), EngineKind::Tcp);
+    assert!(metrics_text().contains("moontide_transfer_links{engine=\"tcp\"} 2"), "{}", metrics_text());
+    assert!(metrics_text().contains("moontide_transfer_links{engine=\"shm\"} 0"));
+    assert!(metrics_text().contains("moontide_transfer_connect_failures_total{engine=\"shm\"} 1"));
+    std::fs::remove_file(socket_path("choice")).unwrap();
 }
 
-/// A sample that remembers what it was told of ended processes.
+/// A sample node that records notifications of exited clients.
 #[derive(Debug)]
-struct Bereaved {
-    sample: Sample,
-    told: Mutex<Vec<(SegmentId, SlotId, Epoch)>>,
+struct ExitRecorder {
+    sample: SampleNode,
+    exited: Mutex<Vec<(SegmentId, SlotId, Epoch)>>,
 }
 
-impl Owner for Bereaved {
+impl Owner for ExitRecorder {
     fn node(&self) -> NodeId {
         self.sample.node()
     }
@@ -207,17 +211,17 @@ impl Owner for Bereaved {
         self.sample.heap()
     }
 
-    fn greets(&self, hello: &Hello) -> Result<(), ErrorCode> {
-        self.sample.greets(hello)
+    fn authorize_peer(&self, hello: &Hello) -> Result<(), ErrorCode> {
+        self.sample.authorize_peer(hello)
     }
 
-    fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
-        self.sample.admits(op)
+    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode> {
+        self.sample.authorize_op(op)
     }
 
     fn call(
         &self,
-        caller: Caller,
+        caller: PeerIdentity,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
@@ -225,16 +229,16 @@ impl Owner for Bereaved {
         self.sample.call(caller, kind, body, deadline)
     }
 
-    fn abandoned(&self, records: &[(SegmentId, SlotId, Epoch)]) {
-        self.told.lock().unwrap().extend_from_slice(records);
+    fn on_client_exit(&self, records: &[(SegmentId, SlotId, Epoch)]) {
+        self.exited.lock().unwrap().extend_from_slice(records);
     }
 }
 
-fn abandoned_config() -> SampleConfig {
-    SampleConfig { record_bytes: 5000, readable: 1, writable: 3, begun: false, ..Default::default() }
+fn abandoned_config() -> SampleNodeConfig {
+    SampleNodeConfig { record_bytes: 5000, readable: 1, writable: 3, begun: false, ..Default::default() }
 }
 
-/// Not a test: what the child process of the next one runs, when told so by the environment.
+/// Not a test: body of the child process of the next test, selected by the environment.
 #[test]
 fn child() {
     let Ok(address) = std::env::var("MOONTIDE_TEST_SHM") else { return };
@@ -249,35 +253,40 @@ fn child() {
 }
 
 #[test]
-fn the_owner_is_told_what_an_ended_process_was_writing() {
+fn owner_is_notified_of_open_writes_of_exited_client() {
     let config = abandoned_config();
-    let told = Mutex::default();
-    let owner = Arc::new(Bereaved { sample: Sample::new(config.clone()).unwrap(), told });
+    let exited = Mutex::default();
+    let owner = Arc::new(ExitRecorder { sample: SampleNode::new(config.clone()).unwrap(), exited });
     let stale_after = Duration::from_secs(600);
-    let host = HostConfig { door: door("abandoned"), more_uids: Vec::new(), stale_after, streams_max: 64 };
-    // SAFETY: node and client are this test, which keeps to the protocol.
-    let host = unsafe { Host::start(host, Arc::clone(&owner) as _, Metrics::new()) }.unwrap();
+    let server_config = ShmServerConfig {
+        socket: socket_path("abandoned"),
+        extra_uids: Vec::new(),
+        stale_after,
+        streams_max: 64,
+    };
+    // SAFETY: node and client are in this test, which keeps to the protocol.
+    let server = unsafe { ShmServer::start(server_config, Arc::clone(&owner) as _, Metrics::new()) }.unwrap();
 
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "child", "--nocapture"]).stdout(Stdio::piped());
-    let mut child = command.env("MOONTIDE_TEST_SHM", address(host.door()).unwrap()).spawn().unwrap();
+    let mut child = command.env("MOONTIDE_TEST_SHM", address(server.socket()).unwrap()).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap().contains("two begun")), "the child wrote nothing");
-    assert_eq!(*owner.told.lock().unwrap(), [], "it is alive");
+    assert!(lines.any(|line| line.unwrap().contains("two begun")), "the child began no records");
+    assert_eq!(*owner.exited.lock().unwrap(), [], "the child is running");
     child.kill().unwrap();
     child.wait().unwrap();
 
-    let give_up = soon();
-    while owner.told.lock().unwrap().is_empty() {
-        assert!(Instant::now() < give_up, "nobody told");
+    let give_up_at = soon();
+    while owner.exited.lock().unwrap().is_empty() {
+        assert!(Instant::now() < give_up_at, "owner is not notified");
         std::thread::sleep(Duration::from_millis(5));
     }
-    let mut told = owner.told.lock().unwrap().clone();
-    told.sort();
+    let mut exited = owner.exited.lock().unwrap().clone();
+    exited.sort();
     let begun = |record| (SegmentId(0), SlotId(record), config.epoch(record));
-    assert_eq!(told, [begun(1), begun(3)]);
-    // Dead: the slot does not take the same version again.
+    assert_eq!(exited, [begun(1), begun(3)]);
+    // The record is DEAD: the slot does not accept the same version again.
     let (segment, slot, epoch) = begun(1);
-    assert_eq!(owner.heap().kill(segment, slot, epoch, MonoTime(0)), Killed::Already);
-    std::fs::remove_file(host.door()).unwrap();
+    assert_eq!(owner.heap().kill(segment, slot, epoch, MonoTime(0)), KillOutcome::AlreadyDead);
+    std::fs::remove_file(server.socket()).unwrap();
 }

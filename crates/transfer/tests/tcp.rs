@@ -1,4 +1,4 @@
-//! Gets, puts and calls over TCP between two ends of one process: every byte, every refusal.
+//! Gets, puts and calls over TCP within one process: every byte and every error code.
 
 mod common;
 
@@ -9,14 +9,14 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use common::{TestNode, get, soon};
-use moontide_proto::{FrameKind, OpFlags, Right};
-use moontide_transfer::sample::SampleConfig;
+use moontide_proto::{AccessRight, FrameKind, OpFlags};
+use moontide_transfer::sample::SampleNodeConfig;
 use moontide_transfer::tcp::TcpConfig;
 use moontide_transfer::{
-    Batch, OneGo, Op, OwnedOp, Target, Transfer, TransferError, Winner, call, put_in_one_go, run, run_hedged,
-    run_together,
+    Batch, Op, OwnedOp, PipelinedPut, Target, Transfer, TransferError, Winner, call, put_in_one_round_trip,
+    run, run_batches, run_hedged,
 };
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
 
 const PAGE: u64 = PAGE_BYTES;
@@ -26,10 +26,10 @@ fn sizes() -> [u64; 9] {
 }
 
 #[test]
-fn records_of_every_size_come_whole() {
+fn get_returns_records_of_all_sizes() {
     for record_bytes in sizes() {
         let node =
-            TestNode::new(SampleConfig { record_bytes, readable: 3, writable: 0, ..Default::default() });
+            TestNode::new(SampleNodeConfig { record_bytes, readable: 3, writable: 0, ..Default::default() });
         for connections in [1, 2, 4] {
             let link = node.link(connections);
             for record in 0..3 {
@@ -41,10 +41,10 @@ fn records_of_every_size_come_whole() {
 }
 
 #[test]
-fn what_is_put_is_committed_under_its_root_and_comes_back() {
+fn put_commits_only_under_right_root_and_round_trips() {
     for record_bytes in sizes() {
         let node =
-            TestNode::new(SampleConfig { record_bytes, readable: 0, writable: 2, ..Default::default() });
+            TestNode::new(SampleNodeConfig { record_bytes, readable: 0, writable: 2, ..Default::default() });
         let config = node.config();
         let link = node.link(2);
         for record in 0..2 {
@@ -62,7 +62,7 @@ fn what_is_put_is_committed_under_its_root_and_comes_back() {
 
             let wrong =
                 call(&*link, FrameKind::Commit, config.commit_body(record, root ^ 1), soon()).unwrap();
-            assert_eq!(codes(&wrong), [Some(ErrorCode::Corrupt)], "the node has hashed what came");
+            assert_eq!(codes(&wrong), [Some(ErrorCode::Corrupt)], "the node digests the received bytes");
             let right = call(&*link, FrameKind::Commit, config.commit_body(record, root), soon()).unwrap();
             assert_eq!(codes(&right), [None]);
             let back = Target { flags: OpFlags::NONE, ..target };
@@ -76,15 +76,16 @@ fn what_is_put_is_committed_under_its_root_and_comes_back() {
 }
 
 #[test]
-fn a_record_may_come_in_pieces_that_are_no_pages() {
+fn put_in_unaligned_parts_commits() {
     let record_bytes = 2 * PAGE + 1000;
-    let node = TestNode::new(SampleConfig { record_bytes, readable: 0, writable: 1, ..Default::default() });
+    let node =
+        TestNode::new(SampleNodeConfig { record_bytes, readable: 0, writable: 1, ..Default::default() });
     let config = node.config();
     let link = node.link(2);
     let bytes = config.content(7);
     let mut at = 0;
-    for piece in [1, 4095, 300_000, 100, usize::MAX] {
-        let end = bytes.len().min(at + piece.min(bytes.len()));
+    for part in [1, 4095, 300_000, 100, usize::MAX] {
+        let end = bytes.len().min(at + part.min(bytes.len()));
         let mut ops = [Op::put(config.target(0), at as u64, &bytes[at..end])];
         run(&*link, &mut ops, soon()).unwrap();
         assert_eq!(ops[0].outcome(), Some(Ok(())));
@@ -96,14 +97,14 @@ fn a_record_may_come_in_pieces_that_are_no_pages() {
 }
 
 #[test]
-fn many_small_ones_and_scattered_ones_travel_together() {
-    let config = SampleConfig { record_bytes: 5000, readable: 1500, writable: 0, ..Default::default() };
+fn batch_of_small_scattered_gets_returns_all_records() {
+    let config = SampleNodeConfig { record_bytes: 5000, readable: 1500, writable: 0, ..Default::default() };
     let node = TestNode::new(config);
     let link = node.link(2);
     let mut memory = vec![0; 1500 * 5000];
-    let mut pieces: Vec<Vec<&mut [u8]>> =
+    let mut slices: Vec<Vec<&mut [u8]>> =
         memory.chunks_mut(5000).map(|record| record.chunks_mut(61).collect()).collect();
-    let mut ops: Vec<Op<'_>> = pieces
+    let mut ops: Vec<Op<'_>> = slices
         .drain(..)
         .enumerate()
         .map(|(record, parts)| Op::get_parts(node.config().target(record as u32), 0, parts))
@@ -117,9 +118,10 @@ fn many_small_ones_and_scattered_ones_travel_together() {
 }
 
 #[test]
-fn ranges_and_digests_can_be_read() {
+fn get_reads_ranges_and_digests() {
     let record_bytes = 3 * PAGE + 5;
-    let node = TestNode::new(SampleConfig { record_bytes, readable: 1, writable: 0, ..Default::default() });
+    let node =
+        TestNode::new(SampleNodeConfig { record_bytes, readable: 1, writable: 0, ..Default::default() });
     let config = node.config();
     let content = config.content(0);
     let link = node.link(1);
@@ -140,9 +142,9 @@ fn ranges_and_digests_can_be_read() {
 }
 
 #[test]
-fn what_is_not_so_is_refused_alone_and_nothing_is_touched() {
+fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
     let key = Some([3; 32]);
-    let node = TestNode::new(SampleConfig {
+    let node = TestNode::new(SampleNodeConfig {
         record_bytes: 8192,
         readable: 2,
         writable: 2,
@@ -155,17 +157,17 @@ fn what_is_not_so_is_refused_alone_and_nothing_is_touched() {
     let (read, write) = (config.target(0), config.target(2));
     let newer = Term::new(9).unwrap();
     let wrong_epoch = Epoch::new(Term::new(1).unwrap(), 999).unwrap();
-    // The capability must not be what refuses those that are about something else.
-    let sealed = |target: Target, right: Right| {
+    // A valid capability for each target, so that another check must reject it.
+    let signed = |target: Target, right: AccessRight| {
         let Target { segment, generation, slot, epoch, id, term, .. } = target;
-        let granted = moontide_proto::Granted { right, segment, generation, slot, epoch, id, term };
-        Target { capability: moontide_proto::CapabilityKey::new([3; 32]).seal(&granted), ..target }
+        let scope = moontide_proto::CapabilityScope { right, segment, generation, slot, epoch, id, term };
+        Target { capability: moontide_proto::CapabilityKey::new([3; 32]).sign(&scope), ..target }
     };
     let cases = [
-        ("as it is", read, 0, 8192, false, Ok(())),
+        ("valid get", read, 0, 8192, false, Ok(())),
         (
             "segment",
-            sealed(Target { segment: SegmentId(7), ..read }, Right::Read),
+            signed(Target { segment: SegmentId(7), ..read }, AccessRight::Read),
             0,
             1,
             false,
@@ -173,33 +175,47 @@ fn what_is_not_so_is_refused_alone_and_nothing_is_touched() {
         ),
         (
             "generation",
-            sealed(Target { generation: Generation(2), ..read }, Right::Read),
+            signed(Target { generation: Generation(2), ..read }, AccessRight::Read),
             0,
             1,
             false,
             Err(ErrorCode::StaleGeneration),
         ),
-        ("slot", sealed(Target { slot: SlotId(99), ..read }, Right::Read), 0, 1, false, Err(ErrorCode::Gone)),
         (
-            "epoch",
-            sealed(Target { epoch: wrong_epoch, ..read }, Right::Read),
+            "slot",
+            signed(Target { slot: SlotId(99), ..read }, AccessRight::Read),
             0,
             1,
             false,
             Err(ErrorCode::Gone),
         ),
-        ("term", sealed(Target { term: newer, ..read }, Right::Read), 0, 1, false, Err(ErrorCode::StaleTerm)),
+        (
+            "epoch",
+            signed(Target { epoch: wrong_epoch, ..read }, AccessRight::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::Gone),
+        ),
+        (
+            "term",
+            signed(Target { term: newer, ..read }, AccessRight::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::StaleTerm),
+        ),
         (
             "object",
-            sealed(Target { id: ObjectId([1; 16]), ..read }, Right::Read),
+            signed(Target { id: ObjectId([1; 16]), ..read }, AccessRight::Read),
             0,
             1,
             false,
             Err(ErrorCode::Gone),
         ),
         ("stripe", Target { stripe: 1, ..read }, 0, 1, false, Err(ErrorCode::Gone)),
-        ("behind the end", read, 8192, 1, false, Err(ErrorCode::OutOfBounds)),
-        ("over the end", read, 8000, 193, false, Err(ErrorCode::OutOfBounds)),
+        ("offset behind the end", read, 8192, 1, false, Err(ErrorCode::OutOfBounds)),
+        ("range over the end", read, 8000, 193, false, Err(ErrorCode::OutOfBounds)),
         (
             "no capability",
             Target { capability: Default::default(), ..read },
@@ -209,28 +225,35 @@ fn what_is_not_so_is_refused_alone_and_nothing_is_touched() {
             Err(ErrorCode::PermissionDenied),
         ),
         (
-            "a capability for writing",
-            config.target_for(0, Right::Write),
+            "capability for writing",
+            config.target_for(0, AccessRight::Write),
             0,
             1,
             false,
             Err(ErrorCode::PermissionDenied),
         ),
         ("killed", config.target(1), 0, 1, false, Err(ErrorCode::Gone)),
-        ("being written", config.target_for(2, Right::Read), 0, 1, false, Err(ErrorCode::Gone)),
-        ("put", write, 0, 8192, true, Ok(())),
-        ("put to what is READY", config.target_for(0, Right::Write), 0, 1, true, Err(ErrorCode::StaleEpoch)),
+        ("being written", config.target_for(2, AccessRight::Read), 0, 1, false, Err(ErrorCode::Gone)),
+        ("valid put", write, 0, 8192, true, Ok(())),
+        (
+            "put to a READY record",
+            config.target_for(0, AccessRight::Write),
+            0,
+            1,
+            true,
+            Err(ErrorCode::StaleEpoch),
+        ),
         ("put over the end", write, 8000, 193, true, Err(ErrorCode::OutOfBounds)),
         (
             "put with a capability for reading",
-            config.target_for(2, Right::Read),
+            config.target_for(2, AccessRight::Read),
             0,
             1,
             true,
             Err(ErrorCode::PermissionDenied),
         ),
     ];
-    // All in one batch: each is judged alone, and the bytes of the others arrive all the same.
+    // All in one batch: each operation is checked separately, and the bytes of the valid ones arrive.
     let mut memory: Vec<Vec<u8>> = cases.iter().map(|case| vec![0xab; case.3]).collect();
     let mut ops: Vec<Op<'_>> = cases
         .iter()
@@ -247,14 +270,14 @@ fn what_is_not_so_is_refused_alone_and_nothing_is_touched() {
     }
     drop(ops);
     for (bytes, case) in memory.iter().zip(&cases).skip(1) {
-        assert!(bytes.iter().all(|&byte| byte == 0xab), "{} touched the memory", case.0);
+        assert!(bytes.iter().all(|&byte| byte == 0xab), "{} wrote to the memory", case.0);
     }
     assert!(memory[0] == config.content(0));
 }
 
 #[test]
-fn four_callers_at_once_get_what_they_asked_for() {
-    let node = TestNode::new(SampleConfig {
+fn concurrent_gets_on_one_link_return_right_records() {
+    let node = TestNode::new(SampleNodeConfig {
         record_bytes: 700_000,
         readable: 32,
         writable: 0,
@@ -278,9 +301,9 @@ fn four_callers_at_once_get_what_they_asked_for() {
 }
 
 #[test]
-fn gets_and_puts_of_one_batch_do_not_block_each_other() {
-    // Both sides have more to send than the sockets' buffers hold.
-    let node = TestNode::new(SampleConfig {
+fn gets_and_puts_of_one_batch_do_not_deadlock() {
+    // Both sides have more to send than the socket buffers hold.
+    let node = TestNode::new(SampleNodeConfig {
         record_bytes: 24 << 20,
         readable: 2,
         writable: 2,
@@ -302,8 +325,8 @@ fn gets_and_puts_of_one_batch_do_not_block_each_other() {
 }
 
 #[test]
-fn a_batch_of_more_frames_than_may_be_in_flight_goes_through() {
-    let node = TestNode::new(SampleConfig {
+fn batch_larger_than_inflight_limit_completes() {
+    let node = TestNode::new(SampleNodeConfig {
         record_bytes: 40 << 20,
         readable: 1,
         writable: 1,
@@ -341,9 +364,13 @@ fn block_on<F: Future>(future: F) -> F::Output {
 }
 
 #[test]
-fn transfers_that_own_their_memory_are_futures() {
-    let node =
-        TestNode::new(SampleConfig { record_bytes: 3 << 20, readable: 8, writable: 1, ..Default::default() });
+fn owned_transfers_complete_as_futures() {
+    let node = TestNode::new(SampleNodeConfig {
+        record_bytes: 3 << 20,
+        readable: 8,
+        writable: 1,
+        ..Default::default()
+    });
     let config = node.config();
     let link = node.link(2);
     let transfers: Vec<Transfer> = (0..8)
@@ -366,8 +393,8 @@ fn transfers_that_own_their_memory_are_futures() {
 }
 
 #[test]
-fn an_aborted_transfer_leaves_its_memory_alone_and_others_go_on() {
-    let node = TestNode::new(SampleConfig {
+fn aborted_transfer_stops_writing_and_others_continue() {
+    let node = TestNode::new(SampleNodeConfig {
         record_bytes: 32 << 20,
         readable: 4,
         writable: 0,
@@ -380,7 +407,7 @@ fn an_aborted_transfer_leaves_its_memory_alone_and_others_go_on() {
         scope.spawn(move || {
             for turn in 0..6 {
                 let bytes = get(&**other, shared, turn % 4).unwrap().unwrap();
-                assert!(bytes == shared.content(turn % 4), "who shares the connection is not hurt");
+                assert!(bytes == shared.content(turn % 4), "other transfers on the connection succeed");
             }
         });
         for turn in 0..12u64 {
@@ -391,15 +418,15 @@ fn an_aborted_transfer_leaves_its_memory_alone_and_others_go_on() {
             let mut buffers = transfer.into_buffers();
             buffers[0].fill(0x5a);
             std::thread::sleep(Duration::from_millis(5));
-            assert!(buffers[0].iter().all(|&byte| byte == 0x5a), "touched after abort returned");
+            assert!(buffers[0].iter().all(|&byte| byte == 0x5a), "written after abort returned");
         }
     });
     assert!(get(&*link, config, 1).unwrap().unwrap() == config.content(1));
 }
 
 #[test]
-fn a_node_that_is_not_there_is_said_to_be_unreachable_quickly() {
-    let node = TestNode::new(SampleConfig::default());
+fn connect_to_stopped_node_fails_fast_as_unreachable() {
+    let node = TestNode::new(SampleNodeConfig::default());
     let mut peer = node.peer();
     drop(node);
     let engine =
@@ -413,14 +440,14 @@ fn a_node_that_is_not_there_is_said_to_be_unreachable_quickly() {
 }
 
 #[test]
-fn another_node_at_the_same_address_is_not_taken_for_the_one_that_was_meant() {
-    let node = TestNode::new(SampleConfig::default());
+fn connect_rejects_wrong_node_id() {
+    let node = TestNode::new(SampleNodeConfig::default());
     let mut peer = node.peer();
     peer.node = moontide_types::NodeId(77);
     let engine =
         moontide_transfer::tcp::TcpEngine::new(TcpConfig::default(), moontide_transfer::Metrics::new());
     let error = moontide_transfer::Engine::connect(&engine, &peer, soon()).unwrap_err();
-    assert!(error.to_string().contains("is node 1, not node 77"), "{error}");
+    assert!(error.to_string().contains("is node 0000000000000001, not node 000000000000004d"), "{error}");
 }
 
 fn codes(reply: &[u8]) -> Vec<Option<ErrorCode>> {
@@ -432,15 +459,15 @@ fn codes(reply: &[u8]) -> Vec<Option<ErrorCode>> {
 }
 
 #[test]
-fn what_several_callers_put_at_once_is_there() {
-    let shape = SampleConfig {
+fn concurrent_puts_on_one_link_store_all_records() {
+    let config = SampleNodeConfig {
         record_bytes: 4 << 20,
         readable: 8,
         writable: 8,
         digests: false,
         ..Default::default()
     };
-    let node = TestNode::new(shape);
+    let node = TestNode::new(config);
     let config = node.config();
     let link = node.link(1);
     std::thread::scope(|scope| {
@@ -460,18 +487,18 @@ fn what_several_callers_put_at_once_is_there() {
     let segment = &moontide_transfer::Owner::heap(&*node.sample).segments()[0];
     for record in 8..16 {
         let at = config.target(record).payload_offset as usize;
-        // SAFETY: nobody writes any more.
+        // SAFETY: all writes have ended.
         let stored =
             unsafe { std::slice::from_raw_parts(segment.payload().base().as_ptr().add(at), 4 << 20) };
         assert!(stored == config.content(record), "record {record}");
     }
 }
 
-/// A node that takes its time for calls.
+/// A node that handles calls slowly.
 #[derive(Debug)]
-struct Slow(moontide_transfer::sample::Sample);
+struct SlowNode(moontide_transfer::sample::SampleNode);
 
-impl moontide_transfer::Owner for Slow {
+impl moontide_transfer::Owner for SlowNode {
     fn node(&self) -> moontide_types::NodeId {
         self.0.node()
     }
@@ -480,17 +507,17 @@ impl moontide_transfer::Owner for Slow {
         self.0.heap()
     }
 
-    fn greets(&self, hello: &moontide_proto::Hello) -> Result<(), ErrorCode> {
-        self.0.greets(hello)
+    fn authorize_peer(&self, hello: &moontide_proto::Hello) -> Result<(), ErrorCode> {
+        self.0.authorize_peer(hello)
     }
 
-    fn admits(&self, op: &moontide_proto::TransferOp) -> Result<(), ErrorCode> {
-        self.0.admits(op)
+    fn authorize_op(&self, op: &moontide_proto::TransferOp) -> Result<(), ErrorCode> {
+        self.0.authorize_op(op)
     }
 
     fn call(
         &self,
-        caller: moontide_transfer::Caller,
+        caller: moontide_transfer::PeerIdentity,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
@@ -500,15 +527,16 @@ impl moontide_transfer::Owner for Slow {
     }
 }
 
-/// Failure: a call that took longer than the time after which silence is a stall was never received, by a thread that
-/// went round in circles. Cause: the end of the wait stayed in the past. Fix: it is computed anew each time.
+/// Failure: the reply to a call that took longer than the stall timeout was never received; the thread looped without
+/// progress. Cause: the end of the wait stayed in the past. Fix: it is computed again for each wait.
 #[test]
-fn a_call_may_take_longer_than_a_stall() {
-    use moontide_transfer::tcp::{Server, ServerConfig, TcpEngine};
-    use moontide_transfer::{Engine, EngineKind, Metrics, Owner, Peer, Waiting};
-    let config = SampleConfig { readable: 0, writable: 2, begun: false, ..Default::default() };
-    let owner = Arc::new(Slow(moontide_transfer::sample::Sample::new(config.clone()).unwrap()));
-    let server = Server::start(ServerConfig::default(), Arc::clone(&owner) as _, Metrics::new()).unwrap();
+fn call_longer_than_stall_timeout_succeeds() {
+    use moontide_transfer::tcp::{TcpEngine, TcpServer, TcpServerConfig};
+    use moontide_transfer::{Engine, EngineKind, Metrics, Owner, Peer, WaitMode};
+    let config = SampleNodeConfig { readable: 0, writable: 2, begun: false, ..Default::default() };
+    let owner = Arc::new(SlowNode(moontide_transfer::sample::SampleNode::new(config.clone()).unwrap()));
+    let server =
+        TcpServer::start(TcpServerConfig::default(), Arc::clone(&owner) as _, Metrics::new()).unwrap();
     let address = (EngineKind::Tcp, server.addresses()[0].to_string());
     let peer = Peer { node: owner.node(), addresses: vec![address] };
     let link = TcpEngine::new(TcpConfig::default(), Metrics::new()).connect(&peer, soon()).unwrap();
@@ -516,15 +544,15 @@ fn a_call_may_take_longer_than_a_stall() {
     let reply = call(&*link, FrameKind::Begin, config.begin_body(0), soon()).unwrap();
     assert_eq!(codes(&reply), [None]);
     assert!(began.elapsed() < Duration::from_millis(2500), "{:?}", began.elapsed());
-    let mut later = link.start_call(FrameKind::Begin, config.begin_body(1), soon(), Waiting::Elsewhere);
+    let mut later = link.start_call(FrameKind::Begin, config.begin_body(1), soon(), WaitMode::Polling);
     block_on(std::future::poll_fn(|context| later.poll(context))).unwrap();
     assert_eq!(codes(&later.take_reply()), [None]);
     assert!(began.elapsed() < Duration::from_millis(4500), "{:?}", began.elapsed());
 }
 
 #[test]
-fn what_cannot_be_said_is_refused_before_it_is_sent() {
-    let node = TestNode::new(SampleConfig::default());
+fn malformed_call_is_rejected_before_sending() {
+    let node = TestNode::new(SampleNodeConfig::default());
     let link = node.link(1);
     for (kind, body) in
         [(FrameKind::Load, vec![]), (FrameKind::Release, vec![0; 81]), (FrameKind::Ping, vec![])]
@@ -534,15 +562,15 @@ fn what_cannot_be_said_is_refused_before_it_is_sent() {
     }
     let body = vec![0; FrameKind::Begin.body_len_max() + 1];
     assert_eq!(call(&*link, FrameKind::Begin, body, soon()).unwrap_err().code(), ErrorCode::TooLarge);
-    assert!(get(&*link, node.config(), 0).unwrap().is_ok(), "the link goes on");
+    assert!(get(&*link, node.config(), 0).unwrap().is_ok(), "the link still works");
 }
 
 #[test]
-fn small_records_are_begun_filled_and_published_in_one_go() {
+fn pipelined_put_commits_small_records_and_skips_large() {
     for record_bytes in [1, 4096, PAGE + 1, 2 << 20, (2 << 20) + 1] {
-        let shape =
-            SampleConfig { record_bytes, readable: 0, writable: 3, begun: false, ..Default::default() };
-        let node = TestNode::new(shape);
+        let config =
+            SampleNodeConfig { record_bytes, readable: 0, writable: 3, begun: false, ..Default::default() };
+        let node = TestNode::new(config);
         let config = node.config();
         let link = node.link(2);
         for record in 0..3 {
@@ -552,27 +580,27 @@ fn small_records_are_begun_filled_and_published_in_one_go() {
             let target = config.target(record);
             let mut ops = [Op::put(target, 0, &bytes).digested(context, &mut digests).unwrap()];
             let begin = config.begin_body(record);
-            let mut named = None;
+            let mut root = None;
             let commit = |roots: &[Option<u64>]| {
-                named = roots[0];
+                root = roots[0];
                 config.commit_body(record, roots[0].unwrap())
             };
-            let done = put_in_one_go(&*link, begin, &mut ops, commit, soon());
+            let done = put_in_one_round_trip(&*link, begin, &mut ops, commit, soon());
             if record_bytes > 2 << 20 {
-                assert!(matches!(done, OneGo::NotTried), "what is larger goes step by step");
+                assert!(matches!(done, PipelinedPut::NotTried), "larger records are put step by step");
                 continue;
             }
-            let OneGo::Done { begun, outcomes, committed } = done else { panic!("{done:?}") };
+            let PipelinedPut::Done { begun, outcomes, committed } = done else { panic!("{done:?}") };
             assert_eq!((codes(&begun), outcomes, codes(&committed)), (vec![None], vec![Ok(())], vec![None]));
-            assert_eq!(named, Some(context.payload(&bytes, |_| ())));
+            assert_eq!(root, Some(context.payload(&bytes, |_| ())));
             assert_eq!(get(&*link, config, record).unwrap(), Ok(bytes.clone()));
-            // A second time the slot is taken: everything is answered, and nothing changes.
+            // The second time the slot is not free: every request gets a reply, and nothing changes.
             let other = config.content(record + 99);
             let mut digests = vec![0; record_bytes.div_ceil(PAGE) as usize];
             let mut ops = [Op::put(target, 0, &other).digested(context, &mut digests).unwrap()];
             let commit = |roots: &[Option<u64>]| config.commit_body(record, roots[0].unwrap());
-            let again = put_in_one_go(&*link, config.begin_body(record), &mut ops, commit, soon());
-            let OneGo::Done { begun, outcomes, committed } = again else { panic!("{again:?}") };
+            let again = put_in_one_round_trip(&*link, config.begin_body(record), &mut ops, commit, soon());
+            let PipelinedPut::Done { begun, outcomes, committed } = again else { panic!("{again:?}") };
             assert_eq!(codes(&begun), [Some(ErrorCode::StaleEpoch)]);
             assert!(outcomes[0].is_err() && codes(&committed)[0].is_some());
             assert_eq!(get(&*link, config, record).unwrap(), Ok(bytes));
@@ -581,9 +609,10 @@ fn small_records_are_begun_filled_and_published_in_one_go() {
 }
 
 #[test]
-fn batches_at_several_peers_run_together_and_fail_alone() {
-    let shape = SampleConfig { record_bytes: 3 * PAGE + 9, readable: 4, writable: 0, ..Default::default() };
-    let nodes = [TestNode::new(shape.clone()), TestNode::new(shape)];
+fn batches_to_several_peers_complete_and_bad_op_fails_alone() {
+    let config =
+        SampleNodeConfig { record_bytes: 3 * PAGE + 9, readable: 4, writable: 0, ..Default::default() };
+    let nodes = [TestNode::new(config.clone()), TestNode::new(config)];
     let links = [nodes[0].link(1), nodes[1].link(2)];
     let len = nodes[0].config().record_bytes as usize;
     let mut memory = vec![vec![0; len]; 8];
@@ -592,11 +621,11 @@ fn batches_at_several_peers_run_together_and_fail_alone() {
         let ops = (0..).zip(memory).map(|(record, into)| Op::get(nodes[0].config().target(record), 0, into));
         batches.push(Batch::new(&**link, ops.collect()));
     }
-    // One operation that means nothing fails alone.
-    let mut nothing = [0; 5];
-    let strange = Target { slot: SlotId(77), ..nodes[0].config().target(0) };
-    batches[0].ops.push(Op::get(strange, 0, &mut nothing));
-    run_together(&mut batches, soon());
+    // One operation with an invalid target fails alone.
+    let mut unused = [0; 5];
+    let invalid = Target { slot: SlotId(77), ..nodes[0].config().target(0) };
+    batches[0].ops.push(Op::get(invalid, 0, &mut unused));
+    run_batches(&mut batches, soon());
     for batch in &batches {
         assert!(matches!(batch.result, Some(Ok(()))));
         assert!(batch.ops[..4].iter().all(|op| op.outcome() == Some(Ok(()))));
@@ -608,48 +637,50 @@ fn batches_at_several_peers_run_together_and_fail_alone() {
     }
 }
 
-/// A peer that takes a connection, greets, and never answers: a proxy that stops forwarding after the greeting.
-fn silent_behind(node: &TestNode) -> std::net::SocketAddr {
+/// Starts a peer that completes the handshake and never replies: a proxy that forwards only the handshake.
+fn start_silent_proxy(node: &TestNode) -> std::net::SocketAddr {
     use std::io::{Read, Write};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, upstream) = (listener.local_addr().unwrap(), node.server.addresses()[0]);
     std::thread::spawn(move || {
-        let mut kept = Vec::new();
-        while let Ok((mut near, _)) = listener.accept() {
-            let mut far = std::net::TcpStream::connect(upstream).unwrap();
-            for (from, to) in [(near.try_clone(), far.try_clone()), (far.try_clone(), near.try_clone())] {
+        let mut open = Vec::new();
+        while let Ok((mut client, _)) = listener.accept() {
+            let mut server = std::net::TcpStream::connect(upstream).unwrap();
+            for (from, to) in
+                [(client.try_clone(), server.try_clone()), (server.try_clone(), client.try_clone())]
+            {
                 let (mut from, mut to) = (from.unwrap(), to.unwrap());
                 let mut hello = [0; 4096];
                 let count = from.read(&mut hello).unwrap();
                 to.write_all(&hello[..count]).unwrap();
             }
-            near.flush().and(far.flush()).unwrap();
-            kept.push((near, far));
+            client.flush().and(server.flush()).unwrap();
+            open.push((client, server));
         }
     });
     address
 }
 
 #[test]
-fn a_second_peer_is_asked_when_the_first_is_slow_and_nobody_touches_the_memory_of_the_loser() {
+fn hedge_wins_over_slow_peer_and_loser_buffer_is_untouched() {
     use moontide_transfer::tcp::TcpEngine;
     use moontide_transfer::{Engine, EngineKind, Peer};
-    let shape = SampleConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
-    let node = TestNode::new(shape);
+    let config = SampleNodeConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
+    let node = TestNode::new(config);
     let config = node.config();
     let good = node.link(1);
     let peer =
-        Peer { node: config.node, addresses: vec![(EngineKind::Tcp, silent_behind(&node).to_string())] };
+        Peer { node: config.node, addresses: vec![(EngineKind::Tcp, start_silent_proxy(&node).to_string())] };
     let slow = TcpConfig { connections: 1, stall: Duration::from_secs(60), ..TcpConfig::default() };
     let slow = TcpEngine::new(slow, Arc::clone(&node.metrics)).connect(&peer, soon()).unwrap();
     let (mut first, mut second) =
         (vec![0xee; config.record_bytes as usize], vec![0; config.record_bytes as usize]);
-    let hedge = |first_link, second_link, impatient: Duration, first: &mut [u8], second: &mut [u8]| {
+    let hedge = |first_link, second_link, delay: Duration, first: &mut [u8], second: &mut [u8]| {
         let mut batch = Batch::new(first_link, vec![Op::get(config.target(1), 0, first)]);
         let began = Instant::now();
         let (winner, other) = run_hedged(
             &mut batch,
-            began + impatient,
+            began + delay,
             || Some(Batch::new(second_link, vec![Op::get(config.target(1), 0, second)])),
             soon(),
         );
@@ -665,20 +696,20 @@ fn a_second_peer_is_asked_when_the_first_is_slow_and_nobody_touches_the_memory_o
     assert!(took < Duration::from_secs(5), "{took:?}");
     assert_eq!(second, config.content(1));
     assert!(first.iter().all(|&byte| byte == 0xee), "the loser wrote nothing");
-    // A second one that refuses does not end a first one that is under way.
-    let strange = Target { slot: SlotId(77), ..config.target(1) };
-    let mut patient = Batch::new(&*good, vec![Op::get(config.target(0), 0, &mut first)]);
+    // A second batch that is refused does not end a running first one.
+    let invalid = Target { slot: SlotId(77), ..config.target(1) };
+    let mut batch = Batch::new(&*good, vec![Op::get(config.target(0), 0, &mut first)]);
     let (winner, other) = run_hedged(
-        &mut patient,
+        &mut batch,
         Instant::now(),
-        || Some(Batch::new(&*good, vec![Op::get(strange, 0, &mut second[..1])])),
+        || Some(Batch::new(&*good, vec![Op::get(invalid, 0, &mut second[..1])])),
         soon(),
     );
     drop(other);
-    assert_eq!((winner, patient.ops[0].outcome()), (Winner::First, Some(Ok(()))));
-    drop(patient);
+    assert_eq!((winner, batch.ops[0].outcome()), (Winner::First, Some(Ok(()))));
+    drop(batch);
     assert_eq!(first, config.content(0));
-    // A first one that is quick enough is alone.
+    // If the first batch is fast enough, no second one is started.
     let (winner, _) = hedge(&*good, &*slow, Duration::from_secs(10), &mut first, &mut second);
     assert_eq!(winner, Winner::First);
     assert_eq!(first, config.content(1));

@@ -1,13 +1,13 @@
-//! Digest throughput beside a plain read and a memcpy of the same memory, in one run.
+//! Digest throughput compared with a plain read and a memcpy of the same memory, in one run.
 //!
 //! `cargo bench -p moontide-types --bench digest` prints a table; `-- --json` JSON lines; `-- --quick` is short.
-//! *hot*: one 256 KiB page again and again, as a page is digested right after it was received or copied.
-//! *cold*: all pages of 1 GiB in a random order, so that every page comes from memory.
+//! *hot*: one 256 KiB page repeatedly, as a page is digested right after it was received or copied.
+//! *cold*: all pages of 1 GiB in random order, so that every page comes from memory.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::DigestContext;
 use moontide_types::{Epoch, IdKey, Key, ObjectId, Tenant, TenantGeneration};
 
@@ -39,7 +39,7 @@ fn main() {
         }
     };
 
-    for (place, pages) in [("hot", 1), ("cold", cold_bytes / PAGE)] {
+    for (temperature, pages) in [("hot", 1), ("cold", cold_bytes / PAGE)] {
         let order = shuffled(pages);
         let page = |n: usize| &memory[order[n % pages] * PAGE..][..PAGE];
         let read = throughput(slice, |n| black_box(sum(page(n))));
@@ -49,19 +49,19 @@ fn main() {
         });
         let digest = throughput(slice, |n| black_box(context.page(0, page(n))));
         let ratio = |other: &Sample| Sample::exactly(digest.median / other.median);
-        let goal = if place == "hot" { "≥ 20-class" } else { "reported" };
+        let goal = if temperature == "hot" { "≥ 20-class" } else { "reported" };
         let (per_read, per_copy) = (ratio(&read), ratio(&copy));
-        report(&format!("plain read, {place}"), "GB/s", read, "bare limit");
-        report(&format!("memcpy, {place}"), "GB/s", copy, "bare limit");
-        report(&format!("page digest, {place}"), "GB/s", digest, goal);
-        report(&format!("page digest ÷ plain read, {place}"), "×", per_read, "reported");
-        report(&format!("page digest ÷ memcpy, {place}"), "×", per_copy, "reported");
+        report(&format!("plain read, {temperature}"), "GB/s", read, "baseline");
+        report(&format!("memcpy, {temperature}"), "GB/s", copy, "baseline");
+        report(&format!("page digest, {temperature}"), "GB/s", digest, goal);
+        report(&format!("page digest ÷ plain read, {temperature}"), "×", per_read, "reported");
+        report(&format!("page digest ÷ memcpy, {temperature}"), "×", per_copy, "reported");
     }
 
-    // What small objects pay: page and root of 4 KiB, and the id of a 64-byte key.
+    // Cost for small objects: page and root of 4 KiB, and the id of a 64-byte key.
     let small = DigestContext { len: 4096, ..context };
     let nanos = |sample: Sample| {
-        // `throughput` counts pages of 256 KiB; turn its GB/s back into ns a call.
+        // `throughput` counts pages of 256 KiB; convert its GB/s to ns per call.
         let ns = |gbps: f64| PAGE as f64 / gbps;
         Sample { median: ns(sample.median), low: ns(sample.high), high: ns(sample.low) }
     };
@@ -89,7 +89,7 @@ impl Sample {
     }
 }
 
-/// GB/s of a call that handles one page, as the median of 9 slices of time.
+/// Measures GB/s of a call that handles one page: median and range of 9 time slices.
 fn throughput(slice: Duration, mut call: impl FnMut(usize) -> u64) -> Sample {
     let mut samples: Vec<f64> = (0..9)
         .map(|_| {
@@ -111,7 +111,7 @@ fn throughput(slice: Duration, mut call: impl FnMut(usize) -> u64) -> Sample {
     Sample { median: samples[4], low: samples[0], high: samples[8] }
 }
 
-/// A read that the compiler can make as wide as the machine allows.
+/// Reads a page; the compiler can vectorise the loop to the width of the machine.
 fn sum(page: &[u8]) -> u64 {
     page.chunks_exact(8).fold(0, |sum, word| sum ^ u64::from_le_bytes(word.try_into().expect("8 bytes")))
 }

@@ -1,14 +1,14 @@
-//! Ids of keys one by one and in batches, in one run; ns per key.
+//! Time of object ids one by one and in batches, in one run; ns per key.
 //!
 //! `cargo bench -p moontide-types --bench object_ids` prints a table; `-- --json` JSON lines; `-- --quick` is
-//! short. The two ways take turns, slice by slice, so that a noisy neighbour hits both.
+//! short. The two variants alternate, slice by slice, so that other load on the machine affects both.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use moontide_types::{IdKey, Key, ObjectId, Tenant, TenantGeneration};
 
-/// Cases: (what, keys of a batch, length of the key at a place in the batch).
+/// Case: name, keys of a batch, length in bytes of the key at an index of the batch.
 type Case = (&'static str, usize, fn(usize) -> usize);
 const CASES: &[Case] = &[
     ("1 key of 64 B", 1, |_| 64),
@@ -60,7 +60,7 @@ fn main() {
     }
 }
 
-/// ns per key of a call that handles `count` keys, over one slice of time.
+/// Measures ns per key of a call that handles `count` keys, over one time slice.
 fn nanos(slice: Duration, count: usize, mut call: impl FnMut()) -> f64 {
     let (started, mut calls) = (Instant::now(), 0);
     loop {

@@ -1,9 +1,8 @@
-//! Time as an argument: decisions take a [`MonoTime`], only edges ask a [`Clock`].
+//! Clocks and points in time. Logic takes a [`MonoTime`] argument; only I/O code reads a [`Clock`].
 //!
-//! [`MonoTime`] counts nanoseconds of CLOCK_MONOTONIC, which all processes of one host share, so a beat
-//! written by one process can be judged by another. It means nothing on another host.
+//! [`MonoTime`] counts nanoseconds of CLOCK_MONOTONIC, which all processes of one host share, so a process can
+//! compare the heartbeat of another process with its own clock. It has no meaning on another host.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -13,37 +12,37 @@ use rustix::time::{ClockId, clock_gettime};
 pub struct MonoTime(pub u64);
 
 impl MonoTime {
-    /// How long ago `earlier` was; zero if it lies ahead.
+    /// Returns the time since `earlier`; zero if `earlier` is later than this point.
     pub fn since(self, earlier: MonoTime) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// This point plus `duration`, saturating: a deadline 584 years away is for ever.
+    /// Returns this point plus `duration`, saturating: a deadline 584 years away never passes.
     pub fn after(self, duration: Duration) -> MonoTime {
         let nanos = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         MonoTime(self.0.saturating_add(nanos))
     }
 }
 
-/// Milliseconds since 1970, for what outlives a boot: when an object expires.
+/// Milliseconds since 1970, for times that outlive a boot, such as the expiry of an object.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UnixMillis(pub u64);
 
-/// Where time comes from.
+/// Source of time.
 pub trait Clock: Send + Sync {
-    /// Monotonic time of this host.
+    /// Returns the monotonic time of this host.
     fn now(&self) -> MonoTime;
-    /// Calendar time, which may jump.
+    /// Returns calendar time, which may jump.
     fn unix(&self) -> UnixMillis;
 }
 
-/// The machine's own clock.
+/// Clock of the operating system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemClock;
 
 impl SystemClock {
-    /// Monotonic time to within a few milliseconds, for a quarter of the price: good enough to compare with a
-    /// heartbeat, many times a microsecond.
+    /// Returns monotonic time with an error of a few milliseconds, in a quarter of the time of `now`. Precise
+    /// enough for the comparison with a heartbeat, which local reads make several times per microsecond.
     #[inline]
     pub fn now_coarse(&self) -> MonoTime {
         mono(ClockId::MonotonicCoarse)
@@ -62,40 +61,9 @@ impl Clock for SystemClock {
     }
 
     fn unix(&self) -> UnixMillis {
-        // A clock set before 1970 reads as 1970; everything with a TTL then simply lives longer.
+        // A clock set before 1970 reads as 1970; objects with a TTL then live longer.
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         UnixMillis(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
-    }
-}
-
-/// A clock that moves only when told to, for tests and simulation.
-#[derive(Debug, Default)]
-pub struct ManualClock {
-    nanos: AtomicU64,
-    /// Calendar time at monotonic zero.
-    unix_base_ms: u64,
-}
-
-impl ManualClock {
-    /// Starts at monotonic zero, with the calendar at `unix_base`.
-    pub fn new(unix_base: UnixMillis) -> ManualClock {
-        ManualClock { nanos: AtomicU64::new(0), unix_base_ms: unix_base.0 }
-    }
-
-    /// Moves the clock forward.
-    pub fn advance(&self, by: Duration) {
-        // Relaxed: the clock orders nothing but itself.
-        self.nanos.fetch_add(by.as_nanos() as u64, Ordering::Relaxed);
-    }
-}
-
-impl Clock for ManualClock {
-    fn now(&self) -> MonoTime {
-        MonoTime(self.nanos.load(Ordering::Relaxed))
-    }
-
-    fn unix(&self) -> UnixMillis {
-        UnixMillis(self.unix_base_ms + self.now().0 / 1_000_000)
     }
 }
 
@@ -104,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_system_clock_moves_forward() {
+    fn system_clock_is_monotonic_and_plausible() {
         let clock = SystemClock;
         let (before, after) = (clock.now(), clock.now());
         assert!(after >= before && before.0 > 0);
@@ -112,17 +80,13 @@ mod tests {
         assert!(
             coarse.since(after) < Duration::from_secs(10) && after.since(coarse) < Duration::from_secs(10)
         );
-        assert!(clock.unix() > UnixMillis(1_700_000_000_000), "the calendar says it is before 2023");
+        assert!(clock.unix() > UnixMillis(1_700_000_000_000), "system clock is before 2023");
     }
 
     #[test]
-    fn a_manual_clock_moves_when_told() {
-        let clock = ManualClock::new(UnixMillis(1_000));
-        clock.advance(Duration::from_millis(250));
-        assert_eq!(clock.now(), MonoTime(250_000_000));
-        assert_eq!(clock.unix(), UnixMillis(1_250));
-        assert_eq!(clock.now().since(MonoTime(0)), Duration::from_millis(250));
-        assert_eq!(MonoTime(0).since(clock.now()), Duration::ZERO);
+    fn mono_time_saturates() {
+        assert_eq!(MonoTime(250_000_000).since(MonoTime(0)), Duration::from_millis(250));
+        assert_eq!(MonoTime(0).since(MonoTime(250_000_000)), Duration::ZERO);
         assert_eq!(MonoTime(5).after(Duration::MAX), MonoTime(u64::MAX));
     }
 }

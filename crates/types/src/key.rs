@@ -1,53 +1,54 @@
-//! Keys, tenants, and the 128-bit [`ObjectId`] made from them.
+//! Keys, tenants, and the 128-bit [`ObjectId`] derived from them.
 //!
-//! An id is keyed BLAKE3 over length-prefixed (tenant, tenant generation, key), so that nobody outside of the
-//! cluster can construct two keys with one id, and removing everything of a tenant is one increment.
+//! An id is keyed BLAKE3 over length-prefixed (tenant, tenant generation, key). The key is a secret of the
+//! cluster, so only its members can construct two keys with one id. Removing all objects of a tenant is one
+//! increment of its generation.
 
 use std::fmt;
 use std::num::NonZeroU16;
 
-use crate::bounds::{KEY_BYTES_MAX, TENANT_BYTES_MAX};
-use crate::id_batch;
 use crate::ids::GroupId;
+use crate::limits::{KEY_BYTES_MAX, TENANT_BYTES_MAX};
 
-/// Why some bytes are not a key or not a tenant's name.
+/// Error of the validation of a key or of a tenant name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// A key has at least one byte.
-    #[error("the key is empty")]
+    /// The key is empty; a key has at least one byte.
+    #[error("key is empty")]
     EmptyKey,
-    /// A key has at most [`KEY_BYTES_MAX`] bytes.
-    #[error("the key has {len} bytes, at most {KEY_BYTES_MAX} are allowed")]
+    /// The key is longer than [`KEY_BYTES_MAX`] bytes.
+    #[error("key has {len} bytes, at most {KEY_BYTES_MAX} are allowed")]
     KeyTooLong {
-        /// Its length in bytes.
+        /// Length in bytes.
         len: usize,
     },
-    /// A tenant's name has at least one byte.
-    #[error("the tenant's name is empty")]
+    /// The tenant name is empty; it has at least one byte.
+    #[error("tenant name is empty")]
     EmptyTenant,
-    /// A tenant's name has at most [`TENANT_BYTES_MAX`] bytes.
-    #[error("the tenant's name has {len} bytes, at most {TENANT_BYTES_MAX} are allowed")]
+    /// The tenant name is longer than [`TENANT_BYTES_MAX`] bytes.
+    #[error("tenant name has {len} bytes, at most {TENANT_BYTES_MAX} are allowed")]
     TenantTooLong {
-        /// Its length in bytes.
+        /// Length in bytes.
         len: usize,
     },
-    /// A tenant's name is made of ASCII letters, digits, `.`, `_` and `-`: it appears in metrics and paths.
-    #[error("byte {byte:#04x} in the tenant's name; use ASCII letters, digits, '.', '_' and '-'")]
+    /// The tenant name has a byte other than ASCII letters, digits, `.`, `_` and `-`: it appears in metrics and
+    /// paths.
+    #[error("tenant name has invalid byte {byte:#04x}; use ASCII letters, digits, '.', '_' and '-'")]
     TenantCharacter {
-        /// The byte that is not allowed.
+        /// First byte that is not allowed.
         byte: u8,
     },
 }
 
-/// A key: 1 to [`KEY_BYTES_MAX`] arbitrary bytes. Borrowed, because keys are looked at and not kept.
+/// A key: 1 to [`KEY_BYTES_MAX`] arbitrary bytes. Borrowed, because callers hash keys and do not keep them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key<'a>(&'a [u8]);
 
 impl<'a> Key<'a> {
-    /// Fills places of an array that no key has taken yet.
+    /// Initial value of array elements that hold no key yet.
     pub(crate) const PLACEHOLDER: Key<'static> = Key(&[0]);
 
-    /// Checks the length.
+    /// Creates a key after a check of its length.
     pub fn new(bytes: &'a [u8]) -> Result<Key<'a>, KeyError> {
         match bytes.len() {
             0 => Err(KeyError::EmptyKey),
@@ -56,7 +57,7 @@ impl<'a> Key<'a> {
         }
     }
 
-    /// The bytes of the key.
+    /// Returns the bytes of the key.
     pub fn as_bytes(self) -> &'a [u8] {
         self.0
     }
@@ -68,20 +69,20 @@ impl fmt::Debug for Key<'_> {
     }
 }
 
-/// A tenant's name: 1 to [`TENANT_BYTES_MAX`] ASCII letters, digits, `.`, `_`, `-`.
+/// A tenant name: 1 to [`TENANT_BYTES_MAX`] ASCII letters, digits, `.`, `_`, `-`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tenant<'a>(&'a str);
 
 impl<'a> Tenant<'a> {
-    /// The tenant of whoever does not name one.
+    /// Tenant used when none is given.
     pub const DEFAULT: Tenant<'static> = Tenant("default");
 
-    /// Checks length and characters.
+    /// Creates a tenant name after a check of length and characters.
     pub fn new(name: &'a str) -> Result<Tenant<'a>, KeyError> {
         Self::from_bytes(name.as_bytes())
     }
 
-    /// As [`Tenant::new`], for a name that came from outside.
+    /// As [`Tenant::new`], for untrusted bytes.
     pub fn from_bytes(name: &'a [u8]) -> Result<Tenant<'a>, KeyError> {
         let allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
         match name.len() {
@@ -92,11 +93,11 @@ impl<'a> Tenant<'a> {
         if let Some(&byte) = name.iter().find(|&&b| !allowed(b)) {
             return Err(KeyError::TenantCharacter { byte });
         }
-        // All bytes are ASCII by now, so this cannot fail.
+        // All bytes are ASCII here, so this cannot fail.
         Ok(Tenant(std::str::from_utf8(name).expect("ASCII is UTF-8")))
     }
 
-    /// The name.
+    /// Returns the name.
     pub fn as_str(self) -> &'a str {
         self.0
     }
@@ -108,11 +109,11 @@ impl fmt::Display for Tenant<'_> {
     }
 }
 
-/// How often everything of a tenant was removed; part of every id, so that old ids are never found again.
+/// Number of times that all objects of a tenant were removed. Part of every id, so old ids never match again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TenantGeneration(pub u32);
 
-/// An object's identity: 128 bits that only members of the cluster can compute.
+/// Identity of an object: 128 bits that only members of the cluster can compute.
 ///
 /// The bits are uniform, so any of them may be used as a hash.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -120,16 +121,16 @@ pub struct TenantGeneration(pub u32);
 pub struct ObjectId(pub [u8; 16]);
 
 impl ObjectId {
-    /// The id as a number (little-endian), for hashing and sharding.
+    /// Returns the id as a number (little-endian), for hashing and sharding.
     pub fn as_u128(&self) -> u128 {
         u128::from_le_bytes(self.0)
     }
 
-    /// The group this object belongs to, in a cluster of `groups` groups.
+    /// Returns the group of this object in a cluster of `groups` groups.
     pub fn group(&self, groups: NonZeroU16) -> GroupId {
         let groups = groups.get();
         if groups.is_power_of_two() {
-            // The usual case, without the division of 128 bits, which costs as much as finding the object.
+            // The usual case avoids the 128-bit division, which costs as much as the lookup of the object.
             return GroupId(self.as_u128() as u16 & (groups - 1));
         }
         GroupId((self.as_u128() % u128::from(groups)) as u16)
@@ -148,7 +149,7 @@ impl fmt::Debug for ObjectId {
     }
 }
 
-/// The cluster's secret for ids. Created once, stored durably; records carry its number.
+/// The cluster's secret for object ids. Created once, stored durably; records carry its number.
 #[derive(Clone)]
 pub struct IdKey {
     number: u32,
@@ -156,21 +157,21 @@ pub struct IdKey {
 }
 
 impl IdKey {
-    /// Up to this many bytes of input are hashed from one buffer on the stack, which saves a third of the
-    /// time; longer keys go through the incremental hasher.
+    /// Longest input in bytes that is hashed from one buffer on the stack, which saves a third of the time;
+    /// longer inputs go through the incremental hasher.
     const SHORT_INPUT_MAX: usize = 384;
 
-    /// The secret with the number by which records refer to it.
+    /// Combines the secret with the number by which records refer to it.
     pub fn new(number: u32, secret: [u8; 32]) -> IdKey {
         IdKey { number, secret }
     }
 
-    /// The number that records carry.
+    /// Returns the number that records carry.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// The id of `key` of `tenant`.
+    /// Returns the id of `key` of `tenant`.
     ///
     /// Input: `tenant length u16 | tenant | generation u32 | key length u16 | key`, little-endian.
     pub fn object_id(&self, tenant: Tenant<'_>, generation: TenantGeneration, key: Key<'_>) -> ObjectId {
@@ -202,33 +203,14 @@ impl IdKey {
         ObjectId(*id)
     }
 
-    /// Appends the ids of `keys` of `tenant` to `out`, in their order.
-    ///
-    /// The same ids as [`IdKey::object_id`] gives, in about a third of the time for eight or more keys of
-    /// similar length (AVX-512; half of it with AVX2). Up to two keys cost what they cost one by one.
-    pub fn object_ids<'k>(
-        &self,
-        tenant: Tenant<'_>,
-        generation: TenantGeneration,
-        keys: impl IntoIterator<Item = Key<'k>>,
-        out: &mut Vec<ObjectId>,
-    ) {
-        let keys = keys.into_iter();
-        if keys.size_hint().1.is_some_and(|most| most <= id_batch::SINGLE_MAX) {
-            out.extend(keys.map(|key| self.object_id(tenant, generation, key)));
-        } else {
-            id_batch::append(self, tenant, generation, keys, out);
-        }
-    }
-
-    /// The secret itself, for the batch.
+    /// Returns the secret, for the batch implementation.
     pub(crate) fn secret(&self) -> &[u8; 32] {
         &self.secret
     }
 }
 
 impl fmt::Debug for IdKey {
-    /// Shows the number only: the secret must not reach a log.
+    /// Prints the number only: the secret must not reach a log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("IdKey").field("number", &self.number).finish_non_exhaustive()
     }
@@ -247,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_of_the_identity_counts() {
+    fn object_id_depends_on_tenant_generation_key_and_secret() {
         let base = id("a", 0, b"bc");
         assert_eq!(base, id("a", 0, b"bc"));
         assert_ne!(base, id("ab", 0, b"c"), "the boundary between tenant and key must matter");
@@ -258,8 +240,8 @@ mod tests {
     }
 
     #[test]
-    fn long_keys_hash_like_short_ones_would() {
-        // Both paths must compute the same function: compare them around the limit against BLAKE3 itself.
+    fn object_id_of_long_keys_matches_blake3() {
+        // Both paths must compute the same function: the test compares them around the limit with BLAKE3 itself.
         for len in [370, 375, 376, 377, 378, 4096] {
             let key = vec![0x5a; len];
             let mut input = vec![1, 0, b't', 9, 0, 0, 0];
@@ -271,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_and_characters_are_checked() {
+    fn key_and_tenant_length_and_characters_are_checked() {
         assert_eq!(Key::new(b""), Err(KeyError::EmptyKey));
         assert!(Key::new(&[0; KEY_BYTES_MAX]).is_ok());
         assert_eq!(Key::new(&[0; KEY_BYTES_MAX + 1]), Err(KeyError::KeyTooLong { len: KEY_BYTES_MAX + 1 }));
@@ -284,12 +266,12 @@ mod tests {
     }
 
     #[test]
-    fn the_secret_is_not_printed() {
+    fn id_key_debug_output_hides_secret() {
         assert_eq!(format!("{:?}", IdKey::new(3, [0x41; 32])), "IdKey { number: 3, .. }");
     }
 
     #[test]
-    fn groups_partition_the_ids() {
+    fn group_is_id_modulo_group_count() {
         let id = ObjectId(0x0123_4567_89ab_cdef_fedc_ba98_7654_3217u128.to_le_bytes());
         for groups in (1..=4096).chain([u16::MAX]) {
             let expected = (id.as_u128() % u128::from(groups)) as u16;

@@ -1,4 +1,4 @@
-//! The record: an object's self-describing form, the same in memory, on disk and on the wire.
+//! The record format: self-describing form of one stripe, identical in memory, on disk and on the wire.
 //!
 //! ```text
 //!   header 128 B      payload             page digests   tenant + key      attributes
@@ -10,12 +10,11 @@
 //!   header table    └────────────────── one extent of the segment ──────────────────┘
 //! ```
 //!
-//! In a segment the headers stand together in a table; on disk the header's 4 KiB block stands in front of
-//! its payload. What protects what: the header's CRC-32C covers every immutable field and the epoch; the root
-//! in the header covers the page digests, these cover the payload; `trailer_crc` in the header covers tenant,
-//! key and attributes.
+//! In a segment the headers form a table; on disk the header's 4 KiB block precedes its payload. The header's
+//! CRC-32C covers every immutable field and the epoch. The root in the header covers the page digests, and
+//! these cover the payload. `trailer_crc` in the header covers tenant, key and attributes.
 //!
-//! `docs/formats.md` draws every byte, and a test holds it against the constants here.
+//! `docs/formats.md` specifies every byte; a test compares it with the constants here.
 
 mod digest;
 mod flags;
@@ -25,7 +24,7 @@ mod trailer;
 mod word;
 
 pub use digest::{DigestContext, PageDigests, RootBuilder, object_root};
-pub use flags::Flags;
+pub use flags::RecordFlags;
 pub use header::{
     FIELDS, Field, HEADER_BYTES, HEADER_MAGIC, HEADER_VERSION, Header, HeaderError, WORD_OFFSET,
 };

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use crate::bounds::UNIT_BYTES;
+use crate::limits::UNIT_BYTES;
 
-/// `len` bytes from `offset` on. May be empty. Its end always fits in a `u64`.
+/// Range of `len` bytes from `offset` on. May be empty. Its end always fits in a `u64`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Span {
     offset: u64,
@@ -12,7 +12,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// A span, if its end can be expressed.
+    /// Creates a span; `None` if its end does not fit in a `u64`.
     pub const fn new(offset: u64, len: u64) -> Option<Span> {
         match offset.checked_add(len) {
             Some(_) => Some(Span { offset, len }),
@@ -20,32 +20,32 @@ impl Span {
         }
     }
 
-    /// Where it starts.
+    /// Returns the offset of the first byte.
     pub const fn offset(self) -> u64 {
         self.offset
     }
 
-    /// How many bytes it has.
+    /// Returns the length in bytes.
     pub const fn len(self) -> u64 {
         self.len
     }
 
-    /// Whether it has none.
+    /// Returns whether the length is 0.
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// One past its last byte.
+    /// Returns the offset after the last byte.
     pub const fn end(self) -> u64 {
         self.offset + self.len
     }
 
-    /// Whether all of `inner` lies within.
+    /// Returns whether all of `inner` lies within this span.
     pub const fn contains(self, inner: Span) -> bool {
         self.offset <= inner.offset && inner.end() <= self.end()
     }
 
-    /// Whether the two have a byte in common. An empty span overlaps nothing.
+    /// Returns whether the two spans have a byte in common. An empty span overlaps no span.
     pub const fn overlaps(self, other: Span) -> bool {
         !self.is_empty() && !other.is_empty() && self.offset < other.end() && other.offset < self.end()
     }
@@ -57,28 +57,28 @@ impl fmt::Display for Span {
     }
 }
 
-/// `units` units of [`UNIT_BYTES`] from unit `start` on: what a slot owns of its segment.
+/// Range of `units` units of [`UNIT_BYTES`] from unit `start` on: the space of a slot in its segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Extent {
-    /// The first unit.
+    /// Index of the first unit.
     pub start: u32,
-    /// How many units.
+    /// Number of units.
     pub units: u32,
 }
 
 impl Extent {
-    /// One past its last unit. Wider than a `u32`, so that it cannot overflow.
+    /// Returns the index after the last unit. Wider than a `u32`, so it cannot overflow.
     pub const fn end(self) -> u64 {
         self.start as u64 + self.units as u64
     }
 
-    /// The bytes it covers.
+    /// Returns the range in bytes.
     pub const fn span(self) -> Span {
         // Both factors are below 2³³, so neither product nor sum overflows.
         Span { offset: self.start as u64 * UNIT_BYTES, len: self.units as u64 * UNIT_BYTES }
     }
 
-    /// Units needed for `bytes` bytes; `None` beyond 2 TiB.
+    /// Returns the number of units for `bytes` bytes; `None` beyond 2 TiB.
     pub const fn units_for(bytes: u64) -> Option<u32> {
         let units = bytes.div_ceil(UNIT_BYTES);
         if units > u32::MAX as u64 { None } else { Some(units as u32) }
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn containment_and_overlap() {
+    fn span_containment_and_overlap() {
         let span = |offset, len| Span::new(offset, len).unwrap();
         assert!(span(10, 10).contains(span(10, 10)));
         assert!(!span(10, 10).contains(span(10, 11)));

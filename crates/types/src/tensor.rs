@@ -1,4 +1,5 @@
-//! [`TensorHeader`]: what stands in front of an object that is a tensor, so that whoever reads it needs no other source.
+//! [`TensorHeader`]: prefix of an object that is a tensor, with its dtype and shape, so that a reader needs no other
+//! source.
 //!
 //! ```text
 //!   0        8   9     10    11     16                       80      124   128
@@ -7,13 +8,13 @@
 //!   └────────┴───┴─────┴─────┴──────┴────────────────────────┴───────┴─────┘
 //! ```
 //!
-//! Numbers are little-endian; the checksum is CRC-32C of the 124 bytes before it. The elements begin at a multiple of 64
-//! bytes, so that they are aligned wherever the object is.
+//! Numbers are little-endian; the checksum is CRC-32C of the 124 bytes before it. The elements start at a multiple of
+//! 64 bytes, so they are aligned at every location of the object.
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub const TENSOR_HEADER_BYTES: usize = 128;
 
-/// Most dimensions of a tensor.
+/// Maximum number of dimensions of a tensor.
 pub const TENSOR_DIMS_MAX: usize = 8;
 
 const MAGIC: [u8; 8] = *b"MTtensor";
@@ -23,7 +24,7 @@ const CRC_AT: usize = TENSOR_HEADER_BYTES - 4;
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal, $bytes:literal;)*) => {
-        /// What an element is. **A number is never reused and never changes its meaning.**
+        /// Type of an element. **A number is never reused and never changes its meaning.**
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u8)]
         #[non_exhaustive]
@@ -32,20 +33,20 @@ macro_rules! dtypes {
         }
 
         impl Dtype {
-            /// All of them.
+            /// All types, in ascending order of their numbers.
             pub const ALL: &[Dtype] = &[$(Dtype::$name,)*];
 
-            /// Its name, as numpy and torch write it.
+            /// Returns the name that numpy and torch use.
             pub const fn name(self) -> &'static str {
                 match self { $(Dtype::$name => $text,)* }
             }
 
-            /// Bytes of an element.
+            /// Returns the size of an element in bytes.
             pub const fn bytes(self) -> usize {
                 match self { $(Dtype::$name => $bytes,)* }
             }
 
-            /// The one with this number.
+            /// Returns the type with this number.
             pub const fn from_number(number: u8) -> Option<Dtype> {
                 match number {
                     $($number => Some(Dtype::$name),)*
@@ -53,7 +54,7 @@ macro_rules! dtypes {
                 }
             }
 
-            /// The one with this name.
+            /// Returns the type with this name.
             pub fn from_name(name: &str) -> Option<Dtype> {
                 match name {
                     $($text => Some(Dtype::$name),)*
@@ -67,41 +68,41 @@ macro_rules! dtypes {
 dtypes! {
     /// One byte, 0 or 1.
     Bool = 1, "bool", 1;
-    /// Unsigned integers.
+    /// Unsigned integer of one byte.
     Uint8 = 2, "uint8", 1;
-    /// Of two bytes.
+    /// Unsigned integer of two bytes.
     Uint16 = 3, "uint16", 2;
-    /// Of four bytes.
+    /// Unsigned integer of four bytes.
     Uint32 = 4, "uint32", 4;
-    /// Of eight bytes.
+    /// Unsigned integer of eight bytes.
     Uint64 = 5, "uint64", 8;
-    /// Signed integers.
+    /// Signed integer of one byte.
     Int8 = 6, "int8", 1;
-    /// Of two bytes.
+    /// Signed integer of two bytes.
     Int16 = 7, "int16", 2;
-    /// Of four bytes.
+    /// Signed integer of four bytes.
     Int32 = 8, "int32", 4;
-    /// Of eight bytes.
+    /// Signed integer of eight bytes.
     Int64 = 9, "int64", 8;
     /// IEEE half precision.
     Float16 = 10, "float16", 2;
-    /// The upper half of a single precision number.
+    /// Upper half of an IEEE single precision number.
     Bfloat16 = 11, "bfloat16", 2;
     /// IEEE single precision.
     Float32 = 12, "float32", 4;
     /// IEEE double precision.
     Float64 = 13, "float64", 8;
-    /// Four bits of exponent, three of mantissa, no infinity.
+    /// Four bits of exponent, three bits of mantissa, no infinity.
     Float8E4m3fn = 14, "float8_e4m3fn", 1;
-    /// Five bits of exponent, two of mantissa.
+    /// Five bits of exponent, two bits of mantissa.
     Float8E5m2 = 15, "float8_e5m2", 1;
-    /// Two of single precision.
+    /// Complex number of two single precision numbers.
     Complex64 = 16, "complex64", 8;
-    /// Two of double precision.
+    /// Complex number of two double precision numbers.
     Complex128 = 17, "complex128", 16;
 }
 
-/// What a tensor's elements are and how they are laid out: row by row, without gaps.
+/// Element type and shape of a tensor. The elements are stored row by row, without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorHeader {
     dtype: Dtype,
@@ -109,58 +110,59 @@ pub struct TensorHeader {
     shape: [u64; TENSOR_DIMS_MAX],
 }
 
-/// Why bytes are no tensor of ours, or a shape makes none.
+/// Error of the decoding of a tensor header, or of an invalid shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TensorError {
-    /// It is something else: bytes that somebody put as such.
-    #[error("the object is no tensor; get its bytes instead")]
+    /// The object does not start with a tensor header: it was put as plain bytes.
+    #[error("object is no tensor; get its bytes instead")]
     NotATensor,
-    /// It was a tensor header once.
-    #[error("the tensor's header is damaged or of a newer release; run the same release on both sides")]
-    Damaged,
-    /// Too many dimensions.
-    #[error("a tensor has at most {TENSOR_DIMS_MAX} dimensions, not {0}; reshape it first")]
+    /// The magic matches, but the rest of the header does not.
+    #[error("tensor header is corrupt or of a newer release; run the same release on both sides")]
+    Corrupt,
+    /// The shape has too many dimensions.
+    #[error("tensor has {0} dimensions, at most {TENSOR_DIMS_MAX} are allowed; reshape it first")]
     Dims(usize),
-    /// The elements have more bytes than there can be.
-    #[error("the tensor's bytes cannot be counted in 63 bits")]
+    /// The size of the elements exceeds 2⁶³ − 1 bytes.
+    #[error("tensor is larger than 2^63 - 1 bytes")]
     TooLarge,
-    /// The object is longer or shorter than its header says.
-    #[error("the tensor's header speaks of {expected} bytes of elements, the object has {found}")]
+    /// The length of the object differs from the length in its header.
+    #[error("tensor header declares {expected} bytes of elements, object has {found}")]
     Length {
-        /// What the header says.
+        /// Bytes of elements according to the header.
         expected: u64,
-        /// What is there.
+        /// Bytes of the object after the header.
         found: u64,
     },
 }
 
 impl TensorHeader {
-    /// A tensor of this type and shape.
+    /// Creates the header of a tensor of this type and shape.
     pub fn new(dtype: Dtype, shape: &[u64]) -> Result<TensorHeader, TensorError> {
         let mut all = [0; TENSOR_DIMS_MAX];
         all.get_mut(..shape.len()).ok_or(TensorError::Dims(shape.len()))?.copy_from_slice(shape);
         let header = TensorHeader { dtype, dims: shape.len() as u8, shape: all };
-        header.counted().ok_or(TensorError::TooLarge)?;
+        header.checked_bytes().ok_or(TensorError::TooLarge)?;
         Ok(header)
     }
 
-    /// What an element is.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// How many there are in each dimension.
+    /// Returns the length of each dimension.
     pub fn shape(&self) -> &[u64] {
         &self.shape[..usize::from(self.dims)]
     }
 
-    /// Bytes of all elements.
+    /// Returns the size of all elements in bytes.
     pub fn payload_bytes(&self) -> u64 {
-        self.counted().expect("counted when it was made")
+        self.checked_bytes().expect("checked by new")
     }
 
-    fn counted(&self) -> Option<u64> {
-        // The non-zero ones by themselves, too: a zero must not hide what cannot be counted, since strides are made of them.
+    /// Returns the size of all elements in bytes, if it fits in 63 bits.
+    fn checked_bytes(&self) -> Option<u64> {
+        // The product of the non-zero lengths must fit, too: strides are products of them, also if one length is zero.
         let bytes = |zeros: bool| {
             self.shape()
                 .iter()
@@ -173,7 +175,7 @@ impl TensorHeader {
         bytes(true)
     }
 
-    /// As it stands in front of the elements.
+    /// Encodes the header, including its checksum.
     pub fn encode(&self) -> [u8; TENSOR_HEADER_BYTES] {
         let mut bytes = [0; TENSOR_HEADER_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -188,7 +190,7 @@ impl TensorHeader {
         bytes
     }
 
-    /// The header of an object that begins with these bytes and has `object_bytes`.
+    /// Decodes the header of an object of `object_bytes` bytes that starts with `front`.
     pub fn decode(front: &[u8], object_bytes: u64) -> Result<TensorHeader, TensorError> {
         let bytes: &[u8; TENSOR_HEADER_BYTES] = front.first_chunk().ok_or(TensorError::NotATensor)?;
         if bytes[..8] != MAGIC {
@@ -196,21 +198,21 @@ impl TensorHeader {
         }
         let crc = u32::from_le_bytes(bytes[CRC_AT..].try_into().expect("four bytes"));
         if crc != crc32c::crc32c(&bytes[..CRC_AT]) || bytes[8] != VERSION {
-            return Err(TensorError::Damaged);
+            return Err(TensorError::Corrupt);
         }
         let dims = usize::from(bytes[10]);
-        let dtype = Dtype::from_number(bytes[9]).ok_or(TensorError::Damaged)?;
+        let dtype = Dtype::from_number(bytes[9]).ok_or(TensorError::Corrupt)?;
         if dims > TENSOR_DIMS_MAX {
-            return Err(TensorError::Damaged);
+            return Err(TensorError::Corrupt);
         }
         let mut shape = [0; TENSOR_DIMS_MAX];
         for (len, word) in shape.iter_mut().zip(bytes[SHAPE_AT..].chunks_exact(8)) {
             *len = u64::from_le_bytes(word.try_into().expect("eight bytes"));
         }
-        let header = TensorHeader::new(dtype, &shape[..dims]).map_err(|_| TensorError::Damaged)?;
-        // One form for each: whatever should be zero is.
+        let header = TensorHeader::new(dtype, &shape[..dims]).map_err(|_| TensorError::Corrupt)?;
+        // The encoding is unique: this checks that reserved bytes are zero.
         if header.encode() != *bytes {
-            return Err(TensorError::Damaged);
+            return Err(TensorError::Corrupt);
         }
         let (expected, found) =
             (header.payload_bytes(), object_bytes.saturating_sub(TENSOR_HEADER_BYTES as u64));
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn every_type_and_shape_comes_back() {
+    fn tensor_header_round_trips_for_every_dtype_and_shape() {
         for &dtype in Dtype::ALL {
             assert_eq!(Dtype::from_name(dtype.name()), Some(dtype));
             for shape in [&[][..], &[0], &[7], &[3, 0, 5], &[1, 2, 3, 4, 5, 6, 7, 8]] {
@@ -242,19 +244,19 @@ mod tests {
     }
 
     #[test]
-    fn every_changed_bit_is_noticed() {
+    fn tensor_header_bit_flip_is_rejected() {
         let bytes = header(Dtype::Bfloat16, &[4, 1024]).encode();
         let len = 4 * 1024 * 2 + 128;
         for bit in 0..bytes.len() * 8 {
             let mut bytes = bytes;
             bytes[bit / 8] ^= 1 << (bit % 8);
-            let expected = if bit < 64 { TensorError::NotATensor } else { TensorError::Damaged };
+            let expected = if bit < 64 { TensorError::NotATensor } else { TensorError::Corrupt };
             assert_eq!(TensorHeader::decode(&bytes, len), Err(expected), "bit {bit}");
         }
     }
 
     #[test]
-    fn what_is_no_tensor_is_said_to_be_none() {
+    fn invalid_tensor_header_length_or_shape_is_rejected() {
         let bytes = header(Dtype::Float32, &[2]).encode();
         assert_eq!(TensorHeader::decode(&bytes[..127], 127), Err(TensorError::NotATensor));
         assert_eq!(TensorHeader::decode(b"", 0), Err(TensorError::NotATensor));
@@ -265,7 +267,7 @@ mod tests {
         assert_eq!(
             TensorHeader::new(Dtype::Uint16, &[1 << 62, 2, 0]),
             Err(TensorError::TooLarge),
-            "behind a zero"
+            "a zero must not hide the overflow"
         );
     }
 }

@@ -1,18 +1,18 @@
-//! `docs/formats.md` against the constants of this crate.
+//! Comparison of `docs/formats.md` with the constants of this crate.
 
 mod page;
 
-use moontide_types::bounds::*;
+use moontide_types::limits::*;
 use moontide_types::record::{FIELDS, Field};
 
 #[test]
-fn the_header_is_drawn_as_it_is() {
+fn record_header_matches_formats_doc() {
     page::assert_fields("Record header", FIELDS);
 }
 
 #[test]
-fn the_seed_of_a_digest_tiles_its_48_bytes() {
-    // What the bytes mean is pinned by the golden vectors; here only that the drawing has no hole.
+fn digest_seed_in_formats_doc_covers_48_bytes() {
+    // The golden vectors pin the meaning of the bytes; this test checks that the table has no gap.
     let sizes = [
         (0, 16, "id"),
         (16, 8, "version"),
@@ -25,13 +25,13 @@ fn the_seed_of_a_digest_tiles_its_48_bytes() {
 }
 
 #[test]
-fn every_bound_is_the_one_in_the_code() {
-    let bounds: [(&str, u64); 18] = [
+fn limits_match_formats_doc() {
+    let limits: [(&str, u64); 18] = [
         ("KEY_BYTES_MAX", KEY_BYTES_MAX as u64),
         ("TENANT_BYTES_MAX", TENANT_BYTES_MAX as u64),
         ("COHORT_BYTES_MAX", COHORT_BYTES_MAX as u64),
         ("PARENT_HASH_BYTES_MAX", PARENT_HASH_BYTES_MAX as u64),
-        ("NOTE_BYTES_MAX", NOTE_BYTES_MAX as u64),
+        ("USER_DATA_BYTES_MAX", USER_DATA_BYTES_MAX as u64),
         ("OBJECT_BYTES_MAX", OBJECT_BYTES_MAX),
         ("BATCH_KEYS_MAX", BATCH_KEYS_MAX as u64),
         ("REQUEST_BYTES_MAX", REQUEST_BYTES_MAX as u64),
@@ -46,7 +46,7 @@ fn every_bound_is_the_one_in_the_code() {
         ("RESERVATION_MS_MAX", RESERVATION_MS_MAX.into()),
         ("LEASE_MS_MAX", LEASE_MS_MAX.into()),
     ];
-    let drawn: Vec<(&str, u64)> =
+    let documented: Vec<(&str, u64)> =
         page::table("Bounds").iter().map(|row| (row[0], row[1].replace(',', "").parse().unwrap())).collect();
-    assert_eq!(drawn, bounds);
+    assert_eq!(documented, limits);
 }

@@ -1,15 +1,15 @@
-//! The record format is pinned for ever: vectors made by other implementations (`golden/make.py`).
+//! Golden vectors of the record format, computed by other implementations (`golden/make.py`). The format is final.
 
 use std::collections::HashMap;
 
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::{
-    Attributes, DigestContext, Flags, Header, KeySection, ParentHash, PinClass, State, Word, object_root,
-    trailer_crc,
+    Attributes, DigestContext, Header, KeySection, ParentHash, PinClass, RecordFlags, State, Word,
+    object_root, trailer_crc,
 };
 use moontide_types::{Epoch, IdKey, Key, ObjectId, Tenant, TenantGeneration, Term, UnixMillis};
 
-/// The vectors, each to be used exactly once.
+/// Vectors by name; the test uses each exactly once.
 struct Golden(HashMap<&'static str, Vec<u8>>);
 
 impl Golden {
@@ -42,7 +42,7 @@ fn pattern(len: u64) -> Vec<u8> {
 }
 
 #[test]
-fn every_vector_is_met() {
+fn all_golden_vectors_match() {
     let mut golden = Golden::load();
     let id_key = IdKey::new(1, std::array::from_fn(|i| i as u8));
     let id_of = |tenant, generation, key: &[u8]| {
@@ -76,7 +76,7 @@ fn every_vector_is_met() {
         expires: Some(UnixMillis(1_800_000_000_000)),
         cohort: Some((*b"cohort").into()),
         parent: ParentHash::new(&std::array::from_fn::<u8, 32, _>(|i| i as u8)),
-        note: Some((*b"note").into()),
+        user_data: Some((*b"note").into()),
     };
     let (mut key_bytes, mut attribute_bytes) = (vec![], vec![]);
     section.encode(&mut key_bytes);
@@ -89,7 +89,7 @@ fn every_vector_is_met() {
 
     let payload = pattern(page + 1);
     let whole = Header {
-        flags: Flags::NONE,
+        flags: RecordFlags::NONE,
         id,
         word: Word::new(version, State::Ready),
         object_len: page + 1,
@@ -106,7 +106,7 @@ fn every_vector_is_met() {
         tenant_generation: TenantGeneration(0),
     };
     let stripe = Header {
-        flags: Flags::DIGESTLESS,
+        flags: RecordFlags::DIGESTLESS,
         word: Word::new(version, State::Writing),
         object_len: 5 * page,
         stripe_offset: 4 * page,
@@ -126,5 +126,5 @@ fn every_vector_is_met() {
         golden.check(name, &encoded);
         assert_eq!(Header::decode(&encoded), Ok(header));
     }
-    assert!(golden.0.is_empty(), "vectors that no code meets: {:?}", golden.0.keys());
+    assert!(golden.0.is_empty(), "unused vectors: {:?}", golden.0.keys());
 }

@@ -1,4 +1,4 @@
-"""The name under which programs look for Mooncake's store, answered by Moontide; see ``moontide.compat.mooncake``."""
+"""The package ``mooncake``, implemented by Moontide; see ``moontide.compat.mooncake``."""
 
 from .store import MooncakeDistributedStore, ReplicateConfig
 

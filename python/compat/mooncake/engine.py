@@ -1,9 +1,9 @@
-"""There is no transfer engine here: Moontide moves bytes itself. Importing this says so.
+"""There is no transfer engine: Moontide transfers bytes itself. The import of this module fails.
 
-The error names ``mooncake``, as it would if nothing of that name were installed: LMCache imports this module to see
-what it can use, goes on without it after that error, and does not start after any other.
+The error names ``mooncake``, as if no package of that name were installed: LMCache imports this module to detect the
+engine, continues without it after this error, and does not start after any other error.
 """
 
 raise ModuleNotFoundError(
-    "moontide-mooncake-compat has mooncake.store, and no mooncake.engine: there is no transfer engine", name="mooncake"
+    "moontide-mooncake-compat has mooncake.store, but no mooncake.engine (transfer engine)", name="mooncake"
 )

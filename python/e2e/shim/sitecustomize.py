@@ -1,16 +1,16 @@
-"""Lets the engines run on a CPU, in one environment. For tests only: put this folder first on ``PYTHONPATH``.
+"""Patches the engines to run on a CPU, in one environment. For tests only: put this folder first on ``PYTHONPATH``.
 
-Python imports this file at its start in every process, also in those that an engine spawns. It waits for the modules
-named in `CHANGES` and, when one of them has been imported, changes it.
+Python imports this file at the start of every process, also of those that an engine spawns. It patches the modules in
+`CHANGES` after their import.
 
 SGLang: HiCache copies pages between "device" and "host" with kernels of ``sgl_kernel``, and pins host memory with CUDA.
-Neither is there without a GPU. Here are functions in plain torch that do the same. What is above (radix tree,
-controller, storage backend, its threads) is SGLang's own, and that is what the tests are about. Only
-``hicache_io_backend="direct"`` is covered, with ``hicache_mem_layout`` "page_first_direct" (tried) or "layer_first"
-(not yet). Rotary embedding needs nothing: SGLang takes it from ``vllm._custom_ops`` where it has no kernel of its own,
-and vLLM for the CPU is in the same environment.
+Neither exists without a GPU. This module has functions in plain torch that do the same. All code above (radix tree,
+controller, storage backend, its threads) is SGLang's own, and is the subject of the tests. Only
+``hicache_io_backend="direct"`` is covered, with ``hicache_mem_layout`` "page_first_direct" (tested) or "layer_first"
+(not tested). Rotary embedding needs no patch: without its own kernel, SGLang uses ``vllm._custom_ops``, and vLLM for
+the CPU is in the same environment.
 
-vLLM beside LMCache: see `refuse_private_names`.
+vLLM together with LMCache: see `refuse_private_names`.
 """
 
 import importlib.abc
@@ -19,19 +19,20 @@ import sys
 
 
 def pages_of(indices, page_size):
-    """The numbers of the pages whose slots these are: whole pages, slots in order."""
+    """Returns the page numbers of slots: whole pages, slots in order."""
     return indices.view(-1, page_size)[:, 0] // page_size
 
 
 def load_layer_from_pages(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size):
-    """Host ``[page, layer, slot in page, head, dim]`` to device ``[slot, head, dim]``, one layer, keys then values."""
+    """Copies one layer from host ``[page, layer, slot in page, head, dim]`` to device ``[slot, head, dim]``, keys then
+    values."""
     pages = pages_of(src_indices, page_size)
     for host, device in zip(src_ptrs, dst_ptrs, strict=True):
         device[dst_indices] = host[pages, layer_id].reshape(-1, *device.shape[1:])
 
 
 def save_layers_to_pages(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
-    """The way back, all layers at once. `src_ptrs` are the layers' keys, followed by the layers' values."""
+    """Copies all layers from device to host. `src_ptrs` has the keys of all layers, followed by the values."""
     pages = pages_of(dst_indices, page_size)
     layers = len(src_ptrs) // len(dst_ptrs)
     for nth, host in enumerate(dst_ptrs):
@@ -40,20 +41,20 @@ def save_layers_to_pages(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size
 
 
 def copy_slots(src_layers, dst_layers, src_indices, dst_indices, page_size):
-    """Between tensors of one shape, for the layout "layer_first"."""
+    """Copies between tensors of the same shape, for the layout "layer_first"."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
 
 
 def copy_in_torch(module):
-    # On CUDA these names come from sgl_kernel; without it the module never binds them.
+    # On CUDA these names come from sgl_kernel; without it the module does not define them.
     module.transfer_kv_per_layer_direct_pf_lf = load_layer_from_pages
     module.transfer_kv_all_layer_direct_lf_pf = save_layers_to_pages
     module.transfer_kv_direct = copy_slots
 
 
 def leave_unpinned(module):
-    # The pool's destructor looks for the list of pinned ranges; an empty one says that there is nothing to unpin.
+    # The destructor of the pool reads the list of pinned ranges; with an empty list it unpins nothing.
     def register(buffer, registration_granularity_bytes=None):
         setattr(buffer, module._CUDA_HOST_REGISTERED_RANGES_ATTR, [])
 
@@ -61,8 +62,8 @@ def leave_unpinned(module):
 
 
 def refuse_private_names(module):
-    # vLLM's worker looks into every object of every module for `__dict__["kernel"]`. llvmlite's handle of its library,
-    # which comes with LMCache through numba, takes `__dict__` for a function of LLVM and answers with one.
+    # vLLM's worker reads `__dict__["kernel"]` of every object of every module. The library handle of llvmlite, which
+    # LMCache imports through numba, takes `__dict__` for a function of LLVM and returns one.
     find = module._lib_wrapper.__getattr__
 
     def find_function(self, name):
@@ -81,12 +82,12 @@ CHANGES = {
 
 
 class Changer(importlib.abc.MetaPathFinder):
-    """Finds what the finders after it find, and runs our change once the module has run."""
+    """Delegates to the other finders, and patches a module after its execution."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in CHANGES:
             return None
-        # Out of the way while the others look, or it would find itself.
+        # Removed during the search of the other finders, to avoid recursion.
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(name)

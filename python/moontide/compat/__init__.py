@@ -1,1 +1,1 @@
-"""Modules that answer the calls of other stores, so that programs written for those run on Moontide."""
+"""Modules that implement the APIs of other stores, so that programs written for them run on Moontide."""

@@ -1,7 +1,7 @@
-"""Triton kernels that move records between the regions of GPUs: producers push pages, the last one publishes, readers
-read under a ledger cell. ``docs/kernels.md`` has the layout, the calls, and what has been run on what.
+"""Triton kernels that transfer records between the regions of GPUs: producers push pages, the last page publishes the
+record, readers read under a ledger cell. ``docs/kernels.md`` describes the layout, the calls and the test coverage.
 
-There is no allocator, index or master in here: who may write where, and when a slot is used again, is the node's.
+The kernels have no allocator, index or master: the node decides who may write where, and when a slot is reused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .layout import (
     Read,
     Record,
     Wait,
-    left,
+    pages_left,
     word,
 )
 
@@ -52,7 +52,7 @@ __all__ = [
     "acquire",
     "copy",
     "digest_on_cpu",
-    "left",
+    "pages_left",
     "push",
     "read",
     "release",

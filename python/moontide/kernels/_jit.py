@@ -1,4 +1,4 @@
-"""How the kernels of this package are compiled, and by what."""
+"""Compilation of the kernels of this package."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether ``TRITON_INTERPRET=1`` was set when Triton was imported: kernels then run in Python, on the CPU."""
 
 WARPS = 4
-"""Of every launch. ``order.look`` relies on it: see there."""
+"""Warps of every launch. ``memory_order.load_acquire`` relies on it: see there."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` with one binary for all numbers.
+    """``triton.jit`` with one binary for all values of integers.
 
-    Triton compiles anew when an integer becomes 1, a multiple of 16, or too large for 32 bits. Ranks, offsets and
-    epochs do so all the time. That an address is aligned is said in the kernel, where it is known.
+    Triton compiles a kernel again when an integer is 1, a multiple of 16, or too large for 32 bits. Ranks, offsets and
+    epochs change in this way all the time. The kernels declare the alignment of addresses themselves.
     """
     annotations = function.__annotations__.items()
     numbers = [name for name, kind in annotations if str(kind) in ("tl.int32", "tl.int64")]
@@ -27,9 +27,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def backend_of(tensor: torch.Tensor) -> str:
-    """Whose instructions the kernels that get this tensor are made of: ``interpreter``, ``cuda`` or ``hip``."""
+    """Returns the backend of kernels that take this tensor: ``interpreter``, ``cuda`` or ``hip``."""
     if INTERPRETED:
         return "interpreter"
     if tensor.device.type != "cuda":
-        raise ValueError(f"kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU; {tensor.device} is neither")
+        raise ValueError(f"kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU, not on {tensor.device}")
     return "hip" if torch.version.hip else "cuda"

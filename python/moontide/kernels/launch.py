@@ -1,11 +1,11 @@
-"""Plain functions around the kernels: they check, choose grids and pass addresses. They allocate nothing.
+"""Functions that launch the kernels: they check arguments, choose grids and pass addresses. They allocate nothing.
 
-Everything that a call needs is passed in and may be used again and again: ``bases`` (int64, the address of each rank's
-region in this process), ``status`` and ``digest`` (one number each, on the kernels' device). Calls go to the current
-stream; a status may be read when the stream has come that far.
+The caller passes all buffers, and can reuse them: ``bases`` (int64, the address of each rank's region in this process),
+``status`` and ``digest`` (one number each, on the device of the kernels). Calls go to the current stream; the status is
+valid when the stream has reached that point.
 
-Regions, cells and header words are passed as addresses and never as tensors: they are mappings of memory that others
-own and write, and none of it is torch's.
+Regions, cells and header words are passed as addresses, not as tensors: they are mappings of memory that other
+processes own and write, and torch does not own any of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from .push import push_pages
 from .read import acquire_cell, copy_pages, read_record, release_cell, wait_until_ready
 
 PROGRAMS_MAX = 512
-"""Of a launch: some for each of a large GPU's 132 or 304 multiprocessors. Those above take several pages."""
+"""Maximum number of programs of a launch: a few for each of the 132 or 304 multiprocessors of a large GPU. With more
+pages than programs, a program copies several pages."""
 
 _VECTOR_BYTES = 16
-# Elements at a time: four vectors of two words a thread on a GPU; in the interpreter a page at once, which is faster.
+# Elements per iteration: four vectors of two words per thread on a GPU; a whole page in the interpreter, which is
+# faster.
 _BLOCK = 32_768 if INTERPRETED else 1024
 
 
@@ -36,10 +38,10 @@ def push(
     digest: bool = False,
     programs: int | None = None,
 ) -> None:
-    """Writes pages of a record into its owner's region and publishes it if they are the last; status: ``Push``.
+    """Writes pages of a record to its owner's region, and publishes the record after the last page; status: ``Push``.
 
-    ``source`` is what lies in these pages, from the beginning of ``first_page`` on. The host has set up the flag
-    before, and holds the claim on the slot until the launch has ended.
+    ``source`` is the content of these pages, from the start of ``first_page`` on. The host must have initialized the
+    flag before, and must hold the claim on the slot until the launch has ended.
     """
     _check(bases, status)
     count = record.pages - first_page if pages is None else pages
@@ -67,10 +69,10 @@ def push(
 
 
 def wait_ready(
-    bases: torch.Tensor, record: Record, header_word: int | None, status: torch.Tensor, *, looks: int
+    bases: torch.Tensor, record: Record, header_word: int | None, status: torch.Tensor, *, polls_max: int
 ) -> None:
-    """Waits in a kernel until all pages are pushed, for at most ``looks`` looks; status: ``Wait``. Without a header word it looks at
-    the flag alone, and does not learn that a producer has died."""
+    """Waits in a kernel until all pages are pushed, for at most ``polls_max`` polls; status: ``Wait``. Without a header
+    word it polls only the flag, and does not detect the death of a producer."""
     _check(bases, status)
     wait_until_ready[(1,)](
         bases,
@@ -78,7 +80,7 @@ def wait_ready(
         record.flag_offset,
         header_word or 0,
         record.epoch,
-        looks,
+        polls_max,
         status,
         BACKEND=backend_of(bases),
         num_warps=WARPS,
@@ -86,7 +88,7 @@ def wait_ready(
 
 
 def acquire(pin: Pin, epoch: int, status: torch.Tensor) -> None:
-    """Pins a record of this version; status: ``Read``. ``copy`` and ``release`` with the same status go by it."""
+    """Pins this version of a record; status: ``Read``. ``copy`` and ``release`` with the same status depend on it."""
     _check_status(status)
     backend = backend_of(status)
     acquire_cell[(1,)](pin.cell, as_i64(pin.name), pin.header_word, epoch, status, BACKEND=backend, num_warps=WARPS)
@@ -103,9 +105,9 @@ def copy(
     digest: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> None:
-    """Copies pages of a pinned record to ``target``, where ``first_page`` begins. Does nothing unless status is OK.
+    """Copies pages of a pinned record to ``target``, from ``first_page`` on. Does nothing unless the status is OK.
 
-    The digests of these pages are added to ``digest``, an int64 that the caller has set to 0.
+    Adds the digests of these pages to ``digest``, an int64 that the caller has set to 0.
     """
     _check(bases, status, digest)
     count = record.pages - first_page if pages is None else pages
@@ -130,7 +132,7 @@ def copy(
 
 
 def release(pin: Pin, status: torch.Tensor) -> None:
-    """Gives back what ``acquire`` pinned. Does nothing unless status is OK."""
+    """Releases the pin of ``acquire``. Does nothing unless the status is OK."""
     _check_status(status)
     release_cell[(1,)](pin.cell, status, BACKEND=backend_of(status), num_warps=WARPS)
 
@@ -142,10 +144,11 @@ def read(
     target: int | torch.Tensor,
     status: torch.Tensor,
     *,
-    looks: int = 1,
+    polls_max: int = 1,
     digest: torch.Tensor | None = None,
 ) -> None:
-    """All in one program, for small records: waits for at most ``looks`` looks, pins, copies, gives back; ``Read``."""
+    """Reads a record in one program, for small records: waits for at most ``polls_max`` polls, pins, copies and
+    releases; status: ``Read``."""
     _check(bases, status, digest)
     address = _address(target, record.bytes_total)
     read_record[(1,)](
@@ -159,7 +162,7 @@ def read(
         pin.cell,
         as_i64(pin.name),
         pin.header_word,
-        looks,
+        polls_max,
         address,
         status,
         status if digest is None else digest,
@@ -173,25 +176,25 @@ def read(
 
 def _check(bases: torch.Tensor, status: torch.Tensor, digest: torch.Tensor | None = None) -> None:
     if bases.dtype != torch.int64:
-        raise TypeError(f"bases are int64, not {bases.dtype}")
+        raise TypeError(f"bases must be int64, not {bases.dtype}")
     if digest is not None and digest.dtype != torch.int64:
-        raise TypeError(f"a digest is int64, not {digest.dtype}")
+        raise TypeError(f"digest must be int64, not {digest.dtype}")
     _check_status(status)
 
 
 def _check_status(status: torch.Tensor) -> None:
-    # The kernel would write four bytes of something else.
+    # The kernel writes four bytes.
     if status.dtype != torch.int32:
-        raise TypeError(f"a status is int32, not {status.dtype}")
+        raise TypeError(f"status must be int32, not {status.dtype}")
 
 
-def _address(bytes_of: int | torch.Tensor, length: int) -> int:
-    if isinstance(bytes_of, int):
-        return bytes_of
-    if not bytes_of.is_contiguous() or bytes_of.nbytes < length:
-        raise ValueError(f"{length} bytes in one piece are needed")
-    return bytes_of.data_ptr()
+def _address(buffer: int | torch.Tensor, length: int) -> int:
+    if isinstance(buffer, int):
+        return buffer
+    if not buffer.is_contiguous() or buffer.nbytes < length:
+        raise ValueError(f"a contiguous tensor of at least {length} bytes is needed")
+    return buffer.data_ptr()
 
 
-def _programs(pages: int, wanted: int | None) -> int:
-    return min(pages, PROGRAMS_MAX if wanted is None else wanted)
+def _programs(pages: int, requested: int | None) -> int:
+    return min(pages, PROGRAMS_MAX if requested is None else requested)

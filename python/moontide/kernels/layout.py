@@ -1,6 +1,6 @@
-"""Where a record's bytes and words lie in a device region, and what the words mean.
+"""Layout of records and flags in a device region, and the meaning of their words.
 
-Needs neither Triton nor torch: the host's part in a test or a tool can be played with this alone.
+Needs neither Triton nor torch, so that tests and tools can use it for the host's part.
 
     flag of a record, 64 bytes, little-endian, in its owner's region
     ┌────────┬────────┬────────┬──────────────────┐
@@ -8,8 +8,8 @@ Needs neither Triton nor torch: the host's part in a test or a tool can be playe
     │ u64 @0 │ u64 @8 │ u64@16 │ @24 … 63         │
     └────────┴────────┴────────┴──────────────────┘
     word   = epoch:62 | state:2                 as the header word of the store
-    left   = mark of the epoch:32 | pages that are still missing:32
-    digest = sum of the pages' digests, 0 if none were asked for
+    left   = epoch tag:32 | missing pages:32
+    digest = sum of the pages' digests, 0 without digests
 """
 
 from __future__ import annotations
@@ -28,65 +28,66 @@ PAGE_BYTES = 256 * 1024
 PAGE_BYTES_ALLOWED = (128 * 1024, 256 * 1024, 512 * 1024)
 EPOCH_MAX = (1 << 62) - 1
 PAGES_MAX = (1 << 32) - 1
-"""``left`` has 32 bits for them."""
+"""``left`` has 32 bits for the missing pages."""
 
 _U64 = (1 << 64) - 1
 _I64_SIGN = 1 << 63
 
 
 def word(epoch: int, state: int) -> int:
-    """The word as it is stored: ``epoch << 2 | state``."""
+    """Returns the stored word: ``epoch << 2 | state``."""
     return epoch << 2 | state
 
 
-def mark_of(epoch: int) -> int:
-    """32 bits that tell apart the versions which one slot may have had: of its sequence and its term."""
+def epoch_tag(epoch: int) -> int:
+    """Returns 32 bits of the sequence and the term of an epoch, which distinguish the versions of one slot."""
     return (epoch ^ (epoch >> 40) * 0x9E37_79B1) & 0xFFFF_FFFF
 
 
-def left(epoch: int, pages: int) -> int:
-    """The counter as it is stored before the first page came."""
-    return mark_of(epoch) << 32 | pages
+def pages_left(epoch: int, pages: int) -> int:
+    """Returns the initial value of the counter ``left``."""
+    return epoch_tag(epoch) << 32 | pages
 
 
 def as_i64(bits: int) -> int:
-    """The same 64 bits as a signed number, which is how kernels and torch hold them."""
+    """Returns the same 64 bits as a signed number, as kernels and torch represent them."""
     return (bits ^ _I64_SIGN) - _I64_SIGN
 
 
 class Push(IntEnum):
-    """What became of a launch of ``push``. The larger one wins where programs of a launch differ."""
+    """Result of a launch of ``push``. If programs of a launch differ, the largest value is the result."""
 
     PENDING = 1
-    """Its pages are there and counted; others are still missing."""
+    """The pages are written and counted; other pages are missing."""
     PUBLISHED = 2
-    """Its pages were the last: the flag says READY."""
+    """The pages were the last ones: the flag is READY."""
     STALE = 3
-    """The flag is not at this epoch, or expects no more pages. Nothing was counted and nothing published."""
+    """The flag has another epoch, or expects no more pages. No page was counted, and nothing was published."""
 
 
 class Wait(IntEnum):
-    """What a bounded wait found."""
+    """Result of a bounded wait."""
 
     OK = 1
     GONE = 2
-    """The slot is dead, free or at another epoch: waiting longer is of no use."""
+    """The slot is dead, free or at another epoch; do not wait again."""
     TIMED_OUT = 3
 
 
 class Read(IntEnum):
-    """What became of a read under a ledger cell."""
+    """Result of a read under a ledger cell."""
 
     OK = 1
     MISS = 2
-    """The header word does not say READY at this epoch. The cell is vacant."""
+    """The header word is not READY at this epoch. The cell is free."""
     TIMED_OUT = 3
-    """It still said WRITING at this epoch after the last look. The cell is vacant."""
+    """The header word was still WRITING at this epoch after the last poll. The cell is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A version of an object in its owner's region: places are offsets, because every process maps it elsewhere."""
+    """A version of an object in its owner's region. It has offsets, because every process maps the region at another
+    address."""
 
     owner: int
     payload_offset: int
@@ -97,17 +98,17 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.bytes_total < 1 or self.owner < 0:
-            raise ValueError(f"{self.bytes_total} bytes at rank {self.owner}")
+            raise ValueError(f"invalid record: {self.bytes_total} bytes on rank {self.owner}")
         if self.page_bytes not in PAGE_BYTES_ALLOWED:
-            raise ValueError(f"a page has {' or '.join(map(str, PAGE_BYTES_ALLOWED))} bytes, not {self.page_bytes}")
+            raise ValueError(f"page_bytes must be {' or '.join(map(str, PAGE_BYTES_ALLOWED))}, not {self.page_bytes}")
         if self.payload_offset < 0 or self.payload_offset % PAYLOAD_ALIGNMENT:
-            raise ValueError(f"the payload at {self.payload_offset} is not on {PAYLOAD_ALIGNMENT} bytes")
+            raise ValueError(f"payload_offset {self.payload_offset} is not a multiple of {PAYLOAD_ALIGNMENT}")
         if self.flag_offset < 0 or self.flag_offset % FLAG_BYTES:
-            raise ValueError(f"the flag at {self.flag_offset} is not on {FLAG_BYTES} bytes")
+            raise ValueError(f"flag_offset {self.flag_offset} is not a multiple of {FLAG_BYTES}")
         if not 0 < self.epoch <= EPOCH_MAX:
-            raise ValueError(f"no record has epoch {self.epoch}")
+            raise ValueError(f"epoch {self.epoch} is invalid")
         if self.pages > PAGES_MAX:
-            raise ValueError(f"{self.pages} pages are more than the flag can count")
+            raise ValueError(f"{self.pages} pages exceed the limit of {PAGES_MAX}")
 
     @property
     def pages(self) -> int:
@@ -118,15 +119,16 @@ class Record:
         return self.bytes_total - (self.pages - 1) * self.page_bytes
 
     def bytes_of(self, first_page: int, pages: int) -> int:
-        """How many bytes a run of pages has."""
+        """Returns the number of bytes of consecutive pages."""
         if first_page < 0 or pages < 1 or first_page + pages > self.pages:
-            raise ValueError(f"pages {first_page}..{first_page + pages} of {self.pages}")
+            raise ValueError(f"pages {first_page}..{first_page + pages} are out of range; the record has {self.pages}")
         return min(pages * self.page_bytes, self.bytes_total - first_page * self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A ledger cell and the slot it is to name. ``cell`` and ``header_word`` are addresses in this process."""
+    """A ledger cell, and the name of the slot that it pins. ``cell`` and ``header_word`` are addresses in this
+    process."""
 
     cell: int
     name: int
@@ -134,6 +136,6 @@ class Pin:
 
     def __post_init__(self) -> None:
         if self.cell % 8 or self.header_word % 8:
-            raise ValueError("a cell and a header word lie on 8 bytes")
+            raise ValueError("cell and header_word must be multiples of 8")
         if self.name == 0:
-            raise ValueError("0 is a vacant cell and names nothing")
+            raise ValueError("name must not be 0, which means a free cell")

@@ -1,15 +1,15 @@
 """Reading kernels: a bounded wait, and reads under a ledger cell.
 
-The rule is the one of ``crates/heap/src/cell.rs``, and the owner's side of it runs there, on a CPU:
+The protocol is that of ``crates/heap/src/cell.rs``; the owner runs its side there, on a CPU:
 
     reader                                   owner
     cell ← name                              word: READY → DEAD
     ─── fence, system scope ───              ─── fence(SeqCst) ───
-    word READY(e)?  yes: bytes are mine      any cell = name?  yes: keep draining
+    word READY(e)?  yes: read the bytes      any cell = name?  yes: keep draining
                     no:  cell ← 0, miss                        no:  free, reuse
 
-A cell belongs to one reader at a time, and only kernels of this process write it: a CPU store and a GPU atomic on one
-word are not ordered on every bus.
+A cell belongs to one reader at a time, and only kernels of this process write it: a CPU store and a GPU atomic on the
+same word are not ordered on every bus.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from . import layout
 from ._jit import jit
-from .order import fence, look, pause, pointer, settle
+from .memory_order import backoff, fence, load_acquire, pointer, release_fence
 from .pages import copy_page
 
 _WRITING = tl.constexpr(layout.WRITING)
@@ -32,26 +32,27 @@ _READ_TIMED_OUT = tl.constexpr(int(layout.Read.TIMED_OUT))
 
 
 @jit
-def name_and_check(
+def pin_and_check(
     cell: tl.tensor, name: tl.tensor, header_word: tl.tensor, ready: tl.tensor, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """Names the slot in the cell and looks at its word. Returns the word; unless ``ready``, the cell is vacant."""
-    # AcqRel: it takes over the cell from whoever released it.
+    """Pins the slot in the cell and loads its header word. Returns the word; unless it is ``ready``, the cell is
+    free."""
+    # AcqRel: takes over the cell from the reader that released it.
     tl.atomic_xchg(pointer(cell), name.to(tl.int64), sem="acq_rel", scope="sys")
-    # The exchange is one thread's; behind the barrier it is in front of everybody's fence.
+    # One thread executes the exchange; the barrier orders it before the fences of all threads.
     tl.debug_barrier()
     # Pairs with the fence of the owner's scan.
     fence(BACKEND)
-    found = look(header_word, BACKEND)
+    found = load_acquire(header_word, BACKEND)
     if found != ready:
-        vacate(cell, BACKEND)
+        clear_cell(cell, BACKEND)
     return found
 
 
 @jit
-def vacate(cell: tl.tensor, BACKEND: tl.constexpr) -> None:
-    """Gives the slot back. Release: all reading of the bytes happens before; pairs with the acquire of the scan."""
-    settle(BACKEND)
+def clear_cell(cell: tl.tensor, BACKEND: tl.constexpr) -> None:
+    """Unpins the slot. Release: all reads of the bytes happen before; pairs with the acquire of the scan."""
+    release_fence(BACKEND)
     tl.atomic_xchg(pointer(cell), tl.full([], 0, tl.int64), sem="release", scope="sys")
 
 
@@ -62,36 +63,36 @@ def wait_until_ready(
     flag_offset: tl.int64,
     header_word: tl.int64,
     epoch: tl.int64,
-    looks: tl.int64,
+    polls_max: tl.int64,
     status: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> None:
-    """One program. Waits until the producing kernels have published, for at most ``looks`` looks."""
+    """One program. Waits until the producing kernels have published, for at most ``polls_max`` polls."""
     epoch = epoch.to(tl.int64)
     flag = tl.load(bases + owner) + flag_offset
     ready = (epoch << 2) | _READY
     outcome = tl.full([], _WAIT_TIMED_OUT, tl.int32)
-    looked = tl.full([], 0, tl.int64)
-    while (looked < looks) & (outcome == _WAIT_TIMED_OUT):
+    polls = tl.full([], 0, tl.int64)
+    while (polls < polls_max) & (outcome == _WAIT_TIMED_OUT):
         header = (epoch << 2) | _WRITING
         if header_word != 0:
-            header = look(header_word, BACKEND)
-        # After the header: what is being committed, and shut for a moment, was published before.
-        flagged = look(flag, BACKEND)
+            header = load_acquire(header_word, BACKEND)
+        # After the header: a commit closes the word briefly, and the flag was published before the commit.
+        flagged = load_acquire(flag, BACKEND)
         published = flagged == ready
         if header_word == 0:
-            # Of this version nothing but the flag is known; of a later one the flag says so.
+            # Without a header word only the flag is known; it shows a later version.
             header = tl.where((flagged & ~3) == (epoch << 2), header, flagged)
         same_epoch = (header & ~3) == (epoch << 2)
-        # Published goes before dead: a commit shuts the word for a moment, and it commits what was published. Whether
-        # the bytes may be read is for the cell to say.
+        # Published has priority over dead: a commit closes the word briefly, and it commits a published record. The
+        # cell decides whether the bytes may be read.
         alive = published | (header == ready) | (header == ((epoch << 2) | _WRITING))
         gone = (same_epoch & alive) == 0
-        # Committed without a flag, by a host's put: as good.
-        there = published | (header == ready)
-        outcome = tl.where(gone, _WAIT_GONE, tl.where(there, _WAIT_OK, _WAIT_TIMED_OUT))
-        looked += 1
-        pause(BACKEND)
+        # A put of a host commits without a flag.
+        complete = published | (header == ready)
+        outcome = tl.where(gone, _WAIT_GONE, tl.where(complete, _WAIT_OK, _WAIT_TIMED_OUT))
+        polls += 1
+        backoff(BACKEND)
     tl.store(status, outcome)
 
 
@@ -99,9 +100,9 @@ def wait_until_ready(
 def acquire_cell(
     cell: tl.int64, name: tl.int64, header_word: tl.int64, epoch: tl.int64, status: tl.tensor, BACKEND: tl.constexpr
 ) -> None:
-    """One program. With OK the bytes stay as they are until ``release_cell``."""
+    """One program. With OK the bytes do not change until ``release_cell``."""
     ready = (epoch.to(tl.int64) << 2) | _READY
-    found = name_and_check(cell, name, header_word, ready, BACKEND)
+    found = pin_and_check(cell, name, header_word, ready, BACKEND)
     tl.store(status, tl.where(found == ready, _READ_OK, _READ_MISS))
 
 
@@ -122,9 +123,9 @@ def copy_pages(
     BACKEND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Any number of programs. Copies out what an acquire before it in the stream has pinned; without a pin, nothing."""
+    """Any number of programs. Copies a record that an earlier acquire in the stream pinned; without a pin, nothing."""
     if tl.load(status) == _READ_OK:
-        # What the acquire saw was seen by the caches of one multiprocessor; these programs run on others.
+        # The acquire invalidated the caches of one multiprocessor; these programs run on others.
         fence(BACKEND)
         page_bytes = page_bytes.to(tl.int64)
         bytes_total = bytes_total.to(tl.int64)
@@ -141,9 +142,9 @@ def copy_pages(
 
 @jit
 def release_cell(cell: tl.int64, status: tl.tensor, BACKEND: tl.constexpr) -> None:
-    """One program. Gives back what an acquire before it in the stream has pinned; without a pin, nothing."""
+    """One program. Releases the pin of an earlier acquire in the stream; without a pin, nothing."""
     if tl.load(status) == _READ_OK:
-        vacate(cell, BACKEND)
+        clear_cell(cell, BACKEND)
 
 
 @jit
@@ -158,7 +159,7 @@ def read_record(
     cell: tl.int64,
     name: tl.int64,
     header_word: tl.int64,
-    looks: tl.int64,
+    polls_max: tl.int64,
     target: tl.int64,
     status: tl.tensor,
     digest: tl.tensor,
@@ -167,18 +168,18 @@ def read_record(
     BACKEND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program. Waits while the header says WRITING, acquires, copies everything, releases."""
+    """One program. Waits while the header is WRITING, acquires, copies all pages, releases."""
     epoch = epoch.to(tl.int64)
     writing = (epoch << 2) | _WRITING
     ready = (epoch << 2) | _READY
-    # Waits with the cell vacant: a reader that only waits must not keep a slot from being freed.
-    looked = tl.full([], 1, tl.int64)
-    header = look(header_word, BACKEND)
-    while (looked < looks) & (header == writing):
-        pause(BACKEND)
-        header = look(header_word, BACKEND)
-        looked += 1
-    found = name_and_check(cell, name, header_word, ready, BACKEND)
+    # Waits with a free cell: a waiting reader must not prevent a slot from being freed.
+    polls = tl.full([], 1, tl.int64)
+    header = load_acquire(header_word, BACKEND)
+    while (polls < polls_max) & (header == writing):
+        backoff(BACKEND)
+        header = load_acquire(header_word, BACKEND)
+        polls += 1
+    found = pin_and_check(cell, name, header_word, ready, BACKEND)
     if found == ready:
         page_bytes = page_bytes.to(tl.int64)
         bytes_total = bytes_total.to(tl.int64)
@@ -190,7 +191,7 @@ def read_record(
             total += copy_page(from_payload + begin, target + begin, length, begin // 8, WIDE, DIGEST, BLOCK)
         if DIGEST:
             tl.store(digest, tl.sum(total, axis=0).to(tl.int64))
-        vacate(cell, BACKEND)
+        clear_cell(cell, BACKEND)
     tl.store(
         status, tl.where(found == ready, _READ_OK, tl.where(found == writing, _READ_TIMED_OUT, _READ_MISS))
     )

@@ -1,27 +1,28 @@
-"""Blocks of a KV cache in the store, for any engine: names, addresses, prefixes, and moving them in the background.
+"""KV cache blocks in the store, for any inference engine: keys, addresses, prefix lookups and background transfers.
 
-``BlockCache`` is all that a simple engine needs. Connectors of engines that must never wait are made of ``Door``,
-``Lookups`` and ``Transfers``; those that tell routers what they saved have ``Departures`` say what has left since.
+``StoreBlockCache`` is enough for a simple engine. Connectors of engines that must not block use ``StoreConnection``,
+``Lookups`` and ``Transfers``. Connectors that announce saved blocks to routers use ``RemovalTracker`` to learn which
+blocks were removed since.
 """
 
-from .cache import BlockCache
-from .departures import Departures
-from .door import Door
+from .cache import StoreBlockCache
+from .connection import StoreConnection
 from .lookups import Lookups
 from .naming import Namespace, block_hashes, digest_of, keys_of
-from .pages import Pages, Run
+from .pages import BlockPages, LayerRun
+from .removals import RemovalTracker
 from .transfers import Batch, Load, Transfers
 
 __all__ = [
     "Batch",
-    "BlockCache",
-    "Departures",
-    "Door",
+    "BlockPages",
+    "LayerRun",
     "Load",
     "Lookups",
     "Namespace",
-    "Pages",
-    "Run",
+    "RemovalTracker",
+    "StoreBlockCache",
+    "StoreConnection",
     "Transfers",
     "block_hashes",
     "digest_of",

@@ -1,4 +1,4 @@
-"""How long a cached prefix is: asked in the background, for schedulers that must not wait."""
+"""Background lookups of the length of stored prefixes, for schedulers that must not block."""
 
 from __future__ import annotations
 
@@ -7,152 +7,155 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .door import LOG, Door
+from .connection import LOG, StoreConnection
 
-#: How many keys are asked for in one call at most.
+#: Maximum number of keys in one call.
 _BATCH_KEYS = 8192
 
 
 @dataclass
-class Counts:
-    """What was asked for, and what came of it."""
+class LookupStats:
+    """Counters of lookups."""
 
-    asked: int = 0
+    lookups: int = 0
     answered: int = 0
-    #: Not answered in time, or not asked at all because the store is away.
-    given_up: int = 0
-    blocks_asked: int = 0
-    blocks_found: int = 0
+    #: Timed out, or skipped because the store is unavailable.
+    timed_out: int = 0
+    blocks: int = 0
+    hit_blocks: int = 0
     seconds: float = 0.0
 
 
 @dataclass
-class _Question:
+class _PendingLookup:
     keys: Callable[[], Sequence[str]]
     blocks: int
-    asked: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     found: int | None = None
     answered: float = 0.0
 
 
 class Lookups:
-    """Prefixes by name. ``ask`` returns at once; what it does not know yet it knows a little later.
+    """Prefix lookups by name. ``ask`` never blocks; it returns None until the result is known.
 
-    One thread asks for everything that waits in one call. A store that is slow or away costs a request ``patience``
-    seconds once, and nothing while it stays away.
+    One thread looks up all pending prefixes in one call. If the store is slow or unavailable, a request waits
+    ``timeout`` seconds once, and does not wait while the store remains unavailable. Results are valid for ``ttl``
+    seconds.
     """
 
-    def __init__(self, door: Door, patience: float = 0.25, lasts: float = 2.0, prefetch: bool = True) -> None:
-        self._door = door
-        self._patience = patience
-        self._lasts = lasts
+    def __init__(
+        self, connection: StoreConnection, timeout: float = 0.25, ttl: float = 2.0, prefetch: bool = True
+    ) -> None:
+        self._connection = connection
+        self._timeout = timeout
+        self._ttl = ttl
         self._prefetch = prefetch
-        self._questions: dict[str, _Question] = {}
-        self._waiting: list[_Question] = []
+        self._lookups: dict[str, _PendingLookup] = {}
+        self._queue: list[_PendingLookup] = []
         self._changed = threading.Condition()
-        self._ends = False
-        self.counts = Counts()
+        self._stopped = False
+        self.counts = LookupStats()
         self._thread = threading.Thread(target=self._work, name="moontide-lookups", daemon=True)
         self._thread.start()
 
     def ask(self, name: str, blocks: int, keys: Callable[[], Sequence[str]]) -> int | None:
-        """How many of the blocks there are, from the first on without a gap; nothing if that is not known yet.
+        """Returns the number of stored blocks, from the first one up to the first gap; None if it is not known yet.
 
-        ``keys`` makes their keys, the same number for each block; it is called in the background.
+        ``keys`` returns their keys, the same number for each block. It is called in the background thread.
         """
         if blocks < 1:
             return 0
         now = time.monotonic()
-        question = self._questions.get(name)
-        if question is not None and question.blocks == blocks:
-            if question.found is not None and now - question.answered < self._lasts:
-                return question.found
-            if question.found is None and now - question.asked < self._patience:
+        lookup = self._lookups.get(name)
+        if lookup is not None and lookup.blocks == blocks:
+            if lookup.found is not None and now - lookup.answered < self._ttl:
+                return lookup.found
+            if lookup.found is None and now - lookup.started < self._timeout:
                 return None
-            if question.found is None:
-                self.counts.given_up += 1
-                question.found, question.answered = 0, now
+            if lookup.found is None:
+                self.counts.timed_out += 1
+                lookup.found, lookup.answered = 0, now
                 return 0
-        self.counts.asked += 1
-        if not self._door.is_open:
-            self.counts.given_up += 1
+        self.counts.lookups += 1
+        if not self._connection.available:
+            self.counts.timed_out += 1
             return 0
-        question = _Question(keys, blocks)
-        self._questions[name] = question
+        lookup = _PendingLookup(keys, blocks)
+        self._lookups[name] = lookup
         with self._changed:
-            self._waiting.append(question)
+            self._queue.append(lookup)
             self._changed.notify()
         return None
 
     def forget(self, name: str) -> None:
-        """Nobody will ask for it again."""
-        self._questions.pop(name, None)
+        """Drops the lookup of a name."""
+        self._lookups.pop(name, None)
 
     def forget_all(self) -> None:
-        """Whoever asks from now on is not answered from memory."""
-        self._questions.clear()
+        """Drops all cached results."""
+        self._lookups.clear()
 
     def close(self) -> None:
-        """Ends the thread, when what it has asked is answered."""
+        """Ends the thread after its current call."""
         with self._changed:
-            self._ends = True
+            self._stopped = True
             self._changed.notify()
         self._thread.join(10)
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._ends:
+                while not self._queue and not self._stopped:
                     self._changed.wait()
-                if self._ends:
+                if self._stopped:
                     return
-                questions, self._waiting = self._waiting, []
+                lookups, self._queue = self._queue, []
             try:
-                self._answer(questions)
-            except Exception as error:  # whatever it is, the thread must go on, and the engine compute
-                LOG.exception("a lookup failed")
-                self._door.failed(str(error))
-                self._settle([(question, 0) for question in questions])
+                self._run(lookups)
+            except Exception as error:  # the thread must continue; a failed lookup counts as a miss
+                LOG.exception("lookup failed")
+                self._connection.mark_failed(str(error))
+                self._finish([(lookup, 0) for lookup in lookups])
 
-    def _answer(self, questions: list[_Question]) -> None:
+    def _run(self, lookups: list[_PendingLookup]) -> None:
         began = time.monotonic()
-        store = self._door.store()
+        store = self._connection.store()
         if store is None:
-            self._settle([(question, 0) for question in questions])
+            self._finish([(lookup, 0) for lookup in lookups])
             return
-        asked = [list(question.keys()) for question in questions]
-        keys = [key for some in asked for key in some]
+        keys_of_each = [list(lookup.keys()) for lookup in lookups]
+        keys = [key for own in keys_of_each for key in own]
         codes: list[int] = []
         for start in range(0, len(keys), _BATCH_KEYS):
             codes += store._exists_codes(keys[start : start + _BATCH_KEYS])
-        failed = next((code for code in codes if code < 0), None)
-        if failed is not None:
-            self._door.failed(f"a lookup gave {failed}")
+        error = next((code for code in codes if code < 0), None)
+        if error is not None:
+            self._connection.mark_failed(f"lookup failed with error {-error}")
         else:
-            self._door.worked()
-        settled, at = [], 0
-        for question, own in zip(questions, asked, strict=True):
-            each = len(own) // question.blocks
-            there = codes[at : at + len(own)]
-            missing = next((i for i, code in enumerate(there) if code != 1), len(there))
-            settled.append((question, missing // each))
+            self._connection.mark_ok()
+        results, at = [], 0
+        for lookup, own in zip(lookups, keys_of_each, strict=True):
+            keys_per_block = len(own) // lookup.blocks
+            own_codes = codes[at : at + len(own)]
+            first_missing = next((i for i, code in enumerate(own_codes) if code != 1), len(own_codes))
+            results.append((lookup, first_missing // keys_per_block))
             at += len(own)
         self.counts.seconds += time.monotonic() - began
-        self._settle(settled)
+        self._finish(results)
         if self._prefetch:
-            wanted = [
+            hits = [
                 key
-                for (question, found), own in zip(settled, asked, strict=True)
-                for key in own[: found * (len(own) // question.blocks)]
+                for (lookup, found), own in zip(results, keys_of_each, strict=True)
+                for key in own[: found * (len(own) // lookup.blocks)]
             ]
-            for start in range(0, len(wanted), _BATCH_KEYS):
-                store.prefetch(wanted[start : start + _BATCH_KEYS])
+            for start in range(0, len(hits), _BATCH_KEYS):
+                store.prefetch(hits[start : start + _BATCH_KEYS])
 
-    def _settle(self, settled: list[tuple[_Question, int]]) -> None:
+    def _finish(self, results: list[tuple[_PendingLookup, int]]) -> None:
         now = time.monotonic()
-        for question, found in settled:
+        for lookup, found in results:
             self.counts.answered += 1
-            self.counts.blocks_asked += question.blocks
-            self.counts.blocks_found += found
-            question.answered = now
-            question.found = found
+            self.counts.blocks += lookup.blocks
+            self.counts.hit_blocks += found
+            lookup.answered = now
+            lookup.found = found

@@ -1,4 +1,4 @@
-"""What a block is called. Two processes may share bytes only if all that gives those bytes a meaning is equal."""
+"""Keys of blocks. Processes share a block only if everything that determines the meaning of its bytes is equal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
-#: Of each file of weights so much at its beginning and at its end goes into the digest: enough to tell two trainings
-#: apart, and little enough not to be noticed at the start.
+#: Bytes at the start and at the end of each file of weights that go into the digest: enough to tell two trainings
+#: apart, and few enough not to delay the start.
 _SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """What engines must have in common to use each other's blocks.
+    """Properties that engines must have in common to share blocks.
 
     >>> from moontide.kv import Namespace
     >>> one = Namespace("org/model", dtype="bfloat16", block_size=16, layout="2,16,8,128 x 32")
@@ -26,47 +26,47 @@ class Namespace:
     'kv1/org-model/2e59a864fd18f535/'
     """
 
-    #: The model, as all of them name it.
+    #: Name of the model, equal in all engines.
     model: str
-    #: Its version: a commit, a digest of its weights. Empty if the name alone says it.
+    #: Version of the model: a commit, or a digest of its weights. Empty if the name identifies it.
     revision: str = ""
-    #: The type of one number of the cache; for quantised caches, with whatever their scales depend on.
+    #: Element type of the cache; for quantised caches, with everything that their scales depend on.
     dtype: str = ""
-    #: Tokens of a block.
+    #: Tokens per block.
     block_size: int = 16
-    #: How the bytes of a block lie: layers, heads, order of dimensions.
+    #: Layout of the bytes of a block: layers, heads, order of dimensions.
     layout: str = ""
-    #: How many processes share the model, and in which ways ("tp2 pp1").
+    #: Number of processes that share the model, and how ("tp2 pp1").
     ranks: str = "1"
-    #: How tokens become hashes: who hashes otherwise never finds anything, and should not try.
+    #: Hash function of the tokens. Engines with other hashes find no common blocks.
     hashing: str = "sha256"
-    #: Whatever else: adapters, tenants' salts, versions of an engine, if they are not part of the hashes.
+    #: Everything else that is not part of the hashes: adapters, salts of tenants, versions of an engine.
     more: dict[str, str] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
-        """What all its keys begin with: for people the model's name, and a digest of everything."""
-        said = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        """Prefix of all keys: the model's name, for readability, and a digest of all fields."""
+        encoded = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
         name = _UNSAFE.sub("-", self.model).strip("-")[-60:] or "model"
-        return f"kv1/{name}/{hashlib.sha256(said).hexdigest()[:16]}/"
+        return f"kv1/{name}/{hashlib.sha256(encoded).hexdigest()[:16]}/"
 
     def keys(self, hashes: Iterable[bytes], parts: Sequence[str] = ("0",)) -> list[str]:
-        """The keys of blocks, part by part: a part is what one rank, or one group of layers, has of a block."""
+        """Returns the keys of blocks, one per part. A part of a block belongs to one rank or one group of layers."""
         return keys_of(self.prefix, hashes, parts)
 
 
 def keys_of(prefix: str, hashes: Iterable[bytes], parts: Sequence[str]) -> list[str]:
-    """The keys of blocks under a namespace's prefix, for whoever was told no more of it."""
+    """Returns the keys of blocks under the prefix of a namespace."""
     return [f"{prefix}{block.hex()}/{part}" for block in hashes for part in parts]
 
 
 def block_hashes(
     tokens: Sequence[int], block_size: int, *, parent: bytes = b"", salt: str = "", adapter: str = ""
 ) -> list[bytes]:
-    """One hash for each full block of tokens. Each stands for all tokens up to its end, not for its own alone.
+    """Returns one hash for each full block of tokens. A hash covers all tokens up to the end of its block.
 
-    ``salt`` and ``adapter`` change all of them: what was computed for one tenant, or with one adapter, is not found by
-    another. To go on after blocks that are hashed already, say the last hash as ``parent``.
+    ``salt`` and ``adapter`` change all hashes, so tenants and adapters do not share blocks. To continue after blocks
+    that are already hashed, pass the last hash as ``parent``.
 
     >>> from moontide.kv import block_hashes
     >>> first = block_hashes(range(64), 16)
@@ -82,7 +82,7 @@ def _root(salt: str, adapter: str) -> bytes:
 
 def _chain(tokens: Sequence[int], block_size: int, parent: bytes) -> Iterator[bytes]:
     if block_size < 1:
-        raise ValueError(f"a block has at least one token, not {block_size}")
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
     for start in range(0, len(tokens) - block_size + 1, block_size):
         words = b"".join(int(token).to_bytes(8, "little") for token in tokens[start : start + block_size])
         parent = hashlib.sha256(parent + words).digest()
@@ -90,7 +90,8 @@ def _chain(tokens: Sequence[int], block_size: int, parent: bytes) -> Iterator[by
 
 
 def digest_of(folder: Path) -> str:
-    """Of a folder with a model: its configuration, and samples of its weights. A revision for models without one."""
+    """Returns a digest of a model folder: of its configuration and of samples of its weights. Serves as the revision of
+    models that have none."""
     sha = hashlib.sha256()
     weights = sorted(file for kind in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
     for file in [folder / "config.json", *weights]:

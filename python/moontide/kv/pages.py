@@ -1,4 +1,4 @@
-"""Where the blocks of an engine's cache are in memory."""
+"""Memory addresses of the blocks of an engine's cache."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Run:
-    """Bytes that every block has at the same distance: those of one layer, or its keys, or its values."""
+class LayerRun:
+    """Bytes that every block has at a constant stride: those of one layer, or of its keys, or of its values."""
 
-    #: Where those of block 0 begin.
+    #: Address of the bytes of block 0.
     address: int
-    #: How far those of the next block are.
+    #: Distance in bytes to the next block.
     stride: int
-    #: How many there are.
+    #: Bytes per block.
     size: int
 
 
-class Pages:
-    """All runs of a block, in the order in which its bytes are stored."""
+class BlockPages:
+    """All runs of the blocks of a cache, in the order in which the bytes of a block are stored."""
 
-    def __init__(self, runs: Sequence[Run], blocks: int) -> None:
+    def __init__(self, runs: Sequence[LayerRun], blocks: int) -> None:
         if not runs or blocks < 1:
-            raise ValueError("a cache has blocks, and a block has bytes")
+            raise ValueError(f"at least one run and one block are needed, not {len(runs)} and {blocks}")
         self.runs = list(runs)
         self.blocks = blocks
         self._sizes = [run.size for run in self.runs]
 
     @property
     def block_bytes(self) -> int:
-        """The length of a block's object."""
+        """Bytes of the object of a block."""
         return sum(self._sizes)
 
     def addresses(self, blocks: Iterable[int]) -> list[list[int]]:
-        """Of each block, where its runs are."""
+        """Returns the addresses of the runs of each block."""
         found = []
         for block in blocks:
             if not 0 <= block < self.blocks:
-                raise IndexError(f"there is no block {block}; there are {self.blocks}")
+                raise IndexError(f"there is no block {block}; the cache has {self.blocks} blocks")
             found.append([run.address + block * run.stride for run in self.runs])
         return found
 
     def sizes(self, count: int) -> list[list[int]]:
-        """The lengths of those runs, for so many blocks."""
+        """Returns the sizes of the runs of ``count`` blocks."""
         return [self._sizes] * count
 
     @classmethod
-    def of_tensors(cls, tensors: Iterable[Any], blocks: int) -> Pages:
-        """Of torch tensors, one or more for each layer, each ``[blocks, …]`` or, as two halves, ``[2, blocks, …]``.
+    def of_tensors(cls, tensors: Iterable[Any], blocks: int) -> BlockPages:
+        """Creates the pages of torch tensors, one or more per layer, each ``[blocks, …]`` or, with two halves,
+        ``[2, blocks, …]``.
 
-        What a block has of a tensor must lie together; in which order of dimensions makes no difference here, but to
-        whoever reads it: say it in the namespace's ``layout`` (see `order`).
+        The bytes of a block in a tensor must be contiguous, in any order of dimensions. Readers need the same order:
+        include it in the ``layout`` of the namespace (see `memory_order`).
         """
         runs = []
         for tensor in tensors:
@@ -63,21 +64,22 @@ class Pages:
             halves = tensor.shape[0] if axis else 1
             for half in range(halves):
                 address = tensor.data_ptr() + (half * step[0] * item if axis else 0)
-                runs.append(Run(address, step[axis] * item, size))
+                runs.append(LayerRun(address, step[axis] * item, size))
         return cls(runs, blocks)
 
 
 def block_axis(shape: Sequence[int], blocks: int) -> int:
-    """Which dimension counts the blocks."""
+    """Returns the dimension that counts the blocks."""
     if shape[0] == blocks:
         return 0
     if len(shape) > 1 and shape[0] == 2 and shape[1] == blocks:
         return 1
-    raise ValueError(f"neither [blocks, …] nor [2, blocks, …] with {blocks} blocks: {list(shape)}")
+    raise ValueError(f"shape {list(shape)} is neither [blocks, …] nor [2, blocks, …] with {blocks} blocks")
 
 
-def order(tensor: Any, blocks: int) -> str:
-    """How the numbers of one block lie in memory, outermost first: part of what gives bytes a meaning."""
+def memory_order(tensor: Any, blocks: int) -> str:
+    """Returns the order of the dimensions of a block in memory, outermost first. Two tensors with different orders must
+    not share blocks."""
     axis = block_axis(tensor.shape, blocks)
     inner = [(tensor.stride(at), at - axis, tensor.shape[at]) for at in range(axis + 1, tensor.dim())]
     dims = " ".join(f"{at}:{count}" for _, at, count in sorted(inner, reverse=True))
@@ -85,10 +87,10 @@ def order(tensor: Any, blocks: int) -> str:
 
 
 def _dense(inner: list[tuple[int, int]], tensor: Any) -> int:
-    """How many numbers the inner dimensions have; they must leave no holes."""
+    """Returns the number of elements of the inner dimensions. Raises ValueError if there are gaps between them."""
     expected = 1
     for count, step in sorted(inner, key=lambda pair: pair[1]):
         if count > 1 and step != expected:
-            raise ValueError(f"a block's bytes do not lie together: {list(tensor.shape)}, {list(tensor.stride())}")
+            raise ValueError(f"blocks are not contiguous: shape {list(tensor.shape)}, strides {list(tensor.stride())}")
         expected *= count
     return expected

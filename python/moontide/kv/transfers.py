@@ -1,4 +1,4 @@
-"""Blocks on their way: saves and loads in background threads, for engines that go on computing meanwhile."""
+"""Background saves and loads of blocks, for engines that continue computing meanwhile."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from dataclasses import dataclass, field
 from moontide._native import PutOptions
 from moontide.store import Store
 
-from .door import LOG, Door
+from .connection import LOG, StoreConnection
 
-#: Codes that say that nobody answers, or nobody who may. All others are answers: an object is not there or not whole,
-#: or there is no room for it, and that is no reason to leave the store alone.
-_AWAY = frozenset((-300, -301, -304, -400, -401, -402))
-#: The bytes of an object do not fit its digest, on any node that has it.
+#: Codes for a store that does not answer. All others are answers, for example that an object does not exist, is
+#: corrupt, or that there is no space; the store remains available after them.
+_UNAVAILABLE = frozenset((-300, -301, -304, -400, -401, -402))
+#: Every replica of the object is corrupt.
 _CORRUPT = -500
 
 
 @dataclass
-class Counts:
-    """What was moved."""
+class TransferStats:
+    """Counters of transfers."""
 
     saves: int = 0
     saved_blocks: int = 0
     saved_bytes: int = 0
-    failed_saves: int = 0
+    save_failures: int = 0
     save_seconds: float = 0.0
     loads: int = 0
     loaded_blocks: int = 0
     loaded_bytes: int = 0
-    failed_loads: int = 0
+    load_failures: int = 0
     load_seconds: float = 0.0
 
 
 @dataclass
 class Batch:
-    """Objects and their memory: of each its key, and where its parts are and how long."""
+    """Keys of objects, and for each object the addresses and sizes of its parts."""
 
     keys: Sequence[str]
     addresses: Sequence[Sequence[int]]
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Size of all objects."""
         return sum(sum(parts) for parts in self.sizes)
 
 
@@ -54,35 +54,40 @@ class Batch:
 class _Job:
     name: str
     batch: Callable[[], Batch]
-    #: After it was loaded, in the thread that loaded it.
+    #: Called after a load, in the thread of the load.
     then: Callable[[], None] | None
     blocks: int
-    #: When it was saved, in that thread, with what has failed.
-    told: Callable[[list[int]], None] | None = None
+    #: Called after a save, in the thread of the save, with the indices of the objects that failed.
+    on_done: Callable[[list[int]], None] | None = None
     done: threading.Event = field(default_factory=threading.Event)
-    #: Which of its objects were not moved.
+    #: Indices of the objects that were not transferred.
     failed: list[int] = field(default_factory=list)
 
 
 class Transfers:
-    """Saves and loads by name. Nothing here waits for the store, except what says so.
+    """Saves and loads by name. Only ``wait_saved``, ``close`` and ``Load.wait`` block.
 
-    A save that fails is forgotten: it is a cache. A load that fails says which objects it has not: their memory may
-    hold anything by then, and must be computed. Bytes that do not fit their digest count as failed.
+    A failed save is dropped: the store is a cache. A failed load reports which objects are missing; their memory is
+    undefined, and the engine must compute them. An object that does not match its digest counts as failed.
     """
 
     def __init__(
-        self, door: Door, options: PutOptions | None = None, savers: int = 1, loaders: int = 1, waiting_max: int = 4096
+        self,
+        connection: StoreConnection,
+        options: PutOptions | None = None,
+        save_threads: int = 1,
+        load_threads: int = 1,
+        waiting_max: int = 4096,
     ) -> None:
-        self._door = door
+        self._connection = connection
         self._options = options
         self._waiting_max = waiting_max
         self._lock = threading.Lock()
         self._saving: dict[str, list[_Job]] = {}
         self._loaded: list[tuple[str, list[int]]] = []
-        self.counts = Counts()
-        self._saves = _Queue("moontide-saves", savers, self._save)
-        self._loads = _Queue("moontide-loads", loaders, self._load)
+        self.counts = TransferStats()
+        self._saves = _Queue("moontide-saves", save_threads, self._save)
+        self._loads = _Queue("moontide-loads", load_threads, self._load)
 
     # ------------------------------------------------------------------------------------------------------------ saves
 
@@ -91,38 +96,40 @@ class Transfers:
         name: str,
         blocks: int,
         batch: Callable[[], Batch],
-        told: Callable[[list[int]], None] | None = None,
+        on_done: Callable[[list[int]], None] | None = None,
     ) -> bool:
-        """Begins to save; several saves may have one name. False: it is not worth it, or too much is waiting already.
+        """Starts a save. Several saves can have the same name. Returns False if the store is unavailable or the queue
+        is full.
 
-        ``batch`` is made in the background. The memory must stay as it is until the save is over (see `saving`).
-        ``told`` is then called there with the numbers of those that were not saved; not if the answer here is False.
+        ``batch`` is called in the background. The memory must not change until the save ends (see `is_saving`). After
+        the save, ``on_done`` is called in the background with the indices of the objects that were not saved; it is not
+        called if this method returns False.
         """
-        if not self._door.is_open or len(self._saves) >= self._waiting_max:
-            self.counts.failed_saves += blocks
+        if not self._connection.available or len(self._saves) >= self._waiting_max:
+            self.counts.save_failures += blocks
             return False
-        job = _Job(name, batch, None, blocks, told)
+        job = _Job(name, batch, None, blocks, on_done)
         with self._lock:
             self._saving.setdefault(name, []).append(job)
         self._saves.add(job)
         return True
 
-    def saving(self, name: str) -> bool:
-        """Whether saves of this name are under way."""
+    def is_saving(self, name: str) -> bool:
+        """Whether saves of this name are pending."""
         with self._lock:
             return name in self._saving
 
-    def wait_saved(self, names: Iterable[str], deadline: float = 30.0) -> bool:
-        """Waits until no save of these names is under way. False: they are, still."""
-        until = time.monotonic() + deadline
+    def wait_saved(self, names: Iterable[str], timeout: float = 30.0) -> bool:
+        """Waits until no save of these names is pending. Returns False after a timeout."""
+        deadline = time.monotonic() + timeout
         with self._lock:
             jobs = [job for name in names for job in self._saving.get(name, ())]
-        return all(job.done.wait(max(0.0, until - time.monotonic())) for job in jobs)
+        return all(job.done.wait(max(0.0, deadline - time.monotonic())) for job in jobs)
 
     def _save(self, job: _Job) -> None:
         job.failed = list(range(job.blocks))
         try:
-            store = self._door.store()
+            store = self._connection.store()
             if store is None:
                 return
             began, batch = time.monotonic(), job.batch()
@@ -134,11 +141,11 @@ class Transfers:
             self.counts.saved_bytes += sum(
                 sum(sizes) for code, sizes in zip(codes, batch.sizes, strict=True) if code >= 0
             )
-            self._judge(codes)
+            self._update_connection(codes)
         finally:
-            self.counts.failed_saves += len(job.failed)
-            if job.told is not None:
-                job.told(job.failed)
+            self.counts.save_failures += len(job.failed)
+            if job.on_done is not None:
+                job.on_done(job.failed)
             with self._lock:
                 jobs = self._saving[job.name]
                 jobs.remove(job)
@@ -151,13 +158,13 @@ class Transfers:
     def load(
         self, name: str, blocks: int, batch: Callable[[], Batch], then: Callable[[], None] | None = None
     ) -> Load:
-        """Begins to load. Nobody else may touch the memory until it is over."""
+        """Starts a load. No other code may access the memory until the load ends."""
         job = _Job(name, batch, then, blocks)
         self._loads.add(job)
         return Load(job)
 
-    def loaded(self) -> list[tuple[str, list[int]]]:
-        """Loads that are over, each once: its name, and which of its objects have failed."""
+    def take_loaded(self) -> list[tuple[str, list[int]]]:
+        """Returns the loads that ended since the last call: name, and indices of the objects that failed."""
         with self._lock:
             loaded, self._loaded = self._loaded, []
         return loaded
@@ -165,7 +172,7 @@ class Transfers:
     def _load(self, job: _Job) -> None:
         job.failed = list(range(job.blocks))
         try:
-            store = self._door.store()
+            store = self._connection.store()
             if store is None:
                 return
             began, batch = time.monotonic(), job.batch()
@@ -177,56 +184,56 @@ class Transfers:
             self.counts.loads += 1
             self.counts.loaded_blocks += len(codes) - len(job.failed)
             self.counts.loaded_bytes += sum(code for code in codes if code > 0)
-            self._judge(codes)
-            self._clear_away(store, [key for key, code in zip(batch.keys, codes, strict=True) if code == _CORRUPT])
+            self._update_connection(codes)
+            self._remove_corrupt(store, [key for key, code in zip(batch.keys, codes, strict=True) if code == _CORRUPT])
         finally:
-            self.counts.failed_loads += len(job.failed)
+            self.counts.load_failures += len(job.failed)
             with self._lock:
                 self._loaded.append((job.name, job.failed))
             job.done.set()
 
     # ------------------------------------------------------------------------------------------------------------- both
 
-    def close(self, deadline: float = 10.0) -> None:
-        """Finishes what is under way, and ends."""
-        until = time.monotonic() + deadline
-        self._saves.close(until)
-        self._loads.close(until)
+    def close(self, timeout: float = 10.0) -> None:
+        """Finishes the pending transfers and ends the threads."""
+        deadline = time.monotonic() + timeout
+        self._saves.close(deadline)
+        self._loads.close(deadline)
 
-    def _clear_away(self, store: Store, keys: list[str]) -> None:
-        """Nobody can use them, and while they are there nobody can save them anew."""
+    def _remove_corrupt(self, store: Store, keys: list[str]) -> None:
+        """Removes corrupt objects: while they exist, no client can save them again."""
         if keys:
-            LOG.warning("%d objects do not fit their digests and are removed, among them %s", len(keys), keys[0])
+            LOG.warning("removing %d objects that do not match their digests, e.g. %s", len(keys), keys[0])
             store.batch_remove(keys, force=True)
 
-    def _judge(self, codes: Sequence[int]) -> None:
-        """Whether the store itself is in trouble."""
-        trouble = [code for code in codes if code in _AWAY]
-        if codes and len(trouble) == len(codes):
-            self._door.failed(f"error {-trouble[0]} for all of {len(codes)} objects")
-        elif not trouble:
-            self._door.worked()
+    def _update_connection(self, codes: Sequence[int]) -> None:
+        """Marks the connection as failed if the store answered for no object, and as ok if it answered for all."""
+        unavailable = [code for code in codes if code in _UNAVAILABLE]
+        if codes and len(unavailable) == len(codes):
+            self._connection.mark_failed(f"error {-unavailable[0]} for all of {len(codes)} objects")
+        elif not unavailable:
+            self._connection.mark_ok()
 
 
 class Load:
-    """A load that was begun."""
+    """A started load."""
 
     def __init__(self, job: _Job) -> None:
         self._job = job
 
-    def wait(self, deadline: float) -> list[int] | None:
-        """Which objects have failed, when it is over; nothing if it is not over by then."""
-        return self._job.failed if self._job.done.wait(deadline) else None
+    def wait(self, timeout: float) -> list[int] | None:
+        """Waits for the end of the load. Returns the indices of the objects that failed, or None after a timeout."""
+        return self._job.failed if self._job.done.wait(timeout) else None
 
 
 class _Queue:
-    """Jobs in the order in which they came, and threads that do them."""
+    """FIFO queue of jobs, with its threads."""
 
     def __init__(self, name: str, threads: int, work: Callable[[_Job], None]) -> None:
         self._work = work
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._ends = False
+        self._stopped = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(threads)
         ]
@@ -241,22 +248,22 @@ class _Queue:
             self._jobs.append(job)
             self._changed.notify()
 
-    def close(self, until: float) -> None:
+    def close(self, deadline: float) -> None:
         with self._changed:
-            self._ends = True
+            self._stopped = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._jobs and not self._ends:
+                while not self._jobs and not self._stopped:
                     self._changed.wait()
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
             try:
                 self._work(job)
-            except Exception:  # whatever it is, the thread must go on; the job's own books are closed already
-                LOG.exception("moving blocks of %s failed", job.name)
+            except Exception:  # the thread must continue; the job itself was already finished
+                LOG.exception("transfer of blocks of %s failed", job.name)

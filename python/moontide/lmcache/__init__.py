@@ -1,4 +1,4 @@
-"""LMCache on Moontide: an L2 of the kind "native_plugin". ``docs/lmcache.md`` says how to configure it."""
+"""L2 plugin for LMCache, of type "native_plugin". ``docs/lmcache.md`` describes the configuration."""
 
 from .l2 import MoontideL2
 

@@ -1,4 +1,4 @@
-"""SGLang's HiCache on Moontide: a storage backend of the kind "dynamic". How to configure it: ``docs/sglang.md``."""
+"""HiCache storage backend for SGLang, of type "dynamic". ``docs/sglang.md`` describes the configuration."""
 
 from .hicache import MoontideHiCache
 

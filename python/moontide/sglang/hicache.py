@@ -1,7 +1,7 @@
-"""``MoontideHiCache``: SGLang's pages in the store.
+"""``MoontideHiCache``: saves SGLang's pages in the store.
 
-SGLang calls from threads of its own, up to three at once: one asks which pages there are, one fetches, one saves. So
-every call here is made in place (see `moontide.kv.calls`). While the store is away, no page is there, none comes and
+SGLang calls from up to three threads at once: one for lookups, one for loads, one for saves. All calls here are
+therefore blocking calls (see `moontide.kv.calls`). While the store is unavailable, no page exists, none is loaded and
 none is saved, and the engine computes.
 """
 
@@ -24,13 +24,13 @@ from sglang.srt.mem_cache.hicache_storage import (  # type: ignore[import-untype
 )
 
 from moontide.kv import Batch
-from moontide.kv.calls import Calls, Counts, Settings
+from moontide.kv.calls import Calls, CallStats, Settings
 
 from .pools import Pool
 
 LOG = logging.getLogger("moontide.sglang")
 
-#: What SGLang itself reads from the extra config, or leaves there.
+#: Keys of the extra config that belong to SGLang.
 _OF_SGLANG = frozenset(
     (
         "backend_name",
@@ -44,17 +44,17 @@ _OF_SGLANG = frozenset(
         "hicache_storage_pass_prefix_keys",
     )
 )
-#: Batches whose measurements are kept.
+#: Maximum number of samples per metric.
 _SAMPLES_MAX = 1024
 
 
 class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
-    """A storage backend of HiCache. Pages are objects; engines with the same model and settings share them."""
+    """HiCache storage backend. Each page is an object; engines with the same model and settings share pages."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self._config = storage_config
         extra = storage_config.extra_config or {}
-        #: Whether SGLang hands over places of pages, instead of copies of them.
+        #: Whether SGLang passes the locations of pages, instead of copies.
         self._in_place = bool(extra.get("interface_v1", False))
         self._settings = Settings.of({name: value for name, value in extra.items() if name not in _OF_SGLANG})
         self._calls = Calls(self._settings)
@@ -65,38 +65,38 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------------ pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of the keys and values themselves."""
+        """Registers the pool of keys and values."""
         super().register_mem_pool_host(mem_pool_host)
-        # Hybrid models may have a pool that owns places, but no bytes; these are in the other pools.
+        # The pool of a hybrid model may own slots without bytes; the bytes are then in the other pools.
         if getattr(mem_pool_host, "kv_buffer", None) is not None:
             self._pools[PoolName.KV] = self._pool(mem_pool_host, PoolName.KV, flat=False)
             self._flat = self._pool(mem_pool_host, PoolName.KV, flat=True)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool beside it: of states, windows, draft models."""
+        """Registers another pool: of states, windows or draft models."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
             self._pools[host_pool_name] = self._pool(host_pool, host_pool_name, flat=False)
 
     @property
     def _anchor(self) -> Pool | None:
-        """The keys and values, in the form in which SGLang hands them over here."""
+        """Pool of keys and values, in the form that SGLang passes."""
         return self._pools.get(PoolName.KV) if self._in_place else self._flat
 
     def _pool(self, host: Any, name: str, flat: bool) -> Pool:
         return Pool(host, name, self._config, self._settings, flat)
 
-    # --------------------------------------------------------------------------------------- pages where they are (v1)
+    # ------------------------------------------------------------------------------------------- pages by location (v1)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages there are, from the first on without a gap."""
+        """Returns the number of stored pages, from the first one up to the first gap."""
         pool = self._anchor
-        return 0 if pool is None else _leading(pool.whole(self._calls.there(pool.keys(keys))))
+        return 0 if pool is None else _leading(pool.whole(self._calls.exists(pool.keys(keys))))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Fetches pages to where they belong. The places of those that did not come may hold anything."""
+        """Loads pages to their locations. The memory of pages that were not loaded is undefined."""
         pool = self._pools.get(PoolName.KV)
         if pool is None:
             return [True] * len(keys)
@@ -105,7 +105,7 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Saves pages. What is there already is not written again."""
+        """Saves pages. Does not write existing pages again."""
         pool = self._pools.get(PoolName.KV)
         if pool is None:
             return [True] * len(keys)
@@ -119,14 +119,15 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many pages can be restored with everything that belongs to them, and at which lengths."""
+        """Returns how many pages can be restored together with their pages in the other pools, and the possible
+        lengths."""
         anchor = self._anchor
         transfers = [one for one in pool_transfers or [] if one.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
-        asked = [pool for pool in (anchor, *map(self._pool_of, transfers)) if pool is not None]
-        # One question for all pools.
-        of_each = [pool.keys(keys) for pool in asked]
-        there = iter(self._calls.there([key for some in of_each for key in some]))
-        pages = [pool.whole([next(there) for _ in some]) for pool, some in zip(asked, of_each, strict=True)]
+        pools = [pool for pool in (anchor, *map(self._pool_of, transfers)) if pool is not None]
+        # One lookup for all pools.
+        of_each = [pool.keys(keys) for pool in pools]
+        exists = iter(self._calls.exists([key for own in of_each for key in own]))
+        pages = [pool.whole([next(exists) for _ in own]) for pool, own in zip(pools, of_each, strict=True)]
         found = len(keys) if anchor is None else _leading(pages.pop(0))
         hits = {PoolName.KV: found} if found else {}
         possible = set(range(1, found + 1))
@@ -140,7 +141,7 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Fetches pages of several pools."""
+        """Loads pages of several pools."""
         return self._move_v2(transfers, self._load)
 
     def batch_set_v2(
@@ -156,42 +157,42 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
         for transfer in transfers:
             pool, keys, indices = self._pool_of(transfer), transfer.keys or [], transfer.host_indices
 
-            def places(pool: Pool = pool, keys: list[str] = keys, indices: Any = indices) -> Batch:
+            def make_batch(pool: Pool = pool, keys: list[str] = keys, indices: Any = indices) -> Batch:
                 return pool.batch(keys, indices)
 
-            moved[transfer.name] = pool.whole(move(len(keys) * pool.split, places)) if keys else []
+            moved[transfer.name] = pool.whole(move(len(keys) * pool.split, make_batch)) if keys else []
         return moved
 
     def _pool_of(self, transfer: PoolTransfer) -> Pool:
         try:
             return self._pools[transfer.name]
         except KeyError:
-            raise ValueError(f"SGLang has not registered a pool {transfer.name}") from None
+            raise ValueError(f"pool {transfer.name} is not registered") from None
 
-    # ------------------------------------------------------------------------------------------ copies of pages (plain)
+    # ------------------------------------------------------------------------------------------ pages as tensors (flat)
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there, in the form that the configuration has chosen."""
+        """Whether a page exists, in the configured form."""
         return self.batch_exists([key]) == 1
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """A page, in the tensor that was given or in a new one."""
+        """Loads a page, into the given tensor or a new one."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Pages; nothing for those that did not come."""
+        """Loads pages; None for each page that was not loaded."""
         pool = self._flat
         if pool is None:
             return [None] * len(keys)
         targets = target_locations
         if targets is None:
             targets = [pool.host.get_dummy_flat_data_page() for _ in keys]
-        came = self._load(len(keys), lambda: _of_tensors(pool.keys(keys), targets))
-        return [target if done else None for target, done in zip(targets, came, strict=True)]
+        loaded = self._load(len(keys), lambda: _of_tensors(pool.keys(keys), targets))
+        return [target if done else None for target, done in zip(targets, loaded, strict=True)]
 
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
@@ -206,23 +207,23 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Saves pages; whether all are there now."""
+        """Saves pages. Returns whether all are stored now."""
         pool = self._flat
         if pool is None or values is None:
             return False
-        # Whose memory is read must live until it is read.
-        whole = [value.detach().to("cpu").contiguous() for value in values]
-        return all(self._save(len(keys), lambda: _of_tensors(pool.keys(keys), whole)))
+        # The tensors must live until the save has read their memory.
+        tensors = [value.detach().to("cpu").contiguous() for value in values]
+        return all(self._save(len(keys), lambda: _of_tensors(pool.keys(keys), tensors)))
 
-    # ------------------------------------------------------------------------------------------------------------- rest
+    # ------------------------------------------------------------------------------------------------------------ other
 
     def clear(self) -> bool:
-        """Removes what engines with this model and these settings have saved. Others' pages stay."""
+        """Removes all pages of engines with this model and these settings. Other pages are not removed."""
         pools = [*self._pools.values(), *([self._flat] if self._flat is not None else [])]
         return all(self._calls.remove_all(prefix) for prefix in {pool.prefix for pool in pools})
 
     def get_stats(self) -> Any:
-        """Pages and GB/s of each batch since the last call, as SGLang's metrics have them."""
+        """Returns pages and GB/s of each batch since the last call, for SGLang's metrics."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics  # type: ignore[import-untyped]
@@ -231,41 +232,41 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
         return StorageMetrics(**samples)
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         LOG.info("%s", self._calls.counts)
         self._calls.close()
 
     @property
-    def counts(self) -> Counts:
-        """Objects: pages, or parts of pages where these have several."""
+    def counts(self) -> CallStats:
+        """Counters of objects: pages, or parts of pages if a page has several objects."""
         return self._calls.counts
 
-    # --------------------------------------------------------------------------------------------------------- moving
+    # -------------------------------------------------------------------------------------------------------- transfers
 
-    def _load(self, objects: int, places: Callable[[], Batch]) -> list[bool]:
-        return self._measured("prefetch", self._calls.load, objects, places)
+    def _load(self, objects: int, make_batch: Callable[[], Batch]) -> list[bool]:
+        return self._measured("prefetch", self._calls.load, objects, make_batch)
 
-    def _save(self, objects: int, places: Callable[[], Batch]) -> list[bool]:
-        return self._measured("backup", self._calls.save, objects, places)
+    def _save(self, objects: int, make_batch: Callable[[], Batch]) -> list[bool]:
+        return self._measured("backup", self._calls.save, objects, make_batch)
 
     def _measured(
         self,
         way: str,
         move: Callable[[int, Callable[[], Batch]], list[bool]],
         objects: int,
-        places: Callable[[], Batch],
+        make_batch: Callable[[], Batch],
     ) -> list[bool]:
         if not self._config.enable_storage_metrics:
-            return move(objects, places)
+            return move(objects, make_batch)
         sizes: list[int] = []
 
-        def weighed() -> Batch:
-            batch = places()
+        def measured_batch() -> Batch:
+            batch = make_batch()
             sizes.append(batch.bytes)
             return batch
 
         began = time.monotonic()
-        moved = move(objects, weighed)
+        moved = move(objects, measured_batch)
         took = time.monotonic() - began
         if sizes and any(moved) and took > 0:
             self._sample(f"{way}_pgs", sum(moved))
@@ -273,7 +274,7 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
         return moved
 
     def _sample(self, name: str, value: float) -> None:
-        # Bounded, should nobody collect them.
+        # Bounded, in case SGLang does not collect them.
         samples = self._samples.setdefault(name, [])
         if len(samples) < _SAMPLES_MAX:
             samples.append(value)
@@ -281,18 +282,18 @@ class MoontideHiCache(HiCacheStorage):  # type: ignore[misc]
 
 def _of_tensors(keys: list[str], tensors: Sequence[torch.Tensor]) -> Batch:
     if not all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors):
-        raise ValueError("pages are contiguous tensors of the host's memory")
+        raise ValueError("pages must be contiguous tensors in host memory")
     return Batch(keys, [[one.data_ptr()] for one in tensors], [[one.nbytes] for one in tensors])
 
 
-def _leading(there: Sequence[bool]) -> int:
-    return next((at for at, one in enumerate(there) if not one), len(there))
+def _leading(exists: Sequence[bool]) -> int:
+    return next((at for at, one in enumerate(exists) if not one), len(exists))
 
 
-def _restorable(transfer: PoolTransfer, there: Sequence[bool], found: int) -> set[int]:
-    """After how many of the first ``found`` pages this pool has what is needed to go on."""
+def _restorable(transfer: PoolTransfer, exists: Sequence[bool], found: int) -> set[int]:
+    """Returns the prefix lengths, up to ``found`` pages, for which this pool has all required pages."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return set(range(1, min(_leading(there), found) + 1))
-    # The pages of a window, or the one of a state, that end there.
+        return set(range(1, min(_leading(exists), found) + 1))
+    # Required are the pages of the window, or the one page of the state, at the end of the prefix.
     window = max(1, len(transfer.keys or ()))
-    return {end for end in range(1, found + 1) if all(there[max(0, end - window) : end])}
+    return {end for end in range(1, found + 1) if all(exists[max(0, end - window) : end])}

@@ -1,4 +1,4 @@
-"""What pages of SGLang's host pools are called in the store, and where their bytes are."""
+"""Keys and addresses of the pages of SGLang's host pools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # type: ign
 from moontide.kv import Batch, Namespace, digest_of
 from moontide.kv.calls import Settings
 
-#: What tells the bytes of one pool's pages from another's, as far as a pool has it. A class says the rest.
+#: Attributes that determine the layout of a pool's pages, where a pool has them; the class determines the rest.
 _GEOMETRY = (
     "layout",
     "start_layer",
@@ -37,10 +37,10 @@ _GEOMETRY = (
 
 
 class Pool:
-    """A host pool as the store sees it: one object for each page, with everything that this rank has of it.
+    """Objects of a host pool: one object per page, with all bytes of this rank.
 
-    Where ranks have equal bytes (MLA), one object serves them all. Where the heads of a rank are split further
-    (``tp_lcm_size``), a page has one object for each rank of the larger number, and engines of either size find it.
+    If all ranks have the same bytes (MLA), they share one object. If the heads of a rank are split further
+    (``tp_lcm_size``), a page has one object for each rank of the larger number, and engines of both sizes find it.
     """
 
     def __init__(self, host: Any, name: str, config: HiCacheStorageConfig, settings: Settings, flat: bool) -> None:
@@ -49,7 +49,7 @@ class Pool:
         tensor_parallel = config.tp_size
         if config.tp_lcm_size and host.layout == "page_head" and not replicated and name == PoolName.KV and not flat:
             tensor_parallel = config.tp_lcm_size
-        #: Objects of a page.
+        #: Objects per page.
         self.split = tensor_parallel // config.tp_size
         others = {"pp": config.pp_size, "cp": config.attn_cp_size, "dcp": config.dcp_size}
         sizes = others if replicated else {"tp": tensor_parallel, **others}
@@ -64,18 +64,18 @@ class Pool:
             hashing="sglang",
             more={"pool": str(name), "form": "flat" if flat else "pages", "namespace": settings.namespace},
         )
-        #: What all keys of this pool begin with.
+        #: Prefix of all keys of this pool.
         self.prefix = namespace.prefix
         own = [f"pp{config.pp_rank}", f"cp{config.attn_cp_rank}", f"dcp{config.dcp_rank}"]
         ranks = range(config.tp_rank * self.split, (config.tp_rank + 1) * self.split)
         self._parts = [".".join(own)] if replicated else [".".join([f"tp{rank}", *own]) for rank in ranks]
 
     def keys(self, hashes: Iterable[str]) -> list[str]:
-        """The keys of pages, ``split`` of each."""
+        """Returns the keys of pages, ``split`` per page."""
         return [f"{self.prefix}{page}/{part}" for page in hashes for part in self._parts]
 
     def batch(self, hashes: Sequence[str], indices: Any) -> Batch:
-        """Keys and places of pages; ``indices`` names the slots of their tokens."""
+        """Returns keys and addresses of pages. ``indices`` are the slots of their tokens."""
         if self.split > 1:
             addresses, sizes = self.host.get_split_heads_page_buffer_meta(indices, self.split)
         else:
@@ -83,29 +83,29 @@ class Pool:
         keys = self.keys(hashes)
         each, rest = divmod(len(addresses), len(keys))
         if rest or not each:
-            raise ValueError(f"{len(addresses)} places for {len(hashes)} pages: these are not whole pages")
+            raise ValueError(f"{len(addresses)} addresses for {len(hashes)} pages: the slots are not whole pages")
         return Batch(
             keys,
             [addresses[at : at + each] for at in range(0, len(addresses), each)],
             [sizes[at : at + each] for at in range(0, len(sizes), each)],
         )
 
-    def whole(self, there: Sequence[bool]) -> list[bool]:
-        """Of each page whether all of its objects are."""
+    def whole(self, objects: Sequence[bool]) -> list[bool]:
+        """Returns for each page whether all its objects are true."""
         if self.split == 1:
-            return list(there)
-        return [all(there[at : at + self.split]) for at in range(0, len(there), self.split)]
+            return list(objects)
+        return [all(objects[at : at + self.split]) for at in range(0, len(objects), self.split)]
 
 
 def _model(name: str, tag: str | None) -> tuple[str, str]:
-    """A model's name and its version. A folder is known by its last name and by what is in it, wherever it is."""
+    """Returns name and revision of a model. A local folder is identified by its last component and its content."""
     folder = Path(name.removesuffix(f"-{tag}") if tag else name)
     return (folder.resolve().name, _digest(folder)) if name and folder.is_dir() else (name, "")
 
 
 @functools.cache
 def _digest(folder: Path) -> str:
-    # Every pool asks; the files do not change while an engine runs on them.
+    # Cached: every pool needs it, and the files do not change while an engine runs.
     return digest_of(folder)
 
 

@@ -1,6 +1,6 @@
-"""vLLM keeps its KV cache in the store: connector ``MoontideConnector``, module path ``moontide.vllm``.
+"""KV connector for vLLM: connector ``MoontideConnector``, module path ``moontide.vllm``.
 
-``docs/vllm.md`` has the whole configuration. vLLM is imported only when the connector is asked for.
+``docs/vllm.md`` describes the configuration. vLLM is imported only when ``MoontideConnector`` is accessed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the scheduler's half and the workers' halves of the connector tell each other."""
+"""Messages between the scheduler's and the workers' connectors."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-#: The engine's block that holds nothing: it stands where a window has moved on.
+#: vLLM's null block: the placeholder for blocks that a sliding window has left.
 NULL_BLOCK = 0
 
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Of one worker, once its cache is there."""
+    """Message of a worker after its cache was registered."""
 
-    #: What it has of a block: one object for each.
+    #: Parts of a block that this worker has; each is one object.
     parts: list[str]
-    #: Whether blocks are copied before they are saved, so that they may be used again at once.
+    #: Whether blocks are copied before they are saved, so that they can be reused at once.
     staged: bool
-    #: Why it cannot take part, if so.
-    refuses: str = ""
+    #: Reason why the configuration is not supported, or "".
+    unsupported: str = ""
 
 
 @dataclass
 class Load:
-    """Blocks that a request wants."""
+    """Blocks to load for a request."""
 
     request: str
     hashes: list[bytes]
-    #: Where they go: for each group of layers, for each hash.
+    #: Target blocks: for each group of layers, one per hash.
     blocks: list[list[int]]
 
 
@@ -48,15 +48,15 @@ class Save:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What workers do in one step of the engine."""
+    """Work of the workers in one step of the engine."""
 
     number: int
     prefix: str
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    #: Full before this step, of requests that have ended: need not wait for the forward.
+    #: Saves of finished requests: their blocks were full before this step, so they need not wait for the forward pass.
     late: list[Save] = field(default_factory=list)
-    #: Requests that have ended, and whose blocks are kept until their saves are over.
+    #: Finished requests whose blocks are kept until their saves end.
     ended: list[str] = field(default_factory=list)
     #: Requests whose blocks may be overwritten in this step.
     preempted: list[str] = field(default_factory=list)
@@ -64,13 +64,13 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What became of it. Those of all ranks are added up."""
+    """Results of a worker. Reports of all ranks are aggregated."""
 
-    #: Saves that are over: how many ranks say so, and which of their blocks some rank has not saved.
+    #: Finished saves: number of ranks that finished, and blocks that at least one rank did not save.
     saved: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
-    #: Requests of which a rank could not load everything.
+    #: Requests for which a rank could not load all blocks.
     failed: set[str] = field(default_factory=set)
-    #: Steps in which layers waited for loads: how many ranks have all of it, and how many have not.
+    #: Steps with layerwise loads: number of ranks that loaded everything, and number of ranks that did not.
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -79,10 +79,10 @@ class Report(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         assert isinstance(other, Report)
         for number, (ranks, missing) in other.saved.items():
-            mine, lost = self.saved.get(number, (0, set()))
-            self.saved[number] = (mine + ranks, lost | missing)
-        for number, (whole, broken) in other.steps.items():
-            good, bad = self.steps.get(number, (0, 0))
-            self.steps[number] = (good + whole, bad + broken)
+            own_ranks, own_missing = self.saved.get(number, (0, set()))
+            self.saved[number] = (own_ranks + ranks, own_missing | missing)
+        for number, (complete, failed) in other.steps.items():
+            own_complete, own_failed = self.steps.get(number, (0, 0))
+            self.steps[number] = (own_complete + complete, own_failed + failed)
         self.failed |= other.failed
         return self

@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say, and what of vLLM's own configuration gives a block's bytes a meaning."""
+"""Settings in ``kv_connector_extra_config``, and the namespace for a configuration of vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moontide._native import PutOptions
-from moontide.kv import Door, Namespace, digest_of
+from moontide.kv import Namespace, StoreConnection, digest_of
 from moontide.store import Store
 
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -17,86 +17,86 @@ _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 @dataclass(frozen=True)
 class Settings:
-    """The connector's settings. Each has a default; what is not known here is refused by name."""
+    """Settings of the connector. Each has a default. Unknown settings are rejected."""
 
-    #: Where the master is; MOONTIDE_MASTER or this host's unless said.
+    #: "host:port" of the master [default: MOONTIDE_MASTER, or the default port of this host].
     master: str | None = None
     tenant: str = "default"
-    #: Mixed into all keys: engines with different ones do not share.
+    #: Part of all keys: engines with different values do not share blocks.
     namespace: str = ""
-    #: Whether what is generated is kept too, and not prompts alone.
+    #: Save generated tokens too, not only prompts.
     save_decode: bool = True
-    #: "async": requests wait outside of the batch until their blocks are there. "layerwise": they are in the batch, and
-    #: each layer waits for its own.
+    #: "async": requests wait outside of the batch until their blocks are loaded. "layerwise": requests are in the
+    #: batch, and each layer waits for its own blocks.
     load: str = "async"
-    #: How many layers are one object. All of them, or one if loads are layer by layer.
+    #: Layers per object [default: all layers, or 1 for layerwise loads].
     layers_per_object: int = 0
     replicas: int = 1
-    #: Seconds after which the store may forget a block; never unless said.
+    #: Time to live of a block in seconds [default: unlimited].
     ttl: float | None = None
-    #: How long a new request waits for a lookup, at most, before it is computed.
-    patience_ms: float = 250.0
-    #: How long one transfer may take, at most.
-    deadline_s: float = 5.0
-    #: How long a store that did not answer is left alone.
-    pause_s: float = 1.0
-    #: Whether blocks pass through host memory of our own. "auto": where the engine's memory is not the CPU's.
+    #: Longest time that a new request waits for a lookup, in milliseconds; then it is computed.
+    lookup_timeout_ms: float = 250.0
+    #: Timeout of one transfer in seconds.
+    transfer_timeout_s: float = 5.0
+    #: Pause in seconds after a call that the store did not answer.
+    retry_after_s: float = 1.0
+    #: Copy blocks to host memory first. "auto": if the engine's memory is not CPU memory.
     staging: str = "auto"
-    #: How much of that memory saves may hold at once; what does not fit is not saved.
+    #: Host memory for staged saves in MiB; blocks that do not fit are not saved.
     staging_mib: int = 1024
-    loaders: int = 2
-    savers: int = 2
-    #: Whether nodes on this host are read through shared memory.
-    local: bool = True
+    load_threads: int = 2
+    save_threads: int = 2
+    #: Read local nodes through shared memory.
+    shm: bool = True
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Settings:
-        """From what the user wrote. Raises ValueError that names what is wrong, and what would be right."""
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Parses the settings of a user. Raises ValueError for unknown settings and invalid values."""
         known = {field.name: field for field in fields(cls)}
-        strange = sorted(set(said) - set(known))
-        if strange:
+        unknown = sorted(set(given) - set(known))
+        if unknown:
             raise ValueError(
-                f"kv_connector_extra_config has {', '.join(strange)}, which MoontideConnector does not know; "
-                f"it knows {', '.join(known)}"
+                f"kv_connector_extra_config: unknown settings: {', '.join(unknown)}; "
+                f"known settings: {', '.join(known)}"
             )
-        values = {name: _convert(name, known[name].default, value) for name, value in said.items()}
-        made = cls(**values)
-        made._check()
-        return made
+        values = {name: _convert(name, known[name].default, value) for name, value in given.items()}
+        settings = cls(**values)
+        settings._check()
+        return settings
 
     def _check(self) -> None:
         _demand(self.load in ("async", "layerwise"), "load", self.load, '"async" or "layerwise"')
         _demand(self.staging in ("auto", "true", "false"), "staging", self.staging, '"auto", true or false')
         _demand(self.layers_per_object >= 0, "layers_per_object", self.layers_per_object, "a number of layers, or 0")
-        for name in ("replicas", "loaders", "savers", "staging_mib"):
+        for name in ("replicas", "load_threads", "save_threads", "staging_mib"):
             _demand(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("patience_ms", "deadline_s", "pause_s"):
+        for name in ("lookup_timeout_ms", "transfer_timeout_s", "retry_after_s"):
             _demand(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
-        _demand(self.ttl is None or self.ttl > 0, "ttl", self.ttl, "seconds, or nothing")
+        _demand(self.ttl is None or self.ttl > 0, "ttl", self.ttl, "a number of seconds above 0, or null")
 
-    def door(self) -> Door:
-        """The way to the store. Connects when somebody goes through."""
+    def connection(self) -> StoreConnection:
+        """Returns a connection to the store. It connects on first use."""
         master = self.master or os.environ.get("MOONTIDE_MASTER") or None
 
         def connect() -> Store:
-            return Store(master, tenant=self.tenant, deadline=self.deadline_s, local=self.local)
+            return Store(master, tenant=self.tenant, timeout=self.transfer_timeout_s, shm=self.shm)
 
-        return Door(connect, pause=self.pause_s)
+        return StoreConnection(connect, retry_after=self.retry_after_s)
 
     def options(self) -> PutOptions:
         return PutOptions(replicas=self.replicas, ttl=self.ttl)
 
 
 def _convert(name: str, default: Any, value: Any) -> Any:
-    """Numbers and truths may have been written as text, as they are in flags."""
+    """Converts a value to the type of its default. Numbers and booleans can be text, as in command-line flags."""
     if default is MISSING or value is None:
         return value
     if name == "staging":
         return str(value).lower()
     if isinstance(default, bool):
-        truth = value if isinstance(value, bool) else _BOOLS.get(str(value).lower())
-        _demand(truth is not None, name, value, "true or false")
-        return truth
+        parsed = value if isinstance(value, bool) else _BOOLS.get(str(value).lower())
+        _demand(parsed is not None, name, value, "true or false")
+        return parsed
     kind = float if name == "ttl" else str if name == "master" else type(default)
     try:
         return kind(value)
@@ -104,13 +104,14 @@ def _convert(name: str, default: Any, value: Any) -> Any:
         _demand(False, name, value, f"a value of type {kind.__name__}")
 
 
-def _demand(holds: bool, name: str, value: Any, wanted: str) -> None:
+def _demand(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
-        raise ValueError(f"kv_connector_extra_config: {name} is {value!r}, and should be {wanted}")
+        raise ValueError(f"kv_connector_extra_config: {name} must be {expected}, not {value!r}")
 
 
 def namespace(vllm_config: Any, settings: Settings, block_size: int) -> Namespace:
-    """What engines must have in common. How bytes lie in memory is not here: only workers know (`shape_digest`)."""
+    """Returns the namespace of an engine. It does not include the memory layout, which only workers know
+    (`shape_digest`)."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     more = {
         "engine": "vllm",
@@ -125,14 +126,14 @@ def namespace(vllm_config: Any, settings: Settings, block_size: int) -> Namespac
         dtype=f"{model.dtype} {cache.cache_dtype}",
         block_size=block_size,
         ranks=f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}",
-        # If it is set, it is what the first block of every prompt is chained to.
+        # If PYTHONHASHSEED is set, the hash of the first block of every prompt depends on it.
         hashing=f"{cache.prefix_caching_hash_algo} {os.environ.get('PYTHONHASHSEED', '')}",
         more=more,
     )
 
 
 def revision(model: Any) -> str:
-    """Which weights these are: a commit where one is known, a digest of the folder where there is one."""
+    """Returns the revision of the weights: a digest of a local folder, otherwise the commit."""
     folder = Path(model.model)
     if folder.is_dir():
         return digest_of(folder)

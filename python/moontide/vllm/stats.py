@@ -1,4 +1,4 @@
-"""Numbers about transfers, in the form in which vLLM logs and publishes those of connectors."""
+"""Metrics of the connector, in the form in which vLLM logs and exports them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-#: What is counted, and what it means. All of them only grow.
+#: Counters and their descriptions.
 COUNTERS = {
     "loads": "Transfers from the store.",
     "loaded_blocks": "Objects loaded from the store.",
     "loaded_bytes": "Bytes loaded from the store.",
-    "failed_loads": "Objects that could not be loaded, and were computed.",
-    "load_seconds": "Seconds spent in transfers from the store, of all threads.",
+    "load_failures": "Objects that were found but could not be loaded; vLLM computed them.",
+    "load_seconds": "Seconds spent in transfers from the store, sum of all threads.",
     "saves": "Transfers to the store.",
-    "saved_blocks": "Objects saved, or found there already.",
-    "saved_bytes": "Bytes of them.",
-    "failed_saves": "Objects that were not saved.",
-    "save_seconds": "Seconds spent in transfers to the store, of all threads.",
-    "lookups": "Prefixes asked for.",
-    "lookups_given_up": "Prefixes not waited for, because the store was slow or away.",
-    "lookup_blocks": "Blocks asked for.",
-    "lookup_found_blocks": "Blocks found.",
+    "saved_blocks": "Objects saved, including objects that were already stored.",
+    "saved_bytes": "Bytes saved, including objects that were already stored.",
+    "save_failures": "Objects that were not saved.",
+    "save_seconds": "Seconds spent in transfers to the store, sum of all threads.",
+    "lookups": "Prefix lookups.",
+    "lookups_timed_out": "Lookups that timed out, or that were skipped because the store was unavailable.",
+    "lookup_blocks": "Blocks looked up.",
+    "lookup_hit_blocks": "Blocks found by lookups.",
     "lookup_seconds": "Seconds spent in lookups.",
 }
 
 
 @dataclass
 class MoontideStats(KVConnectorStats):
-    """What was counted since the last time."""
+    """Increments of the counters since the last report."""
 
     def reset(self) -> None:
         self.data = {}
@@ -51,14 +51,14 @@ class MoontideStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-class Meter:
-    """Turns counts that only grow into what came since the last time."""
+class DeltaCounter:
+    """Converts counters to increments since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def since(self, now: dict[str, float]) -> MoontideStats | None:
-        """Nothing if nothing has changed."""
+        """Returns the increments, or None if no counter changed."""
         grown = {name: value - self._before.get(name, 0) for name, value in now.items()}
         self._before = now
         stats = MoontideStats({name: value for name, value in grown.items() if value})
@@ -71,16 +71,16 @@ def of_transfers(counts: Any) -> dict[str, float]:
 
 def of_lookups(counts: Any) -> dict[str, float]:
     return {
-        "lookups": counts.asked,
-        "lookups_given_up": counts.given_up,
-        "lookup_blocks": counts.blocks_asked,
-        "lookup_found_blocks": counts.blocks_found,
+        "lookups": counts.lookups,
+        "lookups_timed_out": counts.timed_out,
+        "lookup_blocks": counts.blocks,
+        "lookup_hit_blocks": counts.hit_blocks,
         "lookup_seconds": counts.seconds,
     }
 
 
 class MoontideMetrics(KVConnectorPromMetrics):
-    """The same for Prometheus: ``vllm:moontide_loaded_bytes_total`` and its like, on the engine's own page."""
+    """Prometheus counters such as ``vllm:moontide_loaded_bytes_total`` on vLLM's ``/metrics``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,7 +1,7 @@
-"""A worker's half of the connector: moves blocks between the engine's memory and the store.
+"""Connector of a worker: transfers blocks between the engine's memory and the store.
 
-A block is one object for each `Slice` of layers: all layers of a group unless told otherwise. Transfers run in the
-background. What fails to load is reported and computed by the engine; what fails to be saved is forgotten.
+A block is one object per `LayerSlice`: all layers of a group, unless `layers_per_object` is set. Transfers run in the
+background. Failed loads are reported, and the engine computes the blocks. Failed saves are dropped.
 """
 
 from __future__ import annotations
@@ -17,71 +17,71 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, UniformTypeKVCacheSpecs
 
-from moontide.kv import Batch, Pages, Transfers, keys_of
+from moontide.kv import Batch, BlockPages, Transfers, keys_of
 from moontide.kv import Load as Loading
-from moontide.kv.pages import order
+from moontide.kv.pages import memory_order
 
 from .messages import NULL_BLOCK, Handshake, Load, Report, Save, Step
 from .settings import Settings
-from .staging import Stage, Stager, views_of
-from .stats import Meter, MoontideStats, of_transfers
+from .staging import StagedBlocks, StagingPool, views_of
+from .stats import DeltaCounter, MoontideStats, of_transfers
 
 LOG = logging.getLogger("moontide.vllm")
 
 
 @dataclass
-class Slice:
-    """Layers whose bytes are one object."""
+class LayerSlice:
+    """Layers whose bytes form one object."""
 
     part: str
-    #: Which of a message's lists of blocks is theirs.
+    #: Index of their group in the lists of blocks of a message.
     group: int
     layers: list[str]
-    pages: Pages
-    #: The same for copies; only if they are made.
+    pages: BlockPages
+    #: Byte views of the layers for staging; empty without staging.
     views: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Objects:
-    """The objects of some blocks, slice by slice. Where a group has no block any more there is no object."""
+    """Objects of the blocks of a message, slice by slice. Null blocks have no object."""
 
-    def __init__(self, prefix: str, message: Load | Save, slices: Sequence[Slice]) -> None:
+    def __init__(self, prefix: str, message: Load | Save, slices: Sequence[LayerSlice]) -> None:
         self._prefix = prefix
         self._hashes = message.hashes
-        #: How many slices were asked for; those without any block are left out below.
-        self.asked = len(slices)
-        there = [
+        #: Number of requested slices, including those without blocks.
+        self.slice_count = len(slices)
+        all_blocks = [
             [(at, block) for at, block in enumerate(message.blocks[one.group]) if block != NULL_BLOCK] for one in slices
         ]
-        self.slices = [one for one, some in zip(slices, there, strict=True) if some]
-        #: For each slice: which of the message's blocks, and where.
-        self._there = [some for some in there if some]
-        #: Of each object, to which of the message's blocks it belongs.
-        self.positions = [at for there in self._there for at, _ in there]
+        self.slices = [one for one, blocks in zip(slices, all_blocks, strict=True) if blocks]
+        #: For each slice with blocks: index in the message, and block number.
+        self._blocks = [blocks for blocks in all_blocks if blocks]
+        #: Index of each object's block in the message.
+        self.positions = [at for blocks in self._blocks for at, _ in blocks]
 
     def __len__(self) -> int:
         return len(self.positions)
 
     @property
     def blocks(self) -> list[list[int]]:
-        return [[block for _, block in there] for there in self._there]
+        return [[block for _, block in blocks] for blocks in self._blocks]
 
     @property
     def bytes(self) -> int:
-        return sum(one.pages.block_bytes * len(there) for one, there in zip(self.slices, self._there, strict=True))
+        return sum(one.pages.block_bytes * len(blocks) for one, blocks in zip(self.slices, self._blocks, strict=True))
 
     def in_place(self) -> Batch:
         return self._batch([one.pages for one in self.slices], self.blocks)
 
-    def staged(self, stages: Sequence[Stage]) -> Batch:
+    def staged(self, stages: Sequence[StagedBlocks]) -> Batch:
         return self._batch([stage.pages for stage in stages], [range(len(stage.blocks)) for stage in stages])
 
-    def _batch(self, pages: Sequence[Pages], blocks: Sequence[Sequence[int]]) -> Batch:
+    def _batch(self, pages: Sequence[BlockPages], blocks: Sequence[Sequence[int]]) -> Batch:
         keys: list[str] = []
         addresses: list[list[int]] = []
         sizes: list[list[int]] = []
-        for one, there, memory, own in zip(self.slices, self._there, pages, blocks, strict=True):
-            keys += keys_of(self._prefix, (self._hashes[at] for at, _ in there), [one.part])
+        for one, indexed, memory, own in zip(self.slices, self._blocks, pages, blocks, strict=True):
+            keys += keys_of(self._prefix, (self._hashes[at] for at, _ in indexed), [one.part])
             addresses += memory.addresses(own)
             sizes += memory.sizes(len(own))
         return Batch(keys, addresses, sizes)
@@ -89,56 +89,62 @@ class _Objects:
 
 @dataclass
 class _Saving:
-    """A save of which some objects are on their way."""
+    """A save with pending objects."""
 
     number: int
+    #: Number of slices that are not finished.
     left: int
     missing: set[int] = field(default_factory=set)
 
 
-class WorkerSide:
+class WorkerConnector:
     def __init__(self, settings: Settings, vllm_config: Any, kv_cache_config: Any, rank: str) -> None:
         self._settings = settings
         self._config = kv_cache_config
         self._rank = rank
-        self._refuses = refusal(vllm_config, kv_cache_config)
+        self._unsupported = unsupported_reason(vllm_config, kv_cache_config)
         self._one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._layerwise = settings.load == "layerwise" and self._one_group
         if settings.load == "layerwise" and not self._one_group:
-            LOG.warning('load="layerwise" needs one group of layers, and this model has several: "async" is used')
-        self._slices: list[Slice] = []
-        self._by_layer: dict[str, Slice] = {}
-        self._stager: Stager | None = None
-        self._door = settings.door()
-        self._door.connect_early()
-        self._transfers = Transfers(self._door, settings.options(), savers=settings.savers, loaders=settings.loaders)
-        self._meter = Meter()
+            LOG.warning('load="layerwise" needs one group of layers, but this model has several; using "async"')
+        self._slices: list[LayerSlice] = []
+        self._by_layer: dict[str, LayerSlice] = {}
+        self._staging: StagingPool | None = None
+        self._connection = settings.connection()
+        self._connection.connect_in_background()
+        self._transfers = Transfers(
+            self._connection,
+            settings.options(),
+            save_threads=settings.save_threads,
+            load_threads=settings.load_threads,
+        )
+        self._delta = DeltaCounter()
         self._lock = threading.Lock()
         self._report = Report()
-        #: Async loads by request.
+        #: Asynchronous loads by request.
         self._loading: dict[str, Load] = {}
-        #: Loads of this step that layers wait for, by part.
-        self._waited: dict[str, list[tuple[Load, _Objects, Loading]]] = {}
-        self._broken = False
+        #: Layerwise loads of this step, by part.
+        self._layer_loads: dict[str, list[tuple[Load, _Objects, Loading]]] = {}
+        self._load_failed = False
         self._bad_blocks: set[int] = set()
-        #: Saves of which not all objects are over, by number.
+        #: Unfinished saves, by number.
         self._savings: dict[int, _Saving] = {}
-        #: Parts that are on their way in this step.
-        self._gone: set[str] = set()
+        #: Parts whose saves were started in this step.
+        self._started_parts: set[str] = set()
         self._ended: set[str] = set()
-        # Programs that use vLLM as a library often end without a word; what waits to be saved should not end with them.
+        # Programs that use vLLM as a library often exit without a shutdown; pending saves should still finish.
         atexit.register(self.close)
 
     # ------------------------------------------------------------------------------------------------------------ start
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """The engine's memory is there."""
-        if self._refuses:
+        """Registers the engine's caches."""
+        if self._unsupported:
             return
         try:
-            self._slices = self._cut(caches)
+            self._slices = self._make_slices(caches)
         except ValueError as error:
-            self._refuses = f"this layout of the cache is not supported: {error}"
+            self._unsupported = f"cache layout is not supported: {error}"
             return
         for one in self._slices:
             for layer in one.layers:
@@ -146,19 +152,19 @@ class WorkerSide:
         device = next(iter(caches.values())).device
         if self._wants_staging(device):
             try:
-                self._stager = Stager(device, self._settings.staging_mib << 20)
+                self._staging = StagingPool(device, self._settings.staging_mib << 20)
             except ValueError as error:
-                self._refuses = str(error)
+                self._unsupported = str(error)
                 return
             for one in self._slices:
                 one.views = views_of((caches[layer] for layer in one.layers), self._config.num_blocks)
 
     def _wants_staging(self, device: torch.device) -> bool:
-        # Blocks that a window has left are used again while the request runs: nobody would wait for their saves.
+        # Blocks that a sliding window has left are reused while the request runs, without waiting for their saves.
         keeps = all(keeps_blocks(group.kv_cache_spec) for group in self._config.kv_cache_groups)
         return device.type != "cpu" or not keeps or self._settings.staging == "true"
 
-    def _cut(self, caches: dict[str, torch.Tensor]) -> list[Slice]:
+    def _make_slices(self, caches: dict[str, torch.Tensor]) -> list[LayerSlice]:
         blocks, slices = self._config.num_blocks, []
         for at, group in enumerate(self._config.prefix_cacheable_groups):
             names = [name for name in group.layer_names if name in caches]
@@ -170,18 +176,18 @@ class WorkerSide:
                 part += "" if self._one_group else f".g{at}"
                 part += "" if each >= len(names) else f".l{start}-{start + len(layers) - 1}"
                 part += f".{shape_digest(tensors, blocks)}"
-                slices.append(Slice(part, at, layers, Pages.of_tensors(tensors, blocks)))
+                slices.append(LayerSlice(part, at, layers, BlockPages.of_tensors(tensors, blocks)))
         if not slices:
-            raise ValueError("there are no layers with blocks")
+            raise ValueError("no layer has blocks")
         return slices
 
     def handshake(self) -> Handshake:
-        return Handshake([one.part for one in self._slices], self._stager is not None, self._refuses)
+        return Handshake([one.part for one in self._slices], self._staging is not None, self._unsupported)
 
     # ------------------------------------------------------------------------------------------------------------ loads
 
     def start(self, step: Step) -> None:
-        """Begins the loads of a step."""
+        """Starts the loads of a step."""
         if self._layerwise:
             self._start_layers(step)
         else:
@@ -193,151 +199,153 @@ class WorkerSide:
         self._ended.update(step.ended)
 
     def _start_layers(self, step: Step) -> None:
-        self._waited = {}
-        self._broken = False
-        # Layer after layer, and not request after request: the first layer of all requests is needed first.
+        self._layer_loads = {}
+        self._load_failed = False
+        # Layer by layer, not request by request: the first layer of all requests is needed first.
         for one in self._slices:
             for load in step.loads:
-                begun = (load, *self._begin_load(step.prefix, load, [one]))
-                self._waited.setdefault(one.part, []).append(begun)
+                started = (load, *self._begin_load(step.prefix, load, [one]))
+                self._layer_loads.setdefault(one.part, []).append(started)
 
-    def _begin_load(self, prefix: str, load: Load, slices: Sequence[Slice]) -> tuple[_Objects, Loading]:
+    def _begin_load(self, prefix: str, load: Load, slices: Sequence[LayerSlice]) -> tuple[_Objects, Loading]:
         objects = _Objects(prefix, load, slices)
-        if self._stager is None:
+        if self._staging is None:
             return objects, self._transfers.load(load.request, len(objects), objects.in_place)
-        stager, stages = self._stager, list[Stage]()
-        after = stager.mark()
+        staging, stages = self._staging, list[StagedBlocks]()
+        after = staging.mark()
 
         def batch() -> Batch:
-            stages.extend(map(stager.room, (one.views for one in objects.slices), objects.blocks))
+            stages.extend(map(staging.allocate, (one.views for one in objects.slices), objects.blocks))
             return objects.staged(stages)
 
-        return objects, self._transfers.load(load.request, len(objects), batch, lambda: stager.scatter(stages, after))
+        return objects, self._transfers.load(load.request, len(objects), batch, lambda: staging.scatter(stages, after))
 
     def wait_layer(self, layer: str) -> None:
-        """Waits until the layer's blocks are there, or have failed."""
+        """Waits until the blocks of a layer are loaded or have failed."""
         one = self._by_layer.get(layer)
         if one is None:
             return
-        for load, objects, loading in self._waited.pop(one.part, ()):
+        for load, objects, loading in self._layer_loads.pop(one.part, ()):
             failed = self._wait(loading, load.request)
             if failed:
-                self._broken = True
+                self._load_failed = True
                 positions = {objects.positions[index] for index in failed}
                 self._bad_blocks.update(load.blocks[one.group][at] for at in positions)
                 with self._lock:
                     self._report.failed.add(load.request)
 
     def _wait(self, loading: Loading, name: str) -> list[int]:
-        """Until it is over, whatever it takes: it writes into blocks that would otherwise be used. The store's own
-        deadline bounds it."""
-        while (failed := loading.wait(self._settings.deadline_s + 1)) is None:
-            LOG.warning("a load of %s takes longer than its deadline", name)
+        """Waits for the end of a load without a timeout, because the load writes to blocks that the engine uses
+        afterwards. The timeout of the store bounds it."""
+        while (failed := loading.wait(self._settings.transfer_timeout_s + 1)) is None:
+            LOG.warning("load of %s exceeds transfer_timeout_s", name)
         return failed
 
     # ------------------------------------------------------------------------------------------------------------ saves
 
     def save_layer(self, step: Step, layer: str) -> None:
-        """A layer is computed. If it is the last of an object, that object can go."""
+        """Called when a layer is computed. Saves the object if the layer is its last one."""
         one = self._by_layer.get(layer)
         if self._layerwise and one is not None and layer == one.layers[-1]:
             self._save_slice(step, one)
 
     def save(self, step: Step) -> None:
-        """All layers are computed."""
+        """Called when all layers are computed."""
         if not self._layerwise:
             for save in step.saves:
                 self._save(step.prefix, save, self._slices)
             return
-        # Those to which the forward did not come, if there was one.
+        # Slices that the forward pass did not reach.
         for one in self._slices:
             self.wait_layer(one.layers[0])
             self._save_slice(step, one)
-        self._gone.clear()
+        self._started_parts.clear()
         if step.loads:
             with self._lock:
-                self._report.steps[step.number] = (0, 1) if self._broken else (1, 0)
+                self._report.steps[step.number] = (0, 1) if self._load_failed else (1, 0)
 
-    def _save_slice(self, step: Step, one: Slice) -> None:
-        if one.part not in self._gone:
-            self._gone.add(one.part)
+    def _save_slice(self, step: Step, one: LayerSlice) -> None:
+        if one.part not in self._started_parts:
+            self._started_parts.add(one.part)
             for save in step.saves:
                 self._save(step.prefix, save, [one])
 
-    def _save(self, prefix: str, save: Save, slices: Sequence[Slice]) -> None:
-        """Begins a save of all slices; or of some, the others of the same save before or after."""
+    def _save(self, prefix: str, save: Save, slices: Sequence[LayerSlice]) -> None:
+        """Starts a save of some slices. Other calls save the other slices of the same save."""
         objects = _Objects(prefix, save, slices)
         with self._lock:
             saving = self._savings.setdefault(save.number, _Saving(save.number, len(self._slices)))
 
-        def told(failed: Sequence[int]) -> None:
+        def on_done(failed: Sequence[int]) -> None:
             self._saved(saving, objects, failed)
 
-        if self._stager is None:
-            began = self._transfers.save(save.request, len(objects), objects.in_place, told=told)
+        if self._staging is None:
+            started = self._transfers.save(save.request, len(objects), objects.in_place, on_done=on_done)
         else:
-            began = self._save_copies(self._stager, save.request, objects, told)
-        if not began:
-            told(range(len(objects)))
+            started = self._save_copies(self._staging, save.request, objects, on_done)
+        if not started:
+            on_done(range(len(objects)))
 
-    def _save_copies(self, stager: Stager, name: str, objects: _Objects, told: Callable[[Sequence[int]], None]) -> bool:
+    def _save_copies(
+        self, staging: StagingPool, name: str, objects: _Objects, on_done: Callable[[Sequence[int]], None]
+    ) -> bool:
         size = objects.bytes
-        if not self._door.is_open or not stager.take(size):
-            self._transfers.counts.failed_saves += len(objects)
+        if not self._connection.available or not staging.reserve(size):
+            self._transfers.counts.save_failures += len(objects)
             return False
-        stages = list(map(stager.room, (one.views for one in objects.slices), objects.blocks))
-        copied = stager.gather(stages)
+        stages = list(map(staging.allocate, (one.views for one in objects.slices), objects.blocks))
+        copied = staging.gather(stages)
 
         def batch() -> Batch:
-            stager.wait(copied)
+            staging.wait(copied)
             return objects.staged(stages)
 
-        def over(failed: Sequence[int]) -> None:
+        def on_saved(failed: Sequence[int]) -> None:
             stages.clear()
-            stager.give_back(size)
-            told(failed)
+            staging.release(size)
+            on_done(failed)
 
-        began = self._transfers.save(name, len(objects), batch, told=over)
-        if not began:
-            stager.give_back(size)
-        return began
+        started = self._transfers.save(name, len(objects), batch, on_done=on_saved)
+        if not started:
+            staging.release(size)
+        return started
 
     def _saved(self, saving: _Saving, objects: _Objects, failed: Sequence[int]) -> None:
         with self._lock:
             saving.missing.update(objects.positions[index] for index in failed)
-            saving.left -= objects.asked
+            saving.left -= objects.slice_count
             if saving.left == 0:
                 del self._savings[saving.number]
                 self._report.saved[saving.number] = (1, saving.missing)
 
     def preempt(self, step: Step) -> None:
-        """Blocks of these requests may be written from now on: their saves must be over."""
-        if self._stager is not None or not step.preempted:
+        """Waits for the saves of preempted requests: their blocks may be overwritten afterwards."""
+        if self._staging is not None or not step.preempted:
             return
-        while not self._transfers.wait_saved(step.preempted, self._settings.deadline_s + 1):
-            LOG.warning("saves of preempted requests take longer than their deadline")
+        while not self._transfers.wait_saved(step.preempted, self._settings.transfer_timeout_s + 1):
+            LOG.warning("saves of preempted requests exceed transfer_timeout_s")
 
-    # ------------------------------------------------------------------------------------------------------------- ends
+    # ---------------------------------------------------------------------------------------------------------- results
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose saves are over, whose loads are over, and those of the latter that have failed."""
+        """Returns the requests whose saves ended, those whose loads ended, and those whose loads failed."""
         received, failed_requests = set[str](), set[str]()
-        for name, failed in self._transfers.loaded():
+        for name, failed in self._transfers.take_loaded():
             load = self._loading.pop(name, None)
-            if load is None:  # one that layers have waited for
+            if load is None:  # a layerwise load
                 continue
             received.add(name)
             if failed:
-                self._lost(load, failed, failed_requests)
-        sent = {name for name in self._ended if not self._transfers.saving(name)}
+                self._record_failure(load, failed, failed_requests)
+        sent = {name for name in self._ended if not self._transfers.is_saving(name)}
         self._ended -= sent
         return sent, received, failed_requests
 
-    def _lost(self, load: Load, failed: Sequence[int], failed_requests: set[str]) -> None:
+    def _record_failure(self, load: Load, failed: Sequence[int], failed_requests: set[str]) -> None:
         with self._lock:
             self._report.failed.add(load.request)
         if not self._one_group:
-            # Block numbers mean nothing without their group, and the engine does not ask for it.
+            # A block number is ambiguous without its group, which vLLM's interface does not take.
             failed_requests.add(load.request)
             return
         positions = _Objects("", load, self._slices).positions
@@ -353,25 +361,25 @@ class WorkerSide:
         return report or None
 
     def stats(self) -> MoontideStats | None:
-        return self._meter.since(of_transfers(self._transfers.counts))
+        return self._delta.since(of_transfers(self._transfers.counts))
 
     def close(self) -> None:
-        """Finishes what is under way. A second time it does nothing."""
+        """Finishes the pending transfers and closes the connection. Further calls do nothing."""
         atexit.unregister(self.close)
         self._transfers.close()
-        self._door.close()
+        self._connection.close()
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why nothing can be kept of such a cache, or nothing."""
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Returns the reason why a configuration is not supported, or ""."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "contexts that are split between ranks (DCP, PCP) are not supported"
+        return "contexts split between ranks (DCP, PCP) are not supported"
     groups = kv_cache_config.kv_cache_groups
     if any(isinstance(spec, MambaSpec) for group in groups for spec in _specs(group.kv_cache_spec)):
         return "layers with a state instead of blocks (Mamba) are not supported"
     if len(kv_cache_config.prefix_cacheable_group_ids) != len(groups) or not groups:
-        return "a group of layers has blocks that no hash stands for"
+        return "groups of layers whose blocks have no hash are not supported"
     sizes = {group.kv_cache_spec.block_size for group in groups}
     if sizes != {vllm_config.cache_config.block_size}:
         return f"groups of layers with blocks of different sizes ({sorted(sizes)}) are not supported"
@@ -390,6 +398,6 @@ def _specs(spec: Any) -> Iterable[Any]:
 
 
 def shape_digest(tensors: Sequence[torch.Tensor], blocks: int) -> str:
-    """Of how the numbers of a block lie. Ranks whose bytes lie otherwise must not read them."""
-    said = "; ".join(f"{tensor.dtype} {order(tensor, blocks)}" for tensor in tensors)
-    return hashlib.sha256(said.encode()).hexdigest()[:8]
+    """Returns a digest of the memory layout of a block. Ranks with another layout must not share blocks."""
+    layout = "; ".join(f"{tensor.dtype} {memory_order(tensor, blocks)}" for tensor in tensors)
+    return hashlib.sha256(layout.encode()).hexdigest()[:8]

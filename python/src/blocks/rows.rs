@@ -1,4 +1,4 @@
-//! [`Rows`]: numbers of a cache, lent to array libraries in place.
+//! [`Rows`]: elements of a cache, exported to array libraries without a copy.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -10,19 +10,19 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::fill::Filling;
-use super::shape::Kind;
+use super::shape::ElementKind;
+use super::writer::WriterGuard;
 use crate::array::{format_of_dtype, row_strides, typestr_of_dtype};
 use crate::dlpack::{self, Elements, Request};
 use crate::pinned::{Layout, Memory};
-use crate::process::{OfProcess, gone};
+use crate::process::{ProcessLocal, unusable_error};
 
-/// Numbers of a cache where they lie: ``[tokens, heads, dim]`` of a block or a run of blocks, or
+/// Elements of a cache, zero-copy: ``[tokens, heads, dim]`` of one block or of adjacent blocks, or
 /// ``[blocks, tokens, heads, dim]`` of the arena.
 ///
 /// numpy and torch read it without a copy: ``numpy.asarray(rows)`` or ``rows.numpy()``, ``torch.from_dlpack(rows)`` or
-/// ``rows.torch()``. Types that numpy does not know are numbers of the same size there (``bfloat16`` is ``uint16``); to
-/// torch they are what they are. The memory stays until this and everything made from it is dropped.
+/// ``rows.torch()``. Types that numpy does not have appear as integers of the same size (``bfloat16`` is ``uint16``);
+/// torch has the real type. The memory stays valid until this and everything made from it are dropped.
 ///
 /// >>> import numpy
 /// >>> from moontide.blocks import BlockCache
@@ -35,8 +35,8 @@ use crate::process::{OfProcess, gone};
 #[pyclass(module = "moontide.blocks", frozen)]
 #[derive(Debug)]
 pub(crate) struct Rows {
-    keeper: OfProcess<Keeper>,
-    /// Where the numbers begin: a number, since pointers belong to a thread.
+    owner: ProcessLocal<MemoryOwner>,
+    /// Address of the first element; an integer, because pointers are not `Send`.
     address: usize,
     dtype: Dtype,
     plain_dtype: Dtype,
@@ -47,30 +47,36 @@ pub(crate) struct Rows {
     readonly: bool,
 }
 
-/// What keeps the memory, and what is in it.
+/// Owner of the memory.
 #[derive(Debug)]
 #[allow(dead_code)] // held, not read
-pub(crate) enum Keeper {
-    /// Complete rows, which are not written.
-    Held(Arc<moontide_blocks::Held>),
-    /// Rows that nobody else sees.
-    Filling(Arc<Filling>),
-    /// All rows, for whoever knows what it does.
+pub(crate) enum MemoryOwner {
+    /// Complete rows, read-only.
+    Pinned(Arc<moontide_blocks::PinnedBlocks>),
+    /// Uncommitted rows, not visible to readers.
+    Writer(Arc<WriterGuard>),
+    /// All rows, unchecked.
     Arena(Arc<Arena>),
 }
 
 impl Rows {
-    /// Those at an address (whose provenance is exposed), with all dimensions but the last: how many, and how far apart.
+    /// Creates rows at an address whose provenance is exposed. `outer` has length and stride of all dimensions but the
+    /// last.
     ///
     /// # Safety
-    /// So many numbers of this kind are there at these distances, and stay as long as the keeper; if the keeper is
-    /// `Held`, nobody writes them.
-    pub(crate) unsafe fn new(keeper: Keeper, kind: &Kind, address: usize, outer: &[(usize, usize)]) -> Rows {
+    /// Elements of this kind exist at all indices of these dimensions and live as long as the owner. If the owner is
+    /// `Pinned`, no code writes them.
+    pub(crate) unsafe fn new(
+        owner: MemoryOwner,
+        kind: &ElementKind,
+        address: usize,
+        outer: &[(usize, usize)],
+    ) -> Rows {
         let (bytes, dim) = (kind.dtype.bytes(), kind.shape.dim());
         let all = || outer.iter().copied().chain([(dim, bytes)]);
         Rows {
-            readonly: matches!(keeper, Keeper::Held(_)),
-            keeper: OfProcess::new(keeper),
+            readonly: matches!(owner, MemoryOwner::Pinned(_)),
+            owner: ProcessLocal::new(owner),
             address,
             dtype: kind.dtype,
             plain_dtype: kind.plain_dtype(),
@@ -80,13 +86,13 @@ impl Rows {
         }
     }
 
-    /// Where the numbers begin, in the process that has them.
+    /// Address of the first element. Fails in a forked child.
     fn start(&self, py: Python<'_>) -> PyResult<*const u8> {
-        self.keeper.with(|_| ()).map_err(|why| gone(py, "cache", why))?;
+        self.owner.with(|_| ()).map_err(|reason| unusable_error(py, "cache", reason))?;
         Ok(std::ptr::with_exposed_provenance(self.address))
     }
 
-    /// Whether there is nothing between the rows.
+    /// Whether there are no gaps between the rows.
     fn is_dense(&self) -> bool {
         let expected = row_strides(&self.lengths, self.dtype.bytes());
         let mut pairs = self.lengths.iter().zip(self.strides.iter().zip(&expected));
@@ -96,47 +102,47 @@ impl Rows {
 
 #[pymethods]
 impl Rows {
-    /// What a number is, by the name that torch has for it.
+    /// Element type, by its name in torch.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.dtype.name()
     }
 
-    /// How many numbers there are in each dimension.
+    /// Number of elements in each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.lengths)
     }
 
-    /// How far they are apart in each dimension, in bytes.
+    /// Stride of each dimension in bytes.
     #[getter]
     fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.strides)
     }
 
-    /// Bytes of all numbers.
+    /// Bytes of all elements.
     #[getter]
     fn nbytes(&self) -> usize {
         self.lengths.iter().product::<usize>() * self.dtype.bytes()
     }
 
-    /// Whether they can only be read.
+    /// Whether the memory is read-only.
     #[getter]
     fn readonly(&self) -> bool {
         self.readonly
     }
 
-    /// Where they begin in memory, for callers who need a pointer. This must outlive its use.
+    /// Address of the first element, for callers that need a pointer. This object must outlive its use.
     fn ptr(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.start(py)? as usize)
     }
 
-    /// A numpy array over the same memory.
+    /// Returns a numpy array over the same memory.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("numpy")?.call_method1("asarray", (slf,))
     }
 
-    /// A torch tensor over the same memory. torch has no read-only tensors: do not write into one that is.
+    /// Returns a torch tensor over the same memory. torch has no read-only tensors: do not write to read-only rows.
     fn torch<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("torch")?.call_method1("from_dlpack", (slf,))
     }
@@ -147,34 +153,33 @@ impl Rows {
 
     fn __repr__(&self) -> String {
         let shape: Vec<String> = self.lengths.iter().map(usize::to_string).collect();
-        let how = if self.readonly { "" } else { ", writable" };
-        format!("<moontide.blocks.Rows {} [{}]{how}>", self.dtype.name(), shape.join(", "))
+        let access = if self.readonly { "" } else { ", writable" };
+        format!("<moontide.blocks.Rows {} [{}]{access}>", self.dtype.name(), shape.join(", "))
     }
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
-        let asked = |flag: c_int| flags & flag == flag;
-        if this.readonly && asked(ffi::PyBUF_WRITABLE) {
+        let requested = |flag: c_int| flags & flag == flag;
+        if this.readonly && requested(ffi::PyBUF_WRITABLE) {
+            return Err(PyBufferError::new_err("committed rows are read-only; modify a copy"));
+        }
+        let needs_contiguous = requested(ffi::PyBUF_C_CONTIGUOUS)
+            || requested(ffi::PyBUF_ANY_CONTIGUOUS)
+            || !requested(ffi::PyBUF_STRIDES);
+        if needs_contiguous && !this.is_dense() {
             return Err(PyBufferError::new_err(
-                "rows that others see are read-only; copy what is to be changed",
+                "the elements are not contiguous: there are gaps between the heads",
             ));
         }
-        let one_after_the_other =
-            asked(ffi::PyBUF_C_CONTIGUOUS) || asked(ffi::PyBUF_ANY_CONTIGUOUS) || !asked(ffi::PyBUF_STRIDES);
-        if one_after_the_other && !this.is_dense() {
-            return Err(PyBufferError::new_err(
-                "heads lie apart in memory: there are gaps between the numbers",
-            ));
+        if requested(ffi::PyBUF_F_CONTIGUOUS) && this.lengths.iter().filter(|&&len| len > 1).count() > 1 {
+            return Err(PyBufferError::new_err("the elements are in row-major order, not column-major"));
         }
-        if asked(ffi::PyBUF_F_CONTIGUOUS) && this.lengths.iter().filter(|&&len| len > 1).count() > 1 {
-            return Err(PyBufferError::new_err("the numbers lie row by row, not column by column"));
-        }
-        let format = format_of_dtype(this.plain_dtype).expect("numbers that every library knows");
+        let format = format_of_dtype(this.plain_dtype).expect("a plain type has a format");
         let layout =
             Layout { format, item_bytes: this.dtype.bytes(), shape: &this.shape, strides: &this.strides };
         let memory = Memory { start: this.start(slf.py())?, len: this.nbytes(), readonly: this.readonly };
-        // SAFETY: Python's buffer; the layout is of this object, which does not change and keeps the memory, and was
-        // looked at above for what the flags ask.
+        // SAFETY: Python's buffer; the layout belongs to this immutable object, which keeps the memory alive; the
+        // checks above ensure that it satisfies the flags.
         unsafe { layout.fill(slf.as_any(), view, flags, memory) };
         Ok(())
     }
@@ -191,7 +196,7 @@ impl Rows {
         Ok(interface)
     }
 
-    /// Lends the numbers to an array library.
+    /// Exports the elements to an array library.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         slf: &Bound<'py, Self>,
@@ -200,12 +205,12 @@ impl Rows {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let _ = stream; // memory of this host has none
+        let _ = stream; // host memory has no streams
         let this = slf.get();
         let request = Request { max_version, device: dl_device, copy };
         let Rows { dtype, lengths, strides, readonly, .. } = this;
         let elements = Elements { dtype: *dtype, shape: lengths, strides, readonly: *readonly };
-        dlpack::lend_strided(slf.as_any(), || this.start(slf.py()), elements, &request)
+        dlpack::export_strided(slf.as_any(), || this.start(slf.py()), elements, &request)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

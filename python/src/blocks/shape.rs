@@ -1,21 +1,21 @@
-//! Words for shapes: types, planes, layers, and what numpy and torch call them.
+//! Names of types, planes and orders in Python, and their numpy and torch types.
 
-use moontide_blocks::{Attention, Dtype, Order, Plane, Shape};
+use moontide_blocks::{Attention, CacheShape, DimOrder, Dtype, Plane};
 use moontide_types::tensor;
 use pyo3::prelude::*;
 
 use crate::errors;
 
-/// What a cache's numbers are, here and to array libraries.
+/// Shape and element type of a cache.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Kind {
-    pub(crate) shape: Shape,
-    /// To libraries that have a word for it, which numpy has not for all.
+pub(crate) struct ElementKind {
+    pub(crate) shape: CacheShape,
+    /// Element type for libraries that support it; numpy does not support all.
     pub(crate) dtype: tensor::Dtype,
 }
 
-impl Kind {
-    /// As the buffer protocol and numpy have it: types that they do not know are numbers of the same size.
+impl ElementKind {
+    /// Returns the element type for the buffer protocol and numpy: an integer of the same size for unsupported types.
     pub(crate) fn plain_dtype(&self) -> tensor::Dtype {
         match self.shape.dtype {
             Dtype::F32 => tensor::Dtype::Float32,
@@ -25,27 +25,29 @@ impl Kind {
         }
     }
 
-    /// The plane and layer that were asked for, if there are such.
-    pub(crate) fn place(&self, plane: &str, layer: u32) -> PyResult<(Plane, u32)> {
+    /// Checks a plane and a layer.
+    pub(crate) fn plane_and_layer(&self, plane: &str, layer: u32) -> PyResult<(Plane, u32)> {
         let planes = self.shape.planes();
         let found = match plane {
             "k" | "keys" => Plane::Keys,
             "latent" if planes.len() == 1 => Plane::Keys,
             "v" | "values" if planes.len() == 2 => Plane::Values,
             _ if planes.len() == 1 => {
-                return Err(errors::argument(format!("a plane is \"latent\" or \"k\" here, not {plane:?}")));
+                return Err(errors::argument(format!("plane must be \"latent\" or \"k\", not {plane:?}")));
             }
-            _ => return Err(errors::argument(format!("a plane is \"k\" or \"v\", not {plane:?}"))),
+            _ => return Err(errors::argument(format!("plane must be \"k\" or \"v\", not {plane:?}"))),
         };
         if layer >= self.shape.layers {
             let layers = self.shape.layers;
-            return Err(errors::argument(format!("there is no layer {layer}; there are {layers}, from 0")));
+            return Err(errors::argument(format!(
+                "there is no layer {layer}; the cache has {layers} layers"
+            )));
         }
         Ok((found, layer))
     }
 }
 
-/// The two words for a type.
+/// Returns the type of a cache for a name, and the tensor type.
 pub(crate) fn dtype(name: &str) -> PyResult<(Dtype, tensor::Dtype)> {
     Ok(match name {
         "float32" => (Dtype::F32, tensor::Dtype::Float32),
@@ -55,18 +57,18 @@ pub(crate) fn dtype(name: &str) -> PyResult<(Dtype, tensor::Dtype)> {
         "float8_e5m2" => (Dtype::F8, tensor::Dtype::Float8E5m2),
         _ => {
             return Err(errors::argument(format!(
-                "dtype is \"float32\", \"float16\", \"bfloat16\", \"float8_e4m3fn\" (or \"float8\") or \
+                "dtype must be \"float32\", \"float16\", \"bfloat16\", \"float8_e4m3fn\" (or \"float8\") or \
                  \"float8_e5m2\", not {name:?}"
             )));
         }
     })
 }
 
-pub(crate) fn order(name: &str) -> PyResult<Order> {
+pub(crate) fn layout_order(name: &str) -> PyResult<DimOrder> {
     match name {
-        "token" => Ok(Order::TokenMajor),
-        "head" => Ok(Order::HeadMajor),
-        _ => Err(errors::argument(format!("order is \"token\" or \"head\", not {name:?}"))),
+        "token" => Ok(DimOrder::TokenMajor),
+        "head" => Ok(DimOrder::HeadMajor),
+        _ => Err(errors::argument(format!("layout_order must be \"token\" or \"head\", not {name:?}"))),
     }
 }
 
@@ -80,6 +82,6 @@ pub(crate) fn attention(
         (None, None, Some((rank, rope))) if rank.checked_add(rope).is_some() => {
             Ok(Attention::Latent { rank, rope })
         }
-        _ => Err(errors::argument("a cache has either kv_heads and dim, or latent=(rank, rope)")),
+        _ => Err(errors::argument("pass either kv_heads and dim, or latent=(rank, rope)")),
     }
 }

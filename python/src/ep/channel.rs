@@ -1,37 +1,37 @@
-//! [`Channel`]: one rank's end of an exchange.
+//! [`Channel`]: the endpoint of one rank for dispatch and combine.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use moontide_ep::{Shape, Tokens};
-use moontide_heap::{Rank, RankSet, WaitError};
+use moontide_ep::{ChannelConfig, Tokens};
+use moontide_symmetric::{Rank, RankSet, WaitError};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::shape::{Filled, RowKind, Settings, experts, overlap, place, weights};
-use super::step::{Refused, Sent};
+use super::shape::{OutputArray, RowKind, Settings, address_range, experts, overlap, weights};
+use super::step::{Dispatching, StepError};
 use super::world::{World, rank_set, ranks_tuple};
 use crate::arguments::seconds;
 use crate::array::Source;
 use crate::errors;
-use crate::process::{OfProcess, gone};
+use crate::process::{ProcessLocal, unusable_error};
 
-/// A channel and the step that it is in, for all who hold on to them.
+/// A channel and its current step, shared by the Python objects that refer to them.
 #[derive(Debug)]
 pub(super) struct Shared {
     inner: Mutex<Inner>,
-    /// Buffers of rows that were lent and not given back. Grows under the lock of `inner` only.
-    pub(super) lent: AtomicUsize,
-    pub(super) shape: Shape,
-    pub(super) send: RowKind,
-    pub(super) back: RowKind,
-    pub(super) leaves_behind: bool,
-    me: u32,
-    /// Where the ranks' memory lies: nothing of it is ever a place for results.
+    /// Number of exported buffers of rows that were not released. Grows only under the lock of `inner`.
+    pub(super) borrowed: AtomicUsize,
+    pub(super) shape: ChannelConfig,
+    pub(super) dispatch_rows: RowKind,
+    pub(super) combine_rows: RowKind,
+    pub(super) auto_exclude: bool,
+    rank: u32,
+    /// Address ranges of the ranks' memory; results must not be written there.
     regions: Vec<Range<usize>>,
 }
 
@@ -42,19 +42,19 @@ struct Inner {
     step: Step,
 }
 
-/// The step that is, or was the last.
+/// The current or last step.
 #[derive(Default)]
 pub(super) struct Step {
     pub(super) number: u64,
-    /// Its tokens: those for this rank's own experts are read where they are.
+    /// Tokens of the step; those for this rank's own experts are read without a copy.
     pub(super) tokens: Option<Source>,
     pub(super) token_count: usize,
-    /// Whether what goes back was made.
+    /// Whether `scatter` was called.
     pub(super) scattered: bool,
 }
 
 impl Step {
-    /// The bytes of its tokens.
+    /// Returns the bytes of the tokens.
     pub(super) fn rows(&self) -> &[u8] {
         self.tokens.as_ref().map_or(&[], Source::bytes)
     }
@@ -67,66 +67,68 @@ impl std::fmt::Debug for Step {
 }
 
 impl Shared {
-    /// Runs a call with the channel. Call it with Python's lock released.
+    /// Runs a call with the channel. Called with the GIL released.
     pub(super) fn call<R>(
         &self,
-        call: impl FnOnce(&mut moontide_ep::Channel, &mut Step) -> Result<R, Refused>,
-    ) -> Result<R, Refused> {
+        call: impl FnOnce(&mut moontide_ep::Channel, &mut Step) -> Result<R, StepError>,
+    ) -> Result<R, StepError> {
         let Inner { channel, step } = &mut *self.inner.lock();
-        call(channel.as_mut().ok_or(Refused::Closed)?, step)
+        call(channel.as_mut().ok_or(StepError::Closed)?, step)
     }
 
-    /// The same in a step, if it is still the one.
+    /// As `call`, but fails if `number` is not the current step.
     pub(super) fn call_in<R>(
         &self,
         number: u64,
-        call: impl FnOnce(&mut moontide_ep::Channel, &mut Step) -> Result<R, Refused>,
-    ) -> Result<R, Refused> {
+        call: impl FnOnce(&mut moontide_ep::Channel, &mut Step) -> Result<R, StepError>,
+    ) -> Result<R, StepError> {
         self.call(|channel, step| match step.number == number {
             true => call(channel, step),
-            false => Err(Refused::Over),
+            false => Err(StepError::Over),
         })
     }
 
-    /// Nobody looks at this step's rows.
-    pub(super) fn check_lent(&self) -> Result<(), Refused> {
-        match self.lent.load(Ordering::SeqCst) {
+    /// Fails if exported rows of this step exist.
+    pub(super) fn check_borrowed(&self) -> Result<(), StepError> {
+        match self.borrowed.load(Ordering::SeqCst) {
             0 => Ok(()),
-            arrays => Err(Refused::Lent(arrays)),
+            arrays => Err(StepError::Borrowed(arrays)),
         }
     }
 
-    /// Refuses to write over what ranks exchange.
-    pub(super) fn check_target(&self, filled: &mut Filled<'_>) -> PyResult<()> {
-        let target = place(filled.target.bytes());
+    /// Fails if an output array is in memory that the ranks share.
+    pub(super) fn check_target(&self, output: &mut OutputArray<'_>) -> PyResult<()> {
+        let target = address_range(output.target.bytes());
         match self.regions.iter().any(|region| overlap(region.clone(), target.clone())) {
-            true => Err(errors::argument("the array lies in memory that ranks share; pass one of your own")),
+            true => Err(errors::argument("the array is in memory that ranks share; pass a private array")),
             false => Ok(()),
         }
     }
 
-    /// Dimensions of the grouped layout.
+    /// Returns the outer dimensions of the grouped layout.
     pub(super) fn grouped(&self) -> [usize; 2] {
         [self.shape.experts_per_rank, self.shape.slots()]
     }
 }
 
-/// One rank's end of an exchange of tokens and results. All ranks open it together, with the same settings.
+/// Endpoint of one rank for dispatch and combine. All ranks open the channel together, with the same settings.
 ///
-/// - ``tokens_max``: tokens of a rank in one step at most; ``hidden``: numbers of a token; ``top_k``: experts of a token;
-///   ``experts_per_rank``: expert e is the rank's e // experts_per_rank.
-/// - ``send``: "bfloat16", "float16", "float32" or "float8": of tokens. ``back``: of results; as ``send``, or "bfloat16".
-/// - ``returns``: "pull" if the owner of a token reads its results, "push" if they are written to it.
-/// - ``buffers``: 2 takes twice the memory, and lets a step's return share a barrier with the next dispatch (not from Python).
-/// - ``leaves_behind``: goes on without ranks that are late, instead of raising RanksMissing.
-/// - ``offset``: of its memory, if the world has several channels; they follow each other unless it is given.
+/// - ``tokens_max``: maximum number of tokens of a rank per step; ``hidden``: elements per token; ``top_k``: experts
+///   per token; ``experts_per_rank``: expert e belongs to rank e // experts_per_rank.
+/// - ``dispatch_dtype``: type of tokens: "bfloat16", "float16", "float32" or "float8". ``combine_dtype``: type of
+///   results [default: ``dispatch_dtype``, or "bfloat16" for "float8"].
+/// - ``combine_mode``: "pull": the owner of a token reads its results; "push": the results are written to the owner.
+/// - ``buffers``: 2 takes twice the memory, and lets the combine of a step share a barrier with the next dispatch (not
+///   available in Python).
+/// - ``auto_exclude``: excludes late ranks instead of raising RanksMissing.
+/// - ``offset``: offset of the channel in the memory of the world [default: behind the previous channel].
 ///
-/// Types that numpy does not know are numbers of the same size there: bfloat16 is uint16. A row of float8 is bytes: see
-/// ``moontide.ep.reference.to_fp8``.
+/// Types that numpy does not have appear as integers of the same size: bfloat16 is uint16. A row of float8 is bytes:
+/// see ``moontide.ep.reference.to_fp8``.
 ///
 /// >>> import numpy, os, tempfile
 /// >>> from moontide.ep import Channel, World
-/// >>> settings = dict(tokens_max=4, hidden=8, top_k=2, experts_per_rank=4, send="float32")
+/// >>> settings = dict(tokens_max=4, hidden=8, top_k=2, experts_per_rank=4, dispatch_dtype="float32")
 /// >>> world = World(os.path.join(tempfile.mkdtemp(), "ep"), 0, 1, Channel.bytes(ranks=1, **settings))
 /// >>> channel = Channel(world, **settings)
 /// >>> def experts(rows, rows_per_expert):  # expert e multiplies by e + 1
@@ -140,32 +142,32 @@ impl Shared {
 #[pyclass(module = "moontide.ep", frozen)]
 #[derive(Debug)]
 pub(crate) struct Channel {
-    inside: OfProcess<Arc<Shared>>,
+    shared: ProcessLocal<Arc<Shared>>,
 }
 
 impl Channel {
     fn shared(&self, py: Python<'_>) -> PyResult<Arc<Shared>> {
-        self.inside.with(Arc::clone).map_err(|why| gone(py, "channel", why))
+        self.shared.with(Arc::clone).map_err(|reason| unusable_error(py, "channel", reason))
     }
 
-    /// Ends what was begun, by `end`. With `loses` it is lost even if that fails.
+    /// Ends the current step with `end`. With `always`, the step is over even if `end` fails.
     fn end(
         &self,
         py: Python<'_>,
-        loses: bool,
+        always: bool,
         end: impl FnOnce(&mut moontide_ep::Channel) -> Result<(), WaitError> + Send,
     ) -> PyResult<()> {
         let shared = self.shared(py)?;
         let ended = py.detach(|| {
             shared.call(|channel, step| {
-                shared.check_lent()?;
+                shared.check_borrowed()?;
                 let ended = end(channel);
-                let is_over = loses || ended.is_ok();
+                let is_over = always || ended.is_ok();
                 step.number += u64::from(is_over);
                 Ok((ended, if is_over { step.tokens.take() } else { None }))
             })
         });
-        let (ended, _tokens) = ended.map_err(|why| why.raise(py))?;
+        let (ended, _tokens) = ended.map_err(|error| error.raise(py))?;
         ended.map_err(|error| errors::wait(py, error))
     }
 }
@@ -173,8 +175,8 @@ impl Channel {
 #[pymethods]
 impl Channel {
     #[new]
-    #[pyo3(signature = (world, *, tokens_max, hidden, top_k, experts_per_rank, send="bfloat16", back=None, buffers=1,
-        returns="pull", leaves_behind=false, offset=None, timeout=30.0))]
+    #[pyo3(signature = (world, *, tokens_max, hidden, top_k, experts_per_rank, dispatch_dtype="bfloat16",
+        combine_dtype=None, buffers=1, combine_mode="pull", auto_exclude=false, offset=None, timeout=30.0))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         py: Python<'_>,
@@ -183,110 +185,130 @@ impl Channel {
         hidden: usize,
         top_k: usize,
         experts_per_rank: usize,
-        send: &str,
-        back: Option<&str>,
+        dispatch_dtype: &str,
+        combine_dtype: Option<&str>,
         buffers: usize,
-        returns: &str,
-        leaves_behind: bool,
+        combine_mode: &str,
+        auto_exclude: bool,
         offset: Option<u64>,
         timeout: f64,
     ) -> PyResult<Channel> {
         let timeout = seconds("timeout", timeout)?;
         let region = world.get().shape();
         let ranks = region.ranks as usize;
-        let shape =
-            Settings { ranks, tokens_max, hidden, top_k, experts_per_rank, send, back, buffers, returns }
-                .shape()?;
+        let settings = Settings {
+            ranks,
+            tokens_max,
+            hidden,
+            top_k,
+            experts_per_rank,
+            dispatch_dtype,
+            combine_dtype,
+            buffers,
+            combine_mode,
+        };
+        let shape = settings.shape()?;
         let (world, offset) = world.get().take(py, &shape, offset)?;
-        // SAFETY: a place that this process gives out once, and which is zero before; so do the other ranks, who run this.
+        // SAFETY: this process takes the range once, and it is zero before; the other ranks run the same code.
         let channel = py.detach(|| unsafe { moontide_ep::Channel::open(&world, offset, shape, timeout) });
         let channel = channel.map_err(|error| errors::open_channel(py, &error))?;
         let starts = world.bases().iter().map(|base| base.as_ptr() as usize);
         let inner = Inner { channel: Some(channel), step: Step::default() };
         let shared = Shared {
             inner: Mutex::new(inner),
-            lent: AtomicUsize::new(0),
+            borrowed: AtomicUsize::new(0),
             shape,
-            send: RowKind::new(shape.send, hidden),
-            back: RowKind::new(shape.back, hidden),
-            leaves_behind,
-            me: world.rank().0,
+            dispatch_rows: RowKind::new(shape.dispatch_dtype, hidden),
+            combine_rows: RowKind::new(shape.combine_dtype, hidden),
+            auto_exclude,
+            rank: world.rank().0,
             regions: starts.map(|start| start..start + region.bytes as usize).collect(),
         };
-        Ok(Channel { inside: OfProcess::new(Arc::new(shared)) })
+        Ok(Channel { shared: ProcessLocal::new(Arc::new(shared)) })
     }
 
-    /// Memory that a channel takes of each rank's: what a World must have. Exact, and for the worst case.
+    /// Returns the memory that a channel needs in the region of each rank: the size of a World for one channel. The
+    /// size is exact and covers the worst case.
     #[staticmethod]
-    #[pyo3(signature = (*, ranks, tokens_max, hidden, top_k, experts_per_rank, send="bfloat16", back=None, buffers=1,
-        returns="pull"))]
-    #[allow(clippy::too_many_arguments)] // as the constructor has them
+    #[pyo3(signature = (*, ranks, tokens_max, hidden, top_k, experts_per_rank, dispatch_dtype="bfloat16",
+        combine_dtype=None, buffers=1, combine_mode="pull"))]
+    #[allow(clippy::too_many_arguments)] // as the constructor
     fn bytes(
         ranks: usize,
         tokens_max: usize,
         hidden: usize,
         top_k: usize,
         experts_per_rank: usize,
-        send: &str,
-        back: Option<&str>,
+        dispatch_dtype: &str,
+        combine_dtype: Option<&str>,
         buffers: usize,
-        returns: &str,
+        combine_mode: &str,
     ) -> PyResult<u64> {
-        let settings =
-            Settings { ranks, tokens_max, hidden, top_k, experts_per_rank, send, back, buffers, returns };
+        let settings = Settings {
+            ranks,
+            tokens_max,
+            hidden,
+            top_k,
+            experts_per_rank,
+            dispatch_dtype,
+            combine_dtype,
+            buffers,
+            combine_mode,
+        };
         settings.shape()?.bytes().map_err(errors::argument)
     }
 
-    /// Which rank this is.
+    /// Rank of this process.
     #[getter]
     fn rank(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(self.shared(py)?.me)
+        Ok(self.shared(py)?.rank)
     }
 
-    /// Who is waited for, as far as this rank can see. Raises Excluded if it is not itself among them.
+    /// Members of the channel, as this rank sees them. Raises Excluded if this rank is not a member.
     #[getter]
     fn members<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let shared = self.shared(py)?;
-        let members = py.detach(|| shared.call(|channel, _| channel.members().map_err(Refused::Wait)));
-        ranks_tuple(py, members.map_err(|why| why.raise(py))?)
+        let members = py.detach(|| shared.call(|channel, _| channel.members().map_err(StepError::Wait)));
+        ranks_tuple(py, members.map_err(|error| error.raise(py))?)
     }
 
-    /// Sends tokens ``[tokens, hidden]`` to where their experts ``[tokens, top_k]`` are, with the weights of these: int32 or
-    /// int64, and float32. An expert of -1 is none. Does not wait. The tokens must stay as they are until ``combine``.
-    pub(super) fn send(
+    /// Sends tokens ``[tokens, hidden]`` to their experts. ``experts`` is an int32 or int64 array ``[tokens, top_k]``,
+    /// with -1 for none; ``weights`` is a float32 array of the same shape. Does not wait. The tokens must not change
+    /// until ``combine``.
+    pub(super) fn start_dispatch(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         experts: &Bound<'_, PyAny>,
         weights: &Bound<'_, PyAny>,
-    ) -> PyResult<Sent> {
+    ) -> PyResult<Dispatching> {
         let shared = self.shared(py)?;
         let (experts, weights) =
             (self::experts(experts, shared.shape.top_k)?, self::weights(weights, shared.shape.top_k)?);
-        // What is not sent is given back with Python's lock held.
-        let mut source = Some(shared.send.array("tokens", tokens, &[None])?.into_source(py)?);
-        let sent = py.detach(|| {
+        // If the dispatch fails, the source is dropped with the GIL held.
+        let mut source = Some(shared.dispatch_rows.array("tokens", tokens, &[None])?.into_source(py)?);
+        let started = py.detach(|| {
             shared.call(|channel, step| {
                 let tokens = Tokens {
                     rows: source.as_ref().map_or(&[], Source::bytes),
                     experts: &experts,
                     weights: &weights,
                 };
-                let _ = channel.send(tokens).map_err(Refused::Send)?;
+                let _ = channel.start_dispatch(tokens).map_err(StepError::Dispatch)?;
                 step.number += 1;
                 (step.token_count, step.scattered) = (experts.len() / shared.shape.top_k, false);
                 let before = std::mem::replace(&mut step.tokens, source.take());
                 Ok((step.number, before))
             })
         });
-        let (step, _before) = sent.map_err(|why| why.raise(py))?;
-        Ok(Sent::new(shared, step))
+        let (step, _before) = started.map_err(|error| error.raise(py))?;
+        Ok(Dispatching::new(shared, step))
     }
 
-    /// A whole step. ``compute`` is called with the rows ``[experts_per_rank, rows, hidden]`` and how many each expert has, and
-    /// returns what the experts made of them, in the same layout. Returns the results ``[tokens, hidden]`` and the ranks whose
-    /// experts took part in them. If ``compute`` raises, nobody gets anything from this rank in this step. If a rank is
-    /// missing the step is unfinished: leave it behind and ``abandon``.
+    /// Runs a whole step. Calls ``compute`` with the rows ``[experts_per_rank, rows, hidden]`` and the number of rows
+    /// of each expert; it returns the results of the experts in the same layout. Returns the results ``[tokens,
+    /// hidden]`` and the ranks whose experts took part. If ``compute`` raises, this rank contributes nothing to the
+    /// step. If a rank is missing, the step is unfinished: ``exclude`` the rank and call ``abort_step``.
     #[pyo3(signature = (tokens, experts, weights, compute, *, out=None, packed=None, timeout=30.0))]
     #[allow(clippy::too_many_arguments)] // keywords
     fn moe_forward<'py>(
@@ -302,63 +324,67 @@ impl Channel {
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         let shared = self.shared(py)?;
         seconds("timeout", timeout)?;
-        // What is wrong with them is said before anybody waits for this rank's results.
-        let count = shared.send.array("tokens", tokens, &[None])?.shape()[0] as usize;
+        // Invalid arguments fail before other ranks wait for the results of this rank.
+        let count = shared.dispatch_rows.array("tokens", tokens, &[None])?.shape()[0] as usize;
         if out.is_some() {
-            shared.check_target(&mut Filled::of(py, &shared.back, "out", out, &[count])?)?;
+            shared.check_target(&mut OutputArray::of(py, &shared.combine_rows, "out", out, &[count])?)?;
         }
         if packed.is_some() {
-            shared.check_target(&mut Filled::of(py, &shared.send, "packed", packed, &shared.grouped())?)?;
+            let grouped = shared.grouped();
+            let mut output = OutputArray::of(py, &shared.dispatch_rows, "packed", packed, &grouped)?;
+            shared.check_target(&mut output)?;
         }
-        let received = self.send(py, tokens, experts, weights)?.wait_packed(py, packed, timeout)?;
-        let computed = received.call_compute(py, compute).and_then(|made| received.scatter(py, &made));
+        let dispatching = self.start_dispatch(py, tokens, experts, weights)?;
+        let dispatched = dispatching.wait_packed(py, packed, timeout)?;
+        let computed =
+            dispatched.call_compute(py, compute).and_then(|results| dispatched.scatter(py, &results));
         if let Err(error) = computed {
-            // The step must end for the others; what the program is told is why.
-            let _ = self.abandon(py, timeout);
+            // The step must end for the other ranks; the caller gets the first error.
+            let _ = self.abort_step(py, timeout);
             return Err(error);
         }
-        received.combine(py, out, timeout)
+        dispatched.combine(py, out, timeout)
     }
 
-    /// Goes on without these ranks: nobody waits for them any more. Then wait again.
-    fn leave_behind(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+    /// Excludes ranks: the channel no longer waits for them. Repeat the wait afterwards.
+    fn exclude(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
         let shared = self.shared(py)?;
-        let ranks = rank_set(&ranks, shared.shape.ranks as u32)?.without(RankSet::only(Rank(shared.me)));
-        let left = py.detach(|| {
+        let ranks = rank_set(&ranks, shared.shape.ranks as u32)?.without(RankSet::only(Rank(shared.rank)));
+        let excluded = py.detach(|| {
             shared.call(|channel, _| {
                 channel.exclude(ranks);
                 Ok(())
             })
         });
-        left.map_err(|why| why.raise(py))
+        excluded.map_err(|error| error.raise(py))
     }
 
-    /// Comes back after the others have gone on without this rank, which they allow at the end of a step. What it had begun
-    /// is lost.
+    /// Rejoins after this rank was excluded. The members admit it at the end of a step. Its own unfinished step is
+    /// lost.
     #[pyo3(signature = (timeout=30.0))]
     fn rejoin(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         self.end(py, true, |channel| channel.rejoin(timeout))
     }
 
-    /// Finishes a step that was begun, without results: nobody gets anything from this rank in it.
+    /// Ends the current step without results: this rank contributes nothing to it.
     #[pyo3(signature = (timeout=30.0))]
-    fn abandon(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+    fn abort_step(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout: Duration = seconds("timeout", timeout)?;
-        self.end(py, false, |channel| channel.abandon(timeout))
+        self.end(py, false, |channel| channel.abort_step(timeout))
     }
 
-    /// Leaves the exchange. Raises BufferError while there are arrays of a step's rows. A second time it does nothing.
+    /// Leaves the channel. Raises BufferError while arrays of a step's rows exist. Further calls of close() do nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let Ok(shared) = self.inside.with(Arc::clone) else { return Ok(()) };
+        let Ok(shared) = self.shared.with(Arc::clone) else { return Ok(()) };
         let closed = py.detach(|| {
             let mut inner = shared.inner.lock();
-            shared.check_lent()?;
+            shared.check_borrowed()?;
             drop(inner.channel.take());
             Ok(inner.step.tokens.take())
         });
-        closed.map(drop).map_err(|why: Refused| why.raise(py))?;
-        drop(self.inside.take());
+        closed.map(drop).map_err(|error: StepError| error.raise(py))?;
+        drop(self.shared.take());
         Ok(())
     }
 
@@ -374,15 +400,15 @@ impl Channel {
         _trace: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         match self.close(py) {
-            // What the block raised is what the program is told; its traceback may well hold the arrays.
+            // The exception of the block is passed on; its traceback may hold the arrays.
             Err(error) if !kind.is_none() && error.is_instance_of::<PyBufferError>(py) => Ok(()),
             closed => closed,
         }
     }
 
     fn __repr__(&self) -> String {
-        match self.inside.with(|shared| (shared.me, shared.shape.ranks)) {
-            Ok((me, ranks)) => format!("<moontide.ep.Channel of rank {me} of {ranks}>"),
+        match self.shared.with(|shared| (shared.rank, shared.shape.ranks)) {
+            Ok((rank, ranks)) => format!("<moontide.ep.Channel of rank {rank} of {ranks}>"),
             Err(_) => "<moontide.ep.Channel, closed>".to_owned(),
         }
     }

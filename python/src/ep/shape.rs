@@ -1,13 +1,13 @@
-//! Words for shapes: dtypes, and the arrays that have them.
+//! Settings of a channel in Python, and checks of its arrays.
 
-use moontide_ep::{Buffers, Dtype, Returns, Shape};
+use moontide_ep::{Buffering, ChannelConfig, CombineMode, Dtype};
 use moontide_types::tensor;
 use pyo3::prelude::*;
 
 use crate::array::{Array, Target};
 use crate::errors;
 
-/// By the name that torch has for it.
+/// Returns the type for a name of torch.
 pub(super) fn dtype(what: &str, name: &str) -> PyResult<Dtype> {
     Ok(match name {
         "float32" => Dtype::F32,
@@ -16,53 +16,65 @@ pub(super) fn dtype(what: &str, name: &str) -> PyResult<Dtype> {
         "float8" | "float8_e4m3fn" => Dtype::Fp8,
         _ => {
             return Err(errors::argument(format!(
-                "{what} is \"float32\", \"float16\", \"bfloat16\" or \"float8\", not {name:?}"
+                "{what} must be \"float32\", \"float16\", \"bfloat16\" or \"float8\", not {name:?}"
             )));
         }
     })
 }
 
-/// Settings of a channel as Python names them.
+/// Keyword arguments of a channel.
 pub(super) struct Settings<'a> {
     pub(super) ranks: usize,
     pub(super) tokens_max: usize,
     pub(super) hidden: usize,
     pub(super) top_k: usize,
     pub(super) experts_per_rank: usize,
-    pub(super) send: &'a str,
-    pub(super) back: Option<&'a str>,
+    pub(super) dispatch_dtype: &'a str,
+    pub(super) combine_dtype: Option<&'a str>,
     pub(super) buffers: usize,
-    pub(super) returns: &'a str,
+    pub(super) combine_mode: &'a str,
 }
 
 impl Settings<'_> {
-    pub(super) fn shape(&self) -> PyResult<Shape> {
+    pub(super) fn shape(&self) -> PyResult<ChannelConfig> {
         let Settings { ranks, tokens_max, hidden, top_k, experts_per_rank, .. } = *self;
-        let send = dtype("send", self.send)?;
-        let back = match self.back {
-            Some(name) => dtype("back", name)?,
-            None if send == Dtype::Fp8 => Dtype::Bf16,
-            None => send,
+        let dispatch_dtype = dtype("dispatch_dtype", self.dispatch_dtype)?;
+        let combine_dtype = match self.combine_dtype {
+            Some(name) => dtype("combine_dtype", name)?,
+            None if dispatch_dtype == Dtype::Fp8 => Dtype::Bf16,
+            None => dispatch_dtype,
         };
-        let buffers = match self.buffers {
-            1 => Buffers::One,
-            2 => Buffers::Two,
-            other => return Err(errors::argument(format!("buffers is 1 or 2, not {other}"))),
+        let buffering = match self.buffers {
+            1 => Buffering::Single,
+            2 => Buffering::Double,
+            other => return Err(errors::argument(format!("buffers must be 1 or 2, not {other}"))),
         };
-        let returns = match self.returns {
-            "pull" => Returns::Pull,
-            "push" => Returns::Push,
-            other => return Err(errors::argument(format!("returns is \"pull\" or \"push\", not {other:?}"))),
+        let combine_mode = match self.combine_mode {
+            "pull" => CombineMode::Pull,
+            "push" => CombineMode::Push,
+            other => {
+                let message = format!("combine_mode must be \"pull\" or \"push\", not {other:?}");
+                return Err(errors::argument(message));
+            }
         };
-        let shape =
-            Shape { ranks, tokens_max, hidden, top_k, experts_per_rank, send, back, buffers, returns };
+        let shape = ChannelConfig {
+            ranks,
+            tokens_max,
+            hidden,
+            top_k,
+            experts_per_rank,
+            dispatch_dtype,
+            combine_dtype,
+            buffering,
+            combine_mode,
+        };
         shape.bytes().map_err(errors::argument)?;
         Ok(shape)
     }
 }
 
-/// How a row of numbers is an array's last dimension: its type to libraries that know it, to those that do not, and how
-/// many. A row of fp8 is bytes: numbers and scales.
+/// A row as the last dimension of an array: its type for libraries that support it, its type for those that do not, and
+/// its length. A row of fp8 is bytes: elements and scales.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowKind {
     dtype: tensor::Dtype,
@@ -85,7 +97,7 @@ impl RowKind {
         self.len * self.plain.bytes()
     }
 
-    /// An array of such rows, in these outer dimensions; `None` is any number.
+    /// Checks an array of such rows with these outer dimensions; `None` allows any length.
     pub(super) fn array(
         &self,
         what: &str,
@@ -105,14 +117,14 @@ impl RowKind {
         Err(wrong(what, &expected().map(word).collect::<Vec<_>>().join(", "), self.dtype.name(), &array))
     }
 
-    /// A new array of numpy's, not filled.
+    /// Returns a new, uninitialized numpy array.
     pub(super) fn empty<'py>(&self, py: Python<'py>, outer: &[usize]) -> PyResult<Bound<'py, PyAny>> {
         let shape: Vec<usize> = outer.iter().copied().chain([self.len]).collect();
         py.import("numpy")?.call_method1("empty", (shape, self.plain.name()))
     }
 }
 
-/// Experts of tokens: int32 or int64, `[tokens, top_k]`. Those beyond 32 bits are no rank's.
+/// Returns the experts of tokens: int32 or int64, `[tokens, top_k]`. Numbers beyond 32 bits become an invalid expert.
 pub(super) fn experts(object: &Bound<'_, PyAny>, top_k: usize) -> PyResult<Vec<i32>> {
     let array = Array::of(object)?;
     let dtype = array.dtype.filter(|_| is_table(&array, top_k));
@@ -127,7 +139,7 @@ pub(super) fn experts(object: &Bound<'_, PyAny>, top_k: usize) -> PyResult<Vec<i
     })
 }
 
-/// Their weights: float32, `[tokens, top_k]`.
+/// Returns the weights of experts: float32, `[tokens, top_k]`.
 pub(super) fn weights(object: &Bound<'_, PyAny>, top_k: usize) -> PyResult<Vec<f32>> {
     let array = Array::of(object)?;
     if array.dtype != Some(tensor::Dtype::Float32) || !is_table(&array, top_k) {
@@ -146,37 +158,37 @@ fn wrong(what: &str, lengths: &str, of: &str, array: &Array) -> PyErr {
     errors::argument(format!("{what} must be an array [{lengths}] of {of}, not {found:?} of {dtype}"))
 }
 
-/// Whether two pieces of memory have a byte in common.
+/// Whether two address ranges overlap.
 pub(super) fn overlap(one: std::ops::Range<usize>, other: std::ops::Range<usize>) -> bool {
     one.start < other.end && other.start < one.end
 }
 
-/// Where bytes lie.
-pub(super) fn place(bytes: &[u8]) -> std::ops::Range<usize> {
+/// Returns the address range of bytes.
+pub(super) fn address_range(bytes: &[u8]) -> std::ops::Range<usize> {
     let start = bytes.as_ptr() as usize;
     start..start + bytes.len()
 }
 
-/// An array to be filled: one that was given, or a new one.
-pub(super) struct Filled<'py> {
+/// An array for results: one of the caller, or a new one.
+pub(super) struct OutputArray<'py> {
     pub(super) array: Bound<'py, PyAny>,
     pub(super) target: Target,
 }
 
-impl<'py> Filled<'py> {
+impl<'py> OutputArray<'py> {
     pub(super) fn of(
         py: Python<'py>,
         kind: &RowKind,
         what: &str,
         given: Option<&Bound<'py, PyAny>>,
         outer: &[usize],
-    ) -> PyResult<Filled<'py>> {
+    ) -> PyResult<OutputArray<'py>> {
         let array = match given {
             Some(given) => given.clone(),
             None => kind.empty(py, outer)?,
         };
         let outer: Vec<Option<usize>> = outer.iter().copied().map(Some).collect();
         let target = kind.array(what, &array, &outer)?.into_target()?;
-        Ok(Filled { array, target })
+        Ok(OutputArray { array, target })
     }
 }

@@ -1,44 +1,44 @@
-//! [`Masters`]: which master a client asks, as the shipped client has it: [`Routes`] made of the newest map that it has seen,
-//! and another look at it when somebody says that he is not the one, or says nothing.
+//! [`Masters`]: choice of the master, as in the shipped client: [`GroupRoutes`] of the newest known map, refreshed when
+//! a master replies `WrongMaster` or not at all.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::time::Duration;
 
-use moontide_client::decide::Routes;
+use moontide_client::logic::GroupRoutes;
 use moontide_proto::v1;
 use moontide_types::MonoTime;
 
 use super::{Client, ClientTimer, object_id};
-use crate::event::{Message, Request, Timer, Who};
+use crate::context::ProcessContext;
+use crate::event::{Message, ProcessId, Request, Timer};
 use crate::master::index_of;
-use crate::scene::Scene;
 
-/// The map is not looked at more often than this.
+/// Shortest interval between refreshes of the map.
 const LOOK_MIN: Duration = Duration::from_millis(50);
-/// How long masters have to answer.
-const LOOK_MAX: Duration = Duration::from_secs(1);
+/// Timeout of a map refresh.
+const MAP_REFRESH_MAX: Duration = Duration::from_secs(1);
 
-/// Who hosts what, as far as it is known.
+/// Group map of a client.
 #[derive(Debug)]
 pub(super) struct Masters {
     version: u64,
-    routes: Routes,
+    routes: GroupRoutes,
     hosts: Vec<usize>,
     alone: bool,
-    /// A call went wrong since the map was looked at.
+    /// A call failed since the last refresh.
     doubted: bool,
     looked: MonoTime,
-    look: Option<Look>,
+    refresh_map: Option<MapRefresh>,
 }
 
-/// A look that is under way, and what is asked when it is over.
+/// Running refresh, and the call that waits for it.
 #[derive(Debug)]
-struct Look {
+struct MapRefresh {
     number: u64,
     calls: BTreeSet<u64>,
     newest: Option<v1::GroupMap>,
-    parked: Option<(u64, usize, Request, Duration)>,
+    deferred: Option<(u64, usize, Request, Duration)>,
 }
 
 impl Masters {
@@ -46,44 +46,44 @@ impl Masters {
         let groups = NonZeroU16::new(groups).expect("a cluster has a group");
         Masters {
             version: 0,
-            routes: Routes::new(groups, []),
+            routes: GroupRoutes::new(groups, []),
             hosts: vec![],
             alone: false,
             doubted: true,
             looked: MonoTime(0),
-            look: None,
+            refresh_map: None,
         }
     }
 
-    /// Somebody did not answer, or is not the one.
-    pub(super) fn doubt(&mut self) {
+    /// Marks the map as stale: a master did not reply, or does not host the group.
+    pub(super) fn mark_stale(&mut self) {
         self.doubted = !self.alone;
     }
 
-    pub(super) fn is_alone(&self) -> bool {
+    pub(super) fn is_single_master(&self) -> bool {
         self.alone
     }
 }
 
 impl Client {
-    /// Asks the master of a key: at once, or when the map has been looked at. `patience`: how long for an answer.
+    /// Sends a request to the master of a key, at once or after a refresh of the map. `timeout` is that of the reply.
     pub(super) fn call(
         &mut self,
         key: usize,
         request: Request,
-        patience: Duration,
-        scene: &mut Scene<'_>,
+        timeout: Duration,
+        cx: &mut ProcessContext<'_>,
     ) -> u64 {
         let call = self.number();
-        self.masters.look = None; // of a call that was given up
-        if self.masters.doubted && scene.now().since(self.masters.looked) >= LOOK_MIN {
-            self.look(scene);
-            self.patience = 0; // it begins when it is asked
-            if let Some(look) = &mut self.masters.look {
-                look.parked = Some((call, key, request, patience));
+        self.masters.refresh_map = None; // of a call that was given up
+        if self.masters.doubted && cx.now().since(self.masters.looked) >= LOOK_MIN {
+            self.refresh_map(cx);
+            self.timeout = 0; // starts when the request is sent
+            if let Some(refresh_map) = &mut self.masters.refresh_map {
+                refresh_map.deferred = Some((call, key, request, timeout));
             }
         } else {
-            self.ask_host(call, key, request, patience, scene);
+            self.ask_host(call, key, request, timeout, cx);
         }
         call
     }
@@ -93,74 +93,79 @@ impl Client {
         call: u64,
         key: usize,
         request: Request,
-        patience: Duration,
-        scene: &mut Scene<'_>,
+        timeout: Duration,
+        cx: &mut ProcessContext<'_>,
     ) {
         match self.masters.routes.host(object_id(key)) {
             Some(host) => {
-                let master = Who::Master(self.masters.hosts[usize::from(host)]);
-                scene.send(master, Message::Call { call, request });
-                self.have_patience(patience, scene);
+                let master = ProcessId::Master(self.masters.hosts[usize::from(host)]);
+                cx.send(master, Message::Call { call, request });
+                self.start_timeout(timeout, cx);
             }
             None => {
-                self.masters.doubt();
-                self.have_patience(Duration::ZERO, scene);
+                self.masters.mark_stale();
+                self.start_timeout(Duration::ZERO, cx);
             }
         }
     }
 
-    fn look(&mut self, scene: &mut Scene<'_>) {
-        let context = self.context(0, scene);
+    fn refresh_map(&mut self, cx: &mut ProcessContext<'_>) {
+        let context = self.context(0, cx);
         let mut calls = BTreeSet::new();
         for master in 0..self.plan.masters {
             let call = self.number();
             let request = Request::Map(v1::GetGroupMapRequest { context: context.clone() });
-            scene.send(Who::Master(master), Message::Call { call, request });
+            cx.send(ProcessId::Master(master), Message::Call { call, request });
             calls.insert(call);
         }
         let number = self.number();
-        self.masters.look = Some(Look { number, calls, newest: None, parked: None });
-        scene.wake_in(LOOK_MAX, Timer::Client(ClientTimer::Look(number)));
+        self.masters.refresh_map = Some(MapRefresh { number, calls, newest: None, deferred: None });
+        cx.wake_in(MAP_REFRESH_MAX, Timer::Client(ClientTimer::MapRefresh(number)));
     }
 
-    pub(super) fn map_told(&mut self, call: u64, answer: v1::GetGroupMapResponse, scene: &mut Scene<'_>) {
+    pub(super) fn map_received(
+        &mut self,
+        call: u64,
+        reply: v1::GetGroupMapResponse,
+        cx: &mut ProcessContext<'_>,
+    ) {
         let seen = self.masters.version;
-        let Some(look) = &mut self.masters.look else { return };
-        if !look.calls.remove(&call) {
+        let Some(refresh_map) = &mut self.masters.refresh_map else { return };
+        if !refresh_map.calls.remove(&call) {
             return;
         }
-        if let Some(map) = answer.map
-            && look.newest.as_ref().is_none_or(|newest| newest.version < map.version)
+        if let Some(map) = reply.map
+            && refresh_map.newest.as_ref().is_none_or(|newest| newest.version < map.version)
         {
-            look.newest = Some(map);
+            refresh_map.newest = Some(map);
         }
-        // Those that do not answer are not worth waiting for.
-        let enough = look.newest.as_ref().is_some_and(|map| map.version > seen);
-        if enough || look.calls.is_empty() {
-            self.looked(scene);
-        }
-    }
-
-    pub(super) fn look_over(&mut self, number: u64, scene: &mut Scene<'_>) {
-        if self.masters.look.as_ref().is_some_and(|look| look.number == number) {
-            self.looked(scene);
+        // Do not wait for the other masters.
+        let enough = refresh_map.newest.as_ref().is_some_and(|map| map.version > seen);
+        if enough || refresh_map.calls.is_empty() {
+            self.looked(cx);
         }
     }
 
-    fn looked(&mut self, scene: &mut Scene<'_>) {
-        let Some(look) = self.masters.look.take() else { return };
+    pub(super) fn map_refresh_over(&mut self, number: u64, cx: &mut ProcessContext<'_>) {
+        if self.masters.refresh_map.as_ref().is_some_and(|refresh_map| refresh_map.number == number) {
+            self.looked(cx);
+        }
+    }
+
+    fn looked(&mut self, cx: &mut ProcessContext<'_>) {
+        let Some(refresh_map) = self.masters.refresh_map.take() else { return };
         let masters = &mut self.masters;
-        masters.looked = scene.now();
+        masters.looked = cx.now();
         masters.doubted = false;
-        if let Some(map) = look.newest.filter(|map| map.version != masters.version) {
+        if let Some(map) = refresh_map.newest.filter(|map| map.version != masters.version) {
             let groups = NonZeroU16::new(map.groups as u16).expect("a cluster has a group");
             masters.version = map.version;
-            masters.routes = Routes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
+            masters.routes = GroupRoutes::new(groups, map.masters.iter().map(|master| &master.groups[..]));
             masters.hosts = map.masters.iter().map(|master| index_of(&master.grpc_address)).collect();
-            masters.alone = map.alone;
+            masters.alone = map.single_master;
         }
-        if let Some((call, key, request, patience)) = look.parked {
-            self.ask_host(call, key, request, patience, scene);
+        if let Some((call, key, request, timeout)) = refresh_map.deferred {
+            self.ask_host(call, key, request, timeout, cx);
         }
     }
 }

@@ -1,59 +1,59 @@
-//! [`Disk`]: a node's disk. What is on the [`Platter`] outlives the process; everything else goes with it.
+//! [`Disk`]: simulated disk of a node. The [`DiskImage`] survives the process; all other state is lost with it.
 //!
-//! The shipped disk has threads that write, remove, load and tell; here each of their jobs takes its time, and those of one
-//! thread come one after the other. What is said of it, and to whom, is packed by the shipped code.
+//! The shipped disk has threads that write, remove, load and report; here each job takes simulated time, and the jobs
+//! of one thread run one after the other. Shipped code encodes the reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use moontide_disk::RecordName;
-use moontide_heap::{Grant, NewRecord, Writer};
-use moontide_node::decide::groups::GroupSet;
-use moontide_node::decide::notice::{Audience, NoticeBuilder};
-use moontide_node::decide::orders::{Answer, Numbered};
-use moontide_proto::{Order, OrderKind, PackedBuilder, VersionedId, v1};
+use moontide_disk::RecordId;
+use moontide_heap::{Grant, PayloadWriter, RecordSpec};
+use moontide_node::logic::commands::{CommandId, CommandReply};
+use moontide_node::logic::groups::GroupSet;
+use moontide_node::logic::notice::{NoticeSubscribers, OffloadNoticeBuilder};
+use moontide_proto::{CommandKind, NodeCommand, PackedBuilder, VersionedId, v1};
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
 use moontide_types::{Epoch, ErrorCode, MonoTime, ObjectId, SegmentId, SessionId, SlotId};
 
 use super::{LONG_AGO, Node, NodeEvent, NodeTimer};
+use crate::context::ProcessContext;
 use crate::event::Timer;
-use crate::scene::Scene;
 
 /// Longest time that a job takes.
 const JOB_MAX: Duration = Duration::from_millis(40);
 /// When a removal that failed is tried again.
 const AGAIN: Duration = Duration::from_secs(10);
-/// Records that are told at a time, when everything is.
-const TOLD_AT_ONCE: usize = 5;
-/// How long a record may wait to be written, unless the order says otherwise.
+/// Records per message of a full inventory.
+const REPORTED_AT_ONCE: usize = 5;
+/// Default delay of a write, unless the command sets one.
 const ORDER_LASTS: Duration = Duration::from_secs(30);
 
 /// A record on the disk.
 #[derive(Clone, Debug)]
-struct Stored {
+struct StoredRecord {
     header: Header,
     key: Vec<u8>,
     attributes: Vec<u8>,
     payload: Vec<u8>,
-    /// In which order they were written.
+    /// Sequence number of the write.
     number: u64,
 }
 
-/// What outlives the process.
+/// Content of a disk; survives the process.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Platter {
-    records: BTreeMap<RecordName, Stored>,
-    /// Of each object the last version that was removed.
+pub(crate) struct DiskImage {
+    records: BTreeMap<RecordId, StoredRecord>,
+    /// Last removed version of each object.
     removed: BTreeMap<ObjectId, Epoch>,
     written: u64,
 }
 
-impl Platter {
-    /// As the next process finds it.
-    pub(crate) fn recovered(mut self) -> Platter {
+impl DiskImage {
+    /// Returns the image as the next process finds it.
+    pub(crate) fn recovered(mut self) -> DiskImage {
         let removed = std::mem::take(&mut self.removed);
         self.records.retain(|name, _| removed.get(&name.id).is_none_or(|&last| name.version > last));
-        Platter { removed, ..self }
+        DiskImage { removed, ..self }
     }
 
     pub(crate) fn records(&self) -> usize {
@@ -66,41 +66,41 @@ impl Platter {
         self.records.retain(|name, _| name.id != id || name.version > version);
     }
 
-    fn was_removed(&self, name: &RecordName) -> bool {
+    fn was_removed(&self, name: &RecordId) -> bool {
         self.removed.get(&name.id).is_some_and(|&last| name.version <= last)
     }
 }
 
-/// What a thread of the disk has to do.
+/// Job of a disk thread.
 #[derive(Debug)]
 enum Job {
     /// A record is to be written, if it is there and wanted by then.
-    Offload { session: SessionId, order: Order, until: MonoTime },
+    Offload { session: SessionId, command: NodeCommand, until: MonoTime },
     /// It is durable when this is over.
-    Write { session: SessionId, order: u64, record: Box<Stored> },
-    /// A removal is durable when this is over, and answered.
-    Remove { session: SessionId, order: u64, id: ObjectId, version: Epoch, answer: Answer },
+    Write { session: SessionId, command: u64, record: Box<StoredRecord> },
+    /// A removal becomes durable and is acknowledged when this ends.
+    Remove { session: SessionId, command: u64, id: ObjectId, version: Epoch, reply: CommandReply },
     /// Removals that failed are tried again.
     RemoveAgain,
     /// A record goes back into memory: its slot is taken.
-    Promote { session: SessionId, order: Order },
+    Promote { session: SessionId, command: NodeCommand },
     /// It is published.
-    Publish { session: SessionId, order: Order },
-    /// The next of all that a session is told.
-    Tell { session: SessionId, groups: GroupSet, after: Option<RecordName> },
+    Publish { session: SessionId, command: NodeCommand },
+    /// The next part of the inventory is sent to a session.
+    Inventory { session: SessionId, groups: GroupSet, after: Option<RecordId> },
 }
 
 /// A node's disk, as its process has it.
 #[derive(Debug)]
 pub(super) struct Disk {
-    platter: Platter,
+    disk_image: DiskImage,
     /// Most records.
     limit: usize,
-    audience: Audience,
-    /// How many scans each session has yet to be told the end of.
-    tellings: BTreeMap<SessionId, usize>,
-    promoting: BTreeMap<(SegmentId, SlotId), Numbered>,
-    /// The last order of each session to write or to bring back.
+    audience: NoticeSubscribers,
+    /// Inventory scans of each session that have not ended.
+    scans: BTreeMap<SessionId, usize>,
+    promoting: BTreeMap<(SegmentId, SlotId), CommandId>,
+    /// Last offload or load command of each session.
     taken: BTreeMap<SessionId, u64>,
     jobs: BTreeMap<u64, Job>,
     /// Until when each thread is busy.
@@ -111,12 +111,12 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    pub(super) fn new(platter: Platter, limit: usize) -> Disk {
+    pub(super) fn new(disk_image: DiskImage, limit: usize) -> Disk {
         Disk {
-            platter,
+            disk_image,
             limit,
-            audience: Audience::default(),
-            tellings: BTreeMap::new(),
+            audience: NoticeSubscribers::default(),
+            scans: BTreeMap::new(),
             promoting: BTreeMap::new(),
             taken: BTreeMap::new(),
             jobs: BTreeMap::new(),
@@ -126,13 +126,13 @@ impl Disk {
         }
     }
 
-    pub(super) fn platter(&self) -> &Platter {
-        &self.platter
+    pub(super) fn disk_image(&self) -> &DiskImage {
+        &self.disk_image
     }
 
-    /// Whether masters have been told everything.
+    /// Returns whether all masters have the complete inventory.
     pub(super) fn is_told(&self) -> bool {
-        self.tellings.values().all(|&running| running == 0)
+        self.scans.values().all(|&running| running == 0)
     }
 
     pub(super) fn fails(&mut self, until: MonoTime) {
@@ -147,12 +147,12 @@ impl Disk {
             medium: v1::Medium::Disk.into(),
             units: 1,
             slots: 1,
-            occupied: self.platter.records() > 0,
+            has_records: self.disk_image.records() > 0,
             ..Default::default()
         }
     }
 
-    /// As a heartbeat tells of it.
+    /// Returns the usage for a heartbeat.
     pub(super) fn status(&self, now: MonoTime) -> v1::DiskStatus {
         let state = if now < self.fails_until {
             v1::DiskState::WriteFailed
@@ -163,25 +163,25 @@ impl Disk {
         };
         v1::DiskStatus {
             state: state.into(),
-            used_bytes: self.platter.records() as u64,
+            used_bytes: self.disk_image.records() as u64,
             limit_bytes: self.limit as u64,
-            objects: self.platter.records() as u64,
+            objects: self.disk_image.records() as u64,
             backlog_bytes: 0,
         }
     }
 
-    /// Until it is told of more groups, a session is not told that everything is known.
+    /// Counts an inventory scan: until it ends, the inventory of the session is incomplete.
     pub(super) fn announce(&mut self, session: SessionId) {
-        *self.tellings.entry(session).or_default() += 1;
+        *self.scans.entry(session).or_default() += 1;
     }
 
     pub(super) fn narrow(&mut self, session: SessionId, groups: &GroupSet) {
-        self.audience.narrow(session, groups);
+        self.audience.restrict(session, groups);
     }
 
     pub(super) fn end_session(&mut self, session: SessionId) {
         self.audience.end(session);
-        self.tellings.remove(&session);
+        self.scans.remove(&session);
         self.taken.remove(&session);
         self.promoting.retain(|_, &mut (of, _)| of != session);
     }
@@ -192,18 +192,18 @@ impl Disk {
     }
 
     /// The bytes of a record.
-    pub(super) fn read(&self, name: &RecordName) -> Option<Vec<u8>> {
-        Some(self.platter.records.get(name)?.payload.clone())
+    pub(super) fn read(&self, name: &RecordId) -> Option<Vec<u8>> {
+        Some(self.disk_image.records.get(name)?.payload.clone())
     }
 
-    fn is_wanted(&self, session: SessionId, order: &Order) -> bool {
-        self.promoting.get(&(order.segment, order.slot)) == Some(&(session, order.order))
+    fn is_wanted(&self, session: SessionId, command: &NodeCommand) -> bool {
+        self.promoting.get(&(command.segment, command.slot)) == Some(&(session, command.command_id))
             && self.audience.is_live(session)
     }
 }
 
-fn name_of(order: &Order) -> RecordName {
-    RecordName { id: order.id, version: order.epoch, stripe: order.stripe }
+fn name_of(command: &NodeCommand) -> RecordId {
+    RecordId { id: command.id, version: command.epoch, stripe: command.stripe }
 }
 
 impl Node {
@@ -212,210 +212,243 @@ impl Node {
     }
 
     /// Gives a job to one of the disk's threads, which takes one after the other.
-    fn give_disk(&mut self, thread: &'static str, job: Job, scene: &mut Scene<'_>) {
+    fn give_disk(&mut self, thread: &'static str, job: Job, cx: &mut ProcessContext<'_>) {
         let number = self.number();
-        let (now, takes) = (scene.now(), self.dice.up_to(JOB_MAX));
+        let (now, takes) = (cx.now(), self.rng.up_to(JOB_MAX));
         let disk = self.disk();
         let free = disk.busy.entry(thread).or_insert(now);
         *free = (*free).max(now).after(takes);
         let wait = free.since(now);
         disk.jobs.insert(number, job);
-        scene.wake_in(wait, Timer::Node(NodeTimer::Disk { job: number }));
+        cx.wake_in(wait, Timer::Node(NodeTimer::Disk { job: number }));
     }
 
     /// As [`Node::give_disk`], after a fixed time.
-    fn give_disk_in(&mut self, wait: Duration, job: Job, scene: &mut Scene<'_>) {
+    fn give_disk_in(&mut self, wait: Duration, job: Job, cx: &mut ProcessContext<'_>) {
         let number = self.number();
         self.disk().jobs.insert(number, job);
-        scene.wake_in(wait, Timer::Node(NodeTimer::Disk { job: number }));
+        cx.wake_in(wait, Timer::Node(NodeTimer::Disk { job: number }));
     }
 
-    /// An order about the disk; it is admissible.
-    pub(super) fn disk_order(&mut self, session: SessionId, order: &Order, scene: &mut Scene<'_>) {
+    /// Executes an admissible command on the disk.
+    pub(super) fn disk_order(
+        &mut self,
+        session: SessionId,
+        command: &NodeCommand,
+        cx: &mut ProcessContext<'_>,
+    ) {
         let disk = self.disk();
-        if matches!(order.kind, OrderKind::Offload | OrderKind::Promote) {
+        if matches!(command.kind, CommandKind::Offload | CommandKind::Promote) {
             let taken = disk.taken.entry(session).or_default();
-            if order.order <= *taken {
-                return; // said again on a new stream: it was answered, or will be
+            if command.command_id <= *taken {
+                return; // a repetition on a new stream: it has been or will be acknowledged
             }
-            *taken = order.order;
+            *taken = command.command_id;
         }
-        match order.kind {
-            OrderKind::Offload => {
-                let lasts = match order.lease_ms {
+        match command.kind {
+            CommandKind::Offload => {
+                let lasts = match command.lease_ms {
                     0 => ORDER_LASTS,
                     lease_ms => Duration::from_millis(lease_ms.into()),
                 };
-                let until = scene.now().after(lasts);
-                self.give_disk("write", Job::Offload { session, order: *order, until }, scene);
+                let until = cx.now().after(lasts);
+                self.give_disk("write", Job::Offload { session, command: *command, until }, cx);
             }
-            OrderKind::Promote => {
-                disk.promoting.insert((order.segment, order.slot), (session, order.order));
-                self.give_disk("load", Job::Promote { session, order: *order }, scene);
+            CommandKind::Promote => {
+                disk.promoting.insert((command.segment, command.slot), (session, command.command_id));
+                self.give_disk("load", Job::Promote { session, command: *command }, cx);
             }
-            OrderKind::DropDisk => {
-                let answer = Answer::done(Word::new(order.epoch, State::Free));
-                self.remove_from_disk(session, order, answer, scene);
+            CommandKind::DropFromDisk => {
+                let reply = CommandReply::done(Word::new(command.epoch, State::Free));
+                self.remove_from_disk(session, command, reply, cx);
             }
             _ => unreachable!("not about the disk"),
         }
     }
 
-    /// The version, and all before it, goes for good; then this is answered.
+    /// Removes a version and all earlier ones durably, then replies.
     pub(super) fn remove_from_disk(
         &mut self,
         session: SessionId,
-        order: &Order,
-        answer: Answer,
-        scene: &mut Scene<'_>,
+        command: &NodeCommand,
+        reply: CommandReply,
+        cx: &mut ProcessContext<'_>,
     ) {
-        let (order, id, version) = (order.order, order.id, order.epoch);
-        self.give_disk("remove", Job::Remove { session, order, id, version, answer }, scene);
+        let (command, id, version) = (command.command_id, command.id, command.epoch);
+        self.give_disk("remove", Job::Remove { session, command, id, version, reply }, cx);
     }
 
-    /// The disk is mounted: everything of these groups that is on it is told.
-    pub(super) fn begin_telling(&mut self, session: SessionId, groups: GroupSet, scene: &mut Scene<'_>) {
+    /// Sends the inventory of these groups after the disk was mounted.
+    pub(super) fn begin_telling(
+        &mut self,
+        session: SessionId,
+        groups: GroupSet,
+        cx: &mut ProcessContext<'_>,
+    ) {
         self.disk().audience.add(session, &groups);
-        self.give_disk("tell", Job::Tell { session, groups, after: None }, scene);
+        self.give_disk("report", Job::Inventory { session, groups, after: None }, cx);
     }
 
     /// A job of the disk is over.
-    pub(super) fn disk_due(&mut self, number: u64, scene: &mut Scene<'_>) {
+    pub(super) fn disk_due(&mut self, number: u64, cx: &mut ProcessContext<'_>) {
         let Some(job) = self.disk.as_mut().and_then(|disk| disk.jobs.remove(&number)) else { return };
-        let now = scene.now();
+        let now = cx.now();
         match job {
-            Job::Offload { session, order, until } => {
-                if let Err(code) = self.offload(session, &order, until, scene) {
-                    self.answer_order(session, order.order, Answer::refused(code, Word::default()), scene);
+            Job::Offload { session, command, until } => {
+                if let Err(code) = self.offload(session, &command, until, cx) {
+                    self.reply_to_command(
+                        session,
+                        command.command_id,
+                        CommandReply::refused(code, Word::default()),
+                        cx,
+                    );
                 }
             }
-            Job::Write { session, order, record } => self.written(session, order, *record, scene),
-            Job::Remove { session, order, id, version, answer } => {
+            Job::Write { session, command, record } => self.written(session, command, *record, cx),
+            Job::Remove { session, command, id, version, reply } => {
                 let disk = self.disk();
-                let answer = if now < disk.fails_until {
+                let reply = if now < disk.fails_until {
                     disk.failed.insert((id, version));
-                    self.give_disk_in(AGAIN, Job::RemoveAgain, scene);
-                    Answer::refused(ErrorCode::DiskError, Word::default())
+                    self.give_disk_in(AGAIN, Job::RemoveAgain, cx);
+                    CommandReply::refused(ErrorCode::DiskError, Word::default())
                 } else {
-                    disk.platter.remove(id, version);
-                    answer
+                    disk.disk_image.remove(id, version);
+                    reply
                 };
-                self.answer_order(session, order, answer, scene);
+                self.reply_to_command(session, command, reply, cx);
             }
             Job::RemoveAgain => {
                 let disk = self.disk();
                 if now < disk.fails_until {
-                    self.give_disk_in(AGAIN, Job::RemoveAgain, scene);
+                    self.give_disk_in(AGAIN, Job::RemoveAgain, cx);
                 } else {
                     let failed = std::mem::take(&mut disk.failed);
-                    failed.into_iter().for_each(|(id, version)| disk.platter.remove(id, version));
+                    failed.into_iter().for_each(|(id, version)| disk.disk_image.remove(id, version));
                 }
             }
-            Job::Promote { session, order } => match self.begin_promotion(session, &order) {
-                Ok(()) => self.give_disk("load", Job::Publish { session, order }, scene),
-                Err(code) => self.promoted(session, &order, Err(code), scene),
+            Job::Promote { session, command } => match self.begin_promotion(session, &command) {
+                Ok(()) => self.give_disk("load", Job::Publish { session, command }, cx),
+                Err(code) => self.promoted(session, &command, Err(code), cx),
             },
-            Job::Publish { session, order } => {
-                let published = self.publish_promotion(session, &order);
-                self.promoted(session, &order, published, scene);
+            Job::Publish { session, command } => {
+                let published = self.publish_promotion(session, &command);
+                self.promoted(session, &command, published, cx);
             }
-            Job::Tell { session, groups, after } => self.tell_more(session, groups, after, scene),
+            Job::Inventory { session, groups, after } => self.tell_more(session, groups, after, cx),
         }
     }
 
-    fn answer_order(&mut self, session: SessionId, order: u64, answer: Answer, scene: &mut Scene<'_>) {
-        self.tell(NodeEvent::Results { session, results: vec![answer.to(order)] }, scene);
+    fn reply_to_command(
+        &mut self,
+        session: SessionId,
+        command: u64,
+        reply: CommandReply,
+        cx: &mut ProcessContext<'_>,
+    ) {
+        self.send_event(NodeEvent::Results { session, results: vec![reply.to(command)] }, cx);
     }
 
-    /// Begins to write a record, for which there must be room.
+    /// Starts to write a record; frees space for it first.
     fn offload(
         &mut self,
         session: SessionId,
-        order: &Order,
+        command: &NodeCommand,
         until: MonoTime,
-        scene: &mut Scene<'_>,
+        cx: &mut ProcessContext<'_>,
     ) -> Result<(), ErrorCode> {
-        let now = scene.now();
+        let now = cx.now();
         if now < self.disk().fails_until {
             return Err(ErrorCode::DiskError);
         }
         if !self.disk().audience.is_live(session) || until <= now {
             return Err(ErrorCode::Cancelled);
         }
-        let pin = self.memory.heap.pin(order.segment, order.slot, order.epoch).ok_or(ErrorCode::Gone)?;
-        if pin.header().id != order.id {
+        let pin =
+            self.memory.heap.pin(command.segment, command.slot, command.epoch).ok_or(ErrorCode::Gone)?;
+        if pin.header().id != command.id {
             return Err(ErrorCode::Gone);
         }
         let (header, payload) = (*pin.header(), pin.payload().to_vec());
         let (key, attributes) = (pin.key().to_vec(), pin.attributes().to_vec());
         drop(pin);
-        self.make_room(scene);
-        let platter = &mut self.disk().platter;
-        platter.written += 1;
-        let record = Box::new(Stored { header, key, attributes, payload, number: platter.written });
-        self.give_disk("write", Job::Write { session, order: order.order, record }, scene);
+        self.free_space(cx);
+        let disk_image = &mut self.disk().disk_image;
+        disk_image.written += 1;
+        let record = Box::new(StoredRecord { header, key, attributes, payload, number: disk_image.written });
+        self.give_disk("write", Job::Write { session, command: command.command_id, record }, cx);
         Ok(())
     }
 
-    /// What was written first goes, and the masters are told.
-    fn make_room(&mut self, scene: &mut Scene<'_>) {
+    /// Evicts the oldest record if the disk is full, and reports it to the masters.
+    fn free_space(&mut self, cx: &mut ProcessContext<'_>) {
         let disk = self.disk();
-        if disk.platter.records() < disk.limit {
+        if disk.disk_image.records() < disk.limit {
             return;
         }
-        let oldest = disk.platter.records.iter().min_by_key(|(_, stored)| stored.number);
+        let oldest = disk.disk_image.records.iter().min_by_key(|(_, stored)| stored.number);
         let Some((&name, _)) = oldest else { return };
-        disk.platter.records.remove(&name);
+        disk.disk_image.records.remove(&name);
         let concerned = disk.audience.iter().filter(|(_, groups)| groups.has_object(name.id));
         let sessions: Vec<SessionId> = concerned.map(|&(session, _)| session).collect();
         for session in sessions {
             let version = VersionedId { id: name.id, epoch: name.version };
             let versions: PackedBuilder<VersionedId> = [version].into_iter().collect();
             let evicted = v1::DiskEvicted { versions: versions.finish().into() };
-            self.tell(NodeEvent::DiskEvicted { session, evicted }, scene);
+            self.send_event(NodeEvent::DiskEvicted { session, evicted }, cx);
         }
     }
 
-    /// A record is durable, unless it was removed meanwhile; whom it concerns is told.
-    fn written(&mut self, session: SessionId, order: u64, record: Stored, scene: &mut Scene<'_>) {
-        let (now, name) = (scene.now(), RecordName::of(&record.header));
+    /// Ends a write: the record is durable unless it was removed meanwhile. Reports it to the masters of its group.
+    fn written(
+        &mut self,
+        session: SessionId,
+        command: u64,
+        record: StoredRecord,
+        cx: &mut ProcessContext<'_>,
+    ) {
+        let (now, name) = (cx.now(), RecordId::of(&record.header));
         let disk = self.disk();
         let refused = if now < disk.fails_until {
             Some(ErrorCode::DiskError)
-        } else if disk.platter.was_removed(&name) {
+        } else if disk.disk_image.was_removed(&name) {
             Some(ErrorCode::Gone)
         } else {
             None
         };
         if let Some(code) = refused {
-            return self.answer_order(session, order, Answer::refused(code, Word::default()), scene);
+            return self.reply_to_command(session, command, CommandReply::refused(code, Word::default()), cx);
         }
-        let mut builder = NoticeBuilder::default();
+        let mut builder = OffloadNoticeBuilder::default();
         builder.push(&record.header, &record.key, &record.attributes);
-        disk.platter.records.entry(name).or_insert(record);
+        disk.disk_image.records.entry(name).or_insert(record);
         let audience: Vec<(SessionId, bool)> = if disk.audience.is_live(session) {
             vec![(session, false)]
         } else {
             let concerned = disk.audience.iter().filter(|(_, groups)| groups.has_object(name.id));
             concerned.map(|&(session, _)| (session, true)).collect()
         };
-        for (told, recovered) in audience {
+        for (target, recovered) in audience {
             let notice = builder.message(recovered, |_| true);
-            self.tell(NodeEvent::Offloaded { session: told, notice }, scene);
+            self.send_event(NodeEvent::Offloaded { session: target, notice }, cx);
         }
-        self.answer_order(session, order, Answer::done(Word::new(name.version, State::Ready)), scene);
+        self.reply_to_command(
+            session,
+            command,
+            CommandReply::done(Word::new(name.version, State::Ready)),
+            cx,
+        );
     }
 
-    fn begin_promotion(&mut self, session: SessionId, order: &Order) -> Result<(), ErrorCode> {
+    fn begin_promotion(&mut self, session: SessionId, command: &NodeCommand) -> Result<(), ErrorCode> {
         let disk = self.disk.as_ref().expect("only a node with a disk comes here");
-        let stored = disk.platter.records.get(&name_of(order)).ok_or(ErrorCode::Gone)?;
+        let stored = disk.disk_image.records.get(&name_of(command)).ok_or(ErrorCode::Gone)?;
         let key = KeySection::decode(&stored.key).map_err(|_| ErrorCode::Corrupt)?;
         let attributes = Attributes::decode(&stored.attributes).map_err(|_| ErrorCode::Corrupt)?;
-        if !disk.is_wanted(session, order) {
+        if !disk.is_wanted(session, command) {
             return Err(ErrorCode::Cancelled);
         }
         let header = &stored.header;
-        let record = NewRecord {
+        let record = RecordSpec {
             id: header.id,
             flags: header.flags,
             object_len: header.object_len,
@@ -428,17 +461,18 @@ impl Node {
             id_key: header.id_key,
             tenant_generation: header.tenant_generation,
         };
-        let (slot, epoch, extent) = (order.slot, order.epoch, order.extent);
-        let grant = Grant { slot, epoch, term: order.term, extent, record, writer: Writer::Node };
-        self.memory.heap.begin_copy(order.segment, &grant).map_err(|error| error.code())?;
-        self.memory.note_copy(order.segment, slot, epoch, extent.units);
+        let (slot, epoch, extent) = (command.slot, command.epoch, command.extent);
+        let grant = Grant { slot, epoch, term: command.term, extent, record, writer: PayloadWriter::Node };
+        self.memory.heap.begin_copy(command.segment, &grant).map_err(|error| error.code())?;
+        self.memory.note_copy(command.segment, slot, epoch, extent.units);
         Ok(())
     }
 
-    fn publish_promotion(&mut self, session: SessionId, order: &Order) -> Result<(), ErrorCode> {
+    fn publish_promotion(&mut self, session: SessionId, command: &NodeCommand) -> Result<(), ErrorCode> {
         let disk = self.disk.as_ref().expect("only a node with a disk comes here");
-        let (segment, slot, epoch) = (order.segment, order.slot, order.epoch);
-        let stored = disk.platter.records.get(&name_of(order)).filter(|_| disk.is_wanted(session, order));
+        let (segment, slot, epoch) = (command.segment, command.slot, command.epoch);
+        let stored =
+            disk.disk_image.records.get(&name_of(command)).filter(|_| disk.is_wanted(session, command));
         let published = stored.ok_or(ErrorCode::Cancelled).and_then(|stored| {
             let mut claim = self.memory.heap.claim(segment, slot, epoch).ok_or(ErrorCode::Busy)?;
             claim.fill(&stored.payload);
@@ -455,52 +489,53 @@ impl Node {
     fn promoted(
         &mut self,
         session: SessionId,
-        order: &Order,
+        command: &NodeCommand,
         outcome: Result<(), ErrorCode>,
-        scene: &mut Scene<'_>,
+        cx: &mut ProcessContext<'_>,
     ) {
         let disk = self.disk();
-        if disk.is_wanted(session, order) {
-            disk.promoting.remove(&(order.segment, order.slot));
+        if disk.is_wanted(session, command) {
+            disk.promoting.remove(&(command.segment, command.slot));
         }
-        let answer = match outcome {
-            Ok(()) => Answer::done(Word::new(order.epoch, State::Ready)),
-            Err(code) => Answer::refused(code, Word::default()),
+        let reply = match outcome {
+            Ok(()) => CommandReply::done(Word::new(command.epoch, State::Ready)),
+            Err(code) => CommandReply::refused(code, Word::default()),
         };
-        self.answer_order(session, order.order, answer, scene);
+        self.reply_to_command(session, command.command_id, reply, cx);
     }
 
-    /// Tells the next records, or that these were all.
+    /// Sends the next part of the inventory, or its end.
     fn tell_more(
         &mut self,
         session: SessionId,
         groups: GroupSet,
-        after: Option<RecordName>,
-        scene: &mut Scene<'_>,
+        after: Option<RecordId>,
+        cx: &mut ProcessContext<'_>,
     ) {
         let disk = self.disk();
         if !disk.audience.is_live(session) {
             return;
         }
-        let is_next = |name: &RecordName| groups.has_object(name.id) && after.is_none_or(|last| *name > last);
-        let mut builder = NoticeBuilder::default();
+        let is_next = |name: &RecordId| groups.has_object(name.id) && after.is_none_or(|last| *name > last);
+        let mut builder = OffloadNoticeBuilder::default();
         let mut last = None;
-        for (name, stored) in disk.platter.records.iter().filter(|(name, _)| is_next(name)).take(TOLD_AT_ONCE)
+        for (name, stored) in
+            disk.disk_image.records.iter().filter(|(name, _)| is_next(name)).take(REPORTED_AT_ONCE)
         {
             builder.push(&stored.header, &stored.key, &stored.attributes);
             last = Some(*name);
         }
         let notice = builder.message(true, |_| true);
         if last.is_some() {
-            self.tell(NodeEvent::Offloaded { session, notice }, scene);
-            return self.give_disk("tell", Job::Tell { session, groups, after: last }, scene);
+            self.send_event(NodeEvent::Offloaded { session, notice }, cx);
+            return self.give_disk("report", Job::Inventory { session, groups, after: last }, cx);
         }
-        // That everything is known is said of all groups of the session, when it is so.
-        let Some(running) = disk.tellings.get_mut(&session) else { return };
+        // The end is reported for all groups of the session at once, after the last scan.
+        let Some(running) = disk.scans.get_mut(&session) else { return };
         *running -= 1;
         if *running == 0 {
             let notice = v1::OffloadNotice { recovery_end: true, ..notice };
-            self.tell(NodeEvent::Offloaded { session, notice }, scene);
+            self.send_event(NodeEvent::Offloaded { session, notice }, cx);
         }
     }
 }

@@ -1,63 +1,99 @@
-//! Checks on dependencies: arrows between our crates point down, and some crates stay free of async and network.
+//! Checks on dependencies: crates depend on lower layers only, some crates use neither async nor the network, and
+//! what ships contains no code for tests.
 //!
-//! Owns the tables that say so. [`direction`] reads `cargo metadata --no-deps`; [`banned`] reads `cargo tree`, which
+//! Owns the tables of these rules. [`direction`] and [`testing_feature`] read `cargo metadata --no-deps`; [`banned`] reads `cargo tree`, which
 //! resolves features for the one crate instead of for the whole workspace.
 //!
-//! Invariants: every crate of the workspace is in [`CRATES`]; every edge allowed there goes to a lower floor.
+//! Invariants: every crate of the workspace is in [`CRATES`]; every allowed dependency is on a lower layer.
 
 use serde_json::Value;
 
 use super::Finding;
 
-/// One crate of ours: its floor, and what it may depend on.
-struct Room {
+/// A crate of the workspace: its layer, and what it may depend on.
+struct CrateRule {
     name: &'static str,
-    /// 0 is the lowest. Dev-dependencies may go to any room that is not higher.
-    floor: u8,
+    /// 0 is the lowest. Dev-dependencies may be on the same layer.
+    layer: u8,
     may_use: MayUse,
 }
 
 enum MayUse {
     Only(&'static [&'static str]),
-    /// Every room on a lower floor.
+    /// Every crate on a lower layer.
     Below,
-    /// Tools around the house that nobody depends on.
+    /// Tools that no crate depends on.
     Anything,
 }
 
-/// The house. Names are package names without `moontide-`.
-const CRATES: &[Room] = &[
-    room("types", 0, &[]),
-    // Tests load it; nothing is built on it.
-    room("fakedriver", 0, &[]),
-    room("proto", 1, &["types"]),
-    room("heap", 1, &["types"]),
-    room("transfer", 2, &["types", "proto", "heap"]),
-    room("disk", 2, &["types", "heap"]),
-    room("meta", 2, &["types", "heap"]),
-    room("blocks", 2, &["types", "heap"]),
-    room("ep", 2, &["types", "heap"]),
-    room("master", 3, &["types", "proto", "heap", "meta"]),
-    room("node", 3, &["types", "proto", "heap", "transfer", "disk"]),
-    room("client", 4, &["types", "proto", "heap", "transfer", "blocks"]),
-    Room { name: "cli", floor: 5, may_use: MayUse::Below },
-    Room { name: "python", floor: 6, may_use: MayUse::Anything },
-    Room { name: "sim", floor: 6, may_use: MayUse::Anything },
-    Room { name: "fuzz", floor: 6, may_use: MayUse::Anything },
-    Room { name: "xtask", floor: 6, may_use: MayUse::Anything },
+/// All crates. Names are package names without `moontide-`.
+const CRATES: &[CrateRule] = &[
+    crate_rule("types", 0, &[]),
+    crate_rule("rt", 0, &[]),
+    // Tests load it at run time; no crate links it.
+    crate_rule("fakedriver", 0, &[]),
+    crate_rule("tasks", 1, &["rt"]),
+    crate_rule("proto", 1, &["types", "rt"]),
+    crate_rule("heap", 1, &["types", "rt"]),
+    crate_rule("settings", 1, &["types"]),
+    crate_rule("transfer", 2, &["types", "rt", "proto", "heap"]),
+    crate_rule("disk", 2, &["types", "rt", "heap"]),
+    crate_rule("meta", 2, &["types", "rt", "heap"]),
+    crate_rule("blocks", 2, &["types", "rt", "heap"]),
+    crate_rule("symmetric", 2, &["types", "rt", "heap"]),
+    crate_rule("ep", 3, &["rt", "symmetric"]),
+    crate_rule("master", 3, &["types", "rt", "tasks", "proto", "heap", "settings", "meta"]),
+    crate_rule("node", 3, &["types", "rt", "tasks", "proto", "heap", "settings", "transfer", "disk"]),
+    crate_rule(
+        "client",
+        4,
+        &["types", "rt", "tasks", "proto", "heap", "settings", "symmetric", "transfer", "blocks"],
+    ),
+    CrateRule { name: "bench", layer: 5, may_use: MayUse::Below },
+    // No `proto`, `meta`, `blocks` or `ep`: commands use public interfaces, only benchmarks reach below them.
+    crate_rule(
+        "cli",
+        6,
+        &[
+            "types",
+            "rt",
+            "heap",
+            "settings",
+            "symmetric",
+            "transfer",
+            "disk",
+            "master",
+            "node",
+            "client",
+            "bench",
+        ],
+    ),
+    CrateRule { name: "python", layer: 7, may_use: MayUse::Anything },
+    CrateRule { name: "sim", layer: 7, may_use: MayUse::Anything },
+    CrateRule { name: "fuzz", layer: 7, may_use: MayUse::Anything },
+    CrateRule { name: "xtask", layer: 7, may_use: MayUse::Anything },
 ];
 
-/// Crates that decide or share memory wait for nobody: no async runtime, no network stack, at any depth.
+/// Crates without an async runtime or a network stack, at any depth.
 const BANS: &[(&str, &[&str])] = &[
     ("types", &["tokio", "tonic", "hyper"]),
+    ("rt", &["tokio", "tonic", "hyper"]),
     ("heap", &["tokio", "tonic", "hyper"]),
     ("meta", &["tokio", "tonic", "hyper"]),
+    ("settings", &["tokio", "tonic", "hyper", "clap"]),
     ("blocks", &["tokio", "tonic", "hyper"]),
+    ("symmetric", &["tokio", "tonic", "hyper"]),
     ("ep", &["tokio", "tonic", "hyper"]),
 ];
 
-const fn room(name: &'static str, floor: u8, may_use: &'static [&'static str]) -> Room {
-    Room { name, floor, may_use: MayUse::Only(may_use) }
+/// Feature of a crate that adds code for tests: simulated devices, samples, fuzz targets, audits.
+const TESTING: &str = "testing";
+
+/// Crates that do not ship and may enable [`TESTING`] in normal dependencies. The others may in dev-dependencies only.
+const TEST_TOOLS: &[&str] = &["sim", "fuzz"];
+
+const fn crate_rule(name: &'static str, layer: u8, may_use: &'static [&'static str]) -> CrateRule {
+    CrateRule { name, layer, may_use: MayUse::Only(may_use) }
 }
 
 /// A package of the workspace, as far as tidy cares.
@@ -65,12 +101,16 @@ const fn room(name: &'static str, floor: u8, may_use: &'static [&'static str]) -
 pub(super) struct Package {
     name: String,
     dependencies: Vec<Dependency>,
+    /// Features other than [`TESTING`] that enable [`TESTING`], of this package or of a dependency.
+    testing_enabled_by: Vec<String>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Dependency {
     name: String,
     kind: DependencyKind,
+    /// Whether the feature [`TESTING`] of the dependency is enabled.
+    testing: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +120,7 @@ enum DependencyKind {
     Dev,
 }
 
-/// The answer of `cargo metadata` is not what we take it for.
+/// The output of `cargo metadata` does not have the expected form.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MetadataError {
     #[error("cargo metadata did not answer with JSON: {0}")]
@@ -107,11 +147,24 @@ fn parse_package(package: &Value) -> Result<Package, MetadataError> {
             Some("dev") => DependencyKind::Dev,
             _ => DependencyKind::Built,
         };
-        Ok(Dependency { name: text(dependency, "name")?, kind })
+        let testing = list(dependency, "features")?.iter().any(|feature| feature == TESTING);
+        Ok(Dependency { name: text(dependency, "name")?, kind, testing })
     });
+    let features = package["features"].as_object().ok_or(MetadataError::Missing("features"))?;
+    let enables_testing = |enabled: &Value| {
+        let enabled = enabled.as_str().unwrap_or_default();
+        enabled.rsplit('/').next() == Some(TESTING)
+    };
+    let testing_enabled_by = features
+        .iter()
+        .filter(|(name, enabled)| {
+            *name != TESTING && enabled.as_array().is_some_and(|all| all.iter().any(enables_testing))
+        })
+        .map(|(name, _)| name.clone());
     Ok(Package {
         name: text(package, "name")?,
         dependencies: dependencies.collect::<Result<_, MetadataError>>()?,
+        testing_enabled_by: testing_enabled_by.collect(),
     })
 }
 
@@ -129,23 +182,23 @@ pub(super) fn direction(packages: &[Package]) -> Vec<Finding> {
         |name: &str| name.starts_with("moontide-") || packages.iter().any(|package| package.name == name);
     let mut findings = Vec::new();
     for package in packages {
-        let Some(from) = room_of(&package.name) else {
+        let Some(from) = rule_of(&package.name) else {
             findings.push(Finding::new(
                 &package.name,
                 "is not in the table of our crates; add it to CRATES in xtask/src/tidy/crates.rs",
             ));
             continue;
         };
-        for Dependency { name, kind } in
+        for Dependency { name, kind, .. } in
             package.dependencies.iter().filter(|dependency| is_ours(&dependency.name))
         {
             // A package that is not in the table is reported once, as itself.
-            let Some(to) = room_of(name) else { continue };
+            let Some(to) = rule_of(name) else { continue };
             if !is_allowed(from, to, *kind) {
                 let what = match kind {
                     DependencyKind::Built => format!("must not depend on {name}: {}", from.rule()),
                     DependencyKind::Dev => {
-                        format!("must not depend on {name} even in tests: it is on a higher floor")
+                        format!("must not depend on {name} even in tests: it is on a higher layer")
                     }
                 };
                 findings.push(Finding::new(&package.name, what));
@@ -155,29 +208,49 @@ pub(super) fn direction(packages: &[Package]) -> Vec<Finding> {
     findings
 }
 
-impl Room {
+/// No crate that ships enables [`TESTING`] outside of dev-dependencies.
+pub(super) fn testing_feature(packages: &[Package]) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let ships = |package: &&Package| {
+        !TEST_TOOLS.contains(&package.name.strip_prefix("moontide-").unwrap_or(&package.name))
+    };
+    for package in packages.iter().filter(ships) {
+        let enabled = package.dependencies.iter().filter(|dependency| dependency.testing);
+        for Dependency { name, .. } in enabled.filter(|dependency| dependency.kind == DependencyKind::Built) {
+            let what = format!("must not enable `{TESTING}` of {name}: move it to the dev-dependencies");
+            findings.push(Finding::new(&package.name, what));
+        }
+        for feature in &package.testing_enabled_by {
+            let what = format!("feature `{feature}` must not enable `{TESTING}`");
+            findings.push(Finding::new(&package.name, what));
+        }
+    }
+    findings
+}
+
+impl CrateRule {
     fn rule(&self) -> String {
         match self.may_use {
             MayUse::Only([]) => "it may use none of our crates".to_owned(),
             MayUse::Only(names) => format!("it may use {}", names.join(", ")),
-            MayUse::Below => "it may use lower floors".to_owned(),
+            MayUse::Below => "it may use lower layers".to_owned(),
             MayUse::Anything => "it may use anything".to_owned(),
         }
     }
 }
 
-fn is_allowed(from: &Room, to: &Room, kind: DependencyKind) -> bool {
+fn is_allowed(from: &CrateRule, to: &CrateRule, kind: DependencyKind) -> bool {
     let is_listed = match from.may_use {
         MayUse::Only(names) => names.contains(&to.name),
-        MayUse::Below => to.floor < from.floor,
+        MayUse::Below => to.layer < from.layer,
         MayUse::Anything => true,
     };
-    is_listed || (kind == DependencyKind::Dev && to.floor <= from.floor)
+    is_listed || (kind == DependencyKind::Dev && to.layer <= from.layer)
 }
 
-fn room_of(package: &str) -> Option<&'static Room> {
+fn rule_of(package: &str) -> Option<&'static CrateRule> {
     let name = package.strip_prefix("moontide-").unwrap_or(package);
-    CRATES.iter().find(|room| room.name == name)
+    CRATES.iter().find(|rule| rule.name == name)
 }
 
 /// The bans that apply to crates that exist.
@@ -186,21 +259,21 @@ pub(super) fn bans_for(packages: &[Package]) -> Vec<Ban> {
     bans.filter(|ban| packages.iter().any(|package| package.name == ban.package)).collect()
 }
 
-/// Nothing that `ban` names is in `listing`, the answer of `cargo tree --prefix depth`.
+/// Reports banned crates in `listing`, the output of `cargo tree --prefix depth`.
 ///
-/// A line is a depth, a name, a version: `2syn v2.0.1`. Names cannot start with a digit. The finding tells the way
+/// A line is a depth, a name, a version: `2syn v2.0.1`. Names cannot start with a digit. The finding contains the path
 /// from the package to the banned crate.
 pub(super) fn banned(ban: &Ban, listing: &str) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
-    let mut way: Vec<&str> = Vec::new();
+    let mut path: Vec<&str> = Vec::new();
     for line in listing.lines() {
         let digits = line.len() - line.trim_start_matches(|c: char| c.is_ascii_digit()).len();
         let Ok(depth) = line[..digits].parse::<usize>() else { continue };
         let name = line[digits..].split(' ').next().unwrap_or_default();
-        way.truncate(depth);
-        way.push(name);
+        path.truncate(depth);
+        path.push(name);
         if ban.names.contains(&name) {
-            findings.push(Finding::new(&ban.package, format!("must not reach {name}: {}", way.join(" → "))));
+            findings.push(Finding::new(&ban.package, format!("must not reach {name}: {}", path.join(" → "))));
         }
     }
     findings
@@ -214,67 +287,74 @@ mod tests {
     fn package(name: &str, dependencies: &[(&str, DependencyKind)]) -> Package {
         let dependencies = dependencies
             .iter()
-            .map(|(name, kind)| Dependency { name: (*name).to_owned(), kind: *kind })
+            .map(|(name, kind)| Dependency { name: (*name).to_owned(), kind: *kind, testing: false })
             .collect();
-        Package { name: name.to_owned(), dependencies }
+        Package { name: name.to_owned(), dependencies, testing_enabled_by: vec![] }
     }
 
     fn check(package: Package, expected: &[&str]) {
-        let told: Vec<String> = direction(&[package]).iter().map(Finding::to_string).collect();
-        assert_eq!(told.len(), expected.len(), "{told:?}");
-        told.iter().zip(expected).for_each(|(told, part)| assert!(told.contains(part), "{told}"));
+        let findings: Vec<String> = direction(&[package]).iter().map(Finding::to_string).collect();
+        assert_eq!(findings.len(), expected.len(), "{findings:?}");
+        findings
+            .iter()
+            .zip(expected)
+            .for_each(|(findings, part)| assert!(findings.contains(part), "{findings}"));
     }
 
     #[test]
-    fn arrows_that_point_down_pass() {
+    fn dependency_on_lower_layer_is_allowed() {
         check(package("moontide-types", &[("blake3", Built)]), &[]);
         check(package("moontide-heap", &[("moontide-types", Built), ("rustix", Built)]), &[]);
-        check(package("moontide-cli", &[("moontide-client", Built), ("moontide-master", Built)]), &[]);
+        check(package("moontide-bench", &[("moontide-meta", Built), ("moontide-client", Built)]), &[]);
+        check(package("moontide-cli", &[("moontide-bench", Built), ("moontide-master", Built)]), &[]);
         check(package("moontide-fuzz", &[("moontide-heap", Built), ("moontide-proto", Built)]), &[]);
     }
 
     #[test]
-    fn an_arrow_that_points_up_or_aside_is_found() {
+    fn dependency_on_same_or_higher_layer_is_rejected() {
         check(package("moontide-types", &[("moontide-heap", Built)]), &["it may use none of our crates"]);
         check(package("moontide-heap", &[("moontide-proto", Built)]), &["must not depend on moontide-proto"]);
         check(
             package("moontide-client", &[("moontide-master", Built)]),
             &["must not depend on moontide-master"],
         );
-        check(package("moontide-cli", &[("moontide-sim", Built)]), &["it may use lower floors"]);
+        check(package("moontide-bench", &[("moontide-cli", Built)]), &["it may use lower layers"]);
+        check(package("moontide-cli", &[("moontide-meta", Built)]), &["must not depend on moontide-meta"]);
     }
 
     #[test]
-    fn tests_may_reach_aside_and_down_but_not_up() {
+    fn dev_dependency_on_higher_layer_is_rejected() {
         check(package("moontide-heap", &[("moontide-proto", Dev), ("moontide-types", Dev)]), &[]);
         check(package("moontide-client", &[("moontide-node", Dev)]), &[]);
         check(package("moontide-types", &[("moontide-heap", Dev)]), &["even in tests"]);
     }
 
     #[test]
-    fn an_unknown_crate_is_told_to_join_the_table() {
+    fn unlisted_crate_is_reported_with_hint() {
         check(package("moontide-utils", &[]), &["add it to CRATES"]);
         check(package("helpers", &[]), &["add it to CRATES"]);
     }
 
     #[test]
-    fn every_edge_of_the_table_goes_to_a_lower_floor() {
+    fn every_allowed_dependency_is_on_lower_layer() {
         for from in CRATES {
             let MayUse::Only(names) = from.may_use else { continue };
             for name in names {
-                let to = room_of(name).unwrap_or_else(|| panic!("{name} is not in the table"));
-                assert!(to.floor < from.floor, "{} → {name}", from.name);
+                let to = rule_of(name).unwrap_or_else(|| panic!("{name} is not in the table"));
+                assert!(to.layer < from.layer, "{} → {name}", from.name);
             }
         }
         for (name, _) in BANS {
-            assert!(room_of(name).is_some(), "{name} is not in the table");
+            assert!(rule_of(name).is_some(), "{name} is not in the table");
         }
     }
 
     #[test]
-    fn metadata_is_read_with_kinds() {
-        let json = r#"{"packages": [{"name": "moontide-heap", "dependencies": [
-            {"name": "moontide-types", "kind": null}, {"name": "cc", "kind": "build"}, {"name": "loom", "kind": "dev"}
+    fn cargo_metadata_is_parsed_with_dependency_kinds() {
+        let json = r#"{"packages": [{"name": "moontide-heap", "features": {}, "dependencies": [
+            {"name": "moontide-types", "kind": null, "features": []},
+            {"name": "cc", "kind": "build", "features": ["parallel"]},
+            {"name": "loom", "kind": "dev", "features": []}
         ]}]}"#;
         let expected = package("moontide-heap", &[("moontide-types", Built), ("cc", Built), ("loom", Dev)]);
         assert_eq!(parse_metadata(json).unwrap(), [expected]);
@@ -283,14 +363,36 @@ mod tests {
     }
 
     #[test]
-    fn bans_apply_to_crates_that_exist() {
+    fn testing_feature_is_rejected_outside_of_dev_dependencies() {
+        let findings = |name: &str, kind: &str, features: &str| {
+            let json = format!(
+                r#"{{"packages": [{{"name": "{name}", "features": {features}, "dependencies": [
+                    {{"name": "moontide-disk", "kind": {kind}, "features": ["testing"]}}
+                ]}}]}}"#
+            );
+            let packages = parse_metadata(&json).unwrap();
+            testing_feature(&packages).iter().map(Finding::to_string).collect::<Vec<_>>()
+        };
+        let own = r#"{"testing": ["moontide-disk/testing"], "default": ["other"]}"#;
+        assert!(findings("moontide-node", r#""dev""#, own).is_empty());
+        assert!(findings("moontide-sim", "null", "{}").is_empty());
+        let normal = findings("moontide-cli", "null", "{}");
+        assert!(matches!(&normal[..], [one] if one.contains("`testing` of moontide-disk")), "{normal:?}");
+        for enabled in ["testing", "moontide-disk/testing"] {
+            let feature = findings("moontide-cli", r#""dev""#, &format!(r#"{{"default": ["{enabled}"]}}"#));
+            assert!(matches!(&feature[..], [one] if one.contains("feature `default`")), "{feature:?}");
+        }
+    }
+
+    #[test]
+    fn bans_apply_only_to_existing_crates() {
         let bans = bans_for(&[package("moontide-heap", &[]), package("moontide-proto", &[])]);
         assert_eq!(bans.len(), 1);
         assert_eq!(bans[0].package, "moontide-heap");
     }
 
     #[test]
-    fn a_banned_crate_is_found_at_any_depth_with_the_way_to_it() {
+    fn banned_transitive_dependency_is_reported_with_path() {
         let ban = Ban { package: "moontide-heap".to_owned(), names: &["tokio", "hyper"] };
         let clean = "0moontide-heap v0.1.0 (/x)\n1rustix v1.1.2\n2bitflags v2.9.0\n1tokio-like v1.0.0\n";
         assert_eq!(banned(&ban, clean), []);

@@ -1,5 +1,5 @@
-//! Checks on source files: each opens with what it is for, none is too long to be read, and code that decides neither
-//! asks a clock nor waits.
+//! Checks on source files: each opens with a header comment, none is too long, and pure code neither reads a clock nor
+//! blocks.
 
 use super::Finding;
 use super::tree::Tree;
@@ -12,11 +12,15 @@ const LONG_FILES: &[&str] = &[];
 /// Every source file of our crates and of xtask opens with `//!`.
 pub(super) fn headers(tree: &Tree) -> Vec<Finding> {
     let sources = tree.files().filter(|(path, _)| wants_header(path));
-    let bare = sources.filter(|(_, text)| !text.starts_with("//!"));
-    bare.map(|(path, _)| {
-        Finding::new(format!("{path}:1"), "opens without `//!`; say what the file owns and what it does not")
-    })
-    .collect()
+    let without = sources.filter(|(_, text)| !text.starts_with("//!"));
+    without
+        .map(|(path, _)| {
+            Finding::new(
+                format!("{path}:1"),
+                "opens without `//!`; say what the file owns and what it does not",
+            )
+        })
+        .collect()
 }
 
 /// No Rust file in `crates/` has more than [`LINES_MAX`] lines. A list of messages, each field with its comment, is
@@ -33,10 +37,10 @@ pub(super) fn lengths(tree: &Tree) -> Vec<Finding> {
     .collect()
 }
 
-/// Where decisions are made: time, randomness and the world arrive as arguments. The last two do not exist yet.
-const PURE: &[&str] = &["crates/meta/src/", "crates/node/src/decide", "crates/client/src/decide"];
+/// Pure code: time, randomness and I/O results are arguments.
+const PURE: &[&str] = &["crates/meta/src/", "crates/node/src/logic", "crates/client/src/logic"];
 
-/// What such code may not name, and what to do instead.
+/// Names that pure code must not contain, and what to do instead.
 const IMPURE: &[(&str, &str)] = &[
     ("SystemClock", "take the time as an argument"),
     ("Instant::", "take the time as an argument"),
@@ -48,12 +52,11 @@ const IMPURE: &[(&str, &str)] = &[
     ("Mutex", "one thread at a time calls it; locks belong to the master"),
     ("RwLock", "one thread at a time calls it; locks belong to the master"),
     ("std::sync::atomic", "one thread at a time calls it"),
-    ("RandomState", "its seed differs from run to run; hash with what a seed decides"),
-    ("tokio", "decisions wait for nobody"),
+    ("RandomState", "its seed differs from run to run; use a hasher with a fixed seed"),
+    ("tokio", "pure code does not block"),
 ];
 
-/// Code that decides is pure: the same commands give the same effects, on any machine, in any year. Comments may name
-/// anything.
+/// Pure code is deterministic: the same inputs give the same effects. Comments are not checked.
 pub(super) fn purity(tree: &Tree) -> Vec<Finding> {
     let mut findings = vec![];
     for (path, text) in tree.files().filter(|(path, _)| PURE.iter().any(|pure| path.starts_with(pure))) {
@@ -77,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_without_header_is_found() {
+    fn source_without_header_comment_is_reported() {
         let tree = Tree::of(&[
             ("crates/heap/src/lib.rs", "//! The heap.\n"),
             ("crates/heap/src/alloc/bins.rs", "use std::fmt;\n//! Too late.\n"),
@@ -85,12 +88,12 @@ mod tests {
             ("fuzz/fuzz_targets/frame.rs", "#![no_main]\n"),
             ("xtask/src/main.rs", "fn main() {}\n"),
         ]);
-        let places: Vec<String> = headers(&tree).into_iter().map(|finding| finding.place).collect();
-        assert_eq!(places, ["crates/heap/src/alloc/bins.rs:1", "xtask/src/main.rs:1"]);
+        let locations: Vec<String> = headers(&tree).into_iter().map(|finding| finding.location).collect();
+        assert_eq!(locations, ["crates/heap/src/alloc/bins.rs:1", "xtask/src/main.rs:1"]);
     }
 
     #[test]
-    fn a_clock_in_code_that_decides_is_found() {
+    fn clock_lock_or_runtime_in_pure_code_is_reported() {
         let tree = Tree::of(&[
             (
                 "crates/meta/src/lib.rs",
@@ -99,26 +102,26 @@ mod tests {
             ("crates/meta/src/group.rs", "fn f() { let t = Instant::now(); }\nuse std::sync::Mutex;\n"),
             ("crates/meta/tests/model.rs", "use std::sync::Mutex;\n"),
             ("crates/master/src/lib.rs", "use std::sync::Mutex;\n"),
-            ("crates/node/src/decide/beat.rs", "use tokio::time;\n"),
+            ("crates/node/src/logic/timing.rs", "use tokio::time;\n"),
         ]);
-        let places: Vec<String> = purity(&tree).into_iter().map(|finding| finding.place).collect();
+        let locations: Vec<String> = purity(&tree).into_iter().map(|finding| finding.location).collect();
         let expected =
-            ["crates/meta/src/group.rs:1", "crates/meta/src/group.rs:2", "crates/node/src/decide/beat.rs:1"];
-        assert_eq!(places, expected);
+            ["crates/meta/src/group.rs:1", "crates/meta/src/group.rs:2", "crates/node/src/logic/timing.rs:1"];
+        assert_eq!(locations, expected);
     }
 
     #[test]
-    fn an_overlong_file_is_found() {
+    fn overlong_file_is_reported() {
         let full = "line\n".repeat(LINES_MAX);
         let over = "line\n".repeat(LINES_MAX + 1);
         let tree = Tree::of(&[
             ("crates/heap/src/lib.rs", &full),
-            ("crates/heap/tests/storm.rs", &over),
+            ("crates/heap/tests/stress.rs", &over),
             ("docs/long.md", &over),
         ]);
         let findings = lengths(&tree);
         assert_eq!(findings.len(), 1);
-        assert_eq!(findings[0].place, "crates/heap/tests/storm.rs");
+        assert_eq!(findings[0].location, "crates/heap/tests/stress.rs");
         assert!(findings[0].what.starts_with("901 lines"), "{}", findings[0]);
     }
 }

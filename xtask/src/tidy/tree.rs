@@ -8,7 +8,7 @@ use std::io;
 use std::path::Path;
 
 /// Files whose text is kept; of all others only the name matters.
-const TEXT_EXTENSIONS: &[&str] = &["c", "h", "md", "proto", "py", "rs", "sh", "toml"];
+const TEXT_EXTENSIONS: &[&str] = &["c", "h", "md", "proto", "py", "pyi", "rs", "sh", "toml"];
 /// Directories with these names hold no sources, wherever they are.
 const SKIPPED_NAMES: &[&str] = &[".git", ".venv", "__pycache__", "node_modules", "target"];
 /// Directories at these places hold what fuzzing writes.
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_directories_and_globs_are_found() {
+    fn tree_matches_files_directories_and_globs() {
         let tree =
             Tree::of(&[("Cargo.toml", ""), ("crates/heap/src/lib.rs", ""), ("fuzz/corpus/frame/a", "")]);
         for found in [
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn build_products_are_not_part_of_the_checkout() {
+    fn build_artifacts_are_skipped() {
         for (path, name) in [("target", "target"), ("target-loom", "target-loom"), (".git", ".git")] {
             assert!(is_skipped(path, name), "{path}");
         }

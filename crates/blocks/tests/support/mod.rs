@@ -1,69 +1,59 @@
-//! What tests of the cache have in common: numbers by chance, a store in memory that fails now and then, a reader that
-//! stays.
+//! Shared code of the cache tests: random numbers, a store in memory with injected faults, a long-lived reader.
 
-#![allow(dead_code, reason = "each test file uses some of it")]
+#![allow(dead_code, reason = "each test file uses a part")]
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 
 use moontide_blocks::{
-    BlockHash, Destination, Guard, Held, Plane, Reader, Rows, SequenceId, Shape, Source, Store, View,
+    BlockHash, BlockSource, BlockStore, BlockTarget, CacheShape, Guard, PinnedBlocks, Plane, Reader, Rows,
+    SequenceId, View,
 };
+use moontide_rt::SplitMix64;
 
-/// SplitMix64. The seed is mixed, or the numbers of one seed would be those of the next, one step on.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Random {
-        Random(mix(mix(seed)))
-    }
-
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(GOLDEN);
-        mix(self.0) % end
-    }
+/// Returns random numbers of a seed. The seed is mixed; otherwise the sequence of one seed would be that of the next seed,
+/// shifted by one.
+pub(crate) fn random(seed: u64) -> SplitMix64 {
+    let mut random = SplitMix64::new(mix(mix(seed)));
+    random.next_u64(); // seeds of earlier failures count from the second number
+    random
 }
 
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// A number that looks like chance, and is always the same.
+/// Returns a deterministic pseudo-random number.
 pub(crate) fn mix(number: u64) -> u64 {
-    let mut mixed = number.wrapping_add(GOLDEN);
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
+    SplitMix64::new(number).next_u64()
 }
 
-/// What a store does for a while.
+/// Fault mode of a store.
 #[derive(Clone, Copy, Debug, Default)]
-enum Mood {
+enum FaultMode {
     #[default]
-    Well,
-    /// Answers nothing.
-    Fails,
-    /// Takes, and brings, only so many blocks of a request; of the next one it writes half.
-    Partly(usize),
+    None,
+    /// Every request fails.
+    FailAll,
+    /// Saves and loads only this many blocks of a request; of the next one it writes a part.
+    Limit(usize),
 }
 
 /// A store in memory.
 #[derive(Debug, Default)]
-pub(crate) struct Memory {
+pub(crate) struct MemoryStore {
     blocks: RefCell<HashMap<BlockHash, Vec<u8>>>,
-    mood: Mood,
+    fault_mode: FaultMode,
 }
 
-/// It was told to fail.
+/// Injected failure.
 #[derive(Debug, thiserror::Error)]
-#[error("the store is in a bad mood")]
+#[error("injected store failure")]
 pub(crate) struct Failed;
 
-impl Memory {
-    /// Another mood, and perhaps something forgotten.
-    pub(crate) fn moody(&mut self, random: &mut Random) {
-        self.mood = match random.below(10) {
-            0 => Mood::Fails,
-            1 => Mood::Partly(random.below(3) as usize),
-            _ => Mood::Well,
+impl MemoryStore {
+    /// Changes the fault mode, and sometimes drops a block.
+    pub(crate) fn change_fault_mode(&mut self, random: &mut SplitMix64) {
+        self.fault_mode = match random.below(10) {
+            0 => FaultMode::FailAll,
+            1 => FaultMode::Limit(random.below(3) as usize),
+            _ => FaultMode::None,
         };
         if random.below(4) == 0 {
             let mut blocks = self.blocks.borrow_mut();
@@ -75,31 +65,31 @@ impl Memory {
         }
     }
 
-    /// Loses a block.
-    pub(crate) fn forget(&self, hash: &BlockHash) {
-        assert!(self.blocks.borrow_mut().remove(hash).is_some(), "it was there");
+    /// Drops a block.
+    pub(crate) fn remove(&self, hash: &BlockHash) {
+        assert!(self.blocks.borrow_mut().remove(hash).is_some(), "block did not exist");
     }
 
-    fn most(&self) -> Result<usize, Failed> {
-        match self.mood {
-            Mood::Well => Ok(usize::MAX),
-            Mood::Fails => Err(Failed),
-            Mood::Partly(count) => Ok(count),
+    fn block_limit(&self) -> Result<usize, Failed> {
+        match self.fault_mode {
+            FaultMode::None => Ok(usize::MAX),
+            FaultMode::FailAll => Err(Failed),
+            FaultMode::Limit(count) => Ok(count),
         }
     }
 }
 
-impl Store for Memory {
+impl BlockStore for MemoryStore {
     type Error = Failed;
 
     fn prefix(&self, blocks: &[BlockHash]) -> Result<usize, Failed> {
-        self.most()?;
+        self.block_limit()?;
         let stored = self.blocks.borrow();
         Ok(blocks.iter().take_while(|hash| stored.contains_key(hash)).count())
     }
 
-    fn load(&self, blocks: &mut [Destination<'_>]) -> Result<usize, Failed> {
-        let most = self.most()?;
+    fn load(&self, blocks: &mut [BlockTarget<'_>]) -> Result<usize, Failed> {
+        let block_limit = self.block_limit()?;
         let stored = self.blocks.borrow();
         for (at, block) in blocks.iter_mut().enumerate() {
             let Some(bytes) = stored.get(&block.hash) else { return Ok(at) };
@@ -108,28 +98,28 @@ impl Store for Memory {
                 let (now, later) = rest.split_at(piece.len());
                 piece.copy_from_slice(now);
                 rest = later;
-                if at >= most {
+                if at >= block_limit {
                     return Ok(at);
                 }
             }
-            assert!(rest.is_empty(), "as long as what was saved");
+            assert!(rest.is_empty(), "saved block is longer than the target");
         }
         Ok(blocks.len())
     }
 
-    fn save(&self, blocks: &[Source<'_>]) -> Result<usize, Failed> {
-        let most = self.most()?.min(blocks.len());
-        for block in &blocks[..most] {
+    fn save(&self, blocks: &[BlockSource<'_>]) -> Result<usize, Failed> {
+        let block_limit = self.block_limit()?.min(blocks.len());
+        for block in &blocks[..block_limit] {
             let bytes = block.pieces.concat();
             let before = self.blocks.borrow_mut().insert(block.hash, bytes.clone());
-            // Who saves something else under a name that is taken has named it wrongly.
-            assert!(before.is_none_or(|before| before == bytes), "another content under the same name");
+            // Different content under an existing hash means a wrong hash.
+            assert!(before.is_none_or(|before| before == bytes), "different content under the same hash");
         }
-        Ok(most)
+        Ok(block_limit)
     }
 }
 
-/// A reader that is in, and what it sees of a sequence.
+/// An active reader, and its view of a sequence.
 pub(crate) struct Watch {
     view: View<'static>,
     guard: Option<Guard<'static>>,
@@ -141,7 +131,7 @@ impl Watch {
         let reader = Box::into_raw(Box::new(reader));
         // SAFETY: freed in `drop`, after the guard.
         let guard = unsafe { &mut *reader }.enter();
-        let view = guard.view(id).expect("a sequence that is there");
+        let view = guard.view(id).expect("sequence exists");
         // SAFETY: the view is dropped, or not used any more, when the guard is.
         let view = unsafe { std::mem::transmute::<View<'_>, View<'static>>(view) };
         Watch { view, guard: Some(guard), reader }
@@ -160,36 +150,36 @@ impl Drop for Watch {
     }
 }
 
-/// What the bytes of a head are, by its row's number, plane, layer, head and length.
+/// Returns the bytes of a head, by its row's number, plane, layer, head and length.
 type Bytes<'a> = &'a dyn Fn(u64, Plane, u32, usize, usize) -> Vec<u8>;
 
-/// That a view shows these rows.
-pub(crate) fn check_view(shape: &Shape, view: &View<'_>, rows: &[u64], bytes: Bytes<'_>) {
+/// Checks that a view has these rows.
+pub(crate) fn check_view(shape: &CacheShape, view: &View<'_>, rows: &[u64], bytes: Bytes<'_>) {
     assert_eq!((view.tokens(), view.block_count()), (rows.len(), shape.blocks_for(rows.len())));
-    for (plane, layer) in everywhere(shape) {
+    for (plane, layer) in all_planes_and_layers(shape) {
         let blocks = (0..view.block_count()).map(|at| view.rows(plane, layer, at)).collect();
         check_rows(shape, (plane, layer), blocks, view.contiguous(plane, layer), rows, bytes);
     }
 }
 
-/// That what is pinned shows these rows.
-pub(crate) fn check_pinned(shape: &Shape, pinned: &Held, rows: &[u64], bytes: Bytes<'_>) {
+/// Checks that a pin has these rows.
+pub(crate) fn check_pinned(shape: &CacheShape, pinned: &PinnedBlocks, rows: &[u64], bytes: Bytes<'_>) {
     assert_eq!((pinned.tokens(), pinned.len()), (rows.len(), shape.blocks_for(rows.len())));
-    for (plane, layer) in everywhere(shape) {
+    for (plane, layer) in all_planes_and_layers(shape) {
         let blocks = (0..pinned.len()).map(|at| pinned.rows(plane, layer, at)).collect();
         check_rows(shape, (plane, layer), blocks, pinned.contiguous(plane, layer), rows, bytes);
     }
 }
 
-fn everywhere(shape: &Shape) -> impl Iterator<Item = (Plane, u32)> {
+fn all_planes_and_layers(shape: &CacheShape) -> impl Iterator<Item = (Plane, u32)> {
     shape.planes().iter().flat_map(|plane| (0..shape.layers).map(|layer| (*plane, layer)))
 }
 
 fn check_rows(
-    shape: &Shape,
+    shape: &CacheShape,
     (plane, layer): (Plane, u32),
     blocks: Vec<Rows<'_>>,
-    whole: Option<Rows<'_>>,
+    contiguous: Option<Rows<'_>>,
     rows: &[u64],
     bytes: Bytes<'_>,
 ) {
@@ -199,8 +189,12 @@ fn check_rows(
             for head in 0..shape.heads() {
                 let expected = bytes(rows[index], plane, layer, head, shape.row_bytes());
                 assert_eq!(block.head(token, head), expected, "token {index} in block {at}");
-                if let Some(whole) = &whole {
-                    assert_eq!(whole.head(index, head), expected, "token {index} of the whole");
+                if let Some(contiguous) = &contiguous {
+                    assert_eq!(
+                        contiguous.head(index, head),
+                        expected,
+                        "token {index} of the contiguous view"
+                    );
                 }
             }
         }

@@ -1,44 +1,43 @@
-//! `moontide doctor`: what this machine can do, and what to change so that it can do more.
+//! `moontide doctor`: checks this host's capabilities and suggests fixes.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `system` | kernel, processors, limits, clock |
+//! | `system` | kernel, processor, limits, clock |
 //! | `memory` | memory, shared memory, locked memory, huge pages |
 //! | `io` | io_uring and direct I/O |
 //! | `network` | loopback, ports, the master, RDMA |
 //! | `devices` | UCX and GPUs |
-//! | `foreign` | the one call that needs `unsafe` |
+//! | `uring_probe` | the only call that needs `unsafe` |
 //!
-//! Everything is tried rather than guessed where trying is harmless. A check never fails: what cannot be found out is
-//! a finding, too. Only what plain use over TCP and memory needs decides the exit code.
+//! Checks try an operation where that is harmless, instead of guessing. A check never fails: a missing answer of the
+//! kernel is a result, too. Only the requirements of basic use (TCP and memory) determine the exit code.
 
 mod devices;
-mod foreign;
 mod io;
 mod memory;
 mod network;
 mod system;
+mod uring_probe;
 
 use std::io::Write;
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use serde_json::{Value, json};
 
-use super::{Failure, written};
+use super::{CommandError, ignore_broken_pipe};
 
 const EXAMPLES: &str = "\
 Examples:
-  moontide doctor                           one line per ability, with what to do next
-  moontide doctor --json | jq .checks       the same as one JSON object
-  moontide doctor --master master-0:7400    can a master on another host be reached?
+  moontide doctor                           one line per check, with hints
+  moontide doctor --json | jq .checks       as one JSON object
+  moontide doctor --master master-0:7400    also check a master on another host
 
-States: ok, limited (works, and could do better), absent (not there; nothing else needs it unless it is marked needed).
-Exit codes: 0 plain use over TCP and memory works here, 1 it does not, 2 wrong usage.";
+States: ok, limited (works, with restrictions), missing (not available; optional unless it is marked needed).
+Exit codes: 0 basic use (TCP and memory) works, 1 it does not, 2 wrong usage.";
 
-/// What is looked at.
 #[derive(Debug, ClapArgs)]
 struct Args {
-    /// The master that should be reachable, as host:port
+    /// Address of a master to check, host:port
     #[arg(long, env = "MOONTIDE_MASTER", default_value = "127.0.0.1:7400")]
     master: String,
     /// Print one JSON object
@@ -46,54 +45,54 @@ struct Args {
     json: bool,
 }
 
-/// What was found.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// As good as it gets.
+enum CheckState {
+    /// Works without restrictions.
     Ok,
-    /// It works, and could do better.
+    /// Works, with restrictions.
     Limited,
-    /// Not there.
-    Absent,
+    /// Not available.
+    Missing,
 }
 
-impl State {
+impl CheckState {
     fn name(self) -> &'static str {
         match self {
-            State::Ok => "ok",
-            State::Limited => "limited",
-            State::Absent => "absent",
+            CheckState::Ok => "ok",
+            CheckState::Limited => "limited",
+            CheckState::Missing => "missing",
         }
     }
 }
 
-/// One ability of the machine.
+/// A check of one capability of the host.
 #[derive(Clone, Debug)]
 struct Check {
     name: &'static str,
-    state: State,
-    /// Whether plain use over TCP and memory needs it.
+    state: CheckState,
+    /// Basic use (TCP and memory) requires it.
     needed: bool,
-    found: String,
-    /// What to do about it; nothing if all is well.
-    next: Option<String>,
+    detail: String,
+    /// Suggested fix; `None` exactly if the state is `Ok`.
+    hint: Option<String>,
 }
 
 impl Check {
-    fn new(name: &'static str, state: State, found: impl Into<String>) -> Check {
-        Check { name, state, needed: false, found: found.into(), next: None }
+    fn new(name: &'static str, state: CheckState, detail: impl Into<String>) -> Check {
+        Check { name, state, needed: false, detail: detail.into(), hint: None }
     }
 
-    fn ok(name: &'static str, found: impl Into<String>) -> Check {
-        Check::new(name, State::Ok, found)
+    fn ok(name: &'static str, detail: impl Into<String>) -> Check {
+        Check::new(name, CheckState::Ok, detail)
     }
 
-    fn limited(name: &'static str, found: impl Into<String>, next: impl Into<String>) -> Check {
-        Check { next: Some(next.into()), ..Check::new(name, State::Limited, found) }
+    fn limited(name: &'static str, detail: impl Into<String>, hint: impl Into<String>) -> Check {
+        Check { hint: Some(hint.into()), ..Check::new(name, CheckState::Limited, detail) }
     }
 
-    fn absent(name: &'static str, found: impl Into<String>, next: impl Into<String>) -> Check {
-        Check { next: Some(next.into()), ..Check::new(name, State::Absent, found) }
+    fn missing(name: &'static str, detail: impl Into<String>, hint: impl Into<String>) -> Check {
+        Check { hint: Some(hint.into()), ..Check::new(name, CheckState::Missing, detail) }
     }
 
     fn needed(self) -> Check {
@@ -101,7 +100,7 @@ impl Check {
     }
 
     fn is_broken(&self) -> bool {
-        self.needed && self.state == State::Absent
+        self.needed && self.state == CheckState::Missing
     }
 
     fn to_json(&self) -> Value {
@@ -109,31 +108,31 @@ impl Check {
             "name": self.name,
             "state": self.state.name(),
             "needed": self.needed,
-            "found": self.found,
-            "next": self.next,
+            "detail": self.detail,
+            "hint": self.hint,
         })
     }
 }
 
-/// What plain use over TCP and memory needs is not there.
+/// Requirements of basic use are missing.
 #[derive(Debug, thiserror::Error)]
-#[error("plain use over TCP and memory does not work here: {}; see the lines marked `needed`", names.join(", "))]
-struct Broken {
+#[error("basic use (TCP and memory) does not work on this host: {}; see the lines marked `needed`", names.join(", "))]
+struct RequirementsMissing {
     names: Vec<&'static str>,
 }
 
 pub(crate) fn command() -> Command {
     let doctor = Command::new("doctor");
-    // After the arguments, whose own description would stand in its place.
-    Args::augment_args(doctor).about("Say what this machine can do, and what to change").after_help(EXAMPLES)
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
+    Args::augment_args(doctor).about("Check this host's capabilities and suggest fixes").after_help(EXAMPLES)
 }
 
-pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
-    let checks = examine(&args.master);
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    let args = Args::from_arg_matches(matches).map_err(CommandError::usage)?;
+    let checks = run_checks(&args.master);
     let names: Vec<_> = checks.iter().filter(|check| check.is_broken()).map(|check| check.name).collect();
     let mut out = std::io::stdout().lock();
-    written(if args.json {
+    ignore_broken_pipe(if args.json {
         let checks: Vec<Value> = checks.iter().map(Check::to_json).collect();
         writeln!(
             out,
@@ -143,11 +142,11 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     } else {
         print(&checks, &mut out)
     })?;
-    if names.is_empty() { Ok(()) } else { Err(Failure::failed(Broken { names })) }
+    if names.is_empty() { Ok(()) } else { Err(CommandError::failed(RequirementsMissing { names })) }
 }
 
-/// All checks, from the ground up.
-fn examine(master: &str) -> Vec<Check> {
+/// Runs all checks, in the order of the output.
+fn run_checks(master: &str) -> Vec<Check> {
     let mut checks = vec![
         system::kernel(),
         system::processor(),
@@ -175,26 +174,26 @@ fn print(checks: &[Check], out: &mut impl Write) -> std::io::Result<()> {
     let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     for check in checks {
         let needed = if check.is_broken() { " (needed)" } else { "" };
-        let mut lines = check.found.lines();
+        let mut lines = check.detail.lines();
         let first = lines.next().unwrap_or_default();
         writeln!(out, "{:<8} {:<width$}  {first}{needed}", check.state.name(), check.name)?;
         for line in lines {
             writeln!(out, "{:<8} {:<width$}  {line}", "", "")?;
         }
-        if let Some(next) = &check.next {
-            writeln!(out, "{:<8} {:<width$}  → {next}", "", "")?;
+        if let Some(hint) = &check.hint {
+            writeln!(out, "{:<8} {:<width$}  → {hint}", "", "")?;
         }
     }
     out.flush()
 }
 
-/// A small file of the kernel, without the newline; none if it cannot be read.
+/// Reads a small file of the kernel, without the newline; `None` if it cannot be read.
 fn kernel_file(path: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     Some(text.trim_end().to_owned())
 }
 
-/// Names in a directory, sorted; none of them if it cannot be read.
+/// Lists the names in a directory, sorted; empty if it cannot be read.
 fn names_in(path: &str) -> Vec<String> {
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -207,30 +206,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_check_answers_and_says_what_to_do() {
-        let checks = examine("127.0.0.1:1");
+    fn every_check_has_unique_name_detail_and_hint_unless_ok() {
+        let checks = run_checks("127.0.0.1:1");
         assert!(checks.len() >= 18);
         for check in &checks {
-            assert!(!check.found.is_empty(), "{check:?}");
-            assert_eq!(check.next.is_none(), check.state == State::Ok, "{check:?}");
+            assert!(!check.detail.is_empty(), "{check:?}");
+            assert_eq!(check.hint.is_none(), check.state == CheckState::Ok, "{check:?}");
         }
         let mut names: Vec<_> = checks.iter().map(|check| check.name).collect();
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), checks.len(), "names are unique: scripts look for them");
+        assert_eq!(names.len(), checks.len(), "check names must be unique: scripts use them");
     }
 
     #[test]
-    fn only_what_is_needed_breaks_plain_use() {
-        let absent = Check::absent("x", "nothing", "do something");
-        assert!(!absent.is_broken());
-        assert!(absent.clone().needed().is_broken());
+    fn only_missing_required_check_is_broken() {
+        let missing = Check::missing("x", "nothing", "do something");
+        assert!(!missing.is_broken());
+        assert!(missing.clone().needed().is_broken());
         assert!(!Check::limited("x", "little", "do something").needed().is_broken());
         let mut out = vec![];
-        print(&[absent.needed()], &mut out).unwrap();
+        print(&[missing.needed()], &mut out).unwrap();
         assert_eq!(
             String::from_utf8(out).unwrap(),
-            "absent   x  nothing (needed)\n            → do something\n"
+            "missing  x  nothing (needed)\n            → do something\n"
         );
         let mut out = vec![];
         print(&[Check::limited("x", "two\n0: one", "do something")], &mut out).unwrap();

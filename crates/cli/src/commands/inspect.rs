@@ -1,113 +1,118 @@
-//! `moontide inspect`: what lies where in a node's memory, or on its disk.
+//! `moontide inspect`: shows the memory layout of a node, or the contents of its disk.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `page` | what a node's admin pages say |
-//! | `map` | the space of a segment: extents, holes, a drawing |
-//! | `disk` | the files of a node's disk |
+//! | `response` | responses of a node's admin endpoints |
+//! | `map` | space of a segment: extents, free ranges, a drawing |
+//! | `disk` | files of a node's disk |
 //!
-//! Of memory it only asks and draws; the node is the one who knows.
+//! For memory it only queries the node and draws the response.
 
 mod disk;
 mod map;
-mod page;
+mod response;
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
+use moontide_bench::{
+    format_bytes,
+    http::{self, HttpError},
+};
+use moontide_settings::parse_duration;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::{Failure, written};
-use crate::http::{self, HttpError};
-use crate::text;
+use super::{CommandError, ignore_broken_pipe};
+use crate::format;
 use map::{Kind, Map};
-use page::{Node, Record, Segment};
+use response::{Node, Record, Segment};
 
 const EXAMPLES: &str = "\
 Examples:
   moontide inspect --admin 127.0.0.1:7403          all segments of a node
-  moontide inspect --admin 127.0.0.1:7403 0        one of them: map, holes, records
+  moontide inspect --admin 127.0.0.1:7403 0        one segment: map, holes, records
   moontide inspect --admin 127.0.0.1:7403 0 --records 0 --width 120
-  moontide inspect disk --dir /mnt/ssd/moontide    what is on its disk: see `moontide inspect disk --help`
+  moontide inspect disk --dir /mnt/ssd/moontide    contents of the disk; see `moontide inspect disk --help`
   moontide inspect --admin 127.0.0.1:7403 0 --json | jq '.records[] | select(.state == \"writing\")'
 
-The address is what `moontide node` prints behind `admin`. In a map # is live, w being written, x dying (killed, and
-not given back yet), . free. Fragmentation is 1 - largest hole / free: 0 if all that is free is in one piece.
+`moontide node` prints the address after `admin`. In a map # is live, w being written, d draining (killed, not yet
+reclaimed), . free. Fragmentation is 1 - largest hole / free: 0 if the free space is contiguous.
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such segment, 4 the node cannot be reached.";
 
 /// Rows of the map: half a screen.
 const ROWS: usize = 16;
-/// Without a terminal.
+/// Width without a terminal.
 const WIDTH_DEFAULT: usize = 80;
 const RECORDS_DEFAULT: usize = 40;
 
-/// What is looked at.
 #[derive(Debug, ClapArgs)]
 struct Args {
-    /// The segment; without one, all are listed
+    /// Segment to show [default: list all segments]
     segment: Option<u32>,
-    /// The node's admin address, as host:port or http://host:port
+    /// Admin address of the node, host:port or http://host:port
     #[arg(long, env = "MOONTIDE_ADMIN", value_name = "URL")]
     admin: String,
-    /// Records that are listed, from the lowest address on; 0 for all
+    /// Number of records to list, in address order; 0 for all
     #[arg(long, value_name = "N", default_value_t = RECORDS_DEFAULT)]
     records: usize,
-    /// Characters per line [default: the terminal's, or 80]
+    /// Characters per line [default: width of the terminal, or 80]
     #[arg(long, value_parser = clap::value_parser!(u16).range(20..=1000))]
     width: Option<u16>,
-    /// How long the node may take to answer
-    #[arg(long, value_name = "TIME", value_parser = text::duration, default_value = "10s")]
-    deadline: Duration,
-    /// Print the node's answer, one JSON object
+    /// Timeout of the request
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
+    timeout: Duration,
+    /// Print the response of the node as one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// What answers is no node of ours, or another release.
+/// The server is not a Moontide node, or has another release.
 #[derive(Debug, thiserror::Error)]
-#[error("the page of {admin} is not what a node says ({source}); run the same release on both sides")]
-struct NotANode {
+#[error("unexpected response of {admin} ({source}); check that it is a node of the same release")]
+struct UnexpectedResponse {
     admin: String,
     source: serde_json::Error,
 }
 
 pub(crate) fn command() -> Command {
     let inspect = Command::new("inspect");
-    // After the arguments, whose own description would stand in its place.
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
     Args::augment_args(inspect)
-        .about("Draw what lies where in a node's memory, or list what is on its disk")
+        .about("Show the memory layout of a node, or the contents of its disk")
         .after_help(EXAMPLES)
         .subcommand(disk::command())
         .args_conflicts_with_subcommands(true)
         .subcommand_negates_reqs(true)
 }
 
-pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     if let Some(("disk", matches)) = matches.subcommand() {
         return disk::run(matches);
     }
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+    let args = Args::from_arg_matches(matches).map_err(CommandError::usage)?;
     let mut out = std::io::stdout().lock();
     let path = args.segment.map_or("/segments".to_owned(), |segment| format!("/segments/{segment}"));
-    let body = http::get(&args.admin, &path, args.deadline).map_err(|error| match error {
-        HttpError::Unreachable { .. } => Failure::Unreachable(Box::new(error)),
-        HttpError::Status { status: 404, .. } if args.segment.is_some() => Failure::NotFound(Box::new(error)),
-        _ => Failure::failed(error),
+    let body = http::get(&args.admin, &path, args.timeout).map_err(|error| match error {
+        HttpError::Unreachable { .. } => CommandError::Unreachable(Box::new(error)),
+        HttpError::Status { status: 404, .. } if args.segment.is_some() => {
+            CommandError::NotFound(Box::new(error))
+        }
+        _ => CommandError::failed(error),
     })?;
     if args.json {
         let page: Value = parse(&args, &body)?;
-        return written(writeln!(out, "{page}"));
+        return ignore_broken_pipe(writeln!(out, "{page}"));
     }
-    written(match args.segment {
+    ignore_broken_pipe(match args.segment {
         None => print_node(&mut out, &parse(&args, &body)?),
         Some(_) => print_segment(&mut out, &parse(&args, &body)?, width(&args), args.records),
     })
 }
 
-fn parse<T: DeserializeOwned>(args: &Args, body: &[u8]) -> Result<T, Failure> {
-    let not = |source| Failure::failed(NotANode { admin: args.admin.clone(), source });
+fn parse<T: DeserializeOwned>(args: &Args, body: &[u8]) -> Result<T, CommandError> {
+    let not = |source| CommandError::failed(UnexpectedResponse { admin: args.admin.clone(), source });
     serde_json::from_slice(body).map_err(not)
 }
 
@@ -121,11 +126,11 @@ fn width(args: &Args) -> usize {
 }
 
 fn print_node(out: &mut impl Write, node: &Node) -> std::io::Result<()> {
-    writeln!(out, "=== Node {} ===", node.hex())?;
+    writeln!(out, "=== Node {} ===", format::escaped(node.node.as_bytes()))?;
     writeln!(
         out,
         "{:>7} {:>5} {:>5} {:>10} {:>6} {:>6} {:>6} {:>6} {:>10} {:>10}",
-        "segment", "group", "term", "size", "live", "wrtng", "dying", "free", "slots", "taken"
+        "segment", "group", "term", "size", "live", "wrtng", "drain", "free", "slots", "taken"
     )?;
     for segment in &node.segments {
         let share = |units: u64| format!("{:.1}%", 100.0 * units as f64 / segment.units.max(1) as f64);
@@ -135,7 +140,7 @@ fn print_node(out: &mut impl Write, node: &Node) -> std::io::Result<()> {
             segment.segment,
             segment.group.map_or("-".to_owned(), |group| group.to_string()),
             segment.term.map_or("-".to_owned(), |term| term.to_string()),
-            text::bytes(segment.bytes()),
+            format_bytes(segment.bytes()),
             share(segment.live_units),
             share(segment.writing_units),
             share(segment.draining_units),
@@ -150,7 +155,7 @@ fn print_node(out: &mut impl Write, node: &Node) -> std::io::Result<()> {
 
 fn print_segment(out: &mut impl Write, segment: &Segment, width: usize, most: usize) -> std::io::Result<()> {
     let unit = segment.unit_bytes;
-    let size = |units: u64| text::bytes(units.saturating_mul(unit));
+    let size = |units: u64| format_bytes(units.saturating_mul(unit));
     let map = Map::new(segment.units, segment.records.iter().filter_map(Record::extent));
     writeln!(out, "=== Segment {} ===", segment.segment)?;
     writeln!(out, "Configuration:")?;
@@ -171,7 +176,7 @@ fn print_segment(out: &mut impl Write, segment: &Segment, width: usize, most: us
     for (name, units) in [
         ("Live", segment.live_units),
         ("Writing", segment.writing_units),
-        ("Dying", segment.draining_units),
+        ("Draining", segment.draining_units),
         ("Free", segment.free_units),
     ] {
         writeln!(out, "  {name:<8} {units:>10} units  {:>10}", size(units))?;
@@ -179,17 +184,17 @@ fn print_segment(out: &mut impl Write, segment: &Segment, width: usize, most: us
     let count = |kind: Kind| segment.records.iter().filter(|record| record.kind() == Some(kind)).count();
     writeln!(
         out,
-        "  Records  {:>10} live, {} writing, {} dying; {} of {} slots taken",
+        "  Records  {:>10} live, {} writing, {} draining; {} of {} slots taken",
         count(Kind::Live),
         count(Kind::Writing),
-        count(Kind::Dying),
+        count(Kind::Draining),
         segment.taken_slots(),
         segment.slots
     )?;
     let holes = map.holes();
     writeln!(
         out,
-        "  Holes    {:>10}, {} units free in them, the largest {} units ({})",
+        "  Holes    {:>10}, {} units free, the largest {} units ({})",
         holes.count,
         holes.free,
         holes.largest,
@@ -199,14 +204,14 @@ fn print_segment(out: &mut impl Write, segment: &Segment, width: usize, most: us
     if segment.truncated {
         writeln!(
             out,
-            "  The node lists its first {} records only: map and holes are incomplete.",
+            "  The node listed only its first {} records: map and holes are incomplete.",
             segment.records.len()
         )?;
     }
     let drawing = map.draw(width.saturating_sub(2).max(1), ROWS);
     writeln!(
         out,
-        "\nBlock map (# live, w writing, x dying, . free; a character is {} units, {}):",
+        "\nBlock map (# live, w writing, d draining, . free; a character is {} units, {}):",
         drawing.step,
         size(drawing.step)
     )?;
@@ -275,16 +280,16 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_is_drawn_with_its_holes_and_records() {
+    fn segment_output_shows_map_free_ranges_and_records() {
         let shown = shown(0);
         for part in [
             "=== Segment 3 ===",
             "Group: 1, Term: 2",
-            "2, 55 units free in them, the largest 45 units",
+            "2, 55 units free, the largest 45 units",
             "Fragmentation: 0.18",
-            "1 live, 1 writing, 1 dying; 4 of 64 slots taken",
+            "1 live, 1 writing, 1 draining; 4 of 64 slots taken",
             "a character is 1 units",
-            "  ##############################..........wwwwwwwwww\n  .............................................xxxxx\n",
+            "  ##############################..........wwwwwwwwww\n  .............................................ddddd\n",
             "[40, +10]",
             "2/2",
             "other:b",
@@ -292,18 +297,18 @@ mod tests {
         ] {
             assert!(shown.contains(part), "{part:?} is not in\n{shown}");
         }
-        assert!(!shown.contains('\u{1b}'), "a key must not steer the terminal");
+        assert!(!shown.contains('\u{1b}'), "control characters of a key reached the terminal");
     }
 
     #[test]
-    fn long_lists_are_cut_and_say_so() {
+    fn long_record_list_is_truncated_with_count() {
         assert!(shown(1).contains("… and 2 more"));
         assert!(!shown(3).contains("more"));
     }
 
     #[test]
-    fn a_node_is_listed_segment_by_segment() {
-        let node = Node { node: "4660".to_owned(), segments: vec![segment()] };
+    fn node_output_lists_segments() {
+        let node = Node { node: "0000000000001234".to_owned(), segments: vec![segment()] };
         let mut out = vec![];
         print_node(&mut out, &node).unwrap();
         let shown = String::from_utf8(out).unwrap();

@@ -1,7 +1,7 @@
-//! `put`, `get`, `rm`, `ls` and `stat`: objects of a store, one by one.
+//! `put`, `get`, `rm`, `ls` and `stat`: commands on single objects.
 //!
-//! Here is what they share: how a store is named, how keys are written, which failure has which exit code. They decide
-//! nothing; everything is asked of [`moontide_client`].
+//! This file has their common arguments, key parsing and the mapping of errors to exit codes. All calls go through
+//! [`moontide_client`].
 
 pub(crate) mod get;
 pub(crate) mod ls;
@@ -11,32 +11,25 @@ pub(crate) mod stat;
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::time::Duration;
 
-use clap::Args as ClapArgs;
+use clap::{ArgMatches, Args as ClapArgs, FromArgMatches};
 use moontide_client::{Store, StoreConfig, StoreError};
 use moontide_types::{ErrorCode, Key};
 
-use super::Failure;
+use super::CommandError;
+use crate::format;
 use crate::process::{LOG_TERMINAL, log_to_stderr};
-use crate::text;
+use crate::settings::{SettingsArgs, warn_of_unknown_variables};
 
-/// Keys of one request for a listing: a page is a few hundred kilobytes at most.
+/// Keys per page of a listing: a page is a few hundred kilobytes at most.
 const PAGE_KEYS: u32 = 1000;
 
-/// Which store, and how it is spoken to.
+/// Common arguments: settings of the client, key and output format.
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct StoreArgs {
-    /// The master, as host:port of its gRPC
-    #[arg(long, env = "MOONTIDE_MASTER", value_name = "HOST:PORT", default_value = moontide_node::MASTER_DEFAULT)]
-    master: String,
-    /// Whose keys are meant
-    #[arg(long, env = "MOONTIDE_TENANT", default_value = "default")]
-    tenant: String,
-    /// How long a call may take
-    #[arg(long, value_name = "TIME", value_parser = text::duration, default_value = "30s")]
-    deadline: Duration,
-    /// Keys on the command line are percent-escaped, as ls shows them
+    #[command(flatten)]
+    settings: SettingsArgs<StoreConfig>,
+    /// Read keys on the command line as percent-escaped, as printed by ls
     #[arg(long)]
     escaped: bool,
     /// Print JSON, one object per line
@@ -45,66 +38,80 @@ pub(crate) struct StoreArgs {
 }
 
 impl StoreArgs {
-    fn connect(&self) -> Result<Store, Failure> {
+    fn connect(&self) -> Result<Store, CommandError> {
         log_to_stderr(LOG_TERMINAL);
-        let mut config = StoreConfig::new(&self.master);
-        config.tenant.clone_from(&self.tenant);
-        config.deadline = self.deadline;
-        Store::connect(config).map_err(Failure::from)
+        let loaded = self.settings.load()?;
+        warn_of_unknown_variables(&loaded);
+        Store::connect(loaded.config).map_err(CommandError::from)
     }
 
-    /// A key, or the beginning of one, as it stands on the command line.
-    fn bytes_of(&self, written: &OsStr) -> Result<Vec<u8>, Failure> {
+    /// Converts a key or prefix from the command line to bytes.
+    fn bytes_of(&self, argument: &OsStr) -> Result<Vec<u8>, CommandError> {
         if self.escaped {
-            text::unescaped(written.as_bytes()).map_err(Failure::usage)
+            format::unescaped(argument.as_bytes()).map_err(CommandError::usage)
         } else {
-            Ok(written.as_bytes().to_vec())
+            Ok(argument.as_bytes().to_vec())
         }
     }
 
-    /// A key that the store would take.
-    fn key(&self, written: &OsStr) -> Result<Vec<u8>, Failure> {
-        let key = self.bytes_of(written)?;
-        Key::new(&key).map_err(Failure::usage)?;
+    /// Converts a key from the command line and validates it.
+    fn key(&self, argument: &OsStr) -> Result<Vec<u8>, CommandError> {
+        let key = self.bytes_of(argument)?;
+        Key::new(&key).map_err(CommandError::usage)?;
         Ok(key)
     }
 }
 
-/// What was asked for is not there.
+/// Parses the arguments of a command. With `--print-config`: prints the settings of the client and returns `None`; the
+/// other arguments may be absent.
+fn parse<A: FromArgMatches>(matches: &ArgMatches) -> Result<Option<A>, CommandError> {
+    let settings = SettingsArgs::<StoreConfig>::from_arg_matches(matches).map_err(CommandError::usage)?;
+    if settings.is_print() {
+        settings.print(&settings.load()?.config)?;
+        return Ok(None);
+    }
+    A::from_arg_matches(matches).map(Some).map_err(CommandError::usage)
+}
+
+/// Keys without an object.
 #[derive(Debug, thiserror::Error)]
-#[error("there is no object under {}", keys.join(", "))]
-struct NoObject {
+#[error("no such object: {}", keys.join(", "))]
+struct ObjectNotFound {
     keys: Vec<String>,
 }
 
-fn not_found(keys: &[Vec<u8>]) -> Failure {
-    let keys = keys.iter().map(|key| text::escaped(key)).collect();
-    Failure::NotFound(Box::new(NoObject { keys }))
+fn not_found(keys: &[Vec<u8>]) -> CommandError {
+    let keys = keys.iter().map(|key| format::escaped(key)).collect();
+    CommandError::NotFound(Box::new(ObjectNotFound { keys }))
 }
 
-impl From<StoreError> for Failure {
-    fn from(error: StoreError) -> Failure {
+impl From<StoreError> for CommandError {
+    fn from(error: StoreError) -> CommandError {
         let is_link = matches!(error, StoreError::Master(_));
         match (&error, error.code()) {
-            (StoreError::NoMaster { .. }, _) => Failure::Unreachable(Box::new(error)),
+            (StoreError::NoMaster { .. }, _) => CommandError::Unreachable(Box::new(error)),
             (_, ErrorCode::Unreachable | ErrorCode::ConnectionLost) if is_link => {
-                Failure::Unreachable(Box::new(error))
+                CommandError::Unreachable(Box::new(error))
             }
-            (StoreError::Argument { .. } | StoreError::Key(_) | StoreError::Range { .. }, _) => {
-                Failure::usage(error)
-            }
-            (_, ErrorCode::NotFound) => Failure::NotFound(Box::new(error)),
-            _ => Failure::failed(error),
+            (
+                StoreError::InvalidArgument { .. }
+                | StoreError::Config(_)
+                | StoreError::Key(_)
+                | StoreError::Range { .. },
+                _,
+            ) => CommandError::usage(error),
+            (_, ErrorCode::NotFound) => CommandError::NotFound(Box::new(error)),
+            _ => CommandError::failed(error),
         }
     }
 }
 
-/// All keys with a prefix, page by page, to `each`, until it says that it has had enough. Whether it saw all.
+/// Calls `each` with every page of keys with a prefix until it returns false. Returns whether `each` got all keys.
 fn for_each_page(
     store: &Store,
     prefix: &[u8],
-    mut each: impl FnMut(Vec<Vec<u8>>) -> Result<bool, Failure>,
-) -> Result<bool, Failure> {
+    mut each: impl FnMut(Vec<Vec<u8>>) -> Result<bool, CommandError>,
+) -> Result<bool, CommandError> {
     let mut cursor = vec![];
     loop {
         let page = store.list(prefix, &cursor, PAGE_KEYS)?;
@@ -124,16 +131,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_have_the_exit_codes_that_are_documented() {
-        let no_master = StoreError::NoMaster { address: "x:1".into(), why: "refused".into() };
-        assert!(matches!(Failure::from(no_master), Failure::Unreachable(_)));
-        let wrong = StoreError::Argument { what: "replicas", rule: "1 to 8" };
-        assert!(matches!(Failure::from(wrong), Failure::Usage(_)));
+    fn store_errors_map_to_command_error_kinds() {
+        let no_master = StoreError::NoMaster { address: "x:1".into(), reason: "refused".into() };
+        assert!(matches!(CommandError::from(no_master), CommandError::Unreachable(_)));
+        let wrong = StoreError::InvalidArgument { what: "replicas", rule: "1 to 8" };
+        assert!(matches!(CommandError::from(wrong), CommandError::Usage(_)));
         let gone = StoreError::Refused { code: ErrorCode::NotFound };
-        assert!(matches!(Failure::from(gone), Failure::NotFound(_)));
+        assert!(matches!(CommandError::from(gone), CommandError::NotFound(_)));
         let full = StoreError::Refused { code: ErrorCode::NoSpace };
-        assert!(matches!(Failure::from(full), Failure::Failed(_)));
+        assert!(matches!(CommandError::from(full), CommandError::Failed(_)));
         let node = StoreError::UnknownNode { node: moontide_types::NodeId(1) };
-        assert!(matches!(Failure::from(node), Failure::Failed(_)), "a node is not the master");
+        assert!(matches!(CommandError::from(node), CommandError::Failed(_)), "a node is not the master");
     }
 }

@@ -1,7 +1,7 @@
-//! What a client does, in a process of its own: one thread writes, one removes, two read. Everything is noted in its journal.
+//! Client process: one thread writes, one removes, two read. Each call is recorded in the journal.
 //!
-//! A client is told by its environment who it is, goes on until a file says that it is the end, and says in a file of its own
-//! how many keys it has written, so that others read them, and that its next life goes on behind them.
+//! An environment variable sets the [`Role`] of a client. It runs until the end file exists. It writes the number of
+//! its keys to a progress file, so that other clients read them, and that its next life continues after them.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,46 +9,46 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use moontide_client::{Put, PutItem, PutOptions, Store, StoreConfig, StoreError};
+use moontide_client::{PutItem, PutOptions, PutOutcome, Store, StoreConfig, StoreError};
 
 use crate::content::Rng;
 use crate::journal::{Journal, Kind, Outcome, Record, now};
 use crate::value::{HEADER, KeyId, Version, check, value};
 
-/// Tells a process that it is a client, and which; see [`Role`].
+/// Environment variable with the [`Role`] of a client process.
 pub const ROLE: &str = "MOONTIDE_CHAOS_CLIENT";
 
-/// What a call may take.
+/// Timeout of a call.
 pub const DEADLINE: Duration = Duration::from_secs(2);
-/// How late an answer may be on a machine with two cores and a dozen busy processes.
+/// Tolerance for late responses on a machine with two cores and a dozen busy processes.
 pub const LATE: Duration = Duration::from_millis(1500);
 
 /// Keys that all clients write, replace and remove.
 const HOT: usize = 400;
-/// Own keys that are put, read or removed again: the latest so many.
+/// Number of its latest keys that a client puts, reads or removes again.
 const RECENT: u64 = 3000;
 
-/// Who a client is.
+/// Parameters of a client.
 #[derive(Clone, Debug)]
 pub struct Role {
-    /// Where journals are.
+    /// Directory of the journals.
     pub folder: PathBuf,
-    /// A number that no other life of any client has.
+    /// Unique number of this life of the client.
     pub life: u32,
-    /// Which writer it is, and of how many.
+    /// Index of this writer, and number of writers.
     pub writer: u64,
     pub writers: u64,
-    /// Addresses of masters, any of which will do.
+    /// Addresses of the masters, separated by commas.
     pub masters: String,
-    /// Whether it maps memory of its host.
-    pub near: bool,
+    /// Uses shared memory.
+    pub local: bool,
     pub seed: u64,
 }
 
 impl Role {
     pub fn encode(&self) -> String {
-        let Role { folder, life, writer, writers, masters, near, seed } = self;
-        format!("{} {life} {writer} {writers} {masters} {near} {seed}", folder.display())
+        let Role { folder, life, writer, writers, masters, local, seed } = self;
+        format!("{} {life} {writer} {writers} {masters} {local} {seed}", folder.display())
     }
 
     fn decode(text: &str) -> Role {
@@ -61,18 +61,18 @@ impl Role {
             writer: next().parse().expect("a writer"),
             writers: next().parse().expect("a number of writers"),
             masters: next().to_owned(),
-            near: next().parse().expect("near or not"),
+            local: next().parse().expect("a boolean"),
             seed: next().parse().expect("a seed"),
         }
     }
 }
 
-/// The file that ends all clients.
+/// File whose existence ends all clients.
 pub fn end_file(folder: &Path) -> PathBuf {
     folder.join("end")
 }
 
-/// A client's life.
+/// Runs a client.
 pub fn run(role: &str) {
     let role = Role::decode(role);
     let client = Client::new(role);
@@ -89,7 +89,7 @@ pub fn run(role: &str) {
         }
         let end = end_file(&client.role.folder);
         while !end.exists() {
-            client.look_at_others();
+            client.read_progress();
             std::thread::sleep(Duration::from_millis(50));
         }
         stop.store(true, Ordering::Relaxed);
@@ -101,21 +101,24 @@ struct Client {
     store: Store,
     journal: Journal,
     sequence: AtomicU32,
-    /// Keys that each writer has written so far.
+    /// Keys that each writer has written so remote.
     written: Vec<AtomicU64>,
     progress: File,
 }
 
 impl Client {
     fn new(role: Role) -> Client {
-        let config = StoreConfig { local: role.near, deadline: DEADLINE, ..StoreConfig::new(&role.masters) };
-        // Whoever is started while no master is there tries again: its life has not begun.
+        let config = StoreConfig { shm: role.local, timeout: DEADLINE, ..StoreConfig::new(&role.masters) };
+        // Retries while no master is reachable.
         let store = loop {
             match Store::connect(config.clone()) {
                 Ok(store) => break store,
                 Err(error) => {
                     println!("not connected yet: {error}");
-                    assert!(!end_file(&role.folder).exists(), "the end came before a master");
+                    assert!(
+                        !end_file(&role.folder).exists(),
+                        "end file created before a master was reachable"
+                    );
                     std::thread::sleep(Duration::from_millis(50));
                 }
             }
@@ -130,11 +133,11 @@ impl Client {
             store,
             role,
         };
-        client.look_at_others();
+        client.read_progress();
         client
     }
 
-    fn look_at_others(&self) {
+    fn read_progress(&self) {
         for (writer, written) in self.written.iter().enumerate() {
             let bytes = std::fs::read(progress_file(&self.role.folder, writer as u64)).unwrap_or_default();
             if let Ok(bytes) = <[u8; 8]>::try_from(&bytes[..]) {
@@ -147,26 +150,26 @@ impl Client {
         Version::new(self.role.life, self.sequence.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn mine(&self) -> &AtomicU64 {
+    fn own_written(&self) -> &AtomicU64 {
         &self.written[self.role.writer as usize]
     }
 
-    /// A key that somebody has probably written.
+    /// Returns a key that was probably written.
     fn some_key(&self, rng: &mut Rng, writer: u64) -> KeyId {
         let written = self.written[writer as usize].load(Ordering::Relaxed);
         if written == 0 || rng.draw().is_multiple_of(4) {
             return KeyId::hot(rng.within(0, HOT) as u64);
         }
-        // Some from long ago: they were evicted, or are on a disk.
+        // Also old keys: they were evicted, or are on a disk.
         let span = if rng.draw().is_multiple_of(8) { written } else { written.min(RECENT) };
         KeyId::own(writer, written - 1 - rng.draw() % span)
     }
 
     // ------------------------------------------------------------------------------------------------------ writing
 
-    /// One batch of new keys, or a few keys that were there before.
+    /// Puts one batch of new keys, or a few existing keys.
     fn write(&self, rng: &mut Rng) {
-        let first = self.mine().load(Ordering::Relaxed);
+        let first = self.own_written().load(Ordering::Relaxed);
         let is_new = first == 0 || !rng.draw().is_multiple_of(3);
         let keys: Vec<KeyId> = if is_new {
             let count = rng.within(1, 40) as u64;
@@ -183,7 +186,7 @@ impl Client {
         self.put(&keys, &PutOptions { replicas, replicas_min: 1, upsert, ..PutOptions::default() }, rng);
         if is_new {
             let written = first + keys.len() as u64;
-            self.mine().store(written, Ordering::Relaxed);
+            self.own_written().store(written, Ordering::Relaxed);
             self.progress.write_all_at(&written.to_le_bytes(), 0).expect("the progress is written");
         }
         std::thread::sleep(Duration::from_millis(rng.within(5, 40) as u64));
@@ -213,8 +216,8 @@ impl Client {
         let kind = if options.upsert { Kind::Upsert } else { Kind::Put };
         self.journal.note(outcomes.into_iter().enumerate().map(|(at, outcome)| {
             let outcome = match outcome {
-                Ok(Put::Stored) => Outcome::Ok,
-                Ok(Put::Existed) => Outcome::Absent,
+                Ok(PutOutcome::Stored) => Outcome::Ok,
+                Ok(PutOutcome::AlreadyExists) => Outcome::Absent,
                 Err(error) => failed(&error),
             };
             record(at, kind, outcome, end)
@@ -223,7 +226,7 @@ impl Client {
 
     // ----------------------------------------------------------------------------------------------------- removing
 
-    /// A few keys, of everybody's and of its own.
+    /// Removes a few keys, shared and own.
     fn remove(&self, rng: &mut Rng) {
         let mut keys: Vec<KeyId> =
             (0..rng.within(1, 12)).map(|_| self.some_key(rng, self.role.writer)).collect();
@@ -248,7 +251,7 @@ impl Client {
 
     // ------------------------------------------------------------------------------------------------------ reading
 
-    /// One get, or one batch of them.
+    /// Runs one get, or one batch of gets.
     fn read(&self, rng: &mut Rng) {
         let writer = rng.draw() % self.role.writers;
         let key = self.some_key(rng, writer);
@@ -267,13 +270,13 @@ impl Client {
                 let first = first.map_err(StoreError::clone);
                 self.note_get(key, start, end, &first);
                 if let Ok(Some(held)) = got {
-                    // What is held stays as it was, whatever becomes of the object.
+                    // A held reference does not change, even if the object is removed or replaced.
                     std::thread::sleep(Duration::from_millis(rng.within(0, 10) as u64));
                     let again = check(key, &held).and_then(|version| {
                         if matches!(&first, Ok(Some(Ok(seen))) if *seen == version) {
                             Ok(())
                         } else {
-                            Err("it has changed".to_owned())
+                            Err("content changed".to_owned())
                         }
                     });
                     if let Err(what) = again {
@@ -328,7 +331,7 @@ fn failed(error: &StoreError) -> Outcome {
     Outcome::Failed(error.code())
 }
 
-/// Mostly small, some as large as a block of a cache: memory runs full, and objects move to disks.
+/// Mostly small, some as large as a KV block, so that memory fills up and objects are offloaded.
 fn some_len(rng: &mut Rng) -> usize {
     match rng.within(0, 100) {
         0..80 => rng.within(HEADER, 2048),

@@ -1,8 +1,8 @@
-//! What happens to a [`World`]: faults, each with a beginning and an end, drawn from a seed.
+//! Faults of a [`World`], each with a start and an end, drawn from a seed.
 //!
-//! Kinds come from a deck that holds each of them at least once and is shuffled when it is used up, so that also a short run
-//! meets all of them. Up to three faults are open at a time. What has its end here: a killed process is started again, a
-//! stopped one goes on, a cut is healed, a full disk is emptied.
+//! Kinds are drawn from a deck that contains each kind at least once and is reshuffled when it is empty, so that a
+//! short run has all kinds. Up to three faults are active at a time. The end of a fault restarts a killed process,
+//! continues a stopped one, heals a partition, or empties a full disk.
 
 use std::time::{Duration, Instant};
 
@@ -12,17 +12,17 @@ use crate::net::Host;
 use crate::report;
 use crate::world::{self, Part, World};
 
-/// What can happen.
+/// Kind of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     Kill(Part),
     Stop(Part),
-    /// Between two kinds of processes.
+    /// Partition between two kinds of processes.
     Cut(Part, Part, Direction),
-    /// Cut off from everybody, with all that is at its host.
+    /// Partition of a host from all others.
     Alone(Part),
     DiskFull,
-    /// Everything is killed at once.
+    /// Kill of all processes at once.
     KillAll,
 }
 
@@ -37,7 +37,7 @@ pub enum Direction {
 use Direction::{Back, Both, There};
 use Part::{Client, Master, Node, Registry};
 
-/// Each with how often it is in the deck.
+/// Kinds, and their number in the deck.
 const DECK: &[(Kind, usize)] = &[
     (Kind::Kill(Master), 3),
     (Kind::Kill(Node), 2),
@@ -58,7 +58,7 @@ const DECK: &[(Kind, usize)] = &[
     (Kind::Alone(Node), 1),
     (Kind::DiskFull, 2),
     (Kind::KillAll, 1),
-    // Only where there are several masters.
+    // Only with several masters.
     (Kind::Kill(Registry), 1),
     (Kind::Stop(Registry), 1),
     (Kind::Cut(Master, Registry, Both), 2),
@@ -69,21 +69,22 @@ const DECK: &[(Kind, usize)] = &[
     (Kind::Cut(Master, Master, There), 1),
 ];
 
-/// Faults that are open at a time.
+/// Maximum number of active faults.
 const OPEN_MAX: usize = 3;
-/// From the beginning of one fault to that of the next.
+/// Time between the starts of two faults.
 const PAUSE_MS: std::ops::Range<usize> = 500..4000;
-/// How long most faults last, and how long some do: longer than a node's session without beats, and than a master's lease.
+/// Duration of most faults.
 const SHORT_MS: std::ops::Range<usize> = 50..1500;
+/// Duration of some faults: longer than a node's session TTL and a master's lease.
 const LONG_MS: std::ops::Range<usize> = 1500..5000;
 
 impl Kind {
-    /// One in so many lasts long.
+    /// One in this number of faults is long.
     fn long_one_in(self) -> u64 {
         if self.touches_election() { 2 } else { 4 }
     }
 
-    /// Whether masters may lose groups by it, or nobody may take any.
+    /// Returns true if masters may lose groups by it, or cannot acquire any.
     pub fn touches_election(self) -> bool {
         let of = |part| part == Master || part == Registry;
         match self {
@@ -95,7 +96,7 @@ impl Kind {
     }
 }
 
-/// A fault that is over.
+/// A finished fault.
 #[derive(Clone, Debug)]
 pub struct Done {
     pub kind: Kind,
@@ -103,7 +104,7 @@ pub struct Done {
     pub end: u64,
 }
 
-/// When a client stood still.
+/// Time in which a client was stopped.
 #[derive(Clone, Copy, Debug)]
 pub struct Stop {
     life: u32,
@@ -112,13 +113,13 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Whether a call was under way meanwhile.
+    /// Returns true if a call overlaps with it.
     pub fn touches(&self, record: &Record) -> bool {
         self.life == record.life && record.start <= self.end && record.end >= self.start
     }
 }
 
-/// Who is hit.
+/// Target of a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Target {
     Process(Part, usize),
@@ -129,7 +130,7 @@ enum Target {
 }
 
 impl Target {
-    /// Whether one of the two would be healed with the other.
+    /// Returns true if healing one would heal the other.
     fn overlaps(&self, other: &Target) -> bool {
         match (self, other) {
             (Target::Host(host), Target::Pair(one, two)) | (Target::Pair(one, two), Target::Host(host)) => {
@@ -149,7 +150,7 @@ struct Open {
     target: Target,
     start: u64,
     until: Instant,
-    /// Of a client that is stopped.
+    /// Life of the stopped client.
     life: Option<u32>,
 }
 
@@ -168,7 +169,7 @@ impl Faults {
         Faults { rng, deck: vec![], next_at, open: vec![], done: vec![], stops: vec![] }
     }
 
-    /// Ends what is over, and begins the next if it is time.
+    /// Ends faults that are due, and starts the next one if it is due.
     pub fn step(&mut self, world: &mut World) {
         let moment = Instant::now();
         while let Some(at) = self.open.iter().position(|open| open.until <= moment) {
@@ -182,7 +183,7 @@ impl Faults {
         }
     }
 
-    /// Ends everything.
+    /// Ends all faults.
     pub fn heal(&mut self, world: &mut World) {
         for open in std::mem::take(&mut self.open) {
             self.end(world, open);
@@ -190,7 +191,7 @@ impl Faults {
         world.net.heal();
     }
 
-    /// When clients stood still.
+    /// Times in which clients were stopped.
     pub fn stops(&self) -> Vec<Stop> {
         self.stops.clone()
     }
@@ -203,21 +204,21 @@ impl Faults {
                 self.deck.swap(at, other);
             }
         }
-        self.deck.pop().expect("it was filled")
+        self.deck.pop().expect("the deck was filled")
     }
 
     fn begin(&mut self, world: &mut World) {
         if self.open.iter().any(|open| open.kind == Kind::KillAll) {
-            return; // there is nobody to whom something could happen
+            return; // no process is running
         }
-        // What finds nobody to happen to is left out, and another is drawn: at most as many as there are.
+        // A kind without a target is skipped, and another one drawn, at most once per kind.
         let drawn = (0..DECK.len()).find_map(|_| {
             let kind = self.draw();
             self.target(world, kind).map(|target| (kind, target))
         });
         let Some((kind, target)) = drawn else { return };
         let span = if self.rng.draw().is_multiple_of(kind.long_one_in()) { LONG_MS } else { SHORT_MS };
-        let lasts = Duration::from_millis(self.rng.within(span.start, span.end) as u64);
+        let duration = Duration::from_millis(self.rng.within(span.start, span.end) as u64);
         let mut life = None;
         let start = now();
         match (&kind, &target) {
@@ -244,11 +245,11 @@ impl Faults {
             }
             (kind, target) => unreachable!("{kind:?} of {target:?}"),
         }
-        println!("{} {kind:?} {target:?} for {lasts:?}", report::moment(start));
-        self.open.push(Open { kind, target, start, until: Instant::now() + lasts, life });
+        println!("{} {kind:?} {target:?} for {duration:?}", report::moment(start));
+        self.open.push(Open { kind, target, start, until: Instant::now() + duration, life });
     }
 
-    /// Somebody to whom nothing happens yet.
+    /// Returns a random target without an active fault.
     fn target(&mut self, world: &mut World, kind: Kind) -> Option<Target> {
         let mut candidates = vec![];
         match kind {
@@ -262,7 +263,7 @@ impl Faults {
                 };
                 let (ones, others) = (hosts(world, one), hosts(world, other));
                 for one in &ones {
-                    // A client at a node's host reaches the node without a network.
+                    // A client on a node's host reaches the node without a network.
                     let others = others.iter().filter(|other| *other != one);
                     candidates.extend(others.map(|other| Target::Pair(one.clone(), other.clone())));
                 }
@@ -271,10 +272,10 @@ impl Faults {
                 candidates.extend(world.part(part).iter().map(|process| Target::Host(process.host.clone())));
             }
             Kind::DiskFull => candidates.extend((0..world.disks.len()).map(Target::Disk)),
-            // Only when nothing else is open: what is killed then is started again by its own fault's end.
+            // Only without other active faults, whose ends would restart processes.
             Kind::KillAll if self.open.is_empty() => candidates.push(Target::All),
             Kind::KillAll => {
-                // Next time.
+                // Later.
                 self.deck.insert(self.deck.len() / 2, kind);
                 return None;
             }
@@ -286,7 +287,7 @@ impl Faults {
     fn end(&mut self, world: &mut World, open: Open) {
         match (&open.kind, &open.target) {
             (Kind::Kill(_), Target::Process(part, at)) => world.part(*part)[*at].start(),
-            (Kind::Stop(_), Target::Process(part, at)) => world.part(*part)[*at].go_on(),
+            (Kind::Stop(_), Target::Process(part, at)) => world.part(*part)[*at].resume(),
             (Kind::Cut(..), Target::Pair(one, other)) => world.net.heal_pair(one, other),
             (Kind::Alone(_), Target::Host(host)) => world.net.heal_host(host),
             (Kind::DiskFull, Target::Disk(at)) => world.disks[*at].empty(),
@@ -298,7 +299,7 @@ impl Faults {
             (kind, target) => unreachable!("{kind:?} of {target:?}"),
         }
         let end = now();
-        println!("{} {:?} is over", report::moment(end), open.kind);
+        println!("{} {:?} ended", report::moment(end), open.kind);
         self.stops.extend(open.life.map(|life| Stop { life, start: open.start, end }));
         self.done.push(Done { kind: open.kind, start: open.start, end });
     }

@@ -1,6 +1,6 @@
-//! What clients note of their calls: one file per life of a client, records of 40 bytes, appended. A put is noted before
-//! it begins and when it has ended, so that a value that is read was always announced; a client that is killed loses no more
-//! than the note of the call it was in.
+//! Journals of the clients' calls: one file per life of a client, with appended records of 40 bytes. A put is recorded
+//! before it starts and after it ends, so that every value that is read was announced. A killed client loses only the
+//! record of its current call.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,7 +12,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::value::{KeyId, Version};
 
-/// Nanoseconds of the clock that all processes of this machine share.
+/// Nanoseconds of the monotonic clock, which all processes of this machine share.
 pub fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
@@ -20,13 +20,13 @@ pub fn now() -> u64 {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A put is about to be called.
+    /// A put is about to start.
     Begin,
-    /// A put has ended. [`Outcome::Absent`]: another version was there, and stays.
+    /// A put has ended. [`Outcome::Absent`]: another version exists and was kept.
     Put,
-    /// The same, replacing whatever was there.
+    /// An upsert has ended.
     Upsert,
-    /// A removal has ended. [`Outcome::Absent`]: there was nothing.
+    /// A removal has ended. [`Outcome::Absent`]: no such object.
     Remove,
     /// A get has ended. [`Outcome::Absent`]: a miss.
     Get,
@@ -37,7 +37,7 @@ pub enum Outcome {
     Ok,
     Absent,
     Failed(ErrorCode),
-    /// Bytes that nobody put.
+    /// Bytes that no client put.
     Wrong,
 }
 
@@ -45,10 +45,10 @@ pub enum Outcome {
 pub struct Record {
     pub kind: Kind,
     pub outcome: Outcome,
-    /// Which life of which client.
+    /// Life of the client.
     pub life: u32,
     pub key: KeyId,
-    /// What was put, or read.
+    /// Version that was put or read.
     pub version: Version,
     pub start: u64,
     pub end: u64,
@@ -81,7 +81,7 @@ impl Record {
             0 => Outcome::Ok,
             u16::MAX => Outcome::Absent,
             wrong if wrong == u16::MAX - 1 => Outcome::Wrong,
-            code => Outcome::Failed(ErrorCode::try_from(u32::from(code)).expect("our own code")),
+            code => Outcome::Failed(ErrorCode::try_from(u32::from(code)).expect("a known code")),
         };
         Record {
             kind: kinds[usize::from(bytes[0])],
@@ -95,7 +95,7 @@ impl Record {
     }
 }
 
-/// Where a client writes.
+/// Journal of one life of a client.
 #[derive(Debug)]
 pub struct Journal {
     file: Mutex<File>,
@@ -113,26 +113,26 @@ impl Journal {
         self.life
     }
 
-    /// Hands records to the system at once: whoever is killed does not take them along.
+    /// Writes records immediately, so that a kill does not lose them.
     pub fn note(&self, records: impl IntoIterator<Item = Record>) {
         let bytes: Vec<u8> = records.into_iter().flat_map(|record| record.encode()).collect();
-        self.file.lock().expect("no holder panics").write_all(&bytes).expect("the journal takes records");
+        self.file.lock().expect("no holder panics").write_all(&bytes).expect("the journal is writable");
     }
 }
 
-/// All records of all lives, those of one life in order.
+/// Reads all records of all lives; those of one life are in order.
 pub fn read_all(folder: &Path) -> Vec<Record> {
     let entries = std::fs::read_dir(folder).expect("the folder").flatten().map(|entry| entry.path());
     let mut paths: Vec<_> =
         entries.filter(|path| path.extension().is_some_and(|end| end == "journal")).collect();
     paths.sort();
-    // A record that was cut off by its client's end was not finished, as the call that it tells of.
+    // Ignores a record truncated by the kill of its client; its call had not finished either.
     let records = |bytes: Vec<u8>| bytes.chunks_exact(BYTES).map(Record::decode).collect::<Vec<_>>();
     paths.into_iter().flat_map(|path| records(std::fs::read(path).expect("a journal"))).collect()
 }
 
 #[test]
-fn records_come_back_as_they_were() {
+fn records_round_trip() {
     for (kind, outcome) in [
         (Kind::Begin, Outcome::Ok),
         (Kind::Put, Outcome::Absent),

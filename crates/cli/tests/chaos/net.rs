@@ -1,6 +1,6 @@
-//! [`Net`]: a network namespace for each host, all joined by a bridge, and cuts between them.
+//! [`Net`]: a network namespace per host, joined by a bridge, and partitions between them.
 //!
-//! A cut loses packets without a word, by `nft` in the namespace that would receive them. Each direction is cut by itself.
+//! A partition silently drops packets, by `nft` in the receiving namespace. Each direction is separate.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::process::Command;
 use rustix::fd::AsFd;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-/// A host: what stands behind the name of its namespace, and the last number of its address.
+/// A host: suffix of the name of its namespace, and last byte of its address.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Host {
     pub name: String,
@@ -26,35 +26,35 @@ impl Host {
     }
 }
 
-/// Why this test cannot run here.
+/// Returns the missing requirement of this test, if any.
 pub fn missing() -> Option<&'static str> {
     if !rustix::process::geteuid().is_root() {
-        return Some("it makes network namespaces, for which it needs to be root");
+        return Some("creating network namespaces needs root");
     }
     if Command::new("ip").arg("-V").output().is_err() {
-        return Some("it needs ip (iproute2)");
+        return Some("needs ip (iproute2)");
     }
     if Command::new("nft").arg("-v").output().is_err() {
-        return Some("it needs nft (nftables)");
+        return Some("needs nft (nftables)");
     }
     match Command::new("unshare").args(["--net", "true"]).output() {
         Ok(made) if made.status.success() => None,
-        _ => Some("network namespaces cannot be made here"),
+        _ => Some("cannot create network namespaces"),
     }
 }
 
-/// In front of all names, so that what was left behind is found.
+/// Prefix of all names, to find namespaces of killed runs.
 const PREFIX: &str = "mx";
 const BRIDGE: &str = "s";
-/// The address of the bridge, where the test sits.
+/// Address of the bridge, where the test runs.
 const WATCHER: &str = "10.79.0.254";
 
-/// The namespaces. Gone when it is dropped.
+/// The namespaces. Removed on drop.
 #[derive(Debug)]
 pub struct Net {
     prefix: String,
     hosts: Vec<Host>,
-    /// Pairs whose packets are lost: from, to.
+    /// Pairs whose packets are dropped: from, to.
     cuts: BTreeSet<(u8, u8)>,
 }
 
@@ -65,7 +65,7 @@ fn ip(words: &str) {
 }
 
 impl Net {
-    /// Makes them, and moves this thread to where the bridge is: it reaches all hosts, and no cut is between.
+    /// Creates the namespaces, and moves this thread to that of the bridge, which is never partitioned.
     pub fn new(hosts: &[Host]) -> Net {
         sweep();
         let net = Net {
@@ -97,12 +97,12 @@ impl Net {
                 });
             net.nft(host, &format!("add table inet cut; {}", chains.join("; ")));
         }
-        let file = File::open(format!("/run/netns/{bridge}")).expect("the namespace was just made");
+        let file = File::open(format!("/run/netns/{bridge}")).expect("the namespace exists");
         move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network)).expect("setns");
         net
     }
 
-    /// Words that start a program at a host.
+    /// Command prefix that starts a program on a host.
     pub fn inside(&self, host: &Host) -> Vec<String> {
         ["ip".into(), "netns".into(), "exec".into(), format!("{}{}", self.prefix, host.name)].into()
     }
@@ -114,26 +114,26 @@ impl Net {
         assert!(output.status.success(), "nft {rules}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// From here on packets from one to the other are lost.
+    /// Drops packets from one host to another.
     pub fn cut(&mut self, from: &Host, to: &Host) {
         if self.cuts.insert((from.number, to.number)) {
             self.nft(to, &format!("add rule inet cut comes ip saddr {} drop", from.ip()));
         }
     }
 
-    /// From here on nobody hears a host, and it hears nobody; but for this test, which looks on.
+    /// Drops all packets of a host, except those of this test.
     pub fn isolate(&mut self, host: &Host) {
         let comes = format!("add rule inet cut alone_in iifname eth ip saddr != {WATCHER} drop");
         let goes = format!("add rule inet cut alone_out oifname eth ip daddr != {WATCHER} drop");
         self.nft(host, &format!("{comes}; {goes}"));
     }
 
-    /// Everybody hears a host again, and it them.
+    /// Ends [`Net::isolate`] of a host.
     pub fn heal_host(&mut self, host: &Host) {
         self.nft(host, "flush chain inet cut alone_in; flush chain inet cut alone_out");
     }
 
-    /// Nothing is lost any more.
+    /// Ends all partitions between pairs.
     pub fn heal(&mut self) {
         let cut: BTreeSet<u8> = std::mem::take(&mut self.cuts).into_iter().map(|(_, to)| to).collect();
         for host in self.hosts.iter().filter(|host| cut.contains(&host.number)) {
@@ -141,7 +141,7 @@ impl Net {
         }
     }
 
-    /// Packets between two hosts arrive again, in both directions.
+    /// Ends the partition between two hosts, in both directions.
     pub fn heal_pair(&mut self, one: &Host, other: &Host) {
         for (from, to) in [(one, other), (other, one)] {
             if !self.cuts.remove(&(from.number, to.number)) {
@@ -163,7 +163,7 @@ impl Drop for Net {
     }
 }
 
-/// Takes away what a run that was killed has left.
+/// Removes namespaces of killed runs.
 fn sweep() {
     let Ok(entries) = std::fs::read_dir("/run/netns") else { return };
     for entry in entries.flatten() {

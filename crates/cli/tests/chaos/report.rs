@@ -1,4 +1,4 @@
-//! Tables for people: which faults happened, what calls came to, how long gets took.
+//! Human-readable tables: faults, results of calls, latencies of gets.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use crate::client::{DEADLINE, LATE};
 use crate::faults::Done;
 
-/// A moment of the machine's clock, in seconds: the same in all lines of a run.
+/// Formats a time of the monotonic clock in seconds.
 pub fn moment(nanos: u64) -> String {
     format!("{:.3}", nanos as f64 / 1e9)
 }
 
-/// Faults by kind.
+/// Prints the faults by kind.
 pub fn faults(done: &[Done]) {
     let mut kinds = BTreeMap::<String, (usize, u64, u64)>::new();
     for fault in done {
@@ -26,7 +26,7 @@ pub fn faults(done: &[Done]) {
     println!("{:32} {:>6}", "all", done.len());
 }
 
-/// Calls by what they came to.
+/// Prints the calls by result.
 pub fn operations(counts: &BTreeMap<(&'static str, String), u64>, keys_written: u64) {
     println!("{:8} {:20} {:>10}", "call", "ended", "times");
     for ((call, ended), times) in counts {
@@ -35,7 +35,7 @@ pub fn operations(counts: &BTreeMap<(&'static str, String), u64>, keys_written: 
     println!("{keys_written} keys were written");
 }
 
-/// How long gets took, all of them and those that began while something was wrong.
+/// Prints latencies of all gets, and of those that started during a fault.
 pub fn latencies(gets: &[(u64, Duration)], faults: &[Done]) {
     let during = |start: u64| faults.iter().any(|fault| (fault.start..=fault.end).contains(&start));
     let all: Vec<Duration> = gets.iter().map(|(_, took)| *took).collect();

@@ -1,21 +1,21 @@
-//! Keys and values that say what they are: who wrote a value, under which key, as which of its writer's versions. Every byte
-//! follows from that, so that anybody can check it.
+//! Self-describing keys and values: a value contains its writer, key and version, from which every byte is derived, so
+//! that every client can check it.
 
 use crate::content::{Rng, content, is_content};
 
-/// A key. The upper 24 bits say whose: 0 is everybody's, n + 1 that of writer n.
+/// A key. The upper 24 bits are its writer: 0 for all writers, n + 1 for writer n.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KeyId(pub u64);
 
 const NUMBER_BITS: u32 = 40;
 
 impl KeyId {
-    /// One that all clients write, replace and remove.
+    /// A key that all clients write, replace and remove.
     pub fn hot(number: u64) -> KeyId {
         KeyId(number)
     }
 
-    /// One that this writer alone writes.
+    /// A key that only this writer writes.
     pub fn own(writer: u64, number: u64) -> KeyId {
         KeyId((writer + 1) << NUMBER_BITS | number)
     }
@@ -29,7 +29,7 @@ impl KeyId {
     }
 }
 
-/// A version: which life of which client wrote it, and how many it had written before.
+/// A version: life of the client that wrote it, and its sequence number in that life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version(pub u64);
 
@@ -39,7 +39,7 @@ impl Version {
     }
 }
 
-/// In front of every value.
+/// First word of every value.
 const MAGIC: u64 = 0x6d6f_6f6e_2063_6861;
 /// Magic, key, version, length: 8 bytes each.
 pub const HEADER: usize = 32;
@@ -48,7 +48,7 @@ fn seed(key: KeyId, version: Version) -> u64 {
     Rng::new(key.0 ^ version.0.rotate_left(29)).draw()
 }
 
-/// The value of this version, `len` bytes long with its header.
+/// Returns the value of a version, `len` bytes long including its header.
 pub fn value(key: KeyId, version: Version, len: usize) -> Vec<u8> {
     assert!(len >= HEADER, "a value has a header");
     let words = [MAGIC, key.0, version.0, len as u64];
@@ -57,7 +57,7 @@ pub fn value(key: KeyId, version: Version, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Which version these bytes are of a key, if every one of them is right.
+/// Checks every byte of a value of a key; returns its version.
 pub fn check(key: KeyId, bytes: &[u8]) -> Result<Version, String> {
     let Some((header, body)) = bytes.split_at_checked(HEADER) else {
         return Err(format!("{} has only {} bytes", key.name(), bytes.len()));
@@ -65,22 +65,27 @@ pub fn check(key: KeyId, bytes: &[u8]) -> Result<Version, String> {
     let word = |at: usize| u64::from_le_bytes(header[8 * at..8 * at + 8].try_into().expect("8 bytes"));
     let (found, version) = (KeyId(word(1)), Version(word(2)));
     if word(0) != MAGIC {
-        return Err(format!("{} does not begin as a value", key.name()));
+        return Err(format!("{} has a wrong magic number", key.name()));
     }
     if found != key {
-        return Err(format!("{} came with the value of {}", key.name(), found.name()));
+        return Err(format!("{} has the value of {}", key.name(), found.name()));
     }
     if word(3) != bytes.len() as u64 {
-        return Err(format!("{} says it has {} bytes and has {}", key.name(), word(3), bytes.len()));
+        return Err(format!(
+            "{} has length {} in its header, and {} bytes",
+            key.name(),
+            word(3),
+            bytes.len()
+        ));
     }
     if !is_content(seed(key, version), body) {
-        return Err(format!("{} has wrong bytes", key.name()));
+        return Err(format!("{} has wrong content", key.name()));
     }
     Ok(version)
 }
 
 #[test]
-fn a_value_is_known_by_every_byte() {
+fn value_check_detects_wrong_key_flipped_bits_and_truncation() {
     let (key, version) = (KeyId::own(3, 77), Version::new(5, 9));
     for len in [HEADER, HEADER + 1, 5000] {
         let right = value(key, version, len);
@@ -89,7 +94,7 @@ fn a_value_is_known_by_every_byte() {
         for at in [0, 8, 16, 24, len - 1] {
             let mut wrong = right.clone();
             wrong[at] ^= 1;
-            // A version that was changed names other bytes; where there are none, it is another version.
+            // A changed version implies other bytes; without a body, it is another version.
             assert_ne!(check(key, &wrong), Ok(version), "byte {at} of {len}");
         }
         assert!(check(key, &right[..len - 1]).is_err(), "cut off");

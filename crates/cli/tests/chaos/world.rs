@@ -1,8 +1,8 @@
-//! [`World`]: which processes there are, where, and with which words they are started; what they hold when all is over.
+//! [`World`]: processes of the test, their hosts and arguments, and the memory that they use at the end.
 //!
-//! Several masters share the groups by a registry, for which an `etcd` of one process is started. How many there are is
-//! [`Shape`]'s; with one there is no registry. What a master is told of it stands in [`registry_words`] alone, and the
-//! addresses that nodes and clients are given in [`masters_address`].
+//! Several masters share the groups through a registry, a single `etcd` process. [`Shape`] has the number of masters;
+//! with one there is no registry. [`registry_words`] returns the registry arguments of a master, and
+//! [`masters_address`] the master addresses for nodes and clients.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use moontide_client::{Store, StoreConfig};
 use moontide_types::ErrorCode;
 
 use crate::client::{Role, end_file};
-use crate::kit::{Numbers, http_get, words};
+use crate::harness::{Numbers, http_get, words};
 use crate::net::{Host, Net};
 use crate::process::Process;
 
@@ -26,60 +26,60 @@ pub enum Part {
 }
 
 impl Part {
-    /// In the order in which they are started.
+    /// In the order of their start.
     pub const ALL: [Part; 4] = [Part::Registry, Part::Master, Part::Node, Part::Client];
 }
 
-/// How many there are.
+/// Numbers of processes.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub masters: u8,
     pub nodes: u8,
-    /// Clients at nodes' hosts, which read mapped memory.
-    pub near: u8,
-    pub far: u8,
+    /// Clients on nodes' hosts, with shared memory.
+    pub local: u8,
+    pub remote: u8,
 }
 
 impl Shape {
-    /// With as many masters as `MOONTIDE_CHAOS_MASTERS` says, or three.
+    /// Reads the number of masters from `MOONTIDE_CHAOS_MASTERS` [default: 3].
     pub fn from_environment() -> Shape {
         let masters = std::env::var("MOONTIDE_CHAOS_MASTERS");
         let masters = masters.map_or(3, |text| text.parse().expect("a number of masters"));
-        Shape { masters, nodes: 4, near: 2, far: 2 }
+        Shape { masters, nodes: 4, local: 2, remote: 2 }
     }
 
     fn has_registry(self) -> bool {
         self.masters > 1
     }
 
-    /// Why it cannot be started here.
+    /// Returns the missing requirement, if any.
     pub fn missing(self) -> Option<String> {
         let program = registry_program();
         let is_there = !self.has_registry() || Command::new(&program).arg("--version").output().is_ok();
-        let what = "several masters need etcd, and there is none at";
-        (!is_there).then(|| format!("{what} `{program}`; MOONTIDE_ETCD names another place"))
+        let what = "several masters need etcd; cannot start";
+        (!is_there).then(|| format!("{what} `{program}`; set MOONTIDE_ETCD to its path"))
     }
 }
 
 pub const GROUPS: usize = 6;
 const NODE_MIB: usize = 48;
-/// A node's session ends after so long without beats: some faults last longer, some do not.
+/// Session TTL of nodes: shorter than some faults, longer than others.
 const SESSION_TTL_MS: u64 = 2000;
-/// Longest that a writer's reservation lasts: what killed writers leave is free after that.
+/// Timeout of reservations: memory of killed writers is free after it.
 const RESERVATION_MS: u64 = 5000;
-/// A master whose lease is not renewed loses its groups after so long.
+/// Registry lease of masters.
 pub const LEASE_MS: u64 = 2000;
 const DISK_MIB: usize = 96;
-/// And of etcd, which takes 64 MiB ahead for its log, and again for the next one.
+/// Disk of etcd, which preallocates 64 MiB for its log, and again for the next one.
 const REGISTRY_MIB: usize = 512;
 const DISK_LIMIT_MIB: usize = 64;
 
-/// Until all processes are there and know each other, after all was healed.
+/// Timeout until all processes are connected after healing.
 const SETTLED: Duration = Duration::from_secs(60);
-/// Until everything is free that was removed: reservations of killed writers end, and orders reach their nodes.
+/// Timeout until removed memory is free: reservations of killed writers expire, and commands reach their nodes.
 const EMPTY: Duration = Duration::from_secs(60);
 
-/// A disk of a node: a small file system in memory. Gone when it is dropped.
+/// Disk of a node: a small tmpfs, unmounted on drop.
 #[derive(Debug)]
 pub struct Disk {
     path: PathBuf,
@@ -90,11 +90,11 @@ impl Disk {
         std::fs::create_dir_all(&path).expect("a folder for a disk");
         let size = format!("size={mib}m");
         let status = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "none"]).arg(&path).status();
-        assert!(status.is_ok_and(|status| status.success()), "a file system cannot be mounted");
+        assert!(status.is_ok_and(|status| status.success()), "cannot mount a file system");
         Disk { path }
     }
 
-    /// Takes all its room.
+    /// Fills it up.
     pub fn fill(&mut self) {
         use std::io::Write;
         let mut ballast = std::fs::File::create(self.path.join("ballast")).expect("a file");
@@ -103,25 +103,25 @@ impl Disk {
     }
 
     pub fn empty(&mut self) {
-        std::fs::remove_file(self.path.join("ballast")).expect("the ballast is there");
+        std::fs::remove_file(self.path.join("ballast")).expect("the ballast exists");
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Lazily: whoever still has a file of it open does not keep it.
+        // Lazily: a process with an open file does not prevent it.
         let _ = Command::new("umount").arg("-l").arg(&self.path).status();
     }
 }
 
-/// The processes. Dropped in this order: they end before their network and their disks.
+/// The processes. Dropped in this order: before their network and their disks.
 pub struct World {
     clients: Vec<Process>,
     nodes: Vec<Process>,
     masters: Vec<Process>,
     registry: Vec<Process>,
     pub disks: Vec<Disk>,
-    /// Where the registry writes: it waits for its disk at every change, and this machine's may be slow.
+    /// In memory, because the registry syncs every change and the disk of this machine may be slow.
     _registry_disk: Option<Disk>,
     pub net: Net,
     folder: PathBuf,
@@ -140,7 +140,7 @@ fn registry_program() -> String {
     std::env::var("MOONTIDE_ETCD").unwrap_or_else(|_| "etcd".to_owned())
 }
 
-/// The registry: one `etcd`, which keeps what it knows when it is killed.
+/// Command of the registry: one `etcd`, which keeps its data when it is killed.
 fn registry_command(folder: &Path) -> Vec<String> {
     let ip = registry_host().ip();
     let (clients, peers) = (format!("http://{ip}:2379"), format!("http://{ip}:2380"));
@@ -153,10 +153,10 @@ fn registry_command(folder: &Path) -> Vec<String> {
     all
 }
 
-/// What a master is told of the registry, or of a directory of its own.
+/// Registry arguments of a master, or its data directory.
 fn registry_words(shape: Shape, folder: &Path, at: u8) -> String {
     if shape.has_registry() {
-        format!("--registry etcd://{}:2379/chaos --lease-ms {LEASE_MS}", registry_host().ip())
+        format!("--registry etcd://{}:2379/chaos --registry-lease-ms {LEASE_MS}", registry_host().ip())
     } else {
         format!("--data-dir {}", folder.join(format!("master-{at}")).display())
     }
@@ -166,13 +166,13 @@ fn node_host(at: u8) -> Host {
     Host::new(format!("n{at}"), 11 + at)
 }
 
-/// Where masters serve gRPC; any of them will do.
+/// gRPC addresses of the masters, separated by commas.
 fn masters_address(shape: Shape) -> String {
     let addresses = (0..shape.masters).map(|at| format!("{}:7400", master_host(at).ip()));
     addresses.collect::<Vec<_>>().join(",")
 }
 
-/// Where each master shows its pages.
+/// Admin addresses of the masters.
 pub fn master_pages_at(shape: Shape) -> Vec<String> {
     (0..shape.masters.into()).map(master_admin).collect()
 }
@@ -185,7 +185,7 @@ fn node_admin(at: usize) -> String {
     format!("{}:7600", node_host(at as u8).ip())
 }
 
-/// A number for each life of each client.
+/// Unique number of a life of a client.
 pub fn client_life(client: usize, life: u32) -> u32 {
     client as u32 * 10_000 + life
 }
@@ -198,17 +198,17 @@ fn moontide(rest: &str) -> Vec<String> {
 
 impl World {
     pub fn start(shape: Shape, folder: &Path, seed: u64) -> World {
-        let far_host = |at: u8| Host::new(format!("c{at}"), 21 + at);
+        let remote_host = |at: u8| Host::new(format!("c{at}"), 21 + at);
         let hosts: Vec<Host> = (0..shape.masters)
             .map(master_host)
             .chain((0..shape.nodes).map(node_host))
-            .chain((0..shape.far).map(far_host))
+            .chain((0..shape.remote).map(remote_host))
             .chain(shape.has_registry().then(registry_host))
             .collect();
         let net = Net::new(&hosts);
-        // Of every two nodes one has a disk, of every two hosts one lets processes map the memory.
+        // Every second node has a disk; the first nodes serve shared memory to the local clients.
         let has_disk = |at: u8| at % 2 == 1;
-        let is_open = |at: u8| at < shape.near;
+        let is_open = |at: u8| at < shape.local;
         let disk_path = |at: u8| folder.join(format!("disk-{at}"));
         let disks = (0..shape.nodes)
             .filter(|at| has_disk(*at))
@@ -225,7 +225,7 @@ impl World {
             let ip = host.ip();
             let all = moontide(&format!(
                 "master --grpc-listen {ip}:7400 --frame-listen {ip}:7401 --admin-listen {ip}:7402 --groups {GROUPS} \
-                 --session-ttl-ms {SESSION_TTL_MS} --reservation-ms {RESERVATION_MS} --reallocate-wait-ms 0 {}",
+                 --session-ttl-ms {SESSION_TTL_MS} --reservation-ms {RESERVATION_MS} --reallocation-delay-ms 0 {}",
                 registry_words(shape, folder, at)
             ));
             Process::new(&net, folder, &host.name, &host, Box::new(move |_| (all.clone(), vec![])))
@@ -233,14 +233,14 @@ impl World {
         let nodes = (0..shape.nodes).map(|at| {
             let host = node_host(at);
             let (ip, name) = (host.ip(), &host.name);
-            let door = folder.join(format!("{name}.sock"));
+            let socket = folder.join(format!("{name}.sock"));
             let mut rest = format!(
-                "node --master {} --node {:016x} --memory-bytes {NODE_MIB}MiB --slot-bytes 1KiB --listen {ip}:7500 \
-                 --admin-listen {ip}:7600 --host {name} --local {} --door {}",
+                "node --master {} --node-id {:016x} --memory-bytes {NODE_MIB}MiB --bytes-per-slot 1KiB --listen {ip}:7500 \
+                 --admin-listen {ip}:7600 --host {name} --shm {} --shm-socket {}",
                 masters_address(shape),
                 0xc0de + u64::from(at),
                 is_open(at),
-                door.display()
+                socket.display()
             );
             if has_disk(at) {
                 let backend = if at % 4 == 1 { "bucket" } else { "file" };
@@ -252,16 +252,16 @@ impl World {
             let all = moontide(&rest);
             Process::new(&net, folder, name, &host, Box::new(move |_| (all.clone(), vec![])))
         });
-        let clients = (0..shape.near + shape.far).map(|at| {
-            let near = at < shape.near;
-            let host = if near { node_host(at) } else { far_host(at - shape.near) };
+        let clients = (0..shape.local + shape.remote).map(|at| {
+            let local = at < shape.local;
+            let host = if local { node_host(at) } else { remote_host(at - shape.local) };
             let role = Role {
                 folder: folder.to_owned(),
                 life: 0,
                 writer: at.into(),
-                writers: (shape.near + shape.far).into(),
+                writers: (shape.local + shape.remote).into(),
                 masters: masters_address(shape),
-                near,
+                local,
                 seed: seed ^ u64::from(at) << 48,
             };
             let me = std::env::current_exe().expect("a path to this test").display().to_string();
@@ -303,10 +303,10 @@ impl World {
         }
     }
 
-    /// Starts again whoever has ended by itself.
-    pub fn tend(&mut self) {
+    /// Restarts processes that have exited by themselves.
+    pub fn supervise(&mut self) {
         for part in Part::ALL {
-            self.part(part).iter_mut().for_each(Process::tend);
+            self.part(part).iter_mut().for_each(Process::supervise);
         }
     }
 
@@ -320,15 +320,14 @@ impl World {
         pages.map(|page| page.map(|page| Numbers::read(&page))).collect()
     }
 
-    /// Waits until all are there and the masters know all segments of all nodes.
+    /// Waits until all processes run and the masters have mounted all segments of all nodes.
     pub fn settle(&mut self) {
         let (end, segments) = (Instant::now() + SETTLED, (self.nodes.len() * GROUPS) as u64);
         loop {
-            self.tend();
-            let known = |pages: Vec<Numbers>| -> u64 {
-                pages.iter().map(|page| page.master("mounted_segments")).sum()
-            };
-            let mounted = |pages: Vec<Numbers>| pages.iter().all(|page| page.node("session_mounted") == 1);
+            self.supervise();
+            let known =
+                |pages: Vec<Numbers>| -> u64 { pages.iter().map(|page| page.master("segments")).sum() };
+            let mounted = |pages: Vec<Numbers>| pages.iter().all(|page| page.node("synced") == 1);
             let there = self.master_pages().map(known);
             if there.as_ref().is_ok_and(|known| *known == segments) && self.node_pages().is_ok_and(mounted) {
                 return;
@@ -338,27 +337,27 @@ impl World {
         }
     }
 
-    /// Clients end by themselves, and well.
+    /// Ends the clients and asserts that they succeed.
     pub fn end_clients(&mut self) {
         std::fs::write(end_file(&self.folder), "").expect("a file");
         for client in &mut self.clients {
-            if let Err(why) = client.wait(Duration::from_secs(30)) {
-                panic!("a client failed: {why}");
+            if let Err(error) = client.wait(Duration::from_secs(30)) {
+                panic!("client failed: {error}");
             }
         }
     }
 
-    /// Removes every key, and says what is still held when it should be free.
+    /// Removes every key, and returns what is still in use after that.
     pub fn remove_everything(&mut self) -> Vec<String> {
         let config = StoreConfig {
-            local: false,
-            deadline: Duration::from_secs(10),
+            shm: false,
+            timeout: Duration::from_secs(10),
             ..StoreConfig::new(masters_address(self.shape))
         };
-        let store = Store::connect(config).expect("the master is there");
+        let store = Store::connect(config).expect("a master is reachable");
         let end = Instant::now() + EMPTY;
         let (mut removed, mut pending) = (0, 0);
-        // Again from the beginning, until a whole walk over all masters finds nothing.
+        // Repeats the listing until a complete pass over all masters finds nothing.
         let (mut cursor, mut found) = (vec![], 0);
         loop {
             let page = store.list(b"", &cursor, 1000).expect("a list");
@@ -368,24 +367,21 @@ impl World {
                 match outcome {
                     Ok(_) => removed += 1,
                     Err(error) if error.code() == ErrorCode::Pending => pending += 1,
-                    Err(error) => panic!("a removal failed after all was healed: {error}"),
+                    Err(error) => panic!("removal failed after healing: {error}"),
                 }
             }
             if page.next.is_empty() && std::mem::take(&mut found) == 0 {
                 break;
             }
             cursor = page.next;
-            assert!(
-                Instant::now() < end,
-                "the keys do not come to an end: {removed} removed, {pending} pending"
-            );
+            assert!(Instant::now() < end, "keys remain: {removed} removed, {pending} pending");
         }
         println!("{removed} keys were removed at the end, {pending} pending");
         let began = Instant::now();
         loop {
             let held = self.held();
             if held.is_empty() {
-                println!("everything was free {:?} later", began.elapsed());
+                println!("all memory was free {:?} later", began.elapsed());
                 return held;
             }
             if Instant::now() > end {
@@ -395,7 +391,7 @@ impl World {
         }
     }
 
-    /// What is on the disks but for the node's number and the log of removals, which is made short when it is long.
+    /// Files on the disks, except the node id and the removal log, which is compacted when it is long.
     fn on_disks(&self) -> Vec<String> {
         let mut found = vec![];
         let mut folders: Vec<PathBuf> = self.disks.iter().map(|disk| disk.path.clone()).collect();
@@ -418,39 +414,39 @@ impl World {
         found
     }
 
-    /// What anybody holds.
+    /// Memory and disk space in use.
     fn held(&self) -> Vec<String> {
         let (masters, nodes) = match (self.master_pages(), self.node_pages()) {
             (Ok(masters), Ok(nodes)) => (masters, nodes),
             (masters, nodes) => return vec![format!("pages: {:?} {:?}", masters.err(), nodes.err())],
         };
         let mut held = self.on_disks();
-        let mut none = |who: &str, page: &Numbers, name: &str| {
+        let mut none = |process: &str, page: &Numbers, name: &str| {
             if let Some(number) = page.0.get(name).filter(|number| **number != 0) {
-                held.push(format!("{who}: {name} {number}"));
+                held.push(format!("{process}: {name} {number}"));
             }
         };
         for (process, page) in self.masters.iter().zip(&masters) {
-            let gauges = "stored_objects writing_objects space_live_units space_reserved_units space_draining_units \
-                          header_taken_slots disk_only_objects offloading_units outstanding_orders";
+            let gauges = "objects objects_writing memory_live_bytes memory_reserved_bytes memory_draining_bytes \
+                          slots_used objects_disk_only offload_pending_bytes commands_pending";
             for gauge in gauges.split_whitespace() {
                 none(&process.name, page, &format!("moontide_master_{gauge}"));
             }
         }
         for (process, page) in self.nodes.iter().zip(&nodes) {
-            let gauges = "memory_live_bytes memory_writing_bytes memory_draining_bytes orders_outstanding \
-                          drains_overdue_slots local_processes disk_records disk_backlog_bytes disk_full \
+            let gauges = "memory_live_bytes memory_writing_bytes memory_draining_bytes commands_pending \
+                          overdue_drains shm_clients disk_records disk_offload_backlog_bytes disk_full \
                           disk_write_failed";
             for gauge in gauges.split_whitespace() {
                 none(&process.name, page, &format!("moontide_node_{gauge}"));
             }
         }
-        // What is not held is free.
+        // All capacity is free.
         for (process, page) in self.nodes.iter().zip(&nodes) {
             for (free, all) in [
-                ("memory_free_bytes", "memory_all_bytes"),
-                ("slots_free_slots", "slots_all_slots"),
-                ("disk_staging_free_bytes", "disk_staging_all_bytes"),
+                ("memory_free_bytes", "memory_capacity_bytes"),
+                ("slots_free", "slots_capacity"),
+                ("disk_staging_free_bytes", "disk_staging_capacity_bytes"),
             ] {
                 let [free_is, all_is] = [free, all].map(|name| page.0.get(&format!("moontide_node_{name}")));
                 if free_is != all_is {
@@ -464,19 +460,17 @@ impl World {
     pub fn print_restarts(&self) {
         for process in self.registry.iter().chain(&self.masters).chain(&self.nodes).chain(&self.clients) {
             let Process { name, starts, ended_by_itself, .. } = process;
-            println!(
-                "{name:10} started {starts} times, {ended_by_itself} times after it had ended by itself"
-            );
+            println!("{name:10} started {starts} times, exited {ended_by_itself} times by itself");
         }
     }
 
-    /// Lines of logs that a person should look at.
+    /// Error lines of the logs.
     pub fn log_errors(&self) -> Vec<String> {
         let mut errors = vec![];
         for process in self.registry.iter().chain(&self.masters).chain(&self.nodes).chain(&self.clients) {
             let text = process.log_text();
             let lines = text.lines().filter(|line| line.contains(" ERROR ") || line.contains("panicked at"));
-            // A disk without space is what somebody should look at, and here it is meant to be full.
+            // Full disks are intended here.
             let lines = lines.filter(|line| !line.contains("No space left on device"));
             errors.extend(lines.take(10).map(|line| format!("{}: {line}", process.name)));
         }
@@ -496,6 +490,6 @@ impl Drop for World {
                 let _ = std::fs::copy(entry.path(), kept.join(entry.file_name()));
             }
         }
-        eprintln!("all logs are in {}", kept.display());
+        eprintln!("logs are in {}", kept.display());
     }
 }

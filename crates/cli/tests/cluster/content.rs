@@ -1,64 +1,64 @@
-//! Known bytes: what an object holds follows from a number, so that every byte can be checked by whoever knows its key.
+//! Deterministic content: the bytes of an object are derived from a number, so that a reader can check every byte.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use std::sync::OnceLock;
 
-/// SplitMix64.
+use moontide_rt::SplitMix64;
+
+/// Random numbers of a test.
 #[derive(Clone, Debug)]
-pub struct Rng(u64);
+pub struct Rng(SplitMix64);
 
 impl Rng {
-    /// From `MOONTIDE_SEED`, or the clock; says which.
+    /// Seeds from `MOONTIDE_SEED`, or the clock; prints the seed.
     pub fn seeded() -> Rng {
         let given = std::env::var("MOONTIDE_SEED").ok().map(|seed| seed.parse().expect("a seed is a number"));
         let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |now| now.as_nanos() as u64);
         let seed = given.unwrap_or_else(clock);
         println!("MOONTIDE_SEED={seed}");
-        Rng(seed)
+        Rng(SplitMix64::new(seed))
     }
 
     pub fn new(seed: u64) -> Rng {
-        Rng(seed)
+        Rng(SplitMix64::new(seed))
     }
 
     pub fn draw(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.next_u64()
     }
 
-    /// At least `from`, below `to`.
+    /// Returns a number from `from` to below `to`.
     pub fn within(&mut self, from: usize, to: usize) -> usize {
-        from + (self.draw() % (to - from) as u64) as usize
+        from + self.0.below((to - from) as u64) as usize
     }
 
     pub fn fork(&mut self) -> Rng {
-        Rng(self.draw())
+        Rng(SplitMix64::new(self.draw()))
     }
 }
 
-/// Bytes are taken from here in pieces: faster than drawing each.
+/// Size of the pool from which content is copied in pieces: faster than drawing each byte.
 const POOL: usize = 1 << 20;
 const PIECE: usize = 4096;
 
 fn pool() -> &'static [u8] {
     static BYTES: OnceLock<Vec<u8>> = OnceLock::new();
     BYTES.get_or_init(|| {
-        let mut rng = Rng::new(1);
-        (0..POOL / 8).flat_map(|_| rng.draw().to_le_bytes()).collect()
+        let mut bytes = vec![0; POOL];
+        SplitMix64::new(1).fill(&mut bytes);
+        bytes
     })
 }
 
-/// One piece of the content: somewhere from the pool, with its own number in front.
+/// Returns one piece of the content: a slice of the pool, and the number that replaces its first bytes.
 fn piece(seed: u64, index: usize) -> (&'static [u8], [u8; 8]) {
     let number = Rng::new(seed ^ (index as u64).wrapping_mul(0xa076_1d64_78bd_642f)).draw();
     let from = number as usize % (POOL - PIECE);
     (&pool()[from..from + PIECE], number.to_le_bytes())
 }
 
-/// The content of this number and length.
+/// Returns the content of a seed and length.
 pub fn content(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     for (index, part) in bytes.chunks_mut(PIECE).enumerate() {
@@ -70,7 +70,7 @@ pub fn content(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Whether bytes are the content of this number, each of them.
+/// Returns true if `bytes` is the content of the seed.
 pub fn is_content(seed: u64, bytes: &[u8]) -> bool {
     bytes.chunks(PIECE).enumerate().all(|(index, part)| {
         let (rest, number) = piece(seed, index);
@@ -79,7 +79,7 @@ pub fn is_content(seed: u64, bytes: &[u8]) -> bool {
     })
 }
 
-/// Asserts that bytes are the content of this number and length.
+/// Asserts that `bytes` is the content of the seed and length.
 #[track_caller]
 pub fn check(seed: u64, len: usize, bytes: &[u8], what: &str) {
     assert_eq!(bytes.len(), len, "the length of {what}");

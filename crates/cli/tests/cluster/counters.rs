@@ -1,39 +1,39 @@
-//! What is counted adds up: at the client, at the nodes, at the master, and among them.
+//! Counters of client, nodes and master are consistent, each and with each other.
 
 use bytes::Bytes;
 use moontide_client::{AsyncStore, GetInto, Hedge, PutOptions, Store, StoreConfig, StoreStats};
 
 use crate::content::Rng;
-use crate::kit::{
-    Cluster, KIB, Process, SOON, Shape, check_master_sums, check_node_sums, connect, sized, until,
+use crate::harness::{
+    Cluster, KIB, Process, STEP_TIMEOUT, Shape, check_master_sums, check_node_sums, connect, sized, until,
 };
 use crate::readers::{Object, put_all, replicas};
 
 #[track_caller]
 fn check_sum(stats: &StoreStats) {
-    let sum = stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.failed;
-    assert_eq!(stats.requested, sum, "{stats:?}");
+    let sum = stats.hits_local + stats.hits_remote + stats.hits_disk + stats.misses + stats.gets_failed;
+    assert_eq!(stats.gets, sum, "{stats:?}");
 }
 
-/// What a run has asked for, by what must have come of it.
+/// Expected counters of a run.
 #[derive(Debug, Default)]
-struct Asked {
+struct Expected {
     hits: u64,
     misses: u64,
     failed: u64,
     bytes: u64,
 }
 
-impl Asked {
+impl Expected {
     fn hit(&mut self, object: &Object) {
         self.hits += 1;
         self.bytes += object.len as u64;
     }
 }
 
-/// Every call that reads whole objects, hits and misses and mistakes mixed.
-fn mixed(store: &Store, objects: &[Object], rng: &mut Rng, rounds: usize) -> Asked {
-    let mut asked = Asked::default();
+/// Runs every call that reads whole objects, with hits, misses and errors.
+fn mixed(store: &Store, objects: &[Object], rng: &mut Rng, rounds: usize) -> Expected {
+    let mut expected = Expected::default();
     for _ in 0..rounds {
         let object = &objects[rng.within(0, objects.len())];
         let mut space = vec![0; object.len];
@@ -45,10 +45,10 @@ fn mixed(store: &Store, objects: &[Object], rng: &mut Rng, rounds: usize) -> Ask
                 object.check(&space, "get_into");
             }
             3 => {
-                let got = store.get_batch(&[object.key(), b"nobody"]);
+                let got = store.get_batch(&[object.key(), b"missing_key"]);
                 object.check(got[0].as_ref().unwrap().as_ref().unwrap(), "get_batch");
                 assert!(got[1].as_ref().unwrap().is_none());
-                asked.misses += 1;
+                expected.misses += 1;
             }
             4 => {
                 let mut items = [GetInto { key: object.key(), into: &mut space }];
@@ -57,103 +57,107 @@ fn mixed(store: &Store, objects: &[Object], rng: &mut Rng, rounds: usize) -> Ask
                 object.check(&space, "get_batch_into");
             }
             5 => {
-                assert!(store.get_ref(b"nobody").unwrap().is_none());
-                asked.misses += 1;
+                assert!(store.get_ref(b"missing_key").unwrap().is_none());
+                expected.misses += 1;
                 continue;
             }
             6 => {
                 assert!(store.get(b"").is_err());
-                asked.failed += 1;
+                expected.failed += 1;
                 continue;
             }
             _ => {
-                assert!(store.get_into(b"nobody", &mut space).unwrap().is_none());
-                asked.misses += 1;
+                assert!(store.get_into(b"missing_key", &mut space).unwrap().is_none());
+                expected.misses += 1;
                 continue;
             }
         }
-        asked.hit(object);
+        expected.hit(object);
     }
-    asked
+    expected
 }
 
 #[test]
-fn counters_add_up_at_the_client_the_nodes_and_the_master() {
+fn counters_of_client_nodes_and_master_agree() {
     let mut rng = Rng::seeded();
     let cluster = Cluster::start(Shape { session_ttl_ms: 3000, ..Shape::default() });
     let objects: Vec<Object> = (0..100).map(|n| Object::new("count", n, &mut rng, 1..200 * KIB)).collect();
-    let near = cluster.near();
-    // A second replica that is asked in vain would be bytes that nobody has read.
-    let far = connect(StoreConfig { local: false, hedge: Hedge::Off, ..cluster.config() });
-    put_all(&near, &objects[..50], &PutOptions::default());
-    put_all(&far, &objects[50..], &replicas(2));
+    let local = cluster.local();
+    // Hedging off: bytes of a hedge that loses are not counted as read.
+    let remote = connect(StoreConfig { shm: false, hedge: Hedge::Off, ..cluster.config() });
+    put_all(&local, &objects[..50], &PutOptions::default());
+    put_all(&remote, &objects[50..], &replicas(2));
     let put_bytes = |objects: &[Object]| objects.iter().map(|object| object.len as u64).sum::<u64>();
-    for (store, objects) in [(&near, &objects[..50]), (&far, &objects[50..])] {
+    for (store, objects) in [(&local, &objects[..50]), (&remote, &objects[50..])] {
         let stats = store.metrics().stats();
-        assert_eq!((stats.puts, stats.puts_existed, stats.puts_failed), (50, 0, 0), "{stats:?}");
+        assert_eq!((stats.puts, stats.puts_already_existed, stats.puts_failed), (50, 0, 0), "{stats:?}");
         assert_eq!(stats.bytes_written, put_bytes(objects), "{stats:?}");
     }
     let rounds = sized(1000, 20_000);
-    let asked_near = mixed(&near, &objects, &mut rng, rounds);
-    let asked_far = mixed(&far, &objects, &mut rng, rounds);
-    for (store, asked) in [(&near, &asked_near), (&far, &asked_far)] {
+    let expected_local = mixed(&local, &objects, &mut rng, rounds);
+    let expected_remote = mixed(&remote, &objects, &mut rng, rounds);
+    for (store, expected) in [(&local, &expected_local), (&remote, &expected_remote)] {
         let stats = store.metrics().stats();
         check_sum(&stats);
-        assert_eq!(stats.requested, asked.hits + asked.misses + asked.failed, "{stats:?} {asked:?}");
-        assert_eq!((stats.misses, stats.failed), (asked.misses, asked.failed), "{stats:?} {asked:?}");
-        assert_eq!((stats.bytes_read, stats.corrupt), (asked.bytes, 0), "{stats:?} {asked:?}");
+        assert_eq!(stats.gets, expected.hits + expected.misses + expected.failed, "{stats:?} {expected:?}");
+        assert_eq!(
+            (stats.misses, stats.gets_failed),
+            (expected.misses, expected.failed),
+            "{stats:?} {expected:?}"
+        );
+        assert_eq!((stats.bytes_read, stats.corrupt), (expected.bytes, 0), "{stats:?} {expected:?}");
     }
-    let (stats_near, stats_far) = (near.metrics().stats(), far.metrics().stats());
-    assert_eq!((stats_near.hits_local, stats_near.hits_remote), (asked_near.hits, 0));
-    assert_eq!((stats_far.hits_local, stats_far.hits_remote), (0, asked_far.hits));
+    let (stats_local, stats_remote) = (local.metrics().stats(), remote.metrics().stats());
+    assert_eq!((stats_local.hits_local, stats_local.hits_remote), (expected_local.hits, 0));
+    assert_eq!((stats_remote.hits_local, stats_remote.hits_remote), (0, expected_remote.hits));
 
-    // What the far store has read is what the nodes have served.
+    // The nodes have served the bytes that the remote store has read.
     let get = "engine=\"tcp\",direction=\"get\"";
     let served: u64 = cluster
         .nodes
         .iter()
         .map(|node| node.metrics().sum("moontide_transfer_served_bytes_total", get))
         .sum();
-    assert_eq!(served, stats_far.bytes_read);
-    // The master hears of it with the next heartbeats: reads in place, and bytes of both kinds.
+    assert_eq!(served, stats_remote.bytes_read);
+    // The next heartbeats report zero-copy reads, and bytes of both kinds, to the master.
     let page = || cluster.master.metrics();
-    until("the master has heard of all reads", SOON, || {
+    until("all reads are reported to the master", STEP_TIMEOUT, || {
         let page = page();
         check_master_sums(&page);
-        page.master("reads_served_bytes_total") == stats_near.bytes_read + stats_far.bytes_read
+        page.master("read_bytes_total") == stats_local.bytes_read + stats_remote.bytes_read
     });
-    let lookups = page().master("lookups_requested_keys_total");
-    assert_eq!(page().master("reads_requested_keys_total"), lookups + stats_near.hits_local);
-    assert!(page().master("reads_misses_keys_total") >= stats_near.misses + stats_far.misses);
-    assert_eq!(page().master("reads_corrupt_objects_total"), 0);
-    assert_eq!(page().master("puts_completed_objects_total"), 100);
+    let lookups = page().master("lookup_keys_total");
+    assert_eq!(page().master("read_keys_total"), lookups + stats_local.hits_local);
+    assert!(page().master("read_misses_total") >= stats_local.misses + stats_remote.misses);
+    assert_eq!(page().master("read_corrupt_total"), 0);
+    assert_eq!(page().master("puts_completed_total"), 100);
 
-    // Ranges and tasks count as well.
-    for store in [&near, &far] {
+    // Ranges and tasks are counted, too.
+    for store in [&local, &remote] {
         for object in &objects {
             let mut part = vec![0; 1000];
             let got = store.get_range(object.key(), object.len as u64 / 2, &mut part).unwrap().unwrap();
             assert_eq!(got, (object.len - object.len / 2).min(1000));
         }
-        assert!(store.get_range(b"nobody", 0, &mut [0; 9]).unwrap().is_none());
-        let before = if std::ptr::eq(store, &near) { stats_near } else { stats_far };
+        assert!(store.get_range(b"missing_key", 0, &mut [0; 9]).unwrap().is_none());
+        let before = if std::ptr::eq(store, &local) { stats_local } else { stats_remote };
         let stats = store.metrics().stats();
         check_sum(&stats);
-        assert_eq!(stats.requested, before.requested + 101, "{stats:?}");
+        assert_eq!(stats.gets, before.gets + 101, "{stats:?}");
         assert_eq!(stats.misses, before.misses + 1, "{stats:?}");
     }
     tasks_add_up(&cluster, &objects);
     check_master_sums(&page());
     cluster.nodes.iter().map(Process::metrics).for_each(|page| check_node_sums(&page));
-    drop((near, far));
-    cluster.check_books();
+    drop((local, remote));
+    cluster.check_accounting();
     cluster.end();
 }
 
 fn tasks_add_up(cluster: &Cluster, objects: &[Object]) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     for local in [true, false] {
-        let config = StoreConfig { local, ..cluster.config() };
+        let config = StoreConfig { shm: local, ..cluster.config() };
         let stats = runtime.block_on(async {
             let store = AsyncStore::connect(config).await.unwrap();
             let tasks: Vec<_> = (0..4 * objects.len())
@@ -161,7 +165,7 @@ fn tasks_add_up(cluster: &Cluster, objects: &[Object]) {
                     let (store, object) = (store.clone(), objects[n % objects.len()].clone());
                     tokio::spawn(async move {
                         object.check(&store.get(object.key()).await.unwrap().unwrap(), "get of a task");
-                        assert!(store.get_ref(b"nobody").await.unwrap().is_none());
+                        assert!(store.get_ref(b"missing_key").await.unwrap().is_none());
                     })
                 })
                 .collect();
@@ -175,8 +179,8 @@ fn tasks_add_up(cluster: &Cluster, objects: &[Object]) {
             store.blocking().metrics().stats()
         });
         check_sum(&stats);
-        let asked = 4 * objects.len() as u64;
-        assert_eq!(stats.requested, 2 * asked + objects.len() as u64, "{stats:?}");
-        assert_eq!((stats.misses, stats.failed), (asked, 0), "{stats:?}");
+        let expected = 4 * objects.len() as u64;
+        assert_eq!(stats.gets, 2 * expected + objects.len() as u64, "{stats:?}");
+        assert_eq!((stats.misses, stats.gets_failed), (expected, 0), "{stats:?}");
     }
 }

@@ -1,15 +1,15 @@
-//! Many small objects, written by several processes and threads, some removed and some replaced; all of them read again.
+//! Many small objects, written by several processes and threads, some removed and some replaced; all are read again.
 
 use std::collections::BTreeSet;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use moontide_client::{Put, PutItem, PutOptions, Store};
+use moontide_client::{PutItem, PutOptions, PutOutcome, Store};
 
 use crate::content::{Rng, check, content};
-use crate::kit::{Cluster, Shape, connect, sized, until};
+use crate::harness::{Cluster, Shape, connect, sized, until};
 
-/// Tells a process of this test what it is: `master seed first end`.
+/// Environment variable of a writer process: `master seed first end`.
 const ROLE: &str = "MOONTIDE_CLUSTER_WRITER";
 const BATCH: usize = 500;
 
@@ -49,7 +49,7 @@ fn write(store: &Store, seed: u64, numbers: std::ops::Range<usize>) {
             .map(|((key, _), parts)| PutItem { key: key.as_bytes(), parts })
             .collect();
         for (outcome, (key, _)) in store.put_batch(&items, &options).into_iter().zip(&objects) {
-            assert_eq!(outcome.unwrap_or_else(|error| panic!("{key}: {error}")), Put::Stored, "{key}");
+            assert_eq!(outcome.unwrap_or_else(|error| panic!("{key}: {error}")), PutOutcome::Stored, "{key}");
         }
     };
     let all: Vec<usize> = numbers.collect();
@@ -61,12 +61,12 @@ fn write(store: &Store, seed: u64, numbers: std::ops::Range<usize>) {
             part.iter().copied().filter(|&number| is_removed(number)).map(key).collect();
         let removed: Vec<&[u8]> = removed.iter().map(String::as_bytes).collect();
         for outcome in store.remove_batch(&removed, false) {
-            assert!(outcome.expect("a removal"), "each was there");
+            assert!(outcome.expect("a removal"), "a removed object did not exist");
         }
     }
 }
 
-/// Reads all of them, and checks every byte and every absence.
+/// Reads all keys; checks every byte of existing objects, and that removed ones are missing.
 fn verify(store: &Store, seed: u64, total: usize) {
     let all: Vec<usize> = (0..total).collect();
     for part in all.chunks(BATCH) {
@@ -85,27 +85,27 @@ fn verify(store: &Store, seed: u64, total: usize) {
     }
 }
 
-/// A writer's life: half of its share near, half far, on a thread each.
+/// Runs a writer process: one thread writes half of its share over shared memory, another half over TCP.
 fn be_writer(role: &str) {
     let words: Vec<&str> = role.split(' ').collect();
     let &[master, seed, first, end] = &words[..] else { panic!("no role {role:?}") };
     let (seed, first, end): (u64, usize, usize) =
         (seed.parse().unwrap(), first.parse().unwrap(), end.parse().unwrap());
     let config = moontide_client::StoreConfig {
-        deadline: crate::kit::CALL,
+        timeout: crate::harness::CALL,
         ..moontide_client::StoreConfig::new(master)
     };
-    let far = connect(moontide_client::StoreConfig { local: false, ..config.clone() });
-    let near = connect(config);
+    let remote = connect(moontide_client::StoreConfig { shm: false, ..config.clone() });
+    let local = connect(config);
     let middle = first + (end - first) / 2;
     std::thread::scope(|scope| {
-        scope.spawn(|| write(&near, seed, first..middle));
-        scope.spawn(|| write(&far, seed, middle..end));
+        scope.spawn(|| write(&local, seed, first..middle));
+        scope.spawn(|| write(&remote, seed, middle..end));
     });
 }
 
 #[test]
-fn a_hundred_thousand_keys_are_what_was_written_last() {
+fn hundred_thousand_keys_return_last_written_value() {
     if let Ok(role) = std::env::var(ROLE) {
         return be_writer(&role);
     }
@@ -113,7 +113,7 @@ fn a_hundred_thousand_keys_are_what_was_written_last() {
     let total = sized(100_000, 400_000);
     let cluster = Cluster::start(Shape {
         memory_mib: sized(512, 1536),
-        node_words: crate::kit::words("--slot-bytes 2048"),
+        node_words: crate::harness::words("--bytes-per-slot 2048"),
         ..Shape::default()
     });
     let began = Instant::now();
@@ -123,14 +123,14 @@ fn a_hundred_thousand_keys_are_what_was_written_last() {
             let (first, end) = (total * writer / writers, total * (writer + 1) / writers);
             let me = std::env::current_exe().expect("a path to this test");
             Command::new(me)
-                .args(["--exact", "many::a_hundred_thousand_keys_are_what_was_written_last", "--nocapture"])
+                .args(["--exact", "many::hundred_thousand_keys_return_last_written_value", "--nocapture"])
                 .env(ROLE, format!("{} {seed} {first} {end}", cluster.grpc()))
                 .stdout(Stdio::null())
                 .spawn()
-                .expect("this test can be started")
+                .expect("this test starts")
         })
         .collect();
-    until("the writers' end", Duration::from_secs(sized(120, 600)), || {
+    until("end of the writers", Duration::from_secs(sized(120, 600)), || {
         children.iter_mut().all(|child| child.try_wait().expect("our child").is_some())
     });
     for child in &mut children {
@@ -139,23 +139,23 @@ fn a_hundred_thousand_keys_are_what_was_written_last() {
     let written = began.elapsed();
     let page = cluster.master.metrics();
     assert_eq!(page.master("evicted_objects_total"), 0, "the test has too little memory");
-    assert_eq!(page.master("stored_objects"), (total - total / 10) as u64);
-    let (near, far) = (cluster.near(), cluster.far());
+    assert_eq!(page.master("objects"), (total - total / 10) as u64);
+    let (local, remote) = (cluster.local(), cluster.remote());
     std::thread::scope(|scope| {
-        scope.spawn(|| verify(&near, seed, total));
-        scope.spawn(|| verify(&far, seed, total));
+        scope.spawn(|| verify(&local, seed, total));
+        scope.spawn(|| verify(&remote, seed, total));
     });
     println!("{total} keys written in {written:?}, all read twice in {:?}", began.elapsed() - written);
-    for (store, stats) in [(&near, near.metrics().stats()), (&far, far.metrics().stats())] {
+    for (store, stats) in [(&local, local.metrics().stats()), (&remote, remote.metrics().stats())] {
         let missed = total as u64 / 10;
-        assert_eq!((stats.requested, stats.misses), (total as u64, missed), "{store:?}: {stats:?}");
-        assert_eq!((stats.failed, stats.corrupt), (0, 0), "{stats:?}");
+        assert_eq!((stats.gets, stats.misses), (total as u64, missed), "{store:?}: {stats:?}");
+        assert_eq!((stats.gets_failed, stats.corrupt), (0, 0), "{stats:?}");
     }
-    assert_eq!(near.metrics().stats().hits_local, (total - total / 10) as u64);
+    assert_eq!(local.metrics().stats().hits_local, (total - total / 10) as u64);
 
     let (mut listed, mut cursor) = (BTreeSet::new(), Vec::new());
     loop {
-        let page = far.list(b"many-", &cursor, 4096).unwrap();
+        let page = remote.list(b"many-", &cursor, 4096).unwrap();
         listed.extend(page.keys);
         cursor = page.next;
         if cursor.is_empty() {
@@ -165,7 +165,7 @@ fn a_hundred_thousand_keys_are_what_was_written_last() {
     let expected: BTreeSet<Vec<u8>> =
         (0..total).filter(|&number| !is_removed(number)).map(|number| key(number).into_bytes()).collect();
     assert!(listed == expected, "{} keys listed, {} expected", listed.len(), expected.len());
-    drop((near, far));
-    cluster.check_books();
+    drop((local, remote));
+    cluster.check_accounting();
     cluster.end();
 }

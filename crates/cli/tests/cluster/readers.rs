@@ -1,4 +1,4 @@
-//! Readers that run while something happens to the cluster: each knows what it must read, and notes what it did not get.
+//! Readers that run during faults: each checks the content and records failures.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
@@ -6,11 +6,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use moontide_client::{Put, PutOptions, Store, StoreError};
+use moontide_client::{PutOptions, PutOutcome, Store, StoreError};
 
 use crate::content::{Rng, check, content};
 
-/// An object that was put: its content follows from its number.
+/// An object with content derived from its seed.
 #[derive(Clone, Debug)]
 pub struct Object {
     pub key: String,
@@ -31,7 +31,7 @@ impl Object {
         content(self.seed, self.len)
     }
 
-    pub fn put(&self, store: &Store, options: &PutOptions) -> Result<Put, StoreError> {
+    pub fn put(&self, store: &Store, options: &PutOptions) -> Result<PutOutcome, StoreError> {
         store.put_with(self.key(), &[&self.content()], options)
     }
 
@@ -41,20 +41,20 @@ impl Object {
     }
 }
 
-/// So many replicas, and not one less.
+/// Options for exactly `count` replicas.
 pub fn replicas(count: u8) -> PutOptions {
     PutOptions { replicas: count, replicas_min: count, ..PutOptions::default() }
 }
 
-/// Puts objects, each of which must be stored.
+/// Puts objects and asserts that each is stored.
 #[track_caller]
 pub fn put_all(store: &Store, objects: &[Object], options: &PutOptions) {
     for object in objects {
-        assert_eq!(object.put(store, options).expect("a put"), Put::Stored, "{}", object.key);
+        assert_eq!(object.put(store, options).expect("a put"), PutOutcome::Stored, "{}", object.key);
     }
 }
 
-/// By which call an object is read.
+/// Call that reads an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     Ref,
@@ -67,7 +67,7 @@ impl Way {
     pub const ALL: [Way; 4] = [Way::Ref, Way::Copy, Way::Into, Way::Batch];
 }
 
-/// What came of a read. There is no variant for wrong bytes: they end the test.
+/// Result of a read. There is no variant for wrong bytes: they fail the test.
 #[derive(Debug)]
 pub enum Got {
     Right,
@@ -88,7 +88,7 @@ pub fn read(store: &Store, way: Way, object: &Object) -> Got {
             got.map(|len| len.map(|len| object.check(&space[..len], &what)))
         }
         Way::Batch => {
-            let got = store.get_batch(&[object.key()]).pop().expect("one answer per key");
+            let got = store.get_batch(&[object.key()]).pop().expect("one result per key");
             got.map(|bytes| bytes.map(|bytes| object.check(&bytes, &what)))
         }
     };
@@ -99,7 +99,7 @@ pub fn read(store: &Store, way: Way, object: &Object) -> Got {
     }
 }
 
-/// What readers, or writers, met.
+/// Results of readers or writers.
 #[derive(Debug, Default)]
 pub struct Tally {
     right: AtomicU64,
@@ -107,13 +107,13 @@ pub struct Tally {
     longest: Mutex<Duration>,
 }
 
-/// Something that did not go well.
+/// A failed call or a miss.
 #[derive(Clone, Debug)]
 pub struct Lost {
-    /// When it began.
+    /// Start of the call.
     pub began: Instant,
     /// A miss, or an error with its code.
-    pub why: String,
+    pub reason: String,
 }
 
 impl Tally {
@@ -121,7 +121,7 @@ impl Tally {
         let mut longest = self.longest.lock().expect("no holder panics");
         *longest = began.elapsed().max(*longest);
         drop(longest);
-        let why = match got {
+        let reason = match got {
             Got::Right => {
                 self.right.fetch_add(1, Ordering::Relaxed);
                 return;
@@ -129,7 +129,7 @@ impl Tally {
             Got::Miss => "a miss".to_owned(),
             Got::Failed(error) => format!("{:?}: {error}", error.code()),
         };
-        self.lost.lock().expect("no holder panics").push(Lost { began, why });
+        self.lost.lock().expect("no holder panics").push(Lost { began, reason });
     }
 
     pub fn right(&self) -> u64 {
@@ -144,27 +144,27 @@ impl Tally {
         *self.longest.lock().expect("no holder panics")
     }
 
-    /// What began after a moment and did not go well.
+    /// Reasons of failures of calls that started after `moment`.
     pub fn lost_after(&self, moment: Instant) -> Vec<String> {
-        self.lost().into_iter().filter(|lost| lost.began >= moment).map(|lost| lost.why).collect()
+        self.lost().into_iter().filter(|lost| lost.began >= moment).map(|lost| lost.reason).collect()
     }
 
     pub fn summary(&self, what: &str) {
         let lost = self.lost();
         let mut kinds = std::collections::BTreeMap::<String, usize>::new();
         for lost in &lost {
-            *kinds.entry(lost.why.chars().take(120).collect()).or_default() += 1;
+            *kinds.entry(lost.reason.chars().take(120).collect()).or_default() += 1;
         }
         let longest = self.longest();
         println!(
-            "{what}: {} right, {} not {kinds:?}; the longest took {longest:?}",
+            "{what}: {} right, {} failed {kinds:?}; the longest took {longest:?}",
             self.right(),
             lost.len()
         );
     }
 }
 
-/// Reads random objects until told to stop.
+/// Reads random objects until `stop` is set.
 pub fn read_until(
     stop: &AtomicBool,
     store: &Store,
@@ -179,14 +179,14 @@ pub fn read_until(
         let began = Instant::now();
         let got = read(store, way, object);
         if !matches!(got, Got::Right) {
-            // Whoever fails at once must not fail a million times.
+            // Limits the rate of immediate failures.
             std::thread::sleep(Duration::from_millis(1));
         }
         tally.note(began, got);
     }
 }
 
-/// Tells readers to stop, also when the test fails: a scope waits for its threads.
+/// Stops readers on drop, also when the test fails: a scope waits for its threads.
 pub struct StopAtEnd<'a>(pub &'a AtomicBool);
 
 impl Drop for StopAtEnd<'_> {

@@ -1,44 +1,44 @@
-//! A master that is killed and started again, while readers go on.
+//! A master is killed and restarted while readers continue.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use moontide_client::{Put, PutOptions};
+use moontide_client::{PutOptions, PutOutcome};
 use moontide_types::ErrorCode;
 
 use crate::content::Rng;
-use crate::kit::{Cluster, KIB, SOON, Shape, sized, until};
+use crate::harness::{Cluster, KIB, STEP_TIMEOUT, Shape, sized, until};
 use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until, replicas};
 
 #[test]
-fn a_master_that_was_killed_learns_everything_again() {
+fn restarted_master_recovers_all_objects_from_node_reports() {
     let mut rng = Rng::seeded();
     let mut cluster = Cluster::start(Shape { session_ttl_ms: 3000, ..Shape::default() });
     let objects: Vec<Object> =
         (0..sized(200, 5000)).map(|n| Object::new("kept", n, &mut rng, 0..100 * KIB)).collect();
-    let (near, far) = (cluster.near(), cluster.far());
+    let (local, remote) = (cluster.local(), cluster.remote());
     let half = objects.len() / 2;
-    put_all(&near, &objects[..half], &PutOptions::default());
-    put_all(&far, &objects[half..], &replicas(2));
+    put_all(&local, &objects[..half], &PutOptions::default());
+    put_all(&remote, &objects[half..], &replicas(2));
     let removed = Object::new("removed", 0, &mut rng, KIB..2 * KIB);
-    put_all(&far, std::slice::from_ref(&removed), &PutOptions::default());
-    assert!(far.remove(removed.key(), false).unwrap());
-    let term = cluster.master.metrics().master("role_term");
+    put_all(&remote, std::slice::from_ref(&removed), &PutOptions::default());
+    assert!(remote.remove(removed.key(), false).unwrap());
+    let term = cluster.master.metrics().master("term");
 
     let (stop, in_place) = (AtomicBool::new(false), AtomicU64::new(0));
-    let [near_tally, far_tally] = [Tally::default(), Tally::default()];
+    let [local_tally, remote_tally] = [Tally::default(), Tally::default()];
     let found_again = std::thread::scope(|scope| {
         let _stop = StopAtEnd(&stop);
-        let (mut near_rng, far_rng) = (rng.fork(), rng.fork());
-        let (stop, objects, near, in_place, tally) = (&stop, &objects, &near, &in_place, &near_tally);
+        let (mut local_rng, remote_rng) = (rng.fork(), rng.fork());
+        let (stop, objects, local, in_place, tally) = (&stop, &objects, &local, &in_place, &local_tally);
         scope.spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                let object = &objects[near_rng.within(0, objects.len())];
+                let object = &objects[local_rng.within(0, objects.len())];
                 let began = Instant::now();
-                match near.get_ref(object.key()) {
+                match local.get_ref(object.key()) {
                     Ok(Some(held)) => {
                         object.check(&held, "in place");
-                        in_place.fetch_add(held.is_in_place().into(), Ordering::Relaxed);
+                        in_place.fetch_add(held.is_zero_copy().into(), Ordering::Relaxed);
                         tally.note(began, Got::Right);
                     }
                     Ok(None) => tally.note(began, Got::Miss),
@@ -46,12 +46,12 @@ fn a_master_that_was_killed_learns_everything_again() {
                 }
             }
         });
-        let (far, tally) = (&far, &far_tally);
-        scope.spawn(move || read_until(stop, far, objects, far_rng, &Way::ALL, tally));
+        let (remote, tally) = (&remote, &remote_tally);
+        scope.spawn(move || read_until(stop, remote, objects, remote_rng, &Way::ALL, tally));
 
         let read_in_place = |more: u64, what: &str| {
             let before = in_place.load(Ordering::Relaxed);
-            until(what, SOON, || in_place.load(Ordering::Relaxed) > before + more);
+            until(what, STEP_TIMEOUT, || in_place.load(Ordering::Relaxed) > before + more);
         };
         read_in_place(200, "reads in place before");
         cluster.master.kill();
@@ -59,57 +59,61 @@ fn a_master_that_was_killed_learns_everything_again() {
         cluster.restart_master();
         let restarted = Instant::now();
         cluster.wait_for_nodes(3);
-        let fresh = cluster.far();
+        let fresh = cluster.remote();
         for object in &objects[..] {
-            let end = restarted + SOON;
+            let end = restarted + STEP_TIMEOUT;
             loop {
                 match read(&fresh, Way::Copy, object) {
                     Got::Right => break,
-                    got => assert!(Instant::now() < end, "{} is not found again: {got:?}", object.key),
+                    got => assert!(Instant::now() < end, "{} is not found: {got:?}", object.key),
                 }
             }
         }
-        println!("everything was found again {:?} after the restart", restarted.elapsed());
+        println!("all objects were found {:?} after the restart", restarted.elapsed());
         let found_again = Instant::now();
         read_in_place(200, "reads in place after");
-        let before = far_tally.right();
-        until("far reads after", SOON, || far_tally.right() > before + 200);
+        let before = remote_tally.right();
+        until("remote reads after", STEP_TIMEOUT, || remote_tally.right() > before + 200);
         found_again
     });
-    near_tally.summary("gets near");
-    far_tally.summary("gets far");
-    assert!(near_tally.lost().is_empty(), "reads in place need no master: {:?}", near_tally.lost());
-    let late = far_tally.lost_after(found_again + Duration::from_secs(1));
-    assert!(late.is_empty(), "far reads failed after everything was found again: {late:?}");
+    local_tally.summary("gets local");
+    remote_tally.summary("gets remote");
+    assert!(
+        local_tally.lost().is_empty(),
+        "zero-copy reads failed without a master: {:?}",
+        local_tally.lost()
+    );
+    let late = remote_tally.lost_after(found_again + Duration::from_secs(1));
+    assert!(late.is_empty(), "remote reads failed after recovery: {late:?}");
 
-    assert!(cluster.master.metrics().master("role_term") > term, "the new master has a higher term");
-    // Everybody who was there before goes on: reads, replaces, removes, writes.
-    for store in [&near, &far, &cluster.near()] {
+    assert!(cluster.master.metrics().master("term") > term, "the term of the new master is not higher");
+    // Clients from before the kill continue to read, replace, remove and write.
+    for store in [&local, &remote, &cluster.local()] {
         for object in &objects {
             let got = read(store, Way::Copy, object);
             assert!(matches!(got, Got::Right), "{} {got:?}", object.key);
         }
-        assert!(store.get(removed.key()).unwrap().is_none(), "what was removed stays so");
+        assert!(store.get(removed.key()).unwrap().is_none(), "a removed object is readable");
     }
-    for (store, object) in [&near, &far].into_iter().zip(&objects) {
+    for (store, object) in [&local, &remote].into_iter().zip(&objects) {
         let replaced = Object { seed: rng.draw(), len: 5000, key: object.key.clone() };
         let options = PutOptions { upsert: true, ..PutOptions::default() };
-        assert_eq!(replaced.put(store, &options).unwrap(), Put::Stored);
-        for store in [&near, &far] {
+        assert_eq!(replaced.put(store, &options).unwrap(), PutOutcome::Stored);
+        for store in [&local, &remote] {
             let got = read(store, Way::Copy, &replaced);
             assert!(matches!(got, Got::Right), "{} {got:?}", replaced.key);
         }
-        // Whether a node that has not come back holds it, too, is not known yet: then the removal is pending.
+        // The removal is pending if a node that may hold the object has not rejoined yet.
         let removal = store.remove(object.key(), true);
         assert!(
             removal.as_ref().map_or_else(|error| error.code() == ErrorCode::Pending, |there| *there),
             "{removal:?}"
         );
-        for store in [&near, &far] {
+        for store in [&local, &remote] {
             assert!(store.get(object.key()).unwrap().is_none(), "{} was removed", object.key);
         }
     }
-    drop((near, far));
-    cluster.check_books();
+    drop((local, remote));
+    cluster.check_accounting();
     cluster.end();
 }

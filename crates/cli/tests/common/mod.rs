@@ -1,4 +1,4 @@
-//! What the tests of the binary share: runs with a deadline, and processes that end with their test.
+//! Common code of the tests of the binary: runs with a timeout, and processes that are killed with their test.
 #![allow(dead_code, reason = "every test file uses its own part")]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Longest that anything may take. Machines that run tests are slow and busy.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+/// Timeout of every wait; long, because test machines are slow and busy.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The binary, with nothing of this test's environment that it would listen to.
+/// Command of the binary, without the MOONTIDE_ variables of this test's environment.
 pub(crate) fn moontide(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moontide"));
     for (name, _) in std::env::vars_os() {
@@ -25,7 +25,7 @@ pub(crate) fn moontide(arguments: &[&str]) -> Command {
     command
 }
 
-/// How a run ended.
+/// Result of a run.
 pub(crate) struct Ended {
     pub(crate) code: i32,
     pub(crate) out: Vec<u8>,
@@ -37,37 +37,37 @@ impl Ended {
         std::str::from_utf8(&self.out).unwrap()
     }
 
-    /// The one JSON object that was printed.
+    /// Parses the output as one JSON object.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.out).unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
     }
 
-    /// One JSON object per line.
+    /// Parses the output as one JSON object per line.
     pub(crate) fn json_lines(&self) -> Vec<serde_json::Value> {
         self.text().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 }
 
-/// Runs it to its end.
+/// Runs the binary until it exits.
 pub(crate) fn run(arguments: &[&str], input: &[u8]) -> Ended {
     run_command(moontide(arguments), input)
 }
 
 pub(crate) fn run_command(mut command: Command, input: &[u8]) -> Ended {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = Running { child: command.spawn().unwrap(), _doors: None };
+    let mut child = Running { child: command.spawn().unwrap(), _sockets: None };
     let mut stdin = child.child.stdin.take().unwrap();
     let input = input.to_vec();
-    // Whoever does not read its input ends before all of it is written.
+    // A separate thread: a process that does not read its input may exit before all of it is written.
     std::thread::spawn(move || stdin.write_all(&input));
     let out = collect(child.child.stdout.take().unwrap());
     let err = collect(child.child.stderr.take().unwrap());
     let code = child.wait();
-    let err = String::from_utf8(err.recv_timeout(DEADLINE).unwrap()).unwrap();
-    Ended { code, out: out.recv_timeout(DEADLINE).unwrap(), err }
+    let err = String::from_utf8(err.recv_timeout(TIMEOUT).unwrap()).unwrap();
+    Ended { code, out: out.recv_timeout(TIMEOUT).unwrap(), err }
 }
 
-/// Runs it and insists on an exit code.
+/// Runs the binary and asserts its exit code.
 pub(crate) fn expect(code: i32, arguments: &[&str], input: &[u8]) -> Ended {
     let ended = run(arguments, input);
     assert_eq!(ended.code, code, "{arguments:?}: {}", ended.err);
@@ -84,22 +84,22 @@ fn collect(mut from: impl Read + Send + 'static) -> mpsc::Receiver<Vec<u8>> {
     receive
 }
 
-/// A process that is killed when its test is over.
+/// A process, which is killed on drop.
 pub(crate) struct Running {
     child: Child,
-    /// Where its door is: a node that is killed leaves it behind.
-    _doors: Option<Folder>,
+    /// Directory of its shm socket, which a killed node does not remove.
+    _sockets: Option<Folder>,
 }
 
 impl Running {
-    /// Starts a server and takes its lines up to `ready`.
+    /// Starts a server and reads its output up to `ready`.
     pub(crate) fn start(arguments: &[&str]) -> (Running, Vec<String>) {
         static STARTED: AtomicU32 = AtomicU32::new(0);
-        let doors = Folder::new(&format!("doors-{}", STARTED.fetch_add(1, Ordering::Relaxed)));
+        let sockets = Folder::new(&format!("sockets-{}", STARTED.fetch_add(1, Ordering::Relaxed)));
         let mut command = moontide(arguments);
-        command.env("XDG_RUNTIME_DIR", &doors.0);
+        command.env("XDG_RUNTIME_DIR", &sockets.0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-        let mut running = Running { child: command.spawn().unwrap(), _doors: Some(doors) };
+        let mut running = Running { child: command.spawn().unwrap(), _sockets: Some(sockets) };
         let out = BufReader::new(running.child.stdout.take().unwrap());
         let (send, receive) = mpsc::channel();
         std::thread::spawn(move || {
@@ -110,14 +110,14 @@ impl Running {
         let started = Instant::now();
         let mut lines = vec![];
         while lines.last().is_none_or(|line| line != "ready") {
-            let left = DEADLINE.saturating_sub(started.elapsed());
+            let left = TIMEOUT.saturating_sub(started.elapsed());
             let line = receive.recv_timeout(left);
-            lines.push(line.unwrap_or_else(|_| panic!("{arguments:?} did not get ready: {lines:?}")));
+            lines.push(line.unwrap_or_else(|_| panic!("{arguments:?} did not print ready: {lines:?}")));
         }
         (running, lines)
     }
 
-    /// Asks it to end, as a supervisor does; the exit code.
+    /// Sends a signal, as a supervisor does, and returns the exit code.
     pub(crate) fn stop(mut self, signal: Signal) -> i32 {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
         self.wait()
@@ -129,7 +129,7 @@ impl Running {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code().unwrap_or(-1);
             }
-            assert!(started.elapsed() < DEADLINE, "the process does not end");
+            assert!(started.elapsed() < TIMEOUT, "process did not exit within {TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -137,19 +137,19 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // By its own number, which nobody else has until it was waited for.
+        // Safe: the pid is not reused before `wait`.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What stands behind a word that a server printed.
-pub(crate) fn told<'a>(lines: &'a [String], word: &str) -> &'a str {
+/// Returns the text after `word` in the output of a server.
+pub(crate) fn printed<'a>(lines: &'a [String], word: &str) -> &'a str {
     let found = lines.iter().find_map(|line| line.strip_prefix(word)?.strip_prefix(' '));
     found.unwrap_or_else(|| panic!("{word} is not in {lines:?}"))
 }
 
-/// A directory that goes with its test.
+/// A directory, which is removed on drop.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
@@ -159,7 +159,7 @@ impl Folder {
         Folder(path)
     }
 
-    /// A path in it, as an argument.
+    /// Path of a file in it, as an argument.
     pub(crate) fn file(&self, name: &str) -> String {
         self.0.join(name).to_str().unwrap().to_owned()
     }

@@ -1,4 +1,4 @@
-//! What can be asked over a link ([`Call`]), and what comes back: [`KeyResult`], [`Located`], [`LookupReply`].
+//! Requests of a link ([`Call`]), and their results: [`KeyResult`], [`LookupEntry`], [`LookupReply`].
 
 use std::sync::Arc;
 
@@ -7,24 +7,24 @@ use moontide_proto::convert::{
     PutEndRequest, PutStartRequest, RemoveRequest, Replicas, RequestContext, Wire,
 };
 use moontide_proto::{FrameKind, Handle, ObjectEntry, PackedError, PackedKeysBuilder, v1};
-use moontide_types::bounds::LEASE_MS_MAX;
+use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::{ErrorCode, Key};
 
 use super::error::{LinkError, Rejection};
-use super::frames::{Frame, Outgoing};
+use super::frames::{Frame, RequestFrame};
 
-/// What a master says about one key: an answer, or why there is none.
+/// Result for one key: a value, or the master's error code.
 pub type KeyResult<T> = Result<T, ErrorCode>;
 
-/// A request that runs on the framed protocol, with the message that answers it.
+/// Request of the framed protocol, with the type of its reply.
 pub trait Call<'a>: Wire<'a> {
-    /// The kind of its frame.
+    /// Kind of the request frame.
     const KIND: FrameKind;
 
-    /// The answer; its plain form borrows from it.
+    /// Reply message; its parsed form borrows from it.
     type Reply: Bounded;
 
-    /// Who asks, and for how long.
+    /// Returns the request context: caller, tenant and timeout.
     fn context(&self) -> &RequestContext<'a>;
 }
 
@@ -49,16 +49,17 @@ calls! {
     RemoveRequest => OutcomesResponse, Remove;
 }
 
-/// Where one object is.
+/// Locations of one object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Located {
-    /// The object. Its `first_handle` is a position in the batch it came with and means nothing here.
+pub struct LookupEntry {
+    /// Entry of the object. Its `first_handle` is an index into the handles of the original batch and has no meaning
+    /// here.
     pub object: ObjectEntry,
-    /// Its handles, by replica, then stripe.
+    /// Handles of the object, by replica, then stripe.
     pub handles: Vec<Handle>,
 }
 
-/// Where the objects of a batch are. Keeps the answer as it came: entries and handles are read in place.
+/// Locations of the objects of a batch. Keeps the encoded reply: entries and handles are read in place.
 #[derive(Clone, Debug)]
 pub struct LookupReply {
     message: v1::GetReplicaListResponse,
@@ -67,38 +68,39 @@ pub struct LookupReply {
 }
 
 impl LookupReply {
-    /// The entries, one per key of the request and in its order. Checks all of them each time: ask once.
+    /// Returns the entries, one per key of the request and in its order. Checks all of them on every call: call it
+    /// once.
     pub fn replicas(&self) -> Result<Replicas<'_>, LinkError> {
-        located(&self.message, self.keys, &self.address)
+        parse_replicas(&self.message, self.keys, &self.address)
     }
 }
 
-/// The frame of any call.
-pub(super) fn outgoing<'a, C: Call<'a>>(call: &C) -> Result<Outgoing, LinkError> {
-    Ok(Outgoing::new(C::KIND, call.context(), &call.to_wire())?)
+/// Builds the frame of any call.
+pub(super) fn outgoing<'a, C: Call<'a>>(call: &C) -> Result<RequestFrame, LinkError> {
+    Ok(RequestFrame::new(C::KIND, call.context(), &call.to_wire())?)
 }
 
-/// The frame of an Exist over keys that are packed already.
-pub(super) fn outgoing_exist(context: &RequestContext<'_>, keys: Vec<u8>) -> Result<Outgoing, LinkError> {
+/// Builds the frame of an Exist over packed keys.
+pub(super) fn outgoing_exist(context: &RequestContext<'_>, keys: Vec<u8>) -> Result<RequestFrame, LinkError> {
     let message = v1::ExistRequest { context: Some(context.to_wire()), keys: keys.into() };
-    Ok(Outgoing::new(FrameKind::Exist, context, &message)?)
+    Ok(RequestFrame::new(FrameKind::Exist, context, &message)?)
 }
 
-/// The frame of a GetReplicaList over keys that are packed already.
+/// Builds the frame of a GetReplicaList over packed keys.
 pub(super) fn outgoing_lookup(
     context: &RequestContext<'_>,
     keys: Vec<u8>,
     lease_ms: u32,
     attributes: bool,
-) -> Result<Outgoing, LinkError> {
+) -> Result<RequestFrame, LinkError> {
     check_lease(lease_ms)?;
     let context_message = Some(context.to_wire());
     let message =
         v1::GetReplicaListRequest { context: context_message, keys: keys.into(), lease_ms, attributes };
-    Ok(Outgoing::new(FrameKind::GetReplicaList, context, &message)?)
+    Ok(RequestFrame::new(FrameKind::GetReplicaList, context, &message)?)
 }
 
-/// Asked before a key joins a batch: one wrong lease would spoil the answer of all.
+/// Checks a lease. Called before a key joins a batch: one invalid lease would fail the whole batch.
 pub(super) fn check_lease(lease_ms: u32) -> Result<(), LinkError> {
     if lease_ms <= LEASE_MS_MAX {
         return Ok(());
@@ -107,7 +109,7 @@ pub(super) fn check_lease(lease_ms: u32) -> Result<(), LinkError> {
     Err(ConvertError::TooLarge { field: "lease_ms", found, max }.into())
 }
 
-/// A batch of keys in their packed form.
+/// Packs keys.
 pub(super) fn pack(keys: &[Key<'_>]) -> Result<Vec<u8>, LinkError> {
     let mut packed = PackedKeysBuilder::new();
     for &key in keys {
@@ -116,24 +118,24 @@ pub(super) fn pack(keys: &[Key<'_>]) -> Result<Vec<u8>, LinkError> {
     Ok(packed.finish())
 }
 
-/// The message of an answer, whose frame must be no error.
+/// Decodes the message of a reply. Fails if its frame is an Error frame.
 pub(super) fn read<M: Bounded>(frame: Frame, address: &Arc<str>) -> Result<M, LinkError> {
     if let (FrameKind::Error, Some(code)) = (frame.header.kind, frame.header.status) {
         return Err(Rejection::from_frame(code, &frame.body));
     }
-    // A reply may have a status as well; its message says the same in its context, and when to come again.
+    // A reply frame may have a status too; its message has the same code in its context, with the retry delay.
     convert::decode(frame.body).map_err(|error| LinkError::protocol(address, error))
 }
 
-/// One answer per key of an Exist.
+/// Decodes the reply of an Exist; one result per key.
 pub(super) fn read_exist(
     frame: Frame,
     keys: usize,
     address: &Arc<str>,
 ) -> Result<Vec<KeyResult<bool>>, LinkError> {
     let message: v1::ExistResponse = read(frame, address)?;
-    let answer = ExistResponse::from_wire(&message).map_err(|error| LinkError::protocol(address, error))?;
-    let presence = answer.into_result().map_err(|context| Rejection::from_context(&context))?;
+    let response = ExistResponse::from_wire(&message).map_err(|error| LinkError::protocol(address, error))?;
+    let presence = response.into_result().map_err(|context| Rejection::from_context(&context))?;
     check_count("present", presence.present.len(), keys, address)?;
     Ok(match presence.codes {
         None => presence.present.iter().map(Ok).collect(),
@@ -143,43 +145,43 @@ pub(super) fn read_exist(
     })
 }
 
-/// The answer of a GetReplicaList, unread but for its context.
+/// Decodes the reply of a GetReplicaList; checks only its context.
 pub(super) fn read_lookup(frame: Frame, keys: usize, address: &Arc<str>) -> Result<LookupReply, LinkError> {
     let message: v1::GetReplicaListResponse = read(frame, address)?;
     if message.context.as_ref().is_none_or(|context| context.code != 0) {
-        located(&message, keys, address)?;
+        parse_replicas(&message, keys, address)?;
     }
     Ok(LookupReply { message, keys, address: address.clone() })
 }
 
-/// One answer per key of a GetReplicaList, each by itself.
+/// Decodes the reply of a GetReplicaList; one result per key.
 pub(super) fn read_lookup_each(
     frame: Frame,
     keys: usize,
     address: &Arc<str>,
-) -> Result<Vec<KeyResult<Located>>, LinkError> {
+) -> Result<Vec<KeyResult<LookupEntry>>, LinkError> {
     let message: v1::GetReplicaListResponse = read(frame, address)?;
-    let replicas = located(&message, keys, address)?;
+    let replicas = parse_replicas(&message, keys, address)?;
     let each = replicas.list.iter().map(|(object, handles)| match object.code {
         Some(code) => Err(code),
-        None => Ok(Located { object, handles: handles.iter().collect() }),
+        None => Ok(LookupEntry { object, handles: handles.iter().collect() }),
     });
     Ok(each.collect())
 }
 
-fn located<'a>(
+fn parse_replicas<'a>(
     message: &'a v1::GetReplicaListResponse,
     keys: usize,
     address: &Arc<str>,
 ) -> Result<Replicas<'a>, LinkError> {
-    let answer =
+    let response =
         GetReplicaListResponse::from_wire(message).map_err(|error| LinkError::protocol(address, error))?;
-    let replicas = answer.into_result().map_err(|context| Rejection::from_context(&context))?;
+    let replicas = response.into_result().map_err(|context| Rejection::from_context(&context))?;
     check_count("objects", replicas.list.len(), keys, address)?;
     Ok(replicas)
 }
 
-/// As many answers as keys.
+/// Checks that there are as many results as keys.
 fn check_count(
     field: &'static str,
     found: usize,
@@ -193,37 +195,37 @@ fn check_count(
     Err(LinkError::protocol(address, ConvertError::Packed { field, source }))
 }
 
-/// What is handed to whoever waits.
+/// Result that is delivered to a waiter.
 #[derive(Debug)]
 pub(super) enum Outcome {
-    /// The reply of a call, to be decoded by its caller.
+    /// Reply of a call; the caller decodes it.
     Frame(Frame),
-    /// One key of a gathered Exist.
+    /// One key of a batched Exist.
     Exist(KeyResult<bool>),
-    /// One key of a gathered GetReplicaList.
-    Lookup(KeyResult<Located>),
+    /// One key of a batched GetReplicaList.
+    Lookup(KeyResult<LookupEntry>),
 }
 
 impl Outcome {
-    /// Whoever waits gets what it asked for: traffic keeps the kind of each flight.
+    /// Returns the frame. The tracker keeps the kind of each request, so the variant matches.
     pub(super) fn into_frame(self) -> Frame {
         match self {
             Outcome::Frame(frame) => frame,
-            other => unreachable!("asked for a frame, got {other:?}"),
+            other => unreachable!("call got {other:?} instead of a frame"),
         }
     }
 
     pub(super) fn into_exist(self) -> KeyResult<bool> {
         match self {
             Outcome::Exist(result) => result,
-            other => unreachable!("asked whether a key exists, got {other:?}"),
+            other => unreachable!("exist_one got {other:?}"),
         }
     }
 
-    pub(super) fn into_lookup(self) -> KeyResult<Located> {
+    pub(super) fn into_lookup(self) -> KeyResult<LookupEntry> {
         match self {
             Outcome::Lookup(result) => result,
-            other => unreachable!("asked where a key is, got {other:?}"),
+            other => unreachable!("lookup_one got {other:?}"),
         }
     }
 }

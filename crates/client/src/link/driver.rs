@@ -1,11 +1,11 @@
-//! [`Driver`]: the task that owns the socket of an [`AsyncLink`](super::AsyncLink).
+//! [`LinkDriver`]: task that owns the socket of an [`AsyncLink`](super::AsyncLink).
 //!
-//! One loop over everything that can happen ([`Session::poll`]): commands from callers, room in the socket to write,
-//! bytes to read, the deadline of a flight. It takes all commands that are there before it sends gathered keys, so
-//! that callers who ask together travel together.
+//! One loop polls all sources ([`Session::poll`]): commands from callers, space in the socket for writing, bytes to
+//! read, the deadline of a request. It takes all available commands before it sends batches, so that the keys of
+//! concurrent callers share a batch.
 //!
-//! Bounds: commands wait in a channel of [`COMMANDS_MAX`]; the driver takes one only while there is room in flight,
-//! fewer than [`GATHERED_MAX`] keys are gathered and less than [`OUT_BYTES_MAX`] waits to be written. Otherwise
+//! Limits: commands wait in a channel of [`COMMANDS_MAX`]. The driver takes one only while the request table has space,
+//! fewer than [`QUEUED_KEYS_MAX`] keys are queued and less than [`OUT_BYTES_MAX`] bytes wait to be written. Otherwise
 //! callers wait for the channel, each until its deadline.
 
 use std::future::poll_fn;
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::{Key, Tenant};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -24,32 +24,32 @@ use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Sleep, sleep_until, timeout_at};
 
-use super::backoff::Backoff;
+use super::batcher::SingleKey;
 use super::call::Outcome;
-use super::config::{Deadline, Known, LinkConfig};
+use super::config::{Deadline, LinkConfig, MasterHint};
 use super::error::LinkError;
-use super::frames::{self, FrameReader, Outgoing};
-use super::gather::Single;
-use super::hello;
-use super::traffic::{Gathered, Traffic};
+use super::frames::{self, FrameReader, RequestFrame};
+use super::handshake;
+use super::reconnect::Reconnect;
+use super::tracker::{BatchedCall, RequestTracker};
 
-/// Commands that wait for the driver: more callers than this wait for the channel.
+/// Capacity of the command channel; further callers wait for space in it.
 pub(super) const COMMANDS_MAX: usize = 1024;
 
-/// Keys that are gathered at most: one full batch. Beyond that, callers wait in the channel.
-const GATHERED_MAX: usize = BATCH_KEYS_MAX;
+/// Most queued keys: one full batch. Further keys wait in the channel.
+const QUEUED_KEYS_MAX: usize = BATCH_KEYS_MAX;
 
-/// Bytes that wait for the socket, beyond which no command is taken: what a socket's own buffer holds.
+/// Unwritten bytes at which no further command is taken: about the size of a socket buffer.
 const OUT_BYTES_MAX: usize = 1 << 20;
 
-/// What the handles and the driver share.
+/// State shared by the handles and the driver.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) config: LinkConfig,
     pub(super) address: Arc<str>,
-    pub(super) known: Mutex<Known>,
+    pub(super) hint: Mutex<MasterHint>,
     pub(super) in_flight: AtomicUsize,
-    pub(super) gathered: AtomicUsize,
+    pub(super) queued_keys: AtomicUsize,
 }
 
 impl Shared {
@@ -57,78 +57,78 @@ impl Shared {
         Shared {
             address: config.address.as_str().into(),
             config,
-            known: Mutex::default(),
+            hint: Mutex::default(),
             in_flight: AtomicUsize::new(0),
-            gathered: AtomicUsize::new(0),
+            queued_keys: AtomicUsize::new(0),
         }
     }
 }
 
 type Reply = oneshot::Sender<Result<Outcome, LinkError>>;
 
-/// What a caller wants.
+/// A call of a handle.
 #[derive(Debug)]
 pub(super) struct Command {
-    pub(super) ask: Ask,
+    pub(super) body: CommandBody,
     pub(super) deadline: Deadline,
     pub(super) reply: Reply,
 }
 
 #[derive(Debug)]
-pub(super) enum Ask {
-    /// A request of its own, encoded by its caller.
-    Call(Outgoing),
-    /// A key that may travel with others.
-    Single(SingleKey),
+pub(super) enum CommandBody {
+    /// Separate request, encoded by its caller.
+    Call(RequestFrame),
+    /// Key that is batched with others.
+    Single(QueuedKey),
 }
 
-/// A key on its way to the driver: tenant and key in one allocation.
+/// Key in the command channel: tenant and key in one allocation.
 #[derive(Debug)]
-pub(super) struct SingleKey {
-    kind: Gathered,
+pub(super) struct QueuedKey {
+    kind: BatchedCall,
     lease_ms: u32,
     tenant_len: usize,
     tenant_and_key: Box<[u8]>,
 }
 
-impl SingleKey {
-    pub(super) fn new(kind: Gathered, tenant: Tenant<'_>, key: Key<'_>, lease_ms: u32) -> SingleKey {
+impl QueuedKey {
+    pub(super) fn new(kind: BatchedCall, tenant: Tenant<'_>, key: Key<'_>, lease_ms: u32) -> QueuedKey {
         let tenant = tenant.as_str().as_bytes();
         let tenant_and_key = [tenant, key.as_bytes()].concat().into();
-        SingleKey { kind, lease_ms, tenant_len: tenant.len(), tenant_and_key }
+        QueuedKey { kind, lease_ms, tenant_len: tenant.len(), tenant_and_key }
     }
 
     fn parts(&self) -> (Tenant<'_>, Key<'_>) {
         let (tenant, key) = self.tenant_and_key.split_at(self.tenant_len);
-        let tenant = Tenant::from_bytes(tenant).expect("made of a tenant");
-        (tenant, Key::new(key).expect("made of a key"))
+        let tenant = Tenant::from_bytes(tenant).expect("stored from a valid tenant");
+        (tenant, Key::new(key).expect("stored from a valid key"))
     }
 }
 
-/// Owns the receiving end of the commands; connects and reconnects.
+/// Receiver of the commands; connects and reconnects.
 #[derive(Debug)]
-pub(super) struct Driver {
+pub(super) struct LinkDriver {
     shared: Arc<Shared>,
     commands: mpsc::Receiver<Command>,
-    backoff: Backoff,
+    reconnect: Reconnect,
     session: Option<Session>,
 }
 
-/// Why a session ended.
-enum End {
-    /// All handles are gone.
+/// Reason of the end of a session.
+enum SessionEnd {
+    /// All handles are dropped.
     Closed,
     Broken(LinkError),
 }
 
-impl Driver {
-    /// Connects for the first time, so that a wrong address is told to whoever gave it.
+impl LinkDriver {
+    /// Makes the first connection, so that a wrong address fails `AsyncLink::connect`.
     pub(super) async fn connect(
         shared: Arc<Shared>,
         commands: mpsc::Receiver<Command>,
-    ) -> Result<Driver, LinkError> {
+    ) -> Result<LinkDriver, LinkError> {
         let session = Session::open(&shared, shared.config.connect_until(None)).await?;
-        Ok(Driver { shared, commands, backoff: Backoff::default(), session: Some(session) })
+        Ok(LinkDriver { shared, commands, reconnect: Reconnect::default(), session: Some(session) })
     }
 
     pub(super) async fn run(mut self) {
@@ -140,11 +140,11 @@ impl Driver {
                     None => return,
                 },
             };
-            match poll_fn(|cx| session.poll(cx, &mut self.commands, &mut self.backoff)).await {
-                End::Closed => return,
-                End::Broken(error) => {
-                    if !session.answered {
-                        self.backoff.failed(Instant::now(), error.clone());
+            match poll_fn(|cx| session.poll(cx, &mut self.commands, &mut self.reconnect)).await {
+                SessionEnd::Closed => return,
+                SessionEnd::Broken(error) => {
+                    if !session.got_reply {
+                        self.reconnect.failed(Instant::now(), error.clone());
                     }
                     session.fail(&error);
                 }
@@ -152,14 +152,14 @@ impl Driver {
         }
     }
 
-    /// Waits for a command that needs a connection, and makes one. `None` when all handles are gone.
+    /// Waits for a command, and connects for it. `None` when all handles are dropped.
     async fn reconnect(&mut self) -> Option<Session> {
         loop {
             let command = self.commands.recv().await?;
             let until = self.shared.config.connect_until(Some(command.deadline));
-            let opened = match self.backoff.check(Instant::now()) {
+            let opened = match self.reconnect.check(Instant::now()) {
                 Ok(()) => Session::open(&self.shared, until).await.inspect_err(|error| {
-                    self.backoff.failed(Instant::now(), error.clone());
+                    self.reconnect.failed(Instant::now(), error.clone());
                 }),
                 Err(error) => Err(error),
             };
@@ -168,34 +168,34 @@ impl Driver {
                     session.take(command);
                     return Some(session);
                 }
-                Err(error) => tell(command.reply, Err(error)),
+                Err(error) => send_reply(command.reply, Err(error)),
             }
         }
     }
 }
 
-/// Whoever asked may have gone.
-fn tell(reply: Reply, outcome: Result<Outcome, LinkError>) {
+/// Delivers an outcome. The caller may have been dropped.
+fn send_reply(reply: Reply, outcome: Result<Outcome, LinkError>) {
     let _ = reply.send(outcome);
 }
 
-/// One connection.
+/// Connection of the driver, with its requests.
 #[derive(Debug)]
 struct Session {
     shared: Arc<Shared>,
     stream: TcpStream,
     frames: FrameReader,
-    traffic: Traffic<Reply>,
-    /// To be written, from `written` on.
+    tracker: RequestTracker<Reply>,
+    /// Bytes to write, starting at `written`.
     out: Vec<u8>,
     written: usize,
-    /// Set to the deadline of a flight, or not at all. It may fire early: flights that landed do not move it.
+    /// Set to the deadline of a request, or `None`. It may fire early: the end of a request does not move it.
     timer: Option<Pin<Box<Sleep>>>,
-    answered: bool,
+    got_reply: bool,
 }
 
 impl Session {
-    /// Connects and says Hello, until `until` at the latest.
+    /// Connects and performs the handshake; fails at `until`.
     async fn open(shared: &Arc<Shared>, until: Instant) -> Result<Session, LinkError> {
         let timed_out = |_| LinkError::unreachable(&shared.address, io::ErrorKind::TimedOut.into());
         timeout_at(until.into(), Session::open_untimed(shared)).await.map_err(timed_out)?
@@ -204,10 +204,10 @@ impl Session {
     async fn open_untimed(shared: &Arc<Shared>) -> Result<Session, LinkError> {
         let unreachable = |error| LinkError::unreachable(&shared.address, error);
         let mut stream = TcpStream::connect(&*shared.address).await.map_err(unreachable)?;
-        hello::prepare(&stream).map_err(unreachable)?;
-        let (offer, mut written) = (hello::offer(&shared.config), 0);
-        while written < offer.len() {
-            let write = poll_fn(|cx| Pin::new(&mut stream).poll_write(cx, &offer[written..]));
+        handshake::prepare(&stream).map_err(unreachable)?;
+        let (hello, mut written) = (handshake::hello_frame(&shared.config), 0);
+        while written < hello.len() {
+            let write = poll_fn(|cx| Pin::new(&mut stream).poll_write(cx, &hello[written..]));
             written += write.await.map_err(unreachable)?;
         }
         let mut frames = FrameReader::new();
@@ -217,113 +217,113 @@ impl Session {
             }
             poll_fn(|cx| poll_read(cx, &mut stream, &mut frames)).await.map_err(unreachable)?;
         };
-        let inflight_max = hello::accepted(&frame, &shared.config, &shared.address)?;
+        let inflight_max = handshake::check_hello_ack(&frame, &shared.config, &shared.address)?;
         Ok(Session {
             shared: shared.clone(),
             stream,
             frames,
-            traffic: Traffic::new(inflight_max),
+            tracker: RequestTracker::new(inflight_max),
             out: Vec::new(),
             written: 0,
             timer: None,
-            answered: false,
+            got_reply: false,
         })
     }
 
-    /// Does all that can be done, and is pending until something more can be.
+    /// Makes all possible progress; pending until more is possible.
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
         commands: &mut mpsc::Receiver<Command>,
-        backoff: &mut Backoff,
-    ) -> Poll<End> {
+        reconnect: &mut Reconnect,
+    ) -> Poll<SessionEnd> {
         let end = loop {
             let mut progress = false;
-            while self.has_room() {
+            while self.has_space() {
                 match commands.poll_recv(cx) {
                     Poll::Ready(Some(command)) => self.take(command),
-                    Poll::Ready(None) => return Poll::Ready(End::Closed),
+                    Poll::Ready(None) => return Poll::Ready(SessionEnd::Closed),
                     Poll::Pending => break,
                 }
             }
-            self.depart();
+            self.send_ready();
             match self.poll_write(cx) {
-                Poll::Ready(Err(_)) => break End::Broken(LinkError::lost(&self.shared.address)),
+                Poll::Ready(Err(_)) => break SessionEnd::Broken(LinkError::lost(&self.shared.address)),
                 Poll::Ready(Ok(())) | Poll::Pending => {}
             }
             match poll_read(cx, &mut self.stream, &mut self.frames) {
-                Poll::Ready(Err(_)) => break End::Broken(LinkError::lost(&self.shared.address)),
+                Poll::Ready(Err(_)) => break SessionEnd::Broken(LinkError::lost(&self.shared.address)),
                 Poll::Ready(Ok(())) => {
                     progress = true;
-                    if let Err(error) = self.deliver(backoff) {
-                        break End::Broken(error);
+                    if let Err(error) = self.deliver(reconnect) {
+                        break SessionEnd::Broken(error);
                     }
                 }
                 Poll::Pending => {}
             }
             progress |= self.poll_timer(cx).is_ready();
             if !progress {
-                let load = self.traffic.load();
-                // Relaxed: numbers for a metric, ordered with nothing.
+                let load = self.tracker.load();
+                // Relaxed: numbers for a metric that order nothing.
                 self.shared.in_flight.store(load.in_flight, Ordering::Relaxed);
-                self.shared.gathered.store(load.gathered, Ordering::Relaxed);
+                self.shared.queued_keys.store(load.queued_keys, Ordering::Relaxed);
                 return Poll::Pending;
             }
         };
         Poll::Ready(end)
     }
 
-    fn has_room(&self) -> bool {
-        !self.traffic.is_full()
-            && self.traffic.load().gathered < GATHERED_MAX
+    fn has_space(&self) -> bool {
+        !self.tracker.is_full()
+            && self.tracker.load().queued_keys < QUEUED_KEYS_MAX
             && self.out.len() - self.written < OUT_BYTES_MAX
     }
 
-    /// Takes a command whose time is not over. Gathered keys leave later, in [`depart`](Session::depart).
+    /// Takes a command unless its caller is gone. Queued keys are sent later, by [`send_ready`](Session::send_ready).
     fn take(&mut self, command: Command) {
-        let Command { ask, deadline, reply } = command;
+        let Command { body, deadline, reply } = command;
         if reply.is_closed() {
-            return; // its caller has gone
+            return; // the caller timed out or was dropped
         }
-        match ask {
-            Ask::Call(outgoing) => {
-                let request = self.traffic.board(outgoing.kind(), deadline.at, reply);
+        match body {
+            CommandBody::Call(outgoing) => {
+                let request = self.tracker.insert(outgoing.kind(), deadline.at, reply);
                 self.write(&outgoing.numbered(request));
                 self.watch(deadline.at);
             }
-            Ask::Single(single) => {
+            CommandBody::Single(single) => {
                 let (tenant, key) = single.parts();
                 let (lease_ms, deadline) = (single.lease_ms, deadline.at);
-                self.traffic.join(single.kind, Single { tenant, key, lease_ms, deadline, waiter: reply });
+                self.tracker.push(single.kind, SingleKey { tenant, key, lease_ms, deadline, waiter: reply });
             }
         }
     }
 
-    /// Sends the gathered keys that may leave.
-    fn depart(&mut self) {
-        while let Some(departure) = self.traffic.depart() {
-            self.watch(departure.deadline);
-            let known = *self.shared.known.lock();
-            let frame = departure.encode(&self.shared.config, known);
+    /// Sends the batches that are ready.
+    fn send_ready(&mut self) {
+        while let Some(batch) = self.tracker.pop_batch() {
+            self.watch(batch.deadline);
+            let hint = *self.shared.hint.lock();
+            let frame = batch.encode(&self.shared.config, hint);
             self.write(&frame);
         }
     }
 
-    /// Hands out the replies that are there.
-    fn deliver(&mut self, backoff: &mut Backoff) -> Result<(), LinkError> {
+    /// Delivers the replies that have arrived.
+    fn deliver(&mut self, reconnect: &mut Reconnect) -> Result<(), LinkError> {
         let address = &self.shared.address;
         while let Some(frame) = self.frames.next().map_err(|error| LinkError::protocol(address, error))? {
-            let flight = self.traffic.arrive(&frame.header);
-            if let Some(flight) = flight.map_err(|error| LinkError::protocol(address, error))? {
-                self.answered = true;
-                backoff.succeeded();
-                flight.settle(frame, address, tell);
+            let request = self.tracker.take_reply(&frame.header);
+            if let Some(request) = request.map_err(|error| LinkError::protocol(address, error))? {
+                self.got_reply = true;
+                reconnect.succeeded();
+                request.settle(frame, address, send_reply);
             }
         }
         Ok(())
     }
 
-    /// Appends to what is to be written.
+    /// Appends a frame to the bytes to write.
     fn write(&mut self, frame: &[u8]) {
         self.out.extend_from_slice(frame);
     }
@@ -350,32 +350,32 @@ impl Session {
         }
     }
 
-    /// Ready when flights were given up.
+    /// Removes requests whose deadline has passed. Ready when the timer has fired.
     fn poll_timer(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Some(timer) = &mut self.timer else { return Poll::Pending };
         ready!(timer.as_mut().poll(cx));
         self.timer = None;
-        while let Some((request, flight)) = self.traffic.expire(Instant::now()) {
-            // Its callers see that their own deadlines have passed, too.
-            drop(flight);
-            self.write(&frames::cancel(request));
+        while let Some((number, request)) = self.tracker.expire(Instant::now()) {
+            // The deadlines of its callers have passed, too.
+            drop(request);
+            self.write(&frames::cancel(number));
         }
-        if let Some(next) = self.traffic.next_deadline() {
+        if let Some(next) = self.tracker.next_deadline() {
             self.watch(next);
         }
         Poll::Ready(())
     }
 
-    /// Tells everybody who waits.
+    /// Fails all waiting calls.
     fn fail(&mut self, error: &LinkError) {
-        self.traffic.drain().into_iter().for_each(|reply| tell(reply, Err(error.clone())));
+        self.tracker.drain().into_iter().for_each(|reply| send_reply(reply, Err(error.clone())));
         // Relaxed: numbers for a metric, ordered with nothing.
         self.shared.in_flight.store(0, Ordering::Relaxed);
-        self.shared.gathered.store(0, Ordering::Relaxed);
+        self.shared.queued_keys.store(0, Ordering::Relaxed);
     }
 }
 
-/// Reads what there is. The end of the stream is an error.
+/// Reads available bytes. The end of the stream is an error.
 fn poll_read(cx: &mut Context<'_>, stream: &mut TcpStream, frames: &mut FrameReader) -> Poll<io::Result<()>> {
     let mut space = ReadBuf::new(frames.space());
     ready!(Pin::new(stream).poll_read(cx, &mut space))?;

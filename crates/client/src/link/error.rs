@@ -1,4 +1,4 @@
-//! [`LinkError`]: why a call as a whole has no answer. What a master says about one key is no error of the link.
+//! [`LinkError`]: failure of a whole call. Error codes of single keys are not errors of the link.
 
 use std::io;
 use std::sync::Arc;
@@ -7,54 +7,52 @@ use moontide_proto::convert::{ConvertError, ResponseContext, Wire};
 use moontide_proto::{FrameError, FrameKind, ProtocolVersions, RecordError, v1};
 use moontide_types::ErrorCode;
 
-/// Why a call has no answer. Cheap to clone: a broken connection tells it to everybody who waits.
+/// Failure of a whole call. Cheap to clone: all callers on a broken connection get the same error.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LinkError {
-    /// Nobody answers there, or not in time.
+    /// The master does not accept a connection, or not in time.
     #[error(
-        "the master at {address} cannot be reached: {source}; check that it runs, that it serves the framed \
-         protocol at this address, and that nothing on the way filters the port"
+        "master at {address} is unreachable: {source}; check that it runs, that it serves the framed \
+         protocol at this address, and that no firewall blocks the port"
     )]
     Unreachable {
-        /// Where.
+        /// Address of the master.
         address: Arc<str>,
-        /// What the system said.
+        /// I/O error of the attempt.
         source: Arc<io::Error>,
     },
-    /// The connection broke. Whether the request was carried out is not known.
-    #[error("the connection to the master at {address} broke; try again: the next call connects anew")]
+    /// The connection broke. The master may or may not have executed the request.
+    #[error("connection to the master at {address} was lost; retry: the next call reconnects")]
     Lost {
-        /// Where.
+        /// Address of the master.
         address: Arc<str>,
     },
-    /// No answer in time. Whether the request was carried out is not known.
-    #[error(
-        "no answer from the master at {address} within {deadline_ms} ms; try again with a longer deadline"
-    )]
+    /// The call timed out. The master may or may not have executed the request.
+    #[error("no response from the master at {address} within {deadline_ms} ms; retry with a longer timeout")]
     Deadline {
-        /// Where.
+        /// Address of the master.
         address: Arc<str>,
-        /// How long the call waited.
+        /// Timeout of the call, in milliseconds.
         deadline_ms: u32,
     },
-    /// What came is no answer.
-    #[error("the master at {address} broke the protocol: {source}; run the same release on both sides")]
+    /// The master sent an invalid reply.
+    #[error("master at {address} violated the protocol: {source}; run the same release on both sides")]
     Protocol {
-        /// Where.
+        /// Address of the master.
         address: Arc<str>,
-        /// What is wrong with it.
+        /// Violation.
         source: ProtocolError,
     },
-    /// The master refused the call as a whole.
+    /// The master refused the whole call.
     #[error(transparent)]
     Rejected(Arc<Rejection>),
-    /// The request breaks a bound; it was not sent.
-    #[error("the request cannot be sent: {0}")]
+    /// The request exceeds a limit; it was not sent.
+    #[error("invalid request, not sent: {0}")]
     Request(#[from] ConvertError),
 }
 
 impl LinkError {
-    /// The stable code.
+    /// Returns the stable code of the error.
     pub fn code(&self) -> ErrorCode {
         match self {
             LinkError::Unreachable { .. } => ErrorCode::Unreachable,
@@ -66,7 +64,7 @@ impl LinkError {
         }
     }
 
-    /// Whether the same call may succeed when repeated, after a pause or elsewhere.
+    /// Returns whether the same call may succeed when repeated, after a pause or at another master.
     pub fn is_retryable(&self) -> bool {
         self.code().is_retryable()
     }
@@ -84,38 +82,38 @@ impl LinkError {
     }
 }
 
-/// How a peer broke the protocol.
+/// Protocol violation of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProtocolError {
-    /// Not a frame. Ends the connection.
+    /// Invalid frame. Ends the connection.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// A frame that answers nothing we asked. Ends the connection.
-    #[error("a frame of kind {found:?}, where {expected:?} is due")]
+    /// Frame of an unexpected kind. Ends the connection.
+    #[error("frame of kind {found:?} instead of {expected:?}")]
     Kind {
-        /// What was due; `Error` where any answer was.
+        /// Expected kind; `Error` where any reply was allowed.
         expected: FrameKind,
-        /// What came.
+        /// Received kind.
         found: FrameKind,
     },
-    /// A body that means nothing. The connection goes on: frames are told apart by their headers.
+    /// Invalid body. The connection stays usable: headers delimit the frames.
     #[error(transparent)]
     Body(#[from] ConvertError),
-    /// The HelloAck is none.
+    /// Invalid HelloAck.
     #[error("Hello: {0}")]
     Hello(#[from] RecordError),
-    /// The peer chose a version that we do not speak.
-    #[error("protocol version {}, this release speaks {} to {}", found.min, ours.min, ours.max)]
+    /// The peer chose a protocol version that this release does not support.
+    #[error("protocol version {} is not supported; this release supports {} to {}", found.min, ours.min, ours.max)]
     Version {
-        /// What it chose.
+        /// Version chosen by the peer.
         found: ProtocolVersions,
-        /// What we offered.
+        /// Versions offered by this release.
         ours: ProtocolVersions,
     },
 }
 
 impl ProtocolError {
-    /// The stable code. Not the code of the source: that one would blame the caller for what its peer did.
+    /// Returns the stable code. Not the code of the source: that one would blame the caller for an error of the peer.
     pub fn code(&self) -> ErrorCode {
         match self {
             ProtocolError::Frame(FrameError::Crc { .. }) => ErrorCode::Corrupt,
@@ -124,28 +122,28 @@ impl ProtocolError {
     }
 }
 
-/// What a master said when it refused a call.
+/// Refusal of a call by a master.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("the master refused the call: {code}{}{text}; {}", if text.is_empty() { "" } else { ": " }, code.hint())]
+#[error("master refused the call: {code}{}{text}; {}", if text.is_empty() { "" } else { ": " }, code.hint())]
 pub struct Rejection {
-    /// Why.
+    /// Error code.
     pub code: ErrorCode,
-    /// The same in words, if it sent any.
+    /// Message of the master; may be empty.
     pub text: String,
-    /// When another attempt makes sense; 0 if it did not say.
+    /// Milliseconds until a retry makes sense; 0 if the master gave none.
     pub retry_after_ms: u32,
-    /// With `WrongMaster`: the newer map.
+    /// With `WrongMaster`: the newer group map.
     pub newer_map: Option<v1::GroupMap>,
 }
 
 impl Rejection {
-    /// From an Error frame.
+    /// Creates the error of an Error frame.
     pub(super) fn from_frame(code: ErrorCode, text: &[u8]) -> LinkError {
         let text = String::from_utf8_lossy(text).into_owned();
         LinkError::Rejected(Arc::new(Rejection { code, text, retry_after_ms: 0, newer_map: None }))
     }
 
-    /// From the context of an answer without body.
+    /// Creates the error of a response context without body.
     pub(super) fn from_context(context: &ResponseContext<'_>) -> LinkError {
         LinkError::Rejected(Arc::new(Rejection {
             code: context.code.unwrap_or(ErrorCode::Internal),

@@ -1,34 +1,34 @@
-//! Bytes: [`Outgoing`] puts a request into a frame, [`FrameReader`] takes replies out of a stream.
+//! Frame encoding: [`RequestFrame`] encodes a request, [`FrameReader`] splits a stream into replies.
 //!
-//! Neither knows a socket. A frame is built in one buffer, header first, so that it leaves in one write; its number
-//! is filled in last, when it has a place in the table.
+//! Neither uses a socket. A frame is built in one buffer, header first, so that it is sent in one write. Its request
+//! number is filled in last, when it has an index in the table.
 
 use moontide_proto::convert::{ConvertError, RequestContext};
-use moontide_proto::limits::DEADLINE_MS_MAX;
+use moontide_proto::limits::TIMEOUT_MS_MAX;
 use moontide_proto::{FRAME_HEADER_BYTES, FrameError, FrameHeader, FrameKind};
 use moontide_types::GroupId;
-use moontide_types::bounds::{GROUPS_MAX, REQUEST_BYTES_MAX};
+use moontide_types::limits::{GROUPS_MAX, REQUEST_BYTES_MAX};
 use prost::Message;
 use prost::bytes::Bytes;
 
 use super::config::within;
 
-/// A request that has no number yet.
+/// Encoded request without a request number.
 #[derive(Debug)]
-pub(super) struct Outgoing {
+pub(super) struct RequestFrame {
     header: FrameHeader,
-    /// Room for the header, then the body.
+    /// Space for the header, then the body.
     frame: Vec<u8>,
 }
 
-impl Outgoing {
-    /// Encodes a message. What could not stand in a header is refused here.
+impl RequestFrame {
+    /// Encodes a message. Fails if a value does not fit into the header.
     pub(super) fn new(
         kind: FrameKind,
         context: &RequestContext<'_>,
         message: &impl Message,
-    ) -> Result<Outgoing, ConvertError> {
-        within("context.deadline_ms", context.deadline_ms, DEADLINE_MS_MAX)?;
+    ) -> Result<RequestFrame, ConvertError> {
+        within("context.timeout_ms", context.timeout_ms, TIMEOUT_MS_MAX)?;
         if let Some(GroupId(found)) = context.group
             && found >= GROUPS_MAX
         {
@@ -45,20 +45,20 @@ impl Outgoing {
         message.encode(&mut frame).expect("a vector grows as needed");
         let header = FrameHeader {
             body_len: body_len as u32, // ≤ REQUEST_BYTES_MAX
-            deadline_ms: context.deadline_ms,
+            timeout_ms: context.timeout_ms,
             group: context.group,
             term: context.term,
             map_version: context.map_version,
             ..FrameHeader::new(kind, 0)
         };
-        Ok(Outgoing { header, frame })
+        Ok(RequestFrame { header, frame })
     }
 
     pub(super) fn kind(&self) -> FrameKind {
         self.header.kind
     }
 
-    /// The frame, ready to be sent.
+    /// Sets the request number and returns the frame.
     pub(super) fn numbered(mut self, request: u64) -> Vec<u8> {
         self.header.request = request;
         self.frame[..FRAME_HEADER_BYTES].copy_from_slice(&self.header.encode());
@@ -66,25 +66,26 @@ impl Outgoing {
     }
 }
 
-/// Tells the master that nobody waits for `request` any more.
+/// Returns a frame that cancels `request` at the master.
 pub(super) fn cancel(request: u64) -> [u8; FRAME_HEADER_BYTES] {
     FrameHeader::new(FrameKind::Cancel, request).encode()
 }
 
-/// A frame that came.
+/// Received frame.
 #[derive(Debug)]
 pub(super) struct Frame {
     pub(super) header: FrameHeader,
     pub(super) body: Bytes,
 }
 
-/// Bytes that are read ahead. Replies to single keys have some hundred bytes, so that one read takes many; what is
-/// longer is read into a buffer of its own, without another copy.
+/// Size of the read-ahead buffer. Replies to single keys have a few hundred bytes, so one read returns many of them.
+/// Longer bodies are read directly into their own buffer, without another copy.
 const AHEAD_BYTES: usize = 16 << 10;
 
-/// Cuts a stream into frames: read into [`space`](FrameReader::space), say how much, take frames until there are none.
+/// Splits a stream into frames: read into [`space`](FrameReader::space), call [`filled`](FrameReader::filled), then
+/// [`next`](FrameReader::next) until it returns `None`.
 ///
-/// Invariant: `start ≤ end ≤ AHEAD_BYTES`; while `long` is there, nothing is read ahead.
+/// Invariant: `start ≤ end ≤ AHEAD_BYTES`; while `long` is set, the read-ahead buffer is empty.
 #[derive(Debug)]
 pub(super) struct FrameReader {
     ahead: Box<[u8]>,
@@ -93,7 +94,7 @@ pub(super) struct FrameReader {
     long: Option<LongBody>,
 }
 
-/// A body that does not fit into the bytes that are read ahead.
+/// Body that does not fit into the read-ahead buffer.
 #[derive(Debug)]
 struct LongBody {
     header: FrameHeader,
@@ -106,7 +107,7 @@ impl FrameReader {
         FrameReader { ahead: vec![0; AHEAD_BYTES].into(), start: 0, end: 0, long: None }
     }
 
-    /// Where the next bytes go; never empty after [`next`](FrameReader::next) has said that there is no frame.
+    /// Returns the buffer for the next bytes; never empty after [`next`](FrameReader::next) has returned `None`.
     pub(super) fn space(&mut self) -> &mut [u8] {
         if let Some(long) = &mut self.long {
             return &mut long.body[long.filled..];
@@ -120,7 +121,7 @@ impl FrameReader {
         &mut self.ahead[self.end..]
     }
 
-    /// `count` bytes were put into the space.
+    /// Records that `count` bytes were read into the space.
     pub(super) fn filled(&mut self, count: usize) {
         match &mut self.long {
             Some(long) => long.filled += count,
@@ -128,8 +129,8 @@ impl FrameReader {
         }
     }
 
-    /// The next frame, if all of it is there. Frames with payload are nothing that a master answers: they come
-    /// out without it, and their kind ends the connection.
+    /// Returns the next complete frame. A master never sends frames with payload: they are returned without it, and
+    /// their kind ends the connection.
     pub(super) fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         if let Some(long) = self.long.take_if(|long| long.filled == long.body.len()) {
             return Ok(Some(Frame { header: long.header, body: long.body.into() }));
@@ -138,7 +139,7 @@ impl FrameReader {
             return Ok(None);
         };
         let header = FrameHeader::decode(header)?;
-        let body_len = header.body_len as usize; // ≤ the bound of its kind
+        let body_len = header.body_len as usize; // ≤ the limit of its kind
         if let Some(body) = rest.get(..body_len) {
             let body = Bytes::copy_from_slice(body);
             self.start += FRAME_HEADER_BYTES + body_len;
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn any_cut_of_the_stream_gives_the_same_frames() {
+    fn frame_reader_yields_same_frames_for_any_read_size() {
         let lengths = [0, 1, 100, AHEAD_BYTES - FRAME_HEADER_BYTES, AHEAD_BYTES, 3 * AHEAD_BYTES, 7, 0];
         let bodies: Vec<Vec<u8>> = lengths.iter().map(|&len| (0..len).map(|i| i as u8).collect()).collect();
         let stream: Vec<u8> = (1..).zip(&bodies).flat_map(|(request, body)| frame(request, body)).collect();
@@ -174,7 +175,7 @@ mod tests {
             while !rest.is_empty() {
                 let space = reader.space();
                 let count = step.min(space.len()).min(rest.len());
-                assert!(count > 0, "there is always space after the frames were taken");
+                assert!(count > 0, "no space although all frames were taken");
                 space[..count].copy_from_slice(&rest[..count]);
                 rest = &rest[count..];
                 reader.filled(count);
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_no_frame() {
+    fn frame_with_bad_magic_is_rejected() {
         let mut reader = FrameReader::new();
         reader.space()[..FRAME_HEADER_BYTES].fill(0xee);
         reader.filled(FRAME_HEADER_BYTES);

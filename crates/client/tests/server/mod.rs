@@ -1,7 +1,7 @@
-//! A small master for tests: says Hello, answers by a rule, and misbehaves when told to.
+//! Test server: performs the handshake, replies by a rule, and injects configured faults.
 //!
-//! The rule: a key whose last byte is even is there; one whose last byte is 255 is answered `Busy`; any other is not
-//! there. A lookup's entry carries the key in its id, so that a caller can tell its own answer from another's.
+//! The rule: a key whose last byte is even exists; one whose last byte is 255 gets `Busy`; any other does not exist.
+//! The entry of a look-up carries the key in its id, so that a caller can recognise its own reply.
 
 #![allow(dead_code)] // each test file uses a part
 
@@ -13,41 +13,42 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use moontide_proto::convert::{
-    self, Answer, Bounded, ExistRequest, GetReplicaListRequest, ListKind, ObjectListBuilder, Outcomes,
-    Presence, RemoveRequest, ResponseContext, Wire,
+    self, Bounded, ExistRequest, GetReplicaListRequest, ObjectListBuilder, ObjectListKind, Outcomes,
+    Presence, RemoveRequest, Response, ResponseContext, Wire,
 };
 use moontide_proto::{
     Bitmap, BitmapBuilder, Capability, Codes, CodesBuilder, FRAME_HEADER_BYTES, FixedRecord, FrameHeader,
-    FrameKind, Handle, HandleFlags, Hello, Medium, ObjectEntry, ObjectFlags, ProtocolVersions, v1,
+    FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags, ProtocolVersions, v1,
 };
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, Key, NodeId, ObjectId, SegmentId, SlotId, TenantGeneration, Term,
+    Epoch, ErrorCode, Extent, Generation, Key, Medium, NodeId, ObjectId, SegmentId, SlotId, TenantGeneration,
+    Term,
 };
 use parking_lot::{Condvar, Mutex};
 
-/// What the master does with a request.
+/// Handling of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
-    Answer,
-    /// Keeps the answer until [`Server::release`].
+    Reply,
+    /// Keeps the reply until [`Server::release`].
     Hold,
-    /// Forgets the request.
+    /// Sends no reply.
     Forget,
-    /// 64 bytes that are no header.
+    /// Sends bytes that are not a header.
     Garbage,
-    /// Half an answer, then the end of the connection.
-    Cut,
-    /// The answer of another call.
+    /// Sends a part of the reply, then closes the connection.
+    Truncate,
+    /// Sends a reply of another kind.
     WrongKind,
-    /// An Error frame.
+    /// Sends an Error frame.
     Reject(ErrorCode),
-    /// An answer whose context says that the call failed.
+    /// Sends a reply with this code in its context.
     Fail(ErrorCode),
-    /// Reads nothing more.
-    Deaf,
+    /// Stops reading.
+    StopReading,
 }
 
-/// What the master does with a Hello.
+/// Handling of a Hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Greeting {
     Accept,
@@ -79,7 +80,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Held {
-    answers: Vec<(Arc<TcpStream>, Vec<u8>)>,
+    replies: Vec<(Arc<TcpStream>, Vec<u8>)>,
     most: usize,
 }
 
@@ -88,7 +89,7 @@ impl Server {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let shared = Arc::new(Shared {
-            plan: Mutex::new(Plan::Answer),
+            plan: Mutex::new(Plan::Reply),
             plan_changed: Condvar::new(),
             greeting: Mutex::new(Greeting::Accept),
             inflight_max: AtomicU32::new(1000),
@@ -121,20 +122,20 @@ impl Server {
         self.shared.inflight_max.store(inflight_max, SeqCst);
     }
 
-    /// Answers from now on, and what was held in the reverse order of its coming.
+    /// Replies from now on. Sends the held replies in reverse order.
     pub(crate) fn release(&self) {
         let mut held = self.shared.held.lock();
-        self.set_plan(Plan::Answer);
-        for (stream, answer) in held.answers.drain(..).rev() {
-            let _ = (&*stream).write_all(&answer); // the client may have gone
+        self.set_plan(Plan::Reply);
+        for (stream, reply) in held.replies.drain(..).rev() {
+            let _ = (&*stream).write_all(&reply); // the client may have closed it
         }
     }
 
-    /// Closes all connections and forgets what was held.
+    /// Closes all connections and drops the held replies.
     pub(crate) fn hang_up(&self) {
-        self.shared.held.lock().answers.clear();
+        self.shared.held.lock().replies.clear();
         for stream in self.shared.streams.lock().drain(..) {
-            let _ = stream.shutdown(Shutdown::Both); // the client may have been first
+            let _ = stream.shutdown(Shutdown::Both); // the client may have closed it
         }
     }
 
@@ -142,12 +143,12 @@ impl Server {
         self.shared.connections.load(SeqCst)
     }
 
-    /// Connections that have not ended.
+    /// Returns the number of open connections.
     pub(crate) fn open(&self) -> usize {
         self.shared.open.load(SeqCst)
     }
 
-    /// Requests so far, without Hello and Cancel.
+    /// Returns the number of requests, without Hello and Cancel.
     pub(crate) fn frames(&self) -> usize {
         self.shared.frames.load(SeqCst)
     }
@@ -160,7 +161,7 @@ impl Server {
         self.shared.cancels.load(SeqCst)
     }
 
-    /// Most answers that were held at once.
+    /// Returns the largest number of replies held at once.
     pub(crate) fn held_most(&self) -> usize {
         self.shared.held.lock().most
     }
@@ -169,7 +170,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.shared.stopping.store(true, SeqCst);
-        self.set_plan(Plan::Answer);
+        self.set_plan(Plan::Reply);
         self.hang_up();
         let _ = TcpStream::connect(&self.address); // wakes the accepting thread
         if let Some(accepting) = self.accepting.take() {
@@ -178,11 +179,11 @@ impl Drop for Server {
     }
 }
 
-/// Waits until something holds that another thread brings about; a minute is for the busiest of machines.
+/// Waits until a condition holds; fails after one minute, which suffices on a busy machine.
 pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
     while !holds() {
-        assert!(Instant::now() < until, "in vain: {what}");
+        assert!(Instant::now() < until, "timed out: {what}");
         thread::sleep(Duration::from_micros(200));
     }
 }
@@ -200,7 +201,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
         shared.streams.lock().push(stream.clone());
         let shared = shared.clone();
         serving.push(thread::spawn(move || {
-            let _ = serve(&stream, &shared); // the client may go at any time
+            let _ = serve(&stream, &shared); // the client may disconnect at any time
             let _ = stream.shutdown(Shutdown::Both);
             shared.open.fetch_sub(1, SeqCst);
         }));
@@ -234,14 +235,14 @@ fn serve(stream: &Arc<TcpStream>, shared: &Shared) -> io::Result<()> {
             Plan::Fail(code) => Some(code),
             _ => None,
         };
-        let answer = answer(&header, body, shared, fail);
+        let reply = reply(&header, body, shared, fail);
         match plan {
-            Plan::Answer | Plan::Fail(_) => (&**stream).write_all(&answer)?,
-            Plan::Hold => hold(stream, shared, answer)?,
+            Plan::Reply | Plan::Fail(_) => (&**stream).write_all(&reply)?,
+            Plan::Hold => hold(stream, shared, reply)?,
             Plan::Forget => {}
             Plan::Garbage => (&**stream).write_all(&[0xee; 200])?,
-            Plan::Cut => {
-                (&**stream).write_all(&answer[..FRAME_HEADER_BYTES + 3])?;
+            Plan::Truncate => {
+                (&**stream).write_all(&reply[..FRAME_HEADER_BYTES + 3])?;
                 return Ok(());
             }
             Plan::WrongKind => (&**stream).write_all(&frame(FrameKind::PutEndReply, header.request, &[]))?,
@@ -250,35 +251,35 @@ fn serve(stream: &Arc<TcpStream>, shared: &Shared) -> io::Result<()> {
                 header.status = Some(code);
                 (&**stream).write_all(&with_body(header, b"not today"))?;
             }
-            Plan::Deaf => {
+            Plan::StopReading => {
                 let mut plan = shared.plan.lock();
-                shared.plan_changed.wait_while(&mut plan, |plan| *plan == Plan::Deaf);
+                shared.plan_changed.wait_while(&mut plan, |plan| *plan == Plan::StopReading);
             }
         }
     }
 }
 
-/// The plan may have changed since it was read: what is released is not held any more.
-fn hold(stream: &Arc<TcpStream>, shared: &Shared, answer: Vec<u8>) -> io::Result<()> {
+/// Holds a reply. The plan may have changed since it was read: then the reply is sent.
+fn hold(stream: &Arc<TcpStream>, shared: &Shared, reply: Vec<u8>) -> io::Result<()> {
     let mut held = shared.held.lock();
     if *shared.plan.lock() != Plan::Hold {
-        return (&**stream).write_all(&answer);
+        return (&**stream).write_all(&reply);
     }
-    held.answers.push((stream.clone(), answer));
-    held.most = held.most.max(held.answers.len());
+    held.replies.push((stream.clone(), reply));
+    held.most = held.most.max(held.replies.len());
     Ok(())
 }
 
 fn greet(stream: &TcpStream, shared: &Shared, header: &FrameHeader, body: &[u8]) -> io::Result<()> {
     let hello = Hello::decode_body(body).expect("clients send a valid Hello");
-    assert!(hello.versions.common(ProtocolVersions::CURRENT).is_some());
+    assert!(hello.versions.negotiate(ProtocolVersions::CURRENT).is_some());
     let greeting = *shared.greeting.lock();
     let version = match greeting {
         Greeting::Silence => return Ok(()),
         Greeting::Reject(code) => {
             let mut header = FrameHeader::new(FrameKind::Error, header.request);
             header.status = Some(code);
-            return (&mut &*stream).write_all(&with_body(header, b"who are you?"));
+            return (&mut &*stream).write_all(&with_body(header, b"rejected by the test"));
         }
         Greeting::Version(version) => version,
         Greeting::Accept => 1,
@@ -302,7 +303,7 @@ fn with_body(mut header: FrameHeader, body: &[u8]) -> Vec<u8> {
     [&header.encode()[..], body].concat()
 }
 
-/// What the rule says about a key.
+/// Returns the result of a key by the rule.
 pub(crate) fn rule(key: Key<'_>) -> Result<bool, ErrorCode> {
     match key.as_bytes().last() {
         Some(255) => Err(ErrorCode::Busy),
@@ -311,7 +312,7 @@ pub(crate) fn rule(key: Key<'_>) -> Result<bool, ErrorCode> {
     }
 }
 
-/// The id of a lookup's answer: the first bytes of the key.
+/// Returns the id in the entry of a look-up: the first bytes of the key.
 pub(crate) fn id_of(key: Key<'_>) -> ObjectId {
     let mut id = [0; 16];
     let len = key.as_bytes().len().min(16);
@@ -323,13 +324,13 @@ fn decoded<M: Bounded>(body: Vec<u8>) -> M {
     convert::decode(body.into()).expect("clients send valid messages")
 }
 
-fn answer(header: &FrameHeader, body: Vec<u8>, shared: &Shared, fail: Option<ErrorCode>) -> Vec<u8> {
+fn reply(header: &FrameHeader, body: Vec<u8>, shared: &Shared, fail: Option<ErrorCode>) -> Vec<u8> {
     let context = ResponseContext { retry_after_ms: 7, ..ResponseContext::default() };
     let body = match header.kind {
         FrameKind::Exist => {
             let message: v1::ExistRequest = decoded(body);
             let request = ExistRequest::from_wire(&message).expect("valid");
-            assert_eq!(request.context.deadline_ms, header.deadline_ms);
+            assert_eq!(request.context.timeout_ms, header.timeout_ms);
             shared.keys.fetch_add(request.keys.len(), SeqCst);
             let present: BitmapBuilder = request.keys.iter().map(|key| rule(key) == Ok(true)).collect();
             let (present, count) = (present.finish(), request.keys.len());
@@ -340,7 +341,7 @@ fn answer(header: &FrameHeader, body: Vec<u8>, shared: &Shared, fail: Option<Err
                 present: Bitmap::decode(&present, count).expect("a bitmap"),
                 codes: codes.iter().any(|code| code.is_some()).then_some(codes),
             };
-            encode(answered(context, presence, fail))
+            encode(response(context, presence, fail))
         }
         FrameKind::GetReplicaList => {
             let message: v1::GetReplicaListRequest = decoded(body);
@@ -353,7 +354,7 @@ fn answer(header: &FrameHeader, body: Vec<u8>, shared: &Shared, fail: Option<Err
                     ..Default::default()
                 })
             } else {
-                let mut list = ObjectListBuilder::with_capacity(ListKind::Answer, request.keys.len());
+                let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Response, request.keys.len());
                 for key in request.keys.iter() {
                     let pushed = match rule(key) {
                         Ok(true) => list.push(entry(key, request.lease_ms), &[handle(key)], &[]),
@@ -377,29 +378,29 @@ fn answer(header: &FrameHeader, body: Vec<u8>, shared: &Shared, fail: Option<Err
             let codes: CodesBuilder = request.keys.iter().map(|key| rule(key).err()).collect();
             let codes = codes.finish();
             let codes = Codes::decode(&codes, request.keys.len()).expect("codes");
-            encode(answered(context, Outcomes { codes }, fail))
+            encode(response(context, Outcomes { codes }, fail))
         }
         kind => panic!("the tests send no {kind:?}"),
     };
     frame(header.kind.reply().expect("a request"), header.request, &body)
 }
 
-fn answered<'a, T>(context: ResponseContext<'a>, body: T, fail: Option<ErrorCode>) -> Answer<'a, T> {
+fn response<'a, T>(context: ResponseContext<'a>, body: T, fail: Option<ErrorCode>) -> Response<'a, T> {
     match fail {
-        Some(code) => Answer::failed(context, code),
-        None => Answer::new(context, body),
+        Some(code) => Response::error(context, code),
+        None => Response::new(context, body),
     }
 }
 
-fn encode<'a, T: Wire<'a>>(answer: T) -> Vec<u8> {
-    convert::encode(&answer).expect("an answer")
+fn encode<'a, T: Wire<'a>>(reply: T) -> Vec<u8> {
+    convert::encode(&reply).expect("a valid reply")
 }
 
 fn entry(key: Key<'_>, lease_ms: u32) -> ObjectEntry {
     ObjectEntry {
         code: None,
         flags: ObjectFlags::NONE,
-        window_ms: lease_ms,
+        valid_ms: lease_ms,
         id: id_of(key),
         epoch: Epoch::ZERO,
         object_len: 100,
@@ -407,7 +408,7 @@ fn entry(key: Key<'_>, lease_ms: u32) -> ObjectEntry {
         first_handle: 0,
         handle_count: 1,
         replica_count: 1,
-        form: 0,
+        format: 0,
         tenant_generation: TenantGeneration(0),
         id_key: 1,
     }

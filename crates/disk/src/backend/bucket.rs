@@ -1,21 +1,21 @@
-//! [`BucketBackend`]: many records in a file that is written in one go, never changed, and deleted as a whole.
+//! [`BucketBackend`]: many records in a file that is written at once, never changed, and deleted as a whole.
 //!
 //! ```text
 //!  write      NNN.tmp: records, footer, tail → fdatasync → rename to NNN.bucket → fsync of the directory → index → Ok
-//!  remove     removed.log → fdatasync → index → Ok             (a bucket with nothing left in it is deleted)
-//!  evict      index → the master is told → the file's name is removed → its space is free
-//!  start      *.tmp deleted; footers read; removed ones left out    (payloads are not read: every read verifies them)
+//!  remove     removed.log → fdatasync → index → Ok             (a bucket without live records is deleted)
+//!  evict      index → unlink the file → space is free → notify the masters
+//!  start      delete *.tmp; read footers; skip removed records     (payloads are not read: every read verifies them)
 //! ```
 //!
-//! Invariants: a name that ends in `.bucket` stands for bytes that were durable before it had that name. A bucket is in
-//! `buckets` before any of its records is in the index. A number is never used twice, whatever became of its file.
+//! Invariants: the bytes of a file are durable before its name ends in `.bucket`. A bucket is in `buckets` before any
+//! of its records is in the index. A number is never reused, even after its file is deleted.
 //!
-//! Locks: `buckets` is taken before those inside of [`Index`], [`Order`] and [`Files`], of which none is held while
-//! another one is waited for. No I/O is done under any but those of [`Tombstones`].
+//! Locks: `buckets` is locked before the locks inside [`Index`], [`EvictionQueue`] and [`OpenFileCache`], which are
+//! never nested in each other. No I/O is done under any lock except those of [`Tombstones`].
 
-pub(super) mod files;
 pub(crate) mod format;
 mod index;
+pub(super) mod open_files;
 mod scan;
 
 mod inspect;
@@ -35,126 +35,128 @@ use moontide_types::{Epoch, ObjectId};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use crate::backend::claims::Claims;
-use crate::backend::order::Order;
+use crate::backend::claims::WriteClaims;
+use crate::backend::eviction_queue::EvictionQueue;
 use crate::backend::tombstones::Tombstones;
 use crate::backend::{
-    Backend, Eviction, EvictionOrder, Found, Location, RecordName, Source, Usage, WriteError,
+    Backend, Eviction, EvictionPolicy, RecordId, RecordLocation, RecordSource, ScannedRecord, Usage,
+    WriteError,
 };
-use crate::storage::{File, Mode, Queue, Storage};
-use files::Files;
-use index::{Index, Taken};
+use crate::storage::{File, OpenMode, Queue, Storage};
+use index::{Index, RemovedEntry};
+use open_files::OpenFileCache;
 use scan::BucketFile;
 
 pub use inspect::inspect;
 
-/// How a [`BucketBackend`] is set up.
+/// Settings of a [`BucketBackend`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketConfig {
-    /// Bytes that may be used, footers and the log of removals included. What is removed is recorded in any case.
+    /// Limit of the bytes on the disk, including footers and the tombstone log. Removals are recorded even above the
+    /// limit.
     pub limit_bytes: u64,
-    /// Bytes of a bucket, but for one with a single larger record.
+    /// Maximum size of a bucket; a single larger record has its own bucket.
     pub bucket_bytes_max: u64,
-    /// Records of a bucket.
+    /// Maximum number of records of a bucket.
     pub bucket_records_max: usize,
-    /// Who goes first when the limit is reached.
-    pub order: EvictionOrder,
-    /// Files that are kept open.
+    /// Eviction policy.
+    pub eviction_policy: EvictionPolicy,
+    /// Maximum number of open files.
     pub open_files_max: usize,
 }
 
-/// Bytes of a bucket unless told otherwise: long enough that a sync and two names cost nothing beside it, short enough
-/// that one eviction does not take half of a small tier.
+/// Default size of a bucket: large enough that a sync and two directory operations are negligible, small enough that
+/// one eviction does not take half of a small tier.
 pub const BUCKET_BYTES_MAX_DEFAULT: u64 = 128 << 20;
 
-/// Records of a bucket unless told otherwise: one eviction tells the master of as many as fit in a batch.
+/// Default number of records of a bucket: the notice of one eviction fits into one batch.
 pub const BUCKET_RECORDS_MAX_DEFAULT: usize = 4096;
 
-/// Open files unless told otherwise: far below what a process may have.
+/// Default number of open files: far below the limit of a process.
 pub const OPEN_FILES_MAX_DEFAULT: usize = 1024;
 
 impl BucketConfig {
-    /// All defaults, with this limit.
+    /// Returns the defaults with this limit.
     pub fn with_limit(limit_bytes: u64) -> BucketConfig {
         BucketConfig {
             limit_bytes,
             bucket_bytes_max: BUCKET_BYTES_MAX_DEFAULT,
             bucket_records_max: BUCKET_RECORDS_MAX_DEFAULT,
-            order: EvictionOrder::default(),
+            eviction_policy: EvictionPolicy::default(),
             open_files_max: OPEN_FILES_MAX_DEFAULT,
         }
     }
 }
 
-/// Many records in a file.
+/// Backend with many records per file.
 #[derive(Debug)]
 pub struct BucketBackend {
     storage: Arc<dyn Storage>,
     config: BucketConfig,
     index: Index,
     buckets: Mutex<HashMap<u64, Bucket>>,
-    order: Order,
-    files: Files,
+    eviction: EvictionQueue,
+    files: OpenFileCache,
     tombstones: Tombstones,
-    claims: Claims,
-    /// The number of the next bucket.
+    claims: WriteClaims,
+    /// Number of the next bucket.
     next: AtomicU64,
-    /// Bytes of all files of buckets, those that are being written included.
+    /// Bytes of all bucket files, including those being written.
     used: AtomicU64,
-    /// Files that hold records which nobody knows, so that no removal may be forgotten: damaged ones at the start.
+    /// Files with unknown records (corrupt at the start): while there are any, no tombstone may be dropped.
     unknown: AtomicU64,
-    unopened: AtomicU64,
+    open_failures: AtomicU64,
 }
 
-/// What is known of a bucket.
+/// State of a bucket.
 #[derive(Debug, Default)]
 struct Bucket {
     /// Bytes of its file.
     bytes: u64,
-    /// Whether the file was never finished and could not be removed.
+    /// Whether the file is an unfinished one that could not be removed.
     temporary: bool,
-    /// By which its records are found in the index: 8 bytes each.
+    /// Hashes of its records in the index: 8 bytes each.
     hashes: Vec<u64>,
     /// Records in the file that were not removed, whether they can be found or not.
-    kept: u64,
-    /// Records in the file that were removed: as long as the file is there, so is the need for their tombstones.
+    live_records: u64,
+    /// Records in the file that were removed: their tombstones are needed as long as the file exists.
     removed: Vec<(ObjectId, Epoch)>,
-    /// Records in the file that cannot be found although nobody removed them: damaged, on their way out, or there twice. If
-    /// they are removed later, their tombstones are needed, too.
-    hidden: Vec<ObjectId>,
+    /// Records in the file that cannot be found although they were not removed: corrupt, being evicted, or duplicates.
+    /// If they are removed later, their tombstones are needed, too.
+    unreachable: Vec<ObjectId>,
 }
 
 impl BucketBackend {
-    /// Times that a bucket's file could not be opened for somebody who wanted to read.
-    pub fn unopened(&self) -> u64 {
-        self.unopened.load(Ordering::Relaxed)
+    /// Number of failures to open the file of a bucket for a reader.
+    pub fn open_failures(&self) -> u64 {
+        self.open_failures.load(Ordering::Relaxed)
     }
 
-    /// The file of a bucket, open.
+    /// Returns the open file of a bucket.
     fn file(&self, bucket: u64) -> io::Result<File> {
         if let Some(file) = self.files.get(bucket) {
             return Ok(file);
         }
-        let file = self.storage.open(Path::new(&BucketFile::name(bucket, false)), Mode::Read)?;
+        let file = self.storage.open(Path::new(&BucketFile::name(bucket, false)), OpenMode::Read)?;
         self.files.insert(bucket, file.clone());
         if !self.buckets.lock().contains_key(&bucket) {
-            // It was deleted meanwhile, and whoever did it has looked for open files already.
+            // It was deleted meanwhile, and `delete` has already removed it from the open files.
             self.files.remove(bucket);
         }
         Ok(file)
     }
 
-    /// Records were taken out of the index because they were removed.
-    fn removed(&self, taken: &[Taken]) {
+    /// Accounts for records that were taken out of the index by a removal.
+    fn removed(&self, taken: &[RemovedEntry]) {
         let mut empty = vec![];
         {
             let mut buckets = self.buckets.lock();
-            for Taken { name, bucket: number } in taken {
+            for RemovedEntry { name, bucket: number } in taken {
                 let Some(bucket) = buckets.get_mut(number) else { continue };
-                bucket.kept -= 1;
+                bucket.live_records -= 1;
                 bucket.removed.push((name.id, name.version));
-                if bucket.kept == 0 {
-                    self.order.remove(*number);
+                if bucket.live_records == 0 {
+                    self.eviction.remove(*number);
                     empty.push(*number);
                 }
             }
@@ -162,77 +164,77 @@ impl BucketBackend {
         empty.into_iter().for_each(|number| self.delete(number));
     }
 
-    /// Removes the file of a bucket that is neither in the order nor in the index any more. If that fails, it stands in
-    /// line to be evicted again: its space is in use, after all.
+    /// Deletes the file of a bucket that is neither in the eviction queue nor in the index. If that fails, it is queued
+    /// for eviction again: its space is still in use.
     fn delete(&self, number: u64) {
         let Some(bucket) = self.buckets.lock().remove(&number) else { return };
         self.files.remove(number);
         let name = BucketFile::name(number, bucket.temporary);
         match self.storage.remove(Path::new(&name)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                warn!(file = name, %error, "a bucket cannot be deleted");
+                warn!(file = name, %error, "cannot delete bucket");
                 self.buckets.lock().insert(number, Bucket { hashes: vec![], ..bucket });
-                self.order.insert(number);
+                self.eviction.insert(number);
             }
             _ => _ = self.used.fetch_sub(bucket.bytes, Ordering::Relaxed),
         }
     }
 
-    /// Shortens the log of removals, if it is worth it.
-    fn forget_removals(&self, queue: &mut dyn Queue) -> io::Result<()> {
-        if !self.tombstones.wants_rewrite() {
+    /// Compacts the tombstone log, if needed.
+    fn compact_tombstones(&self, queue: &mut dyn Queue) -> io::Result<()> {
+        if !self.tombstones.needs_compaction() {
             return Ok(());
         }
-        // Files that were deleted must not come back after their tombstones are gone.
+        // Deleted files must not reappear after their tombstones are dropped.
         self.storage.sync_dir(Path::new(""))?;
         let keep_all = self.unknown.load(Ordering::Relaxed) > 0;
         let claimed = self.claims.objects();
         let needed: HashSet<ObjectId> = {
             let buckets = self.buckets.lock();
             let of = |bucket: &Bucket| -> Vec<ObjectId> {
-                bucket.removed.iter().map(|(id, _)| *id).chain(bucket.hidden.iter().copied()).collect()
+                bucket.removed.iter().map(|(id, _)| *id).chain(bucket.unreachable.iter().copied()).collect()
             };
             buckets.values().flat_map(of).collect()
         };
-        self.tombstones.rewrite(queue, |id, _| keep_all || needed.contains(id) || claimed.contains(id))
+        self.tombstones.compact(queue, |id, _| keep_all || needed.contains(id) || claimed.contains(id))
     }
 }
 
 impl Backend for BucketBackend {
-    fn write(&self, queue: &mut dyn Queue, records: &[Source<'_>]) -> Vec<Result<(), WriteError>> {
+    fn write(&self, queue: &mut dyn Queue, records: &[RecordSource<'_>]) -> Vec<Result<(), WriteError>> {
         self.write_records(queue, records)
     }
 
-    fn locate(&self, name: &RecordName) -> Option<Location> {
-        let place = self.index.get(name)?;
-        match self.file(place.bucket) {
+    fn locate(&self, name: &RecordId) -> Option<RecordLocation> {
+        let location = self.index.get(name)?;
+        match self.file(location.bucket) {
             Ok(file) => {
-                self.order.touch(place.bucket);
-                Some(Location {
+                self.eviction.touch(location.bucket);
+                Some(RecordLocation {
                     file,
-                    offset: place.offset,
-                    len: place.len,
-                    front_len: place.head_len,
-                    hold: None,
+                    offset: location.offset,
+                    len: location.len,
+                    preamble_read_len: location.preamble_read_len,
+                    read_guard: None,
                 })
             }
             Err(error) => {
-                self.unopened.fetch_add(1, Ordering::Relaxed);
-                // One that was evicted between the two lines above is no failure.
+                self.open_failures.fetch_add(1, Ordering::Relaxed);
+                // A bucket that was evicted between the two lines above is no failure.
                 if error.kind() != io::ErrorKind::NotFound {
-                    warn!(file = BucketFile::name(place.bucket, false), %error, "a bucket cannot be opened");
+                    warn!(file = BucketFile::name(location.bucket, false), %error, "cannot open bucket");
                 }
                 None
             }
         }
     }
 
-    /// The bucket stays until it is evicted: who could not read it now may be able to after a restart.
-    fn drop_damaged(&self, name: &RecordName) {
-        let Some(place) = self.index.get(name) else { return };
+    /// The bucket is kept until it is evicted: the record may be readable again after a restart.
+    fn drop_corrupt(&self, name: &RecordId) {
+        let Some(location) = self.index.get(name) else { return };
         self.index.remove(name);
-        if let Some(bucket) = self.buckets.lock().get_mut(&place.bucket) {
-            bucket.hidden.push(name.id);
+        if let Some(bucket) = self.buckets.lock().get_mut(&location.bucket) {
+            bucket.unreachable.push(name.id);
         }
     }
 
@@ -241,48 +243,48 @@ impl Backend for BucketBackend {
         for (id, version) in names {
             self.removed(&self.index.remove_up_to(id, *version));
         }
-        if let Err(error) = self.forget_removals(queue) {
-            // The removals are durable all the same; it is tried again with the next one.
-            warn!(%error, "the log of removals cannot be shortened");
+        if let Err(error) = self.compact_tombstones(queue) {
+            // The removals are durable all the same; the next one retries.
+            warn!(%error, "cannot compact the tombstone log");
         }
         Ok(())
     }
 
     fn prepare_eviction(&self, bytes: u64) -> Option<Eviction> {
-        let mut eviction = Eviction { names: vec![], bytes: 0, parts: vec![] };
+        let mut eviction = Eviction { names: vec![], bytes: 0, handles: vec![] };
         while eviction.bytes < bytes {
-            let Some(number) = self.order.take_first() else { break };
+            let Some(number) = self.eviction.pop() else { break };
             let hashes = {
                 let mut buckets = self.buckets.lock();
-                // One that was deleted when its last record was removed may still have stood in line.
+                // A bucket that was deleted with its last record may still have been in the queue.
                 let Some(bucket) = buckets.get_mut(&number) else { continue };
                 eviction.bytes += bucket.bytes;
                 std::mem::take(&mut bucket.hashes)
             };
             let taken = self.index.remove_bucket(number, &hashes);
             if let Some(bucket) = self.buckets.lock().get_mut(&number) {
-                bucket.hidden.extend(taken.iter().map(|taken| taken.name.id));
+                bucket.unreachable.extend(taken.iter().map(|taken| taken.name.id));
             }
             eviction.names.extend(taken.iter().map(|taken| taken.name));
-            eviction.parts.push(number);
+            eviction.handles.push(number);
         }
-        (!eviction.parts.is_empty()).then_some(eviction)
+        (!eviction.handles.is_empty()).then_some(eviction)
     }
 
     fn finish_eviction(&self, _queue: &mut dyn Queue, eviction: Eviction) {
-        for number in eviction.parts {
+        for number in eviction.handles {
             self.delete(number);
         }
         if let Err(error) = self.storage.sync_dir(Path::new("")) {
-            warn!(%error, "what was evicted may come back if the machine stops now");
+            warn!(%error, "cannot sync the directory; evicted records may reappear after a crash");
         }
     }
 
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(Found<'_>)) -> u64 {
-        self.tell_all(queue, found)
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
+        self.scan_all(queue, found)
     }
 
-    fn contains(&self, name: &RecordName) -> bool {
+    fn contains(&self, name: &RecordId) -> bool {
         self.index.get(name).is_some()
     }
 

@@ -1,60 +1,60 @@
-//! [`Claims`]: who writes which record, so that none is written twice at a time.
+//! [`WriteClaims`]: prevents concurrent writes of the same record.
 //!
-//! The second writer of a record waits until the first one has ended, and only then learns whether it is on the disk:
-//! told earlier, it would believe in a write that may still fail. Nobody waits while others may wait for it: what
-//! somebody else writes is put off until one's own records are done.
+//! The second writer of a record waits until the first one has ended, and only then learns whether the record is on the
+//! disk: an earlier result could refer to a write that fails later. To avoid deadlocks, a writer does not wait while it
+//! holds claims: records claimed by other writers are deferred until its own records are done.
 
 use hashbrown::HashSet;
 use moontide_types::ObjectId;
 use parking_lot::{Condvar, Mutex};
 
-use crate::backend::RecordName;
+use crate::backend::RecordId;
 
 /// Records that are being written.
 #[derive(Debug, Default)]
-pub(super) struct Claims {
-    names: Mutex<HashSet<RecordName>>,
+pub(super) struct WriteClaims {
+    names: Mutex<HashSet<RecordId>>,
     released: Condvar,
 }
 
-/// The right to write some records.
+/// Exclusive right to write some records.
 #[derive(Debug)]
-pub(super) struct Claimed<'c> {
-    claims: &'c Claims,
-    names: Vec<RecordName>,
+pub(super) struct WriteClaim<'c> {
+    claims: &'c WriteClaims,
+    names: Vec<RecordId>,
 }
 
-impl Claims {
-    /// Runs `write` for the places of all names, each name once at a time: first for those that nobody writes, then for
-    /// the others.
-    pub(super) fn write_each(&self, names: &[RecordName], mut write: impl FnMut(&[usize])) {
+impl WriteClaims {
+    /// Calls `write` with the indices of all names, each name in one writer at a time: first those that no other writer
+    /// has claimed, then the others.
+    pub(super) fn write_each(&self, names: &[RecordId], mut write: impl FnMut(&[usize])) {
         let mut left: Vec<usize> = (0..names.len()).collect();
         while let Some(&first) = left.first() {
-            let (mine, others, claimed) = self.claim(names, &left);
-            if mine.is_empty() {
+            let (own, others, claim) = self.claim(names, &left);
+            if own.is_empty() {
                 self.wait(&names[first]);
                 continue;
             }
-            write(&mine);
-            drop(claimed);
+            write(&own);
+            drop(claim);
             left = others;
         }
     }
 
-    /// All objects of which a record is being written.
+    /// Returns all objects of which a record is being written.
     pub(super) fn objects(&self) -> HashSet<ObjectId> {
         self.names.lock().iter().map(|name| name.id).collect()
     }
 
-    fn claim(&self, names: &[RecordName], places: &[usize]) -> (Vec<usize>, Vec<usize>, Claimed<'_>) {
+    fn claim(&self, names: &[RecordId], indices: &[usize]) -> (Vec<usize>, Vec<usize>, WriteClaim<'_>) {
         let mut claimed = self.names.lock();
-        let (mine, others): (Vec<_>, Vec<_>) =
-            places.iter().partition(|&&place| claimed.insert(names[place]));
-        let names = mine.iter().map(|&place: &usize| names[place]).collect();
-        (mine, others, Claimed { claims: self, names })
+        let (own, others): (Vec<_>, Vec<_>) =
+            indices.iter().partition(|&&index| claimed.insert(names[index]));
+        let names = own.iter().map(|&index: &usize| names[index]).collect();
+        (own, others, WriteClaim { claims: self, names })
     }
 
-    fn wait(&self, name: &RecordName) {
+    fn wait(&self, name: &RecordId) {
         let mut claimed = self.names.lock();
         while claimed.contains(name) {
             self.released.wait(&mut claimed);
@@ -62,7 +62,7 @@ impl Claims {
     }
 }
 
-impl Drop for Claimed<'_> {
+impl Drop for WriteClaim<'_> {
     fn drop(&mut self) {
         let mut claimed = self.claims.names.lock();
         for name in &self.names {
@@ -78,26 +78,26 @@ mod tests {
 
     use super::*;
 
-    fn name(number: u64) -> RecordName {
-        RecordName { id: crate::samples::id(number), version: Epoch::ZERO, stripe: 0 }
+    fn name(number: u64) -> RecordId {
+        RecordId { id: crate::samples::id(number), version: Epoch::ZERO, stripe: 0 }
     }
 
     #[test]
-    fn twins_are_written_one_after_the_other() {
-        let claims = Claims::default();
+    fn duplicate_records_in_a_batch_are_written_serially() {
+        let claims = WriteClaims::default();
         let names = [1, 2, 1, 1, 3].map(name);
         let mut rounds = vec![];
-        claims.write_each(&names, |places| {
-            assert!(claims.objects().contains(&names[places[0]].id));
-            rounds.push(places.to_vec());
+        claims.write_each(&names, |indices| {
+            assert!(claims.objects().contains(&names[indices[0]].id));
+            rounds.push(indices.to_vec());
         });
         assert_eq!(rounds, [vec![0, 1, 4], vec![2], vec![3]]);
         assert!(claims.objects().is_empty());
     }
 
     #[test]
-    fn writers_of_the_same_records_neither_meet_nor_wait_for_ever() {
-        let claims = Claims::default();
+    fn writers_of_same_records_exclude_each_other_without_deadlock() {
+        let claims = WriteClaims::default();
         let inside = Mutex::new(HashSet::new());
         std::thread::scope(|scope| {
             for thread in 0..4 {
@@ -106,13 +106,13 @@ mod tests {
                     for round in 0..200 {
                         let names: Vec<_> =
                             (0..4).map(|number| name((number + thread + round) % 5)).collect();
-                        claims.write_each(&names, |places| {
-                            for &place in places {
-                                assert!(inside.lock().insert(names[place]), "two write the same record");
+                        claims.write_each(&names, |indices| {
+                            for &index in indices {
+                                assert!(inside.lock().insert(names[index]), "two writers of the same record");
                             }
                             std::thread::yield_now();
-                            for place in places {
-                                inside.lock().remove(&names[*place]);
+                            for index in indices {
+                                inside.lock().remove(&names[*index]);
                             }
                         });
                     }

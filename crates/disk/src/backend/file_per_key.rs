@@ -1,31 +1,35 @@
-//! [`FileBackend`]: each record is a file, which other tools can look at, copy and delete.
+//! [`FileBackend`]: each record is a file, which other tools can inspect, copy and delete.
 //!
 //! ```text
 //!  3f/a9/3fa9….-0000000000000007-0.rec       id, version and stripe, in directories by the first two bytes of the id
-//!  3f/a9/3fa9….-0000000000000007-0.rec.tmp   one that is being written
-//!  removed.log                               what was removed
+//!  3f/a9/3fa9….-0000000000000007-0.rec.tmp   a record that is being written
+//!  removed.log                               tombstones
 //! ```
 //!
-//! # Order of writing
+//! # Order of writes
 //!
 //! ```text
-//!  write    .tmp written ─▶ synced ─▶ renamed ─▶ directory synced ─▶ found, acknowledged
-//!  remove   tombstone, durable ─▶ not found, acknowledged ─▶ unlinked; the directory is synced before the tombstone goes
-//!  evict    not found ─▶ the master hears of it ─▶ unlinked
+//!  write    .tmp written ─▶ synced ─▶ renamed ─▶ directory synced ─▶ in the index, acknowledged
+//! remove tombstone durable ─▶ not in the index, acknowledged ─▶ unlinked; directory synced before the tombstone is
+//! dropped
+//!  evict    not in the index ─▶ unlinked, directory synced ─▶ masters are notified
 //! ```
 //!
 //! Invariants:
 //!
-//! * a file without `.tmp` is whole: its bytes were durable before it had its name;
-//! * whoever writes, replaces or evicts a file has claimed its name, so that none unlinks what another has written;
-//! * `bytes` of the books is at least what the files take: it rises before a file is made and falls when it is gone.
+//! * a file without `.tmp` is complete: its bytes were durable before it was renamed;
+//! * a thread that writes, replaces or evicts a file has claimed its name, so that it does not unlink the file of
+//!   another writer;
+//! * `bytes` of the index is at least the size of all files: it increases before a file is created and decreases after
+//!   it is deleted.
 //!
-//! A file that cannot be read, and one that could not be unlinked, is debris: it takes space, is the first to be
-//! evicted, and is replaced when its record is written again.
+//! A file that cannot be read, or could not be unlinked, is an orphan: it takes space, is evicted first, and is
+//! replaced when its record is written again.
 //!
-//! Directories are made when they are needed and stay. They are not counted: there are 65,792 of them at most.
+//! Directories are created on demand and never removed. They do not count towards the limit: there are at most 65,792.
 //!
-//! Who was written first is not stored. After a restart the versions stand for it, which masters give in rising order.
+//! The order of writes is not stored. After a restart, the order of versions is used instead, which masters assign in
+//! rising order.
 
 mod dirs;
 mod names;
@@ -45,134 +49,146 @@ use moontide_types::{Epoch, ObjectId};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
+use crate::backend::batch_io::{PreambleScan, run_batch, scan_preambles};
 use crate::backend::bucket::OPEN_FILES_MAX_DEFAULT;
-use crate::backend::bucket::files::Files;
-use crate::backend::claims::Claims;
-use crate::backend::order::Order;
-use crate::backend::scatter::{Scan, run_for_each, scan_fronts};
+use crate::backend::bucket::open_files::OpenFileCache;
+use crate::backend::claims::WriteClaims;
+use crate::backend::eviction_queue::EvictionQueue;
 use crate::backend::tombstones::Tombstones;
 use crate::backend::{
-    Backend, Eviction, EvictionOrder, Found, Location, RecordName, Source, Usage, WriteError,
+    Backend, Eviction, EvictionPolicy, RecordId, RecordLocation, RecordSource, ScannedRecord, Usage,
+    WriteError,
 };
 use crate::buffer::Buffer;
-use crate::planted::{Bug, planted};
+use crate::mutation::Mutation;
 use crate::record::{DiskLayout, WriteOps};
-use crate::storage::{File, Mode, Op, OpKind, Queue, Storage};
-use dirs::{Directory, Dirs};
+use crate::storage::{File, Op, OpKind, OpenMode, Queue, Storage};
+use dirs::{Directory, DirectoryCache};
+use moontide_rt::mutation_enabled;
 use names::{path_of, temporary_of};
 
 pub use open::inspect;
 
-/// Files that a batch has open at a time.
+/// Maximum number of open files of a batch.
 const BATCH_FILES_MAX: usize = 256;
 
-/// Records that a scan has in its hands at a time.
+/// Maximum number of records that a scan processes at a time.
 const SCAN_FILES_MAX: usize = 4096;
 
-/// How the tier is made.
+/// Settings of a [`FileBackend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileConfig {
-    /// Bytes that may be used.
+    /// Limit of the bytes on the disk.
     pub limit_bytes: u64,
-    /// Who goes first when it is full.
-    pub order: EvictionOrder,
-    /// Files that stay open because they were read lately.
+    /// Eviction policy.
+    pub eviction_policy: EvictionPolicy,
+    /// Maximum number of files that stay open for reads.
     pub open_files_max: usize,
 }
 
 impl FileConfig {
-    /// All defaults, with this limit.
+    /// Returns the defaults with this limit.
     pub fn with_limit(limit_bytes: u64) -> FileConfig {
-        FileConfig { limit_bytes, order: EvictionOrder::default(), open_files_max: OPEN_FILES_MAX_DEFAULT }
+        FileConfig {
+            limit_bytes,
+            eviction_policy: EvictionPolicy::default(),
+            open_files_max: OPEN_FILES_MAX_DEFAULT,
+        }
     }
 }
 
-/// Each record is a file.
+/// Backend with one file per record.
 #[derive(Debug)]
 pub struct FileBackend {
     storage: Arc<dyn Storage>,
     limit: u64,
     tombstones: Tombstones,
-    /// Never held while the disk works. Before it none is taken; the order's lock may be taken with it.
-    books: Mutex<Books>,
-    claims: Claims,
-    /// Numbers of what is in the index.
-    order: Order,
-    dirs: Dirs,
-    open_files: Files,
-    /// Whether all directories were read: only then nothing unknown can come back.
+    /// Never held during I/O. No other lock is held when it is taken; the lock of the eviction queue may be taken
+    /// inside it.
+    index: Mutex<FileIndex>,
+    claims: WriteClaims,
+    /// Numbers of the records in the index.
+    eviction: EvictionQueue,
+    dirs: DirectoryCache,
+    open_files: OpenFileCache,
+    /// Whether all directories were read: only then no unknown file can reappear.
     complete: bool,
 }
 
 #[derive(Debug, Default)]
-struct Books {
-    index: BTreeMap<RecordName, Filed>,
-    /// What the order, or an eviction, calls them.
-    names: HashMap<u64, RecordName>,
+struct FileIndex {
+    records: BTreeMap<RecordId, IndexedFile>,
+    /// Records by their number in the eviction queue or in an eviction.
+    names: HashMap<u64, RecordId>,
     next_number: u64,
     /// Bytes of all files.
     bytes: u64,
-    /// Files that are there but cannot be found, with their lengths.
-    debris: BTreeMap<RecordName, u64>,
+    /// Files that exist but cannot be found, with their lengths.
+    orphans: BTreeMap<RecordId, u64>,
     /// Files that were chosen for eviction, with their numbers and lengths.
-    evicting: HashMap<RecordName, (u64, u64)>,
-    /// Directories from which names were removed that a crash would bring back.
+    evicting: HashMap<RecordId, (u64, u64)>,
+    /// Directories with removed names that a crash would restore.
     unsynced: HashSet<Directory>,
 }
 
 /// A record that can be found.
 #[derive(Clone, Copy, Debug)]
-struct Filed {
+struct IndexedFile {
     number: u64,
     len: u64,
-    head_len: u64,
+    preamble_read_len: u64,
 }
 
-/// A record on its way to the disk.
-struct Planned<'a> {
-    /// Its place in the caller's list.
-    place: usize,
-    source: Source<'a>,
-    name: RecordName,
+/// A record that is being written.
+struct PlannedRecord<'a> {
+    /// Index in the caller's list.
+    index: usize,
+    source: RecordSource<'a>,
+    name: RecordId,
     layout: DiskLayout,
-    /// Bytes of a useless file of the same name, which this one replaces.
+    /// Bytes of an orphan of the same name, which this file replaces.
     replaces: Option<u64>,
 }
 
-impl Books {
-    fn insert(&mut self, order: &Order, name: RecordName, len: u64, head_len: u64) {
+impl FileIndex {
+    fn insert(&mut self, eviction: &EvictionQueue, name: RecordId, len: u64, preamble_read_len: u64) {
         let number = self.next_number;
         self.next_number += 1;
-        order.insert(number);
+        eviction.insert(number);
         self.names.insert(number, name);
-        self.index.insert(name, Filed { number, len, head_len });
+        self.records.insert(name, IndexedFile { number, len, preamble_read_len });
     }
 
-    fn take_out(&mut self, order: &Order, name: &RecordName) -> Option<Filed> {
-        let filed = self.index.remove(name)?;
-        order.remove(filed.number);
-        self.names.remove(&filed.number);
-        Some(filed)
+    fn take_out(&mut self, eviction: &EvictionQueue, name: &RecordId) -> Option<IndexedFile> {
+        let file = self.records.remove(name)?;
+        eviction.remove(file.number);
+        self.names.remove(&file.number);
+        Some(file)
     }
 
-    /// Whether a record is on the disk, in this version or a newer one.
-    fn has(&self, name: &RecordName) -> bool {
-        let last = RecordName { id: name.id, version: Epoch::MAX, stripe: u16::MAX };
-        self.index.range(name..=&last).any(|(other, _)| other.stripe == name.stripe)
+    /// Whether this stripe is on the disk in this version or a newer one.
+    fn has(&self, name: &RecordId) -> bool {
+        let last = RecordId { id: name.id, version: Epoch::MAX, stripe: u16::MAX };
+        self.records.range(name..=&last).any(|(other, _)| other.stripe == name.stripe)
     }
 
-    /// Takes over a useless file of this name.
-    fn take_useless(&mut self, name: &RecordName) -> Option<u64> {
+    /// Takes over an orphan or an evicted file of this name, and returns its length.
+    fn take_orphan(&mut self, name: &RecordId) -> Option<u64> {
         let evicting = self.evicting.remove(name).map(|(_, len)| len);
-        self.debris.remove(name).or(evicting)
+        self.orphans.remove(name).or(evicting)
     }
 }
 
 impl FileBackend {
-    /// Finds room for a record, if others of `refused` bytes found none before it.
-    fn plan<'a>(&self, place: usize, source: Source<'a>, refused: u64) -> Result<Planned<'a>, WriteError> {
+    /// Reserves space for a record, if records of `refused` bytes were refused before it.
+    fn plan<'a>(
+        &self,
+        index: usize,
+        source: RecordSource<'a>,
+        refused: u64,
+    ) -> Result<PlannedRecord<'a>, WriteError> {
         let layout = DiskLayout::of_source(&source)?;
-        let name = RecordName::of(source.header);
+        let name = RecordId::of(source.header);
         if self.tombstones.covers(&name.id, name.version) {
             return Err(WriteError::Removed);
         }
@@ -180,81 +196,82 @@ impl FileBackend {
         if layout.len > self.limit {
             return Err(WriteError::TooLarge { bytes: layout.len });
         }
-        let mut books = self.books.lock();
-        if books.has(&name) {
+        let mut files = self.index.lock();
+        if files.has(&name) {
             return Err(WriteError::Exists);
         }
-        let wanted = (books.bytes + log_bytes + refused + layout.len).saturating_sub(self.limit);
-        if wanted > 0 {
-            return Err(WriteError::Full { wanted });
+        let needed = (files.bytes + log_bytes + refused + layout.len).saturating_sub(self.limit);
+        if needed > 0 {
+            return Err(WriteError::Full { needed });
         }
-        books.bytes += layout.len;
-        let replaces = books.take_useless(&name);
-        Ok(Planned { place, source, name, layout, replaces })
+        files.bytes += layout.len;
+        let replaces = files.take_orphan(&name);
+        Ok(PlannedRecord { index, source, name, layout, replaces })
     }
 
-    /// Writes records whose names the caller has claimed, a bounded number.
+    /// Writes a bounded number of records whose names the caller has claimed.
     fn write_claimed(
         &self,
         queue: &mut dyn Queue,
-        records: &[Source<'_>],
-        places: &[usize],
+        records: &[RecordSource<'_>],
+        indices: &[usize],
         refused: &mut u64,
         results: &mut [Result<(), WriteError>],
     ) {
-        let mut planned = Vec::with_capacity(places.len());
-        for &place in places {
-            match self.plan(place, records[place], *refused) {
+        let mut planned = Vec::with_capacity(indices.len());
+        for &index in indices {
+            match self.plan(index, records[index], *refused) {
                 Ok(plan) => planned.push(plan),
                 Err(error) => {
                     if let WriteError::Full { .. } = error {
-                        *refused += DiskLayout::of(records[place].header).len;
+                        *refused += DiskLayout::of(records[index].header).len;
                     }
-                    results[place] = Err(error);
+                    results[index] = Err(error);
                 }
             }
         }
-        let mut made = vec![];
+        let mut created = vec![];
         for plan in planned {
-            match self.make(&plan.name) {
-                Ok(file) => made.push((plan, file)),
-                Err(error) => results[plan.place] = Err(self.give_up(&plan, &error)),
+            match self.create(&plan.name) {
+                Ok(file) => created.push((plan, file)),
+                Err(error) => results[plan.index] = Err(self.discard(&plan, &error)),
             }
         }
-        let ops = made.iter().enumerate().flat_map(|(number, (plan, file))| {
+        let ops = created.iter().enumerate().flat_map(|(number, (plan, file))| {
             let mut ops = WriteOps::new(file, 0);
             ops.record(&plan.source);
             ops.map(move |op| (number, op))
         });
-        let written = run_for_each(queue, made.len(), ops);
-        let wanted = |number: &usize| written[*number].is_ok() && !planted(Bug::RenameBeforeSync);
-        let syncs = made.iter().enumerate().filter(|(number, _)| wanted(number));
+        let written = run_batch(queue, created.len(), ops);
+        let needs_sync =
+            |number: &usize| written[*number].is_ok() && !mutation_enabled(Mutation::RenameBeforeSync);
+        let syncs = created.iter().enumerate().filter(|(number, _)| needs_sync(number));
         let syncs = syncs.map(|(number, (_, file))| {
             let (file, buffer) = (file.clone(), Buffer::None);
             (number, Op { tag: 0, kind: OpKind::Sync, file, offset: 0, buffer })
         });
-        let synced = run_for_each(queue, made.len(), syncs);
-        let mut named = vec![];
-        for (((plan, _), written), synced) in made.into_iter().zip(written).zip(synced) {
+        let synced = run_batch(queue, created.len(), syncs);
+        let mut renamed = vec![];
+        for (((plan, _), written), synced) in created.into_iter().zip(written).zip(synced) {
             let (from, to) = (temporary_of(&plan.name), path_of(&plan.name));
-            let renamed =
+            let result =
                 written.and(synced).and_then(|()| self.storage.rename(Path::new(&from), Path::new(&to)));
-            match renamed {
-                Ok(()) => named.push(plan),
-                Err(error) => results[plan.place] = Err(self.give_up(&plan, &error)),
+            match result {
+                Ok(()) => renamed.push(plan),
+                Err(error) => results[plan.index] = Err(self.discard(&plan, &error)),
             }
         }
-        let directories: HashSet<Directory> = named.iter().map(|plan| Directory::of(&plan.name)).collect();
+        let directories: HashSet<Directory> = renamed.iter().map(|plan| Directory::of(&plan.name)).collect();
         let synced: HashMap<Directory, io::Result<()>> =
             directories.into_iter().map(|dir| (dir, self.sync_names(dir))).collect();
-        for plan in named {
-            let place = plan.place;
-            results[place] = match &synced[&Directory::of(&plan.name)] {
+        for plan in renamed {
+            let index = plan.index;
+            results[index] = match &synced[&Directory::of(&plan.name)] {
                 Ok(()) => self.insert(plan),
                 Err(error) => {
-                    warn!(%error, "a directory of the tier could not be synced");
-                    self.forget(&plan.name, plan.layout.len, plan.replaces);
-                    Err(refusal(error))
+                    warn!(%error, "cannot sync directory of the disk tier");
+                    self.unlink(&plan.name, plan.layout.len, plan.replaces);
+                    Err(write_error(error))
                 }
             };
         }
@@ -262,145 +279,154 @@ impl FileBackend {
 
     /// Makes the names in a directory durable.
     fn sync_names(&self, directory: Directory) -> io::Result<()> {
-        if planted(Bug::NameUnsynced) { Ok(()) } else { self.storage.sync_dir(&directory.path()) }
+        if mutation_enabled(Mutation::NameUnsynced) {
+            Ok(())
+        } else {
+            self.storage.sync_dir(&directory.path())
+        }
     }
 
-    /// The file of a record, open.
-    fn file(&self, name: &RecordName, number: u64) -> io::Result<File> {
+    /// Returns the open file of a record.
+    fn file(&self, name: &RecordId, number: u64) -> io::Result<File> {
         if let Some(file) = self.open_files.get(number) {
             return Ok(file);
         }
-        let file = self.storage.open(Path::new(&path_of(name)), Mode::Read)?;
+        let file = self.storage.open(Path::new(&path_of(name)), OpenMode::Read)?;
         self.open_files.insert(number, file.clone());
         if !self.contains(name) {
-            // It has gone meanwhile, and whoever did that has looked for open files already.
+            // It was removed meanwhile, and that thread has already removed it from the open files.
             self.open_files.remove(number);
         }
         Ok(file)
     }
 
-    /// Makes the file of a record that is to be written, and its directories.
-    fn make(&self, name: &RecordName) -> io::Result<File> {
-        self.dirs.make(&*self.storage, Directory::of(name))?;
+    /// Creates the temporary file of a record, and its directories.
+    fn create(&self, name: &RecordId) -> io::Result<File> {
+        self.dirs.create(&*self.storage, Directory::of(name))?;
         let path = temporary_of(name);
-        match self.storage.open(Path::new(&path), Mode::Create) {
-            // An earlier attempt could not clean up behind itself.
+        match self.storage.open(Path::new(&path), OpenMode::Create) {
+            // An earlier attempt could not remove its file.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 self.storage.remove(Path::new(&path))?;
-                self.storage.open(Path::new(&path), Mode::Create)
+                self.storage.open(Path::new(&path), OpenMode::Create)
             }
             result => result,
         }
     }
 
-    /// A record did not get its name.
-    fn give_up(&self, plan: &Planned<'_>, error: &io::Error) -> WriteError {
-        debug!(%error, name = ?plan.name, "a record could not be written");
+    /// Removes the temporary file of a record that could not be written.
+    fn discard(&self, plan: &PlannedRecord<'_>, error: &io::Error) -> WriteError {
+        debug!(%error, name = ?plan.name, "cannot write record");
         let removed = self.storage.remove(Path::new(&temporary_of(&plan.name)));
-        let mut books = self.books.lock();
+        let mut files = self.index.lock();
         if removed.is_ok() || removed.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            books.bytes -= plan.layout.len;
+            files.bytes -= plan.layout.len;
         }
         if let Some(len) = plan.replaces {
-            books.debris.insert(plan.name, len);
+            files.orphans.insert(plan.name, len);
         }
-        refusal(error)
+        write_error(error)
     }
 
-    /// A record can be found from now on.
-    fn insert(&self, plan: Planned<'_>) -> Result<(), WriteError> {
-        let Planned { name, layout, replaces, .. } = plan;
+    /// Inserts a written record into the index.
+    fn insert(&self, plan: PlannedRecord<'_>) -> Result<(), WriteError> {
+        let PlannedRecord { name, layout, replaces, .. } = plan;
         let removed = {
-            let mut books = self.books.lock();
-            // Whoever removes looks here after its tombstone is known: one of the two sees the other.
+            let mut files = self.index.lock();
+            // A removal searches the index after it has added its tombstone: one of the two sees the other.
             let removed = self.tombstones.covers(&name.id, name.version);
             if !removed {
-                books.bytes -= replaces.unwrap_or(0);
-                books.insert(&self.order, name, layout.len, layout.head_len);
+                files.bytes -= replaces.unwrap_or(0);
+                files.insert(&self.eviction, name, layout.len, layout.preamble_read_len);
             }
             removed
         };
         if removed {
-            self.forget(&name, layout.len, replaces);
+            self.unlink(&name, layout.len, replaces);
             return Err(WriteError::Removed);
         }
         Ok(())
     }
 
-    /// Unlinks a file that the caller has claimed, or that nobody may write any more. One that stays is debris.
-    fn forget(&self, name: &RecordName, len: u64, replaced: Option<u64>) {
+    /// Unlinks a file that the caller has claimed, or that may no longer be written. If that fails, it becomes an
+    /// orphan.
+    fn unlink(&self, name: &RecordId, len: u64, replaced: Option<u64>) {
         let removed = self.storage.remove(Path::new(&path_of(name)));
-        let mut books = self.books.lock();
-        books.bytes -= replaced.unwrap_or(0);
+        let mut files = self.index.lock();
+        files.bytes -= replaced.unwrap_or(0);
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                warn!(%error, ?name, "a file of the tier could not be removed; it is tried again");
-                books.debris.insert(*name, len);
+                warn!(%error, ?name, "cannot remove file of the disk tier; retrying later");
+                files.orphans.insert(*name, len);
             }
             _ => {
-                books.bytes -= len;
-                books.unsynced.insert(Directory::of(name));
+                files.bytes -= len;
+                files.unsynced.insert(Directory::of(name));
             }
         }
     }
 
-    /// Makes it durable that files are gone; the answer is where that failed.
+    /// Makes the deletion of files durable. Returns the directories for which that failed.
     fn sync_removals(&self) -> Vec<Directory> {
-        let unsynced = std::mem::take(&mut self.books.lock().unsynced);
+        let unsynced = std::mem::take(&mut self.index.lock().unsynced);
         unsynced.into_iter().filter(|dir| self.storage.sync_dir(&dir.path()).is_err()).collect()
     }
 
-    /// Drops what nobody needs from a log of removals that has become long.
-    fn shorten_tombstones(&self, queue: &mut dyn Queue) {
+    /// Compacts the tombstone log.
+    fn compact_tombstones(&self, queue: &mut dyn Queue) {
         let failed = self.sync_removals();
         let keep_all = !self.complete || !failed.is_empty();
-        self.books.lock().unsynced.extend(failed);
-        let mut left = self.claims.objects();
+        self.index.lock().unsynced.extend(failed);
+        let mut needed = self.claims.objects();
         {
-            let books = self.books.lock();
-            left.extend(books.debris.keys().chain(books.evicting.keys()).map(|name| name.id));
+            let files = self.index.lock();
+            needed.extend(files.orphans.keys().chain(files.evicting.keys()).map(|name| name.id));
         }
-        let keep = |id: &ObjectId, _| keep_all || left.contains(id);
-        if let Err(error) = self.tombstones.rewrite(queue, keep) {
-            warn!(%error, "the log of removals could not be written anew; it is tried again");
+        let keep = |id: &ObjectId, _| keep_all || needed.contains(id);
+        if let Err(error) = self.tombstones.compact(queue, keep) {
+            warn!(%error, "cannot compact the tombstone log; retrying later");
         }
     }
 }
 
 impl Backend for FileBackend {
-    fn write(&self, queue: &mut dyn Queue, records: &[Source<'_>]) -> Vec<Result<(), WriteError>> {
-        let names: Vec<RecordName> = records.iter().map(|record| RecordName::of(record.header)).collect();
+    fn write(&self, queue: &mut dyn Queue, records: &[RecordSource<'_>]) -> Vec<Result<(), WriteError>> {
+        let names: Vec<RecordId> = records.iter().map(|record| RecordId::of(record.header)).collect();
         let mut results = vec![Ok(()); records.len()];
         let mut refused = 0;
-        self.claims.write_each(&names, |places| {
-            for places in places.chunks(BATCH_FILES_MAX) {
-                self.write_claimed(queue, records, places, &mut refused, &mut results);
+        self.claims.write_each(&names, |indices| {
+            for indices in indices.chunks(BATCH_FILES_MAX) {
+                self.write_claimed(queue, records, indices, &mut refused, &mut results);
             }
         });
         results
     }
 
-    fn locate(&self, name: &RecordName) -> Option<Location> {
-        let filed = *self.books.lock().index.get(name)?;
-        self.order.touch(filed.number);
-        match self.file(name, filed.number) {
-            Ok(file) => {
-                Some(Location { file, offset: 0, len: filed.len, front_len: filed.head_len, hold: None })
-            }
+    fn locate(&self, name: &RecordId) -> Option<RecordLocation> {
+        let indexed = *self.index.lock().records.get(name)?;
+        self.eviction.touch(indexed.number);
+        match self.file(name, indexed.number) {
+            Ok(file) => Some(RecordLocation {
+                file,
+                offset: 0,
+                len: indexed.len,
+                preamble_read_len: indexed.preamble_read_len,
+                read_guard: None,
+            }),
             Err(error) => {
-                // Evicted or removed a moment ago, most likely.
-                debug!(%error, ?name, "a file of the tier could not be opened");
+                // Most likely evicted or removed a moment ago.
+                debug!(%error, ?name, "cannot open file of the disk tier");
                 None
             }
         }
     }
 
-    fn drop_damaged(&self, name: &RecordName) {
-        let mut books = self.books.lock();
-        if let Some(filed) = books.take_out(&self.order, name) {
-            books.debris.insert(*name, filed.len);
-            drop(books);
-            self.open_files.remove(filed.number);
+    fn drop_corrupt(&self, name: &RecordId) {
+        let mut files = self.index.lock();
+        if let Some(file) = files.take_out(&self.eviction, name) {
+            files.orphans.insert(*name, file.len);
+            drop(files);
+            self.open_files.remove(file.number);
         }
     }
 
@@ -408,128 +434,131 @@ impl Backend for FileBackend {
         self.tombstones.append(queue, names)?;
         let mut gone = vec![];
         {
-            let mut books = self.books.lock();
+            let mut files = self.index.lock();
             for &(id, version) in names {
-                let first = RecordName { id, version: Epoch::ZERO, stripe: 0 };
-                let last = RecordName { id, version, stripe: u16::MAX };
-                let found: Vec<RecordName> = books.index.range(first..=last).map(|(name, _)| *name).collect();
+                let first = RecordId { id, version: Epoch::ZERO, stripe: 0 };
+                let last = RecordId { id, version, stripe: u16::MAX };
+                let found: Vec<RecordId> = files.records.range(first..=last).map(|(name, _)| *name).collect();
                 for name in found {
-                    let filed = books.take_out(&self.order, &name).expect("just seen");
-                    gone.push((name, filed.len));
-                    self.open_files.remove(filed.number);
+                    let file = files.take_out(&self.eviction, &name).expect("it was just found");
+                    gone.push((name, file.len));
+                    self.open_files.remove(file.number);
                 }
-                let useless: Vec<RecordName> =
-                    books.debris.range(first..=last).map(|(name, _)| *name).collect();
-                for name in useless {
-                    let len = books.debris.remove(&name).expect("just seen");
+                let orphans: Vec<RecordId> =
+                    files.orphans.range(first..=last).map(|(name, _)| *name).collect();
+                for name in orphans {
+                    let len = files.orphans.remove(&name).expect("it was just found");
                     gone.push((name, len));
                 }
             }
         }
-        // The tombstone keeps all others from writing them.
-        gone.iter().for_each(|(name, len)| self.forget(name, *len, None));
-        if self.tombstones.wants_rewrite() {
-            self.shorten_tombstones(queue);
+        // The tombstones keep other threads from writing them.
+        gone.iter().for_each(|(name, len)| self.unlink(name, *len, None));
+        if self.tombstones.needs_compaction() {
+            self.compact_tombstones(queue);
         }
         Ok(())
     }
 
     fn prepare_eviction(&self, bytes: u64) -> Option<Eviction> {
-        let mut eviction = Eviction { names: vec![], bytes: 0, parts: vec![] };
-        let mut books = self.books.lock();
+        let mut eviction = Eviction { names: vec![], bytes: 0, handles: vec![] };
+        let mut files = self.index.lock();
         while eviction.bytes < bytes {
-            let (name, len, number) = if let Some((name, len)) = books.debris.pop_first() {
-                let number = books.next_number;
-                books.next_number += 1;
+            let (name, len, number) = if let Some((name, len)) = files.orphans.pop_first() {
+                let number = files.next_number;
+                files.next_number += 1;
                 (name, len, number)
             } else {
-                let Some(number) = self.order.first() else { break };
-                let name = books.names[&number];
-                let filed = books.take_out(&self.order, &name).expect("the order names what is there");
+                let Some(number) = self.eviction.first() else { break };
+                let name = files.names[&number];
+                let file = files.take_out(&self.eviction, &name).expect("the queue has only indexed records");
                 self.open_files.remove(number);
                 eviction.names.push(name);
-                (name, filed.len, number)
+                (name, file.len, number)
             };
             eviction.bytes += len;
-            eviction.parts.push(number);
-            books.names.insert(number, name);
-            books.evicting.insert(name, (number, len));
+            eviction.handles.push(number);
+            files.names.insert(number, name);
+            files.evicting.insert(name, (number, len));
         }
-        (!eviction.parts.is_empty()).then_some(eviction)
+        (!eviction.handles.is_empty()).then_some(eviction)
     }
 
     fn finish_eviction(&self, _queue: &mut dyn Queue, eviction: Eviction) {
-        let names: Vec<RecordName> = {
-            let mut books = self.books.lock();
-            eviction.parts.iter().filter_map(|number| books.names.remove(number)).collect()
+        let names: Vec<RecordId> = {
+            let mut files = self.index.lock();
+            eviction.handles.iter().filter_map(|number| files.names.remove(number)).collect()
         };
-        self.claims.write_each(&names, |places| {
-            for &place in places {
-                let name = &names[place];
+        self.claims.write_each(&names, |indices| {
+            for &index in indices {
+                let name = &names[index];
                 let chosen = {
-                    let mut books = self.books.lock();
-                    // None: it was written again since, in its place. It may even have been chosen again.
+                    let mut files = self.index.lock();
+                    // None: the record was written again meanwhile. It may even have been chosen again.
                     let chosen =
-                        books.evicting.get(name).filter(|(number, _)| eviction.parts.contains(number));
+                        files.evicting.get(name).filter(|(number, _)| eviction.handles.contains(number));
                     let len = chosen.map(|&(_, len)| len);
-                    len.inspect(|_| _ = books.evicting.remove(name))
+                    len.inspect(|_| _ = files.evicting.remove(name))
                 };
                 if let Some(len) = chosen {
-                    self.forget(name, len, None);
+                    self.unlink(name, len, None);
                 }
             }
         });
         let failed = self.sync_removals();
         if !failed.is_empty() {
-            warn!(directories = failed.len(), "what was evicted may come back if the machine stops now");
+            warn!(
+                directories = failed.len(),
+                "cannot sync directories; evicted records may reappear after a crash"
+            );
         }
-        self.books.lock().unsynced.extend(failed);
+        self.index.lock().unsynced.extend(failed);
     }
 
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(Found<'_>)) -> u64 {
-        let mut untold = 0;
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
+        let mut skipped = 0;
         let mut from = Bound::Unbounded;
         loop {
-            let names: Vec<(RecordName, Filed)> = {
-                let books = self.books.lock();
-                let names = books.index.range((from, Bound::Unbounded)).take(SCAN_FILES_MAX);
-                names.map(|(&name, &filed)| (name, filed)).collect()
+            let names: Vec<(RecordId, IndexedFile)> = {
+                let files = self.index.lock();
+                let names = files.records.range((from, Bound::Unbounded)).take(SCAN_FILES_MAX);
+                names.map(|(&name, &file)| (name, file)).collect()
             };
-            let Some((last, _)) = names.last() else { return untold };
+            let Some((last, _)) = names.last() else { return skipped };
             from = Bound::Excluded(*last);
-            let scans = names.iter().enumerate().map(|(tag, (name, filed))| Scan {
+            let scans = names.iter().enumerate().map(|(tag, (name, indexed))| PreambleScan {
                 tag,
-                file: self.storage.open(Path::new(&path_of(name)), Mode::Read),
+                file: self.storage.open(Path::new(&path_of(name)), OpenMode::Read),
                 offset: 0,
-                len: filed.len,
-                head_len: filed.head_len,
+                len: indexed.len,
+                preamble_read_len: indexed.preamble_read_len,
             });
-            scan_fronts(queue, scans, &mut |tag, front| {
-                let (name, filed) = &names[tag];
-                match front {
-                    Ok(front) if front.is_named(name, filed.len, filed.head_len) => {
+            scan_preambles(queue, scans, &mut |tag, preamble| {
+                let (name, indexed) = &names[tag];
+                match preamble {
+                    Ok(preamble) if preamble.matches(name, indexed.len, indexed.preamble_read_len) => {
                         if self.contains(name) {
-                            found(front.found());
+                            found(preamble.scanned());
                         }
                     }
-                    _ => untold += u64::from(self.contains(name)),
+                    _ => skipped += u64::from(self.contains(name)),
                 }
             });
         }
     }
 
-    fn contains(&self, name: &RecordName) -> bool {
-        self.books.lock().index.contains_key(name)
+    fn contains(&self, name: &RecordId) -> bool {
+        self.index.lock().records.contains_key(name)
     }
 
     fn usage(&self) -> Usage {
         let log_bytes = self.tombstones.log_bytes();
-        let books = self.books.lock();
-        Usage { bytes: books.bytes + log_bytes, limit: self.limit, records: books.index.len() as u64 }
+        let files = self.index.lock();
+        Usage { bytes: files.bytes + log_bytes, limit: self.limit, records: files.records.len() as u64 }
     }
 }
 
-/// What a failed operation means for a record.
-fn refusal(error: &io::Error) -> WriteError {
+/// Returns the write error for a failed operation.
+fn write_error(error: &io::Error) -> WriteError {
     if error.kind() == io::ErrorKind::StorageFull { WriteError::NoSpace } else { WriteError::Io }
 }

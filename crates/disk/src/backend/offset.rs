@@ -1,34 +1,36 @@
-//! [`OffsetBackend`]: all records in one file of a fixed size, `data.moontide`, with a table of them at its front.
+//! [`OffsetBackend`]: all records in one file of fixed size, `data.moontide`, with a table of entries at its start.
 //!
-//! The file is made once and keeps its size and its content: at a restart the table says what is in it. [`mod@format`] draws
-//! it; [`table`] keeps the entries, [`space`] the blocks, [`syncs`] the durability, [`open`] the start.
+//! The file is created once and keeps its size and its content: at a restart the table lists the records.
+//! [`mod@format`] describes the file; [`table`] holds the entries, [`space`] the free blocks, [`group_sync`] the syncs,
+//! [`open`] the start.
 //!
-//! # Order of writing
+//! # Order of writes
 //!
 //! ```text
-//!  write    data ─▶ sync ─▶ entries ─▶ sync ─▶ found, acknowledged      one pair of syncs per batch
-//!  remove   tombstone, durable ─▶ not found, acknowledged ┐
-//!  evict    not found ─▶ the master hears of it ──────────┴▶ entry cleared ─▶ sync ─▶ slot and range are free
+//!  write    data ─▶ sync ─▶ entries ─▶ sync ─▶ in the index, acknowledged      one pair of syncs per batch
+//!  remove   tombstone durable ─▶ not in the index, acknowledged ┐
+//!  evict    not in the index ───────────────────────────────────┴▶ entry cleared ─▶ sync ─▶ slot and range are free
 //! ```
 //!
 //! Invariants:
 //!
-//! * an entry on the disk names bytes that were durable before it;
-//! * a range is given out only when no entry on the disk names it and nobody reads it: a [`Location`] holds it;
-//! * a slot is given out only when it is durably free, so that no entry is overwritten by another one;
-//! * after a failed sync nothing is written any more until the file is opened again ([`syncs`]); reads go on.
+//! * an entry on the disk refers to bytes that were durable before it;
+//! * a range is allocated only when no entry on the disk refers to it and no reader uses it: a [`RecordLocation`] holds
+//!   it;
+//! * a slot is allocated only when it is durably free, so that no entry is overwritten by another one;
+//! * after a failed sync nothing is written until the file is opened again ([`group_sync`]); reads continue.
 //!
-//! Entries of removed records are cleared with the next batch, or when the space is wanted. Until then the tombstones
-//! keep them from coming back.
+//! Entries of removed records are cleared with the next batch, or when the space is needed. Until then the tombstones
+//! keep them from reappearing.
 //!
-//! Lock order: a shard of the index, then `leaving`, then one of `evicting`, `debris`, `data` or the order; the locks of
-//! the table and of the syncs are taken with none of them held.
+//! Lock order: a shard of the index, then `unlinked`, then one of `evicting`, `orphans`, `space` or the eviction queue;
+//! the locks of the table and of the syncs are taken with none of them held.
 
 mod format;
+mod group_sync;
 mod inspect;
 mod open;
 mod space;
-mod syncs;
 mod table;
 
 #[cfg(test)]
@@ -43,20 +45,22 @@ use moontide_types::{Epoch, ObjectId};
 use parking_lot::Mutex;
 use tracing::{error, warn};
 
-use crate::backend::claims::Claims;
-use crate::backend::order::Order;
-use crate::backend::scatter::{Scan, run_for_each, scan_fronts};
+use crate::backend::batch_io::{PreambleScan, run_batch, scan_preambles};
+use crate::backend::claims::WriteClaims;
+use crate::backend::eviction_queue::EvictionQueue;
 use crate::backend::tombstones::Tombstones;
 use crate::backend::{
-    Backend, Eviction, EvictionOrder, Found, Location, RecordName, Source, Usage, WriteError,
+    Backend, Eviction, EvictionPolicy, RecordId, RecordLocation, RecordSource, ScannedRecord, Usage,
+    WriteError,
 };
 use crate::buffer::BLOCK_BYTES;
-use crate::planted::{Bug, planted};
+use crate::mutation::Mutation;
 use crate::record::{DiskLayout, WriteOps};
 use crate::storage::{File, Queue};
 use format::{Entry, Geometry};
-use space::{Data, Range};
-use syncs::Syncs;
+use group_sync::GroupSync;
+use moontide_rt::mutation_enabled;
+use space::{BlockRange, SpaceMap};
 use table::{Change, SlotNumber, Table};
 
 pub use inspect::inspect;
@@ -64,27 +68,27 @@ pub use inspect::inspect;
 /// Shards of the index.
 const INDEX_SHARDS: usize = 64;
 
-/// How the tier is made.
+/// Settings of an [`OffsetBackend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffsetConfig {
-    /// Bytes that may be used: the file, and some room for the log of removals. Only asked for when the file is made:
+    /// Limit of the bytes on the disk: the file, and space for the tombstone log. Applies when the file is created:
     /// later it keeps its size.
     pub limit_bytes: u64,
-    /// How many records fit, whatever their size; fixed when the file is made. One per 64 KiB unless told otherwise, at
+    /// Maximum number of records, regardless of their size; fixed when the file is created. Default: one per 64 KiB, at
     /// least 4,096.
     pub entries: Option<u32>,
-    /// Who goes first when it is full.
-    pub order: EvictionOrder,
+    /// Eviction policy.
+    pub eviction_policy: EvictionPolicy,
 }
 
 impl OffsetConfig {
-    /// All defaults, with this limit.
+    /// Returns the defaults with this limit.
     pub fn with_limit(limit_bytes: u64) -> OffsetConfig {
-        OffsetConfig { limit_bytes, entries: None, order: EvictionOrder::default() }
+        OffsetConfig { limit_bytes, entries: None, eviction_policy: EvictionPolicy::default() }
     }
 }
 
-/// All records in one file.
+/// Backend with all records in one file.
 #[derive(Debug)]
 pub struct OffsetBackend {
     file: File,
@@ -92,74 +96,79 @@ pub struct OffsetBackend {
     limit: u64,
     tombstones: Tombstones,
     table: Table,
-    syncs: Syncs,
-    data: Mutex<Data>,
-    index: Vec<Mutex<BTreeMap<RecordName, Stored>>>,
-    claims: Claims,
-    /// Slots of what is in the index.
-    order: Order,
-    /// Not found any more; their entries are to be cleared.
-    leaving: Mutex<Vec<Leaving>>,
-    /// Chosen for eviction, by slot.
-    evicting: Mutex<HashMap<u32, Leaving>>,
-    /// What could not be read: it takes space and is the first to go.
-    debris: Mutex<Vec<Leaving>>,
+    syncs: GroupSync,
+    space: Mutex<SpaceMap>,
+    index: Vec<Mutex<BTreeMap<RecordId, IndexedRecord>>>,
+    claims: WriteClaims,
+    /// Slots of the records in the index.
+    eviction: EvictionQueue,
+    /// Records that are no longer in the index and whose entries have to be cleared.
+    unlinked: Mutex<Vec<UnlinkedRecord>>,
+    /// Records chosen for eviction, by slot.
+    evicting: Mutex<HashMap<u32, UnlinkedRecord>>,
+    /// Unreadable records: they take space and are evicted first.
+    orphans: Mutex<Vec<UnlinkedRecord>>,
     sequence: AtomicU64,
     records: AtomicU64,
-    /// Whether all of the table was read and is durable: only then nothing unknown can come back.
+    /// Whether all of the table was read and is durable: only then no unknown record can reappear.
     complete: bool,
 }
 
 /// A record that can be found.
 #[derive(Debug)]
-struct Stored {
+struct IndexedRecord {
     slot: SlotNumber,
-    range: Range,
-    head_len: u64,
+    range: BlockRange,
+    preamble_read_len: u64,
 }
 
-/// A record that cannot be found any more, but has its entry and its range still.
+/// A record that is no longer in the index, but still has its entry and its range.
 #[derive(Debug)]
-struct Leaving {
-    name: RecordName,
+struct UnlinkedRecord {
+    name: RecordId,
     slot: SlotNumber,
-    range: Range,
+    range: BlockRange,
 }
 
-/// A record on its way to the disk.
-struct Planned<'a> {
-    /// Its place in the caller's list.
-    place: usize,
-    source: Source<'a>,
-    name: RecordName,
+/// A record that is being written.
+struct PlannedRecord<'a> {
+    /// Index in the caller's list.
+    index: usize,
+    source: RecordSource<'a>,
+    name: RecordId,
     layout: DiskLayout,
     slot: SlotNumber,
-    range: Range,
+    range: BlockRange,
 }
 
-impl Planned<'_> {
-    fn leaving(self) -> Leaving {
-        Leaving { name: self.name, slot: self.slot, range: self.range }
+impl PlannedRecord<'_> {
+    fn into_unlinked(self) -> UnlinkedRecord {
+        UnlinkedRecord { name: self.name, slot: self.slot, range: self.range }
     }
 }
 
 impl OffsetBackend {
-    fn shard(&self, id: &ObjectId) -> &Mutex<BTreeMap<RecordName, Stored>> {
-        // Ids are hashes: any byte of theirs is as good as another.
+    fn shard(&self, id: &ObjectId) -> &Mutex<BTreeMap<RecordId, IndexedRecord>> {
+        // Ids are hashes: any of their bytes is uniform.
         &self.index[usize::from(id.0[15]) % INDEX_SHARDS]
     }
 
-    /// Whether a record is on the disk, in this version or a newer one.
-    fn has(&self, name: &RecordName) -> bool {
-        let last = RecordName { id: name.id, version: Epoch::MAX, stripe: u16::MAX };
+    /// Whether this stripe is on the disk in this version or a newer one.
+    fn has(&self, name: &RecordId) -> bool {
+        let last = RecordId { id: name.id, version: Epoch::MAX, stripe: u16::MAX };
         let index = self.shard(&name.id).lock();
         index.range(name..=&last).any(|(other, _)| other.stripe == name.stripe)
     }
 
-    /// Finds room for a record, if others of `refused` bytes found none before it.
-    fn plan<'a>(&self, place: usize, source: Source<'a>, refused: u64) -> Result<Planned<'a>, WriteError> {
+    /// Reserves slot and range for a record, if records of `refused` bytes were refused before it.
+    fn plan<'a>(
+        &self,
+        index: usize,
+        source: RecordSource<'a>,
+        refused: u64,
+    ) -> Result<PlannedRecord<'a>, WriteError> {
         let layout = DiskLayout::of_source(&source)?;
-        let name = RecordName::of(source.header);
+        let name = RecordId::of(source.header);
         if self.tombstones.covers(&name.id, name.version) {
             return Err(WriteError::Removed);
         }
@@ -167,53 +176,53 @@ impl OffsetBackend {
             return Err(WriteError::Exists);
         }
         let range = {
-            let mut data = self.data.lock();
+            let mut space = self.space.lock();
             let blocks = layout.len / BLOCK_BYTES as u64;
-            if !data.could_hold(blocks) {
+            if !space.could_hold(blocks) {
                 return Err(WriteError::TooLarge { bytes: layout.len });
             }
-            let blocks = u32::try_from(blocks).expect("an allocator could hold it");
-            data.alloc(blocks).ok_or_else(|| {
-                let free = (self.geometry.data_blocks() - data.used_blocks()) * BLOCK_BYTES as u64;
-                // Enough may be free, but in pieces: then the neighbours of a piece must go.
+            let blocks = u32::try_from(blocks).expect("an area holds less than 2³² blocks");
+            space.alloc(blocks).ok_or_else(|| {
+                let free = (self.geometry.data_blocks() - space.used_blocks()) * BLOCK_BYTES as u64;
+                // Enough may be free, but fragmented: then the neighbours of a free range must be evicted.
                 let (all, missing) = (refused + layout.len, (refused + layout.len).saturating_sub(free));
-                WriteError::Full { wanted: if missing > 0 { missing } else { all } }
+                WriteError::Full { needed: if missing > 0 { missing } else { all } }
             })?
         };
-        let Some(&slot) = self.table.take(1).first() else {
-            self.data.lock().free(range);
-            return Err(WriteError::Full { wanted: refused + layout.len });
+        let Some(&slot) = self.table.alloc(1).first() else {
+            self.space.lock().free(range);
+            return Err(WriteError::Full { needed: refused + layout.len });
         };
-        Ok(Planned { place, source, name, layout, slot, range })
+        Ok(PlannedRecord { index, source, name, layout, slot, range })
     }
 
     /// Writes records whose names the caller has claimed.
     fn write_claimed(
         &self,
         queue: &mut dyn Queue,
-        records: &[Source<'_>],
-        places: &[usize],
+        records: &[RecordSource<'_>],
+        indices: &[usize],
         results: &mut [Result<(), WriteError>],
     ) {
-        if self.syncs.is_broken() {
-            places.iter().for_each(|&place| results[place] = Err(WriteError::Io));
+        if self.syncs.is_poisoned() {
+            indices.iter().for_each(|&index| results[index] = Err(WriteError::Io));
             return;
         }
-        let mut planned = Vec::with_capacity(places.len());
+        let mut planned = Vec::with_capacity(indices.len());
         let mut refused = 0;
-        for &place in places {
-            let mut plan = self.plan(place, records[place], refused);
-            // What was removed gives its space back when it is wanted, which is now.
-            if matches!(plan, Err(WriteError::Full { .. })) && self.clear_leaving(queue) {
-                plan = self.plan(place, records[place], refused);
+        for &index in indices {
+            let mut plan = self.plan(index, records[index], refused);
+            // Frees the space of removed records when it is needed.
+            if matches!(plan, Err(WriteError::Full { .. })) && self.clear_unlinked(queue) {
+                plan = self.plan(index, records[index], refused);
             }
             match plan {
                 Ok(plan) => planned.push(plan),
                 Err(error) => {
                     if let WriteError::Full { .. } = error {
-                        refused += DiskLayout::of(records[place].header).len;
+                        refused += DiskLayout::of(records[index].header).len;
                     }
-                    results[place] = Err(error);
+                    results[index] = Err(error);
                 }
             }
         }
@@ -223,293 +232,299 @@ impl OffsetBackend {
         }
     }
 
-    /// Writes the bytes of records and makes them durable; those of which that went well.
+    /// Writes the bytes of records and makes them durable. Returns the records for which that succeeded.
     fn write_data<'a>(
         &self,
         queue: &mut dyn Queue,
-        planned: Vec<Planned<'a>>,
+        planned: Vec<PlannedRecord<'a>>,
         results: &mut [Result<(), WriteError>],
-    ) -> Vec<Planned<'a>> {
+    ) -> Vec<PlannedRecord<'a>> {
         let ops = planned.iter().enumerate().flat_map(|(number, plan)| {
             let mut ops = WriteOps::new(&self.file, plan.range.first_block * BLOCK_BYTES as u64);
             ops.record(&plan.source);
             ops.map(move |op| (number, op))
         });
-        let written = run_for_each(queue, planned.len(), ops);
+        let written = run_batch(queue, planned.len(), ops);
         let synced = if written.iter().any(Result::is_ok) { self.syncs.sync(queue) } else { Ok(()) };
         if let Err(error) = &synced {
-            error!(%error, "a sync of the tier's file has failed; it takes no more writes until it is opened again");
+            error!(%error, "sync of the data file failed; writes are refused until it is opened again");
         }
         let mut durable = vec![];
         for (plan, written) in planned.into_iter().zip(written) {
             match (&synced, written) {
                 (Ok(()), Ok(())) => durable.push(plan),
                 (_, written) => {
-                    results[plan.place] = Err(written.err().map_or(WriteError::Io, |error| refusal(&error)));
-                    // No entry names it.
-                    self.table.give_back(plan.slot);
-                    self.data.lock().free(plan.range);
+                    results[plan.index] =
+                        Err(written.err().map_or(WriteError::Io, |error| write_error(&error)));
+                    // No entry refers to it.
+                    self.table.free(plan.slot);
+                    self.space.lock().free(plan.range);
                 }
             }
         }
         durable
     }
 
-    /// Writes the entries of records whose bytes are durable, clears those that are to go, and makes all that durable.
+    /// Writes the entries of records whose bytes are durable, clears those of unlinked records, and syncs both.
     fn write_entries(
         &self,
         queue: &mut dyn Queue,
-        planned: Vec<Planned<'_>>,
+        planned: Vec<PlannedRecord<'_>>,
         results: &mut [Result<(), WriteError>],
     ) {
-        let leaving = std::mem::take(&mut *self.leaving.lock());
+        let unlinked = std::mem::take(&mut *self.unlinked.lock());
         let new = planned.iter().map(|plan| {
             let entry = Entry {
                 name: plan.name,
-                sequence: self.sequence.fetch_add(1, Ordering::Relaxed), // a counter, nothing more
+                sequence: self.sequence.fetch_add(1, Ordering::Relaxed), // only a counter
                 first_block: plan.range.first_block,
                 blocks: plan.range.blocks,
-                head_blocks: (plan.layout.head_len / BLOCK_BYTES as u64) as u32, // no longer than the record
+                // At most `blocks`.
+                preamble_blocks: (plan.layout.preamble_read_len / BLOCK_BYTES as u64) as u32,
             };
             Change { slot: plan.slot, entry: Some(entry) }
         });
-        let cleared = leaving.iter().map(|gone| Change { slot: gone.slot, entry: None });
+        let cleared = unlinked.iter().map(|gone| Change { slot: gone.slot, entry: None });
         let changes: Vec<Change> = new.chain(cleared).collect();
         let written = self.change(queue, &changes);
         let (new, cleared) = written.split_at(planned.len());
         for (plan, &durable) in planned.into_iter().zip(new) {
             if durable {
-                let place = plan.place;
-                results[place] = self.insert(plan);
+                let index = plan.index;
+                results[index] = self.insert(plan);
             } else {
-                results[plan.place] = Err(WriteError::Io);
-                // Its entry may be on the disk all the same, so it leaves as any other does.
-                self.leaving.lock().push(plan.leaving());
+                results[plan.index] = Err(WriteError::Io);
+                // Its entry may be on the disk all the same, so it is cleared like that of any unlinked record.
+                self.unlinked.lock().push(plan.into_unlinked());
             }
         }
-        self.settle(leaving, cleared);
+        self.free_cleared(unlinked, cleared);
     }
 
-    /// Changes the table; which of the changes are durable.
+    /// Changes the table. Returns which of the changes are durable.
     fn change(&self, queue: &mut dyn Queue, changes: &[Change]) -> Vec<bool> {
         let written = self.table.write(queue, changes);
-        if planted(Bug::EntriesUnsynced) {
+        if mutation_enabled(Mutation::EntriesUnsynced) {
             return written;
         }
         match self.syncs.sync(queue) {
             Ok(()) => written,
             Err(error) => {
-                error!(%error, "a sync of the tier's table has failed; it takes no more writes until it is opened again");
+                error!(%error, "sync of the table failed; writes are refused until the file is opened again");
                 vec![false; changes.len()]
             }
         }
     }
 
-    /// A record can be found from now on.
-    fn insert(&self, plan: Planned<'_>) -> Result<(), WriteError> {
+    /// Inserts a written record into the index.
+    fn insert(&self, plan: PlannedRecord<'_>) -> Result<(), WriteError> {
         let mut index = self.shard(&plan.name.id).lock();
-        // Whoever removes looks here after its tombstone is known: one of the two sees the other.
+        // A removal searches the index after it has added its tombstone: one of the two sees the other.
         if self.tombstones.covers(&plan.name.id, plan.name.version) {
-            self.leaving.lock().push(plan.leaving());
+            self.unlinked.lock().push(plan.into_unlinked());
             return Err(WriteError::Removed);
         }
-        self.order.insert(plan.slot.0.into());
-        self.records.fetch_add(1, Ordering::Relaxed); // a figure
-        let Planned { name, layout, slot, range, .. } = plan;
-        // If both were on the disk after a crash, the sequence would tell which one counts.
-        self.leaving.lock().extend(self.debris.lock().extract_if(.., |gone| gone.name == name));
-        index.insert(name, Stored { slot, range, head_len: layout.head_len });
+        self.eviction.insert(plan.slot.0.into());
+        self.records.fetch_add(1, Ordering::Relaxed); // only a statistic
+        let PlannedRecord { name, layout, slot, range, .. } = plan;
+        // If both entries are on the disk after a crash, the higher sequence wins.
+        self.unlinked.lock().extend(self.orphans.lock().extract_if(.., |gone| gone.name == name));
+        index.insert(name, IndexedRecord { slot, range, preamble_read_len: layout.preamble_read_len });
         Ok(())
     }
 
-    fn location(&self, stored: &Stored) -> Location {
+    fn location(&self, record: &IndexedRecord) -> RecordLocation {
         let block = BLOCK_BYTES as u64;
-        Location {
+        RecordLocation {
             file: self.file.clone(),
-            offset: stored.range.first_block * block,
-            len: u64::from(stored.range.blocks) * block,
-            front_len: stored.head_len,
-            hold: Some(stored.range.hold.clone()),
+            offset: record.range.first_block * block,
+            len: u64::from(record.range.blocks) * block,
+            preamble_read_len: record.preamble_read_len,
+            read_guard: Some(record.range.guard.clone()),
         }
     }
 
-    /// A record cannot be found from now on.
-    fn take_out(&self, index: &mut BTreeMap<RecordName, Stored>, name: &RecordName) -> Option<Leaving> {
-        let Stored { slot, range, .. } = index.remove(name)?;
-        self.order.remove(slot.0.into());
-        self.records.fetch_sub(1, Ordering::Relaxed); // a figure
-        Some(Leaving { name: *name, slot, range })
+    /// Removes a record from the index.
+    fn take_out(
+        &self,
+        index: &mut BTreeMap<RecordId, IndexedRecord>,
+        name: &RecordId,
+    ) -> Option<UnlinkedRecord> {
+        let IndexedRecord { slot, range, .. } = index.remove(name)?;
+        self.eviction.remove(slot.0.into());
+        self.records.fetch_sub(1, Ordering::Relaxed); // only a statistic
+        Some(UnlinkedRecord { name: *name, slot, range })
     }
 
-    /// Clears the entries of all that is to go; whether there was something and it is gone.
-    fn clear_leaving(&self, queue: &mut dyn Queue) -> bool {
-        let leaving = std::mem::take(&mut *self.leaving.lock());
-        if leaving.is_empty() {
+    /// Clears the entries of all unlinked records. Returns whether any was cleared.
+    fn clear_unlinked(&self, queue: &mut dyn Queue) -> bool {
+        let unlinked = std::mem::take(&mut *self.unlinked.lock());
+        if unlinked.is_empty() {
             return false;
         }
-        if self.syncs.is_broken() {
-            self.leaving.lock().extend(leaving);
+        if self.syncs.is_poisoned() {
+            self.unlinked.lock().extend(unlinked);
             return false;
         }
         let changes: Vec<Change> =
-            leaving.iter().map(|gone| Change { slot: gone.slot, entry: None }).collect();
+            unlinked.iter().map(|gone| Change { slot: gone.slot, entry: None }).collect();
         let cleared = self.change(queue, &changes);
-        self.settle(leaving, &cleared);
+        self.free_cleared(unlinked, &cleared);
         cleared.contains(&true)
     }
 
-    /// Gives back what is durably cleared, and keeps the rest for the next time.
-    fn settle(&self, leaving: Vec<Leaving>, cleared: &[bool]) {
-        for (gone, &cleared) in leaving.into_iter().zip(cleared) {
+    /// Frees slots and ranges of durably cleared entries, and keeps the rest for the next attempt.
+    fn free_cleared(&self, unlinked: Vec<UnlinkedRecord>, cleared: &[bool]) {
+        for (gone, &cleared) in unlinked.into_iter().zip(cleared) {
             if cleared {
-                self.table.give_back(gone.slot);
-                self.data.lock().free(gone.range);
+                self.table.free(gone.slot);
+                self.space.lock().free(gone.range);
             } else {
-                self.leaving.lock().push(gone);
+                self.unlinked.lock().push(gone);
             }
         }
     }
 
-    /// Drops what nobody needs from a log of removals that has become long.
-    fn shorten_tombstones(&self, queue: &mut dyn Queue) {
-        self.clear_leaving(queue);
-        let mut left = self.claims.objects();
-        left.extend(self.leaving.lock().iter().map(|gone| gone.name.id));
-        left.extend(self.evicting.lock().values().map(|gone| gone.name.id));
-        left.extend(self.debris.lock().iter().map(|gone| gone.name.id));
-        let keep = |id: &ObjectId, _| !self.complete || left.contains(id);
-        if let Err(error) = self.tombstones.rewrite(queue, keep) {
-            warn!(%error, "the log of removals could not be written anew; it is tried again");
+    /// Compacts the tombstone log.
+    fn compact_tombstones(&self, queue: &mut dyn Queue) {
+        self.clear_unlinked(queue);
+        let mut needed = self.claims.objects();
+        needed.extend(self.unlinked.lock().iter().map(|gone| gone.name.id));
+        needed.extend(self.evicting.lock().values().map(|gone| gone.name.id));
+        needed.extend(self.orphans.lock().iter().map(|gone| gone.name.id));
+        let keep = |id: &ObjectId, _| !self.complete || needed.contains(id);
+        if let Err(error) = self.tombstones.compact(queue, keep) {
+            warn!(%error, "cannot compact the tombstone log; retrying later");
         }
     }
 }
 
 impl Backend for OffsetBackend {
-    fn write(&self, queue: &mut dyn Queue, records: &[Source<'_>]) -> Vec<Result<(), WriteError>> {
-        let names: Vec<RecordName> = records.iter().map(|record| RecordName::of(record.header)).collect();
+    fn write(&self, queue: &mut dyn Queue, records: &[RecordSource<'_>]) -> Vec<Result<(), WriteError>> {
+        let names: Vec<RecordId> = records.iter().map(|record| RecordId::of(record.header)).collect();
         let mut results = vec![Ok(()); records.len()];
-        self.claims.write_each(&names, |places| self.write_claimed(queue, records, places, &mut results));
+        self.claims.write_each(&names, |indices| self.write_claimed(queue, records, indices, &mut results));
         results
     }
 
-    fn locate(&self, name: &RecordName) -> Option<Location> {
+    fn locate(&self, name: &RecordId) -> Option<RecordLocation> {
         let index = self.shard(&name.id).lock();
-        let stored = index.get(name)?;
-        self.order.touch(stored.slot.0.into());
-        Some(self.location(stored))
+        let record = index.get(name)?;
+        self.eviction.touch(record.slot.0.into());
+        Some(self.location(record))
     }
 
-    /// Its entry stays until its space is wanted: who could not read it now may be able to after a restart.
-    fn drop_damaged(&self, name: &RecordName) {
+    /// The entry is kept until the space is needed: the record may be readable again after a restart.
+    fn drop_corrupt(&self, name: &RecordId) {
         let mut index = self.shard(&name.id).lock();
         let gone = self.take_out(&mut index, name);
-        self.debris.lock().extend(gone);
+        self.orphans.lock().extend(gone);
     }
 
     fn remove(&self, queue: &mut dyn Queue, names: &[(ObjectId, Epoch)]) -> io::Result<()> {
         self.tombstones.append(queue, names)?;
         for &(id, version) in names {
-            let first = RecordName { id, version: Epoch::ZERO, stripe: 0 };
-            let last = RecordName { id, version, stripe: u16::MAX };
+            let first = RecordId { id, version: Epoch::ZERO, stripe: 0 };
+            let last = RecordId { id, version, stripe: u16::MAX };
             let mut index = self.shard(&id).lock();
-            let gone: Vec<RecordName> = index.range(first..=last).map(|(name, _)| *name).collect();
+            let gone: Vec<RecordId> = index.range(first..=last).map(|(name, _)| *name).collect();
             for name in gone {
                 let gone = self.take_out(&mut index, &name);
-                self.leaving.lock().extend(gone);
+                self.unlinked.lock().extend(gone);
             }
-            let covered = |gone: &mut Leaving| gone.name.id == id && gone.name.version <= version;
-            self.leaving.lock().extend(self.debris.lock().extract_if(.., covered));
+            let covered = |gone: &mut UnlinkedRecord| gone.name.id == id && gone.name.version <= version;
+            self.unlinked.lock().extend(self.orphans.lock().extract_if(.., covered));
         }
-        if self.tombstones.wants_rewrite() {
-            self.shorten_tombstones(queue);
+        if self.tombstones.needs_compaction() {
+            self.compact_tombstones(queue);
         }
         Ok(())
     }
 
     fn prepare_eviction(&self, bytes: u64) -> Option<Eviction> {
-        let mut eviction = Eviction { names: vec![], bytes: 0, parts: vec![] };
-        let mut choose = |gone: Leaving| {
+        let mut eviction = Eviction { names: vec![], bytes: 0, handles: vec![] };
+        let mut choose = |gone: UnlinkedRecord| {
             eviction.bytes += u64::from(gone.range.blocks) * BLOCK_BYTES as u64;
-            eviction.parts.push(gone.slot.0.into());
+            eviction.handles.push(gone.slot.0.into());
             self.evicting.lock().insert(gone.slot.0, gone);
             eviction.bytes < bytes
         };
         let mut more = bytes > 0;
         while more {
-            let Some(gone) = self.debris.lock().pop() else { break };
+            let Some(gone) = self.orphans.lock().pop() else { break };
             more = choose(gone);
         }
         let mut names = vec![];
         while more {
-            let Some(slot) = self.order.take_first() else { break };
-            // None: it was removed since.
-            let slot = SlotNumber(slot as u32); // as it went in
+            let Some(slot) = self.eviction.pop() else { break };
+            // None: the record was removed meanwhile.
+            let slot = SlotNumber(slot as u32); // was inserted as a u32
             let Some(name) = self.table.entry(slot).map(|entry| entry.name) else { continue };
             let mut index = self.shard(&name.id).lock();
-            if index.get(&name).is_none_or(|stored| stored.slot != slot) {
+            if index.get(&name).is_none_or(|record| record.slot != slot) {
                 continue;
             }
-            let gone = self.take_out(&mut index, &name).expect("just seen");
+            let gone = self.take_out(&mut index, &name).expect("it was just found");
             names.push(name);
             more = choose(gone);
         }
         eviction.names = names;
-        (!eviction.parts.is_empty()).then_some(eviction)
+        (!eviction.handles.is_empty()).then_some(eviction)
     }
 
     fn finish_eviction(&self, queue: &mut dyn Queue, eviction: Eviction) {
-        let gone: Vec<Leaving> = {
+        let gone: Vec<UnlinkedRecord> = {
             let mut evicting = self.evicting.lock();
-            eviction.parts.iter().filter_map(|&slot| evicting.remove(&(slot as u32))).collect()
+            eviction.handles.iter().filter_map(|&slot| evicting.remove(&(slot as u32))).collect()
         };
-        self.leaving.lock().extend(gone);
-        self.clear_leaving(queue);
+        self.unlinked.lock().extend(gone);
+        self.clear_unlinked(queue);
     }
 
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(Found<'_>)) -> u64 {
-        let mut untold = 0;
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
+        let mut skipped = 0;
         for shard in &self.index {
-            // Their holds keep the ranges from being given to others meanwhile.
-            let names: Vec<(RecordName, Location)> =
-                shard.lock().iter().map(|(&name, stored)| (name, self.location(stored))).collect();
-            let scans = names.iter().enumerate().map(|(tag, (_, location))| Scan {
+            // The guards keep the ranges from being reused meanwhile.
+            let names: Vec<(RecordId, RecordLocation)> =
+                shard.lock().iter().map(|(&name, record)| (name, self.location(record))).collect();
+            let scans = names.iter().enumerate().map(|(tag, (_, location))| PreambleScan {
                 tag,
                 file: Ok(location.file.clone()),
                 offset: location.offset,
                 len: location.len,
-                head_len: location.front_len,
+                preamble_read_len: location.preamble_read_len,
             });
-            scan_fronts(queue, scans, &mut |tag, front| {
+            scan_preambles(queue, scans, &mut |tag, preamble| {
                 let (name, location) = &names[tag];
-                match front {
-                    Ok(front) if front.is_named(name, location.len, location.front_len) => {
+                match preamble {
+                    Ok(preamble) if preamble.matches(name, location.len, location.preamble_read_len) => {
                         if self.contains(name) {
-                            found(front.found());
+                            found(preamble.scanned());
                         }
                     }
-                    _ => untold += u64::from(self.contains(name)),
+                    _ => skipped += u64::from(self.contains(name)),
                 }
             });
         }
-        untold
+        skipped
     }
 
-    fn contains(&self, name: &RecordName) -> bool {
+    fn contains(&self, name: &RecordId) -> bool {
         self.shard(&name.id).lock().contains_key(name)
     }
 
     fn usage(&self) -> Usage {
-        let data = self.data.lock();
-        let books = self.geometry.file_len - self.geometry.data_blocks() * BLOCK_BYTES as u64;
+        let space = self.space.lock();
+        let metadata = self.geometry.file_len - self.geometry.data_blocks() * BLOCK_BYTES as u64;
         Usage {
-            bytes: books + data.used_blocks() * BLOCK_BYTES as u64 + self.tombstones.log_bytes(),
+            bytes: metadata + space.used_blocks() * BLOCK_BYTES as u64 + self.tombstones.log_bytes(),
             limit: self.limit,
-            records: self.records.load(Ordering::Relaxed), // a figure
+            records: self.records.load(Ordering::Relaxed), // only a statistic
         }
     }
 }
 
-/// What a failed operation means for a record.
-fn refusal(error: &io::Error) -> WriteError {
+/// Returns the write error for a failed operation.
+fn write_error(error: &io::Error) -> WriteError {
     if error.kind() == io::ErrorKind::StorageFull { WriteError::NoSpace } else { WriteError::Io }
 }

@@ -1,83 +1,83 @@
-//! [`Recovery`]: what the scan at the start found, and [`OpenError`], why there was none.
+//! [`Recovery`]: result of the scan at the start, and [`OpenError`]: failure to open a tier.
 
 use std::io;
 
-/// Bad records that are listed; more are only counted. Who has more needs a new disk, not a longer list.
+/// Maximum number of corrupt records that are listed; more are only counted.
 const BAD_LISTED_MAX: usize = 1000;
 
-/// What the scan at the start found.
+/// Result of the scan at the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recovery {
-    /// Files that were looked at.
+    /// Files that were scanned.
     pub files: u64,
     /// Records that can be found.
     pub records: u64,
-    /// Bytes that are in use.
+    /// Bytes in use.
     pub bytes: u64,
     /// Records that are on the disk but were removed.
     pub removed: u64,
-    /// The first bad ones.
+    /// The first corrupt records.
     pub bad: Vec<BadRecord>,
-    /// How many were bad.
+    /// Number of corrupt records.
     pub bad_count: u64,
 }
 
-/// Something that is no record where one should be.
+/// Invalid data at the location of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BadRecord {
-    /// The file, relative to the tier's root.
+    /// File, relative to the root of the tier.
     pub file: String,
-    /// Where in it.
+    /// Offset in the file.
     pub offset: u64,
-    /// What is wrong.
-    pub why: String,
+    /// Description of the corruption.
+    pub reason: String,
 }
 
 impl Recovery {
-    /// Counts a bad record, and lists it while there is room.
-    pub(crate) fn bad(&mut self, file: &str, offset: u64, why: impl ToString) {
+    /// Counts a corrupt record, and lists it up to the limit.
+    pub(crate) fn bad(&mut self, file: &str, offset: u64, reason: impl ToString) {
         self.bad_count += 1;
         if self.bad.len() < BAD_LISTED_MAX {
-            self.bad.push(BadRecord { file: file.into(), offset, why: why.to_string() });
+            self.bad.push(BadRecord { file: file.into(), offset, reason: reason.to_string() });
         }
     }
 }
 
-/// Why a tier cannot be opened.
+/// Failure to open a tier.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The disk failed. Single bad records or files are no reason.
+    /// An I/O error. Single corrupt records or files do not fail the open.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// How it failed.
+        /// I/O error.
         source: io::Error,
     },
-    /// The configuration makes no sense.
-    #[error("{what} is {value}, it must be at least {min} and at most {max}")]
+    /// A setting is out of range.
+    #[error("{what} is {value}; it must be at least {min} and at most {max}")]
     Config {
-        /// Which value.
+        /// Name of the setting.
         what: &'static str,
-        /// What it is.
+        /// Its value.
         value: u64,
-        /// The least that it may be.
+        /// Minimum.
         min: u64,
-        /// The most that it may be.
+        /// Maximum.
         max: u64,
     },
-    /// There is something on the disk that this release cannot use, and that it must not overwrite.
-    #[error("{file}: {why}")]
+    /// A file on the disk is not of this release and must not be overwritten.
+    #[error("{file}: {reason}")]
     Foreign {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// What is wrong with it.
-        why: String,
+        /// Description of the mismatch.
+        reason: String,
     },
 }
 
 impl OpenError {
-    /// For `map_err`: what was tried when the disk failed.
+    /// Returns a function for `map_err`; `what` names the failed operation.
     pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> OpenError {
         move |source| OpenError::Io { what, source }
     }

@@ -1,119 +1,120 @@
 //! [`WriteOps`]: records as a few large writes.
 //!
-//! Large payloads that start on a block are written from where they stand, in pieces of [`PIECE_BYTES_MAX`]. All else
-//! (fronts, small payloads, ends of payloads with their padding) is copied, neighbours together, so that a thousand
-//! tiny records are a handful of writes:
+//! Large payloads that start on a block are written without a copy, in pieces of [`PIECE_BYTES_MAX`]. Everything else
+//! (preambles, small payloads, ends of payloads with their padding) is copied; adjacent parts are combined, so that a
+//! thousand tiny records need only a few writes:
 //!
 //! ```text
-//!  record 0                        record 1                         record 2, 3, 4 …
-//!  ├ front ┼─── payload ────┼ end ─┼ front ┼──── payload ────┼ end ─┼ front+payload ┼ front+payload ┼ …
-//!  └ copied┘└──── lent ────┘└─── copied ───┘└───── lent ────┘└─────────────── copied ────────────────
+//!  record 0                           record 1                           record 2, 3, 4 …
+//!  ├ preamble ┼─── payload ────┼ end ─┼ preamble ┼──── payload ────┼ end ─┼ preamble+payload ┼ preamble+payload ┼ …
+//!  └─ copied ─┘└── borrowed ──┘└──── copied ─────┘└─── borrowed ──┘└──────────────── copied ─────────────────────
 //! ```
 //!
-//! Copies are made when an operation is asked for and dropped when it has ended: no more memory is in use than a queue
-//! is deep.
+//! A copy is made when the queue takes the operation, and dropped when it has ended: the depth of the queue limits the
+//! memory in use.
 
 use std::collections::VecDeque;
 use std::io;
 
-use crate::backend::Source;
-use crate::buffer::{Aligned, BLOCK_BYTES, Buffer};
-use crate::record::{DiskLayout, encode_front};
-use crate::storage::{Done, File, Op, OpKind, Queue, Work};
+use crate::backend::RecordSource;
+use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};
+use crate::record::{DiskLayout, encode_preamble};
+use crate::storage::{Completion, File, Op, OpKind, OpSource, Queue};
 
-/// Bytes of one operation, at most, but for the front of a huge record: what SSDs take best, and a queue of 32 of them
-/// is 32 MiB of copies at worst.
+/// Maximum size of one operation, except for the preamble of a huge record: efficient for SSDs, and a queue of 32 of
+/// them has at most 32 MiB of copies.
 const PIECE_BYTES_MAX: usize = 1 << 20;
 
-/// Payloads below this are copied: a copy of 64 KiB takes less time than one more operation.
-const LENT_BYTES_MIN: usize = 64 << 10;
+/// Payloads below this size are copied: a copy of 64 KiB takes less time than one more operation.
+const ZERO_COPY_BYTES_MIN: usize = 64 << 10;
 
-/// Where a record was placed in its file.
+/// Location of a record in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Placed {
-    /// First byte.
+pub(crate) struct PlacedRecord {
+    /// Offset of the first byte.
     pub(crate) offset: u64,
-    /// Where its parts stand.
+    /// Layout of the record.
     pub(crate) layout: DiskLayout,
 }
 
-/// Consecutive bytes of a file as a list of writes; an iterator over them.
+/// Iterator over the writes of a consecutive range of a file.
 #[derive(Debug)]
 pub(crate) struct WriteOps<'a> {
     file: File,
-    /// Where the next byte goes.
+    /// Offset of the next byte.
     position: u64,
-    /// Copies that will be one write.
-    run: Run<'a>,
-    writes: VecDeque<Write<'a>>,
+    /// Copied parts that will be one write.
+    run: CopyRun<'a>,
+    writes: VecDeque<WriteSegment<'a>>,
 }
 
 #[derive(Debug)]
-enum Write<'a> {
-    Lent { offset: u64, bytes: &'a [u8] },
-    Copied(Run<'a>),
+enum WriteSegment<'a> {
+    Borrowed { offset: u64, bytes: &'a [u8] },
+    Copied(CopyRun<'a>),
 }
 
-/// Parts that stand side by side.
+/// Adjacent parts.
 #[derive(Debug, Default)]
-struct Run<'a> {
+struct CopyRun<'a> {
     offset: u64,
     len: usize,
-    parts: Vec<Part<'a>>,
+    parts: Vec<CopyPart<'a>>,
 }
 
 #[derive(Debug)]
-enum Part<'a> {
-    Front(Source<'a>),
+enum CopyPart<'a> {
+    Preamble(RecordSource<'a>),
     Bytes(&'a [u8]),
     Owned(Vec<u8>),
     Zeros(usize),
 }
 
 impl<'a> WriteOps<'a> {
-    /// Writes from `offset` on, which must be whole blocks.
+    /// Writes from `offset` on, a multiple of the block size.
     pub(crate) fn new(file: &File, offset: u64) -> WriteOps<'a> {
         assert!(offset.is_multiple_of(BLOCK_BYTES as u64), "records start on blocks");
-        let run = Run { offset, ..Run::default() };
+        let run = CopyRun { offset, ..CopyRun::default() };
         WriteOps { file: file.clone(), position: offset, run, writes: VecDeque::new() }
     }
 
-    /// Where the next record would stand.
+    /// Returns the offset of the next record.
     pub(crate) fn position(&self) -> u64 {
         self.position
     }
 
-    /// Appends a record that [`DiskLayout::of_source`] has let through.
-    pub(crate) fn record(&mut self, source: &Source<'a>) -> Placed {
+    /// Appends a record that [`DiskLayout::of_source`] has accepted.
+    pub(crate) fn record(&mut self, source: &RecordSource<'a>) -> PlacedRecord {
         let layout = DiskLayout::of(source.header);
         let offset = self.position;
-        self.append(Part::Front(*source), layout.head_len as usize);
-        if layout.head_len < layout.len {
+        self.append(CopyPart::Preamble(*source), layout.preamble_read_len as usize);
+        if layout.preamble_read_len < layout.len {
             self.payload(source.payload);
         }
         debug_assert_eq!(self.position, offset + layout.len);
-        Placed { offset, layout }
+        PlacedRecord { offset, layout }
     }
 
     /// Appends other bytes, and zeros up to the next block.
     pub(crate) fn bytes(&mut self, bytes: Vec<u8>) {
         let len = bytes.len();
-        self.append(Part::Owned(bytes), len);
+        self.append(CopyPart::Owned(bytes), len);
         self.pad();
     }
 
     fn payload(&mut self, payload: &'a [u8]) {
-        let lends = payload.len() >= LENT_BYTES_MIN && payload.as_ptr().addr().is_multiple_of(BLOCK_BYTES);
-        let whole = if lends { payload.len() / BLOCK_BYTES * BLOCK_BYTES } else { 0 };
-        let (lent, copied) = payload.split_at(whole);
-        for bytes in lent.chunks(PIECE_BYTES_MAX) {
+        let zero_copy =
+            payload.len() >= ZERO_COPY_BYTES_MIN && payload.as_ptr().addr().is_multiple_of(BLOCK_BYTES);
+        let whole = if zero_copy { payload.len() / BLOCK_BYTES * BLOCK_BYTES } else { 0 };
+        let (borrowed, copied) = payload.split_at(whole);
+        for bytes in borrowed.chunks(PIECE_BYTES_MAX) {
             self.close_run();
-            self.writes.push_back(Write::Lent { offset: self.position, bytes });
+            self.writes.push_back(WriteSegment::Borrowed { offset: self.position, bytes });
             self.position += bytes.len() as u64;
             self.run.offset = self.position;
         }
         for bytes in copied.chunks(PIECE_BYTES_MAX / 2) {
-            self.append(Part::Bytes(bytes), bytes.len());
+            self.append(CopyPart::Bytes(bytes), bytes.len());
         }
         self.pad();
     }
@@ -121,15 +122,15 @@ impl<'a> WriteOps<'a> {
     fn pad(&mut self) {
         let zeros = self.position.next_multiple_of(BLOCK_BYTES as u64) - self.position;
         if zeros > 0 {
-            // Never a run of its own: the bytes before it end in the middle of a block, so they are in this run.
+            // Never starts a run: the bytes before it end in the middle of a block, so they are in this run.
             let zeros = zeros as usize;
-            self.run.parts.push(Part::Zeros(zeros));
+            self.run.parts.push(CopyPart::Zeros(zeros));
             self.run.len += zeros;
             self.position += zeros as u64;
         }
     }
 
-    fn append(&mut self, part: Part<'a>, len: usize) {
+    fn append(&mut self, part: CopyPart<'a>, len: usize) {
         if len == 0 {
             return;
         }
@@ -144,8 +145,8 @@ impl<'a> WriteOps<'a> {
 
     fn close_run(&mut self) {
         if self.run.len > 0 {
-            let next = Run { offset: self.position, ..Run::default() };
-            self.writes.push_back(Write::Copied(std::mem::replace(&mut self.run, next)));
+            let next = CopyRun { offset: self.position, ..CopyRun::default() };
+            self.writes.push_back(WriteSegment::Copied(std::mem::replace(&mut self.run, next)));
         }
     }
 }
@@ -158,29 +159,29 @@ impl<'a> Iterator for WriteOps<'a> {
             self.close_run();
         }
         let (offset, buffer) = match self.writes.pop_front()? {
-            Write::Lent { offset, bytes } => (offset, Buffer::Lent(bytes)),
-            Write::Copied(run) => (run.offset, Buffer::Owned(run.copy())),
+            WriteSegment::Borrowed { offset, bytes } => (offset, Buffer::Borrowed(bytes)),
+            WriteSegment::Copied(run) => (run.offset, Buffer::Owned(run.copy())),
         };
         Some(Op { tag: 0, kind: OpKind::Write, file: self.file.clone(), offset, buffer })
     }
 }
 
-impl Run<'_> {
-    fn copy(self) -> Aligned {
-        let mut buffer = Aligned::zeroed(self.len);
+impl CopyRun<'_> {
+    fn copy(self) -> AlignedBuf {
+        let mut buffer = AlignedBuf::zeroed(self.len);
         debug_assert_eq!(buffer.len(), self.len, "whole blocks");
         let mut at = 0;
         for part in &self.parts {
             let rest = &mut buffer[at..];
             at += match part {
-                Part::Front(source) => {
-                    let len = DiskLayout::of(source.header).head_len as usize;
-                    encode_front(source, &mut rest[..len]);
+                CopyPart::Preamble(source) => {
+                    let len = DiskLayout::of(source.header).preamble_read_len as usize;
+                    encode_preamble(source, &mut rest[..len]);
                     len
                 }
-                Part::Bytes(bytes) => copy(rest, bytes),
-                Part::Owned(bytes) => copy(rest, bytes),
-                Part::Zeros(len) => *len,
+                CopyPart::Bytes(bytes) => copy(rest, bytes),
+                CopyPart::Owned(bytes) => copy(rest, bytes),
+                CopyPart::Zeros(len) => *len,
             };
         }
         buffer
@@ -192,18 +193,18 @@ fn copy(to: &mut [u8], from: &[u8]) -> usize {
     from.len()
 }
 
-/// Runs writes. After the first failure no more are begun; all that were begun have ended when it returns.
+/// Runs writes. After the first failure no further writes start; all started writes have ended when it returns.
 pub(crate) fn run_writes<'a>(queue: &mut dyn Queue, ops: impl Iterator<Item = Op<'a>>) -> io::Result<()> {
     struct Writes<I> {
         ops: I,
         result: io::Result<()>,
     }
-    impl<'a, I: Iterator<Item = Op<'a>>> Work<'a> for Writes<I> {
+    impl<'a, I: Iterator<Item = Op<'a>>> OpSource<'a> for Writes<I> {
         fn next(&mut self) -> Option<Op<'a>> {
             if self.result.is_ok() { self.ops.next() } else { None }
         }
 
-        fn done(&mut self, done: Done<'a>) {
+        fn done(&mut self, done: Completion<'a>) {
             if self.result.is_ok() {
                 self.result = done.result;
             }

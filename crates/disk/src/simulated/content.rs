@@ -1,4 +1,4 @@
-//! [`Content`]: the bytes of a file, without those that were never written. Copies share their pages.
+//! [`Content`]: sparse bytes of a file. Copies share their pages.
 //!
 //! Invariant: bytes at and after the length are zero, so that a file that grows shows zeros.
 
@@ -7,21 +7,21 @@ use std::sync::Arc;
 
 use super::SECTOR_BYTES;
 
-/// Bytes that are shared or copied as one.
+/// Unit that is shared or copied.
 pub(super) const PAGE_BYTES: usize = 4096;
 
-/// Sectors of a page: they fit into a byte of bits.
+/// Sectors of a page: one bit each in a byte.
 pub(super) const PAGE_SECTORS: usize = PAGE_BYTES / SECTOR_BYTES;
 
 const _: () = assert!(PAGE_SECTORS == 8);
 
 type Page = [u8; PAGE_BYTES];
 
-/// A file's bytes.
+/// Bytes of a file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Content {
     len: u64,
-    /// By number. A page that is not there is zero.
+    /// By number. A missing page is all zeros.
     pages: BTreeMap<u64, Arc<Page>>,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Part {
     pub(super) len: usize,
 }
 
-/// The pages that a range of bytes touches.
+/// Returns the parts of pages in a range of bytes.
 pub(super) fn parts(offset: u64, len: usize) -> impl Iterator<Item = Part> {
     let end = offset + len as u64;
     let mut at = offset;
@@ -54,7 +54,7 @@ impl Content {
         self.len
     }
 
-    /// Cuts, or appends zeros.
+    /// Truncates, or appends zeros.
     pub(super) fn set_len(&mut self, len: u64) {
         if len < self.len {
             drop(self.pages.split_off(&len.div_ceil(PAGE_BYTES as u64)));
@@ -66,7 +66,7 @@ impl Content {
         self.len = len;
     }
 
-    /// Reads what there is: fewer bytes than asked for at the end of the file.
+    /// Reads available bytes. Returns fewer than requested at the end of the file.
     pub(super) fn read(&self, offset: u64, buffer: &mut [u8]) -> usize {
         let len = self.len.saturating_sub(offset).min(buffer.len() as u64) as usize;
         let mut done = 0;
@@ -81,7 +81,7 @@ impl Content {
         len
     }
 
-    /// Writes. The file grows if it must.
+    /// Writes bytes, and extends the file if necessary.
     pub(super) fn write(&mut self, offset: u64, bytes: &[u8]) {
         let mut done = 0;
         for part in parts(offset, bytes.len()) {
@@ -93,7 +93,7 @@ impl Content {
         self.len = self.len.max(offset + bytes.len() as u64);
     }
 
-    /// Takes some sectors of a page from another file, past the length as well: [`Content::cut`] must follow.
+    /// Takes some sectors of a page from another file, also past the length: [`Content::truncate`] must follow.
     pub(super) fn take_sectors(&mut self, from: &Content, page: u64, mask: u8) {
         if mask == u8::MAX {
             match from.pages.get(&page) {
@@ -113,13 +113,13 @@ impl Content {
         }
     }
 
-    /// The pages from one on that are not all zero.
+    /// Returns the stored pages from `page` on.
     pub(super) fn pages_from(&self, page: u64) -> impl Iterator<Item = u64> {
         self.pages.range(page..).map(|(page, _)| *page)
     }
 
-    /// Sets the length, and clears whatever stands past it.
-    pub(super) fn cut(&mut self, len: u64) {
+    /// Sets the length, and clears all bytes past it.
+    pub(super) fn truncate(&mut self, len: u64) {
         self.len = u64::MAX;
         self.set_len(len);
     }

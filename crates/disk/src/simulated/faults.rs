@@ -1,8 +1,8 @@
-//! [`Faults`], what goes wrong; [`Counters`], what happened; [`Rng`], by which chance.
+//! [`Faults`]: injected faults; [`Counters`]: statistics.
 
 use std::time::Duration;
 
-/// What goes wrong. Chances are in permille, for each operation by itself; none by default.
+/// Injected faults. Probabilities are in permille, independent for each operation; 0 by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// A read fails with EIO.
@@ -11,24 +11,24 @@ pub struct Faults {
     pub write_error_permille: u32,
     /// A write fails with EIO, and some of its sectors were changed.
     pub torn_write_permille: u32,
-    /// A sync of a file or directory fails with EIO. What a file's sync should have made durable may be lost for good;
-    /// names wait for the next one.
+    /// A sync of a file or directory fails with EIO. Unsynced data of the file may be lost permanently; names remain
+    /// pending for the next sync.
     pub sync_error_permille: u32,
-    /// Making, renaming or removing a name fails with EIO and changes nothing.
+    /// A creation, rename or removal of a name fails with EIO and changes nothing.
     pub name_error_permille: u32,
     /// A write, an allocation or a new name fails with ENOSPC and changes nothing.
     pub no_space_permille: u32,
-    /// A read gets one bit wrong, although it is right on the disk.
+    /// A read returns one wrong bit; the disk has the right one.
     pub flipped_read_permille: u32,
-    /// A read or write is done in several steps, between which others may come.
+    /// A read or write takes several steps, interleaved with other operations.
     pub short_permille: u32,
-    /// Bytes that fit on the disk; as good as endless if not set.
+    /// Capacity of the disk in bytes; practically unlimited if not set.
     pub capacity: Option<u64>,
-    /// How long every operation takes.
+    /// Duration of every operation.
     pub latency: Option<Duration>,
 }
 
-/// What happened. Operations without power are not counted.
+/// Statistics of a disk. Operations without power are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Reads of files.
@@ -37,56 +37,24 @@ pub struct Counters {
     pub writes: u64,
     /// Syncs of files and directories.
     pub syncs: u64,
-    /// Names made, renamed or removed.
+    /// Names created, renamed or removed.
     pub names: u64,
     /// Bytes read.
     pub read_bytes: u64,
     /// Bytes written.
     pub written_bytes: u64,
-    /// Operations that failed with EIO, torn writes included.
+    /// Operations that failed with EIO, including torn writes.
     pub errors: u64,
     /// Operations that failed with ENOSPC.
     pub no_space: u64,
-    /// Writes that were torn.
+    /// Torn writes.
     pub torn_writes: u64,
-    /// Reads with a bit flipped.
+    /// Reads with a flipped bit.
     pub flipped_reads: u64,
     /// Reads and writes that took several steps.
     pub short_transfers: u64,
-    /// Sectors that a failed sync lost.
+    /// Sectors lost by failed syncs.
     pub lost_sectors: u64,
-    /// Times that the disk was restarted.
+    /// Restarts of the disk.
     pub restarts: u64,
-}
-
-/// Chance that follows from a seed (SplitMix64): small, and the same on every machine.
-#[derive(Clone, Debug)]
-pub(super) struct Rng(u64);
-
-impl Rng {
-    pub(super) fn new(seed: u64) -> Rng {
-        Rng(seed)
-    }
-
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// A number less than `bound`, which is not 0. The bias of the remainder does not matter here.
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-
-    /// Draws nothing where nothing can happen, so that a fault that is off does not change the fate of the rest.
-    pub(super) fn chance(&mut self, permille: u32) -> bool {
-        permille > 0 && self.below(1000) < u64::from(permille)
-    }
-
-    pub(super) fn coin(&mut self) -> bool {
-        self.next() >> 63 == 1
-    }
 }

@@ -1,10 +1,10 @@
-//! [`Directory`]: names as a process sees them, as they are on the disk, and the changes between the two.
+//! [`Directory`]: names as processes see them, names on the disk, and the pending changes between the two.
 //!
 //! Invariant: `live` is `durable` with all of `pending` applied, in order.
 
 use std::collections::BTreeMap;
 
-/// What a name stands for.
+/// Target of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     File(u64),
@@ -16,7 +16,7 @@ pub(super) type Names = BTreeMap<String, Target>;
 /// A change of a directory.
 #[derive(Clone, Debug)]
 pub(super) enum Change {
-    /// A new name, or one that stands for something else now.
+    /// A new name, or a new target of an existing one.
     Link(String, Target),
     Unlink(String),
     Rename(String, String),
@@ -31,31 +31,31 @@ pub(super) struct Directory {
 }
 
 impl Directory {
-    /// Changes the directory for the processes of the machine.
+    /// Applies a change for processes; it is not durable yet.
     pub(super) fn change(&mut self, change: Change) {
         apply(&mut self.live, &change);
         self.pending.push(change);
     }
 
-    /// How many changes are not durable.
+    /// Number of changes that are not durable.
     pub(super) fn pending(&self) -> usize {
         self.pending.len()
     }
 
-    /// Makes the oldest changes durable.
+    /// Makes the oldest `changes` changes durable.
     pub(super) fn keep(&mut self, changes: usize) {
         for change in self.pending.drain(..changes) {
             apply(&mut self.durable, &change);
         }
     }
 
-    /// The power is gone, with all that is not durable.
-    pub(super) fn lose_pending(&mut self) {
+    /// Drops all changes that are not durable, after a power failure.
+    pub(super) fn drop_pending(&mut self) {
         self.pending.clear();
         self.live = self.durable.clone();
     }
 
-    /// All files that a name stands for, or may stand for after a crash. Some come twice.
+    /// Returns all files that a name refers to, or may refer to after a crash. May contain duplicates.
     pub(super) fn files(&self) -> impl Iterator<Item = u64> {
         let pending = self.pending.iter().filter_map(|change| match change {
             Change::Link(_, target) => Some(target),

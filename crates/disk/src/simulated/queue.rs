@@ -1,27 +1,27 @@
-//! [`SimulatedQueue`]: runs what is in flight in an order that the seed draws, so that nobody depends on one.
+//! [`SimulatedQueue`]: runs operations in flight in a random order, so that callers cannot rely on one.
 
 use std::fmt;
 use std::io;
 
-use super::faults::Rng;
+use moontide_rt::SplitMix64;
+
 use super::state::Kind;
 use super::{SECTOR_BYTES, SimulatedDisk};
-use crate::os::check;
-use crate::storage::{Done, Op, OpKind, Queue, Work};
+use crate::storage::{Completion, Op, OpKind, OpSource, Queue, check};
 
 /// Runs operations on a simulated disk.
 pub(super) struct SimulatedQueue {
     disk: SimulatedDisk,
     depth: usize,
-    rng: Rng,
+    rng: SplitMix64,
 }
 
 impl SimulatedQueue {
     pub(super) fn new(disk: SimulatedDisk, depth: usize, seed: u64) -> SimulatedQueue {
-        SimulatedQueue { disk, depth: depth.max(1), rng: Rng::new(seed) }
+        SimulatedQueue { disk, depth: depth.max(1), rng: SplitMix64::new(seed) }
     }
 
-    fn perform<'a>(&mut self, mut op: Op<'a>) -> Done<'a> {
+    fn perform<'a>(&mut self, mut op: Op<'a>) -> Completion<'a> {
         let result = match check(&op, true) {
             Ok(true) => match op.kind {
                 OpKind::Read => self.read(&mut op),
@@ -34,25 +34,25 @@ impl SimulatedQueue {
             Ok(false) => Ok(()),
             Err(err) => Err(err),
         };
-        Done { tag: op.tag, result, buffer: op.buffer }
+        Completion { tag: op.tag, result, buffer: op.buffer }
     }
 
     fn read(&mut self, op: &mut Op<'_>) -> io::Result<()> {
         let inode = self.disk.inode(&op.file);
         let buffer = op.buffer.as_mut_slice().expect("checked");
-        let (cuts, flipped) = {
+        let (steps, flipped) = {
             let mut state = self.disk.begin(Kind::Read)?;
             state.node(inode.id, inode.boot)?;
             let permille = state.faults.read_error_permille;
             state.fail_by_chance(permille)?;
             let faults = state.faults;
-            let cuts = cuts(&mut self.rng, buffer.len(), faults.short_permille);
-            state.counters.short_transfers += u64::from(cuts.len() > 1);
+            let steps = steps(&mut self.rng, buffer.len(), faults.short_permille);
+            state.counters.short_transfers += u64::from(steps.len() > 1);
             let flipped = self.rng.chance(faults.flipped_read_permille);
-            (cuts, flipped)
+            (steps, flipped)
         };
         let mut start = 0;
-        for end in cuts {
+        for end in steps {
             let mut state = self.disk.state.lock();
             state.read(inode, op.offset + start as u64, &mut buffer[start..end])?;
             start = end;
@@ -68,21 +68,21 @@ impl SimulatedQueue {
     fn write(&mut self, op: &Op<'_>) -> io::Result<()> {
         let inode = self.disk.inode(&op.file);
         let bytes = op.buffer.as_slice();
-        let cuts = {
+        let steps = {
             let mut state = self.disk.begin(Kind::Write)?;
             state.admit_write(inode, op.offset, bytes)?;
             let permille = state.faults.short_permille;
-            let cuts = cuts(&mut self.rng, bytes.len(), permille);
-            state.counters.short_transfers += u64::from(cuts.len() > 1);
-            if cuts.len() == 1 {
-                // The power may go with this operation: it is done before that.
+            let steps = steps(&mut self.rng, bytes.len(), permille);
+            state.counters.short_transfers += u64::from(steps.len() > 1);
+            if steps.len() == 1 {
+                // The power may go off after this operation: it completes before.
                 state.put(inode, op.offset, bytes)?;
                 return Ok(());
             }
-            cuts
+            steps
         };
         let mut start = 0;
-        for end in cuts {
+        for end in steps {
             let mut state = self.disk.state.lock();
             state.put(inode, op.offset + start as u64, &bytes[start..end])?;
             start = end;
@@ -96,11 +96,11 @@ impl Queue for SimulatedQueue {
         "simulated"
     }
 
-    fn run<'a>(&mut self, work: &mut dyn Work<'a>) {
+    fn run<'a>(&mut self, source: &mut dyn OpSource<'a>) {
         let mut taken: Vec<Op<'a>> = vec![];
         loop {
             while taken.len() < self.depth {
-                match work.next() {
+                match source.next() {
                     Some(op) => taken.push(op),
                     None => break,
                 }
@@ -108,9 +108,9 @@ impl Queue for SimulatedQueue {
             if taken.is_empty() {
                 return;
             }
-            let place = self.rng.below(taken.len() as u64) as usize;
-            let op = taken.swap_remove(place);
-            work.done(self.perform(op));
+            let index = self.rng.below(taken.len() as u64) as usize;
+            let op = taken.swap_remove(index);
+            source.done(self.perform(op));
         }
     }
 }
@@ -121,9 +121,9 @@ impl fmt::Debug for SimulatedQueue {
     }
 }
 
-/// Where the steps of a transfer end, by the sector.
-fn cuts(rng: &mut Rng, len: usize, permille: u32) -> Vec<usize> {
-    let mut cuts = vec![];
+/// Returns the ends of the steps of a transfer, multiples of a sector.
+fn steps(rng: &mut SplitMix64, len: usize, permille: u32) -> Vec<usize> {
+    let mut ends = vec![];
     if rng.chance(permille) {
         let mut at = 0;
         loop {
@@ -131,9 +131,9 @@ fn cuts(rng: &mut Rng, len: usize, permille: u32) -> Vec<usize> {
             if at >= len {
                 break;
             }
-            cuts.push(at);
+            ends.push(at);
         }
     }
-    cuts.push(len);
-    cuts
+    ends.push(len);
+    ends
 }

@@ -1,78 +1,78 @@
-//! [`State`]: everything that a simulated disk is, under its lock.
+//! [`State`]: state of a simulated disk, under its lock.
 //!
-//! Invariants: every name that is live, durable or pending stands for a node that is there; `used` is the sum of what
-//! the nodes with a live name or an open file are charged for; what a node's `dirty` does not name is never made
-//! durable by a sync.
+//! Invariants: every name that is live, durable or pending refers to an existing node; `used` is the sum of what the
+//! nodes with a live name or an open file are charged; a sync makes only sectors in a node's `dirty` durable.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
+use moontide_rt::SplitMix64;
+
 use super::content::{Content, PAGE_BYTES, parts};
-use super::faults::{Counters, Faults, Rng};
+use super::faults::{Counters, Faults};
 use super::names::{Change, Directory, Target};
 use super::{Inode, SECTOR_BYTES};
-use crate::os::relative;
-use crate::storage::{Entry, Space};
+use crate::storage::{DirEntry, DiskSpace, relative};
 
 /// Size of a disk without a capacity: 1 PiB.
-const ENDLESS_BYTES: u64 = 1 << 50;
+const UNLIMITED_BYTES: u64 = 1 << 50;
 
-/// Nodes without a name are looked for when there may be this many.
+/// Number of unreferenced nodes that triggers a collection.
 const GARBAGE_MAX: usize = 64;
 
-/// What an operation is, as far as counting goes.
+/// Kind of an operation, for counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Changes nothing and cannot fail but for the power.
-    Look,
+    /// Changes nothing, and fails only without power.
+    Metadata,
     Read,
     Write,
     Sync,
     Name,
 }
 
-/// A file, whatever its names.
+/// A file, independent of its names.
 #[derive(Debug, Default)]
-pub(super) struct Node {
-    /// As a process sees it.
+pub(super) struct FileNode {
+    /// Content as processes see it.
     pub(super) current: Content,
-    /// As it is on the disk.
+    /// Content on the disk.
     durable: Content,
-    /// Sectors that the next sync takes to the disk: bits by page.
+    /// Sectors that the next sync writes: bits by page.
     dirty: BTreeMap<u64, u8>,
-    /// Whether the next sync takes the length to the disk.
+    /// Whether the next sync writes the length.
     len_dirty: bool,
-    /// Open files, each with all its clones.
+    /// Number of open files; clones count as one.
     open: usize,
-    /// Live names: one at most, but for a rename between directories that a crash left half done.
+    /// Number of live names: at most one, except after a crash during a rename between directories.
     links: usize,
-    /// Bytes that it takes of the capacity.
+    /// Bytes charged to the capacity.
     charged: u64,
 }
 
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) rng: Rng,
+    pub(super) rng: SplitMix64,
     pub(super) faults: Faults,
     pub(super) counters: Counters,
     pub(super) operations: u64,
-    /// The power is off once this many operations are counted.
+    /// The power is off once `operations` reaches this number.
     pub(super) crash_at: Option<u64>,
     pub(super) boot: u64,
-    nodes: BTreeMap<u64, Node>,
+    nodes: BTreeMap<u64, FileNode>,
     node_next: u64,
-    /// By path; the root's is empty. A directory comes before what is in it.
+    /// By path; that of the root is empty. A directory is before its content.
     directories: BTreeMap<String, Directory>,
     used: u64,
-    /// Nodes that lost their last name or open file since garbage was collected.
+    /// Nodes that lost their last name or open file since the last collection.
     garbage: usize,
 }
 
 impl State {
     pub(super) fn new(seed: u64) -> State {
         State {
-            rng: Rng::new(seed),
+            rng: SplitMix64::new(seed),
             faults: Faults::default(),
             counters: Counters::default(),
             operations: 0,
@@ -90,11 +90,11 @@ impl State {
         self.crash_at.is_some_and(|at| self.operations >= at)
     }
 
-    /// Counts an operation, unless the power is off.
+    /// Counts an operation. Fails if the power is off.
     pub(super) fn begin(&mut self, kind: Kind) -> io::Result<()> {
         self.check_power()?;
         let counter = match kind {
-            Kind::Look => return Ok(()),
+            Kind::Metadata => return Ok(()),
             Kind::Read => {
                 self.counters.reads += 1;
                 return Ok(());
@@ -130,15 +130,15 @@ impl State {
         if self.rng.chance(self.faults.no_space_permille) { Err(self.no_space()) } else { Ok(()) }
     }
 
-    /// The file behind one that was opened in some start of the disk.
-    pub(super) fn node(&mut self, id: u64, boot: u64) -> io::Result<&mut Node> {
+    /// Returns the node of an open file, if it was opened after the last restart.
+    pub(super) fn node(&mut self, id: u64, boot: u64) -> io::Result<&mut FileNode> {
         if boot != self.boot {
-            return Err(io::Error::other("the file was opened before the power went off"));
+            return Err(io::Error::other("the file was opened before the power failure"));
         }
-        Ok(self.nodes.get_mut(&id).expect("an open file stays"))
+        Ok(self.nodes.get_mut(&id).expect("an open file has a node"))
     }
 
-    fn writable(&mut self, inode: &Inode) -> io::Result<&mut Node> {
+    fn writable(&mut self, inode: &Inode) -> io::Result<&mut FileNode> {
         if !inode.writable {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
         }
@@ -146,19 +146,19 @@ impl State {
     }
 
     pub(super) fn opened(&mut self, id: u64) {
-        self.nodes.get_mut(&id).expect("found just now").open += 1;
+        self.nodes.get_mut(&id).expect("the node exists").open += 1;
     }
 
     pub(super) fn closed(&mut self, id: u64, boot: u64) {
         if boot == self.boot {
-            self.nodes.get_mut(&id).expect("an open file stays").open -= 1;
-            self.let_go(id);
+            self.nodes.get_mut(&id).expect("an open file has a node").open -= 1;
+            self.release(id);
         }
     }
 
-    /// A node has lost a name or an open file.
-    fn let_go(&mut self, id: u64) {
-        let node = self.nodes.get_mut(&id).expect("it had a name or was open");
+    /// Frees the space of a node without names and open files.
+    fn release(&mut self, id: u64) {
+        let node = self.nodes.get_mut(&id).expect("the node exists");
         if node.links == 0 && node.open == 0 {
             self.used -= std::mem::take(&mut node.charged);
             self.garbage += 1;
@@ -168,7 +168,7 @@ impl State {
         }
     }
 
-    /// Forgets nodes that no name can bring back.
+    /// Drops nodes that no name can restore.
     fn collect(&mut self) {
         let named: std::collections::BTreeSet<u64> =
             self.directories.values().flat_map(Directory::files).collect();
@@ -184,10 +184,10 @@ impl State {
             let kind = if is_file { io::ErrorKind::NotADirectory } else { io::ErrorKind::NotFound };
             return Err(kind.into());
         }
-        Ok(self.directories.get_mut(path).expect("just seen"))
+        Ok(self.directories.get_mut(path).expect("the directory exists"))
     }
 
-    /// What a path stands for; an error if there is no directory that it could be in.
+    /// Returns the target of a path. Fails if its parent directory does not exist.
     fn lookup(&mut self, path: &str) -> io::Result<Option<Target>> {
         if path.is_empty() {
             return Ok(Some(Target::Directory));
@@ -213,7 +213,7 @@ impl State {
         }
         let id = self.node_next;
         self.node_next += 1;
-        self.nodes.insert(id, Node { links: 1, ..Node::default() });
+        self.nodes.insert(id, FileNode { links: 1, ..FileNode::default() });
         let (parent, name) = split(&path);
         self.directory(parent)?.change(Change::Link(name.to_owned(), Target::File(id)));
         Ok(id)
@@ -273,15 +273,15 @@ impl State {
     }
 
     fn unlinked(&mut self, id: u64) {
-        self.nodes.get_mut(&id).expect("it had a name").links -= 1;
-        self.let_go(id);
+        self.nodes.get_mut(&id).expect("the node exists").links -= 1;
+        self.release(id);
     }
 
-    pub(super) fn list(&mut self, dir: &Path) -> io::Result<Vec<Entry>> {
+    pub(super) fn list(&mut self, dir: &Path) -> io::Result<Vec<DirEntry>> {
         let names = self.directory(&normal(dir))?.live.clone();
         let entry = |(name, target)| match target {
-            Target::File(id) => Entry { name, is_dir: false, len: self.nodes[&id].current.len() },
-            Target::Directory => Entry { name, is_dir: true, len: 0 },
+            Target::File(id) => DirEntry { name, is_dir: false, len: self.nodes[&id].current.len() },
+            Target::Directory => DirEntry { name, is_dir: true, len: 0 },
         };
         Ok(names.into_iter().map(entry).collect())
     }
@@ -289,7 +289,7 @@ impl State {
     pub(super) fn sync_dir(&mut self, dir: &Path) -> io::Result<()> {
         let failed = self.fail_by_chance(self.faults.sync_error_permille);
         let pending = self.directory(&normal(dir))?.pending();
-        // Some changes got through before it failed. The others are still to come: names do not get lost in between.
+        // Some changes became durable before the failure. The others remain pending: names do not get lost.
         let kept = if failed.is_ok() { pending } else { self.rng.below(pending as u64 + 1) as usize };
         self.directory(&normal(dir))?.keep(kept);
         failed
@@ -310,20 +310,20 @@ impl State {
 
     // -- bytes ----------------------------------------------------------------------------------------------------
 
-    pub(super) fn space(&self) -> Space {
-        let total = self.faults.capacity.unwrap_or(ENDLESS_BYTES);
-        Space { total, free: total.saturating_sub(self.used) }
+    pub(super) fn space(&self) -> DiskSpace {
+        let total = self.faults.capacity.unwrap_or(UNLIMITED_BYTES);
+        DiskSpace { total, free: total.saturating_sub(self.used) }
     }
 
-    /// Takes room for a file that grows to this length.
+    /// Charges a file for a growth to this length.
     fn charge(&mut self, id: u64, len: u64) -> io::Result<()> {
-        let wanted = len.next_multiple_of(PAGE_BYTES as u64);
-        let more = wanted.saturating_sub(self.nodes[&id].charged);
+        let required = len.next_multiple_of(PAGE_BYTES as u64);
+        let more = required.saturating_sub(self.nodes[&id].charged);
         if more > self.space().free {
             return Err(self.no_space());
         }
         self.used += more;
-        self.nodes.get_mut(&id).expect("just seen").charged += more;
+        self.nodes.get_mut(&id).expect("the node exists").charged += more;
         Ok(())
     }
 
@@ -337,13 +337,13 @@ impl State {
         let node = self.writable(inode)?;
         node.set_len(bytes);
         let charged = bytes.next_multiple_of(PAGE_BYTES as u64);
-        let returned = node.charged - charged;
+        let freed = node.charged - charged;
         node.charged = charged;
-        self.used -= returned;
+        self.used -= freed;
         Ok(())
     }
 
-    /// Whether a write may go on: it may fail, and may then have changed some of the bytes.
+    /// Starts a write. It may fail, and may then have changed some of the bytes.
     pub(super) fn admit_write(&mut self, inode: &Inode, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.writable(inode)?;
         self.fail_by_chance(self.faults.write_error_permille)?;
@@ -362,7 +362,8 @@ impl State {
         Ok(())
     }
 
-    /// Writes a step of what was admitted. It began with power and ends, even if this was the last operation with it.
+    /// Writes a step of an admitted write. It began with power and completes, even if it was the last operation with
+    /// power.
     pub(super) fn put(&mut self, inode: &Inode, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.writable(inode)?.write(offset, bytes);
         self.counters.written_bytes += bytes.len() as u64;
@@ -380,7 +381,7 @@ impl State {
     pub(super) fn sync(&mut self, inode: &Inode) -> io::Result<()> {
         self.node(inode.id, inode.boot)?;
         let failed = self.fail_by_chance(self.faults.sync_error_permille);
-        let node = self.nodes.get_mut(&inode.id).expect("just seen");
+        let node = self.nodes.get_mut(&inode.id).expect("the node exists");
         if failed.is_ok() {
             node.flush(|_, mask| mask, true);
         } else {
@@ -389,7 +390,7 @@ impl State {
             let keep_len = rng.coin();
             node.flush(
                 |_, mask| {
-                    let kept = mask & rng.next() as u8;
+                    let kept = mask & rng.next_u64() as u8;
                     lost += u64::from((mask & !kept).count_ones());
                     kept
                 },
@@ -400,7 +401,7 @@ impl State {
         failed
     }
 
-    /// The power goes and comes back.
+    /// Simulates a power failure and a restart.
     pub(super) fn restart(&mut self) {
         self.counters.restarts += 1;
         self.crash_at = None;
@@ -408,17 +409,17 @@ impl State {
         for directory in self.directories.values_mut() {
             let kept = self.rng.below(directory.pending() as u64 + 1) as usize;
             directory.keep(kept);
-            directory.lose_pending();
+            directory.drop_pending();
         }
         let mut reached = vec![String::new()];
-        // A directory comes before what is in it, so that one whose parent is gone finds no name that reaches it.
+        // A directory is before its content, so that one without its parent is not reached by any name.
         let directories = std::mem::take(&mut self.directories);
         for (path, directory) in directories {
             if reached.binary_search(&path).is_ok() {
                 for (name, _) in directory.live.iter().filter(|(_, target)| **target == Target::Directory) {
                     let child = join(&path, name);
-                    let place = reached.binary_search(&child).unwrap_or_else(|place| place);
-                    reached.insert(place, child);
+                    let index = reached.binary_search(&child).unwrap_or_else(|index| index);
+                    reached.insert(index, child);
                 }
                 self.directories.insert(path, directory);
             }
@@ -429,7 +430,7 @@ impl State {
         self.used = 0;
         for id in self.directories.values().flat_map(|directory| directory.live.values()) {
             if let Target::File(id) = id {
-                let node = self.nodes.get_mut(id).expect("a name stands for a node");
+                let node = self.nodes.get_mut(id).expect("a name refers to a node");
                 node.links += 1;
                 if node.links > 1 {
                     continue;
@@ -443,9 +444,9 @@ impl State {
 
     // -- for tests ------------------------------------------------------------------------------------------------
 
-    fn expect_file(&mut self, path: &Path) -> &mut Node {
+    fn expect_file(&mut self, path: &Path) -> &mut FileNode {
         let id = self.find(path).unwrap_or_else(|err| panic!("no file {path:?}: {err}"));
-        self.nodes.get_mut(&id).expect("a name stands for a node")
+        self.nodes.get_mut(&id).expect("a name refers to a node")
     }
 
     pub(super) fn read_file(&mut self, path: &Path) -> Vec<u8> {
@@ -467,17 +468,17 @@ impl State {
             self.create(path).unwrap_or_else(|err| panic!("no file {path:?}: {err}"));
         }
         for parent in &parents {
-            self.sync_dir(Path::new(parent)).expect("without faults");
+            self.sync_dir(Path::new(parent)).expect("no faults");
         }
         self.faults = faults;
-        self.damage(path, |content| {
+        self.overwrite(path, |content| {
             content.set_len(0);
             content.write(0, bytes);
         });
     }
 
-    /// Changes the bytes of a file for processes and on the disk.
-    pub(super) fn damage(&mut self, path: &Path, change: impl Fn(&mut Content)) {
+    /// Changes the bytes of a file both for processes and on the disk.
+    pub(super) fn overwrite(&mut self, path: &Path, change: impl Fn(&mut Content)) {
         let node = self.expect_file(path);
         change(&mut node.current);
         change(&mut node.durable);
@@ -487,7 +488,7 @@ impl State {
     }
 }
 
-impl Node {
+impl FileNode {
     fn write(&mut self, offset: u64, bytes: &[u8]) {
         let len = self.current.len();
         self.current.write(offset, bytes);
@@ -500,7 +501,7 @@ impl Node {
 
     fn set_len(&mut self, len: u64) {
         if len < self.current.len() {
-            // Should it grow again before the next sync, then the disk must see zeros, too.
+            // If the file grows again before the next sync, the disk must have zeros, too.
             let first = len / PAGE_BYTES as u64;
             let pages: Vec<u64> =
                 self.durable.pages_from(first).chain(self.current.pages_from(first)).collect();
@@ -513,7 +514,7 @@ impl Node {
         self.current.set_len(len);
     }
 
-    /// Takes those of the dirty sectors to the disk that `keep` chooses, and believes that all of them are there.
+    /// Writes those of the dirty sectors to the disk that `keep` selects, and marks all of them as clean.
     fn flush(&mut self, mut keep: impl FnMut(u64, u8) -> u8, keep_len: bool) {
         for (page, mask) in std::mem::take(&mut self.dirty) {
             let kept = keep(page, mask);
@@ -522,19 +523,19 @@ impl Node {
             }
         }
         let take_len = std::mem::take(&mut self.len_dirty) && keep_len;
-        self.durable.cut(if take_len { self.current.len() } else { self.durable.len() });
+        self.durable.truncate(if take_len { self.current.len() } else { self.durable.len() });
     }
 
-    /// What is left when the power is gone.
-    fn crash(&mut self, rng: &mut Rng) {
+    /// Applies a power failure.
+    fn crash(&mut self, rng: &mut SplitMix64) {
         let keep_len = rng.coin();
         let len = self.current.len();
         self.flush(
             |page, mask| {
-                // What was cut off is not replaced by zeros: it is there with the old length, or not at all.
+                // Truncated bytes are not replaced by zeros: they exist with the old length, or not at all.
                 let left = len.saturating_sub(page * PAGE_BYTES as u64).div_ceil(SECTOR_BYTES as u64);
                 let within = if left >= 8 { u8::MAX } else { (1 << left) - 1 };
-                mask & within & rng.next() as u8
+                mask & within & rng.next_u64() as u8
             },
             keep_len,
         );
@@ -545,21 +546,21 @@ impl Node {
     }
 }
 
-/// Bits of the sectors of a page, both ends included.
+/// Returns the bits of the sectors of a page, both ends inclusive.
 fn sectors(first: usize, last: usize) -> u8 {
     (u8::MAX >> (7 - last)) & (u8::MAX << first)
 }
 
-/// A path as directories are known by. Names are ours, so that they are UTF-8.
+/// Returns the normalised path of a directory. All names are UTF-8.
 fn normal(path: &Path) -> String {
     let parts = relative(path).components().filter_map(|part| match part {
-        std::path::Component::Normal(name) => Some(name.to_str().expect("our names are UTF-8")),
+        std::path::Component::Normal(name) => Some(name.to_str().expect("a name in UTF-8")),
         _ => None,
     });
     parts.collect::<Vec<_>>().join("/")
 }
 
-/// Directory and name.
+/// Returns directory and name.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or(("", path))
 }

@@ -1,27 +1,27 @@
-//! What a simulated disk keeps, loses and counts.
+//! Durability, faults and counters of a simulated disk.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::*;
-use crate::buffer::{Aligned, BLOCK_BYTES, Buffer};
+use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};
 use crate::storage::{Op, OpKind, run_all, run_one, sync};
 
 const SEEDS: u64 = 1000;
 
-fn filled(blocks: usize, byte: u8) -> Aligned {
-    let mut bytes = Aligned::zeroed(blocks * BLOCK_BYTES);
+fn filled(blocks: usize, byte: u8) -> AlignedBuf {
+    let mut bytes = AlignedBuf::zeroed(blocks * BLOCK_BYTES);
     bytes.fill(byte);
     bytes
 }
 
-fn write(disk: &SimulatedDisk, file: &File, offset: u64, bytes: Aligned) -> io::Result<()> {
+fn write(disk: &SimulatedDisk, file: &File, offset: u64, bytes: AlignedBuf) -> io::Result<()> {
     let op = Op { tag: 0, kind: OpKind::Write, file: file.clone(), offset, buffer: Buffer::Owned(bytes) };
     run_one(&mut *disk.queue(&QueueConfig::default()), op).result
 }
 
 fn read(disk: &SimulatedDisk, file: &File, offset: u64, blocks: usize) -> io::Result<Vec<u8>> {
-    let buffer = Buffer::Owned(Aligned::zeroed(blocks * BLOCK_BYTES));
+    let buffer = Buffer::Owned(AlignedBuf::zeroed(blocks * BLOCK_BYTES));
     let op = Op { tag: 0, kind: OpKind::Read, file: file.clone(), offset, buffer };
     let done = run_one(&mut *disk.queue(&QueueConfig::default()), op);
     done.result.map(|()| done.buffer.as_slice().to_vec())
@@ -31,9 +31,9 @@ fn sync_file(disk: &SimulatedDisk, file: &File) -> io::Result<()> {
     sync(&mut *disk.queue(&QueueConfig::default()), file)
 }
 
-/// A file whose name is durable.
+/// Creates a file whose name is durable.
 fn create(disk: &SimulatedDisk, path: &str) -> File {
-    let file = disk.open(Path::new(path), Mode::Create).unwrap();
+    let file = disk.open(Path::new(path), OpenMode::Create).unwrap();
     disk.sync_dir(Path::new("")).unwrap();
     file
 }
@@ -43,7 +43,7 @@ fn names(disk: &SimulatedDisk) -> Vec<String> {
 }
 
 #[test]
-fn synced_writes_stay_and_others_may_vanish_sector_by_sector() {
+fn crash_keeps_synced_writes_and_tears_others_by_sector() {
     let (mut old, mut new, mut torn) = (0, 0, 0);
     for seed in 0..SEEDS {
         let disk = SimulatedDisk::new(seed);
@@ -54,7 +54,7 @@ fn synced_writes_stay_and_others_may_vanish_sector_by_sector() {
         disk.restart();
         let bytes = disk.read_file("a");
         assert_eq!(bytes.len(), 8192, "seed {seed}");
-        assert!(bytes[..4096].iter().all(|byte| *byte == 1), "seed {seed}: a synced byte is gone");
+        assert!(bytes[..4096].iter().all(|byte| *byte == 1), "seed {seed}: a synced byte is lost");
         let kept: Vec<bool> = bytes[4096..]
             .chunks(SECTOR_BYTES)
             .map(|sector| {
@@ -72,7 +72,7 @@ fn synced_writes_stay_and_others_may_vanish_sector_by_sector() {
 }
 
 #[test]
-fn length_is_durable_with_the_sync() {
+fn synced_file_length_survives_crash() {
     let mut lengths = BTreeSet::new();
     for seed in 0..SEEDS {
         let disk = SimulatedDisk::new(seed);
@@ -88,7 +88,7 @@ fn length_is_durable_with_the_sync() {
 }
 
 #[test]
-fn what_was_cut_off_is_zero_when_the_file_grows_again() {
+fn truncated_bytes_read_as_zero_after_file_grows() {
     for seed in 0..100 {
         let disk = SimulatedDisk::new(seed);
         let file = create(&disk, "a");
@@ -105,7 +105,7 @@ fn what_was_cut_off_is_zero_when_the_file_grows_again() {
 }
 
 #[test]
-fn failed_sync_loses_writes_for_good() {
+fn later_sync_does_not_recover_writes_lost_by_failed_sync() {
     let faults = Faults { sync_error_permille: 1000, ..Faults::default() };
     let (mut lost, mut kept) = (0, 0);
     for seed in 0..SEEDS {
@@ -118,7 +118,7 @@ fn failed_sync_loses_writes_for_good() {
         assert_eq!(sync_file(&disk, &file).unwrap_err().raw_os_error(), Some(libc::EIO));
         disk.set_faults(Faults::default());
         sync_file(&disk, &file).unwrap();
-        assert_eq!(read(&disk, &file, 0, 1).unwrap(), [1; 4096], "seed {seed}: the cache forgot");
+        assert_eq!(read(&disk, &file, 0, 1).unwrap(), [1; 4096], "seed {seed}: the cache lost bytes");
         disk.restart();
         let bytes = disk.read_file("a");
         lost += bytes.iter().filter(|byte| **byte == 0).count();
@@ -132,7 +132,7 @@ fn failed_sync_loses_writes_for_good() {
 }
 
 #[test]
-fn writing_again_after_a_failed_sync_makes_it_durable() {
+fn rewrite_after_failed_sync_becomes_durable() {
     for seed in 0..100 {
         let disk = SimulatedDisk::new(seed);
         let file = create(&disk, "a");
@@ -149,12 +149,12 @@ fn writing_again_after_a_failed_sync_makes_it_durable() {
 }
 
 #[test]
-fn names_survive_in_the_order_of_their_changes() {
+fn name_changes_survive_crash_in_order() {
     let mut seen = BTreeSet::new();
     for seed in 0..SEEDS {
         let disk = SimulatedDisk::new(seed);
         create(&disk, "old");
-        disk.open(Path::new("x"), Mode::Create).unwrap();
+        disk.open(Path::new("x"), OpenMode::Create).unwrap();
         disk.rename(Path::new("x"), Path::new("y")).unwrap();
         disk.remove(Path::new("old")).unwrap();
         assert_eq!(names(&disk), ["y"]);
@@ -166,14 +166,14 @@ fn names_survive_in_the_order_of_their_changes() {
 }
 
 #[test]
-fn synced_names_survive() {
+fn synced_names_survive_crash() {
     for seed in 0..SEEDS {
         let disk = SimulatedDisk::new(seed);
         create(&disk, "a");
         disk.rename(Path::new("a"), Path::new("b")).unwrap();
         disk.create_dir(Path::new("d")).unwrap();
         disk.sync_dir(Path::new("")).unwrap();
-        disk.open(Path::new("d/f"), Mode::Create).unwrap();
+        disk.open(Path::new("d/f"), OpenMode::Create).unwrap();
         disk.sync_dir(Path::new("d")).unwrap();
         disk.restart();
         assert_eq!(names(&disk), ["b", "d/f"], "seed {seed}");
@@ -181,7 +181,7 @@ fn synced_names_survive() {
 }
 
 #[test]
-fn replaced_file_comes_back_if_the_rename_is_lost() {
+fn lost_rename_restores_replaced_file() {
     let mut seen = BTreeSet::new();
     for seed in 0..100 {
         let disk = SimulatedDisk::new(seed);
@@ -198,45 +198,45 @@ fn replaced_file_comes_back_if_the_rename_is_lost() {
 }
 
 #[test]
-fn directory_whose_name_is_lost_is_gone_with_all_in_it() {
+fn lost_directory_name_loses_its_contents() {
     let mut seen = BTreeSet::new();
     for seed in 0..100 {
         let disk = SimulatedDisk::new(seed);
         disk.create_dir(Path::new("d")).unwrap();
         disk.create_dir(Path::new("d/e")).unwrap();
-        disk.open(Path::new("d/e/f"), Mode::Create).unwrap();
+        disk.open(Path::new("d/e/f"), OpenMode::Create).unwrap();
         disk.sync_dir(Path::new("d/e")).unwrap();
         disk.sync_dir(Path::new("d")).unwrap();
         disk.restart();
-        let there = disk.list(Path::new("d/e")).is_ok();
-        assert_eq!(names(&disk).len(), usize::from(there), "seed {seed}");
-        seen.insert(there);
+        let exists = disk.list(Path::new("d/e")).is_ok();
+        assert_eq!(names(&disk).len(), usize::from(exists), "seed {seed}");
+        seen.insert(exists);
     }
     assert_eq!(seen.len(), 2);
 }
 
 #[test]
-fn power_goes_after_exactly_so_many_operations() {
+fn crash_after_stops_at_exact_operation_count() {
     // 1 create, 2 sync of the directory, 3 write, 4 sync.
-    let work = |disk: &SimulatedDisk| -> io::Result<()> {
-        let file = disk.open(Path::new("a"), Mode::Create)?;
+    let run = |disk: &SimulatedDisk| -> io::Result<()> {
+        let file = disk.open(Path::new("a"), OpenMode::Create)?;
         disk.sync_dir(Path::new(""))?;
         write(disk, &file, 0, filled(1, 1))?;
         read(disk, &file, 0, 1)?;
         sync_file(disk, &file)
     };
     let disk = SimulatedDisk::new(0);
-    work(&disk).unwrap();
+    run(&disk).unwrap();
     let all = disk.operations();
     assert_eq!(all, 4);
     for n in 0..all {
         let disk = SimulatedDisk::new(n);
         disk.crash_after(n);
-        let err = work(&disk).unwrap_err();
+        let err = run(&disk).unwrap_err();
         assert_eq!((err.kind(), err.to_string()), (io::ErrorKind::Other, "power is off".to_owned()));
         assert!(disk.is_off());
         assert_eq!(disk.operations(), n);
-        assert!(disk.open(Path::new("a"), Mode::Read).is_err());
+        assert!(disk.open(Path::new("a"), OpenMode::Read).is_err());
         assert!(disk.space().is_err() && disk.list(Path::new("")).is_err());
         disk.restart();
         assert!(!disk.is_off());
@@ -249,14 +249,14 @@ fn power_goes_after_exactly_so_many_operations() {
     }
     let disk = SimulatedDisk::new(0);
     disk.crash_after(all);
-    work(&disk).unwrap();
+    run(&disk).unwrap();
     assert!(disk.is_off());
     disk.restart();
     assert_eq!(disk.read_file("a"), [1; 4096]);
 }
 
 #[test]
-fn files_opened_before_a_restart_are_of_no_use() {
+fn file_opened_before_restart_is_unusable() {
     let disk = SimulatedDisk::new(0);
     let file = create(&disk, "a");
     disk.restart();
@@ -268,20 +268,20 @@ fn files_opened_before_a_restart_are_of_no_use() {
 }
 
 #[test]
-fn removed_file_is_read_to_the_end_and_then_gives_its_space_back() {
+fn removed_file_is_readable_until_closed_then_frees_space() {
     let disk = SimulatedDisk::new(0);
     disk.set_faults(Faults { capacity: Some(16384), ..Faults::default() });
     let file = create(&disk, "a");
     write(&disk, &file, 0, filled(3, 5)).unwrap();
     disk.remove(Path::new("a")).unwrap();
     assert_eq!(read(&disk, &file, 8192, 1).unwrap(), [5; 4096]);
-    assert_eq!(disk.space().unwrap(), Space { total: 16384, free: 4096 });
+    assert_eq!(disk.space().unwrap(), DiskSpace { total: 16384, free: 4096 });
     drop(file);
     assert_eq!(disk.space().unwrap().free, 16384);
 }
 
 #[test]
-fn full_disk_refuses_what_does_not_fit_and_changes_nothing() {
+fn full_disk_rejects_allocate_and_write_without_changes() {
     let disk = SimulatedDisk::new(0);
     disk.set_faults(Faults { capacity: Some(8192), ..Faults::default() });
     let file = create(&disk, "a");
@@ -298,7 +298,7 @@ fn full_disk_refuses_what_does_not_fit_and_changes_nothing() {
 }
 
 #[test]
-fn injected_faults_come_as_often_as_told() {
+fn injected_faults_match_configured_rate() {
     let faults = Faults {
         read_error_permille: 100,
         write_error_permille: 100,
@@ -335,7 +335,7 @@ fn torn_write_fails_and_changes_some_sectors() {
 }
 
 #[test]
-fn flipped_read_differs_in_one_bit_and_the_file_in_none() {
+fn flipped_read_differs_in_one_bit_and_file_is_unchanged() {
     let disk = SimulatedDisk::new(3);
     let file = create(&disk, "a");
     write(&disk, &file, 0, filled(1, 0)).unwrap();
@@ -353,9 +353,9 @@ fn short_transfers_are_continued() {
     let disk = SimulatedDisk::new(3);
     disk.set_faults(Faults { short_permille: 1000, ..Faults::default() });
     let file = create(&disk, "a");
-    let mut bytes = Aligned::zeroed(16 * BLOCK_BYTES);
-    for (place, byte) in bytes.iter_mut().enumerate() {
-        *byte = (place / 7) as u8;
+    let mut bytes = AlignedBuf::zeroed(16 * BLOCK_BYTES);
+    for (index, byte) in bytes.iter_mut().enumerate() {
+        *byte = (index / 7) as u8;
     }
     let expected = bytes.to_vec();
     write(&disk, &file, 0, bytes).unwrap();
@@ -365,7 +365,7 @@ fn short_transfers_are_continued() {
 }
 
 #[test]
-fn queue_runs_in_every_order() {
+fn queue_runs_ops_in_any_order() {
     let mut orders = BTreeSet::new();
     for seed in 0..200 {
         let disk = SimulatedDisk::new(seed);
@@ -382,8 +382,8 @@ fn queue_runs_in_every_order() {
 }
 
 #[test]
-fn same_seed_same_fate() {
-    let fate = |seed| {
+fn same_seed_gives_same_outcome() {
+    let outcome = |seed| {
         let disk = SimulatedDisk::new(seed);
         disk.set_faults(Faults {
             write_error_permille: 50,
@@ -393,7 +393,7 @@ fn same_seed_same_fate() {
             ..Faults::default()
         });
         for round in 0..20u8 {
-            let Ok(file) = disk.open(Path::new(&format!("f{round}")), Mode::Create) else { continue };
+            let Ok(file) = disk.open(Path::new(&format!("f{round}")), OpenMode::Create) else { continue };
             let _ = write(&disk, &file, 0, filled(4, round));
             let _ = sync_file(&disk, &file);
             let _ = disk.sync_dir(Path::new(""));
@@ -403,22 +403,22 @@ fn same_seed_same_fate() {
         let bytes: Vec<_> = files.iter().map(|(path, _)| disk.read_file(path)).collect();
         (files, bytes, disk.counters())
     };
-    assert_eq!(fate(5), fate(5));
-    assert_ne!(fate(5), fate(6));
+    assert_eq!(outcome(5), outcome(5));
+    assert_ne!(outcome(5), outcome(6));
 }
 
 #[test]
-fn errors_are_those_of_a_real_disk() {
+fn errors_match_those_of_real_file_system() {
     let disk = SimulatedDisk::new(0);
     let file = create(&disk, "a");
     disk.create_dir(Path::new("d")).unwrap();
     let kind = |result: io::Result<()>| result.unwrap_err().kind();
     let open = |path: &str, mode| disk.open(Path::new(path), mode).map(drop);
-    assert_eq!(kind(open("a", Mode::Create)), io::ErrorKind::AlreadyExists);
-    assert_eq!(kind(open("b", Mode::Read)), io::ErrorKind::NotFound);
-    assert_eq!(kind(open("d", Mode::Read)), io::ErrorKind::IsADirectory);
-    assert_eq!(kind(open("x/y", Mode::Create)), io::ErrorKind::NotFound);
-    assert_eq!(kind(open("a/y", Mode::Create)), io::ErrorKind::NotADirectory);
+    assert_eq!(kind(open("a", OpenMode::Create)), io::ErrorKind::AlreadyExists);
+    assert_eq!(kind(open("b", OpenMode::Read)), io::ErrorKind::NotFound);
+    assert_eq!(kind(open("d", OpenMode::Read)), io::ErrorKind::IsADirectory);
+    assert_eq!(kind(open("x/y", OpenMode::Create)), io::ErrorKind::NotFound);
+    assert_eq!(kind(open("a/y", OpenMode::Create)), io::ErrorKind::NotADirectory);
     assert_eq!(kind(disk.remove(Path::new("b"))), io::ErrorKind::NotFound);
     assert_eq!(kind(disk.rename(Path::new("b"), Path::new("a"))), io::ErrorKind::NotFound);
     assert_eq!(kind(disk.list(Path::new("a")).map(drop)), io::ErrorKind::NotADirectory);
@@ -427,7 +427,7 @@ fn errors_are_those_of_a_real_disk() {
 }
 
 #[test]
-fn files_without_a_name_are_forgotten() {
+fn unlinked_files_are_freed() {
     let disk = SimulatedDisk::new(0);
     for _ in 0..1000 {
         let file = create(&disk, "a");

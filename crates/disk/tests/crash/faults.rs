@@ -1,11 +1,12 @@
 //! Histories on a disk that fails one operation in ten.
 
-use moontide_disk::samples::{Random, Sample};
+use moontide_disk::samples::SampleRecord;
 use moontide_disk::{Faults, SimulatedDisk};
+use moontide_rt::SplitMix64;
 
 use crate::full;
+use crate::harness::{Check, CrashHarness};
 use crate::kinds::{Kind, kinds};
-use crate::world::{Check, World};
 
 const FAULTS: Faults = Faults {
     read_error_permille: 50,
@@ -20,59 +21,60 @@ const FAULTS: Faults = Faults {
     latency: None,
 };
 
-/// Openings that fail one after the other before the test gives up.
+/// Maximum number of consecutive failed opens.
 const ATTEMPTS_MAX: usize = 200;
 
-fn open(world: &mut World) -> Check {
+fn open(harness: &mut CrashHarness) -> Check {
     for _ in 0..ATTEMPTS_MAX {
-        if world.open()? {
+        if harness.open()? {
             return Ok(());
         }
     }
-    Err("it cannot be opened".into())
+    Err("cannot open the tier".into())
 }
 
-fn play(kind: Kind, seed: u64) -> Check {
-    let mut world = World::new(kind, SimulatedDisk::new(seed));
-    let mut random = Random(seed);
-    open(&mut world)?;
-    world.disk.set_faults(FAULTS);
+fn run_seed(kind: Kind, seed: u64) -> Check {
+    let mut harness = CrashHarness::new(kind, SimulatedDisk::new(seed));
+    let mut rng = SplitMix64::new(seed);
+    open(&mut harness)?;
+    harness.disk.set_faults(FAULTS);
     let mut next = 1;
     for _ in 0..25 {
-        match random.below(10) {
+        match rng.below(10) {
             0..=4 => {
-                let count = 1 + random.below(5);
+                let count = 1 + rng.below(5);
                 let lens = [0, 500, 4096, 9000, 40_000];
-                let batch = (next..next + count).map(|n| Sample::new(n, 1, lens[random.below(5) as usize]));
+                let batch =
+                    (next..next + count).map(|n| SampleRecord::new(n, 1, lens[rng.below(5) as usize]));
                 let batch = batch.collect();
                 next += count;
-                world.write(batch)?;
+                harness.write(batch)?;
             }
-            5 | 6 => world.remove(&[(1 + random.below(next), 1)])?,
-            7 => world.evict(1 + random.below(50_000))?,
-            8 => open(&mut world)?,
+            5 | 6 => harness.remove(&[(1 + rng.below(next), 1)])?,
+            7 => harness.evict(1 + rng.below(50_000))?,
+            8 => open(&mut harness)?,
             _ => {
-                world.restart();
-                open(&mut world)?;
+                harness.restart();
+                open(&mut harness)?;
             }
         }
-        world.check_among_faults()?;
+        harness.check_among_faults()?;
     }
-    world.disk.set_faults(Faults::default());
-    world.restart();
-    if !world.open()? {
-        return Err("it cannot be opened without faults".into());
+    harness.disk.set_faults(Faults::default());
+    harness.restart();
+    if !harness.open()? {
+        return Err("cannot open the tier without faults".into());
     }
-    world.check()?;
-    world.check_use(1_000_000)
+    harness.check()?;
+    harness.check_use(1_000_000)
 }
 
 #[test]
-fn a_failing_disk_costs_time_but_no_record() {
+fn random_disk_faults_lose_no_acknowledged_record() {
     let seeds = if full() { 5000 } else { 200 };
     for kind in kinds() {
         for seed in 0..seeds {
-            play(kind, seed).unwrap_or_else(|why| panic!("{}, seed {seed}: {why}", kind.name));
+            run_seed(kind, seed).unwrap_or_else(|error| panic!("{}, seed {seed}: {error}", kind.name));
         }
     }
 }

@@ -1,103 +1,105 @@
 //! Histories with a crash after every single write, sync and change of a name.
 
 use moontide_disk::SimulatedDisk;
-use moontide_disk::samples::{Random, Sample};
+use moontide_disk::samples::SampleRecord;
+use moontide_rt::SplitMix64;
 
 use crate::full;
+use crate::harness::{Check, CrashHarness};
 use crate::kinds::{Kind, kinds};
-use crate::world::{Check, World};
 
 const LENS: [usize; 8] = [0, 300, 3000, 4096, 5000, 9000, 30_000, 270_000];
 
-/// A record whose length follows from its name, as all of it does.
-fn sample(number: u64, version: u64) -> Sample {
-    let len = LENS[Random(number * 8 + version).below(LENS.len() as u64) as usize];
-    Sample::new(number, version, len)
+/// Returns a record whose length and content follow from its id.
+fn sample(number: u64, version: u64) -> SampleRecord {
+    let len = LENS[SplitMix64::new(number * 8 + version).below(LENS.len() as u64) as usize];
+    SampleRecord::new(number, version, len)
 }
 
-/// What happens, all of it following from the seed. Ends when the power is gone.
-fn play(world: &mut World, seed: u64) -> Check {
-    let mut random = Random(seed);
+/// Runs a history that follows from the seed. Ends when the power is off.
+fn run_history(harness: &mut CrashHarness, seed: u64) -> Check {
+    let mut rng = SplitMix64::new(seed);
     let mut next = 1;
-    if !world.open()? {
+    if !harness.open()? {
         return Ok(());
     }
     for step in 0..14 {
-        if world.disk.is_off() {
+        if harness.disk.is_off() {
             return Ok(());
         }
-        match (step, random.below(8)) {
+        match (step, rng.below(8)) {
             (0, _) | (_, 0..=3) => {
-                let count = 1 + random.below(6);
-                let mut batch: Vec<Sample> = (next..next + count).map(|number| sample(number, 1)).collect();
-                // Sometimes a newer version of one of before, or one that may have been evicted.
-                batch.push(sample(1 + random.below(next), 1 + random.below(3)));
+                let count = 1 + rng.below(6);
+                let mut batch: Vec<SampleRecord> =
+                    (next..next + count).map(|number| sample(number, 1)).collect();
+                // Sometimes a newer version of an earlier object, or one that may have been evicted.
+                batch.push(sample(1 + rng.below(next), 1 + rng.below(3)));
                 next += count;
-                world.write(batch)?;
+                harness.write(batch)?;
             }
             (_, 4 | 5) => {
-                let (a, b) = (1 + random.below(next), 1 + random.below(next));
-                world.remove(&[(a, 1), (b, 2)])?;
+                let (a, b) = (1 + rng.below(next), 1 + rng.below(next));
+                harness.remove(&[(a, 1), (b, 2)])?;
             }
-            (_, 6) => world.evict(1 + random.below(150_000))?,
+            (_, 6) => harness.evict(1 + rng.below(150_000))?,
             _ => {
-                if !world.open()? {
+                if !harness.open()? {
                     return Ok(());
                 }
             }
         }
-        // What is true before a crash must be true after it; a look now tells a mistake from a loss.
-        if !world.disk.is_off() {
-            world.check()?;
+        // The invariants must hold before a crash, too: this distinguishes a bug from a loss by the crash.
+        if !harness.disk.is_off() {
+            harness.check()?;
         }
     }
     Ok(())
 }
 
-/// One history with a crash after `crash_after` operations, and a second one while the tier is opened again.
+/// Runs one history with a crash after `crash_after` operations, and a second crash while the tier is opened again.
 pub(crate) fn crash(kind: Kind, seed: u64, chance: u64, crash_after: u64) -> Check {
     let disk = SimulatedDisk::new(seed << 32 | chance << 16 | crash_after);
-    let mut world = World::new(kind, disk);
-    world.disk.crash_after(crash_after);
-    play(&mut world, seed)?;
-    world.restart();
+    let mut harness = CrashHarness::new(kind, disk);
+    harness.disk.crash_after(crash_after);
+    run_history(&mut harness, seed)?;
+    harness.restart();
     if chance % 2 == 1 {
-        world.disk.crash_after(crash_after % 5);
-        world.open()?;
-        world.restart();
+        harness.disk.crash_after(crash_after % 5);
+        harness.open()?;
+        harness.restart();
     }
-    if !world.open()? {
-        return Err("the tier cannot be opened after the crash".into());
+    if !harness.open()? {
+        return Err("cannot open the tier after the crash".into());
     }
-    world.check()?;
-    world.check_use(1_000_000)?;
-    // And once more, without a crash.
-    if !world.open()? {
-        return Err("the tier cannot be opened again".into());
+    harness.check()?;
+    harness.check_use(1_000_000)?;
+    // Open again, without a crash.
+    if !harness.open()? {
+        return Err("cannot open the tier again".into());
     }
-    world.check()
+    harness.check()
 }
 
-/// Operations of a history without a crash.
+/// Returns the number of operations of a history without a crash.
 pub(crate) fn operations(kind: Kind, seed: u64) -> Result<u64, String> {
-    let mut world = World::new(kind, SimulatedDisk::new(seed));
-    play(&mut world, seed)?;
-    Ok(world.disk.operations())
+    let mut harness = CrashHarness::new(kind, SimulatedDisk::new(seed));
+    run_history(&mut harness, seed)?;
+    Ok(harness.disk.operations())
 }
 
 #[test]
-fn a_crash_after_every_operation_loses_and_revives_nothing() {
+fn crash_after_any_operation_loses_and_revives_no_record() {
     let (seeds, chances) = if full() { (40, 8) } else { (3, 2) };
     for kind in kinds() {
         let mut crashes = 0;
         for seed in 0..seeds {
             let operations =
-                operations(kind, seed).unwrap_or_else(|why| panic!("{}, seed {seed}: {why}", kind.name));
+                operations(kind, seed).unwrap_or_else(|error| panic!("{}, seed {seed}: {error}", kind.name));
             for crash_after in 0..=operations {
                 for chance in 0..chances {
-                    crash(kind, seed, chance, crash_after).unwrap_or_else(|why| {
+                    crash(kind, seed, chance, crash_after).unwrap_or_else(|error| {
                         panic!(
-                            "{}, seed {seed}, chance {chance}, crash after {crash_after}: {why}",
+                            "{}, seed {seed}, chance {chance}, crash after {crash_after}: {error}",
                             kind.name
                         )
                     });

@@ -1,10 +1,10 @@
-//! What the tests of the engines share: directories that clean up, seeded chance, captured logs, child processes.
+//! Shared by the tests of the engines: temporary directories, seeded random numbers, captured logs, child processes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-/// A directory that is removed at the end.
+/// A directory that is removed when it is dropped.
 pub(crate) struct TempDir(PathBuf);
 
 impl TempDir {
@@ -26,20 +26,7 @@ impl Drop for TempDir {
     }
 }
 
-/// Chance from a seed.
-pub(crate) struct Rng(pub(crate) u64);
-
-impl Rng {
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        // xorshift64*, whose state is never 0.
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % bound
-    }
-}
-
-/// The lines that are logged by this thread while `body` runs.
+/// Returns the lines that this thread logs while `body` runs.
 pub(crate) fn logged(body: impl FnOnce()) -> Vec<String> {
     #[derive(Clone, Default)]
     struct Lines(Arc<Mutex<Vec<u8>>>);
@@ -61,15 +48,15 @@ pub(crate) fn logged(body: impl FnOnce()) -> Vec<String> {
     String::from_utf8(bytes).unwrap().lines().map(str::to_owned).collect()
 }
 
-/// The warnings among them.
+/// Returns the warnings in a log.
 pub(crate) fn warnings(lines: &[String]) -> Vec<&String> {
     lines.iter().filter(|line| line.contains(" WARN ")).collect()
 }
 
 const CHILD: &str = "MOONTIDE_DISK_TEST_CHILD";
 
-/// Runs the body of a test in a process of its own: what it does to its process stays there. The test must call this
-/// first and do nothing else.
+/// Runs the body of a test in a separate process, to isolate its effects on the process. The test must call this first
+/// and do nothing else.
 pub(crate) fn in_child(test: &str, body: impl FnOnce()) {
     if std::env::var(CHILD).is_ok_and(|name| name == test) {
         return body();

@@ -1,21 +1,22 @@
-//! [`Allocator`]: which range an object gets.
+//! [`Allocator`]: selects the range for an object.
 //!
-//! A two-level segregated fit over block records kept outside of the memory that they describe. `alloc` looks
+//! A two-level segregated fit over block records that are stored outside of the memory that they describe. `alloc`
+//! probes
 //!
 //! ```text
-//!   1  at LOOK_SHORT_MAX blocks of the bins where some fit and some do not   an equal object's old place
-//!   2  in the first bin, not empty, all of whose blocks fit                  the tightest bin
-//!   3  at LOOK_LONG_MAX blocks of the bins of step 1                         rather than refuse
+//!   1  PROBE_SHORT_MAX blocks of the bins where some blocks fit and some do not   finds the gap of an equal object
+//!   2  the first non-empty bin all of whose blocks fit                            the tightest such bin
+//!   3  PROBE_LONG_MAX blocks of the bins of step 1                                last attempt before failing
 //! ```
 //!
-//! and cuts exactly: what is left in front of and behind the allocation is free at once. `free` merges with
-//! free neighbours at once. Both take a bounded number of steps, whatever the number of blocks (growth of the
-//! slab aside, see [`Allocator::reserve_live`]).
+//! and splits exactly: the units before and after the allocation are free at once. `free` merges with free neighbours
+//! at once. Both take a bounded number of steps, whatever the number of blocks (except for growth of the slab, see
+//! [`Allocator::reserve_live`]).
 //!
 //! Invariants:
 //!
 //! * `live_units + free_units == capacity_units`;
-//! * `allocation.extent.units` is exactly what was asked for;
+//! * `allocation.extent.units` is exactly the requested number;
 //! * with [`Align::Page`], `allocation.extent.start % 8 == 0`;
 //! * free runs are maximal: no two are adjacent.
 
@@ -28,34 +29,34 @@ use moontide_types::Extent;
 
 use super::PAGE_UNITS;
 
-/// Blocks looked at for a tight fit before a larger bin is cut. Each may be a cache miss.
-const LOOK_SHORT_MAX: u32 = 8;
+/// Blocks probed for a tight fit before a block of a larger bin is split. Each probe may be a cache miss.
+const PROBE_SHORT_MAX: u32 = 8;
 
-/// Blocks looked at before an allocation is refused: at worst 256 cache misses, some tens of microseconds, where
-/// the caller's next step is to evict.
-const LOOK_LONG_MAX: u32 = 256;
+/// Blocks probed before an allocation fails: at most 256 cache misses, some tens of microseconds, when the caller's
+/// next step is to evict.
+const PROBE_LONG_MAX: u32 = 256;
 
-/// Blocks of which [`Allocator::free_all`] fetches the records at a time: 16 * 3 lines are 3 KiB, which are still
-/// in the first-level cache when they are used.
+/// Blocks whose records [`Allocator::free_all`] prefetches at a time: 16 * 3 lines are 3 KiB, which are still in the
+/// first-level cache when they are used.
 const WARM_MAX: usize = 16;
 
-/// Requests below this fraction of the segment are cut from the upper end of a run, others from the lower end.
-/// Large and small objects then gather at different sides of what they leave free, and long runs survive longer.
-/// With KV sizes of 64 KiB to 16 MiB in 1 GiB, churned at 85 % full, 0.3 % of the requests are refused instead of
-/// 0.5 %. The fraction matters little: 1/512 gave 0.3 % too, 1/4096 gave 0.4 %.
+/// Requests below this fraction of the segment are cut from the upper end of a run, others from the lower end. Large
+/// and small objects then accumulate at different ends of the free runs, and long runs survive longer. With KV sizes
+/// of 64 KiB to 16 MiB in 1 GiB, churned at 85 % full, 0.3 % of the requests fail instead of 0.5 %. The fraction
+/// matters little: 1/512 gave 0.3 % too, 1/4096 gave 0.4 %.
 const SMALL_FRACTION: u32 = 1024;
 
-/// Where an extent may start.
+/// Alignment of an extent's start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Align {
-    /// Anywhere.
+    /// Any unit.
     Unit,
-    /// On a multiple of 8 units, 4 KiB.
+    /// A multiple of 8 units, 4 KiB.
     Page,
 }
 
 impl Align {
-    /// The first permitted start from `start` on. Saturates, for no block reaches the last units of `u32`.
+    /// Returns the first aligned start that is at least `start`. Saturates: no block reaches the last units of `u32`.
     fn first_from(self, start: u32) -> u32 {
         match self {
             Align::Unit => start,
@@ -63,7 +64,7 @@ impl Align {
         }
     }
 
-    /// The last permitted start up to `start`.
+    /// Returns the last aligned start that is at most `start`.
     fn last_until(self, start: u32) -> u32 {
         match self {
             Align::Unit => start,
@@ -72,35 +73,35 @@ impl Align {
     }
 }
 
-/// A range that was given out.
+/// An allocated range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Allocation {
-    /// By this the range is freed.
+    /// Handle for freeing the range.
     pub block: BlockRef,
-    /// The range.
+    /// Allocated range, exactly as long as requested.
     pub extent: Extent,
 }
 
-/// Figures of one [`Allocator`]. `free_units <= capacity_units`, `free_blocks <= live_blocks + 1`.
+/// Statistics of one [`Allocator`]. `free_units <= capacity_units`, `free_blocks <= live_blocks + 1`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AllocStats {
-    /// Units of the segment.
+    /// Length of the segment in units.
     pub capacity_units: u32,
     /// Units that are not allocated.
     pub free_units: u32,
-    /// Allocations.
+    /// Number of allocations.
     pub live_blocks: u32,
-    /// Free runs.
+    /// Number of free runs.
     pub free_blocks: u32,
-    /// The longest page-aligned stretch found in the bin of the longest runs, of which a bounded number is
-    /// looked at: `largest_run_units <= longest <= largest_run_units * 65 / 64`. Exact while that bin holds
-    /// up to 256 runs. Where no run contains a whole page, the length of the longest, counted as at most 7.
+    /// Longest page-aligned free run in units, from a bounded number of probes in the bin of the longest runs:
+    /// `largest_run_units <= longest <= largest_run_units * 65 / 64`. Exact while that bin holds up to 256 runs. If
+    /// no run contains a whole page, the length of the longest one, at most 7.
     pub largest_run_units: u32,
-    /// Memory held by the books.
+    /// Memory used by the block records and bins.
     pub metadata_bytes: usize,
 }
 
-/// The ranges of one segment: given out and taken back. Pure bookkeeping; touches no memory of the segment.
+/// Allocator of the ranges of one segment. Pure bookkeeping; touches no memory of the segment.
 #[derive(Debug)]
 pub struct Allocator {
     blocks: Blocks,
@@ -110,22 +111,22 @@ pub struct Allocator {
 }
 
 /// Bins in which a request may find a block.
-struct Window {
-    /// The first bin in which some block may fit.
+struct BinRange {
+    /// First bin in which some block may fit.
     maybe: u32,
-    /// The first bin in which every block fits.
+    /// First bin in which every block fits.
     sure: u32,
 }
 
-impl Window {
+impl BinRange {
     fn new(units: u32, align: Align) -> Self {
         match align {
-            Align::Page if units < PAGE_UNITS => Window { maybe: units, sure: PAGE_UNITS },
-            Align::Page => Window { maybe: bin_of(units), sure: bin_above(units) },
-            // Bins 1 to 7 are by raw length, of which a small request can use everything.
-            Align::Unit if units < PAGE_UNITS => Window { maybe: units, sure: units },
-            // A run of `units` may be up to 7 units shorter once aligned, or be a sliver.
-            Align::Unit => Window {
+            Align::Page if units < PAGE_UNITS => BinRange { maybe: units, sure: PAGE_UNITS },
+            Align::Page => BinRange { maybe: bin_of(units), sure: bin_above(units) },
+            // Bins 1 to 7 are by raw length, all of which a small request can use.
+            Align::Unit if units < PAGE_UNITS => BinRange { maybe: units, sure: units },
+            // A run of `units` may be up to 7 units shorter after alignment, or be a sliver.
+            Align::Unit => BinRange {
                 maybe: bin_of((units - (PAGE_UNITS - 1)).max(PAGE_UNITS - 1)),
                 sure: bin_above(units),
             },
@@ -134,49 +135,48 @@ impl Window {
 }
 
 impl Allocator {
-    /// All of `capacity_units` free, in one run.
+    /// Creates an allocator with all of `capacity_units` free, in one run.
     ///
     /// # Panics
-    /// Above 2^32 - 3 units (2 TiB).
+    /// If `capacity_units` exceeds 2^32 - 3 (2 TiB).
     pub fn new(capacity_units: u32) -> Self {
         let mut allocator = Self::empty(capacity_units, 0);
         allocator.append_free_until(capacity_units);
         allocator
     }
 
-    /// Makes room for the books of `live_max` allocations. Up to that number no `alloc` or `free` grows the
-    /// slab, for there is at most one free run more than there are allocations.
+    /// Reserves block records for `live_max` allocations. Up to that number no `alloc` or `free` grows the slab,
+    /// because there is at most one free run more than there are allocations.
     pub fn reserve_live(&mut self, live_max: u32) {
         self.blocks.reserve(2 * live_max as usize + 1);
     }
 
-    /// Gives out exactly `units`.
+    /// Allocates exactly `units`.
     ///
-    /// None means that no free run fits, or that every one that does is hidden among more than 256 blocks of
-    /// about its own length. In particular, with `longest` the longest page-aligned free stretch, `max(units,
-    /// 8) <= longest * 64 / 65` never fails.
+    /// Returns `None` if no free run fits, or if every run that fits comes after more than 256 blocks of about its
+    /// own length. In particular, with `longest` the longest page-aligned free run, `max(units, 8) <= longest * 64 /
+    /// 65` never fails.
     pub fn alloc(&mut self, units: NonZeroU32, align: Align) -> Option<Allocation> {
         let units = units.get();
-        let window = Window::new(units, align);
+        let range = BinRange::new(units, align);
         let block = self
-            .look(&window, units, align, LOOK_SHORT_MAX)
-            .or_else(|| self.bins.first_from(window.sure).map(|bin| self.bins.head(bin)))
-            .or_else(|| self.look(&window, units, align, LOOK_LONG_MAX))?;
-        Some(self.cut(block, units, align))
+            .probe(&range, units, align, PROBE_SHORT_MAX)
+            .or_else(|| self.bins.first_from(range.sure).map(|bin| self.bins.head(bin)))
+            .or_else(|| self.probe(&range, units, align, PROBE_LONG_MAX))?;
+        Some(self.split(block, units, align))
     }
 
-    /// Takes a range back and says which it was.
+    /// Frees a range and returns it.
     ///
     /// # Panics
-    /// If `block` is not live. One that was freed and whose number has been given out again cannot be told
-    /// apart.
+    /// If `block` is not live. A block that was freed and whose number is in use again cannot be distinguished.
     pub fn free(&mut self, block: BlockRef) -> Extent {
         let &record = self.blocks.live(block);
         let (block, prev, next) = (block.0, record.prev, record.next);
         self.free_units += record.units;
 
-        // A free neighbour takes the block in and keeps its own record, so that it often keeps its place in
-        // its bin too. The records of live neighbours are only written.
+        // A free neighbour absorbs the block and keeps its own record, so that it often keeps its position in its bin
+        // too. The records of live neighbours are only written, not read.
         match (record.before_free, record.after_free) {
             (false, false) => {
                 self.bins.insert(&mut self.blocks, block);
@@ -191,7 +191,7 @@ impl Allocator {
                 after.prev = prev;
                 after.before_free = true;
                 self.blocks.vacate(block);
-                self.bins.refile(&mut self.blocks, prev, bin);
+                self.bins.move_block(&mut self.blocks, prev, bin);
             }
             (false, true) => {
                 let bin = bin_of(usable_units(self.blocks.get(next)));
@@ -203,7 +203,7 @@ impl Allocator {
                 before.next = next;
                 before.after_free = true;
                 self.blocks.vacate(block);
-                self.bins.refile(&mut self.blocks, next, bin);
+                self.bins.move_block(&mut self.blocks, next, bin);
             }
             (true, true) => {
                 let &after = self.blocks.get(next);
@@ -215,52 +215,53 @@ impl Allocator {
                 self.blocks.get_mut(after.next).prev = prev;
                 self.blocks.vacate(next);
                 self.blocks.vacate(block);
-                self.bins.refile(&mut self.blocks, prev, bin);
+                self.bins.move_block(&mut self.blocks, prev, bin);
             }
         }
         record.extent()
     }
 
-    /// Frees many blocks, in order. With millions of scattered blocks a single `free` waits for two cache
-    /// misses, one behind the other: the record, then its neighbours. Here the misses of 16 blocks are under
-    /// way together.
+    /// Frees many blocks, in order. With millions of scattered blocks a single `free` waits for two cache misses in
+    /// sequence: the record, then its neighbours. This function overlaps the misses of 16 blocks.
     ///
     /// # Panics
-    /// As [`free`](Self::free) does; then some of the blocks have been freed.
+    /// As [`free`](Self::free); some of the blocks have been freed then.
     pub fn free_all(&mut self, blocks: &[BlockRef], mut freed: impl FnMut(BlockRef, Extent)) {
         for chunk in blocks.chunks(WARM_MAX) {
-            let touch =
+            let prefetch =
                 |record: &Block| self.blocks.get(record.prev).back ^ self.blocks.get(record.next).back;
-            let touched = chunk.iter().map(|&block| touch(self.blocks.live(block)));
-            // Only the loads matter, which the compiler must not take for useless.
-            black_box(touched.fold(0, |all, one| all ^ one));
+            let loaded = chunk.iter().map(|&block| prefetch(self.blocks.live(block)));
+            // Only the loads matter; `black_box` keeps the compiler from removing them.
+            black_box(loaded.fold(0, |all, one| all ^ one));
             for &block in chunk {
                 freed(block, self.free(block));
             }
         }
     }
 
-    /// The range of a live block.
+    /// Returns the range of a live block.
     pub fn extent(&self, block: BlockRef) -> Extent {
         self.blocks.live(block).extent()
     }
 
-    /// The number that the owner has hung on a live block; 0 at first.
+    /// Returns the caller's tag of a live block; 0 after allocation.
     pub fn tag(&self, block: BlockRef) -> u32 {
         self.blocks.live(block).link
     }
 
-    /// Hangs a number on a live block.
+    /// Sets the caller's tag of a live block.
     pub fn set_tag(&mut self, block: BlockRef, tag: u32) {
         self.blocks.live(block);
         self.blocks.get_mut(block.0).link = tag;
     }
 
-    /// Figures for metrics and for choosing a segment.
+    /// Returns statistics for metrics and for the selection of a segment.
     pub fn stats(&self) -> AllocStats {
         let largest_run_units = self.bins.last().map_or(0, |bin| {
-            let usable =
-                self.list(bin).take(LOOK_LONG_MAX as usize).map(|block| usable_units(self.blocks.get(block)));
+            let usable = self
+                .list(bin)
+                .take(PROBE_LONG_MAX as usize)
+                .map(|block| usable_units(self.blocks.get(block)));
             usable.max().unwrap_or(0)
         });
         AllocStats {
@@ -273,17 +274,17 @@ impl Allocator {
         }
     }
 
-    /// The free runs in address order. Walks all blocks.
+    /// Iterates over the free runs in address order. Visits all blocks.
     pub fn free_runs(&self) -> impl Iterator<Item = Extent> {
         self.blocks.in_order().filter(|(_, block)| block.is_free()).map(|(_, block)| block.extent())
     }
 
-    /// The tightest fit among the first `look_max` blocks of the bins that hold fitting and other blocks.
-    fn look(&self, window: &Window, units: u32, align: Align, look_max: u32) -> Option<u32> {
-        let mut left = look_max;
+    /// Returns the tightest fit among the first `probes_max` blocks of the bins that hold fitting and other blocks.
+    fn probe(&self, range: &BinRange, units: u32, align: Align, probes_max: u32) -> Option<u32> {
+        let mut left = probes_max;
         let mut best: Option<(u32, u32)> = None;
-        let mut from = window.maybe;
-        while let Some(bin) = self.bins.first_from(from).filter(|&bin| bin < window.sure) {
+        let mut from = range.maybe;
+        while let Some(bin) = self.bins.first_from(from).filter(|&bin| bin < range.sure) {
             for block in self.list(bin) {
                 if left == 0 {
                     return best.map(|(_, block)| block);
@@ -307,8 +308,8 @@ impl Allocator {
             .take_while(|&block| block != NIL)
     }
 
-    /// Cuts `units` out of a free block that fits.
-    fn cut(&mut self, block: u32, units: u32, align: Align) -> Allocation {
+    /// Allocates `units` from a free block that fits, and splits the block.
+    fn split(&mut self, block: u32, units: u32, align: Align) -> Allocation {
         let &record = self.blocks.get(block);
         let bin = bin_of(usable_units(&record));
         let end = record.start + record.units;
@@ -319,7 +320,7 @@ impl Allocator {
         let rest = Extent { start: start + units, units: end - (start + units) };
         self.free_units -= units;
 
-        // The free record stays with the larger part that is left; the live block gets a new one.
+        // The free record remains with the larger remainder; the live block gets a new record.
         let live = if front.units == 0 && rest.units == 0 {
             self.bins.remove(&mut self.blocks, block, bin);
             self.blocks.set_live(block);
@@ -330,20 +331,20 @@ impl Allocator {
             let live = self.blocks.insert_between(record.prev, block, extent);
             self.blocks.get_mut(live).after_free = true;
             self.insert_free_between(record.prev, live, front);
-            self.bins.refile(&mut self.blocks, block, bin);
+            self.bins.move_block(&mut self.blocks, block, bin);
             live
         } else {
             self.blocks.set_extent(block, front);
             let live = self.blocks.insert_between(block, record.next, extent);
             self.blocks.get_mut(live).before_free = true;
             self.insert_free_between(live, record.next, rest);
-            self.bins.refile(&mut self.blocks, block, bin);
+            self.bins.move_block(&mut self.blocks, block, bin);
             live
         };
         Allocation { block: BlockRef(live), extent }
     }
 
-    /// A new free block between two live ones, unless it would be empty; they learn which.
+    /// Inserts a free block between two live ones, unless it would be empty, and updates their flags.
     fn insert_free_between(&mut self, prev: u32, next: u32, extent: Extent) {
         if extent.units > 0 {
             let block = self.blocks.insert_between(prev, next, extent);
@@ -352,17 +353,17 @@ impl Allocator {
         self.blocks.set_free_between(prev, next, extent.units > 0);
     }
 
-    /// No blocks at all: the appends below must fill it.
+    /// Creates an allocator without any block: the caller must fill it with the `append_*` functions below.
     pub(super) fn empty(capacity_units: u32, blocks_expected: usize) -> Self {
         assert!(
             capacity_units <= CAPACITY_UNITS_MAX,
-            "{capacity_units} units are more than a segment can have"
+            "{capacity_units} units exceed the maximum of {CAPACITY_UNITS_MAX} units of a segment"
         );
         let blocks = Blocks::new(blocks_expected);
         Self { blocks, bins: Bins::new(), capacity_units, free_units: 0 }
     }
 
-    /// Makes the units from the last block up to `end` a free run, if there are any.
+    /// Appends a free run from the end of the last block to `end`, if it is not empty.
     pub(super) fn append_free_until(&mut self, end: u32) {
         let last = self.blocks.get(NIL).prev;
         let start = self.blocks.get(last).extent().end() as u32;
@@ -372,7 +373,7 @@ impl Allocator {
         }
     }
 
-    /// Makes `extent` live. It starts where the last block ends.
+    /// Appends a live block. `extent` must start where the last block ends.
     pub(super) fn append_live(&mut self, extent: Extent) -> BlockRef {
         let last = self.blocks.get(NIL).prev;
         let &before = self.blocks.get(last);

@@ -1,4 +1,4 @@
-//! The bins: lists of free blocks by usable length, and two levels of bitmaps that say which are not empty.
+//! [`Bins`]: lists of free blocks by usable length, and two levels of bitmaps of the non-empty ones.
 //!
 //! ```text
 //!   row 0    rows: bit 0 ┐   columns[0]   one bin per length        0   1   2  …  63
@@ -7,19 +7,18 @@
 //!   row r    rows: bit r ┘   columns[r]   2^(r-1) lengths a bin   64 << (r-1)  …
 //! ```
 //!
-//! A bin is the number `row * 64 + column`; bins ascend with the lengths that they hold. The next bin that is
-//! not empty is found with two counts of trailing zeros.
+//! A bin is the number `row * 64 + column`; bins ascend with the lengths that they hold. Two counts of trailing zeros
+//! find the next non-empty bin.
 //!
-//! **Length of a block** is what a page-aligned request can use of it, [`usable_units`]: nearly all the bytes
-//! of a segment are asked for with page alignment, and a block binned by its raw length would be found either
-//! too late (up to 7 units short once aligned) or, searched for with 7 units to spare, not in the place that
-//! an equal object has just left. A block that contains no whole page is a *sliver* and stands in bins 1 to
-//! 7, where small requests look first.
+//! **The length of a block** is the part that a page-aligned request can use, [`usable_units`]: nearly all bytes of a
+//! segment are requested with page alignment. A block binned by its raw length would be found either too late (up to
+//! 7 units short after alignment) or, if the search adds 7 units, not at the gap that an equal object has just left.
+//! A block that contains no whole page is a *sliver* and is in bins 1 to 7, where small requests search first.
 //!
 //! Invariants:
 //!
-//! * `floor(bin) <= usable_units(block) < floor(bin + 1)` for every block in a bin;
-//! * `floor(bin + 1) - floor(bin) <= max(1, floor(bin) / 64)`;
+//! * `min_units(bin) <= usable_units(block) < min_units(bin + 1)` for every block in a bin;
+//! * `min_units(bin + 1) - min_units(bin) <= max(1, min_units(bin) / 64)`;
 //! * a bin's bit is set if and only if its list is not empty; a row's bit if and only if one of its bins' is.
 
 use super::PAGE_UNITS;
@@ -33,13 +32,13 @@ const BINS: usize = (ROWS * COLUMNS) as usize;
 const _: () = assert!(COLUMNS == u64::BITS, "a row's columns are the bits of one word");
 const _: () = assert!(ROWS <= u32::BITS, "the rows are the bits of one word");
 
-/// What a page-aligned request can use of a block; for a sliver its raw length, but at most 7.
+/// Returns the units of a block that a page-aligned request can use; for a sliver its raw length, at most 7.
 pub(super) fn usable_units(block: &Block) -> u32 {
     let gap = block.start.wrapping_neg() % PAGE_UNITS;
     if block.units >= gap + PAGE_UNITS { block.units - gap } else { block.units.min(PAGE_UNITS - 1) }
 }
 
-/// The bin that holds blocks of this usable length.
+/// Returns the bin of blocks with this usable length.
 pub(super) fn bin_of(units: u32) -> u32 {
     if units < COLUMNS {
         return units;
@@ -48,14 +47,14 @@ pub(super) fn bin_of(units: u32) -> u32 {
     (shift << COLUMN_BITS) + (units >> shift)
 }
 
-/// The first bin all of whose blocks have at least this usable length. May be one past the last.
+/// Returns the first bin all of whose blocks have at least this usable length. May be one past the last.
 pub(super) fn bin_above(units: u32) -> u32 {
     let bin = bin_of(units);
-    bin + u32::from(floor(bin) < units)
+    bin + u32::from(min_units(bin) < units)
 }
 
-/// The shortest usable length of a bin.
-pub(super) fn floor(bin: u32) -> u32 {
+/// Returns the shortest usable length of a bin.
+pub(super) fn min_units(bin: u32) -> u32 {
     let (row, column) = (bin >> COLUMN_BITS, bin & (COLUMNS - 1));
     if row == 0 { column } else { (COLUMNS + column) << (row - 1) }
 }
@@ -82,7 +81,7 @@ impl Bins {
         self.heads[bin as usize]
     }
 
-    /// The first bin from `bin` on that is not empty.
+    /// Returns the first non-empty bin that is at least `bin`.
     pub(super) fn first_from(&self, bin: u32) -> Option<u32> {
         let (row, column) = (bin >> COLUMN_BITS, bin & (COLUMNS - 1));
         if row >= ROWS {
@@ -101,13 +100,13 @@ impl Bins {
         Some((row << COLUMN_BITS) + self.columns[row as usize].trailing_zeros())
     }
 
-    /// The last bin that is not empty.
+    /// Returns the last non-empty bin.
     pub(super) fn last(&self) -> Option<u32> {
         let row = self.rows.checked_ilog2()?;
         Some((row << COLUMN_BITS) + self.columns[row as usize].ilog2())
     }
 
-    /// Puts a block in front of its bin and thereby makes it free.
+    /// Inserts a block at the head of its bin, which makes it free.
     pub(super) fn insert(&mut self, blocks: &mut Blocks, block: u32) {
         let record = blocks.get_mut(block);
         let bin = bin_of(usable_units(record));
@@ -124,7 +123,7 @@ impl Bins {
         self.count += 1;
     }
 
-    /// Takes a block out of `bin`. The caller says what becomes of it.
+    /// Removes a block from `bin`. The caller sets its new state.
     pub(super) fn remove(&mut self, blocks: &mut Blocks, block: u32, bin: u32) {
         let &Block { link, back, .. } = blocks.get(block);
         if link != NIL {
@@ -146,10 +145,9 @@ impl Bins {
         self.count -= 1;
     }
 
-    /// After a free block has changed its range: moves it from `bin` to where it belongs now. A block that
-    /// stays in its bin keeps its place in the list, so that cutting slices off one long run touches no list
-    /// at all.
-    pub(super) fn refile(&mut self, blocks: &mut Blocks, block: u32, bin: u32) {
+    /// Moves a free block, whose range has changed, from `bin` to the bin of its new length. A block that remains in
+    /// its bin keeps its position in the list, so that repeated splits of one long run touch no list at all.
+    pub(super) fn move_block(&mut self, blocks: &mut Blocks, block: u32, bin: u32) {
         if bin_of(usable_units(blocks.get(block))) != bin {
             self.remove(blocks, block, bin);
             self.insert(blocks, block);
@@ -170,12 +168,12 @@ mod tests {
     #[test]
     fn bins_ascend_without_gaps_and_are_narrow() {
         for bin in 0..BINS as u32 {
-            assert_eq!(bin_of(floor(bin)), bin);
-            assert_eq!(bin_above(floor(bin)), bin);
+            assert_eq!(bin_of(min_units(bin)), bin);
+            assert_eq!(bin_above(min_units(bin)), bin);
             if bin + 1 < BINS as u32 {
-                let width = floor(bin + 1) - floor(bin);
-                assert_eq!(bin_of(floor(bin + 1) - 1), bin);
-                assert!((1..=(floor(bin) / COLUMNS).max(1)).contains(&width));
+                let width = min_units(bin + 1) - min_units(bin);
+                assert_eq!(bin_of(min_units(bin + 1) - 1), bin);
+                assert!((1..=(min_units(bin) / COLUMNS).max(1)).contains(&width));
             }
         }
         assert_eq!(bin_of(u32::MAX), BINS as u32 - 1);
@@ -184,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn usable_length_is_the_aligned_part_or_the_sliver() {
+    fn usable_units_is_page_aligned_part_or_sliver_length() {
         let check = |start, units, usable| {
             let mut blocks = Blocks::new(1);
             let block = blocks.insert_between(NIL, NIL, Extent { start, units });

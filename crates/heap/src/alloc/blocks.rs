@@ -1,26 +1,26 @@
-//! The block records: a slab in which every unit of the segment belongs to exactly one block.
+//! Block records: a slab in which every unit of the segment belongs to exactly one block.
 //!
 //! ```text
-//!   record, 28 bytes      start │ units │ prev │ next │ link          │ back                    │ beside
+//!   record, 28 bytes      start │ units │ prev │ next │ link          │ back                    │ before/after_free
 //!                         u32   │ u32   │ u32  │ u32  │ u32           │ u32                     │ 2 × bool
-//!     live block                                      │ owner's tag   │ LIVE                    │ which are free
-//!     free block                                      │ next in bin   │ previous in bin, or NIL │ none
+//!     live block                                      │ owner's tag   │ LIVE                    │ free neighbours
+//!     free block                                      │ next in bin   │ previous in bin, or NIL │ false
 //!     vacant record                                   │ next vacant   │ VACANT                  │
 //!
 //!   physical order        NIL ⇄ [0, a) ⇄ [a, b) ⇄ … ⇄ [z, capacity) ⇄ NIL
 //! ```
 //!
-//! Record 0 is the border, a block of no units which counts as live: the ring of `prev` and `next` closes
-//! over it, so that neither merging nor splitting asks whether there is a neighbour. The same number is NIL
-//! in the bin lists, where a border can never stand.
+//! Record 0 is the border, a block of no units that counts as live: the ring of `prev` and `next` closes over it, so
+//! that neither merging nor splitting checks whether a neighbour exists. The same number is NIL in the bin lists,
+//! which never contain the border.
 //!
-//! `units` could be derived (`next.start - start`) and the record be 20 bytes, but then splitting reads a
-//! neighbour which it otherwise leaves alone, and looking through a bin costs two cache misses a block, not
+//! `units` could be derived (`next.start - start`) and the record be 20 bytes, but then a split would read a
+//! neighbour that it otherwise does not touch, and a probe of a bin would cost two cache misses per block instead of
 //! one.
 //!
-//! A live block knows whether its neighbours are free. Freeing it then waits for its own record only; without
-//! that it would have to wait for its neighbours' records too, and among millions of scattered blocks each is
-//! a cache miss. Telling the neighbours is a store, for which nobody waits.
+//! A live block records whether its neighbours are free. A free then waits for the block's own record only; otherwise
+//! it would wait for its neighbours' records too, and among millions of scattered blocks each is a cache miss.
+//! Updating the neighbours is a store, which does not stall.
 //!
 //! Invariants, with `live`, `free` and `vacant` counting records:
 //!
@@ -34,9 +34,9 @@
 
 use moontide_types::Extent;
 
-use super::huge::wish_for_huge_pages;
+use super::huge::advise_huge_pages;
 
-/// Names a live block of one [`Allocator`](super::Allocator), until it is freed.
+/// Handle of a live block of one [`Allocator`](super::Allocator), valid until the block is freed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct BlockRef(pub u32);
 
@@ -46,7 +46,7 @@ pub(super) const NIL: u32 = 0;
 const LIVE: u32 = u32::MAX;
 const VACANT: u32 = u32::MAX - 1;
 
-/// Keeps every record's number below the two marks, however finely the segment is cut.
+/// Keeps every record's number below LIVE and VACANT, even if every block is one unit.
 pub(super) const CAPACITY_UNITS_MAX: u32 = VACANT - 1;
 
 #[derive(Clone, Copy, Debug)]
@@ -80,7 +80,7 @@ impl Block {
 #[derive(Debug)]
 pub(super) struct Blocks {
     records: Vec<Block>,
-    /// First of the vacant records; the one vacated last is used next, while it is still in cache.
+    /// Head of the list of vacant records; the record vacated last is reused first, while it is still in cache.
     vacant: u32,
     vacant_count: u32,
 }
@@ -88,7 +88,7 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn new(blocks_expected: usize) -> Self {
         let mut records = Vec::with_capacity(blocks_expected + 1);
-        wish_for_huge_pages(&mut records);
+        advise_huge_pages(&mut records);
         records.push(Block {
             start: 0,
             units: 0,
@@ -102,10 +102,10 @@ impl Blocks {
         Self { records, vacant: NIL, vacant_count: 0 }
     }
 
-    /// Room for `blocks` records in all, so that none of the next insertions moves the slab.
+    /// Reserves `blocks` records in total, so that insertions up to that number do not move the slab.
     pub(super) fn reserve(&mut self, blocks: usize) {
         self.records.reserve_exact((blocks + 1).saturating_sub(self.records.len()));
-        wish_for_huge_pages(&mut self.records);
+        advise_huge_pages(&mut self.records);
     }
 
     pub(super) fn get(&self, block: u32) -> &Block {
@@ -116,7 +116,7 @@ impl Blocks {
         &mut self.records[block as usize]
     }
 
-    /// The record of a live block. The border is none: nobody was handed its number.
+    /// Returns the record of a live block. Panics for the border, whose number is never returned to a caller.
     pub(super) fn live(&self, block: BlockRef) -> &Block {
         let record = self.records.get(block.0 as usize).filter(|record| record.is_live() && block.0 != NIL);
         record.unwrap_or_else(|| panic!("{block:?} is not a live block"))
@@ -128,7 +128,7 @@ impl Blocks {
         record.back = LIVE;
     }
 
-    /// Tells the neighbours of what lies between them whether it is free.
+    /// Records in `prev` and `next` whether the units between them are free.
     pub(super) fn set_free_between(&mut self, prev: u32, next: u32, free: bool) {
         self.get_mut(prev).after_free = free;
         self.get_mut(next).before_free = free;
@@ -140,7 +140,7 @@ impl Blocks {
         record.units = extent.units;
     }
 
-    /// A new block between `prev` and `next`, live and tagged 0. The caller says which neighbours are free.
+    /// Inserts a live block with tag 0 between `prev` and `next`. The caller sets `before_free` and `after_free`.
     pub(super) fn insert_between(&mut self, prev: u32, next: u32, extent: Extent) -> u32 {
         let Extent { start, units } = extent;
         let (before_free, after_free) = (false, false);
@@ -149,7 +149,7 @@ impl Blocks {
         let block = if block == NIL {
             if self.records.len() == self.records.capacity() {
                 self.records.reserve(1);
-                wish_for_huge_pages(&mut self.records);
+                advise_huge_pages(&mut self.records);
             }
             self.records.push(record);
             (self.records.len() - 1) as u32
@@ -167,7 +167,7 @@ impl Blocks {
         block
     }
 
-    /// Takes a record out of the slab. The caller has closed the ring over it.
+    /// Adds a record to the vacant list. The caller has removed it from the ring.
     pub(super) fn vacate(&mut self, block: u32) {
         debug_assert_ne!(block, NIL);
         let vacant = self.vacant;
@@ -178,7 +178,7 @@ impl Blocks {
         self.vacant_count += 1;
     }
 
-    /// All blocks in address order.
+    /// Iterates over all blocks in address order.
     pub(super) fn in_order(&self) -> impl Iterator<Item = (u32, &Block)> {
         let mut at = NIL;
         std::iter::from_fn(move || {
@@ -187,7 +187,7 @@ impl Blocks {
         })
     }
 
-    /// Live and free blocks, without the border.
+    /// Returns the number of live and free blocks, without the border.
     pub(super) fn count(&self) -> u32 {
         self.records.len() as u32 - 1 - self.vacant_count
     }

@@ -5,8 +5,8 @@
 //!   units 0 … 63        units 64 … 127
 //! ```
 //!
-//! The node does not believe the master's allocator; it keeps one bit per unit, 1/4096 of the memory, and
-//! handles whole words: a range of 16 MiB is 512 words, a range of 4 KiB one or two.
+//! The node does not trust the master's allocator. It keeps one bit per unit, 1/4096 of the memory, and handles whole
+//! words: a range of 16 MiB is 512 words, a range of 4 KiB one or two.
 //!
 //! Invariants:
 //!
@@ -15,34 +15,34 @@
 
 use moontide_types::Extent;
 
-/// Why a range was not claimed. Nothing has changed.
+/// Reason why a range was not claimed. Nothing has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ClaimError {
     /// The range has no units.
     #[error("range {extent} is empty")]
     Empty {
-        /// The range.
+        /// Requested range.
         extent: Extent,
     },
-    /// The range ends behind the segment.
-    #[error("range {extent} ends behind the segment's {capacity_units} units")]
+    /// The range ends beyond the segment.
+    #[error("range {extent} ends beyond the segment's {capacity_units} units")]
     OutOfRange {
-        /// The range.
+        /// Requested range.
         extent: Extent,
-        /// Units of the segment.
+        /// Length of the segment in units.
         capacity_units: u32,
     },
-    /// A unit of the range is claimed already.
+    /// A unit of the range is already claimed.
     #[error("range {extent} overlaps a claimed one at unit {first_taken_unit}")]
     Overlap {
-        /// The range.
+        /// Requested range.
         extent: Extent,
-        /// The lowest claimed unit in it.
+        /// Lowest claimed unit of the range.
         first_taken_unit: u32,
     },
 }
 
-/// The claimed units of one segment.
+/// Bitmap of the claimed units of one segment.
 #[derive(Debug)]
 pub struct ExtentMap {
     words: Box<[u64]>,
@@ -51,7 +51,7 @@ pub struct ExtentMap {
 }
 
 impl ExtentMap {
-    /// Nothing claimed.
+    /// Creates a map without claimed units.
     pub fn new(capacity_units: u32) -> Self {
         let words = vec![0; capacity_units.div_ceil(u64::BITS) as usize].into_boxed_slice();
         Self { words, capacity_units, claimed_units: 0 }
@@ -70,15 +70,15 @@ impl ExtentMap {
         Ok(())
     }
 
-    /// Gives `extent` back.
+    /// Releases `extent`.
     ///
     /// # Panics
-    /// If a unit of it was not claimed: the node releases only what it has claimed.
+    /// If a unit of it is not claimed: the node releases only what it has claimed.
     pub fn release(&mut self, extent: Extent) {
         assert_eq!(self.check_bounds(extent), Ok(()));
-        // All words first: a release that panics leaves the map as it was.
+        // Check all words first, so that a release that panics leaves the map unchanged.
         for (at, mask) in masks(extent) {
-            assert!(self.words[at] & mask == mask, "release of {extent}, which is not claimed throughout");
+            assert!(self.words[at] & mask == mask, "release of {extent}, which is not completely claimed");
         }
         for (at, mask) in masks(extent) {
             self.words[at] &= !mask;
@@ -86,12 +86,12 @@ impl ExtentMap {
         self.claimed_units -= extent.units;
     }
 
-    /// Whether [`try_claim`](Self::try_claim) would succeed.
+    /// Returns whether [`try_claim`](Self::try_claim) would succeed.
     pub fn is_free(&self, extent: Extent) -> bool {
         self.check_bounds(extent).is_ok() && self.first_taken(extent).is_none()
     }
 
-    /// Units claimed in all.
+    /// Returns the number of claimed units.
     pub fn claimed_units(&self) -> u32 {
         self.claimed_units
     }
@@ -114,7 +114,7 @@ impl ExtentMap {
     }
 }
 
-/// The words that an extent (within bounds, not empty) touches, each with its bits.
+/// Iterates over the words of an extent (within bounds, not empty), each with the mask of its bits.
 fn masks(extent: Extent) -> impl Iterator<Item = (usize, u64)> {
     let last_unit = extent.end() - 1;
     let (first, last) = ((extent.start / u64::BITS) as usize, (last_unit / 64) as usize);

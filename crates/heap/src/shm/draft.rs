@@ -1,29 +1,30 @@
-//! [`Draft`]: a record's header and trailer, worked out and checked before anything is written.
+//! [`RecordDraft`]: a record's header and trailer, computed and checked before they are written.
 
 use moontide_types::Extent;
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{Header, RecordLayout, Word, trailer_crc};
 
-use crate::shm::grant::{BeginError, NewRecord};
+use crate::shm::grant::{BeginError, RecordSpec};
 use crate::shm::segment::SegmentRegions;
 
-/// Everything of a record but payload and digests.
+/// Header and trailer of a record, without payload and digests.
 #[derive(Debug)]
-pub(super) struct Draft {
+pub(super) struct RecordDraft {
     pub(super) header: Header,
     pub(super) layout: RecordLayout,
-    /// Tenant, key and attributes, as they stand behind the digests.
+    /// Tenant, key and attributes in the order in which they follow the digests.
     trailer: Vec<u8>,
 }
 
-impl Draft {
-    /// The record in an extent that starts at its payload. `root` is the header's: the writer's mark while it is WRITING.
+impl RecordDraft {
+    /// Computes the record for an extent that starts at its payload. `root` goes into the header: the writer's tag
+    /// while it is WRITING.
     pub(super) fn new(
-        record: &NewRecord<'_>,
+        record: &RecordSpec<'_>,
         word: Word,
         payload_offset: u64,
         root: u64,
-    ) -> Result<Draft, BeginError> {
+    ) -> Result<RecordDraft, BeginError> {
         record.attributes.check()?;
         let key_len = record.key.encoded_len();
         let mut trailer = Vec::with_capacity(key_len + 64);
@@ -49,15 +50,16 @@ impl Draft {
             id_key: record.id_key,
             tenant_generation: record.tenant_generation,
         };
-        Ok(Draft { header, layout, trailer })
+        Ok(RecordDraft { header, layout, trailer })
     }
 
-    /// Where it goes: as many units as it needs, from its payload's first byte on. Its header must have been checked.
+    /// Returns the extent of the record: its units from the payload's first byte on. The header must have been
+    /// checked.
     pub(super) fn extent(&self) -> Extent {
         Extent { start: (self.header.payload_offset / UNIT_BYTES) as u32, units: self.layout.units() }
     }
 
-    /// Whether the extent is the one that the record needs, and the header makes sense.
+    /// Checks that the extent has the record's length and alignment, and that the header is valid.
     pub(super) fn check(&self, extent: Extent) -> Result<(), BeginError> {
         let (units, align) = (self.layout.units(), self.layout.align());
         if extent.units != units || !extent.span().offset().is_multiple_of(align) {
@@ -70,9 +72,9 @@ impl Draft {
     /// Writes tenant, key and attributes.
     ///
     /// # Safety
-    /// Nobody may read or write the record's extent meanwhile.
+    /// No other thread may read or write the record's extent during the call.
     pub(super) unsafe fn write_trailer(&self, regions: &SegmentRegions) {
-        // SAFETY: inside the record's extent; exclusive, says the caller.
+        // SAFETY: inside the record's extent; the caller guarantees exclusive access.
         unsafe {
             regions.write_bytes(self.header.payload_offset + self.layout.key().offset(), &self.trailer)
         };
@@ -81,14 +83,14 @@ impl Draft {
     /// Writes the page digests.
     ///
     /// # Safety
-    /// As [`Draft::write_trailer`].
+    /// As [`RecordDraft::write_trailer`].
     ///
     /// # Panics
-    /// If they are more or fewer than the record has.
+    /// If their number is not the record's number of pages.
     pub(super) unsafe fn write_digests(&self, regions: &SegmentRegions, digests: &[u8]) {
-        let place = self.layout.digests();
-        assert_eq!(digests.len() as u64, place.len(), "one digest a page");
-        // SAFETY: inside the record's extent; exclusive, says the caller.
-        unsafe { regions.write_bytes(self.header.payload_offset + place.offset(), digests) };
+        let span = self.layout.digests();
+        assert_eq!(digests.len() as u64, span.len(), "one digest per page");
+        // SAFETY: inside the record's extent; the caller guarantees exclusive access.
+        unsafe { regions.write_bytes(self.header.payload_offset + span.offset(), digests) };
     }
 }

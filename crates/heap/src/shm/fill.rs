@@ -1,28 +1,28 @@
-//! Filling a record: payload and page digests, page by page while the page is in cache.
+//! Fills a record with payload and page digests, page by page while the page is in cache.
 //!
-//! A stored digest of 0 means that the page's digest is not known: it was not written yet, or is being changed. A
-//! page whose digest really is 0 is digested once more at the end, which costs time and nothing else.
+//! A stored digest of 0 means that the page's digest is unknown: the page is not written yet, or is being changed. A
+//! page whose digest really is 0 is digested once more at the end, which only costs time.
 
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use moontide_types::Span;
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::{Header, PageDigests, RootBuilder};
 
 use crate::shm::segment::SegmentRegions;
 
-/// All pages of a record.
+/// Returns all pages of a record.
 pub(crate) fn pages(header: &Header) -> Range<u64> {
     0..header.stripe_len.div_ceil(PAGE_BYTES)
 }
 
-/// The pages of which some byte is in the range.
+/// Returns the pages that overlap the range.
 pub(crate) fn pages_touched(range: Span) -> Range<u64> {
     if range.is_empty() { 0..0 } else { range.offset() / PAGE_BYTES..range.end().div_ceil(PAGE_BYTES) }
 }
 
-/// The bytes of a page; the last one may be shorter.
+/// Returns the range of a page; the last one may be shorter.
 pub(crate) fn page_span(header: &Header, page: u64) -> Span {
     let start = page * PAGE_BYTES;
     let end = (start + PAGE_BYTES).min(header.stripe_len);
@@ -30,7 +30,7 @@ pub(crate) fn page_span(header: &Header, page: u64) -> Span {
 }
 
 impl SegmentRegions {
-    /// The digests section of a record; `None` if it has none.
+    /// Returns the digests section of a record; `None` if it has none.
     fn digests_span(&self, header: &Header) -> Option<Span> {
         let (layout, span) = self.record_span(header).expect("a record inside of its segment");
         let digests = layout.digests();
@@ -38,47 +38,48 @@ impl SegmentRegions {
         (!header.flags.digestless()).then_some(at)
     }
 
-    /// Stores the digest of a page; nothing in a record without digests.
+    /// Stores the digest of a page. Does nothing for a record without digests.
     ///
     /// # Safety
-    /// Nobody else may read or write this page's digest meanwhile.
+    /// No other thread may read or write this page's digest during the call.
     pub(crate) unsafe fn write_digest(&self, header: &Header, page: u64, digest: u64) {
         if let Some(digests) = self.digests_span(header) {
-            assert!((page + 1) * 8 <= digests.len(), "a page of this record");
-            // SAFETY: inside the record; exclusive, says the caller.
+            assert!((page + 1) * 8 <= digests.len(), "page {page} is not in this record");
+            // SAFETY: inside the record; the caller guarantees exclusive access.
             unsafe { self.write_bytes(digests.offset() + page * 8, &digest.to_le_bytes()) };
         }
     }
 
-    /// The stored digests, in page order.
+    /// Returns the stored digests, in page order.
     ///
     /// # Safety
-    /// Nobody may write them while they are read.
+    /// No thread may write them during the life of the result.
     pub(crate) unsafe fn digests(&self, header: &Header) -> PageDigests<'_> {
         let span = self.digests_span(header).unwrap_or_default();
-        // SAFETY: says the caller.
+        // SAFETY: guaranteed by the caller.
         PageDigests::new(unsafe { self.bytes(span) })
     }
 
-    /// Copies the payload, given in parts, into the record and its page digests behind it, which `each` is told; the
-    /// root over them, 0 without digests. Several threads copy what is long: one does not use all of the memory's speed,
-    /// and the kernel's work at the first use of a page is spread, too.
+    /// Copies the payload, given in parts, into the record, stores its page digests, and passes each digest to
+    /// `each`. Returns the root over them, 0 without digests. Several threads copy a long payload: one thread does
+    /// not use the full memory bandwidth, and the kernel's work at the first use of a page is parallel, too.
     ///
     /// # Safety
     /// The caller is the one writer of the record, and holds a pin granted on WRITING.
     ///
     /// # Panics
-    /// If the payload has another length than the record's, or the record does not lie in the segment.
+    /// If the payload's length is not the record's, or the record is outside of the segment.
     pub(crate) unsafe fn fill(&self, header: &Header, payload: &[&[u8]], mut each: impl FnMut(u64)) -> u64 {
-        let payload = Payload::new(payload);
-        assert_eq!(payload.len, header.stripe_len, "payload for another record");
-        let (_, span) = self.record_span(header).expect("a record inside of its segment");
+        let payload = PayloadParts::new(payload);
+        assert_eq!(payload.len, header.stripe_len, "payload length differs from the record's");
+        let (_, span) = self.record_span(header).expect("record inside its segment");
         let context = header.digest_context();
         let fill_page = |page: u64| -> u64 {
             let bytes = page_span(header, page);
             let mut at = span.offset() + bytes.offset();
             payload.pieces(bytes, |piece| {
-                // SAFETY: inside the record, of which the caller is the one writer, and this thread that of the page.
+                // SAFETY: inside the record; the caller is its one writer, and this thread the one writer of the
+                // page.
                 unsafe { self.write_bytes(at, piece) };
                 at += piece.len() as u64;
             });
@@ -99,7 +100,7 @@ impl SegmentRegions {
                 }
             }
         };
-        with_helpers(payload.len, work);
+        run_parallel(payload.len, work);
         if header.flags.digestless() {
             return 0;
         }
@@ -114,26 +115,26 @@ impl SegmentRegions {
     }
 }
 
-/// A payload in parts, of which any range can be had.
-struct Payload<'a> {
-    /// Each part, and where it starts.
+/// A payload in parts, with access by range.
+struct PayloadParts<'a> {
+    /// Offset and bytes of each part.
     parts: Vec<(u64, &'a [u8])>,
     len: u64,
 }
 
-impl<'a> Payload<'a> {
-    fn new(parts: &[&'a [u8]]) -> Payload<'a> {
+impl<'a> PayloadParts<'a> {
+    fn new(parts: &[&'a [u8]]) -> PayloadParts<'a> {
         let mut len = 0;
-        let placed = parts.iter().map(|part| {
+        let parts = parts.iter().map(|part| {
             let start = len;
             len += part.len() as u64;
             (start, *part)
         });
-        Payload { parts: placed.collect(), len }
+        PayloadParts { parts: parts.collect(), len }
     }
 
-    /// Tells `take` the bytes of a range, piece by piece.
-    fn pieces(&self, range: Span, mut take: impl FnMut(&[u8])) {
+    /// Passes the bytes of a range to `consume`, piece by piece.
+    fn pieces(&self, range: Span, mut consume: impl FnMut(&[u8])) {
         let first = self.parts.partition_point(|(start, part)| start + part.len() as u64 <= range.offset());
         for (start, part) in &self.parts[first..] {
             if *start >= range.end() {
@@ -141,22 +142,22 @@ impl<'a> Payload<'a> {
             }
             let from = range.offset().saturating_sub(*start) as usize;
             let to = (part.len() as u64).min(range.end() - start) as usize;
-            take(&part[from..to]);
+            consume(&part[from..to]);
         }
     }
 }
 
-/// Pages that a thread takes at a time.
+/// Pages that a thread fills at a time.
 const PART_PAGES: usize = 4;
 
-/// Runs `work` on this thread, and for a copy of many bytes within this host on some others as well. It must do what is left
-/// to do, whoever else does.
-pub fn with_helpers(bytes: u64, work: impl Fn() + Copy + Send) {
+/// Runs `work` on this thread, and for a large copy within the host on helper threads as well. `work` must process
+/// the remaining work until none is left, whichever threads run it.
+pub fn run_parallel(bytes: u64, work: impl Fn() + Copy + Send) {
     match copy_helpers(bytes) {
         0 => work(),
         helpers => std::thread::scope(|scope| {
             for _ in 0..helpers {
-                // If there is no thread to be had, this one does everything.
+                // If no thread can be started, this one does all the work.
                 let _ = std::thread::Builder::new().spawn_scoped(scope, work);
             }
             work();
@@ -164,14 +165,14 @@ pub fn with_helpers(bytes: u64, work: impl Fn() + Copy + Send) {
     }
 }
 
-/// How many threads should help with a copy of so many bytes within this host. Starting one takes some tens of
+/// Returns the number of helper threads for a copy of `bytes` within the host. Starting one takes some tens of
 /// microseconds, in which a core copies a few hundred KiB.
 fn copy_helpers(bytes: u64) -> usize {
-    const ALONE_MAX: u64 = 4 << 20;
+    const SINGLE_THREAD_MAX: u64 = 4 << 20;
     const HELPERS_MAX: usize = 3;
-    // Asked once: the answer is read from files.
+    // Read once: the value comes from files.
     static CORES: OnceLock<usize> = OnceLock::new();
-    match (bytes / ALONE_MAX) as usize {
+    match (bytes / SINGLE_THREAD_MAX) as usize {
         0 => 0,
         wanted => {
             let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));

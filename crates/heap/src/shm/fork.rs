@@ -1,8 +1,8 @@
-//! Whether a mapping was made by this process or inherited from the one that forked it.
+//! [`ProcessToken`]: detects whether a mapping was made by this process or inherited through a fork.
 //!
-//! Mappings are not inherited (MADV_DONTFORK), so in a child every older guard points at nothing, or worse, at
-//! something else. One page that the kernel zeroes in a child tells them apart for the price of a load. A
-//! child that maps regions of its own gets a token of its own.
+//! Mappings are not inherited (MADV_DONTFORK), so in a child every older guard points at nothing, or at something
+//! else. One page that the kernel zeroes in a child distinguishes the two for the price of a load. A child that maps
+//! regions of its own gets a token of its own.
 
 use std::ptr::NonNull;
 use std::sync::OnceLock;
@@ -10,37 +10,37 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Proof that something was made in a certain process, and not inherited from the one that forked it.
+/// Proof that a value was made in a certain process, and not inherited through a fork.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessToken(u64);
 
 impl ProcessToken {
-    /// The token of this process.
+    /// Returns the token of this process.
     pub fn of_this_process() -> ProcessToken {
-        let mark = mark();
-        match mark.load(Ordering::Relaxed) {
+        let word = token_word();
+        match word.load(Ordering::Relaxed) {
             0 => {
-                // First use, or first use after a fork. The counter was copied by the fork like all ordinary
-                // memory, so the next number differs from every ancestor's.
+                // First use, or first use after a fork. The fork copied the counter like all ordinary memory, so the
+                // next number differs from every ancestor's.
                 let fresh = LAST.fetch_add(1, Ordering::Relaxed) + 1;
-                match mark.compare_exchange(0, fresh, Ordering::Relaxed, Ordering::Relaxed) {
+                match word.compare_exchange(0, fresh, Ordering::Relaxed, Ordering::Relaxed) {
                     Ok(_) => ProcessToken(fresh),
                     Err(by_another_thread) => ProcessToken(by_another_thread),
                 }
             }
-            armed => ProcessToken(armed),
+            token => ProcessToken(token),
         }
     }
 
-    /// Whether what was made under this token is still there: `false` in a forked child.
+    /// Returns whether values made under this token are still valid: `false` in a forked child.
     #[inline]
     pub fn is_valid(self) -> bool {
-        mark().load(Ordering::Relaxed) == self.0
+        token_word().load(Ordering::Relaxed) == self.0
     }
 }
 
-/// A value of which each process has its own: a forked child begins with a new one and leaves its parent's alone, whose
-/// locks may be held and whose threads are missing.
+/// A value that each process has for itself: a forked child starts with a new one and does not touch its parent's,
+/// whose locks may be held and whose threads do not exist in the child.
 #[derive(Debug)]
 pub struct PerProcess<T: 'static>(OnceLock<Incarnation<T>>);
 
@@ -48,7 +48,7 @@ pub struct PerProcess<T: 'static>(OnceLock<Incarnation<T>>);
 struct Incarnation<T: 'static> {
     made_in: ProcessToken,
     value: T,
-    /// That of a child.
+    /// Value of a forked child.
     next: OnceLock<Box<Incarnation<T>>>,
 }
 
@@ -59,13 +59,13 @@ impl<T> Incarnation<T> {
 }
 
 impl<T> PerProcess<T> {
-    /// None yet.
+    /// Creates an empty cell.
     #[allow(clippy::new_without_default)] // for statics
     pub const fn new() -> PerProcess<T> {
         PerProcess(OnceLock::new())
     }
 
-    /// This process's value.
+    /// Returns this process's value, and creates it with `make` at the first call.
     pub fn get_or_init(&'static self, make: impl Fn() -> T) -> &'static T {
         let mut found = self.0.get_or_init(|| Incarnation::new(make()));
         while !found.made_in.is_valid() {
@@ -77,29 +77,30 @@ impl<T> PerProcess<T> {
 
 static LAST: AtomicU64 = AtomicU64::new(0);
 
-/// A page of private memory with MADV_WIPEONFORK.
-struct Mark(NonNull<AtomicU64>);
+/// Page of private memory with MADV_WIPEONFORK.
+struct WipeOnForkPage(NonNull<AtomicU64>);
 
-// SAFETY: the page lives as long as the process and holds an atomic.
-unsafe impl Send for Mark {}
+// SAFETY: the page exists as long as the process and holds an atomic.
+unsafe impl Send for WipeOnForkPage {}
 // SAFETY: as above.
-unsafe impl Sync for Mark {}
+unsafe impl Sync for WipeOnForkPage {}
 
 #[inline]
-fn mark() -> &'static AtomicU64 {
-    static MARK: OnceLock<Mark> = OnceLock::new();
-    let mark = MARK.get_or_init(|| {
-        const PAGE: usize = 4096;
-        // SAFETY: a fresh private mapping at an address that the kernel chooses.
+fn token_word() -> &'static AtomicU64 {
+    static PAGE: OnceLock<WipeOnForkPage> = OnceLock::new();
+    let page = PAGE.get_or_init(|| {
+        const PAGE_BYTES: usize = 4096;
+        // SAFETY: a new private mapping at an address that the kernel chooses.
         let page = unsafe {
             let access = ProtFlags::READ | ProtFlags::WRITE;
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), PAGE, access, MapFlags::PRIVATE)
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), PAGE_BYTES, access, MapFlags::PRIVATE)
         }
         .expect("one page of memory");
         // SAFETY: the page was mapped just above.
-        unsafe { rustix::mm::madvise(page, PAGE, Advice::LinuxWipeOnFork) }.expect("Linux 4.14 or newer");
-        Mark(NonNull::new(page.cast::<AtomicU64>()).expect("mmap does not return null"))
+        unsafe { rustix::mm::madvise(page, PAGE_BYTES, Advice::LinuxWipeOnFork) }
+            .expect("Linux 4.14 or newer");
+        WipeOnForkPage(NonNull::new(page.cast::<AtomicU64>()).expect("mmap does not return null"))
     });
     // SAFETY: zeroed, aligned memory is an AtomicU64; the page is never unmapped, and a child inherits it.
-    unsafe { mark.0.as_ref() }
+    unsafe { page.0.as_ref() }
 }

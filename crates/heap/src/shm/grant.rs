@@ -1,139 +1,140 @@
-//! What is said between the node and those who put and remove: grants, and the reasons for refusing them.
+//! Arguments and results of begin, commit, kill and reclaim: grants, records, and the reasons for refusing them.
 
-use moontide_types::record::{Attributes, Flags, HeaderError, KeySection, LayoutError, TrailerError, Word};
+use moontide_types::record::{
+    Attributes, HeaderError, KeySection, LayoutError, RecordFlags, TrailerError, Word,
+};
 use moontide_types::{
     ClientId, Epoch, ErrorCode, Extent, ObjectId, SegmentId, SlotId, TenantGeneration, Term,
 };
 
 use crate::alloc::ClaimError;
 
-/// Who fills a record's payload.
+/// Process that fills a record's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Writer {
-    /// A client process that maps the segment. If it dies, its records die.
+pub enum PayloadWriter {
+    /// A client process that maps the segment. If it exits, the node kills its open records.
     Client(ClientId),
     /// The node itself, for bytes that come over the network or from disk.
     Node,
 }
 
-impl Writer {
-    /// How a header names its writer while the record is WRITING, in the place of the root: 0 for the node.
-    pub(super) fn mark(self) -> u64 {
+impl PayloadWriter {
+    /// Returns the writer's tag, which the header has in the place of the root while the record is WRITING: 0 for the
+    /// node.
+    pub(super) fn tag(self) -> u64 {
         match self {
-            Writer::Client(client) => client.0.into(),
-            Writer::Node => 0,
+            PayloadWriter::Client(client) => client.0.into(),
+            PayloadWriter::Node => 0,
         }
     }
 }
 
-/// A record that is to be written, as the master granted it.
+/// A record to be written, as the master granted it.
 #[derive(Clone, Copy, Debug)]
 pub struct Grant<'a> {
-    /// The slot for its header.
+    /// Slot for the header.
     pub slot: SlotId,
-    /// Its version, of the same term as the grant.
+    /// Version of the record, of the same term as the grant.
     pub epoch: Epoch,
-    /// The term of the master that granted it: the one that the segment obeys.
+    /// Term of the master that granted it: the one that the segment has adopted.
     pub term: Term,
-    /// The space for its payload and trailer: exactly [`RecordLayout::units`](moontide_types::record::RecordLayout::units)
+    /// Space for payload and trailer: exactly [`RecordLayout::units`](moontide_types::record::RecordLayout::units)
     /// long and aligned to [`RecordLayout::align`](moontide_types::record::RecordLayout::align).
     pub extent: Extent,
-    /// What it will be.
-    pub record: NewRecord<'a>,
-    /// Who will write it.
-    pub writer: Writer,
+    /// Contents of the header and trailer.
+    pub record: RecordSpec<'a>,
+    /// Process that writes the payload.
+    pub writer: PayloadWriter,
 }
 
-/// Everything about a record but its bytes.
+/// Properties of a record, without its bytes.
 #[derive(Clone, Copy, Debug)]
-pub struct NewRecord<'a> {
-    /// Its identity.
+pub struct RecordSpec<'a> {
+    /// Id of the object.
     pub id: ObjectId,
-    /// Properties.
-    pub flags: Flags,
-    /// Length of the whole object.
+    /// Flags of the header.
+    pub flags: RecordFlags,
+    /// Length of the whole object in bytes.
     pub object_len: u64,
-    /// Which stripe of how many.
+    /// Index of the stripe, below `stripe_count`.
     pub stripe_index: u16,
-    /// How many stripes there are.
+    /// Number of stripes of the object.
     pub stripe_count: u16,
-    /// Where the stripe starts in the object.
+    /// Offset of the stripe in the object.
     pub stripe_offset: u64,
-    /// Length of the stripe: the payload of this record.
+    /// Length of the stripe in bytes: the payload of this record.
     pub stripe_len: u64,
-    /// Tenant and key.
+    /// Tenant and full key.
     pub key: KeySection<'a>,
-    /// Attributes.
+    /// Attributes of the object.
     pub attributes: &'a Attributes,
-    /// Number of the key that made the id.
+    /// Number of the key from which the id was computed.
     pub id_key: u32,
-    /// Generation of the tenant that went into the id.
+    /// Generation of the tenant from which the id was computed.
     pub tenant_generation: TenantGeneration,
 }
 
-/// Why a record may not be begun. The master's book-keeping and the node's disagree, or the caller is late.
+/// Reason why a record cannot be begun: the bookkeeping of master and node differ, or the caller is late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BeginError {
-    /// There is no such segment here.
-    #[error("no segment {0}")]
+    /// The segment does not exist at this node.
+    #[error("segment {0} does not exist")]
     Segment(SegmentId),
-    /// There is no such slot in it.
-    #[error("slot {slot} of a segment with {slots} slots")]
+    /// The slot does not exist in the segment.
+    #[error("slot {slot} is out of range: the segment has {slots} slots")]
     Slot {
-        /// The slot that was named.
+        /// Slot of the grant.
         slot: SlotId,
-        /// How many there are.
+        /// Number of slots of the segment.
         slots: u32,
     },
-    /// The grant is of another term than the one the segment obeys.
-    #[error(
-        "granted in term {named} with an epoch of term {epoch}, the segment obeys term {obeyed} (Segment::obey)"
-    )]
+    /// The grant has another term than the one that the segment has adopted.
+    #[error("grant of term {named} with an epoch of term {epoch} does not match the adopted term {adopted}")]
     Term {
         /// Term of the grant.
         named: Term,
         /// Term in its epoch, which must be the same.
         epoch: Term,
-        /// Term of the segment's master.
-        obeyed: Term,
+        /// Term that the segment has adopted.
+        adopted: Term,
     },
-    /// The slot is taken, or its epoch has moved on.
-    #[error("the slot is {found:?}, which does not allow epoch {named}")]
+    /// The slot is in use, or has seen the epoch.
+    #[error("slot word {found:?} does not allow epoch {named}")]
     Word {
-        /// What the word is.
+        /// Current word of the slot.
         found: Word,
-        /// The epoch that was named.
+        /// Epoch of the grant.
         named: Epoch,
     },
-    /// The extent is not the one that the record needs.
-    #[error("{extent} for a record that takes {units} units from a multiple of {align} bytes")]
+    /// The extent has another length or alignment than the record needs.
+    #[error("{extent} does not fit the record, which needs {units} units at a multiple of {align} bytes")]
     Extent {
-        /// What was granted.
+        /// Granted extent.
         extent: Extent,
-        /// What is needed.
+        /// Units that the record needs.
         units: u32,
-        /// How it must be aligned, in bytes.
+        /// Alignment that the record needs, in bytes.
         align: u64,
     },
-    /// The extent overlaps a living one, or lies outside of the segment.
+    /// The extent overlaps one in use, or is outside of the segment.
     #[error(transparent)]
     Space(#[from] ClaimError),
-    /// The writer's process has ended, or never was a client of this node.
-    #[error("client {0} is not, or no longer, a client of this node")]
+    /// The writer's process has exited, or never was a client of this node.
+    #[error("client {0} is not connected to this node")]
     Client(ClientId),
-    /// A copy of an older version was granted to a client: only the node itself begins one.
-    #[error("client {0} cannot write a copy of an older version: only the node itself does")]
+    /// A copy of an older version was granted to a client. Only the node itself begins copies.
+    #[error("client {0} cannot write a copy of an older version; only the node can")]
     Copy(ClientId),
     /// The segment is the node's own: no master grants in it.
-    #[error("segment {0} is the node's staging memory, in which nothing is granted")]
+    #[error("segment {0} is the node's staging memory; grants in it are not allowed")]
     Staging(SegmentId),
     /// The segment's bytes are in a device's memory, which the store does not write.
-    #[error("segment {0} is in a device's memory: records in it are pushed by ranks, and have no digests")]
+    #[error("segment {0} is in device memory; its records are pushed by ranks and have no digests")]
     Device(SegmentId),
-    /// The record cannot be laid out.
+    /// The record has no valid layout.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// An attribute exceeds its bound.
+    /// An attribute exceeds its limit.
     #[error(transparent)]
     Attributes(#[from] TrailerError),
     /// The header's fields contradict each other.
@@ -142,7 +143,7 @@ pub enum BeginError {
 }
 
 impl BeginError {
-    /// The stable code for callers far away.
+    /// Returns the stable error code for remote callers.
     pub fn code(&self) -> ErrorCode {
         match self {
             BeginError::Segment(_) | BeginError::Client(_) => ErrorCode::StaleGeneration,
@@ -161,43 +162,43 @@ impl BeginError {
     }
 }
 
-/// Why a record may not be published.
+/// Reason why a record cannot be published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommitError {
-    /// There is no such segment or slot here.
+    /// The segment or the slot does not exist at this node.
     #[error("no slot {slot} in segment {segment}")]
     Slot {
-        /// The segment that was named.
+        /// Segment of the request.
         segment: SegmentId,
-        /// The slot that was named.
+        /// Slot of the request.
         slot: SlotId,
     },
-    /// The slot is not being written in this version: the reservation ended.
-    #[error("the slot is {found:?}, not being written in epoch {named}")]
+    /// The slot is not WRITING in this version: the reservation has ended.
+    #[error("slot word {found:?} is not WRITING in epoch {named}")]
     Word {
-        /// What the word is.
+        /// Current word of the slot.
         found: Word,
-        /// The epoch that was named.
+        /// Epoch of the request.
         named: Epoch,
     },
-    /// Somebody else is writing it.
-    #[error("the record is being written by another process")]
+    /// Another process writes the record.
+    #[error("another process is writing the record")]
     Writer,
     /// The writer still holds its claim, so it could change bytes that readers rely on.
-    #[error("the record is still claimed for writing; drop the claim before the commit")]
+    #[error("record is still claimed for writing; drop the claim before the commit")]
     Claimed,
-    /// The page digests behind the payload do not lead to the root.
-    #[error("page digests lead to root {found:#018x}, the writer says {named:#018x}")]
+    /// The stored page digests do not lead to the root.
+    #[error("page digests lead to root {found:#018x}, the writer's root is {named:#018x}")]
     Root {
-        /// What the digests lead to.
+        /// Root computed from the stored digests.
         found: u64,
-        /// What the writer says.
+        /// Root that the writer passed.
         named: u64,
     },
 }
 
 impl CommitError {
-    /// The stable code for callers far away.
+    /// Returns the stable error code for remote callers.
     pub fn code(&self) -> ErrorCode {
         match self {
             CommitError::Slot { .. } => ErrorCode::StaleGeneration,
@@ -209,75 +210,75 @@ impl CommitError {
     }
 }
 
-/// Why what is in a room of [`Staging`](crate::Staging) is not published.
+/// Reason why a buffer of [`Staging`](crate::Staging) cannot be published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StageError {
-    /// The record does not fit its slot or its header, or cannot be laid out.
+    /// The record does not fit its slot or its header, or has no valid layout.
     #[error(transparent)]
     Record(#[from] BeginError),
-    /// Payload and trailer reach beyond the room, or the payload starts where none may.
+    /// Payload and trailer exceed the buffer, or the payload's start is misaligned.
     #[error(
-        "a record of {needed} bytes at {at} of a room of {room} bytes; it starts on a multiple of {align}"
+        "record of {needed} bytes at {at} of a buffer of {buffer} bytes must fit and start at a multiple of {align}"
     )]
-    Room {
-        /// Where in the room the payload starts.
+    Buffer {
+        /// Offset of the payload in the buffer.
         at: u64,
-        /// Bytes of payload and trailer, in whole units.
+        /// Length of payload and trailer in bytes, in whole units.
         needed: u64,
-        /// Length of the room.
-        room: u64,
-        /// What the start must be a multiple of.
+        /// Length of the buffer in bytes.
+        buffer: u64,
+        /// Required alignment of the offset.
         align: u64,
     },
-    /// There are more or fewer bytes of digests than the record's pages need.
-    #[error("{found} bytes of page digests, the record has {expected}")]
+    /// The length of the digests is not the one that the record's pages need.
+    #[error("{found} bytes of page digests, the record needs {expected}")]
     Digests {
-        /// What was given.
+        /// Length of the passed digests in bytes.
         found: u64,
-        /// What is needed.
+        /// Required length in bytes.
         expected: u64,
     },
     /// The page digests do not lead to the root.
     #[error("page digests lead to root {found:#018x}, the record's is {named:#018x}")]
     Root {
-        /// What the digests lead to.
+        /// Root computed from the digests.
         found: u64,
-        /// What the record's root is said to be.
+        /// Root of the record.
         named: u64,
     },
 }
 
-/// What became of a kill.
+/// Result of a kill.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Killed {
-    /// No new reader gets in; the space comes back after a reclaim.
-    Dying,
-    /// It was dying already, or has been freed.
-    Already,
-    /// The slot holds another version, or is FREE above this one, or there is no such slot.
-    NotThere,
+pub enum KillOutcome {
+    /// The record was killed: it gets no new readers, and a later reclaim frees its space.
+    Killed,
+    /// The record was dead before, or has been freed.
+    AlreadyDead,
+    /// The slot holds another version, or is FREE above this one, or does not exist.
+    NotFound,
 }
 
-/// Space that came back.
+/// A slot freed by a reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Freed {
-    /// The segment.
+pub struct FreedSlot {
+    /// Segment of the slot.
     pub segment: SegmentId,
-    /// The slot, FREE at `epoch`; above it, if a copy of an older version was there.
+    /// The slot, FREE at `epoch`, or above it if it held a copy of an older version.
     pub slot: SlotId,
-    /// The version that was there.
+    /// Version of the freed record.
     pub epoch: Epoch,
-    /// Its space.
+    /// Space of the freed record.
     pub extent: Extent,
 }
 
-/// What a reclaim did.
+/// Result of a reclaim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Reclaimed {
-    /// What came back.
-    pub freed: Vec<Freed>,
-    /// How many are dying but still in use, or their time has not come. What another thread's reclaim has in
-    /// hand at the same time is not counted.
+pub struct ReclaimReport {
+    /// Slots that were freed.
+    pub freed: Vec<FreedSlot>,
+    /// Number of dead records that are still pinned or not yet due. Records that another thread is reclaiming at the
+    /// same time are not counted.
     pub draining: usize,
 }

@@ -1,11 +1,11 @@
-//! [`LocalHeap`]: a client's side. Reads on the same host, in place, without a call and without a copy.
+//! [`LocalHeap`]: a node's shared memory as a client uses it. Reads on the same host, in place, without a call or a
+//! copy.
 //!
-//! A get is: look into the index, name the slot in the own ledger, look at the word, check the header, use
-//! the bytes. Nothing is written that another thread reads or writes, but for the own cell, which the node
-//! looks at when it reclaims.
+//! A get looks up the index, pins the slot in the own ledger, checks the word, checks the header, and uses the bytes.
+//! It writes no memory that another thread accesses, except for the own cell, which the node loads when it reclaims.
 //!
 //! ```text
-//!   LocalHeap ── reader() ──▶ Reader (one per thread, owns a group of cells)
+//!   LocalHeap ── reader() ──▶ Reader (one per thread, owns a lane of cells)
 //!                               ├─ get(id) ──────────▶ Guard       READY bytes, until dropped
 //!                               └─ claim(slot, epoch) ▶ WriteClaim  bytes to fill, until dropped
 //! ```
@@ -15,159 +15,164 @@ use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use moontide_rt::sync::{AtomicU64, Ordering};
 use moontide_types::record::{Header, PageDigests, State, Word};
 use moontide_types::{ClientId, Epoch, Generation, MonoTime, ObjectId, SegmentId, SlotId, Span};
 
-use crate::cell::{CELLS_PER_GROUP, Cell, Expect, SlotName};
-use crate::index::Place;
-use crate::shm::board::{BoardError, BoardView};
-use crate::shm::grant::Writer;
-use crate::shm::ledger::{GROUPS_KEPT_MAX, GROUPS_PER_LEDGER, LedgerError, OwnLedger};
-use crate::shm::reads::ReadCounts;
+use crate::cell::{CELLS_PER_LANE, Cell, ExpectedWord, SlotRef};
+use crate::index::IndexEntry;
+use crate::shm::grant::PayloadWriter;
+use crate::shm::index_region::{IndexRegionError, IndexView};
+use crate::shm::ledger::{LANES_PER_LEDGER, LONG_LIVED_LANES_MAX, LedgerError, LedgerWriter};
+use crate::shm::read_counters::LaneReadCounters;
 use crate::shm::region::Region;
-use crate::shm::segment::{Medium, SegmentError, SegmentRegions, SegmentShape};
-use crate::sync::{AtomicU64, Ordering};
+use crate::shm::segment::{PayloadMemory, SegmentDescriptor, SegmentError, SegmentRegions};
 
-/// Segments of one node that a client can map: 4 TiB in segments of 1 GiB.
+/// Maximum number of segments of one node that a client maps: 4 TiB in segments of 1 GiB.
 pub const SEGMENTS_MAPPED_MAX: usize = 4096;
 
-/// Groups that one reader may take: 512 guards at once.
-const GROUPS_PER_READER: usize = 32;
+/// Maximum number of lanes of one reader: 512 guards at once.
+const LANES_PER_READER: usize = 32;
 
-/// Why a client cannot use a node's memory.
+/// Reason why a client cannot use a node's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// The board is not one.
+    /// The index region is invalid.
     #[error(transparent)]
-    Board(#[from] BoardError),
-    /// The ledger is not one.
+    IndexRegion(#[from] IndexRegionError),
+    /// The ledger is invalid.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
-    /// The segment is not one.
+    /// The segment is invalid.
     #[error(transparent)]
     Segment(#[from] SegmentError),
-    /// More segments than a client can map.
-    #[error("segment {0}: a client maps at most {SEGMENTS_MAPPED_MAX}")]
+    /// The segment's id exceeds the limit of a client.
+    #[error("segment {0} exceeds the {SEGMENTS_MAPPED_MAX} segments that a client maps")]
     TooMany(SegmentId),
 }
 
-/// A node's memory as one of its clients sees it.
+/// Memory of a node as one of its clients maps it.
 #[derive(Debug)]
 pub struct LocalHeap {
     client: ClientId,
-    board: BoardView,
-    ledger: OwnLedger,
+    index_view: IndexView,
+    ledger: LedgerWriter,
     segments: Box<[OnceLock<SegmentRegions>]>,
-    /// Per group of the ledger: how long the object is that each cell names, or named last. Process-private.
-    lengths: Box<[Lengths]>,
+    /// Per lane of the ledger: length of the object that each cell pins, or pinned last. Process-private.
+    lengths: Box<[LaneLengths]>,
     pinned_bytes_max: u64,
-    /// Slots that a thread of this process is filling: one claim a slot. Process-private.
-    claimed: Mutex<HashSet<SlotName>>,
+    /// Slots that a thread of this process is filling: one claim per slot. Process-private.
+    claimed: Mutex<HashSet<SlotRef>>,
 }
 
-/// Written by the group's one thread, read by it and by whoever has the group next.
+/// Written by the lane's one thread, read by it and by the next thread that acquires the lane.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Lengths([AtomicU64; CELLS_PER_GROUP]);
+struct LaneLengths([AtomicU64; CELLS_PER_LANE]);
 
 impl LocalHeap {
-    /// Puts the imported parts together. [`join`](crate::join) does this over the node's socket.
+    /// Combines the imported parts. [`connect`](crate::connect) does this over the node's socket.
     ///
-    /// A node that has not shown a sign of life for `stale_after` is not believed. A reader that has
-    /// `pinned_bytes_max` under guards is told to copy. The limit is per reader: a sum over all threads would be a
-    /// cache line that all of them write.
+    /// A node whose last heartbeat is older than `stale_after` is not used. A reader that has `pinned_bytes_max`
+    /// under guards must copy. The limit is per reader: a sum over all threads would be a cache line that all of them
+    /// write.
     ///
     /// # Safety
-    /// The regions are shared with other processes, and Rust's guarantees about the bytes under a [`Guard`]
-    /// rest on these keeping to the protocol: nobody writes payload but the one writer of a record in state
-    /// WRITING, under a claim. The node and all its clients are trusted to do so.
+    /// The regions are shared with other processes, and Rust's guarantees about the bytes under a [`Guard`] depend on
+    /// all of them following the protocol: only the one writer of a record in state WRITING writes payload, under a
+    /// claim. The node and all its clients are trusted to do so.
     pub unsafe fn new(
         client: ClientId,
-        board: Region,
+        index_region: Region,
         ledger: Region,
         stale_after: Duration,
         pinned_bytes_max: u64,
     ) -> Result<LocalHeap, AttachError> {
-        let board = BoardView::new(board, stale_after)?;
-        let ledger = OwnLedger::import(ledger)?;
+        let index_view = IndexView::new(index_region, stale_after)?;
+        let ledger = LedgerWriter::import(ledger)?;
         let segments = std::iter::repeat_with(OnceLock::new).take(SEGMENTS_MAPPED_MAX).collect();
-        let lengths = std::iter::repeat_with(Lengths::default).take(ledger.groups() as usize).collect();
+        let lengths = std::iter::repeat_with(LaneLengths::default).take(ledger.lanes() as usize).collect();
         let claimed = Mutex::default();
-        Ok(LocalHeap { client, board, ledger, segments, lengths, pinned_bytes_max, claimed })
+        Ok(LocalHeap { client, index_view, ledger, segments, lengths, pinned_bytes_max, claimed })
     }
 
-    /// Adds a segment. A second offer of the same one is ignored.
-    pub fn attach(&self, shape: SegmentShape, headers: Region, payload: Region) -> Result<(), AttachError> {
-        let place = self.segments.get(shape.segment.0 as usize).ok_or(AttachError::TooMany(shape.segment))?;
-        let regions = SegmentRegions::import(shape, self.board.node(), headers, payload)?;
-        let _ = place.set(regions);
+    /// Adds a segment. Ignores a segment that was added before.
+    pub fn attach(
+        &self,
+        shape: SegmentDescriptor,
+        headers: Region,
+        payload: Region,
+    ) -> Result<(), AttachError> {
+        let entry = self.segments.get(shape.segment.0 as usize).ok_or(AttachError::TooMany(shape.segment))?;
+        let regions = SegmentRegions::import(shape, self.index_view.node(), headers, payload)?;
+        let _ = entry.set(regions);
         Ok(())
     }
 
-    /// This client's number at the node.
+    /// Returns this client's id at the node.
     pub fn client(&self) -> ClientId {
         self.client
     }
 
-    /// The node's board.
-    pub fn board(&self) -> &BoardView {
-        &self.board
+    /// Returns the node's index region.
+    pub fn board(&self) -> &IndexView {
+        &self.index_view
     }
 
-    /// The incarnation of a segment that is mapped.
+    /// Returns the incarnation of a mapped segment.
     pub fn generation(&self, segment: SegmentId) -> Option<Generation> {
         self.segment(segment).map(|regions| regions.shape.generation)
     }
 
-    /// Where the bytes of a segment's records are, if it is mapped.
-    pub fn medium(&self, segment: SegmentId) -> Option<Medium> {
+    /// Returns the memory that holds the bytes of a mapped segment's records.
+    pub fn medium(&self, segment: SegmentId) -> Option<PayloadMemory> {
         self.segment(segment).map(|regions| regions.shape.medium)
     }
 
-    /// Where a segment's header region lies in this process, and its length: for who shows it to a device. It stays mapped
-    /// while this lives, read-only.
+    /// Returns address and length of a segment's header region in this process, for registering it with a device. It
+    /// remains mapped for the life of this value, read-only.
     pub fn headers(&self, segment: SegmentId) -> Option<(NonNull<u8>, u64)> {
         let headers = &self.segment(segment)?.headers;
-        headers.is_here().then(|| (headers.base(), headers.len()))
+        headers.is_mapped_here().then(|| (headers.base(), headers.len()))
     }
 
-    /// Where a slot's word lies in this process, for who reads it by an atomic load, as long as this lives.
+    /// Returns the address of a slot's word in this process, for atomic loads during the life of this value.
     pub fn word_at(&self, segment: SegmentId, slot: SlotId) -> Option<NonNull<u64>> {
-        let regions = self.segment(segment).filter(|_| self.is_here())?;
+        let regions = self.segment(segment).filter(|_| self.is_mapped_here())?;
         regions.word(slot).map(|_| regions.word_at(slot))
     }
 
-    /// A reader for one thread, for a moment; `None` if too many threads have one, or in a forked child.
+    /// Returns a reader for one thread, for short use; `None` if too many threads have one, or in a forked child.
     pub fn reader(&self) -> Option<Reader<'_>> {
-        self.reader_among(GROUPS_PER_LEDGER as usize)
+        self.reader_among(LANES_PER_LEDGER as usize)
     }
 
-    /// A reader that a thread keeps. `None` earlier than [`LocalHeap::reader`]: some room is left for those who need one
-    /// for a moment only.
-    pub fn lasting_reader(&self) -> Option<Reader<'_>> {
-        self.reader_among(GROUPS_KEPT_MAX)
+    /// Returns a reader that a thread keeps. Fails earlier than [`LocalHeap::reader`]: some lanes are reserved for
+    /// short use.
+    pub fn long_lived_reader(&self) -> Option<Reader<'_>> {
+        self.reader_among(LONG_LIVED_LANES_MAX)
     }
 
-    fn reader_among(&self, groups: usize) -> Option<Reader<'_>> {
-        if !self.is_here() {
+    fn reader_among(&self, lanes: usize) -> Option<Reader<'_>> {
+        if !self.is_mapped_here() {
             return None;
         }
-        let group = self.ledger.take_group(groups)?;
-        Some(Reader { heap: self, groups: vec![group], counts: self.ledger.counts(group), allowance: 0 })
+        let lane = self.ledger.acquire_lane(lanes)?;
+        Some(Reader { heap: self, lanes: vec![lane], counters: self.ledger.counters(lane), pin_budget: 0 })
     }
 
-    /// Whether the mappings are there: not in a child that was forked after they were made.
+    /// Returns whether the mappings exist in this process: `false` in a child that was forked after they were made.
     #[inline]
-    fn is_here(&self) -> bool {
-        self.ledger.is_here()
+    fn is_mapped_here(&self) -> bool {
+        self.ledger.is_mapped_here()
     }
 
-    /// No thread of this process writes it any more.
-    pub(super) fn forget_claim(&self, name: SlotName) {
+    /// Records that no thread of this process writes the slot any more.
+    pub(super) fn release_claim(&self, name: SlotRef) {
         self.claimed().remove(&name);
     }
 
-    fn claimed(&self) -> MutexGuard<'_, HashSet<SlotName>> {
+    fn claimed(&self) -> MutexGuard<'_, HashSet<SlotRef>> {
         self.claimed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -177,253 +182,260 @@ impl LocalHeap {
     }
 }
 
-/// What a local get found.
+/// Result of a local get.
 #[derive(Debug)]
 pub enum Lookup<'h> {
     /// The object, in place.
     Hit(Guard<'h>),
-    /// It is not here, or not complete; ask the master.
+    /// The object is not in the index, or not complete; ask the master.
     Miss,
-    /// With this object the reader would hold more guards or bytes than it may (one above `pinned_bytes_max` never
-    /// fits): get a copy instead, or drop some.
+    /// With this object the reader would exceed its limit of guards or bytes (an object above `pinned_bytes_max`
+    /// always does): get a copy instead, or drop some guards.
     Full,
-    /// The node is silent or has closed its index: ask the master.
+    /// The node's heartbeat is stale, or its index is closed: ask the master.
     Closed,
 }
 
-/// One thread's way to read.
+/// Read access of one thread.
 #[derive(Debug)]
 pub struct Reader<'h> {
     heap: &'h LocalHeap,
-    groups: Vec<u32>,
-    /// Those of its first group: they are its own for as long as it has the group.
-    counts: &'h ReadCounts,
-    /// Bytes that may certainly be pinned before the guards that are left have to be counted again. Counting
-    /// them costs a look at all cells; keeping an exact sum would cost every guard two atomic additions.
-    allowance: u64,
+    lanes: Vec<u32>,
+    /// Counters of the first lane: only this reader writes them as long as it has the lane.
+    counters: &'h LaneReadCounters,
+    /// Bytes that may certainly be pinned before the remaining guards have to be counted again. Counting them costs a
+    /// load of all cells; an exact sum would cost every guard two atomic additions.
+    pin_budget: u64,
 }
 
-/// A cell that names nothing, and where it is.
+/// A cell that pins nothing, and its position.
 #[derive(Clone, Copy)]
-struct Vacancy<'h> {
+struct VacantCell<'h> {
     cell: &'h Cell,
-    group: u32,
-    place: usize,
+    lane: u32,
+    index: usize,
 }
 
 impl<'h> Reader<'h> {
-    /// Looks for an object, and counts it in the ledger: see [`Ledgers::reads`](crate::Ledgers::reads). `now` is [`Clock::now`](moontide_types::Clock::now) or a coarser reading of the same
-    /// clock; it is only compared with the node's beat.
+    /// Looks up an object, and counts the read in the ledger: see [`Ledgers::reads`](crate::Ledgers::reads). `now` is
+    /// [`Clock::now`](moontide_types::Clock::now) or a coarser reading of the same clock; it is only compared with
+    /// the node's heartbeat.
     #[inline]
     pub fn get(&mut self, id: &ObjectId, now: MonoTime) -> Lookup<'h> {
         let heap = self.heap;
-        if !heap.board.is_usable(now) {
+        if !heap.index_view.is_usable(now) {
             return Lookup::Closed;
         }
-        let Some(vacancy) = self.vacant() else { return Lookup::Full };
-        let found = heap.board.index().find(id, |place| {
-            let guard = self.pin(place, vacancy.cell, Expect::Ready)?;
+        let Some(vacant) = self.vacant() else { return Lookup::Full };
+        let found = heap.index_view.index().find(id, |entry| {
+            let guard = self.pin(entry, vacant.cell, ExpectedWord::Ready)?;
             // The entry was a hint. This is the proof; a guard that is dropped here releases the cell.
             (guard.pin.header.id == *id).then_some(guard)
         });
         match found {
             Some(guard) => {
-                heap.ledger.touch(guard.pin.regions.number(guard.pin.slot));
-                let admitted = self.admit(guard, vacancy);
+                heap.ledger.touch(guard.pin.regions.global_slot(guard.pin.slot));
+                let admitted = self.admit(guard, vacant);
                 if let Lookup::Hit(guard) = &admitted {
-                    self.counts.hit(guard.pin.header.stripe_len);
+                    self.counters.hit(guard.pin.header.stripe_len);
                 }
                 admitted
             }
             None => {
-                self.counts.miss();
+                self.counters.miss();
                 Lookup::Miss
             }
         }
     }
 
-    /// Pins the slot that the master named, in the version that the master named. Not counted: what is read on a
-    /// master's word was counted by the master.
+    /// Pins the slot and version that the master returned. Not counted: the master has counted this read.
     pub fn get_at(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch, now: MonoTime) -> Lookup<'h> {
-        if !self.heap.board.is_usable(now) {
+        if !self.heap.index_view.is_usable(now) {
             return Lookup::Closed;
         }
-        let Some(vacancy) = self.vacant() else { return Lookup::Full };
-        match self.pin(Place { segment, slot }, vacancy.cell, Expect::ReadyAt(epoch)) {
+        let Some(vacant) = self.vacant() else { return Lookup::Full };
+        match self.pin(IndexEntry { segment, slot }, vacant.cell, ExpectedWord::ReadyAt(epoch)) {
             Some(guard) => {
-                self.heap.ledger.touch(guard.pin.regions.number(slot));
-                self.admit(guard, vacancy)
+                self.heap.ledger.touch(guard.pin.regions.global_slot(slot));
+                self.admit(guard, vacant)
             }
             None => Lookup::Miss,
         }
     }
 
-    /// Claims a slot that this process was granted: the record stays its own to fill until the claim is
-    /// dropped, even if the reservation ends meanwhile. `None`: it has ended already or was granted to another
-    /// process, or another thread of this one has a claim on it, or no cell is vacant.
+    /// Claims a slot that this process was granted: it may fill the record until the claim is dropped, even if the
+    /// reservation ends in the meantime. Returns `None` if the reservation has already ended or was granted to
+    /// another process, if another thread of this one has a claim on it, or if no cell is vacant.
     pub fn claim(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<WriteClaim<'h>> {
-        if !self.heap.is_here() {
+        if !self.heap.is_mapped_here() {
             return None;
         }
-        let vacancy = self.vacant()?;
-        let Guard { pin } = self.pin(Place { segment, slot }, vacancy.cell, Expect::WritingAt(epoch))?;
-        if pin.header.root != Writer::Client(self.heap.client).mark() {
+        let vacant = self.vacant()?;
+        let Guard { pin } =
+            self.pin(IndexEntry { segment, slot }, vacant.cell, ExpectedWord::WritingAt(epoch))?;
+        if pin.header.root != PayloadWriter::Client(self.heap.client).tag() {
             return None; // granted to another process
         }
-        self.note_length(vacancy, pin.header.stripe_len);
-        // A second claim ends here, and its pin with it.
+        self.note_length(vacant, pin.header.stripe_len);
+        // A second claim ends here, together with its pin.
         self.heap
             .claimed()
-            .insert(SlotName::new(segment, slot))
-            .then(|| WriteClaim { pin, is_to_be_committed: false })
+            .insert(SlotRef::new(segment, slot))
+            .then(|| WriteClaim { pin, continues_as_commit: false })
     }
 
-    /// Makes sure that a slot stays this version's, which is being written by another process or complete: its bytes are
-    /// not used again before the result is dropped, whatever becomes of the record.
-    pub fn stay(&mut self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Result<Stay<'h>, NoStay> {
-        if !self.heap.is_here() {
-            return Err(NoStay::Ended);
+    /// Keeps a slot from being reused, while another process writes this version in it or it is complete: its bytes
+    /// are not reused before the result is dropped, even if the record is killed.
+    pub fn hold_slot(
+        &mut self,
+        segment: SegmentId,
+        slot: SlotId,
+        epoch: Epoch,
+    ) -> Result<SlotHold<'h>, SlotHoldError> {
+        if !self.heap.is_mapped_here() {
+            return Err(SlotHoldError::Ended);
         }
-        let name = SlotName::new(segment, slot);
-        let regions = self.heap.segment(segment).ok_or(NoStay::Ended)?;
-        let word = regions.word(slot).ok_or(NoStay::Ended)?;
-        let vacancy = self.vacant().ok_or(NoStay::Full)?;
+        let name = SlotRef::new(segment, slot);
+        let regions = self.heap.segment(segment).ok_or(SlotHoldError::Ended)?;
+        let word = regions.word(slot).ok_or(SlotHoldError::Ended)?;
+        let vacant = self.vacant().ok_or(SlotHoldError::Full)?;
         let claimed = self.heap.claimed();
         if claimed.contains(&name) {
-            return Err(NoStay::Own);
+            return Err(SlotHoldError::Own);
         }
-        // The header is not looked at: it changes when the record becomes complete.
-        vacancy.cell.acquire(name, word, Expect::BegunAt(epoch)).map_err(|_| NoStay::Ended)?;
+        // The header is not read: it changes when the record becomes complete.
+        vacant.cell.acquire(name, word, ExpectedWord::BegunAt(epoch)).map_err(|_| SlotHoldError::Ended)?;
         drop(claimed);
-        self.note_length(vacancy, 0);
-        Ok(Stay { heap: self.heap, cell: vacancy.cell, regions, slot, epoch })
+        self.note_length(vacant, 0);
+        Ok(SlotHold { heap: self.heap, cell: vacant.cell, regions, slot, epoch })
     }
 
-    /// A cell for kernels of this process, which name slots in it by themselves; nothing else uses it while the reader
-    /// does nothing else.
+    /// Returns a cell for kernels of this process, which write slot references into it themselves. The reader must
+    /// not be used for anything else.
     pub(super) fn cell_for_kernels(&mut self) -> Option<&'h Cell> {
-        self.vacant().map(|vacancy| vacancy.cell)
+        self.vacant().map(|vacant| vacant.cell)
     }
 
-    /// A second guard for the same object, which may live longer than the first. `None`: the object is dying,
-    /// or no cell is vacant, or the guard is of another heap, whose node does not look into this one's cells.
+    /// Creates a second guard for the same object, which may live longer than the first. Returns `None` if the object
+    /// is dead, if no cell is vacant, or if the guard belongs to another heap, whose node does not scan the cells of
+    /// this one.
     pub fn clone_guard(&mut self, guard: &Guard<'h>) -> Option<Guard<'h>> {
-        if !self.heap.is_here() || !std::ptr::eq(self.heap, guard.pin.heap) {
+        if !self.heap.is_mapped_here() || !std::ptr::eq(self.heap, guard.pin.heap) {
             return None;
         }
-        let vacancy = self.vacant()?;
+        let vacant = self.vacant()?;
         let Pin { heap, regions, slot, word, header, .. } = guard.pin;
-        if !vacancy.cell.acquire_again(guard.pin.cell, regions.word(slot)?, word) {
+        if !vacant.cell.duplicate_pin(guard.pin.cell, regions.word(slot)?, word) {
             return None;
         }
-        let clone = Guard { pin: Pin { heap, cell: vacancy.cell, regions, slot, word, header } };
-        match self.admit(clone, vacancy) {
+        let clone = Guard { pin: Pin { heap, cell: vacant.cell, regions, slot, word, header } };
+        match self.admit(clone, vacant) {
             Lookup::Hit(clone) => Some(clone),
             _ => None,
         }
     }
 
     #[inline]
-    fn pin(&self, place: Place, cell: &'h Cell, expect: Expect) -> Option<Guard<'h>> {
-        let regions = self.heap.segment(place.segment)?;
-        regions.prefetch(place.slot);
-        self.heap.ledger.prefetch_touch(regions.number(place.slot));
+    fn pin(&self, entry: IndexEntry, cell: &'h Cell, expect: ExpectedWord) -> Option<Guard<'h>> {
+        let regions = self.heap.segment(entry.segment)?;
+        regions.prefetch(entry.slot);
+        self.heap.ledger.prefetch_touch(regions.global_slot(entry.slot));
         if !regions.has_bytes() && expect.is_for_reading() {
-            return None; // what is in a device's memory is read by other means
+            return None; // bytes in a device's memory are read by other means
         }
-        let word = regions.word(place.slot)?;
-        let seen = cell.acquire(SlotName::new(place.segment, place.slot), word, expect).ok()?;
+        let word = regions.word(entry.slot)?;
+        let seen = cell.acquire(SlotRef::new(entry.segment, entry.slot), word, expect).ok()?;
         // SAFETY: the pin was granted on this word.
-        let header = match unsafe { regions.header(place.slot, seen) } {
+        let header = match unsafe { regions.header(entry.slot, seen) } {
             Ok(header) if regions.record_span(&header).is_some() => header,
             _ => {
                 cell.release();
                 return None;
             }
         };
-        Some(Guard { pin: Pin { heap: self.heap, cell, regions, slot: place.slot, word: seen, header } })
+        Some(Guard { pin: Pin { heap: self.heap, cell, regions, slot: entry.slot, word: seen, header } })
     }
 
-    /// Lets a guard out if its bytes are within the limit.
+    /// Returns the guard if its bytes are within the limit.
     #[inline]
-    fn admit(&mut self, guard: Guard<'h>, vacancy: Vacancy<'h>) -> Lookup<'h> {
+    fn admit(&mut self, guard: Guard<'h>, vacant: VacantCell<'h>) -> Lookup<'h> {
         let len = guard.pin.header.stripe_len;
-        self.note_length(vacancy, len);
-        if len > self.allowance {
-            // The guard's own cell is among those counted.
+        self.note_length(vacant, len);
+        if len > self.pin_budget {
+            // The guard's own cell is included in the count.
             match self.heap.pinned_bytes_max.checked_sub(self.pinned_bytes()) {
-                Some(left) => self.allowance = left + len,
+                Some(left) => self.pin_budget = left + len,
                 None => return Lookup::Full,
             }
         }
-        self.allowance -= len;
+        self.pin_budget -= len;
         Lookup::Hit(guard)
     }
 
     #[inline]
-    fn note_length(&self, vacancy: Vacancy<'_>, len: u64) {
-        // Relaxed: only this thread reads it, or one that got the group through `take_group`.
-        self.heap.lengths[vacancy.group as usize].0[vacancy.place].store(len, Ordering::Relaxed);
+    fn note_length(&self, vacant: VacantCell<'_>, len: u64) {
+        // Relaxed: only this thread reads it, or one that got the lane through `acquire_lane`.
+        self.heap.lengths[vacant.lane as usize].0[vacant.index].store(len, Ordering::Relaxed);
     }
 
     #[inline]
-    fn vacant(&mut self) -> Option<Vacancy<'h>> {
+    fn vacant(&mut self) -> Option<VacantCell<'h>> {
         let heap = self.heap;
-        let in_group = |group| {
-            let cells = heap.ledger.group(group);
+        let in_lane = |lane| {
+            let cells = heap.ledger.lane(lane);
             let cell = cells.vacant()?;
-            Some(Vacancy { cell, group, place: cells.place_of(cell) })
+            Some(VacantCell { cell, lane, index: cells.index_of(cell) })
         };
-        if let Some(vacancy) = self.groups.iter().find_map(|&group| in_group(group)) {
-            // A group that was needed once, and is empty now, is somebody else's again.
-            if let [_, .., last] = self.groups[..]
-                && vacancy.group != last
-                && heap.ledger.group(last).in_use().next().is_none()
+        if let Some(vacant) = self.lanes.iter().find_map(|&lane| in_lane(lane)) {
+            // An additional lane that is empty now is released for other threads.
+            if let [_, .., last] = self.lanes[..]
+                && vacant.lane != last
+                && heap.ledger.lane(last).in_use().next().is_none()
             {
-                self.groups.pop();
-                heap.ledger.give_group(last);
+                self.lanes.pop();
+                heap.ledger.release_lane(last);
             }
-            return Some(vacancy);
+            return Some(vacant);
         }
-        // A group may come full of guards that its last reader left behind: then the next one is taken.
-        while self.groups.len() < GROUPS_PER_READER {
-            let group = heap.ledger.take_group(GROUPS_KEPT_MAX)?;
-            self.groups.push(group);
-            if let Some(vacancy) = in_group(group) {
-                return Some(vacancy);
+        // A lane may be full of guards that its last reader left: then the next one is acquired.
+        while self.lanes.len() < LANES_PER_READER {
+            let lane = heap.ledger.acquire_lane(LONG_LIVED_LANES_MAX)?;
+            self.lanes.push(lane);
+            if let Some(vacant) = in_lane(lane) {
+                return Some(vacant);
             }
         }
         None
     }
 
-    /// Bytes under the guards that this reader has handed out and that are left.
+    /// Returns the bytes under the remaining guards of this reader.
     pub fn pinned_bytes(&self) -> u64 {
-        if !self.heap.is_here() {
+        if !self.heap.is_mapped_here() {
             return 0;
         }
-        let in_group = |&group: &u32| {
-            let lengths = &self.heap.lengths[group as usize].0;
+        let in_lane = |&lane: &u32| {
+            let lengths = &self.heap.lengths[lane as usize].0;
             self.heap
                 .ledger
-                .group(group)
+                .lane(lane)
                 .in_use()
-                .map(|place| lengths[place].load(Ordering::Relaxed))
+                .map(|index| lengths[index].load(Ordering::Relaxed))
                 .sum::<u64>()
         };
-        self.groups.iter().map(in_group).sum()
+        self.lanes.iter().map(in_lane).sum()
     }
 }
 
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
-        if self.heap.is_here() {
-            // Guards may be left. Their cells are not vacant, and whoever takes the group next sees that.
-            self.groups.iter().for_each(|&group| self.heap.ledger.give_group(group));
+        if self.heap.is_mapped_here() {
+            // Guards may remain. Their cells are not vacant, and the next thread that acquires the lane sees that.
+            self.lanes.iter().for_each(|&lane| self.heap.ledger.release_lane(lane));
         }
     }
 }
 
-/// A slot named in a cell, with what was found there.
+/// A slot pinned in a cell, with its word and header.
 #[derive(Debug)]
 struct Pin<'h> {
     heap: &'h LocalHeap,
@@ -437,27 +449,27 @@ struct Pin<'h> {
 impl Drop for Pin<'_> {
     #[inline]
     fn drop(&mut self) {
-        if self.heap.is_here() {
+        if self.heap.is_mapped_here() {
             self.cell.release();
         }
     }
 }
 
-/// Why a slot cannot be made to stay.
+/// Reason why a slot cannot be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NoStay {
-    /// It is not this version's: that has ended, or never begun.
+pub enum SlotHoldError {
+    /// The slot does not hold this version: the record was killed, or has never begun.
     Ended,
-    /// This process is writing the record, and its commit waits until nobody of this process names the slot.
+    /// This process is writing the record, and its commit needs that no cell of this process pins the slot.
     Own,
-    /// The reader holds as much as it may: drop some.
+    /// The reader has reached its limit: drop some guards.
     Full,
 }
 
-/// A slot that is not used again while this lives, although its record may still be on its way, or die. What lies in its
-/// bytes is for a [`Flag`](crate::Flag) to say.
+/// Keeps a slot from being reused during its life, although its record may still be written, or be killed.
+/// [`SlotHold::complete_span`] returns the bytes once they are complete.
 #[derive(Debug)]
-pub struct Stay<'h> {
+pub struct SlotHold<'h> {
     heap: &'h LocalHeap,
     cell: &'h Cell,
     regions: &'h SegmentRegions,
@@ -465,92 +477,91 @@ pub struct Stay<'h> {
     epoch: Epoch,
 }
 
-impl Stay<'_> {
-    /// Bytes of the segment's payload, in this process; `None` if they reach beyond it. That they are this record's is
-    /// the word of who told the place.
+impl SlotHold<'_> {
+    /// Returns bytes of the segment's payload in this process; `None` if they exceed it. The caller must know from
+    /// elsewhere that they belong to this record.
     pub fn payload(&self, span: Span) -> Option<NonNull<u8>> {
-        self.regions.payload_at(span).filter(|_| self.heap.is_here())
+        self.regions.payload_at(span).filter(|_| self.heap.is_mapped_here())
     }
 
-    /// What the node says of the record. DEAD also for a moment while a commit looks whether anybody still writes it;
-    /// `None` if the slot is another version's, which it cannot be while this process lives.
+    /// Returns the state of the record's word. DEAD also for a moment during a commit, while the node scans for
+    /// claims; `None` if the slot holds another version, which cannot happen during the life of this process.
     pub fn state(&self) -> Option<State> {
-        if !self.heap.is_here() {
+        if !self.heap.is_mapped_here() {
             return None;
         }
-        let word = self.regions.word(self.slot).expect("a slot of this segment").load();
+        let word = self.regions.word(self.slot).expect("slot of this segment").load();
         (word.epoch() == self.epoch).then(|| word.state())
     }
 
-    /// Which bytes of the segment are the record's, once it is complete.
+    /// Returns the record's range in the segment, once it is complete.
     pub fn complete_span(&self) -> Option<Span> {
         (self.state()? == State::Ready).then_some(())?;
-        // SAFETY: the slot is named, and was READY after that: its header stays as it is until the name is gone.
+        // SAFETY: the slot is pinned, and was READY after that: its header does not change until the pin is released.
         let header = unsafe { self.regions.header(self.slot, Word::new(self.epoch, State::Ready)) }.ok()?;
         Span::new(header.payload_offset, header.stripe_len)
     }
 
-    /// The version.
+    /// Returns the held version.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 }
 
-impl Drop for Stay<'_> {
+impl Drop for SlotHold<'_> {
     fn drop(&mut self) {
-        if self.heap.is_here() {
+        if self.heap.is_mapped_here() {
             self.cell.release();
         }
     }
 }
 
-/// An object's bytes, in place. They stay as they are until the guard is dropped, whatever happens to the
-/// object meanwhile.
+/// Bytes of an object, in place. They do not change until the guard is dropped, even if the object is removed.
 #[derive(Debug)]
 pub struct Guard<'h> {
     pin: Pin<'h>,
 }
 
 impl Guard<'_> {
-    /// The payload.
+    /// Returns the payload.
     ///
     /// # Panics
-    /// In a child that was forked after the guard was made: the memory is not there.
+    /// In a child that was forked after the guard was made: it does not have the memory.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
-        assert!(self.pin.heap.is_here(), "a guard does not survive a fork: get the object again");
+        assert!(self.pin.heap.is_mapped_here(), "guard used in a forked child; get the object again");
         let header = &self.pin.header;
         let span = Span::new(header.payload_offset, header.stripe_len).expect("checked by record_span");
-        // SAFETY: the pin was granted on READY, so nobody writes these bytes until it is released.
+        // SAFETY: the pin was granted on READY, so no thread writes these bytes until it is released.
         unsafe { self.pin.regions.bytes(span) }
     }
 
-    /// The page digests, as the writer left them; none in a record without digests.
+    /// Returns the page digests as the writer stored them; none in a record without digests.
     ///
     /// # Panics
     /// As [`Guard::bytes`].
     pub fn digests(&self) -> PageDigests<'_> {
-        assert!(self.pin.heap.is_here(), "a guard does not survive a fork: get the object again");
+        assert!(self.pin.heap.is_mapped_here(), "guard used in a forked child; get the object again");
         // SAFETY: as for the payload: READY, and pinned.
         unsafe { self.pin.regions.digests(&self.pin.header) }
     }
 
-    /// The record's header.
+    /// Returns the record's header.
     pub fn header(&self) -> &Header {
         &self.pin.header
     }
 
-    /// The object's version.
+    /// Returns the object's version.
     pub fn version(&self) -> Epoch {
         self.pin.word.epoch()
     }
 
-    /// Where the object is.
-    pub fn place(&self) -> (SegmentId, SlotId) {
+    /// Returns segment and slot of the object.
+    pub fn location(&self) -> (SegmentId, SlotId) {
         (self.pin.regions.shape.segment, self.pin.slot)
     }
 
-    /// Computes the digests and compares with the root; `None` for a record without digests.
+    /// Computes the digests and compares with the root. Returns `None` for a record without digests.
     pub fn verify(&self) -> Option<bool> {
         let Header { flags, root, .. } = self.pin.header;
         let context = self.pin.header.digest_context();
@@ -558,66 +569,66 @@ impl Guard<'_> {
     }
 }
 
-/// A record that this process may fill. The bytes are its own until the claim is dropped.
+/// Claim of this process on a record. It has exclusive access to the bytes until the claim is dropped.
 #[derive(Debug)]
 pub struct WriteClaim<'h> {
     pin: Pin<'h>,
-    /// Its end is not the end of this process's writing.
-    is_to_be_committed: bool,
+    /// A [`PendingCommit`](crate::PendingCommit) continues the exclusion after the drop.
+    continues_as_commit: bool,
 }
 
 impl WriteClaim<'_> {
-    /// Copies the payload in, with its page digests; the root for the commit. Drop the claim, then commit: the
-    /// node refuses to publish a record that is still claimed.
+    /// Copies the payload into the record, with its page digests, and returns the root for the commit. Drop the
+    /// claim, then commit: the node does not publish a record that is still claimed.
     ///
     /// # Panics
-    /// If the payload has another length than was granted, or in a forked child, or if the record's bytes are in a device's
-    /// memory.
+    /// If the payload's length is not the granted one, or in a forked child, or if the record's bytes are in a
+    /// device's memory.
     pub fn fill(&mut self, payload: &[u8]) -> u64 {
         self.fill_parts(&[payload], |_| ())
     }
 
-    /// As [`WriteClaim::fill`], with a payload that lies in several places; `each` is told the digest of each page.
+    /// As [`WriteClaim::fill`], with a payload in several parts; passes the digest of each page to `each`.
     ///
     /// # Panics
     /// As [`WriteClaim::fill`].
     pub fn fill_parts(&mut self, payload: &[&[u8]], each: impl FnMut(u64)) -> u64 {
-        assert!(self.pin.heap.is_here(), "a claim does not survive a fork: start the put again");
+        assert!(self.pin.heap.is_mapped_here(), "claim used in a forked child; start the put again");
         debug_assert_eq!(self.pin.word.state(), State::Writing);
-        assert!(self.pin.regions.has_bytes(), "a device's memory is not filled by processors");
+        assert!(self.pin.regions.has_bytes(), "record is in device memory; push it instead");
         // SAFETY: the pin was granted on WRITING, this process is the record's one writer, and this is its one
         // claim.
         unsafe { self.pin.regions.fill(&self.pin.header, payload, each) }
     }
 
-    /// Where the payload is to go, in this process, for who writes it by other means than [`WriteClaim::fill`]: valid for
-    /// the record's `stripe_len` bytes, and this process's alone, until the claim is dropped. Such a record has no
-    /// digests. `None` in a forked child, and where the bytes are in a device's memory.
+    /// Returns the address of the payload in this process, for writing it by other means than [`WriteClaim::fill`]:
+    /// valid for the record's `stripe_len` bytes, with exclusive access for this process, until the claim is dropped.
+    /// Such a record has no digests. Returns `None` in a forked child, and if the bytes are in a device's memory.
     pub fn payload(&self) -> Option<NonNull<u8>> {
         let header = &self.pin.header;
         let span = Span::new(header.payload_offset, header.stripe_len)?;
-        self.pin.regions.payload_at(span).filter(|_| self.pin.heap.is_here())
+        self.pin.regions.payload_at(span).filter(|_| self.pin.heap.is_mapped_here())
     }
 
-    /// The header as granted; in the place of its root stands the writer's number until the commit.
+    /// Returns the header as granted; it has the writer's tag in the place of the root until the commit.
     pub fn header(&self) -> &Header {
         &self.pin.header
     }
 }
 
 impl WriteClaim<'_> {
-    /// Lets go of the record, but not of its name, which [`LocalHeap::forget_claim`] ends: until then no thread of this process is
-    /// let in to it, so that the commit finds nobody.
-    pub(super) fn end_before_commit(mut self) -> SlotName {
-        self.is_to_be_committed = true;
-        SlotName::new(self.pin.regions.shape.segment, self.pin.slot)
+    /// Releases the pin but not the entry in `claimed`, which [`LocalHeap::release_claim`] removes: until then no
+    /// thread of this process can pin the slot again, so that the commit finds no pin.
+    pub(super) fn into_commit(mut self) -> SlotRef {
+        self.continues_as_commit = true;
+        SlotRef::new(self.pin.regions.shape.segment, self.pin.slot)
     }
 }
 
 impl Drop for WriteClaim<'_> {
     fn drop(&mut self) {
-        if self.pin.heap.is_here() && !self.is_to_be_committed {
-            self.pin.heap.forget_claim(SlotName::new(self.pin.regions.shape.segment, self.pin.slot));
+        if self.pin.heap.is_mapped_here() && !self.continues_as_commit {
+            self.pin.heap.release_claim(SlotRef::new(self.pin.regions.shape.segment, self.pin.slot));
         }
     }
 }

@@ -1,192 +1,121 @@
-//! What is said at the door: messages of 64 bytes, little-endian, unused bytes zero and checked.
-//!
-//! ```text
-//!   0      4         8                          64
-//!   ├ magic ┤ kind u32 ├ fields u64, in order … ─┤
-//! ```
+//! Messages of the shm handshake between a client and a node: see [`RawMessage`] for their form.
 
 use moontide_types::{ClientId, ErrorCode, Generation, SegmentId};
 
-use crate::ranks::Rank;
-use crate::shm::segment::{Medium, SegmentShape};
-use crate::shm::world::WorldShape;
+use crate::shm::raw_message::{RawMessage, ShmMessageError};
+use crate::shm::segment::{PayloadMemory, SegmentDescriptor};
 
-/// Why bytes are not a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MessageError {
-    /// Another length than [`Message::BYTES`].
-    #[error("a message of {len} bytes, expected {}", Message::BYTES)]
-    Length {
-        /// Its length.
-        len: usize,
-    },
-    /// Not one of ours, or of another version.
-    #[error("magic {found:#010x}: not a Moontide node, or another release")]
-    Magic {
-        /// What stood there.
-        found: u32,
-    },
-    /// No such kind.
-    #[error("message kind {kind} is unknown")]
-    Kind {
-        /// What stood there.
-        kind: u32,
-    },
-    /// A field is out of its range, or an unused one is not zero.
-    #[error("field {field} of message kind {kind} has no meaning")]
-    Field {
-        /// The kind.
-        kind: u32,
-        /// Which field, from 0.
-        field: usize,
-    },
-}
-
-/// The node lets a client in.
+/// Acceptance of a client by the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Welcome {
-    /// The client's number.
+pub struct Accepted {
+    /// Id of the client.
     pub client: ClientId,
-    /// Length of the board.
+    /// Length of the index region in bytes.
     pub board_len: u64,
-    /// Length of the ledger.
+    /// Length of the ledger in bytes.
     pub ledger_len: u64,
-    /// How long the board is believed after its last beat.
+    /// Time in milliseconds after the last heartbeat for which the client may use the index.
     pub stale_after_ms: u64,
-    /// How many segment offers follow.
+    /// Number of segment messages that follow.
     pub segments: u32,
 }
 
-/// Everything that is said at the door.
+/// Message of the shm handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Message {
-    /// A client asks to be let in; its pidfd comes along.
+pub enum ShmMessage {
+    /// A client asks for access; carries its pidfd.
     Hello {
-        /// Its process, as it sees itself.
+        /// Process id as the client sees itself.
         pid: u32,
     },
-    /// It may; board and ledger come along.
-    Welcome(Welcome),
-    /// A segment; headers and payload come along. The payload starts so many bytes into what its descriptor stands for.
-    SegmentOffer(SegmentShape, u64),
-    /// It may not.
-    Refusal(ErrorCode),
-    /// A client that is in opens a stream; one end comes along. What is said on it is not the door's business, but
-    /// the node knows who says it.
+    /// The node accepts; carries the index region and the ledger.
+    Accepted(Accepted),
+    /// A segment; carries headers and payload. The number is the payload's offset in bytes in its descriptor's
+    /// memory.
+    Segment(SegmentDescriptor, u64),
+    /// The node rejects the client.
+    Rejected(ErrorCode),
+    /// A connected client opens a stream; carries one end of it. The listener does not interpret the stream, but the
+    /// node knows which client uses it.
     Stream,
-    /// A process asks to be a rank of a world; its pidfd comes along.
-    JoinWorld(WorldShape, Rank),
-    /// It may; the control region comes along, and then one [`Message::WorldRegion`] per rank.
-    World(WorldShape),
-    /// The region of a rank, which comes along.
-    WorldRegion(Rank),
 }
 
-const MAGIC: u32 = u32::from_le_bytes(*b"MTD1");
-const FIELDS: usize = 7;
-
-impl Message {
-    /// Length of every message.
-    pub const BYTES: usize = 8 + FIELDS * 8;
-
-    /// The bytes of the message.
-    pub fn encode(&self) -> [u8; Message::BYTES] {
-        let mut fields = [0; FIELDS];
-        let kind: u32 = match *self {
-            Message::Hello { pid } => {
-                fields[0] = pid.into();
-                1
+impl From<ShmMessage> for RawMessage {
+    fn from(message: ShmMessage) -> RawMessage {
+        match message {
+            ShmMessage::Hello { pid } => RawMessage::new(1, &[pid.into()]),
+            ShmMessage::Accepted(Accepted { client, board_len, ledger_len, stale_after_ms, segments }) => {
+                let fields = [client.0.into(), board_len, ledger_len, stale_after_ms, segments.into()];
+                RawMessage::new(2, &fields)
             }
-            Message::Welcome(Welcome { client, board_len, ledger_len, stale_after_ms, segments }) => {
-                let values = [client.0.into(), board_len, ledger_len, stale_after_ms, segments.into()];
-                fields[..5].copy_from_slice(&values);
-                2
+            ShmMessage::Segment(shape, payload_at) => {
+                let SegmentDescriptor { segment, generation, slots, units, first_global_slot, medium } =
+                    shape;
+                let fields = [
+                    segment.0.into(),
+                    generation.0,
+                    slots.into(),
+                    units.into(),
+                    first_global_slot,
+                    payload_at,
+                    medium as u64,
+                ];
+                RawMessage::new(3, &fields)
             }
-            Message::SegmentOffer(shape, payload_at) => {
-                let SegmentShape { segment, generation, slots, units, first_number, medium } = shape;
-                let counts = [slots.into(), units.into(), first_number];
-                fields[..2].copy_from_slice(&[segment.0.into(), generation.0]);
-                fields[2..5].copy_from_slice(&counts);
-                fields[5..7].copy_from_slice(&[payload_at, medium as u64]);
-                3
-            }
-            Message::Refusal(code) => {
-                fields[0] = code as u64;
-                4
-            }
-            Message::Stream => 5,
-            Message::JoinWorld(WorldShape { ranks, bytes }, rank) => {
-                fields[..3].copy_from_slice(&[ranks.into(), bytes, rank.0.into()]);
-                6
-            }
-            Message::World(WorldShape { ranks, bytes }) => {
-                fields[..2].copy_from_slice(&[ranks.into(), bytes]);
-                7
-            }
-            Message::WorldRegion(rank) => {
-                fields[0] = rank.0.into();
-                8
-            }
-        };
-        let mut bytes = [0; Message::BYTES];
-        bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
-        bytes[4..8].copy_from_slice(&kind.to_le_bytes());
-        for (place, field) in bytes[8..].chunks_exact_mut(8).zip(fields) {
-            place.copy_from_slice(&field.to_le_bytes());
+            ShmMessage::Rejected(code) => RawMessage::new(4, &[code as u64]),
+            ShmMessage::Stream => RawMessage::new(5, &[]),
         }
-        bytes
     }
+}
 
-    /// Reads a message.
-    pub fn decode(bytes: &[u8]) -> Result<Message, MessageError> {
-        let bytes: &[u8; Message::BYTES] =
-            bytes.try_into().map_err(|_| MessageError::Length { len: bytes.len() })?;
-        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
-        let (magic, kind) = (u32_at(0), u32_at(4));
-        if magic != MAGIC {
-            return Err(MessageError::Magic { found: magic });
-        }
-        let field = |field: usize| u64_at(8 + field * 8);
-        let narrow =
-            |at: usize| u32::try_from(field(at)).map_err(|_| MessageError::Field { kind, field: at });
-        let (message, used) = match kind {
-            1 => (Message::Hello { pid: narrow(0)? }, 1),
+impl TryFrom<RawMessage> for ShmMessage {
+    type Error = ShmMessageError;
+
+    fn try_from(raw: RawMessage) -> Result<ShmMessage, ShmMessageError> {
+        let (message, used) = match raw.kind {
+            1 => (ShmMessage::Hello { pid: raw.narrow(0)? }, 1),
             2 => {
-                let welcome = Welcome {
-                    client: ClientId(narrow(0)?),
-                    board_len: field(1),
-                    ledger_len: field(2),
-                    stale_after_ms: field(3),
-                    segments: narrow(4)?,
+                let accepted = Accepted {
+                    client: ClientId(raw.narrow(0)?),
+                    board_len: raw.fields[1],
+                    ledger_len: raw.fields[2],
+                    stale_after_ms: raw.fields[3],
+                    segments: raw.narrow(4)?,
                 };
-                (Message::Welcome(welcome), 5)
+                (ShmMessage::Accepted(accepted), 5)
             }
             3 => {
-                let shape = SegmentShape {
-                    segment: SegmentId(narrow(0)?),
-                    generation: Generation(field(1)),
-                    slots: narrow(2)?,
-                    units: narrow(3)?,
-                    first_number: field(4),
-                    medium: Medium::from_number(field(6)).ok_or(MessageError::Field { kind, field: 6 })?,
+                let shape = SegmentDescriptor {
+                    segment: SegmentId(raw.narrow(0)?),
+                    generation: Generation(raw.fields[1]),
+                    slots: raw.narrow(2)?,
+                    units: raw.narrow(3)?,
+                    first_global_slot: raw.fields[4],
+                    medium: PayloadMemory::from_number(raw.fields[6]).ok_or(raw.invalid(6))?,
                 };
-                (Message::SegmentOffer(shape, field(5)), 7)
+                (ShmMessage::Segment(shape, raw.fields[5]), 7)
             }
             4 => {
-                let code = ErrorCode::try_from(narrow(0)?);
-                (Message::Refusal(code.map_err(|_| MessageError::Field { kind, field: 0 })?), 1)
+                let code = ErrorCode::try_from(raw.narrow(0)?).map_err(|_| raw.invalid(0))?;
+                (ShmMessage::Rejected(code), 1)
             }
-            5 => (Message::Stream, 0),
-            6 => (Message::JoinWorld(WorldShape { ranks: narrow(0)?, bytes: field(1) }, Rank(narrow(2)?)), 3),
-            7 => (Message::World(WorldShape { ranks: narrow(0)?, bytes: field(1) }), 2),
-            8 => (Message::WorldRegion(Rank(narrow(0)?)), 1),
-            _ => return Err(MessageError::Kind { kind }),
+            5 => (ShmMessage::Stream, 0),
+            kind => return Err(ShmMessageError::Kind { kind }),
         };
-        match (used..FIELDS).find(|&at| field(at) != 0) {
-            Some(at) => Err(MessageError::Field { kind, field: at }),
-            None => Ok(message),
-        }
+        raw.check_unused(used)?;
+        Ok(message)
+    }
+}
+
+impl ShmMessage {
+    /// Encodes the message.
+    pub fn encode(self) -> [u8; RawMessage::BYTES] {
+        RawMessage::from(self).encode()
+    }
+
+    /// Decodes a message.
+    pub fn decode(bytes: &[u8]) -> Result<ShmMessage, ShmMessageError> {
+        RawMessage::decode(bytes)?.try_into()
     }
 }
 
@@ -195,16 +124,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_heard() {
-        let shape = SegmentShape {
+    fn messages_round_trip() {
+        let shape = SegmentDescriptor {
             segment: SegmentId(3),
             generation: Generation(1),
             slots: 4096,
             units: 1 << 21,
-            first_number: 8192,
-            medium: Medium::Device,
+            first_global_slot: 8192,
+            medium: PayloadMemory::Device,
         };
-        let welcome = Welcome {
+        let accepted = Accepted {
             client: ClientId(9),
             board_len: 1 << 20,
             ledger_len: 1 << 16,
@@ -212,47 +141,52 @@ mod tests {
             segments: 2,
         };
         for message in [
-            Message::Hello { pid: 77 },
-            Message::Welcome(welcome),
-            Message::SegmentOffer(shape, 0),
-            Message::SegmentOffer(shape, 1 << 30),
-            Message::Refusal(ErrorCode::PermissionDenied),
-            Message::Stream,
-            Message::JoinWorld(WorldShape { ranks: 8, bytes: 1 << 20 }, Rank(7)),
-            Message::World(WorldShape { ranks: 8, bytes: 1 << 20 }),
-            Message::WorldRegion(Rank(3)),
+            ShmMessage::Hello { pid: 77 },
+            ShmMessage::Accepted(accepted),
+            ShmMessage::Segment(shape, 0),
+            ShmMessage::Segment(shape, 1 << 30),
+            ShmMessage::Rejected(ErrorCode::PermissionDenied),
+            ShmMessage::Stream,
         ] {
-            assert_eq!(Message::decode(&message.encode()), Ok(message));
+            assert_eq!(ShmMessage::decode(&message.encode()), Ok(message));
         }
     }
 
     #[test]
-    fn nonsense_is_refused() {
-        let good = Message::Hello { pid: 77 }.encode();
-        assert_eq!(Message::decode(&good[..63]), Err(MessageError::Length { len: 63 }));
+    fn malformed_messages_are_rejected() {
+        let good = ShmMessage::Hello { pid: 77 }.encode();
+        assert_eq!(ShmMessage::decode(&good[..63]), Err(ShmMessageError::Length { len: 63 }));
         let with = |at: usize, byte: u8| {
             let mut bad = good;
             bad[at] = byte;
-            Message::decode(&bad)
+            ShmMessage::decode(&bad)
         };
-        assert!(matches!(with(0, 0), Err(MessageError::Magic { .. })));
-        assert_eq!(with(4, 9), Err(MessageError::Kind { kind: 9 }));
-        assert_eq!(with(12, 1), Err(MessageError::Field { kind: 1, field: 0 }), "a pid of 33 bits");
-        assert_eq!(with(16, 1), Err(MessageError::Field { kind: 1, field: 1 }), "an unused field");
-        let refusal = Message::Refusal(ErrorCode::Busy).encode();
-        let mut bad = refusal;
+        assert!(matches!(with(0, 0), Err(ShmMessageError::Magic { .. })));
+        assert_eq!(with(4, 6), Err(ShmMessageError::Kind { kind: 6 }), "a message of the ranks of a world");
+        assert_eq!(with(12, 1), Err(ShmMessageError::Field { kind: 1, field: 0 }), "pid of 33 bits");
+        assert_eq!(
+            with(16, 1),
+            Err(ShmMessageError::Field { kind: 1, field: 1 }),
+            "unused field is not zero"
+        );
+        let rejected = ShmMessage::Rejected(ErrorCode::Busy).encode();
+        let mut bad = rejected;
         bad[8..10].copy_from_slice(&0u16.to_le_bytes());
-        assert_eq!(Message::decode(&bad), Err(MessageError::Field { kind: 4, field: 0 }));
-        let shape = SegmentShape {
+        assert_eq!(ShmMessage::decode(&bad), Err(ShmMessageError::Field { kind: 4, field: 0 }));
+        let shape = SegmentDescriptor {
             segment: SegmentId(0),
             generation: Generation(1),
             slots: 1,
             units: 8,
-            first_number: 0,
-            medium: Medium::Host,
+            first_global_slot: 0,
+            medium: PayloadMemory::Host,
         };
-        let mut bad = Message::SegmentOffer(shape, 0).encode();
+        let mut bad = ShmMessage::Segment(shape, 0).encode();
         bad[56] = 2;
-        assert_eq!(Message::decode(&bad), Err(MessageError::Field { kind: 3, field: 6 }), "no such medium");
+        assert_eq!(
+            ShmMessage::decode(&bad),
+            Err(ShmMessageError::Field { kind: 3, field: 6 }),
+            "medium 2 is unknown"
+        );
     }
 }

@@ -1,56 +1,56 @@
-//! A segment's two regions: the header table, which only the node writes, and the payload.
+//! Two regions of a segment: the header table, which only the node writes, and the payload.
 //!
 //! ```text
 //!   headers:  0      4096
 //!             ├ page ─┤─ slot 0 │ slot 1 │ …  (128 B each: the record's header with its word) ─┤
-//!   payload:  ├─ units of 512 B, handed out as extents ─────────────────────────────────────────┤
+//!   payload:  ├─ units of 512 B, allocated as extents ──────────────────────────────────────────┤
 //! ```
 //!
-//! What may be read when: a slot's **word** always; its **header** and its extent's **bytes** only under a pin
-//! that was granted for READY (or for WRITING, by the one writer). The owner changes header bytes only while
-//! no pin can be granted or held: after FREE → WRITING and before the reservation is answered, and before
-//! WRITING → READY.
+//! Read access: a slot's **word** always; its **header** and its extent's **bytes** only under a pin that was granted
+//! for READY (or for WRITING, by the one writer). The owner changes header bytes only while no pin can be granted or
+//! held: after FREE → WRITING and before the response to the reservation, and before WRITING → READY.
 //!
-//! A segment **of a device** ([`Medium::Device`]) has its records' bytes in a device's memory, at the same offsets as they would
-//! have here. What the node's processor writes, which is all but these bytes, is in the same two regions as ever, so nothing
-//! else differs; of the payload region only the pages with trailers are ever touched. Whoever wants the bytes here is refused.
+//! A **device segment** ([`PayloadMemory::Device`]) has its records' bytes in a device's memory, at the same offsets
+//! as in the payload region. Everything else, which the node's processor writes, is in the same two regions as for
+//! other segments; of the payload region only the pages with trailers are ever touched. Access to the bytes through
+//! the payload region fails.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 
-use moontide_types::bounds::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
+use moontide_types::limits::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
 use moontide_types::record::{HEADER_BYTES, Header, HeaderError, RecordLayout, WORD_OFFSET, Word};
 use moontide_types::{Generation, NodeId, SegmentId, SlotId, Span};
 
-use crate::device::DevicePart;
+use crate::shm::device_slice::DeviceSlice;
 use crate::shm::region::{HugePages, Protection, Region, RegionError};
 use crate::word::AtomicWord;
 
 const PAGE_BYTES: u64 = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"MTSEGMT1");
 
-/// The first page of the header region. Written once, before anyone else can see it.
+/// First page of the header region. Written once, before another process can see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-struct SegmentPage {
+struct SegmentInfoPage {
     magic: u64,
     segment: u32,
     slots: u32,
     generation: u64,
     units: u64,
-    /// Number of this segment's first slot among all slots of the node, for touch bitmaps.
-    first_number: u64,
-    /// Whose segment it is.
+    /// Index of this segment's first slot among all slots of the node, for touch bitmaps.
+    first_global_slot: u64,
+    /// Owner of the segment.
     node: u64,
     node_generation: u64,
-    /// [`Medium`], as a number.
+    /// [`PayloadMemory`] as a number.
     medium: u64,
 }
 
-/// Most slots of one node: all of its segments with all of their slots.
+/// Maximum number of slots of a node: all of its segments with all of their slots.
 const SLOTS_PER_NODE_MAX: u64 = (SEGMENTS_PER_NODE_MAX as u64) << 32;
 
-/// One slot of the header table.
+/// Slot of the header table.
 #[repr(C, align(128))]
 struct HeaderSlot {
     head: UnsafeCell<[u8; WORD_OFFSET]>,
@@ -60,127 +60,127 @@ struct HeaderSlot {
 
 const _: () = assert!(size_of::<HeaderSlot>() == HEADER_BYTES);
 const _: () = assert!(std::mem::offset_of!(HeaderSlot, word) == WORD_OFFSET);
-const _: () = assert!(size_of::<SegmentPage>() as u64 <= PAGE_BYTES);
+const _: () = assert!(size_of::<SegmentInfoPage>() as u64 <= PAGE_BYTES);
 
-/// Where the bytes of a segment's records are.
+/// Memory that holds the bytes of a segment's records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
-pub enum Medium {
-    /// In the payload region.
+pub enum PayloadMemory {
+    /// The payload region.
     Host = 0,
-    /// In a device's memory, of which the payload region is only the outline.
+    /// Memory of a device. The payload region has the same layout but holds only the trailers.
     Device = 1,
 }
 
-impl Medium {
-    pub(crate) fn from_number(number: u64) -> Option<Medium> {
-        [Medium::Host, Medium::Device].into_iter().find(|&medium| medium as u64 == number)
+impl PayloadMemory {
+    pub(crate) fn from_number(number: u64) -> Option<PayloadMemory> {
+        [PayloadMemory::Host, PayloadMemory::Device].into_iter().find(|&medium| medium as u64 == number)
     }
 }
 
-/// How large a segment is, and who it is.
+/// Identity and size of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SegmentShape {
-    /// Its number at its node.
+pub struct SegmentDescriptor {
+    /// Id of the segment, unique at its node.
     pub segment: SegmentId,
-    /// Which incarnation.
+    /// Incarnation of the segment.
     pub generation: Generation,
-    /// Headers in its table.
+    /// Number of slots of the header table.
     pub slots: u32,
-    /// Units of payload.
+    /// Length of the payload in units of 512 bytes.
     pub units: u32,
-    /// Number of its first slot among all slots of the node.
-    pub first_number: u64,
-    /// Where its records' bytes are.
-    pub medium: Medium,
+    /// Index of its first slot among all slots of the node.
+    pub first_global_slot: u64,
+    /// Memory that holds its records' bytes.
+    pub medium: PayloadMemory,
 }
 
-/// Why two regions are not a segment.
+/// Reason why two regions are not a segment.
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
-    /// A region could not be made or mapped.
+    /// A region could not be created or mapped.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The slots of all segments exceed what the index and the touch bitmaps are made for.
-    #[error("{slots} more slots, {used} are in use, and the heap was made for {max} (slots_max)")]
+    /// The slots of all segments exceed the size of the index and the touch bitmaps.
+    #[error("segment of {slots} slots exceeds slots_max: {used} of {max} slots are in use")]
     SlotsMax {
         /// Slots of this segment.
         slots: u32,
-        /// Slots of the others.
+        /// Slots of the node's other segments.
         used: u64,
-        /// All that there may be.
+        /// Maximum number of slots of the node.
         max: u64,
     },
-    /// A count is 0 or beyond its bound, or the payload is not made of whole pages.
+    /// A count is 0 or exceeds its limit, or the payload is not whole pages.
     #[error(
         "segment {segment} with {slots} slots and {units} units: both must be at least 1, the units a multiple of 8 \
-         (whole pages of 4 KiB), the number below {SEGMENTS_PER_NODE_MAX}"
+         (whole pages of 4 KiB), the segment id below {SEGMENTS_PER_NODE_MAX}"
     )]
     Bounds {
-        /// Its number.
+        /// Requested segment id.
         segment: SegmentId,
-        /// Its slots.
+        /// Requested number of slots.
         slots: u32,
-        /// Its units.
+        /// Requested number of units.
         units: u32,
     },
-    /// The first page is not the one that the owner announced.
-    #[error("the header region does not start with the announced segment's page")]
+    /// The first page does not match the announced descriptor.
+    #[error("header region does not start with the info page of the announced segment")]
     Page,
 }
 
-/// Where a segment's payload lies.
+/// Memory of a segment's payload.
 #[derive(Debug)]
 pub(crate) enum SegmentMemory {
-    /// In memory of its own, on these pages.
-    New(HugePages),
-    /// In memory that others know too, such as a rank's of a [`World`](crate::World). Nobody else writes it.
-    Given(Region),
-    /// As above, but for the records' bytes, which are a device's.
-    OfDevice(Region, DevicePart),
+    /// New memory, with this kind of pages.
+    Owned(HugePages),
+    /// Memory that other processes map too, such as a part of a larger region. Only the segment writes it.
+    External(Region),
+    /// As `External`, except for the records' bytes, which are in the device slice.
+    Device(Region, DeviceSlice),
 }
 
-/// Both regions, from either side.
+/// Both regions, at the owner or at a client.
 #[derive(Debug)]
 pub(crate) struct SegmentRegions {
-    pub(crate) shape: SegmentShape,
+    pub(crate) shape: SegmentDescriptor,
     pub(crate) headers: Region,
     pub(crate) payload: Region,
-    /// Where the owner finds the bytes of a segment of a device.
-    device: Option<DevicePart>,
+    /// Memory of the records' bytes, at the owner of a device segment.
+    device: Option<DeviceSlice>,
 }
 
-impl SegmentShape {
+impl SegmentDescriptor {
     pub(crate) fn check(&self) -> Result<(), SegmentError> {
-        let SegmentShape { segment, slots, units, .. } = *self;
+        let SegmentDescriptor { segment, slots, units, .. } = *self;
         let fits = segment.0 < SEGMENTS_PER_NODE_MAX
             && (1..=SLOTS_PER_SEGMENT_MAX).contains(&slots)
             && (1..=SEGMENT_UNITS_MAX).contains(&units)
             && self.payload_bytes().is_multiple_of(PAGE_BYTES)
-            && self.first_number <= SLOTS_PER_NODE_MAX;
+            && self.first_global_slot <= SLOTS_PER_NODE_MAX;
         if fits { Ok(()) } else { Err(SegmentError::Bounds { segment, slots, units }) }
     }
 
-    /// Length of the payload region.
+    /// Returns the length of the payload region in bytes.
     pub fn payload_bytes(&self) -> u64 {
         u64::from(self.units) * UNIT_BYTES
     }
 
-    /// Length of the header region: a multiple of a huge page, whether it lies on such or not. Ordinary pages
-    /// that are never touched cost nothing.
+    /// Returns the length of the header region in bytes: a multiple of a huge page, whether it uses huge pages or
+    /// not. Ordinary pages that are never touched cost nothing.
     pub fn header_bytes(&self) -> u64 {
         let bytes = PAGE_BYTES + u64::from(self.slots) * HEADER_BYTES as u64;
         bytes.next_multiple_of(HugePages::Reserved.page_bytes())
     }
 
-    fn page(&self, (node, node_generation): (NodeId, Generation)) -> SegmentPage {
-        SegmentPage {
+    fn page(&self, (node, node_generation): (NodeId, Generation)) -> SegmentInfoPage {
+        SegmentInfoPage {
             magic: MAGIC,
             segment: self.segment.0,
             slots: self.slots,
             generation: self.generation.0,
             units: self.units.into(),
-            first_number: self.first_number,
+            first_global_slot: self.first_global_slot,
             node: node.0,
             node_generation: node_generation.0,
             medium: self.medium as u64,
@@ -190,8 +190,8 @@ impl SegmentShape {
 
 impl SegmentRegions {
     pub(crate) fn create(
-        shape: SegmentShape,
-        of: (NodeId, Generation),
+        shape: SegmentDescriptor,
+        owner: (NodeId, Generation),
         huge: HugePages,
         payload: SegmentMemory,
     ) -> Result<SegmentRegions, SegmentError> {
@@ -200,27 +200,27 @@ impl SegmentRegions {
         let headers = Region::create("moontide-headers", header_bytes, huge, Protection::OwnerWrites)?;
         let expected = shape.payload_bytes();
         let (payload, device) = match payload {
-            SegmentMemory::New(huge) => {
+            SegmentMemory::Owned(huge) => {
                 (Region::create("moontide-payload", expected, huge, Protection::AllWrite)?, None)
             }
-            SegmentMemory::Given(payload) => (payload, None),
-            SegmentMemory::OfDevice(payload, device) => (payload, Some(device)),
+            SegmentMemory::External(payload) => (payload, None),
+            SegmentMemory::Device(payload, device) => (payload, Some(device)),
         };
-        for found in [Some(payload.len()), device.as_ref().map(DevicePart::len)].into_iter().flatten() {
+        for found in [Some(payload.len()), device.as_ref().map(DeviceSlice::len)].into_iter().flatten() {
             if found != expected {
                 return Err(RegionError::Size { found, expected }.into());
             }
         }
-        // SAFETY: the region is at least a page long, page-aligned, and nobody else has seen it yet.
-        unsafe { headers.base().cast::<SegmentPage>().write(shape.page(of)) };
+        // SAFETY: the region is at least a page long, page-aligned, and no other thread or process has seen it yet.
+        unsafe { headers.base().cast::<SegmentInfoPage>().write(shape.page(owner)) };
         Ok(SegmentRegions { shape, headers, payload, device })
     }
 
-    /// Joins two imported regions, which must be as the owner announced them, and the owner's: a guard on another
-    /// node's memory would be named in a ledger into which that node never looks.
+    /// Combines two imported regions. They must match the descriptor and belong to `owner`: a guard on another node's
+    /// memory would be a pin in a ledger that this node never scans.
     pub(crate) fn import(
-        shape: SegmentShape,
-        of: (NodeId, Generation),
+        shape: SegmentDescriptor,
+        owner: (NodeId, Generation),
         headers: Region,
         payload: Region,
     ) -> Result<SegmentRegions, SegmentError> {
@@ -228,22 +228,22 @@ impl SegmentRegions {
         if headers.len() < shape.header_bytes() || payload.len() < shape.payload_bytes() {
             return Err(SegmentError::Page);
         }
-        // SAFETY: the page is written before the region is passed on, and never again.
-        let page = unsafe { &headers.slice::<SegmentPage>(0, 1)[0] };
-        if *page != shape.page(of) {
+        // SAFETY: the owner writes the page before it sends the region, and never again.
+        let page = unsafe { &headers.slice::<SegmentInfoPage>(0, 1)[0] };
+        if *page != shape.page(owner) {
             return Err(SegmentError::Page);
         }
         Ok(SegmentRegions { shape, headers, payload, device: None })
     }
 
-    /// Whether the records' bytes are in the payload region.
+    /// Returns whether the records' bytes are in the payload region.
     #[inline]
     pub(crate) fn has_bytes(&self) -> bool {
-        self.shape.medium == Medium::Host
+        self.shape.medium == PayloadMemory::Host
     }
 
-    /// The device's part that has the records' bytes, at the owner of a segment of a device.
-    pub(crate) fn device(&self) -> Option<&DevicePart> {
+    /// Returns the device slice with the records' bytes, at the owner of a device segment.
+    pub(crate) fn device(&self) -> Option<&DeviceSlice> {
         self.device.as_ref()
     }
 
@@ -253,23 +253,23 @@ impl SegmentRegions {
             return None;
         }
         let offset = PAGE_BYTES + u64::from(slot.0) * HEADER_BYTES as u64;
-        // SAFETY: the word is atomic, the rest is behind UnsafeCell and read by rule only.
+        // SAFETY: the word is atomic; the rest is in an UnsafeCell and read only under the rules of `header`.
         Some(unsafe { &self.headers.slice::<HeaderSlot>(offset, 1)[0] })
     }
 
-    /// The word of a slot, if there is such a slot.
+    /// Returns the word of a slot, or `None` if the slot is out of range.
     #[inline]
     pub(crate) fn word(&self, slot: SlotId) -> Option<&AtomicWord> {
         self.slot(slot).map(|slot| &slot.word)
     }
 
-    /// The number of a slot among all slots of the node.
+    /// Returns the index of a slot among all slots of the node.
     #[inline]
-    pub(crate) fn number(&self, slot: SlotId) -> u64 {
-        self.shape.first_number + u64::from(slot.0)
+    pub(crate) fn global_slot(&self, slot: SlotId) -> u64 {
+        self.shape.first_global_slot + u64::from(slot.0)
     }
 
-    /// Asks for the slot's two cache lines ahead of their use.
+    /// Prefetches the slot's two cache lines.
     #[inline]
     pub(crate) fn prefetch(&self, slot: SlotId) {
         if let Some(slot) = self.slot(slot) {
@@ -278,16 +278,16 @@ impl SegmentRegions {
         }
     }
 
-    /// Reads and checks a slot's header, taking `word` for its word.
+    /// Reads and checks a slot's header, with `word` as its word.
     ///
     /// # Safety
-    /// The header must not change meanwhile: the caller holds a pin that was granted on `word`, or is the
-    /// owner with the segment's lock.
+    /// The header must not change during the call: the caller holds a pin that was granted on `word`, or is the owner
+    /// with the segment's lock.
     #[inline]
     pub(crate) unsafe fn header(&self, slot: SlotId, word: Word) -> Result<Header, HeaderError> {
-        let slot = self.slot(slot).expect("a slot of this segment");
+        let slot = self.slot(slot).expect("slot of this segment");
         let mut bytes = [0; HEADER_BYTES];
-        // SAFETY: nobody writes head or tail meanwhile, says the caller.
+        // SAFETY: the caller guarantees that no thread writes head or tail during the call.
         let (head, tail) = unsafe { (&*slot.head.get(), &*slot.tail.get()) };
         bytes[..WORD_OFFSET].copy_from_slice(head);
         bytes[WORD_OFFSET..WORD_OFFSET + 8].copy_from_slice(&word.bits().to_le_bytes());
@@ -295,23 +295,25 @@ impl SegmentRegions {
         Header::decode(&bytes)
     }
 
-    /// Writes everything of a slot's header but the word.
+    /// Writes a slot's header, except for the word.
     ///
     /// # Safety
-    /// The caller is the owner with the segment's lock, and the slot is WRITING with no pin granted yet, or
-    /// about to be published with its writer done.
+    /// The caller is the owner with the segment's lock, and the slot is WRITING with no pin granted yet, or about to
+    /// be published with its writer done.
     pub(crate) unsafe fn write_header(&self, slot: SlotId, header: &Header) {
-        let slot = self.slot(slot).expect("a slot of this segment");
+        let slot = self.slot(slot).expect("slot of this segment");
         let bytes = header.encode();
-        // SAFETY: nobody reads or writes head or tail meanwhile, says the caller; the owner's mapping is writable.
+        // SAFETY: the caller guarantees that no thread reads or writes head or tail during the call; the owner's
+        // mapping is
+        // writable.
         unsafe {
             (*slot.head.get()).copy_from_slice(&bytes[..WORD_OFFSET]);
             (*slot.tail.get()).copy_from_slice(&bytes[WORD_OFFSET + 8..]);
         }
     }
 
-    /// Where a record lies in the payload region, if the header speaks of bytes inside of it. A header is
-    /// believed about everything but this: it may come from a confused owner.
+    /// Returns layout and range of a record in the payload region, or `None` if the header's range is outside of it.
+    /// The rest of the header is trusted; the range is checked because it may come from a faulty owner.
     #[inline]
     pub(crate) fn record_span(&self, header: &Header) -> Option<(RecordLayout, Span)> {
         let layout = header.layout().ok()?;
@@ -319,40 +321,40 @@ impl SegmentRegions {
         (span.end() <= self.payload.len()).then_some((layout, span))
     }
 
-    /// Where bytes of the payload lie in this process, if they are inside of it, and in memory of the host.
+    /// Returns the address of payload bytes in this process, if they are in range and in host memory.
     pub(crate) fn payload_at(&self, span: Span) -> Option<NonNull<u8>> {
-        let is_here = self.has_bytes() && span.end() <= self.payload.len();
+        let is_in_host = self.has_bytes() && span.end() <= self.payload.len();
         // SAFETY: inside of the region.
-        is_here.then(|| unsafe { self.payload.base().add(span.offset() as usize) })
+        is_in_host.then(|| unsafe { self.payload.base().add(span.offset() as usize) })
     }
 
-    /// Where the word of a slot lies in this process.
+    /// Returns the address of a slot's word in this process.
     pub(crate) fn word_at(&self, slot: SlotId) -> NonNull<u64> {
-        NonNull::from(self.word(slot).expect("a slot of this segment")).cast()
+        NonNull::from(self.word(slot).expect("slot of this segment")).cast()
     }
 
-    /// Bytes of the payload region.
+    /// Returns bytes of the payload region.
     ///
     /// # Safety
-    /// Nobody may write them while the slice lives: the caller holds a pin on the record they belong to.
+    /// No thread may write them during the life of the slice: the caller holds a pin on the record they belong to.
     #[inline]
     pub(crate) unsafe fn bytes(&self, span: Span) -> &[u8] {
-        // SAFETY: `slice` checks the bounds; the caller vouches for the rest.
+        // SAFETY: `slice` checks the bounds; the caller guarantees the rest.
         unsafe { self.payload.slice(span.offset(), span.len()) }
     }
 
-    /// Bytes of the payload region, to be changed.
+    /// Returns bytes of the payload region for writing.
     ///
     /// # Safety
-    /// Nobody else may read or write them while the slice lives: the caller is the one writer of the record they
-    /// belong to, or of this part of it.
+    /// No other thread may read or write them during the life of the slice: the caller is the one writer of the
+    /// record they belong to, or of this part of it.
     ///
     /// # Panics
-    /// If they do not fit, or the region cannot be written from here.
-    #[expect(clippy::mut_from_ref, reason = "exclusive by the protocol, which the caller vouches for")]
+    /// If the range is out of bounds, or the region is mapped read-only in this process.
+    #[expect(clippy::mut_from_ref, reason = "exclusive by the protocol, which the caller guarantees")]
     pub(crate) unsafe fn bytes_mut(&self, span: Span) -> &mut [u8] {
         assert!(span.end() <= self.payload.len() && self.payload.is_writable());
-        // SAFETY: in bounds by the line above; exclusive, says the caller.
+        // SAFETY: in bounds by the line above; the caller guarantees exclusive access.
         unsafe {
             let at = self.payload.base().as_ptr().add(span.offset() as usize);
             std::slice::from_raw_parts_mut(at, span.len() as usize)
@@ -362,16 +364,17 @@ impl SegmentRegions {
     /// Copies bytes into the payload region.
     ///
     /// # Safety
-    /// Nobody else may read or write them meanwhile: the caller is the one writer of the record they belong
+    /// No other thread may read or write them during the call: the caller is the one writer of the record they belong
     /// to.
     ///
     /// # Panics
-    /// If they do not fit, or the region cannot be written from here.
+    /// If the range is out of bounds, or the region is mapped read-only in this process.
     pub(crate) unsafe fn write_bytes(&self, offset: u64, bytes: &[u8]) {
-        let end = offset.checked_add(bytes.len() as u64).expect("a piece of the region");
+        let end = offset.checked_add(bytes.len() as u64).expect("a range of the region");
         assert!(end <= self.payload.len() && self.payload.is_writable());
-        // SAFETY: in bounds by the line above, exclusive by the caller's word; `bytes` is not part of the
-        // region, or the caller would have to hold a reference to what nobody may read.
+        // SAFETY: in bounds by the line above; the caller guarantees exclusive access. `bytes` is not part of the
+        // region, since
+        // the caller would otherwise hold a reference to bytes that no other thread may read.
         unsafe {
             let to = self.payload.base().as_ptr().add(offset as usize);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
@@ -385,10 +388,10 @@ mod tests {
     use crate::shm::{fields_of, page};
 
     #[test]
-    fn the_page_is_drawn_as_it_is() {
+    fn segment_info_page_matches_formats_doc() {
         page::assert_fields(
             "Segment",
-            &fields_of!(SegmentPage: magic, segment, slots, generation, units, first_number, node, node_generation, medium),
+            &fields_of!(SegmentInfoPage: magic, segment, slots, generation, units, first_global_slot, node, node_generation, medium),
         );
     }
 }

@@ -1,326 +1,343 @@
-//! [`Staging`]: memory of the node's own into which records are read from disk, and from which peers and processes of the
-//! host read them as from any segment.
+//! [`Staging`]: memory of the node's own into which records are read from disk. Peers and processes of the host read
+//! them there as in any segment.
 //!
 //! ```text
-//!            take            bytes_mut: read from disk, verify          publish             release, or drop
-//!   Staging ──────▶ StagingRoom ───────────────────────────▶ StagingRoom ──────▶ Staged ──────────────────▶ draining
-//!      ▲                │ drop                                  │ drop            READY(version)   DEAD, until no cell
-//!      └────────────────┴───────────────────────────────────────┴───────────────────────────────────  names the slot
+//!            alloc              bytes_mut: read from disk, verify    publish                  release, or drop
+//!   Staging ──────▶ StagingBuffer ───────────────────▶ StagingBuffer ──────▶ StagedRecord ────────────────▶ draining
+//!      ▲                │ drop                            │ drop             READY(version)  DEAD, until no cell
+//!      └────────────────┴─────────────────────────────────┴────────────────────────────────────  pins the slot
 //! ```
 //!
-//! It is one segment of the [`NodeHeap`], mapped by the clients like the others, but no master grants in it: begins are
-//! refused, and only a [`StagingRoom`] is published. Slots are used by the rule for copies (see `word`), since versions
-//! come and go in any order, and a version may come twice.
+//! It is one segment of the [`NodeHeap`], which the clients map like the others, but no master grants in it: begins
+//! fail, and only a [`StagingBuffer`] is published. Slots follow the rule for copies (see `word`), since versions
+//! come in any order, and a version may come twice.
 //!
-//! **A room's bytes are its holder's alone.** Ranges of rooms do not overlap, and a range is not taken again before its
-//! slot is FREE, which is after a scan of all ledgers that began when no reader was let in any more (see `rooms` and
-//! `cell`). A reader that comes later than that finds a word that does not let it in, or the next record.
+//! **The holder of a buffer has exclusive access to its bytes.** Ranges of buffers do not overlap, and a range is not
+//! reused before its slot is FREE, which is after a scan of all ledgers that began when no reader could pin the slot
+//! any more (see `staging_alloc` and `cell`). A later reader finds a word that refuses it, or the next record.
 //!
-//! Space comes back without a call: whoever reclaims frees the slots, usually the node's own thread, and `take` looks at
-//! the words when it finds nothing vacant. If that is not enough it reclaims by itself, in this segment only.
+//! Space is freed without a call: any reclaim frees the slots, usually the one of the node's own thread, and `alloc`
+//! loads the words when it finds nothing vacant. If that is not enough it reclaims itself, in this segment only.
 //!
-//! Locks: staging before segment; nothing here is called with a segment's lock held.
+//! Locks: staging before segment; nothing in this file is called with a segment's lock held.
 
 use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, Extent, MonoTime, SegmentId, SlotId, Span, SystemClock};
 
 use crate::alloc::PAGE_UNITS;
-use crate::rooms::{Room, Rooms};
-use crate::shm::draft::Draft;
-use crate::shm::grant::{NewRecord, StageError};
+use crate::shm::draft::RecordDraft;
+use crate::shm::grant::{RecordSpec, StageError};
 use crate::shm::node_heap::{NodeHeap, NodePin};
-use crate::shm::owner::{Segment, UseFor};
+use crate::shm::owner::{Segment, SegmentRole};
 use crate::shm::region::HugePages;
 use crate::shm::segment::{SegmentError, SegmentMemory};
+use crate::staging_alloc::{StagingAllocator, StagingChunk};
 
-/// What rooms are multiples of, in bytes: what direct I/O wants.
-const ROOM_BYTES: u64 = PAGE_UNITS as u64 * UNIT_BYTES;
+/// Buffers are multiples of this number of bytes, and aligned to it, as direct I/O requires.
+const BUFFER_ALIGN_BYTES: u64 = PAGE_UNITS as u64 * UNIT_BYTES;
 
-/// Room for records on their way from disk.
+/// Memory for records in flight from disk.
 pub struct Staging {
     heap: Arc<NodeHeap>,
     segment: Arc<Segment>,
-    rooms: Mutex<Rooms>,
+    allocator: Mutex<StagingAllocator>,
 }
 
-/// How much of a [`Staging`] is in use. The rooms of all kinds are at most its slots.
+/// Usage of a [`Staging`]. The number of buffers of all kinds is at most its number of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StagingUse {
-    /// All of its memory.
+pub struct StagingUsage {
+    /// Length of the whole memory in bytes.
     pub total_bytes: u64,
-    /// What is in no room, perhaps in several pieces.
+    /// Bytes that are in no buffer, possibly in several pieces.
     pub free_bytes: u64,
-    /// Rooms and published records in somebody's hands.
-    pub held_rooms: usize,
-    /// Rooms of records that were released and are still being read, or not yet reclaimed.
-    pub draining_rooms: usize,
+    /// Number of buffers and published records that are in use.
+    pub used_buffers: usize,
+    /// Number of released records that are still being read, or not yet reclaimed.
+    pub draining_buffers: usize,
 }
 
 impl Staging {
-    /// Adds a segment to the heap, for staging: at most `slots` rooms at a time, `units` of 512 bytes. The slots count
-    /// among the heap's `slots_max`.
+    /// Adds a segment for staging to the heap: at most `slots` buffers at a time, `units` units of 512 bytes. The
+    /// slots count towards the heap's `slots_max`.
     pub fn new(
         heap: &Arc<NodeHeap>,
         slots: u32,
         units: u32,
         huge: HugePages,
     ) -> Result<Staging, SegmentError> {
-        let segment = heap.add(slots, units, SegmentMemory::New(huge), UseFor::Staging)?;
-        let rooms = Mutex::new(Rooms::new(slots, units));
-        Ok(Staging { heap: Arc::clone(heap), segment, rooms })
+        let segment = heap.add(slots, units, SegmentMemory::Owned(huge), SegmentRole::Staging)?;
+        let allocator = Mutex::new(StagingAllocator::new(slots, units));
+        Ok(Staging { heap: Arc::clone(heap), segment, allocator })
     }
 
-    /// The segment that it stands in.
+    /// Returns the segment of this staging memory.
     pub fn segment(&self) -> &Arc<Segment> {
         &self.segment
     }
 
-    /// Address and length of the memory, for registering it with the kernel. To be used through rooms only.
+    /// Returns address and length of the memory, for registering it with the kernel. It may be accessed through
+    /// buffers only.
     pub fn memory(&self) -> (usize, usize) {
         let payload = self.segment.payload();
         (payload.base().as_ptr().addr(), payload.len() as usize)
     }
 
-    /// Room for `len` bytes, aligned to 4 KiB. `None`: as much is not vacant, even after what can be reclaimed was.
+    /// Allocates a buffer of `len` bytes, aligned to 4 KiB. Returns `None` if not enough is vacant, even after a
+    /// reclaim.
     ///
     /// # Panics
     /// If `len` is 0 or no multiple of 4096.
-    pub fn take(self: &Arc<Self>, len: u64) -> Option<StagingRoom> {
-        assert!(len > 0 && len.is_multiple_of(ROOM_BYTES), "a room of {len} bytes");
+    pub fn alloc(self: &Arc<Self>, len: u64) -> Option<StagingBuffer> {
+        assert!(
+            len > 0 && len.is_multiple_of(BUFFER_ALIGN_BYTES),
+            "buffer length of {len} bytes is not a positive multiple of {BUFFER_ALIGN_BYTES}"
+        );
         let units = NonZeroU32::new(u32::try_from(len / UNIT_BYTES).ok()?)?;
-        let mut rooms = self.rooms();
-        let swept = |rooms: &mut Rooms| if self.sweep(rooms) > 0 { rooms.take(units) } else { None };
-        let room = rooms.take(units).or_else(|| swept(&mut rooms)).or_else(|| {
-            if rooms.draining() == 0 {
+        let mut allocator = self.allocator();
+        let after_sweep = |allocator: &mut StagingAllocator| {
+            if self.sweep(allocator) > 0 { allocator.alloc(units) } else { None }
+        };
+        let chunk = allocator.alloc(units).or_else(|| after_sweep(&mut allocator)).or_else(|| {
+            if allocator.draining() == 0 {
                 return None;
             }
             self.heap.reclaim_in([Arc::clone(&self.segment)], SystemClock.now());
-            swept(&mut rooms)
+            after_sweep(&mut allocator)
         })?;
-        drop(rooms);
-        Some(StagingRoom { staging: Arc::clone(self), room: Some(room) })
+        drop(allocator);
+        Some(StagingBuffer { staging: Arc::clone(self), chunk: Some(chunk) })
     }
 
-    /// How much is in use, as the words are now.
-    pub fn in_use(&self) -> StagingUse {
-        let mut rooms = self.rooms();
-        self.sweep(&mut rooms);
-        StagingUse {
+    /// Returns the current usage.
+    pub fn in_use(&self) -> StagingUsage {
+        let mut allocator = self.allocator();
+        self.sweep(&mut allocator);
+        StagingUsage {
             total_bytes: self.total_bytes(),
-            free_bytes: u64::from(rooms.free_units()) * UNIT_BYTES,
-            held_rooms: rooms.held(),
-            draining_rooms: rooms.draining(),
+            free_bytes: u64::from(allocator.free_units()) * UNIT_BYTES,
+            used_buffers: allocator.allocated(),
+            draining_buffers: allocator.draining(),
         }
     }
 
-    /// All of its memory.
+    /// Returns the length of the whole memory in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.segment.shape().payload_bytes()
     }
 
-    /// What is in no room, perhaps in several pieces.
+    /// Returns the bytes that are in no buffer, possibly in several pieces.
     pub fn free_bytes(&self) -> u64 {
         self.in_use().free_bytes
     }
 
-    fn sweep(&self, rooms: &mut Rooms) -> usize {
-        rooms.sweep(|slot| self.segment.regions.word(slot).expect("a room's slot"))
+    fn sweep(&self, allocator: &mut StagingAllocator) -> usize {
+        allocator.sweep(|slot| self.segment.regions.word(slot).expect("slot of a staging chunk"))
     }
 
-    fn rooms(&self) -> MutexGuard<'_, Rooms> {
-        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    fn allocator(&self) -> MutexGuard<'_, StagingAllocator> {
+        self.allocator.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the memory is there: not in a child that was forked since.
-    fn is_here(&self) -> bool {
-        self.segment.payload().is_here()
+    /// Returns whether the memory is mapped in this process: `false` in a child that was forked after it was made.
+    fn is_mapped_here(&self) -> bool {
+        self.segment.payload().is_mapped_here()
     }
 }
 
-// By hand: the heap behind it is of no use on a screen.
+// Not derived: the output would contain the whole heap.
 impl fmt::Debug for Staging {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Staging").field("segment", &self.segment.shape()).finish_non_exhaustive()
     }
 }
 
-/// A piece of a [`Staging`] that is its holder's alone. Drop gives it back.
-pub struct StagingRoom {
+/// Range of a [`Staging`] to which its holder has exclusive access. Drop frees it.
+pub struct StagingBuffer {
     staging: Arc<Staging>,
-    /// Taken out when the room changes hands.
-    room: Option<Room>,
+    /// `None` after the chunk was published, while the value is dropped.
+    chunk: Option<StagingChunk>,
 }
 
-/// A room whose content was not published, and why.
+/// Buffer whose content was not published, with the reason.
 #[derive(Debug, thiserror::Error)]
 #[error("not published: {error}")]
-pub struct Unpublished {
-    /// The room, as it was.
-    pub room: StagingRoom,
-    /// What is wrong.
+pub struct PublishFailure {
+    /// The buffer, unchanged.
+    pub buffer: StagingBuffer,
+    /// Reason of the failure.
     pub error: StageError,
 }
 
-impl StagingRoom {
-    /// Its length.
-    #[expect(clippy::len_without_is_empty, reason = "a room is never empty")]
+impl StagingBuffer {
+    /// Returns the length in bytes.
+    #[expect(clippy::len_without_is_empty, reason = "a buffer is never empty")]
     pub fn len(&self) -> u64 {
         self.extent().span().len()
     }
 
-    /// Where it is in the segment.
+    /// Returns the range of the buffer in the segment.
     pub fn extent(&self) -> Extent {
-        self.room().extent()
+        self.chunk().extent()
     }
 
-    /// Its bytes: whatever was there before, until somebody fills them. They start on a multiple of 4 KiB.
+    /// Returns the bytes, with their previous content until they are filled. They start at a multiple of 4 KiB.
     ///
     /// # Panics
     /// In a forked child.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        assert!(self.staging.is_here(), "a forked child has none of the node's memory");
-        // SAFETY: the extent is this room's: `Rooms` gives no two that overlap, and nobody but `Staging` gives out space
-        // in this segment. Its slot is FREE, so no reader is let in to it, and none is left of the record that was here
-        // before: its slot was made FREE after a scan that found no cell naming it, and that happened before `take` gave
-        // the range out again. Two slices of it cannot be there at once, says the borrow of `self`.
+        assert!(self.staging.is_mapped_here(), "staging buffer used in a forked child, which has no mapping");
+        // SAFETY: the extent belongs to this buffer: `StagingAllocator` returns no two that overlap, and only
+        // `Staging`
+        // allocates space in this segment. Its slot is FREE, so no reader can pin it, and none is left of the record
+        // that
+        // was here before: its slot was made FREE after a scan that found no cell pinning it, and that happened
+        // before
+        // `alloc` returned the range again. Two slices of it cannot exist at once, because of the borrow of `self`.
         unsafe { self.staging.segment.regions.bytes_mut(self.extent().span()) }
     }
 
-    /// What is in the room is this record, its payload from byte `payload_at` on: lets readers in, in the given version.
-    /// Page digests (as they are stored, little-endian; none for a record without digests) and what else stands behind a
-    /// payload are written here, over whatever stood there. The caller has verified the payload against the digests;
-    /// that these lead to the root is checked. `indexed`: local readers find it by its id, if it is a whole object;
-    /// others, and these too, find it by slot and version.
+    /// Publishes the content of the buffer as this record, with its payload at offset `payload_at`, in the given
+    /// version. Writes the page digests (in stored form, little-endian; none for a record without digests) and the
+    /// trailer after the payload, over the previous content. The caller has verified the payload against the digests;
+    /// this function checks that they lead to the root. With `indexed`, local readers find the record by its id if it
+    /// is a whole object; all readers find it by slot and version.
     ///
-    /// A record that does not fit is refused, and the room comes back with its payload as it was.
+    /// Fails for a record that does not fit, and returns the buffer with its payload unchanged.
     pub fn publish(
         mut self,
         version: Epoch,
         payload_at: u64,
-        record: NewRecord<'_>,
+        record: RecordSpec<'_>,
         digests: &[u8],
         root: u64,
         indexed: bool,
-    ) -> Result<Staged, Unpublished> {
+    ) -> Result<StagedRecord, PublishFailure> {
         let staged = self.draft(version, payload_at, &record, root).and_then(|draft| {
-            let board = indexed.then(|| self.staging.heap.board());
-            // SAFETY: the record lies in the room, which is the caller's: see `bytes_mut`.
-            unsafe { self.staging.segment.stage(self.room().slot(), &draft, digests, board) }
+            let index_region = indexed.then(|| self.staging.heap.index_region());
+            // SAFETY: the record is in the buffer, to which the caller has exclusive access: see `bytes_mut`.
+            unsafe { self.staging.segment.stage(self.chunk().slot(), &draft, digests, index_region) }
                 .map(|()| draft.extent())
         });
         match staged {
             Ok(extent) => {
                 let staging = Arc::clone(&self.staging);
-                Ok(Staged { staging, room: self.room.take(), extent, version })
+                Ok(StagedRecord { staging, chunk: self.chunk.take(), extent, version })
             }
-            Err(error) => Err(Unpublished { room: self, error }),
+            Err(error) => Err(PublishFailure { buffer: self, error }),
         }
     }
 
-    /// The record in its place, if that is in the room.
-    fn draft(&self, version: Epoch, at: u64, record: &NewRecord<'_>, root: u64) -> Result<Draft, StageError> {
-        let room = self.extent().span();
-        // A sum that is too large does not fit the room either.
-        let payload_offset = room.offset().saturating_add(at);
-        let draft = Draft::new(record, Word::new(version, State::Ready), payload_offset, root)?;
+    /// Computes the record at offset `at`, and checks that it fits the buffer.
+    fn draft(
+        &self,
+        version: Epoch,
+        at: u64,
+        record: &RecordSpec<'_>,
+        root: u64,
+    ) -> Result<RecordDraft, StageError> {
+        let buffer = self.extent().span();
+        // A saturated sum does not fit the buffer either.
+        let payload_offset = buffer.offset().saturating_add(at);
+        let draft = RecordDraft::new(record, Word::new(version, State::Ready), payload_offset, root)?;
         let (needed, align) = (u64::from(draft.layout.units()) * UNIT_BYTES, draft.layout.align());
-        // Rooms start on a multiple of 4 KiB, so what is aligned in the room is aligned in the segment.
-        let fits = Span::new(at, needed).is_some_and(|span| span.end() <= room.len());
+        // Buffers start at a multiple of 4 KiB, so an offset aligned in the buffer is aligned in the segment.
+        let fits = Span::new(at, needed).is_some_and(|span| span.end() <= buffer.len());
         if !fits || !at.is_multiple_of(align) {
-            return Err(StageError::Room { at, needed, room: room.len(), align });
+            return Err(StageError::Buffer { at, needed, buffer: buffer.len(), align });
         }
         Ok(draft)
     }
 
-    fn room(&self) -> &Room {
-        self.room.as_ref().expect("taken out only when the value ends")
+    fn chunk(&self) -> &StagingChunk {
+        self.chunk.as_ref().expect("taken only when the value ends")
     }
 }
 
-impl fmt::Debug for StagingRoom {
+impl fmt::Debug for StagingBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StagingRoom").field("room", &self.room).finish_non_exhaustive()
+        f.debug_struct("StagingBuffer").field("chunk", &self.chunk).finish_non_exhaustive()
     }
 }
 
-impl Drop for StagingRoom {
+impl Drop for StagingBuffer {
     fn drop(&mut self) {
-        if let Some(room) = self.room.take() {
-            self.staging.rooms().give(room);
+        if let Some(chunk) = self.chunk.take() {
+            self.staging.allocator().free(chunk);
         }
     }
 }
 
-/// A record in a [`Staging`] that readers are let in to. Drop releases it at once.
-pub struct Staged {
+/// A readable record in a [`Staging`]. Drop releases it at once.
+pub struct StagedRecord {
     staging: Arc<Staging>,
-    /// Taken out when it is released.
-    room: Option<Room>,
+    /// `None` after the release.
+    chunk: Option<StagingChunk>,
     extent: Extent,
     version: Epoch,
 }
 
-impl Staged {
-    /// The segment, of the heap's generation.
+impl StagedRecord {
+    /// Returns the segment. Its generation is the heap's.
     pub fn segment(&self) -> SegmentId {
         self.staging.segment.shape().segment
     }
 
-    /// The slot.
+    /// Returns the slot.
     pub fn slot(&self) -> SlotId {
-        self.room.as_ref().expect("taken out only when the value ends").slot()
+        self.chunk.as_ref().expect("taken only when the value ends").slot()
     }
 
-    /// Where the record is: its payload starts with it.
+    /// Returns the extent of the record. It starts with the payload.
     pub fn extent(&self) -> Extent {
         self.extent
     }
 
-    /// Its version.
+    /// Returns the version.
     pub fn version(&self) -> Epoch {
         self.version
     }
 
-    /// A pin of the node's own. `None` only if somebody killed the record in the heap.
+    /// Pins the record for the node itself. Returns `None` only if the record was killed in the heap.
     pub fn pin(&self) -> Option<NodePin<'_>> {
         self.staging.heap.pin(self.segment(), self.slot(), self.version)
     }
 
-    /// Lets no new reader in. The room comes back when nobody names its slot any more, and not before `not_before`: a
+    /// Refuses new readers. The buffer is freed when no cell pins its slot any more, and not before `not_before`: a
     /// peer that reads without the node's help may hold a lease until then.
     pub fn release(mut self, not_before: MonoTime) {
         self.end(not_before);
     }
 
     fn end(&mut self, not_before: MonoTime) {
-        let Some(room) = self.room.take() else { return };
-        if !self.staging.is_here() {
+        let Some(chunk) = self.chunk.take() else { return };
+        if !self.staging.is_mapped_here() {
             return; // the parent's record
         }
-        // Whatever it says: after this the slot is DEAD, or somebody killed it before and it may be FREE already.
+        // The result does not matter: the slot is DEAD now, or the record was killed before and the slot may be FREE
+        // already.
         let _ = self.staging.heap.kill(
             self.staging.segment.shape().segment,
-            room.slot(),
+            chunk.slot(),
             self.version,
             not_before,
         );
-        self.staging.rooms().drain(room);
+        self.staging.allocator().drain(chunk);
     }
 }
 
-impl fmt::Debug for Staged {
+impl fmt::Debug for StagedRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut shown = f.debug_struct("Staged");
-        shown.field("room", &self.room).field("version", &self.version).finish_non_exhaustive()
+        let mut debug = f.debug_struct("StagedRecord");
+        debug.field("chunk", &self.chunk).field("version", &self.version).finish_non_exhaustive()
     }
 }
 
-impl Drop for Staged {
+impl Drop for StagedRecord {
     fn drop(&mut self) {
         self.end(MonoTime(0));
     }

@@ -1,14 +1,13 @@
-//! The naive model: a map of live extents, from which everything else follows, compared after every step.
+//! Naive model: a map of live extents, from which everything else follows, compared after every step.
 //!
-//! It owns one [`Allocator`] and one [`ExtentMap`], drives them side by side, and panics at the first
-//! difference. What it holds them to, with `live` its map and `runs` the gaps between its entries:
+//! It owns one [`Allocator`] and one [`ExtentMap`], applies each step to both, and panics at the first difference. It
+//! checks, with `live` its map and `runs` the gaps between its entries:
 //!
-//! * `free_runs() == runs`: hence no overlap, no leak, and every merge made;
+//! * `free_runs() == runs`: hence no overlap, no leak, and every merge is done;
 //! * `live_units + free_units == capacity_units`, `free_blocks <= live_blocks + 1`;
 //! * `largest_run_units <= longest <= largest_run_units * 65 / 64`;
-//! * an allocation is as long as asked for, aligned, and free in the map; its tag survives;
-//! * a refusal: while there are at most 256 runs, none of them fits; always, `max(units, 8) > longest * 64 /
-//!   65`;
+//! * an allocation has the requested length and alignment, and is free in the map; its tag does not change;
+//! * a failed allocation: with at most 256 runs, none of them fits; always, `max(units, 8) > longest * 64 / 65`;
 //! * a rebuild from `live` has the same runs.
 
 use std::collections::BTreeMap;
@@ -17,35 +16,35 @@ use std::num::NonZeroU32;
 use moontide_heap::alloc::{Align, Allocator, BlockRef, ClaimError, ExtentMap, PAGE_UNITS};
 use moontide_types::Extent;
 
-/// One step. Blocks are named by their rank in address order, modulo the number of them; a step that needs a
-/// block is skipped while there is none.
+/// One step. A block is selected by its rank in address order, modulo the number of blocks; a step that needs a block
+/// is skipped while there is none.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    /// Ask for a range.
+    /// Allocate a range.
     Alloc {
-        /// How much.
+        /// Length of the range.
         units: NonZeroU32,
-        /// Where.
+        /// Alignment of the range.
         align: Align,
     },
-    /// Give a block back.
+    /// Free a block.
     Free {
-        /// Which.
+        /// Rank of the block.
         rank: u32,
     },
-    /// Hang a number on a block.
+    /// Set the tag of a block.
     Tag {
-        /// Which.
+        /// Rank of the block.
         rank: u32,
-        /// The number.
+        /// New tag.
         tag: u32,
     },
-    /// Offer the map a range that the allocator has not given out.
+    /// Claim a range in the map that the allocator has not allocated.
     Claim {
-        /// The range.
+        /// Claimed range.
         extent: Extent,
     },
-    /// Go on with an allocator that was rebuilt from the live extents.
+    /// Continue with an allocator that is rebuilt from the live extents.
     Rebuild,
 }
 
@@ -55,7 +54,7 @@ struct Live {
     tag: u32,
 }
 
-/// An allocator, a map, and what they should say.
+/// An allocator, a map, and their expected state.
 pub(crate) struct Model {
     capacity_units: u32,
     allocator: Allocator,
@@ -64,19 +63,19 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// Everything free.
+    /// Creates a model in which everything is free.
     pub(crate) fn new(capacity_units: u32) -> Self {
         let (allocator, map) = (Allocator::new(capacity_units), ExtentMap::new(capacity_units));
         Self { capacity_units, allocator, map, live: BTreeMap::new() }
     }
 
-    /// Takes a step and compares.
+    /// Applies a step and compares.
     pub(crate) fn step(&mut self, op: Op) {
         self.step_unchecked(op);
         self.compare();
     }
 
-    /// Takes a step; for the many that lead to the state which a test is about.
+    /// Applies a step without comparing; for the setup of a test.
     pub(crate) fn step_unchecked(&mut self, op: Op) {
         match op {
             Op::Alloc { units, align } => self.alloc(units, align),
@@ -87,7 +86,7 @@ impl Model {
         }
     }
 
-    /// Frees everything, from the lowest address to the highest, and finds one run.
+    /// Frees everything, from the lowest address to the highest, and expects one free run.
     pub(crate) fn finish(mut self) {
         while !self.live.is_empty() {
             self.free(0);
@@ -102,11 +101,14 @@ impl Model {
         let runs = self.runs();
         let fits = |run: &Extent| aligned_units(*run, align) >= units.get();
         let Some(allocation) = self.allocator.alloc(units, align) else {
-            assert!(runs.len() > 256 || !runs.iter().any(fits), "{units} units refused though they fit");
+            assert!(
+                runs.len() > 256 || !runs.iter().any(fits),
+                "allocation of {units} units failed though they fit"
+            );
             let longest = u64::from(longest_page_run(&runs));
             assert!(
                 u64::from(units.get().max(PAGE_UNITS)) * 65 > longest * 64,
-                "{units} of {longest} refused"
+                "allocation of {units} of {longest} units failed"
             );
             return;
         };
@@ -116,8 +118,8 @@ impl Model {
         assert!(runs.iter().any(|run| run.start <= extent.start && extent.end() <= run.end()));
         assert_eq!(self.allocator.tag(allocation.block), 0);
         assert!(self.map.is_free(extent));
-        self.map.try_claim(extent).expect("the allocator gives out what is free");
-        // Derived from the range, so that a tag that wandered to another block is noticed.
+        self.map.try_claim(extent).expect("the allocator returns only free ranges");
+        // Derived from the range, so that a tag that moved to another block is detected.
         let tag = extent.start ^ 0x5a5a_5a5a;
         self.allocator.set_tag(allocation.block, tag);
         self.live.insert(extent.start, Live { units: extent.units, block: allocation.block, tag });
@@ -125,7 +127,7 @@ impl Model {
 
     fn free(&mut self, rank: u32) {
         let Some(start) = self.start_of(rank) else { return };
-        let Live { units, block, tag } = self.live.remove(&start).expect("it was there");
+        let Live { units, block, tag } = self.live.remove(&start).expect("a live block");
         let extent = Extent { start, units };
         assert_eq!(self.allocator.tag(block), tag);
         assert_eq!(self.allocator.extent(block), extent);
@@ -137,7 +139,7 @@ impl Model {
 
     fn tag(&mut self, rank: u32, tag: u32) {
         let Some(start) = self.start_of(rank) else { return };
-        let live = self.live.get_mut(&start).expect("it is there");
+        let live = self.live.get_mut(&start).expect("a live block");
         live.tag = tag;
         self.allocator.set_tag(live.block, tag);
     }
@@ -171,9 +173,9 @@ impl Model {
         let extents: Vec<Extent> =
             starts.iter().map(|&start| Extent { start, units: self.live[&start].units }).collect();
         let (mut allocator, blocks) =
-            Allocator::rebuild(self.capacity_units, &extents).expect("they are disjoint");
+            Allocator::rebuild(self.capacity_units, &extents).expect("disjoint extents");
         for (start, block) in starts.into_iter().zip(blocks) {
-            let live = self.live.get_mut(&start).expect("it is there");
+            let live = self.live.get_mut(&start).expect("a live block");
             live.block = block;
             allocator.set_tag(block, live.tag);
         }
@@ -201,7 +203,7 @@ impl Model {
         }
     }
 
-    /// The gaps between the live extents.
+    /// Returns the gaps between the live extents.
     fn runs(&self) -> Vec<Extent> {
         let border = (self.capacity_units, 0);
         let live = self.live.iter().map(|(&start, live)| (start, live.units)).chain([border]);
@@ -220,7 +222,7 @@ impl Model {
     }
 }
 
-/// How much of a run can be used from its first permitted start.
+/// Returns the usable length of a run from its first aligned start.
 fn aligned_units(run: Extent, align: Align) -> u32 {
     match align {
         Align::Unit => run.units,
@@ -228,7 +230,7 @@ fn aligned_units(run: Extent, align: Align) -> u32 {
     }
 }
 
-/// The longest page-aligned stretch of whole pages or more; 0 where no run contains a page.
+/// Returns the length of the longest page-aligned run of at least a page; 0 if no run contains a page.
 fn longest_page_run(runs: &[Extent]) -> u32 {
     let usable = runs.iter().map(|&run| aligned_units(run, Align::Page));
     usable.filter(|&units| units >= PAGE_UNITS).max().unwrap_or(0)

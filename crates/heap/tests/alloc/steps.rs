@@ -1,4 +1,4 @@
-//! Bytes as steps for the [`Model`]: the body of a fuzz target, and of the replay of its corpus.
+//! Decodes bytes as steps for the [`Model`]: the body of a fuzz target, and of the replay of its corpus.
 //!
 //! ```text
 //!   capacity: u16 le │ step │ step │ …          step = kind: u8, then operands, least significant byte first
@@ -9,7 +9,7 @@
 //!              7       claim       start: u16, units: u8 << (kind / 8 % 8)
 //! ```
 //!
-//! Every input is valid: a step that is cut short ends the run.
+//! Every input is valid: an incomplete step ends the run.
 
 use std::num::NonZeroU32;
 
@@ -18,11 +18,11 @@ use moontide_types::Extent;
 
 use super::model::{Model, Op};
 
-/// Steps of one input. Comparing takes time in proportion to the number of blocks, so that more would starve
-/// the fuzzer.
+/// Maximum number of steps of one input. Comparing takes time in proportion to the number of blocks, so more would
+/// slow down the fuzzer.
 const STEPS_MAX: usize = 512;
 
-/// Runs the steps that `data` spells.
+/// Runs the steps encoded in `data`.
 pub(crate) fn run_steps(data: &[u8]) {
     let mut bytes = Bytes(data);
     let Some(capacity) = bytes.take::<2>() else { return };

@@ -1,4 +1,4 @@
-//! A node with a small master in the same process: grants slots, extents and epochs, as the real one will.
+//! A node with a small master in the same process, which grants slots, extents and epochs as the real one does.
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
 
@@ -13,18 +13,18 @@ use std::time::Duration;
 
 use moontide_heap::alloc::{Align, Allocator, BlockRef};
 use moontide_heap::{
-    BeginError, Door, Freed, Grant, HeapConfig, HugePages, Killed, LocalHeap, NewRecord, NodeHeap, Reclaimed,
-    Segment, Writer, join,
+    BeginError, FreedSlot, Grant, HeapConfig, HugePages, KillOutcome, LocalHeap, NodeHeap, PayloadWriter,
+    ReclaimReport, RecordSpec, Segment, ShmListener, connect,
 };
-use moontide_types::record::{Attributes, Flags, KeySection, RecordLayout};
+use moontide_types::record::{Attributes, KeySection, RecordFlags, RecordLayout};
 use moontide_types::{
     Clock, Epoch, Extent, Generation, IdKey, Key, MonoTime, NodeId, ObjectId, SegmentId, SlotId, SystemClock,
     Tenant, TenantGeneration, Term,
 };
 
-/// What the small master granted.
+/// Grant of the small master.
 #[derive(Clone, Copy, Debug)]
-pub struct Granted {
+pub struct GrantedObject {
     pub segment: SegmentId,
     pub slot: SlotId,
     pub epoch: Epoch,
@@ -32,7 +32,7 @@ pub struct Granted {
     pub id: ObjectId,
 }
 
-struct Books {
+struct MasterState {
     allocator: Allocator,
     free_slots: Vec<SlotId>,
     blocks: HashMap<SlotId, BlockRef>,
@@ -40,7 +40,7 @@ struct Books {
 
 pub struct TestNode {
     pub heap: NodeHeap,
-    books: Mutex<Vec<Books>>,
+    master: Mutex<Vec<MasterState>>,
     sequence: AtomicU64,
 }
 
@@ -50,12 +50,12 @@ pub fn id_of(key: &[u8]) -> ObjectId {
     IdKey::new(1, [7; 32]).object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(key).unwrap())
 }
 
-/// An object of one stripe, with the key as its only property.
-pub fn record_of(key: &[u8], len: u64) -> NewRecord<'_> {
+/// Returns an object of one stripe, with the key as its only property.
+pub fn record_of(key: &[u8], len: u64) -> RecordSpec<'_> {
     static NO_ATTRIBUTES: LazyLock<Attributes> = LazyLock::new(Attributes::default);
-    NewRecord {
+    RecordSpec {
         id: id_of(key),
-        flags: Flags::NONE,
+        flags: RecordFlags::NONE,
         object_len: len,
         stripe_index: 0,
         stripe_count: 1,
@@ -79,11 +79,11 @@ impl TestNode {
 
     pub fn of(node: u64, segments: u32, slots: u32, bytes: u64) -> TestNode {
         let units = (bytes / 512) as u32;
-        let make = |heap: &NodeHeap, slots| heap.add_segment(slots, units, HugePages::IfAllowed).unwrap();
+        let make = |heap: &NodeHeap, slots| heap.add_segment(slots, units, HugePages::Auto).unwrap();
         TestNode::with_segments(node, segments, slots, bytes, make)
     }
 
-    /// With segments that somebody else makes.
+    /// Creates a node whose segments `make` adds.
     pub fn with_segments(
         node: u64,
         segments: u32,
@@ -95,45 +95,45 @@ impl TestNode {
             node: NodeId(node),
             generation: Generation(1),
             slots_max: u64::from(segments) * u64::from(slots),
-            huge: HugePages::IfAllowed,
+            huge: HugePages::Auto,
         })
         .unwrap();
         let units = (bytes / 512) as u32;
-        let mut books = vec![];
+        let mut master = vec![];
         for _ in 0..segments {
             let segment = make(&heap, slots);
-            segment.obey(Term::new(TERM).unwrap());
-            books.push(Books {
+            segment.adopt_term(Term::new(TERM).unwrap());
+            master.push(MasterState {
                 allocator: Allocator::new(units),
                 free_slots: (0..slots).rev().map(SlotId).collect(),
                 blocks: HashMap::new(),
             });
         }
-        heap.board().set_open(true);
-        heap.beat();
-        TestNode { heap, books: Mutex::new(books), sequence: AtomicU64::new(1) }
+        heap.index_region().set_open(true);
+        heap.heartbeat();
+        TestNode { heap, master: Mutex::new(master), sequence: AtomicU64::new(1) }
     }
 
-    /// Slot, extent and epoch for an object, and the node's consent.
-    pub fn begin(&self, key: &[u8], len: u64, writer: Writer) -> Option<Granted> {
+    /// Grants slot, extent and epoch for an object, and begins it at the node.
+    pub fn begin(&self, key: &[u8], len: u64, writer: PayloadWriter) -> Option<GrantedObject> {
         let section = KeySection { tenant: Tenant::DEFAULT, key: Key::new(key).unwrap() };
-        let layout = RecordLayout::new(len, section.encoded_len() as u32, 0, Flags::NONE).unwrap();
+        let layout = RecordLayout::new(len, section.encoded_len() as u32, 0, RecordFlags::NONE).unwrap();
         let align = if layout.align() == 4096 { Align::Page } else { Align::Unit };
         let units = NonZeroU32::new(layout.units()).unwrap();
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         let epoch = Epoch::new(Term::new(TERM).unwrap(), sequence).unwrap();
         let granted = {
-            let mut books = self.books.lock().unwrap();
-            let count = books.len();
+            let mut states = self.master.lock().unwrap();
+            let count = states.len();
             (0..count).map(|i| (sequence as usize + i) % count).find_map(|segment| {
-                let books = &mut books[segment];
-                let slot = books.free_slots.pop()?;
-                let Some(allocation) = books.allocator.alloc(units, align) else {
-                    books.free_slots.push(slot);
+                let state = &mut states[segment];
+                let slot = state.free_slots.pop()?;
+                let Some(allocation) = state.allocator.alloc(units, align) else {
+                    state.free_slots.push(slot);
                     return None;
                 };
-                books.blocks.insert(slot, allocation.block);
-                Some(Granted {
+                state.blocks.insert(slot, allocation.block);
+                Some(GrantedObject {
                     segment: SegmentId(segment as u32),
                     slot,
                     epoch,
@@ -148,85 +148,85 @@ impl TestNode {
 
     pub fn begin_granted(
         &self,
-        granted: &Granted,
+        granted: &GrantedObject,
         key: &[u8],
         len: u64,
-        writer: Writer,
+        writer: PayloadWriter,
     ) -> Result<(), BeginError> {
         let record = record_of(key, len);
-        let Granted { segment, slot, epoch, extent, .. } = *granted;
+        let GrantedObject { segment, slot, epoch, extent, .. } = *granted;
         self.heap.begin(segment, &Grant { slot, epoch, term: epoch.term(), extent, record, writer })
     }
 
-    /// A whole put by the node itself.
-    pub fn put(&self, key: &[u8], payload: &[u8]) -> Granted {
-        let granted = self.begin(key, payload.len() as u64, Writer::Node).expect("room");
-        let Granted { segment, slot, epoch, .. } = granted;
+    /// Puts an object by the node itself.
+    pub fn put(&self, key: &[u8], payload: &[u8]) -> GrantedObject {
+        let granted = self.begin(key, payload.len() as u64, PayloadWriter::Node).expect("enough space");
+        let GrantedObject { segment, slot, epoch, .. } = granted;
         let root = self.heap.claim(segment, slot, epoch).unwrap().fill(payload);
-        self.heap.commit(segment, slot, epoch, root, Writer::Node).unwrap();
+        self.heap.commit(segment, slot, epoch, root, PayloadWriter::Node).unwrap();
         granted
     }
 
-    pub fn kill(&self, granted: &Granted) -> Killed {
+    pub fn kill(&self, granted: &GrantedObject) -> KillOutcome {
         self.heap.kill(granted.segment, granted.slot, granted.epoch, MonoTime(0))
     }
 
-    /// Reclaims, and takes what came back into the books.
-    pub fn reclaim(&self) -> Reclaimed {
+    /// Reclaims, and frees the reclaimed slots and extents at the master.
+    pub fn reclaim(&self) -> ReclaimReport {
         let reclaimed = self.heap.reclaim(now());
-        let mut all_books = self.books.lock().unwrap();
-        for &Freed { segment, slot, extent, .. } in &reclaimed.freed {
-            let books = &mut all_books[segment.0 as usize];
-            let block = books.blocks.remove(&slot).expect("it was granted");
-            assert_eq!(books.allocator.free(block), extent);
-            books.free_slots.push(slot);
+        let mut states = self.master.lock().unwrap();
+        for &FreedSlot { segment, slot, extent, .. } in &reclaimed.freed {
+            let state = &mut states[segment.0 as usize];
+            let block = state.blocks.remove(&slot).expect("the slot was granted");
+            assert_eq!(state.allocator.free(block), extent);
+            state.free_slots.push(slot);
         }
         reclaimed
     }
 
-    /// Nothing is taken anywhere: neither in the node's map nor in the master's books nor in the index.
+    /// Asserts that nothing is in use: neither in the node's map nor at the master nor in the index.
     pub fn assert_empty(&self) {
-        for (segment, books) in self.heap.segments().iter().zip(self.books.lock().unwrap().iter()) {
+        for (segment, state) in self.heap.segments().iter().zip(self.master.lock().unwrap().iter()) {
             let shape = segment.shape();
             assert_eq!(segment.taken_units(), 0, "units leaked in {:?}", shape.segment);
-            assert_eq!(books.free_slots.len(), shape.slots as usize, "slots leaked in {:?}", shape.segment);
-            let stats = books.allocator.stats();
+            assert_eq!(state.free_slots.len(), shape.slots as usize, "slots leaked in {:?}", shape.segment);
+            let stats = state.allocator.stats();
             assert_eq!((stats.free_units, stats.free_blocks), (shape.units, 1), "{stats:?}");
             segment.for_each_record(|slot, header, _| panic!("{slot} still holds {header:?}"));
         }
-        assert!(self.heap.board().index().is_empty(), "the index still has entries");
+        assert!(self.heap.index_region().index().is_empty(), "the index still has entries");
     }
 
-    /// A door in a folder of its own.
-    pub fn open_door(&self, name: &str) -> (Door, PathBuf) {
-        open_door(name)
+    /// Binds a listener at a path of its own.
+    pub fn bind_listener(&self, name: &str) -> (ShmListener, PathBuf) {
+        bind_listener(name)
     }
 
-    /// A client of this node in the same process.
-    pub fn join(&self, name: &str) -> LocalHeap {
-        self.join_with_limit(name, u64::MAX)
+    /// Connects a client of this node in the same process.
+    pub fn connect(&self, name: &str) -> LocalHeap {
+        self.connect_with_limit(name, u64::MAX)
     }
 
-    pub fn join_with_limit(&self, name: &str, pinned_bytes_max: u64) -> LocalHeap {
-        join_heap(&self.heap, name, pinned_bytes_max)
+    pub fn connect_with_limit(&self, name: &str, pinned_bytes_max: u64) -> LocalHeap {
+        connect_to_heap(&self.heap, name, pinned_bytes_max)
     }
 }
 
-pub fn open_door(name: &str) -> (Door, PathBuf) {
+pub fn bind_listener(name: &str) -> (ShmListener, PathBuf) {
     let path = std::env::temp_dir().join(format!("moontide-{}-{name}", std::process::id()));
     let _ = std::fs::remove_file(&path);
     // SAFETY: node and clients are these tests.
-    (unsafe { Door::open(&path, &[], Duration::from_secs(5)) }.unwrap(), path)
+    (unsafe { ShmListener::bind(&path, &[], Duration::from_secs(5)) }.unwrap(), path)
 }
 
-/// A client of a heap in the same process.
-pub fn join_heap(heap: &NodeHeap, name: &str, pinned_bytes_max: u64) -> LocalHeap {
-    let (door, path) = open_door(name);
+/// Connects a client of a heap in the same process.
+pub fn connect_to_heap(heap: &NodeHeap, name: &str, pinned_bytes_max: u64) -> LocalHeap {
+    let (listener, path) = bind_listener(name);
     let local = std::thread::scope(|scope| {
-        let admit = scope.spawn(|| door.admit(door.accept().unwrap(), heap).unwrap());
+        let handshake = scope.spawn(|| listener.handshake(listener.accept().unwrap(), heap).unwrap());
         // SAFETY: node and client are this test.
-        let (local, _socket) = unsafe { join(&path, Duration::from_secs(5), pinned_bytes_max) }.unwrap();
-        admit.join().unwrap();
+        let (local, _socket) = unsafe { connect(&path, Duration::from_secs(5), pinned_bytes_max) }.unwrap();
+        handshake.join().unwrap();
         local
     });
     std::fs::remove_file(&path).unwrap();

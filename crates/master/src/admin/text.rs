@@ -1,10 +1,10 @@
-//! Bytes as text and back: keys, cursors, query strings.
+//! Text encoding of bytes: keys, cursors, query strings.
 //!
-//! A key is any bytes. One that is UTF-8 without control characters and without `%` is shown as it is; any other is
-//! percent-escaped, byte by byte. So percent-decoding what is shown always gives the key, a shown key can stand in a URL's
-//! query after the usual escaping by a client or as it is after a copy, and never takes more than one line.
+//! A key is arbitrary bytes. A key of UTF-8 without control characters and without `%` is shown unchanged; other keys
+//! are percent-escaped, byte by byte. Therefore percent-decoding of the text always returns the key, the text can be
+//! used in the query of a URL, escaped by a client or copied unchanged, and it never takes more than one line.
 
-/// A key as text.
+/// Formats a key.
 pub(super) fn show_key(key: &[u8]) -> String {
     match std::str::from_utf8(key) {
         Ok(text) if !text.contains(|c: char| c.is_control() || c == '%') => text.to_owned(),
@@ -12,7 +12,7 @@ pub(super) fn show_key(key: &[u8]) -> String {
     }
 }
 
-/// Everything but letters, digits and `-._~/:` as `%XX`.
+/// Escapes all bytes except ASCII alphanumerics and `-._~/:` as `%XX`.
 fn escape(bytes: &[u8]) -> String {
     let mut out = String::with_capacity(bytes.len() * 2);
     for &byte in bytes {
@@ -25,7 +25,7 @@ fn escape(bytes: &[u8]) -> String {
     out
 }
 
-/// Text as bytes: `%XX` is a byte, anything else itself. None if a `%` is not followed by two digits.
+/// Decodes `%XX` to bytes. Returns `None` if a `%` is not followed by two hexadecimal digits.
 pub(super) fn unescape(text: &[u8]) -> Option<Vec<u8>> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -47,23 +47,23 @@ fn hex_byte([high, low]: [u8; 2]) -> Option<u8> {
     Some((digit(high)? << 4 | digit(low)?) as u8) // ≤ 255
 }
 
-/// Bytes as hexadecimal digits.
+/// Formats bytes as hexadecimal digits.
 pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Hexadecimal digits as bytes.
+/// Parses hexadecimal digits.
 pub(super) fn from_hex(text: &[u8]) -> Option<Vec<u8>> {
     let (pairs, []) = text.as_chunks::<2>() else { return None };
     pairs.iter().map(|&pair| hex_byte(pair)).collect()
 }
 
-/// A query string: `name=value&…`, values still escaped.
+/// A query string `name=value&…` with escaped values.
 #[derive(Clone, Copy)]
 pub(super) struct Query<'a>(pub(super) &'a str);
 
 impl<'a> Query<'a> {
-    /// The first value of `name`, escaped.
+    /// Returns the first value of `name`, escaped.
     pub(super) fn raw(&self, name: &str) -> Option<&'a [u8]> {
         self.0.split('&').find_map(|pair| match pair.split_once('=') {
             Some((found, value)) => (found == name).then_some(value.as_bytes()),
@@ -71,13 +71,13 @@ impl<'a> Query<'a> {
         })
     }
 
-    /// The first value of `name`. A `+` is a space, as forms write it.
+    /// Returns the first value of `name`, decoded. A `+` is a space, as in HTML forms.
     pub(super) fn bytes(&self, name: &str) -> Option<Option<Vec<u8>>> {
         self.raw(name).map(decode_value)
     }
 }
 
-/// A value of a query, or a part of one.
+/// Decodes a value of a query, or a part of one.
 pub(super) fn decode_value(raw: &[u8]) -> Option<Vec<u8>> {
     let spaced: Vec<u8> = raw.iter().map(|&byte| if byte == b'+' { b' ' } else { byte }).collect();
     unescape(&spaced)
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shown_decodes_to_the_key() {
+    fn escaped_key_round_trips() {
         let keys: &[&[u8]] =
             &[b"a/b:c", "größe 7".as_bytes(), b"100%", b"two\nlines", &[0, 255, b'a'], b"a+b,c&d=e"];
         for &key in keys {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn queries_are_bytes() {
+    fn query_values_decode_to_bytes() {
         let query = Query("key=%ff%00+a&empty=&flag&key=second");
         assert_eq!(query.bytes("key"), Some(Some(vec![255, 0, b' ', b'a'])));
         assert_eq!(query.bytes("empty"), Some(Some(vec![])));

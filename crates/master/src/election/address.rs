@@ -1,10 +1,10 @@
-//! [`RegistryAddress`]: where masters meet, as an operator writes it.
+//! [`RegistryAddress`]: parsed value of the setting `registry`.
 //!
-//! | | |
+//! | value | registry |
 //! |---|---|
-//! | `none` | nowhere: there is one master |
+//! | `none` | none: a single master |
 //! | `etcd://host:port[,host:port…]/prefix[?ca=file[&cert=file&key=file]]` | etcd; with `ca`, over TLS |
-//! | `kubernetes://namespace/name` | the API server of the cluster that this process runs in |
+//! | `kubernetes://namespace/name` | the API server of the Kubernetes cluster in which this process runs |
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,52 +15,52 @@ use super::etcd::{EtcdRegistry, EtcdTls};
 use super::kubernetes::{KubernetesRegistry, KubernetesServer};
 use super::registry::{Registry, RegistryError};
 
-/// Where masters meet.
+/// Address of a registry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum RegistryAddress {
-    /// Nowhere: one master has all groups.
+    /// No registry: a single master hosts all groups.
     #[default]
     None,
-    /// At etcd.
+    /// An etcd cluster.
     Etcd {
-        /// Its servers: host and port.
+        /// Servers, as `host:port`.
         endpoints: Vec<String>,
-        /// What all keys begin with; without slashes at its ends.
+        /// Prefix of all keys, without leading and trailing slashes.
         prefix: String,
-        /// Files for TLS.
+        /// Files for TLS; `None`: no TLS.
         tls: Option<EtcdTlsFiles>,
     },
-    /// At the API server of Kubernetes.
+    /// The API server of Kubernetes.
     Kubernetes {
-        /// The namespace of the objects.
+        /// Namespace of the objects.
         namespace: String,
-        /// What their names begin with.
+        /// Prefix of the names of the objects.
         name: String,
     },
 }
 
-/// What secures the way to etcd: files in PEM.
+/// Files for TLS to etcd, in PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTlsFiles {
-    /// Certificates of those who may vouch for a server.
+    /// CA certificates of the servers.
     pub ca: PathBuf,
-    /// Who we are: certificate and key.
+    /// Client certificate and its key.
     pub client: Option<(PathBuf, PathBuf)>,
 }
 
-/// What is wrong with an address.
+/// Error of the parsing of an address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} does not say where masters meet: {why}")]
-pub struct BadRegistryAddress {
-    /// The address.
+#[error("invalid registry address {text:?}: {reason}")]
+pub struct RegistryAddressError {
+    /// Address as given.
     pub text: String,
-    /// What is wrong with it, and how it should be.
-    pub why: String,
+    /// Reason, with the expected form.
+    pub reason: String,
 }
 
 impl RegistryAddress {
-    /// Gets ready to call it; none for [`RegistryAddress::None`]. Whether it can be reached, the first call says. Must be
-    /// called inside a runtime.
+    /// Creates a client of the registry; `None` for [`RegistryAddress::None`]. Does not connect: the first call does.
+    /// Must be called inside a tokio runtime.
     pub fn connect(&self) -> Result<Option<Arc<dyn Registry>>, RegistryError> {
         match self {
             RegistryAddress::None => Ok(None),
@@ -70,7 +70,7 @@ impl RegistryAddress {
             }
             RegistryAddress::Kubernetes { namespace, name } => {
                 let server = KubernetesServer::in_cluster()
-                    .map_err(|why| RegistryError::Unreachable { address: self.to_string(), why })?;
+                    .map_err(|reason| RegistryError::Unreachable { address: self.to_string(), reason })?;
                 Ok(Some(Arc::new(KubernetesRegistry::connect(server, namespace, name)?)))
             }
         }
@@ -82,7 +82,7 @@ impl EtcdTlsFiles {
         let read = |path: &Path| {
             std::fs::read(path).map_err(|error| RegistryError::Denied {
                 address: address.to_string(),
-                why: format!("cannot read {}: {error}", path.display()),
+                reason: format!("cannot read {}: {error}", path.display()),
             })
         };
         let client = match &self.client {
@@ -94,48 +94,44 @@ impl EtcdTlsFiles {
 }
 
 impl FromStr for RegistryAddress {
-    type Err = BadRegistryAddress;
+    type Err = RegistryAddressError;
 
-    fn from_str(text: &str) -> Result<RegistryAddress, BadRegistryAddress> {
+    fn from_str(text: &str) -> Result<RegistryAddress, RegistryAddressError> {
         let parsed = match text.split_once("://") {
             None if text.is_empty() || text == "none" => Ok(RegistryAddress::None),
             Some(("etcd", rest)) => etcd(rest),
             Some(("kubernetes", rest)) => kubernetes(rest),
-            _ => Err("it begins with none of etcd://, kubernetes:// and is not \"none\"".into()),
+            _ => Err("unknown scheme; use etcd://, kubernetes:// or \"none\"".into()),
         };
-        parsed.map_err(|why| BadRegistryAddress { text: text.into(), why })
+        parsed.map_err(|reason| RegistryAddressError { text: text.into(), reason })
     }
 }
 
 fn etcd(rest: &str) -> Result<RegistryAddress, String> {
-    const SHAPE: &str = "etcd://host:port[,host:port...]/prefix";
+    const FORM: &str = "etcd://host:port[,host:port...]/prefix";
     let (rest, options) = rest.split_once('?').unwrap_or((rest, ""));
     let Some((servers, prefix)) = rest.split_once('/') else {
-        return Err(format!(
-            "the prefix is missing ({SHAPE}); clusters that share an etcd are told apart by it"
-        ));
+        return Err(format!("the prefix is missing ({FORM}); it separates clusters that share an etcd"));
     };
     let prefix = prefix.trim_matches('/');
     if prefix.is_empty() {
-        return Err(format!(
-            "the prefix is empty ({SHAPE}); clusters that share an etcd are told apart by it"
-        ));
+        return Err(format!("the prefix is empty ({FORM}); it separates clusters that share an etcd"));
     }
     let endpoints: Vec<String> = servers.split(',').map(str::to_owned).collect();
     for endpoint in &endpoints {
         let Some((host, port)) = endpoint.rsplit_once(':') else {
-            return Err(format!("{endpoint:?} has no port ({SHAPE}); etcd's own is 2379"));
+            return Err(format!("{endpoint:?} has no port ({FORM}); the default of etcd is 2379"));
         };
-        // An address of version 6 stands in brackets; whatever else has a colon or an @ is a slip.
+        // An IPv6 address is in brackets; other hosts with a colon or an @ are invalid.
         let bracketed = host.starts_with('[') && host.ends_with(']');
         if host.contains('@') {
-            return Err("user and password are not supported; use a client's certificate (cert, key)".into());
+            return Err("user and password are not supported; use a client certificate (cert, key)".into());
         }
         if host.is_empty() || (!bracketed && host.contains([':', ' '])) {
-            return Err(format!("{host:?} is no host ({SHAPE})"));
+            return Err(format!("{host:?} is no host ({FORM})"));
         }
         if !port.parse::<u16>().is_ok_and(|port| port > 0) {
-            return Err(format!("{port:?} is no port ({SHAPE})"));
+            return Err(format!("{port:?} is no port ({FORM})"));
         }
     }
     Ok(RegistryAddress::Etcd { endpoints, prefix: prefix.into(), tls: tls(options)? })
@@ -144,41 +140,42 @@ fn etcd(rest: &str) -> Result<RegistryAddress, String> {
 fn tls(options: &str) -> Result<Option<EtcdTlsFiles>, String> {
     let (mut ca, mut cert, mut key) = (None, None, None);
     for option in options.split('&').filter(|option| !option.is_empty()) {
-        let place = match option.split_once('=') {
+        let target = match option.split_once('=') {
             Some(("ca", _)) => &mut ca,
             Some(("cert", _)) => &mut cert,
             Some(("key", _)) => &mut key,
             _ => return Err(format!("{option:?} is none of ca=file, cert=file, key=file")),
         };
-        *place = option.split_once('=').map(|(_, file)| PathBuf::from(file));
+        *target = option.split_once('=').map(|(_, file)| PathBuf::from(file));
     }
     let client = match (cert, key) {
         (Some(certificate), Some(key)) => Some((certificate, key)),
         (None, None) => None,
-        _ => return Err("cert and key are given together or not at all".into()),
+        _ => return Err("cert and key must be given together".into()),
     };
     match (ca, client) {
         (Some(ca), client) => Ok(Some(EtcdTlsFiles { ca, client })),
         (None, None) => Ok(None),
-        (None, Some(_)) => Err("ca is missing: the file with the certificates that vouch for etcd".into()),
+        (None, Some(_)) => Err("ca is missing: the file with the CA certificates of etcd".into()),
     }
 }
 
 fn kubernetes(rest: &str) -> Result<RegistryAddress, String> {
-    const SHAPE: &str = "kubernetes://namespace/name";
+    const FORM: &str = "kubernetes://namespace/name";
     let Some((namespace, name)) = rest.split_once('/') else {
-        return Err(format!("the name is missing ({SHAPE})"));
+        return Err(format!("the name is missing ({FORM})"));
     };
-    // As Kubernetes names things; "-identity" and "-master-4194303" are put behind the name, and 63 is the most for labels.
-    for (what, text, most) in [("namespace", namespace, 63), ("name", name, 45)] {
+    // Rules of Kubernetes names. "-identity" and "-master-4194303" are appended to the name; labels have at most 63
+    // bytes.
+    for (what, text, max) in [("namespace", namespace, 63), ("name", name, 45)] {
         let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        if text.is_empty() || text.len() > most || !text.chars().all(allowed) {
+        if text.is_empty() || text.len() > max || !text.chars().all(allowed) {
             return Err(format!(
-                "{text:?} is no {what}: one to {most} lower-case letters, digits and hyphens ({SHAPE})"
+                "{text:?} is no {what}: one to {max} lower-case letters, digits and hyphens ({FORM})"
             ));
         }
         if text.starts_with('-') || text.ends_with('-') {
-            return Err(format!("the {what} {text:?} begins or ends with a hyphen ({SHAPE})"));
+            return Err(format!("the {what} {text:?} begins or ends with a hyphen ({FORM})"));
         }
     }
     Ok(RegistryAddress::Kubernetes { namespace: namespace.into(), name: name.into() })
@@ -207,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_written_back() {
+    fn registry_address_round_trips() {
         for text in [
             "none",
             "etcd://a:2379/moontide",
@@ -228,10 +225,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_an_address_is_said() {
-        for (text, why) in [
-            ("zookeeper://a:1/b", "begins with none of"),
-            ("a:2379", "begins with none of"),
+    fn registry_address_error_states_reason() {
+        for (text, reason) in [
+            ("zookeeper://a:1/b", "unknown scheme"),
+            ("a:2379", "unknown scheme"),
             ("etcd://a:2379", "prefix is missing"),
             ("etcd://a:2379/", "prefix is empty"),
             ("etcd://a/b", "has no port"),
@@ -250,7 +247,7 @@ mod tests {
             ("kubernetes://a/b-", "hyphen"),
         ] {
             let error = text.parse::<RegistryAddress>().unwrap_err().to_string();
-            assert!(error.contains(why), "{text}: {error}");
+            assert!(error.contains(reason), "{text}: {error}");
         }
     }
 }

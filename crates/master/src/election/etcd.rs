@@ -1,13 +1,13 @@
-//! [`EtcdRegistry`]: masters that meet at etcd.
+//! [`EtcdRegistry`]: registry in etcd.
 //!
 //! | key | value |
 //! |---|---|
-//! | `<prefix>/identity` | [`Identity`] |
-//! | `<prefix>/document` | [`Document`]; its token is the revision that changed it last |
-//! | `<prefix>/masters/<number>` | [`MasterAddresses`]; ends with the member's lease |
+//! | `<prefix>/identity` | [`ClusterIdentity`] |
+//! | `<prefix>/document` | [`ClusterState`]; its version is the revision of its last change |
+//! | `<prefix>/masters/<id>` | [`MasterAddresses`]; expires with the lease of the member |
 //!
-//! All reads are linearizable. Times are etcd's: a lease there counts whole seconds, two at least, and begins anew when etcd
-//! itself has changed its leader, so a member may live longer than it asked for, and never shorter.
+//! All reads are linearizable. etcd measures the time: its leases have whole seconds, at least two, and restart after a
+//! change of the etcd leader. So a membership may last longer than requested, but never shorter.
 
 mod endpoints;
 mod wire;
@@ -23,41 +23,41 @@ use tokio::time::{Instant, sleep, timeout};
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity as TlsIdentity};
 use tonic::{Code, Status};
 
-use self::endpoints::{CALL, Endpoints, Repeat, reason};
+use self::endpoints::{CALL, Endpoints, Idempotence, reason};
 use self::wire::{
-    Compare, DeleteRequest, Done, KeyValue, LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveResponse,
-    LeaseRequest, Operation, PutRequest, RangeRequest, RangeResponse, TARGET_CREATE, TARGET_MOD, TxnRequest,
-    TxnResponse, WatchCreate, WatchRequest, WatchResponse, call, compare, operation,
+    Compare, DeleteRequest, EmptyResponse, KeyValue, LeaseGrantRequest, LeaseGrantResponse,
+    LeaseKeepAliveResponse, LeaseRequest, Operation, PutRequest, RangeRequest, RangeResponse, TARGET_CREATE,
+    TARGET_MOD, TxnRequest, TxnResponse, WatchCreate, WatchRequest, WatchResponse, call, compare, operation,
 };
-use super::document::{Document, Identity, MasterAddresses};
-use super::registry::{Registry, RegistryError, Snapshot, Token, root_cause};
+use super::cluster_state::{ClusterIdentity, ClusterState, MasterAddresses};
+use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot, root_cause};
 
-/// After a watch that failed: whoever waits in a loop must not turn in it without rest.
+/// Delay after a failed watch, so that callers that wait in a loop do not spin.
 const WATCH_PAUSE: Duration = Duration::from_millis(100);
 
-/// What secures the way to etcd, in PEM.
+/// Certificates for TLS to etcd, in PEM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EtcdTls {
-    /// Certificates of those who may vouch for a server.
+    /// CA certificates of the servers.
     pub ca: Vec<u8>,
-    /// Who we are: certificate and key. Etcd may take its common name for a user.
+    /// Client certificate and its key. etcd may use its common name as a user.
     pub client: Option<(Vec<u8>, Vec<u8>)>,
 }
 
-/// A place in etcd.
+/// Registry under a prefix in etcd.
 #[derive(Debug)]
 pub struct EtcdRegistry {
     endpoints: Endpoints,
     prefix: String,
-    /// For errors: as the operator wrote it.
+    /// Address for error messages.
     address: String,
-    /// Of the members that joined here: number and lease.
+    /// Leases of the members that joined through this object, by id.
     leases: Mutex<BTreeMap<u32, i64>>,
 }
 
 impl EtcdRegistry {
-    /// A place under `prefix` in the etcd that has these servers (`host:port`). Connects when it is first asked; must be
-    /// called inside a runtime.
+    /// Creates a registry under `prefix` in the etcd with these servers (`host:port`). Connects at the first call.
+    /// Must be called inside a tokio runtime.
     pub fn connect(
         endpoints: &[String],
         prefix: &str,
@@ -65,9 +65,9 @@ impl EtcdRegistry {
     ) -> Result<EtcdRegistry, RegistryError> {
         let address = format!("etcd://{}/{prefix}", endpoints.join(","));
         let malformed =
-            |what: &str| RegistryError::Unreachable { address: address.clone(), why: what.into() };
+            |what: &str| RegistryError::Unreachable { address: address.clone(), reason: what.into() };
         if endpoints.is_empty() {
-            return Err(malformed("it names no server"));
+            return Err(malformed("no server given"));
         }
         let scheme = if tls.is_some() { "https" } else { "http" };
         let mut servers = vec![];
@@ -100,37 +100,38 @@ impl EtcdRegistry {
     }
 
     fn failed(&self, status: &Status) -> RegistryError {
-        let (address, why) = (self.address.clone(), reason(status));
+        let (address, reason) = (self.address.clone(), reason(status));
         match status.code() {
             Code::PermissionDenied | Code::Unauthenticated | Code::InvalidArgument => {
-                RegistryError::Denied { address, why }
+                RegistryError::Denied { address, reason }
             }
-            _ => RegistryError::Unreachable { address, why },
+            _ => RegistryError::Unreachable { address, reason },
         }
     }
 
-    fn malformed(&self, what: &'static str, why: impl ToString) -> RegistryError {
-        RegistryError::Malformed { address: self.address.clone(), what, why: why.to_string() }
+    fn malformed(&self, what: &'static str, reason: impl ToString) -> RegistryError {
+        RegistryError::Malformed { address: self.address.clone(), what, reason: reason.to_string() }
     }
 
-    async fn txn(&self, repeat: Repeat, txn: TxnRequest) -> Result<TxnResponse, RegistryError> {
-        let answer = self.endpoints.unary(Instant::now() + CALL, repeat, call::TXN, &txn).await;
-        answer.map_err(|status| self.failed(&status))
+    async fn txn(&self, idempotence: Idempotence, txn: TxnRequest) -> Result<TxnResponse, RegistryError> {
+        let response = self.endpoints.unary(Instant::now() + CALL, idempotence, call::TXN, &txn).await;
+        response.map_err(|status| self.failed(&status))
     }
 
-    /// The document and the members, as they were at one revision, which is returned with them.
-    async fn look(&self) -> Result<(i64, Snapshot), RegistryError> {
+    /// Reads cluster state and members of one revision. Returns them with the revision.
+    async fn load(&self) -> Result<(i64, Snapshot), RegistryError> {
         let document = range(self.key("document"), vec![]);
-        // '0' follows '/': everything that begins with "masters/".
+        // '0' follows '/' in ASCII: the range has all keys with the prefix "masters/".
         let masters = range(self.key("masters/"), self.key("masters0"));
         let both = TxnRequest { success: vec![document, masters], ..TxnRequest::default() };
-        let answer = self.txn(Repeat::Harmless, both).await?;
-        let revision = answer.header.unwrap_or_default().revision;
-        let mut ranges = answer.responses.into_iter().map(|outcome| outcome.range.unwrap_or_default().kvs);
+        let response = self.txn(Idempotence::Idempotent, both).await?;
+        let revision = response.header.unwrap_or_default().revision;
+        let mut ranges = response.responses.into_iter().map(|outcome| outcome.range.unwrap_or_default().kvs);
         let (documents, masters) = (ranges.next().unwrap_or_default(), ranges.next().unwrap_or_default());
         let document = documents.into_iter().next().map(|kv| {
-            let document = Document::decode(&kv.value).map_err(|why| self.malformed("a document", why))?;
-            Ok((Token(kv.mod_revision.to_string()), document))
+            let document = ClusterState::decode(&kv.value)
+                .map_err(|reason| self.malformed("a cluster state", reason))?;
+            Ok((DocumentVersion(kv.mod_revision.to_string()), document))
         });
         let members = masters.iter().map(|kv| self.member(kv)).collect::<Result<_, RegistryError>>()?;
         Ok((revision, Snapshot { document: document.transpose()?, members }))
@@ -140,71 +141,77 @@ impl EtcdRegistry {
         let name = String::from_utf8_lossy(&kv.key);
         let number = name.rsplit('/').next().and_then(|text| text.parse().ok()).map(Term::new);
         let Some(Ok(number)) = number else {
-            return Err(self.malformed("a member", format!("{name:?} does not end with a number")));
+            return Err(
+                self.malformed("a member", format!("key {name:?} does not end with the id of a master"))
+            );
         };
-        let addresses = serde_json::from_slice(&kv.value).map_err(|why| self.malformed("a member", why))?;
+        let addresses =
+            serde_json::from_slice(&kv.value).map_err(|reason| self.malformed("a member", reason))?;
         Ok((number.get(), addresses))
     }
 
-    /// Until something happens under the prefix after `revision`, or the watch breaks.
+    /// Waits until a key under the prefix changes after `revision`, or the watch fails.
     async fn watch(&self, revision: i64) -> Result<(), Status> {
-        // The one revision after what was seen: nothing in between is missed.
+        // Starts with the revision after the last read, so no change is missed.
         let create = WatchCreate {
             key: self.key(""),
             range_end: format!("{}0", self.prefix).into_bytes(),
             start_revision: revision + 1,
         };
-        let question = WatchRequest { create: Some(create) };
-        let mut answers = self.endpoints.stream::<_, WatchResponse>(call::WATCH, question).await?;
-        while let Some(answer) = answers.message().await? {
-            // Cancelled: what happened since is forgotten already, which means that something has.
-            if answer.canceled || !answer.events.is_empty() {
+        let request = WatchRequest { create: Some(create) };
+        let mut responses = self.endpoints.stream::<_, WatchResponse>(call::WATCH, request).await?;
+        while let Some(response) = responses.message().await? {
+            // Cancelled: the revisions are compacted already, so something has changed.
+            if response.canceled || !response.events.is_empty() {
                 return Ok(());
             }
         }
-        Err(Status::unavailable("the watch ended"))
+        Err(Status::unavailable("watch ended"))
     }
 }
 
 impl Registry for EtcdRegistry {
-    fn identity<'a>(&'a self, draft: &'a Identity) -> BoxFuture<'a, Result<Identity, RegistryError>> {
+    fn identity<'a>(
+        &'a self,
+        draft: &'a ClusterIdentity,
+    ) -> BoxFuture<'a, Result<ClusterIdentity, RegistryError>> {
         async move {
             let key = self.key("identity");
-            let value = serde_json::to_vec(draft).expect("numbers are JSON");
+            let value = serde_json::to_vec(draft).expect("numbers are valid JSON");
             let create = TxnRequest {
                 compare: vec![is_absent(&key)],
                 success: vec![put(key.clone(), value), range(key.clone(), vec![])],
                 failure: vec![range(key, vec![])],
             };
-            let answer = self.txn(Repeat::Harmless, create).await?;
-            let ranges = answer.responses.into_iter().filter_map(|outcome| outcome.range);
+            let response = self.txn(Idempotence::Idempotent, create).await?;
+            let ranges = response.responses.into_iter().filter_map(|outcome| outcome.range);
             let Some(kv) = ranges.flat_map(|range| range.kvs).next() else {
-                return Err(self.malformed("an identity", "it is gone again"));
+                return Err(self.malformed("an identity", "it was deleted again"));
             };
-            // What a decoder says may quote what it read: that must not reach a log.
+            // The error of the decoder may quote the secret, which must not reach a log.
             serde_json::from_slice(&kv.value)
-                .map_err(|_| self.malformed("an identity", "it is not one of ours"))
+                .map_err(|_| self.malformed("an identity", "it is no valid identity"))
         }
         .boxed()
     }
 
     fn read(&self) -> BoxFuture<'_, Result<Snapshot, RegistryError>> {
-        async move { Ok(self.look().await?.1) }.boxed()
+        async move { Ok(self.load().await?.1) }.boxed()
     }
 
     fn write<'a>(
         &'a self,
-        token: Option<&'a Token>,
-        document: &'a Document,
+        version: Option<&'a DocumentVersion>,
+        document: &'a ClusterState,
     ) -> BoxFuture<'a, Result<bool, RegistryError>> {
         async move {
             let key = self.key("document");
-            let unchanged = match token {
+            let unchanged = match version {
                 None => is_absent(&key),
-                Some(Token(text)) => {
+                Some(DocumentVersion(text)) => {
                     let revision = text
                         .parse()
-                        .map_err(|_| self.malformed("a token", format!("{text:?} is no revision")))?;
+                        .map_err(|_| self.malformed("a version", format!("{text:?} is no revision")))?;
                     Compare {
                         target: TARGET_MOD,
                         key: key.clone(),
@@ -218,8 +225,8 @@ impl Registry for EtcdRegistry {
                 success: vec![put(key, document.encode())],
                 failure: vec![],
             };
-            // Twice would find its own first time, and call it somebody else's.
-            Ok(self.txn(Repeat::Never, replace).await?.succeeded)
+            // Not idempotent: a repetition would find its own first write and report a conflict.
+            Ok(self.txn(Idempotence::Never, replace).await?.succeeded)
         }
         .boxed()
     }
@@ -231,13 +238,17 @@ impl Registry for EtcdRegistry {
         lease: Duration,
     ) -> BoxFuture<'a, Result<(), RegistryError>> {
         async move {
-            let until = Instant::now() + CALL;
+            let deadline = Instant::now() + CALL;
             let grant = LeaseGrantRequest { ttl_seconds: whole_seconds(lease) };
-            let granted = self.endpoints.unary(until, Repeat::Harmless, call::LEASE_GRANT, &grant).await;
+            let granted =
+                self.endpoints.unary(deadline, Idempotence::Idempotent, call::LEASE_GRANT, &grant).await;
             let LeaseGrantResponse { id } = granted.map_err(|status| self.failed(&status))?;
-            let value = serde_json::to_vec(addresses).expect("strings are JSON");
+            let value = serde_json::to_vec(addresses).expect("strings are valid JSON");
             let put = PutRequest { key: self.master_key(number), value, lease: id };
-            let put = self.endpoints.unary::<_, Done>(until, Repeat::Harmless, call::PUT, &put).await;
+            let put = self
+                .endpoints
+                .unary::<_, EmptyResponse>(deadline, Idempotence::Idempotent, call::PUT, &put)
+                .await;
             put.map_err(|status| self.failed(&status))?;
             self.leases.lock().insert(number.get(), id);
             Ok(())
@@ -248,12 +259,17 @@ impl Registry for EtcdRegistry {
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>> {
         async move {
             let Some(id) = self.leases.lock().get(&number.get()).copied() else { return Ok(false) };
-            let until = Instant::now() + CALL;
+            let deadline = Instant::now() + CALL;
             let (alive, key) = (LeaseRequest { id }, range_request(self.master_key(number), vec![]));
-            // Somebody may have removed the key, which leaves the lease alone.
+            // Another master may have removed the key, which does not end the lease.
             let (alive, there) = tokio::try_join!(
-                self.endpoints.first::<_, LeaseKeepAliveResponse>(until, call::LEASE_KEEP_ALIVE, &alive),
-                self.endpoints.unary::<_, RangeResponse>(until, Repeat::Harmless, call::RANGE, &key),
+                self.endpoints.first::<_, LeaseKeepAliveResponse>(deadline, call::LEASE_KEEP_ALIVE, &alive),
+                self.endpoints.unary::<_, RangeResponse>(
+                    deadline,
+                    Idempotence::Idempotent,
+                    call::RANGE,
+                    &key
+                ),
             )
             .map_err(|status| self.failed(&status))?;
             let is_member = alive.ttl_seconds > 0 && there.kvs.iter().any(|kv| kv.lease == id);
@@ -267,16 +283,16 @@ impl Registry for EtcdRegistry {
 
     fn remove(&self, number: Term) -> BoxFuture<'_, Result<(), RegistryError>> {
         async move {
-            let until = Instant::now() + CALL;
-            let ours = self.leases.lock().get(&number.get()).copied();
-            let removed: Result<Done, Status> = match ours {
+            let deadline = Instant::now() + CALL;
+            let own_lease = self.leases.lock().get(&number.get()).copied();
+            let removed: Result<EmptyResponse, Status> = match own_lease {
                 Some(id) => {
                     let lease = LeaseRequest { id };
-                    self.endpoints.unary(until, Repeat::Harmless, call::LEASE_REVOKE, &lease).await
+                    self.endpoints.unary(deadline, Idempotence::Idempotent, call::LEASE_REVOKE, &lease).await
                 }
                 None => {
                     let key = DeleteRequest { key: self.master_key(number) };
-                    self.endpoints.unary(until, Repeat::Harmless, call::DELETE, &key).await
+                    self.endpoints.unary(deadline, Idempotence::Idempotent, call::DELETE, &key).await
                 }
             };
             match removed {
@@ -292,17 +308,21 @@ impl Registry for EtcdRegistry {
 
     fn changed<'a>(&'a self, seen: &'a Snapshot, wait: Duration) -> BoxFuture<'a, ()> {
         async move {
-            // A snapshot does not say at which revision it was read. One more look does, and finds what has changed since.
+            // A snapshot does not contain its revision. A new read returns one, and finds changes since `seen`.
             let changed = async {
-                match self.look().await {
+                match self.load().await {
                     Ok((_, now)) if now != *seen => {}
                     Ok((revision, _)) => {
                         if let Err(status) = self.watch(revision).await {
-                            tracing::debug!(registry = self.address, why = reason(&status), "a watch broke");
+                            tracing::debug!(
+                                registry = self.address,
+                                reason = reason(&status),
+                                "watch failed"
+                            );
                             sleep(WATCH_PAUSE).await;
                         }
                     }
-                    Err(_) => sleep(WATCH_PAUSE).await, // the read that follows will say it
+                    Err(_) => sleep(WATCH_PAUSE).await, // the next read reports the error
                 }
             };
             let _ = timeout(wait, changed).await;
@@ -332,7 +352,7 @@ fn is_absent(key: &[u8]) -> Compare {
     }
 }
 
-/// Etcd counts leases in seconds; a member must not be gone sooner than it asked for.
+/// Rounds a lease up to whole seconds, the unit of etcd: a membership must not end earlier than requested.
 fn whole_seconds(lease: Duration) -> i64 {
     i64::try_from(lease.as_millis().div_ceil(1000)).unwrap_or(i64::MAX).max(1)
 }
@@ -342,9 +362,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lease_is_never_shorter_than_asked_for() {
-        for (asked, seconds) in [(1, 1), (1000, 1), (1001, 2), (2000, 2), (4999, 5)] {
-            assert_eq!(whole_seconds(Duration::from_millis(asked)), seconds, "{asked} ms");
+    fn lease_is_rounded_up_to_whole_seconds() {
+        for (millis, seconds) in [(1, 1), (1000, 1), (1001, 2), (2000, 2), (4999, 5)] {
+            assert_eq!(whole_seconds(Duration::from_millis(millis)), seconds, "{millis} ms");
         }
     }
 }

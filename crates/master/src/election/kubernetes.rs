@@ -1,16 +1,17 @@
-//! [`KubernetesRegistry`]: masters that meet at the API server of Kubernetes.
+//! [`KubernetesRegistry`]: registry at the API server of Kubernetes.
 //!
-//! | object | what it holds |
+//! | object | content |
 //! |---|---|
-//! | Secret `<name>-identity` | [`Identity`]; never changed |
-//! | Lease `<name>` | [`Document`], in an annotation; its token is the object's version |
-//! | Lease `<name>-master-<number>` | a member: its lease, when it renewed, and its [`MasterAddresses`] in an annotation |
+//! | Secret `<name>-identity` | [`ClusterIdentity`]; never changed |
+//! | Lease `<name>` | [`ClusterState`], in an annotation; its version is the uid and version of the object |
+//! | Lease `<name>-master-<id>` | a member: lease, time of the last renewal, [`MasterAddresses`] in an annotation |
 //!
-//! Nobody at the server ends a lease. Whoever sees that a member has not renewed for as long as its lease lasts (see
-//! [`Liveness`]) deletes the object, if it still is as it was seen. So a member that renews and one that deletes cannot both
-//! succeed, and a member learns that it is none any more from its own object being gone.
+//! The API server does not expire leases. A master that observes no renewal of a member for the duration of its lease
+//! (see [`Liveness`]) deletes the object, with its observed version as a precondition. So a renewal and a deletion
+//! cannot both succeed, and a member detects the loss of its membership when its own object is gone.
 //!
-//! Invariant: a change names the object's version and its uid. Without a uid, a server would make a Lease that is gone anew.
+//! Invariant: an update contains the version and the uid of the object. Without a uid, the API server would create a
+//! deleted Lease again.
 
 mod api;
 mod liveness;
@@ -31,23 +32,23 @@ use tokio::time::{sleep, timeout};
 
 pub use self::api::KubernetesServer;
 use self::api::{Api, ApiError};
-use self::liveness::{Liveness, Sign};
+use self::liveness::{LeaseObservation, Liveness};
 use self::objects::{DeleteOptions, Event, Lease, LeaseList, LeaseSpec, Metadata, Secret, micro_time};
-use super::document::{Document, Identity, MasterAddresses};
-use super::registry::{Registry, RegistryError, Snapshot, Token};
+use super::cluster_state::{ClusterIdentity, ClusterState, MasterAddresses};
+use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot};
 
-/// By which the objects of a cluster are found.
+/// Label of the objects of a cluster.
 const LABEL: &str = "moontide/cluster";
-/// Of the document, in an annotation. A server keeps 256 KiB of annotations with an object.
+/// Annotation with the cluster state. The API server limits the annotations of an object to 256 KiB.
 const DOCUMENT: &str = "moontide/document";
-/// Of a member's addresses, in an annotation.
+/// Annotation with the addresses of a member.
 const ADDRESSES: &str = "moontide/addresses";
-/// Of the identity, in the secret's data.
+/// Field of the Secret with the identity.
 const IDENTITY: &str = "identity";
-/// After a watch that failed: whoever waits in a loop must not turn in it without rest.
+/// Delay after a failed watch, so that callers that wait in a loop do not spin.
 const WATCH_PAUSE: Duration = Duration::from_millis(100);
 
-/// A place at an API server.
+/// Registry under a name in a namespace.
 #[derive(Debug)]
 pub struct KubernetesRegistry {
     api: Api,
@@ -59,19 +60,20 @@ pub struct KubernetesRegistry {
 #[derive(Debug, Default)]
 struct State {
     liveness: Liveness,
-    /// The objects of the members that joined here, as they were written last.
-    ours: BTreeMap<u32, Lease>,
+    /// Objects of the members that joined through this registry, in their last written form.
+    own: BTreeMap<u32, Lease>,
 }
 
-/// The objects of a cluster.
-struct Sight {
-    /// From where a watch goes on.
+/// Objects of a cluster.
+struct ClusterObjects {
+    /// Version from which a watch continues.
     version: String,
     snapshot: Snapshot,
 }
 
 impl KubernetesRegistry {
-    /// A place of this name in a namespace. Connects when it is first asked; must be called inside a runtime.
+    /// Creates a registry with this name in a namespace. Connects at the first call. Must be called inside a tokio
+    /// runtime.
     pub fn connect(
         server: KubernetesServer,
         namespace: &str,
@@ -79,7 +81,7 @@ impl KubernetesRegistry {
     ) -> Result<KubernetesRegistry, RegistryError> {
         let api = Api::new(server).map_err(|error| RegistryError::Denied {
             address: format!("kubernetes://{namespace}/{name}"),
-            why: error.to_string(),
+            reason: error.to_string(),
         })?;
         Ok(KubernetesRegistry {
             api,
@@ -98,7 +100,7 @@ impl KubernetesRegistry {
     }
 
     fn selected(&self) -> String {
-        // "moontide/cluster=<name>", as it may stand behind a question mark.
+        // "moontide/cluster=<name>", escaped for a query.
         format!("{}?labelSelector={}%3D{}", self.leases(), LABEL.replace('/', "%2F"), self.name)
     }
 
@@ -120,16 +122,16 @@ impl KubernetesRegistry {
     }
 
     fn failed(&self, error: ApiError) -> RegistryError {
-        let (address, why) = (self.address(), error.to_string());
+        let (address, reason) = (self.address(), error.to_string());
         match error {
-            error if error.is_denied() => RegistryError::Denied { address, why },
-            ApiError::Malformed(_) => RegistryError::Malformed { address, what: "something", why },
-            _ => RegistryError::Unreachable { address, why },
+            error if error.is_denied() => RegistryError::Denied { address, reason },
+            ApiError::Malformed(_) => RegistryError::Malformed { address, what: "an object", reason },
+            _ => RegistryError::Unreachable { address, reason },
         }
     }
 
-    fn malformed(&self, what: &'static str, why: impl ToString) -> RegistryError {
-        RegistryError::Malformed { address: self.address(), what, why: why.to_string() }
+    fn malformed(&self, what: &'static str, reason: impl ToString) -> RegistryError {
+        RegistryError::Malformed { address: self.address(), what, reason: reason.to_string() }
     }
 
     async fn get(&self, name: &str) -> Result<Lease, ApiError> {
@@ -145,7 +147,7 @@ impl KubernetesRegistry {
         self.api.call(Method::POST, &self.leases(), Some(lease)).await
     }
 
-    /// False: it is there, but not as `options` want it.
+    /// Deletes a Lease. Returns false if it exists but violates the preconditions of `options`.
     async fn delete(&self, name: &str, options: Option<&impl Serialize>) -> Result<bool, ApiError> {
         let path = format!("{}/{name}", self.leases());
         match self.api.call::<_, serde_json::Value>(Method::DELETE, &path, options).await {
@@ -156,85 +158,97 @@ impl KubernetesRegistry {
         }
     }
 
-    /// What takes several calls may take as long as one.
+    /// Applies the timeout of one call to several calls.
     async fn within<T>(
         &self,
         calls: impl Future<Output = Result<T, RegistryError>>,
     ) -> Result<T, RegistryError> {
         match timeout(api::CALL, calls).await {
             Ok(outcome) => outcome,
-            Err(_) => Err(self.failed(api::no_answer())),
+            Err(_) => Err(self.failed(api::no_response())),
         }
     }
 
-    /// All objects of the cluster, after those who did not renew were deleted.
-    async fn look(&self) -> Result<Sight, RegistryError> {
+    /// Reads all objects of the cluster, and deletes members whose lease has expired.
+    async fn load(&self) -> Result<ClusterObjects, RegistryError> {
         let list = self.api.call(Method::GET, &self.selected(), None::<&Lease>).await;
         let list: LeaseList = list.map_err(|error| self.failed(error))?;
         let mut document = None;
-        let (mut members, mut signs, mut leases) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let (mut members, mut observations, mut leases) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for lease in list.items {
             if lease.metadata.name == self.name {
                 document = Some(self.document(&lease)?);
-            } else if let Some((number, sign, addresses)) = self.member(&lease)? {
+            } else if let Some((number, observation, addresses)) = self.member(&lease)? {
                 members.insert(number, addresses);
-                signs.insert(number, sign);
+                observations.insert(number, observation);
                 leases.insert(number, lease);
             }
         }
-        let dead = self.state.lock().liveness.look(SystemClock.now(), &signs);
+        let dead = self.state.lock().liveness.observe_all(SystemClock.now(), &observations);
         for number in dead {
             let lease = &leases[&number];
             let deleted =
                 self.delete(&lease.metadata.name, Some(&DeleteOptions::exactly(&lease.metadata))).await;
             match deleted {
                 Ok(true) => {
-                    tracing::info!(number, "a master did not renew its lease; it is no member any more")
+                    tracing::info!(master_id = number, "lease of a master expired; removed from the members")
                 }
-                // It has just renewed, which the next look will show.
+                // The member has just renewed its lease; the next read returns it.
                 Ok(false) => continue,
                 Err(error) => return Err(self.failed(error)),
             }
             members.remove(&number);
         }
-        Ok(Sight { version: list.metadata.resource_version, snapshot: Snapshot { document, members } })
+        Ok(ClusterObjects {
+            version: list.metadata.resource_version,
+            snapshot: Snapshot { document, members },
+        })
     }
 
-    fn document(&self, lease: &Lease) -> Result<(Token, Document), RegistryError> {
+    fn document(&self, lease: &Lease) -> Result<(DocumentVersion, ClusterState), RegistryError> {
         let Some(json) = lease.metadata.annotations.get(DOCUMENT) else {
-            let why = format!("the lease {} has no annotation {DOCUMENT}", self.name);
-            return Err(self.malformed("a document", why));
+            let reason = format!("lease {} has no annotation {DOCUMENT}", self.name);
+            return Err(self.malformed("a cluster state", reason));
         };
-        let document = Document::decode(json.as_bytes()).map_err(|why| self.malformed("a document", why))?;
-        Ok((token(&lease.metadata), document))
+        let document = ClusterState::decode(json.as_bytes())
+            .map_err(|reason| self.malformed("a cluster state", reason))?;
+        Ok((version(&lease.metadata), document))
     }
 
-    /// None: it is something else that has our label.
-    fn member(&self, lease: &Lease) -> Result<Option<(u32, Sign, MasterAddresses)>, RegistryError> {
+    /// Parses the Lease of a member. Returns `None` for another object with the same label.
+    fn member(
+        &self,
+        lease: &Lease,
+    ) -> Result<Option<(u32, LeaseObservation, MasterAddresses)>, RegistryError> {
         let metadata = &lease.metadata;
         let rest = metadata.name.strip_prefix(&self.name).and_then(|rest| rest.strip_prefix("-master-"));
         let Some(Ok(number)) = rest.and_then(|text| text.parse().ok()).map(Term::new) else {
             return Ok(None);
         };
-        let malformed = |why: String| self.malformed("a member", format!("lease {}: {why}", metadata.name));
+        let malformed =
+            |reason: String| self.malformed("a member", format!("lease {}: {reason}", metadata.name));
         let spec = &lease.spec;
         let (Some(seconds), Some(renewed)) = (spec.lease_duration_seconds, &spec.renew_time) else {
-            return Err(malformed("it has no duration, or was never renewed".into()));
+            return Err(malformed("duration or renewal time is missing".into()));
         };
         let addresses = metadata.annotations.get(ADDRESSES);
-        let addresses = addresses.ok_or_else(|| malformed(format!("it has no annotation {ADDRESSES}")))?;
-        let addresses = serde_json::from_str(addresses).map_err(|why| malformed(why.to_string()))?;
-        let mark = format!("{} {renewed}", metadata.uid);
-        Ok(Some((number.get(), Sign { mark, lease: Duration::from_secs(seconds.into()) }, addresses)))
+        let addresses = addresses.ok_or_else(|| malformed(format!("annotation {ADDRESSES} is missing")))?;
+        let addresses = serde_json::from_str(addresses).map_err(|reason| malformed(reason.to_string()))?;
+        let renewal = format!("{} {renewed}", metadata.uid);
+        Ok(Some((
+            number.get(),
+            LeaseObservation { renewal, lease: Duration::from_secs(seconds.into()) },
+            addresses,
+        )))
     }
 
-    /// Until something has changed that a snapshot tells of, or a member's lease has run out.
-    async fn watch(&self, sight: &Sight, wait: Duration) -> Result<(), ApiError> {
+    /// Waits until the content differs from the snapshot, or the lease of a member expires.
+    async fn watch(&self, objects: &ClusterObjects, wait: Duration) -> Result<(), ApiError> {
         let seconds = wait.as_secs().saturating_add(1);
         let path = format!(
             "{}&watch=1&allowWatchBookmarks=true&resourceVersion={}&timeoutSeconds={seconds}",
             self.selected(),
-            sight.version
+            objects.version
         );
         let mut watch = self.api.watch(&path).await?;
         loop {
@@ -242,38 +256,38 @@ impl KubernetesRegistry {
             let left = end.map_or(wait, |end| end.since(SystemClock.now()));
             let Ok(event) = timeout(left, watch.next()).await else { return Ok(()) };
             match event? {
-                None => return Err(ApiError::NoAnswer("the watch ended".into())),
+                None => return Err(ApiError::NoResponse("watch ended".into())),
                 Some(Event::Bookmark) => {}
-                Some(Event::Over { code, why }) => return Err(ApiError::Refused { code, message: why }),
-                Some(Event::Gone(lease)) if self.is_ours(&lease) => return Ok(()),
-                Some(Event::Is(lease)) if self.tells(sight, &lease) => return Ok(()),
-                Some(Event::Gone(_) | Event::Is(_)) => {}
+                Some(Event::Closed { code, message }) => return Err(ApiError::Refused { code, message }),
+                Some(Event::Deleted(lease)) if self.is_member_or_state(&lease) => return Ok(()),
+                Some(Event::Updated(lease)) if self.is_change(objects, &lease) => return Ok(()),
+                Some(Event::Deleted(_) | Event::Updated(_)) => {}
             }
             self.state.lock().liveness.in_contact(SystemClock.now());
         }
     }
 
-    fn is_ours(&self, lease: &Lease) -> bool {
+    fn is_member_or_state(&self, lease: &Lease) -> bool {
         lease.metadata.name == self.name || !matches!(self.member(lease), Ok(None))
     }
 
-    /// Whether this is new. A renewal is not, but it is remembered.
-    fn tells(&self, sight: &Sight, lease: &Lease) -> bool {
+    /// Returns whether the event changes the snapshot. A renewal does not; it is recorded in the liveness.
+    fn is_change(&self, objects: &ClusterObjects, lease: &Lease) -> bool {
         if lease.metadata.name == self.name {
-            let known = sight.snapshot.document.as_ref().map(|(token, _)| token);
-            return known != Some(&token(&lease.metadata));
+            let known = objects.snapshot.document.as_ref().map(|(version, _)| version);
+            return known != Some(&version(&lease.metadata));
         }
         match self.member(lease) {
             Ok(None) => false,
-            Ok(Some((number, sign, addresses))) => {
-                self.state.lock().liveness.see(SystemClock.now(), number, &sign);
-                sight.snapshot.members.get(&number) != Some(&addresses)
+            Ok(Some((number, observation, addresses))) => {
+                self.state.lock().liveness.observe(SystemClock.now(), number, &observation);
+                objects.snapshot.members.get(&number) != Some(&addresses)
             }
-            Err(_) => true, // the read that follows will say it
+            Err(_) => true, // the next read reports the error
         }
     }
 
-    /// Writes that a member of ours lives. None: its object is gone.
+    /// Renews the Lease of an own member. Returns `None` if the object is gone.
     async fn refresh(&self, mut lease: Lease) -> Result<Option<Lease>, ApiError> {
         lease.spec.renew_time = Some(micro_time(SystemTime::now()));
         match self.put(&lease).await {
@@ -282,7 +296,8 @@ impl KubernetesRegistry {
             Err(error) if !error.is_conflict() => return Err(error),
             Err(_) => {}
         }
-        // Gone, or changed: by an earlier renewal whose answer was lost, or by somebody who wrote an annotation.
+        // The object is gone or was changed: by an earlier renewal whose response was lost, or by a change of
+        // annotations.
         match self.get(&lease.metadata.name).await {
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -296,14 +311,17 @@ impl KubernetesRegistry {
 }
 
 impl Registry for KubernetesRegistry {
-    fn identity<'a>(&'a self, draft: &'a Identity) -> BoxFuture<'a, Result<Identity, RegistryError>> {
+    fn identity<'a>(
+        &'a self,
+        draft: &'a ClusterIdentity,
+    ) -> BoxFuture<'a, Result<ClusterIdentity, RegistryError>> {
         self.within(async move {
             let name = format!("{}-identity", self.name);
             let path = format!("{}/{name}", self.secrets());
             let get = || self.api.call::<_, Secret>(Method::GET, &path, None::<&Secret>);
             let secret = match get().await {
                 Err(error) if error.is_not_found() => {
-                    let json = serde_json::to_vec(draft).expect("numbers are JSON");
+                    let json = serde_json::to_vec(draft).expect("numbers are valid JSON");
                     let labels = BTreeMap::from([(LABEL.into(), self.name.clone())]);
                     let secret = Secret {
                         api_version: "v1".into(),
@@ -321,45 +339,46 @@ impl Registry for KubernetesRegistry {
             };
             let secret = secret.map_err(|error| self.failed(error))?;
             let Some(data) = secret.data.get(IDENTITY) else {
-                return Err(self.malformed("an identity", format!("the secret has no field {IDENTITY}")));
+                return Err(self.malformed("an identity", format!("secret has no field {IDENTITY}")));
             };
-            // What a decoder says may quote what it read: that must not reach a log.
+            // The error of the decoder may quote the secret, which must not reach a log.
             let json = BASE64_STANDARD.decode(data);
-            let json = json.map_err(|_| self.malformed("an identity", "it is not base64"))?;
-            serde_json::from_slice(&json).map_err(|_| self.malformed("an identity", "it is not one of ours"))
+            let json = json.map_err(|_| self.malformed("an identity", "it is no valid base64"))?;
+            serde_json::from_slice(&json)
+                .map_err(|_| self.malformed("an identity", "it is no valid identity"))
         })
         .boxed()
     }
 
     fn read(&self) -> BoxFuture<'_, Result<Snapshot, RegistryError>> {
-        async move { Ok(self.within(self.look()).await?.snapshot) }.boxed()
+        async move { Ok(self.within(self.load()).await?.snapshot) }.boxed()
     }
 
     fn write<'a>(
         &'a self,
-        token: Option<&'a Token>,
-        document: &'a Document,
+        version: Option<&'a DocumentVersion>,
+        document: &'a ClusterState,
     ) -> BoxFuture<'a, Result<bool, RegistryError>> {
         async move {
             let json = String::from_utf8(document.encode()).expect("JSON is text");
             let mut lease =
                 Lease::new(self.metadata(self.name.clone(), DOCUMENT, json), LeaseSpec::default());
-            let written = match token {
+            let written = match version {
                 None => self.post(&lease).await,
-                Some(Token(text)) => {
-                    let Some((uid, version)) = text.split_once('/') else {
-                        return Err(self.malformed("a token", format!("{text:?} is not one of ours")));
+                Some(DocumentVersion(text)) => {
+                    let Some((uid, resource_version)) = text.split_once('/') else {
+                        return Err(self.malformed("a version", format!("{text:?} is no uid/version")));
                     };
                     lease.metadata.uid = uid.into();
-                    lease.metadata.resource_version = version.into();
+                    lease.metadata.resource_version = resource_version.into();
                     self.put(&lease).await
                 }
             };
             match written {
                 Ok(_) => Ok(true),
                 Err(error) if error.is_conflict() => Ok(false),
-                // Where there was one; a namespace that is not there is another matter.
-                Err(error) if error.is_not_found() && token.is_some() => Ok(false),
+                // Only if the object existed: without a version, the namespace is missing.
+                Err(error) if error.is_not_found() && version.is_some() => Ok(false),
                 Err(error) => Err(self.failed(error)),
             }
         }
@@ -373,7 +392,7 @@ impl Registry for KubernetesRegistry {
         lease: Duration,
     ) -> BoxFuture<'a, Result<(), RegistryError>> {
         self.within(async move {
-            let json = serde_json::to_string(addresses).expect("strings are JSON");
+            let json = serde_json::to_string(addresses).expect("strings are valid JSON");
             let now = micro_time(SystemTime::now());
             let spec = LeaseSpec {
                 holder_identity: Some(number.to_string()),
@@ -383,7 +402,7 @@ impl Registry for KubernetesRegistry {
             };
             let mut lease = Lease::new(self.metadata(self.member_name(number), ADDRESSES, json), spec);
             let joined = match self.post(&lease).await {
-                // Nobody else has this number: an earlier try of ours, whose answer was lost.
+                // Ids are unique: the object is from an earlier attempt whose response was lost.
                 Err(error) if error.is_conflict() => {
                     let found = self.get(&lease.metadata.name).await.map_err(|error| self.failed(error))?;
                     lease.metadata.uid = found.metadata.uid;
@@ -393,7 +412,7 @@ impl Registry for KubernetesRegistry {
                 joined => joined,
             };
             let joined = joined.map_err(|error| self.failed(error))?;
-            self.state.lock().ours.insert(number.get(), joined);
+            self.state.lock().own.insert(number.get(), joined);
             Ok(())
         })
         .boxed()
@@ -401,14 +420,14 @@ impl Registry for KubernetesRegistry {
 
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>> {
         async move {
-            let Some(lease) = self.state.lock().ours.get(&number.get()).cloned() else { return Ok(false) };
+            let Some(lease) = self.state.lock().own.get(&number.get()).cloned() else { return Ok(false) };
             let refresh = async { self.refresh(lease).await.map_err(|error| self.failed(error)) };
             let refreshed = self.within(refresh).await?;
             let mut state = self.state.lock();
             let is_member = refreshed.is_some();
             match refreshed {
-                Some(lease) => state.ours.insert(number.get(), lease),
-                None => state.ours.remove(&number.get()),
+                Some(lease) => state.own.insert(number.get(), lease),
+                None => state.own.remove(&number.get()),
             };
             Ok(is_member)
         }
@@ -419,7 +438,7 @@ impl Registry for KubernetesRegistry {
         async move {
             let gone = self.delete(&self.member_name(number), None::<&Lease>).await;
             gone.map_err(|error| self.failed(error))?;
-            self.state.lock().ours.remove(&number.get());
+            self.state.lock().own.remove(&number.get());
             Ok(())
         }
         .boxed()
@@ -428,16 +447,16 @@ impl Registry for KubernetesRegistry {
     fn changed<'a>(&'a self, seen: &'a Snapshot, wait: Duration) -> BoxFuture<'a, ()> {
         async move {
             let changed = async {
-                // A watch that ends, or whose beginning is forgotten, begins anew with a look.
+                // After the end of a watch, or if its start version is too old, everything is read again.
                 loop {
-                    let Ok(sight) = self.within(self.look()).await else {
-                        return sleep(WATCH_PAUSE).await; // the read that follows will say it
+                    let Ok(objects) = self.within(self.load()).await else {
+                        return sleep(WATCH_PAUSE).await; // the next read reports the error
                     };
-                    if sight.snapshot != *seen {
+                    if objects.snapshot != *seen {
                         return;
                     }
-                    if let Err(error) = self.watch(&sight, wait).await {
-                        tracing::debug!(registry = self.address(), %error, "a watch broke");
+                    if let Err(error) = self.watch(&objects, wait).await {
+                        tracing::debug!(registry = self.address(), %error, "watch failed");
                         sleep(WATCH_PAUSE).await;
                     }
                 }
@@ -448,11 +467,11 @@ impl Registry for KubernetesRegistry {
     }
 }
 
-fn token(metadata: &Metadata) -> Token {
-    Token(format!("{}/{}", metadata.uid, metadata.resource_version))
+fn version(metadata: &Metadata) -> DocumentVersion {
+    DocumentVersion(format!("{}/{}", metadata.uid, metadata.resource_version))
 }
 
-/// Leases count whole seconds; a member must not be gone sooner than it asked for.
+/// Rounds a lease up to whole seconds, the unit of Leases: a membership must not end earlier than requested.
 fn whole_seconds(lease: Duration) -> u32 {
     u32::try_from(lease.as_millis().div_ceil(1000)).unwrap_or(i32::MAX as u32).max(1)
 }

@@ -1,4 +1,5 @@
-//! A registry that is a value: for tests, and for the simulation. It keeps every promise of [`Registry`] and survives nothing.
+//! In-memory registry, for tests and the simulation. It implements the full contract of [`Registry`], without
+//! durability.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,14 +11,14 @@ use moontide_types::{Clock, MonoTime, SystemClock, Term};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::document::{Document, Identity, MasterAddresses};
-use super::registry::{Registry, RegistryError, Snapshot, Token};
+use super::cluster_state::{ClusterIdentity, ClusterState, MasterAddresses};
+use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot};
 
-/// What a registry holds. Time is an argument.
+/// Content of a registry. Time is an argument.
 #[derive(Clone, Debug, Default)]
-pub struct Board {
-    identity: Option<Identity>,
-    document: Option<Document>,
+pub struct RegistryState {
+    identity: Option<ClusterIdentity>,
+    document: Option<ClusterState>,
     members: BTreeMap<u32, Member>,
 }
 
@@ -25,46 +26,46 @@ pub struct Board {
 struct Member {
     addresses: MasterAddresses,
     lease: Duration,
-    until: MonoTime,
+    expiry: MonoTime,
 }
 
-impl Board {
+impl RegistryState {
     /// As [`Registry::identity`].
-    pub fn identity(&mut self, draft: &Identity) -> Identity {
+    pub fn identity(&mut self, draft: &ClusterIdentity) -> ClusterIdentity {
         self.identity.get_or_insert_with(|| draft.clone()).clone()
     }
 
     /// As [`Registry::read`].
     pub fn read(&mut self, now: MonoTime) -> Snapshot {
-        self.members.retain(|_, member| member.until > now);
-        let token = |document: &Document| Token(document.version.to_string());
+        self.members.retain(|_, member| member.expiry > now);
+        let version = |document: &ClusterState| DocumentVersion(document.version.to_string());
         Snapshot {
-            document: self.document.as_ref().map(|document| (token(document), document.clone())),
+            document: self.document.as_ref().map(|document| (version(document), document.clone())),
             members: self.members.iter().map(|(&number, m)| (number, m.addresses.clone())).collect(),
         }
     }
 
     /// As [`Registry::write`].
-    pub fn write(&mut self, token: Option<&Token>, document: &Document) -> bool {
-        let current = self.document.as_ref().map(|document| Token(document.version.to_string()));
-        let may = current.as_ref() == token;
-        if may {
+    pub fn write(&mut self, version: Option<&DocumentVersion>, document: &ClusterState) -> bool {
+        let current = self.document.as_ref().map(|document| DocumentVersion(document.version.to_string()));
+        let matches = current.as_ref() == version;
+        if matches {
             self.document = Some(document.clone());
         }
-        may
+        matches
     }
 
     /// As [`Registry::join`].
     pub fn join(&mut self, now: MonoTime, number: Term, addresses: &MasterAddresses, lease: Duration) {
-        let member = Member { addresses: addresses.clone(), lease, until: now.after(lease) };
+        let member = Member { addresses: addresses.clone(), lease, expiry: now.after(lease) };
         self.members.insert(number.get(), member);
     }
 
     /// As [`Registry::renew`].
     pub fn renew(&mut self, now: MonoTime, number: Term) -> bool {
-        match self.members.get_mut(&number.get()).filter(|member| member.until > now) {
+        match self.members.get_mut(&number.get()).filter(|member| member.expiry > now) {
             Some(member) => {
-                member.until = now.after(member.lease);
+                member.expiry = now.after(member.lease);
                 true
             }
             None => false,
@@ -77,7 +78,7 @@ impl Board {
     }
 }
 
-/// A [`Board`] that several masters of one process share.
+/// A [`RegistryState`] that several masters of one process share.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryRegistry {
     shared: Arc<Shared>,
@@ -85,29 +86,29 @@ pub struct MemoryRegistry {
 
 #[derive(Debug, Default)]
 struct Shared {
-    board: Mutex<Board>,
-    away: Mutex<bool>,
-    news: Notify,
+    state: Mutex<RegistryState>,
+    unavailable: Mutex<bool>,
+    notify: Notify,
 }
 
 impl MemoryRegistry {
-    /// As if it could not be reached, from now on or no more.
-    pub fn set_away(&self, away: bool) {
-        *self.shared.away.lock() = away;
-        self.shared.news.notify_waiters();
+    /// Makes the registry unreachable, or reachable again.
+    pub fn set_unavailable(&self, unavailable: bool) {
+        *self.shared.unavailable.lock() = unavailable;
+        self.shared.notify.notify_waiters();
     }
 
     fn with<'a, T: Send + 'a>(
         &'a self,
-        call: impl FnOnce(&mut Board, MonoTime) -> T + Send + 'a,
+        call: impl FnOnce(&mut RegistryState, MonoTime) -> T + Send + 'a,
     ) -> BoxFuture<'a, Result<T, RegistryError>> {
         async move {
-            if *self.shared.away.lock() {
-                let (address, why) = ("memory".into(), "it is away".into());
-                return Err(RegistryError::Unreachable { address, why });
+            if *self.shared.unavailable.lock() {
+                let (address, reason) = ("memory".into(), "set unavailable by the test".into());
+                return Err(RegistryError::Unreachable { address, reason });
             }
-            let done = call(&mut self.shared.board.lock(), SystemClock.now());
-            self.shared.news.notify_waiters();
+            let done = call(&mut self.shared.state.lock(), SystemClock.now());
+            self.shared.notify.notify_waiters();
             Ok(done)
         }
         .boxed()
@@ -115,20 +116,23 @@ impl MemoryRegistry {
 }
 
 impl Registry for MemoryRegistry {
-    fn identity<'a>(&'a self, draft: &'a Identity) -> BoxFuture<'a, Result<Identity, RegistryError>> {
-        self.with(move |board, _| board.identity(draft))
+    fn identity<'a>(
+        &'a self,
+        draft: &'a ClusterIdentity,
+    ) -> BoxFuture<'a, Result<ClusterIdentity, RegistryError>> {
+        self.with(move |state, _| state.identity(draft))
     }
 
     fn read(&self) -> BoxFuture<'_, Result<Snapshot, RegistryError>> {
-        self.with(|board, now| board.read(now))
+        self.with(|state, now| state.read(now))
     }
 
     fn write<'a>(
         &'a self,
-        token: Option<&'a Token>,
-        document: &'a Document,
+        version: Option<&'a DocumentVersion>,
+        document: &'a ClusterState,
     ) -> BoxFuture<'a, Result<bool, RegistryError>> {
-        self.with(move |board, _| board.write(token, document))
+        self.with(move |state, _| state.write(version, document))
     }
 
     fn join<'a>(
@@ -137,29 +141,29 @@ impl Registry for MemoryRegistry {
         addresses: &'a MasterAddresses,
         lease: Duration,
     ) -> BoxFuture<'a, Result<(), RegistryError>> {
-        self.with(move |board, now| board.join(now, number, addresses, lease))
+        self.with(move |state, now| state.join(now, number, addresses, lease))
     }
 
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>> {
-        self.with(move |board, now| board.renew(now, number))
+        self.with(move |state, now| state.renew(now, number))
     }
 
     fn remove(&self, number: Term) -> BoxFuture<'_, Result<(), RegistryError>> {
-        self.with(move |board, _| board.remove(number))
+        self.with(move |state, _| state.remove(number))
     }
 
     fn changed<'a>(&'a self, seen: &'a Snapshot, wait: Duration) -> BoxFuture<'a, ()> {
         async move {
-            let until = tokio::time::Instant::now() + wait;
+            let deadline = tokio::time::Instant::now() + wait;
             loop {
-                let news = self.shared.news.notified();
-                if *seen != self.shared.board.lock().read(SystemClock.now()) {
+                let notified = self.shared.notify.notified();
+                if *seen != self.shared.state.lock().read(SystemClock.now()) {
                     return;
                 }
-                // Leases end without anybody saying so.
-                let soon = until.min(tokio::time::Instant::now() + Duration::from_millis(20));
-                let _ = tokio::time::timeout_at(soon, news).await;
-                if tokio::time::Instant::now() >= until {
+                // Leases expire without a notification.
+                let soon = deadline.min(tokio::time::Instant::now() + Duration::from_millis(20));
+                let _ = tokio::time::timeout_at(soon, notified).await;
+                if tokio::time::Instant::now() >= deadline {
                     return;
                 }
             }

@@ -1,4 +1,4 @@
-//! [`Registry`]: where masters meet. A small trait, because everything that is decided is decided elsewhere.
+//! [`Registry`]: interface to etcd or Kubernetes. It contains no election logic.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -8,76 +8,79 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use moontide_types::Term;
 
-use super::document::{Document, Identity, MasterAddresses};
+use super::cluster_state::{ClusterIdentity, ClusterState, MasterAddresses};
 
-/// By which a document is replaced only if nobody has replaced it meanwhile. Means something to its registry alone.
+/// Version of the stored cluster state, for compare-and-swap. Opaque: defined by the registry.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Token(pub String);
+pub struct DocumentVersion(pub String);
 
-/// What a registry says at a time.
+/// Content of a registry at a point in time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// The document; none before the first master.
-    pub document: Option<(Token, Document)>,
-    /// The masters that live, by number.
+    /// Cluster state and its version; `None` before the first master.
+    pub document: Option<(DocumentVersion, ClusterState)>,
+    /// Live masters, by id.
     pub members: BTreeMap<u32, MasterAddresses>,
 }
 
-/// Why a registry did not do what was asked. All of them may pass by themselves.
+/// Error of a call of a registry. All of them may be temporary.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
-    /// It was not reached, or did not answer in time.
-    #[error("cannot reach the registry {address}: {why}; is it running there?")]
+    /// The registry is unreachable, or did not respond in time.
+    #[error("cannot reach registry {address}: {reason}; check that it runs at this address")]
     Unreachable {
-        /// Which.
+        /// Address of the registry.
         address: String,
-        /// Why.
-        why: String,
+        /// Error of the transport.
+        reason: String,
     },
-    /// It does not let us.
-    #[error("the registry {address} refuses: {why}; check the credentials and what they are allowed to do")]
+    /// The registry denied access.
+    #[error("registry {address} denied access: {reason}; check the credentials and their permissions")]
     Denied {
-        /// Which.
+        /// Address of the registry.
         address: String,
-        /// What it said.
-        why: String,
+        /// Error text of the registry.
+        reason: String,
     },
-    /// It holds something that is not ours.
+    /// The registry contains invalid data.
     #[error(
-        "the registry {address} holds {what} that cannot be read: {why}; give this cluster a place of its own there"
+        "registry {address} contains {what} that is invalid: {reason}; use a separate prefix or name for this cluster"
     )]
     Malformed {
-        /// Which.
+        /// Address of the registry.
         address: String,
-        /// What.
+        /// Kind of the data.
         what: &'static str,
-        /// Why.
-        why: String,
+        /// Error of the decoder.
+        reason: String,
     },
 }
 
-/// Where masters meet.
+/// Registry of masters: identity, cluster state and leases.
 ///
-/// A member lives for its lease from the last renewal on. Times are counted by the registry, or by each observer from when
-/// it saw the last renewal; never by comparing clocks of two hosts. Calls end by themselves within a second or two if the
-/// registry does not answer.
+/// A membership ends one lease after its last renewal. The registry measures the time, or each observer from the time
+/// at which it observed the last renewal; clocks of two hosts are never compared. Calls time out within one or two
+/// seconds if the registry does not respond.
 pub trait Registry: Send + Sync + fmt::Debug {
-    /// The cluster's identity: the one that is stored, or `draft`, which then is stored.
-    fn identity<'a>(&'a self, draft: &'a Identity) -> BoxFuture<'a, Result<Identity, RegistryError>>;
+    /// Returns the stored identity of the cluster, or stores and returns `draft` if there is none.
+    fn identity<'a>(
+        &'a self,
+        draft: &'a ClusterIdentity,
+    ) -> BoxFuture<'a, Result<ClusterIdentity, RegistryError>>;
 
-    /// What it says now. Members and document may be of slightly different times; the document is not older than any
-    /// that this process has read or written before.
+    /// Reads the current content. Members and cluster state may be of slightly different times; the cluster state is
+    /// not older than any that this process has read or written before.
     fn read(&self) -> BoxFuture<'_, Result<Snapshot, RegistryError>>;
 
-    /// Replaces the document that `token` stands for; without a token there must be none. False: somebody was faster.
-    /// After an error it is not known whether it was replaced.
+    /// Replaces the cluster state of `version`; without a version none may exist. Returns false if another process has
+    /// replaced it before. After an error it is unknown whether it was replaced.
     fn write<'a>(
         &'a self,
-        token: Option<&'a Token>,
-        document: &'a Document,
+        version: Option<&'a DocumentVersion>,
+        document: &'a ClusterState,
     ) -> BoxFuture<'a, Result<bool, RegistryError>>;
 
-    /// Becomes a member under a number that nobody has had before.
+    /// Joins as a member. `number` is the id of the master, which no master had before.
     fn join<'a>(
         &'a self,
         number: Term,
@@ -85,19 +88,18 @@ pub trait Registry: Send + Sync + fmt::Debug {
         lease: Duration,
     ) -> BoxFuture<'a, Result<(), RegistryError>>;
 
-    /// Says that the member lives. False: it is no member any more, and must join under another number.
+    /// Renews the lease of a member. Returns false if its membership has ended; it must join again with another id.
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>>;
 
-    /// Ends a membership: one's own, or that of a process that is known to be gone.
+    /// Ends a membership: the own one, or that of a process that has exited.
     fn remove(&self, number: Term) -> BoxFuture<'_, Result<(), RegistryError>>;
 
-    /// Waits until something may have changed since `seen` was read, for `wait` at most. Coming back too early or after
-    /// an error does no harm.
+    /// Waits until the content may differ from `seen`, at most for `wait`. May return early, also after an error.
     fn changed<'a>(&'a self, seen: &'a Snapshot, wait: Duration) -> BoxFuture<'a, ()>;
 }
 
-/// What an error comes down to: libraries wrap what a person wants to know into layers that say nothing.
+/// Returns the text of the innermost source of an error; the outer errors of libraries contain no details.
 pub(super) fn root_cause(error: &(dyn Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |&cause| cause.source());
-    causes.last().expect("the error itself is one").to_string()
+    causes.last().expect("iterator starts with the error itself").to_string()
 }

@@ -1,21 +1,21 @@
-//! Disks of nodes: mounted in every group, because objects of all groups go to a node's one disk.
+//! Disks of nodes. A disk is mounted in every group, because a node has one disk for the objects of all groups.
 
 use moontide_meta::{DiskSpec, Effects, ReportRecord, ReportState};
-use moontide_proto::convert::{DiskState, DiskStatus, OffloadNotice, SegmentGrant, SegmentSpec};
+use moontide_proto::convert::{DiskState, DiskStatus, MountResult, OffloadNotice, SegmentSpec};
 use moontide_proto::{OffloadFlags, Packed, VersionedId};
 use moontide_types::record::AttributesRef;
 use moontide_types::{ErrorCode, Extent, GroupId, SegmentId, SlotId};
 
 use super::Service;
+use super::node_session::NodeSession;
 use super::nodes::stripe_view;
-use super::outbox::NodeSession;
 
 impl Service {
-    pub(super) fn mount_disk(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> SegmentGrant {
-        let grant =
-            SegmentGrant { segment: spec.segment, code: None, group: GroupId(0), term: self.config.term };
+    pub(super) fn mount_disk(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> MountResult {
+        let result =
+            MountResult { segment: spec.segment, code: None, group: GroupId(0), term: self.config.term };
         if spec.segment != SegmentId::DISK {
-            return SegmentGrant { code: Some(ErrorCode::InvalidArgument), ..grant };
+            return MountResult { code: Some(ErrorCode::InvalidArgument), ..result };
         }
         let [host, rack, zone] = &node.labels;
         let disk = DiskSpec {
@@ -23,15 +23,15 @@ impl Service {
             session: node.session(),
             generation: spec.generation,
             labels: [host, rack, zone],
-            occupied: spec.occupied,
+            occupied: spec.has_records,
         };
         let mut effects = Effects::new();
         for mut group in self.hosted() {
-            // As for segments: a session that ends is marked before its node is taken out of the groups.
+            // As for segments: an ending session is marked before its node is removed from the groups.
             if node.is_ended() {
-                return SegmentGrant { code: Some(ErrorCode::StaleSession), ..grant };
+                return MountResult { code: Some(ErrorCode::StaleSession), ..result };
             }
-            // Of a group that the node has not heard of it does not tell what is on its disk.
+            // A node does not report its disk for a group that it has not mounted a segment in.
             if !node.segments.lock().is_empty() && !group.knows_node(node.node, node.session()) {
                 continue;
             }
@@ -39,46 +39,47 @@ impl Service {
             self.deliver(&group, &mut effects);
         }
         *node.disk.lock() = Some(DiskStatus {
-            state: if spec.occupied { DiskState::Recovering } else { DiskState::Serving },
+            state: if spec.has_records { DiskState::Recovering } else { DiskState::Serving },
             used_bytes: 0,
             limit_bytes: 0,
             objects: 0,
             backlog_bytes: 0,
         });
-        grant
+        result
     }
 
     pub(super) fn unmount_disk(&self, node: &NodeSession) -> Result<(), ErrorCode> {
         node.disk.lock().take().ok_or(ErrorCode::NotFound)?;
         let mut effects = Effects::new();
         for mut group in self.hosted() {
-            // Of a group that has lost the node nothing has to be taken.
+            // An error means that the group has removed the node already.
             let _ = group.unmount(self.now(), node.node, SegmentId::DISK, &mut effects);
             self.deliver(&group, &mut effects);
         }
         Ok(())
     }
 
-    /// How a disk is, by the node's heartbeat.
+    /// Records the status of a disk from the heartbeat of its node.
     pub(super) fn disk_status(&self, node: &NodeSession, status: Option<DiskStatus>) {
         let mut known = node.disk.lock();
         let (Some(before), Some(status)) = (*known, status) else { return };
         *known = Some(status);
         drop(known);
-        let takes = |status: DiskStatus| matches!(status.state, DiskState::Serving | DiskState::Recovering);
-        if takes(before) != takes(status) {
-            tracing::warn!(node = node.node.0, state = ?status.state, "the node's disk has changed its state");
+        let accepts_writes =
+            |status: DiskStatus| matches!(status.state, DiskState::Serving | DiskState::Recovering);
+        if accepts_writes(before) != accepts_writes(status) {
+            tracing::warn!(node = %node.node, state = ?status.state, "state of the node's disk changed");
         }
         for mut group in self.hosted() {
-            group.disk_status(node.node, node.session(), takes(status));
+            group.disk_status(node.node, node.session(), accepts_writes(status));
         }
     }
 
-    /// Records are on a node's disk.
+    /// Applies a report of records on a node's disk.
     pub(super) fn offloaded(&self, node: &NodeSession, notice: &OffloadNotice<'_>) -> Result<(), ErrorCode> {
         let id_key = self.config.id_key.number();
-        let told = notice.records.iter().map(|r| (r.tenant, r.tenant_generation, r.id_key == id_key));
-        let generations = self.learn_generations(&notice.tenants, told);
+        let reported = notice.records.iter().map(|r| (r.tenant, r.tenant_generation, r.id_key == id_key));
+        let generations = self.update_generations(&notice.tenants, reported);
         let now = self.now();
         let name = (node.node, node.session());
         let mut effects = Effects::new();
@@ -93,15 +94,15 @@ impl Service {
             };
             let tenant = usize::from(record.tenant);
             let tenant_name = *notice.tenants.get(tenant).ok_or(ErrorCode::InvalidArgument)?;
-            // Ids of another key or of an earlier generation of the tenant cannot be looked up any more.
+            // Ids of another id key or of an earlier generation of the tenant cannot be looked up.
             let current = record.id_key == id_key && record.tenant_generation == generations[tenant];
-            // What another master hosts, it hears from the node, too.
-            let Ok(mut group) = self.books(self.group_of(record.id)) else { continue };
+            // The node reports records of other groups to their masters, too.
+            let Ok(mut group) = self.group_for_node(self.group_of(record.id)) else { continue };
             let Ok(tenant) = group.tenant(tenant_name) else {
                 tracing::warn!(
-                    node = node.node.0,
+                    node = %node.node,
                     tenant = tenant_name.as_str(),
-                    "too many tenants: a record on disk was passed over"
+                    "too many tenants; record on disk ignored"
                 );
                 continue;
             };
@@ -125,13 +126,13 @@ impl Service {
                 cohort: attributes.cohort,
                 parent: attributes.parent,
             };
-            let told = (&reported, attributes_len);
-            let outcome = group.disk_notice(now, name, told, notice.recovered && current, &mut effects);
+            let record = (&reported, attributes_len);
+            let outcome = group.disk_notice(now, name, record, notice.recovered && current, &mut effects);
             self.deliver(&group, &mut effects);
             match outcome {
-                // Of a disk that is not mounted any more, or a record that cannot be: the rest is heard all the same.
+                // The disk is no longer mounted, or the record is invalid: the other records are still applied.
                 Err(code @ (ErrorCode::NotFound | ErrorCode::StaleSession | ErrorCode::OutOfBounds)) => {
-                    tracing::warn!(node = node.node.0, %code, "a record on disk was passed over");
+                    tracing::warn!(node = %node.node, %code, "record on disk ignored");
                 }
                 outcome => outcome?,
             }
@@ -140,12 +141,12 @@ impl Service {
             for mut group in self.hosted() {
                 let _ = group.disk_recovered(node.node, node.session());
             }
-            tracing::info!(node = node.node.0, "everything on the node's disk is known");
+            tracing::info!(node = %node.node, "node's disk is completely reported");
         }
         Ok(())
     }
 
-    /// Versions are about to leave a node's disk.
+    /// Applies a notice of versions that a node is about to evict from its disk.
     pub(super) fn disk_evicted(
         &self,
         node: &NodeSession,
@@ -154,7 +155,7 @@ impl Service {
         let now = self.now();
         let mut effects = Effects::new();
         for version in evicted.iter() {
-            let Ok(mut group) = self.books(self.group_of(version.id)) else { continue };
+            let Ok(mut group) = self.group_for_node(self.group_of(version.id)) else { continue };
             let name = (node.node, node.session());
             let _ = group.disk_evicted(now, name, version.id, version.epoch, &mut effects);
             self.deliver(&group, &mut effects);

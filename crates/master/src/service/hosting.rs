@@ -1,194 +1,201 @@
-//! Which groups this master hosts, and what it knows of the others.
+//! Hosted groups of this master, and the group map.
 //!
-//! A master that is alone hosts all groups in one term. One of several is told by its election which groups are its own, in
-//! which term, and which map clients and nodes should follow; it hosts nothing before it is told.
+//! A single master hosts all groups in one term. For one of several masters the elector sets the hosted groups, their
+//! terms and the group map; before that it hosts none.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
-use moontide_meta::{Group, GroupConfig, Inheritance};
-use moontide_proto::convert::{Bequest, Wire};
+use moontide_meta::{Group, GroupConfig, GroupHandoff};
+use moontide_proto::convert::{HandoffGroupRequest, Wire};
 use moontide_proto::v1;
 use moontide_types::{ErrorCode, GroupId, MapVersion, MonoTime, TenantGeneration, Term};
 use parking_lot::{MappedMutexGuard, MutexGuard};
 
 use super::{Quota, Service, refused};
-use crate::election::{Document, Hosting, MasterAddresses};
+use crate::election::{ClusterState, GroupAssignment, MasterAddresses};
 
-/// Objects of a group that are told to its next master: sent in half a second, for which nobody can ask for them.
-const ESTATE_OBJECTS_MAX: usize = 100_000;
+/// Maximum number of objects of a handoff: sent in half a second, during which the group is not served.
+const HANDOFF_OBJECTS_MAX: usize = 100_000;
 
-/// A group's place in a master.
+/// State of one group at this master.
 #[derive(Debug, Default)]
-pub(super) enum Seat {
-    /// Somebody else hosts it, or nobody.
+pub(super) enum GroupSlot {
+    /// Not hosted here.
     #[default]
     Vacant,
     /// Hosted here.
     Hosted(Box<Group>),
-    /// Hosted here, and about to go to another master: nodes are heard, clients are asked to come again.
-    Frozen(Box<Group>),
+    /// Hosted here during a handoff to another master: node messages are applied, clients get `Retry`.
+    HandingOff(Box<Group>),
 }
 
-impl Seat {
+impl GroupSlot {
     fn group_mut(&mut self) -> Option<&mut Group> {
         match self {
-            Seat::Vacant => None,
-            Seat::Hosted(group) | Seat::Frozen(group) => Some(group),
+            GroupSlot::Vacant => None,
+            GroupSlot::Hosted(group) | GroupSlot::HandingOff(group) => Some(group),
         }
     }
 }
 
-/// A group, for as long as one thread works with it.
+/// Locked group.
 #[derive(Debug)]
-pub(super) struct Held<'a> {
-    /// Its number.
+pub(super) struct GroupGuard<'a> {
+    /// Index of the group.
     pub(super) index: usize,
     group: MappedMutexGuard<'a, Group>,
 }
 
-impl Held<'_> {
-    /// Its term.
+impl GroupGuard<'_> {
+    /// Returns the term of the group.
     pub(super) fn term(&self) -> Term {
         self.group.config().term
     }
 }
 
-impl Deref for Held<'_> {
+impl Deref for GroupGuard<'_> {
     type Target = Group;
     fn deref(&self) -> &Group {
         &self.group
     }
 }
 
-impl DerefMut for Held<'_> {
+impl DerefMut for GroupGuard<'_> {
     fn deref_mut(&mut self) -> &mut Group {
         &mut self.group
     }
 }
 
 impl Service {
-    /// A group for a client's call: `WrongMaster` if it is not hosted here, `Retry` if it is about to go.
-    pub(super) fn group(&self, index: usize) -> Result<Held<'_>, ErrorCode> {
-        let seat = self.seats[index].0.lock();
-        if matches!(*seat, Seat::Frozen(_)) && !moontide_types::planted("frozen-group-answered") {
+    /// Locks a group for a client's call. Fails with `WrongMaster` if it is not hosted here, with `Retry` during a
+    /// handoff.
+    pub(super) fn group(&self, index: usize) -> Result<GroupGuard<'_>, ErrorCode> {
+        let slot = self.group_slots[index].0.lock();
+        if matches!(*slot, GroupSlot::HandingOff(_))
+            && !moontide_rt::mutation_enabled("frozen-group-answered")
+        {
             return Err(ErrorCode::Retry);
         }
-        held(index, seat)
+        lock_hosted(index, slot)
     }
 
-    /// A group for what a node says, or for what is due: also one that is about to go.
-    pub(super) fn books(&self, index: usize) -> Result<Held<'_>, ErrorCode> {
-        held(index, self.seats[index].0.lock())
+    /// Locks a group for a message of a node or for periodic work, also during a handoff.
+    pub(super) fn group_for_node(&self, index: usize) -> Result<GroupGuard<'_>, ErrorCode> {
+        lock_hosted(index, self.group_slots[index].0.lock())
     }
 
-    /// All groups that are hosted, one at a time.
-    pub(super) fn hosted(&self) -> impl Iterator<Item = Held<'_>> {
-        (0..self.seats.len()).filter_map(|index| self.books(index).ok())
+    /// Iterates over all hosted groups, each locked in turn.
+    pub(super) fn hosted(&self) -> impl Iterator<Item = GroupGuard<'_>> {
+        (0..self.group_slots.len()).filter_map(|index| self.group_for_node(index).ok())
     }
 
-    /// How many groups are hosted.
+    /// Returns the number of hosted groups.
     pub fn hosted_count(&self) -> usize {
         self.hosted().count()
     }
 
-    /// Hosts a group from now on. `inherited`: what the one before handed over.
-    pub fn host(&self, hosting: Hosting, inherited: Option<Inheritance>) {
-        let Hosting { group, term, .. } = hosting;
+    /// Hosts a group from now on, with the handoff of the previous owner, if there is one.
+    pub fn host(&self, assignment: GroupAssignment, handoff: Option<GroupHandoff>) {
+        let GroupAssignment { group, term, .. } = assignment;
         let index = usize::from(group.0);
-        let config = self.group_config(hosting);
+        let config = self.group_config(assignment);
         let mut hosted = Group::new(config, self.now());
-        if let Some(inherited) = inherited {
-            hosted.inherit(self.now(), inherited);
+        if let Some(handoff) = handoff {
+            hosted.import_handoff(self.now(), handoff);
         }
-        let before = std::mem::replace(&mut *self.seats[index].0.lock(), Seat::Hosted(Box::new(hosted)));
-        assert!(matches!(before, Seat::Vacant), "a group is lost before it is hosted in another term");
-        // Relaxed: a number that stands for itself.
+        let before =
+            std::mem::replace(&mut *self.group_slots[index].0.lock(), GroupSlot::Hosted(Box::new(hosted)));
+        assert!(
+            matches!(before, GroupSlot::Vacant),
+            "a group is released before it is hosted in another term"
+        );
+        // Relaxed: no other data depends on the number.
         self.newest_term.fetch_max(term.get(), Ordering::Relaxed);
     }
 
-    /// Lets go of a group: it is somebody else's. Whoever waits for something in it is told that it is not certain.
-    pub fn lose(&self, group: GroupId) {
+    /// Releases a group that another master owns. Pending removals in it return `Pending`.
+    pub fn release_group(&self, group: GroupId) {
         let index = usize::from(group.0);
-        if moontide_types::planted("lost-group-answered") {
+        if moontide_rt::mutation_enabled("lost-group-answered") {
             return;
         }
-        let mut seat = self.seats[index].0.lock();
-        if matches!(std::mem::take(&mut *seat), Seat::Vacant) {
+        let mut slot = self.group_slots[index].0.lock();
+        if matches!(std::mem::take(&mut *slot), GroupSlot::Vacant) {
             return;
         }
-        // Still under the lock: nobody may mount in it, or order in its name, while its traces are removed.
+        // Still under the lock: no thread may mount a segment in it or enqueue a command for it during the cleanup.
         for node in self.nodes.read().values() {
             node.segments.lock().retain(|_, of| *of != index);
-            node.forget_orders(index);
+            node.discard_commands(index);
         }
         self.group_units[index].store(0, Ordering::Relaxed);
         self.removals.abandon(index);
-        drop(seat);
+        drop(slot);
         self.watchers.wake();
     }
 
-    /// Keeps clients out of a group, and says what there is to inherit. None: it is not hosted.
-    pub fn freeze(&self, group: GroupId) -> Option<Inheritance> {
-        let mut seat = self.seats[usize::from(group.0)].0.lock();
-        *seat = match std::mem::take(&mut *seat) {
-            Seat::Hosted(group) | Seat::Frozen(group) => Seat::Frozen(group),
-            Seat::Vacant => return None,
+    /// Stops serving clients of a group, and returns its state for the new owner. `None` if it is not hosted.
+    pub fn begin_handoff(&self, group: GroupId) -> Option<GroupHandoff> {
+        let mut slot = self.group_slots[usize::from(group.0)].0.lock();
+        *slot = match std::mem::take(&mut *slot) {
+            GroupSlot::Hosted(group) | GroupSlot::HandingOff(group) => GroupSlot::HandingOff(group),
+            GroupSlot::Vacant => return None,
         };
         let now = self.now();
-        seat.group_mut().map(|group| group.bequeath(now, ESTATE_OBJECTS_MAX))
+        slot.group_mut().map(|group| group.export_handoff(now, HANDOFF_OBJECTS_MAX))
     }
 
-    /// The group stays after all.
-    pub fn thaw(&self, group: GroupId) {
-        let mut seat = self.seats[usize::from(group.0)].0.lock();
-        *seat = match std::mem::take(&mut *seat) {
-            Seat::Frozen(group) => Seat::Hosted(group),
+    /// Ends a handoff without a change of ownership: the group is served again.
+    pub fn cancel_handoff(&self, group: GroupId) {
+        let mut slot = self.group_slots[usize::from(group.0)].0.lock();
+        *slot = match std::mem::take(&mut *slot) {
+            GroupSlot::HandingOff(group) => GroupSlot::Hosted(group),
             other => other,
         };
     }
 
-    /// Groups of which a node knows a higher term than we have, with that term. Each is said once.
-    pub fn take_ousted(&self) -> Vec<(GroupId, Term)> {
-        std::mem::take(&mut *self.ousted.lock())
+    /// Returns the groups for which a node knows a higher term than this master, with that term. Each is returned once.
+    pub fn take_superseded(&self) -> Vec<(GroupId, Term)> {
+        std::mem::take(&mut *self.superseded.lock())
     }
 
-    /// Until there is such a group.
-    pub(crate) async fn ousted(&self) {
-        self.ousted_news.notified().await;
+    /// Waits until [`Service::take_superseded`] returns a group.
+    pub(crate) async fn superseded(&self) {
+        self.superseded_notify.notified().await;
     }
 
-    /// Takes over part of what another master knows of a group that will be ours.
-    pub fn bequeath(&self, m: &v1::Bequest) -> v1::OutcomesResponse {
-        let taken = Bequest::from_wire(m).map_err(refused).and_then(|bequest| {
-            if bequest.cluster != self.config.cluster || !self.config.shared {
+    /// Receives one chunk of a handoff from another master.
+    pub fn handoff_group(&self, m: &v1::HandoffGroupRequest) -> v1::OutcomesResponse {
+        let received = HandoffGroupRequest::from_wire(m).map_err(refused).and_then(|request| {
+            if request.cluster != self.config.cluster || !self.config.multi_master {
                 return Err(ErrorCode::WrongMaster);
             }
-            self.estates.add(&bequest)
+            self.handoffs.add(&request)
         });
-        let context = match taken {
+        let context = match received {
             Ok(()) => self.context(None),
             Err(code) => self.refusal(code),
         };
         v1::OutcomesResponse { context: Some(context), codes: Default::default() }
     }
 
-    /// How many groups the cluster has.
+    /// Returns the number of groups of the cluster.
     pub fn groups(&self) -> NonZeroU16 {
         self.config.groups
     }
 
-    /// The number of the cluster.
+    /// Returns the id of the cluster.
     pub fn cluster(&self) -> u64 {
         self.config.cluster
     }
 
-    /// What masters have agreed on, and who else is there.
-    pub fn learn(&self, document: &Document, members: &BTreeMap<u32, MasterAddresses>) {
+    /// Updates group map and tenants from the cluster state and the members of the registry.
+    pub fn update_cluster_state(&self, document: &ClusterState, members: &BTreeMap<u32, MasterAddresses>) {
         let masters = document.masters.iter().map(|(number, addresses)| {
-            let owners = (0u32..).zip(&document.owners);
+            let owners = (0u32..).zip(&document.group_owners);
             let own =
                 owners.filter_map(|(group, owner)| Some((group, owner.filter(|o| o.master == *number)?)));
             let (groups, terms) = own.map(|(group, owner)| (group, owner.term)).unzip();
@@ -200,7 +207,7 @@ impl Service {
                 terms,
             }
         });
-        // Those that host nothing may host everything tomorrow: whoever looks for a master should know of them.
+        // Masters without groups may get groups later: clients that search a master need their addresses.
         let idle = members.iter().filter(|(number, _)| !document.masters.contains_key(number));
         let idle = idle.map(|(number, addresses)| v1::MasterEntry {
             grpc_address: addresses.grpc.clone(),
@@ -212,59 +219,62 @@ impl Service {
             version: document.version,
             groups: self.config.groups.get().into(),
             masters: masters.chain(idle).collect(),
-            alone: false,
+            single_master: false,
         };
         let mut known = self.map.write();
-        // Also an older one: the registry is right, whatever it has lost.
+        // Also an older version: the registry is authoritative, even after data loss.
         *known = map;
         drop(known);
         let mut tenants = self.tenants.write();
         for (name, entry) in &document.tenants {
-            let facts = tenants.entry_ref(name.as_str()).or_default();
-            facts.generation = facts.generation.max(TenantGeneration(entry.generation));
-            facts.quota = Quota { bytes_max: entry.bytes_max, objects_max: entry.objects_max };
+            let info = tenants.entry_ref(name.as_str()).or_default();
+            info.generation = info.generation.max(TenantGeneration(entry.generation));
+            info.quota = Quota { bytes_max: entry.bytes_max, objects_max: entry.objects_max };
         }
     }
 
-    /// Until then nobody else takes our groups.
+    /// Sets the time until which no other master claims the groups of this one.
     pub fn confirm_until(&self, until: MonoTime) {
-        // Relaxed: nothing is read by it but the time itself.
+        // Relaxed: no other data depends on the time.
         self.confirmed_until.store(until.0, Ordering::Relaxed);
     }
 
-    /// Whether somebody else may have taken our groups without our knowing.
+    /// Returns whether another master may own the groups already, because the registry lease is not confirmed.
     pub(crate) fn is_unconfirmed(&self) -> bool {
-        self.config.shared && self.now().mono.0 >= self.confirmed_until.load(Ordering::Relaxed)
+        self.config.multi_master && self.now().mono.0 >= self.confirmed_until.load(Ordering::Relaxed)
     }
 
     pub(super) fn map_version(&self) -> MapVersion {
         MapVersion(self.map.read().version)
     }
 
-    fn group_config(&self, Hosting { group, term, previous, witnessed }: Hosting) -> GroupConfig {
+    fn group_config(
+        &self,
+        GroupAssignment { group, term, previous, saw_predecessor }: GroupAssignment,
+    ) -> GroupConfig {
         let config = &self.config;
         GroupConfig {
-            previous,
-            witnessed,
+            previous_term: previous,
+            saw_predecessor,
             seed: config.seed.wrapping_add(group.0.into()),
             placement: config.placement,
             admission: config.admission,
-            high_permille: config.high_permille,
-            low_permille: config.low_permille,
+            eviction_high_watermark_permille: config.eviction_high_watermark_permille,
+            eviction_low_watermark_permille: config.eviction_low_watermark_permille,
             reservation: config.reservation,
-            reallocate_wait: config.reallocate_wait,
-            // A node notices within a session's life that its master has changed, and comes back within another.
-            report_wait: config.reallocate_wait.max(2 * config.session_ttl),
-            absence_max: config.absence_max,
+            reallocation_delay: config.reallocation_delay,
+            // A node detects a change of its master within one session TTL, and registers again within another.
+            report_wait: config.reallocation_delay.max(2 * config.session_ttl),
+            rejoin_window: config.rejoin_window,
             stripe_bytes_max: config.stripe_bytes_max,
             ..GroupConfig::new(group, config.groups, term)
         }
     }
 }
 
-fn held(index: usize, seat: MutexGuard<'_, Seat>) -> Result<Held<'_>, ErrorCode> {
-    match MutexGuard::try_map(seat, Seat::group_mut) {
-        Ok(group) => Ok(Held { index, group }),
+fn lock_hosted(index: usize, slot: MutexGuard<'_, GroupSlot>) -> Result<GroupGuard<'_>, ErrorCode> {
+    match MutexGuard::try_map(slot, GroupSlot::group_mut) {
+        Ok(group) => Ok(GroupGuard { index, group }),
         Err(_) => Err(ErrorCode::WrongMaster),
     }
 }

@@ -1,4 +1,4 @@
-//! Jobs over all groups: their numbers, and how far they are.
+//! Jobs over all groups: removals by prefix or expression, drains of segments, and their progress.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use moontide_meta::{JobId, JobKind, JobState as MetaState, Quota};
 use moontide_proto::convert::{
-    DrainSegmentRequest, GetJobRequest, JobProgress, JobState, JobStatus, RemoveAllRequest,
+    DrainSegmentRequest, GetJobRequest, GetJobResponse, JobState, JobStatus, RemoveAllRequest,
     RemoveByPrefixRequest, RemoveByRegexRequest, RequestContext, ResponseContext, Wire,
 };
 use moontide_proto::v1;
@@ -15,27 +15,27 @@ use moontide_types::{ErrorCode, NodeId, SegmentId, Tenant, TenantGeneration};
 use tokio::sync::oneshot;
 
 use super::{Service, refused};
-use crate::election::{Proposal, TenantChange, TenantEntry};
+use crate::election::{Proposal, TenantChange, TenantState};
 
-/// Jobs that are remembered, running or not.
+/// Maximum number of remembered jobs, running or finished.
 const JOBS_MAX: usize = 256;
 
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
     count: u64,
-    all: BTreeMap<u64, JobParts>,
+    all: BTreeMap<u64, JobTargets>,
 }
 
 #[derive(Clone, Debug)]
-enum JobParts {
-    /// One part per group that was hosted when it began.
+enum JobTargets {
+    /// One job per group that was hosted at the start.
     Removal(Vec<(usize, JobId)>),
-    /// The segment empties.
+    /// Drain of a segment of `units` units.
     Drain { node: NodeId, segment: SegmentId, group: usize, units: u32 },
 }
 
 impl Jobs {
-    fn add(&mut self, parts: JobParts) -> u64 {
+    fn add(&mut self, parts: JobTargets) -> u64 {
         self.count += 1;
         self.all.insert(self.count, parts);
         while self.all.len() > JOBS_MAX {
@@ -46,7 +46,7 @@ impl Jobs {
 }
 
 impl Service {
-    /// Starts removing every key with a prefix.
+    /// Starts a job that removes every key with a prefix.
     pub fn remove_by_prefix(&self, m: &v1::RemoveByPrefixRequest) -> v1::StartJobResponse {
         self.start_job(
             RemoveByPrefixRequest::from_wire(m)
@@ -55,7 +55,7 @@ impl Service {
         )
     }
 
-    /// Starts removing every key that an expression matches.
+    /// Starts a job that removes every key that matches an expression.
     pub fn remove_by_regex(&self, m: &v1::RemoveByRegexRequest) -> v1::StartJobResponse {
         self.start_job(RemoveByRegexRequest::from_wire(m).map_err(refused).map(|request| {
             let kind = JobKind::pattern(request.pattern).map_err(|_| ErrorCode::InvalidArgument);
@@ -63,10 +63,12 @@ impl Service {
         }))
     }
 
-    /// Removes everything of a tenant. By force its ids are others from now on, so that everything is gone at once, and space
-    /// returns in the background; otherwise what is leased or pinned stays, under the ids it has.
+    /// Removes all objects of a tenant. With `force` the generation of the tenant increases, so that all its ids
+    /// change and all objects are gone at once; the space is freed in the background. Otherwise leased and pinned
+    /// objects remain, with their ids.
     ///
-    /// Where there are several masters, each is asked: the first for the next generation, the others for that one.
+    /// With several masters the caller calls each of them: the first with generation 0 (the next one), the others
+    /// with the returned generation.
     pub async fn remove_all(&self, m: &v1::RemoveAllRequest) -> v1::StartJobResponse {
         let mut request = RemoveAllRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
@@ -81,16 +83,16 @@ impl Service {
                 request = Err(code);
             }
         }
-        let generation = request.as_ref().map_or(0, |r| self.tenant_facts(r.context.tenant).generation.0);
-        let mut answer =
+        let generation = request.as_ref().map_or(0, |r| self.tenant_info(r.context.tenant).generation.0);
+        let mut response =
             self.start_job(request.map(|request| (request.context, Ok(JobKind::All), request.force)));
-        if let Some(context) = &mut answer.context {
+        if let Some(context) = &mut response.context {
             context.tenant_generation = generation;
         }
-        answer
+        response
     }
 
-    /// Changes what is known of a tenant: here, or, where there are several masters, for all of them.
+    /// Changes the state of a tenant: here, or in the cluster state if there are several masters.
     pub(super) async fn change_tenant(
         &self,
         context: &RequestContext<'_>,
@@ -99,27 +101,27 @@ impl Service {
         let tenant = context.tenant.as_str();
         let Some(proposals) = self.proposals.get() else {
             let mut tenants = self.tenants.write();
-            let facts = tenants.entry_ref(tenant).or_default();
-            let after = change.of(TenantEntry {
-                generation: facts.generation.0,
-                bytes_max: facts.quota.bytes_max,
-                objects_max: facts.quota.objects_max,
+            let info = tenants.entry_ref(tenant).or_default();
+            let after = change.apply(TenantState {
+                generation: info.generation.0,
+                bytes_max: info.quota.bytes_max,
+                objects_max: info.quota.objects_max,
             });
-            facts.generation = TenantGeneration(after.generation);
-            facts.quota = Quota { bytes_max: after.bytes_max, objects_max: after.objects_max };
+            info.generation = TenantGeneration(after.generation);
+            info.quota = Quota { bytes_max: after.bytes_max, objects_max: after.objects_max };
             return Ok(());
         };
         let (agreed, agreement) = oneshot::channel();
         let proposal = Proposal { tenant: tenant.to_owned(), change, agreed };
-        let deadline = Duration::from_millis(context.deadline_ms.into());
+        let timeout = Duration::from_millis(context.timeout_ms.into());
         let proposed = async {
             proposals.send(proposal).await.map_err(|_| ErrorCode::Unreachable)?;
             agreement.await.map_err(|_| ErrorCode::Unreachable)
         };
-        tokio::time::timeout(deadline, proposed).await.map_err(|_| ErrorCode::DeadlineExceeded)?.map(|_| ())
+        tokio::time::timeout(timeout, proposed).await.map_err(|_| ErrorCode::DeadlineExceeded)?.map(|_| ())
     }
 
-    /// Lets no new object into a segment, and evicts what is in it if asked to.
+    /// Starts to drain a segment: it accepts no new objects, and with `evict` its objects are evicted. Moves no object.
     pub fn drain_segment(&self, m: &v1::DrainSegmentRequest) -> v1::StartJobResponse {
         let started = DrainSegmentRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
@@ -130,12 +132,12 @@ impl Service {
             });
             let (group, units) = found.ok_or(ErrorCode::NotFound)?;
             self.group(group)?.drain(node, segment, request.evict)?;
-            Ok(self.jobs.lock().add(JobParts::Drain { node, segment, group, units }))
+            Ok(self.jobs.lock().add(JobTargets::Drain { node, segment, group, units }))
         });
-        self.job_answer(started)
+        self.job_response(started)
     }
 
-    /// How far is a job?
+    /// Returns the progress of a job.
     pub fn get_job(&self, m: &v1::GetJobRequest) -> v1::GetJobResponse {
         let status = GetJobRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
@@ -149,19 +151,19 @@ impl Service {
                     term: self.config.term,
                     ..Default::default()
                 };
-                JobProgress::new(context, status).to_wire()
+                GetJobResponse::new(context, status).to_wire()
             }
             Err(code) => v1::GetJobResponse { context: Some(self.refusal(code)), ..Default::default() },
         }
     }
 
-    fn job_status(&self, parts: &JobParts) -> JobStatus {
+    fn job_status(&self, parts: &JobTargets) -> JobStatus {
         let mut sum = JobStatus { state: JobState::Done, examined: 0, affected: 0, skipped: 0, total: 0 };
         match parts {
-            JobParts::Removal(parts) => {
+            JobTargets::Removal(parts) => {
                 for &(index, part) in parts {
-                    // What has gone to another master is not known here any more.
-                    let Ok(group) = self.books(index) else { continue };
+                    // A group that another master hosts now is skipped.
+                    let Ok(group) = self.group_for_node(index) else { continue };
                     let Some(status) = group.job(part) else { continue };
                     sum.examined += status.scanned;
                     sum.affected += status.removed;
@@ -173,10 +175,11 @@ impl Service {
                 }
                 sum.total = sum.total.max(sum.examined);
             }
-            &JobParts::Drain { node, segment, group, units } => {
-                let view = self.books(group).ok().and_then(|group| group.find_segment(node, segment));
+            &JobTargets::Drain { node, segment, group, units } => {
+                let view =
+                    self.group_for_node(group).ok().and_then(|group| group.find_segment(node, segment));
                 let left = view.map_or(0, |view| u64::from(view.live_units + view.reserved_units));
-                // Units stand in for objects: how many there are of these in one segment is not counted.
+                // Progress in units: the number of objects of a segment is unknown.
                 sum.total = units.into();
                 sum.affected = sum.total.saturating_sub(left);
                 sum.examined = sum.affected;
@@ -194,25 +197,25 @@ impl Service {
             self.caller(context)?;
             self.start_in_groups(context.tenant, kind?, force)
         });
-        self.job_answer(started)
+        self.job_response(started)
     }
 
     fn start_in_groups(&self, tenant: Tenant<'_>, kind: JobKind, force: bool) -> Result<u64, ErrorCode> {
-        let mut parts = Vec::with_capacity(self.seats.len());
-        for index in 0..self.seats.len() {
+        let mut parts = Vec::with_capacity(self.group_slots.len());
+        for index in 0..self.group_slots.len() {
             let mut group = match self.group(index) {
                 Ok(group) => group,
                 Err(ErrorCode::WrongMaster) => continue,
-                // One that is about to go would take the job with it.
+                // A group in a handoff would lose the job.
                 Err(code) => return Err(code),
             };
             let tenant = group.tenant(tenant)?;
             parts.push((index, group.start_job(tenant, kind.clone(), force)?));
         }
-        Ok(self.jobs.lock().add(JobParts::Removal(parts)))
+        Ok(self.jobs.lock().add(JobTargets::Removal(parts)))
     }
 
-    fn job_answer(&self, started: Result<u64, ErrorCode>) -> v1::StartJobResponse {
+    fn job_response(&self, started: Result<u64, ErrorCode>) -> v1::StartJobResponse {
         match started {
             Ok(job) => v1::StartJobResponse { context: Some(self.context(None)), job },
             Err(code) => v1::StartJobResponse { context: Some(self.refusal(code)), job: 0 },

@@ -1,67 +1,67 @@
-//! Nodes: sessions, segments, and what nodes say on their streams.
+//! Nodes: sessions, segments, and the messages of their streams.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use moontide_meta::{
-    Beat, Effects, Medium as MetaMedium, MountSpec, Quota, ReportRecord, ReportState, StripeView, TenantIx,
+    Effects, HeartbeatOutcome, MountSpec, Quota, ReportRecord, ReportState, StripeRange, TenantIndex,
     TickBudget,
 };
 use moontide_proto::convert::{
-    DiskStatus, Heartbeat, MountSegmentsRequest, NodeBody, NodeMessage, OpenSessionRequest,
-    OpenSessionResponse, ReportChunk, SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant,
-    UnmountSegmentsRequest, Wire,
+    DiskStatus, Heartbeat, MountResult, MountResults, MountSegmentsRequest, NodeMessage, NodeMessageBody,
+    OpenSessionRequest, OpenSessionResponse, ReportChunk, SegmentSpec, SessionGrant, UnmountSegmentsRequest,
+    Wire,
 };
 use moontide_proto::convert::{MountSegmentsResponse, ResponseContext};
-use moontide_proto::{Medium, ProtocolVersions, ReportFlags, Stripe, v1};
+use moontide_proto::{ProtocolVersions, ReportFlags, Stripe, v1};
 use moontide_types::record::{AttributesRef, State};
-use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, SessionId, Tenant, TenantGeneration};
+use moontide_types::{ErrorCode, GroupId, Medium, NodeId, SegmentId, SessionId, Tenant, TenantGeneration};
 
-use super::outbox::{NodeSession, SessionStream};
-use super::{Codes, Service, refused};
+use super::node_session::{NodeSession, SessionStream};
+use super::{OutcomeCodes, Service, refused};
 
-/// Longest time between two ticks: how late a reservation or a session may end.
+/// Longest interval of ticks: the delay with which a reservation or a session may end.
 const TICK_MAX: Duration = Duration::from_millis(50);
 
-/// A group that has more to do is given this pause, in which others get its lock.
+/// Interval of ticks while a group has more work; other threads get its lock in between.
 const TICK_AGAIN: Duration = Duration::from_micros(200);
 
-/// How often tenants' quotas are split anew among groups.
+/// Interval at which the quotas of tenants are distributed over the groups.
 const QUOTAS_EVERY: Duration = Duration::from_millis(200);
 
-/// A node that is registered.
+/// A registered node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// The node.
+    /// Id of the node.
     pub node: NodeId,
-    /// Its session.
+    /// Session of the node.
     pub session: SessionId,
     /// Host, rack and zone; empty if unknown.
     pub labels: [Box<str>; 3],
-    /// How to reach it: engine and address.
+    /// Addresses of its transfer engines: engine and address.
     pub addresses: Vec<(Box<str>, Box<str>)>,
-    /// Orders that it has not answered yet.
-    pub orders_outstanding: usize,
-    /// How its disk is, if it has one.
+    /// Number of commands without a result.
+    pub pending_commands: usize,
+    /// Status of its disk, if it has one.
     pub disk: Option<DiskStatus>,
 }
 
 impl Service {
-    /// Registers a node. Its earlier session ends by this.
+    /// Registers a node. Ends its earlier session.
     pub fn open_session(&self, m: &v1::OpenSessionRequest) -> v1::OpenSessionResponse {
         let opened = OpenSessionRequest::from_wire(m).map_err(refused).and_then(|request| {
             let caller = self.caller(request.context)?;
-            self.hears_of(request.highest_term)?;
+            self.observe_term(request.highest_term)?;
             let protocol =
-                ProtocolVersions::CURRENT.common(request.protocol).ok_or(ErrorCode::Unsupported)?;
+                ProtocolVersions::CURRENT.negotiate(request.protocol).ok_or(ErrorCode::Unsupported)?;
             let now = self.now();
             let labels = [request.topology.host, request.topology.rack, request.topology.zone].map(Box::from);
             let addresses = request.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect();
             let (session, earlier) = {
-                // Both under one lock: whoever ends this session finds it among the nodes.
+                // Both under one lock: a thread that ends this session finds it in `nodes`.
                 let mut sessions = self.sessions.lock();
-                let (session, earlier) = sessions.open(now.mono, request.node, request.boot);
+                let (session, earlier) = sessions.open(now.mono, request.node, request.boot_id);
                 let node = NodeSession::new(request.node, session, self.config.term, labels, addresses);
                 self.nodes.write().insert(session, Arc::new(node));
                 (session, earlier)
@@ -94,26 +94,25 @@ impl Service {
         }
     }
 
-    /// Takes segments into use, each in one group.
+    /// Mounts segments, each in one group.
     pub fn mount_segments(&self, m: &v1::MountSegmentsRequest) -> v1::MountSegmentsResponse {
         let mounted = MountSegmentsRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
             let node = self.node_of(request.context.session)?;
-            let grants = request.segments.iter().map(|spec| match spec.medium {
+            let results = request.segments.iter().map(|spec| match spec.medium {
                 Medium::Disk => self.mount_disk(&node, spec),
                 Medium::Memory | Medium::Device => self.mount(&node, spec),
             });
-            let grants = grants.collect();
-            Ok(SegmentGrants { grants })
+            Ok(MountResults { results: results.collect() })
         });
         match mounted {
-            Ok(grants) => {
+            Ok(results) => {
                 let context = ResponseContext {
                     map_version: self.map_version(),
                     term: self.config.term,
                     ..Default::default()
                 };
-                MountSegmentsResponse::new(context, grants).to_wire()
+                MountSegmentsResponse::new(context, results).to_wire()
             }
             Err(code) => {
                 v1::MountSegmentsResponse { context: Some(self.refusal(code)), ..Default::default() }
@@ -121,13 +120,13 @@ impl Service {
         }
     }
 
-    /// Takes segments out of use.
+    /// Unmounts segments.
     pub fn unmount_segments(&self, m: &v1::UnmountSegmentsRequest) -> v1::OutcomesResponse {
         let request = UnmountSegmentsRequest::from_wire(m).map_err(refused);
         let request = request.and_then(|r| Ok((r.context, (self.node_of(r.context.session)?, r))));
-        let mut leaves = None;
-        let answer = self.outcomes(request, |_, (node, request), codes| {
-            *codes = Codes::new(request.segments.len());
+        let mut empty_node = None;
+        let response = self.outcomes(request, |_, (node, request), codes| {
+            *codes = OutcomeCodes::new(request.segments.len());
             for (at, segment) in request.segments.iter().enumerate() {
                 if *segment == SegmentId::DISK {
                     codes.set(at, self.unmount_disk(&node).err());
@@ -138,10 +137,10 @@ impl Service {
                     None => Some(ErrorCode::NotFound),
                     Some(index) => {
                         let mut effects = Effects::new();
-                        self.books(index)
+                        self.group_for_node(index)
                             .and_then(|mut group| {
                                 if let Some(view) = group.find_segment(node.node, *segment) {
-                                    // Relaxed: a hint for spreading segments.
+                                    // Relaxed: only a hint for the distribution of segments.
                                     self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
                                 }
                                 let unmounted = group.unmount(self.now(), node.node, *segment, &mut effects);
@@ -153,62 +152,62 @@ impl Service {
                 };
                 codes.set(at, code);
             }
-            leaves = (!request.segments.is_empty() && node.segments.lock().is_empty()).then_some(node);
+            empty_node = (!request.segments.is_empty() && node.segments.lock().is_empty()).then_some(node);
         });
-        // A node without segments has said goodbye: nobody is to wait for its heartbeat, or to be sent there.
-        if let Some(node) = leaves
+        // A node without segments is shutting down: its session ends now, so that no client is sent to it.
+        if let Some(node) = empty_node
             && self.sessions.lock().close(node.session()).is_some()
         {
             tracing::info!(
-                node = node.node.0,
+                node = %node.node,
                 session = node.session().0,
-                "session ended: the node has left"
+                "session ended: node unmounted all segments"
             );
             self.end_session(node.session(), node.node);
         }
-        answer
+        response
     }
 
-    /// The stream of a session; an earlier one ends.
+    /// Attaches a stream to a session; an earlier stream ends.
     pub fn attach(self: &Arc<Self>, session: SessionId) -> Option<SessionStream> {
         let node = self.node_of(Some(session)).ok()?;
         Some(SessionStream::new(Arc::clone(self), node))
     }
 
-    /// Does what is due in all groups and sessions. The answer: after how long to come again.
+    /// Runs the periodic work of all groups and sessions. Returns the delay until the next tick.
     pub fn tick(&self) -> Duration {
         let now = self.now();
         let ended = self.sessions.lock().expire(now.mono);
         for info in ended {
-            tracing::warn!(node = info.node.0, session = info.session.0, "session ended: no heartbeat");
+            tracing::warn!(node = %info.node, session = info.session.0, "session ended: no heartbeat");
             self.end_session(info.session, info.node);
         }
         self.split_quotas(now.mono.0);
         let mut effects = Effects::new();
-        let (mut more, mut news) = (false, false);
+        let (mut more, mut invalidated) = (false, false);
         for mut group in self.hosted() {
             more |= group.tick(self.now(), &TickBudget::default(), &mut effects);
             self.deliver(&group, &mut effects);
-            news |= self.watchers.is_news(group.index, group.departures_next());
+            invalidated |= self.watchers.advance(group.index, group.next_invalidation());
         }
-        if news {
+        if invalidated {
             self.watchers.wake();
         }
         if more { TICK_AGAIN } else { TICK_MAX }
     }
 
-    /// The nodes that are registered, by their number.
+    /// Returns the registered nodes, sorted by id.
     pub fn nodes(&self) -> Vec<NodeInfo> {
         let info = |node: &Arc<NodeSession>| NodeInfo {
             node: node.node,
             session: node.session(),
             labels: node.labels.clone(),
             addresses: node.addresses.clone(),
-            orders_outstanding: node.orders_outstanding(),
+            pending_commands: node.pending_commands(),
             disk: *node.disk.lock(),
         };
         let mut nodes: Vec<NodeInfo> = self.nodes.read().values().map(info).collect();
-        // One that registers again has two sessions for a moment: the newer one, which has the larger number, counts.
+        // A node that registers again has two sessions for a short time: the newer one, with the larger id, is used.
         nodes.sort_by_key(|node| (node.node, std::cmp::Reverse(node.session)));
         nodes.dedup_by_key(|node| node.node);
         nodes
@@ -219,15 +218,16 @@ impl Service {
         self.nodes.read().get(&session).cloned().ok_or(ErrorCode::StaleSession)
     }
 
-    /// A session is over: nobody is sent to its node any more.
+    /// Ends a session: clients are no longer sent to its node.
     fn end_session(&self, session: SessionId, node: NodeId) {
         let now = self.now();
-        let gone = self.nodes.write().remove(&session);
-        if let Some(gone) = gone {
-            gone.end();
-            self.past_reads.lock().add(&gone.reads.lock());
-            for (segment, index) in gone.segments.lock().drain() {
-                let view = self.books(index).ok().and_then(|group| group.find_segment(node, segment));
+        let ended = self.nodes.write().remove(&session);
+        if let Some(ended) = ended {
+            ended.end();
+            self.past_reads.lock().add(&ended.reads.lock());
+            for (segment, index) in ended.segments.lock().drain() {
+                let view =
+                    self.group_for_node(index).ok().and_then(|group| group.find_segment(node, segment));
                 if let Some(view) = view {
                     self.group_units[index].fetch_sub(view.units.into(), Ordering::Relaxed);
                 }
@@ -240,15 +240,16 @@ impl Service {
         }
     }
 
-    fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> SegmentGrant {
-        let refused = |code| SegmentGrant {
+    fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> MountResult {
+        let refused = |code| MountResult {
             segment: spec.segment,
             code: Some(code),
             group: spec.group.unwrap_or(GroupId(0)),
             term: self.config.term,
         };
-        let exists = |group: &GroupId| usize::from(group.0) < self.seats.len();
-        // Records of a segment belong to the group that had it; a fresh one of no group goes where there is least.
+        let exists = |group: &GroupId| usize::from(group.0) < self.group_slots.len();
+        // Records of a segment belong to its group; a new segment without a group goes to the group with the fewest
+        // units.
         let index = match spec.group.filter(exists) {
             Some(group) => usize::from(group.0),
             None => {
@@ -265,52 +266,48 @@ impl Service {
             session: node.session(),
             segment: spec.segment,
             generation: spec.generation,
-            medium: match spec.medium {
-                Medium::Device => MetaMedium::Device,
-                Medium::Disk => MetaMedium::Disk, // which the group refuses: a disk is mounted in all of them
-                Medium::Memory => MetaMedium::Memory,
-            },
+            medium: spec.medium, // a disk is refused by the group: it is mounted in all groups
             units: spec.units,
             slots: spec.slots,
             labels: [host, rack, zone],
             tenant: spec.tenant,
             term: spec.term,
-            occupied: spec.occupied,
-            known: spec.known_term,
-            away: Duration::from_millis(spec.away_ms),
+            has_records: spec.has_records,
+            synced_term: spec.synced_term,
+            synced_ago: Duration::from_millis(spec.synced_ago_ms),
             one_sided: node.is_one_sided(),
         };
         let mut effects = Effects::new();
-        let mut group = match self.books(index) {
+        let mut group = match self.group_for_node(index) {
             Ok(group) => group,
             Err(code) => return refused(code),
         };
         let term = group.term();
         let before = group.find_segment(spec.node, spec.segment).map_or(0, |view| u64::from(view.units));
-        // A session that ends is marked before its segments are taken out of the groups: either that is seen here, or this
-        // segment is among them.
+        // An ending session is marked before its segments are removed from the groups: either the mark is visible
+        // here, or this segment is removed, too.
         let mounted = if node.is_ended() {
             Err(ErrorCode::StaleSession)
         } else {
             group.mount(self.now(), &spec, &mut effects)
         };
         self.deliver(&group, &mut effects);
-        // While the group is held: whoever lets go of it removes these traces.
-        let mut before_in = None;
+        // Under the lock of the group: `release_group` removes these entries.
+        let mut previous_group = None;
         if mounted.is_ok() {
             self.group_units[index]
                 .fetch_add(u64::from(spec.units) - before.min(spec.units.into()), Ordering::Relaxed);
-            before_in = node.segments.lock().insert(spec.segment, index);
+            previous_group = node.segments.lock().insert(spec.segment, index);
         }
         drop(group);
         if mounted.is_ok() {
-            let elsewhere = before_in.filter(|&other| other != index);
-            if let Some(mut other) = elsewhere.and_then(|other| self.books(other).ok()) {
+            let elsewhere = previous_group.filter(|&other| other != index);
+            if let Some(mut other) = elsewhere.and_then(|other| self.group_for_node(other).ok()) {
                 let _ = other.unmount(self.now(), spec.node, spec.segment, &mut effects);
                 self.deliver(&other, &mut effects);
             }
         }
-        SegmentGrant {
+        MountResult {
             segment: spec.segment,
             code: mounted.err(),
             group: GroupId(index as u16), // ≤ GROUPS_MAX
@@ -319,47 +316,54 @@ impl Service {
     }
 
     /// Applies one message of a node's stream.
-    pub(super) fn node_says(&self, node: &NodeSession, m: &v1::NodeMessage) -> Result<(), ErrorCode> {
+    pub(super) fn apply_node_message(
+        &self,
+        node: &NodeSession,
+        m: &v1::NodeMessage,
+    ) -> Result<(), ErrorCode> {
         let message = NodeMessage::from_wire(m).map_err(refused)?;
-        self.hears_of(message.highest_term)?;
-        if self.sessions.lock().beat(self.now().mono, node.session()) == Beat::Stale {
+        self.observe_term(message.highest_term)?;
+        if self.sessions.lock().heartbeat(self.now().mono, node.session()) == HeartbeatOutcome::Stale {
             return Err(ErrorCode::StaleSession);
         }
         if !node.expect(message.sequence)? {
             return Ok(());
         }
-        let mut beat = None;
+        let mut heartbeat_ack = None;
         match &message.body {
-            NodeBody::Heartbeat(heartbeat) => {
+            NodeMessageBody::Heartbeat(heartbeat) => {
                 self.heartbeat(node, heartbeat);
-                beat = Some((heartbeat.beat, self.config.session_ttl.as_millis() as u32));
+                heartbeat_ack = Some((heartbeat.heartbeat_id, self.config.session_ttl.as_millis() as u32));
             }
-            NodeBody::OrderResults(results) => {
+            NodeMessageBody::CommandResults(results) => {
                 let mut effects = Effects::new();
                 for answered in node.answered(results.iter()) {
-                    let order = answered.order;
-                    if let moontide_meta::OrderOutcome::Refused(code) = answered.outcome {
-                        tracing::warn!(node = node.node.0, segment = order.segment.0, slot = order.slot.0, %code, "order refused");
+                    let command = answered.command;
+                    if let moontide_meta::CommandOutcome::Refused(code) = answered.outcome {
+                        let (segment, slot) = (command.segment.0, command.slot.0);
+                        tracing::warn!(node = %node.node, segment, slot, %code, "command refused");
                     }
-                    // Of a group that has gone nobody wants to know.
-                    let Ok(mut group) = self.books(answered.group) else { continue };
-                    let name = (node.node, order.segment);
-                    group.order_outcome(
+                    // Results for a group that is no longer hosted are ignored.
+                    let Ok(mut group) = self.group_for_node(answered.group) else { continue };
+                    let name = (node.node, command.segment);
+                    group.command_outcome(
                         name,
-                        order.kind,
-                        order.slot,
-                        order.epoch,
+                        command.kind,
+                        command.slot,
+                        command.epoch,
                         answered.outcome,
                         &mut effects,
                     );
                     self.deliver(&group, &mut effects);
                 }
             }
-            NodeBody::Report(chunk) => passable(node, chunk.segment, self.report(node, chunk))?,
-            NodeBody::ReportEnd(end) => {
+            NodeMessageBody::Report(chunk) => {
+                ignore_stale_report(node, chunk.segment, self.report(node, chunk))?
+            }
+            NodeMessageBody::ReportEnd(end) => {
                 let outcome = self.segment_group(node, end.segment).and_then(|index| {
                     let mut effects = Effects::new();
-                    let mut group = self.books(index)?;
+                    let mut group = self.group_for_node(index)?;
                     let name = (node.node, end.segment);
                     let outcome = group.report_end(
                         self.now(),
@@ -372,12 +376,12 @@ impl Service {
                     self.deliver(&group, &mut effects);
                     outcome
                 });
-                passable(node, end.segment, outcome)?;
+                ignore_stale_report(node, end.segment, outcome)?;
             }
-            NodeBody::Offloaded(notice) => self.offloaded(node, notice)?,
-            NodeBody::DiskEvicted(evicted) => self.disk_evicted(node, evicted)?,
+            NodeMessageBody::Offloaded(notice) => self.offloaded(node, notice)?,
+            NodeMessageBody::DiskEvicted(evicted) => self.disk_evicted(node, evicted)?,
         }
-        node.applied(message.sequence, beat);
+        node.applied(message.sequence, heartbeat_ack);
         Ok(())
     }
 
@@ -389,7 +393,8 @@ impl Service {
         node.reads.lock().set(&heartbeat.reads);
         self.disk_status(node, heartbeat.disk);
         for touched in &heartbeat.touched {
-            let group = self.segment_group(node, touched.segment).and_then(|index| self.books(index));
+            let group =
+                self.segment_group(node, touched.segment).and_then(|index| self.group_for_node(index));
             let Ok(mut group) = group else { continue };
             let name = (node.node, touched.segment);
             group.touched(name, touched.generation, touched.first_slot.0, touched.bits);
@@ -398,16 +403,18 @@ impl Service {
 
     fn report(&self, node: &NodeSession, chunk: &ReportChunk<'_>) -> Result<(), ErrorCode> {
         let index = self.segment_group(node, chunk.segment)?;
-        let told = chunk.records.iter().map(|record| {
+        let reported = chunk.records.iter().map(|record| {
             let alive = matches!(record.word.state(), State::Ready | State::Writing);
             (record.tenant, record.tenant_generation, alive && record.id_key == self.config.id_key.number())
         });
-        let generations = self.learn_generations(&chunk.tenants, told);
+        let generations = self.update_generations(&chunk.tenants, reported);
         let now = self.now();
         let mut effects = Effects::new();
-        let mut group = self.books(index)?;
-        let tenants =
-            chunk.tenants.iter().map(|&tenant| group.tenant(tenant)).collect::<Result<Vec<_>, _>>()?;
+        let mut group = self.group_for_node(index)?;
+        let tenants = group.tenants_of_report(&chunk.tenants);
+        if tenants.contains(&None) {
+            tracing::warn!(node = node.node.0, "too many tenants; records of some are dropped");
+        }
         let mut sections = chunk.attributes.as_ref().map(|sections| sections.iter());
         let id_key = self.config.id_key.number();
         let records = chunk.records.iter().zip(chunk.keys.iter()).map(|(record, key)| {
@@ -417,9 +424,11 @@ impl Service {
             };
             let state = record.word.state();
             let tenant = usize::from(record.tenant);
-            // Ids of another key or of an earlier generation of the tenant cannot be looked up any more.
+            // Ids of another id key or of an earlier generation of the tenant cannot be looked up.
             let current = state == State::Free
-                || record.id_key == id_key && record.tenant_generation == generations[tenant];
+                || record.id_key == id_key
+                    && record.tenant_generation == generations[tenant]
+                    && tenants[tenant].is_some();
             ReportRecord {
                 slot: record.slot,
                 state: match state {
@@ -430,7 +439,7 @@ impl Service {
                 },
                 epoch: record.word.epoch(),
                 id: record.id,
-                tenant: tenants.get(tenant).copied().unwrap_or(TenantIx(0)),
+                tenant: tenants.get(tenant).copied().flatten().unwrap_or(TenantIndex(0)),
                 key,
                 object_len: record.object_len,
                 stripe: stripe_view(record.stripe()),
@@ -453,9 +462,9 @@ impl Service {
         outcome
     }
 
-    /// A tenant's generation is at least what any record says whose word counts; the answer is the current one for each
-    /// of the tenants. Of a record: the position of its tenant, its generation, and whether it counts.
-    pub(super) fn learn_generations(
+    /// Raises the generation of each tenant to the highest one of its valid records, and returns the current
+    /// generations. A record is given by the index of its tenant, its generation, and whether it is valid.
+    pub(super) fn update_generations(
         &self,
         names: &[Tenant<'_>],
         records: impl Iterator<Item = (u16, TenantGeneration, bool)>,
@@ -467,20 +476,21 @@ impl Service {
             }
         }
         let known =
-            |name: &str| self.tenants.read().get(name).map_or(TenantGeneration(0), |facts| facts.generation);
+            |name: &str| self.tenants.read().get(name).map_or(TenantGeneration(0), |info| info.generation);
         for (tenant, highest) in names.iter().zip(&mut highest) {
             let known = known(tenant.as_str());
             if *highest > known {
                 let mut tenants = self.tenants.write();
-                let facts = tenants.entry_ref(tenant.as_str()).or_default();
-                facts.generation = facts.generation.max(*highest);
+                let info = tenants.entry_ref(tenant.as_str()).or_default();
+                info.generation = info.generation.max(*highest);
             }
             *highest = known.max(*highest);
         }
         highest
     }
 
-    /// Splits every tenant's quota into shares that sum to it: what each group uses, and an equal part of the rest.
+    /// Splits the quota of every tenant into shares that sum to it: the usage of each group, plus an equal part of
+    /// the rest.
     fn split_quotas(&self, now_nanos: u64) {
         let last = self.quotas_split.load(Ordering::Relaxed);
         if now_nanos.saturating_sub(last) < QUOTAS_EVERY.as_nanos() as u64 {
@@ -489,8 +499,8 @@ impl Service {
         self.quotas_split.store(now_nanos, Ordering::Relaxed);
         let limited: Vec<(Box<str>, Quota)> = {
             let tenants = self.tenants.read();
-            let limited = tenants.iter().filter(|(_, facts)| facts.quota != Quota::default());
-            limited.map(|(name, facts)| (name.clone(), facts.quota)).collect()
+            let limited = tenants.iter().filter(|(_, info)| info.quota != Quota::default());
+            limited.map(|(name, info)| (name.clone(), info.quota)).collect()
         };
         for (name, quota) in limited {
             self.split_quota(&name, quota);
@@ -501,38 +511,45 @@ impl Service {
         let Ok(tenant) = moontide_types::Tenant::new(name) else { return };
         let used: Vec<(usize, u64, u64)> = self
             .hosted()
-            .map(|mut group| {
-                let usage = group.tenant(tenant).ok().and_then(|ix| group.tenant_usage(ix));
+            .map(|group| {
+                let usage = group.find_tenant(tenant).and_then(|ix| group.tenant_usage(ix));
                 usage.map_or((group.index, 0, 0), |usage| (group.index, usage.bytes, usage.objects))
             })
             .collect();
         if used.is_empty() {
-            return; // others have all groups
+            return; // other masters host all groups
         }
-        // Other masters have the parts of their groups. No limit stays no limit, and a limit stays one.
+        // Other masters have the shares of their groups. 0 means no limit and remains 0; a limit never becomes 0.
         let part = |all: u64| match all {
             0 => 0,
-            all => (u128::from(all) * used.len() as u128 / self.seats.len() as u128).max(1) as u64, // ≤ all
+            all => (u128::from(all) * used.len() as u128 / self.group_slots.len() as u128).max(1) as u64, // ≤ all
         };
         let bytes = shares(part(quota.bytes_max), used.iter().map(|used| used.1));
         let objects = shares(part(quota.objects_max), used.iter().map(|used| used.2));
         for ((index, ..), (bytes_max, objects_max)) in used.iter().zip(bytes.into_iter().zip(objects)) {
-            let Ok(mut group) = self.books(*index) else { continue };
-            if let Ok(ix) = group.tenant(tenant) {
-                group.set_quota(ix, Quota { bytes_max, objects_max });
+            let Ok(mut group) = self.group_for_node(*index) else { continue };
+            let quota = Quota { bytes_max, objects_max };
+            let known = group.find_tenant(tenant);
+            let index = if quota == Quota::default() { known } else { group.tenant(tenant).ok() };
+            if let Some(index) = index {
+                group.set_quota(index, quota);
             }
         }
     }
 }
 
-/// The group's view of a stripe.
-pub(super) fn stripe_view(Stripe { index, count, offset, len }: Stripe) -> StripeView {
-    StripeView { index, count, offset, len }
+/// Converts a stripe to the type of `moontide_meta`.
+pub(super) fn stripe_view(Stripe { index, count, offset, len }: Stripe) -> StripeRange {
+    StripeRange { index, count, offset, len }
 }
 
-/// A report about a segment that is no longer mounted, or that contradicts itself, is passed over: the node would send it
-/// again and again, and nothing behind it would be heard.
-fn passable(node: &NodeSession, segment: SegmentId, outcome: Result<(), ErrorCode>) -> Result<(), ErrorCode> {
+/// Ignores a report about a segment that is no longer mounted, or that contradicts itself: the node would send it
+/// repeatedly, and the messages after it would never be applied.
+fn ignore_stale_report(
+    node: &NodeSession,
+    segment: SegmentId,
+    outcome: Result<(), ErrorCode>,
+) -> Result<(), ErrorCode> {
     match outcome {
         Err(
             code @ (ErrorCode::NotFound
@@ -542,15 +559,15 @@ fn passable(node: &NodeSession, segment: SegmentId, outcome: Result<(), ErrorCod
             | ErrorCode::OutOfBounds
             | ErrorCode::Overlap),
         ) => {
-            tracing::warn!(node = node.node.0, segment = segment.0, %code, "a report was passed over");
+            tracing::warn!(node = %node.node, segment = segment.0, %code, "report ignored");
             Ok(())
         }
         outcome => outcome,
     }
 }
 
-/// Shares that sum to `all`; no limit stays no limit. A share is at least 1, because 0 would be none: a quota smaller
-/// than the number of groups is exceeded by at most that number.
+/// Splits `all` into shares that sum to it; 0 (no limit) gives shares of 0. Otherwise a share is at least 1, because 0
+/// would mean no limit: a quota smaller than the number of groups is exceeded by at most that number.
 fn shares(all: u64, used: impl Iterator<Item = u64> + Clone) -> Vec<u64> {
     let count = used.clone().count() as u64;
     let sum: u64 = used.clone().sum();
@@ -558,7 +575,7 @@ fn shares(all: u64, used: impl Iterator<Item = u64> + Clone) -> Vec<u64> {
         return vec![0; count as usize];
     }
     if sum >= all {
-        // Over the quota: everybody gives up in proportion.
+        // Over the quota: all shares are reduced in proportion.
         let part = |used: u64| (u128::from(all) * u128::from(used) / u128::from(sum)) as u64;
         return used.map(|used| part(used).max(1)).collect();
     }
@@ -571,7 +588,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_sum_to_the_quota() {
+    fn quota_is_split_over_groups_with_at_least_one_each() {
         assert_eq!(shares(0, [5, 6].into_iter()), [0, 0]);
         assert!(shares(7, [].into_iter()).is_empty(), "a master without groups");
         assert_eq!(shares(100, [10, 0, 0].into_iter()), [40, 30, 30]);

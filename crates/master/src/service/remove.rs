@@ -1,37 +1,37 @@
-//! Remove: the one hot call that waits, for nodes to kill what they have.
+//! Remove: the only hot call that waits: nodes must kill their records.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hashbrown::HashMap;
-use moontide_meta::{Effects, Removal, Waiter};
+use moontide_meta::{Effects, RemoveOutcome, WaiterId};
 use moontide_proto::convert::{RemoveRequest, Wire};
 use moontide_proto::v1;
 use moontide_types::ErrorCode;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::{Codes, Service, refused};
+use super::{OutcomeCodes, Service, refused};
 
-/// Keys of all calls that wait for nodes.
+/// Keys of all calls that wait for nodes, by waiter.
 #[derive(Debug, Default)]
 pub(super) struct Removals {
-    drawn: AtomicU64,
-    waiting: Mutex<HashMap<Waiter, Waits>>,
+    next_waiter: AtomicU64,
+    waiting: Mutex<HashMap<WaiterId, PendingKey>>,
 }
 
-/// A key that waits.
+/// A key that waits for nodes.
 #[derive(Debug)]
-struct Waits {
-    call: Arc<Call>,
+struct PendingKey {
+    call: Arc<PendingRemoval>,
     position: u32,
     group: usize,
 }
 
-/// A call with keys that are not done yet.
+/// A call with keys that wait for nodes.
 #[derive(Debug, Default)]
-struct Call {
+struct PendingRemoval {
     state: Mutex<CallState>,
     done: Notify,
 }
@@ -42,32 +42,32 @@ struct CallState {
     finished: Vec<(u32, Option<ErrorCode>)>,
 }
 
-impl Call {
-    /// Until no key is left. A notice may be of an earlier moment, when keys that wait had not been added yet.
+impl PendingRemoval {
+    /// Waits until no key is left. A notification may be outdated: from a time before the waiting keys were added.
     async fn finished(&self) {
         loop {
-            let notice = self.done.notified();
+            let notified = self.done.notified();
             if self.state.lock().left == 0 {
                 return;
             }
-            notice.await;
+            notified.await;
         }
     }
 }
 
 impl Removals {
-    /// A key that has to wait. Known before the group is asked, so that no end can come too early.
-    fn add(&self, call: &Arc<Call>, position: u32, group: usize) -> Waiter {
-        // Relaxed: a number that nobody else draws.
-        let waiter = Waiter(self.drawn.fetch_add(1, Ordering::Relaxed));
+    /// Adds a key. Called before the removal in the group, so that its completion cannot come too early.
+    fn add(&self, call: &Arc<PendingRemoval>, position: u32, group: usize) -> WaiterId {
+        // Relaxed: the number only has to be unique.
+        let waiter = WaiterId(self.next_waiter.fetch_add(1, Ordering::Relaxed));
         call.state.lock().left += 1;
-        self.waiting.lock().insert(waiter, Waits { call: Arc::clone(call), position, group });
+        self.waiting.lock().insert(waiter, PendingKey { call: Arc::clone(call), position, group });
         waiter
     }
 
-    /// A removal has come to its end; whoever gave up waiting has been forgotten before.
-    pub(super) fn finish(&self, waiter: Waiter, code: Option<ErrorCode>) {
-        let Some(Waits { call, position, .. }) = self.waiting.lock().remove(&waiter) else { return };
+    /// Completes a removal. Callers that stopped waiting were removed before.
+    pub(super) fn finish(&self, waiter: WaiterId, code: Option<ErrorCode>) {
+        let Some(PendingKey { call, position, .. }) = self.waiting.lock().remove(&waiter) else { return };
         let mut state = call.state.lock();
         state.left -= 1;
         state.finished.push((position, code));
@@ -76,17 +76,17 @@ impl Removals {
         }
     }
 
-    /// The group is somebody else's: whoever waits for it hears that it is not certain.
+    /// Completes all removals in a group that another master owns with `Pending`.
     pub(super) fn abandon(&self, group: usize) {
-        let of_group = |(waiter, waits): (&Waiter, &Waits)| (waits.group == group).then_some(*waiter);
-        let mut abandoned: Vec<Waiter> = self.waiting.lock().iter().filter_map(of_group).collect();
-        abandoned.sort_unstable(); // a hash map's order is nobody's business
+        let of_group = |(waiter, key): (&WaiterId, &PendingKey)| (key.group == group).then_some(*waiter);
+        let mut abandoned: Vec<WaiterId> = self.waiting.lock().iter().filter_map(of_group).collect();
+        abandoned.sort_unstable(); // independent of the order of the hash map
         for waiter in abandoned {
             self.finish(waiter, Some(ErrorCode::Pending));
         }
     }
 
-    fn forget(&self, waiters: &[Waiter]) {
+    fn cancel(&self, waiters: &[WaiterId]) {
         let mut waiting = self.waiting.lock();
         for waiter in waiters {
             waiting.remove(waiter);
@@ -95,7 +95,8 @@ impl Removals {
 }
 
 impl Service {
-    /// Removes objects. What nodes have not confirmed when the caller's deadline comes is `Pending`; it goes on.
+    /// Removes objects. Keys that nodes have not confirmed within the timeout return `Pending`; their removal
+    /// continues.
     pub async fn remove(&self, m: &v1::RemoveRequest) -> v1::OutcomesResponse {
         let understood = RemoveRequest::from_wire(m)
             .map_err(refused)
@@ -107,11 +108,11 @@ impl Service {
             }
         };
         let now = self.now();
-        let mut codes = Codes::new(request.keys.len());
-        let call = Arc::new(Call::default());
+        let mut codes = OutcomeCodes::new(request.keys.len());
+        let call = Arc::new(PendingRemoval::default());
         let mut waiters = vec![];
         let mut effects = Effects::new();
-        for (index, asks, positions) in self.sort(&caller, request.keys).parts() {
+        for (index, lookups, positions) in self.sort(&caller, request.keys).parts() {
             let mut group = match self.group(index) {
                 Ok(group) => group,
                 Err(code) => {
@@ -119,26 +120,27 @@ impl Service {
                     continue;
                 }
             };
-            for (ask, &position) in asks.iter().zip(positions) {
+            for (lookup, &position) in lookups.iter().zip(positions) {
                 let waiter = self.removals.add(&call, position, index);
-                match group.remove(now, ask, request.force, waiter, &mut effects) {
-                    Removal::Waiting => {
+                match group.remove(now, lookup, request.force, waiter, &mut effects) {
+                    RemoveOutcome::Waiting => {
                         codes.set(position as usize, Some(ErrorCode::Pending));
                         waiters.push(waiter);
                     }
-                    Removal::Done(code) => self.removals.finish(waiter, code),
+                    RemoveOutcome::Done(code) => self.removals.finish(waiter, code),
                 }
             }
             self.deliver(&group, &mut effects);
         }
         if !waiters.is_empty() {
-            let deadline = Duration::from_millis(caller.context.deadline_ms.into());
-            // A caller that has gone away drops this future, and what it left here must go, too.
-            let _forget = Forget { removals: &self.removals, waiters: &waiters };
-            let _ = tokio::time::timeout(deadline, call.finished()).await;
+            let timeout = Duration::from_millis(caller.context.timeout_ms.into());
+            // A disconnected caller drops this future; the guard then removes its waiters.
+            let _guard = WaiterGuard { removals: &self.removals, waiters: &waiters };
+            let _ = tokio::time::timeout(timeout, call.finished()).await;
         }
-        // Another master may have the group by now, and objects that we do not know of.
-        let unconfirmed = self.is_unconfirmed() && !moontide_types::planted("unconfirmed-removal-certain");
+        // Another master may own the group already, with objects that this master does not know.
+        let unconfirmed =
+            self.is_unconfirmed() && !moontide_rt::mutation_enabled("unconfirmed-removal-certain");
         for (position, code) in call.state.lock().finished.drain(..) {
             let certain = !unconfirmed || !matches!(code, None | Some(ErrorCode::NotFound));
             codes.set(position as usize, if certain { code } else { Some(ErrorCode::Pending) });
@@ -147,13 +149,13 @@ impl Service {
     }
 }
 
-struct Forget<'a> {
+struct WaiterGuard<'a> {
     removals: &'a Removals,
-    waiters: &'a [Waiter],
+    waiters: &'a [WaiterId],
 }
 
-impl Drop for Forget<'_> {
+impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
-        self.removals.forget(self.waiters);
+        self.removals.cancel(self.waiters);
     }
 }

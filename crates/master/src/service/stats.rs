@@ -1,85 +1,86 @@
-//! What the service counts, for metrics.
+//! Counters of the service, for metrics.
 
 use std::collections::BTreeMap;
 
-use moontide_meta::{GroupStats, LookupCounts, Medium, Quota, SegmentPhase, SegmentView, TenantUsage};
+use moontide_meta::{GroupStats, LookupCounts, Quota, SegmentPhase, SegmentView, TenantUsage};
 use moontide_proto::convert::{DiskState, ReadCounters};
+use moontide_types::Medium;
 
 use super::Service;
 
-/// Everything that metrics show.
+/// Values of all metrics.
 #[derive(Clone, Debug, Default)]
 pub struct MasterStats {
-    /// Objects, those being written included.
+    /// Number of objects, including those being written.
     pub objects: u64,
-    /// Objects being written.
+    /// Number of objects being written.
     pub objects_writing: u64,
-    /// Sessions of nodes.
+    /// Number of sessions of nodes.
     pub sessions: u64,
-    /// Segments in use.
+    /// Number of segments in use.
     pub segments: u64,
-    /// Their units. `live + reserved + draining + free = units`.
+    /// Units of these segments. `live + reserved + draining + free = units`.
     pub units: u64,
     /// Units of complete objects.
     pub live_units: u64,
     /// Units of objects being written.
     pub reserved_units: u64,
-    /// Units that nodes have not given back yet.
+    /// Units of removed objects that nodes have not freed yet.
     pub draining_units: u64,
-    /// The rest.
+    /// Free units.
     pub free_units: u64,
-    /// Header slots.
+    /// Number of header slots.
     pub slots: u64,
-    /// Slots that are not free.
-    pub taken_slots: u64,
-    /// Memory held by the index.
+    /// Number of slots in use.
+    pub used_slots: u64,
+    /// Memory of the index in bytes.
     pub memory_bytes: u64,
-    /// Complete objects that are nowhere but on disks.
+    /// Number of complete objects that are only on disks.
     pub objects_on_disk: u64,
-    /// Units of memory that will be free when what is being written to disks is there.
+    /// Units of memory that become free when the offloads in progress are complete.
     pub offloading_units: u64,
-    /// Nodes with a disk.
+    /// Number of nodes with a disk.
     pub disks: u64,
-    /// Of these, those that take no more.
-    pub disks_closed: u64,
-    /// Bytes on disks.
+    /// Number of disks that accept no writes.
+    pub disks_read_only: u64,
+    /// Bytes in use on disks.
     pub disk_used_bytes: u64,
-    /// Bytes that disks may hold.
+    /// Capacity limit of all disks in bytes.
     pub disk_limit_bytes: u64,
-    /// Counts of all groups, summed.
+    /// Sums of the counters of all groups.
     pub group: GroupStats,
-    /// Reads, wherever they happened.
-    pub reads: ReadSums,
-    /// Orders without an answer.
-    pub orders_outstanding: u64,
-    /// Tenants over all groups.
+    /// Local and remote reads.
+    pub reads: ReadTotals,
+    /// Number of commands without a result.
+    pub pending_commands: u64,
+    /// Usage of tenants in all groups.
     pub tenants: Vec<TenantUsage>,
 }
 
-/// Reads, counted where they are decided: same-host reads by the nodes, the others by the master's lookups.
+/// Read counters: local reads are counted by the nodes, the others by the lookups of the master.
 ///
 /// `memory_hits + device_hits + disk_hits + misses = requested`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReadSums {
-    /// All of them.
+pub struct ReadTotals {
+    /// Number of all reads.
     pub requested: u64,
-    /// Found in memory: by a lookup, or in place on the same host.
+    /// Found in memory: by a lookup, or by a local zero-copy read.
     pub memory_hits: u64,
-    /// Found in a GPU's memory on the same host.
+    /// Local reads found in the memory of a GPU.
     pub device_hits: u64,
-    /// Found on disk alone.
+    /// Found only on disk.
     pub disk_hits: u64,
-    /// Not found or not ready. A local miss is followed by a lookup, which counts instead of it.
+    /// Not found or not ready. A local miss is followed by a lookup, and only the lookup counts.
     pub misses: u64,
-    /// Bytes that nodes have served.
+    /// Bytes served by nodes.
     pub bytes: u64,
     /// Reads that failed verification.
     pub corrupt: u64,
 }
 
-/// A node's counters, as far as sums need them.
+/// Read counters of a node that the totals need.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Reads {
+pub(super) struct NodeReads {
     memory: u64,
     device: u64,
     disk: u64,
@@ -87,10 +88,10 @@ pub(super) struct Reads {
     corrupt: u64,
 }
 
-impl Reads {
-    /// A heartbeat carries sums since the session was opened.
+impl NodeReads {
+    /// Sets the counters from a heartbeat, which contains totals since the start of the session.
     pub(super) fn set(&mut self, counters: &ReadCounters) {
-        *self = Reads {
+        *self = NodeReads {
             memory: counters.local_memory,
             device: counters.local_device,
             disk: counters.local_disk,
@@ -99,7 +100,7 @@ impl Reads {
         };
     }
 
-    pub(super) fn add(&mut self, other: &Reads) {
+    pub(super) fn add(&mut self, other: &NodeReads) {
         self.memory = self.memory.saturating_add(other.memory);
         self.device = self.device.saturating_add(other.device);
         self.disk = self.disk.saturating_add(other.disk);
@@ -109,7 +110,7 @@ impl Reads {
 }
 
 impl Service {
-    /// Counts of everything, group after group.
+    /// Collects all counters, group after group.
     pub fn stats(&self) -> MasterStats {
         let mut stats = MasterStats::default();
         for group in self.hosted() {
@@ -127,18 +128,18 @@ impl Service {
                 stats.draining_units += u64::from(view.draining_units);
                 stats.free_units += u64::from(view.free_units);
                 stats.slots += u64::from(view.slots);
-                stats.taken_slots += u64::from(view.taken_slots);
+                stats.used_slots += u64::from(view.taken_slots);
             }
             add(&mut stats.group, group.stats());
         }
         let mut reads = *self.past_reads.lock();
         for node in self.nodes.read().values() {
             stats.sessions += 1;
-            stats.orders_outstanding += node.orders_outstanding() as u64;
+            stats.pending_commands += node.pending_commands() as u64;
             reads.add(&node.reads.lock());
             if let Some(disk) = *node.disk.lock() {
                 stats.disks += 1;
-                stats.disks_closed +=
+                stats.disks_read_only +=
                     u64::from(matches!(disk.state, DiskState::Full | DiskState::WriteFailed));
                 stats.disk_used_bytes += disk.used_bytes;
                 stats.disk_limit_bytes += disk.limit_bytes;
@@ -147,8 +148,8 @@ impl Service {
         let lookups = stats.group.lookups;
         let misses = lookups.misses + lookups.not_ready;
         let memory_hits = lookups.hits + reads.memory;
-        stats.reads = ReadSums {
-            // Counted when a key is asked for, not when it is answered: the sum can fail.
+        stats.reads = ReadTotals {
+            // Counted at the request, not at the response, so a wrong sum is detectable.
             requested: lookups.requested + reads.memory + reads.device + reads.disk,
             memory_hits,
             device_hits: reads.device,
@@ -157,20 +158,20 @@ impl Service {
             bytes: reads.bytes,
             corrupt: reads.corrupt,
         };
-        let facts = self.tenants.read();
+        let info = self.tenants.read();
         stats.tenants = self
             .tenant_usage()
             .into_iter()
             .map(|(name, bytes, objects)| {
-                let quota = facts.get(&name).map_or(Quota::default(), |facts| facts.quota);
+                let quota = info.get(&name).map_or(Quota::default(), |info| info.quota);
                 TenantUsage { name, quota, bytes, objects }
             })
             .collect();
         stats
     }
 
-    /// Not for programs: holds every group against its invariants, for a simulation. Looks at everything.
-    #[doc(hidden)]
+    /// Checks the invariants of every group, for tests and the simulation. Visits all objects.
+    #[cfg(any(test, feature = "testing"))]
     pub fn audit(&self) -> Result<(), String> {
         for group in self.hosted() {
             group.audit(self.now()).map_err(|violation| format!("group {}: {violation}", group.index))?;
@@ -178,7 +179,7 @@ impl Service {
         Ok(())
     }
 
-    /// Name, bytes and objects of every tenant, by name.
+    /// Returns name, bytes and objects of every tenant, sorted by name.
     pub(super) fn tenant_usage(&self) -> Vec<(Box<str>, u64, u64)> {
         let mut sums: BTreeMap<Box<str>, (u64, u64)> = BTreeMap::new();
         for group in self.hosted() {
@@ -204,7 +205,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
         expired_objects,
         removed_objects,
         lost_objects,
-        offloads_ordered,
+        offloads_started,
         offloaded_objects,
         demoted_objects,
         offloads_not_admitted,
@@ -212,7 +213,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
         recovered_objects,
         disk_evicted,
         reclaimed,
-        orders_refused,
+        commands_refused,
         reported,
         reported_killed,
     } = *group;
@@ -231,7 +232,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     sum.expired_objects += expired_objects;
     sum.removed_objects += removed_objects;
     sum.lost_objects += lost_objects;
-    sum.offloads_ordered += offloads_ordered;
+    sum.offloads_started += offloads_started;
     sum.offloaded_objects += offloaded_objects;
     sum.demoted_objects += demoted_objects;
     sum.offloads_not_admitted += offloads_not_admitted;
@@ -239,7 +240,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     sum.recovered_objects += recovered_objects;
     sum.disk_evicted += disk_evicted;
     sum.reclaimed += reclaimed;
-    sum.orders_refused += orders_refused;
+    sum.commands_refused += commands_refused;
     sum.reported += reported;
     sum.reported_killed += reported_killed;
 }

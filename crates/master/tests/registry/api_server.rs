@@ -1,14 +1,14 @@
-//! [`ApiServer`]: as much of Kubernetes' API server as Leases and Secrets need, with its rules, on loopback.
+//! [`ApiServer`]: fake API server of Kubernetes on loopback, for Leases and Secrets, with these rules:
 //!
-//! | | |
+//! | operation | rule |
 //! |---|---|
-//! | versions | one counter for everything; every change takes the next |
-//! | create | 409 if it exists; a version must not be given |
-//! | update | 409 unless version and uid are those of the object; a Lease that is not there is created if no uid is given |
-//! | delete | 409 unless it is as the preconditions say |
-//! | watch | what happened since a version, then what happens; bookmarks; 410 if that is forgotten; ends after its time |
+//! | versions | one counter for all objects; every change increments it |
+//! | create | 409 if the object exists; a version must not be given |
+//! | update | 409 unless version and uid match the object; a missing Lease is created if no uid is given |
+//! | delete | 409 unless the preconditions hold |
+//! | watch | events since a version, then new events; bookmarks; 410 if the version is too old; ends at its timeout |
 //!
-//! The rules are those of the reference ("Kubernetes API Concepts" at https://kubernetes.io/docs/reference/using-api/).
+//! Source: "Kubernetes API Concepts" at https://kubernetes.io/docs/reference/using-api/.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
@@ -29,36 +29,36 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
 const NAMESPACE: &str = "storage";
-/// Real ones send one a minute.
+/// Interval of bookmarks; real servers send one per minute.
 const BOOKMARK: Duration = Duration::from_millis(200);
 
-/// What goes wrong.
+/// Injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// An answer with this code.
+    /// Response with this status code.
     Refuse(u16),
-    /// No answer.
+    /// No response.
     Hang,
-    /// The connection breaks in the middle of an answer; nothing was done.
+    /// The connection breaks within the response; the call is not executed.
     Cut,
-    /// The same, and it was done.
+    /// The connection breaks within the response; the call is executed.
     DoneButCut,
-    /// What happened before is forgotten, and something has happened since.
+    /// Older versions are compacted, and a new version exists.
     Forget,
 }
 
 #[derive(Default)]
-struct World {
+struct ServerState {
     version: u64,
-    /// Versions up to this one are forgotten.
-    forgotten: u64,
+    /// Versions below this one are compacted.
+    compacted: u64,
     objects: BTreeMap<String, Value>,
-    /// Version, what happened, to which path, and the object.
+    /// Version, event type, path and object.
     history: Vec<(u64, &'static str, String, Value)>,
     always: Option<Fault>,
     once: VecDeque<Fault>,
     next_watch: Option<Fault>,
-    /// Whether the next object that is to be deleted changes just before.
+    /// Whether the next object to delete changes right before the deletion.
     slow_delete: bool,
     watches: usize,
     token: Option<String>,
@@ -66,7 +66,7 @@ struct World {
 
 type Refusal = (u16, &'static str, String);
 
-impl World {
+impl ServerState {
     fn next_version(&mut self) -> u64 {
         self.version += 1;
         self.version
@@ -89,8 +89,8 @@ impl World {
         let name = text(&object, "name").to_owned();
         let path = format!("{collection}/{name}");
         if !text(&object, "resourceVersion").is_empty() {
-            let why = "resourceVersion should not be set on objects to be created";
-            return Err((500, "InternalError", why.into()));
+            let reason = "resourceVersion should not be set on objects to be created";
+            return Err((500, "InternalError", reason.into()));
         }
         if self.objects.contains_key(&path) {
             return Err((409, "AlreadyExists", format!("\"{name}\" already exists")));
@@ -113,8 +113,8 @@ impl World {
             return Err((409, "Conflict", "Precondition failed: UID in object meta: ".into()));
         };
         if version.is_empty() {
-            let why = "metadata.resourceVersion: Invalid value: 0x0: must be specified for an update";
-            return Err((422, "Invalid", why.into()));
+            let reason = "metadata.resourceVersion: Invalid value: 0x0: must be specified for an update";
+            return Err((422, "Invalid", reason.into()));
         }
         if text(stored, "resourceVersion") != version || (!uid.is_empty() && text(stored, "uid") != uid) {
             return Err((409, "Conflict", "the object has been modified; please apply your changes".into()));
@@ -146,15 +146,15 @@ impl World {
     }
 
     fn list(&self, collection: &str, selector: &str) -> Value {
-        let ours = |(path, object): &(&String, &Value)| {
+        let is_listed = |(path, object): &(&String, &Value)| {
             path.rsplit_once('/').is_some_and(|(folder, _)| folder == collection)
                 && is_selected(object, selector)
         };
-        // Items of a list do not say their kind.
+        // Items of a list have no kind.
         let items: Vec<Value> = self
             .objects
             .iter()
-            .filter(ours)
+            .filter(is_listed)
             .map(|(_, object)| json!({"metadata": object["metadata"], "spec": object["spec"]}))
             .collect();
         json!({
@@ -165,11 +165,11 @@ impl World {
         })
     }
 
-    /// Lines of a watch for what happened after `since`, and how far that reaches.
+    /// Returns the lines of a watch for events after `since`, and the last version.
     fn lines(&self, collection: &str, selector: &str, since: u64) -> Result<(String, u64), String> {
-        if since < self.forgotten {
-            let why = format!("too old resource version: {since} ({})", self.forgotten);
-            return Err(line("ERROR", &status(410, "Expired", &why)));
+        if since < self.compacted {
+            let reason = format!("too old resource version: {since} ({})", self.compacted);
+            return Err(line("ERROR", &status(410, "Expired", &reason)));
         }
         let mut lines = String::new();
         for (version, kind, path, object) in &self.history {
@@ -186,12 +186,12 @@ fn text<'a>(object: &'a Value, field: &str) -> &'a str {
     object["metadata"][field].as_str().unwrap_or_default()
 }
 
-/// What a server checks of what it is given.
+/// Checks an object as an API server does.
 fn check(object: &Value) -> Result<(), Refusal> {
-    let invalid = |why: String| Err((422, "Invalid", why));
+    let invalid = |reason: String| Err((422, "Invalid", reason));
     match (object["apiVersion"].as_str(), object["kind"].as_str()) {
         (Some("coordination.k8s.io/v1"), Some("Lease")) | (Some("v1"), Some("Secret")) => {}
-        other => return invalid(format!("{other:?} is not known here")),
+        other => return invalid(format!("unknown kind {other:?}")),
     }
     if text(object, "name").is_empty() {
         return invalid("metadata.name: Required value".into());
@@ -233,7 +233,7 @@ fn status(code: u16, reason: &str, message: &str) -> Value {
     })
 }
 
-/// The server. It ends with this value.
+/// Handle of the server. Drop stops it.
 pub(crate) struct ApiServer {
     shared: Arc<Shared>,
     url: String,
@@ -241,8 +241,8 @@ pub(crate) struct ApiServer {
 }
 
 struct Shared {
-    world: Mutex<World>,
-    /// The version, for those who wait.
+    state: Mutex<ServerState>,
+    /// Current version, for watches.
     changes: watch::Sender<u64>,
 }
 
@@ -254,63 +254,65 @@ impl Drop for ApiServer {
 
 impl ApiServer {
     pub(crate) async fn start() -> ApiServer {
-        let shared = Arc::new(Shared { world: Mutex::new(World::default()), changes: watch::Sender::new(0) });
+        let shared =
+            Arc::new(Shared { state: Mutex::new(ServerState::default()), changes: watch::Sender::new(0) });
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let url = format!("http://{}", listener.local_addr().expect("it is bound"));
+        let url = format!("http://{}", listener.local_addr().expect("the listener is bound"));
         let router = Router::new().fallback(handle).with_state(Arc::clone(&shared));
-        let serving = tokio::spawn(async move { axum::serve(listener, router).await.expect("it listens") });
+        let serving =
+            tokio::spawn(async move { axum::serve(listener, router).await.expect("the server listens") });
         ApiServer { shared, url, serving }
     }
 
-    /// A registry of its own, as another process would have it.
+    /// Opens a separate registry client, as another process would.
     pub(crate) fn open(&self, name: &str) -> Arc<dyn Registry> {
         let server = KubernetesServer { url: self.url.clone(), token_file: None, ca_file: None };
-        Arc::new(KubernetesRegistry::connect(server, NAMESPACE, name).expect("nothing is asked yet"))
+        Arc::new(KubernetesRegistry::connect(server, NAMESPACE, name).expect("connect makes no call"))
     }
 
     pub(crate) fn open_with_token(&self, name: &str, file: &Path) -> Arc<dyn Registry> {
         let server = KubernetesServer { url: self.url.clone(), token_file: Some(file.into()), ca_file: None };
-        Arc::new(KubernetesRegistry::connect(server, NAMESPACE, name).expect("nothing is asked yet"))
+        Arc::new(KubernetesRegistry::connect(server, NAMESPACE, name).expect("connect makes no call"))
     }
 
-    /// Something goes wrong with every call from now on, or nothing.
+    /// Injects a fault into every call from now on, or none.
     pub(crate) fn always(&self, fault: Option<Fault>) {
-        self.shared.world.lock().always = fault;
+        self.shared.state.lock().always = fault;
     }
 
-    /// With the next call.
+    /// Injects a fault into the next call.
     pub(crate) fn once(&self, fault: Fault) {
-        self.shared.world.lock().once.push_back(fault);
+        self.shared.state.lock().once.push_back(fault);
     }
 
-    /// With the next watch.
+    /// Injects a fault into the next watch.
     pub(crate) fn next_watch(&self, fault: Fault) {
-        self.shared.world.lock().next_watch = Some(fault);
+        self.shared.state.lock().next_watch = Some(fault);
     }
 
-    /// The next object that is to be deleted has changed when the deletion arrives.
+    /// Changes the next object to delete right before its deletion.
     pub(crate) fn next_delete_is_late(&self) {
-        self.shared.world.lock().slow_delete = true;
+        self.shared.state.lock().slow_delete = true;
     }
 
-    /// Somebody deletes a lease by hand.
+    /// Deletes a Lease, as an operator would.
     pub(crate) fn lose(&self, name: &str) {
         let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{name}");
-        self.shared.world.lock().delete(&path, &Value::Null).expect("it is there");
+        self.shared.state.lock().delete(&path, &Value::Null).expect("the lease exists");
     }
 
-    /// How many watches there were.
+    /// Returns the number of watches so far.
     pub(crate) fn watches(&self) -> usize {
-        self.shared.world.lock().watches
+        self.shared.state.lock().watches
     }
 
-    /// From now on only who has this token is let in.
+    /// Accepts only calls with this token from now on.
     pub(crate) fn expect_token(&self, token: &str) {
-        self.shared.world.lock().token = Some(token.into());
+        self.shared.state.lock().token = Some(token.into());
     }
 }
 
-fn answer(outcome: Result<Value, Refusal>) -> Response {
+fn respond(outcome: Result<Value, Refusal>) -> Response {
     let (code, body) = match outcome {
         Ok(object) => (200, object),
         Err((code, reason, message)) => (code, status(code, reason, &message)),
@@ -320,7 +322,7 @@ fn answer(outcome: Result<Value, Refusal>) -> Response {
     response
 }
 
-/// Half an answer.
+/// Returns a response that breaks within the body.
 fn cut() -> Response {
     let halves = [Ok(Bytes::from_static(b"{\"kind\": ")), Err(std::io::Error::other("cut"))];
     Response::new(Body::from_stream(stream::iter(halves)))
@@ -342,28 +344,28 @@ async fn handle(
         .collect();
     let is_watch = query.contains_key("watch");
     let fault = {
-        let mut world = shared.world.lock();
-        let expected = world.token.as_ref().map(|token| format!("Bearer {token}"));
+        let mut state = shared.state.lock();
+        let expected = state.token.as_ref().map(|token| format!("Bearer {token}"));
         let given = headers.get("authorization").and_then(|value| value.to_str().ok());
         if expected.is_some() && given != expected.as_deref() {
-            return answer(Err((401, "Unauthorized", "Unauthorized".into())));
+            return respond(Err((401, "Unauthorized", "Unauthorized".into())));
         }
-        world.watches += usize::from(is_watch);
-        let watch_fault = if is_watch { world.next_watch.take() } else { None };
-        world.always.or(watch_fault).or_else(|| world.once.pop_front())
+        state.watches += usize::from(is_watch);
+        let watch_fault = if is_watch { state.next_watch.take() } else { None };
+        state.always.or(watch_fault).or_else(|| state.once.pop_front())
     };
     match fault {
-        Some(Fault::Refuse(code)) => return answer(Err((code, "Injected", format!("injected {code}")))),
+        Some(Fault::Refuse(code)) => return respond(Err((code, "Injected", format!("injected {code}")))),
         Some(Fault::Hang) => {
             sleep(Duration::from_secs(3600)).await;
             return cut();
         }
         Some(Fault::Cut) => return cut(),
         Some(Fault::Forget) => {
-            let mut world = shared.world.lock();
-            let version = world.next_version();
-            world.forgotten = version;
-            world.history.clear();
+            let mut state = shared.state.lock();
+            let version = state.next_version();
+            state.compacted = version;
+            state.history.clear();
         }
         Some(Fault::DoneButCut) | None => {}
     }
@@ -374,21 +376,21 @@ async fn handle(
     let object: Value = serde_json::from_slice(&body).unwrap_or_default();
     let is_collection = path.ends_with("/leases") || path.ends_with("/secrets");
     let outcome = {
-        let mut world = shared.world.lock();
+        let mut state = shared.state.lock();
         let outcome = match method {
             Method::GET if is_collection => {
-                Ok(world.list(path, query.get("labelSelector").map_or("", |selector| selector)))
+                Ok(state.list(path, query.get("labelSelector").map_or("", |selector| selector)))
             }
-            Method::GET => world.get(path),
-            Method::POST => world.create(path, object),
-            Method::PUT => world.update(path, object),
-            Method::DELETE => world.delete(path, &object),
+            Method::GET => state.get(path),
+            Method::POST => state.create(path, object),
+            Method::PUT => state.update(path, object),
+            Method::DELETE => state.delete(path, &object),
             _ => Err((405, "MethodNotAllowed", "the server does not allow this method".into())),
         };
-        shared.changes.send_replace(world.version);
+        shared.changes.send_replace(state.version);
         outcome
     };
-    if fault == Some(Fault::DoneButCut) { cut() } else { answer(outcome) }
+    if fault == Some(Fault::DoneButCut) { cut() } else { respond(outcome) }
 }
 
 struct Watching {
@@ -398,7 +400,7 @@ struct Watching {
     selector: String,
     since: u64,
     end: Instant,
-    over: bool,
+    is_done: bool,
 }
 
 fn watching(shared: Arc<Shared>, path: String, query: HashMap<String, String>) -> Response {
@@ -408,30 +410,30 @@ fn watching(shared: Arc<Shared>, path: String, query: HashMap<String, String>) -
         shared,
         path,
         selector: query.get("labelSelector").cloned().unwrap_or_default(),
-        since: number("resourceVersion").expect("a watch goes on from somewhere"),
+        since: number("resourceVersion").expect("a watch has a start version"),
         end: Instant::now() + Duration::from_secs(number("timeoutSeconds").unwrap_or(1800)),
-        over: false,
+        is_done: false,
     };
     Response::new(Body::from_stream(stream::unfold(watching, |mut watching| async move {
-        if watching.over {
+        if watching.is_done {
             return None;
         }
         loop {
             watching.changes.borrow_and_update();
             let lines =
-                watching.shared.world.lock().lines(&watching.path, &watching.selector, watching.since);
-            let said = match lines {
+                watching.shared.state.lock().lines(&watching.path, &watching.selector, watching.since);
+            let text = match lines {
                 Err(last) => {
-                    watching.over = true;
+                    watching.is_done = true;
                     last
                 }
-                Ok((lines, reaches)) => {
-                    watching.since = reaches;
+                Ok((lines, last)) => {
+                    watching.since = last;
                     lines
                 }
             };
-            if !said.is_empty() {
-                return Some((Ok::<_, std::io::Error>(Bytes::from(said)), watching));
+            if !text.is_empty() {
+                return Some((Ok::<_, std::io::Error>(Bytes::from(text)), watching));
             }
             let left = watching.end.saturating_duration_since(Instant::now());
             if left.is_zero() {

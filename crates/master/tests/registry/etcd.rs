@@ -1,4 +1,4 @@
-//! Real etcd servers on loopback, each with a directory of its own, which end with the value that stands for them.
+//! Real etcd servers on loopback, each with its own directory. Drop kills them.
 
 use std::io::Read as _;
 use std::net::TcpListener;
@@ -14,35 +14,37 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 
-/// How long etcd may take to come up: it waits for an election, on a machine that may be busy.
+use crate::not_run::not_run;
+
+/// Timeout of the start of etcd: it waits for an election, on a machine that may be busy.
 const START: Duration = Duration::from_secs(30);
 
-/// The binary: `MOONTIDE_ETCD`, or `etcd` from the path. None if the variable says `skip`.
+/// Returns the path of etcd: `MOONTIDE_ETCD`, or `etcd` from the search path. `None` if the variable is `skip`.
 fn binary() -> Option<PathBuf> {
     let named = std::env::var("MOONTIDE_ETCD").ok();
     if named.as_deref() == Some("skip") {
-        println!("NOT RUN: MOONTIDE_ETCD=skip");
+        not_run("MOONTIDE_ETCD=skip");
         return None;
     }
     let binary = PathBuf::from(named.as_deref().unwrap_or("etcd"));
     let version = Command::new(&binary).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     assert!(
         version.is_ok_and(|status| status.success()),
-        "{} cannot be run: install etcd (`apt install etcd-server`), say where it is (MOONTIDE_ETCD=/path/to/etcd), \
-         or leave these tests out (MOONTIDE_ETCD=skip)",
+        "cannot run {}; install etcd (`apt install etcd-server`), set its path (MOONTIDE_ETCD=/path/to/etcd), \
+         or skip these tests (MOONTIDE_ETCD=skip)",
         binary.display()
     );
     Some(binary)
 }
 
 fn free_ports(count: usize) -> Vec<u16> {
-    // All are held until all are known: none comes twice.
-    let held: Vec<TcpListener> =
+    // All listeners remain open until all ports are known, so no port is returned twice.
+    let listeners: Vec<TcpListener> =
         (0..count).map(|_| TcpListener::bind("127.0.0.1:0").expect("a free port")).collect();
-    held.iter().map(|listener| listener.local_addr().expect("it is bound").port()).collect()
+    listeners.iter().map(|listener| listener.local_addr().expect("the listener is bound").port()).collect()
 }
 
-/// A server.
+/// An etcd server.
 pub(crate) struct Server {
     arguments: Vec<String>,
     binary: PathBuf,
@@ -55,34 +57,34 @@ impl Server {
     fn spawn(binary: &PathBuf, arguments: &[String]) -> Child {
         let mut command = Command::new(binary);
         command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
-        command.spawn().expect("it said its version a moment ago")
+        command.spawn().expect("etcd can be started")
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).expect("it is our child");
+        kill_process(Pid::from_child(&self.child), signal).expect("the child process exists");
     }
 
-    /// It is there, and does nothing.
+    /// Stops the process with SIGSTOP.
     pub(crate) fn stop(&self) {
         self.signal(Signal::STOP);
     }
 
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn resume(&self) {
         self.signal(Signal::CONT);
     }
 
     pub(crate) fn kill(&mut self) {
-        self.child.kill().expect("it is our child");
-        self.child.wait().expect("it is our child");
+        self.child.kill().expect("the child process exists");
+        self.child.wait().expect("the child process exists");
     }
 
-    /// Again, with what it has on disk.
+    /// Starts the server again with its data.
     pub(crate) fn restart(&mut self) {
         self.child = Server::spawn(&self.binary, &self.arguments);
     }
 
     fn has_ended(&mut self) -> Option<String> {
-        self.child.try_wait().expect("it is our child")?;
+        self.child.try_wait().expect("the child process exists")?;
         let mut text = String::new();
         let _ = self.child.stderr.take()?.read_to_string(&mut text);
         Some(text)
@@ -103,17 +105,17 @@ pub(crate) struct Etcd {
 }
 
 impl Etcd {
-    /// None if these tests are to be left out.
+    /// Starts `count` servers. Returns `None` if the tests are skipped.
     pub(crate) async fn start(count: usize) -> Option<Etcd> {
         let binary = binary()?;
-        // Somebody else may take a port between our knowing it and etcd's.
+        // Another process may take a port before etcd binds it.
         for _ in 0..3 {
             let mut etcd = Etcd::spawn(&binary, count);
-            if etcd.comes_up().await {
+            if etcd.is_ready().await {
                 return Some(etcd);
             }
         }
-        panic!("etcd did not come up in three tries");
+        panic!("etcd did not start in three attempts");
     }
 
     fn spawn(binary: &PathBuf, count: usize) -> Etcd {
@@ -136,7 +138,7 @@ impl Etcd {
                 ("initial-advertise-peer-urls", at(peers[n])),
                 ("initial-cluster", cluster.clone()),
                 ("logger", "zap".into()),
-                // What it says goes into a pipe that is read when it has ended: it must fit.
+                // The log goes into a pipe that is read only after the exit, so it must be short.
                 ("log-level", "fatal".into()),
             ]
             .into_iter()
@@ -149,82 +151,82 @@ impl Etcd {
         Etcd { servers: servers.collect() }
     }
 
-    async fn comes_up(&mut self) -> bool {
-        let until = Instant::now() + START;
-        let registry = self.open("is-it-there");
+    async fn is_ready(&mut self) -> bool {
+        let deadline = Instant::now() + START;
+        let registry = self.open("readiness");
         loop {
             for server in &mut self.servers {
-                if let Some(said) = server.has_ended() {
-                    println!("etcd ended at once: {said}");
+                if let Some(output) = server.has_ended() {
+                    println!("etcd exited at its start: {output}");
                     return false;
                 }
             }
             if registry.read().await.is_ok() {
                 return true;
             }
-            assert!(Instant::now() < until, "etcd is not ready after {START:?}");
+            assert!(Instant::now() < deadline, "etcd is not ready after {START:?}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 
-    /// A registry of its own, as another process would have it.
-    pub(crate) fn open(&self, place: &str) -> Arc<dyn Registry> {
+    /// Opens a separate registry client, as another process would.
+    pub(crate) fn open(&self, prefix: &str) -> Arc<dyn Registry> {
         let endpoints: Vec<&str> = self.servers.iter().map(|server| server.endpoint.as_str()).collect();
-        open_at(&endpoints.join(","), place)
+        open_at(&endpoints.join(","), prefix)
     }
 }
 
-fn open_at(endpoints: &str, place: &str) -> Arc<dyn Registry> {
-    let address: RegistryAddress = format!("etcd://{endpoints}/{place}").parse().expect("an address");
-    address.connect().expect("nothing is asked yet").expect("etcd is a registry")
+fn open_at(endpoints: &str, prefix: &str) -> Arc<dyn Registry> {
+    let address: RegistryAddress = format!("etcd://{endpoints}/{prefix}").parse().expect("an address");
+    address.connect().expect("connect makes no call").expect("etcd is a registry")
 }
 
-/// A way to a server on which answers may be lost, each with its connection.
-pub(crate) struct LossyWay {
+/// Proxy to a server that can lose a response and close its connection.
+pub(crate) struct LossyProxy {
     endpoint: String,
-    loses: Arc<AtomicBool>,
+    lose_next: Arc<AtomicBool>,
     running: JoinHandle<()>,
 }
 
-impl LossyWay {
-    pub(crate) async fn to(server: &Server) -> LossyWay {
+impl LossyProxy {
+    pub(crate) async fn start(server: &Server) -> LossyProxy {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let endpoint = listener.local_addr().expect("it is bound").to_string();
-        let (target, loses) = (server.endpoint.clone(), Arc::new(AtomicBool::new(false)));
-        let losing = Arc::clone(&loses);
+        let endpoint = listener.local_addr().expect("the listener is bound").to_string();
+        let (target, lose_next) = (server.endpoint.clone(), Arc::new(AtomicBool::new(false)));
+        let lose = Arc::clone(&lose_next);
         let running = tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 let server = TcpStream::connect(&target).await.expect("etcd listens");
-                tokio::spawn(carry(client, server, Arc::clone(&losing)));
+                tokio::spawn(forward(client, server, Arc::clone(&lose)));
             }
         });
-        LossyWay { endpoint, loses, running }
+        LossyProxy { endpoint, lose_next, running }
     }
 
-    pub(crate) fn open(&self, place: &str) -> Arc<dyn Registry> {
-        open_at(&self.endpoint, place)
+    pub(crate) fn open(&self, prefix: &str) -> Arc<dyn Registry> {
+        open_at(&self.endpoint, prefix)
     }
 
-    /// The next answer is lost, and only that one.
+    /// Loses the next response only.
     pub(crate) fn lose_one(&self) {
-        self.loses.store(true, Ordering::Relaxed);
+        self.lose_next.store(true, Ordering::Relaxed);
     }
 }
 
-impl Drop for LossyWay {
+impl Drop for LossyProxy {
     fn drop(&mut self) {
         self.running.abort();
     }
 }
 
-async fn carry(client: TcpStream, server: TcpStream, loses: Arc<AtomicBool>) {
+async fn forward(client: TcpStream, server: TcpStream, lose_next: Arc<AtomicBool>) {
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
-    let asking = tokio::io::copy(&mut from_client, &mut to_server);
-    let answering = async {
+    let requests = tokio::io::copy(&mut from_client, &mut to_server);
+    let responses = async {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(length @ 1..) = from_server.read(&mut buffer).await {
-            if has_answer(&buffer[..length]) && loses.swap(false, Ordering::Relaxed) {
+            if has_response(&buffer[..length]) && lose_next.swap(false, Ordering::Relaxed) {
                 return;
             }
             if to_client.write_all(&buffer[..length]).await.is_err() {
@@ -232,12 +234,12 @@ async fn carry(client: TcpStream, server: TcpStream, loses: Arc<AtomicBool>) {
             }
         }
     };
-    tokio::select! { _ = asking => {}, () = answering => {} }
+    tokio::select! { _ = requests => {}, () = responses => {} }
 }
 
-/// Whether there is a frame of HTTP/2 that belongs to an answer: headers or data, and not what keeps the connection. Answers
-/// here are small, so what was read begins with a frame.
-fn has_answer(mut bytes: &[u8]) -> bool {
+/// Returns whether the bytes contain an HTTP/2 frame of a response: headers or data. Responses here are small, so every
+/// read starts at a frame boundary.
+fn has_response(mut bytes: &[u8]) -> bool {
     while let [high, middle, low, kind, ..] = *bytes {
         if matches!(kind, 0 | 1) {
             return true;

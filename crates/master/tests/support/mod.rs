@@ -1,6 +1,6 @@
-//! What the tests of a running master share: starting one, a caller at the framed door, a node that obeys.
+//! Shared helpers for tests of a running master: start, a client of the frame server, a fake node.
 
-// Each test binary uses its own part of this.
+// Each test binary uses a part of this file.
 #![allow(dead_code, unreachable_pub)]
 
 use std::io::{Read, Write};
@@ -11,11 +11,11 @@ use moontide_master::{MasterConfig, Server};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{
-    FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Hello, ObjectEntry, Order, OrderKind,
-    OrderPhase, OrderResult, Packed, PackedBuilder, PackedKeysBuilder, ProtocolVersions, PutEndEntry,
+    CommandKind, CommandResult, CommandStatus, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind,
+    Hello, NodeCommand, ObjectEntry, Packed, PackedBuilder, PackedKeysBuilder, ProtocolVersions, PutEndEntry,
     PutEntry, Token, v1,
 };
-use moontide_types::bounds::{BATCH_KEYS_MAX, REPLICAS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX};
 use moontide_types::record::{State, Word};
 use moontide_types::{Key, NodeId, ObjectId};
 use prost::Message;
@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 
-/// All doors on free ports, 4 groups, no waiting for an earlier time.
+/// Returns a configuration with free ports, 4 groups and no reallocation delay.
 pub fn config() -> MasterConfig {
     let free = "127.0.0.1:0".parse().unwrap();
     MasterConfig {
@@ -31,7 +31,7 @@ pub fn config() -> MasterConfig {
         frame_listen: free,
         admin_listen: free,
         groups: 4,
-        reallocate_wait_ms: 0,
+        reallocation_delay_ms: 0,
         ..MasterConfig::default()
     }
 }
@@ -41,7 +41,7 @@ pub fn start() -> Server {
 }
 
 pub fn context() -> Option<v1::RequestContext> {
-    Some(v1::RequestContext { deadline_ms: 5_000, caller: 77, ..Default::default() })
+    Some(v1::RequestContext { timeout_ms: 5_000, caller: 77, ..Default::default() })
 }
 
 pub fn keys<K: AsRef<[u8]>>(keys: impl IntoIterator<Item = K>) -> bytes::Bytes {
@@ -68,7 +68,7 @@ pub fn put_start(names: &[&str], len: u64) -> v1::PutStartRequest {
     }
 }
 
-/// Ends every put of a PutStart that was granted, successfully. The ids are those of `names`.
+/// Creates a PutEnd that completes every granted put of a PutStart successfully.
 pub fn put_end(ids: &[ObjectId], started: &v1::PutStartResponse) -> v1::PutEndRequest {
     let objects = Packed::<ObjectEntry>::decode(&started.objects, BATCH_KEYS_MAX).unwrap();
     let granted = ids.iter().zip(objects.iter()).filter(|(_, object)| object.code.is_none());
@@ -79,20 +79,20 @@ pub fn put_end(ids: &[ObjectId], started: &v1::PutStartResponse) -> v1::PutEndRe
             root: 0x5eed,
             outcomes: [None; REPLICAS_MAX],
             replica_count: object.replica_count,
-            form: 0,
+            format: 0,
             stripe_count: 1,
         })
         .collect();
     v1::PutEndRequest { context: context(), entries: entries.finish().into(), stripe_roots: vec![] }
 }
 
-/// The codes of an answer to PutStart or GetReplicaList.
+/// Returns the codes of a response of PutStart or GetReplicaList.
 pub fn object_codes(objects: &[u8]) -> Vec<u16> {
     let objects = Packed::<ObjectEntry>::decode(objects, BATCH_KEYS_MAX).unwrap();
     objects.iter().map(|object| object.code.map_or(0, |code| code as u16)).collect()
 }
 
-/// The ids of keys, as a client computes them.
+/// Computes the ids of keys, as a client does.
 pub fn ids(info: &v1::GetClusterInfoResponse, names: &[&str]) -> Vec<ObjectId> {
     use moontide_types::{IdKey, Tenant, TenantGeneration};
     let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
@@ -110,15 +110,15 @@ pub async fn channel(address: SocketAddr) -> Channel {
 }
 
 pub async fn grpc(address: SocketAddr) -> MasterClient<Channel> {
-    let max = moontide_types::bounds::REQUEST_BYTES_MAX;
+    let max = moontide_types::limits::REQUEST_BYTES_MAX;
     MasterClient::new(channel(address).await)
         .max_decoding_message_size(max)
         .max_encoding_message_size(2 * max)
 }
 
-// ---------------------------------------------------------------------------------------------- framed caller
+// ---------------------------------------------------------------------------------------------- frame client
 
-/// A frame that came back.
+/// A received frame.
 #[derive(Debug)]
 pub struct Reply {
     pub header: FrameHeader,
@@ -131,22 +131,22 @@ impl Reply {
     }
 }
 
-/// A caller at the framed door.
+/// A client of the frame server.
 pub struct FrameCaller {
     pub socket: TcpStream,
     request: u64,
 }
 
 impl FrameCaller {
-    /// Connects and says Hello.
+    /// Connects and sends a Hello.
     pub fn connect(address: SocketAddr) -> FrameCaller {
-        let mut caller = FrameCaller::connect_silently(address);
+        let mut caller = FrameCaller::connect_without_hello(address);
         let reply = caller.hello(ProtocolVersions::CURRENT).unwrap();
         assert_eq!(reply.header.kind, FrameKind::HelloAck);
         caller
     }
 
-    pub fn connect_silently(address: SocketAddr) -> FrameCaller {
+    pub fn connect_without_hello(address: SocketAddr) -> FrameCaller {
         let socket = TcpStream::connect(address).unwrap();
         socket.set_nodelay(true).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -158,7 +158,7 @@ impl FrameCaller {
         self.read()
     }
 
-    /// The bytes of a request.
+    /// Returns the bytes of a request.
     pub fn frame(&mut self, kind: FrameKind, message: &impl Message) -> Vec<u8> {
         self.request += 1;
         frame(kind, self.request, 5_000, &message.encode_to_vec())
@@ -172,17 +172,17 @@ impl FrameCaller {
         reply
     }
 
-    /// The next frame; an error when the master closes the connection.
+    /// Reads the next frame. Fails when the master closes the connection.
     pub fn read(&mut self) -> std::io::Result<Reply> {
         let mut bytes = [0; FRAME_HEADER_BYTES];
         self.socket.read_exact(&mut bytes)?;
-        let header = FrameHeader::decode(&bytes).expect("a master sends no wrong headers");
+        let header = FrameHeader::decode(&bytes).expect("a master sends valid headers");
         let mut body = vec![0; header.body_len as usize];
         self.socket.read_exact(&mut body)?;
         Ok(Reply { header, body })
     }
 
-    /// Whether the master has closed the connection; waits for it.
+    /// Waits until the master closes the connection. Returns false on a timeout.
     pub fn is_closed(&mut self) -> bool {
         loop {
             match self.read() {
@@ -193,9 +193,9 @@ impl FrameCaller {
     }
 }
 
-pub fn frame(kind: FrameKind, request: u64, deadline_ms: u32, body: &[u8]) -> Vec<u8> {
+pub fn frame(kind: FrameKind, request: u64, timeout_ms: u32, body: &[u8]) -> Vec<u8> {
     let mut header = FrameHeader::new(kind, request);
-    header.deadline_ms = deadline_ms;
+    header.timeout_ms = timeout_ms;
     header.body_len = body.len() as u32;
     let mut frame = header.encode().to_vec();
     frame.extend_from_slice(body);
@@ -212,37 +212,37 @@ pub fn hello(versions: ProtocolVersions, inflight_max: u32) -> Vec<u8> {
 
 // -------------------------------------------------------------------------------------------------- fake node
 
-/// A node that has segments, beats, and does at once whatever it is told.
+/// A node with segments that sends heartbeats and executes every command immediately.
 pub struct FakeNode {
     task: tokio::task::JoinHandle<Result<(), tonic::Status>>,
 }
 
-/// A tenth of the default time to live.
-const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// A tenth of the default session TTL.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What a fake node offers.
+/// Parameters of a fake node.
 #[derive(Clone, Copy)]
-pub struct Offer {
+pub struct FakeNodeConfig {
     pub segments: u32,
     pub units: u32,
     pub slots: u32,
-    /// Whether orders are answered.
-    pub obeys: bool,
+    /// Whether the node executes commands.
+    pub executes_commands: bool,
 }
 
-impl Default for Offer {
-    fn default() -> Offer {
-        Offer { segments: 8, units: 1 << 20, slots: 1 << 16, obeys: true }
+impl Default for FakeNodeConfig {
+    fn default() -> FakeNodeConfig {
+        FakeNodeConfig { segments: 8, units: 1 << 20, slots: 1 << 16, executes_commands: true }
     }
 }
 
 impl FakeNode {
-    pub async fn start(address: SocketAddr, node: u64, offer: Offer) -> FakeNode {
+    pub async fn start(address: SocketAddr, node: u64, config: FakeNodeConfig) -> FakeNode {
         let mut client = MasterNodesClient::new(channel(address).await);
         let request = v1::OpenSessionRequest {
             context: context(),
             node,
-            boot: 1,
+            boot_id: 1,
             addresses: vec![],
             topology: Some(v1::Topology::default()),
             protocol_min: 1,
@@ -258,102 +258,107 @@ impl FakeNode {
             segment,
             generation: 1,
             medium: v1::Medium::Memory as i32,
-            units: offer.units,
-            slots: offer.slots,
+            units: config.units,
+            slots: config.slots,
             ..Default::default()
         };
         let request = v1::MountSegmentsRequest {
             context: mount_context,
-            segments: (0..offer.segments).map(spec).collect(),
+            segments: (0..config.segments).map(spec).collect(),
         };
         let mounted = client.mount_segments(request).await.unwrap().into_inner();
         assert_eq!(mounted.context.unwrap().code, 0);
-        assert!(mounted.grants.iter().all(|grant| grant.code == 0), "{:?}", mounted.grants);
+        assert!(mounted.results.iter().all(|result| result.code == 0), "{:?}", mounted.results);
 
         let (to_master, messages) = mpsc::channel(64);
-        to_master.send(beat(session, 1, 1)).await.unwrap();
+        to_master.send(heartbeat(session, 1, 1)).await.unwrap();
         let stream = client.session(ReceiverStream::new(messages)).await.unwrap().into_inner();
-        let task = tokio::spawn(obey(session, stream, to_master, offer.obeys));
+        let task = tokio::spawn(run_node(session, stream, to_master, config.executes_commands));
         FakeNode { task }
     }
 
-    /// How the stream ends, which the master decides.
+    /// Waits for the end of the stream. Returns its status.
     pub async fn end(self) -> Result<(), tonic::Status> {
         self.task.await.unwrap()
     }
 
-    /// Whether the stream is still there.
+    /// Returns whether the stream is still open.
     pub fn is_alive(&self) -> bool {
         !self.task.is_finished()
     }
 }
 
-async fn obey(
+async fn run_node(
     session: u64,
     mut stream: tonic::Streaming<v1::MasterMessage>,
     to_master: mpsc::Sender<v1::NodeMessage>,
-    obeys: bool,
+    executes_commands: bool,
 ) -> Result<(), tonic::Status> {
-    // The first beat was said before the stream was there. A node that falls silent loses its session, and the master
-    // what was on it.
-    let (mut sequence, mut beats) = (1, 1);
-    let mut clock = tokio::time::interval(BEAT_EVERY);
+    // The first heartbeat was sent before the stream was open. Without heartbeats the session would end, and the master
+    // would drop the objects of the node.
+    let (mut sequence, mut heartbeats) = (1, 1);
+    let mut clock = tokio::time::interval(HEARTBEAT_INTERVAL);
     loop {
         let message = tokio::select! {
             message = stream.message() => message?,
             _ = clock.tick() => {
-                (sequence, beats) = (sequence + 1, beats + 1);
-                if to_master.send(beat(session, sequence, beats)).await.is_err() {
-                    return last_word(stream).await;
+                (sequence, heartbeats) = (sequence + 1, heartbeats + 1);
+                if to_master.send(heartbeat(session, sequence, heartbeats)).await.is_err() {
+                    return read_to_end(stream).await;
                 }
                 continue;
             }
         };
         let Some(message) = message else { return Ok(()) };
-        let Some(v1::master_message::Body::Orders(orders)) = message.body else { continue };
-        let orders = Packed::<Order>::decode(&orders.orders, BATCH_KEYS_MAX).unwrap();
-        if orders.is_empty() || !obeys {
+        let Some(v1::master_message::Body::Commands(commands)) = message.body else { continue };
+        let commands = Packed::<NodeCommand>::decode(&commands.commands, BATCH_KEYS_MAX).unwrap();
+        if commands.is_empty() || !executes_commands {
             continue;
         }
-        let results: PackedBuilder<OrderResult> = orders.iter().map(|order| done(&order)).collect();
+        let results: PackedBuilder<CommandResult> = commands.iter().map(|command| done(&command)).collect();
         sequence += 1;
-        let results = v1::OrderResults { results: results.finish().into() };
-        let body = Some(v1::node_message::Body::OrderResults(results));
+        let results = v1::CommandResults { results: results.finish().into() };
+        let body = Some(v1::node_message::Body::CommandResults(results));
         if to_master.send(v1::NodeMessage { session, sequence, highest_term: 0, body }).await.is_err() {
-            return last_word(stream).await;
+            return read_to_end(stream).await;
         }
     }
 }
 
-/// The master hears no more; what it said last is still to be read.
-async fn last_word(mut stream: tonic::Streaming<v1::MasterMessage>) -> Result<(), tonic::Status> {
+/// Reads the last messages and the status after the master has closed the stream.
+async fn read_to_end(mut stream: tonic::Streaming<v1::MasterMessage>) -> Result<(), tonic::Status> {
     while stream.message().await?.is_some() {}
     Ok(())
 }
 
-/// A sign of life, with the reads that the node has counted.
-fn beat(session: u64, sequence: u64, beat: u64) -> v1::NodeMessage {
-    let beat = v1::Heartbeat {
-        beat,
+/// Creates a heartbeat with read counters.
+fn heartbeat(session: u64, sequence: u64, heartbeat_id: u64) -> v1::NodeMessage {
+    let heartbeat = v1::Heartbeat {
+        heartbeat_id,
         reads: Some(v1::ReadCounters { local_memory: 5, local_disk: 2, ..Default::default() }),
         pressure: Some(v1::Pressure::default()),
         ..Default::default()
     };
-    let body = Some(v1::node_message::Body::Heartbeat(beat));
+    let body = Some(v1::node_message::Body::Heartbeat(heartbeat));
     v1::NodeMessage { session, sequence, highest_term: 0, body }
 }
 
-fn done(order: &Order) -> OrderResult {
-    let (phase, state) = match order.kind {
-        OrderKind::Kill => (OrderPhase::Accepted, State::Dead),
-        _ => (OrderPhase::Done, State::Free),
+fn done(command: &NodeCommand) -> CommandResult {
+    let (status, state) = match command.kind {
+        CommandKind::Kill => (CommandStatus::Accepted, State::Dead),
+        _ => (CommandStatus::Done, State::Free),
     };
-    OrderResult { order: order.order, word: Word::new(order.epoch, state), code: None, phase }
+    CommandResult {
+        command_id: command.command_id,
+        word: Word::new(command.epoch, state),
+        code: None,
+        status,
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------- HTTP
 
-/// Status, headers and body of a request to the HTTP door.
+/// Sends a request to the admin endpoints. Returns status, headers and body of the response.
 pub fn http(
     address: SocketAddr,
     method: &str,
@@ -368,10 +373,10 @@ pub fn http(
         body.len()
     );
     socket.write_all(request.as_bytes()).unwrap();
-    let mut answer = Vec::new();
-    socket.read_to_end(&mut answer).unwrap();
-    let answer = String::from_utf8(answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let mut response = Vec::new();
+    socket.read_to_end(&mut response).unwrap();
+    let response = String::from_utf8(response).unwrap();
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     (status, head.to_ascii_lowercase(), body.to_owned())
 }
@@ -383,25 +388,25 @@ pub fn get(address: SocketAddr, path: &str) -> (u16, String) {
 
 // ---------------------------------------------------------------------------------------------------- process
 
-/// Memory of this process that is in RAM, in bytes.
+/// Returns the resident memory of this process in bytes.
 pub fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
-/// Descriptors of this process that are sockets.
+/// Returns the number of open sockets of this process.
 pub fn sockets() -> usize {
     let links =
         std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| entry.ok()?.path().read_link().ok());
     links.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
 }
 
-/// Waits until `what` holds.
+/// Waits until `holds` returns true. `what` describes the condition.
 pub fn eventually(what: &str, holds: impl Fn() -> bool) {
     let end = std::time::Instant::now() + Duration::from_secs(20);
     while !holds() {
-        assert!(std::time::Instant::now() < end, "{what} does not become true");
+        assert!(std::time::Instant::now() < end, "timeout waiting for: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -1,69 +1,69 @@
-//! [`Group::audit`]: walks over everything and holds it against the invariants. For tests and simulation.
+//! [`Group::audit`]: checks the whole state against the invariants. For tests and simulation.
 
 use std::collections::HashSet;
 
 use moontide_types::ObjectId;
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::limits::UNIT_BYTES;
 use moontide_types::{Epoch, Extent, NodeId, SegmentId, SlotId};
 
-use super::{Group, disk};
-use crate::record::{Flag, NONE};
-use crate::segment::{SegmentPhase, SlotState};
-use crate::sizes::Sizes;
-use crate::slab::Ref;
+use super::{Group, UnansweredKill, disk};
+use crate::ids::{NONE, RecordRef};
+use crate::record::RecordFlag;
+use crate::segment::{Segment, SegmentPhase, SlotState};
+use crate::segment_sizes::SegmentSizes;
 use crate::time::Now;
 
-/// An invariant that does not hold.
+/// A violated invariant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}")]
+#[error("{invariant}")]
 pub struct Violation {
-    /// Which one, and where.
-    pub what: String,
+    /// Description of the invariant and where it is violated.
+    pub invariant: String,
 }
 
-/// What the walk has seen.
+/// Summary of a passed audit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Audit {
     /// Complete objects.
     pub complete: u64,
     /// Objects being written.
     pub writing: u64,
-    /// Every range that is not free, with who has it; draining ranges included.
-    pub ranges: Vec<Range>,
+    /// Every extent that is not free, with its owner; draining extents included.
+    pub ranges: Vec<AuditedExtent>,
 }
 
-/// A range of a segment that is not free.
+/// An extent of a segment that is not free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
-    /// The node.
+pub struct AuditedExtent {
+    /// Node that owns the segment.
     pub node: NodeId,
-    /// The segment.
+    /// Segment on the node.
     pub segment: SegmentId,
-    /// The slot.
+    /// Slot of the extent.
     pub slot: SlotId,
-    /// The range.
+    /// The extent.
     pub extent: Extent,
-    /// The version that has it.
+    /// Version that uses it.
     pub epoch: Epoch,
-    /// The object.
+    /// Object that uses it.
     pub id: ObjectId,
-    /// Given up, and not free yet.
+    /// Released, and not free yet.
     pub draining: bool,
     /// A lease on it has not ended.
     pub leased: bool,
 }
 
-fn hold(holds: bool, what: impl FnOnce() -> String) -> Result<(), Violation> {
-    if holds { Ok(()) } else { Err(Violation { what: what() }) }
+fn check(holds: bool, violation: impl FnOnce() -> String) -> Result<(), Violation> {
+    if holds { Ok(()) } else { Err(Violation { invariant: violation() }) }
 }
 
 impl Group {
-    /// Checks everything that must hold between two commands. Proportional to the number of objects.
+    /// Checks all invariants that apply between two commands. Proportional to the number of objects.
     pub fn audit(&self, now: Now) -> Result<Audit, Violation> {
         let mut audit = Audit::default();
         let objects = self.audit_objects()?;
         for at in objects {
-            if self.slab.get(at).has(Flag::Writing) {
+            if self.slab.get(at).has(RecordFlag::Writing) {
                 audit.writing += 1;
             } else {
                 audit.complete += 1;
@@ -75,34 +75,65 @@ impl Group {
             }
         }
         self.audit_tenants()?;
+        self.audit_kills()?;
         for &(_, segment, slot) in self.leased_drains.keys() {
-            let there =
+            let draining =
                 self.segments[segment as usize].as_ref().is_some_and(|s| s.drains.contains_key(&slot));
-            hold(there, || format!("a leased drain of segment {segment}, slot {slot} drains nothing"))?;
+            check(draining, || {
+                format!("leased drain of segment {segment}, slot {slot}: slot is not draining")
+            })?;
         }
         for (at, candidate) in self.candidates.iter().enumerate() {
             let segment = self.segment(candidate.index);
-            let right = segment.candidate == Some(at as u32)
+            let consistent = segment.candidate == Some(at as u32)
                 && segment.phase == SegmentPhase::Serving
                 && segment.free_units() == candidate.free_units;
-            hold(right, || format!("candidate {at} is not its segment"))?;
+            check(consistent, || format!("candidate {at} does not match its segment"))?;
         }
-        let mut sizes = Sizes::default();
+        let mut sizes = SegmentSizes::default();
         self.candidates.iter().for_each(|candidate| sizes.add(self.segment(candidate.index)));
-        hold(sizes == self.sizes, || format!("sizes are {:?}, not {sizes:?}", self.sizes))?;
+        check(sizes == self.sizes, || format!("sizes are {:?}, expected {sizes:?}", self.sizes))?;
         Ok(audit)
     }
 
-    /// All records, each found by its id, in one queue, and named by all of its places.
-    fn audit_objects(&self) -> Result<Vec<Ref>, Violation> {
+    /// Every removal waits for kills that are unanswered; every unconfirmed version drains, or its kill is unanswered.
+    fn audit_kills(&self) -> Result<(), Violation> {
+        for (version, &UnansweredKill { id, .. }) in &self.unanswered_kills {
+            let mounted = self.segments[version.segment as usize].as_ref().is_some_and(Segment::is_readable);
+            check(mounted, || format!("kill of {id} in a segment that is gone is still awaited"))?;
+            check(self.unconfirmed_kills.contains(&(id, *version)), || {
+                format!("{id}: unanswered kill of a version that counts as dead")
+            })?;
+        }
+        let queued = self.unanswered_kills.values().filter(|kill| kill.is_queued).count();
+        check(queued <= self.refused_kills.len(), || "a refused kill is not in the queue".into())?;
+        for version in self.kills.keys() {
+            check(self.unanswered_kills.contains_key(version), || {
+                format!("a removal waits for a kill that was not sent: {version:?}")
+            })?;
+        }
+        for (id, version) in &self.unconfirmed_kills {
+            let segment = self.segments[version.segment as usize].as_ref();
+            let drain = segment.and_then(|segment| segment.drains.get(&version.slot));
+            let draining = drain.is_some_and(|drain| drain.epoch == version.epoch);
+            check(draining || self.unanswered_kills.contains_key(version), || {
+                format!("{id}: {version:?} is unconfirmed, but neither draining nor killed")
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Returns all records, after checking that each is found by its id, is in exactly one queue, and owns all of its
+    /// locations' slots.
+    fn audit_objects(&self) -> Result<Vec<RecordRef>, Violation> {
         let mut objects = vec![];
         let mut cursor = None;
-        while let Some(at) = self.slab.before(cursor) {
+        while let Some(at) = self.slab.previous(cursor) {
             cursor = Some(at);
             objects.push(at);
         }
-        hold(objects.len() == self.slab.len(), || "the slab counts wrongly".into())?;
-        hold(self.table.len() == self.slab.len(), || "table and slab differ in length".into())?;
+        check(objects.len() == self.slab.len(), || "wrong length of the slab".into())?;
+        check(self.table.len() == self.slab.len(), || "table and slab differ in length".into())?;
         let mut queued = HashSet::new();
         let tenant_queues = self
             .tenants
@@ -111,59 +142,65 @@ impl Group {
         for queue in tenant_queues.chain([&self.writing, &self.offloading]) {
             let mut len = 0;
             for at in queue.iter(&self.slab) {
-                hold(queued.insert(at), || format!("{at:?} stands in two queues"))?;
+                check(queued.insert(at), || format!("{at:?} is in two queues"))?;
                 len += 1;
             }
-            hold(len == queue.len(), || "a queue counts wrongly".into())?;
+            check(len == queue.len(), || "wrong length of a queue".into())?;
         }
-        hold(queued.len() == objects.len(), || "an object stands in no queue".into())?;
-        let mut extras = 0;
+        check(queued.len() == objects.len(), || "an object is in no queue".into())?;
+        let mut extensions = 0;
         for &at in &objects {
             let record = self.slab.get(at);
-            hold(self.find_id(record.id()) == Some(at), || format!("{} is not found", record.id()))?;
-            extras += usize::from(record.extra != NONE);
-            let (count, stripes) = (self.place_count(record), self.stripes(record));
-            hold(count.is_multiple_of(stripes), || format!("{} has half a replica", record.id()))?;
+            check(self.find_id(record.id()) == Some(at), || format!("{} is not found", record.id()))?;
+            extensions += usize::from(record.extension != NONE);
+            let (count, stripes) = (self.location_count(record), self.stripes(record));
+            check(count.is_multiple_of(stripes), || format!("{} has an incomplete replica", record.id()))?;
             let mut replica_nodes: Vec<HashSet<NodeId>> = vec![HashSet::new(); count / stripes];
-            let (mut places, mut in_memory) = (0, 0);
+            let (mut locations, mut in_memory) = (0, 0);
             for index in 0..count {
-                let place = self.place(record, index);
-                if place.is_lost() {
+                let location = self.location(record, index);
+                if location.is_lost() {
                     continue;
                 }
-                places += 1;
-                let segment = self.segment(place.segment);
+                locations += 1;
+                let segment = self.segment(location.segment);
                 in_memory += usize::from(!segment.is_disk());
-                hold(segment.slot(place.slot) == SlotState::Object(at), || {
+                check(segment.slot(location.slot) == SlotState::Object(at), || {
                     format!(
-                        "{}: slot {} of segment {} is not its own",
+                        "{}: slot {} of segment {} has another owner",
                         record.id(),
-                        place.slot,
-                        place.segment
+                        location.slot,
+                        location.segment
                     )
                 })?;
                 if segment.is_readable() && !segment.is_disk() {
                     replica_nodes[index / stripes].insert(segment.node);
                 }
             }
-            hold(places > 0, || format!("{} has no place at all", record.id()))?;
-            let on_disk = !record.has(Flag::Writing) && in_memory == 0;
-            hold(record.has(Flag::OnDisk) == on_disk, || format!("{} is not where it seems", record.id()))?;
+            check(locations > 0, || format!("{} has no location", record.id()))?;
+            let on_disk = !record.has(RecordFlag::Writing) && in_memory == 0;
+            check(record.has(RecordFlag::OnDisk) == on_disk, || {
+                format!("{}: wrong on-disk flag", record.id())
+            })?;
             let offloading = self.offloads.contains_key(&record.id());
-            hold(record.has(Flag::Offloading) == offloading, || format!("{}: a lost offload", record.id()))?;
-            // What was placed here is on different nodes; reports bring what they bring.
-            if !record.has(Flag::Reported) {
+            check(record.has(RecordFlag::Offloading) == offloading, || {
+                format!("{}: offloading flag without offload or vice versa", record.id())
+            })?;
+            // Replicas placed by this master are on different nodes; reported ones may be on any.
+            if !record.has(RecordFlag::Reported) {
                 for (a, nodes) in replica_nodes.iter().enumerate() {
                     let apart = replica_nodes[..a].iter().all(|other| other.is_disjoint(nodes));
-                    hold(apart, || format!("{}: two replicas on one node", record.id()))?;
+                    check(apart, || format!("{}: two replicas on one node", record.id()))?;
                 }
             }
         }
-        hold(self.offloads.len() as u64 == self.offloading.len(), || "offloads are counted wrongly".into())?;
+        check(self.offloads.len() as u64 == self.offloading.len(), || {
+            "wrong length of the offload queue".into()
+        })?;
         let units: u64 = self.offloads.values().map(disk::Offload::units).sum();
-        hold(units == self.offloading_units, || "units of offloads are counted wrongly".into())?;
-        hold(extras == self.extras.len(), || "an extra belongs to nobody".into())?;
-        hold(self.cohorts.len() <= extras, || "a cohort has no member".into())?;
+        check(units == self.offloading_units, || "wrong sum of offloading units".into())?;
+        check(extensions == self.extensions.len(), || "an extension has no record".into())?;
+        check(self.cohorts.len() <= extensions, || "a cohort has no member".into())?;
         Ok(objects)
     }
 
@@ -177,24 +214,30 @@ impl Group {
                 SlotState::Free => continue,
                 SlotState::Object(at) => {
                     let record = self.slab.get(at);
-                    let place = (0..self.place_count(record))
-                        .map(|which| self.place(record, which))
-                        .find(|place| (place.segment, place.slot) == (index, slot));
-                    let Some(place) = place else {
-                        return Err(Violation { what: format!("{}: slot {slot} names a stranger", name()) });
+                    let location = (0..self.location_count(record))
+                        .map(|position| self.location(record, position))
+                        .find(|location| (location.segment, location.slot) == (index, slot));
+                    let Some(location) = location else {
+                        return Err(Violation {
+                            invariant: format!("{}: record of slot {slot} has no location there", name()),
+                        });
                     };
-                    let extent = segment.extent(place.block);
-                    let writing = record.has(Flag::Writing);
+                    let extent = segment.extent(location.block);
+                    let writing = record.has(RecordFlag::Writing);
                     *(if writing { &mut reserved } else { &mut live }) += u64::from(extent.units);
                     let leased = !writing && self.is_leased(record, now);
                     self.range(index, slot, extent, record.epoch(), record.id(), false, leased)
                 }
                 SlotState::Draining => {
                     let Some(drain) = segment.drains.get(&slot) else {
-                        return Err(Violation { what: format!("{}: slot {slot} drains nothing", name()) });
+                        return Err(Violation {
+                            invariant: format!("{}: draining slot {slot} has no drain", name()),
+                        });
                     };
                     let extent = segment.extent(drain.block);
-                    hold(extent.units == drain.units, || format!("{}: slot {slot} drains too much", name()))?;
+                    check(extent.units == drain.units, || {
+                        format!("{}: wrong units of draining slot {slot}", name())
+                    })?;
                     draining += u64::from(extent.units);
                     let leased = self.leased_drains.keys().any(|&(until, at_segment, at_slot)| {
                         (at_segment, at_slot) == (index, slot) && until > self.ticker.now(now.mono)
@@ -207,23 +250,23 @@ impl Group {
         }
         let counted =
             (segment.live_units.into(), segment.reserved_units.into(), segment.draining_units.into());
-        hold((live, reserved, draining) == counted, || {
+        check((live, reserved, draining) == counted, || {
             format!(
                 "{}: {live} live, {reserved} reserved, {draining} draining, but counted {counted:?}",
                 name()
             )
         })?;
-        hold(taken == segment.taken_slots, || format!("{}: slots are counted wrongly", name()))?;
+        check(taken == segment.taken_slots, || format!("{}: wrong number of taken slots", name()))?;
         if !matches!(segment.phase, SegmentPhase::Reporting | SegmentPhase::Lost) {
             let free = segment.allocator_free_units();
-            hold(free == segment.free_units(), || {
-                format!("{}: live + reserved + draining + free is not all", name())
+            check(free == segment.free_units(), || {
+                format!("{}: live + reserved + draining + free differs from units", name())
             })?;
         }
         ranges.sort_by_key(|range| range.extent.start);
         for pair in ranges.windows(2) {
             let apart = pair[0].extent.end() <= u64::from(pair[1].extent.start);
-            hold(apart || segment.phase != SegmentPhase::Serving, || {
+            check(apart || segment.phase != SegmentPhase::Serving, || {
                 format!("{}: {} and {} overlap", name(), pair[0].extent, pair[1].extent)
             })?;
         }
@@ -241,9 +284,9 @@ impl Group {
         id: ObjectId,
         draining: bool,
         leased: bool,
-    ) -> Range {
+    ) -> AuditedExtent {
         let segment = self.segment(index);
-        Range {
+        AuditedExtent {
             node: segment.node,
             segment: segment.id,
             slot: SlotId(slot),
@@ -255,18 +298,20 @@ impl Group {
         }
     }
 
-    /// The bytes of all tenants are the live and reserved bytes of all segments.
+    /// The bytes of all tenants sum to the live and reserved bytes of all segments.
     fn audit_tenants(&self) -> Result<(), Violation> {
         let (mut bytes, mut objects) = (0, 0);
         for (_, tenant) in self.tenants.iter() {
             bytes += tenant.bytes;
             objects += tenant.objects;
         }
-        hold(objects == self.slab.len() as u64, || "the tenants' objects are not all objects".into())?;
+        check(objects == self.slab.len() as u64, || {
+            "objects of the tenants do not sum to all objects".into()
+        })?;
         let units = self.segments.iter().flatten();
         let units: u64 = units.map(|s| u64::from(s.live_units) + u64::from(s.reserved_units)).sum();
-        hold(bytes == units * UNIT_BYTES, || {
-            format!("the tenants have {bytes} bytes, the segments {}", units * UNIT_BYTES)
+        check(bytes == units * UNIT_BYTES, || {
+            format!("tenants have {bytes} bytes, segments {}", units * UNIT_BYTES)
         })
     }
 }

@@ -1,126 +1,128 @@
-//! Objects on nodes' disks.
+//! Objects on disks of nodes.
 //!
-//! A disk is a segment without units: its node decides what stands where and what leaves when it is full; the group
-//! knows who is on it. A place on a disk is a place like any other, so that losing a node, removing, and combining
-//! stripes need no second way.
+//! A disk is a segment without units. Its node chooses the positions of records and the victims of a full disk; the
+//! group knows which objects are on it. A location on a disk is like any other, so that the loss of a node, removal,
+//! and the combination of stripes need no separate code.
 //!
 //! ```text
-//!                 victim, no copy on disk                notice: it is on disk
-//!   in memory ────────── Offload order ──▶ offloading ────────────────────────▶ in memory and on disk
-//!       ▲                                      │ refused, or time is over             │ victim: memory is
-//!       │◀─────────────────────────────────────┘                                      ▼ given up, O(1)
-//!       └───────────── Promote order, done ◀── read again, or asked for ────────── on disk
+//!             victim, no copy on disk                    notice: it is on disk
+//!   in memory ────────── Offload command ──▶ offloading ────────────────────────▶ in memory and on disk
+//!       ▲                                       │ refused or timed out                 │ victim: memory is
+//!       │◀──────────────────────────────────────┘                                      ▼ released, O(1)
+//!       └───────────── Promote command, done ◀── read again, or prefetched ──────── on disk
 //! ```
 //!
-//! An object that is being offloaded is complete and can be read; nothing of it is given up before its node says that the
-//! record would survive a crash. If the disk is slower than the puts, the puts wait.
+//! An object that is being offloaded is complete and readable. The group releases none of its memory before the node
+//! reports that the record would survive a crash. If the disk is slower than the puts, the puts wait.
 //!
-//! What leaves a disk is said by its node ([`Group::disk_evicted`]) before its space is used again; what the group gives
-//! up (removed, expired, replaced) is an order like any other.
+//! The node reports an eviction from its disk ([`Group::disk_evicted`]) before it reuses the space. For objects that
+//! the group drops (removed, expired, replaced) it sends ordinary commands.
 
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term,
+    Epoch, ErrorCode, Extent, Generation, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term,
 };
 
 use super::report::{ReportRecord, ReportState};
-use super::{Ask, Group};
-use crate::effect::{Effects, OrderKind, OrderOutcome};
-use crate::record::{Flag, NONE, Place, Record};
-use crate::segment::{Medium, Segment, SegmentPhase, Shape, SlotState};
-use crate::slab::Ref;
+use super::{Group, LocationVersion, LookupKey};
+use crate::effect::{CommandKind, CommandOutcome, Effects};
+use crate::ids::{NONE, RecordRef};
+use crate::record::{Record, RecordFlag, SlotLocation};
+use crate::segment::{Segment, SegmentParams, SegmentPhase, SlotState};
 use crate::time::{Now, Tick};
 
 /// A disk as its node offers it.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskSpec<'a> {
-    /// The node.
+    /// Node that owns the disk.
     pub node: NodeId,
-    /// Its session.
+    /// Session of the node.
     pub session: SessionId,
-    /// Which incarnation of the node.
+    /// Incarnation of the node.
     pub generation: Generation,
-    /// Labels of where the node stands: host, rack, zone; empty if unknown.
+    /// Topology labels of the node: host, rack, zone; empty if unknown.
     pub labels: [&'a str; 3],
-    /// Whether what it holds will be told by [`Group::disk_notice`], up to [`Group::disk_recovered`].
+    /// Whether the node will report its records with [`Group::disk_notice`], up to [`Group::disk_recovered`].
     pub occupied: bool,
 }
 
-/// What is worth being written to a disk. SSDs wear out by writing, and much of what is put is never asked for.
+/// Which objects are written to a disk. SSDs wear out by writing, and many objects are never read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Admission {
-    /// Everything that has to leave memory.
+    /// All victims of eviction from memory.
     #[default]
     All,
-    /// What was read since it was put; the rest is dropped.
-    ReadBefore,
+    /// Objects that were read since their put; others are dropped.
+    Accessed,
 }
 
-/// An offload that was ordered.
+/// An offload for which commands were sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Offload {
     until: Tick,
     units: u64,
 }
 
+#[cfg(any(test, feature = "testing"))]
 impl Offload {
     pub(super) fn units(&self) -> u64 {
         self.units
     }
 }
 
-/// Offloads of one group at a time. An order and its answer take a hundred bytes on each side.
+/// Maximum number of concurrent offloads of one group. A command and its result take a hundred bytes at each end.
 const OFFLOADS_MAX: usize = 16 << 10;
 
-/// Objects that wait for their promotion, at most; what is asked for beyond that is asked for again.
+/// Maximum number of objects that wait for promotion; further requests fail and must be repeated.
 const PROMOTIONS_MAX: usize = 4096;
 
-/// Removals and evictions that are remembered for disks which may come back. Beyond that they are not waited for any
-/// more, and taken as empty if they come.
-const REMEMBERED_MAX: usize = 1 << 18;
+/// Maximum number of tombstones for disks that may return. Beyond that the group no longer waits for these disks and
+/// treats them as empty if they return.
+const DISK_TOMBSTONES_MAX: usize = 1 << 18;
 
 impl Group {
-    /// Takes a node's disk into use. One of an earlier session of the node is lost by this.
+    /// Mounts a node's disk. A disk of an earlier session of the node is lost by this.
     pub fn mount_disk(&mut self, now: Now, spec: &DiskSpec<'_>, effects: &mut Effects) {
         if self.nodes.get(&spec.node).is_some_and(|node| node.session != spec.session) {
             self.lose_node(spec.node, now, effects);
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, SegmentId::DISK)) {
             if self.segment(earlier).session == spec.session {
-                return; // for the sake of other groups
+                return; // mounted for another group, too
             }
             self.lose_segment(earlier, now, effects);
         }
-        let missed = self.absent_disks.remove(&spec.node).is_some();
+        let was_absent = self.absent_disks.remove(&spec.node).is_some();
         let topology = self.topology(spec.labels);
-        let shape = Shape {
+        let params = SegmentParams {
             node: spec.node,
             session: spec.session,
             id: SegmentId::DISK,
             generation: spec.generation,
             medium: Medium::Disk,
-            units: 1, // of which none is ever given out
+            units: 1, // never allocated
             slots: 0,
             topology,
             tenant: None,
         };
         let phase = if spec.occupied { SegmentPhase::Reporting } else { SegmentPhase::Serving };
-        let mut segment = Segment::new(shape, phase, now.mono);
-        segment.is_late = spec.occupied && !missed && now.mono >= self.disk_reports_until;
-        segment.takes_offloads = true;
+        let mut segment = Segment::new(params, phase, now.mono);
+        segment.is_stale = spec.occupied && !was_absent && now.mono >= self.disk_reports_until;
+        segment.accepts_offloads = true;
         self.add_segment(segment, topology);
     }
 
-    /// Whether a node's disk takes more; it says so with every heartbeat.
-    pub fn disk_status(&mut self, node: NodeId, session: SessionId, takes_offloads: bool) {
+    /// Sets whether a node's disk accepts more records; part of every heartbeat.
+    pub fn disk_status(&mut self, node: NodeId, session: SessionId, accepts_offloads: bool) {
         if let Ok(index) = self.disk_of(node, session) {
-            self.segment_mut(index).takes_offloads = takes_offloads;
+            self.segment_mut(index).accepts_offloads = accepts_offloads;
         }
     }
 
-    /// A record is on a node's disk: just written because it was ordered, or found after a start (`recovered`). What
-    /// nobody wants is given up, and the node is told. Of the record's slot, extent and place nothing counts; beside it
-    /// stands the length of all of its attributes, those included that are not kept here.
+    /// Adds a record on a node's disk: just written because of an Offload command, or found after a start
+    /// (`recovered`). The group rejects an unneeded record, and sends a command to drop it. Slot, extent and location
+    /// of the record are ignored. `attributes_len` is the length of all attributes, including those that the group does
+    /// not keep.
     pub fn disk_notice(
         &mut self,
         now: Now,
@@ -130,16 +132,16 @@ impl Group {
         effects: &mut Effects,
     ) -> Result<(), ErrorCode> {
         let index = self.disk_of(node, session)?;
-        self.believe_epoch(record.epoch)?;
-        let known = self.find_id(record.id).filter(|&at| {
-            let known = self.slab.get(at);
-            known.epoch() == record.epoch && !known.has(Flag::Writing)
+        self.observe_epoch(record.epoch)?;
+        let existing = self.find_id(record.id).filter(|&at| {
+            let existing = self.slab.get(at);
+            existing.epoch() == record.epoch && !existing.has(RecordFlag::Writing)
         });
-        if let Some(at) = known
-            && self.disk_place_of(at, index, record.stripe.index).is_some()
+        if let Some(at) = existing
+            && self.disk_location_of(at, index, record.stripe.index).is_some()
         {
             self.offload_ended(at, now, effects);
-            return Ok(()); // said before
+            return Ok(()); // repeated notice
         }
         let slot = self.segment_mut(index).disk_slot().ok_or(ErrorCode::Busy)?;
         let record = ReportRecord {
@@ -149,9 +151,13 @@ impl Group {
             payload_offset: 0,
             ..*record
         };
-        if (known.is_none() && !recovered) || (recovered && self.segment(index).is_late) {
-            // Removed, replaced or given up while it was being written; or so long ago that nobody knows.
-            self.report_unwelcome(index, &record, effects);
+        // After the end of its inventory, a disk only has new records of objects that the group knows.
+        let is_expected =
+            existing.is_some() || (recovered && self.segment(index).phase == SegmentPhase::Reporting);
+        if !is_expected || (recovered && self.segment(index).is_stale) {
+            // Removed, replaced or dropped during the write; or the disk is stale, so that the record may have been
+            // removed.
+            self.reject_reported(index, &record, effects);
             return Ok(());
         }
         self.report_new(now, index, &record, effects)?;
@@ -165,7 +171,7 @@ impl Group {
         Ok(())
     }
 
-    /// Everything that a disk held when its node started was told.
+    /// Ends the report of a disk's records after a start of its node.
     pub fn disk_recovered(&mut self, node: NodeId, session: SessionId) -> Result<(), ErrorCode> {
         let index = self.disk_of(node, session)?;
         let segment = self.segment_mut(index);
@@ -175,7 +181,7 @@ impl Group {
         Ok(())
     }
 
-    /// A version is about to leave a node's disk, because that is full.
+    /// Removes the locations of a version that a full disk is about to evict.
     pub fn disk_evicted(
         &mut self,
         now: Now,
@@ -191,133 +197,137 @@ impl Group {
         if record.epoch() != epoch {
             return Ok(());
         }
-        // One that is not complete yet is what reports and notices have brought so far: some of its stripes.
-        let complete = !record.has(Flag::Writing);
-        let alone = self.stripes(&record) == 1;
-        for which in 0..self.place_count(&record) {
-            let place = self.place(&record, which);
-            if place.segment != index {
+        // An incomplete object consists of the stripes that reports and notices have added so far.
+        let complete = !record.has(RecordFlag::Writing);
+        let single_stripe = self.stripes(&record) == 1;
+        for position in 0..self.location_count(&record) {
+            let location = self.location(&record, position);
+            if location.segment != index {
                 continue;
             }
-            if alone {
-                self.set_place(at, which, Place::LOST);
-                self.segment_mut(index).vacate(place.slot);
+            if single_stripe {
+                self.set_location(at, position, SlotLocation::LOST);
+                self.segment_mut(index).vacate(location.slot);
             } else {
-                // Another stripe may stay behind, of which nobody would know.
-                self.give_up_place(at, which, None, effects);
+                // Another stripe may remain on the disk, untracked by the group.
+                self.release_location(at, position, None, effects);
             }
         }
         if complete && !self.has_complete_replica(self.slab.get(at)) {
-            self.remember_for_disks(id, epoch, now);
+            self.keep_disk_tombstone(id, epoch, now);
         }
         self.end_if_incomplete(at, false, now, effects);
         Ok(())
     }
 
-    /// Brings an object from disk to memory ahead of need, as soon as there is room for it.
-    pub fn prefetch(&mut self, now: Now, ask: &Ask<'_>) -> Result<(), ErrorCode> {
-        let at = self.find_complete(ask, now)?;
-        if self.slab.get(at).has(Flag::OnDisk) && !self.want_in_memory(ask.id) {
+    /// Requests the promotion of an object from disk to memory, as soon as there is space for it.
+    pub fn prefetch(&mut self, now: Now, lookup: &LookupKey<'_>) -> Result<(), ErrorCode> {
+        let at = self.find_complete(lookup, now)?;
+        if self.slab.get(at).has(RecordFlag::OnDisk) && !self.request_promotion(lookup.id) {
             return Err(ErrorCode::Busy);
         }
         Ok(())
     }
 
-    /// Complete objects that are nowhere but on disks.
+    /// Number of complete objects that are only on disks.
     pub fn objects_on_disk(&self) -> u64 {
         self.tenants.iter().map(|(_, tenant)| tenant.on_disk.len()).sum()
     }
 
-    /// Units of memory that will be free when what is being written to disks is there.
+    /// Units of memory that will be free when all offloads are complete.
     pub fn offloading_units(&self) -> u64 {
         self.offloading_units
     }
 
     // ------------------------------------------------------------------------------------------- offload
 
-    /// Has nodes write a victim to their disks. False: none of them takes it, so that it can only be dropped.
-    pub(super) fn start_offload(&mut self, at: Ref, now: Now, effects: &mut Effects) -> bool {
+    /// Commands nodes to write a victim to their disks. Returns `false` if no disk accepts it, so that it can only be
+    /// dropped.
+    pub(super) fn start_offload(&mut self, at: RecordRef, now: Now, effects: &mut Effects) -> bool {
         let record = *self.slab.get(at);
-        debug_assert!(!record.has(Flag::Writing) && !record.has(Flag::Offloading));
+        debug_assert!(!record.has(RecordFlag::Writing) && !record.has(RecordFlag::Offloading));
         let stripes = self.stripes(&record);
-        let rows = self.place_count(&record) / stripes;
+        let rows = self.location_count(&record) / stripes;
         let mut sources = Vec::with_capacity(stripes);
         for stripe in 0..stripes {
-            let mut places = (0..rows).map(|row| self.place(&record, row * stripes + stripe));
-            let readable = |place: &Place| self.is_readable(*place);
-            if places.clone().filter(readable).any(|place| self.segment(place.segment).is_disk()) {
+            let mut locations = (0..rows).map(|row| self.location(&record, row * stripes + stripe));
+            let readable = |location: &SlotLocation| self.is_readable(*location);
+            if locations.clone().filter(readable).any(|location| self.segment(location.segment).is_disk()) {
                 continue;
             }
-            match places.find(|&place| self.is_readable(place) && self.disk_beside(place).is_some()) {
-                Some(place) => sources.push(place),
+            match locations
+                .find(|&location| self.is_readable(location) && self.accepting_disk_of(location).is_some())
+            {
+                Some(location) => sources.push(location),
                 None => return false,
             }
         }
         let (id, epoch, units) = (record.id(), record.epoch(), self.memory_units(&record));
-        for place in sources {
-            self.order(OrderKind::Offload, place.segment, place.slot, epoch, id, effects);
+        for location in sources {
+            self.push_command(CommandKind::Offload, location.segment, location.slot, epoch, id, effects);
         }
         self.dequeue(at);
         let record = self.slab.get_mut(at);
-        record.set(Flag::Offloading, true);
-        // A use from now on is a reason to keep it in memory after all.
-        record.set(Flag::Visited, false);
+        record.set(RecordFlag::Offloading, true);
+        // A use from now on is a reason to keep it in memory.
+        record.set(RecordFlag::Visited, false);
         self.enqueue(at);
         let until = self.ticker.end(now.mono, self.config.offload_window);
         self.offloads.insert(id, Offload { until, units });
         self.offloading_units += units;
-        self.stats.offloads_ordered += 1;
+        self.stats.offloads_started += 1;
         true
     }
 
-    /// Whether another object may be handed to the disks now.
+    /// Whether another offload may start now.
     pub(super) fn may_offload_more(&self) -> bool {
         self.offloads.len() < OFFLOADS_MAX
     }
 
-    /// Whether an object can be offloaded at all, and is worth it.
-    pub(super) fn is_worth_offloading(&mut self, record: &Record) -> bool {
-        // What cannot be verified is not brought back.
-        if record.has(Flag::Digestless) || self.unfit.contains(&record.id()) {
+    /// Whether an object can be offloaded at all, and is admitted.
+    pub(super) fn should_offload(&mut self, record: &Record) -> bool {
+        // A record that cannot be verified is never promoted.
+        if record.has(RecordFlag::Digestless) || self.not_offloadable.contains(&record.id()) {
             return false;
         }
-        let worth = self.sketch.as_ref().is_none_or(|sketch| sketch.count(record.id()) > 0);
-        self.stats.offloads_not_admitted += u64::from(!worth);
-        worth
+        let admitted = self.sketch.as_ref().is_none_or(|sketch| sketch.count(record.id()) > 0);
+        self.stats.offloads_not_admitted += u64::from(!admitted);
+        admitted
     }
 
-    /// Whether every stripe is on some disk.
-    pub(super) fn is_whole_on_disk(&self, record: &Record) -> bool {
+    /// Whether every stripe is on a disk.
+    pub(super) fn is_completely_on_disk(&self, record: &Record) -> bool {
         let stripes = self.stripes(record);
-        let rows = self.place_count(record) / stripes;
+        let rows = self.location_count(record) / stripes;
         let on_disk = |stripe: usize, row: usize| {
-            let place = self.place(record, row * stripes + stripe);
-            self.is_readable(place) && self.segment(place.segment).is_disk()
+            let location = self.location(record, row * stripes + stripe);
+            self.is_readable(location) && self.segment(location.segment).is_disk()
         };
         (0..stripes).all(|stripe| (0..rows).any(|row| on_disk(stripe, row)))
     }
 
-    /// Gives up what an object has in memory; it stays on disk.
-    pub(super) fn demote(&mut self, at: Ref, now: Now, effects: &mut Effects) {
+    /// Releases the memory locations of an object; it stays on disk.
+    pub(super) fn demote(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        debug_assert!(self.is_whole_on_disk(&record) && !self.is_leased(&record, now));
-        for which in 0..self.place_count(&record) {
-            let place = self.place(&record, which);
-            if !place.is_lost() && !self.segment(place.segment).is_disk() {
-                self.give_up_place(at, which, None, effects);
+        debug_assert!(self.is_completely_on_disk(&record) && !self.is_leased(&record, now));
+        for position in 0..self.location_count(&record) {
+            let location = self.location(&record, position);
+            if !location.is_lost() && !self.segment(location.segment).is_disk() {
+                self.release_location(at, position, None, effects);
             }
         }
         self.stats.demoted_objects += 1;
-        self.places_changed(at);
+        self.locations_changed(at);
     }
 
-    /// A node has answered an Offload. What it wrote was told before, so that only a refusal changes anything.
-    pub(super) fn offload_answered(&mut self, index: u32, slot: u32, epoch: Epoch, outcome: OrderOutcome) {
-        let OrderOutcome::Refused(code) = outcome else { return };
+    /// Handles the result of an Offload command. The node reports a written record separately and earlier, so only a
+    /// refusal changes anything.
+    pub(super) fn offload_result(&mut self, index: u32, slot: u32, epoch: Epoch, outcome: CommandOutcome) {
+        let CommandOutcome::Refused(code) = outcome else { return };
         if matches!(code, ErrorCode::DiskFull | ErrorCode::DiskError) {
-            // The next heartbeat says when it takes something again.
+            // A later heartbeat reports when the disk accepts records again.
             let disk = self.by_name.get(&(self.segment(index).node, SegmentId::DISK)).copied();
-            disk.into_iter().for_each(|disk| self.segment_mut(disk).takes_offloads = false);
+            disk.into_iter().for_each(|disk| self.segment_mut(disk).accepts_offloads = false);
         }
         let SlotState::Object(at) = self.segment(index).slot(slot) else { return };
         let record = self.slab.get(at);
@@ -325,62 +335,63 @@ impl Group {
             return;
         }
         if matches!(code, ErrorCode::TooLarge | ErrorCode::Corrupt | ErrorCode::Unsupported) {
-            // It would be refused again and again, and stay for ever.
-            self.unfit.insert(record.id());
+            // The node would refuse every further attempt, and the object would never leave memory.
+            self.not_offloadable.insert(record.id());
         }
         if self.stripes(record) > 1 {
-            // Of the others nothing was said.
+            // The nodes of the other stripes have not responded.
             self.late_offloads.insert(record.id());
         }
-        self.back_from_offload(at);
+        self.leave_offloading(at);
     }
 
-    /// Offloads whose time is over: the objects may be chosen again.
+    /// Ends offloads that timed out: the objects may become victims again.
     pub(super) fn expire_offloads(&mut self, now: Now, budget: usize) -> bool {
         for _ in 0..budget {
             let Some(at) = self.offloading.first() else { return false };
             let id = self.slab.get(at).id();
-            // They stand in the order in which they were ordered, and all have equally long.
+            // The queue is in order of the commands, and all offloads have the same timeout.
             if self.offloads.get(&id).is_some_and(|offload| offload.until > self.ticker.now(now.mono)) {
                 return false;
             }
-            self.back_from_offload(at);
+            self.leave_offloading(at);
             self.late_offloads.insert(id);
         }
         true
     }
 
     /// Whether a node may be writing an object to its disk.
-    pub(super) fn may_be_written(&self, record: &Record) -> bool {
-        record.has(Flag::Offloading) || self.late_offloads.contains(&record.id())
+    pub(super) fn may_be_offloading(&self, record: &Record) -> bool {
+        record.has(RecordFlag::Offloading) || self.late_offloads.contains(&record.id())
     }
 
-    /// Of an object that was being offloaded another record is on disk: if that was the last one, memory is free.
-    fn offload_ended(&mut self, at: Ref, now: Now, effects: &mut Effects) {
+    /// Handles another record on disk of an object that is being offloaded. After the last one, releases the memory.
+    fn offload_ended(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        if !record.has(Flag::Offloading) || !self.is_whole_on_disk(&record) {
+        if !record.has(RecordFlag::Offloading) || !self.is_completely_on_disk(&record) {
             return;
         }
-        self.back_from_offload(at);
+        self.leave_offloading(at);
         self.stats.offloaded_objects += 1;
         let record = self.slab.get(at);
-        if !record.has(Flag::Visited) && record.pin() != PinClass::Hard && !self.is_leased(record, now) {
+        if !record.has(RecordFlag::Visited) && record.pin() != PinClass::Hard && !self.is_leased(record, now)
+        {
             self.demote(at, now, effects);
         }
     }
 
-    fn back_from_offload(&mut self, at: Ref) {
+    fn leave_offloading(&mut self, at: RecordRef) {
         let id = self.slab.get(at).id();
-        if !self.slab.get(at).has(Flag::Offloading) {
+        if !self.slab.get(at).has(RecordFlag::Offloading) {
             return;
         }
         self.dequeue(at);
-        self.slab.get_mut(at).set(Flag::Offloading, false);
+        self.slab.get_mut(at).set(RecordFlag::Offloading, false);
         self.enqueue(at);
         self.end_offload(id);
     }
 
-    /// Takes an offload out of the books; the record's mark and queue are the caller's.
+    /// Removes an offload from the table and from the unit count. The caller updates the record's flag and queue.
     pub(super) fn end_offload(&mut self, id: ObjectId) {
         if let Some(offload) = self.offloads.remove(&id) {
             self.offloading_units -= offload.units;
@@ -389,206 +400,217 @@ impl Group {
 
     // ----------------------------------------------------------------------------------------- promotion
 
-    /// An object on disk was read: the first time it is noted, the second time it is wanted in memory.
+    /// Handles a read of an object on disk: the first read only marks it, the second one requests its promotion.
     pub(super) fn read_from_disk(&mut self, record: &Record) {
-        if record.has(Flag::Visited) {
-            self.want_in_memory(record.id());
+        if record.has(RecordFlag::Visited) {
+            self.request_promotion(record.id());
         }
     }
 
-    fn want_in_memory(&mut self, id: ObjectId) -> bool {
-        let room = self.to_promote.len() < PROMOTIONS_MAX;
-        if room {
+    fn request_promotion(&mut self, id: ObjectId) -> bool {
+        let has_space = self.to_promote.len() < PROMOTIONS_MAX;
+        if has_space {
             self.to_promote.push_back(id);
         }
-        room
+        has_space
     }
 
-    /// Has nodes bring objects back that are wanted in memory. Those for which there is no room now are forgotten: they
-    /// are wanted again when they are read again.
-    pub(super) fn promote_some(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
+    /// Commands nodes to load objects into memory. Requests for which there is no space now are dropped: the next read
+    /// requests them again.
+    pub(super) fn start_promotions(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
         for _ in 0..budget {
             let Some(id) = self.to_promote.pop_front() else { return false };
             let Some(at) = self.find_id(id) else { continue };
             let record = *self.slab.get(at);
-            // What was given up and is not confirmed, a promotion under way included, comes first.
-            if record.has(Flag::OnDisk) && !self.is_expired(&record, now) && !self.has_undead(id) {
+            // Unconfirmed locations, including a promotion in progress, must be resolved first.
+            if record.has(RecordFlag::OnDisk)
+                && !self.is_expired(&record, now)
+                && !self.has_unconfirmed_kill(id)
+            {
                 self.promote(at, effects);
             }
         }
         !self.to_promote.is_empty()
     }
 
-    fn promote(&mut self, at: Ref, effects: &mut Effects) {
+    fn promote(&mut self, at: RecordRef, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        if self.pressure_permille() >= self.config.high_permille {
-            return; // it would push out what is used as much
+        if self.pressure_permille() >= self.config.eviction_high_watermark_permille {
+            return; // it would evict objects that are used as much
         }
         let stripes = self.stripes(&record);
-        let mut places = vec![];
+        let mut locations = vec![];
         for stripe in 0..stripes {
             match self.reserve_promotion(at, stripe, stripes) {
-                Some(place) => places.push((place, stripe as u16)),
+                Some(location) => locations.push((location, stripe as u16)),
                 None => break,
             }
         }
-        if places.len() < stripes {
-            for (place, _) in places {
-                self.segment_mut(place.segment).unreserve(place);
-                self.note_free(place.segment);
+        if locations.len() < stripes {
+            for (location, _) in locations {
+                self.segment_mut(location.segment).unreserve(location);
+                self.note_free(location.segment);
             }
             return;
         }
-        for (place, stripe) in places {
-            // Until its node has answered, the place is as one that drains: taken, and nobody's to read.
+        for (location, stripe) in locations {
+            // Until its node has responded, the location is treated as draining: taken, and not readable.
             let (epoch, id) = (record.epoch(), record.id());
-            let segment = self.segment_mut(place.segment);
-            let extent = segment.extent(place.block);
-            segment.drain(place, epoch, id, false);
-            self.undead.insert((id, place.segment, place.slot));
-            self.order(OrderKind::Promote { stripe, extent }, place.segment, place.slot, epoch, id, effects);
+            let segment = self.segment_mut(location.segment);
+            let extent = segment.extent(location.block);
+            segment.drain(location, epoch, id, false);
+            self.unconfirmed_kills.insert((id, LocationVersion::of(location, epoch)));
+            self.push_command(
+                CommandKind::Promote { stripe, extent },
+                location.segment,
+                location.slot,
+                epoch,
+                id,
+                effects,
+            );
         }
     }
 
-    /// Room in memory of a node that has the stripe on its disk.
-    fn reserve_promotion(&mut self, at: Ref, stripe: usize, stripes: usize) -> Option<Place> {
+    /// Reserves memory on a node that has the stripe on its disk.
+    fn reserve_promotion(&mut self, at: RecordRef, stripe: usize, stripes: usize) -> Option<SlotLocation> {
         let record = *self.slab.get(at);
-        let rows = self.place_count(&record) / stripes;
+        let rows = self.location_count(&record) / stripes;
         let (units, align) = self.units_of_stripe(at, stripe)?;
         for row in 0..rows {
-            let place = self.place(&record, row * stripes + stripe);
-            if !self.is_readable(place) || !self.segment(place.segment).is_disk() {
+            let location = self.location(&record, row * stripes + stripe);
+            if !self.is_readable(location) || !self.segment(location.segment).is_disk() {
                 continue;
             }
-            let node = self.segment(place.segment).node;
+            let node = self.segment(location.segment).node;
             let segments = self.nodes.get(&node).map(|node| node.segments.clone()).unwrap_or_default();
             for index in segments {
                 let segment = self.segment_mut(index);
-                let suits = segment.phase == SegmentPhase::Serving
+                let fits = segment.phase == SegmentPhase::Serving
                     && segment.medium == Medium::Memory
                     && segment.tenant.is_none_or(|tenant| tenant == record.tenant())
                     && segment.free_units() >= units.get();
-                if !suits {
+                if !fits {
                     continue;
                 }
-                if let Some(place) = segment.reserve(index, units, align) {
+                if let Some(location) = segment.reserve(index, units, align) {
                     self.note_free(index);
-                    return Some(place);
+                    return Some(location);
                 }
             }
         }
         None
     }
 
-    /// A node has brought a stripe back into memory, or could not.
-    pub(super) fn promotion_answered(
+    /// Handles the result of a Promote command.
+    pub(super) fn promotion_result(
         &mut self,
         index: u32,
         slot: u32,
         (epoch, stripe): (Epoch, u16),
-        outcome: OrderOutcome,
+        outcome: CommandOutcome,
         effects: &mut Effects,
     ) {
         let Some(&drain) = self.segment(index).drains.get(&slot).filter(|drain| drain.epoch == epoch) else {
             return;
         };
-        if outcome == OrderOutcome::Accepted {
-            return; // under way
+        if outcome == CommandOutcome::Accepted {
+            return; // in progress
         }
-        let alive = self.undead.contains(&(drain.id, index, slot));
-        let wanted = self.find_id(drain.id).filter(|&at| {
+        let version = LocationVersion { segment: index, slot, epoch };
+        let expected = self.unconfirmed_kills.contains(&(drain.id, version));
+        let object = self.find_id(drain.id).filter(|&at| {
             let record = self.slab.get(at);
-            record.epoch() == epoch && !record.has(Flag::Writing)
+            record.epoch() == epoch && !record.has(RecordFlag::Writing)
         });
-        let killed = !alive || self.kills.contains_key(&(index, slot));
-        let (OrderOutcome::Done, Some(at), false) = (outcome, wanted, killed) else {
-            self.order(OrderKind::Reclaim, index, slot, epoch, drain.id, effects);
+        let killed = !expected || self.unanswered_kills.contains_key(&version);
+        let (CommandOutcome::Done, Some(at), false) = (outcome, object, killed) else {
+            self.push_command(CommandKind::Reclaim, index, slot, epoch, drain.id, effects);
             return;
         };
-        self.undead.remove(&(drain.id, index, slot));
-        let place = self.segment_mut(index).revive(index, slot, at);
+        self.unconfirmed_kills.remove(&(drain.id, version));
+        let location = self.segment_mut(index).reattach(index, slot, at);
         let record = *self.slab.get(at);
         let stripes = self.stripes(&record);
-        let rows = self.place_count(&record) / stripes;
+        let rows = self.location_count(&record) / stripes;
         let stripe = usize::from(stripe);
-        let row = (0..rows).find(|row| self.place(&record, row * stripes + stripe).is_lost());
+        let row = (0..rows).find(|row| self.location(&record, row * stripes + stripe).is_lost());
         if row.is_none() {
-            self.extra_mut(at).places.extend(std::iter::repeat_n(Place::LOST, stripes));
+            self.extension_mut(at).locations.extend(std::iter::repeat_n(SlotLocation::LOST, stripes));
         }
-        self.set_place(at, row.unwrap_or(rows) * stripes + stripe, place);
-        self.count_place(at, place);
-        self.places_changed(at);
+        self.set_location(at, row.unwrap_or(rows) * stripes + stripe, location);
+        self.charge_location(at, location);
+        self.locations_changed(at);
         self.stats.promoted_objects += u64::from(stripe == 0);
     }
 
-    // --------------------------------------------------------------------------------------------- books
+    // --------------------------------------------------------------------------------------------- state
 
-    /// After places came or went: the object stands in the queue that fits, and carries no more than it needs.
-    pub(super) fn places_changed(&mut self, at: Ref) {
+    /// Moves an object to the right queue after its locations changed, and drops an unnecessary extension.
+    pub(super) fn locations_changed(&mut self, at: RecordRef) {
         let record = *self.slab.get(at);
-        if record.has(Flag::Writing) {
+        if record.has(RecordFlag::Writing) {
             return;
         }
-        let in_memory = (0..self.place_count(&record)).any(|which| {
-            let place = self.place(&record, which);
-            !place.is_lost() && !self.segment(place.segment).is_disk()
+        let in_memory = (0..self.location_count(&record)).any(|position| {
+            let location = self.location(&record, position);
+            !location.is_lost() && !self.segment(location.segment).is_disk()
         });
-        if record.has(Flag::OnDisk) == in_memory {
+        if record.has(RecordFlag::OnDisk) == in_memory {
             self.dequeue(at);
             let changed = self.slab.get_mut(at);
-            changed.set(Flag::OnDisk, !in_memory);
-            changed.set(Flag::Visited, false);
-            changed.set(Flag::Offloading, false);
+            changed.set(RecordFlag::OnDisk, !in_memory);
+            changed.set(RecordFlag::Visited, false);
+            changed.set(RecordFlag::Offloading, false);
             self.end_offload(record.id());
             self.enqueue(at);
         }
-        self.forget_lost_places(at);
+        self.compact_locations(at);
     }
 
-    /// An object of one stripe whose only place stands behind lost ones gets it to the front; what is then not needed
-    /// any more goes.
-    fn forget_lost_places(&mut self, at: Ref) {
+    /// Moves the remaining locations of an object of one stripe to the front, and removes its extension if it is no
+    /// longer needed.
+    fn compact_locations(&mut self, at: RecordRef) {
         let record = *self.slab.get(at);
-        let Some(extra) = self.extras.get(record.extra) else { return };
-        if extra.stripes != 1 || extra.places.is_empty() {
+        let Some(extension) = self.extensions.get(record.extension) else { return };
+        if extension.stripes != 1 || extension.locations.is_empty() {
             return;
         }
-        let all = std::iter::once(record.place()).chain(extra.places.iter().copied());
-        let places: Vec<Place> = all.filter(|place| !place.is_lost()).collect();
-        let Some((&first, others)) = places.split_first() else { return };
-        let plain = extra.expires.is_none() && extra.cohort == NONE && extra.parent.is_none();
+        let all = std::iter::once(record.location()).chain(extension.locations.iter().copied());
+        let locations: Vec<SlotLocation> = all.filter(|location| !location.is_lost()).collect();
+        let Some((&first, others)) = locations.split_first() else { return };
+        let plain = extension.expires.is_none() && extension.cohort == NONE && extension.parent.is_none();
         if plain && others.is_empty() {
-            self.extras.remove(record.extra);
-            self.slab.get_mut(at).extra = NONE;
+            self.extensions.remove(record.extension);
+            self.slab.get_mut(at).extension = NONE;
         } else {
-            let extra = self.extras.get_mut(record.extra).expect("it was just read");
-            extra.places = others.to_vec();
-            extra.committed = vec![];
+            let extension = self.extensions.get_mut(record.extension).expect("extension exists");
+            extension.locations = others.to_vec();
+            extension.committed = vec![];
         }
-        self.slab.get_mut(at).set_place(first);
+        self.slab.get_mut(at).set_location(first);
     }
 
-    /// Units of memory that an object has.
+    /// Units of memory of an object.
     fn memory_units(&self, record: &Record) -> u64 {
-        let places = (0..self.place_count(record)).map(|which| self.place(record, which));
-        let there = places.filter(|place| !place.is_lost());
-        there.map(|place| u64::from(self.segment(place.segment).extent(place.block).units)).sum()
+        let locations = (0..self.location_count(record)).map(|position| self.location(record, position));
+        let present = locations.filter(|location| !location.is_lost());
+        present.map(|location| u64::from(self.segment(location.segment).extent(location.block).units)).sum()
     }
 
-    /// The disk of the node that has a place in memory, if it takes more.
-    fn disk_beside(&self, place: Place) -> Option<u32> {
-        let segment = self.segment(place.segment);
+    /// Returns the disk of the node that has a memory location, if it accepts more records.
+    fn accepting_disk_of(&self, location: SlotLocation) -> Option<u32> {
+        let segment = self.segment(location.segment);
         if segment.medium != Medium::Memory {
             return None;
         }
         let &disk = self.by_name.get(&(segment.node, SegmentId::DISK))?;
         let disk_segment = self.segment(disk);
-        (disk_segment.phase == SegmentPhase::Serving && disk_segment.takes_offloads).then_some(disk)
+        (disk_segment.phase == SegmentPhase::Serving && disk_segment.accepts_offloads).then_some(disk)
     }
 
-    /// Whether the node that has a place in memory has a disk, whatever its state.
-    pub(super) fn has_disk_beside(&self, place: Place) -> bool {
-        let segment = self.segment(place.segment);
+    /// Whether the node of a memory segment has a disk, in any state.
+    pub(super) fn node_has_disk(&self, segment: u32) -> bool {
+        let segment = self.segment(segment);
         segment.medium == Medium::Memory && self.by_name.contains_key(&(segment.node, SegmentId::DISK))
     }
 
@@ -597,21 +619,21 @@ impl Group {
         if self.segment(index).session == session { Ok(index) } else { Err(ErrorCode::StaleSession) }
     }
 
-    /// Which of an object's places is the stripe's on this disk.
-    fn disk_place_of(&self, at: Ref, disk: u32, stripe: u16) -> Option<usize> {
+    /// Returns the index of the stripe's location on this disk.
+    fn disk_location_of(&self, at: RecordRef, disk: u32, stripe: u16) -> Option<usize> {
         let record = self.slab.get(at);
         let stripes = self.stripes(record);
-        (usize::from(stripe)..self.place_count(record))
+        (usize::from(stripe)..self.location_count(record))
             .step_by(stripes)
-            .find(|&which| self.place(record, which).segment == disk)
+            .find(|&position| self.location(record, position).segment == disk)
     }
 
-    /// A disk that is away may come back with this version, which is given up for good.
-    pub(super) fn remember_for_disks(&mut self, id: ObjectId, epoch: Epoch, now: Now) {
+    /// Keeps a tombstone of a version that is permanently dropped, because an absent disk may return with it.
+    pub(super) fn keep_disk_tombstone(&mut self, id: ObjectId, epoch: Epoch, now: Now) {
         if !self.disks_may_return(now) {
             return;
         }
-        if self.tombstones.len() >= REMEMBERED_MAX && !self.tombstones.contains_key(&id) {
+        if self.tombstones.len() >= DISK_TOMBSTONES_MAX && !self.tombstones.contains_key(&id) {
             self.absent_disks.clear();
             self.disk_reports_until = MonoTime(0);
             return;
@@ -620,18 +642,18 @@ impl Group {
         *removed = epoch.max(*removed);
     }
 
-    /// Whether a disk has come back and still has what nobody knows of, or what it was told to drop because it came late.
+    /// Whether a returned disk still reports, or is stale and still has records that it was commanded to drop.
     pub(super) fn disks_are_returning(&self) -> bool {
         let returning = |segment: &Segment| {
-            let dropping = segment.is_late && !segment.drains.is_empty();
+            let dropping = segment.is_stale && !segment.drains.is_empty();
             segment.is_disk() && (segment.phase == SegmentPhase::Reporting || dropping)
         };
         self.segments.iter().flatten().any(returning)
     }
 
-    /// Whether a disk may come back with what was removed or forgotten meanwhile.
+    /// Whether a disk may return with versions that were removed or dropped in the meantime.
     pub(super) fn disks_may_return(&self, now: Now) -> bool {
-        let first_term = self.config.previous == Term::ZERO;
+        let first_term = self.config.previous_term == Term::ZERO;
         let reporting = |segment: &Segment| segment.is_disk() && segment.phase == SegmentPhase::Reporting;
         !self.absent_disks.is_empty()
             || (!first_term && now.mono < self.disk_reports_until)

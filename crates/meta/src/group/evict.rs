@@ -1,33 +1,33 @@
-//! Eviction: who goes when room is needed.
+//! Eviction: the choice of victims when space is needed.
 //!
-//! 1. tenants over their quota before all others;
-//! 2. of the others, a tenant drawn in proportion to its objects: with one tenant this is plain SIEVE;
-//! 3. ordinary objects before soft-pinned ones; hard-pinned and leased ones never.
+//! 1. Tenants over their quota come before all others.
+//! 2. Of the others, a random tenant is chosen in proportion to its objects. Its victim is the least recently used object.
+//! 3. Ordinary objects come before soft-pinned ones; hard-pinned and leased ones are never evicted.
 //!
-//! Where the victim's node has a disk, it is written there first and leaves memory when it is there; only where there is
-//! none, or it takes nothing, is it lost. Units that are being written count as evicted here, too: they are on their way.
+//! If the victim's node has a disk, the victim is written there first and leaves memory afterwards. It is dropped only
+//! if there is no disk, or the disk refuses it. Units that are being offloaded count as evicted here.
 //!
-//! A victim costs a bounded number of steps, whatever the number of objects. It is out of the index at once, and its
-//! range drains until its node has given it back; draining units are not free, but they are on their way, so that
-//! they count as evicted here.
+//! A victim costs a bounded number of steps, independent of the number of objects. It leaves the index immediately, and
+//! its extent drains until its node reports it as free. Draining units are not free, but they will be soon, so they
+//! count as evicted here.
 
 use moontide_types::ObjectId;
-use moontide_types::bounds::UNIT_BYTES;
+use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::PinClass;
 
 use super::Group;
 use crate::effect::Effects;
+use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::queue::Queue;
-use crate::record::{Flag, NONE};
+use crate::record::RecordFlag;
 use crate::segment::{Segment, SegmentPhase};
-use crate::slab::Ref;
-use crate::tenant::{TenantIx, TenantState};
+use crate::tenant::TenantState;
 use crate::time::Now;
 
-/// What was evicted.
+/// Result of an eviction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EvictReport {
-    /// Objects.
+    /// Number of evicted objects.
     pub objects: u64,
     /// Their bytes, all replicas together.
     pub bytes: u64,
@@ -40,49 +40,48 @@ impl EvictReport {
     }
 }
 
-/// Records that the hand passes over for one victim. After that the first one that nobody holds goes, used or not: a
-/// queue in which everything was used is not searched to its end.
-const LOOKS_MAX: usize = 64;
+/// Maximum number of leased records that are passed over for one victim.
+const LEASED_MAX: usize = 64;
 
-/// Members of a cohort that follow one victim.
-const FOLLOWERS_MAX: usize = 64;
+/// Maximum number of cohort members that are evicted together with one victim.
+const COHORT_VICTIMS_MAX: usize = 64;
 
-/// Tenants over their quota that are asked for a victim before one that is not.
+/// Tenants over their quota that are tried before a tenant within its quota.
 const TENANTS_TRIED: usize = 4;
 
-/// Objects that a put which found no room evicts at once; the rest follows in ticks.
-const AT_ONCE: usize = 16;
+/// Objects that a put without space evicts immediately; later ticks evict the rest.
+const IMMEDIATE_EVICTIONS_MAX: usize = 16;
 
-/// What becomes of a victim.
+/// Handling of a victim.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
-    /// It goes to disk, where there is one.
+enum VictimAction {
+    /// Move to disk, if the node has one.
     Demote,
-    /// It is lost, wherever it is.
+    /// Drop from memory and disk.
     Drop,
 }
 
 #[derive(Clone, Copy)]
-enum Class {
+enum VictimClass {
     Ordinary,
     Soft,
-    /// Nowhere but on disk: goes only if there are too many objects, since it gives no memory back.
+    /// Only on disk: evicted only at the object limit, since it frees no memory.
     OnDisk,
 }
 
-impl Class {
+impl VictimClass {
     fn queue(self, tenant: &TenantState) -> &Queue {
         match self {
-            Class::Ordinary => &tenant.ordinary,
-            Class::Soft => &tenant.soft,
-            Class::OnDisk => &tenant.on_disk,
+            VictimClass::Ordinary => &tenant.ordinary,
+            VictimClass::Soft => &tenant.soft,
+            VictimClass::OnDisk => &tenant.on_disk,
         }
     }
 }
 
 impl Group {
-    /// How full the segments in use are, in thousandths: of units or of slots, whichever is more. What drains, or is on its
-    /// way to a disk, counts as free here.
+    /// Usage of the segments in use, in thousandths: of units or of slots, whichever is higher. Draining units, and
+    /// units being offloaded, count as free.
     pub fn pressure_permille(&self) -> u16 {
         self.usage().permille()
     }
@@ -106,13 +105,19 @@ impl Group {
         report
     }
 
-    /// Evicts ahead of need: from the high watermark down to the low one, and what puts asked for in vain.
-    pub(super) fn evict_ahead(&mut self, now: Now, budget: usize, effects: &mut Effects) -> EvictReport {
-        let (high, low) = (self.config.high_permille, self.config.low_permille);
+    /// Evicts in advance: from the high watermark down to the low one, and the units of failed puts.
+    pub(super) fn evict_to_watermark(
+        &mut self,
+        now: Now,
+        budget: usize,
+        effects: &mut Effects,
+    ) -> EvictReport {
+        let (high, low) =
+            (self.config.eviction_high_watermark_permille, self.config.eviction_low_watermark_permille);
         let mut report = EvictReport::default();
-        while self.wanted_units > 0 && (report.objects as usize) < budget {
+        while self.requested_units > 0 && (report.objects as usize) < budget {
             let Some(evicted) = self.evict_one(now, effects) else { break };
-            self.wanted_units = self.wanted_units.saturating_sub(evicted.bytes / UNIT_BYTES);
+            self.requested_units = self.requested_units.saturating_sub(evicted.bytes / UNIT_BYTES);
             report.add(evicted);
         }
         self.evicting |= self.pressure_permille() > high;
@@ -123,152 +128,152 @@ impl Group {
         report
     }
 
-    /// A put found no room: some objects go at once, more in the next tick.
-    pub(super) fn want_space(&mut self, now: Now, units: u64, effects: &mut Effects) {
+    /// Handles a put without space: evicts some objects immediately, more in the next tick.
+    pub(super) fn request_space(&mut self, now: Now, units: u64, effects: &mut Effects) {
         // Not more than everything: an object that can never fit must not empty the cache.
         let all: u64 = self.usage().units;
         if units > all {
             return;
         }
-        // What is on its way to disks will be free soon; whoever asks again meanwhile must not empty memory.
+        // Units being offloaded will be free soon; repeated puts in the meantime must not empty memory.
         if self.offloading_units > units + all / 32 {
             return;
         }
-        self.wanted_units = self.wanted_units.max(units);
-        self.evict_ahead(now, AT_ONCE, effects);
+        self.requested_units = self.requested_units.max(units);
+        self.evict_to_watermark(now, IMMEDIATE_EVICTIONS_MAX, effects);
     }
 
-    /// Evicts one object of a tenant, and of its cohort what nobody holds; never `keep`.
+    /// Evicts one object of a tenant, and the members of its cohort that are not in use; never `keep`.
     pub(super) fn evict_from(
         &mut self,
-        tenant: TenantIx,
+        tenant: TenantIndex,
         keep: ObjectId,
         now: Now,
         effects: &mut Effects,
     ) -> Option<EvictReport> {
-        let many = self.tenants.get(tenant).has_too_many();
-        let classes: &[Class] = if many {
-            &[Class::Ordinary, Class::Soft, Class::OnDisk]
+        let at_limit = self.tenants.get(tenant).is_at_object_limit();
+        let classes: &[VictimClass] = if at_limit {
+            &[VictimClass::Ordinary, VictimClass::Soft, VictimClass::OnDisk]
         } else {
-            &[Class::Ordinary, Class::Soft]
+            &[VictimClass::Ordinary, VictimClass::Soft]
         };
         let victim = classes.iter().find_map(|&class| self.victim(tenant, class, Some(keep), now))?;
-        // The room is needed now, so that nothing is written to disk first.
-        if many || !self.is_whole_on_disk(self.slab.get(victim)) {
-            return Some(self.evict_object(victim, Some(keep), How::Drop, now, effects));
+        // The space is needed now, so nothing is written to disk first.
+        if at_limit || !self.is_completely_on_disk(self.slab.get(victim)) {
+            return Some(self.evict_object(victim, Some(keep), VictimAction::Drop, now, effects));
         }
-        Some(self.evict_alone(victim, How::Demote, now, effects))
+        Some(self.evict_alone(victim, VictimAction::Demote, now, effects))
     }
 
     fn evict_one(&mut self, now: Now, effects: &mut Effects) -> Option<EvictReport> {
         if !self.may_offload_more() {
-            return None; // the disks have enough to do: puts wait
+            return None; // offload limit reached: puts wait
         }
-        for class in [Class::Ordinary, Class::Soft] {
+        for class in [VictimClass::Ordinary, VictimClass::Soft] {
             for tenant in self.next_tenants(class) {
                 if let Some(victim) = self.victim(tenant, class, None, now) {
-                    return Some(self.evict_object(victim, None, How::Demote, now, effects));
+                    return Some(self.evict_object(victim, None, VictimAction::Demote, now, effects));
                 }
             }
         }
         None
     }
 
-    /// Whose turn it is to give something up, some of them: if all that the first one has is held, the next one.
-    fn next_tenants(&mut self, class: Class) -> Vec<TenantIx> {
-        let has_some = |ix: &TenantIx| class.queue(self.tenants.get(*ix)).len() > 0;
-        let over = |ix: &TenantIx| self.tenants.get(*ix).is_over_quota();
-        let limited = self.limited.iter().copied().filter(over).filter(has_some);
-        let mut tenants: Vec<TenantIx> = limited.take(TENANTS_TRIED).collect();
-        let drawn = self.slab.draw(&mut self.rng).map(|at| self.slab.get(at).tenant());
-        tenants.extend(drawn.filter(|ix| class.queue(self.tenants.get(*ix)).len() > 0));
+    /// Returns the tenants to evict from, in order: if all objects of the first one are in use, the next one is tried.
+    fn next_tenants(&mut self, class: VictimClass) -> Vec<TenantIndex> {
+        let has_victims = |index: &TenantIndex| class.queue(self.tenants.get(*index)).len() > 0;
+        let over = |index: &TenantIndex| self.tenants.get(*index).is_over_quota();
+        let limited = self.limited.iter().copied().filter(over).filter(has_victims);
+        let mut tenants: Vec<TenantIndex> = limited.take(TENANTS_TRIED).collect();
+        let sampled = self.slab.sample(&mut self.rng).map(|at| self.slab.get(at).tenant());
+        tenants.extend(sampled.filter(|index| class.queue(self.tenants.get(*index)).len() > 0));
         if tenants.is_empty() {
-            let any = self.tenants.iter().map(|(ix, _)| ix);
-            tenants.extend(any.filter(|ix| class.queue(self.tenants.get(*ix)).len() > 0).take(1));
+            let any = self.tenants.iter().map(|(index, _)| index);
+            tenants.extend(any.filter(|index| class.queue(self.tenants.get(*index)).len() > 0).take(1));
         }
         tenants
     }
 
-    /// Moves a queue's hand to the next object that can go.
-    fn victim(&mut self, tenant: TenantIx, class: Class, keep: Option<ObjectId>, now: Now) -> Option<Ref> {
-        let mut used = None;
-        let looks = class.queue(self.tenants.get(tenant)).len().min(LOOKS_MAX as u64);
-        for _ in 0..looks {
-            let state = self.tenants.get_mut(tenant);
-            let queue = match class {
-                Class::Ordinary => &mut state.ordinary,
-                Class::Soft => &mut state.soft,
-                Class::OnDisk => &mut state.on_disk,
-            };
-            let at = queue.advance(&self.slab)?;
+    /// Returns the least recently used object of a tenant that may be evicted.
+    fn victim(
+        &mut self,
+        tenant: TenantIndex,
+        class: VictimClass,
+        keep: Option<ObjectId>,
+        now: Now,
+    ) -> Option<RecordRef> {
+        for _ in 0..LEASED_MAX {
+            let at = class.queue(self.tenants.get(tenant)).first()?;
             let record = self.slab.get(at);
-            let leased = self.is_leased(record, now) && !moontide_types::planted("lease-evicted");
-            if Some(record.id()) == keep || record.pin() == PinClass::Hard || leased {
-                continue;
-            }
-            let record = self.slab.get_mut(at);
-            if !record.has(Flag::Visited) {
+            let leased = self.is_leased(record, now) && !moontide_rt::mutation_enabled("lease-evicted");
+            if !leased && Some(record.id()) != keep {
                 return Some(at);
             }
-            record.set(Flag::Visited, false);
-            used = used.or(Some(at));
+            // A lease is a use that lasts. At the end of its queue the record does not hide the others.
+            self.note_use(at);
         }
-        used
+        None
     }
 
     fn evict_object(
         &mut self,
-        at: Ref,
+        at: RecordRef,
         keep: Option<ObjectId>,
-        how: How,
+        action: VictimAction,
         now: Now,
         effects: &mut Effects,
     ) -> EvictReport {
         let record = *self.slab.get(at);
-        let cohort = self.extras.get(record.extra).map_or(NONE, |extra| extra.cohort);
+        let cohort = self.extensions.get(record.extension).map_or(NONE, |extension| extension.cohort);
         let mut followers: Vec<_> = vec![];
         if cohort != NONE {
             let others =
                 self.cohorts.get(cohort).members().filter(|&id| id != record.id() && Some(id) != keep);
-            followers = others.take(FOLLOWERS_MAX).collect();
-            followers.sort(); // a hash set's order is nobody's business
+            followers = others.take(COHORT_VICTIMS_MAX).collect();
+            followers.sort(); // the order of a hash set is not deterministic
         }
-        let mut report = self.evict_alone(at, how, now, effects);
+        let mut report = self.evict_alone(at, action, now, effects);
         for id in followers {
             let Some(at) = self.find_id(id) else { continue };
             let record = self.slab.get(at);
-            let held = record.has(Flag::Writing)
-                || record.has(Flag::Offloading)
-                || record.has(Flag::OnDisk)
+            let in_use = record.has(RecordFlag::Writing)
+                || record.has(RecordFlag::Offloading)
+                || record.has(RecordFlag::OnDisk)
                 || record.pin() != PinClass::None
                 || self.is_leased(record, now);
-            if !held {
-                report.add(self.evict_alone(at, how, now, effects));
+            if !in_use {
+                report.add(self.evict_alone(at, action, now, effects));
             }
         }
         report
     }
 
-    fn evict_alone(&mut self, at: Ref, how: How, now: Now, effects: &mut Effects) -> EvictReport {
+    fn evict_alone(
+        &mut self,
+        at: RecordRef,
+        action: VictimAction,
+        now: Now,
+        effects: &mut Effects,
+    ) -> EvictReport {
         let record = *self.slab.get(at);
         debug_assert!(
-            !self.is_leased(&record, now) || moontide_types::planted("lease-evicted"),
-            "a lease-holder's range is never reclaimed"
+            !self.is_leased(&record, now) || moontide_rt::mutation_enabled("lease-evicted"),
+            "victim is leased"
         );
         let before = self.tenants.get(record.tenant()).bytes;
-        if how == How::Demote {
-            if self.is_whole_on_disk(&record) {
+        if action == VictimAction::Demote {
+            if self.is_completely_on_disk(&record) {
                 self.demote(at, now, effects);
                 let bytes = before - self.tenants.get(record.tenant()).bytes;
                 return EvictReport { objects: 1, bytes };
             }
-            let under_way = self.offloading_units;
-            if self.is_worth_offloading(&record) && self.start_offload(at, now, effects) {
-                let bytes = (self.offloading_units - under_way) * UNIT_BYTES;
+            let units_before = self.offloading_units;
+            if self.should_offload(&record) && self.start_offload(at, now, effects) {
+                let bytes = (self.offloading_units - units_before) * UNIT_BYTES;
                 return EvictReport { objects: 1, bytes };
             }
         }
-        self.remember_for_disks(record.id(), record.epoch(), now);
+        self.keep_disk_tombstone(record.id(), record.epoch(), now);
         self.drop_object(at, now, effects);
         let bytes = before - self.tenants.get(record.tenant()).bytes;
         self.stats.evicted_objects += 1;
@@ -276,11 +281,13 @@ impl Group {
         EvictReport { objects: 1, bytes }
     }
 
-    /// Sums over the segments in use. There are some thousands at most, and nobody asks once per object.
+    /// Sums over the segments in use. There are some thousands at most, and this is not called once per object.
     fn usage(&self) -> Usage {
         let in_use = |segment: &&Segment| {
-            matches!(segment.phase, SegmentPhase::Serving | SegmentPhase::Waiting | SegmentPhase::Reporting)
-                && !segment.is_disk()
+            matches!(
+                segment.phase,
+                SegmentPhase::Serving | SegmentPhase::Quarantined | SegmentPhase::Reporting
+            ) && !segment.is_disk()
         };
         let mut usage = Usage::default();
         for segment in self.segments.iter().flatten().filter(in_use) {
@@ -305,7 +312,7 @@ struct Usage {
 
 impl Usage {
     fn permille(&self) -> u16 {
-        let share = |used: u64, all: u64| (used * 1000).checked_div(all).unwrap_or(0).min(1000) as u16;
-        share(self.used_units, self.units).max(share(self.used_slots, self.slots))
+        let ratio = |used: u64, all: u64| (used * 1000).checked_div(all).unwrap_or(0).min(1000) as u16;
+        ratio(self.used_units, self.units).max(ratio(self.used_slots, self.slots))
     }
 }

@@ -1,172 +1,175 @@
-//! Calls that read: exist, lookup with a lease, touch, pins, and the operators' queries.
+//! Read calls: exist, lookup with a lease, touch, pins, and the operators' queries.
 //!
-//! Batches are looked up in stages, all keys of a stage before the next one: the directory of the table, its lines,
-//! the records. At ten million objects every stage misses the cache, and the misses of one stage do not wait for each
-//! other.
+//! Batches are processed in stages, all keys of a stage before the next one: the directory of the table, its lines, the
+//! records. With ten million objects every stage misses the cache, and the misses of one stage overlap.
 
 use std::time::Duration;
 
-use moontide_types::bounds::LEASE_MS_MAX;
+use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Key, ObjectId};
 
 use super::Group;
-use super::view::{Detail, ObjectView};
-use crate::record::{Flag, NONE, Record};
-use crate::slab::Ref;
-use crate::table::{BATCH, Candidate};
-use crate::tenant::TenantIx;
+use super::view::{ObjectDetail, ObjectView};
+use crate::ids::{NONE, RecordRef, TenantIndex};
+use crate::record::{Record, RecordFlag};
+use crate::table::{BATCH, ProbeResult};
 use crate::time::{Now, Tick};
 
 /// A key and its id.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask<'a> {
-    /// The id that the caller computed from tenant, generation and key.
+pub struct LookupKey<'a> {
+    /// Id that the caller computed from tenant, generation and key.
     pub id: ObjectId,
-    /// The key, which is compared.
+    /// Key, which is compared with the record's.
     pub key: Key<'a>,
 }
 
-/// The answer for one key of a lookup.
-pub type Found<'a> = Result<ObjectView<'a>, ErrorCode>;
+/// Result for one key of a lookup.
+pub type LookupResult<'a> = Result<ObjectView<'a>, ErrorCode>;
 
-/// What was looked up. `requested = hits + hits_disk + misses + not_ready`.
+/// Counters of lookups. `requested = hits + hits_disk + misses + not_ready`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LookupCounts {
     /// Keys of lookups.
     pub requested: u64,
     /// Found, with a replica in memory.
     pub hits: u64,
-    /// Found, on disk alone.
+    /// Found, on disk only.
     pub hits_disk: u64,
     /// Not found.
     pub misses: u64,
     /// Being written.
     pub not_ready: u64,
-    /// Keys of exist calls, counted apart.
+    /// Keys of exist calls, not included in `requested`.
     pub exists: u64,
 }
 
-/// Where a listing has got to.
+/// Position of a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListCursor(u32);
 
 impl ListCursor {
-    /// As it travels.
+    /// Returns the wire form.
     pub fn number(self) -> u32 {
         self.0
     }
 
-    /// From what travelled: any number is a cursor, a foreign one lists from somewhere.
+    /// Creates a cursor from the wire form. Any number is valid; one that this group did not return starts at an
+    /// arbitrary position.
     pub fn from_number(number: u32) -> ListCursor {
         ListCursor(number)
     }
 }
 
-/// Objects that one page of a listing looks at, at most: half a millisecond.
-const LIST_LOOKS_MAX: usize = 16_384;
+/// Maximum number of objects that one page of a listing visits: half a millisecond.
+const LIST_SCAN_MAX: usize = 16_384;
 
 impl Group {
-    /// Which keys are complete objects? Takes no lease and counts as no use.
-    pub fn exist(&mut self, now: Now, asks: &[Ask<'_>], mut answer: impl FnMut(usize, bool)) {
-        self.stats.lookups.exists += asks.len() as u64;
-        let mut places = vec![];
-        self.each_found(Wanted::Presence, asks, |group, index, at| {
-            let there = at.is_some_and(|at| {
+    /// Returns for each key whether it is a complete object. Takes no lease and does not count as a use.
+    pub fn exist(&mut self, now: Now, keys: &[LookupKey<'_>], mut respond: impl FnMut(usize, bool)) {
+        self.stats.lookups.exists += keys.len() as u64;
+        let mut locations = vec![];
+        self.each_found(LookupDetail::Presence, keys, |group, index, at| {
+            let complete = at.is_some_and(|at| {
                 let record = group.slab.get(at);
                 group.state_of(record, now) == ObjectState::Complete
             });
-            let mut inherited = || group.heirloom(&asks[index], now, &mut places).is_some();
-            answer(index, there || at.is_none() && inherited());
+            let mut in_handoff = || group.find_in_handoff(&keys[index], now, &mut locations).is_some();
+            respond(index, complete || at.is_none() && in_handoff());
         });
     }
 
-    /// Where are the bytes? With `lease_ms` they stay where they are for that long, counted from now. The answer
-    /// comes key by key, in order.
+    /// Returns the locations of each key, in order. With `lease_ms` the bytes stay there for that long, counted from
+    /// now.
     pub fn lookup(
         &mut self,
         now: Now,
         lease_ms: u32,
-        asks: &[Ask<'_>],
-        mut answer: impl FnMut(usize, Found<'_>),
+        keys: &[LookupKey<'_>],
+        mut respond: impl FnMut(usize, LookupResult<'_>),
     ) {
         let lease = self.lease_end(now, lease_ms);
-        let mut places = std::mem::take(&mut self.scratch);
-        self.each_found(Wanted::Places, asks, |group, index, at| {
-            places.clear();
+        let mut locations = std::mem::take(&mut self.scratch);
+        let mut found = std::mem::take(&mut self.found);
+        self.each_found(LookupDetail::Locations, keys, |group, index, at| {
+            locations.clear();
             group.stats.lookups.requested += 1;
             let Some(at) = at else {
-                if let Some(heirloom) = group.heirloom(&asks[index], now, &mut places) {
-                    answer(index, Ok(heirloom.view(&places)));
+                if let Some(object) = group.find_in_handoff(&keys[index], now, &mut locations) {
+                    respond(index, Ok(object.view(&locations)));
                     group.stats.lookups.hits += 1;
                     return;
                 }
                 group.stats.lookups.misses += 1;
-                return answer(index, Err(ErrorCode::NotFound));
+                return respond(index, Err(ErrorCode::NotFound));
             };
             let record = *group.slab.get(at);
             match group.state_of(&record, now) {
                 ObjectState::Gone => {
                     group.stats.lookups.misses += 1;
-                    answer(index, Err(ErrorCode::NotFound));
+                    respond(index, Err(ErrorCode::NotFound));
                 }
                 ObjectState::Writing => {
                     group.stats.lookups.not_ready += 1;
-                    answer(index, Err(ErrorCode::NotReady));
+                    respond(index, Err(ErrorCode::NotReady));
                 }
                 ObjectState::Complete => {
-                    if record.has(Flag::OnDisk) {
+                    if record.has(RecordFlag::OnDisk) {
                         group.stats.lookups.hits_disk += 1;
                         group.read_from_disk(&record);
                     } else {
                         group.stats.lookups.hits += 1;
                     }
-                    group.use_object(at, lease);
-                    let replicas = group.replica_views(&record, &mut places);
-                    answer(index, Ok(group.object_view(&record, &places, replicas)));
+                    group.mark_used(at, lease);
+                    found.push(at);
+                    let replicas = group.replica_views(&record, &mut locations);
+                    respond(index, Ok(group.object_view(&record, &locations, replicas)));
                 }
             }
         });
-        self.scratch = places;
+        self.note_uses(found.drain(..));
+        (self.scratch, self.found) = (locations, found);
     }
 
-    /// Marks an object as used, and leases it if asked to.
-    pub fn touch(&mut self, now: Now, lease_ms: u32, ask: &Ask<'_>) -> Result<(), ErrorCode> {
-        let at = self.find_complete(ask, now)?;
+    /// Marks an object as used, and leases it if `lease_ms` is not 0.
+    pub fn touch(&mut self, now: Now, lease_ms: u32, lookup: &LookupKey<'_>) -> Result<(), ErrorCode> {
+        let at = self.find_complete(lookup, now)?;
         let lease = self.lease_end(now, lease_ms);
-        self.use_object(at, lease);
+        self.mark_used(at, lease);
+        self.note_use(at);
         Ok(())
     }
 
-    /// Changes how strongly an object resists eviction.
-    pub fn set_pin(&mut self, now: Now, ask: &Ask<'_>, pin: PinClass) -> Result<(), ErrorCode> {
-        let at = self.find_complete(ask, now)?;
+    /// Changes an object's resistance to eviction.
+    pub fn set_pin(&mut self, now: Now, lookup: &LookupKey<'_>, pin: PinClass) -> Result<(), ErrorCode> {
+        let at = self.find_complete(lookup, now)?;
         self.dequeue(at);
         self.slab.get_mut(at).set_pin(pin);
         self.enqueue(at);
         Ok(())
     }
 
-    /// Everything about one key. Takes no lease and counts as no use.
-    pub fn query(&self, now: Now, ask: &Ask<'_>) -> Option<Detail> {
-        let at = self.find(ask)?;
+    /// Returns all properties of one key. Takes no lease and does not count as a use.
+    pub fn query(&self, now: Now, lookup: &LookupKey<'_>) -> Option<ObjectDetail> {
+        let at = self.find(lookup)?;
         (self.state_of(self.slab.get(at), now) != ObjectState::Gone).then(|| self.detail(at, now))
     }
 
-    /// The next keys of a tenant, in no order, at most `limit` of them. No key that stays is left out; one may come
-    /// twice. No cursor in the answer: that was the last page.
+    /// Passes the next keys of a tenant to `each`, in no particular order, at most `limit` of them. No key that stays
+    /// is skipped; a key may appear twice. Returns no cursor after the last page.
     pub fn list(
         &self,
         now: Now,
-        tenant: TenantIx,
+        tenant: TenantIndex,
         cursor: Option<ListCursor>,
         limit: usize,
         mut each: impl FnMut(&[u8]) -> bool,
     ) -> Option<ListCursor> {
-        let mut cursor = cursor.and_then(|cursor| Ref::from_number(cursor.0));
+        let mut cursor = cursor.and_then(|cursor| RecordRef::from_number(cursor.0));
         let mut listed = 0;
-        for _ in 0..LIST_LOOKS_MAX {
-            let at = self.slab.before(cursor)?;
+        for _ in 0..LIST_SCAN_MAX {
+            let at = self.slab.previous(cursor)?;
             let (record, key) = self.slab.with_key(at);
             if record.tenant() == tenant && self.state_of(record, now) == ObjectState::Complete {
                 if listed == limit || !each(key) {
@@ -176,12 +179,13 @@ impl Group {
             }
             cursor = Some(at);
         }
-        // Nothing passed yet: the page began behind the last record and its first key was refused.
-        Some(ListCursor(cursor.map_or(NONE, Ref::number)))
+        // Without progress the cursor is `NONE`: the page began after the last record, and `each` refused its first
+        // key.
+        Some(ListCursor(cursor.map_or(NONE, RecordRef::number)))
     }
 
-    pub(super) fn find_complete(&self, ask: &Ask<'_>, now: Now) -> Result<Ref, ErrorCode> {
-        let at = self.find(ask).ok_or(ErrorCode::NotFound)?;
+    pub(super) fn find_complete(&self, lookup: &LookupKey<'_>, now: Now) -> Result<RecordRef, ErrorCode> {
+        let at = self.find(lookup).ok_or(ErrorCode::NotFound)?;
         match self.state_of(self.slab.get(at), now) {
             ObjectState::Complete => Ok(at),
             ObjectState::Writing => Err(ErrorCode::NotReady),
@@ -194,24 +198,25 @@ impl Group {
         (lease_ms > 0).then(|| self.ticker.end(now.mono, lease))
     }
 
-    fn use_object(&mut self, at: Ref, lease: Option<Tick>) {
+    /// Sets the flag of use, and the lease.
+    fn mark_used(&mut self, at: RecordRef, lease: Option<Tick>) {
         let record = self.slab.get_mut(at);
-        record.set(Flag::Visited, true);
+        record.set(RecordFlag::Visited, true);
         if let Some(sketch) = &mut self.sketch {
             sketch.add(record.id());
         }
         let Some(lease) = lease else { return };
         record.set_until(record.until().max(lease));
-        let cohort = self.extras.get(record.extra).map_or(NONE, |extra| extra.cohort);
+        let cohort = self.extensions.get(record.extension).map_or(NONE, |extension| extension.cohort);
         if cohort != NONE {
             let cohort = self.cohorts.get_mut(cohort);
             cohort.until = cohort.until.max(lease);
         }
     }
 
-    /// What a reader may know of a record: one whose nodes are gone or whose time is over is as good as gone.
+    /// Returns the state of a record as seen by readers: a record whose nodes are lost or that has expired is gone.
     pub(super) fn state_of(&self, record: &Record, now: Now) -> ObjectState {
-        if record.has(Flag::Writing) {
+        if record.has(RecordFlag::Writing) {
             ObjectState::Writing
         } else if self.is_expired(record, now) || !self.has_complete_replica(record) {
             ObjectState::Gone
@@ -220,39 +225,39 @@ impl Group {
         }
     }
 
-    /// Finds the records of all keys, in stages, and hands them on in order.
+    /// Finds the records of all keys, in stages, and passes them to `each` in order.
     fn each_found(
         &mut self,
-        wanted: Wanted,
-        asks: &[Ask<'_>],
-        mut each: impl FnMut(&mut Group, usize, Option<Ref>),
+        detail: LookupDetail,
+        keys: &[LookupKey<'_>],
+        mut each: impl FnMut(&mut Group, usize, Option<RecordRef>),
     ) {
         let mut ids = [ObjectId([0; 16]); BATCH];
-        let mut candidates = [Candidate::None; BATCH];
+        let mut candidates = [ProbeResult::None; BATCH];
         let mut found = [None; BATCH];
-        for (batch, asks) in asks.chunks(BATCH).enumerate() {
-            let count = asks.len();
-            for (id, ask) in ids.iter_mut().zip(asks) {
-                *id = ask.id;
+        for (batch, keys) in keys.chunks(BATCH).enumerate() {
+            let count = keys.len();
+            for (id, lookup) in ids.iter_mut().zip(keys) {
+                *id = lookup.id;
             }
             self.table.candidates(&ids[..count], &mut candidates[..count]);
-            for ((found, candidate), ask) in found.iter_mut().zip(&candidates).zip(asks) {
+            for ((found, candidate), lookup) in found.iter_mut().zip(&candidates).zip(keys) {
                 *found = match *candidate {
-                    Candidate::None => None,
-                    Candidate::One(number) => {
-                        let at = Ref::from_number(number).expect("the table holds records");
+                    ProbeResult::None => None,
+                    ProbeResult::One(number) => {
+                        let at = RecordRef::from_number(number).expect("table entries are record numbers");
                         let (record, key) = self.slab.with_key(at);
-                        (record.id() == ask.id && key == ask.key.as_bytes()).then_some(at)
+                        (record.id() == lookup.id && key == lookup.key.as_bytes()).then_some(at)
                     }
-                    Candidate::Several => self.find(ask),
+                    ProbeResult::Several => self.find(lookup),
                 };
             }
-            if wanted == Wanted::Places {
-                // One more miss, in the allocator's books, is brought forward in the same way.
+            if detail == LookupDetail::Locations {
+                // Overlaps one more cache miss, in the allocator's metadata, in the same way.
                 for at in found[..count].iter().flatten() {
-                    let place = self.slab.get(*at).place();
-                    if !place.is_lost() {
-                        std::hint::black_box(self.segment(place.segment).extent(place.block));
+                    let location = self.slab.get(*at).location();
+                    if !location.is_lost() {
+                        std::hint::black_box(self.segment(location.segment).extent(location.block));
                     }
                 }
             }
@@ -263,14 +268,14 @@ impl Group {
     }
 }
 
-/// What the caller is going to look at.
+/// Data that the caller needs of each record.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Wanted {
+enum LookupDetail {
     Presence,
-    Places,
+    Locations,
 }
 
-/// What a reader may know of a record.
+/// State of a record as seen by readers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ObjectState {
     Complete,

@@ -1,99 +1,99 @@
-//! The nodes' side: segments come, go and drain; readers' marks arrive.
+//! Calls for nodes: mounting, losing and draining segments; read marks from heartbeats.
 
 use std::time::Duration;
 
-use moontide_types::bounds::{LOCAL_STALE_MS, SEGMENT_UNITS_MAX};
+use moontide_types::limits::{SEGMENT_UNITS_MAX, SHM_HEARTBEAT_TIMEOUT_MS};
 use moontide_types::record::PinClass;
-use moontide_types::{ErrorCode, Generation, NodeId, SegmentId, SessionId, Tenant, Term};
+use moontide_types::{ErrorCode, Generation, Medium, NodeId, SegmentId, SessionId, Tenant, Term};
 
-use super::{Absence, Group, Node};
+use super::{AbsentSegment, Group, LocationVersion, Node};
 use crate::effect::Effects;
-use crate::placement::{Candidate, Topology};
-use crate::record::Flag;
-use crate::segment::{Medium, SLOTS_MAX, Segment, SegmentPhase, Shape, SlotState};
-use crate::slab::Ref;
+use crate::ids::RecordRef;
+use crate::placement::{SegmentCandidate, Topology};
+use crate::record::RecordFlag;
+use crate::segment::{SLOTS_MAX, Segment, SegmentParams, SegmentPhase, SlotState};
 use crate::time::Now;
 
 /// A segment as its node offers it.
 #[derive(Clone, Copy, Debug)]
 pub struct MountSpec<'a> {
-    /// The node.
+    /// Node that owns the segment.
     pub node: NodeId,
-    /// Its session.
+    /// Session of the node.
     pub session: SessionId,
-    /// The segment.
+    /// Id of the segment on its node.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Incarnation of the segment.
     pub generation: Generation,
-    /// What it is made of.
+    /// Storage medium; a disk is mounted with [`Group::mount_disk`].
     pub medium: Medium,
-    /// Its size.
+    /// Size in units.
     pub units: u32,
-    /// Its header slots.
+    /// Number of header slots.
     pub slots: u32,
-    /// Labels of where the node stands: host, rack, zone; empty if unknown.
+    /// Topology labels of the node: host, rack, zone; empty if unknown.
     pub labels: [&'a str; 3],
-    /// The only tenant that may use it.
+    /// If set, the only tenant that may use the segment.
     pub tenant: Option<Tenant<'a>>,
-    /// The term it adopted last; zero if none.
+    /// Term that the segment adopted last; zero if none.
     pub term: Term,
-    /// Whether it holds records to be reported.
-    pub occupied: bool,
-    /// The term of the master that last knew of everything in it; zero if none ever did.
-    pub known: Term,
-    /// How long ago that was.
-    pub away: Duration,
-    /// Whether peers reach it without asking its node, so that nothing but time ends what they were promised.
+    /// Whether the segment contains records to be reported.
+    pub has_records: bool,
+    /// Term of the master with which the segment was last synced; zero if never.
+    pub synced_term: Term,
+    /// Time since the segment was last synced.
+    pub synced_ago: Duration,
+    /// Whether peers access the segment without its node, so that granted leases and reservations end only by time.
     pub one_sided: bool,
 }
 
-/// What becomes of an offered segment.
+/// Result of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mount {
-    /// The node must report what it holds.
+pub struct MountOutcome {
+    /// The node must report its records.
     pub report: bool,
-    /// Nothing is given out in it before.
+    /// Time before which the group allocates nothing in the segment.
     pub usable_in: Duration,
 }
 
-/// A segment as the group sees it. `live + reserved + draining + free = units`.
+/// State of a segment. `live + reserved + draining + free = units`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentView {
-    /// Its node.
+    /// Node that owns the segment.
     pub node: NodeId,
-    /// Its number on the node.
+    /// Id of the segment on its node.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Incarnation of the segment.
     pub generation: Generation,
-    /// What it is made of.
+    /// Storage medium.
     pub medium: Medium,
-    /// How far it is.
+    /// Phase of the segment.
     pub phase: SegmentPhase,
-    /// Its size.
+    /// Size in units.
     pub units: u32,
     /// Units of complete objects.
     pub live_units: u32,
     /// Units of objects being written.
     pub reserved_units: u32,
-    /// Units that their node has not given back yet.
+    /// Released units that the node has not reported as free yet.
     pub draining_units: u32,
-    /// The rest.
+    /// Units that can be allocated.
     pub free_units: u32,
-    /// Its header slots.
+    /// Number of header slots.
     pub slots: u32,
     /// Slots that are not free.
     pub taken_slots: u32,
 }
 
 impl Group {
-    /// Takes a segment into use. One of the same name, or of an earlier session of the node, is lost by this.
+    /// Mounts a segment. A mounted segment of the same name, or of an earlier session of the node, is lost by this.
     pub fn mount(
         &mut self,
         now: Now,
         spec: &MountSpec<'_>,
         effects: &mut Effects,
-    ) -> Result<Mount, ErrorCode> {
-        self.seen_term(spec.term, effects)?;
+    ) -> Result<MountOutcome, ErrorCode> {
+        self.observe_term(spec.term, effects)?;
         if spec.units == 0
             || spec.slots == 0
             || spec.medium == Medium::Disk
@@ -104,40 +104,41 @@ impl Group {
         if spec.units > SEGMENT_UNITS_MAX || spec.slots > SLOTS_MAX {
             return Err(ErrorCode::TooLarge);
         }
-        let tenant = spec.tenant.map(|tenant| self.tenants.named(tenant)).transpose()?;
+        let tenant = spec.tenant.map(|tenant| self.tenant(tenant)).transpose()?;
         if self.nodes.get(&spec.node).is_some_and(|node| node.session != spec.session) {
             self.lose_node(spec.node, now, effects);
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, spec.segment)) {
-            let known = self.segment(earlier);
-            if (known.session, known.generation) == (spec.session, spec.generation)
-                && !moontide_types::planted("mount-said-twice-taken-as-new")
+            let mounted = self.segment(earlier);
+            if (mounted.session, mounted.generation) == (spec.session, spec.generation)
+                && !moontide_rt::mutation_enabled("mount-said-twice-taken-as-new")
             {
-                // Said twice: taken as new, it would be thought empty.
-                let usable_in = known.usable_at.since(now.mono);
-                return Ok(Mount { report: known.phase == SegmentPhase::Reporting, usable_in });
+                // A repeated mount. Treated as new, the segment would be considered empty.
+                let usable_in = mounted.usable_at.since(now.mono);
+                return Ok(MountOutcome { report: mounted.phase == SegmentPhase::Reporting, usable_in });
             }
             self.lose_segment(earlier, now, effects);
         }
-        let missed = self.absent.remove(&(spec.node, spec.segment));
-        if missed.is_some_and(|absence| absence.generation != spec.generation)
-            && !moontide_types::planted("ghost-forgotten")
+        let absent = self.absent.remove(&(spec.node, spec.segment));
+        if absent.is_some_and(|segment| segment.generation != spec.generation)
+            && !moontide_rt::mutation_enabled("ghost-forgotten")
         {
-            // The process before is dead, but processes of its host may take its memory for alive, and read it, until they
-            // miss its beat.
-            let ghost = Duration::from_millis(u64::from(LOCAL_STALE_MS) * 105 / 100);
-            self.settled_at = self.settled_at.max(now.mono.after(ghost));
+            // The earlier process is dead, but local client processes may still consider its memory alive, and read it,
+            // until its heartbeat times out.
+            let grace = Duration::from_millis(u64::from(SHM_HEARTBEAT_TIMEOUT_MS) * 105 / 100);
+            self.unknown_nodes_until = self.unknown_nodes_until.max(now.mono.after(grace));
         }
-        let late_before = missed.is_some_and(|absence| absence.late && absence.generation == spec.generation);
-        let missed = missed.is_some();
+        let was_stale = absent.is_some_and(|segment| segment.stale && segment.generation == spec.generation);
+        let absent = absent.is_some();
         let topology = self.topology(spec.labels);
-        // An earlier master, or this one in an earlier session, may have promised parts of it to somebody. Where the node is
-        // asked first it refuses what is late: a lower term, an epoch that has passed, a range that is taken.
-        let promised =
-            spec.term != Term::ZERO && spec.one_sided && !moontide_types::planted("no-wait-for-old-leases");
-        let wait = if promised { self.config.reallocate_wait } else { Duration::ZERO };
-        let phase = if spec.occupied { SegmentPhase::Reporting } else { SegmentPhase::Waiting };
-        let shape = Shape {
+        // An earlier master, or this one in an earlier session, may have granted parts of the segment. If peers access
+        // it only through the node, the node rejects late requests: a lower term, a past epoch, a taken extent.
+        let granted = spec.term != Term::ZERO
+            && spec.one_sided
+            && !moontide_rt::mutation_enabled("no-wait-for-old-leases");
+        let delay = if granted { self.config.reallocation_delay } else { Duration::ZERO };
+        let phase = if spec.has_records { SegmentPhase::Reporting } else { SegmentPhase::Quarantined };
+        let params = SegmentParams {
             node: spec.node,
             session: spec.session,
             id: spec.segment,
@@ -148,36 +149,40 @@ impl Group {
             topology,
             tenant,
         };
-        let mut segment = Segment::new(shape, phase, now.mono.after(wait));
-        // Removals have been acknowledged without it: what it holds may be among them. By this master, which does not wait
-        // for it any more; or by one before, of which it has not even heard, and which waited as long as we do.
-        let skipped = spec.known != Term::ZERO && spec.known < self.config.previous;
-        let skipped = skipped && !moontide_types::planted("missed-term-believed");
-        segment.is_late = !missed
+        let mut segment = Segment::new(params, phase, now.mono.after(delay));
+        // Removals may have been acknowledged without this segment, so its records may include removed objects. Either
+        // this master no longer waits for it, or an earlier master did so: one whose term the segment missed, and which
+        // waited as long as this master does.
+        let skipped = spec.synced_term != Term::ZERO && spec.synced_term < self.config.previous_term;
+        let skipped = skipped && !moontide_rt::mutation_enabled("missed-term-believed");
+        segment.is_stale = !absent
             && now.mono > self.reports_until
-            && !moontide_types::planted("late-segment-believed")
-            || skipped && spec.away >= self.config.report_wait / 100 * 99
-            || !missed && self.was_given_up(spec, now)
-            || !missed && self.all_listed && spec.known != Term::ZERO && spec.known <= self.config.previous
-            || late_before;
+            && !moontide_rt::mutation_enabled("late-segment-believed")
+            || skipped && spec.synced_ago >= self.config.report_wait / 100 * 99
+            || !absent && self.was_given_up(spec, now)
+            || !absent
+                && self.segments_complete
+                && spec.synced_term != Term::ZERO
+                && spec.synced_term <= self.config.previous_term
+            || was_stale;
         let index = self.add_segment(segment, topology);
-        if !spec.occupied {
-            self.waiting_segments.push(index);
+        if !spec.has_records {
+            self.quarantined_segments.push(index);
             self.activate_segments(now);
         }
-        Ok(Mount { report: spec.occupied, usable_in: wait })
+        Ok(MountOutcome { report: spec.has_records, usable_in: delay })
     }
 
-    /// Whether the master before this one, which was at work until it was replaced, had stopped waiting for a segment by then.
+    /// Whether the preceding master, which was active until it was replaced, had stopped waiting for a segment by then.
     fn was_given_up(&self, spec: &MountSpec<'_>, now: Now) -> bool {
-        let away_by_then = spec.away.saturating_sub(now.mono.since(self.began_at));
-        self.config.witnessed
-            && spec.known == self.config.previous
-            && away_by_then >= self.config.absence_max / 100 * 99
-            && !moontide_types::planted("given-up-and-believed")
+        let absent_before_takeover = spec.synced_ago.saturating_sub(now.mono.since(self.began_at));
+        self.config.saw_predecessor
+            && spec.synced_term == self.config.previous_term
+            && absent_before_takeover >= self.config.rejoin_window / 100 * 99
+            && !moontide_rt::mutation_enabled("given-up-and-believed")
     }
 
-    /// Gives a segment its place in the tables, and its node one if it has none.
+    /// Adds a segment to the tables, and its node if it is new.
     pub(super) fn add_segment(&mut self, segment: Segment, topology: Topology) -> u32 {
         let index = match self.vacant_segments.pop() {
             Some(index) => index,
@@ -195,7 +200,7 @@ impl Group {
         index
     }
 
-    /// Takes a segment out of use. What is in it is gone for the index; the sweep follows in ticks.
+    /// Unmounts a segment. Its objects can no longer be read; later ticks remove them from the index.
     pub fn unmount(
         &mut self,
         now: Now,
@@ -208,34 +213,35 @@ impl Group {
         Ok(())
     }
 
-    /// A node's session has ended. What it has cannot be read any more; if it comes back, it reports.
+    /// Ends a node's session. The node's objects can no longer be read. If the node returns, it reports them.
     pub fn node_lost(&mut self, now: Now, node: NodeId, session: SessionId, effects: &mut Effects) {
-        if self.nodes.get(&node).is_none_or(|known| known.session != session) {
+        if self.nodes.get(&node).is_none_or(|node| node.session != session) {
             return;
         }
         self.lose_node(node, now, effects);
     }
 
-    /// Lets no new object into a segment. With `evict`, what is in it and not held leaves in the course of ticks.
+    /// Stops new objects in a segment. With `evict`, later ticks remove its objects unless they are leased, pinned or
+    /// being written.
     pub fn drain(&mut self, node: NodeId, segment: SegmentId, evict: bool) -> Result<(), ErrorCode> {
         let &index = self.by_name.get(&(node, segment)).ok_or(ErrorCode::NotFound)?;
         if self.segment(index).is_disk() {
-            return Err(ErrorCode::InvalidArgument); // its node decides what leaves it
+            return Err(ErrorCode::InvalidArgument); // the node chooses the disk's victims
         }
         match self.segment(index).phase {
-            SegmentPhase::Serving | SegmentPhase::Waiting | SegmentPhase::Draining => {}
+            SegmentPhase::Serving | SegmentPhase::Quarantined | SegmentPhase::Draining => {}
             SegmentPhase::Reporting => return Err(ErrorCode::Retry),
             SegmentPhase::Lost => return Err(ErrorCode::Gone),
         }
         self.withdraw(index);
-        self.waiting_segments.retain(|&waiting| waiting != index);
+        self.quarantined_segments.retain(|&waiting| waiting != index);
         let segment = self.segment_mut(index);
         segment.phase = SegmentPhase::Draining;
         segment.swept = if evict { 0 } else { u32::MAX };
         Ok(())
     }
 
-    /// Slots that were read since the last heartbeat, as bits from `first_slot` on.
+    /// Marks slots that were read since the last heartbeat, given as bits from `first_slot` on.
     pub fn touched(
         &mut self,
         (node, segment): (NodeId, SegmentId),
@@ -248,39 +254,46 @@ impl Group {
         if segment.generation != generation {
             return;
         }
+        let mut read = std::mem::take(&mut self.found);
         for (byte, &bits) in (0u32..).zip(bits) {
             for bit in (0..8).filter(|bit| bits >> bit & 1 == 1) {
-                let Some(slot) = first_slot.checked_add(byte * 8 + bit) else { return };
-                if slot >= segment.slot_count() {
-                    return;
-                }
-                if let SlotState::Object(at) = segment.slot(slot) {
-                    let record = self.slab.get_mut(at);
-                    record.set(Flag::Visited, true);
-                    if let Some(sketch) = &mut self.sketch {
-                        sketch.add(record.id());
-                    }
+                // A slot beyond the last one is an error of the node; the others count.
+                let Some(slot) = first_slot.checked_add(byte * 8 + bit) else { continue };
+                if slot < segment.slot_count()
+                    && let SlotState::Object(at) = segment.slot(slot)
+                {
+                    read.push(at);
                 }
             }
         }
+        for &at in &read {
+            let record = self.slab.get_mut(at);
+            record.set(RecordFlag::Visited, true);
+            if let Some(sketch) = &mut self.sketch {
+                sketch.add(record.id());
+            }
+        }
+        // The blocks of a prompt were put in order, and mostly have slots in this order.
+        self.note_uses(read.drain(..));
+        self.found = read;
     }
 
     /// Whether a node has segments here, in this session.
     pub fn knows_node(&self, node: NodeId, session: SessionId) -> bool {
-        self.nodes.get(&node).is_some_and(|known| known.session == session)
+        self.nodes.get(&node).is_some_and(|node| node.session == session)
     }
 
-    /// All segments, in the order in which they came.
+    /// Returns all segments, in mount order.
     pub fn segments(&self) -> impl Iterator<Item = SegmentView> {
         self.segments.iter().flatten().map(Segment::view)
     }
 
-    /// A segment by its name.
+    /// Returns a segment by its node and id.
     pub fn find_segment(&self, node: NodeId, segment: SegmentId) -> Option<SegmentView> {
         self.by_name.get(&(node, segment)).map(|&index| self.segment(index).view())
     }
 
-    /// The candidate's view of what is free follows the segment's.
+    /// Copies the free units of a segment to its candidate entry.
     pub(super) fn note_free(&mut self, index: u32) {
         let segment = self.segment(index);
         let (candidate, free) = (segment.candidate, segment.free_units());
@@ -289,22 +302,22 @@ impl Group {
         }
     }
 
-    /// Segments whose waiting time is over take new objects.
+    /// Lets segments whose delay is over accept new objects.
     pub(super) fn activate_segments(&mut self, now: Now) {
         let mut at = 0;
-        while at < self.waiting_segments.len() {
-            let index = self.waiting_segments[at];
+        while at < self.quarantined_segments.len() {
+            let index = self.quarantined_segments[at];
             if self.segment(index).usable_at > now.mono {
                 at += 1;
                 continue;
             }
-            self.waiting_segments.swap_remove(at);
+            self.quarantined_segments.swap_remove(at);
             let position = self.candidates.len() as u32;
-            let segment = self.segments[index as usize].as_mut().expect("a segment that waits is there");
+            let segment = self.segments[index as usize].as_mut().expect("quarantined segment exists");
             segment.phase = SegmentPhase::Serving;
             segment.candidate = Some(position);
             self.sizes.add(segment);
-            let candidate = Candidate {
+            let candidate = SegmentCandidate {
                 index,
                 node: segment.node,
                 segment: segment.id,
@@ -316,10 +329,9 @@ impl Group {
         }
     }
 
-    /// Takes a segment off the list of those that take new objects.
+    /// Removes a segment from the candidates.
     fn withdraw(&mut self, index: u32) {
-        let segment =
-            self.segments[index as usize].as_mut().expect("only those that are there are withdrawn");
+        let segment = self.segments[index as usize].as_mut().expect("withdrawn segment exists");
         let Some(at) = segment.candidate.take() else { return };
         self.sizes.remove(segment);
         self.candidates.swap_remove(at as usize);
@@ -334,38 +346,38 @@ impl Group {
         for index in segments {
             let segment = self.segment(index);
             let (name, generation) = ((node, segment.id), segment.generation);
-            // A late one that still has something which nobody knows any more is a late one again if it comes back.
-            let late = segment.is_late;
+            // A stale segment that still has untracked records is stale again if it returns.
+            let stale = segment.is_stale;
             self.lose_segment(index, now, effects);
             if name.1 != SegmentId::DISK {
-                self.miss_segment(name, generation, late, now);
+                self.mark_segment_absent(name, generation, stale, now);
             }
         }
         self.nodes.remove(&node);
     }
 
-    /// A segment may come back with what it has: until then, or until it is forgotten, removals are not certain.
-    pub(super) fn miss_segment(
+    /// Expects a segment to return with its records. Until it does, or its entry is dropped, removals are not certain.
+    pub(super) fn mark_segment_absent(
         &mut self,
         name: (NodeId, SegmentId),
         generation: Generation,
-        late: bool,
+        stale: bool,
         now: Now,
     ) {
-        let until = self.ticker.end(now.mono, self.config.absence_max);
-        self.absent.insert(name, Absence { generation, late, until });
+        let until = self.ticker.end(now.mono, self.config.rejoin_window);
+        self.absent.insert(name, AbsentSegment { generation, stale, until });
     }
 
-    /// A segment cannot be read or used any more. A disk keeps what it has, and is expected back.
+    /// Marks a segment as lost: it can no longer be read or used. A disk keeps its records and is expected to return.
     pub(super) fn lose_segment(&mut self, index: u32, now: Now, effects: &mut Effects) {
         self.withdraw(index);
-        self.waiting_segments.retain(|&waiting| waiting != index);
+        self.quarantined_segments.retain(|&waiting| waiting != index);
         let segment = self.segment(index);
-        // A late one that still has something which nobody knows any more is a late one again if it comes back.
+        // A stale segment that still has untracked records is stale again if it returns.
         let is_stale =
-            segment.is_late && (segment.phase == SegmentPhase::Reporting || !segment.drains.is_empty());
+            segment.is_stale && (segment.phase == SegmentPhase::Reporting || !segment.drains.is_empty());
         if segment.is_disk() && !is_stale {
-            let until = self.ticker.end(now.mono, self.config.disk_absence_max);
+            let until = self.ticker.end(now.mono, self.config.disk_rejoin_window);
             self.absent_disks.insert(self.segment(index).node, until);
         }
         let segment = self.segment_mut(index);
@@ -374,25 +386,30 @@ impl Group {
         let (node, name) = (segment.node, segment.id);
         self.by_name.remove(&(node, name));
         if let Some(node) = self.nodes.get_mut(&node) {
-            node.segments.retain(|&own| own != index);
+            node.segments.retain(|&mounted| mounted != index);
         }
         self.leased_drains.retain(|&(_, segment, _), _| segment != index);
-        let mut draining: Vec<u32> = self.segment(index).drains.keys().copied().collect();
-        draining.sort_unstable(); // a hash map's order is nobody's business
-        for slot in draining {
-            self.killed(index, slot, true, effects);
+        let draining = self.segment(index).drains.iter();
+        let draining =
+            draining.map(|(&slot, drain)| LocationVersion { segment: index, slot, epoch: drain.epoch });
+        let unanswered = self.unanswered_kills.keys().copied().filter(|version| version.segment == index);
+        let mut versions: Vec<LocationVersion> = draining.chain(unanswered).collect();
+        versions.sort_unstable(); // the order of a hash map is not deterministic
+        versions.dedup();
+        for version in versions {
+            self.killed(version, true, effects);
         }
         self.lost_segments.push_back(index);
     }
 
-    /// Goes on with taking objects out of lost segments, and out of draining ones that are to be emptied. Looks at no
-    /// more than `budget` slots; the answer is how many it looked at.
+    /// Continues to remove objects from lost segments, and from draining ones that are to be emptied. Scans at most
+    /// `budget` slots; returns the number of scanned slots.
     pub(super) fn sweep(&mut self, now: Now, budget: usize, effects: &mut Effects) -> usize {
-        let mut looked = 0;
+        let mut scanned = 0;
         while let Some(&index) = self.lost_segments.front() {
-            looked += self.sweep_segment(index, now, budget - looked, effects);
+            scanned += self.sweep_segment(index, now, budget - scanned, effects);
             if self.segment(index).swept < self.segment(index).slot_count() {
-                return looked;
+                return scanned;
             }
             self.lost_segments.pop_front();
             self.segments[index as usize] = None;
@@ -400,14 +417,14 @@ impl Group {
         }
         for index in 0..self.segments.len() as u32 {
             let Some(segment) = &self.segments[index as usize] else { continue };
-            if looked < budget
+            if scanned < budget
                 && segment.phase == SegmentPhase::Draining
                 && segment.swept < segment.slot_count()
             {
-                looked += self.sweep_segment(index, now, budget - looked, effects);
+                scanned += self.sweep_segment(index, now, budget - scanned, effects);
             }
         }
-        looked
+        scanned
     }
 
     fn sweep_segment(&mut self, index: u32, now: Now, budget: usize, effects: &mut Effects) -> usize {
@@ -416,36 +433,44 @@ impl Group {
         let to = segment.slot_count().min(from.saturating_add(budget as u32));
         for slot in from..to {
             if let SlotState::Object(at) = self.segment(index).slot(slot) {
-                self.lose_place(at, index, slot, lost, now, effects);
+                self.lose_location(at, index, slot, lost, now, effects);
             }
         }
         self.segment_mut(index).swept = to;
         (to - from) as usize
     }
 
-    /// Takes one place away from an object, and the object with it if it cannot live without.
-    fn lose_place(&mut self, at: Ref, segment: u32, slot: u32, lost: bool, now: Now, effects: &mut Effects) {
+    /// Removes one location from an object, and the object if it cannot be read without it.
+    fn lose_location(
+        &mut self,
+        at: RecordRef,
+        segment: u32,
+        slot: u32,
+        lost: bool,
+        now: Now,
+        effects: &mut Effects,
+    ) {
         let record = *self.slab.get(at);
-        let held =
-            record.has(Flag::Writing) || record.pin() == PinClass::Hard || self.is_leased(&record, now);
-        if !lost && held {
+        let in_use =
+            record.has(RecordFlag::Writing) || record.pin() == PinClass::Hard || self.is_leased(&record, now);
+        if !lost && in_use {
             return;
         }
-        let index = self.place_index(&record, segment, slot);
-        self.give_up_place(at, index, None, effects);
+        let index = self.location_index(&record, segment, slot);
+        self.release_location(at, index, None, effects);
         self.end_if_incomplete(at, lost, now, effects);
     }
 
-    /// An object without a complete replica ends; one that is being written lives on while it has a place.
-    pub(super) fn end_if_incomplete(&mut self, at: Ref, lost: bool, now: Now, effects: &mut Effects) {
+    /// Drops an object without a complete replica. An object being written remains while it has a location.
+    pub(super) fn end_if_incomplete(&mut self, at: RecordRef, lost: bool, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        let lives = if record.has(Flag::Writing) {
-            (0..self.place_count(&record)).any(|index| !self.place(&record, index).is_lost())
+        let remains = if record.has(RecordFlag::Writing) {
+            (0..self.location_count(&record)).any(|index| !self.location(&record, index).is_lost())
         } else {
             self.has_complete_replica(&record)
         };
-        if lives {
-            self.places_changed(at);
+        if remains {
+            self.locations_changed(at);
         } else {
             self.drop_object(at, now, effects);
             self.stats.lost_objects += u64::from(lost);

@@ -1,41 +1,40 @@
-//! The put: a reservation, its end, and giving it up.
+//! Puts: reservation, completion and revocation.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
 use moontide_heap::alloc::Align;
-use moontide_types::bounds::{
+use moontide_types::limits::{
     OBJECT_BYTES_MAX, PAGE_BYTES, PAYLOAD_ALIGN, REPLICAS_MAX, STRIPES_MAX, UNIT_BYTES,
 };
-use moontide_types::record::{Flags, PinClass, RecordLayout};
-use moontide_types::{Epoch, ErrorCode, NodeId, ObjectId, SegmentId, UnixMillis};
+use moontide_types::record::{PinClass, RecordFlags, RecordLayout};
+use moontide_types::{Epoch, ErrorCode, Medium, NodeId, ObjectId, SegmentId, UnixMillis};
 
 use super::Group;
-use super::lookup::{Ask, ObjectState};
-use super::view::{ObjectView, PlaceView, stripe_of};
+use super::lookup::{LookupKey, ObjectState};
+use super::view::{ObjectView, StripeLocation, stripe_of};
 use crate::effect::Effects;
-use crate::extra::Extra;
-use crate::placement::{Place as Placed, Wish};
-use crate::record::{Flag, NONE, Place, Record};
-use crate::segment::{Medium, SegmentPhase};
-use crate::slab::Ref;
-use crate::tenant::TenantIx;
+use crate::ids::{NONE, RecordRef, TenantIndex};
+use crate::placement::{PlacementRequest, ReplicaSite};
+use crate::record::{Record, RecordFlag, SlotLocation};
+use crate::record_extension::RecordExtension;
+use crate::segment::SegmentPhase;
 use crate::time::Now;
 
-/// How an object is to be stored.
+/// Storage options of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutOptions {
-    /// Replicas wanted.
+    /// Requested number of replicas.
     pub replicas: u8,
-    /// Fewest that are acceptable.
+    /// Minimum number of replicas.
     pub replicas_min: u8,
-    /// Stripes per replica; `None` cuts what is longer than the group's longest stripe.
+    /// Stripes per replica; `None` splits objects that are longer than the group's maximum stripe length.
     pub stripes: Option<u16>,
-    /// The node on the writer's host, tried before any other.
+    /// Node on the writer's host, tried first.
     pub local_node: Option<NodeId>,
     /// Segments to try next.
     pub preferred_segments: Vec<(NodeId, SegmentId)>,
-    /// Nodes to try then.
+    /// Nodes to try after them.
     pub preferred_nodes: Vec<NodeId>,
     /// Replace a complete object of the same key.
     pub upsert: bool,
@@ -43,14 +42,14 @@ pub struct PutOptions {
     pub one_sided: bool,
     /// The record has no digests.
     pub digestless: bool,
-    /// What the replicas' memory is made of.
+    /// Storage medium of the replicas.
     pub medium: Medium,
-    /// Time to live in milliseconds; 0 for ever.
+    /// Time to live in milliseconds; 0 is no limit.
     pub ttl_ms: u64,
 }
 
 impl Default for PutOptions {
-    /// One replica, the rest left to the group.
+    /// One replica, all other choices left to the group.
     fn default() -> PutOptions {
         PutOptions {
             replicas: 1,
@@ -71,60 +70,60 @@ impl Default for PutOptions {
 /// An object to be put.
 #[derive(Clone, Copy, Debug)]
 pub struct PutStart<'a> {
-    /// Its key and id.
-    pub ask: Ask<'a>,
-    /// Whose it is.
-    pub tenant: TenantIx,
-    /// Who writes it: a number that the calling process drew. 0 is nobody in particular.
+    /// Key and id of the object.
+    pub object: LookupKey<'a>,
+    /// Tenant that owns the object.
+    pub tenant: TenantIndex,
+    /// Random number of the writing process; 0 is an anonymous writer.
     pub caller: u64,
-    /// Its length.
+    /// Length of the object in bytes.
     pub object_len: u64,
-    /// Length of the attributes section in its record.
+    /// Length of the attributes section in its record, in bytes.
     pub attributes_len: u32,
-    /// How strongly it resists eviction.
+    /// Resistance to eviction.
     pub pin: PinClass,
-    /// When it expires, if the writer says so; the earlier of this and the time to live counts.
+    /// Time at which the object expires, if the writer sets one; the earlier of this and the time to live counts.
     pub expires: Option<UnixMillis>,
     /// Label of objects that are leased and evicted together.
     pub cohort: Option<&'a [u8]>,
-    /// The block before it.
+    /// Hash of the preceding block.
     pub parent: Option<&'a [u8]>,
-    /// How it is to be stored.
+    /// Storage options.
     pub options: &'a PutOptions,
 }
 
-/// Space that was reserved. The object's `root` is 0.
+/// Reserved space. The object's `root` is 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Reservation<'a> {
-    /// Epoch, length and places.
+    /// Epoch, length and locations.
     pub object: ObjectView<'a>,
-    /// How long the writer has, counted from now.
+    /// Duration of the reservation, counted from now.
     pub window: Duration,
 }
 
-/// How the writing of an object went.
+/// Result of a put's writes.
 #[derive(Clone, Copy, Debug)]
 pub struct PutEnd<'a> {
-    /// The object.
+    /// Id of the object.
     pub id: ObjectId,
-    /// The version that the reservation gave.
+    /// Version from the reservation.
     pub epoch: Epoch,
-    /// Its root digest.
+    /// Root digest of the object.
     pub root: u64,
-    /// Outcome per replica, in the reservation's order.
+    /// Outcome per replica, in the reservation's order; `None` is success.
     pub outcomes: &'a [Option<ErrorCode>],
     /// Roots of the stripes, if there are several.
     pub stripe_roots: &'a [u64],
 }
 
-/// Segments drawn by the strategy before all of them are looked at.
-const DRAWS: usize = 8;
+/// Choices of the strategy before the group scans all segments.
+const PLACEMENT_ATTEMPTS: usize = 8;
 
-/// Objects that a put may evict at once to stay within its tenant's quota.
+/// Maximum number of objects that a put may evict immediately to stay within its tenant's quota.
 const QUOTA_VICTIMS_MAX: usize = 64;
 
-/// How an object is cut.
-struct Cut {
+/// Division of an object into stripes.
+struct StripePlan {
     stripes: usize,
     stripe_len: u64,
     /// Units of each stripe's record but the last one's, and of the last one's.
@@ -133,18 +132,18 @@ struct Cut {
     align: Align,
 }
 
-impl Cut {
+impl StripePlan {
     /// Units of one replica.
     fn all_units(&self) -> u64 {
         u64::from(self.units.get()) * (self.stripes as u64 - 1) + u64::from(self.last_units.get())
     }
 
-    /// How many stripes are as long as the first one; a shorter last one finds room beside them.
+    /// Number of stripes that are as long as the first one; a shorter last one fits into the space next to them.
     fn full_stripes(&self) -> usize {
         self.stripes - usize::from(self.last_units < self.units)
     }
 
-    /// How many full stripes an empty segment holds.
+    /// Number of full stripes that an empty segment holds.
     fn stripes_in(&self, segment_units: u32) -> usize {
         let align_units = if self.align == Align::Page { (PAYLOAD_ALIGN / UNIT_BYTES) as u32 } else { 1 };
         let left = segment_units.checked_sub(self.units.get());
@@ -154,7 +153,7 @@ impl Cut {
 
 impl Group {
     /// Reserves space. A complete object of the same key is `AlreadyExists` unless it is to be replaced; one that
-    /// somebody else is writing is `InProgress`; one that the same caller was writing is started again.
+    /// another caller is writing is `InProgress`; one that the same caller was writing is restarted.
     pub fn put_start(
         &mut self,
         now: Now,
@@ -166,24 +165,29 @@ impl Group {
             return Err(ErrorCode::InvalidArgument);
         }
         if put.options.medium == Medium::Disk {
-            return Err(ErrorCode::Unsupported); // objects get there when memory is short
+            return Err(ErrorCode::Unsupported); // objects reach a disk by offload only
         }
-        let existing = self.find_id(put.ask.id);
+        let existing = self.find_id(put.object.id);
         if let Some(at) = existing {
-            self.may_replace(at, put, now)?;
-        } else if !put.options.upsert && self.heirloom(&put.ask, now, &mut vec![]).is_some() {
+            let may_replace = self.may_replace(at, put, now);
+            if may_replace == Err(ErrorCode::AlreadyExists) {
+                // The writer computed it once more: it would have used it.
+                self.note_use(at);
+            }
+            may_replace?;
+        } else if !put.options.upsert && self.find_in_handoff(&put.object, now, &mut vec![]).is_some() {
             return Err(ErrorCode::AlreadyExists);
         }
-        let cut = self.cut(put)?;
-        self.make_quota_room(now, put, &cut, effects)?;
-        // What made room may have given the record another name.
-        let existing = self.find_id(put.ask.id);
-        let places = match self.place_replicas(put, &cut) {
-            Ok(places) => places,
+        let plan = self.plan_stripes(put)?;
+        self.make_quota_space(now, put, &plan, effects)?;
+        // The eviction may have changed the record's number.
+        let existing = self.find_id(put.object.id);
+        let locations = match self.place_replicas(put, &plan) {
+            Ok(locations) => locations,
             Err(code) => {
-                let units = cut.all_units() * u64::from(replicas_min);
-                if self.room_would_help(put, &cut) {
-                    self.want_space(now, units, effects);
+                let units = plan.all_units() * u64::from(replicas_min);
+                if self.space_would_help(put, &plan) {
+                    self.request_space(now, units, effects);
                 }
                 self.stats.puts_no_space += 1;
                 return Err(code);
@@ -192,24 +196,24 @@ impl Group {
         let epoch = match self.next_epoch() {
             Ok(epoch) => epoch,
             Err(code) => {
-                self.unreserve(&places);
+                self.unreserve(&locations);
                 return Err(code);
             }
         };
         if let Some(at) = existing {
-            self.replace_object(at, now, put.ask.id, effects);
+            self.replace_object(at, now, put.object.id, effects);
         }
-        let at = match self.add_reservation(now, put, &cut, epoch, &places) {
+        let at = match self.add_reservation(now, put, &plan, epoch, &locations) {
             Ok(at) => at,
             Err(code) => {
-                self.unreserve(&places);
-                self.departs(put.ask.id, false);
+                self.unreserve(&locations);
+                self.invalidate(put.object.id, false);
                 return Err(code);
             }
         };
         self.stats.puts_started += 1;
         let record = *self.slab.get(at);
-        let mut views: Vec<PlaceView> = std::mem::take(&mut self.scratch);
+        let mut views: Vec<StripeLocation> = std::mem::take(&mut self.scratch);
         views.clear();
         let replicas = self.replica_views(&record, &mut views);
         self.scratch = views;
@@ -217,14 +221,14 @@ impl Group {
         Ok(Reservation { object, window: self.config.reservation })
     }
 
-    /// Ends a put. May be repeated: an object that is complete in this version stays so.
+    /// Completes a put. May be repeated: a complete object of this version stays complete.
     ///
-    /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report what they have,
-    /// or an older version is still being killed; ask again.
+    /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report, or an older
+    /// version is still being killed; the caller repeats the call.
     pub fn put_end(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
         if !end.outcomes.is_empty() && end.outcomes.iter().all(Option::is_some) {
-            // The writer itself says that nothing was written: whatever nodes have yet to report, it is to start again. If
-            // the object is complete all the same, this end is a late one, and as good as any other.
+            // The writer reports that it wrote nothing: it must start again, whatever nodes have yet to report. If the
+            // object is nevertheless complete, this call is a late repetition and handled like any other.
             if self.put_revoke(now, end.id, end.epoch, effects) != Err(ErrorCode::AlreadyExists) {
                 return Err(ErrorCode::Gone);
             }
@@ -233,41 +237,42 @@ impl Group {
             return Err(if self.memory_is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone });
         };
         let record = *self.slab.get(at);
-        if record.epoch() != end.epoch && !moontide_types::planted("put-end-without-epoch") {
-            // A newer version is there, or an older one that a report brought: then ours may still be reported.
+        if record.epoch() != end.epoch && !moontide_rt::mutation_enabled("put-end-without-epoch") {
+            // The existing version is newer, or it is an older one from a report: then this put's version may still be
+            // reported.
             let may_come = record.epoch() < end.epoch && self.memory_is_unsettled(now);
             return Err(if may_come { ErrorCode::Retry } else { ErrorCode::Gone });
         }
-        let early = moontide_types::planted("upsert-before-kill");
-        if self.replacing.contains_key(&end.id) && !early {
+        let skip_kill_check = moontide_rt::mutation_enabled("upsert-before-kill");
+        if self.replacing.contains_key(&end.id) && !skip_kill_check {
             return Err(ErrorCode::Retry);
         }
-        if !record.has(Flag::Writing) {
+        if !record.has(RecordFlag::Writing) {
             return if record.root == end.root { Ok(()) } else { Err(ErrorCode::InvalidArgument) };
         }
-        // An older version that a node brought back, or that was given up a moment ago, may still be alive there.
-        if self.has_undead(end.id) && !early {
+        // An older version that a node reported, or that was released a moment ago, may still be READY there.
+        if self.has_unconfirmed_kill(end.id) && !skip_kill_check {
             return Err(ErrorCode::Retry);
         }
         let stripes = self.stripes(&record);
         if stripes > 1 && end.stripe_roots.len() != stripes {
             return Err(ErrorCode::InvalidArgument);
         }
-        // A reservation that a report brought back lists its places in the order in which they were reported: which
-        // replica failed is not known then. What a node said to be READY counts, the rest only if nothing failed.
-        let rebuilt = record.has(Flag::Reported);
+        // A reservation from a report lists its locations in order of arrival, so the failed replica is not known.
+        // Locations reported as READY count; the others count only if nothing failed.
+        let rebuilt = record.has(RecordFlag::Reported);
         let all_written = end.outcomes.iter().all(Option::is_none);
-        for replica in 0..self.place_count(&record) / stripes {
-            let places = replica * stripes..(replica + 1) * stripes;
+        for replica in 0..self.location_count(&record) / stripes {
+            let locations = replica * stripes..(replica + 1) * stripes;
             let written = if rebuilt {
-                all_written || places.clone().all(|index| self.is_committed(&record, index))
+                all_written || locations.clone().all(|index| self.is_committed(&record, index))
             } else {
                 end.outcomes.get(replica).is_some_and(Option::is_none)
             };
-            let there = places.clone().all(|index| self.is_readable(self.place(&record, index)));
-            if !(written && there) {
-                for index in places {
-                    self.give_up_place(at, index, None, effects);
+            let readable = locations.clone().all(|index| self.is_readable(self.location(&record, index)));
+            if !(written && readable) {
+                for index in locations {
+                    self.release_location(at, index, None, effects);
                 }
             }
         }
@@ -277,13 +282,13 @@ impl Group {
             return Err(if may_come { ErrorCode::Retry } else { ErrorCode::Gone });
         }
         if stripes > 1 {
-            self.extra_mut(at).stripe_roots = end.stripe_roots.to_vec();
+            self.extension_mut(at).stripe_roots = end.stripe_roots.to_vec();
         }
         self.complete_object(at, end.root);
         Ok(())
     }
 
-    /// Gives a reservation back.
+    /// Releases a reservation.
     pub fn put_revoke(
         &mut self,
         now: Now,
@@ -293,7 +298,7 @@ impl Group {
     ) -> Result<(), ErrorCode> {
         let at = self.find_id(id).ok_or(ErrorCode::Gone)?;
         let record = self.slab.get(at);
-        match (record.epoch() == epoch, record.has(Flag::Writing)) {
+        match (record.epoch() == epoch, record.has(RecordFlag::Writing)) {
             (true, true) => {
                 self.drop_object(at, now, effects);
                 Ok(())
@@ -305,16 +310,18 @@ impl Group {
 
     pub(super) fn is_committed(&self, record: &Record, index: usize) -> bool {
         if index == 0 {
-            return record.has(Flag::Committed);
+            return record.has(RecordFlag::Committed);
         }
-        self.extras.get(record.extra).is_some_and(|extra| extra.committed.get(index) == Some(&true))
+        self.extensions
+            .get(record.extension)
+            .is_some_and(|extension| extension.committed.get(index) == Some(&true))
     }
 
-    /// Whether a put may take the place of what is there under its id.
-    fn may_replace(&self, at: Ref, put: &PutStart<'_>, now: Now) -> Result<(), ErrorCode> {
+    /// Whether a put may replace the existing record of its id.
+    fn may_replace(&self, at: RecordRef, put: &PutStart<'_>, now: Now) -> Result<(), ErrorCode> {
         let (record, key) = self.slab.with_key(at);
-        if key != put.ask.key.as_bytes() {
-            // Two keys with one id of 128 keyed bits: it is more likely that the caller's id is wrong.
+        if key != put.object.key.as_bytes() {
+            // Two keys with one id of 128 keyed bits: a wrong id from the caller is more likely.
             return Err(ErrorCode::InvalidArgument);
         }
         match self.state_of(record, now) {
@@ -326,9 +333,9 @@ impl Group {
         }
     }
 
-    /// Longest stripe of an object that the group may cut as it likes: two of them, with what stands behind them, fit
-    /// into the largest segment that it may be in. Two, because a segment that has to be empty for a stripe to fit would
-    /// hardly ever take one.
+    /// Maximum stripe length of an object that the group may split freely: two stripes, with digests and trailers, fit
+    /// into the largest segment that the object may use. Two, because a segment that has to be empty for a stripe to
+    /// fit would rarely accept one.
     fn stripe_bytes_max(&self, put: &PutStart<'_>, trailer_len: u64) -> u64 {
         let Some(units) = self.sizes.largest(put.options.medium, put.tenant) else {
             return self.config.stripe_bytes_max;
@@ -339,138 +346,144 @@ impl Group {
         self.config.stripe_bytes_max.min(payload).max(PAGE_BYTES)
     }
 
-    /// What the record of one stripe of an object that is on disk needs in memory.
-    pub(super) fn units_of_stripe(&self, at: Ref, stripe: usize) -> Option<(NonZeroU32, Align)> {
+    /// Returns the memory units and the alignment of one stripe's record, for an object on disk.
+    pub(super) fn units_of_stripe(&self, at: RecordRef, stripe: usize) -> Option<(NonZeroU32, Align)> {
         let (record, key) = self.slab.with_key(at);
-        let extra = self.extras.get(record.extra);
-        let stripe_len = extra.map_or(record.object_len(), |extra| extra.stripe_len);
+        let extension = self.extensions.get(record.extension);
+        let stripe_len = extension.map_or(record.object_len(), |extension| extension.stripe_len);
         let part = stripe_of(record.object_len(), stripe_len, stripe, self.stripes(record));
         let key_len = (4 + self.tenants.get(record.tenant()).name.len() + key.len()) as u32;
-        let layout = RecordLayout::new(part.len, key_len, record.attributes_len(), Flags::NONE).ok()?;
+        let layout = RecordLayout::new(part.len, key_len, record.attributes_len(), RecordFlags::NONE).ok()?;
         let align = if stripe_len >= PAYLOAD_ALIGN { Align::Page } else { Align::Unit };
         Some((NonZeroU32::new(layout.units())?, align))
     }
 
-    /// How the object is cut, and what its records need.
-    fn cut(&self, put: &PutStart<'_>) -> Result<Cut, ErrorCode> {
+    /// Divides the object into stripes, and computes the space of their records.
+    fn plan_stripes(&self, put: &PutStart<'_>) -> Result<StripePlan, ErrorCode> {
         let len = put.object_len;
         if len > OBJECT_BYTES_MAX {
             return Err(ErrorCode::TooLarge);
         }
-        let key_len = 4 + self.tenants.get(put.tenant).name.len() + put.ask.key.as_bytes().len();
+        let key_len = 4 + self.tenants.get(put.tenant).name.len() + put.object.key.as_bytes().len();
         let trailer_len = key_len as u64 + u64::from(put.attributes_len);
-        let wanted = match put.options.stripes {
+        let requested = match put.options.stripes {
             Some(stripes) => u64::from(stripes).max(1),
             None => len.div_ceil(self.stripe_bytes_max(put, trailer_len)).max(1),
         };
-        // Stripes begin on pages; rounding up may leave fewer of them than were asked for, and none empty.
-        let stripe_len = if wanted == 1 { len } else { len.div_ceil(wanted).next_multiple_of(PAGE_BYTES) };
+        // Stripes begin on pages. Rounding up may give fewer stripes than requested, but no empty one.
+        let stripe_len =
+            if requested == 1 { len } else { len.div_ceil(requested).next_multiple_of(PAGE_BYTES) };
         let stripes = if stripe_len == 0 { 1 } else { len.div_ceil(stripe_len).max(1) };
         if stripes > STRIPES_MAX as u64 {
             return Err(ErrorCode::TooLarge);
         }
         let stripes = stripes as usize;
-        let flags = if put.options.digestless { Flags::DIGESTLESS } else { Flags::NONE };
+        let flags = if put.options.digestless { RecordFlags::DIGESTLESS } else { RecordFlags::NONE };
         let units = |stripe: usize| -> Result<NonZeroU32, ErrorCode> {
             let part = stripe_of(len, stripe_len, stripe, stripes);
             let layout = RecordLayout::new(part.len, key_len as u32, put.attributes_len, flags);
             let layout = layout.map_err(|_| ErrorCode::TooLarge)?;
-            Ok(NonZeroU32::new(layout.units()).expect("a record takes at least one unit"))
+            Ok(NonZeroU32::new(layout.units()).expect("record has at least one unit"))
         };
         let align = if stripe_len >= PAYLOAD_ALIGN { Align::Page } else { Align::Unit };
-        Ok(Cut { stripes, stripe_len, units: units(0)?, last_units: units(stripes - 1)?, align })
+        Ok(StripePlan { stripes, stripe_len, units: units(0)?, last_units: units(stripes - 1)?, align })
     }
 
-    /// Within its quota a tenant may put; at its limit its own oldest objects make room. An object that is to be
-    /// replaced counts as gone, and stays: it has to be killed, not evicted.
-    fn make_quota_room(
+    /// Makes space in the tenant's quota: at the limit, evicts the tenant's oldest objects. An object that is to be
+    /// replaced does not count and is not evicted: it has to be killed.
+    fn make_quota_space(
         &mut self,
         now: Now,
         put: &PutStart<'_>,
-        cut: &Cut,
+        plan: &StripePlan,
         effects: &mut Effects,
     ) -> Result<(), ErrorCode> {
-        let bytes = cut.all_units() * UNIT_BYTES * u64::from(put.options.replicas);
-        let replaced = self.find_id(put.ask.id).map(|at| self.tenant_bytes(self.slab.get(at)));
+        let bytes = plan.all_units() * UNIT_BYTES * u64::from(put.options.replicas);
+        let replaced = self.find_id(put.object.id).map(|at| self.tenant_bytes(self.slab.get(at)));
         for _ in 0..QUOTA_VICTIMS_MAX {
-            if self.tenants.get(put.tenant).has_room_for(bytes, replaced) {
+            if self.tenants.get(put.tenant).fits_quota(bytes, replaced) {
                 return Ok(());
             }
-            if self.evict_from(put.tenant, put.ask.id, now, effects).is_none() {
+            if self.evict_from(put.tenant, put.object.id, now, effects).is_none() {
                 break;
             }
         }
-        let fits = self.tenants.get(put.tenant).has_room_for(bytes, replaced);
+        let fits = self.tenants.get(put.tenant).fits_quota(bytes, replaced);
         if fits { Ok(()) } else { Err(ErrorCode::QuotaExceeded) }
     }
 
-    /// The bytes for which a record counts in its tenant's quota.
+    /// Bytes that a record is charged to its tenant's quota.
     fn tenant_bytes(&self, record: &Record) -> u64 {
-        let places = (0..self.place_count(record)).map(|index| self.place(record, index));
-        let units = places
-            .filter(|place| !place.is_lost())
-            .map(|place| u64::from(self.segment(place.segment).extent(place.block).units));
+        let locations = (0..self.location_count(record)).map(|index| self.location(record, index));
+        let units = locations
+            .filter(|location| !location.is_lost())
+            .map(|location| u64::from(self.segment(location.segment).extent(location.block).units));
         units.sum::<u64>() * UNIT_BYTES
     }
 
-    /// Places for all replicas that fit, replica by replica; at least as many as are acceptable.
-    fn place_replicas(&mut self, put: &PutStart<'_>, cut: &Cut) -> Result<Vec<Place>, ErrorCode> {
-        let mut places: Vec<Place> = Vec::with_capacity(usize::from(put.options.replicas) * cut.stripes);
-        let mut others: Vec<Placed> = vec![];
-        let near = put.options.local_node.and_then(|node| self.nodes.get(&node)).map(|node| node.topology);
-        let nodes_max = self.nodes_per_replica(put, cut);
+    /// Reserves locations for all replicas that fit, replica by replica; at least `replicas_min`.
+    fn place_replicas(
+        &mut self,
+        put: &PutStart<'_>,
+        plan: &StripePlan,
+    ) -> Result<Vec<SlotLocation>, ErrorCode> {
+        let mut locations: Vec<SlotLocation> =
+            Vec::with_capacity(usize::from(put.options.replicas) * plan.stripes);
+        let mut sites: Vec<ReplicaSite> = vec![];
+        let writer = put.options.local_node.and_then(|node| self.nodes.get(&node)).map(|node| node.topology);
+        let nodes_max = self.nodes_per_replica(put, plan);
         for replica in 0..usize::from(put.options.replicas) {
-            let first = places.len();
-            for stripe in 0..cut.stripes {
-                let units = if stripe + 1 == cut.stripes { cut.last_units } else { cut.units };
-                let wish = Wish { near, others: &others };
-                match self.place_stripe(put, &wish, units, cut.align, (&places[first..], nodes_max)) {
-                    Some(place) => places.push(place),
+            let first = locations.len();
+            for stripe in 0..plan.stripes {
+                let units = if stripe + 1 == plan.stripes { plan.last_units } else { plan.units };
+                let request = PlacementRequest { writer, replicas: &sites };
+                match self.place_stripe(put, &request, units, plan.align, (&locations[first..], nodes_max)) {
+                    Some(location) => locations.push(location),
                     None => {
-                        self.unreserve(&places[first..]);
-                        places.truncate(first);
+                        self.unreserve(&locations[first..]);
+                        locations.truncate(first);
                         break;
                     }
                 }
             }
-            if places.len() == first {
+            if locations.len() == first {
                 // Another replica needs other nodes than these and fits no better.
                 if replica < usize::from(put.options.replicas_min) {
-                    self.unreserve(&places);
+                    self.unreserve(&locations);
                     return Err(ErrorCode::NoSpace);
                 }
                 break;
             }
-            for place in &places[first..] {
-                let segment = self.segment(place.segment);
-                let placed = Placed { node: segment.node, topology: segment.topology };
-                // Stripes share nodes, and every further stripe looks through this.
-                if others.iter().all(|other| other.node != placed.node) {
-                    others.push(placed);
+            for location in &locations[first..] {
+                let segment = self.segment(location.segment);
+                let placed = ReplicaSite { node: segment.node, topology: segment.topology };
+                // Stripes share nodes, and every further stripe scans this list.
+                if sites.iter().all(|site| site.node != placed.node) {
+                    sites.push(placed);
                 }
             }
         }
-        Ok(places)
+        Ok(locations)
     }
 
-    /// How many nodes the stripes of one replica are spread over: replicas have no node in common, so the first must not
-    /// take them all.
-    fn nodes_per_replica(&self, put: &PutStart<'_>, cut: &Cut) -> usize {
-        if cut.stripes == 1 || put.options.replicas == 1 {
+    /// Number of nodes that the stripes of one replica may use: replicas have no node in common, so the first must not
+    /// take all nodes.
+    fn nodes_per_replica(&self, put: &PutStart<'_>, plan: &StripePlan) -> usize {
+        if plan.stripes == 1 || put.options.replicas == 1 {
             return usize::MAX;
         }
-        let nodes = self.stripes_by_node(put, cut).len();
+        let nodes = self.stripes_by_node(put, plan).len();
         (nodes / usize::from(put.options.replicas)).max(1)
     }
 
-    /// Nodes that could take stripes if they were empty, and how many each.
-    fn stripes_by_node(&self, put: &PutStart<'_>, cut: &Cut) -> Vec<(NodeId, usize)> {
+    /// Returns the nodes that could hold stripes if they were empty, with the number of stripes of each.
+    fn stripes_by_node(&self, put: &PutStart<'_>, plan: &StripePlan) -> Vec<(NodeId, usize)> {
         let mut nodes: Vec<(NodeId, usize)> = vec![];
         for candidate in &self.candidates {
             let segment = self.segment(candidate.index);
-            let suits = segment.medium == put.options.medium
+            let fits = segment.medium == put.options.medium
                 && segment.tenant.is_none_or(|tenant| tenant == put.tenant);
-            let held = if suits { cut.stripes_in(segment.units) } else { 0 };
+            let held = if fits { plan.stripes_in(segment.units) } else { 0 };
             match nodes.iter_mut().find(|(node, _)| *node == candidate.node) {
                 _ if held == 0 => {}
                 Some((_, stripes)) => *stripes += held,
@@ -480,60 +493,60 @@ impl Group {
         nodes
     }
 
-    /// A place for one stripe: where the writer wishes, else where the strategy says, else anywhere. Beside it stand the
-    /// replica's other stripes, which are on at most so many nodes.
+    /// Reserves a location for one stripe: a preferred segment, else one chosen by the strategy, else any. `own` are
+    /// the replica's other stripes, which use at most `nodes_max` nodes.
     fn place_stripe(
         &mut self,
         put: &PutStart<'_>,
-        wish: &Wish<'_>,
+        request: &PlacementRequest<'_>,
         units: NonZeroU32,
         align: Align,
-        (own, nodes_max): (&[Place], usize),
-    ) -> Option<Place> {
+        (own, nodes_max): (&[SlotLocation], usize),
+    ) -> Option<SlotLocation> {
         let options = put.options;
         let mut own_nodes: Vec<NodeId> = vec![];
         if nodes_max < usize::MAX {
-            for place in own {
-                let node = self.segment(place.segment).node;
+            for location in own {
+                let node = self.segment(location.segment).node;
                 if !own_nodes.contains(&node) {
                     own_nodes.push(node);
                 }
             }
         }
         let only = (own_nodes.len() >= nodes_max).then_some(&own_nodes[..]);
-        let mut named: Vec<u32> = vec![];
+        let mut preferred: Vec<u32> = vec![];
         if let Some(node) = options.local_node.and_then(|node| self.nodes.get(&node)) {
-            named.extend(&node.segments);
+            preferred.extend(&node.segments);
         }
-        named.extend(options.preferred_segments.iter().filter_map(|name| self.by_name.get(name)));
+        preferred.extend(options.preferred_segments.iter().filter_map(|name| self.by_name.get(name)));
         for node in options.preferred_nodes.iter().filter_map(|node| self.nodes.get(node)) {
-            named.extend(&node.segments);
+            preferred.extend(&node.segments);
         }
-        for index in named {
-            if let Some(place) = self.try_segment(index, put, wish, only, units, align) {
-                return Some(place);
+        for index in preferred {
+            if let Some(location) = self.try_segment(index, put, request, only, units, align) {
+                return Some(location);
             }
         }
         if self.candidates.is_empty() {
             return None;
         }
-        let used = |index: u32| own.iter().any(|place| place.segment == index);
-        for _ in 0..DRAWS {
-            let drawn = self.placement.draw(&self.candidates, wish, &mut self.rng);
-            let index = self.candidates[drawn].index;
-            // Stripes of one replica are there to be moved in parallel: rather not through one segment.
+        let used = |index: u32| own.iter().any(|location| location.segment == index);
+        for _ in 0..PLACEMENT_ATTEMPTS {
+            let chosen = self.placement.choose(&self.candidates, request, &mut self.rng);
+            let index = self.candidates[chosen].index;
+            // Stripes of one replica are transferred in parallel, so they should not share a segment.
             if used(index) && own.len() < self.candidates.len() {
                 continue;
             }
-            if let Some(place) = self.try_segment(index, put, wish, only, units, align) {
-                return Some(place);
+            if let Some(location) = self.try_segment(index, put, request, only, units, align) {
+                return Some(location);
             }
         }
-        let start = self.rng.below(self.candidates.len());
+        let start = self.rng.index(self.candidates.len());
         for at in (start..self.candidates.len()).chain(0..start) {
             let index = self.candidates[at].index;
-            if let Some(place) = self.try_segment(index, put, wish, only, units, align) {
-                return Some(place);
+            if let Some(location) = self.try_segment(index, put, request, only, units, align) {
+                return Some(location);
             }
         }
         None
@@ -543,50 +556,50 @@ impl Group {
         &mut self,
         index: u32,
         put: &PutStart<'_>,
-        wish: &Wish<'_>,
+        request: &PlacementRequest<'_>,
         only: Option<&[NodeId]>,
         units: NonZeroU32,
         align: Align,
-    ) -> Option<Place> {
+    ) -> Option<SlotLocation> {
         let segment = self.segments[index as usize].as_mut()?;
         let allowed = segment.phase == SegmentPhase::Serving
             && segment.medium == put.options.medium
             && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
             && segment.free_units() >= units.get()
-            && wish.others.iter().all(|other| other.node != segment.node)
+            && request.replicas.iter().all(|other| other.node != segment.node)
             && only.is_none_or(|only| only.contains(&segment.node));
         if !allowed {
             return None;
         }
-        let place = segment.reserve(index, units, align)?;
+        let location = segment.reserve(index, units, align)?;
         segment.one_sided |= put.options.one_sided;
         self.note_free(index);
-        Some(place)
+        Some(location)
     }
 
-    /// Whether nothing but free space was missing. A put that could not be placed in an empty group either (no segment
-    /// takes new objects yet, too few nodes, too large a stripe or too many of them, no such medium) must not empty the
-    /// cache in vain.
-    fn room_would_help(&self, put: &PutStart<'_>, cut: &Cut) -> bool {
+    /// Whether only free space was missing. A put that could not be placed in an empty group either (no segment accepts
+    /// new objects yet, too few nodes, too large a stripe or too many of them, no such medium) must not evict objects
+    /// in vain.
+    fn space_would_help(&self, put: &PutStart<'_>, plan: &StripePlan) -> bool {
         let replicas = usize::from(put.options.replicas_min);
-        let mut nodes = self.stripes_by_node(put, cut);
+        let mut nodes = self.stripes_by_node(put, plan);
         if nodes.len() < replicas {
             return false;
         }
-        // The nodes with most room, so many for each replica: the last of them has the least.
+        // Assigns the nodes with most space first, `each` per replica: the last replica has the least.
         nodes.sort_by_key(|&(_, stripes)| std::cmp::Reverse(stripes));
-        let each = self.nodes_per_replica(put, cut).min(nodes.len() / replicas);
+        let each = self.nodes_per_replica(put, plan).min(nodes.len() / replicas);
         let held = |replica: usize| -> usize {
             nodes[replica * each..(replica + 1) * each].iter().map(|(_, held)| held).sum()
         };
-        (0..replicas).all(|replica| held(replica) >= cut.full_stripes())
+        (0..replicas).all(|replica| held(replica) >= plan.full_stripes())
     }
 
-    /// Gives back what nobody has heard of.
-    fn unreserve(&mut self, places: &[Place]) {
-        for &place in places {
-            self.segment_mut(place.segment).unreserve(place);
-            self.note_free(place.segment);
+    /// Undoes reservations that have not been sent to a client.
+    fn unreserve(&mut self, locations: &[SlotLocation]) {
+        for &location in locations {
+            self.segment_mut(location.segment).unreserve(location);
+            self.note_free(location.segment);
         }
     }
 
@@ -594,40 +607,43 @@ impl Group {
         &mut self,
         now: Now,
         put: &PutStart<'_>,
-        cut: &Cut,
+        plan: &StripePlan,
         epoch: Epoch,
-        places: &[Place],
-    ) -> Result<Ref, ErrorCode> {
-        let PutStart { ask, tenant, .. } = *put;
-        let mut record = Record::new(ask.id, epoch, tenant, ask.key.as_bytes().len(), put.object_len);
+        locations: &[SlotLocation],
+    ) -> Result<RecordRef, ErrorCode> {
+        let PutStart { object, tenant, .. } = *put;
+        let mut record = Record::new(object.id, epoch, tenant, object.key.as_bytes().len(), put.object_len);
         record.root = put.caller;
-        record.set_place(places[0]);
+        record.set_location(locations[0]);
         record.set_until(self.ticker.end(now.mono, self.config.reservation));
-        record.set(Flag::Writing, true);
-        record.set(Flag::Digestless, put.options.digestless);
-        record.set(Flag::Fewer, places.len() < usize::from(put.options.replicas) * cut.stripes);
+        record.set(RecordFlag::Writing, true);
+        record.set(RecordFlag::Digestless, put.options.digestless);
+        record.set(
+            RecordFlag::UnderReplicated,
+            locations.len() < usize::from(put.options.replicas) * plan.stripes,
+        );
         record.set_pin(put.pin);
         let ttl = (put.options.ttl_ms > 0).then(|| UnixMillis(now.unix.0.saturating_add(put.options.ttl_ms)));
         let expires = [ttl, put.expires].into_iter().flatten().min();
-        if places.len() > 1 || expires.is_some() || put.cohort.is_some() || put.parent.is_some() {
-            let cohort = put.cohort.map_or(NONE, |label| self.cohorts.join(tenant, label, ask.id));
-            record.extra = self.extras.add(Extra {
-                stripes: cut.stripes as u16, // ≤ STRIPES_MAX
-                stripe_len: cut.stripe_len,
-                places: places[1..].to_vec(),
+        if locations.len() > 1 || expires.is_some() || put.cohort.is_some() || put.parent.is_some() {
+            let cohort = put.cohort.map_or(NONE, |label| self.cohorts.join(tenant, label, object.id));
+            record.extension = self.extensions.add(RecordExtension {
+                stripes: plan.stripes as u16, // ≤ STRIPES_MAX
+                stripe_len: plan.stripe_len,
+                locations: locations[1..].to_vec(),
                 committed: vec![],
-                stripe_roots: if cut.stripes > 1 { vec![0; cut.stripes] } else { vec![] },
+                stripe_roots: if plan.stripes > 1 { vec![0; plan.stripes] } else { vec![] },
                 expires,
                 cohort,
                 parent: put.parent.map(Into::into),
             });
         }
-        let added = self.add_object(&record, ask.key.as_bytes());
+        let added = self.add_object(&record, object.key.as_bytes());
         if added.is_err()
-            && let Some(extra) = self.extras.remove(record.extra)
-            && extra.cohort != NONE
+            && let Some(extension) = self.extensions.remove(record.extension)
+            && extension.cohort != NONE
         {
-            self.cohorts.leave(extra.cohort, ask.id);
+            self.cohorts.leave(extension.cohort, object.id);
         }
         added
     }

@@ -1,80 +1,84 @@
-//! Removing: nothing is acknowledged before the nodes have killed what they have.
+//! Removal: the group acknowledges nothing before the nodes have killed their copies.
 //!
-//! Otherwise a master that crashes right after its answer would be rebuilt from reports that still contain the
-//! object, and what was removed would be back. Nodes that cannot be reached leave a tombstone here: when they come
-//! back, what they report of that version is killed.
+//! Otherwise a master that crashes right after its response would be rebuilt from reports that still contain the
+//! object, and the removed object would reappear. For unreachable nodes the group keeps a tombstone: when they return,
+//! it kills the reported versions that the tombstone covers.
+
+use std::time::Duration;
 
 use hashbrown::hash_map::Entry;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, NodeId, ObjectId, SegmentId, SlotId};
 
-use super::lookup::{Ask, ObjectState};
-use super::{Group, Waiting};
-use crate::effect::{Effect, Effects, OrderKind, OrderOutcome, Waiter};
+use super::lookup::{LookupKey, ObjectState};
+use super::{Group, LocationVersion, PendingRemoval, UnansweredKill};
+use crate::effect::{CommandKind, CommandOutcome, Effect, Effects, WaiterId};
+use crate::ids::{RecordRef, TenantIndex};
 use crate::job::{JOBS_REMEMBERED, JOBS_RUNNING_MAX, Job, JobId, JobKind, JobState, JobStatus};
-use crate::record::Flag;
-use crate::slab::Ref;
-use crate::tenant::TenantIx;
+use crate::record::RecordFlag;
 use crate::time::Now;
 
-/// The answer of a removal.
+/// Result of a removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Removal {
-    /// The object is out of the index. Nodes are being told; [`Effect::Removed`] follows.
+pub enum RemoveOutcome {
+    /// The object is out of the index. Commands to the nodes are in flight; [`Effect::Removed`] follows.
     Waiting,
-    /// That is all: nothing, or why it was not or not yet certainly removed.
+    /// Nothing follows. `None`, or the reason why the object was not removed, or not yet certainly.
     Done(Option<ErrorCode>),
 }
 
-/// Tombstones of one group at most; beyond that a removal that needs one is refused as `Busy`. A million take some
-/// 50 MB and last for [`absence_max`](crate::GroupConfig::absence_max) at 16,000 removals a second.
+/// Maximum number of tombstones of one group; beyond that a removal that needs one is refused as `Busy`. A million take
+/// some 50 MB and last for [`rejoin_window`](crate::GroupConfig::rejoin_window) at 16,000 removals per second.
 const TOMBSTONES_MAX: usize = 1 << 20;
 
+/// Time after which refused kills are sent again: a full or failing disk of a node rarely recovers sooner.
+const KILL_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
 impl Group {
-    /// Removes an object. Without `force`, one that is leased or pinned hard stays, and so does one that is being
-    /// written.
+    /// Removes an object. Without `force`, leased, hard-pinned and incomplete objects are kept.
     pub fn remove(
         &mut self,
         now: Now,
-        ask: &Ask<'_>,
+        lookup: &LookupKey<'_>,
         force: bool,
-        waiter: Waiter,
+        waiter: WaiterId,
         effects: &mut Effects,
-    ) -> Removal {
-        let unsettled = self.is_unsettled(now) && !moontide_types::planted("removal-certain-while-unsettled");
-        let at = match self.find(ask) {
+    ) -> RemoveOutcome {
+        let unsettled =
+            self.is_unsettled(now) && !moontide_rt::mutation_enabled("removal-certain-while-unsettled");
+        let at = match self.find(lookup) {
             Some(at) => at,
-            None if unsettled => return Removal::Done(Some(self.entomb(ask.id))),
+            None if unsettled => return RemoveOutcome::Done(Some(self.add_tombstone(lookup.id))),
             None => {
-                self.remember_for_disks(ask.id, self.newest_epoch(), now);
-                return self.remove_undead(ask.id, waiter, effects);
+                self.keep_disk_tombstone(lookup.id, self.newest_epoch(), now);
+                return self.remove_unconfirmed(lookup.id, waiter, effects);
             }
         };
         let record = *self.slab.get(at);
         match self.state_of(&record, now) {
-            ObjectState::Writing if !force => return Removal::Done(Some(ErrorCode::InProgress)),
+            ObjectState::Writing if !force => return RemoveOutcome::Done(Some(ErrorCode::InProgress)),
             ObjectState::Complete
                 if !force && (record.pin() == PinClass::Hard || self.is_leased(&record, now)) =>
             {
-                return Removal::Done(Some(ErrorCode::Leased));
+                return RemoveOutcome::Done(Some(ErrorCode::Leased));
             }
             _ => {}
         }
         let gone = self.state_of(&record, now) == ObjectState::Gone;
         if unsettled && self.tombstones.len() >= TOMBSTONES_MAX {
-            return Removal::Done(Some(ErrorCode::Busy));
+            return RemoveOutcome::Done(Some(ErrorCode::Busy));
         }
-        self.remember_for_disks(ask.id, self.newest_epoch(), now);
+        self.keep_disk_tombstone(lookup.id, self.newest_epoch(), now);
         let removal = self.kill_object(at, now, effects);
         if !gone {
             self.stats.removed_objects += 1;
         }
         if unsettled {
-            self.entomb(ask.id);
+            self.add_tombstone(lookup.id);
         }
         let pending = unsettled || removal.unreachable;
-        if removal.kills == 0 || moontide_types::planted("removal-before-kill") {
+        if removal.kills == 0 || moontide_rt::mutation_enabled("removal-before-kill") {
             let code = if pending {
                 Some(ErrorCode::Pending)
             } else if gone {
@@ -82,11 +86,11 @@ impl Group {
             } else {
                 None
             };
-            return Removal::Done(code);
+            return RemoveOutcome::Done(code);
         }
-        self.wait_for(
+        self.add_pending_removal(
             removal.number,
-            Waiting {
+            PendingRemoval {
                 id: record.id(),
                 epoch: record.epoch(),
                 left: removal.kills,
@@ -95,27 +99,28 @@ impl Group {
                 pending,
             },
         );
-        Removal::Waiting
+        RemoveOutcome::Waiting
     }
 
-    /// An object that was evicted is gone for good only when its nodes have said so.
-    fn remove_undead(&mut self, id: ObjectId, waiter: Waiter, effects: &mut Effects) -> Removal {
+    /// Kills released locations of an object that is no longer in the index: an evicted object is permanently gone only
+    /// when its nodes have confirmed it.
+    fn remove_unconfirmed(&mut self, id: ObjectId, waiter: WaiterId, effects: &mut Effects) -> RemoveOutcome {
         self.removal_count += 1;
         let number = self.removal_count;
-        let left = self.kill_undead(id, number, effects);
-        if left == 0 || moontide_types::planted("evicted-taken-for-dead") {
-            return Removal::Done(Some(ErrorCode::NotFound));
+        let left = self.kill_unconfirmed(id, number, effects);
+        if left == 0 || moontide_rt::mutation_enabled("evicted-taken-for-dead") {
+            return RemoveOutcome::Done(Some(ErrorCode::NotFound));
         }
         let epoch = self.newest_epoch();
-        self.wait_for(
+        self.add_pending_removal(
             number,
-            Waiting { id, epoch, left, waiter: Some(waiter), replaced_by: None, pending: false },
+            PendingRemoval { id, epoch, left, waiter: Some(waiter), replaced_by: None, pending: false },
         );
-        Removal::Waiting
+        RemoveOutcome::Waiting
     }
 
     /// Starts a job that removes many objects.
-    pub fn start_job(&mut self, tenant: TenantIx, kind: JobKind, force: bool) -> Result<JobId, ErrorCode> {
+    pub fn start_job(&mut self, tenant: TenantIndex, kind: JobKind, force: bool) -> Result<JobId, ErrorCode> {
         let running = self.jobs.values().filter(|job| job.status.state == JobState::Running).count();
         if running >= JOBS_RUNNING_MAX {
             return Err(ErrorCode::Busy);
@@ -133,57 +138,57 @@ impl Group {
         Ok(id)
     }
 
-    /// How far a job is.
+    /// Returns the progress of a job.
     pub fn job(&self, job: JobId) -> Option<JobStatus> {
         self.jobs.get(&job).map(|job| job.status)
     }
 
-    /// Goes on with the running jobs; looks at no more than `budget` objects. The answer is how many it looked at.
+    /// Continues the running jobs. Visits at most `budget` objects; returns the number of visited objects.
     pub(super) fn step_jobs(&mut self, now: Now, budget: usize, effects: &mut Effects) -> usize {
-        let mut looked = 0;
+        let mut visited = 0;
         let running = self.jobs.iter().filter(|(_, job)| job.status.state == JobState::Running);
         let running: Vec<JobId> = running.map(|(&id, _)| id).collect();
         for id in running {
-            // Taken out while it runs, so that it and the group can be changed side by side.
-            let mut job = self.jobs.remove(&id).expect("it was just listed");
-            while looked < budget {
-                looked += 1;
-                let Some(at) = self.slab.before(job.cursor) else {
+            // Removed from the map while it runs, so that job and group can be borrowed mutably at the same time.
+            let mut job = self.jobs.remove(&id).expect("running job exists");
+            while visited < budget {
+                visited += 1;
+                let Some(at) = self.slab.previous(job.cursor) else {
                     job.status.state = JobState::Done;
                     break;
                 };
                 job.cursor = Some(at);
                 job.status.scanned += 1;
-                self.job_visits(&mut job, at, now, effects);
+                self.visit_job_object(&mut job, at, now, effects);
             }
             self.jobs.insert(id, job);
         }
-        looked
+        visited
     }
 
-    fn job_visits(&mut self, job: &mut Job, at: Ref, now: Now, effects: &mut Effects) {
+    fn visit_job_object(&mut self, job: &mut Job, at: RecordRef, now: Now, effects: &mut Effects) {
         let (record, key) = self.slab.with_key(at);
         if record.tenant() != job.tenant || record.epoch() > job.newest || !job.kind.matches(key) {
             return;
         }
         let record = *record;
-        let held =
-            record.has(Flag::Writing) || record.pin() == PinClass::Hard || self.is_leased(&record, now);
-        if held && !job.force {
+        let in_use =
+            record.has(RecordFlag::Writing) || record.pin() == PinClass::Hard || self.is_leased(&record, now);
+        if in_use && !job.force {
             job.status.kept += 1;
             return;
         }
         let unsettled = self.is_unsettled(now);
-        if unsettled && self.entomb(record.id()) == ErrorCode::Busy {
+        if unsettled && self.add_tombstone(record.id()) == ErrorCode::Busy {
             job.status.kept += 1;
             return;
         }
-        self.remember_for_disks(record.id(), record.epoch(), now);
+        self.keep_disk_tombstone(record.id(), record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         if removal.kills > 0 {
-            self.wait_for(
+            self.add_pending_removal(
                 removal.number,
-                Waiting {
+                PendingRemoval {
                     id: record.id(),
                     epoch: record.epoch(),
                     left: removal.kills,
@@ -200,31 +205,31 @@ impl Group {
         self.stats.removed_objects += 1;
     }
 
-    /// Makes room for a new version under the same id, whose put waits until nodes have killed the old one.
-    pub(super) fn replace_object(&mut self, at: Ref, now: Now, by: ObjectId, effects: &mut Effects) {
+    /// Removes the old version of an id. The put of the new one waits until nodes have killed the old one.
+    pub(super) fn replace_object(&mut self, at: RecordRef, now: Now, by: ObjectId, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        let mark = self.departed();
-        if record.has(Flag::Writing) {
-            // Nobody can have read it.
+        let mark = self.invalidation_count();
+        if record.has(RecordFlag::Writing) {
+            // No reader can have seen it.
             self.drop_object(at, now, effects);
-            self.departs_if_not_put(by, mark);
+            self.invalidate_unless_put(by, mark);
             return;
         }
         if self.is_unsettled(now) && self.tombstones.len() < TOMBSTONES_MAX {
-            // Nodes that have yet to report may have it too; the new version may be evicted before they do.
+            // Nodes that have yet to report may have it too, and the new version may be evicted before they report.
             let removed = self.tombstones.entry(record.id()).or_insert(record.epoch());
             *removed = record.epoch().max(*removed);
         }
-        self.remember_for_disks(record.id(), record.epoch(), now);
+        self.keep_disk_tombstone(record.id(), record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
-        self.departs_if_not_put(by, mark);
+        self.invalidate_unless_put(by, mark);
         if removal.kills == 0 {
             return;
         }
         *self.replacing.entry(by).or_insert(0) += 1;
-        self.wait_for(
+        self.add_pending_removal(
             removal.number,
-            Waiting {
+            PendingRemoval {
                 id: record.id(),
                 epoch: record.epoch(),
                 left: removal.kills,
@@ -235,27 +240,30 @@ impl Group {
         );
     }
 
-    /// A node has answered an order. `Kill` and `Reclaim` of anything else than what drains are of the past.
-    pub fn order_outcome(
+    /// Handles the result of a command. A `Kill` or `Reclaim` of anything but a draining version is outdated and
+    /// ignored.
+    pub fn command_outcome(
         &mut self,
         (node, segment): (NodeId, SegmentId),
-        kind: OrderKind,
+        kind: CommandKind,
         slot: SlotId,
         epoch: Epoch,
-        outcome: OrderOutcome,
+        outcome: CommandOutcome,
         effects: &mut Effects,
     ) {
         let Some(&index) = self.by_name.get(&(node, segment)) else { return };
-        if let OrderOutcome::Refused(_) = outcome {
-            self.stats.orders_refused += 1;
+        if let CommandOutcome::Refused(_) = outcome {
+            self.stats.commands_refused += 1;
         }
-        let of_this_drain = |drain: Option<&crate::segment::Drain>| drain.is_some_and(|d| d.epoch == epoch);
+        let version = LocationVersion { segment: index, slot: slot.0, epoch };
+        let drains = self.segment(index).drains.get(&slot.0).is_some_and(|drain| drain.epoch == epoch);
         match (kind, outcome) {
-            (OrderKind::Kill, _) => {
-                // A node that has no such version has nothing to kill; any other refusal leaves it alive.
+            (CommandKind::Kill, _) => {
+                // A node without this version has nothing to kill; after any other refusal the version is still
+                // readable.
                 let alive = match outcome {
-                    OrderOutcome::Accepted | OrderOutcome::Done => false,
-                    OrderOutcome::Refused(code) => !matches!(
+                    CommandOutcome::Accepted | CommandOutcome::Done => false,
+                    CommandOutcome::Refused(code) => !matches!(
                         code,
                         ErrorCode::StaleEpoch
                             | ErrorCode::StaleGeneration
@@ -263,113 +271,160 @@ impl Group {
                             | ErrorCode::NotFound
                     ),
                 };
-                if !of_this_drain(self.segment(index).drains.get(&slot.0)) {
+                if !self.unanswered_kills.contains_key(&version) {
                     return;
                 }
-                if alive && !moontide_types::planted("refused-kill-believed") {
-                    self.kill_refused(index, slot.0, effects);
+                if alive && !moontide_rt::mutation_enabled("refused-kill-believed") {
+                    self.kill_refused(version, effects);
                 } else {
-                    self.killed(index, slot.0, false, effects);
+                    self.killed(version, false, effects);
                 }
             }
-            (OrderKind::Reclaim, OrderOutcome::Done) => {
-                if of_this_drain(self.segment(index).drains.get(&slot.0)) {
-                    self.place_freed(index, slot.0, epoch, effects);
-                }
+            (CommandKind::Reclaim, CommandOutcome::Done) if drains => {
+                self.slot_freed(index, slot.0, epoch, effects);
             }
-            (OrderKind::Reclaim, OrderOutcome::Accepted) => {
-                if of_this_drain(self.segment(index).drains.get(&slot.0)) {
-                    if moontide_types::planted("range-free-when-accepted") {
-                        return self.place_freed(index, slot.0, epoch, effects);
-                    }
-                    self.killed(index, slot.0, false, effects);
+            (CommandKind::Reclaim, CommandOutcome::Accepted) if drains => {
+                if moontide_rt::mutation_enabled("range-free-when-accepted") {
+                    return self.slot_freed(index, slot.0, epoch, effects);
                 }
+                self.found_dead(index, slot.0, epoch, effects);
             }
-            (OrderKind::Reclaim, OrderOutcome::Refused(_)) => {}
-            (OrderKind::Offload, _) => self.offload_answered(index, slot.0, epoch, outcome),
-            (OrderKind::Promote { stripe, .. }, _) => {
-                self.promotion_answered(index, slot.0, (epoch, stripe), outcome, effects);
+            (CommandKind::Reclaim, _) => {}
+            (CommandKind::Offload, _) => self.offload_result(index, slot.0, epoch, outcome),
+            (CommandKind::Promote { stripe, .. }, _) => {
+                self.promotion_result(index, slot.0, (epoch, stripe), outcome, effects);
             }
         }
     }
 
-    /// The node says that a slot is free from this epoch on.
-    pub(super) fn place_freed(&mut self, index: u32, slot: u32, epoch: Epoch, effects: &mut Effects) {
-        // What is said of an earlier owner of the slot says nothing about this one.
-        if self.segment(index).drains.get(&slot).is_none_or(|drain| epoch < drain.epoch) {
+    /// Handles a report that a slot is free from this epoch on.
+    pub(super) fn slot_freed(&mut self, index: u32, slot: u32, epoch: Epoch, effects: &mut Effects) {
+        // A message about an earlier version in the slot does not apply to the current one.
+        let Some(drain) = self.segment(index).drains.get(&slot).filter(|drain| epoch >= drain.epoch) else {
             return;
-        }
-        // What is free is certainly dead.
-        self.killed(index, slot, false, effects);
+        };
+        self.found_dead(index, slot, drain.epoch, effects);
         if self.segment_mut(index).freed(slot, epoch) {
             self.stats.reclaimed += 1;
             self.note_free(index);
         }
     }
 
-    /// What drains in a slot is dead, or nobody will ever say so (`unreachable`). Removals may wait for it.
-    pub(super) fn killed(&mut self, index: u32, slot: u32, unreachable: bool, effects: &mut Effects) {
-        if let Some(drain) = self.segment(index).drains.get(&slot) {
-            self.undead.remove(&(drain.id, index, slot));
-        }
-        for number in self.kills.remove(&(index, slot)).unwrap_or_default() {
-            self.kill_answered(number, unreachable, effects);
-        }
-    }
-
-    /// Whoever waits is told that it is not certain; the slot is not forgotten, and its reclaim is under way.
-    fn kill_refused(&mut self, index: u32, slot: u32, effects: &mut Effects) {
-        for number in self.kills.remove(&(index, slot)).unwrap_or_default() {
-            self.kill_answered(number, true, effects);
+    /// Handles the news that the memory of a draining version is dead or free. If a Kill was sent, only its answer shows
+    /// that the version is dead for good: the node's disk may have the version or be writing it, and the answer waits
+    /// until the removal is durable.
+    pub(super) fn found_dead(&mut self, index: u32, slot: u32, epoch: Epoch, effects: &mut Effects) {
+        let version = LocationVersion { segment: index, slot, epoch };
+        let unanswered = self.unanswered_kills.contains_key(&version);
+        if !unanswered || moontide_rt::mutation_enabled("reclaim-answers-kill") {
+            self.killed(version, false, effects);
         }
     }
 
-    fn kill_answered(&mut self, number: u64, unreachable: bool, effects: &mut Effects) {
+    /// Marks a released version as dead, or as never to be confirmed (`unreachable`). Removals may wait for it.
+    pub(super) fn killed(&mut self, version: LocationVersion, unreachable: bool, effects: &mut Effects) {
+        let drain = self.segment(version.segment).drains.get(&version.slot);
+        let draining = drain.filter(|drain| drain.epoch == version.epoch).map(|drain| drain.id);
+        let unanswered = self.unanswered_kills.remove(&version).map(|kill| kill.id);
+        if let Some(id) = unanswered.or(draining) {
+            self.unconfirmed_kills.remove(&(id, version));
+        }
+        for number in self.kills.remove(&version).unwrap_or_default() {
+            self.kill_result(number, unreachable, effects);
+        }
+    }
+
+    /// Ends the wait of removals with an uncertain result. A put that replaces the version goes on waiting: the kill is
+    /// sent again until the node has carried it out.
+    fn kill_refused(&mut self, version: LocationVersion, effects: &mut Effects) {
+        let numbers = self.kills.remove(&version).unwrap_or_default();
+        let replaced = |number: &u64| self.removals.get(number).is_some_and(|r| r.replaced_by.is_some());
+        let (waiting, ended): (Vec<u64>, Vec<u64>) = numbers.into_iter().partition(replaced);
+        if !waiting.is_empty() {
+            self.kills.insert(version, waiting);
+        }
+        for number in ended {
+            self.kill_result(number, true, effects);
+        }
+        if let Some(kill) = self.unanswered_kills.get_mut(&version)
+            && !std::mem::replace(&mut kill.is_queued, true)
+        {
+            self.refused_kills.push_back(version);
+        }
+    }
+
+    /// Sends refused kills again, at most `budget` of them. Returns whether more are due.
+    pub(super) fn retry_kills(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
+        if self.refused_kills.is_empty() || now.mono < self.retry_kills_at {
+            return false;
+        }
+        for version in self.refused_kills.drain(..budget.min(self.refused_kills.len())).collect::<Vec<_>>() {
+            if let Some(kill) = self.unanswered_kills.get_mut(&version) {
+                kill.is_queued = false;
+                let id = kill.id;
+                self.send_kill(version, id, effects);
+            }
+        }
+        if self.refused_kills.is_empty() {
+            self.retry_kills_at = now.mono.after(KILL_RETRY_INTERVAL);
+        }
+        !self.refused_kills.is_empty()
+    }
+
+    /// Sends a Kill. Until it is answered, nothing else shows that the version is dead for good.
+    pub(super) fn send_kill(&mut self, version: LocationVersion, id: ObjectId, effects: &mut Effects) {
+        let LocationVersion { segment, slot, epoch } = version;
+        self.push_command(CommandKind::Kill, segment, slot, epoch, id, effects);
+        self.unanswered_kills.entry(version).or_insert(UnansweredKill { id, is_queued: false });
+    }
+
+    fn kill_result(&mut self, number: u64, unreachable: bool, effects: &mut Effects) {
         let Entry::Occupied(mut entry) = self.removals.entry(number) else { return };
-        let waiting = entry.get_mut();
-        waiting.pending |= unreachable;
-        waiting.left -= 1;
+        let removal = entry.get_mut();
+        removal.pending |= unreachable;
+        removal.left -= 1;
         if unreachable {
-            // The node may come back with it. There are no more of these than there were slots on the node.
-            let removed = self.tombstones.entry(waiting.id).or_insert(waiting.epoch);
-            *removed = waiting.epoch.max(*removed);
+            // The node may return with it. There are at most as many of these as there were slots on the node.
+            let removed = self.tombstones.entry(removal.id).or_insert(removal.epoch);
+            *removed = removal.epoch.max(*removed);
         }
-        if waiting.left > 0 {
+        if removal.left > 0 {
             return;
         }
-        let waiting = entry.remove();
-        if let Some(waiter) = waiting.waiter {
-            // A disk that has come back meanwhile may have it, too.
-            let pending = waiting.pending || self.disks_are_returning();
+        let removal = entry.remove();
+        if let Some(waiter) = removal.waiter {
+            // A disk that has returned in the meantime may have it, too.
+            let pending = removal.pending || self.disks_are_returning();
             effects.push(Effect::Removed { waiter, code: pending.then_some(ErrorCode::Pending) });
         }
-        if let Some(id) = waiting.replaced_by {
-            self.replaced(id);
+        if let Some(id) = removal.replaced_by {
+            self.replacement_done(id);
         }
     }
 
-    /// Whether some version of an object was given up and its node has not said that it is dead.
-    pub(super) fn has_undead(&self, id: ObjectId) -> bool {
-        self.undead.range((id, 0, 0)..=(id, u32::MAX, u32::MAX)).next().is_some()
+    /// Whether a version of an object was released and its node has not confirmed the kill.
+    pub(super) fn has_unconfirmed_kill(&self, id: ObjectId) -> bool {
+        self.unconfirmed_versions(id).next().is_some()
     }
 
-    /// Kills what drains of an object and may be alive on its node, under the removal's number.
-    fn kill_undead(&mut self, id: ObjectId, number: u64, effects: &mut Effects) -> u32 {
-        let undead: Vec<(u32, u32)> = self
-            .undead
-            .range((id, 0, 0)..=(id, u32::MAX, u32::MAX))
-            .map(|&(_, segment, slot)| (segment, slot))
-            .collect();
-        for &(segment, slot) in &undead {
-            let epoch = self.segment(segment).drains[&slot].epoch;
-            self.order(OrderKind::Kill, segment, slot, epoch, id, effects);
-            self.kills.entry((segment, slot)).or_default().push(number);
+    /// Returns the released versions of an object that their nodes have not confirmed as dead.
+    pub(super) fn unconfirmed_versions(&self, id: ObjectId) -> impl Iterator<Item = LocationVersion> {
+        let range = (id, LocationVersion::FIRST)..=(id, LocationVersion::LAST);
+        self.unconfirmed_kills.range(range).map(|&(_, version)| version)
+    }
+
+    /// Kills released versions of an object that their nodes may still have, under the removal's number.
+    fn kill_unconfirmed(&mut self, id: ObjectId, number: u64, effects: &mut Effects) -> u32 {
+        let unconfirmed: Vec<LocationVersion> = self.unconfirmed_versions(id).collect();
+        for &version in &unconfirmed {
+            self.send_kill(version, id, effects);
+            self.kills.entry(version).or_default().push(number);
         }
-        undead.len() as u32
+        unconfirmed.len() as u32
     }
 
-    /// One removal less that the put of an id waits for.
-    fn replaced(&mut self, id: ObjectId) {
+    /// Decrements the number of removals that the put of an id waits for.
+    fn replacement_done(&mut self, id: ObjectId) {
         let Entry::Occupied(mut left) = self.replacing.entry(id) else { return };
         *left.get_mut() -= 1;
         if *left.get() == 0 {
@@ -377,36 +432,37 @@ impl Group {
         }
     }
 
-    fn wait_for(&mut self, number: u64, waiting: Waiting) {
-        self.removals.insert(number, waiting);
+    fn add_pending_removal(&mut self, number: u64, removal: PendingRemoval) {
+        self.removals.insert(number, removal);
     }
 
-    /// Takes an object out of the index and has all of its places killed, each kill under the removal's number.
-    fn kill_object(&mut self, at: Ref, now: Now, effects: &mut Effects) -> Killing {
+    /// Removes an object from the index and sends kills for all of its locations, each under the removal's number.
+    fn kill_object(&mut self, at: RecordRef, now: Now, effects: &mut Effects) -> KillProgress {
         self.removal_count += 1;
         let record = *self.slab.get(at);
         let number = self.removal_count;
-        let kills = self.kill_undead(record.id(), number, effects);
-        let mut killing = Killing { number, kills, unreachable: false };
-        for index in 0..self.place_count(&record) {
-            let place = self.place(&record, index);
-            if place.is_lost() {
+        let kills = self.kill_unconfirmed(record.id(), number, effects);
+        let mut progress = KillProgress { number, kills, unreachable: false };
+        for index in 0..self.location_count(&record) {
+            let location = self.location(&record, index);
+            if location.is_lost() {
                 continue;
             }
-            if self.is_readable(place) {
-                self.order(OrderKind::Kill, place.segment, place.slot, record.epoch(), record.id(), effects);
-                self.kills.entry((place.segment, place.slot)).or_default().push(killing.number);
-                killing.kills += 1;
+            if self.is_readable(location) {
+                let version = LocationVersion::of(location, record.epoch());
+                self.send_kill(version, record.id(), effects);
+                self.kills.entry(version).or_default().push(progress.number);
+                progress.kills += 1;
             } else {
-                killing.unreachable = true;
+                progress.unreachable = true;
             }
         }
-        self.drop_places(at, now, effects);
-        killing
+        self.drop_without_kill(at, now, effects);
+        progress
     }
 
-    /// Remembers that every version up to now was removed. `Pending`, or `Busy` if there are too many to remember.
-    fn entomb(&mut self, id: ObjectId) -> ErrorCode {
+    /// Keeps a tombstone for all versions up to now. Returns `Pending`, or `Busy` if there are too many tombstones.
+    fn add_tombstone(&mut self, id: ObjectId) -> ErrorCode {
         let newest = self.newest_epoch();
         if self.tombstones.len() >= TOMBSTONES_MAX && !self.tombstones.contains_key(&id) {
             return ErrorCode::Busy;
@@ -416,8 +472,8 @@ impl Group {
     }
 }
 
-/// What a removal set going.
-struct Killing {
+/// Kills of a removal that are in flight.
+struct KillProgress {
     number: u64,
     kills: u32,
     unreachable: bool,

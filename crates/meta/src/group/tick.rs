@@ -1,27 +1,27 @@
-//! [`Group::tick`]: everything that waits for time, and everything that would take too long at once.
+//! [`Group::tick`]: all time-dependent work, and all work that would take too long in one call.
 
 use moontide_types::UnixMillis;
 
 use super::Group;
-use crate::effect::{Effects, OrderKind};
-use crate::record::Flag;
+use crate::effect::{CommandKind, Effects};
+use crate::record::RecordFlag;
 use crate::time::Now;
 
-/// How much one tick may do of each kind. A step takes well below a microsecond to a few, so that the usual budget
-/// keeps lookups waiting for less than a millisecond.
+/// Limits of one tick, per kind of work. A step takes from well below one microsecond to a few, so the default budget
+/// delays lookups by less than a millisecond.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TickBudget {
-    /// Reservations and objects whose time is over.
+    /// Expired reservations and objects.
     pub expiries: usize,
     /// Objects evicted.
     pub evictions: usize,
     /// Slots of lost and draining segments.
     pub swept_slots: usize,
-    /// Objects that jobs look at.
+    /// Objects that jobs visit.
     pub job_objects: usize,
     /// Reclaims whose lease has ended.
     pub reclaims: usize,
-    /// Objects brought back from disk.
+    /// Objects loaded from disk.
     pub promotions: usize,
 }
 
@@ -39,34 +39,36 @@ impl Default for TickBudget {
 }
 
 impl Group {
-    /// Does what is due, within the budget. True: there is more to do, come again soon.
+    /// Does the due work, within the budget. Returns whether more work is due; then the caller should call again soon.
     #[must_use]
     pub fn tick(&mut self, now: Now, budget: &TickBudget, effects: &mut Effects) -> bool {
         self.activate_segments(now);
-        self.forget_absent(now);
+        self.expire_absent(now);
         self.open_feed(now);
         let expired = self.expire_reservations(now, budget.expiries, effects)
             | self.expire_objects(now, budget.expiries, effects)
             | self.expire_offloads(now, budget.expiries)
-            | self.promote_some(now, budget.promotions, effects);
-        let reclaims = self.reclaim_leased(now, budget.reclaims, effects);
+            | self.start_promotions(now, budget.promotions, effects);
+        let reclaims = self.reclaim_leased(now, budget.reclaims, effects)
+            | self.retry_kills(now, budget.reclaims, effects);
         let swept = self.sweep(now, budget.swept_slots, effects) >= budget.swept_slots;
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
-        let evicted = self.evict_ahead(now, budget.evictions, effects).objects as usize >= budget.evictions;
+        let evicted =
+            self.evict_to_watermark(now, budget.evictions, effects).objects as usize >= budget.evictions;
         expired || reclaims || swept || jobs || evicted
     }
 
-    /// Reservations stand in the order of their ends, because all last equally long.
+    /// The queue is ordered by the ends of the reservations, because all have the same duration.
     fn expire_reservations(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
         for _ in 0..budget {
             let Some(at) = self.writing.first() else { return false };
-            if moontide_types::planted("reservation-for-ever") {
+            if moontide_rt::mutation_enabled("reservation-for-ever") {
                 return false;
             }
             if self.slab.get(at).until() > self.ticker.now(now.mono) {
                 return false;
             }
-            debug_assert!(self.slab.get(at).has(Flag::Writing));
+            debug_assert!(self.slab.get(at).has(RecordFlag::Writing));
             self.drop_object(at, now, effects);
             self.stats.puts_expired += 1;
         }
@@ -85,9 +87,9 @@ impl Group {
                 return true;
             }
             done += 1;
-            let at = self.find_id(id).expect("what expires is there");
-            if self.slab.get(at).has(Flag::Writing) {
-                // It ends with its reservation, or right after it was completed.
+            let at = self.find_id(id).expect("expiring object exists");
+            if self.slab.get(at).has(RecordFlag::Writing) {
+                // It ends with its reservation, or right after its completion.
                 self.expiring.remove(&(expires, id));
                 later.push((expires, id));
                 continue;
@@ -111,25 +113,26 @@ impl Group {
             if let Some(drain) = self.segment(segment).drains.get(&slot)
                 && drain.epoch == epoch
             {
-                self.order(OrderKind::Reclaim, segment, slot, epoch, drain.id, effects);
+                self.push_command(CommandKind::Reclaim, segment, slot, epoch, drain.id, effects);
             }
         }
         true
     }
 
-    /// Nodes that have been away for long, and with them what was removed in their absence.
-    fn forget_absent(&mut self, now: Now) {
+    /// Drops entries of nodes that have been absent for too long, and the tombstones kept for them.
+    fn expire_absent(&mut self, now: Now) {
         let tick = self.ticker.now(now.mono);
-        self.absent.retain(|_, absence| absence.until > tick);
-        if now.mono > self.reports_until && !self.inherited.is_empty() {
-            self.inherited = Default::default();
+        self.absent.retain(|_, segment| segment.until > tick);
+        if now.mono > self.reports_until && !self.handoff.is_empty() {
+            self.handoff = Default::default();
         }
         self.absent_disks.retain(|_, &mut until| until > tick);
         if !self.tombstones.is_empty() && !self.is_unsettled(now) && !self.disks_may_return(now) {
-            // What a node was told to kill and has not confirmed may still come back with its next report.
+            // A killed record that its node has not confirmed may still be in the node's next report.
             let mut tombstones = std::mem::take(&mut self.tombstones);
-            tombstones
-                .retain(|&id, _| self.has_undead(id) && !moontide_types::planted("tombstone-forgotten"));
+            tombstones.retain(|&id, _| {
+                self.has_unconfirmed_kill(id) && !moontide_rt::mutation_enabled("tombstone-forgotten")
+            });
             self.tombstones = tombstones;
         }
     }

@@ -1,121 +1,120 @@
-//! What a caller gets to see of an object: borrowed or copied, never the record itself.
+//! Views of an object for callers: borrowed or copied, never the record itself.
 
-use moontide_types::bounds::{REPLICAS_MAX, UNIT_BYTES};
+use moontide_types::limits::{REPLICAS_MAX, UNIT_BYTES};
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, Extent, Generation, NodeId, ObjectId, SegmentId, SlotId, UnixMillis};
+use moontide_types::{Epoch, Extent, Generation, Medium, NodeId, ObjectId, SegmentId, SlotId, UnixMillis};
 
 use super::Group;
-use crate::record::{Flag, NONE, Place, Record};
-use crate::segment::Medium;
-use crate::slab::Ref;
+use crate::ids::{NONE, RecordRef};
+use crate::record::{Record, RecordFlag, SlotLocation};
 
-/// Which part of an object a stripe is.
+/// Position of a stripe in its object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StripeView {
-    /// Which one.
+pub struct StripeRange {
+    /// Index of the stripe.
     pub index: u16,
-    /// Of how many.
+    /// Number of stripes.
     pub count: u16,
-    /// Where it starts in the object.
+    /// Offset in the object, in bytes.
     pub offset: u64,
-    /// Its length.
+    /// Length in bytes.
     pub len: u64,
 }
 
-/// One stripe of one replica.
+/// Location of one stripe of one replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlaceView {
-    /// Whose memory.
+pub struct StripeLocation {
+    /// Node that owns the segment.
     pub node: NodeId,
-    /// The segment.
+    /// Segment on the node.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Incarnation of the segment.
     pub generation: Generation,
-    /// The slot.
+    /// Slot in the segment.
     pub slot: SlotId,
-    /// The slot's extent; the payload starts with it.
+    /// Extent of the slot; the payload starts with it.
     pub extent: Extent,
-    /// What the segment is made of.
+    /// Storage medium of the segment.
     pub medium: Medium,
-    /// Which part of the object.
-    pub stripe: StripeView,
+    /// Position of the stripe in the object.
+    pub stripe: StripeRange,
     /// Root of the stripe's digests; 0 while writing.
     pub root: u64,
-    /// Which replica, counted without gap.
+    /// Replica, numbered without gaps.
     pub replica: u8,
-    /// A remote peer had one-sided access to the segment: verify even in place.
+    /// A remote peer had one-sided access to the segment: verify even zero-copy reads.
     pub verify: bool,
 }
 
-impl PlaceView {
-    /// Where the payload starts in the segment, in bytes.
+impl StripeLocation {
+    /// Offset of the payload in the segment, in bytes.
     pub fn payload_offset(&self) -> u64 {
         u64::from(self.extent.start) * UNIT_BYTES
     }
 }
 
-/// An object that can be read.
+/// A readable object.
 #[derive(Clone, Copy, Debug)]
 pub struct ObjectView<'a> {
-    /// Its id.
+    /// Id of the object.
     pub id: ObjectId,
-    /// Its version.
+    /// Version.
     pub epoch: Epoch,
-    /// Its length.
+    /// Length in bytes.
     pub object_len: u64,
-    /// Its root digest.
+    /// Root digest; 0 while writing.
     pub root: u64,
-    /// Without digests.
+    /// The object has no digests.
     pub digestless: bool,
-    /// Fewer replicas than asked for.
+    /// Fewer replicas than requested.
     pub fewer_replicas: bool,
-    /// How strongly it resists eviction.
+    /// Resistance to eviction.
     pub pin: PinClass,
-    /// When it expires.
+    /// Time at which the object expires.
     pub expires: Option<UnixMillis>,
-    /// Its cohort.
+    /// Label of the cohort.
     pub cohort: Option<&'a [u8]>,
-    /// The block before it.
+    /// Hash of the preceding block.
     pub parent: Option<&'a [u8]>,
-    /// Known from the master before: the nodes may not obey our term yet.
-    pub inherited: bool,
-    /// How many replicas are listed.
+    /// From the handoff of the preceding master: the nodes may not have adopted this master's term yet.
+    pub from_handoff: bool,
+    /// Number of replicas in `locations`.
     pub replicas: u8,
-    /// Complete replicas, one after the other, stripe by stripe.
-    pub places: &'a [PlaceView],
+    /// Locations of complete replicas, one after the other, stripe by stripe.
+    pub locations: &'a [StripeLocation],
 }
 
-/// Everything about an object, for operators.
+/// All properties of an object, for operators.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Detail {
-    /// Its id.
+pub struct ObjectDetail {
+    /// Id of the object.
     pub id: ObjectId,
-    /// Its key.
+    /// Key of the object.
     pub key: Box<[u8]>,
-    /// Its version.
+    /// Version.
     pub epoch: Epoch,
-    /// Its length.
+    /// Length in bytes.
     pub object_len: u64,
-    /// Its root digest; 0 while writing.
+    /// Root digest; 0 while writing.
     pub root: u64,
-    /// Being written.
+    /// The object is being written.
     pub writing: bool,
-    /// How strongly it resists eviction.
+    /// Resistance to eviction.
     pub pin: PinClass,
-    /// Longest lease still out, in milliseconds.
+    /// Rest of the longest lease, in milliseconds.
     pub leased_ms: u32,
-    /// When it expires.
+    /// Time at which the object expires.
     pub expires: Option<UnixMillis>,
-    /// Its cohort.
+    /// Label of the cohort.
     pub cohort: Option<Box<[u8]>>,
-    /// All places that are not lost.
-    pub places: Vec<PlaceView>,
+    /// All locations that are not lost.
+    pub locations: Vec<StripeLocation>,
 }
 
-/// Offset and length of one stripe.
-pub(super) fn stripe_of(object_len: u64, stripe_len: u64, index: usize, count: usize) -> StripeView {
+/// Returns offset and length of one stripe.
+pub(super) fn stripe_of(object_len: u64, stripe_len: u64, index: usize, count: usize) -> StripeRange {
     let offset = index as u64 * stripe_len;
-    StripeView {
+    StripeRange {
         index: index as u16, // ≤ STRIPES_MAX
         count: count as u16,
         offset,
@@ -124,29 +123,29 @@ pub(super) fn stripe_of(object_len: u64, stripe_len: u64, index: usize, count: u
 }
 
 impl Group {
-    fn place_view(
+    fn stripe_location(
         &self,
         record: &Record,
-        place: Place,
+        location: SlotLocation,
         stripe: usize,
         stripes: usize,
         replica: u8,
-    ) -> PlaceView {
-        let segment = self.segment(place.segment);
-        let writing = record.has(Flag::Writing);
-        let extra = self.extras.get(record.extra);
-        let stripe_len = extra.map_or(record.object_len(), |extra| extra.stripe_len);
-        let root = match extra {
+    ) -> StripeLocation {
+        let segment = self.segment(location.segment);
+        let writing = record.has(RecordFlag::Writing);
+        let extension = self.extensions.get(record.extension);
+        let stripe_len = extension.map_or(record.object_len(), |extension| extension.stripe_len);
+        let root = match extension {
             _ if writing => 0,
-            Some(extra) if stripes > 1 => extra.stripe_roots[stripe],
+            Some(extension) if stripes > 1 => extension.stripe_roots[stripe],
             _ => record.root,
         };
-        PlaceView {
+        StripeLocation {
             node: segment.node,
             segment: segment.id,
             generation: segment.generation,
-            slot: SlotId(place.slot),
-            extent: segment.extent(place.block),
+            slot: SlotId(location.slot),
+            extent: segment.extent(location.block),
             medium: segment.medium,
             stripe: stripe_of(record.object_len(), stripe_len, stripe, stripes),
             root,
@@ -155,24 +154,25 @@ impl Group {
         }
     }
 
-    /// Appends the places of all replicas that can be read completely; the answer is their number. The n-th replica is
-    /// made of the n-th place of each stripe that can be read, those in memory first.
-    pub(super) fn replica_views(&self, record: &Record, out: &mut Vec<PlaceView>) -> u8 {
+    /// Appends the locations of all completely readable replicas. Returns the number of replicas. The n-th replica
+    /// consists of the n-th readable location of each stripe, those in memory first.
+    pub(super) fn replica_views(&self, record: &Record, out: &mut Vec<StripeLocation>) -> u8 {
         let stripes = self.stripes(record);
-        let rows = self.place_count(record) / stripes;
+        let rows = self.location_count(record) / stripes;
         let readable = |stripe: usize| {
-            let places = (0..rows).map(move |row| self.place(record, row * stripes + stripe));
-            let places = places.filter(|&place| self.is_readable(place));
-            let on_disk = |place: Place| self.segment(place.segment).is_disk();
-            let in_memory = places.clone().filter(move |&place| !on_disk(place));
-            in_memory.chain(places.filter(move |&place| on_disk(place)))
+            let locations = (0..rows).map(move |row| self.location(record, row * stripes + stripe));
+            let locations = locations.filter(|&location| self.is_readable(location));
+            let on_disk = |location: SlotLocation| self.segment(location.segment).is_disk();
+            let in_memory = locations.clone().filter(move |&location| !on_disk(location));
+            in_memory.chain(locations.filter(move |&location| on_disk(location)))
         };
         let replicas =
             (0..stripes).map(|stripe| readable(stripe).count()).min().unwrap_or(0).min(REPLICAS_MAX);
         for replica in 0..replicas {
             for stripe in 0..stripes {
-                let place = readable(stripe).nth(replica).expect("counted");
-                out.push(self.place_view(record, place, stripe, stripes, replica as u8)); // ≤ REPLICAS_MAX
+                let location =
+                    readable(stripe).nth(replica).expect("replica number is below the smallest count");
+                out.push(self.stripe_location(record, location, stripe, stripes, replica as u8)); // ≤ REPLICAS_MAX
             }
         }
         replicas as u8
@@ -181,42 +181,42 @@ impl Group {
     pub(super) fn object_view<'a>(
         &'a self,
         record: &Record,
-        places: &'a [PlaceView],
+        locations: &'a [StripeLocation],
         replicas: u8,
     ) -> ObjectView<'a> {
-        let extra = self.extras.get(record.extra);
-        let cohort = extra.map_or(NONE, |extra| extra.cohort);
+        let extension = self.extensions.get(record.extension);
+        let cohort = extension.map_or(NONE, |extension| extension.cohort);
         ObjectView {
             id: record.id(),
             epoch: record.epoch(),
             object_len: record.object_len(),
-            root: if record.has(Flag::Writing) { 0 } else { record.root },
-            digestless: record.has(Flag::Digestless),
-            fewer_replicas: record.has(Flag::Fewer),
+            root: if record.has(RecordFlag::Writing) { 0 } else { record.root },
+            digestless: record.has(RecordFlag::Digestless),
+            fewer_replicas: record.has(RecordFlag::UnderReplicated),
             pin: record.pin(),
-            expires: extra.and_then(|extra| extra.expires),
+            expires: extension.and_then(|extension| extension.expires),
             cohort: (cohort != NONE).then(|| self.cohorts.get(cohort).label()),
-            parent: extra.and_then(|extra| extra.parent.as_deref()),
-            inherited: false,
+            parent: extension.and_then(|extension| extension.parent.as_deref()),
+            from_handoff: false,
             replicas,
-            places,
+            locations,
         }
     }
 
-    pub(super) fn detail(&self, at: Ref, now: crate::Now) -> Detail {
+    pub(super) fn detail(&self, at: RecordRef, now: crate::Now) -> ObjectDetail {
         let (record, key) = self.slab.with_key(at);
         let stripes = self.stripes(record);
-        let places = (0..self.place_count(record))
-            .filter(|&index| self.is_readable(self.place(record, index)))
+        let locations = (0..self.location_count(record))
+            .filter(|&index| self.is_readable(self.location(record, index)))
             .map(|index| {
                 let replica = (index / stripes) as u8;
-                self.place_view(record, self.place(record, index), index % stripes, stripes, replica)
+                self.stripe_location(record, self.location(record, index), index % stripes, stripes, replica)
             })
             .collect();
-        let writing = record.has(Flag::Writing);
+        let writing = record.has(RecordFlag::Writing);
         let left = self.ticker.left(self.leased_until(record), now.mono).as_millis();
         let view = self.object_view(record, &[], 0);
-        Detail {
+        ObjectDetail {
             id: view.id,
             key: key.into(),
             epoch: view.epoch,
@@ -227,7 +227,7 @@ impl Group {
             leased_ms: if writing { 0 } else { u32::try_from(left).unwrap_or(u32::MAX) },
             expires: view.expires,
             cohort: view.cohort.map(Into::into),
-            places,
+            locations,
         }
     }
 }

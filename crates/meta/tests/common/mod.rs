@@ -1,6 +1,7 @@
-//! A group with obedient nodes, and a clock that moves when told: what the behaviour tests share.
+//! Shared harness of the behaviour tests: a group, nodes that execute all commands, and a clock that moves only on
+//! request.
 
-#![allow(dead_code, reason = "every test binary uses another part")]
+#![allow(dead_code, reason = "each test binary uses a different part")]
 
 use std::collections::{HashMap, VecDeque};
 use std::num::NonZeroU16;
@@ -8,22 +9,21 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use moontide_meta::{
-    Ask, DiskSpec, Effect, Effects, Group, GroupConfig, Medium, MountSpec, Now, Order, OrderKind,
-    OrderOutcome, PlaceView, PutEnd, PutOptions, PutStart, Removal, ReportRecord, ReportState, StripeView,
-    TenantIx, TickBudget, Waiter,
+    CommandKind, CommandOutcome, DiskSpec, Effect, Effects, Group, GroupConfig, LookupKey, MountSpec,
+    NodeCommand, Now, PutEnd, PutOptions, PutStart, RemoveOutcome, ReportRecord, ReportState, StripeLocation,
+    StripeRange, TenantIndex, TickBudget, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, GroupId, IdKey, Key, MonoTime, NodeId, ObjectId, SegmentId,
+    Epoch, ErrorCode, Extent, Generation, GroupId, IdKey, Key, Medium, MonoTime, NodeId, ObjectId, SegmentId,
     SessionId, SlotId, Tenant, TenantGeneration, Term, UnixMillis,
 };
 
-/// An order and whom it was given to. The nodes here have sessions of their own number times 100, and a few more when
-/// they come back.
+/// A command and its session. Session ids of node `n` are `n * 100` plus a small number that counts its sessions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Routed {
     pub(crate) session: SessionId,
-    pub(crate) order: Order,
+    pub(crate) command: NodeCommand,
 }
 
 impl Routed {
@@ -33,23 +33,23 @@ impl Routed {
 }
 
 impl Deref for Routed {
-    type Target = Order;
+    type Target = NodeCommand;
 
-    fn deref(&self) -> &Order {
-        &self.order
+    fn deref(&self) -> &NodeCommand {
+        &self.command
     }
 }
 
-/// A group, its clock, and the orders that its nodes have not carried out yet.
-pub(crate) struct Bench {
+/// A group, its clock, and the commands that its nodes have not executed yet.
+pub(crate) struct GroupHarness {
     pub(crate) group: Group,
     pub(crate) now: Now,
     pub(crate) effects: Effects,
-    pub(crate) orders: VecDeque<Routed>,
-    pub(crate) tenant: TenantIx,
+    pub(crate) commands: VecDeque<Routed>,
+    pub(crate) tenant: TenantIndex,
     /// Keys of all puts.
     pub(crate) names: HashMap<ObjectId, String>,
-    pub(crate) removed: Vec<(Waiter, Option<ErrorCode>)>,
+    pub(crate) removed: Vec<(WaiterId, Option<ErrorCode>)>,
 }
 
 pub(crate) fn config(term: u32) -> GroupConfig {
@@ -61,25 +61,25 @@ pub(crate) fn id(key: &str) -> ObjectId {
     id_key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(key.as_bytes()).unwrap())
 }
 
-pub(crate) fn ask(key: &str) -> Ask<'_> {
-    Ask { id: id(key), key: Key::new(key.as_bytes()).unwrap() }
+pub(crate) fn lookup_key(key: &str) -> LookupKey<'_> {
+    LookupKey { id: id(key), key: Key::new(key.as_bytes()).unwrap() }
 }
 
-/// A node's session in one of its lives, fewer than 100 of them.
-pub(crate) fn session(node: u64, life: u64) -> SessionId {
-    SessionId(node * 100 + life)
+/// Session of a node's n-th incarnation, n < 100.
+pub(crate) fn session(node: u64, incarnation: u64) -> SessionId {
+    SessionId(node * 100 + incarnation)
 }
 
-impl Bench {
-    pub(crate) fn with(config: GroupConfig) -> Bench {
+impl GroupHarness {
+    pub(crate) fn with(config: GroupConfig) -> GroupHarness {
         let now = Now { mono: MonoTime(1_000_000_000), unix: UnixMillis(1_800_000_000_000) };
         let mut group = Group::new(config, now);
         let tenant = group.tenant(Tenant::DEFAULT).unwrap();
-        Bench {
+        GroupHarness {
             group,
             now,
             effects: vec![],
-            orders: VecDeque::new(),
+            commands: VecDeque::new(),
             tenant,
             names: HashMap::new(),
             removed: vec![],
@@ -87,12 +87,12 @@ impl Bench {
     }
 
     /// One node with one segment of 1,000 units and 100 slots for each number.
-    pub(crate) fn new(nodes: &[u64]) -> Bench {
-        let mut bench = Bench::with(config(1));
+    pub(crate) fn new(nodes: &[u64]) -> GroupHarness {
+        let mut harness = GroupHarness::with(config(1));
         for &node in nodes {
-            bench.mount(node, 0, Term::ZERO, false);
+            harness.mount(node, 0, Term::ZERO, false);
         }
-        bench
+        harness
     }
 
     pub(crate) fn mount(&mut self, node: u64, segment: u32, term: Term, occupied: bool) {
@@ -100,10 +100,10 @@ impl Bench {
     }
 
     /// The same in a later session of the node.
-    pub(crate) fn mount_in(&mut self, node: u64, life: u64, segment: u32, term: Term, occupied: bool) {
+    pub(crate) fn mount_in(&mut self, node: u64, incarnation: u64, segment: u32, term: Term, occupied: bool) {
         let spec = MountSpec {
             node: NodeId(node),
-            session: session(node, life),
+            session: session(node, incarnation),
             segment: SegmentId(segment),
             generation: Generation(1),
             medium: Medium::Memory,
@@ -112,20 +112,20 @@ impl Bench {
             labels: ["", "", ""],
             tenant: None,
             term,
-            occupied,
-            known: Term::ZERO,
-            away: Duration::ZERO,
+            has_records: occupied,
+            synced_term: Term::ZERO,
+            synced_ago: Duration::ZERO,
             one_sided: true,
         };
         self.group.mount(self.now, &spec, &mut self.effects).unwrap();
         self.settle();
     }
 
-    /// Gives a node a disk.
-    pub(crate) fn mount_disk(&mut self, node: u64, life: u64, occupied: bool) {
+    /// Mounts a disk of a node.
+    pub(crate) fn mount_disk(&mut self, node: u64, incarnation: u64, occupied: bool) {
         let spec = DiskSpec {
             node: NodeId(node),
-            session: session(node, life),
+            session: session(node, incarnation),
             generation: Generation(1),
             labels: ["", "", ""],
             occupied,
@@ -144,54 +144,56 @@ impl Bench {
         self.settle();
     }
 
-    /// Sorts effects and checks every invariant.
+    /// Collects effects and checks every invariant.
     pub(crate) fn settle(&mut self) {
         for effect in self.effects.drain(..) {
             match effect {
-                Effect::Order { session, order } => self.orders.push_back(Routed { session, order }),
+                Effect::Command { session, command } => self.commands.push_back(Routed { session, command }),
                 Effect::Removed { waiter, code } => self.removed.push((waiter, code)),
-                Effect::StepDown { seen } => panic!("nobody knows term {seen}"),
+                Effect::StepDown { seen } => panic!("unexpected step down to term {seen}"),
             }
         }
         self.group.audit(self.now).unwrap();
     }
 
-    /// The nodes do all that they were ordered to.
-    pub(crate) fn obey(&mut self) {
-        while let Some(order) = self.orders.pop_front() {
-            self.carry_out(&order);
+    /// Lets the nodes execute all commands.
+    pub(crate) fn run_commands(&mut self) {
+        while let Some(command) = self.commands.pop_front() {
+            self.run_command(&command);
         }
     }
 
-    /// A node does what it was ordered to, and says so.
-    pub(crate) fn carry_out(&mut self, order: &Routed) {
-        let outcome = match order.kind {
-            OrderKind::Kill => OrderOutcome::Accepted,
-            OrderKind::Reclaim | OrderKind::Promote { .. } => OrderOutcome::Done,
-            OrderKind::Offload => match self.written(order) {
-                Some(()) => OrderOutcome::Done,
-                None => OrderOutcome::Refused(ErrorCode::Gone),
+    /// Lets a node execute a command and respond.
+    pub(crate) fn run_command(&mut self, command: &Routed) {
+        let outcome = match command.kind {
+            CommandKind::Kill => CommandOutcome::Accepted,
+            CommandKind::Reclaim | CommandKind::Promote { .. } => CommandOutcome::Done,
+            CommandKind::Offload => match self.write_to_disk(command) {
+                Some(()) => CommandOutcome::Done,
+                None => CommandOutcome::Refused(ErrorCode::Gone),
             },
         };
-        self.answer(order, outcome);
+        self.respond(command, outcome);
     }
 
-    /// A node says that the record which it was to write is on its disk.
-    pub(crate) fn written(&mut self, order: &Routed) -> Option<()> {
-        let key = self.names.get(&order.id)?.clone();
-        let detail = self.group.query(self.now, &ask(&key)).filter(|detail| detail.epoch == order.epoch)?;
-        let is_source = |place: &&PlaceView| {
-            (place.node, place.segment, place.slot) == (order.node(), order.segment, order.slot)
+    /// Sends the notice that the record of an Offload command is on the node's disk.
+    pub(crate) fn write_to_disk(&mut self, command: &Routed) -> Option<()> {
+        let key = self.names.get(&command.id)?.clone();
+        let detail =
+            self.group.query(self.now, &lookup_key(&key)).filter(|detail| detail.epoch == command.epoch)?;
+        let is_source = |location: &&StripeLocation| {
+            (location.node, location.segment, location.slot)
+                == (command.node(), command.segment, command.slot)
         };
-        let place = *detail.places.iter().find(is_source)?;
+        let location = *detail.locations.iter().find(is_source)?;
         let record = ReportRecord {
             object_len: detail.object_len,
-            stripe: place.stripe,
-            root: place.root,
+            stripe: location.stripe,
+            root: location.root,
             expires: detail.expires,
             ..self.on_disk(&key, detail.epoch)
         };
-        self.notice(order.node().0, order.session, &record, false).unwrap();
+        self.notice(command.node().0, command.session, &record, false).unwrap();
         Some(())
     }
 
@@ -205,7 +207,7 @@ impl Bench {
             tenant: self.tenant,
             key: key.as_bytes(),
             object_len: 1024,
-            stripe: StripeView { index: 0, count: 1, offset: 0, len: 1024 },
+            stripe: StripeRange { index: 0, count: 1, offset: 0, len: 1024 },
             root: 77,
             extent: Extent::default(),
             payload_offset: 0,
@@ -227,14 +229,21 @@ impl Bench {
         recovered: bool,
     ) -> Result<(), ErrorCode> {
         let name = (NodeId(node), session);
-        let told = self.group.disk_notice(self.now, name, (record, 0), recovered, &mut self.effects);
+        let result = self.group.disk_notice(self.now, name, (record, 0), recovered, &mut self.effects);
         self.settle();
-        told
+        result
     }
 
-    pub(crate) fn answer(&mut self, order: &Routed, outcome: OrderOutcome) {
-        let name = (order.node(), order.segment);
-        self.group.order_outcome(name, order.kind, order.slot, order.epoch, outcome, &mut self.effects);
+    pub(crate) fn respond(&mut self, command: &Routed, outcome: CommandOutcome) {
+        let name = (command.node(), command.segment);
+        self.group.command_outcome(
+            name,
+            command.kind,
+            command.slot,
+            command.epoch,
+            outcome,
+            &mut self.effects,
+        );
         self.settle();
     }
 
@@ -256,7 +265,7 @@ impl Bench {
         cohort: Option<&str>,
     ) -> Result<Epoch, ErrorCode> {
         let put = PutStart {
-            ask: ask(key),
+            object: lookup_key(key),
             tenant: self.tenant,
             caller: 7,
             object_len: len,
@@ -300,24 +309,24 @@ impl Bench {
         epoch
     }
 
-    /// Epoch and number of replicas, or the code.
-    pub(crate) fn look(&mut self, key: &str, lease_ms: u32) -> Result<(Epoch, u8), ErrorCode> {
-        let mut answer = Err(ErrorCode::Internal);
-        self.group.lookup(self.now, lease_ms, &[ask(key)], |_, found| {
-            answer = found.map(|object| (object.epoch, object.replicas));
+    /// Returns epoch and number of replicas, or the code.
+    pub(crate) fn lookup(&mut self, key: &str, lease_ms: u32) -> Result<(Epoch, u8), ErrorCode> {
+        let mut response = Err(ErrorCode::Internal);
+        self.group.lookup(self.now, lease_ms, &[lookup_key(key)], |_, found| {
+            response = found.map(|object| (object.epoch, object.replicas));
         });
         self.settle();
-        answer
+        response
     }
 
-    pub(crate) fn has(&mut self, key: &str) -> bool {
+    pub(crate) fn exists(&mut self, key: &str) -> bool {
         let mut there = false;
-        self.group.exist(self.now, &[ask(key)], |_, answer| there = answer);
+        self.group.exist(self.now, &[lookup_key(key)], |_, response| there = response);
         there
     }
 
-    pub(crate) fn remove(&mut self, key: &str, force: bool) -> Removal {
-        let removal = self.group.remove(self.now, &ask(key), force, Waiter(1), &mut self.effects);
+    pub(crate) fn remove(&mut self, key: &str, force: bool) -> RemoveOutcome {
+        let removal = self.group.remove(self.now, &lookup_key(key), force, WaiterId(1), &mut self.effects);
         self.settle();
         removal
     }

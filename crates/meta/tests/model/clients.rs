@@ -1,29 +1,30 @@
-//! What clients do, and what they must be told.
+//! Actions of clients, and checks of the responses.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use moontide_meta::{
-    Ask, Medium, PlaceView, PutEnd, PutOptions, PutStart, Removal, ReportState, TenantIx, Waiter,
+    LookupKey, PutEnd, PutOptions, PutStart, RemoveOutcome, ReportState, StripeLocation, TenantIndex,
+    WaiterId,
 };
-use moontide_types::bounds::LEASE_MS_MAX;
+use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, ErrorCode, Key, SegmentId};
+use moontide_types::{Epoch, ErrorCode, Key, Medium, SegmentId};
 
 use crate::command::Put;
-use crate::node::RecordModel;
-use crate::world::{
-    Check, KEYS, Lease, MayEnd, PutModel, World, ensure, id_of, is_one_sided, key_of, tenant_of,
+use crate::harness::{
+    Check, KEYS, Lease, MayEnd, ModelHarness, PutModel, ensure, id_of, is_one_sided, key_of, tenant_of,
 };
+use crate::node::RecordModel;
 
-impl World {
+impl ModelHarness {
     pub(crate) fn put_start(&mut self, put: &Put) -> Result<Option<usize>, String> {
         self.may_end = MayEnd::Any;
         let key = put.key % KEYS;
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
         let tenant = tenant_of(key);
-        let before = self.group.query(self.now, &ask);
+        let before = self.group.query(self.now, &lookup);
         let used_before = crate::check::usage(self, tenant)?;
         let node = |number: Option<u8>| number.map(|number| self.nodes[usize::from(number)].id);
         let options = PutOptions {
@@ -42,8 +43,8 @@ impl World {
         let cohort = put.cohort.map(|cohort| vec![b'c', cohort]);
         let parent = put.parent.then(|| vec![7; 32]);
         let start = PutStart {
-            ask,
-            tenant: TenantIx(tenant.into()),
+            object: lookup,
+            tenant: TenantIndex(tenant.into()),
             caller: put.caller.into(),
             object_len: put.len,
             attributes_len: 16,
@@ -53,11 +54,17 @@ impl World {
             parent: parent.as_deref(),
             options: &options,
         };
-        let (epoch, places, replicas, window, expires) =
+        let (epoch, locations, replicas, window, expires) =
             match self.group.put_start(self.now, &start, &mut self.effects) {
-                Ok(given) => {
-                    let object = given.object;
-                    (object.epoch, object.places.to_vec(), object.replicas, given.window, object.expires)
+                Ok(reservation) => {
+                    let object = reservation.object;
+                    (
+                        object.epoch,
+                        object.locations.to_vec(),
+                        object.replicas,
+                        reservation.window,
+                        object.expires,
+                    )
                 }
                 Err(code) => {
                     let complete = before.as_ref().is_some_and(|detail| !detail.writing);
@@ -71,7 +78,7 @@ impl World {
                 }
             };
         if let Some(detail) = &before {
-            ensure!(detail.writing || put.upsert, "a put without upsert replaced {detail:?}");
+            ensure!(detail.writing || put.upsert, "put without upsert replaced {detail:?}");
             if !detail.writing {
                 self.replaced.insert(key, detail.epoch);
             }
@@ -80,18 +87,18 @@ impl World {
         ensure!(epoch > newest, "epoch {epoch} after {newest}");
         self.epochs.insert(epoch);
         ensure!(replicas >= put.replicas_min && replicas <= put.replicas, "{replicas} replicas");
-        let stripes = places.len() / usize::from(replicas);
-        for (at, place) in places.iter().enumerate() {
-            let others = places.iter().enumerate().filter(|(other, _)| other / stripes != at / stripes);
+        let stripes = locations.len() / usize::from(replicas);
+        for (at, location) in locations.iter().enumerate() {
+            let others = locations.iter().enumerate().filter(|(other, _)| other / stripes != at / stripes);
             ensure!(
-                others.into_iter().all(|(_, other)| other.node != place.node),
-                "two replicas on {}",
-                place.node
+                others.into_iter().all(|(_, other)| other.node != location.node),
+                "two replicas on node {}",
+                location.node
             );
-            crate::check::may_be_given(self, place)?;
+            crate::check::may_be_granted(self, location)?;
         }
-        let mounts = places.iter().map(|place| {
-            let (node, at) = self.position(place.node, place.segment);
+        let mounts = locations.iter().map(|location| {
+            let (node, at) = self.position(location.node, location.segment);
             self.nodes[node].segments[at].mount.as_ref().map_or(0, |mount| mount.number)
         });
         let mounts = mounts.collect();
@@ -100,8 +107,8 @@ impl World {
             epoch,
             object_len: put.len,
             stripes,
-            committed: vec![false; places.len()],
-            places,
+            committed: vec![false; locations.len()],
+            locations,
             mounts,
             deadline: self.now.mono.after(window),
             expires,
@@ -127,17 +134,17 @@ impl World {
     }
 
     pub(crate) fn write_all(&mut self, put: usize) {
-        for place in 0..self.puts[put].places.len() {
-            self.begin(put, place);
-            self.commit(put, place);
+        for location in 0..self.puts[put].locations.len() {
+            self.begin(put, location);
+            self.commit(put, location);
         }
     }
 
-    /// A writer keeps to its deadline; a node refuses what was given by an older master or in an earlier mount.
+    /// A writer respects its deadline; a node rejects locations granted by an older master or in an earlier mount.
     pub(crate) fn begin(&mut self, put: usize, at: usize) {
         let put = &self.puts[put];
-        let place = put.places[at];
-        let (node, segment) = self.position(place.node, place.segment);
+        let location = put.locations[at];
+        let (node, segment) = self.position(location.node, location.segment);
         let segment = &mut self.nodes[node].segments[segment];
         if self.now.mono >= put.deadline
             || put.epoch.term() < segment.term
@@ -150,37 +157,37 @@ impl World {
             key: key_of(put.key),
             tenant: tenant_of(put.key),
             object_len: put.object_len,
-            stripe: place.stripe,
+            stripe: location.stripe,
             root: put.stripe_roots()[at % put.stripes],
-            extent: place.extent,
+            extent: location.extent,
             one_sided: put.one_sided,
             pin: put.pin_stored,
             expires: put.expires,
             cohort: put.cohort.clone(),
             parent: put.parent.clone(),
         };
-        // A refusal is no failure of the group's: the reservation may be over.
-        let _begun = segment.begin(&place, put.epoch, record);
+        // A refusal is not an error of the group: the reservation may be over.
+        let _begun = segment.begin(&location, put.epoch, record);
     }
 
     pub(crate) fn commit(&mut self, put: usize, at: usize) {
-        let (place, epoch) = (self.puts[put].places[at], self.puts[put].epoch);
-        let (node, segment) = self.position(place.node, place.segment);
+        let (location, epoch) = (self.puts[put].locations[at], self.puts[put].epoch);
+        let (node, segment) = self.position(location.node, location.segment);
         let node = &mut self.nodes[node];
-        if node.segments[segment].generation == place.generation
-            && node.segments[segment].commit(place.slot.0, epoch, &mut node.answers)
+        if node.segments[segment].generation == location.generation
+            && node.segments[segment].commit(location.slot.0, epoch, &mut node.responses)
         {
             self.puts[put].committed[at] = true;
         }
     }
 
     pub(crate) fn writer_dies(&mut self, put: usize) {
-        for at in 0..self.puts[put].places.len() {
-            let (place, epoch) = (self.puts[put].places[at], self.puts[put].epoch);
-            let (node, segment) = self.position(place.node, place.segment);
+        for at in 0..self.puts[put].locations.len() {
+            let (location, epoch) = (self.puts[put].locations[at], self.puts[put].epoch);
+            let (node, segment) = self.position(location.node, location.segment);
             let node = &mut self.nodes[node];
-            if node.segments[segment].generation == place.generation {
-                node.segments[segment].abort(place.slot.0, epoch, &mut node.answers);
+            if node.segments[segment].generation == location.generation {
+                node.segments[segment].abort(location.slot.0, epoch, &mut node.responses);
             }
         }
     }
@@ -188,7 +195,7 @@ impl World {
     pub(crate) fn put_end(&mut self, at: usize, failed: u8) -> Check {
         let put = self.puts[at].clone();
         self.may_end = MayEnd::Keys(1 << put.key);
-        let replicas = put.places.len() / put.stripes;
+        let replicas = put.locations.len() / put.stripes;
         let written = |replica: usize| {
             failed >> replica & 1 == 0 && (0..put.stripes).all(|s| put.committed[replica * put.stripes + s])
         };
@@ -196,14 +203,14 @@ impl World {
             (0..replicas).map(|replica| (!written(replica)).then_some(ErrorCode::DeadlineExceeded)).collect();
         let stripe_roots = if put.stripes > 1 { put.stripe_roots() } else { vec![] };
         let bytes = key_of(put.key);
-        let ask = Ask { id: id_of(put.key), key: Key::new(&bytes).unwrap() };
-        let before = self.group.query(self.now, &ask);
+        let lookup = LookupKey { id: id_of(put.key), key: Key::new(&bytes).unwrap() };
+        let before = self.group.query(self.now, &lookup);
         let current = before.as_ref().is_some_and(|detail| detail.epoch == put.epoch);
         let writing = current && before.as_ref().is_some_and(|detail| detail.writing);
-        let good = writing
+        let must_succeed = writing
             && (0..replicas).filter(|&replica| written(replica)).any(|replica| {
-                let mut places = replica * put.stripes..(replica + 1) * put.stripes;
-                places.all(|place| self.is_held(&put, place))
+                let mut locations = replica * put.stripes..(replica + 1) * put.stripes;
+                locations.all(|location| self.is_held(&put, location))
             });
         let end = PutEnd {
             id: id_of(put.key),
@@ -212,16 +219,16 @@ impl World {
             outcomes: &outcomes,
             stripe_roots: &stripe_roots,
         };
-        let answer = self.group.put_end(self.now, &end, &mut self.effects);
-        match answer {
+        let response = self.group.put_end(self.now, &end, &mut self.effects);
+        match response {
             Ok(()) => {
-                // A complete one whose time is over, or whose nodes went away, is gone for readers; its put was a good one.
-                // So is one that a report completed, and whose time was over before any reader asked.
+                // For readers a complete object is gone when it has expired or its nodes are lost; its put was still
+                // successful. The same holds for an object that a report completed and that expired before any lookup.
                 let expired = put.expires.is_some_and(|at| at <= self.now.unix);
                 let stored = (0..replicas).any(&written);
                 let was_complete = put.acked || put.seen || expired && stored;
-                ensure!(current || was_complete, "the end of {} was acknowledged: {before:?}", put.epoch);
-                ensure!(!put.removed, "the end of {} was acknowledged after its removal", put.epoch);
+                ensure!(current || was_complete, "PutEnd of {} acknowledged: {before:?}", put.epoch);
+                ensure!(!put.removed, "PutEnd of {} acknowledged after its removal", put.epoch);
                 if !put.acked {
                     self.check_replaced(put.key, put.epoch)?;
                 }
@@ -229,27 +236,27 @@ impl World {
                 if writing {
                     self.watcher.completed(put.key);
                     for replica in (0..replicas).filter(|&replica| written(replica)) {
-                        for place in replica * put.stripes..(replica + 1) * put.stripes {
-                            self.note_ready(&put, place);
+                        for location in replica * put.stripes..(replica + 1) * put.stripes {
+                            self.note_ready(&put, location);
                         }
                     }
                 }
             }
             Err(ErrorCode::Retry) => {}
             Err(code) => {
-                ensure!(!good, "the end of {} was refused with {code:?}: {before:?}", put.epoch);
-                ensure!(!current || writing, "the repeated end of {} was refused with {code:?}", put.epoch);
+                ensure!(!must_succeed, "PutEnd of {} refused with {code:?}: {before:?}", put.epoch);
+                ensure!(!current || writing, "repeated PutEnd of {} refused with {code:?}", put.epoch);
             }
         }
         Ok(())
     }
 
-    /// Whether a place is where it was reserved, and the master has not taken it back.
+    /// Whether a location is still mounted as it was reserved, and the master has not released it.
     pub(crate) fn is_held(&self, put: &PutModel, at: usize) -> bool {
-        let place = put.places[at];
-        let (node, segment) = self.position(place.node, place.segment);
+        let location = put.locations[at];
+        let (node, segment) = self.position(location.node, location.segment);
         self.nodes[node].segments[segment].mount.as_ref().is_some_and(|mount| {
-            mount.number == put.mounts[at] && !mount.ordered.contains(&(place.slot.0, put.epoch))
+            mount.number == put.mounts[at] && !mount.commanded.contains(&(location.slot.0, put.epoch))
         })
     }
 
@@ -257,26 +264,26 @@ impl World {
         if !self.is_held(put, at) {
             return;
         }
-        let place = put.places[at];
-        let (node, segment) = self.position(place.node, place.segment);
+        let location = put.locations[at];
+        let (node, segment) = self.position(location.node, location.segment);
         if let Some(mount) = &mut self.nodes[node].segments[segment].mount {
-            mount.known_ready.insert(place.slot.0, put.epoch);
+            mount.known_ready.insert(location.slot.0, put.epoch);
         }
     }
 
-    /// A put that replaced a complete version is acknowledged: no node within reach may have the old one.
+    /// Checks an acknowledged put that replaced a complete version: no reachable node may have the old one.
     pub(crate) fn check_replaced(&mut self, key: u8, by: Epoch) -> Check {
         let Some(old) = self.replaced.remove(&key) else { return Ok(()) };
         for segment in self.nodes.iter().flat_map(|node| &node.segments) {
-            let within_reach = segment.mount.as_ref().is_some_and(|mount| mount.ended);
-            for word in segment.words.iter().filter(|_| within_reach) {
+            let reachable = segment.mount.as_ref().is_some_and(|mount| mount.ended);
+            for word in segment.words.iter().filter(|_| reachable) {
                 let is_old = word.epoch == old && word.state == ReportState::Ready;
-                ensure!(!is_old, "{by} was acknowledged while {old} can still be read");
+                ensure!(!is_old, "{by} acknowledged while {old} is READY");
             }
         }
         for disk in self.nodes.iter().filter_map(|node| node.disk.as_ref()) {
-            let within_reach = disk.mount.as_ref().is_some_and(|mount| mount.recovered);
-            ensure!(!within_reach || !disk.may_have(old), "{by} was acknowledged while {old} is on disk");
+            let reachable = disk.mount.as_ref().is_some_and(|mount| mount.recovered);
+            ensure!(!reachable || !disk.may_have(old), "{by} acknowledged while {old} is on disk");
         }
         Ok(())
     }
@@ -285,58 +292,62 @@ impl World {
         let (key, epoch) = (self.puts[at].key, self.puts[at].epoch);
         self.may_end = MayEnd::Keys(1 << key);
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-        let before = self.group.query(self.now, &ask);
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let before = self.group.query(self.now, &lookup);
         let writing = before.as_ref().is_some_and(|detail| detail.epoch == epoch && detail.writing);
         let revoked = self.group.put_revoke(self.now, id_of(key), epoch, &mut self.effects);
-        ensure!(
-            revoked.is_ok() == writing,
-            "the revocation of {epoch} was answered with {revoked:?}: {before:?}"
-        );
+        ensure!(revoked.is_ok() == writing, "response to the revocation of {epoch}: {revoked:?}: {before:?}");
         Ok(())
     }
 
     pub(crate) fn lookup(&mut self, key: u8, lease_ms: u32) -> Check {
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-        let before = self.group.query(self.now, &ask);
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let before = self.group.query(self.now, &lookup);
         let mut found = None;
-        self.group.lookup(self.now, lease_ms, &[ask], |_, answer| {
+        self.group.lookup(self.now, lease_ms, &[lookup], |_, response| {
             found = Some(
-                answer.map(|object| (object.epoch, object.object_len, object.root, object.places.to_vec())),
+                response
+                    .map(|object| (object.epoch, object.object_len, object.root, object.locations.to_vec())),
             );
         });
-        match found.expect("every key is answered") {
-            Ok((epoch, len, root, places)) => {
-                crate::check::may_be_read(self, key, epoch, len, root, &places)?;
+        match found.expect("lookup responds for every key") {
+            Ok((epoch, len, root, locations)) => {
+                crate::check::may_be_read(self, key, epoch, len, root, &locations)?;
                 let put = self.put_of(key, epoch).expect("may_be_read found it");
-                let replicas: BTreeSet<u8> = places.iter().map(|place| place.replica).collect();
-                ensure!(places.len() == replicas.len() * self.puts[put].stripes, "half a replica of {epoch}");
-                self.lease(epoch, &places, lease_ms);
+                let replicas: BTreeSet<u8> = locations.iter().map(|location| location.replica).collect();
+                ensure!(
+                    locations.len() == replicas.len() * self.puts[put].stripes,
+                    "incomplete replica of {epoch}"
+                );
+                self.lease(epoch, &locations, lease_ms);
             }
-            Err(ErrorCode::NotReady) => ensure!(before.is_some_and(|detail| detail.writing), "NotReady"),
+            Err(ErrorCode::NotReady) => {
+                ensure!(before.is_some_and(|detail| detail.writing), "NotReady, but not being written")
+            }
             Err(ErrorCode::NotFound) => ensure!(before.is_none(), "NotFound, but {before:?}"),
-            Err(code) => return Err(format!("a lookup was answered with {code:?}")),
+            Err(code) => return Err(format!("unexpected response to a lookup: {code:?}")),
         }
         Ok(())
     }
 
-    pub(crate) fn lease(&mut self, epoch: Epoch, places: &[PlaceView], lease_ms: u32) {
+    pub(crate) fn lease(&mut self, epoch: Epoch, locations: &[StripeLocation], lease_ms: u32) {
         let until = self.now.mono.after(Duration::from_millis(lease_ms.min(LEASE_MS_MAX).into()));
         let now = self.now.mono;
         self.leases.retain(|lease| lease.until > now);
-        // Where the node is asked first, a lease is a hint: it refuses what is not there any more.
-        let promised = |place: &&PlaceView| place.medium != Medium::Disk && is_one_sided(place.node);
-        for place in places.iter().filter(promised).filter(|_| lease_ms > 0) {
-            let (node, at) = self.position(place.node, place.segment);
+        // If readers access a segment through its node, a lease is a hint: the node rejects reads of missing records.
+        let is_leased =
+            |location: &&StripeLocation| location.medium != Medium::Disk && is_one_sided(location.node);
+        for location in locations.iter().filter(is_leased).filter(|_| lease_ms > 0) {
+            let (node, at) = self.position(location.node, location.segment);
             let mount = self.nodes[node].segments[at].mount.as_ref().map_or(0, |mount| mount.number);
             self.leases.push(Lease {
-                node: place.node,
-                segment: place.segment,
-                generation: place.generation,
+                node: location.node,
+                segment: location.segment,
+                generation: location.generation,
                 mount,
-                slot: place.slot,
-                extent: place.extent,
+                slot: location.slot,
+                extent: location.extent,
                 epoch,
                 until,
             });
@@ -345,31 +356,31 @@ impl World {
 
     pub(crate) fn exist(&mut self, key: u8) -> Check {
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-        let there = self.group.query(self.now, &ask).is_some_and(|detail| !detail.writing);
-        let mut answer = None;
-        self.group.exist(self.now, &[ask], |_, exists| answer = Some(exists));
-        ensure!(answer == Some(there), "exist says {answer:?}, query {there}");
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let exists = self.group.query(self.now, &lookup).is_some_and(|detail| !detail.writing);
+        let mut response = None;
+        self.group.exist(self.now, &[lookup], |_, found| response = Some(found));
+        ensure!(response == Some(exists), "exist returns {response:?}, query {exists}");
         Ok(())
     }
 
     pub(crate) fn touch(&mut self, key: u8, lease_ms: u32) -> Check {
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-        if self.group.touch(self.now, lease_ms, &ask).is_ok() {
-            let detail = self.group.query(self.now, &ask).ok_or("touched, but not there")?;
-            self.lease(detail.epoch, &detail.places, lease_ms);
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        if self.group.touch(self.now, lease_ms, &lookup).is_ok() {
+            let detail = self.group.query(self.now, &lookup).ok_or("touched object does not exist")?;
+            self.lease(detail.epoch, &detail.locations, lease_ms);
         }
         Ok(())
     }
 
     pub(crate) fn set_pin(&mut self, key: u8, pin: u8) -> Check {
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
         let pin = PinClass::from_number(pin).unwrap();
-        if self.group.set_pin(self.now, &ask, pin).is_ok() {
-            let detail = self.group.query(self.now, &ask).ok_or("pinned, but not there")?;
-            let put = self.put_of(key, detail.epoch).ok_or("pinned a stranger")?;
+        if self.group.set_pin(self.now, &lookup, pin).is_ok() {
+            let detail = self.group.query(self.now, &lookup).ok_or("pinned object does not exist")?;
+            let put = self.put_of(key, detail.epoch).ok_or("pinned object has no put")?;
             self.puts[put].pin = pin;
         }
         Ok(())
@@ -378,41 +389,46 @@ impl World {
     pub(crate) fn remove(&mut self, key: u8, force: bool) -> Check {
         self.may_end = MayEnd::Keys(1 << key);
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-        let before = self.group.query(self.now, &ask);
-        let meant = self.meant_by_removal(key);
-        // A put that comes after the removal is not one that replaces.
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let before = self.group.query(self.now, &lookup);
+        let epochs = self.epochs_of_removal(key);
+        // A put after the removal does not count as a replacement.
         self.replaced.remove(&key);
         let waiter = self.waiter();
-        let removal = self.group.remove(self.now, &ask, force, Waiter(waiter), &mut self.effects);
-        let after = self.group.query(self.now, &ask);
+        let removal = self.group.remove(self.now, &lookup, force, WaiterId(waiter), &mut self.effects);
+        let after = self.group.query(self.now, &lookup);
         match removal {
-            Removal::Waiting => {
-                self.removals.insert(waiter, (key, meant));
-                ensure!(after.is_none(), "being removed, but {after:?}");
+            RemoveOutcome::Waiting => {
+                self.removals.insert(waiter, (key, epochs));
+                ensure!(after.is_none(), "removal in progress, but {after:?}");
             }
-            Removal::Done(None) => {
-                ensure!(before.is_some(), "removed what was not there");
+            RemoveOutcome::Done(None) => {
+                ensure!(before.is_some(), "removed an object that did not exist");
                 ensure!(after.is_none(), "removed, but {after:?}");
-                self.removed(key, &meant)?;
+                self.removed(key, &epochs)?;
             }
-            Removal::Done(Some(ErrorCode::Pending)) => {
+            RemoveOutcome::Done(Some(ErrorCode::Pending)) => {
                 ensure!(after.is_none(), "pending, but {after:?}");
-                self.removal_pending(&meant);
+                self.removal_pending(&epochs);
             }
-            Removal::Done(Some(ErrorCode::NotFound)) => {
-                // It was there once, and its caller relies on its being gone as much as with a removal.
+            RemoveOutcome::Done(Some(ErrorCode::NotFound)) => {
+                // It existed before, and the caller relies on its absence as much as after a removal.
                 ensure!(before.is_none(), "not found, but {before:?}");
-                self.removed(key, &meant)?;
+                self.removed(key, &epochs)?;
             }
-            Removal::Done(Some(ErrorCode::InProgress)) => {
-                ensure!(!force && before.is_some_and(|detail| detail.writing), "in progress");
+            RemoveOutcome::Done(Some(ErrorCode::InProgress)) => {
+                ensure!(
+                    !force && before.is_some_and(|detail| detail.writing),
+                    "InProgress, but not being written"
+                );
             }
-            Removal::Done(Some(ErrorCode::Leased)) => {
+            RemoveOutcome::Done(Some(ErrorCode::Leased)) => {
                 let held = before.is_some_and(|detail| detail.leased_ms > 0 || detail.pin == PinClass::Hard);
-                ensure!(!force && held, "leased, but nobody holds it");
+                ensure!(!force && held, "Leased, but neither leased nor pinned");
             }
-            Removal::Done(Some(code)) => return Err(format!("a removal was answered with {code:?}")),
+            RemoveOutcome::Done(Some(code)) => {
+                return Err(format!("unexpected response to a removal: {code:?}"));
+            }
         }
         Ok(())
     }
@@ -422,8 +438,8 @@ impl World {
         self.mounts
     }
 
-    /// The versions that a removal is about: those that were complete.
-    pub(crate) fn meant_by_removal(&self, key: u8) -> BTreeSet<Epoch> {
+    /// Versions that a removal covers: those that were complete.
+    pub(crate) fn epochs_of_removal(&self, key: u8) -> BTreeSet<Epoch> {
         self.puts
             .iter()
             .filter(|put| put.key == key && (put.acked || put.seen))
@@ -431,15 +447,15 @@ impl World {
             .collect()
     }
 
-    /// A removal was answered with `Pending`: this master remembers it.
-    pub(crate) fn removal_pending(&mut self, meant: &BTreeSet<Epoch>) {
-        for put in self.puts.iter_mut().filter(|put| meant.contains(&put.epoch)) {
+    /// Records a `Pending` response to a removal: this master keeps a tombstone.
+    pub(crate) fn removal_pending(&mut self, epochs: &BTreeSet<Epoch>) {
+        for put in self.puts.iter_mut().filter(|put| epochs.contains(&put.epoch)) {
             put.removal_pending = true;
         }
     }
 
-    /// A removal was acknowledged: nothing of what it was about may be READY anywhere.
-    pub(crate) fn removed(&mut self, key: u8, meant: &BTreeSet<Epoch>) -> Check {
+    /// Checks an acknowledged removal: none of the covered versions may be READY anywhere.
+    pub(crate) fn removed(&mut self, key: u8, epochs: &BTreeSet<Epoch>) -> Check {
         for node in &self.nodes {
             for segment in &node.segments {
                 if segment.mount.is_none() && self.now.mono > segment.wiped_after {
@@ -447,8 +463,8 @@ impl World {
                 }
                 for word in &segment.words {
                     ensure!(
-                        word.state != ReportState::Ready || !meant.contains(&word.epoch),
-                        "the removal of key {key} is acknowledged, but {} is READY in segment {} of node {}",
+                        word.state != ReportState::Ready || !epochs.contains(&word.epoch),
+                        "removal of key {key} acknowledged, but {} is READY in segment {} of node {}",
                         word.epoch,
                         segment.id,
                         node.id
@@ -457,16 +473,16 @@ impl World {
             }
         }
         for node in &self.nodes {
-            // A disk that nobody waits for any more is taken as empty when it comes.
+            // A disk that the master no longer waits for is treated as empty when it mounts.
             let Some(disk) = node.disk.as_ref().filter(|disk| disk.mount.is_some()) else { continue };
-            let left = meant.iter().find(|&&epoch| disk.may_have(epoch));
+            let left = epochs.iter().find(|&&epoch| disk.may_have(epoch));
             ensure!(
                 left.is_none(),
-                "the removal of key {key} is acknowledged, but {left:?} is or will be on the disk of node {}",
+                "removal of key {key} acknowledged, but {left:?} is or will be on the disk of node {}",
                 node.id
             );
         }
-        for put in self.puts.iter_mut().filter(|put| meant.contains(&put.epoch)) {
+        for put in self.puts.iter_mut().filter(|put| epochs.contains(&put.epoch)) {
             put.removed = true;
         }
         Ok(())

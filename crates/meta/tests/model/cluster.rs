@@ -1,27 +1,29 @@
-//! What nodes do, and what the master makes of it: sessions, mounts, reports, orders; and the crash of the master.
+//! Actions of nodes and their effect on the master: sessions, mounts, reports, commands; and crashes of the master.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use moontide_meta::{Ask, Effect, Group, Medium, MountSpec, ReportRecord, ReportState, StripeView, TenantIx};
+use moontide_meta::{
+    Effect, Group, LookupKey, MountSpec, ReportRecord, ReportState, StripeRange, TenantIndex,
+};
 use moontide_types::record::PinClass;
-use moontide_types::{ErrorCode, Extent, Key, ObjectId, SessionId, SlotId, Tenant, Term};
+use moontide_types::{ErrorCode, Extent, Key, Medium, ObjectId, SessionId, SlotId, Tenant, Term};
 
+use crate::harness::{Check, MayEnd, ModelHarness, TENANTS, config, ensure, is_one_sided};
 use crate::node::MountModel;
-use crate::world::{Check, MayEnd, TENANTS, World, config, ensure, is_one_sided};
 
-impl World {
-    pub(crate) fn answer(&mut self, node: usize, count: usize) {
+impl ModelHarness {
+    pub(crate) fn respond(&mut self, node: usize, count: usize) {
         for _ in 0..count {
             let node = &mut self.nodes[node];
-            let Some((order, outcome)) = node.answers.pop_front() else { return };
+            let Some((command, outcome)) = node.responses.pop_front() else { return };
             if node.session.is_some() {
-                let name = (node.id, order.segment);
-                self.group.order_outcome(
+                let name = (node.id, command.segment);
+                self.group.command_outcome(
                     name,
-                    order.kind,
-                    order.slot,
-                    order.epoch,
+                    command.kind,
+                    command.slot,
+                    command.epoch,
                     outcome,
                     &mut self.effects,
                 );
@@ -47,11 +49,11 @@ impl World {
                 state: change.state,
                 epoch: change.epoch,
                 id: record.map_or(ObjectId([0; 16]), |record| record.id),
-                tenant: TenantIx(record.map_or(0, |record| record.tenant.into())),
+                tenant: TenantIndex(record.map_or(0, |record| record.tenant.into())),
                 key: record.map_or(&[], |record| &record.key),
                 object_len: record.map_or(0, |record| record.object_len),
                 stripe: record
-                    .map_or(StripeView { index: 0, count: 1, offset: 0, len: 0 }, |record| record.stripe),
+                    .map_or(StripeRange { index: 0, count: 1, offset: 0, len: 0 }, |record| record.stripe),
                 root: record.filter(|_| change.state == ReportState::Ready).map_or(0, |record| record.root),
                 extent: record.map_or(Extent::default(), |record| record.extent),
                 payload_offset: record.map_or(0, |record| record.extent.span().offset()),
@@ -65,7 +67,7 @@ impl World {
             }
         });
         let records: Vec<_> = records.collect();
-        let answer = self.group.report(
+        let response = self.group.report(
             self.now,
             name,
             segment.generation,
@@ -74,24 +76,24 @@ impl World {
             records,
             &mut self.effects,
         );
-        ensure!(answer.is_ok(), "a report was refused with {answer:?}");
-        // Of several versions the newest complete one wins, whatever the order in which they are reported.
+        ensure!(response.is_ok(), "report refused with {response:?}");
+        // Of several versions the newest complete one wins, in any order of the reports.
         for change in changes.iter().filter(|change| change.state == ReportState::Ready) {
             let Some(record) = change.record.as_ref().filter(|record| record.stripe.count == 1) else {
                 continue;
             };
-            let ask = Ask { id: record.id, key: Key::new(&record.key).unwrap() };
-            let found = self.group.query(self.now, &ask).filter(|found| !found.writing);
+            let lookup = LookupKey { id: record.id, key: Key::new(&record.key).unwrap() };
+            let found = self.group.query(self.now, &lookup).filter(|found| !found.writing);
             let put = self.puts.iter().find(|put| put.epoch == change.epoch);
-            let given_up = mount.ordered.contains(&(change.slot, change.epoch));
-            let stands = put.is_some_and(|put| {
-                !given_up
+            let dropped = mount.commanded.contains(&(change.slot, change.epoch));
+            let is_valid = put.is_some_and(|put| {
+                !dropped
                     && !put.removed
                     && !put.removal_pending
                     && put.expires.is_none_or(|at| at > self.now.unix)
             });
-            if let Some(found) = found.filter(|_| stands && put.is_some_and(|put| put.acked)) {
-                ensure!(found.epoch >= change.epoch, "{} is found, not {}", found.epoch, change.epoch);
+            if let Some(found) = found.filter(|_| is_valid && put.is_some_and(|put| put.acked)) {
+                ensure!(found.epoch >= change.epoch, "found {}, expected {}", found.epoch, change.epoch);
             }
         }
         self.may_end = match self.may_end {
@@ -113,7 +115,7 @@ impl World {
         let name = (self.nodes[node].id, self.nodes[node].segments[at].id);
         let segment = &mut self.nodes[node].segments[at];
         let Some(mount) = &mut segment.mount else { return Ok(()) };
-        let answer = self.group.report_end(
+        let response = self.group.report_end(
             self.now,
             name,
             segment.generation,
@@ -122,25 +124,25 @@ impl World {
             &mut self.effects,
         );
         if mount.sent < mount.snapshot && !mount.ended {
-            ensure!(answer == Err(ErrorCode::Retry), "an early end was answered with {answer:?}");
+            ensure!(response == Err(ErrorCode::Retry), "response to an early report end: {response:?}");
         } else {
-            ensure!(answer.is_ok(), "an end was refused with {answer:?}");
+            ensure!(response.is_ok(), "report end refused with {response:?}");
             mount.ended = true;
         }
         Ok(())
     }
 
-    /// Everything that is under way arrives, until nothing is.
+    /// Delivers all messages in flight, until none is left.
     pub(crate) fn settle(&mut self) -> Check {
         for _ in 0..4 {
             for node in 0..self.nodes.len() {
                 while self.nodes[node].execute_next(false) {}
                 while self.nodes[node].write_next() || self.nodes[node].promote_next() {}
                 for _ in 0..32 {
-                    self.tell_disk(node, true)?;
-                    self.tell_disk(node, false)?;
+                    self.send_disk_notice(node, true)?;
+                    self.send_disk_notice(node, false)?;
                 }
-                self.answer(node, usize::MAX);
+                self.respond(node, usize::MAX);
             }
             for segment in 0..self.nodes.iter().map(|node| node.segments.len()).sum() {
                 self.report(segment, usize::MAX)?;
@@ -155,7 +157,7 @@ impl World {
         let chosen: Vec<usize> = (0..self.nodes[node].segments.len())
             .filter(|&at| segments >> at & 1 == 0 && self.nodes[node].segments[at].mount.is_none())
             .collect();
-        // A disk comes before its node's memory as often as after it.
+        // A disk is mounted before its node's memory as often as after it.
         let disk_first = self.mounts.is_multiple_of(2);
         for at in chosen {
             let session = *self.nodes[node].session.get_or_insert_with(|| {
@@ -184,33 +186,30 @@ impl World {
                 labels: ["", ["rack-a", "rack-b"][node.id.0 as usize % 2], "zone"],
                 tenant: None,
                 term,
-                occupied,
-                known: term,
-                away: Duration::ZERO,
+                has_records: occupied,
+                synced_term: term,
+                synced_ago: Duration::ZERO,
                 one_sided,
             };
             let mounted = self.group.mount(self.now, &spec, &mut self.effects);
-            ensure!(
-                mounted.is_ok_and(|mount| mount.report == occupied),
-                "a mount was answered with {mounted:?}"
-            );
-            let wait = if term == Term::ZERO || !one_sided {
+            ensure!(mounted.is_ok_and(|mount| mount.report == occupied), "response to a mount: {mounted:?}");
+            let delay = if term == Term::ZERO || !one_sided {
                 Duration::ZERO
             } else {
-                self.group.config().reallocate_wait
+                self.group.config().reallocation_delay
             };
             segment.term = self.term;
             segment.mounted_as = self.mounts;
             let stream = if occupied { segment.snapshot() } else { Default::default() };
             segment.mount = Some(MountModel {
                 number: self.mounts,
-                usable_at: self.now.mono.after(wait),
+                usable_at: self.now.mono.after(delay),
                 ended: !occupied,
                 sent: 0,
                 snapshot: stream.len() as u64,
                 stream,
                 known_ready: BTreeMap::new(),
-                ordered: BTreeSet::new(),
+                commanded: BTreeSet::new(),
             });
         }
         self.mount_disk(node);
@@ -224,7 +223,7 @@ impl World {
         }
         let name = (self.nodes[node].id, self.nodes[node].segments[at].id);
         let unmounted = self.group.unmount(self.now, name.0, name.1, &mut self.effects);
-        ensure!(unmounted.is_ok(), "an unmount was refused with {unmounted:?}");
+        ensure!(unmounted.is_ok(), "unmount refused with {unmounted:?}");
         let segment = &mut self.nodes[node].segments[at];
         segment.mount = None;
         segment.wipe();
@@ -238,19 +237,22 @@ impl World {
         let (older, newer) =
             (Term::new(self.term.get() - 1).unwrap(), Term::new(self.term.get() + 1).unwrap());
         let mut effects = vec![];
-        let answer = self.group.report(self.now, name, generation, older, 0, [], &mut effects);
+        let response = self.group.report(self.now, name, generation, older, 0, [], &mut effects);
         ensure!(
-            answer == Err(ErrorCode::StaleTerm) && effects.is_empty(),
-            "an older term: {answer:?}, {effects:?}"
+            response == Err(ErrorCode::StaleTerm) && effects.is_empty(),
+            "response to an older term: {response:?}, {effects:?}"
         );
-        let answer = self.group.report_end(self.now, name, generation, newer, 0, &mut effects);
+        let response = self.group.report_end(self.now, name, generation, newer, 0, &mut effects);
         let steps_down = effects == [Effect::StepDown { seen: newer }];
-        ensure!(answer == Err(ErrorCode::WrongMaster) && steps_down, "a newer term: {answer:?}, {effects:?}");
+        ensure!(
+            response == Err(ErrorCode::WrongMaster) && steps_down,
+            "response to a newer term: {response:?}, {effects:?}"
+        );
         Ok(())
     }
 
     pub(crate) fn crash(&mut self) {
-        // A node that stays away for longer than the new master waits is one that it never hears of.
+        // The new master treats a node that stays away for longer than it waits as unknown.
         let wiped_after = self.now.mono.after(self.group.config().report_wait - Duration::from_millis(1));
         for node in &mut self.nodes {
             node.disconnect(wiped_after);
@@ -263,21 +265,21 @@ impl World {
         self.forced_job = false;
         self.any_job = false;
         for put in &mut self.puts {
-            // A removal that was acknowledged while a disk with the object was away is remembered by the master for it.
-            // With both gone at a time, the disk brings it back.
-            let away =
+            // The master keeps a tombstone for an acknowledged removal if a disk with the object is absent. If the
+            // master crashes while the disk is absent, the object reappears with the disk.
+            let on_disk =
                 self.nodes.iter().filter_map(|node| node.disk.as_ref()).any(|disk| disk.may_have(put.epoch));
-            put.removed &= !away;
+            put.removed &= !on_disk;
             put.pin = put.pin_stored;
             put.removal_pending = false;
         }
-        self.introduce_tenants();
+        self.add_tenants();
     }
 
-    pub(crate) fn introduce_tenants(&mut self) {
+    pub(crate) fn add_tenants(&mut self) {
         for (tenant, quota) in TENANTS.into_iter().zip(self.quotas) {
-            let ix = self.group.tenant(Tenant::new(tenant).unwrap()).unwrap();
-            self.group.set_quota(ix, quota);
+            let index = self.group.tenant(Tenant::new(tenant).unwrap()).unwrap();
+            self.group.set_quota(index, quota);
         }
     }
 }

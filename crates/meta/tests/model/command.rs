@@ -1,11 +1,11 @@
-//! [`Command`]: one step of a sequence, and the strategies that draw them.
+//! [`Command`]: one step of a sequence, and the strategies that generate them.
 //!
-//! Commands name things by small numbers that the world takes modulo what it has, so that every sequence is
-//! meaningful after any of its commands was taken out: that is what makes shrinking work.
+//! Commands identify objects, nodes and segments by small numbers, which the harness takes modulo the existing count.
+//! So a sequence stays meaningful after any of its commands is removed, which makes shrinking work.
 
 use proptest::prelude::*;
 
-/// How a put is to be made.
+/// Parameters of a put.
 #[derive(Clone, Debug)]
 pub(crate) struct Put {
     pub(crate) key: u8,
@@ -24,35 +24,35 @@ pub(crate) struct Put {
     pub(crate) preferred: Option<u8>,
 }
 
-/// One step. Indices are taken modulo what there is; an index of puts counts from the newest.
+/// One step. Indices are taken modulo the existing count; an index of puts counts from the newest.
 #[derive(Clone, Debug)]
 pub(crate) enum Command {
     /// Only the reservation.
     PutStart(Put),
-    /// Reservation, writing at all nodes, and the end.
+    /// Reservation, writes at all nodes, and the end.
     PutWhole(Put),
-    /// Writes and publishes everything of a put at the nodes.
+    /// Writes and publishes all locations of a put at the nodes.
     WriteAll {
         put: u8,
     },
     Begin {
         put: u8,
-        place: u8,
+        location: u8,
     },
     Commit {
         put: u8,
-        place: u8,
+        location: u8,
     },
-    /// Begins all places, and publishes those that the bits name.
+    /// Begins all locations, and publishes those whose bits are set.
     WriteSome {
         put: u8,
         published: u8,
     },
-    /// The writer's process dies: its claims at all nodes go.
+    /// The writer's process dies: its claims at all nodes are released.
     WriterDies {
         put: u8,
     },
-    /// The put's end; the bits name replicas reported as failed although they were written.
+    /// The PutEnd; set bits are replicas reported as failed although they were written.
     PutEnd {
         put: u8,
         failed: u8,
@@ -84,18 +84,18 @@ pub(crate) enum Command {
         kind: u8,
         force: bool,
     },
-    /// A node works off so many orders of its session.
+    /// A node executes `count` commands of its session.
     Execute {
         node: u8,
         count: u8,
         refuse: bool,
     },
-    /// So many of its answers arrive.
-    Answer {
+    /// `count` of its responses arrive.
+    Respond {
         node: u8,
         count: u8,
     },
-    /// So many records of a segment's report arrive.
+    /// `count` records of a segment's report arrive.
     Report {
         segment: u8,
         count: u8,
@@ -104,58 +104,58 @@ pub(crate) enum Command {
     ReportEnd {
         segment: u8,
     },
-    /// Everything under way arrives, of all nodes.
+    /// All messages in flight arrive, of all nodes.
     Settle,
-    /// A local reader takes a slot.
+    /// A local reader pins a slot.
     Hold {
         segment: u8,
         slot: u8,
     },
-    /// All local readers of a node let go.
-    LetGo {
+    /// All local readers of a node release their slots.
+    ReleaseReaders {
         node: u8,
     },
-    /// The node finds a record damaged and kills it by itself.
+    /// The node finds a corrupted record and kills it without a command.
     Scrub {
         segment: u8,
         slot: u8,
     },
-    /// The next record that a node writes to its disk is there for good.
+    /// The next record that a node writes to its disk is durable.
     DiskWrite {
         node: u8,
     },
-    /// A node tells what it wrote, or what it found on its disk.
-    DiskTell {
+    /// A node sends a notice of a record that it wrote, or that it found on its disk.
+    DiskNotice {
         node: u8,
         found: bool,
         count: u8,
     },
-    /// The next record that a node brings back from its disk is READY.
+    /// The next record that a node promotes from its disk is READY.
     DiskPromote {
         node: u8,
     },
-    /// A node's disk is full.
+    /// A full disk of a node evicts a record.
     DiskEvict {
         node: u8,
-        which: u8,
+        index: u8,
     },
     DiskStatus {
         node: u8,
-        takes: bool,
+        accepts: bool,
     },
-    /// Eviction, and what nodes have to do for it: what is not held is on disk alone.
+    /// Eviction, and the resulting work of nodes: afterwards objects that are not in use are only on disk.
     Demote {
         objects: u8,
     },
-    /// Everything wanted in memory is ordered there, and nodes begin with it.
+    /// Promotion commands for all requested objects, which the nodes begin to execute.
     Promote {
         key: u8,
     },
-    /// A node's process ends and begins again.
+    /// A node's process ends and starts again.
     Restart {
         node: u8,
     },
-    /// A node's process ends; the master hears of it.
+    /// A node's process ends, and the master detects it.
     CrashNode {
         node: u8,
     },
@@ -181,25 +181,25 @@ pub(crate) enum Command {
         segment: u8,
         evict: bool,
     },
-    /// Out of use for good: the node forgets what was in it.
+    /// Permanent unmount: the node drops the segment's records.
     Unmount {
         segment: u8,
     },
-    /// The node's session ends; the node itself lives on.
+    /// The node's session ends; the node itself continues.
     Lose {
         node: u8,
     },
-    /// The node mounts those of its segments that are not mounted and not named by the bits, in its session or a new one.
+    /// The node mounts its unmounted segments whose bits are clear, in its session or a new one.
     Mount {
         node: u8,
         segments: u8,
     },
-    /// The node opens a new session without the master having missed it, and mounts some segments in it.
+    /// The node opens a new session before the master detects the loss of the old one, and mounts some segments in it.
     Reconnect {
         node: u8,
         segments: u8,
     },
-    /// The master is gone; another one begins with the next term.
+    /// The master crashes; another one starts with the next term.
     Crash,
     /// Reports under foreign terms.
     ForeignTerm {
@@ -219,9 +219,9 @@ fn len() -> impl Strategy<Value = u64> {
 }
 
 fn put() -> impl Strategy<Value = Put> {
-    let shape =
+    let layout =
         (0u8..6, len(), 1u8..=3, 1u8..=3, prop_oneof![3 => Just(None), 1 => (1u16..3).prop_map(Some)]);
-    let life = (
+    let options = (
         prop::bool::weighted(0.4),
         prop::bool::weighted(0.2),
         prop_oneof![4 => Just(0u64), 1 => 1u64..40_000],
@@ -229,15 +229,15 @@ fn put() -> impl Strategy<Value = Put> {
         prop_oneof![3 => Just(None), 1 => (0u8..2).prop_map(Some)],
         any::<bool>(),
     );
-    let who = (
+    let origin = (
         0u8..3,
         prop_oneof![3 => Just(None), 1 => (0u8..4).prop_map(Some)],
         prop_oneof![3 => Just(None), 1 => (0u8..4).prop_map(Some)],
     );
-    (shape, life, who).prop_map(|(shape, life, who)| {
-        let (key, len, replicas, min, stripes) = shape;
-        let (upsert, one_sided, ttl_ms, pin, cohort, parent) = life;
-        let (caller, local, preferred) = who;
+    (layout, options, origin).prop_map(|(layout, options, origin)| {
+        let (key, len, replicas, min, stripes) = layout;
+        let (upsert, one_sided, ttl_ms, pin, cohort, parent) = options;
+        let (caller, local, preferred) = origin;
         let replicas_min = min.min(replicas);
         Put {
             key,
@@ -262,7 +262,7 @@ fn lease_ms() -> impl Strategy<Value = u32> {
     prop_oneof![2 => Just(0u32), 3 => 1u32..6_000, 1 => Just(30_000u32), 1 => Just(u32::MAX)]
 }
 
-/// Draws one command.
+/// Generates one command.
 pub(crate) fn command() -> impl Strategy<Value = Command> {
     let recent = || prop_oneof![5 => Just(0u8), 3 => 0u8..3, 1 => 0u8..16];
     let key = || 0u8..6;
@@ -271,8 +271,8 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         8 => put().prop_map(Command::PutWhole),
         5 => recent().prop_map(|put| Command::WriteAll { put }),
         3 => (recent(), 0u8..16).prop_map(|(put, published)| Command::WriteSome { put, published }),
-        2 => (recent(), 0u8..6).prop_map(|(put, place)| Command::Begin { put, place }),
-        3 => (recent(), 0u8..6).prop_map(|(put, place)| Command::Commit { put, place }),
+        2 => (recent(), 0u8..6).prop_map(|(put, location)| Command::Begin { put, location }),
+        3 => (recent(), 0u8..6).prop_map(|(put, location)| Command::Commit { put, location }),
         1 => recent().prop_map(|put| Command::WriterDies { put }),
         5 => (recent(), prop_oneof![3 => Just(0u8), 1 => 0u8..8]).prop_map(|(put, failed)| Command::PutEnd { put, failed }),
         1 => recent().prop_map(|put| Command::Revoke { put }),
@@ -288,12 +288,12 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
     let few = || prop_oneof![2 => Just(1u8), 2 => 1u8..5, 1 => Just(u8::MAX)];
     let nodes = prop_oneof![
         6 => (node(), few(), prop::bool::weighted(0.05)).prop_map(|(node, count, refuse)| Command::Execute { node, count, refuse }),
-        6 => (node(), few()).prop_map(|(node, count)| Command::Answer { node, count }),
+        6 => (node(), few()).prop_map(|(node, count)| Command::Respond { node, count }),
         6 => (segment(), few()).prop_map(|(segment, count)| Command::Report { segment, count }),
         4 => segment().prop_map(|segment| Command::ReportEnd { segment }),
         4 => Just(Command::Settle),
         2 => (segment(), 0u8..16).prop_map(|(segment, slot)| Command::Hold { segment, slot }),
-        2 => node().prop_map(|node| Command::LetGo { node }),
+        2 => node().prop_map(|node| Command::ReleaseReaders { node }),
         1 => (segment(), 0u8..16).prop_map(|(segment, slot)| Command::Scrub { segment, slot }),
         1 => segment().prop_map(|segment| Command::ForeignTerm { segment }),
     ];
@@ -312,10 +312,10 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
     ];
     let disk = prop_oneof![
         6 => node().prop_map(|node| Command::DiskWrite { node }),
-        7 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskTell { node, found, count }),
+        7 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskNotice { node, found, count }),
         3 => node().prop_map(|node| Command::DiskPromote { node }),
-        1 => (node(), 0u8..8).prop_map(|(node, which)| Command::DiskEvict { node, which }),
-        1 => (node(), prop::bool::weighted(0.7)).prop_map(|(node, takes)| Command::DiskStatus { node, takes }),
+        1 => (node(), 0u8..8).prop_map(|(node, index)| Command::DiskEvict { node, index }),
+        1 => (node(), prop::bool::weighted(0.7)).prop_map(|(node, accepts)| Command::DiskStatus { node, accepts }),
         2 => node().prop_map(|node| Command::CrashNode { node }),
         3 => key().prop_map(|key| Command::Prefetch { key }),
         3 => (0u16..400, 1u8..4).prop_map(|(target_permille, objects)| Command::Evict { target_permille, objects }),
@@ -323,12 +323,12 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
     prop_oneof![5 => client, 4 => nodes, 2 => operator, 3 => disk]
 }
 
-/// Draws one command of a sequence that is mostly about disks.
+/// Generates one command of a sequence that is mostly about disks.
 pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
     let key = || 0u8..6;
     let node = || prop::sample::select(vec![0u8, 2, 3]);
     let few = || prop_oneof![2 => Just(1u8), 1 => Just(u8::MAX)];
-    // Short keys and hardly any pressure: what is on disk is there because it was sent there.
+    // Short objects and hardly any pressure: an object is on disk only because a command moved it there.
     let small = (key(), any::<bool>(), prop_oneof![3 => Just(None), 2 => node().prop_map(Some)], 1u8..3)
         .prop_map(|(key, upsert, local, replicas)| Put {
             key,
@@ -369,13 +369,13 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
         6 => key().prop_map(|key| Command::Promote { key }),
         3 => node().prop_map(|node| Command::Restart { node }),
         4 => node().prop_map(|node| Command::DiskWrite { node }),
-        6 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskTell { node, found, count }),
+        6 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskNotice { node, found, count }),
         5 => node().prop_map(|node| Command::DiskPromote { node }),
-        3 => (node(), 0u8..8).prop_map(|(node, which)| Command::DiskEvict { node, which }),
+        3 => (node(), 0u8..8).prop_map(|(node, index)| Command::DiskEvict { node, index }),
         6 => (key(), any::<bool>()).prop_map(|(key, force)| Command::Remove { key, force }),
         4 => (key(), prop_oneof![3 => Just(0u32), 1 => Just(3_000)]).prop_map(|(key, lease_ms)| Command::Lookup { key, lease_ms }),
         5 => (node(), few(), prop::bool::weighted(0.1)).prop_map(|(node, count, refuse)| Command::Execute { node, count, refuse }),
-        5 => (node(), few()).prop_map(|(node, count)| Command::Answer { node, count }),
+        5 => (node(), few()).prop_map(|(node, count)| Command::Respond { node, count }),
         3 => (0u8..6, few()).prop_map(|(segment, count)| Command::Report { segment, count }),
         3 => Just(Command::Settle),
         2 => node().prop_map(|node| Command::Mount { node, segments: 0 }),

@@ -1,38 +1,38 @@
-//! [`DiskModel`]: a node's disk in the plainest form: records and tombstones that outlive the node's process, and what is
-//! under way there, which does not.
+//! [`DiskModel`]: a simple model of a node's disk: records and tombstones, which survive the node's process, and
+//! operations in progress, which do not.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use moontide_meta::{
-    Ask, Audit, DiskSpec, Order, OrderKind, OrderOutcome, PlaceView, ReportRecord, ReportState, StripeView,
-    TenantIx,
+    Audit, CommandKind, CommandOutcome, DiskSpec, LookupKey, NodeCommand, ReportRecord, ReportState,
+    StripeLocation, StripeRange, TenantIndex,
 };
 use moontide_types::{Epoch, ErrorCode, Extent, Generation, Key, NodeId, ObjectId, SegmentId, SlotId};
 
+use crate::harness::{Check, KEYS, MayEnd, ModelHarness, ensure, id_of, key_of};
 use crate::node::{NodeModel, RecordModel, Word};
-use crate::world::{Check, KEYS, MayEnd, World, ensure, id_of, key_of};
 
 /// Object, version and stripe.
 pub(crate) type Name = (ObjectId, Epoch, u16);
 
-/// A record that is being written, with the order that is answered afterwards if its session lives.
+/// A write in progress, with the command to respond to afterwards if its session still exists.
 #[derive(Clone, Debug)]
 pub(crate) struct Write {
     pub(crate) name: Name,
     record: RecordModel,
     from: (SegmentId, u32),
-    order: Option<Order>,
+    command: Option<NodeCommand>,
 }
 
-/// What the current master has been told in the current session.
+/// State of the disk's mount at the current master in the current session.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DiskMount {
-    to_tell: VecDeque<Name>,
+    unreported: VecDeque<Name>,
     pub(crate) recovered: bool,
-    pub(crate) takes: bool,
-    pub(crate) told: BTreeSet<Name>,
-    /// What the master has ordered to go.
-    pub(crate) ordered: BTreeSet<(ObjectId, Epoch)>,
+    pub(crate) accepts: bool,
+    pub(crate) reported: BTreeSet<Name>,
+    /// Versions that the master has commanded to drop.
+    pub(crate) commanded: BTreeSet<(ObjectId, Epoch)>,
 }
 
 /// A disk.
@@ -42,43 +42,43 @@ pub(crate) struct DiskModel {
     tombstones: BTreeSet<(ObjectId, Epoch)>,
     pub(crate) mount: Option<DiskMount>,
     pub(crate) writes: VecDeque<Write>,
-    notices: VecDeque<(Name, Option<Order>)>,
-    promotions: VecDeque<Order>,
+    notices: VecDeque<(Name, Option<NodeCommand>)>,
+    promotions: VecDeque<NodeCommand>,
 }
 
 impl DiskModel {
-    /// Whether a version is there, or will be.
+    /// Whether the disk has a version, or will have it.
     pub(crate) fn may_have(&self, epoch: Epoch) -> bool {
-        let there = self.records.keys().any(|&(_, of, _)| of == epoch);
-        let coming = |write: &Write| {
+        let exists = self.records.keys().any(|&(_, of, _)| of == epoch);
+        let will_have = |write: &Write| {
             let (id, of, _) = write.name;
             of == epoch && !self.tombstones.contains(&(id, of))
         };
-        there || self.writes.iter().any(coming)
+        exists || self.writes.iter().any(will_have)
     }
 
-    /// The version goes, and stays away whatever is under way.
-    fn bury(&mut self, id: ObjectId, epoch: Epoch) {
+    /// Removes a version and keeps a tombstone that also stops writes in progress.
+    fn add_tombstone(&mut self, id: ObjectId, epoch: Epoch) {
         self.tombstones.insert((id, epoch));
         self.records.retain(|&(of, version, _), _| (of, version) != (id, epoch));
     }
 
-    fn is_about(&self, id: ObjectId, epoch: Epoch) -> bool {
+    fn has_or_writes(&self, id: ObjectId, epoch: Epoch) -> bool {
         self.records
             .keys()
             .chain(self.writes.iter().map(|write| &write.name))
             .any(|name| (name.0, name.1) == (id, epoch))
     }
 
-    /// The session is over. What is being written goes on; promotions do not.
+    /// Ends the session. Writes continue; promotions do not.
     pub(crate) fn disconnect(&mut self) {
         self.mount = None;
         self.notices.clear();
         self.promotions.clear();
-        self.writes.iter_mut().for_each(|write| write.order = None);
+        self.writes.iter_mut().for_each(|write| write.command = None);
     }
 
-    /// The process is over.
+    /// Ends the process.
     pub(crate) fn crash(&mut self) {
         self.disconnect();
         self.writes.clear();
@@ -86,118 +86,122 @@ impl DiskModel {
 }
 
 impl NodeModel {
-    /// An order about the disk, or to it. False: it is for a slot alone.
-    pub(crate) fn execute_on_disk(&mut self, order: Order, refuse: bool) -> bool {
-        let refused = |code| OrderOutcome::Refused(code);
+    /// Executes a command that concerns the disk. Returns `false` if it concerns only a memory slot.
+    pub(crate) fn execute_on_disk(&mut self, command: NodeCommand, refuse: bool) -> bool {
+        let refused = |code| CommandOutcome::Refused(code);
         let Some(disk) = &mut self.disk else {
             assert!(
-                order.segment != SegmentId::DISK
-                    && matches!(order.kind, OrderKind::Kill | OrderKind::Reclaim)
+                command.segment != SegmentId::DISK
+                    && matches!(command.kind, CommandKind::Kill | CommandKind::Reclaim)
             );
             return false;
         };
-        let at = self.segments.iter().position(|segment| segment.id == order.segment);
-        match order.kind {
-            OrderKind::Kill | OrderKind::Reclaim if order.segment == SegmentId::DISK => {
-                disk.bury(order.id, order.epoch);
-                self.answers.push_back((order, OrderOutcome::Done));
+        let at = self.segments.iter().position(|segment| segment.id == command.segment);
+        match command.kind {
+            CommandKind::Kill | CommandKind::Reclaim if command.segment == SegmentId::DISK => {
+                disk.add_tombstone(command.id, command.epoch);
+                self.responses.push_back((command, CommandOutcome::Done));
                 return true;
             }
-            OrderKind::Kill | OrderKind::Reclaim => {
-                let same =
-                    |promotion: &Order| (promotion.segment, promotion.slot) == (order.segment, order.slot);
-                if let Some(which) = disk.promotions.iter().position(same) {
-                    let promotion = disk.promotions.remove(which).expect("it was just found");
-                    self.answers.push_back((promotion, refused(ErrorCode::Gone)));
+            CommandKind::Kill | CommandKind::Reclaim => {
+                let same = |promotion: &NodeCommand| {
+                    (promotion.segment, promotion.slot) == (command.segment, command.slot)
+                };
+                if let Some(index) = disk.promotions.iter().position(same) {
+                    let promotion = disk.promotions.remove(index).expect("position was found above");
+                    self.responses.push_back((promotion, refused(ErrorCode::Gone)));
                 }
-                if order.kind == OrderKind::Kill && disk.is_about(order.id, order.epoch) {
-                    disk.bury(order.id, order.epoch);
+                if command.kind == CommandKind::Kill && disk.has_or_writes(command.id, command.epoch) {
+                    disk.add_tombstone(command.id, command.epoch);
                 }
                 return false;
             }
-            OrderKind::Offload => {
-                let segment = &mut self.segments[at.expect("memory")];
-                let word = &mut segment.words[order.slot.0 as usize];
-                let there = segment.generation == order.generation
-                    && (word.epoch, word.state) == (order.epoch, ReportState::Ready);
-                let buried = disk.tombstones.contains(&(order.id, order.epoch));
-                if refuse || !there || buried || disk.mount.is_none() {
-                    self.answers.push_back((order, refused(ErrorCode::Busy)));
+            CommandKind::Offload => {
+                let segment = &mut self.segments[at.expect("segment exists")];
+                let word = &mut segment.words[command.slot.0 as usize];
+                let is_ready = segment.generation == command.generation
+                    && (word.epoch, word.state) == (command.epoch, ReportState::Ready);
+                let removed = disk.tombstones.contains(&(command.id, command.epoch));
+                if refuse || !is_ready || removed || disk.mount.is_none() {
+                    self.responses.push_back((command, refused(ErrorCode::Busy)));
                     return true;
                 }
                 word.pinned = true;
-                let record = word.record.clone().expect("READY has a record");
-                let name = (order.id, order.epoch, record.stripe.index);
-                let from = (order.segment, order.slot.0);
-                disk.writes.push_back(Write { name, record, from, order: Some(order) });
+                let record = word.record.clone().expect("READY slot has a record");
+                let name = (command.id, command.epoch, record.stripe.index);
+                let from = (command.segment, command.slot.0);
+                disk.writes.push_back(Write { name, record, from, command: Some(command) });
             }
-            OrderKind::Promote { stripe, .. } => {
-                let there = disk.records.contains_key(&(order.id, order.epoch, stripe));
-                let segment = &self.segments[at.expect("memory")];
-                if refuse || !there || segment.generation != order.generation {
-                    self.answers.push_back((order, refused(ErrorCode::NotFound)));
+            CommandKind::Promote { stripe, .. } => {
+                let exists = disk.records.contains_key(&(command.id, command.epoch, stripe));
+                let segment = &self.segments[at.expect("segment exists")];
+                if refuse || !exists || segment.generation != command.generation {
+                    self.responses.push_back((command, refused(ErrorCode::NotFound)));
                 } else {
-                    disk.promotions.push_back(order);
+                    disk.promotions.push_back(command);
                 }
             }
         }
         true
     }
 
-    /// The next record that is being written is on disk for good.
+    /// Completes the next write: the record is durable.
     pub(crate) fn write_next(&mut self) -> bool {
         let Some(disk) = &mut self.disk else { return false };
         let Some(write) = disk.writes.pop_front() else { return false };
         let (id, epoch, _) = write.name;
         if disk.tombstones.contains(&(id, epoch)) {
-            let gone = OrderOutcome::Refused(ErrorCode::Gone);
-            self.answers.extend(write.order.map(|order| (order, gone)));
+            let gone = CommandOutcome::Refused(ErrorCode::Gone);
+            self.responses.extend(write.command.map(|command| (command, gone)));
         } else {
             disk.records.insert(write.name, write.record);
             if disk.mount.is_some() {
-                disk.notices.push_back((write.name, write.order));
+                disk.notices.push_back((write.name, write.command));
             }
         }
         let others = disk.writes.iter().any(|other| other.from == write.from);
-        let segment = self.segments.iter_mut().find(|segment| segment.id == write.from.0).expect("known");
-        segment.unpin(write.from.1, epoch, others, &mut self.answers);
+        let segment =
+            self.segments.iter_mut().find(|segment| segment.id == write.from.0).expect("segment exists");
+        segment.unpin(write.from.1, epoch, others, &mut self.responses);
         true
     }
 
-    /// The next promotion is READY.
+    /// Completes the next promotion: the slot is READY.
     pub(crate) fn promote_next(&mut self) -> bool {
         let Some(disk) = &mut self.disk else { return false };
-        let Some(order) = disk.promotions.pop_front() else { return false };
-        let OrderKind::Promote { stripe, extent } = order.kind else {
-            unreachable!("only promotions are there")
+        let Some(command) = disk.promotions.pop_front() else { return false };
+        let CommandKind::Promote { stripe, extent } = command.kind else {
+            unreachable!("queue contains only promotions")
         };
-        let segment = self.segments.iter_mut().find(|segment| segment.id == order.segment).expect("known");
-        let record = disk.records.get(&(order.id, order.epoch, stripe));
+        let segment =
+            self.segments.iter_mut().find(|segment| segment.id == command.segment).expect("segment exists");
+        let record = disk.records.get(&(command.id, command.epoch, stripe));
         let outcome = match record {
             Some(record)
-                if segment.words[order.slot.0 as usize].is_free()
-                    && segment.generation == order.generation =>
+                if segment.words[command.slot.0 as usize].is_free()
+                    && segment.generation == command.generation =>
             {
-                segment.copy_in(order.slot.0, order.epoch, RecordModel { extent, ..record.clone() });
-                OrderOutcome::Done
+                segment.copy_in(command.slot.0, command.epoch, RecordModel { extent, ..record.clone() });
+                CommandOutcome::Done
             }
-            _ => OrderOutcome::Refused(ErrorCode::Gone),
+            _ => CommandOutcome::Refused(ErrorCode::Gone),
         };
-        self.answers.push_back((order, outcome));
+        self.responses.push_back((command, outcome));
         true
     }
 }
 
-impl World {
+impl ModelHarness {
     pub(crate) fn mount_disk(&mut self, node: usize) {
         let Some(session) = self.nodes[node].session else { return };
         let NodeModel { id, disk: Some(disk), .. } = &mut self.nodes[node] else { return };
         if disk.mount.is_some() {
             return;
         }
-        let to_tell: VecDeque<Name> = disk.records.keys().copied().collect();
-        let occupied = !to_tell.is_empty();
-        disk.mount = Some(DiskMount { to_tell, recovered: !occupied, takes: true, ..DiskMount::default() });
+        let unreported: VecDeque<Name> = disk.records.keys().copied().collect();
+        let occupied = !unreported.is_empty();
+        disk.mount =
+            Some(DiskMount { unreported, recovered: !occupied, accepts: true, ..DiskMount::default() });
         let spec = DiskSpec {
             node: *id,
             session,
@@ -208,21 +212,21 @@ impl World {
         self.group.mount_disk(self.now, &spec, &mut self.effects);
     }
 
-    /// The node says the next thing about its disk: what it found there after its start, or what it wrote.
-    pub(crate) fn tell_disk(&mut self, node: usize, found: bool) -> Check {
+    /// Sends the next notice about a disk: of a record found after a start, or of a written one.
+    pub(crate) fn send_disk_notice(&mut self, node: usize, found: bool) -> Check {
         let Some(session) = self.nodes[node].session else { return Ok(()) };
-        let NodeModel { id: node_id, disk: Some(disk), answers, .. } = &mut self.nodes[node] else {
+        let NodeModel { id: node_id, disk: Some(disk), responses, .. } = &mut self.nodes[node] else {
             return Ok(());
         };
-        let name = (*node_id, session);
+        let node_session = (*node_id, session);
         let Some(mount) = &mut disk.mount else { return Ok(()) };
-        let (told, order) = if found {
-            match mount.to_tell.pop_front() {
-                Some(told) => (told, None),
+        let (name, command) = if found {
+            match mount.unreported.pop_front() {
+                Some(name) => (name, None),
                 None => {
                     mount.recovered = true;
-                    let answer = self.group.disk_recovered(name.0, name.1);
-                    ensure!(answer.is_ok(), "the end of a recovery was refused with {answer:?}");
+                    let response = self.group.disk_recovered(node_session.0, node_session.1);
+                    ensure!(response.is_ok(), "end of recovery refused with {response:?}");
                     return Ok(());
                 }
             }
@@ -230,19 +234,19 @@ impl World {
             let Some(notice) = disk.notices.pop_front() else { return Ok(()) };
             notice
         };
-        let key = told.0.0[0] - 1;
+        let key = name.0.0[0] - 1;
         let bit = 1 << key;
         self.may_end = match self.may_end {
             MayEnd::Keys(others) => MayEnd::Keys(others | bit),
             _ => MayEnd::Keys(bit),
         };
-        if let Some(record) = disk.records.get(&told) {
-            let told_record = ReportRecord {
+        if let Some(record) = disk.records.get(&name) {
+            let notice = ReportRecord {
                 slot: SlotId(0),
                 state: ReportState::Ready,
-                epoch: told.1,
-                id: told.0,
-                tenant: TenantIx(record.tenant.into()),
+                epoch: name.1,
+                id: name.0,
+                tenant: TenantIndex(record.tenant.into()),
                 key: &record.key,
                 object_len: record.object_len,
                 stripe: record.stripe,
@@ -257,124 +261,137 @@ impl World {
                 cohort: record.cohort.as_deref(),
                 parent: record.parent.as_deref(),
             };
-            let answer = self.group.disk_notice(self.now, name, (&told_record, 16), found, &mut self.effects);
-            ensure!(answer.is_ok(), "a notice was refused with {answer:?}");
-            mount.told.insert(told);
+            let response =
+                self.group.disk_notice(self.now, node_session, (&notice, 16), found, &mut self.effects);
+            ensure!(response.is_ok(), "notice refused with {response:?}");
+            mount.reported.insert(name);
         }
-        answers.extend(order.map(|order| (order, OrderOutcome::Done)));
+        responses.extend(command.map(|command| (command, CommandOutcome::Done)));
         Ok(())
     }
 
-    /// A disk is full: something leaves it, which the master hears first.
-    pub(crate) fn evict_from_disk(&mut self, node: usize, which: u8) -> Check {
+    /// Evicts a record from a full disk; the master is notified first.
+    pub(crate) fn evict_from_disk(&mut self, node: usize, index: u8) -> Check {
         let Some(session) = self.nodes[node].session else { return Ok(()) };
         let NodeModel { id: node_id, disk: Some(disk), .. } = &mut self.nodes[node] else { return Ok(()) };
         let (false, Some(mount)) = (disk.records.is_empty(), &mut disk.mount) else { return Ok(()) };
-        let name = *disk.records.keys().nth(usize::from(which) % disk.records.len()).expect("not empty");
-        // What was not told yet is not told any more.
-        mount.to_tell.retain(|&other| other != name);
-        let mut unanswered = vec![];
-        disk.notices.retain(|&(other, order)| {
-            unanswered.extend(order.filter(|_| other == name));
+        let name =
+            *disk.records.keys().nth(usize::from(index) % disk.records.len()).expect("disk is not empty");
+        // Notices of this record that were not sent yet are dropped.
+        mount.unreported.retain(|&other| other != name);
+        let mut pending = vec![];
+        disk.notices.retain(|&(other, command)| {
+            pending.extend(command.filter(|_| other == name));
             other != name
         });
         disk.records.remove(&name);
-        mount.told.remove(&name);
+        mount.reported.remove(&name);
         let key = name.0.0[0] - 1;
         self.may_end = MayEnd::Keys(1 << key);
-        let said = (*node_id, session);
-        let answer = self.group.disk_evicted(self.now, said, name.0, name.1, &mut self.effects);
-        ensure!(answer.is_ok(), "an eviction was refused with {answer:?}");
-        self.nodes[node].answers.extend(unanswered.into_iter().map(|order| (order, OrderOutcome::Done)));
+        let node_session = (*node_id, session);
+        let response = self.group.disk_evicted(self.now, node_session, name.0, name.1, &mut self.effects);
+        ensure!(response.is_ok(), "eviction refused with {response:?}");
+        self.nodes[node].responses.extend(pending.into_iter().map(|command| (command, CommandOutcome::Done)));
         Ok(())
     }
 
-    pub(crate) fn disk_status(&mut self, node: usize, takes: bool) {
+    pub(crate) fn disk_status(&mut self, node: usize, accepts: bool) {
         let Some(session) = self.nodes[node].session else { return };
         let NodeModel { id, disk: Some(disk), .. } = &mut self.nodes[node] else { return };
         if let Some(mount) = &mut disk.mount {
-            mount.takes = takes;
-            self.group.disk_status(*id, session, takes);
+            mount.accepts = accepts;
+            self.group.disk_status(*id, session, accepts);
         }
     }
 
-    /// The node's process ends: its memory is gone, its disk is not.
+    /// Ends a node's process: its memory is gone, its disk is not.
     pub(crate) fn crash_node(&mut self, node: usize) {
-        let away = self.group.config().absence_max;
+        let rejoin_window = self.group.config().rejoin_window;
         let node = &mut self.nodes[node];
         let Some(session) = node.session else { return };
         self.group.node_lost(self.now, node.id, session, &mut self.effects);
-        node.disconnect(self.now.mono.after(away));
+        node.disconnect(self.now.mono.after(rejoin_window));
         node.segments.iter_mut().for_each(|segment| segment.wipe());
         node.disk.iter_mut().for_each(DiskModel::crash);
     }
 
     pub(crate) fn prefetch(&mut self, key: u8) -> Check {
         let bytes = key_of(key);
-        let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-        let there = self.group.query(self.now, &ask).is_some_and(|detail| !detail.writing);
-        let answer = self.group.prefetch(self.now, &ask);
-        ensure!(answer.is_ok() == there, "a prefetch was answered with {answer:?}");
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let exists = self.group.query(self.now, &lookup).is_some_and(|detail| !detail.writing);
+        let response = self.group.prefetch(self.now, &lookup);
+        ensure!(response.is_ok() == exists, "response to a prefetch: {response:?}");
         Ok(())
     }
 
-    pub(crate) fn take_disk_order(&mut self, node: usize, order: Order) -> Check {
-        let disk = self.nodes[node].disk.as_mut().ok_or_else(|| format!("{order:?} without a disk"))?;
-        let mount = disk.mount.as_mut().ok_or_else(|| format!("{order:?} for a disk that is away"))?;
-        if order.segment == SegmentId::DISK {
-            mount.ordered.insert((order.id, order.epoch));
-        } else if order.kind == OrderKind::Offload {
-            ensure!(mount.recovered, "{order:?} for a disk that has not told all");
-        } else if let OrderKind::Promote { stripe, extent } = order.kind {
-            ensure!(mount.told.contains(&(order.id, order.epoch, stripe)), "{order:?} of what is not there");
-            let place = PlaceView {
+    pub(crate) fn take_disk_command(&mut self, node: usize, command: NodeCommand) -> Check {
+        let disk =
+            self.nodes[node].disk.as_mut().ok_or_else(|| format!("{command:?} for a node without disk"))?;
+        let mount = disk.mount.as_mut().ok_or_else(|| format!("{command:?} for an unmounted disk"))?;
+        if command.segment == SegmentId::DISK {
+            mount.commanded.insert((command.id, command.epoch));
+        } else if command.kind == CommandKind::Offload {
+            ensure!(mount.recovered, "{command:?} for a disk that is still reporting");
+        } else if let CommandKind::Promote { stripe, extent } = command.kind {
+            ensure!(
+                mount.reported.contains(&(command.id, command.epoch, stripe)),
+                "{command:?} of a record that was not reported"
+            );
+            let location = StripeLocation {
                 node: self.nodes[node].id,
-                segment: order.segment,
-                generation: order.generation,
-                slot: order.slot,
+                segment: command.segment,
+                generation: command.generation,
+                slot: command.slot,
                 extent,
-                medium: moontide_meta::Medium::Memory,
-                stripe: StripeView { index: stripe, count: 1, offset: 0, len: 0 },
+                medium: moontide_types::Medium::Memory,
+                stripe: StripeRange { index: stripe, count: 1, offset: 0, len: 0 },
                 root: 0,
                 replica: 0,
                 verify: false,
             };
-            crate::check::may_be_given(self, &place)?;
-            self.forget_earlier_lives(node, &order);
+            crate::check::may_be_granted(self, &location)?;
+            self.drop_earlier_messages(node, &command);
         }
-        self.nodes[node].orders.push_back(order);
+        self.nodes[node].commands.push_back(command);
         Ok(())
     }
 
-    /// A version that comes back may stand in a slot for the second time. Reports that answers have overtaken, and orders
-    /// that they gave rise to, would be taken for this life of it; but what a node says of a slot it says in order.
-    fn forget_earlier_lives(&mut self, node: usize, order: &Order) {
-        let same = |other: &Order| (other.segment, other.slot) == (order.segment, order.slot);
+    /// A promoted version may be in a slot for the second time. Earlier reports that were overtaken by responses, and
+    /// commands that resulted from them, would be applied to the new copy; but a real node sends messages about a slot
+    /// in order.
+    fn drop_earlier_messages(&mut self, node: usize, command: &NodeCommand) {
+        let same = |other: &NodeCommand| (other.segment, other.slot) == (command.segment, command.slot);
         let node = &mut self.nodes[node];
-        node.orders.retain(|other| !same(other));
-        node.answers.retain(|(other, _)| !same(other));
-        for segment in node.segments.iter_mut().filter(|segment| segment.id == order.segment) {
+        node.commands.retain(|other| !same(other));
+        node.responses.retain(|(other, _)| !same(other));
+        for segment in node.segments.iter_mut().filter(|segment| segment.id == command.segment) {
             if let Some(mount) = &mut segment.mount {
-                mount.stream.retain(|change| change.slot != order.slot.0);
+                mount.stream.retain(|change| change.slot != command.slot.0);
             }
         }
     }
 
-    /// What a reader is told to be on disk is there.
-    pub(crate) fn may_be_read_from_disk(&self, epoch: Epoch, id: ObjectId, place: &PlaceView) -> Check {
-        let node = self.nodes.iter().find(|node| node.id == place.node).expect("nodes are known");
-        let disk = node.disk.as_ref().ok_or("a place on a disk that nobody has")?;
-        ensure!(disk.mount.is_some(), "{epoch}: {place:?} is away");
-        let record = disk.records.get(&(id, epoch, place.stripe.index));
-        let right = record.is_some_and(|record| (record.stripe, record.root) == (place.stripe, place.root));
-        ensure!(right, "{epoch}: {place:?} is {record:?}");
-        ensure!(place.extent == Extent::default(), "{epoch}: {place:?} has an extent");
+    /// Checks that a record listed on a disk exists there.
+    pub(crate) fn may_be_read_from_disk(
+        &self,
+        epoch: Epoch,
+        id: ObjectId,
+        location: &StripeLocation,
+    ) -> Check {
+        let node = self.nodes.iter().find(|node| node.id == location.node).expect("node exists");
+        let disk = node.disk.as_ref().ok_or("location on a node without disk")?;
+        ensure!(disk.mount.is_some(), "{epoch}: {location:?} is not mounted");
+        let record = disk.records.get(&(id, epoch, location.stripe.index));
+        let matches =
+            record.is_some_and(|record| (record.stripe, record.root) == (location.stripe, location.root));
+        ensure!(matches, "{epoch}: {location:?} is {record:?}");
+        ensure!(location.extent == Extent::default(), "{epoch}: {location:?} has an extent");
         Ok(())
     }
 
-    /// Whether the master knows that a stripe is on a disk within reach, and has not given it up.
-    pub(crate) fn is_known_on_disk(&self, name: Name, audit: &Audit) -> bool {
-        // While it is leased, no order says that it was given up.
+    /// Whether the master knows that a stripe is on a reachable disk, and has not released it.
+    pub(crate) fn master_knows_on_disk(&self, name: Name, audit: &Audit) -> bool {
+        // A leased location drains without a command.
         let drains = |node: NodeId| {
             audit.ranges.iter().any(|range| {
                 range.draining
@@ -387,63 +404,73 @@ impl World {
             disk.records.contains_key(&name)
                 && !drains(node)
                 && disk.mount.as_ref().is_some_and(|mount| {
-                    mount.told.contains(&name) && !mount.ordered.contains(&(name.0, name.1))
+                    mount.reported.contains(&name) && !mount.commanded.contains(&(name.0, name.1))
                 })
         })
     }
 
-    /// Objects of one stripe that an eviction must not lose: they are on disk, or their node's disk takes them.
+    /// Returns objects of one stripe that an eviction must not lose: they are on disk, or their node's disk accepts
+    /// them.
     pub(crate) fn protected(&self) -> Vec<(u8, Epoch)> {
         let views: Vec<_> = self.group.segments().collect();
-        let takes = |node: NodeId| {
-            let disk = self.nodes.iter().find(|known| known.id == node).and_then(|known| known.disk.as_ref());
+        let accepts = |node: NodeId| {
+            let disk = self.nodes.iter().find(|other| other.id == node).and_then(|node| node.disk.as_ref());
             let mount = disk.and_then(|disk| disk.mount.as_ref());
-            mount.is_some_and(|mount| mount.recovered && mount.takes)
+            mount.is_some_and(|mount| mount.recovered && mount.accepts)
         };
-        let safe = |place: &PlaceView| {
-            let is_place =
-                |view: &&moontide_meta::SegmentView| (view.node, view.segment) == (place.node, place.segment);
-            let drains = views
-                .iter()
-                .find(is_place)
-                .is_none_or(|view| view.phase == moontide_meta::SegmentPhase::Draining);
-            !drains && takes(place.node)
+        let safe = |location: &StripeLocation| {
+            let is_segment = |view: &&moontide_meta::SegmentView| {
+                (view.node, view.segment) == (location.node, location.segment)
+            };
+            // The segment of an earlier session of the node may still be listed, under the same name.
+            let mut phases = views.iter().filter(is_segment).map(|view| view.phase).peekable();
+            let drains =
+                phases.peek().is_none() || phases.any(|phase| phase == moontide_meta::SegmentPhase::Draining);
+            !drains && accepts(location.node)
         };
         let mut protected = vec![];
         for key in 0..KEYS {
             let bytes = key_of(key);
-            let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-            let Some(detail) = self.group.query(self.now, &ask).filter(|detail| !detail.writing) else {
+            let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+            let Some(detail) = self.group.query(self.now, &lookup).filter(|detail| !detail.writing) else {
                 continue;
             };
-            if detail.places.iter().all(|place| place.stripe.count == 1) && detail.places.iter().any(safe) {
+            if detail.locations.iter().all(|location| location.stripe.count == 1)
+                && detail.locations.iter().any(safe)
+            {
                 protected.push((key, detail.epoch));
             }
         }
         protected
     }
 
-    /// What was protected is still there.
+    /// Checks that the protected objects still exist.
     pub(crate) fn nothing_lost(&self, protected: &[(u8, Epoch)]) -> Check {
         for &(key, epoch) in protected {
             let bytes = key_of(key);
-            let ask = Ask { id: id_of(key), key: Key::new(&bytes).unwrap() };
-            let there = self
+            let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+            let exists = self
                 .group
-                .query(self.now, &ask)
+                .query(self.now, &lookup)
                 .is_some_and(|detail| detail.epoch == epoch && !detail.writing);
-            ensure!(there, "{epoch} of key {key} was lost although its node has a disk");
+            ensure!(exists, "{epoch} of key {key} lost although its node has a disk");
         }
         Ok(())
     }
 }
 
 impl crate::node::SegmentModel {
-    /// FREE(e) → READY(version), whatever the order of the two: e is the slot's epoch again when it is free.
+    /// FREE(e) → READY(version), in any order of the two epochs: the slot's epoch is e again when it is free.
     fn copy_in(&mut self, slot: u32, version: Epoch, record: RecordModel) {
-        let floor = self.words[slot as usize].epoch;
+        let epoch_before_copy = self.words[slot as usize].epoch;
         let state = ReportState::Ready;
-        self.words[slot as usize] =
-            Word { epoch: version, state, record: Some(record), floor, is_copy: true, ..Word::new() };
+        self.words[slot as usize] = Word {
+            epoch: version,
+            state,
+            record: Some(record),
+            epoch_before_copy,
+            is_copy: true,
+            ..Word::new()
+        };
     }
 }

@@ -1,11 +1,11 @@
-//! [`NodeModel`]: a node as the protocol describes it, in the plainest form: a list of words per segment.
+//! [`NodeModel`]: a simple model of a node as the protocol describes it: a list of words per segment.
 //!
-//! It does what the orders say, in the order of its session and no sooner than it is told to; it refuses what the
-//! table of transitions does not allow; and it tells its master about every change, on one ordered stream per segment.
+//! It executes commands in the order of its session, when the test requests it; it refuses transitions that the table
+//! does not allow; and it reports every change to its master, on one ordered stream per segment.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use moontide_meta::{Order, OrderKind, OrderOutcome, PlaceView, ReportState, StripeView};
+use moontide_meta::{CommandKind, CommandOutcome, NodeCommand, ReportState, StripeLocation, StripeRange};
 use moontide_types::record::PinClass;
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term, UnixMillis,
@@ -13,14 +13,14 @@ use moontide_types::{
 
 use crate::disk::DiskModel;
 
-/// What a record says about its object.
+/// Properties of an object in a record.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordModel {
     pub(crate) id: ObjectId,
     pub(crate) key: Vec<u8>,
     pub(crate) tenant: u8,
     pub(crate) object_len: u64,
-    pub(crate) stripe: StripeView,
+    pub(crate) stripe: StripeRange,
     pub(crate) root: u64,
     pub(crate) extent: Extent,
     pub(crate) one_sided: bool,
@@ -30,7 +30,7 @@ pub(crate) struct RecordModel {
     pub(crate) parent: Option<Vec<u8>>,
 }
 
-/// A slot's word, and who names it.
+/// Word of a slot, with its holders.
 #[derive(Clone, Debug)]
 pub(crate) struct Word {
     pub(crate) epoch: Epoch,
@@ -38,16 +38,16 @@ pub(crate) struct Word {
     pub(crate) record: Option<RecordModel>,
     /// Ledger cells that name it; the writer's claim is one.
     pub(crate) holders: u32,
-    /// A reclaim waits for the holders.
-    pub(crate) reclaim: Option<Order>,
-    /// The node killed it by itself.
+    /// A reclaim that waits for the holders.
+    pub(crate) reclaim: Option<NodeCommand>,
+    /// The node killed it without a command.
     pub(crate) scrubbed: bool,
-    /// It is being written to disk.
+    /// An offload is reading it.
     pub(crate) pinned: bool,
-    /// A copy from disk: nobody but the master knows of it, and answers to its orders say all.
+    /// A copy from disk: only the master knows of it, and responses to commands contain all of its changes.
     pub(crate) is_copy: bool,
-    /// The epoch that the slot of a copy had before, and will have again.
-    pub(crate) floor: Epoch,
+    /// Epoch of the slot before the copy, which it will have again.
+    pub(crate) epoch_before_copy: Epoch,
 }
 
 impl Word {
@@ -61,7 +61,7 @@ impl Word {
             scrubbed: false,
             pinned: false,
             is_copy: false,
-            floor: Epoch::ZERO,
+            epoch_before_copy: Epoch::ZERO,
         }
     }
 
@@ -70,7 +70,7 @@ impl Word {
     }
 }
 
-/// A change, as it travels.
+/// A change, as sent to the master.
 #[derive(Clone, Debug)]
 pub(crate) struct Change {
     pub(crate) slot: u32,
@@ -79,12 +79,12 @@ pub(crate) struct Change {
     pub(crate) record: Option<RecordModel>,
 }
 
-/// What the current master has been told about a segment in its current session.
+/// State of a segment's mount at the current master in the current session.
 #[derive(Clone, Debug)]
 pub(crate) struct MountModel {
-    /// No two mounts have the same.
+    /// Unique number of the mount.
     pub(crate) number: u64,
-    /// Nothing may be given out before.
+    /// The master allocates nothing before this time.
     pub(crate) usable_at: MonoTime,
     pub(crate) ended: bool,
     pub(crate) stream: VecDeque<Change>,
@@ -92,8 +92,8 @@ pub(crate) struct MountModel {
     pub(crate) snapshot: u64,
     /// Slots with a version that the master knows to be READY.
     pub(crate) known_ready: BTreeMap<u32, Epoch>,
-    /// What the master has ordered to go.
-    pub(crate) ordered: BTreeSet<(u32, Epoch)>,
+    /// Versions that the master has commanded to drop.
+    pub(crate) commanded: BTreeSet<(u32, Epoch)>,
 }
 
 /// A segment of a node.
@@ -102,14 +102,15 @@ pub(crate) struct SegmentModel {
     pub(crate) id: SegmentId,
     pub(crate) generation: Generation,
     pub(crate) units: u32,
-    /// The highest term it has adopted.
+    /// Highest term that the segment has adopted.
     pub(crate) term: Term,
     pub(crate) words: Vec<Word>,
     pub(crate) mount: Option<MountModel>,
-    /// The last mount's number. A handle that was given in an earlier one is refused: its master has reckoned with what
-    /// the node had when it mounted, and a begin after that would be one that nobody knows of.
+    /// Number of the last mount. The node rejects locations granted in an earlier one: its master relies on the node's
+    /// state at the mount, and a later begin would be unknown to it.
     pub(crate) mounted_as: u64,
-    /// Unmounted at this time or later it comes back empty: its master has forgotten what it removed meanwhile.
+    /// If it is unmounted at this time or later, it returns empty: its master has dropped the tombstones of the
+    /// meantime.
     pub(crate) wiped_after: MonoTime,
 }
 
@@ -127,7 +128,7 @@ impl SegmentModel {
         }
     }
 
-    /// Forgets everything: a new incarnation.
+    /// Drops all records and starts a new incarnation.
     pub(crate) fn wipe(&mut self) {
         self.generation = Generation(self.generation.0 + 1);
         self.words = vec![Word::new(); self.words.len()];
@@ -137,7 +138,7 @@ impl SegmentModel {
         self.words.iter().all(Word::is_free)
     }
 
-    /// All words that are not free, as the beginning of a stream.
+    /// All words that are not free, as the start of a stream.
     pub(crate) fn snapshot(&self) -> VecDeque<Change> {
         (0..self.words.len() as u32)
             .filter(|&slot| !self.words[slot as usize].is_free())
@@ -150,7 +151,7 @@ impl SegmentModel {
         Change { slot, epoch: word.epoch, state: word.state, record: word.record.clone() }
     }
 
-    pub(crate) fn tell(&mut self, slot: u32) {
+    pub(crate) fn report_change(&mut self, slot: u32) {
         let change = self.change(slot);
         if self.words[slot as usize].is_copy {
             return;
@@ -163,35 +164,35 @@ impl SegmentModel {
     /// FREE → WRITING.
     pub(crate) fn begin(
         &mut self,
-        place: &PlaceView,
+        location: &StripeLocation,
         epoch: Epoch,
         record: RecordModel,
     ) -> Result<(), ErrorCode> {
-        if place.generation != self.generation {
+        if location.generation != self.generation {
             return Err(ErrorCode::StaleGeneration);
         }
         let apart = |other: Extent| {
-            other.end() <= u64::from(place.extent.start) || place.extent.end() <= u64::from(other.start)
+            other.end() <= u64::from(location.extent.start) || location.extent.end() <= u64::from(other.start)
         };
         let taken = self.words.iter().filter(|word| !word.is_free());
         if !taken.filter_map(|word| word.record.as_ref()).all(|other| apart(other.extent)) {
             return Err(ErrorCode::Overlap);
         }
-        let word = &mut self.words[place.slot.0 as usize];
+        let word = &mut self.words[location.slot.0 as usize];
         if !word.is_free() || word.epoch >= epoch {
             return Err(ErrorCode::StaleEpoch);
         }
         *word = Word { epoch, state: ReportState::Writing, record: Some(record), holders: 1, ..Word::new() };
-        self.tell(place.slot.0);
+        self.report_change(location.slot.0);
         Ok(())
     }
 
-    /// WRITING → READY; the writer's claim goes in any case.
+    /// WRITING → READY; the writer's claim is released in any case.
     pub(crate) fn commit(
         &mut self,
         slot: u32,
         epoch: Epoch,
-        answers: &mut VecDeque<(Order, OrderOutcome)>,
+        responses: &mut VecDeque<(NodeCommand, CommandOutcome)>,
     ) -> bool {
         let word = &mut self.words[slot as usize];
         if word.epoch != epoch || word.is_free() || word.state == ReportState::Ready {
@@ -200,15 +201,20 @@ impl SegmentModel {
         word.holders = 0;
         if word.state == ReportState::Writing {
             word.state = ReportState::Ready;
-            self.tell(slot);
+            self.report_change(slot);
             return true;
         }
-        self.free_if_drained(slot, answers);
+        self.free_if_drained(slot, responses);
         false
     }
 
-    /// The writer died: WRITING → DEAD, and its claim goes.
-    pub(crate) fn abort(&mut self, slot: u32, epoch: Epoch, answers: &mut VecDeque<(Order, OrderOutcome)>) {
+    /// Death of the writer: WRITING → DEAD, and its claim is released.
+    pub(crate) fn abort(
+        &mut self,
+        slot: u32,
+        epoch: Epoch,
+        responses: &mut VecDeque<(NodeCommand, CommandOutcome)>,
+    ) {
         let word = &mut self.words[slot as usize];
         if word.epoch != epoch || !matches!(word.state, ReportState::Writing | ReportState::Dead) {
             return;
@@ -216,98 +222,98 @@ impl SegmentModel {
         word.holders = 0;
         if word.state == ReportState::Writing {
             word.state = ReportState::Dead;
-            self.tell(slot);
+            self.report_change(slot);
         }
-        self.free_if_drained(slot, answers);
+        self.free_if_drained(slot, responses);
     }
 
-    /// A damaged record: READY → DEAD without anybody's order.
+    /// A corrupted record: READY → DEAD without a command.
     pub(crate) fn scrub(&mut self, slot: u32) {
         let word = &mut self.words[slot as usize];
         if word.state == ReportState::Ready && !word.is_copy {
             word.state = ReportState::Dead;
             word.scrubbed = true;
-            self.tell(slot);
+            self.report_change(slot);
         }
     }
 
-    /// All readers let go; writers keep their claims.
-    pub(crate) fn let_go(&mut self, answers: &mut VecDeque<(Order, OrderOutcome)>) {
+    /// Releases all readers; writers keep their claims.
+    pub(crate) fn release_readers(&mut self, responses: &mut VecDeque<(NodeCommand, CommandOutcome)>) {
         for slot in 0..self.words.len() as u32 {
             if self.words[slot as usize].state != ReportState::Writing {
                 self.words[slot as usize].holders = 0;
-                self.free_if_drained(slot, answers);
+                self.free_if_drained(slot, responses);
             }
         }
     }
 
-    fn free_if_drained(&mut self, slot: u32, answers: &mut VecDeque<(Order, OrderOutcome)>) {
+    fn free_if_drained(&mut self, slot: u32, responses: &mut VecDeque<(NodeCommand, CommandOutcome)>) {
         let word = &mut self.words[slot as usize];
         if word.state == ReportState::Dead
             && word.holders == 0
             && !word.pinned
-            && let Some(order) = word.reclaim.take()
+            && let Some(command) = word.reclaim.take()
         {
             let is_copy = word.is_copy;
-            *word = Word { epoch: word.epoch.max(word.floor), is_copy, ..Word::new() };
-            self.tell(slot);
+            *word = Word { epoch: word.epoch.max(word.epoch_before_copy), is_copy, ..Word::new() };
+            self.report_change(slot);
             self.words[slot as usize].is_copy = false;
-            answers.push_back((order, OrderOutcome::Done));
+            responses.push_back((command, CommandOutcome::Done));
         }
     }
 
-    /// A version was written to disk, or given up there: its slot may be freed.
+    /// Ends the offload of a version: its slot may be freed.
     pub(crate) fn unpin(
         &mut self,
         slot: u32,
         epoch: Epoch,
-        still: bool,
-        answers: &mut VecDeque<(Order, OrderOutcome)>,
+        pinned: bool,
+        responses: &mut VecDeque<(NodeCommand, CommandOutcome)>,
     ) {
         if self.words[slot as usize].epoch == epoch {
-            self.words[slot as usize].pinned &= still;
-            self.free_if_drained(slot, answers);
+            self.words[slot as usize].pinned &= pinned;
+            self.free_if_drained(slot, responses);
         }
     }
 
-    fn execute(&mut self, order: Order, answers: &mut VecDeque<(Order, OrderOutcome)>) {
-        let slot = order.slot.0;
+    fn execute(&mut self, command: NodeCommand, responses: &mut VecDeque<(NodeCommand, CommandOutcome)>) {
+        let slot = command.slot.0;
         let word = &mut self.words[slot as usize];
-        let outcome = match order.kind {
-            OrderKind::Kill if word.epoch == order.epoch && !word.is_free() => {
+        let outcome = match command.kind {
+            CommandKind::Kill if word.epoch == command.epoch && !word.is_free() => {
                 if word.state != ReportState::Dead {
                     word.state = ReportState::Dead;
-                    self.tell(slot);
+                    self.report_change(slot);
                 }
-                OrderOutcome::Accepted
+                CommandOutcome::Accepted
             }
-            OrderKind::Kill => OrderOutcome::Refused(ErrorCode::Gone),
-            OrderKind::Offload | OrderKind::Promote { .. } => unreachable!("the disk has seen to it"),
-            OrderKind::Reclaim if word.epoch > order.epoch => OrderOutcome::Done,
-            OrderKind::Reclaim if word.is_free() => {
-                if word.epoch < order.epoch {
-                    word.epoch = order.epoch;
-                    self.tell(slot);
+            CommandKind::Kill => CommandOutcome::Refused(ErrorCode::Gone),
+            CommandKind::Offload | CommandKind::Promote { .. } => unreachable!("handled by the disk"),
+            CommandKind::Reclaim if word.epoch > command.epoch => CommandOutcome::Done,
+            CommandKind::Reclaim if word.is_free() => {
+                if word.epoch < command.epoch {
+                    word.epoch = command.epoch;
+                    self.report_change(slot);
                 }
-                OrderOutcome::Done
+                CommandOutcome::Done
             }
-            OrderKind::Reclaim if word.epoch < order.epoch => OrderOutcome::Refused(ErrorCode::Overlap),
-            OrderKind::Reclaim => {
+            CommandKind::Reclaim if word.epoch < command.epoch => CommandOutcome::Refused(ErrorCode::Overlap),
+            CommandKind::Reclaim => {
                 if word.state != ReportState::Dead {
                     word.state = ReportState::Dead;
-                    self.tell(slot);
+                    self.report_change(slot);
                 }
                 let word = &mut self.words[slot as usize];
                 if word.reclaim.is_some() || word.holders > 0 || word.pinned {
-                    word.reclaim = Some(order);
-                    OrderOutcome::Accepted
+                    word.reclaim = Some(command);
+                    CommandOutcome::Accepted
                 } else {
-                    word.reclaim = Some(order);
-                    return self.free_if_drained(slot, answers);
+                    word.reclaim = Some(command);
+                    return self.free_if_drained(slot, responses);
                 }
             }
         };
-        answers.push_back((order, outcome));
+        responses.push_back((command, outcome));
     }
 }
 
@@ -316,8 +322,8 @@ impl SegmentModel {
 pub(crate) struct NodeModel {
     pub(crate) id: NodeId,
     pub(crate) session: Option<SessionId>,
-    pub(crate) orders: VecDeque<Order>,
-    pub(crate) answers: VecDeque<(Order, OrderOutcome)>,
+    pub(crate) commands: VecDeque<NodeCommand>,
+    pub(crate) responses: VecDeque<(NodeCommand, CommandOutcome)>,
     pub(crate) segments: Vec<SegmentModel>,
     pub(crate) disk: Option<DiskModel>,
 }
@@ -329,21 +335,21 @@ impl NodeModel {
         NodeModel {
             id: NodeId(id),
             session: None,
-            orders: VecDeque::new(),
-            answers: VecDeque::new(),
+            commands: VecDeque::new(),
+            responses: VecDeque::new(),
             segments,
             disk: has_disk.then(DiskModel::default),
         }
     }
 
-    /// The session is over; whatever was under way in it is lost.
+    /// Ends the session; all messages in flight are lost.
     pub(crate) fn disconnect(&mut self, wiped_after: MonoTime) {
         self.session = None;
-        self.orders.clear();
-        self.answers.clear();
+        self.commands.clear();
+        self.responses.clear();
         self.disk.iter_mut().for_each(DiskModel::disconnect);
         for segment in &mut self.segments {
-            // A segment that was away before keeps the earlier end.
+            // A segment that was unmounted before keeps the earlier end.
             segment.wiped_after =
                 if segment.mount.is_some() { wiped_after } else { wiped_after.min(segment.wiped_after) };
             segment.mount = None;
@@ -353,20 +359,20 @@ impl NodeModel {
         }
     }
 
-    /// Works off the next order of the session.
+    /// Executes the next command of the session.
     pub(crate) fn execute_next(&mut self, refuse: bool) -> bool {
-        let Some(order) = self.orders.pop_front() else { return false };
-        if self.execute_on_disk(order, refuse) {
+        let Some(command) = self.commands.pop_front() else { return false };
+        if self.execute_on_disk(command, refuse) {
             return true;
         }
-        let segment = self.segments.iter_mut().find(|segment| segment.id == order.segment);
-        let segment = segment.expect("orders name segments of the node");
-        if segment.generation != order.generation || segment.mount.is_none() {
-            self.answers.push_back((order, OrderOutcome::Refused(ErrorCode::StaleGeneration)));
-        } else if refuse && order.kind == OrderKind::Reclaim {
-            self.answers.push_back((order, OrderOutcome::Refused(ErrorCode::Busy)));
+        let segment = self.segments.iter_mut().find(|segment| segment.id == command.segment);
+        let segment = segment.expect("segment of a command exists");
+        if segment.generation != command.generation || segment.mount.is_none() {
+            self.responses.push_back((command, CommandOutcome::Refused(ErrorCode::StaleGeneration)));
+        } else if refuse && command.kind == CommandKind::Reclaim {
+            self.responses.push_back((command, CommandOutcome::Refused(ErrorCode::Busy)));
         } else {
-            segment.execute(order, &mut self.answers);
+            segment.execute(command, &mut self.responses);
         }
         true
     }

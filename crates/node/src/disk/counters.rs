@@ -1,10 +1,10 @@
-//! What the disk's threads count.
+//! Counters of the disk threads.
 //!
-//! Sums that hold: `loads_requested = loads_staged + loads_read + loads_missed + loads_failed`.
+//! Invariant: `loads_requested = loads_staged + loads_read + loads_missed + loads_failed`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts since the start. Relaxed everywhere: numbers that nobody orders anything by.
+/// Counts since the start. Relaxed everywhere: the values order nothing else.
 #[derive(Debug, Default)]
 pub(crate) struct DiskCounters {
     pub(crate) offloaded_records: AtomicU64,
@@ -18,9 +18,9 @@ pub(crate) struct DiskCounters {
     pub(crate) loaded_bytes: AtomicU64,
     /// Not on the disk.
     pub(crate) loads_missed: AtomicU64,
-    /// Damaged, not readable, or no room for them.
+    /// Corrupt, not readable, or without free staging memory.
     pub(crate) loads_failed: AtomicU64,
-    pub(crate) damaged_records: AtomicU64,
+    pub(crate) corrupt_records: AtomicU64,
     pub(crate) read_errors: AtomicU64,
     pub(crate) write_errors: AtomicU64,
     pub(crate) evicted_records: AtomicU64,
@@ -31,11 +31,11 @@ pub(crate) struct DiskCounters {
 
 impl DiskCounters {
     pub(crate) fn write_failed(&self) {
-        raise(&self.write_errors, 1);
+        increment(&self.write_errors, 1);
     }
 }
 
-pub(crate) fn raise(counter: &AtomicU64, by: u64) {
+pub(crate) fn increment(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }
 

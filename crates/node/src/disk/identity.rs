@@ -1,5 +1,5 @@
-//! [`Identity`]: whose disk it is. A node that comes back is the same one, because its records are; and a disk of one
-//! cluster is of no use in another.
+//! [`DiskIdentity`]: node, cluster and backend that a disk belongs to. A restarted node keeps its id, because its
+//! records name it; the disk of one cluster is of no use in another.
 
 use std::io;
 use std::path::Path;
@@ -7,102 +7,103 @@ use std::path::Path;
 use moontide_disk::BackendKind;
 use moontide_types::NodeId;
 
-/// The file in the disk's directory.
+/// Name of the identity file in the disk's directory.
 const FILE: &str = "node.id";
 
-/// The file that a running node has locked. The system lets go of it when the process ends, however it ends.
+/// Name of the file that a running node has locked. The system releases the lock when the process ends.
 const LOCK: &str = "node.lock";
 
-/// Written in front, so that a file of somebody else is told from one of ours.
-const FIRST_LINE: &str = "moontide disk, version 1";
+/// First line of the identity file, to recognise other files.
+const MAGIC_LINE: &str = "moontide disk, version 1";
 
-/// A node, its cluster, and how records stand on its disk.
+/// Node, cluster and backend of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Identity {
+pub(crate) struct DiskIdentity {
     pub(crate) node: NodeId,
     pub(crate) cluster: u64,
     pub(crate) backend: BackendKind,
 }
 
-/// A disk that is this process's alone until this is dropped.
+/// Exclusive use of a disk by this process, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Held {
-    pub(crate) identity: Identity,
+pub(crate) struct DiskLock {
+    pub(crate) identity: DiskIdentity,
     _lock: std::fs::File,
 }
 
-/// Why a directory cannot be this node's disk.
+/// Reason why a directory cannot be this node's disk.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// It cannot be read or written.
+    /// A file cannot be read or written.
     #[error("{path}: {source}; set `disk.dir` to a directory that this user may write")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// I/O error.
         source: io::Error,
     },
-    /// Somebody else's file.
-    #[error("{path} is not what a node has written; set `disk.dir` to an empty directory")]
+    /// The identity file is not one of a node.
+    #[error("{path} is not an identity file of a node; set `disk.dir` to an empty directory")]
     Foreign {
-        /// The file.
+        /// Path of the file.
         path: String,
     },
-    /// Of another cluster.
+    /// The disk belongs to another cluster.
     #[error(
-        "{path} belongs to cluster {found:016x}, and the master's is {expected:016x}; set `disk.dir` to another \
-         directory, or empty this one if that cluster is gone for good"
+        "{path} belongs to cluster {found:016x}, but the master's cluster is {expected:016x}; set `disk.dir` to \
+         another directory, or empty this one if that cluster no longer exists"
     )]
     OtherCluster {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// The cluster that it names.
+        /// Cluster id in the file.
         found: u64,
-        /// The master's.
+        /// Cluster id of the master.
         expected: u64,
     },
-    /// Another node process uses it.
+    /// Another process uses the disk.
     #[error("{path} is in use by another node; stop that one first, or set `disk.dir` to another directory")]
     InUse {
-        /// The file.
+        /// Path of the lock file.
         path: String,
     },
-    /// Written by another backend, whose records, and whose removals, this one would not know.
+    /// Another backend has written the disk; this one would not know its records and removals.
     #[error(
-        "{path} says that the directory is of the backend {found}, and the configuration says {wanted}; set \
-         `disk.backend` to {found}, or empty the directory to change it"
+        "{path} names the backend {found}, but the configured one is {configured}; set `disk.backend` to {found}, \
+         or empty the directory to change it"
     )]
     OtherBackend {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// The backend that it names.
+        /// Backend in the file.
         found: BackendKind,
-        /// The one that is wanted.
-        wanted: BackendKind,
+        /// Configured backend.
+        configured: BackendKind,
     },
-    /// Of another node than the configuration names.
+    /// The disk belongs to another node.
     #[error(
-        "{path} belongs to node {found}, and the configuration says {wanted}; leave `node` out, or use another directory"
+        "{path} belongs to node {found}, but the configured node is {configured}; omit `node_id`, or use another \
+         directory"
     )]
     OtherNode {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// The node that it names.
+        /// Node id in the file.
         found: NodeId,
-        /// The one that is wanted.
-        wanted: NodeId,
+        /// Configured node id.
+        configured: NodeId,
     },
 }
 
-impl Identity {
-    /// Takes the disk for this process, if nobody has it.
-    pub(crate) fn hold(
+impl DiskIdentity {
+    /// Locks the disk for this process. Fails if another process uses it.
+    pub(crate) fn lock(
         dir: &Path,
         cluster: u64,
         backend: BackendKind,
-        wanted: Option<NodeId>,
-        draw: impl FnOnce() -> io::Result<NodeId>,
-    ) -> Result<Held, IdentityError> {
+        configured: Option<NodeId>,
+        random_id: impl FnOnce() -> io::Result<NodeId>,
+    ) -> Result<DiskLock, IdentityError> {
         let path = dir.join(LOCK).display().to_string();
         let failed = |source: io::Error| IdentityError::Io { path: path.clone(), source };
         std::fs::create_dir_all(dir).map_err(failed)?;
@@ -112,18 +113,19 @@ impl Identity {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(IdentityError::InUse { path }),
             Err(error) => return Err(failed(error.into())),
         }
-        let identity = Identity::of(dir, cluster, backend, wanted, draw)?;
-        Ok(Held { identity, _lock: lock })
+        let identity = DiskIdentity::of(dir, cluster, backend, configured, random_id)?;
+        Ok(DiskLock { identity, _lock: lock })
     }
 
-    /// The disk's identity; a new disk gets this one's: the node that is wanted, or the one that `draw` gives.
+    /// Returns the identity of the disk. Creates it for a new disk, with the configured node id or the one from
+    /// `random_id`.
     fn of(
         dir: &Path,
         cluster: u64,
         backend: BackendKind,
-        wanted: Option<NodeId>,
-        draw: impl FnOnce() -> io::Result<NodeId>,
-    ) -> Result<Identity, IdentityError> {
+        configured: Option<NodeId>,
+        random_id: impl FnOnce() -> io::Result<NodeId>,
+    ) -> Result<DiskIdentity, IdentityError> {
         let path = dir.join(FILE);
         let name = || path.display().to_string();
         let failed = |source| IdentityError::Io { path: name(), source };
@@ -131,14 +133,14 @@ impl Identity {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 std::fs::create_dir_all(dir).map_err(failed)?;
-                let node = wanted.map_or_else(draw, Ok).map_err(failed)?;
-                let identity = Identity { node, cluster, backend };
+                let node = configured.map_or_else(random_id, Ok).map_err(failed)?;
+                let identity = DiskIdentity { node, cluster, backend };
                 identity.write(dir).map_err(failed)?;
                 return Ok(identity);
             }
             Err(error) => return Err(failed(error)),
         };
-        let found = Identity::parse(&text).ok_or_else(|| IdentityError::Foreign { path: name() })?;
+        let found = DiskIdentity::parse(&text).ok_or_else(|| IdentityError::Foreign { path: name() })?;
         if found.cluster != cluster {
             return Err(IdentityError::OtherCluster {
                 path: name(),
@@ -147,37 +149,38 @@ impl Identity {
             });
         }
         if found.backend != backend {
-            return Err(IdentityError::OtherBackend { path: name(), found: found.backend, wanted: backend });
+            return Err(IdentityError::OtherBackend {
+                path: name(),
+                found: found.backend,
+                configured: backend,
+            });
         }
-        match wanted {
-            Some(wanted) if wanted != found.node => {
-                Err(IdentityError::OtherNode { path: name(), found: found.node, wanted })
+        match configured {
+            Some(configured) if configured != found.node => {
+                Err(IdentityError::OtherNode { path: name(), found: found.node, configured })
             }
             _ => Ok(found),
         }
     }
 
-    fn parse(text: &str) -> Option<Identity> {
+    fn parse(text: &str) -> Option<DiskIdentity> {
         let mut lines = text.lines();
-        if lines.next()? != FIRST_LINE {
+        if lines.next()? != MAGIC_LINE {
             return None;
         }
-        let mut number = |label: &str| {
-            let digits = lines.next()?.strip_prefix(label)?;
-            u64::from_str_radix(digits, 16).ok()
-        };
-        let (node, cluster) = (number("node ")?, number("cluster ")?);
+        let node: NodeId = lines.next()?.strip_prefix("node ")?.parse().ok()?;
+        let cluster = u64::from_str_radix(lines.next()?.strip_prefix("cluster ")?, 16).ok()?;
         let backend = lines.next()?.strip_prefix("backend ")?.parse().ok()?;
-        (node != 0).then_some(Identity { node: NodeId(node), cluster, backend })
+        (node.0 != 0).then_some(DiskIdentity { node, cluster, backend })
     }
 
-    /// Durable before anything is written under it.
+    /// Writes the identity file durably.
     fn write(&self, dir: &Path) -> io::Result<()> {
         use std::io::Write as _;
         let new = dir.join("node.id.new");
         let mut file = std::fs::File::create(&new)?;
-        let Identity { node: NodeId(node), cluster, backend } = self;
-        write!(file, "{FIRST_LINE}\nnode {node:016x}\ncluster {cluster:016x}\nbackend {backend}\n")?;
+        let DiskIdentity { node, cluster, backend } = self;
+        write!(file, "{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n")?;
         file.sync_all()?;
         std::fs::rename(&new, dir.join(FILE))?;
         std::fs::File::open(dir)?.sync_all()
@@ -189,29 +192,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_keeps_its_node_and_refuses_other_clusters() {
+    fn disk_identity_persists_and_rejects_other_cluster_or_node() {
         let dir = std::env::temp_dir().join(format!("moontide-identity-{}", std::process::id()));
-        let draw = || Ok(NodeId(0xabc));
+        let random_id = || Ok(NodeId(0xabc));
         let bucket = BackendKind::Bucket;
-        let held = Identity::hold(&dir, 7, bucket, None, draw).unwrap();
-        let first = held.identity;
-        assert_eq!(first, Identity { node: NodeId(0xabc), cluster: 7, backend: bucket });
-        let second = Identity::hold(&dir, 7, bucket, None, draw).unwrap_err();
+        let lock = DiskIdentity::lock(&dir, 7, bucket, None, random_id).unwrap();
+        let first = lock.identity;
+        assert_eq!(first, DiskIdentity { node: NodeId(0xabc), cluster: 7, backend: bucket });
+        let second = DiskIdentity::lock(&dir, 7, bucket, None, random_id).unwrap_err();
         assert!(matches!(second, IdentityError::InUse { .. }), "{second}");
-        drop(held);
-        assert_eq!(Identity::hold(&dir, 7, bucket, None, || unreachable!()).unwrap().identity, first);
-        assert_eq!(Identity::of(&dir, 7, bucket, Some(NodeId(0xabc)), draw).unwrap(), first);
-        let other = Identity::of(&dir, 7, BackendKind::File, None, draw).unwrap_err();
+        drop(lock);
+        assert_eq!(DiskIdentity::lock(&dir, 7, bucket, None, || unreachable!()).unwrap().identity, first);
+        assert_eq!(DiskIdentity::of(&dir, 7, bucket, Some(NodeId(0xabc)), random_id).unwrap(), first);
+        let other = DiskIdentity::of(&dir, 7, BackendKind::File, None, random_id).unwrap_err();
         assert!(matches!(other, IdentityError::OtherBackend { .. }), "{other}");
-        let other = Identity::of(&dir, 8, bucket, None, draw).unwrap_err();
+        let other = DiskIdentity::of(&dir, 8, bucket, None, random_id).unwrap_err();
         assert!(matches!(other, IdentityError::OtherCluster { found: 7, expected: 8, .. }), "{other}");
-        let other = Identity::of(&dir, 7, bucket, Some(NodeId(5)), draw).unwrap_err();
+        let other = DiskIdentity::of(&dir, 7, bucket, Some(NodeId(5)), random_id).unwrap_err();
         assert!(matches!(other, IdentityError::OtherNode { .. }), "{other}");
         for text in
             ["", "moontide disk, version 1\nnode 0\ncluster 0\n", "moontide disk, version 1\nnode x\n"]
         {
             std::fs::write(dir.join(FILE), text).unwrap();
-            let foreign = Identity::of(&dir, 7, bucket, None, draw).unwrap_err();
+            let foreign = DiskIdentity::of(&dir, 7, bucket, None, random_id).unwrap_err();
             assert!(matches!(foreign, IdentityError::Foreign { .. }), "{foreign}");
         }
         std::fs::remove_dir_all(&dir).unwrap();

@@ -1,62 +1,63 @@
-//! Offloading: what a master has chosen to leave memory is written to the disk, many records at a time, and told when it
-//! would survive a crash.
+//! Offload: writes records that a master has chosen to disk, in batches, and notifies the master when they are durable.
 //!
-//! A record is pinned while it is written, so that it does not change; that it is removed meanwhile the backend notices,
-//! because the removal is in its log before the record is in its index, or after.
+//! A record is pinned while it is written, so that it does not change. If it is removed meanwhile, the backend detects
+//! it, because the removal is in its log before the record is in its index, or after.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use moontide_disk::{DiskLayout, Queue, Source, WriteError};
+use moontide_disk::{DiskLayout, Queue, RecordSource, WriteError};
 use moontide_heap::NodePin;
-use moontide_proto::OrderResult;
+use moontide_proto::CommandResult;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, ObjectId, SegmentId, SessionId, SlotId, SystemClock};
 use tracing::debug;
 
-use super::counters::raise;
-use super::planted::{Bug, Point};
-use super::{Closed, DiskTier};
-use crate::decide::batch::{Batch, Limits, Throttle};
-use crate::decide::notice::NoticeBuilder;
-use crate::decide::orders::Answer;
+use super::counters::increment;
+use super::open_jobs::JobTicket;
+use super::test_hooks::{HookPoint, Mutation};
+use super::{DiskTier, WritePauseReason};
+use crate::logic::batch::{BatchLimits, OffloadBatch, WriteThrottle};
+use crate::logic::commands::CommandReply;
+use crate::logic::notice::OffloadNoticeBuilder;
 
-/// A record that is to be written.
+/// A record to write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OffloadJob {
     pub(crate) session: SessionId,
-    pub(crate) order: u64,
+    pub(crate) command_id: u64,
     pub(crate) segment: SegmentId,
     pub(crate) slot: SlotId,
     pub(crate) epoch: Epoch,
     pub(crate) id: ObjectId,
-    /// Its size in memory, about.
+    /// Approximate size in memory.
     pub(crate) bytes: u64,
-    /// Not wanted any more after this.
+    /// Deadline of the command.
     pub(crate) until: Instant,
 }
 
-/// Beyond this share of the limit room is made ahead of need, in thousandths.
+/// Share of the limit, in thousandths, above which space is freed in advance.
 const FULL_PERMILLE: u64 = 980;
 
-/// And so much of it, in thousandths of the limit.
+/// Minimum amount to free, in thousandths of the limit.
 const EVICT_PERMILLE: u64 = 10;
 
-/// The writing thread.
-pub(super) fn run(tier: &DiskTier, jobs: &Receiver<OffloadJob>) {
+/// Runs the offload thread.
+pub(super) fn run(tier: &DiskTier, jobs: &Receiver<(JobTicket, OffloadJob)>) {
     let mut queue = tier.queue(false);
-    let limits = Limits::default();
-    let mut throttle = Throttle::new(tier.config.write_bytes_per_s);
-    while let Ok(first) = jobs.recv() {
-        let mut batch = Batch::default();
-        let mut taken = vec![first];
+    let limits = BatchLimits::default();
+    let mut throttle = WriteThrottle::new(tier.config.write_bytes_per_s);
+    while let Ok((ticket, first)) = jobs.recv() {
+        let mut batch = OffloadBatch::default();
+        let (mut tickets, mut taken) = (vec![ticket], vec![first]);
         batch.add(first.bytes, SystemClock.now());
         while let Some(wait) = batch.wait(&limits, SystemClock.now()) {
             match jobs.recv_timeout(wait) {
-                Ok(job) => {
+                Ok((ticket, job)) => {
                     batch.add(job.bytes, SystemClock.now());
+                    tickets.push(ticket);
                     taken.push(job);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -66,38 +67,41 @@ pub(super) fn run(tier: &DiskTier, jobs: &Receiver<OffloadJob>) {
         let bytes = taken.iter().map(|job| job.bytes).sum();
         tier.write_batch(&mut *queue, &taken, &mut throttle);
         tier.backlog.fetch_sub(bytes, Ordering::Relaxed);
+        // The masters have been notified, so their inventories may end.
+        tickets.into_iter().for_each(|ticket| tier.open_jobs.end(ticket));
     }
 }
 
 impl DiskTier {
-    fn write_batch(&self, queue: &mut dyn Queue, jobs: &[OffloadJob], throttle: &mut Throttle) {
-        let mut answers: Vec<(SessionId, OrderResult)> = Vec::with_capacity(jobs.len());
+    fn write_batch(&self, queue: &mut dyn Queue, jobs: &[OffloadJob], throttle: &mut WriteThrottle) {
+        let mut results: Vec<(SessionId, CommandResult)> = Vec::with_capacity(jobs.len());
         let mut pinned: Vec<(&OffloadJob, NodePin<'_>)> = Vec::with_capacity(jobs.len());
         for job in jobs {
             match self.pin_for_writing(job) {
                 Ok(pin) => pinned.push((job, pin)),
-                Err(code) => answers.push(self.refuse(job, code)),
+                Err(code) => results.push(self.refuse(job, code)),
             }
         }
-        self.trial.reached(Point::Pinned);
+        self.test_hooks.reached(HookPoint::Pinned);
         if !pinned.is_empty() {
-            self.write_pinned(queue, &pinned, throttle, &mut answers);
+            self.write_pinned(queue, &pinned, throttle, &mut results);
         }
-        self.answer(answers);
+        self.send_results(results);
     }
 
     fn pin_for_writing(&self, job: &OffloadJob) -> Result<NodePin<'_>, ErrorCode> {
-        match self.closed() {
-            Some(Closed::Full) => return Err(ErrorCode::DiskFull),
-            Some(Closed::Failed) => return Err(ErrorCode::DiskError),
+        match self.write_pause_reason() {
+            Some(WritePauseReason::Full) => return Err(ErrorCode::DiskFull),
+            Some(WritePauseReason::Failed) => return Err(ErrorCode::DiskError),
             None => {}
         }
-        if !self.is_live(job.session) || job.until <= Instant::now() {
+        let is_current = self.subscribers.read().has_object(job.session, job.id);
+        if !is_current || job.until <= Instant::now() {
             return Err(ErrorCode::Cancelled);
         }
         let pin = self.memory.heap().pin(job.segment, job.slot, job.epoch).ok_or(ErrorCode::Gone)?;
         if pin.is_in_device() {
-            return Err(ErrorCode::Unsupported); // masters do not ask for it: it has no digests
+            return Err(ErrorCode::Unsupported); // masters do not request it: it has no digests
         }
         if pin.header().id == job.id { Ok(pin) } else { Err(ErrorCode::Gone) }
     }
@@ -106,79 +110,79 @@ impl DiskTier {
         &self,
         queue: &mut dyn Queue,
         pinned: &[(&OffloadJob, NodePin<'_>)],
-        throttle: &mut Throttle,
-        answers: &mut Vec<(SessionId, OrderResult)>,
+        throttle: &mut WriteThrottle,
+        results: &mut Vec<(SessionId, CommandResult)>,
     ) {
-        let sources: Vec<Source<'_>> = pinned.iter().map(|(_, pin)| source_of(pin)).collect();
+        let sources: Vec<RecordSource<'_>> = pinned.iter().map(|(_, pin)| source_of(pin)).collect();
         let bytes: u64 = pinned.iter().map(|(_, pin)| DiskLayout::of(pin.header()).len).sum();
-        self.make_room(queue, bytes);
+        self.evict_ahead(queue, bytes);
         let wait = throttle.take(bytes, SystemClock.now());
         if wait > Duration::ZERO {
-            raise(&self.counters.throttled_ms, wait.as_millis() as u64);
+            increment(&self.counters.throttled_ms, wait.as_millis() as u64);
             std::thread::sleep(wait);
         }
         let mut outcomes = self.backend.write(queue, &sources);
         let short = outcomes.iter().filter_map(|outcome| match outcome {
-            Err(WriteError::Full { wanted }) => Some(*wanted),
+            Err(WriteError::Full { needed }) => Some(*needed),
             _ => None,
         });
-        if let Some(wanted) = short.max() {
-            // Others were faster, or space is cut to pieces: once more.
-            self.evict(queue, wanted);
+        if let Some(needed) = short.max() {
+            // Concurrent writes took the space, or it is fragmented: evict and retry once.
+            self.evict(queue, needed);
             let left: Vec<usize> = (0..outcomes.len())
                 .filter(|&at| matches!(outcomes[at], Err(WriteError::Full { .. })))
                 .collect();
-            let again: Vec<Source<'_>> = left.iter().map(|&at| sources[at]).collect();
-            for (at, outcome) in left.into_iter().zip(self.backend.write(queue, &again)) {
+            let retry: Vec<RecordSource<'_>> = left.iter().map(|&at| sources[at]).collect();
+            for (at, outcome) in left.into_iter().zip(self.backend.write(queue, &retry)) {
                 outcomes[at] = outcome;
             }
         }
-        self.trial.reached(Point::Written);
-        self.judge(&outcomes);
-        let mut notices: BTreeMap<SessionId, NoticeBuilder> = BTreeMap::new();
+        self.test_hooks.reached(HookPoint::Written);
+        self.pause_on_disk_errors(&outcomes);
+        let mut notices: BTreeMap<SessionId, OffloadNoticeBuilder> = BTreeMap::new();
         for ((job, pin), outcome) in pinned.iter().zip(outcomes) {
-            let answer = match outcome {
+            let result = match outcome {
                 Ok(()) | Err(WriteError::Exists) => {
                     if outcome.is_ok() {
-                        raise(&self.counters.offloaded_records, 1);
-                        raise(&self.counters.offloaded_bytes, pin.header().stripe_len);
+                        increment(&self.counters.offloaded_records, 1);
+                        increment(&self.counters.offloaded_bytes, pin.header().stripe_len);
                     }
                     let notice = notices.entry(job.session).or_default();
                     notice.push(pin.header(), pin.key(), pin.attributes());
                     if notice.is_full() {
-                        self.tell_written(job.session, notice);
+                        self.notify_written(job.session, notice);
                     }
-                    Answer::done(Word::new(job.epoch, State::Ready)).to(job.order)
+                    CommandReply::done(Word::new(job.epoch, State::Ready)).to(job.command_id)
                 }
                 Err(error) => {
-                    debug!(id = %job.id, %error, "a record is not written to disk");
+                    debug!(id = %job.id, %error, "record not written to disk");
                     self.refuse(job, refusal(error)).1
                 }
             };
-            answers.push((job.session, answer));
+            results.push((job.session, result));
         }
         for (session, mut notice) in notices {
-            self.tell_written(session, &mut notice);
+            self.notify_written(session, &mut notice);
         }
     }
 
-    /// Whether failures of a batch say something about the disk, and not about the records.
-    fn judge(&self, outcomes: &[Result<(), WriteError>]) {
+    /// Pauses writes if errors of a batch concern the disk and not the records.
+    fn pause_on_disk_errors(&self, outcomes: &[Result<(), WriteError>]) {
         let has = |is: fn(&WriteError) -> bool| outcomes.iter().filter_map(|o| o.as_ref().err()).any(is);
         if has(|error| matches!(error, WriteError::Io)) {
-            self.close(Closed::Failed);
+            self.pause_writes(WritePauseReason::Failed);
         } else if has(|error| matches!(error, WriteError::NoSpace | WriteError::Full { .. })) {
-            self.close(Closed::Full);
+            self.pause_writes(WritePauseReason::Full);
         }
     }
 
-    fn refuse(&self, job: &OffloadJob, code: ErrorCode) -> (SessionId, OrderResult) {
-        raise(&self.counters.offloads_refused, 1);
-        (job.session, Answer::refused(code, Word::default()).to(job.order))
+    fn refuse(&self, job: &OffloadJob, code: ErrorCode) -> (SessionId, CommandResult) {
+        increment(&self.counters.offloads_refused, 1);
+        (job.session, CommandReply::refused(code, Word::default()).to(job.command_id))
     }
 
-    /// Evicts ahead of need, so that what is about to be written fits.
-    fn make_room(&self, queue: &mut dyn Queue, bytes: u64) {
+    /// Evicts in advance, so that the next write of `bytes` bytes fits.
+    fn evict_ahead(&self, queue: &mut dyn Queue, bytes: u64) {
         let usage = self.backend.usage();
         let full = usage.limit / 1000 * FULL_PERMILLE;
         if usage.bytes + bytes > full {
@@ -186,27 +190,28 @@ impl DiskTier {
         }
     }
 
-    /// Evicts: what is chosen can be found no more, then it is gone for good, and then masters are told. What they do not know
-    /// they answer a removal of, for certain; so nothing that they were told to be gone, or were not told of, may come back
-    /// with a crash. Readers whom they send here meanwhile find nothing, and ask again.
+    /// Evicts records: they can no longer be found, then they are durably removed, and then the masters are notified. A
+    /// master replies to the removal of an object that it does not know at once and with certainty; so a record that a
+    /// master was notified is gone, or was never notified of, must not reappear after a crash. Readers that a master still
+    /// sends here find nothing, and ask again.
     fn evict(&self, queue: &mut dyn Queue, bytes: u64) {
-        let _telling = self.telling.lock();
+        let _guard = self.notify_lock.lock();
         let Some(eviction) = self.backend.prepare_eviction(bytes) else { return };
         let names = eviction.names.clone();
-        if self.trial.planted(Bug::EvictedLater) {
+        if self.test_hooks.mutation.is_enabled(Mutation::EvictedLater) {
             self.send_gone(&names);
-            self.trial.reached(Point::Told);
+            self.test_hooks.reached(HookPoint::Notified);
             return self.backend.finish_eviction(queue, eviction);
         }
         self.backend.finish_eviction(queue, eviction);
         self.send_gone(&names);
-        self.trial.reached(Point::Told);
-        raise(&self.counters.evicted_records, names.len() as u64);
+        self.test_hooks.reached(HookPoint::Notified);
+        increment(&self.counters.evicted_records, names.len() as u64);
     }
 }
 
-fn source_of<'a>(pin: &'a NodePin<'_>) -> Source<'a> {
-    Source {
+fn source_of<'a>(pin: &'a NodePin<'_>) -> RecordSource<'a> {
+    RecordSource {
         header: pin.header(),
         payload: pin.payload(),
         digests: pin.digests(),

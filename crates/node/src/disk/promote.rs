@@ -1,149 +1,151 @@
-//! Promotion: a record that is read often goes back from disk to memory that the master gave for it.
+//! Promotion: copies a record from disk into memory that the master has assigned to it.
 //!
-//! A master that removes the object meanwhile must not find it in memory afterwards: a kill or a reclaim of the slot ends
-//! the promotion, and what is published is published under the lock that says whether it is still wanted.
+//! If a master removes the object meanwhile, it must not appear in memory afterwards: a Kill or Reclaim of the slot
+//! cancels the promotion, and the record is published under the lock that guards the cancellation.
 
 use hashbrown::HashMap;
-use moontide_disk::{Queue, RecordName};
-use moontide_heap::{Grant, Staged, Writer};
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_disk::{Queue, RecordId};
+use moontide_heap::{Grant, PayloadWriter, StagedRecord};
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::{Attributes, KeySection, State, Word};
 use moontide_types::{ErrorCode, Extent, MonoTime, SegmentId, SessionId, SlotId, Span, Term};
 use parking_lot::Mutex;
 use tracing::debug;
 
 use super::DiskTier;
-use super::counters::raise;
-use super::load::new_record;
-use super::planted::{Bug, Point};
-use super::staged::Looked;
-use crate::decide::orders::{Answer, Numbered};
+use super::counters::increment;
+use super::record_spec::record_spec;
+use super::staging_cache::StagingLookup;
+use super::test_hooks::{HookPoint, Mutation};
+use crate::logic::commands::{CommandId, CommandReply};
 
-/// A record that is to be brought back.
+/// A record to copy back into memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PromoteJob {
     pub(crate) session: SessionId,
-    pub(crate) order: u64,
-    pub(crate) name: RecordName,
+    pub(crate) command_id: u64,
+    pub(crate) name: RecordId,
     pub(crate) segment: SegmentId,
     pub(crate) slot: SlotId,
     pub(crate) extent: Extent,
     pub(crate) term: Term,
 }
 
-/// Promotions under way, by the slot that they go to: the order that wants it.
+/// Promotions in progress: target slot and command.
 #[derive(Debug, Default)]
-pub(super) struct Promoting {
-    slots: Mutex<HashMap<(SegmentId, SlotId), Numbered>>,
+pub(super) struct PromotionTable {
+    slots: Mutex<HashMap<(SegmentId, SlotId), CommandId>>,
 }
 
 impl DiskTier {
-    /// Begins a promotion. False: nobody does it.
+    /// Starts a promotion. Returns `false` if the tier has stopped.
     pub(crate) fn begin_promotion(&self, job: PromoteJob) -> bool {
-        self.promoting.slots.lock().insert((job.segment, job.slot), (job.session, job.order));
-        self.order_promotion(job)
+        self.promotions.slots.lock().insert((job.segment, job.slot), (job.session, job.command_id));
+        self.queue_promotion(job)
     }
 
-    /// Whether the slot was being promoted to; if so, it is not any more, and nothing will appear there.
+    /// Cancels the promotion into a slot: no record will appear there. Returns whether there was one.
     pub(crate) fn cancel_promotion(&self, segment: SegmentId, slot: SlotId) -> bool {
-        self.promoting.slots.lock().remove(&(segment, slot)).is_some()
+        self.promotions.slots.lock().remove(&(segment, slot)).is_some()
     }
 
-    /// No promotion of a session that is over is wanted any more.
+    /// Cancels all promotions of an ended session.
     pub(super) fn cancel_promotions(&self, session: SessionId) {
-        self.promoting.slots.lock().retain(|_, &mut (of, _)| of != session);
+        self.promotions.slots.lock().retain(|_, &mut (of, _)| of != session);
     }
 
-    /// Carries out a promotion, and answers.
+    /// Executes a promotion, and sends the result.
     pub(super) fn promote(&self, queue: &mut dyn Queue, job: &PromoteJob) {
         let outcome = self.try_promote(queue, job);
-        let mut slots = self.promoting.slots.lock();
-        if slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.order)) {
+        let mut slots = self.promotions.slots.lock();
+        if slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.command_id)) {
             slots.remove(&(job.segment, job.slot));
         }
         drop(slots);
         let epoch = job.name.version;
-        let answer = match outcome {
+        let reply = match outcome {
             Ok(()) => {
-                raise(&self.counters.promoted_records, 1);
-                Answer::done(Word::new(epoch, State::Ready))
+                increment(&self.counters.promoted_records, 1);
+                CommandReply::done(Word::new(epoch, State::Ready))
             }
             Err(code) => {
-                debug!(id = %job.name.id, %code, "not brought back into memory");
-                Answer::refused(code, Word::default())
+                debug!(id = %job.name.id, %code, "record not promoted");
+                CommandReply::refused(code, Word::default())
             }
         };
-        self.answer(vec![(job.session, answer.to(job.order))]);
+        self.send_results(vec![(job.session, reply.to(job.command_id))]);
     }
 
     fn try_promote(&self, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
-        raise(&self.counters.loads_requested, 1);
-        let staged = match self.staged.begin(job.name) {
-            Looked::Ready(staged) => {
-                raise(&self.counters.loads_staged, 1);
+        increment(&self.counters.loads_requested, 1);
+        let staged = match self.cache.begin(job.name) {
+            StagingLookup::Ready(staged) => {
+                increment(&self.counters.loads_staged, 1);
                 staged
             }
-            Looked::Mine => self.load(queue, &[job.name]).pop().unwrap_or(Err(ErrorCode::Internal))?,
-            // Another thread is at it: it will be asked for again.
-            Looked::Others => {
-                raise(&self.counters.loads_failed, 1);
+            StagingLookup::Load => self.load(queue, &[job.name]).pop().unwrap_or(Err(ErrorCode::Internal))?,
+            // Another thread loads it: the master sends the command again.
+            StagingLookup::InProgress => {
+                increment(&self.counters.loads_failed, 1);
                 return Err(ErrorCode::Busy);
             }
         };
         self.copy_into_slot(&staged, job)
     }
 
-    /// Whether a promotion was not cancelled, and is of a session that there is.
-    fn is_wanted(&self, slots: &HashMap<(SegmentId, SlotId), Numbered>, job: &PromoteJob) -> bool {
-        slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.order)) && self.is_live(job.session)
+    /// Whether a promotion was not cancelled, and its session is live.
+    fn is_current(&self, slots: &HashMap<(SegmentId, SlotId), CommandId>, job: &PromoteJob) -> bool {
+        slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.command_id))
+            && self.is_live(job.session)
     }
 
-    fn copy_into_slot(&self, staged: &Staged, job: &PromoteJob) -> Result<(), ErrorCode> {
+    fn copy_into_slot(&self, staged: &StagedRecord, job: &PromoteJob) -> Result<(), ErrorCode> {
         let source = staged.pin().ok_or(ErrorCode::Gone)?;
         let heap = self.memory.heap();
         let header = *source.header();
         let key = KeySection::decode(source.key()).map_err(|_| ErrorCode::Corrupt)?;
         let attributes = Attributes::decode(source.attributes()).map_err(|_| ErrorCode::Corrupt)?;
         let (segment, slot, epoch) = (job.segment, job.slot, job.name.version);
-        let record = new_record(&header, key, &attributes);
-        let grant = Grant { slot, epoch, term: job.term, extent: job.extent, record, writer: Writer::Node };
-        self.trial.reached(Point::Loaded);
-        // Under the lock: a kill that comes later finds what was begun here, and one that came before is obeyed. Its
-        // slot, and the extent, may be somebody else's by now.
-        let slots = self.promoting.slots.lock();
-        if !self.is_wanted(&slots, job) && !self.trial.planted(Bug::BegunUnasked) {
+        let record = record_spec(&header, key, &attributes);
+        let grant =
+            Grant { slot, epoch, term: job.term, extent: job.extent, record, writer: PayloadWriter::Node };
+        self.test_hooks.reached(HookPoint::Loaded);
+        // Under the lock: a later Kill finds the record begun here, and an earlier one has cancelled the promotion.
+        // After a cancellation, the slot and the extent may already belong to another record.
+        let slots = self.promotions.slots.lock();
+        if !self.is_current(&slots, job) && !self.test_hooks.mutation.is_enabled(Mutation::BegunUnasked) {
             return Err(ErrorCode::Cancelled);
         }
         heap.begin_copy(segment, &grant).map_err(|error| error.code())?;
-        self.memory.note_copy(segment, slot, epoch, job.extent.units);
+        self.memory.record_copy(segment, slot, epoch, job.extent.units);
         drop(slots);
-        let give_up = |code| {
+        let abandon = |code| {
             let _ = heap.kill(segment, slot, epoch, MonoTime(0));
-            self.memory.note(segment, slot, epoch, State::Dead);
+            self.memory.record_transition(segment, slot, epoch, State::Dead);
             Err(code)
         };
-        let Some(mut claim) = heap.claim(segment, slot, epoch) else { return give_up(ErrorCode::Busy) };
+        let Some(mut claim) = heap.claim(segment, slot, epoch) else { return abandon(ErrorCode::Busy) };
         let whole = Span::new(0, header.stripe_len).expect("a record has an end");
         claim.bytes_mut(whole).copy_from_slice(source.payload());
-        // Verified when they came from disk, and copied just now.
+        // The digests were verified when the record was read from disk, and the bytes are a copy.
         for (page, digest) in
             (0..header.stripe_len.div_ceil(PAGE_BYTES)).zip(source.digests().chunks_exact(8))
         {
-            claim.seal_page_as(page, u64::from_le_bytes(digest.try_into().expect("eight bytes")));
+            claim.set_page_digest(page, u64::from_le_bytes(digest.try_into().expect("eight bytes")));
         }
-        self.trial.reached(Point::Copied);
-        let slots = self.promoting.slots.lock();
-        if !self.is_wanted(&slots, job) && !self.trial.planted(Bug::PromotedUnasked) {
+        self.test_hooks.reached(HookPoint::Copied);
+        let slots = self.promotions.slots.lock();
+        if !self.is_current(&slots, job) && !self.test_hooks.mutation.is_enabled(Mutation::PromotedUnasked) {
             drop(slots);
             drop(claim);
-            return give_up(ErrorCode::Cancelled);
+            return abandon(ErrorCode::Cancelled);
         }
         let published = claim.publish(header.root);
         drop(slots);
         if let Err(error) = published {
-            return give_up(error.code());
+            return abandon(error.code());
         }
-        self.memory.note(segment, slot, epoch, State::Ready);
+        self.memory.record_transition(segment, slot, epoch, State::Ready);
         Ok(())
     }
 }

@@ -1,10 +1,11 @@
-//! The disk tier on a [`SimulatedDisk`], with memory around it, the thread that carries out orders, and a session that
-//! listens. What each record holds follows from its name, so that whatever comes back can be looked at.
+//! The disk tier on a [`SimulatedDisk`], with the node's memory, the command executor, and a log of the events for
+//! sessions. The content of a record follows from its id, so that every record that is read can be verified.
 
 mod faults;
 mod life;
+#[cfg(debug_assertions)] // no mutation can be enabled in a release build
+mod mutations;
 mod order;
-mod planted;
 mod races;
 
 use std::collections::BTreeMap;
@@ -16,11 +17,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use moontide_disk::samples::{fill, id};
-use moontide_disk::{BackendKind, EvictionOrder, RecordName, SimulatedDisk};
-use moontide_heap::{Grant, HugePages, NewRecord, NodePin, Writer};
+use moontide_disk::{BackendKind, EvictionPolicy, RecordId, SimulatedDisk};
+use moontide_heap::{Grant, HugePages, NodePin, PayloadWriter, RecordSpec};
 use moontide_proto::limits::SESSION_RECORDS_MAX;
-use moontide_proto::{OffloadRecord, Order, OrderKind, OrderPhase, OrderResult, Packed, VersionedId};
-use moontide_types::record::{Attributes, DigestContext, Flags, KeySection, RecordLayout, State};
+use moontide_proto::{
+    CommandKind, CommandResult, CommandStatus, NodeCommand, OffloadRecord, Packed, VersionedId,
+};
+use moontide_types::record::{Attributes, DigestContext, KeySection, RecordFlags, RecordLayout, State};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, GroupId, Key, NodeId, ObjectId, SegmentId, SessionId, SlotId,
     Tenant, TenantGeneration, Term,
@@ -29,41 +32,40 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::counters::get;
-use super::planted::{Bug, Point};
+use super::test_hooks::{HookPoint, Mutation};
 use super::{DiskConfig, DiskError, DiskTier};
-use crate::decide::groups::GroupSet;
-use crate::decide::plan::SegmentPlan;
-use crate::lines::Lines;
-use crate::memory::Memory;
-use crate::orders::{Obedience, Work};
-use crate::session::Event;
+use crate::event_router::{EventRouter, NodeEvent};
+use crate::executor::{CommandExecutor, ExecutorTask};
+use crate::logic::groups::GroupSet;
+use crate::logic::segment_plan::SegmentPlan;
+use crate::memory::NodeMemory;
 
 const SEGMENT: SegmentId = SegmentId(0);
 const GENERATION: Generation = Generation(9);
 const SESSION: SessionId = SessionId(5);
 
-/// The end of this one is when everything was heard that was said before.
-const NOBODY: SessionId = SessionId(u64::MAX);
+/// Session of the mark in the log that [`Harness::flush`] waits for.
+const FLUSH_MARK: SessionId = SessionId(u64::MAX);
 
-/// Whatever takes longer hangs. Long, because machines are busy.
-const HANGS: Duration = Duration::from_secs(30);
+/// A step that takes longer hangs. Long, because machines are busy.
+const HANG_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn term() -> Term {
     Term::new(3).unwrap()
 }
 
-/// How a [`World`] is made.
+/// Parameters of a [`Harness`].
 #[derive(Clone, Copy, Debug)]
 struct Setup {
     backend: BackendKind,
     slots: u32,
-    /// Room of each slot, in units of 512 bytes.
+    /// Size of each slot's extent, in units of 512 bytes.
     units: u32,
     staging_bytes: u64,
     limit_bytes: u64,
-    order: EvictionOrder,
+    eviction_policy: EvictionPolicy,
     write_pause: Duration,
-    bug: Option<Bug>,
+    mutation: Option<Mutation>,
 }
 
 impl Default for Setup {
@@ -74,208 +76,207 @@ impl Default for Setup {
             units: 2048,
             staging_bytes: 1 << 20,
             limit_bytes: 64 << 20,
-            order: EvictionOrder::Fifo,
+            eviction_policy: EvictionPolicy::Fifo,
             write_pause: Duration::from_millis(20),
-            bug: None,
+            mutation: None,
         }
     }
 }
 
-/// What the session heard, and what it was about.
+/// An event for a session, or a command.
 #[derive(Clone, Debug, PartialEq)]
-enum Note {
-    /// An order to write a record is about to be given.
-    Ordered(u64, RecordName),
-    Answered(SessionId, OrderResult),
-    There {
+enum LogEntry {
+    /// An Offload command is about to be sent.
+    Commanded(u64, RecordId),
+    Result(SessionId, CommandResult),
+    Present {
         session: SessionId,
-        names: Vec<RecordName>,
+        names: Vec<RecordId>,
         recovered: bool,
     },
-    /// All that was found has been told.
-    End(SessionId),
+    /// The inventory is complete.
+    InventoryEnd(SessionId),
     Gone {
         session: SessionId,
         versions: Vec<(ObjectId, Epoch)>,
     },
 }
 
-/// The session: writes down what it hears.
+/// Log of all events for sessions.
 #[derive(Debug, Default)]
-struct Session {
-    notes: Mutex<Vec<Note>>,
-    news: Condvar,
+struct EventLog {
+    entries: Mutex<Vec<LogEntry>>,
+    changed: Condvar,
 }
 
-impl Session {
-    fn listen(&self, mut events: UnboundedReceiver<Event>) {
+impl EventLog {
+    fn record_all(&self, mut events: UnboundedReceiver<NodeEvent>) {
         while let Some(event) = events.blocking_recv() {
             match event {
-                Event::Results { session, results } => {
-                    let results = results.into_iter().map(|result| Note::Answered(session, result));
-                    self.notes.lock().extend(results);
+                NodeEvent::Results { session, results } => {
+                    let results = results.into_iter().map(|result| LogEntry::Result(session, result));
+                    self.entries.lock().extend(results);
                 }
-                Event::Offloaded { session, notice } => {
+                NodeEvent::Offloaded { session, notice } => {
                     let records =
                         Packed::<OffloadRecord>::decode(&notice.records, SESSION_RECORDS_MAX).unwrap();
                     let named =
-                        |r: OffloadRecord| RecordName { id: r.id, version: r.epoch, stripe: r.stripe_index };
-                    let names: Vec<RecordName> = records.iter().map(named).collect();
-                    let there = Note::There { session, names, recovered: notice.recovered };
-                    self.notes.lock().push(if notice.recovery_end { Note::End(session) } else { there });
+                        |r: OffloadRecord| RecordId { id: r.id, version: r.epoch, stripe: r.stripe_index };
+                    let names: Vec<RecordId> = records.iter().map(named).collect();
+                    let present = LogEntry::Present { session, names, recovered: notice.recovered };
+                    let end = LogEntry::InventoryEnd(session);
+                    self.entries.lock().push(if notice.recovery_end { end } else { present });
                 }
-                Event::DiskEvicted { session, evicted } => {
+                NodeEvent::DiskEvicted { session, evicted } => {
                     let versions =
                         Packed::<VersionedId>::decode(&evicted.versions, SESSION_RECORDS_MAX).unwrap();
                     let versions = versions.iter().map(|version| (version.id, version.epoch)).collect();
-                    self.notes.lock().push(Note::Gone { session, versions });
+                    self.entries.lock().push(LogEntry::Gone { session, versions });
                 }
-                // See `World::heard_all`.
-                Event::Report(SegmentId(u32::MAX)) => self.notes.lock().push(Note::End(NOBODY)),
-                Event::Change(_) | Event::Report(_) => {}
+                // See `Harness::flush`.
+                NodeEvent::Report(SegmentId(u32::MAX)) => {
+                    self.entries.lock().push(LogEntry::InventoryEnd(FLUSH_MARK));
+                }
+                NodeEvent::Change(_) | NodeEvent::Report(_) => {}
             }
-            self.news.notify_all();
+            self.changed.notify_all();
         }
     }
 
-    /// The first thing that `wanted` finds in what was heard; waits for it.
-    fn hear<T>(&self, what: &str, mut wanted: impl FnMut(&Note) -> Option<T>) -> T {
-        let until = Instant::now() + HANGS;
-        let (mut notes, mut seen) = (self.notes.lock(), 0);
+    /// Waits for the first log entry that `select` accepts.
+    fn wait_for<T>(&self, what: &str, mut select: impl FnMut(&LogEntry) -> Option<T>) -> T {
+        let until = Instant::now() + HANG_TIMEOUT;
+        let (mut entries, mut seen) = (self.entries.lock(), 0);
         loop {
-            if let Some(found) = notes[seen..].iter().find_map(&mut wanted) {
+            if let Some(found) = entries[seen..].iter().find_map(&mut select) {
                 return found;
             }
-            seen = notes.len();
-            assert!(!self.news.wait_until(&mut notes, until).timed_out(), "nobody has heard: {what}");
+            seen = entries.len();
+            assert!(!self.changed.wait_until(&mut entries, until).timed_out(), "no event: {what}");
         }
     }
 
-    fn is_told(&self, name: RecordName) -> bool {
-        let told = |note: &Note| matches!(note, Note::There { names, .. } if names.contains(&name));
-        self.notes.lock().iter().any(told)
+    fn has_notice_of(&self, name: RecordId) -> bool {
+        let is_notice =
+            |entry: &LogEntry| matches!(entry, LogEntry::Present { names, .. } if names.contains(&name));
+        self.entries.lock().iter().any(is_notice)
     }
 }
 
-/// A tier and everything around it.
-struct World {
+/// A disk tier with its node components.
+struct Harness {
     setup: Setup,
     disk: SimulatedDisk,
-    memory: Arc<Memory>,
+    memory: Arc<NodeMemory>,
     tier: Arc<DiskTier>,
-    session: Arc<Session>,
-    /// The one that there is now.
+    log: Arc<EventLog>,
+    /// The current session.
     current: Mutex<Option<SessionId>>,
-    work: Sender<Work>,
+    tasks: Sender<ExecutorTask>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    numbers: Arc<Numbers>,
+    shared: Arc<SharedState>,
 }
 
-/// What goes on counting when the node starts anew, and what is known of all records.
+/// State that survives a restart of the node: number generators, and all records.
 #[derive(Debug, Default)]
-struct Numbers {
-    orders: AtomicU64,
+struct SharedState {
+    commands: AtomicU64,
     epochs: AtomicU64,
     /// Length and number of the object.
-    records: Mutex<BTreeMap<RecordName, (u64, u64)>>,
+    records: Mutex<BTreeMap<RecordId, (u64, u64)>>,
 }
 
-impl World {
-    fn new(setup: Setup) -> Arc<World> {
-        World::on(SimulatedDisk::new(1), setup, Arc::default()).unwrap()
+impl Harness {
+    fn new(setup: Setup) -> Arc<Harness> {
+        Harness::on(SimulatedDisk::new(1), setup, Arc::default()).unwrap()
     }
 
-    fn on(disk: SimulatedDisk, setup: Setup, numbers: Arc<Numbers>) -> Result<Arc<World>, DiskError> {
+    fn on(disk: SimulatedDisk, setup: Setup, shared: Arc<SharedState>) -> Result<Arc<Harness>, DiskError> {
         let plan = SegmentPlan { count: 1, units: setup.slots * setup.units, slots: setup.slots };
-        let memory = Memory::create(
-            NodeId(1),
-            GENERATION,
-            plan,
-            HugePages::IfAllowed,
-            Some(setup.staging_bytes),
-            None,
-        )
-        .unwrap();
+        let memory =
+            NodeMemory::create(NodeId(1), GENERATION, plan, HugePages::Auto, Some(setup.staging_bytes), None)
+                .unwrap();
         let memory = Arc::new(memory);
-        memory.side(SEGMENT).unwrap().granted(GroupId(0), term());
+        memory.segment(SEGMENT).unwrap().set_grant(GroupId(0), term());
         let config = DiskConfig {
             backend: setup.backend,
             limit_bytes: Some(setup.limit_bytes),
-            order: setup.order,
-            load_threads: 2,
+            eviction_policy: setup.eviction_policy,
+            read_threads: 2,
             ..DiskConfig::new("simulated")
         };
-        let (events, heard) = unbounded_channel();
-        let events = Lines::one(events);
+        let (sender, events) = unbounded_channel();
+        let router = EventRouter::single(sender);
         let staging = Arc::clone(memory.staging().unwrap());
         let storage = Arc::new(disk.clone());
-        let mut tier = DiskTier::on(storage, config, Arc::clone(&memory), staging, Arc::clone(&events))?;
+        let mut tier = DiskTier::open_on(storage, config, Arc::clone(&memory), staging, Arc::clone(&router))?;
         tier.write_pause = setup.write_pause;
-        tier.trial.plant(setup.bug);
+        tier.test_hooks.mutation.enable(setup.mutation);
         let tier = Arc::new(tier);
         let mut threads = tier.start()?;
-        let session = Arc::new(Session::default());
-        let listener = Arc::clone(&session);
-        std::thread::spawn(move || listener.listen(heard));
-        let (work, orders) = mpsc::channel();
-        let obedience = Obedience::new(Arc::clone(&memory), Some(Arc::clone(&tier)), Arc::default(), events);
-        threads.push(std::thread::spawn(move || obedience.run(&orders)));
+        let log = Arc::new(EventLog::default());
+        let recorder = Arc::clone(&log);
+        std::thread::spawn(move || recorder.record_all(events));
+        let (tasks, receiver) = mpsc::channel();
+        let executor =
+            CommandExecutor::new(Arc::clone(&memory), Some(Arc::clone(&tier)), Arc::default(), router);
+        threads.push(std::thread::spawn(move || executor.run(&receiver)));
         let threads = Mutex::new(threads);
-        let world =
-            World { setup, disk, memory, tier, session, current: Mutex::default(), work, threads, numbers };
-        world.begin_session(SESSION);
-        Ok(Arc::new(world))
+        let harness =
+            Harness { setup, disk, memory, tier, log, current: Mutex::default(), tasks, threads, shared };
+        harness.begin_session(SESSION);
+        Ok(Arc::new(harness))
     }
 
     fn begin_session(&self, session: SessionId) {
         let ends = self.current.lock().replace(session);
-        self.work.send(Work::Session { begins: Some(session), ends }).unwrap();
+        self.tasks.send(ExecutorTask::Session { begins: Some(session), ends }).unwrap();
         ends.into_iter().for_each(|ends| self.tier.end_session(ends));
-        self.tier.announce_telling(session);
-        self.tier.begin_telling(session, GroupSet::all(NonZeroU16::MIN));
+        self.tier.announce_inventory(session);
+        self.tier.start_inventory(session, GroupSet::all(NonZeroU16::MIN));
     }
 
-    /// Ends all threads; none of them has died.
+    /// Stops all threads; none of them has panicked.
     fn end(&self) {
-        self.tier.trial.unhook();
-        self.work.send(Work::Stop).unwrap();
+        self.tier.test_hooks.unhook();
+        self.tasks.send(ExecutorTask::Stop).unwrap();
         self.tier.stop();
         for thread in self.threads.lock().drain(..) {
             let name = format!("{:?}", thread.thread().name());
-            assert!(thread.join().is_ok(), "{name} has died");
+            assert!(thread.join().is_ok(), "{name} has panicked");
         }
     }
 
-    /// The power goes, and everything starts anew.
-    fn crash(&self) -> Arc<World> {
+    /// Crashes and restarts the node.
+    fn crash(&self) -> Arc<Harness> {
         self.disk.crash_after(0);
         self.end();
         self.disk.restart();
-        World::on(self.disk.clone(), self.setup, Arc::clone(&self.numbers)).unwrap()
+        Harness::on(self.disk.clone(), self.setup, Arc::clone(&self.shared)).unwrap()
     }
 
-    /// Names of the records that a new session is told of.
-    fn told_anew(&self, session: SessionId) -> Vec<RecordName> {
+    /// Starts a session and returns its inventory.
+    fn inventory(&self, session: SessionId) -> Vec<RecordId> {
         self.begin_session(session);
-        self.session.hear("the end", |note| (*note == Note::End(session)).then_some(()));
-        let notes = self.session.notes.lock();
-        let of_it = notes.iter().filter_map(|note| match note {
-            Note::There { session: of, names, .. } if *of == session => Some(names.clone()),
+        self.log.wait_for("inventory end", |entry| (*entry == LogEntry::InventoryEnd(session)).then_some(()));
+        let entries = self.log.entries.lock();
+        let of_session = entries.iter().filter_map(|entry| match entry {
+            LogEntry::Present { session: of, names, .. } if *of == session => Some(names.clone()),
             _ => None,
         });
-        of_it.flatten().collect()
+        of_session.flatten().collect()
     }
 
     /// Puts a new version of an object into a slot.
-    fn put(&self, slot: SlotId, number: u64, len: u64) -> RecordName {
-        let epoch = Epoch::new(term(), self.numbers.epochs.fetch_add(1, Ordering::SeqCst) + 1).unwrap();
-        let name = RecordName { id: id(number), version: epoch, stripe: 0 };
+    fn put(&self, slot: SlotId, number: u64, len: u64) -> RecordId {
+        let epoch = Epoch::new(term(), self.shared.epochs.fetch_add(1, Ordering::SeqCst) + 1).unwrap();
+        let name = RecordId { id: id(number), version: epoch, stripe: 0 };
         let text = format!("key-{number}");
         let key = KeySection { tenant: Tenant::DEFAULT, key: Key::new(text.as_bytes()).unwrap() };
         let units = layout(&key, len).units();
-        let record = NewRecord {
+        let record = RecordSpec {
             id: name.id,
-            flags: Flags::NONE,
+            flags: RecordFlags::NONE,
             object_len: len,
             stripe_index: 0,
             stripe_count: 1,
@@ -287,107 +288,116 @@ impl World {
             tenant_generation: TenantGeneration(0),
         };
         let extent = Extent { start: slot.0 * self.setup.units, units };
-        let grant = Grant { slot, epoch, term: term(), extent, record, writer: Writer::Node };
+        let grant = Grant { slot, epoch, term: term(), extent, record, writer: PayloadWriter::Node };
         let heap = self.memory.heap();
         heap.begin(SEGMENT, &grant).unwrap();
-        self.memory.note_begun(SEGMENT, slot, epoch, units);
+        self.memory.record_begun(SEGMENT, slot, epoch, units);
         let mut claim = heap.claim(SEGMENT, slot, epoch).unwrap();
         let root = claim.fill(&payload(number, epoch, len));
         claim.publish(root).unwrap();
-        self.memory.note(SEGMENT, slot, epoch, State::Ready);
-        self.numbers.records.lock().insert(name, (len, number));
+        self.memory.record_transition(SEGMENT, slot, epoch, State::Ready);
+        self.shared.records.lock().insert(name, (len, number));
         name
     }
 
-    fn order(&self, kind: OrderKind, name: RecordName, slot: SlotId) -> u64 {
-        let order = self.numbers.orders.fetch_add(1, Ordering::SeqCst) + 1;
-        self.give(Order { slot, ..self.blank(order, kind, name) });
-        order
+    fn command(&self, kind: CommandKind, name: RecordId, slot: SlotId) -> u64 {
+        let id = self.next_command_id();
+        self.send(NodeCommand { slot, ..self.template(id, kind, name) });
+        id
     }
 
-    fn blank(&self, order: u64, kind: OrderKind, name: RecordName) -> Order {
-        Order { generation: GENERATION, epoch: name.version, id: name.id, ..Order::new(order, kind, term()) }
+    fn next_command_id(&self) -> u64 {
+        self.shared.commands.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    fn give(&self, order: Order) {
-        let session = self.current.lock().expect("one has begun");
-        self.work.send(Work::Orders { session, orders: vec![order] }).unwrap();
+    fn template(&self, id: u64, kind: CommandKind, name: RecordId) -> NodeCommand {
+        NodeCommand {
+            generation: GENERATION,
+            epoch: name.version,
+            id: name.id,
+            ..NodeCommand::new(id, kind, term())
+        }
     }
 
-    fn offload(&self, name: RecordName, slot: SlotId) -> u64 {
-        let order = self.numbers.orders.fetch_add(1, Ordering::SeqCst) + 1;
-        self.session.notes.lock().push(Note::Ordered(order, name));
-        self.give(Order { slot, ..self.blank(order, OrderKind::Offload, name) });
-        order
+    fn send(&self, command: NodeCommand) {
+        let session = self.current.lock().expect("a session has begun");
+        self.tasks.send(ExecutorTask::Commands { session, commands: vec![command] }).unwrap();
     }
 
-    fn remove(&self, name: RecordName) -> u64 {
-        self.order(OrderKind::DropDisk, name, SlotId(0))
+    fn offload(&self, name: RecordId, slot: SlotId) -> u64 {
+        let id = self.next_command_id();
+        self.log.entries.lock().push(LogEntry::Commanded(id, name));
+        self.send(NodeCommand { slot, ..self.template(id, CommandKind::Offload, name) });
+        id
     }
 
-    fn promote(&self, name: RecordName, slot: SlotId) -> u64 {
-        let (len, number) = self.numbers.records.lock()[&name];
+    fn remove(&self, name: RecordId) -> u64 {
+        self.command(CommandKind::DropFromDisk, name, SlotId(0))
+    }
+
+    fn promote(&self, name: RecordId, slot: SlotId) -> u64 {
+        let (len, number) = self.shared.records.lock()[&name];
         let text = format!("key-{number}");
         let key = KeySection { tenant: Tenant::DEFAULT, key: Key::new(text.as_bytes()).unwrap() };
         let extent = Extent { start: slot.0 * self.setup.units, units: layout(&key, len).units() };
-        let order = self.numbers.orders.fetch_add(1, Ordering::SeqCst) + 1;
-        self.give(Order { slot, extent, ..self.blank(order, OrderKind::Promote, name) });
-        order
+        let id = self.next_command_id();
+        self.send(NodeCommand { slot, extent, ..self.template(id, CommandKind::Promote, name) });
+        id
     }
 
-    /// The last answer to an order; for a kill, the first.
-    fn answer(&self, order: u64) -> OrderResult {
-        self.session.hear(&format!("an answer to {order}"), |note| match note {
-            Note::Answered(_, result) if result.order == order => Some(*result),
+    /// Waits for the first result of a command.
+    fn first_result(&self, id: u64) -> CommandResult {
+        self.log.wait_for(&format!("result of command {id}"), |entry| match entry {
+            LogEntry::Result(_, result) if result.command_id == id => Some(*result),
             _ => None,
         })
     }
 
-    /// Waits until the session has heard everything that was said so far.
-    fn heard_all(&self) {
-        let ends = |notes: &[Note]| notes.iter().filter(|note| **note == Note::End(NOBODY)).count();
-        let before = ends(&self.session.notes.lock());
-        assert!(self.tier.events.send(Event::Report(SegmentId(u32::MAX))));
+    /// Waits until the log contains all events sent so far.
+    fn flush(&self) {
+        let is_mark = |entry: &LogEntry| *entry == LogEntry::InventoryEnd(FLUSH_MARK);
+        let before = self.log.entries.lock().iter().filter(|entry| is_mark(entry)).count();
+        assert!(self.tier.events.send(NodeEvent::Report(SegmentId(u32::MAX))));
         let mut count = 0;
-        self.session.hear("the end", |note| {
-            count += usize::from(*note == Note::End(NOBODY));
+        self.log.wait_for("flush mark", |entry| {
+            count += usize::from(is_mark(entry));
             (count > before).then_some(())
         });
     }
 
-    /// Whether an order was carried out, or why not.
-    fn outcome(&self, order: u64) -> Result<(), ErrorCode> {
-        let is_last = |result: &OrderResult| result.phase != OrderPhase::Accepted;
-        let result = self.session.hear(&format!("the last answer to {order}"), |note| match note {
-            Note::Answered(_, result) if result.order == order && is_last(result) => Some(*result),
+    /// Waits for the final result of a command.
+    fn outcome(&self, id: u64) -> Result<(), ErrorCode> {
+        let is_final = |result: &CommandResult| result.status != CommandStatus::Accepted;
+        let result = self.log.wait_for(&format!("final result of command {id}"), |entry| match entry {
+            LogEntry::Result(_, result) if result.command_id == id && is_final(result) => Some(*result),
             _ => None,
         });
         result.code.map_or(Ok(()), Err)
     }
 
-    /// Puts a record and has it written.
-    fn store(&self, slot: SlotId, number: u64, len: u64) -> RecordName {
+    /// Puts a record and offloads it.
+    fn store(&self, slot: SlotId, number: u64, len: u64) -> RecordId {
         let name = self.put(slot, number, len);
         assert_eq!(self.outcome(self.offload(name, slot)), Ok(()), "{name:?}");
-        assert!(self.session.is_told(name), "told before it is answered");
+        assert!(self.log.has_notice_of(name), "the notice precedes the result");
         name
     }
 
-    fn stage(&self, name: RecordName) -> Result<NodePin<'_>, ErrorCode> {
-        self.tier.stage(&[name], Instant::now() + HANGS).pop().unwrap()
+    fn stage(&self, name: RecordId) -> Result<NodePin<'_>, ErrorCode> {
+        self.tier.stage(&[name], Instant::now() + HANG_TIMEOUT).pop().unwrap()
     }
 
-    /// Stages a record and looks at every byte of it.
-    fn fetch(&self, name: RecordName) -> Result<(), ErrorCode> {
+    /// Stages a record and verifies its bytes.
+    fn fetch(&self, name: RecordId) -> Result<(), ErrorCode> {
         let pin = self.stage(name)?;
         self.check(name, &pin);
         Ok(())
     }
 
-    /// Whether the bytes are those that were put.
-    fn check(&self, name: RecordName, pin: &NodePin<'_>) {
-        let (len, number) = *self.numbers.records.lock().get(&name).expect("nobody put it");
-        assert_eq!(RecordName::of(pin.header()), name);
+    /// Verifies that the bytes are those that were put.
+    fn check(&self, name: RecordId, pin: &NodePin<'_>) {
+        let (len, number) = *self.shared.records.lock().get(&name).expect("the record was put");
+        assert_eq!(RecordId::of(pin.header()), name);
         assert!(pin.payload() == payload(number, name.version, len), "{name:?}: wrong bytes");
         let context = DigestContext { id: name.id, version: name.version, stripe: 0, len };
         let mut digests = vec![];
@@ -399,35 +409,38 @@ impl World {
         get(of(&self.tier.counters))
     }
 
-    /// Every load that was asked for became one thing, and one only.
+    /// Every requested load has exactly one outcome.
     fn check_sum(&self) {
-        let until = Instant::now() + HANGS;
+        let until = Instant::now() + HANG_TIMEOUT;
         loop {
             let counters = &self.tier.counters;
-            let parts = [
+            let outcomes = [
                 &counters.loads_staged,
                 &counters.loads_read,
                 &counters.loads_missed,
                 &counters.loads_failed,
             ];
-            let (requested, sum) = (get(&counters.loads_requested), parts.map(get).iter().sum::<u64>());
+            let (requested, sum) = (get(&counters.loads_requested), outcomes.map(get).iter().sum::<u64>());
             if requested == sum {
                 return;
             }
-            // One whose caller went away may still be on its way.
-            assert!(sum < requested && Instant::now() < until, "{requested} requested, and {parts:?}");
+            // A load whose caller timed out may still be in progress.
+            assert!(
+                sum < requested && Instant::now() < until,
+                "{requested} requested, outcomes {outcomes:?}"
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Waits until nothing is to be written any more, and nothing is held back.
+    /// Waits until a pause of writes is over.
     fn wait_for_pause(&self) {
         std::thread::sleep(self.setup.write_pause + Duration::from_millis(2));
     }
 }
 
 fn layout(key: &KeySection<'_>, len: u64) -> RecordLayout {
-    RecordLayout::new(len, key.encoded_len() as u32, 0, Flags::NONE).unwrap()
+    RecordLayout::new(len, key.encoded_len() as u32, 0, RecordFlags::NONE).unwrap()
 }
 
 fn payload(number: u64, version: Epoch, len: u64) -> Vec<u8> {

@@ -1,67 +1,67 @@
-//! The calls of a session, made and read: everything about the wire that needs no decision.
+//! Calls of a session: requests and responses on the wire, without decisions.
 
 use std::num::NonZeroU16;
 use std::time::Duration;
 
-use moontide_heap::Medium;
-use moontide_proto::convert::{MountSegmentsResponse, OpenSessionResponse, SegmentGrant, Wire};
+use moontide_heap::PayloadMemory;
+use moontide_proto::convert::{MountResult, MountSegmentsResponse, OpenSessionResponse, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{ProtocolVersions, v1};
-use moontide_types::bounds::REQUEST_BYTES_MAX;
+use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, Generation, GroupId, SegmentId, SessionId, Term};
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
-use super::{CALL_MAX, Facts};
-use crate::memory::Side;
+use super::{CALL_TIMEOUT, NodeDescriptor};
+use crate::memory::NodeSegment;
 
 pub(crate) type Client = MasterNodesClient<Channel>;
 
-/// Under this name a status carries the stable number of an [`ErrorCode`].
+/// Metadata key of a status with the stable number of an [`ErrorCode`].
 const CODE_METADATA: &str = "moontide-code";
 
-/// A report chunk of half a megabyte is under way while the one before it is applied.
+/// Stream window: a report chunk of half a megabyte is in flight while the previous one is applied.
 const WINDOW_BYTES: u32 = 4 << 20;
 
-/// Why the master was not reached, or does not want this node.
+/// Failure to reach a master, or its refusal of this node.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Failure {
+pub(crate) enum MasterError {
     #[error(
-        "cannot connect to {master}: {}; is the master running there, and is it its gRPC address?",
+        "cannot connect to {master}: {}; check that a master runs there, and that it is its gRPC address",
         chain(source)
     )]
     Connect { master: String, source: tonic::transport::Error },
-    #[error("the master says: {}", .0.message())]
+    #[error("master error: {}", .0.message())]
     Status(Box<Status>),
-    #[error("the master refuses to {what}: {code}; {}", code.hint())]
+    #[error("master refused to {what}: {code}; {}", code.hint())]
     Refused { what: &'static str, code: ErrorCode },
-    #[error("the master's message makes no sense: {0}; run the same release on both sides")]
+    #[error("invalid message from the master: {0}; run the same release on node and master")]
     Message(moontide_proto::convert::ConvertError),
-    #[error("the master's message is of another session")]
+    #[error("message from the master is of another session")]
     OtherSession,
     #[error(
-        "the master belongs to another cluster ({found:016x}, not {expected:016x}): what is stored here cannot be found by its \
-         keys; restart this node to begin anew, or give the master its data_dir back"
+        "the master belongs to another cluster ({found:016x}, not {expected:016x}), where records of this node \
+         cannot be found by their keys; restart this node to start empty, or restore the master's data_dir"
     )]
     OtherCluster { expected: u64, found: u64 },
-    #[error("the master does not answer in time")]
-    Slow,
-    #[error("the master acknowledges no heartbeats")]
-    Silent,
+    #[error("timeout of a call to the master")]
+    Timeout,
+    #[error("the master does not acknowledge heartbeats")]
+    NoHeartbeatAck,
     #[error("the master ended the stream")]
     Ended,
     #[error("the master hosts no group any more")]
     NotMaster,
 }
 
-impl From<Status> for Failure {
-    fn from(status: Status) -> Failure {
-        Failure::Status(Box::new(status))
+impl From<Status> for MasterError {
+    fn from(status: Status) -> MasterError {
+        MasterError::Status(Box::new(status))
     }
 }
 
-/// An error with its causes, of which the last says most.
+/// Formats an error with its causes; the last one is the most specific.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -72,61 +72,65 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The stable code of a status, if it carries one.
+/// Returns the stable code of a status, if it carries one.
 pub(crate) fn code_of(status: &Status) -> Option<ErrorCode> {
     let number = status.metadata().get(CODE_METADATA)?.to_str().ok()?;
     ErrorCode::try_from(number.parse::<u32>().ok()?).ok()
 }
 
-async fn connect(master: &str) -> Result<Channel, Failure> {
-    let failed = |source| Failure::Connect { master: master.to_owned(), source };
+async fn connect(master: &str) -> Result<Channel, MasterError> {
+    let failed = |source| MasterError::Connect { master: master.to_owned(), source };
     let endpoint = Endpoint::from_shared(format!("http://{master}")).map_err(failed)?;
     endpoint
         .tcp_nodelay(true)
-        .connect_timeout(CALL_MAX)
+        .connect_timeout(CALL_TIMEOUT)
         .initial_stream_window_size(WINDOW_BYTES)
         .connect()
         .await
         .map_err(failed)
 }
 
-/// What a node must know of the cluster.
+/// Parameters of the cluster that a node needs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Cluster {
+pub(crate) struct ClusterParams {
     pub(crate) number: u64,
     pub(crate) groups: NonZeroU16,
 }
 
-/// Asks the master about its cluster.
-pub(crate) async fn learn_cluster(master: &str, caller: u64) -> Result<Cluster, Failure> {
+/// Fetches the cluster parameters from a master.
+pub(crate) async fn learn_cluster(master: &str, caller: u64) -> Result<ClusterParams, MasterError> {
     cluster_of(connect(master).await?, caller).await
 }
 
-async fn cluster_of(channel: Channel, caller: u64) -> Result<Cluster, Failure> {
+async fn cluster_of(channel: Channel, caller: u64) -> Result<ClusterParams, MasterError> {
     let request = v1::GetClusterInfoRequest { context: context(caller, None) };
-    let answer = MasterClient::new(channel).get_cluster_info(request).await?.into_inner();
-    accepted("tell about the cluster", answer.context.as_ref())?;
-    let groups = u16::try_from(answer.groups).ok().and_then(NonZeroU16::new);
-    let what = "tell about the cluster";
-    let groups = groups.ok_or(Failure::Refused { what, code: ErrorCode::Internal })?;
-    Ok(Cluster { number: answer.cluster, groups })
+    let response = MasterClient::new(channel).get_cluster_info(request).await?.into_inner();
+    let what = "return the cluster parameters";
+    accepted(what, response.context.as_ref())?;
+    let groups = u16::try_from(response.groups).ok().and_then(NonZeroU16::new);
+    let groups = groups.ok_or(MasterError::Refused { what, code: ErrorCode::Internal })?;
+    Ok(ClusterParams { number: response.cluster, groups })
 }
 
-/// Which master hosts which group, as the master at this address sees it.
-pub(super) async fn group_map(master: &str, caller: u64) -> Result<v1::GroupMap, Failure> {
+/// Fetches the group map of the master at this address.
+pub(super) async fn group_map(master: &str, caller: u64) -> Result<v1::GroupMap, MasterError> {
     let channel = connect(master).await?;
     let request = v1::GetGroupMapRequest { context: context(caller, None) };
-    let answer = MasterClient::new(channel).get_group_map(request).await?.into_inner();
-    accepted("tell who hosts what", answer.context.as_ref())?;
-    answer.map.ok_or(Failure::Refused { what: "tell who hosts what", code: ErrorCode::Internal })
+    let response = MasterClient::new(channel).get_group_map(request).await?.into_inner();
+    let what = "return the group map";
+    accepted(what, response.context.as_ref())?;
+    response.map.ok_or(MasterError::Refused { what, code: ErrorCode::Internal })
 }
 
-/// Connects, and makes sure that it is still the same cluster.
-pub(crate) async fn reach(master: &str, facts: &Facts) -> Result<Client, Failure> {
+/// Connects, and verifies that it is still the same cluster.
+pub(crate) async fn connect_and_verify(
+    master: &str,
+    descriptor: &NodeDescriptor,
+) -> Result<Client, MasterError> {
     let channel = connect(master).await?;
-    let found = cluster_of(channel.clone(), facts.boot).await?.number;
-    if found != facts.cluster {
-        return Err(Failure::OtherCluster { expected: facts.cluster, found });
+    let found = cluster_of(channel.clone(), descriptor.boot).await?.number;
+    if found != descriptor.cluster {
+        return Err(MasterError::OtherCluster { expected: descriptor.cluster, found });
     }
     let max = REQUEST_BYTES_MAX;
     Ok(MasterNodesClient::new(channel).max_decoding_message_size(max).max_encoding_message_size(max))
@@ -136,68 +140,72 @@ fn context(caller: u64, session: Option<SessionId>) -> Option<v1::RequestContext
     Some(v1::RequestContext {
         caller,
         session: session.map_or(0, |session| session.0),
-        deadline_ms: CALL_MAX.as_millis() as u32,
+        timeout_ms: CALL_TIMEOUT.as_millis() as u32,
         ..Default::default()
     })
 }
 
-fn accepted(what: &'static str, context: Option<&v1::ResponseContext>) -> Result<(), Failure> {
+fn accepted(what: &'static str, context: Option<&v1::ResponseContext>) -> Result<(), MasterError> {
     let code = context.map_or(ErrorCode::Internal as u32, |context| context.code);
     match code {
         0 => Ok(()),
         code => {
-            Err(Failure::Refused { what, code: ErrorCode::try_from(code).unwrap_or(ErrorCode::Internal) })
+            Err(MasterError::Refused { what, code: ErrorCode::try_from(code).unwrap_or(ErrorCode::Internal) })
         }
     }
 }
 
-pub(super) fn open_session(facts: &Facts, highest_term: Term) -> v1::OpenSessionRequest {
+pub(super) fn open_session(descriptor: &NodeDescriptor, highest_term: Term) -> v1::OpenSessionRequest {
     let versions = ProtocolVersions::CURRENT;
     v1::OpenSessionRequest {
-        context: context(facts.boot, None),
-        node: facts.node.0,
-        boot: facts.boot,
-        addresses: facts.addresses.clone(),
-        topology: Some(facts.topology.clone()),
+        context: context(descriptor.boot, None),
+        node: descriptor.node.0,
+        boot_id: descriptor.boot,
+        addresses: descriptor.addresses.clone(),
+        topology: Some(descriptor.topology.clone()),
         protocol_min: versions.min.into(),
         protocol_max: versions.max.into(),
         highest_term: highest_term.get(),
     }
 }
 
-/// A session.
+/// An opened session.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedSession {
     pub(super) session: SessionId,
     pub(super) ttl: Duration,
     pub(super) term: Term,
     pub(super) groups: u32,
 }
 
-pub(super) fn opened(answer: v1::OpenSessionResponse) -> Result<Opened, Failure> {
-    accepted("open a session", answer.context.as_ref())?;
-    let answer = OpenSessionResponse::from_wire(&answer).map_err(Failure::Message)?;
+pub(super) fn opened(response: v1::OpenSessionResponse) -> Result<OpenedSession, MasterError> {
+    accepted("open a session", response.context.as_ref())?;
+    let response = OpenSessionResponse::from_wire(&response).map_err(MasterError::Message)?;
     let grant =
-        answer.body().ok_or(Failure::Refused { what: "open a session", code: ErrorCode::Internal })?;
-    Ok(Opened {
+        response.body().ok_or(MasterError::Refused { what: "open a session", code: ErrorCode::Internal })?;
+    Ok(OpenedSession {
         session: grant.session,
         ttl: Duration::from_millis(grant.ttl_ms.into()),
-        term: answer.context().term,
+        term: response.context().term,
         groups: grant.groups.into(),
     })
 }
 
-/// A segment as it is offered. `away`: how long ago a master of its group last knew of everything, and its
-/// term, if one ever did.
-pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<(Duration, Term)>) -> v1::SegmentSpec {
-    let shape = side.segment().shape();
-    let grant = side.grant();
+/// Returns the description of a segment for a mount. `last_synced`: time since a master of its group was last synced,
+/// and its term; `None` if none ever was.
+pub(super) fn spec(
+    node_segment: &NodeSegment,
+    group: Option<GroupId>,
+    last_synced: Option<(Duration, Term)>,
+) -> v1::SegmentSpec {
+    let shape = node_segment.segment().shape();
+    let grant = node_segment.grant();
     v1::SegmentSpec {
         segment: shape.segment.0,
         generation: shape.generation.0,
         medium: match shape.medium {
-            Medium::Host => v1::Medium::Memory,
-            Medium::Device => v1::Medium::Device,
+            PayloadMemory::Host => v1::Medium::Memory,
+            PayloadMemory::Device => v1::Medium::Device,
         }
         .into(),
         units: shape.units,
@@ -205,66 +213,66 @@ pub(super) fn spec(side: &Side, group: Option<GroupId>, away: Option<(Duration, 
         numa: 0,
         group: group.map(|group| group.0.into()),
         term: grant.map_or(0, |(_, term)| term.get()),
-        occupied: side.is_occupied(),
+        has_records: node_segment.is_occupied(),
         tenant: String::new(),
-        away_ms: away.map_or(0, |(away, _)| away.as_millis() as u64),
-        known_term: away.map_or(0, |(_, term)| term.get()),
+        synced_ago_ms: last_synced.map_or(0, |(ago, _)| ago.as_millis() as u64),
+        synced_term: last_synced.map_or(0, |(_, term)| term.get()),
     }
 }
 
-/// The node's disk as it is offered.
+/// Returns the description of the node's disk for a mount.
 pub(super) fn disk_spec(generation: Generation, occupied: bool) -> v1::SegmentSpec {
     v1::SegmentSpec {
         segment: SegmentId::DISK.0,
         generation: generation.0,
         medium: v1::Medium::Disk.into(),
-        // Its size is told with every heartbeat; none is given out by units.
+        // Every heartbeat reports the size; masters allocate no units of it.
         units: 1,
         slots: 1,
-        occupied,
+        has_records: occupied,
         ..Default::default()
     }
 }
 
 pub(super) fn mount_segments(
-    facts: &Facts,
+    descriptor: &NodeDescriptor,
     session: SessionId,
     segments: Vec<v1::SegmentSpec>,
 ) -> v1::MountSegmentsRequest {
-    v1::MountSegmentsRequest { context: context(facts.boot, Some(session)), segments }
+    v1::MountSegmentsRequest { context: context(descriptor.boot, Some(session)), segments }
 }
 
-/// The grants, one per segment; each says for itself whether it is one.
+/// Returns the results of a mount, one per segment; each has its own error code.
 pub(super) fn mounted(
-    answer: v1::MountSegmentsResponse,
+    response: v1::MountSegmentsResponse,
     expected: usize,
-) -> Result<Vec<SegmentGrant>, Failure> {
+) -> Result<Vec<MountResult>, MasterError> {
     let what = "mount the segments";
-    accepted(what, answer.context.as_ref())?;
-    let answer = MountSegmentsResponse::from_wire(&answer).map_err(Failure::Message)?;
-    let grants = answer.body().map_or(&[][..], |body| &body.grants);
+    accepted(what, response.context.as_ref())?;
+    let response = MountSegmentsResponse::from_wire(&response).map_err(MasterError::Message)?;
+    let grants = response.body().map_or(&[][..], |body| &body.results);
     if grants.len() != expected {
-        return Err(Failure::Refused { what, code: ErrorCode::Internal });
+        return Err(MasterError::Refused { what, code: ErrorCode::Internal });
     }
     Ok(grants.to_vec())
 }
 
 pub(super) fn unmount_segments(
-    facts: &Facts,
+    descriptor: &NodeDescriptor,
     session: SessionId,
     segments: Vec<u32>,
 ) -> v1::UnmountSegmentsRequest {
-    v1::UnmountSegmentsRequest { context: context(facts.boot, Some(session)), segments }
+    v1::UnmountSegmentsRequest { context: context(descriptor.boot, Some(session)), segments }
 }
 
-pub(super) fn segment_status(side: &Side) -> v1::SegmentStatus {
-    let (shape, usage) = (side.segment().shape(), side.usage());
-    let state = if side.is_closed() { v1::SegmentState::Draining } else { v1::SegmentState::Serving };
+pub(super) fn segment_status(node_segment: &NodeSegment) -> v1::SegmentStatus {
+    let (shape, usage) = (node_segment.segment().shape(), node_segment.usage());
+    let state = if node_segment.is_closed() { v1::SegmentState::Draining } else { v1::SegmentState::Serving };
     v1::SegmentStatus {
         segment: shape.segment.0,
         generation: shape.generation.0,
         state: state.into(),
-        // Each is at most the segment's size, which is a u32.
+        // Each value is at most the segment's size, which is a u32.
         live_units: usage.live_units as u32,
         writing_units: usage.writing_units as u32,
         draining_units: usage.draining_units as u32,
@@ -273,7 +281,7 @@ pub(super) fn segment_status(side: &Side) -> v1::SegmentStatus {
     }
 }
 
-/// Reads since a session began.
+/// Returns the reads since `before`.
 pub(super) fn since(now: v1::ReadCounters, before: &v1::ReadCounters) -> v1::ReadCounters {
     v1::ReadCounters {
         local_memory: now.local_memory.saturating_sub(before.local_memory),

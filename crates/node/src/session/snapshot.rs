@@ -1,23 +1,29 @@
-//! The snapshot of a segment, as its report begins: every record that is not FREE, in one pass under the segment's lock.
+//! Snapshot of a segment at the start of its report: every record that is not FREE, in one pass under the segment's
+//! lock.
 
-use moontide_heap::Killed;
+use moontide_heap::KillOutcome;
 use moontide_proto::v1;
 use moontide_types::record::State;
 use moontide_types::{MonoTime, SegmentId};
 
-use crate::decide::orders::Name;
-use crate::decide::report::{Of, ReportBuilder, Reported, Snapshot, record_of};
-use crate::memory::Memory;
+use crate::logic::commands::SlotVersion;
+use crate::logic::report::{ReportBuilder, ReportedRecord, SegmentTerm, Snapshot, record_of};
+use crate::memory::NodeMemory;
 
-/// The snapshot, its records numbered from `first` on, and what was killed because nobody can say what it is.
-pub(super) fn take(memory: &Memory, segment: SegmentId, first: u64) -> Option<(Snapshot, Vec<Name>)> {
-    let side = memory.side(segment)?;
-    let shape = side.segment().shape();
-    let (_, term) = side.grant()?;
-    let of = Of { segment, generation: shape.generation, term };
+/// Returns the snapshot, its records numbered from `first` on, and the records that were killed because their key is
+/// unreadable.
+pub(super) fn take(
+    memory: &NodeMemory,
+    segment: SegmentId,
+    first: u64,
+) -> Option<(Snapshot, Vec<SlotVersion>)> {
+    let node_segment = memory.segment(segment)?;
+    let shape = node_segment.segment().shape();
+    let (_, term) = node_segment.grant()?;
+    let of = SegmentTerm { segment, generation: shape.generation, term };
     let mut builder = ReportBuilder::new(of, v1::ReportKind::Snapshot, first);
     let (mut writing, mut unreadable) = (Vec::new(), Vec::new());
-    side.segment().for_each_record(|slot, header, trailer| {
+    node_segment.segment().for_each_record(|slot, header, trailer| {
         let Some(trailer) = trailer else {
             return unreadable.push((segment, slot, header.word.epoch()));
         };
@@ -26,12 +32,12 @@ pub(super) fn take(memory: &Memory, segment: SegmentId, first: u64) -> Option<(S
         builder.push(record, tenant, key, trailer.attributes);
         if header.word.state() == State::Writing {
             let attributes = trailer.attributes.into();
-            writing.push(Reported { record, tenant: tenant.into(), key: key.into(), attributes });
+            writing.push(ReportedRecord { record, tenant: tenant.into(), key: key.into(), attributes });
         }
     });
-    // Those that are dead already drain as they are.
+    // Records that are already dead are draining anyway.
     unreadable.retain(|&(segment, slot, epoch)| {
-        memory.heap().kill(segment, slot, epoch, MonoTime(0)) == Killed::Dying
+        memory.heap().kill(segment, slot, epoch, MonoTime(0)) == KillOutcome::Killed
     });
     let (chunks, records) = builder.finish();
     Some((Snapshot { of, chunks, records, writing }, unreadable))

@@ -1,4 +1,4 @@
-//! What the tests of a running node share: a real master, a node, and a writer and reader who go the whole way.
+//! Shared by the tests of a running node: a real master, a node, and a client that puts and gets over the wire.
 
 // Each test binary uses its own part of this.
 #![allow(dead_code, unreachable_pub)]
@@ -17,24 +17,25 @@ use moontide_proto::{
     Codes, CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, OpFlags, PackedBuilder,
     PackedKeysBuilder, PutEndEntry, PutEntry, v1,
 };
+use moontide_rt::SplitMix64;
 use moontide_transfer::shm::{ShmConfig, ShmEngine, address};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, Target, call, run};
-use moontide_types::bounds::{BATCH_KEYS_MAX, PAGE_BYTES, REPLICAS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, PAGE_BYTES, REPLICAS_MAX};
 use moontide_types::record::DigestContext;
 use moontide_types::{ErrorCode, IdKey, Key, ObjectId, Tenant, TenantGeneration};
 use prost::Message;
 
 pub const GROUPS: u16 = 4;
 
-/// What a test waits for at most.
-pub const SOON: Duration = Duration::from_secs(20);
+/// Maximum time that a test waits for a condition.
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-pub fn soon() -> Instant {
-    Instant::now() + SOON
+pub fn deadline() -> Instant {
+    Instant::now() + TIMEOUT
 }
 
-/// All doors on free ports, few groups, no waiting for an earlier time.
+/// Listens on free ports, with few groups and without a delay before reallocation.
 pub fn master_config() -> MasterConfig {
     let free = "127.0.0.1:0".parse().unwrap();
     MasterConfig {
@@ -42,7 +43,7 @@ pub fn master_config() -> MasterConfig {
         frame_listen: free,
         admin_listen: free,
         groups: GROUPS,
-        reallocate_wait_ms: 0,
+        reallocation_delay_ms: 0,
         ..MasterConfig::default()
     }
 }
@@ -51,18 +52,18 @@ pub fn master() -> Server {
     Server::start(master_config()).unwrap()
 }
 
-/// A name that no other test of this host uses.
+/// Returns a name that no other test on this host uses.
 fn unique() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Three addresses that stay free while nobody uses them: below the ports that the kernel draws for others.
-pub fn lasting_addresses() -> [SocketAddr; 3] {
+/// Returns three addresses that remain free while unused: below the ephemeral ports of the kernel.
+pub fn stable_addresses() -> [SocketAddr; 3] {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let first = std::process::id() * 60;
     std::array::from_fn(|_| {
-        let end = soon();
+        let end = deadline();
         loop {
             let port = 15_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 15_000;
             let address = SocketAddr::from(([127, 0, 0, 1], port as u16)); // < 30,000
@@ -74,18 +75,18 @@ pub fn lasting_addresses() -> [SocketAddr; 3] {
     })
 }
 
-/// A folder that goes with the test.
-pub struct Folder(pub PathBuf);
+/// A directory that is removed with the test.
+pub struct TempDir(pub PathBuf);
 
-impl Folder {
-    pub fn new() -> Folder {
+impl TempDir {
+    pub fn new() -> TempDir {
         let path = std::env::temp_dir().join(format!("moontide-node-test-{}", unique()));
         std::fs::create_dir_all(&path).unwrap();
-        Folder(path)
+        TempDir(path)
     }
 }
 
-impl Drop for Folder {
+impl Drop for TempDir {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -95,8 +96,8 @@ pub fn node_config(master: SocketAddr) -> NodeConfig {
     NodeConfig {
         master: master.to_string(),
         memory_bytes: 64 << 20,
-        slot_bytes: 16 << 10,
-        door: Some(std::env::temp_dir().join(format!("moontide-node-test-{}.sock", unique()))),
+        bytes_per_slot: 16 << 10,
+        shm_socket: Some(std::env::temp_dir().join(format!("moontide-node-test-{}.sock", unique()))),
         ..NodeConfig::default()
     }
 }
@@ -107,22 +108,22 @@ pub fn node(master: &Server) -> Node {
 
 pub fn peer(node: &Node) -> Peer {
     let tcp = node.addresses().tcp.iter().map(|address| (EngineKind::Tcp, address.to_string()));
-    let door = node.addresses().door.iter().map(|door| (EngineKind::Shm, address(door).unwrap()));
-    Peer { node: node.id(), addresses: tcp.chain(door).collect() }
+    let shm = node.addresses().shm_socket.iter().map(|socket| (EngineKind::Shm, address(socket).unwrap()));
+    Peer { node: node.id(), addresses: tcp.chain(shm).collect() }
 }
 
 pub fn tcp(node: &Node) -> Arc<dyn Link> {
-    TcpEngine::new(TcpConfig::default(), Metrics::new()).connect(&peer(node), soon()).unwrap()
+    TcpEngine::new(TcpConfig::default(), Metrics::new()).connect(&peer(node), deadline()).unwrap()
 }
 
 pub fn shm(node: &Node) -> Arc<dyn Link> {
-    // SAFETY: node and client are this test, which keeps to the protocol.
+    // SAFETY: node and client are this test, which follows the protocol.
     let engine = unsafe { ShmEngine::new(ShmConfig::default(), Metrics::new()) };
-    engine.connect(&peer(node), soon()).unwrap()
+    engine.connect(&peer(node), deadline()).unwrap()
 }
 
 pub fn context() -> Option<v1::RequestContext> {
-    Some(v1::RequestContext { deadline_ms: 5_000, caller: 77, ..Default::default() })
+    Some(v1::RequestContext { timeout_ms: 5_000, caller: 77, ..Default::default() })
 }
 
 pub fn keys(names: &[&str]) -> bytes::Bytes {
@@ -131,17 +132,10 @@ pub fn keys(names: &[&str]) -> bytes::Bytes {
     packed.finish().into()
 }
 
-/// Bytes that follow from a number.
+/// Returns pseudo-random bytes for a seed.
 pub fn content(seed: u64, len: usize) -> Vec<u8> {
-    let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        word ^= word << 13;
-        word ^= word >> 7;
-        word ^= word << 17;
-        bytes.extend_from_slice(&word.to_le_bytes());
-    }
-    bytes.truncate(len);
+    let mut bytes = vec![0; len];
+    SplitMix64::new(seed).fill(&mut bytes);
     bytes
 }
 
@@ -174,7 +168,7 @@ pub fn target(object: &ObjectEntry, id: ObjectId, handle: &Handle) -> Target {
     }
 }
 
-/// What a client does at a master, without one.
+/// Calls of a client to a master, without the client crate.
 pub struct Client<'a> {
     pub master: &'a Server,
     pub runtime: tokio::runtime::Runtime,
@@ -196,7 +190,7 @@ impl<'a> Client<'a> {
         self.put_start_in(context(), name, len)
     }
 
-    /// As somebody else, who does not get a reservation that another has.
+    /// Starts a put as another caller, which cannot take over a reservation.
     pub fn put_start_as_other(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
         let other = context().map(|context| v1::RequestContext { caller: 78, ..context });
         self.put_start_in(other, name, len)
@@ -217,12 +211,12 @@ impl<'a> Client<'a> {
             objects: objects.finish().into(),
             attributes: Default::default(),
         };
-        let answer = self.master.service().put_start(&request);
-        let answer = PutStartResponse::from_wire(&answer).unwrap();
-        if let Some(code) = answer.context().code {
+        let response = self.master.service().put_start(&request);
+        let response = PutStartResponse::from_wire(&response).unwrap();
+        if let Some(code) = response.context().code {
             return Err(code);
         }
-        let (object, handles) = answer.body().unwrap().list.iter().next().unwrap();
+        let (object, handles) = response.body().unwrap().list.iter().next().unwrap();
         match object.code {
             Some(code) => Err(code),
             None => {
@@ -232,9 +226,9 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// A put that may have to wait for a segment.
+    /// Starts a put; retries while no segment is available.
     pub fn put_start_soon(&self, name: &str, len: u64) -> Reserved {
-        let end = soon();
+        let end = deadline();
         loop {
             match self.put_start(name, len) {
                 Ok(reserved) => return reserved,
@@ -253,7 +247,7 @@ impl<'a> Client<'a> {
             root,
             outcomes: [None; REPLICAS_MAX],
             replica_count: reserved.object.replica_count,
-            form: 0,
+            format: 0,
             stripe_count: 1,
         };
         let mut entries = PackedBuilder::with_capacity(1);
@@ -264,9 +258,9 @@ impl<'a> Client<'a> {
     }
 
     pub fn exists(&self, name: &str) -> bool {
-        let answer =
+        let response =
             self.master.service().exist(&v1::ExistRequest { context: context(), keys: keys(&[name]) });
-        answer.present.first().is_some_and(|byte| byte & 1 == 1)
+        response.present.first().is_some_and(|byte| byte & 1 == 1)
     }
 
     pub fn lookup(&self, name: &str) -> Result<Reserved, ErrorCode> {
@@ -276,9 +270,9 @@ impl<'a> Client<'a> {
             lease_ms: 0,
             attributes: false,
         };
-        let answer = self.master.service().get_replica_list(&request);
-        let answer = GetReplicaListResponse::from_wire(&answer).unwrap();
-        let (object, handles) = answer.body().unwrap().list.iter().next().unwrap();
+        let response = self.master.service().get_replica_list(&request);
+        let response = GetReplicaListResponse::from_wire(&response).unwrap();
+        let (object, handles) = response.body().unwrap().list.iter().next().unwrap();
         match object.code {
             Some(code) => Err(code),
             None => Ok(Reserved {
@@ -295,7 +289,7 @@ impl<'a> Client<'a> {
         one_code(&self.runtime.block_on(self.master.service().remove(&request)))
     }
 
-    /// The whole way of a put.
+    /// Puts an object with all steps.
     pub fn put(&self, link: &dyn Link, name: &str, bytes: &[u8]) -> Reserved {
         let reserved = self.put_start_soon(name, bytes.len() as u64);
         assert_eq!(begin(link, &reserved), None, "{name}");
@@ -305,7 +299,7 @@ impl<'a> Client<'a> {
         reserved
     }
 
-    /// The whole way of a get.
+    /// Gets an object with all steps, and verifies its digests.
     pub fn get(&self, link: &dyn Link, name: &str) -> Result<Vec<u8>, ErrorCode> {
         let found = self.lookup(name)?;
         let mut bytes = vec![0; found.object.object_len as usize];
@@ -313,16 +307,16 @@ impl<'a> Client<'a> {
         let context = digest_context(&found);
         let op = Op::get(found.target(), 0, &mut bytes).digested(context, &mut digests).unwrap();
         let mut ops = [op];
-        run(link, &mut ops, soon()).unwrap();
+        run(link, &mut ops, deadline()).unwrap();
         ops[0].outcome().unwrap()?;
         assert_eq!(context.root_of(digests), found.handles[0].stripe_root, "{name}");
         Ok(bytes)
     }
 }
 
-pub fn one_code(answer: &v1::OutcomesResponse) -> Option<ErrorCode> {
-    assert_eq!(answer.context.as_ref().unwrap().code, 0);
-    Codes::decode(&answer.codes, BATCH_KEYS_MAX).unwrap().iter().next().unwrap()
+pub fn one_code(response: &v1::OutcomesResponse) -> Option<ErrorCode> {
+    assert_eq!(response.context.as_ref().unwrap().code, 0);
+    Codes::decode(&response.codes, BATCH_KEYS_MAX).unwrap().iter().next().unwrap()
 }
 
 pub fn digest_context(reserved: &Reserved) -> DigestContext {
@@ -353,7 +347,7 @@ pub fn begin_body(reserved: &Reserved) -> Vec<u8> {
     .encode_to_vec()
 }
 
-/// A put that may fail anywhere, and says whether it did.
+/// Puts an object. Fails with the error of the first step that fails.
 pub fn try_put(client: &Client<'_>, link: &dyn Link, name: &str, bytes: &[u8]) -> Result<(), ErrorCode> {
     let fail = |code: Option<ErrorCode>| code.map_or(Ok(()), Err);
     let reserved = client.put_start(name, bytes.len() as u64)?;
@@ -361,7 +355,7 @@ pub fn try_put(client: &Client<'_>, link: &dyn Link, name: &str, bytes: &[u8]) -
     let mut digests = vec![0; bytes.len().div_ceil(PAGE_BYTES as usize)];
     let context = digest_context(&reserved);
     let mut ops = [Op::put(reserved.target(), 0, bytes).digested(context, &mut digests).unwrap()];
-    run(link, &mut ops, soon()).unwrap();
+    run(link, &mut ops, deadline()).unwrap();
     ops[0].outcome().unwrap()?;
     let root = context.root_of(digests);
     fail(commit(link, &reserved, root, CommitFlags::NONE))?;
@@ -369,15 +363,15 @@ pub fn try_put(client: &Client<'_>, link: &dyn Link, name: &str, bytes: &[u8]) -
 }
 
 pub fn begin(link: &dyn Link, reserved: &Reserved) -> Option<ErrorCode> {
-    outcome(&call(link, FrameKind::Begin, begin_body(reserved), soon()).unwrap())
+    outcome(&call(link, FrameKind::Begin, begin_body(reserved), deadline()).unwrap())
 }
 
-/// Writes the payload; its root.
+/// Writes the payload and returns its root.
 pub fn write(link: &dyn Link, reserved: &Reserved, bytes: &[u8]) -> u64 {
     let mut digests = vec![0; bytes.len().div_ceil(PAGE_BYTES as usize)];
     let context = digest_context(reserved);
     let mut ops = [Op::put(reserved.target(), 0, bytes).digested(context, &mut digests).unwrap()];
-    run(link, &mut ops, soon()).unwrap();
+    run(link, &mut ops, deadline()).unwrap();
     assert_eq!(ops[0].outcome(), Some(Ok(())));
     context.root_of(digests)
 }
@@ -398,26 +392,26 @@ pub fn commit(link: &dyn Link, reserved: &Reserved, root: u64, flags: CommitFlag
     let mut entries = Vec::new();
     entry.encode(&mut entries);
     let body = v1::CommitRequest { entries: entries.into() }.encode_to_vec();
-    outcome(&call(link, FrameKind::Commit, body, soon()).unwrap())
+    outcome(&call(link, FrameKind::Commit, body, deadline()).unwrap())
 }
 
-/// Waits until `what` holds.
+/// Waits until `holds` returns true; `what` describes the condition.
 pub fn eventually(what: &str, holds: impl Fn() -> bool) {
-    let end = soon();
+    let end = deadline();
     while !holds() {
-        assert!(Instant::now() < end, "{what} does not become true");
+        assert!(Instant::now() < end, "timeout: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Status and body of a page.
+/// Returns status and body of an admin endpoint.
 pub fn http(address: SocketAddr, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect(address).unwrap();
-    socket.set_read_timeout(Some(SOON)).unwrap();
+    socket.set_read_timeout(Some(TIMEOUT)).unwrap();
     write!(socket, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    socket.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let mut response = String::new();
+    socket.read_to_string(&mut response).unwrap();
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
     (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
 }
 
@@ -427,25 +421,25 @@ pub fn json(node: &Node, path: &str) -> serde_json::Value {
     serde_json::from_str(&body).unwrap()
 }
 
-/// A number of the metrics page.
+/// Returns the value of a metric.
 pub fn metric(node: &Node, name: &str) -> u64 {
     let (_, page) = http(node.addresses().admin.unwrap(), "/metrics");
     let line = page.lines().find_map(|line| line.strip_prefix(&format!("moontide_node_{name} ")));
     line.unwrap_or_else(|| panic!("no {name} in {page}")).parse().unwrap()
 }
 
-/// Free, and all, bytes of the node.
+/// Returns the free bytes and the capacity of the node.
 pub fn free_bytes(node: &Node) -> (u64, u64) {
-    (metric(node, "memory_free_bytes"), metric(node, "memory_all_bytes"))
+    (metric(node, "memory_free_bytes"), metric(node, "memory_capacity_bytes"))
 }
 
-/// Logs of a test that fails.
-pub fn logs() {
+/// Enables logs, which are shown if a test fails.
+pub fn init_logs() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
 }
 
-/// Stands between a node and its master, and can be cut.
+/// Proxy between a node and its master that can be interrupted.
 pub struct Proxy {
     pub address: SocketAddr,
     shared: Arc<ProxyShared>,
@@ -465,13 +459,13 @@ impl Proxy {
         let accepting = Arc::clone(&shared);
         // Ends with the test's process.
         std::thread::spawn(move || {
-            for near in listener.incoming() {
-                let Ok(near) = near else { return };
+            for local in listener.incoming() {
+                let Ok(local) = local else { return };
                 if !accepting.open.load(Ordering::SeqCst) {
                     continue;
                 }
-                let Ok(far) = TcpStream::connect(accepting.to) else { continue };
-                for (from, to) in [(&near, &far), (&far, &near)] {
+                let Ok(remote) = TcpStream::connect(accepting.to) else { continue };
+                for (from, to) in [(&local, &remote), (&remote, &local)] {
                     let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
                     from.set_nodelay(true).unwrap();
                     std::thread::spawn(move || {
@@ -479,24 +473,24 @@ impl Proxy {
                         let _ = to.shutdown(std::net::Shutdown::Both);
                     });
                 }
-                accepting.sockets.lock().unwrap().extend([near, far]);
+                accepting.sockets.lock().unwrap().extend([local, remote]);
             }
         });
         Proxy { address, shared }
     }
 
-    /// Cuts all connections; new ones go through.
-    pub fn cut(&self) {
+    /// Closes all connections; new ones are accepted.
+    pub fn disconnect(&self) {
         for socket in self.shared.sockets.lock().unwrap().drain(..) {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
     }
 
-    /// Lets nothing through, or everything again.
+    /// Refuses, or accepts, connections.
     pub fn set_open(&self, open: bool) {
         self.shared.open.store(open, Ordering::SeqCst);
         if !open {
-            self.cut();
+            self.disconnect();
         }
     }
 }

@@ -1,14 +1,14 @@
-//! Counting before decoding: [`decode`] refuses a message with too many elements before it allocates for them.
+//! Count before decoding: [`decode`] rejects a message with too many elements before it allocates memory for them.
 //!
 //! An empty element takes two bytes on the wire and up to 130 in memory, so 16 MiB could become more than a
-//! gigabyte. One pass over the tags counts the elements of every repeated field against the bound that
-//! `from_wire` applies later. The pass touches tags and lengths only, allocates nothing, and skips packed
-//! arrays in one step.
+//! gigabyte. One pass over the tags counts the elements of every repeated field and applies the limit that
+//! `from_wire` applies later. The pass reads tags and lengths only, does not allocate, and skips packed arrays in one
+//! step.
 //!
-//! Both doors use it: a frame's body goes through [`decode`], gRPC through
-//! [`BoundedCodec`](crate::BoundedCodec), which the generated services name as their codec.
+//! Both protocols use it: the frame protocol calls [`decode`], gRPC uses [`BoundedCodec`](crate::BoundedCodec), the
+//! codec of the generated services.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, GROUPS_MAX, REPLICAS_MAX, REQUEST_BYTES_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, GROUPS_MAX, REPLICAS_MAX, REQUEST_BYTES_MAX};
 use prost::Message;
 use prost::bytes::{Buf, Bytes};
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
@@ -16,23 +16,23 @@ use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_f
 use super::check::at_most;
 use super::{ConvertError, Wire};
 use crate::limits::{
-    ADDRESSES_MAX, ATTACH_REGIONS_MAX, BEQUEST_SEGMENTS_MAX, CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, NODES_MAX,
-    SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX,
+    ADDRESSES_MAX, ATTACH_REGIONS_MAX, CONFIGS_MAX, HANDLES_PER_RESPONSE_MAX, HANDOFF_SEGMENTS_MAX,
+    NODES_MAX, SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX,
 };
 use crate::v1;
 
-/// A message whose elements are counted before it is decoded.
+/// Message whose elements are counted before decoding.
 pub trait Bounded: Message + Default {
-    /// Its repeated fields, and the messages in it that have some.
+    /// Repeated fields, and message fields that contain repeated fields.
     const REPEATED: &'static [Repeated];
 }
 
-/// A field that stands more than once, or that contains one.
+/// A repeated field, or a message field that contains repeated fields.
 #[derive(Clone, Copy, Debug)]
 pub struct Repeated {
     tag: u32,
     field: &'static str,
-    /// How often it may stand. 1 for a single message: protobuf would merge several, elements and all.
+    /// Maximum number of occurrences. 1 for a single message: protobuf would merge several, with all their elements.
     max: usize,
     element: Element,
 }
@@ -45,29 +45,29 @@ enum Element {
     Fixed64,
 }
 
-/// Decodes a message, after its elements have been counted.
+/// Counts the elements of a message, then decodes it.
 pub fn decode<M: Bounded>(bytes: Bytes) -> Result<M, ConvertError> {
     check_counts::<M>(&bytes)?;
     M::decode(bytes).map_err(|_| ConvertError::Malformed)
 }
 
-/// Encodes a message, unless it would exceed [`REQUEST_BYTES_MAX`]: then the caller sends a smaller batch.
+/// Encodes a message. Fails if it exceeds [`REQUEST_BYTES_MAX`]: then the caller sends a smaller batch.
 pub fn encode<'a, T: Wire<'a>>(plain: &T) -> Result<Vec<u8>, ConvertError> {
     let message = plain.to_wire();
     at_most("message", message.encoded_len(), REQUEST_BYTES_MAX)?;
     Ok(message.encode_to_vec())
 }
 
-/// Counts the elements of an encoded message against their bounds. Allocates nothing.
+/// Checks the number of elements of an encoded message. Does not allocate.
 pub fn check_counts<M: Bounded>(bytes: &[u8]) -> Result<(), ConvertError> {
     at_most("message", bytes.len(), REQUEST_BYTES_MAX)?;
     check_fields(bytes, M::REPEATED)
 }
 
-/// Most fields of one message that are counted; a table is as short as its message.
+/// Maximum length of a `REPEATED` table.
 const FIELDS_MAX: usize = 8;
 
-/// Recursion is as deep as the tables, which are constants.
+/// Checks the counts of one message. The recursion is as deep as the tables, which are constants.
 fn check_fields(mut rest: &[u8], fields: &[Repeated]) -> Result<(), ConvertError> {
     if fields.is_empty() {
         return Ok(());
@@ -102,7 +102,7 @@ fn check_fields(mut rest: &[u8], fields: &[Repeated]) -> Result<(), ConvertError
     Ok(())
 }
 
-/// Length and bytes.
+/// Reads a length and the bytes after it.
 fn delimited<'a>(rest: &mut &'a [u8]) -> Result<&'a [u8], ConvertError> {
     let len = decode_varint(rest).map_err(|_| ConvertError::Malformed)?;
     let len = usize::try_from(len).map_err(|_| ConvertError::Malformed)?;
@@ -123,7 +123,7 @@ const fn one(tag: u32, field: &'static str, fields: &'static [Repeated]) -> Repe
 /// Messages without repeated fields of their own.
 const PLAIN: Element = Element::Message(&[]);
 
-/// Every answer starts with a context, which may bring a map.
+/// Context of every response; it may contain a group map.
 const CONTEXT: Repeated = one(1, "context", v1::ResponseContext::REPEATED);
 
 macro_rules! bounded {
@@ -160,11 +160,11 @@ bounded! {
     ];
     PutStartRequest: [many(3, "configs", CONFIGS_MAX, Element::Message(v1::PutConfig::REPEATED))];
     PutStartResponse: [CONTEXT, many(4, "expires_unix_ms", BATCH_KEYS_MAX, Element::Varint)];
-    PutEndRequest: [many(3, "stripe_roots", HANDLES_PER_ANSWER_MAX, Element::Fixed64)];
+    PutEndRequest: [many(3, "stripe_roots", HANDLES_PER_RESPONSE_MAX, Element::Fixed64)];
     PutRevokeRequest: [];
-    Bequest: [
+    HandoffGroupRequest: [
         one(7, "replicas", v1::GetReplicaListResponse::REPEATED),
-        many(9, "segments", BEQUEST_SEGMENTS_MAX, PLAIN)
+        many(9, "segments", HANDOFF_SEGMENTS_MAX, PLAIN)
     ];
     KnownSegment: [];
     RemoveRequest: [];
@@ -183,15 +183,15 @@ bounded! {
     StartJobResponse: [CONTEXT];
     GetJobRequest: [];
     GetJobResponse: [CONTEXT];
-    Page: [];
+    Pagination: [];
     ListKeysRequest: [];
     ListKeysResponse: [CONTEXT];
     QueryKeysRequest: [];
     QueryKeysResponse: [CONTEXT, many(3, "details", BATCH_KEYS_MAX, PLAIN)];
-    GetDeparturesRequest: [many(2, "cursors", GROUPS_MAX as usize, PLAIN)];
-    DepartureCursor: [];
-    GetDeparturesResponse: [CONTEXT, many(2, "groups", GROUPS_MAX as usize, PLAIN)];
-    GroupDepartures: [];
+    PollInvalidationsRequest: [many(2, "cursors", GROUPS_MAX as usize, PLAIN)];
+    InvalidationCursor: [];
+    PollInvalidationsResponse: [CONTEXT, many(2, "groups", GROUPS_MAX as usize, PLAIN)];
+    GroupInvalidations: [];
     GetGroupMapRequest: [];
     GetGroupMapResponse: [CONTEXT, one(2, "map", v1::GroupMap::REPEATED)];
     GetClusterInfoRequest: [];
@@ -213,7 +213,7 @@ bounded! {
     OpenSessionResponse: [CONTEXT];
     SegmentSpec: [];
     MountSegmentsRequest: [many(2, "segments", BATCH_KEYS_MAX, PLAIN)];
-    MountSegmentsResponse: [CONTEXT, many(2, "grants", BATCH_KEYS_MAX, PLAIN)];
+    MountSegmentsResponse: [CONTEXT, many(2, "results", BATCH_KEYS_MAX, PLAIN)];
     UnmountSegmentsRequest: [many(2, "segments", BATCH_KEYS_MAX, Element::Varint)];
 
     SegmentStatus: [];

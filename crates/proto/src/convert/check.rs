@@ -1,6 +1,6 @@
-//! The checks that conversions are made of. Each names the field it judged.
+//! Checks of single fields. Each error names its field.
 
-use moontide_types::bounds::{GROUPS_MAX, SEGMENTS_PER_NODE_MAX};
+use moontide_types::limits::{GROUPS_MAX, SEGMENTS_PER_NODE_MAX};
 use moontide_types::{ErrorCode, GroupId, SegmentId, Term};
 use prost::bytes::Bytes;
 
@@ -10,29 +10,29 @@ use crate::packed::{Codes, Packed, PackedBytes, PackedError, PackedKeys};
 
 type Result<T> = std::result::Result<T, ConvertError>;
 
-/// What must be there.
+/// Fails if the field is missing.
 pub(super) fn required<'a, T>(field: &'static str, value: &'a Option<T>) -> Result<&'a T> {
     value.as_ref().ok_or(ConvertError::Missing { field })
 }
 
-/// `found ≤ max`.
+/// Checks `found ≤ max`.
 pub(super) fn at_most(field: &'static str, found: impl TryInto<u64>, max: impl TryInto<u64>) -> Result<()> {
     let (found, max) = (number(found), number(max));
     if found <= max { Ok(()) } else { Err(ConvertError::TooLarge { field, found, max }) }
 }
 
-/// `found ≥ min`.
+/// Checks `found ≥ min`.
 pub(super) fn at_least(field: &'static str, found: impl TryInto<u64>, min: impl TryInto<u64>) -> Result<()> {
     let (found, min) = (number(found), number(min));
     if found >= min { Ok(()) } else { Err(ConvertError::TooSmall { field, found, min }) }
 }
 
-/// Lengths and counts fit in 64 bits on every machine we run on.
+/// Converts a length or count. They fit in 64 bits on every supported platform.
 fn number(value: impl TryInto<u64>) -> u64 {
     value.try_into().unwrap_or(u64::MAX)
 }
 
-/// A number that stands in a narrower field of ours.
+/// Converts a number to a narrower type. Fails if it exceeds `max`.
 pub(super) fn narrow<T: Copy + TryFrom<u32> + Into<u64>>(
     field: &'static str,
     found: u32,
@@ -42,17 +42,17 @@ pub(super) fn narrow<T: Copy + TryFrom<u32> + Into<u64>>(
     T::try_from(found).map_err(|_| ConvertError::TooLarge { field, found: found.into(), max: max.into() })
 }
 
-/// As many as there should be.
+/// Checks the number of elements.
 pub(super) fn count(field: &'static str, found: usize, expected: usize) -> Result<()> {
     if found == expected { Ok(()) } else { Err(ConvertError::Count { field, found, expected }) }
 }
 
-/// A relation between fields.
+/// Checks a relation between fields.
 pub(super) fn rule(field: &'static str, holds: bool, rule: &'static str) -> Result<()> {
     if holds { Ok(()) } else { Err(ConvertError::Relation { field, rule }) }
 }
 
-/// A text or byte string within its lengths.
+/// Checks the length of a text or byte string.
 pub(super) fn length<T: AsRef<[u8]> + ?Sized>(
     field: &'static str,
     value: &T,
@@ -63,7 +63,7 @@ pub(super) fn length<T: AsRef<[u8]> + ?Sized>(
     at_most(field, value.as_ref().len(), max)
 }
 
-/// A value of an enum that this release knows.
+/// Fails if an enum value is unknown to this release.
 pub(super) fn known<T>(field: &'static str, found: i32, value: Option<T>) -> Result<T> {
     value.ok_or(ConvertError::Unknown { field, found: found.into() })
 }
@@ -72,7 +72,7 @@ pub(super) fn term(number: u32) -> Result<Term> {
     Ok(Term::new(number)?)
 }
 
-/// 0 is success.
+/// Converts an error code; 0 is success.
 pub(super) fn code(number: u32) -> Result<Option<ErrorCode>> {
     if number == 0 { Ok(None) } else { Ok(Some(ErrorCode::try_from(number)?)) }
 }
@@ -90,7 +90,7 @@ pub(super) fn segment(field: &'static str, number: u32) -> Result<SegmentId> {
     Ok(SegmentId(number))
 }
 
-/// How many groups a cluster has.
+/// Checks the number of groups of a cluster.
 pub(super) fn groups(field: &'static str, number: u32) -> Result<u16> {
     at_least(field, number, 1u32)?;
     narrow(field, number, GROUPS_MAX)

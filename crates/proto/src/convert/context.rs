@@ -1,44 +1,42 @@
-//! What stands in every request and every answer.
+//! Contexts of requests and responses, and the group map.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, GROUPS_MAX};
+use moontide_types::limits::GROUPS_MAX;
 use moontide_types::{ErrorCode, GroupId, MapVersion, SessionId, Tenant, TenantGeneration, Term};
 
-use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{self, at_least, at_most, copied, length, required, rule};
 use super::{ConvertError, Wire};
 use crate::hello::Token;
-use crate::limits::{ADDRESS_BYTES_MAX, DEADLINE_MS_MAX, RETRY_AFTER_MS_MAX, TOKEN_BYTES_MAX};
-use crate::packed::Codes;
+use crate::limits::{ADDRESS_BYTES_MAX, RETRY_AFTER_MS_MAX, TIMEOUT_MS_MAX, TOKEN_BYTES_MAX};
 use crate::v1;
 
-/// The calling process, by a number it drew at random when it started. Not a
-/// [`ClientId`](moontide_types::ClientId), which a node gives to a process on its own host.
+/// Random number of a calling process, chosen at its start. Not a [`ClientId`](moontide_types::ClientId), which a
+/// node assigns to a process of its own host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CallerId(pub u64);
 
-/// Who asks, and what the caller believes.
+/// Context of a request: identity of the caller, and its view of the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestContext<'a> {
-    /// Whose keys are meant.
+    /// Tenant of the keys.
     pub tenant: Tenant<'a>,
-    /// The group of all keys, if there is one such.
+    /// Group of all keys, if they belong to one group.
     pub group: Option<GroupId>,
-    /// The caller's group map.
+    /// Version of the caller's group map.
     pub map_version: MapVersion,
-    /// The term that the caller believes this master has; zero if it does not know.
+    /// Term of this master according to the caller; zero if unknown.
     pub term: Term,
-    /// The calling process.
+    /// Calling process.
     pub caller: CallerId,
-    /// The calling node's session.
+    /// Session of the calling node.
     pub session: Option<SessionId>,
-    /// How long the caller waits.
-    pub deadline_ms: u32,
-    /// Proof of who it is.
+    /// Timeout of the call in milliseconds.
+    pub timeout_ms: u32,
+    /// Authentication token.
     pub token: Token,
 }
 
 impl<'a> RequestContext<'a> {
-    /// The context of a request, which must have one.
+    /// Converts the context of a request. Fails if it is missing.
     pub(super) fn of(context: &'a Option<v1::RequestContext>) -> Result<RequestContext<'a>, ConvertError> {
         RequestContext::from_wire(required("context", context)?)
     }
@@ -48,8 +46,8 @@ impl<'a> Wire<'a> for RequestContext<'a> {
     type Message = v1::RequestContext;
 
     fn from_wire(m: &'a v1::RequestContext) -> Result<Self, ConvertError> {
-        at_least("context.deadline_ms", m.deadline_ms, 1u32)?;
-        at_most("context.deadline_ms", m.deadline_ms, DEADLINE_MS_MAX)?;
+        at_least("context.timeout_ms", m.timeout_ms, 1u32)?;
+        at_most("context.timeout_ms", m.timeout_ms, TIMEOUT_MS_MAX)?;
         let max = TOKEN_BYTES_MAX as u64;
         let too_long = ConvertError::TooLarge { field: "context.token", found: m.token.len() as u64, max };
         Ok(RequestContext {
@@ -59,7 +57,7 @@ impl<'a> Wire<'a> for RequestContext<'a> {
             term: check::term(m.term)?,
             caller: CallerId(m.caller),
             session: (m.session != 0).then_some(SessionId(m.session)),
-            deadline_ms: m.deadline_ms,
+            timeout_ms: m.timeout_ms,
             token: Token::new(&m.token).ok_or(too_long)?,
         })
     }
@@ -72,31 +70,31 @@ impl<'a> Wire<'a> for RequestContext<'a> {
             term: self.term.get(),
             caller: self.caller.0,
             session: self.session.map_or(0, |s| s.0),
-            deadline_ms: self.deadline_ms,
+            timeout_ms: self.timeout_ms,
             token: copied(self.token.as_bytes()),
         }
     }
 }
 
-/// Who answers, and what it knows.
+/// Context of a response: view of the master, and the error code of the call.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResponseContext<'a> {
-    /// The master's group map.
+    /// Version of the master's group map.
     pub map_version: MapVersion,
-    /// The master's term.
+    /// Term of the master.
     pub term: Term,
-    /// Why the whole call failed.
+    /// Error code if the whole call failed.
     pub code: Option<ErrorCode>,
-    /// When another attempt makes sense.
+    /// Delay in milliseconds before a retry makes sense.
     pub retry_after_ms: u32,
-    /// Generation of the request's tenant.
+    /// Generation of the tenant of the request.
     pub tenant_generation: TenantGeneration,
-    /// The newer map, if the caller's is too old.
+    /// Current map, if the caller's is outdated.
     pub newer_map: Option<GroupMap<'a>>,
 }
 
 impl<'a> ResponseContext<'a> {
-    /// The context of an answer, which must have one.
+    /// Converts the context of a response. Fails if it is missing.
     pub(super) fn of(context: &'a Option<v1::ResponseContext>) -> Result<ResponseContext<'a>, ConvertError> {
         ResponseContext::from_wire(required("context", context)?)
     }
@@ -129,31 +127,31 @@ impl<'a> Wire<'a> for ResponseContext<'a> {
     }
 }
 
-/// Which master hosts which group. No group has two masters; some may have none at the moment.
+/// Group map: which master hosts which group. No group has two masters; a group may have none at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupMap<'a> {
-    /// Rises with every change.
+    /// Version; increases with every change.
     pub version: MapVersion,
-    /// Groups of the cluster.
+    /// Number of groups of the cluster.
     pub groups: u16,
-    /// The masters.
+    /// Masters with their groups.
     pub masters: Vec<MasterEntry<'a>>,
-    /// There is one master, and never another.
-    pub alone: bool,
+    /// Single-master cluster: use the address from which the map was fetched.
+    pub single_master: bool,
 }
 
 /// One master and its groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MasterEntry<'a> {
-    /// Where it serves gRPC.
+    /// Address of the gRPC server.
     pub grpc_address: &'a str,
-    /// Where it serves the framed protocol; empty if it does not.
+    /// Address of the frame server; empty if there is none.
     pub frame_address: &'a str,
-    /// Its number.
+    /// Id of this master: a term that no other master had.
     pub term: Term,
-    /// The groups it hosts.
+    /// Groups that it hosts.
     pub groups: Vec<GroupId>,
-    /// The term of each of them.
+    /// Term of each of these groups.
     pub terms: Vec<Term>,
 }
 
@@ -172,9 +170,9 @@ impl<'a> Wire<'a> for GroupMap<'a> {
             let mut own = Vec::with_capacity(master.groups.len());
             for &group in &master.groups {
                 let group = check::group("map.masters.groups", group)?;
-                let place = hosted.get_mut(usize::from(group.0));
-                let free = place.is_some_and(|hosted| !std::mem::replace(hosted, true));
-                rule("map.masters.groups", free, "every group is one of the cluster's and has one master")?;
+                let entry = hosted.get_mut(usize::from(group.0));
+                let unclaimed = entry.is_some_and(|hosted| !std::mem::replace(hosted, true));
+                rule("map.masters.groups", unclaimed, "every group exists and has at most one master")?;
                 own.push(group);
             }
             check::count("map.masters.terms", master.terms.len(), own.len())?;
@@ -187,7 +185,7 @@ impl<'a> Wire<'a> for GroupMap<'a> {
                 terms,
             });
         }
-        Ok(GroupMap { version: MapVersion(m.version), groups, masters, alone: m.alone })
+        Ok(GroupMap { version: MapVersion(m.version), groups, masters, single_master: m.single_master })
     }
 
     fn to_wire(&self) -> v1::GroupMap {
@@ -202,29 +200,7 @@ impl<'a> Wire<'a> for GroupMap<'a> {
             version: self.version.0,
             groups: self.groups.into(),
             masters: self.masters.iter().map(master).collect(),
-            alone: self.alone,
+            single_master: self.single_master,
         }
-    }
-}
-
-/// The answer of a call that has nothing to say but an outcome per entry.
-pub type OutcomesResponse<'a> = Answer<'a, Outcomes<'a>>;
-
-/// An outcome per entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcomes<'a> {
-    /// One per entry of the request.
-    pub codes: Codes<'a>,
-}
-
-impl<'a> AnswerBody<'a> for Outcomes<'a> {
-    answer_of!(v1::OutcomesResponse);
-
-    fn read(m: &'a v1::OutcomesResponse) -> Result<Self, ConvertError> {
-        Ok(Outcomes { codes: check::codes("codes", &m.codes, BATCH_KEYS_MAX)? })
-    }
-
-    fn write(&self) -> v1::OutcomesResponse {
-        v1::OutcomesResponse { context: None, codes: copied(self.codes.as_encoded()) }
     }
 }

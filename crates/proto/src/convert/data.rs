@@ -1,30 +1,29 @@
-//! Bodies of data-plane frames that are messages: begin, commit, load and attach.
+//! Protobuf bodies of data-plane frames: begin, commit, load and attach.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, LEASE_MS_MAX};
 use moontide_types::{Generation, SegmentId, Tenant};
 
 use super::check::{self, at_least, at_most, copied, count, length, rule};
-use super::objects::{AttributeSections, ListKind, ObjectList};
+use super::objects::{AttributeSections, ObjectList, ObjectListKind};
 use super::{ConvertError, Wire};
 use crate::limits::{
-    ATTACH_BYTES_MAX, ATTACH_KEY_BYTES_MAX, ATTACH_REGIONS_MAX, ENGINE_BYTES_MAX, HANDLES_PER_ANSWER_MAX,
+    ATTACH_BYTES_MAX, ATTACH_KEY_BYTES_MAX, ATTACH_REGIONS_MAX, ENGINE_BYTES_MAX, HANDLES_PER_RESPONSE_MAX,
     OPS_PER_FRAME_MAX,
 };
-use crate::ops::{OpKind, TransferOp};
 use crate::packed::{Codes, Packed, PackedKeys};
-use crate::records::CommitEntry;
+use crate::records::{CommitEntry, OpKind, TransferOp};
 use crate::v1;
 
-/// Open slots for writing.
+/// Opens slots for writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BeginRequest<'a> {
-    /// Whose keys.
+    /// Tenant of the keys.
     pub tenant: Tenant<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// One entry per key, with the handles on this node.
+    /// One entry per key, with the handles of this node.
     pub list: ObjectList<'a>,
-    /// One section per key; `None` when none has any.
+    /// One section per key; `None` if no object has attributes.
     pub attributes: Option<AttributeSections<'a>>,
 }
 
@@ -33,7 +32,7 @@ impl<'a> Wire<'a> for BeginRequest<'a> {
 
     fn from_wire(m: &'a v1::BeginRequest) -> Result<Self, ConvertError> {
         let keys = check::keys("keys", &m.keys)?;
-        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Begin)?;
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ObjectListKind::Begin)?;
         count("objects", list.len(), keys.len())?;
         let attributes = AttributeSections::from_wire(&m.attributes, keys.len())?;
         Ok(BeginRequest { tenant: Tenant::new(&m.tenant)?, keys, list, attributes })
@@ -50,10 +49,10 @@ impl<'a> Wire<'a> for BeginRequest<'a> {
     }
 }
 
-/// Publish or abandon slots.
+/// Publishes or aborts slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommitRequest<'a> {
-    /// Which slots.
+    /// One entry per slot.
     pub entries: Packed<'a, CommitEntry>,
 }
 
@@ -69,14 +68,14 @@ impl<'a> Wire<'a> for CommitRequest<'a> {
     }
 }
 
-/// Bring bytes from disk into staging slots.
+/// Loads bytes from disk into staging slots.
 ///
-/// Invariant: there is an operation, and each is a Load.
+/// Invariant: there is at least one operation, and each is a Load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadRequest<'a> {
-    /// Which bytes.
+    /// Load operations.
     pub ops: Packed<'a, TransferOp>,
-    /// How long the staging slots are wanted.
+    /// Requested validity of the staging slots in milliseconds.
     pub lease_ms: u32,
 }
 
@@ -97,10 +96,10 @@ impl<'a> Wire<'a> for LoadRequest<'a> {
     }
 }
 
-/// Where the bytes are now. A request that failed as a whole is answered by the frame's status.
+/// Staging slots with the loaded bytes. A request that fails as a whole is reported by the status of the frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadReply<'a> {
-    /// One entry per operation; its window is the life of the staging slot, which its handle names.
+    /// One entry per operation; its validity is that of the staging slot in its handle.
     pub list: ObjectList<'a>,
 }
 
@@ -108,7 +107,7 @@ impl<'a> Wire<'a> for LoadReply<'a> {
     type Message = v1::LoadReply;
 
     fn from_wire(m: &'a v1::LoadReply) -> Result<Self, ConvertError> {
-        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Load)?;
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ObjectListKind::Load)?;
         at_most("objects", list.len(), OPS_PER_FRAME_MAX)?;
         Ok(LoadReply { list })
     }
@@ -121,7 +120,7 @@ impl<'a> Wire<'a> for LoadReply<'a> {
 /// One outcome per handle of a Begin, or per entry of a Commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOutcomes<'a> {
-    /// The outcomes.
+    /// Packed outcomes.
     pub codes: Codes<'a>,
 }
 
@@ -129,7 +128,7 @@ impl<'a> Wire<'a> for SlotOutcomes<'a> {
     type Message = v1::SlotOutcomes;
 
     fn from_wire(m: &'a v1::SlotOutcomes) -> Result<Self, ConvertError> {
-        Ok(SlotOutcomes { codes: check::codes("codes", &m.codes, HANDLES_PER_ANSWER_MAX)? })
+        Ok(SlotOutcomes { codes: check::codes("codes", &m.codes, HANDLES_PER_RESPONSE_MAX)? })
     }
 
     fn to_wire(&self) -> v1::SlotOutcomes {
@@ -137,10 +136,10 @@ impl<'a> Wire<'a> for SlotOutcomes<'a> {
     }
 }
 
-/// Ask how a node's memory may be used one-sidedly.
+/// Requests the data for one-sided access to a node's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttachRequest<'a> {
-    /// The transfer engine.
+    /// Name of the transfer engine.
     pub engine: &'a str,
 }
 
@@ -157,12 +156,12 @@ impl<'a> Wire<'a> for AttachRequest<'a> {
     }
 }
 
-/// Whom to connect to, and what opens each region. The fullest one fits into a frame.
+/// Worker address, and the remote key of each region. The largest reply fits into a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttachReply<'a> {
-    /// The engine's own notation.
+    /// Worker address in the format of the engine.
     pub address: &'a [u8],
-    /// The regions.
+    /// One entry per region.
     pub regions: Vec<AttachedRegion<'a>>,
 }
 
@@ -184,14 +183,14 @@ impl<'a> Wire<'a> for AttachReply<'a> {
     }
 }
 
-/// One segment's payload.
+/// Payload region of one segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttachedRegion<'a> {
-    /// The segment.
+    /// Id of the segment.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Generation of the segment.
     pub generation: Generation,
-    /// What opens it, in the engine's own notation.
+    /// Remote key in the format of the engine.
     pub key: &'a [u8],
 }
 

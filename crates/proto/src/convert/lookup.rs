@@ -1,23 +1,23 @@
-//! Calls on keys that exist: exist, lookup, touch, pin, prefetch, remove.
+//! Calls on existing keys: exist, lookup, touch, pin, prefetch, remove.
 
 use moontide_types::NodeId;
-use moontide_types::bounds::{BATCH_KEYS_MAX, LEASE_MS_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, LEASE_MS_MAX};
 use moontide_types::record::PinClass;
 
-use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{self, at_most, copied, known, rule};
 use super::context::RequestContext;
-use super::objects::{AttributeSections, ListKind, ObjectList};
+use super::objects::{AttributeSections, ObjectList, ObjectListKind};
+use super::response::{Response, ResponseBody, response_of};
 use super::{ConvertError, Wire};
 use crate::packed::{Bitmap, Codes, PackedKeys};
 use crate::v1;
 
-/// Which keys are complete objects?
+/// Checks which keys are complete objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExistRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
 }
 
@@ -33,20 +33,20 @@ impl<'a> Wire<'a> for ExistRequest<'a> {
     }
 }
 
-/// The answer of Exist.
-pub type ExistResponse<'a> = Answer<'a, Presence<'a>>;
+/// Response of Exist.
+pub type ExistResponse<'a> = Response<'a, Presence<'a>>;
 
-/// One bit per key.
+/// Existence of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Presence<'a> {
-    /// Whether each key is there.
+    /// One bit per key: whether the object is complete.
     pub present: Bitmap<'a>,
-    /// Why keys were not answered, if any were not; their bits are zero.
+    /// One code per key, if a key failed; the bits of failed keys are zero.
     pub codes: Option<Codes<'a>>,
 }
 
-impl<'a> AnswerBody<'a> for Presence<'a> {
-    answer_of!(v1::ExistResponse);
+impl<'a> ResponseBody<'a> for Presence<'a> {
+    response_of!(v1::ExistResponse);
 
     fn read(m: &'a v1::ExistResponse) -> Result<Self, ConvertError> {
         at_most("count", m.count, BATCH_KEYS_MAX)?;
@@ -74,16 +74,16 @@ impl<'a> AnswerBody<'a> for Presence<'a> {
     }
 }
 
-/// Where are the bytes?
+/// Looks up the locations of objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GetReplicaListRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// Lease wanted; 0 for none.
+    /// Requested lease in milliseconds; 0 for none.
     pub lease_ms: u32,
-    /// Whether attributes are wanted.
+    /// Whether the response includes attributes.
     pub attributes: bool,
 }
 
@@ -110,23 +110,23 @@ impl<'a> Wire<'a> for GetReplicaListRequest<'a> {
     }
 }
 
-/// The answer of GetReplicaList.
-pub type GetReplicaListResponse<'a> = Answer<'a, Replicas<'a>>;
+/// Response of GetReplicaList.
+pub type GetReplicaListResponse<'a> = Response<'a, Replicas<'a>>;
 
-/// Where the bytes are. An entry's code says the state: none complete, `NotReady` being written, `NotFound`.
+/// Locations of objects. The code of an entry is its state: no code: complete; `NotReady`: being written; `NotFound`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Replicas<'a> {
     /// One entry per key.
     pub list: ObjectList<'a>,
-    /// One section per key, if they were asked for.
+    /// One section per key, if the request asked for attributes.
     pub attributes: Option<AttributeSections<'a>>,
 }
 
-impl<'a> AnswerBody<'a> for Replicas<'a> {
-    answer_of!(v1::GetReplicaListResponse);
+impl<'a> ResponseBody<'a> for Replicas<'a> {
+    response_of!(v1::GetReplicaListResponse);
 
     fn read(m: &'a v1::GetReplicaListResponse) -> Result<Self, ConvertError> {
-        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Answer)?;
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ObjectListKind::Response)?;
         Ok(Replicas { attributes: AttributeSections::from_wire(&m.attributes, list.len())?, list })
     }
 
@@ -140,14 +140,14 @@ impl<'a> AnswerBody<'a> for Replicas<'a> {
     }
 }
 
-/// Mark objects as used.
+/// Marks objects as used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TouchRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// Lease wanted; 0 for none.
+    /// Requested lease in milliseconds; 0 for none.
     pub lease_ms: u32,
 }
 
@@ -172,14 +172,14 @@ impl<'a> Wire<'a> for TouchRequest<'a> {
     }
 }
 
-/// Change how strongly objects resist eviction.
+/// Changes the pin class of objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SetPinRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// The new class.
+    /// New pin class.
     pub pin: PinClass,
 }
 
@@ -204,15 +204,15 @@ impl<'a> Wire<'a> for SetPinRequest<'a> {
     }
 }
 
-/// Bring objects from disk to memory ahead of need.
+/// Promotes objects from disk to memory before they are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// Where the bytes are wanted.
-    pub near: Option<NodeId>,
+    /// Node that will read the objects.
+    pub target_node: Option<NodeId>,
 }
 
 impl<'a> Wire<'a> for PrefetchRequest<'a> {
@@ -222,7 +222,7 @@ impl<'a> Wire<'a> for PrefetchRequest<'a> {
         Ok(PrefetchRequest {
             context: RequestContext::of(&m.context)?,
             keys: check::keys("keys", &m.keys)?,
-            near: (m.near_node != 0).then_some(NodeId(m.near_node)),
+            target_node: (m.target_node != 0).then_some(NodeId(m.target_node)),
         })
     }
 
@@ -230,19 +230,19 @@ impl<'a> Wire<'a> for PrefetchRequest<'a> {
         v1::PrefetchRequest {
             context: Some(self.context.to_wire()),
             keys: copied(self.keys.as_encoded()),
-            near_node: self.near.map_or(0, |node| node.0),
+            target_node: self.target_node.map_or(0, |node| node.0),
         }
     }
 }
 
-/// Remove objects.
+/// Removes objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoveRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// Also what is leased or pinned.
+    /// Whether to remove leased and pinned objects, too.
     pub force: bool,
 }
 

@@ -1,39 +1,39 @@
-//! Which nodes there are, and how to reach them: what whoever moves bytes must know beside where they are.
+//! Registered nodes and their addresses, for clients that transfer bytes.
 
 use moontide_types::{NodeId, SessionId};
 
 use super::ConvertError;
-use super::answer::{Answer, AnswerBody, answer_of};
 use super::check::{at_least, at_most};
+use super::response::{Response, ResponseBody, response_of};
 use super::session::{Address, Topology};
 use crate::limits::NODES_MAX;
 use crate::v1;
 
-/// The answer of GetNodes.
-pub type NodeList<'a> = Answer<'a, NodeDetails<'a>>;
+/// Response of GetNodes.
+pub type GetNodesResponse<'a> = Response<'a, NodeDirectory<'a>>;
 
-/// The nodes that are registered.
+/// Registered nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodeDetails<'a> {
-    /// One per node, by their number.
+pub struct NodeDirectory<'a> {
+    /// One entry per node, sorted by id.
     pub nodes: Vec<NodeDetail<'a>>,
 }
 
-/// A node that is registered.
+/// A registered node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeDetail<'a> {
-    /// The node.
+    /// Id of the node.
     pub node: NodeId,
-    /// Its session: another one when it has registered again.
+    /// Session of the node; changes when the node registers again.
     pub session: SessionId,
-    /// How to reach it.
+    /// Addresses of its transfer engines.
     pub addresses: Vec<Address<'a>>,
-    /// Where it stands.
+    /// Location in the data centre.
     pub topology: Topology<'a>,
 }
 
-impl<'a> AnswerBody<'a> for NodeDetails<'a> {
-    answer_of!(v1::GetNodesResponse);
+impl<'a> ResponseBody<'a> for NodeDirectory<'a> {
+    response_of!(v1::GetNodesResponse);
 
     fn read(m: &'a v1::GetNodesResponse) -> Result<Self, ConvertError> {
         at_most("nodes", m.nodes.len(), NODES_MAX)?;
@@ -47,7 +47,7 @@ impl<'a> AnswerBody<'a> for NodeDetails<'a> {
                 topology: Topology::of(&m.topology)?,
             })
         };
-        Ok(NodeDetails { nodes: m.nodes.iter().map(node).collect::<Result<_, ConvertError>>()? })
+        Ok(NodeDirectory { nodes: m.nodes.iter().map(node).collect::<Result<_, ConvertError>>()? })
     }
 
     fn write(&self) -> v1::GetNodesResponse {

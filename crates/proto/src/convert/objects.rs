@@ -1,68 +1,69 @@
-//! The two flat arrays that lookups and puts answer with, and attributes beside them.
+//! The two flat arrays of lookup and put responses, and the attributes.
 
-use moontide_types::bounds::BATCH_KEYS_MAX;
+use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::record::{Attributes, AttributesRef, TrailerError};
 use prost::bytes::Bytes;
 
 use super::ConvertError;
 use super::check::{self, at_most, copied, count, rule};
 use crate::layout::FixedRecord;
-use crate::limits::{HANDLES_PER_ANSWER_MAX, PACKED_BYTES_MAX};
+use crate::limits::{HANDLES_PER_RESPONSE_MAX, PACKED_BYTES_MAX};
 use crate::packed::{Packed, PackedBuilder, PackedBytes, PackedBytesBuilder, PackedError};
 use crate::records::{Handle, ObjectEntry};
 
-/// Which handles a list must have.
+/// Rules for the handles of a list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ListKind {
-    /// All of them: replicas from 0 on, and of each all stripes without gap, which together are the object.
+pub enum ObjectListKind {
+    /// All handles: replicas from 0 on, and for each all stripes without gap, which together cover the object.
     #[default]
-    Answer,
-    /// Those of one node, at least one per object: what a Begin carries. No entry has a code.
+    Response,
+    /// Handles of one node, at least one per object, as in a Begin. No entry has a code.
     Begin,
-    /// The staging slot of each Load that succeeded: one handle, and it is any stripe of any replica.
+    /// Staging slots of a LoadReply: one handle per successful Load, of any stripe of any replica.
     Load,
 }
 
-/// One entry per key, and the handles they refer to.
+/// Array of entries, one per key, and array of the handles they refer to.
 ///
-/// Invariants: the handles of the entries follow each other without gap and use all handles up; a handle's
-/// stripe fits its object, its replica exists; (replica, stripe) rises; and what its [`ListKind`] says.
+/// Invariants: the handles of the entries are consecutive without gap and cover all handles; a handle's stripe fits
+/// its object, and its replica exists; (replica, stripe) is strictly ascending; the rules of its [`ObjectListKind`]
+/// hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObjectList<'a> {
     objects: Packed<'a, ObjectEntry>,
     handles: Packed<'a, Handle>,
 }
 
-/// The rules between an entry and its handles.
+/// Checks the rules between an entry and its handles.
 fn check_object(
-    kind: ListKind,
+    kind: ObjectListKind,
     object: &ObjectEntry,
     handles: impl Iterator<Item = Handle>,
 ) -> Result<(), ConvertError> {
     match kind {
-        ListKind::Answer => {}
-        ListKind::Begin => rule("objects", object.code.is_none(), "an object that is begun has no code")?,
-        ListKind::Load => rule("objects", object.handle_count <= 1, "a load has one staging slot")?,
+        ObjectListKind::Response => {}
+        ObjectListKind::Begin => rule("objects", object.code.is_none(), "an object of a Begin has no code")?,
+        ObjectListKind::Load => rule("objects", object.handle_count <= 1, "a load has one staging slot")?,
     }
     let mut last: Option<Handle> = None;
     for handle in handles {
         let fits = handle.stripe().fits(object.object_len) && handle.replica < object.replica_count;
-        rule("handles", fits, "stripe and replica are the object's")?;
-        let rises =
+        rule("handles", fits, "stripe and replica belong to the object")?;
+        let ascends =
             last.is_none_or(|last| (last.replica, last.stripe_index) < (handle.replica, handle.stripe_index));
-        rule("handles", rises, "replica and stripe rise")?;
-        let complete = kind != ListKind::Answer || follows(last, &handle, object.object_len);
-        rule("handles", complete, "the stripes of every replica are the object")?;
+        rule("handles", ascends, "replica and stripe ascend")?;
+        let complete = kind != ObjectListKind::Response || follows(last, &handle, object.object_len);
+        rule("handles", complete, "the stripes of every replica cover the object")?;
         last = Some(handle);
     }
-    if let (ListKind::Answer, Some(last)) = (kind, last) {
+    if let (ObjectListKind::Response, Some(last)) = (kind, last) {
         let complete = ends(&last, object.object_len) && last.replica + 1 == object.replica_count;
-        rule("handles", complete, "the stripes of every replica are the object")?;
+        rule("handles", complete, "the stripes of every replica cover the object")?;
     }
     Ok(())
 }
 
-/// Whether a handle is the next stripe of the same replica, or the first one of the next replica.
+/// Returns whether a handle is the next stripe of the same replica, or the first stripe of the next replica.
 fn follows(last: Option<Handle>, next: &Handle, object_len: u64) -> bool {
     match last {
         Some(last) if last.replica == next.replica => {
@@ -78,7 +79,7 @@ fn follows(last: Option<Handle>, next: &Handle, object_len: u64) -> bool {
     }
 }
 
-/// Whether a handle is the last stripe of its replica.
+/// Returns whether a handle is the last stripe of its replica.
 fn ends(handle: &Handle, object_len: u64) -> bool {
     handle.stripe_index + 1 == handle.stripe_count && handle.stripe_offset + handle.stripe_len == object_len
 }
@@ -87,14 +88,14 @@ impl<'a> ObjectList<'a> {
     pub(super) fn from_wire(
         objects: &'a Bytes,
         handles: &'a Bytes,
-        kind: ListKind,
+        kind: ObjectListKind,
     ) -> Result<Self, ConvertError> {
         let objects: Packed<'a, ObjectEntry> = check::records("objects", objects, BATCH_KEYS_MAX)?;
-        let handles: Packed<'a, Handle> = check::records("handles", handles, HANDLES_PER_ANSWER_MAX)?;
+        let handles: Packed<'a, Handle> = check::records("handles", handles, HANDLES_PER_RESPONSE_MAX)?;
         let mut next = 0;
         let mut rest = handles.iter();
         for object in objects.iter() {
-            rule("objects", object.first_handle as usize == next, "handles follow each other")?;
+            rule("objects", object.first_handle as usize == next, "handles are consecutive")?;
             next += usize::from(object.handle_count);
             check_object(kind, &object, rest.by_ref().take(object.handle_count.into()))?;
         }
@@ -102,22 +103,17 @@ impl<'a> ObjectList<'a> {
         Ok(ObjectList { objects, handles })
     }
 
-    /// How many entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.objects.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
     }
 
-    /// How many handles in all.
-    pub fn handles_len(&self) -> usize {
-        self.handles.len()
-    }
-
-    /// Each entry with its handles, in the order of the keys.
+    /// Iterates over the entries with their handles, in the order of the keys.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (ObjectEntry, Packed<'a, Handle>)> + use<'a> {
         let handles = self.handles;
         self.objects.iter().map(move |object| {
@@ -135,30 +131,30 @@ impl<'a> ObjectList<'a> {
     }
 }
 
-/// Fills the two arrays and the attributes beside them, entry by entry, with no allocation per key.
+/// Builder of the two arrays and the attributes, entry by entry, without an allocation per key.
 #[derive(Clone, Debug, Default)]
 pub struct ObjectListBuilder {
-    kind: ListKind,
+    kind: ObjectListKind,
     objects: PackedBuilder<ObjectEntry>,
     handles: PackedBuilder<Handle>,
     attributes: PackedBytesBuilder,
     has_attributes: bool,
 }
 
-/// The fields that [`ObjectListBuilder`] fills.
+/// Encoded fields built by [`ObjectListBuilder`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObjectFields {
     /// Packed entries.
     pub objects: Bytes,
     /// Packed handles.
     pub handles: Bytes,
-    /// One section per key; empty if none has any.
+    /// One section per key; empty if no object has attributes.
     pub attributes: Bytes,
 }
 
 impl ObjectListBuilder {
-    /// With room for so many keys of one handle each.
-    pub fn with_capacity(kind: ListKind, keys: usize) -> ObjectListBuilder {
+    /// Creates a builder with capacity for `keys` keys of one handle each.
+    pub fn with_capacity(kind: ObjectListKind, keys: usize) -> ObjectListBuilder {
         ObjectListBuilder {
             kind,
             objects: PackedBuilder::with_capacity(keys),
@@ -167,16 +163,16 @@ impl ObjectListBuilder {
         }
     }
 
-    /// Length of all three fields together.
+    /// Returns the length of all three fields together in bytes.
     pub fn encoded_len(&self) -> usize {
         self.objects.len() * ObjectEntry::BYTES
             + self.handles.len() * Handle::BYTES
             + self.attributes.encoded_len()
     }
 
-    /// Adds an entry, its handles and its attributes section, which may be empty; position and number of the
-    /// handles are filled in here. Fails, changing nothing, if they contradict each other, or with `TooLarge`
-    /// if the message is full: then the key is answered with `Retry`.
+    /// Appends an entry, its handles and its attributes section, which may be empty. Sets `first_handle` and
+    /// `handle_count` of the entry. Fails, and changes nothing, if they contradict each other, or with `TooLarge` if
+    /// the message is full: then the caller returns `Retry` for the key.
     pub fn push(
         &mut self,
         object: ObjectEntry,
@@ -184,11 +180,11 @@ impl ObjectListBuilder {
         attributes: &[u8],
     ) -> Result<(), ConvertError> {
         at_most("objects", self.objects.len() + 1, BATCH_KEYS_MAX)?;
-        at_most("handles", self.handles.len().saturating_add(handles.len()), HANDLES_PER_ANSWER_MAX)?;
-        // Counted as if every key had a section, so that a first one that comes late still fits.
+        at_most("handles", self.handles.len().saturating_add(handles.len()), HANDLES_PER_RESPONSE_MAX)?;
+        // Assumes a section for every key, so that the first non-empty one fits even if it comes late.
         let more = ObjectEntry::BYTES + handles.len() * Handle::BYTES + 2 + attributes.len();
         at_most("message", self.encoded_len() + more, PACKED_BYTES_MAX)?;
-        let first_handle = self.handles.len() as u32; // ≤ HANDLES_PER_ANSWER_MAX
+        let first_handle = self.handles.len() as u32; // ≤ HANDLES_PER_RESPONSE_MAX
         let handle_count = u16::try_from(handles.len()).map_err(|_| ConvertError::TooLarge {
             field: "handles",
             found: handles.len() as u64,
@@ -213,7 +209,7 @@ impl ObjectListBuilder {
         Ok(())
     }
 
-    /// The fields.
+    /// Returns the encoded fields.
     pub fn finish(self) -> ObjectFields {
         ObjectFields {
             objects: self.objects.finish().into(),
@@ -223,30 +219,30 @@ impl ObjectListBuilder {
     }
 }
 
-/// The attributes section of one object, as it stands in its record. Checked when made.
+/// Encoded attributes section of one object, as in its record. Checked by [`AttributeSection::new`].
 ///
-/// Kept encoded: a node copies it into the record as it is, kinds of later releases included.
+/// Remains encoded: a node copies it into the record unchanged, including kinds of later releases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttributeSection<'a>(&'a [u8]);
 
 impl<'a> AttributeSection<'a> {
-    /// Checks the section.
+    /// Creates a view. Fails if the section is invalid.
     pub fn new(bytes: &'a [u8]) -> Result<AttributeSection<'a>, TrailerError> {
         AttributesRef::decode(bytes)?;
         Ok(AttributeSection(bytes))
     }
 
-    /// The bytes.
+    /// Returns the encoded bytes.
     pub fn as_bytes(self) -> &'a [u8] {
         self.0
     }
 
-    /// What they say, without copying any of it.
+    /// Decodes the attributes without a copy.
     pub fn decode_ref(self) -> AttributesRef<'a> {
         AttributesRef::decode(self.0).expect("checked by new")
     }
 
-    /// What they say.
+    /// Decodes the attributes.
     pub fn decode(self) -> Attributes {
         self.decode_ref().to_owned()
     }
@@ -257,7 +253,7 @@ impl<'a> AttributeSection<'a> {
 pub struct AttributeSections<'a>(PackedBytes<'a>);
 
 impl<'a> AttributeSections<'a> {
-    /// Nothing if the field is empty, otherwise one section for each of `expected` keys.
+    /// Returns `None` for an empty field, otherwise one section for each of `expected` keys.
     pub(super) fn from_wire(encoded: &'a Bytes, expected: usize) -> Result<Option<Self>, ConvertError> {
         let field = "attributes";
         if encoded.is_empty() {
@@ -271,7 +267,7 @@ impl<'a> AttributeSections<'a> {
         Ok(Some(AttributeSections(packed)))
     }
 
-    /// The sections in the order of the keys.
+    /// Iterates over the sections in the order of the keys.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = AttributeSection<'a>> + use<'a> {
         self.0.iter().map(AttributeSection)
     }

@@ -1,48 +1,48 @@
-//! The put: start, end, revoke.
+//! Calls of a put: start, end, revoke.
 
-use moontide_types::NodeId;
-use moontide_types::bounds::{BATCH_KEYS_MAX, REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::{Medium, NodeId};
 
-use super::answer::{Answer, AnswerBody, answer_of};
+use super::admin::SegmentRef;
 use super::check::{self, at_least, at_most, copied, count, known};
 use super::context::RequestContext;
-use super::objects::{AttributeSections, ListKind, ObjectList};
-use super::operator::SegmentRef;
+use super::objects::{AttributeSections, ObjectList, ObjectListKind};
+use super::response::{Response, ResponseBody, response_of};
 use super::{ConvertError, Wire};
-use crate::limits::{CONFIGS_MAX, HANDLES_PER_ANSWER_MAX, TTL_MS_MAX};
+use crate::limits::{CONFIGS_MAX, HANDLES_PER_RESPONSE_MAX, TTL_MS_MAX};
 use crate::packed::{Packed, PackedKeys};
-use crate::records::{Medium, PutEndEntry, PutEntry, VersionedId};
+use crate::records::{PutEndEntry, PutEntry, VersionedId};
 use crate::v1;
 
-/// How objects are to be stored.
+/// Storage options of objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutConfig {
-    /// Replicas wanted.
+    /// Requested number of replicas.
     pub replicas: u8,
-    /// Fewest that are acceptable.
+    /// Minimum number of replicas; the put fails with fewer.
     pub replicas_min: u8,
-    /// Stripes per replica; `None` leaves it to the master.
+    /// Stripes per replica; `None`: the master decides.
     pub stripes: Option<u16>,
     /// Segments to try first.
     pub preferred_segments: Vec<SegmentRef>,
     /// Nodes to try next.
     pub preferred_nodes: Vec<NodeId>,
-    /// The node on the caller's host, tried before any other.
+    /// Node on the caller's host, tried before other nodes.
     pub local_node: Option<NodeId>,
-    /// Replace a complete object of the same key.
+    /// Whether to replace a complete object of the same key.
     pub upsert: bool,
-    /// The writer moves bytes one-sidedly.
+    /// Whether the writer transfers bytes one-sidedly.
     pub one_sided: bool,
-    /// A GPU kernel writes the record, without digests.
+    /// Whether a GPU kernel writes the record, without digests.
     pub digestless: bool,
-    /// Where the replicas go; `None` leaves it to the master.
+    /// Medium of the replicas; `None`: the master decides.
     pub medium: Option<Medium>,
-    /// Time to live; 0 for ever.
+    /// TTL in milliseconds; 0: no expiry.
     pub ttl_ms: u64,
 }
 
 impl Default for PutConfig {
-    /// One replica, the rest left to the master.
+    /// Returns options with one replica; the master decides the rest.
     fn default() -> PutConfig {
         PutConfig {
             replicas: 1,
@@ -107,23 +107,23 @@ impl<'a> Wire<'a> for PutConfig {
     }
 }
 
-/// A medium that is named, not wished for.
+/// Converts a medium. Fails for 0: the medium is required here.
 pub(super) fn medium(field: &'static str, number: i32) -> Result<Medium, ConvertError> {
     known(field, number, u8::try_from(number).ok().and_then(Medium::from_number))
 }
 
-/// Reserve space.
+/// Reserves space for objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutStartRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which keys.
+    /// Keys of the objects.
     pub keys: PackedKeys<'a>,
-    /// The distinct configurations.
+    /// Distinct configurations.
     pub configs: Vec<PutConfig>,
-    /// One per key.
+    /// One entry per key.
     pub objects: Packed<'a, PutEntry>,
-    /// One section per key; `None` when none has any.
+    /// One section per key; `None` if no object has attributes.
     pub attributes: Option<AttributeSections<'a>>,
 }
 
@@ -137,8 +137,8 @@ impl<'a> Wire<'a> for PutStartRequest<'a> {
         let configs = m.configs.iter().map(PutConfig::from_wire).collect::<Result<Vec<_>, _>>()?;
         let objects: Packed<'a, PutEntry> = check::records("objects", &m.objects, BATCH_KEYS_MAX)?;
         count("objects", objects.len(), keys.len())?;
-        let exist = objects.iter().all(|object| usize::from(object.config) < configs.len());
-        check::rule("objects.config", exist, "the configuration exists")?;
+        let all_exist = objects.iter().all(|object| usize::from(object.config) < configs.len());
+        check::rule("objects.config", all_exist, "the configuration exists")?;
         let attributes = AttributeSections::from_wire(&m.attributes, keys.len())?;
         Ok(PutStartRequest { context, keys, configs, objects, attributes })
     }
@@ -154,23 +154,23 @@ impl<'a> Wire<'a> for PutStartRequest<'a> {
     }
 }
 
-/// The answer of PutStart.
-pub type PutStartResponse<'a> = Answer<'a, Reservations<'a>>;
+/// Response of PutStart.
+pub type PutStartResponse<'a> = Response<'a, Reservations<'a>>;
 
-/// What was reserved.
+/// Reserved locations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reservations<'a> {
-    /// One entry per key; its window is the life of the reservation.
+    /// One entry per key; its validity is that of the reservation.
     pub list: ObjectList<'a>,
-    /// Empty, or one per key: when it expires in milliseconds since 1970, 0 for never.
+    /// Empty, or one per key: expiry time in milliseconds since 1970, 0 for none.
     pub expires_unix_ms: &'a [u64],
 }
 
-impl<'a> AnswerBody<'a> for Reservations<'a> {
-    answer_of!(v1::PutStartResponse);
+impl<'a> ResponseBody<'a> for Reservations<'a> {
+    response_of!(v1::PutStartResponse);
 
     fn read(m: &'a v1::PutStartResponse) -> Result<Self, ConvertError> {
-        let list = ObjectList::from_wire(&m.objects, &m.handles, ListKind::Answer)?;
+        let list = ObjectList::from_wire(&m.objects, &m.handles, ObjectListKind::Response)?;
         if !m.expires_unix_ms.is_empty() {
             count("expires_unix_ms", m.expires_unix_ms.len(), list.len())?;
         }
@@ -187,25 +187,25 @@ impl<'a> AnswerBody<'a> for Reservations<'a> {
     }
 }
 
-/// How the writing went.
+/// Ends the put of objects, with their outcomes.
 ///
-/// Invariant: there is exactly one root for every stripe of every entry with more than one.
+/// Invariant: `stripe_roots` has exactly one root for every stripe of every entry with more than one stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutEndRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// The objects.
+    /// One entry per object.
     pub entries: Packed<'a, PutEndEntry>,
     /// Roots of the stripes of striped objects, in order.
     pub stripe_roots: &'a [u64],
 }
 
 impl<'a> PutEndRequest<'a> {
-    /// Each entry with the roots of its stripes; none if it has only one, which is the object's.
+    /// Iterates over the entries with the roots of their stripes; no roots for a single stripe (the object's root).
     pub fn iter(&self) -> impl Iterator<Item = (PutEndEntry, &'a [u64])> + use<'a> {
         let mut rest = self.stripe_roots;
         self.entries.iter().map(move |entry| {
-            let (roots, left) = rest.split_at(roots_of(&entry)); // from_wire compared the sum
+            let (roots, left) = rest.split_at(roots_of(&entry)); // from_wire checked the sum
             rest = left;
             (entry, roots)
         })
@@ -221,7 +221,7 @@ impl<'a> Wire<'a> for PutEndRequest<'a> {
 
     fn from_wire(m: &'a v1::PutEndRequest) -> Result<Self, ConvertError> {
         let entries: Packed<'a, PutEndEntry> = check::records("entries", &m.entries, BATCH_KEYS_MAX)?;
-        at_most("stripe_roots", m.stripe_roots.len(), HANDLES_PER_ANSWER_MAX)?;
+        at_most("stripe_roots", m.stripe_roots.len(), HANDLES_PER_RESPONSE_MAX)?;
         let expected = entries.iter().map(|entry| roots_of(&entry)).sum();
         count("stripe_roots", m.stripe_roots.len(), expected)?;
         Ok(PutEndRequest { context: RequestContext::of(&m.context)?, entries, stripe_roots: &m.stripe_roots })
@@ -236,12 +236,12 @@ impl<'a> Wire<'a> for PutEndRequest<'a> {
     }
 }
 
-/// Give reservations back.
+/// Revokes reservations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutRevokeRequest<'a> {
-    /// Who asks.
+    /// Request context.
     pub context: RequestContext<'a>,
-    /// Which ones.
+    /// Reserved versions.
     pub versions: Packed<'a, VersionedId>,
 }
 

@@ -1,6 +1,6 @@
-//! What a node has: report chunks of its segments, notices about its disk.
+//! Reports of a node: chunks about its segments, notices about its disk.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::record::State;
 use moontide_types::{Generation, Key, SegmentId, Tenant, Term};
 
@@ -12,49 +12,49 @@ use crate::packed::{Packed, PackedBytes, PackedKeys};
 use crate::records::{OffloadRecord, ReportRecord};
 use crate::v1;
 
-/// What a report chunk is part of.
+/// Kind of a report chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReportKind {
-    /// The state of slots at the time of the snapshot.
+    /// State of the slots at the time of the snapshot.
     Snapshot,
-    /// Changes since, in order.
+    /// Changes since the snapshot, in order.
     Delta,
 }
 
-/// Some slots of a segment.
+/// Part of the report of a segment.
 ///
-/// Invariants: one key per record, empty exactly for FREE ones; every record's tenant is in the table; a
+/// Invariants: one key per record, empty exactly for FREE records; the tenant of every record is in the table; a
 /// snapshot contains no FREE record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReportChunk<'a> {
-    /// The segment.
+    /// Id of the segment.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Generation of the segment.
     pub generation: Generation,
-    /// Term that it had adopted.
+    /// Term that the segment has adopted.
     pub term: Term,
-    /// What this is part of.
+    /// Snapshot or delta.
     pub kind: ReportKind,
-    /// Number of the first record in this segment's report.
+    /// Index of the first record in the report of this segment.
     pub first_record: u64,
-    /// The slots.
+    /// Slots, one record each.
     pub records: Packed<'a, ReportRecord>,
-    /// Their keys.
+    /// Keys of the records.
     pub keys: PackedBytes<'a>,
-    /// The tenants that they refer to.
+    /// Tenants to which the records refer by index.
     pub tenants: Vec<Tenant<'a>>,
-    /// Their attributes, if any has some.
+    /// Attributes of the records; `None` if no record has any.
     pub attributes: Option<AttributeSections<'a>>,
 }
 
 impl<'a> ReportChunk<'a> {
-    /// Each record with its key; a FREE one has none.
+    /// Iterates over the records with their keys; a FREE record has none.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (ReportRecord, Option<Key<'a>>)> + use<'a> {
         self.records.iter().zip(self.keys.iter()).map(|(record, key)| (record, Key::new(key).ok()))
     }
 }
 
-/// Tenants that records refer to by index.
+/// Converts the tenants to which records refer by index.
 fn tenants(names: &[String]) -> Result<Vec<Tenant<'_>>, ConvertError> {
     at_most("tenants", names.len(), SESSION_RECORDS_MAX)?;
     Ok(names.iter().map(|name| Tenant::new(name)).collect::<Result<_, _>>()?)
@@ -81,8 +81,8 @@ impl<'a> Wire<'a> for ReportChunk<'a> {
         let tenants = tenants(&m.tenants)?;
         for (record, key) in records.iter().zip(keys.iter()) {
             if record.word.state() == State::Free {
-                rule("report.records", kind == ReportKind::Delta, "a snapshot has no free slots")?;
-                rule("report.keys", key.is_empty(), "a free slot has no key")?;
+                rule("report.records", kind == ReportKind::Delta, "a snapshot has no FREE records")?;
+                rule("report.keys", key.is_empty(), "a FREE record has no key")?;
             } else {
                 Key::new(key)?;
                 rule(
@@ -93,7 +93,7 @@ impl<'a> Wire<'a> for ReportChunk<'a> {
             }
         }
         let end = m.first_record.checked_add(records.len() as u64);
-        rule("report.first_record", end.is_some(), "records can be numbered")?;
+        rule("report.first_record", end.is_some(), "first_record + count fits in 64 bits")?;
         Ok(ReportChunk {
             segment: check::segment("report.segment", m.segment)?,
             generation: Generation(m.generation),
@@ -126,16 +126,16 @@ impl<'a> Wire<'a> for ReportChunk<'a> {
     }
 }
 
-/// A segment's snapshot is complete.
+/// End of the snapshot of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReportEnd {
-    /// The segment.
+    /// Id of the segment.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Generation of the segment.
     pub generation: Generation,
-    /// Term that it had adopted.
+    /// Term that the segment has adopted.
     pub term: Term,
-    /// Records in the snapshot.
+    /// Number of records of the snapshot.
     pub records: u64,
 }
 
@@ -143,7 +143,7 @@ impl<'a> Wire<'a> for ReportEnd {
     type Message = v1::ReportEnd;
 
     fn from_wire(m: &'a v1::ReportEnd) -> Result<Self, ConvertError> {
-        at_most("report.records", m.records, SLOTS_PER_SEGMENT_MAX)?; // a snapshot has one record per slot
+        at_most("report.records", m.records, SLOTS_PER_SEGMENT_MAX)?; // at most one record per slot
         Ok(ReportEnd {
             segment: check::segment("report.segment", m.segment)?,
             generation: Generation(m.generation),
@@ -162,18 +162,18 @@ impl<'a> Wire<'a> for ReportEnd {
     }
 }
 
-/// Objects are on disk.
+/// Report of records on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadNotice<'a> {
-    /// The records.
+    /// Records on disk.
     pub records: Packed<'a, OffloadRecord>,
-    /// Their keys.
+    /// Keys of the records.
     pub keys: PackedKeys<'a>,
-    /// The tenants that they refer to.
+    /// Tenants to which the records refer by index.
     pub tenants: Vec<Tenant<'a>>,
-    /// Their attributes, if any has some.
+    /// Attributes of the records; `None` if no record has any.
     pub attributes: Option<AttributeSections<'a>>,
-    /// Found by the scan after a start, not just written.
+    /// The records were found by the scan after a start; otherwise they were just written.
     pub recovered: bool,
     /// The scan is complete.
     pub recovery_end: bool,
@@ -190,7 +190,7 @@ impl<'a> Wire<'a> for OffloadNotice<'a> {
         let tenants = tenants(&m.tenants)?;
         let known = records.iter().all(|record| usize::from(record.tenant) < tenants.len());
         rule("offloaded.records", known, "the tenant is in the table")?;
-        rule("offloaded.recovery_end", m.recovered || !m.recovery_end, "only a recovery can end")?;
+        rule("offloaded.recovery_end", m.recovered || !m.recovery_end, "recovery_end only with recovered")?;
         Ok(OffloadNotice {
             attributes: AttributeSections::from_wire(&m.attributes, records.len())?,
             records,
@@ -213,4 +213,4 @@ impl<'a> Wire<'a> for OffloadNotice<'a> {
     }
 }
 
-const _: () = assert!(SESSION_RECORDS_MAX <= BATCH_KEYS_MAX, "every record's key fits in one array");
+const _: () = assert!(SESSION_RECORDS_MAX <= BATCH_KEYS_MAX, "the keys of all records fit in one array");

@@ -1,16 +1,16 @@
-//! A node and its master: opening a session, mounting segments, and the stream between them.
+//! Session between a node and a master: registration, mounting of segments, and the message stream.
 //!
-//! [`opening`] is what happens once, [`heartbeat`] what is said all the time; here is the stream itself.
+//! [`open`]: registration and mounting. [`heartbeat`]: periodic status. This file: the messages of the stream.
 
 mod heartbeat;
-mod opening;
+mod open;
 
 pub use heartbeat::{
     DiskState, DiskStatus, Heartbeat, Pressure, ReadCounters, SegmentState, SegmentStatus, TouchBitmap,
 };
-pub use opening::{
-    Address, MountSegmentsRequest, MountSegmentsResponse, OpenSessionRequest, OpenSessionResponse,
-    SegmentGrant, SegmentGrants, SegmentSpec, SessionGrant, Topology, UnmountSegmentsRequest,
+pub use open::{
+    Address, MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, OpenSessionRequest,
+    OpenSessionResponse, SegmentSpec, SessionGrant, Topology, UnmountSegmentsRequest,
 };
 
 use moontide_types::{MapVersion, SessionId, Term};
@@ -20,36 +20,36 @@ use super::report::{OffloadNotice, ReportChunk, ReportEnd};
 use super::{ConvertError, Wire};
 use crate::limits::SESSION_RECORDS_MAX;
 use crate::packed::Packed;
-use crate::records::{Order, OrderResult, VersionedId};
+use crate::records::{CommandResult, NodeCommand, VersionedId};
 use crate::v1;
 
-/// From a node.
+/// Message of a node to a master.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeMessage<'a> {
-    /// The session.
+    /// Session of the node.
     pub session: SessionId,
-    /// Counts the messages of the session from 1 on.
+    /// Number of the message in the session, from 1 on.
     pub sequence: u64,
-    /// Highest term that the node has seen.
+    /// Highest term known to the node.
     pub highest_term: Term,
-    /// What it says.
-    pub body: NodeBody<'a>,
+    /// Content of the message.
+    pub body: NodeMessageBody<'a>,
 }
 
-/// What a node says.
+/// Content of a node's message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NodeBody<'a> {
-    /// It lives.
+pub enum NodeMessageBody<'a> {
+    /// Periodic status; keeps the session alive.
     Heartbeat(Heartbeat<'a>),
-    /// Orders were carried out or refused.
-    OrderResults(Packed<'a, OrderResult>),
-    /// Some slots of a segment.
+    /// Results of commands.
+    CommandResults(Packed<'a, CommandResult>),
+    /// Part of the report of a segment.
     Report(ReportChunk<'a>),
-    /// A segment's snapshot is complete.
+    /// End of the snapshot of a segment.
     ReportEnd(ReportEnd),
-    /// Objects are on disk.
+    /// Records on disk.
     Offloaded(OffloadNotice<'a>),
-    /// Objects are about to leave the disk.
+    /// Versions that the node is about to evict from its disk.
     DiskEvicted(Packed<'a, VersionedId>),
 }
 
@@ -62,12 +62,16 @@ impl<'a> Wire<'a> for NodeMessage<'a> {
         at_least("session", m.session, 1u64)?;
         at_least("sequence", m.sequence, 1u64)?;
         let body = match required("body", &m.body)? {
-            Body::Heartbeat(m) => NodeBody::Heartbeat(Heartbeat::from_wire(m)?),
-            Body::OrderResults(m) => NodeBody::OrderResults(check::records("results", &m.results, max)?),
-            Body::Report(m) => NodeBody::Report(ReportChunk::from_wire(m)?),
-            Body::ReportEnd(m) => NodeBody::ReportEnd(ReportEnd::from_wire(m)?),
-            Body::Offloaded(m) => NodeBody::Offloaded(OffloadNotice::from_wire(m)?),
-            Body::DiskEvicted(m) => NodeBody::DiskEvicted(check::records("versions", &m.versions, max)?),
+            Body::Heartbeat(m) => NodeMessageBody::Heartbeat(Heartbeat::from_wire(m)?),
+            Body::CommandResults(m) => {
+                NodeMessageBody::CommandResults(check::records("results", &m.results, max)?)
+            }
+            Body::Report(m) => NodeMessageBody::Report(ReportChunk::from_wire(m)?),
+            Body::ReportEnd(m) => NodeMessageBody::ReportEnd(ReportEnd::from_wire(m)?),
+            Body::Offloaded(m) => NodeMessageBody::Offloaded(OffloadNotice::from_wire(m)?),
+            Body::DiskEvicted(m) => {
+                NodeMessageBody::DiskEvicted(check::records("versions", &m.versions, max)?)
+            }
         };
         Ok(NodeMessage {
             session: SessionId(m.session),
@@ -80,14 +84,14 @@ impl<'a> Wire<'a> for NodeMessage<'a> {
     fn to_wire(&self) -> v1::NodeMessage {
         use v1::node_message::Body;
         let body = match &self.body {
-            NodeBody::Heartbeat(body) => Body::Heartbeat(body.to_wire()),
-            NodeBody::OrderResults(results) => {
-                Body::OrderResults(v1::OrderResults { results: copied(results.as_encoded()) })
+            NodeMessageBody::Heartbeat(body) => Body::Heartbeat(body.to_wire()),
+            NodeMessageBody::CommandResults(results) => {
+                Body::CommandResults(v1::CommandResults { results: copied(results.as_encoded()) })
             }
-            NodeBody::Report(body) => Body::Report(body.to_wire()),
-            NodeBody::ReportEnd(body) => Body::ReportEnd(body.to_wire()),
-            NodeBody::Offloaded(body) => Body::Offloaded(body.to_wire()),
-            NodeBody::DiskEvicted(versions) => {
+            NodeMessageBody::Report(body) => Body::Report(body.to_wire()),
+            NodeMessageBody::ReportEnd(body) => Body::ReportEnd(body.to_wire()),
+            NodeMessageBody::Offloaded(body) => Body::Offloaded(body.to_wire()),
+            NodeMessageBody::DiskEvicted(versions) => {
                 Body::DiskEvicted(v1::DiskEvicted { versions: copied(versions.as_encoded()) })
             }
         };
@@ -100,31 +104,31 @@ impl<'a> Wire<'a> for NodeMessage<'a> {
     }
 }
 
-/// From the master.
+/// Message of a master to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MasterMessage<'a> {
-    /// The session.
+    /// Session of the node.
     pub session: SessionId,
-    /// The master's term.
+    /// Term of the master.
     pub term: Term,
-    /// Its group map.
+    /// Version of the master's group map.
     pub map_version: MapVersion,
-    /// Every message of the node up to this one has been applied.
+    /// The master has applied every message of the node up to this number.
     pub acked_sequence: u64,
-    /// What it says.
-    pub body: MasterBody<'a>,
+    /// Content of the message.
+    pub body: MasterMessageBody<'a>,
 }
 
-/// What a master says.
+/// Content of a master's message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MasterBody<'a> {
-    /// Do these.
-    Orders(Packed<'a, Order>),
-    /// The heartbeat arrived.
+pub enum MasterMessageBody<'a> {
+    /// Commands to execute.
+    Commands(Packed<'a, NodeCommand>),
+    /// Acknowledges a heartbeat.
     HeartbeatAck {
-        /// Its beat.
-        beat: u64,
-        /// New time to live of the session, from the sending of the beat on.
+        /// Number of the acknowledged heartbeat.
+        heartbeat_id: u64,
+        /// New TTL of the session in milliseconds, counted from the sending of the heartbeat.
         ttl_ms: u32,
     },
 }
@@ -136,10 +140,12 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
         use v1::master_message::Body;
         at_least("session", m.session, 1u64)?;
         let body = match required("body", &m.body)? {
-            Body::Orders(m) => MasterBody::Orders(check::records("orders", &m.orders, SESSION_RECORDS_MAX)?),
+            Body::Commands(m) => {
+                MasterMessageBody::Commands(check::records("commands", &m.commands, SESSION_RECORDS_MAX)?)
+            }
             Body::HeartbeatAck(m) => {
-                opening::check_ttl(m.ttl_ms)?;
-                MasterBody::HeartbeatAck { beat: m.beat, ttl_ms: m.ttl_ms }
+                open::check_ttl(m.ttl_ms)?;
+                MasterMessageBody::HeartbeatAck { heartbeat_id: m.heartbeat_id, ttl_ms: m.ttl_ms }
             }
         };
         Ok(MasterMessage {
@@ -154,9 +160,11 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
     fn to_wire(&self) -> v1::MasterMessage {
         use v1::master_message::Body;
         let body = match self.body {
-            MasterBody::Orders(orders) => Body::Orders(v1::Orders { orders: copied(orders.as_encoded()) }),
-            MasterBody::HeartbeatAck { beat, ttl_ms } => {
-                Body::HeartbeatAck(v1::HeartbeatAck { beat, ttl_ms })
+            MasterMessageBody::Commands(commands) => {
+                Body::Commands(v1::Commands { commands: copied(commands.as_encoded()) })
+            }
+            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms } => {
+                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms })
             }
         };
         v1::MasterMessage {

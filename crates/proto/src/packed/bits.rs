@@ -5,7 +5,7 @@ use moontide_types::{ErrorCode, UnknownErrorCode};
 use crate::layout::{code_from_number, code_number};
 use crate::packed::PackedError;
 
-/// A bit for each of a known number of elements; bits beyond are zero.
+/// One bit for each of a known number of elements; unused bits are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bitmap<'a> {
     bytes: &'a [u8],
@@ -13,55 +13,55 @@ pub struct Bitmap<'a> {
 }
 
 impl<'a> Bitmap<'a> {
-    /// Checks that the bytes are exactly those of `len` bits.
+    /// Creates a view. Fails unless the bytes are exactly those of `len` bits.
     pub fn decode(bytes: &'a [u8], len: usize) -> Result<Bitmap<'a>, PackedError> {
         let (found, needed) = (bytes.len(), len.div_ceil(8));
         if found < needed {
             return Err(PackedError::Truncated { found, needed });
         }
         if found > needed {
-            return Err(PackedError::Excess { left: found - needed });
+            return Err(PackedError::TrailingBytes { left: found - needed });
         }
         let used_in_last = len % 8;
         if used_in_last != 0 && bytes[needed - 1] >> used_in_last != 0 {
-            return Err(PackedError::SpareBits);
+            return Err(PackedError::ReservedBits);
         }
         Ok(Bitmap { bytes, len })
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn as_encoded(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// How many bits.
+    /// Returns the number of bits.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bit at `index`; `None` beyond the last.
+    /// Returns the bit at `index`; `None` after the last.
     pub fn get(&self, index: usize) -> Option<bool> {
         (index < self.len).then(|| self.bytes[index / 8] >> (index % 8) & 1 == 1)
     }
 
-    /// The bits in order.
+    /// Iterates over the bits in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = bool> + use<'a> {
         let bytes = self.bytes;
         (0..self.len).map(move |i| bytes[i / 8] >> (i % 8) & 1 == 1)
     }
 
-    /// How many are set.
+    /// Returns the number of set bits.
     pub fn count_ones(&self) -> usize {
         self.bytes.iter().map(|b| b.count_ones() as usize).sum()
     }
 }
 
-/// Puts bits together.
+/// Builder of a [`Bitmap`].
 #[derive(Clone, Debug, Default)]
 pub struct BitmapBuilder {
     bytes: Vec<u8>,
@@ -69,7 +69,7 @@ pub struct BitmapBuilder {
 }
 
 impl BitmapBuilder {
-    /// Adds one.
+    /// Appends a bit.
     pub fn push(&mut self, bit: bool) {
         if self.len.is_multiple_of(8) {
             self.bytes.push(0);
@@ -78,17 +78,17 @@ impl BitmapBuilder {
         self.len += 1;
     }
 
-    /// How many bits so far.
+    /// Returns the number of bits.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn finish(self) -> Vec<u8> {
         self.bytes
     }
@@ -102,19 +102,19 @@ impl FromIterator<bool> for BitmapBuilder {
     }
 }
 
-/// An outcome for each element.
+/// One outcome per element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Codes<'a>(&'a [u8]);
 
 impl<'a> Codes<'a> {
-    /// Checks the length and that every code is known.
+    /// Creates a view. Fails if there are more than `max` codes, or if a code is unknown.
     pub fn decode(bytes: &'a [u8], max: usize) -> Result<Codes<'a>, PackedError> {
         let (count, left) = (bytes.len() / 2, bytes.len() % 2);
         if count > max {
             return Err(PackedError::TooMany { found: count, max });
         }
         if left != 0 {
-            return Err(PackedError::Excess { left });
+            return Err(PackedError::TrailingBytes { left });
         }
         for (index, number) in numbers(bytes).enumerate() {
             if code_from_number(number).is_none() {
@@ -124,28 +124,22 @@ impl<'a> Codes<'a> {
         Ok(Codes(bytes))
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn as_encoded(&self) -> &'a [u8] {
         self.0
     }
 
-    /// How many outcomes.
+    /// Returns the number of outcomes.
     pub fn len(&self) -> usize {
         self.0.len() / 2
     }
 
-    /// Whether there are none.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Fails unless there are `expected` outcomes: callers know how many they asked for.
-    pub fn expect_len(&self, expected: usize) -> Result<(), PackedError> {
-        let found = self.len();
-        if found == expected { Ok(()) } else { Err(PackedError::Count { found, expected }) }
-    }
-
-    /// The outcomes in order; `None` is success.
+    /// Iterates over the outcomes in order; `None` is success.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Option<ErrorCode>> + use<'a> {
         numbers(self.0).map(|number| code_from_number(number).expect("checked by decode"))
     }
@@ -155,27 +149,27 @@ fn numbers(bytes: &[u8]) -> impl ExactSizeIterator<Item = u16> {
     bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]))
 }
 
-/// Puts outcomes together.
+/// Builder of [`Codes`].
 #[derive(Clone, Debug, Default)]
 pub struct CodesBuilder(Vec<u8>);
 
 impl CodesBuilder {
-    /// Adds one; `None` is success.
+    /// Appends an outcome; `None` is success.
     pub fn push(&mut self, code: Option<ErrorCode>) {
         self.0.extend_from_slice(&code_number(&code).to_le_bytes());
     }
 
-    /// How many outcomes so far.
+    /// Returns the number of outcomes.
     pub fn len(&self) -> usize {
         self.0.len() / 2
     }
 
-    /// Whether there are none.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn finish(self) -> Vec<u8> {
         self.0
     }

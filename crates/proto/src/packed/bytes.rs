@@ -1,13 +1,14 @@
-//! [`PackedKeys`] and [`PackedBytes`]: many short byte strings in one field.
+//! [`PackedKeys`] and [`PackedBytes`]: arrays of short byte strings in one field.
 //!
 //! ```text
 //!  count u32 │ length u16 × count │ bytes of the first │ bytes of the second │ …
 //! ```
 //!
-//! The lengths stand together so that one pass over them checks the whole; they sum exactly to the rest.
+//! The lengths are stored together, so that one pass over them checks the array; their sum is exactly the length of
+//! the rest.
 
 use moontide_types::Key;
-use moontide_types::bounds::{BATCH_KEYS_MAX, KEY_BYTES_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, KEY_BYTES_MAX};
 
 use crate::limits::PACKED_BYTES_MAX;
 use crate::packed::PackedError;
@@ -15,7 +16,7 @@ use crate::packed::PackedError;
 const COUNT_BYTES: usize = 4;
 const LENGTH_BYTES: usize = 2;
 
-/// At most [`BATCH_KEYS_MAX`] byte strings of at most 65,535 bytes each; they may be empty.
+/// Array of at most [`BATCH_KEYS_MAX`] byte strings of 0 to 65,535 bytes each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedBytes<'a> {
     encoded: &'a [u8],
@@ -24,11 +25,11 @@ pub struct PackedBytes<'a> {
 }
 
 impl<'a> PackedBytes<'a> {
-    /// The encoded form of no element.
+    /// Array without elements.
     pub const EMPTY: PackedBytes<'static> =
         PackedBytes { encoded: &[0; COUNT_BYTES], lengths: &[], bytes: &[] };
 
-    /// Checks the count and that the lengths sum exactly to the rest.
+    /// Creates a view. Fails if the count is too large, or if the sum of the lengths is not the length of the rest.
     pub fn decode(encoded: &'a [u8]) -> Result<PackedBytes<'a>, PackedError> {
         let found = encoded.len();
         if found > PACKED_BYTES_MAX {
@@ -47,30 +48,30 @@ impl<'a> PackedBytes<'a> {
         match bytes.len().checked_sub(sum) {
             None => Err(truncated(COUNT_BYTES + lengths_len + sum)),
             Some(0) => Ok(PackedBytes { encoded, lengths, bytes }),
-            Some(left) => Err(PackedError::Excess { left }),
+            Some(left) => Err(PackedError::TrailingBytes { left }),
         }
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn as_encoded(&self) -> &'a [u8] {
         self.encoded
     }
 
-    /// How many elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.lengths.len() / LENGTH_BYTES
     }
 
-    /// Whether there are none.
+    /// Returns whether the array has no elements.
     pub fn is_empty(&self) -> bool {
         self.lengths.is_empty()
     }
 
-    /// The elements in order.
+    /// Iterates over the elements in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &'a [u8]> + use<'a> {
         let mut rest = self.bytes;
         each_length(self.lengths).map(move |len| {
-            let (element, left) = rest.split_at(len); // decode() compared the sum of lengths with the rest
+            let (element, left) = rest.split_at(len); // decode() checked the sum of the lengths
             rest = left;
             element
         })
@@ -81,12 +82,12 @@ fn each_length(lengths: &[u8]) -> impl ExactSizeIterator<Item = usize> {
     lengths.chunks_exact(LENGTH_BYTES).map(|l| u16::from_le_bytes([l[0], l[1]]).into())
 }
 
-/// At most [`BATCH_KEYS_MAX`] keys.
+/// Array of at most [`BATCH_KEYS_MAX`] keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedKeys<'a>(PackedBytes<'a>);
 
 impl<'a> PackedKeys<'a> {
-    /// Checks the array and every key in it.
+    /// Creates a view. Fails if the array or a key is invalid.
     pub fn decode(encoded: &'a [u8]) -> Result<PackedKeys<'a>, PackedError> {
         let packed = PackedBytes::decode(encoded)?;
         for (index, bytes) in packed.iter().enumerate() {
@@ -95,28 +96,28 @@ impl<'a> PackedKeys<'a> {
         Ok(PackedKeys(packed))
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn as_encoded(&self) -> &'a [u8] {
         self.0.encoded
     }
 
-    /// How many keys.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether the array has no elements.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The keys in order.
+    /// Iterates over the keys in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Key<'a>> + use<'a> {
         self.0.iter().map(|bytes| Key::new(bytes).expect("checked by decode"))
     }
 }
 
-/// Puts byte strings together. Lengths and bytes are collected apart, because the count comes first.
+/// Builder of [`PackedBytes`]. Collects lengths and bytes separately: the encoded form stores all lengths first.
 #[derive(Clone, Debug, Default)]
 pub struct PackedBytesBuilder {
     lengths: Vec<u8>,
@@ -124,27 +125,27 @@ pub struct PackedBytesBuilder {
 }
 
 impl PackedBytesBuilder {
-    /// None so far.
+    /// Creates an empty builder.
     pub fn new() -> PackedBytesBuilder {
         PackedBytesBuilder::default()
     }
 
-    /// How many elements so far.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.lengths.len() / LENGTH_BYTES
     }
 
-    /// Whether there are none.
+    /// Returns whether the array has no elements.
     pub fn is_empty(&self) -> bool {
         self.lengths.is_empty()
     }
 
-    /// Length of the encoded form.
+    /// Returns the length of the encoded form in bytes.
     pub fn encoded_len(&self) -> usize {
         COUNT_BYTES + self.lengths.len() + self.bytes.len()
     }
 
-    /// Adds one; fails, changing nothing, when the array would exceed a bound.
+    /// Appends an element. Fails, and changes nothing, if the array would exceed a limit.
     pub fn push(&mut self, element: &[u8]) -> Result<(), PackedError> {
         if self.len() == BATCH_KEYS_MAX {
             return Err(PackedError::TooMany { found: BATCH_KEYS_MAX + 1, max: BATCH_KEYS_MAX });
@@ -161,7 +162,7 @@ impl PackedBytesBuilder {
         Ok(())
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn finish(self) -> Vec<u8> {
         let mut encoded = Vec::with_capacity(self.encoded_len());
         encoded.extend_from_slice(&(self.len() as u32).to_le_bytes()); // ≤ BATCH_KEYS_MAX
@@ -171,32 +172,32 @@ impl PackedBytesBuilder {
     }
 }
 
-/// Puts keys together.
+/// Builder of [`PackedKeys`].
 #[derive(Clone, Debug, Default)]
 pub struct PackedKeysBuilder(PackedBytesBuilder);
 
 impl PackedKeysBuilder {
-    /// None so far.
+    /// Creates an empty builder.
     pub fn new() -> PackedKeysBuilder {
         PackedKeysBuilder::default()
     }
 
-    /// How many keys so far.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether the array has no elements.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Adds one; fails, changing nothing, when the batch would exceed a bound: then send what there is.
+    /// Appends a key. Fails, and changes nothing, if the batch would exceed a limit: then send the keys so far.
     pub fn push(&mut self, key: Key<'_>) -> Result<(), PackedError> {
         self.0.push(key.as_bytes())
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn finish(self) -> Vec<u8> {
         self.0.finish()
     }

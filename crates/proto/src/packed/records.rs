@@ -1,11 +1,11 @@
-//! [`Packed`]: fixed records one after the other, with nothing between them and no count in front.
+//! [`Packed`]: fixed records, stored consecutively without separators and without a count.
 
 use std::marker::PhantomData;
 
 use crate::layout::FixedRecord;
 use crate::packed::PackedError;
 
-/// Records of one kind, checked when the view is made.
+/// Array of records of one type, checked by [`Packed::decode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packed<'a, T> {
     bytes: &'a [u8],
@@ -13,7 +13,8 @@ pub struct Packed<'a, T> {
 }
 
 impl<'a, T: FixedRecord> Packed<'a, T> {
-    /// Checks the length and every record. `max` bounds their number and is compared first.
+    /// Creates a view. Fails if the length or a record is invalid, or if there are more than `max` records; the
+    /// number is checked first.
     pub fn decode(bytes: &'a [u8], max: usize) -> Result<Packed<'a, T>, PackedError> {
         let left = bytes.len() % T::BYTES;
         let count = bytes.len() / T::BYTES;
@@ -21,7 +22,7 @@ impl<'a, T: FixedRecord> Packed<'a, T> {
             return Err(PackedError::TooMany { found: count, max });
         }
         if left != 0 {
-            return Err(PackedError::Excess { left });
+            return Err(PackedError::TrailingBytes { left });
         }
         for (index, record) in bytes.chunks_exact(T::BYTES).enumerate() {
             T::decode(record).map_err(|source| PackedError::Record { index, source })?;
@@ -29,36 +30,36 @@ impl<'a, T: FixedRecord> Packed<'a, T> {
         Ok(Packed { bytes, records: PhantomData })
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn as_encoded(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// How many records.
+    /// Returns the number of records.
     pub fn len(&self) -> usize {
         self.bytes.len() / T::BYTES
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no records.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// The record at `index`.
+    /// Returns the record at `index`.
     pub fn get(&self, index: usize) -> Option<T> {
         let start = index.checked_mul(T::BYTES)?;
         let record = self.bytes.get(start..start.checked_add(T::BYTES)?)?;
         Some(decode_checked(record))
     }
 
-    /// `len` records from `start` on.
+    /// Returns `len` records from `start` on.
     pub fn range(&self, start: usize, len: usize) -> Option<Packed<'a, T>> {
         let end = start.checked_add(len)?.checked_mul(T::BYTES)?;
         let bytes = self.bytes.get(start.checked_mul(T::BYTES)?..end)?;
         Some(Packed { bytes, records: PhantomData })
     }
 
-    /// The records in order.
+    /// Iterates over the records in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = T> + use<'a, T> {
         self.bytes.chunks_exact(T::BYTES).map(decode_checked)
     }
@@ -68,7 +69,7 @@ fn decode_checked<T: FixedRecord>(record: &[u8]) -> T {
     T::decode(record).expect("checked by Packed::decode")
 }
 
-/// Puts records together.
+/// Builder of a [`Packed`] array.
 #[derive(Clone, Debug)]
 pub struct PackedBuilder<T> {
     bytes: Vec<u8>,
@@ -82,30 +83,30 @@ impl<T: FixedRecord> Default for PackedBuilder<T> {
 }
 
 impl<T: FixedRecord> PackedBuilder<T> {
-    /// With room for so many.
+    /// Creates a builder with capacity for `records` records.
     pub fn with_capacity(records: usize) -> PackedBuilder<T> {
         PackedBuilder { bytes: Vec::with_capacity(records * T::BYTES), records: PhantomData }
     }
 
-    /// How many records so far.
+    /// Returns the number of records.
     pub fn len(&self) -> usize {
         self.bytes.len() / T::BYTES
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no records.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Adds one.
+    /// Appends a record.
     ///
     /// # Panics
-    /// If its fields contradict each other.
+    /// If the record is not valid.
     pub fn push(&mut self, record: &T) {
         record.encode(&mut self.bytes);
     }
 
-    /// The encoded form.
+    /// Returns the encoded form.
     pub fn finish(self) -> Vec<u8> {
         self.bytes
     }

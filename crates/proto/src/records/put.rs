@@ -1,6 +1,7 @@
-//! How a put starts, [`PutEntry`], and ends: [`PutEndEntry`] to the master, [`CommitEntry`] to the node, [`VersionedId`] to give it up.
+//! Records of a put: [`PutEntry`] starts it at the master, [`CommitEntry`] publishes or aborts a slot at the node,
+//! [`PutEndEntry`] ends it at the master, [`VersionedId`] revokes it.
 
-use moontide_types::bounds::{OBJECT_BYTES_MAX, REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::limits::{OBJECT_BYTES_MAX, REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
 
 use crate::capability::Capability;
@@ -8,15 +9,15 @@ use crate::layout::{FieldValue, RecordError, code_from_number, code_number};
 use crate::limits::CONFIGS_MAX;
 
 fixed_record! {
-    /// One object to be put.
+    /// One object of a PutStart.
     ///
     /// Invariants: `len ≤ OBJECT_BYTES_MAX`, `config < CONFIGS_MAX`.
     pub struct PutEntry[16] {
-        /// Its length.
+        /// Length of the object in bytes.
         0 len: u64,
-        /// Index into the request's configurations.
+        /// Index of its configuration in the request.
         8 config: u16,
-        spare 10,
+        reserved 10,
     }
 }
 
@@ -30,11 +31,11 @@ impl PutEntry {
 fixed_record! {
     /// One version of one object.
     pub struct VersionedId[24] {
-        /// The object.
+        /// Object id.
         0 id: ObjectId,
-        /// The version.
+        /// Version of the object.
         16 epoch: Epoch,
-    }
+        }
 }
 
 impl VersionedId {
@@ -43,18 +44,18 @@ impl VersionedId {
     }
 }
 
-/// One outcome per replica; those beyond the replica count are `None`.
+/// One outcome per replica; those after the replica count are `None`.
 impl FieldValue for [Option<ErrorCode>; REPLICAS_MAX] {
     const BYTES: usize = 2 * REPLICAS_MAX;
-    fn put(&self, out: &mut [u8]) {
+    fn write_to(&self, out: &mut [u8]) {
         for (code, out) in self.iter().zip(out.chunks_exact_mut(2)) {
-            code_number(code).put(out);
+            code_number(code).write_to(out);
         }
     }
-    fn take(bytes: &[u8]) -> Result<Self, u64> {
+    fn read_from(bytes: &[u8]) -> Result<Self, u64> {
         let mut codes = [None; REPLICAS_MAX];
         for (code, bytes) in codes.iter_mut().zip(bytes.chunks_exact(2)) {
-            let number = u16::take(bytes)?;
+            let number = u16::read_from(bytes)?;
             *code = code_from_number(number).ok_or(u64::from(number))?;
         }
         Ok(codes)
@@ -62,33 +63,33 @@ impl FieldValue for [Option<ErrorCode>; REPLICAS_MAX] {
 }
 
 fixed_record! {
-    /// How the writing of one object went. A replica counts only if all of its stripes were written.
+    /// Outcome of the write of one object. A replica succeeds only if all of its stripes were written.
     ///
-    /// Invariants: `1 ≤ replica_count ≤ REPLICAS_MAX`, `1 ≤ stripe_count ≤ STRIPES_MAX`, no outcome beyond the
-    /// replica count.
+    /// Invariants: `1 ≤ replica_count ≤ REPLICAS_MAX`, `1 ≤ stripe_count ≤ STRIPES_MAX`, no outcome after the replica
+    /// count.
     pub struct PutEndEntry[56] {
-        /// The object.
+        /// Object id.
         0 id: ObjectId,
-        /// The version that PutStart gave.
+        /// Version from PutStart.
         16 epoch: Epoch,
-        /// Its root digest.
+        /// Root digest of the object.
         24 root: u64,
         /// Outcome per replica, `u16` each.
         32 outcomes: [Option<ErrorCode>; REPLICAS_MAX],
-        /// How many replicas there are.
+        /// Number of replicas.
         48 replica_count: u8,
-        /// Zero: there is only one form of an entry so far.
-        49 form: u8,
-        /// How many stripes; with more than one their roots follow in the message.
+        /// Format of the entry: always 0 so far.
+        49 format: u8,
+        /// Number of stripes; with more than one, their roots follow in the message.
         50 stripe_count: u16,
-        spare 52,
+        reserved 52,
     }
 }
 
 impl PutEndEntry {
     fn check(&self) -> Result<(), RecordError> {
         let replicas = usize::from(self.replica_count);
-        Self::rule(self.form == 0, "form = 0")?;
+        Self::rule(self.format == 0, "format = 0")?;
         Self::rule((1..=REPLICAS_MAX).contains(&replicas), "1 ≤ replica_count ≤ REPLICAS_MAX")?;
         Self::rule(
             (1..=STRIPES_MAX).contains(&usize::from(self.stripe_count)),
@@ -99,35 +100,35 @@ impl PutEndEntry {
 }
 
 flags! {
-    /// How a slot is to be finished.
+    /// Options of a commit.
     pub struct CommitFlags(u16) {
-        /// Abandon it instead.
+        /// Abort the slot instead of publishing it.
         ABORT = 0,
     }
 }
 
 fixed_record! {
-    /// Publishes or abandons one slot.
+    /// Publishes or aborts one slot.
     pub struct CommitEntry[72] {
-        /// The object.
+        /// Object id.
         0 id: ObjectId,
-        /// The version.
+        /// Version of the object.
         16 epoch: Epoch,
-        /// Which incarnation of the segment.
+        /// Generation of the segment.
         24 generation: Generation,
-        /// The segment.
+        /// Segment of the slot.
         32 segment: SegmentId,
-        /// The slot.
+        /// Slot in the segment.
         36 slot: SlotId,
         /// Root of the stripe's page digests.
         40 root: u64,
-        /// Proof that the caller may: the handle's.
+        /// Proof of the access right: the capability of the handle.
         48 capability: Capability,
-        /// The term in which the capability was made.
+        /// Term in which the capability was created.
         64 term: Term,
-        /// Publish or abandon.
+        /// Options.
         68 flags: CommitFlags,
-        spare 70,
+        reserved 70,
     }
 }
 

@@ -1,9 +1,9 @@
-//! What a node has: [`ReportRecord`] for a slot of a segment, [`OffloadRecord`] for a record on disk.
+//! Reports of a node: [`ReportRecord`] for a slot of a segment, [`OffloadRecord`] for a record on disk.
 //!
-//! Keys, tenants and attributes travel beside the records (see `ReportChunk` and `OffloadNotice`), so that the
-//! records have a fixed size and a master ingests them at memory speed.
+//! Keys, tenants and attributes are in separate fields (see `ReportChunk` and `OffloadNotice`), so that the records
+//! have a fixed size and a master ingests them at memory speed.
 
-use moontide_types::bounds::OBJECT_BYTES_MAX;
+use moontide_types::limits::OBJECT_BYTES_MAX;
 use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, Extent, ObjectId, SlotId, Span, TenantGeneration};
 
@@ -11,59 +11,59 @@ use crate::layout::RecordError;
 use crate::records::object::Stripe;
 
 flags! {
-    /// What else is to be known about a reported slot.
+    /// Properties of a reported slot.
     pub struct ReportFlags(u16) {
-        /// Without digests.
+        /// The record has no page digests.
         DIGESTLESS = 0,
         /// A one-sided remote writer has or had access to the range.
         ONE_SIDED = 1,
-        /// Read since the node started.
+        /// The slot was read since the node started.
         TOUCHED = 2,
     }
 }
 
 fixed_record! {
-    /// One slot as it is: the same record for a snapshot and for a change since. The state is in the word.
+    /// State of one slot: the same record for snapshots and for deltas. The state is in the word.
     ///
-    /// Invariants: the stripe is in bounds; unless FREE, the payload lies in the extent. A FREE record says
-    /// that the slot is free from this epoch on; nothing but slot and word counts, the rest is zero.
+    /// Invariants: the stripe is within limits; unless FREE, the payload lies in the extent. A FREE record reports that
+    /// the slot is free from this epoch on; only slot and word are set, the rest is zero.
     pub struct ReportRecord[96] {
-        /// The slot.
+        /// Slot in the segment.
         0 slot: SlotId,
-        /// Index of the tenant in the message's table.
+        /// Index of the tenant in the table of the message.
         4 tenant: u16,
-        /// What else is to be known.
+        /// Properties.
         6 flags: ReportFlags,
-        /// The slot's extent: first unit `u32`, number of units `u32`.
+        /// Extent of the slot: first unit `u32`, number of units `u32`.
         8 extent: Extent,
         /// Version and state.
         16 word: Word,
-        /// The object.
+        /// Object id.
         24 id: ObjectId,
-        /// Its length.
+        /// Length of the object in bytes.
         40 object_len: u64,
         /// Root of the stripe's page digests; 0 while WRITING.
         48 root: u64,
-        /// Where the stripe starts in the object.
+        /// Offset of the stripe in the object.
         56 stripe_offset: u64,
-        /// Its length.
+        /// Length of the stripe in bytes.
         64 stripe_len: u64,
-        /// Where the payload starts in the segment.
+        /// Offset of the payload in the segment.
         72 payload_offset: u64,
-        /// Which stripe.
+        /// Index of the stripe.
         80 stripe_index: u16,
-        /// Of how many.
+        /// Number of stripes of the object.
         82 stripe_count: u16,
-        /// Number of the id key that made the id.
+        /// Number of the id key from which the id was computed.
         84 id_key: u32,
-        /// Generation of the tenant that went into the id.
+        /// Tenant generation from which the id was computed.
         88 tenant_generation: TenantGeneration,
-        spare 92,
+        reserved 92,
     }
 }
 
 impl ReportRecord {
-    /// The record of a slot that is free from this epoch on.
+    /// Creates the record of a slot that is free from this epoch on.
     pub fn free(slot: SlotId, epoch: Epoch) -> ReportRecord {
         ReportRecord {
             slot,
@@ -84,7 +84,7 @@ impl ReportRecord {
         }
     }
 
-    /// Which part of the object it is. Meaningless for a FREE record.
+    /// Returns the position of the stripe in the object. Meaningless for a FREE record.
     pub fn stripe(&self) -> Stripe {
         Stripe {
             index: self.stripe_index,
@@ -96,8 +96,8 @@ impl ReportRecord {
 
     fn check(&self) -> Result<(), RecordError> {
         if self.word.state() == State::Free {
-            let bare = *self == ReportRecord::free(self.slot, self.word.epoch());
-            return Self::rule(bare, "a free slot has nothing but its epoch");
+            let only_epoch = *self == ReportRecord::free(self.slot, self.word.epoch());
+            return Self::rule(only_epoch, "a FREE record has only slot and epoch");
         }
         let payload = Span::new(self.payload_offset, self.stripe_len);
         Self::rule(self.stripe().fits(self.object_len), "the stripe is in bounds")?;
@@ -107,52 +107,52 @@ impl ReportRecord {
 }
 
 flags! {
-    /// What else is to be known about a record on disk.
+    /// Properties of a record on disk.
     pub struct OffloadFlags(u16) {
-        /// Without digests.
+        /// The record has no page digests.
         DIGESTLESS = 0,
     }
 }
 
 fixed_record! {
-    /// One record on a node's disk. Readers name it by (id, epoch, stripe); the place is for operators and
-    /// for the master's accounting.
+    /// One record on a node's disk. Readers identify it by (id, epoch, stripe); the location is for operators and for
+    /// the master's accounting.
     pub struct OffloadRecord[96] {
-        /// The object.
+        /// Object id.
         0 id: ObjectId,
-        /// The version.
+        /// Version of the object.
         16 epoch: Epoch,
-        /// The object's length.
+        /// Length of the object in bytes.
         24 object_len: u64,
-        /// Where the stripe starts in the object.
+        /// Offset of the stripe in the object.
         32 stripe_offset: u64,
-        /// Its length.
+        /// Length of the stripe in bytes.
         40 stripe_len: u64,
-        /// Root of its page digests.
+        /// Root of the stripe's page digests.
         48 root: u64,
-        /// Bucket or file.
+        /// Number of the bucket or file.
         56 bucket: u64,
-        /// Where the record starts in it.
+        /// Offset of the record in the bucket or file.
         64 offset: u64,
-        /// Bytes that the record takes on disk.
+        /// Size of the record on disk in bytes.
         72 disk_len: u64,
-        /// Which stripe.
+        /// Index of the stripe.
         80 stripe_index: u16,
-        /// Of how many.
+        /// Number of stripes of the object.
         82 stripe_count: u16,
-        /// Number of the id key that made the id.
+        /// Number of the id key from which the id was computed.
         84 id_key: u32,
-        /// Generation of the tenant that went into the id.
+        /// Tenant generation from which the id was computed.
         88 tenant_generation: TenantGeneration,
-        /// Index of the tenant in the message's table.
+        /// Index of the tenant in the table of the message.
         92 tenant: u16,
-        /// What else is to be known.
+        /// Properties.
         94 flags: OffloadFlags,
     }
 }
 
 impl OffloadRecord {
-    /// Which part of the object it is.
+    /// Returns the position of the stripe in the object.
     pub fn stripe(&self) -> Stripe {
         Stripe {
             index: self.stripe_index,
@@ -164,8 +164,8 @@ impl OffloadRecord {
 
     fn check(&self) -> Result<(), RecordError> {
         Self::rule(self.stripe().fits(self.object_len), "the stripe is in bounds")?;
-        Self::rule(Span::new(self.offset, self.disk_len).is_some(), "the record has an end")?;
-        // A record is its payload, header, digests and trailer: never more than twice the largest object.
+        Self::rule(Span::new(self.offset, self.disk_len).is_some(), "offset + disk_len fits in 64 bits")?;
+        // A record consists of header, payload, digests and trailer: never more than twice the largest object.
         Self::rule(self.disk_len <= 2 * OBJECT_BYTES_MAX, "disk_len ≤ 2 × OBJECT_BYTES_MAX")?;
         Self::rule(self.disk_len >= self.stripe_len, "the payload fits in the record")
     }

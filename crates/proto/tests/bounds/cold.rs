@@ -1,9 +1,9 @@
-//! Bounds of calls that are not hot: those of operators, and of those who watch.
+//! Limits of calls that are not hot: operators' calls and invalidations.
 
 use super::*;
 
 #[test]
-fn operators() {
+fn operator_message_limits_are_enforced() {
     edge!(RemoveByPrefixRequest, TooLarge, |m| m.prefix = vec![1; KEY_BYTES_MAX].into(), {
         m.prefix = vec![1; KEY_BYTES_MAX + 1].into()
     });
@@ -27,43 +27,53 @@ fn operators() {
     });
     edge!(EvictRequest, TooLarge, |m| m.target_permille = 1000, m.target_permille = 1001);
     edge!(DrainSegmentRequest, InvalidArgument, |m| m.evict = true, m.segment = None);
-    edge!(JobProgress, Unsupported, |m| (m.state, m.code) = (2, 0), m.state = 0);
-    edge!(JobProgress, Unsupported, |m| (m.state, m.code) = (2, 0), m.code = 77_777);
-    edge!(ClusterInfo, InvalidArgument, |m| m.protocol_max = 1, m.protocol_min = 2);
+    edge!(GetJobResponse, Unsupported, |m| (m.state, m.code) = (2, 0), m.state = 0);
+    edge!(GetJobResponse, Unsupported, |m| (m.state, m.code) = (2, 0), m.code = 77_777);
+    edge!(GetClusterInfoResponse, InvalidArgument, |m| m.protocol_max = 1, m.protocol_min = 2);
 }
 
 #[test]
-fn departures() {
-    let cursor = v1::DepartureCursor { group: 1, term: 2, next: 3 };
-    edge!(GetDeparturesRequest, TooLarge, |m| m.cursors = vec![cursor; GROUPS_MAX.into()], {
+fn invalidation_message_limits_are_enforced() {
+    let cursor = v1::InvalidationCursor { group: 1, term: 2, next_sequence: 3 };
+    edge!(PollInvalidationsRequest, TooLarge, |m| m.cursors = vec![cursor; GROUPS_MAX.into()], {
         m.cursors.push(m.cursors[0])
     });
-    edge!(GetDeparturesRequest, InvalidArgument, |m| m.cursors.truncate(1), m.cursors.clear());
-    edge!(GetDeparturesRequest, TooLarge, |m| m.wait_ms = DEPARTURES_WAIT_MS_MAX, m.wait_ms += 1);
-    edge!(GetDeparturesRequest, TooLarge, |m| m.cursors[0].group = 4095, m.cursors[0].group = 4096);
-    edge!(GetDeparturesRequest, InvalidArgument, |m| m.cursors[0].term = Term::MAX.get(), {
+    edge!(PollInvalidationsRequest, InvalidArgument, |m| m.cursors.truncate(1), m.cursors.clear());
+    edge!(PollInvalidationsRequest, TooLarge, |m| m.wait_ms = INVALIDATIONS_WAIT_MS_MAX, m.wait_ms += 1);
+    edge!(PollInvalidationsRequest, TooLarge, |m| m.cursors[0].group = 4095, m.cursors[0].group = 4096);
+    edge!(PollInvalidationsRequest, InvalidArgument, |m| m.cursors[0].term = Term::MAX.get(), {
         m.cursors[0].term += 1
     });
-    let told = |ids: usize| v1::GroupDepartures {
+    let invalidated = |ids: usize| v1::GroupInvalidations {
         group: 1,
         code: 0,
         term: 1,
-        next: 1,
+        next_sequence: 1,
         gap: false,
         ids: vec![7; 16 * ids].into(),
     };
-    let fullest = || vec![told(DEPARTURES_PER_ANSWER_MAX - 1), told(1)];
-    edge!(GetDeparturesResponse, TooLarge, |m| m.groups = fullest(), m.groups.push(told(1)));
-    edge!(GetDeparturesResponse, TooLarge, |m| m.groups = vec![told(0); GROUPS_MAX.into()], {
-        m.groups.push(told(0))
+    let largest = || vec![invalidated(INVALIDATIONS_PER_RESPONSE_MAX - 1), invalidated(1)];
+    edge!(PollInvalidationsResponse, TooLarge, |m| m.groups = largest(), m.groups.push(invalidated(1)));
+    edge!(PollInvalidationsResponse, TooLarge, |m| m.groups = vec![invalidated(0); GROUPS_MAX.into()], {
+        m.groups.push(invalidated(0))
     });
-    edge!(GetDeparturesResponse, InvalidArgument, |m| m.groups = vec![told(2)], {
+    edge!(PollInvalidationsResponse, InvalidArgument, |m| m.groups = vec![invalidated(2)], {
         m.groups[0].ids = vec![7; 31].into()
     });
-    edge!(GetDeparturesResponse, InvalidArgument, |m| m.groups = vec![told(2)], m.groups[0].next = 0);
-    edge!(GetDeparturesResponse, TooLarge, |m| m.groups = vec![told(2)], m.groups[0].group = 4096);
-    edge!(GetDeparturesResponse, Unsupported, |m| m.groups = vec![told(2)], m.groups[0].code = 77_777);
-    edge!(GetDeparturesResponse, InvalidArgument, |m| m.groups = vec![told(2)], {
+    edge!(
+        PollInvalidationsResponse,
+        InvalidArgument,
+        |m| m.groups = vec![invalidated(2)],
+        m.groups[0].next_sequence = 0
+    );
+    edge!(PollInvalidationsResponse, TooLarge, |m| m.groups = vec![invalidated(2)], m.groups[0].group = 4096);
+    edge!(
+        PollInvalidationsResponse,
+        Unsupported,
+        |m| m.groups = vec![invalidated(2)],
+        m.groups[0].code = 77_777
+    );
+    edge!(PollInvalidationsResponse, InvalidArgument, |m| m.groups = vec![invalidated(2)], {
         m.groups[0].code = ErrorCode::WrongMaster as u32
     });
 }

@@ -1,44 +1,47 @@
-//! Random valid records and messages from a seed, for tests here and for the fuzzer's first inputs.
+//! Random valid records and messages from a seed, for the tests of this crate and as seeds of the fuzzer.
 //!
-//! Messages come in the form that `to_wire` writes, so that a conversion there and back must reproduce them.
+//! Messages have the form that `to_wire` writes, so that a round trip must reproduce them.
 
-#![allow(dead_code)] // each user takes what it needs
+#![allow(dead_code, unused_imports)] // each user needs a part of it
 
 mod names;
 
-#[allow(unused_imports, reason = "each user takes what it needs")]
-pub(crate) use names::{ANSWERS, MESSAGES};
+pub(crate) use names::{MESSAGES, RESPONSES};
 
-use moontide_proto::convert::{ListKind, ObjectFields, ObjectListBuilder};
+use moontide_proto::convert::{ObjectFields, ObjectListBuilder, ObjectListKind};
 use moontide_proto::*;
-use moontide_types::bounds::{PAGE_BYTES, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
+use moontide_rt::SplitMix64;
+use moontide_types::limits::{PAGE_BYTES, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
 use moontide_types::record::{Attributes, ParentHash, PinClass, State, Word};
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, NodeId, ObjectId, SegmentId, SlotId,
-    TenantGeneration, Term, UnixMillis,
+    Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, Medium, NodeId, ObjectId, SegmentId,
+    SlotId, TenantGeneration, Term, UnixMillis,
 };
 use prost::Message;
 use prost::bytes::Bytes;
 
-/// SplitMix64: small, and the same everywhere.
-pub(crate) struct Gen(pub(crate) u64);
+/// Random numbers, records and messages of a seed.
+pub(crate) struct Gen {
+    pub(crate) seed: u64,
+    random: SplitMix64,
+}
 
 impl Gen {
+    pub(crate) fn new(seed: u64) -> Gen {
+        Gen { seed, random: SplitMix64::new(seed) }
+    }
+
     pub(crate) fn u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.random.next_u64()
     }
 
     pub(crate) fn u32(&mut self) -> u32 {
         self.u64() as u32
     }
 
-    /// In `0..bound`.
+    /// Returns a number in `0..bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.u64() % bound
+        self.random.below(bound)
     }
 
     pub(crate) fn bool(&mut self) -> bool {
@@ -102,8 +105,8 @@ impl Gen {
         (stripe, offset + len + self.below(1000))
     }
 
-    /// An extent and a payload offset with room for `len` bytes.
-    pub(crate) fn place(&mut self, len: u64) -> (Extent, u64) {
+    /// Returns an extent and a payload offset with space for `len` bytes.
+    pub(crate) fn extent_for(&mut self, len: u64) -> (Extent, u64) {
         let start = self.u32() >> 1;
         let units = (len.div_ceil(UNIT_BYTES) + 1 + self.below(9)) as u32;
         (Extent { start, units }, u64::from(start) * UNIT_BYTES)
@@ -131,7 +134,7 @@ impl Gen {
         }
     }
 
-    /// An operation of this kind.
+    /// Returns an operation of this kind.
     pub(crate) fn op_of(&mut self, kind: OpKind) -> TransferOp {
         loop {
             let op = self.transfer_op();
@@ -141,9 +144,9 @@ impl Gen {
         }
     }
 
-    /// What loads are answered with: a staging slot each, or a code.
+    /// Returns the fields of a LoadReply: for each load a staging slot or a code.
     pub(crate) fn staged(&mut self, count: usize) -> ObjectFields {
-        let mut list = ObjectListBuilder::with_capacity(ListKind::Load, count);
+        let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Load, count);
         for _ in 0..count {
             let (object, handles) = self.object();
             list.push(object, &handles[..handles.len().min(1)], &[]).unwrap();
@@ -154,7 +157,7 @@ impl Gen {
     pub(crate) fn handle(&mut self, stripe: Stripe, replica: u8) -> Handle {
         let medium = self.pick(Medium::ALL);
         let disk = medium == Medium::Disk;
-        let (extent, payload_offset) = self.place(stripe.len);
+        let (extent, payload_offset) = self.extent_for(stripe.len);
         Handle {
             node: NodeId(self.u64()),
             segment: if disk { SegmentId(0) } else { self.segment() },
@@ -175,7 +178,7 @@ impl Gen {
         }
     }
 
-    /// An entry with its handles; the builder fills in their position.
+    /// Returns an entry with its handles; the builder sets their index.
     pub(crate) fn object(&mut self) -> (ObjectEntry, Vec<Handle>) {
         if self.below(4) == 0 {
             return (ObjectEntry::failed(self.code(), 0), vec![]);
@@ -183,7 +186,7 @@ impl Gen {
         self.whole_object()
     }
 
-    /// An entry with all stripes of all replicas.
+    /// Returns an entry with all stripes of all replicas.
     pub(crate) fn whole_object(&mut self) -> (ObjectEntry, Vec<Handle>) {
         let replicas = 1 + self.below(3) as u8;
         let count = self.pick(&[1, 1, 1, 2, 5]);
@@ -198,7 +201,7 @@ impl Gen {
         let entry = ObjectEntry {
             code: None,
             flags: self.pick(&[ObjectFlags::NONE, ObjectFlags::KNOWN]),
-            window_ms: self.below(30_001) as u32,
+            valid_ms: self.below(30_001) as u32,
             id: self.id(),
             epoch: self.epoch(),
             object_len,
@@ -206,7 +209,7 @@ impl Gen {
             first_handle: 0,
             handle_count: handles.len() as u16,
             replica_count: replicas,
-            form: 0,
+            format: 0,
             tenant_generation: TenantGeneration(self.u32()),
             id_key: self.u32(),
         };
@@ -223,7 +226,7 @@ impl Gen {
             root: self.u64(),
             outcomes,
             replica_count,
-            form: 0,
+            format: 0,
             stripe_count: self.pick(&[1, 1, 2, 5]),
         }
     }
@@ -246,10 +249,10 @@ impl Gen {
         VersionedId { id: self.id(), epoch: self.epoch() }
     }
 
-    /// A record of a slot that is not FREE.
+    /// Returns a record of a slot that is not FREE.
     pub(crate) fn report_record(&mut self) -> ReportRecord {
         let (stripe, object_len) = self.stripe();
-        let (extent, payload_offset) = self.place(stripe.len);
+        let (extent, payload_offset) = self.extent_for(stripe.len);
         let state = self.pick(&[State::Writing, State::Ready, State::Dead]);
         ReportRecord {
             slot: self.slot(),
@@ -291,43 +294,43 @@ impl Gen {
         }
     }
 
-    pub(crate) fn order(&mut self) -> Order {
-        use OrderKind::*;
-        let kind = self.pick(OrderKind::ALL);
-        let mut order = Order::new(self.u64(), kind, self.term());
-        if kind != DropDisk {
-            order.segment = self.segment();
-            order.generation = Generation(self.u64());
+    pub(crate) fn command(&mut self) -> NodeCommand {
+        use CommandKind::*;
+        let kind = self.pick(CommandKind::ALL);
+        let mut command = NodeCommand::new(self.u64(), kind, self.term());
+        if kind != DropFromDisk {
+            command.segment = self.segment();
+            command.generation = Generation(self.u64());
         }
         if !matches!(kind, AdoptTerm | Drain) {
-            order.epoch = self.epoch();
+            command.epoch = self.epoch();
         }
-        if !matches!(kind, AdoptTerm | Drain | DropDisk) {
-            order.slot = self.slot();
+        if !matches!(kind, AdoptTerm | Drain | DropFromDisk) {
+            command.slot = self.slot();
         }
-        if !matches!(kind, AdoptTerm | Drain | Burn) {
-            order.id = self.id();
+        if !matches!(kind, AdoptTerm | Drain | FenceEpoch) {
+            command.id = self.id();
         }
         match kind {
-            Offload => order.lease_ms = 5000,
+            Offload => command.lease_ms = 5000,
             Promote => {
-                (order.extent, order.payload_offset) = self.place(1000);
-                (order.stripe, order.lease_ms) = (self.below(1024) as u16, 30_000);
+                (command.extent, command.payload_offset) = self.extent_for(1000);
+                (command.stripe, command.lease_ms) = (self.below(1024) as u16, 30_000);
             }
-            AdoptTerm => order.group = GroupId(self.below(4096) as u16),
-            Kill | DropDisk => order.flags = OrderFlags::TOMBSTONE,
+            AdoptTerm => command.group = GroupId(self.below(4096) as u16),
+            Kill | DropFromDisk => command.flags = CommandFlags::TOMBSTONE,
             _ => {}
         }
-        order
+        command
     }
 
-    pub(crate) fn order_result(&mut self) -> OrderResult {
+    pub(crate) fn command_result(&mut self) -> CommandResult {
         let code = self.maybe_code();
         let phase = match code {
-            Some(_) => OrderPhase::Refused,
-            None => self.pick(&[OrderPhase::Accepted, OrderPhase::Done]),
+            Some(_) => CommandStatus::Refused,
+            None => self.pick(&[CommandStatus::Accepted, CommandStatus::Done]),
         };
-        OrderResult { order: self.u64(), word: Word::from_bits(self.u64()), code, phase }
+        CommandResult { command_id: self.u64(), word: Word::from_bits(self.u64()), code, status: phase }
     }
 
     pub(crate) fn hello(&mut self) -> Hello {
@@ -353,7 +356,7 @@ impl Gen {
         header.map_version = MapVersion(self.u64());
         header.group = self.bool().then(|| GroupId(self.below(4096) as u16));
         if kind.is_request() {
-            header.deadline_ms = 1 + self.below(600_000) as u32;
+            header.timeout_ms = 1 + self.below(600_000) as u32;
         }
         if kind == FrameKind::Error || kind.is_control() && !kind.is_request() {
             header.status = Some(self.code());
@@ -376,7 +379,7 @@ impl Gen {
             expires: self.bool().then(|| UnixMillis(self.u64())),
             cohort: self.bool().then(|| self.byte_string(1, 64).into()),
             parent: self.bool().then(|| ParentHash::new(&self.byte_string(1, 32)).unwrap()),
-            note: self.bool().then(|| self.byte_string(1, 40).into()),
+            user_data: self.bool().then(|| self.byte_string(1, 40).into()),
         };
         let mut bytes = vec![];
         attributes.encode(&mut bytes);
@@ -418,12 +421,12 @@ impl Gen {
 
     fn known_segment(&mut self) -> v1::KnownSegment {
         let (node, segment) = (self.u64().max(1), self.below(65_536) as u32);
-        v1::KnownSegment { node, segment, generation: self.u64(), late: self.bool() }
+        v1::KnownSegment { node, segment, generation: self.u64(), stale: self.bool() }
     }
 
-    /// Objects that are there, all of them.
+    /// Returns the fields of complete objects.
     pub(crate) fn found(&mut self, count: usize) -> ObjectFields {
-        let mut list = ObjectListBuilder::with_capacity(ListKind::Answer, count);
+        let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Response, count);
         for _ in 0..count {
             let (object, handles) = self.whole_object();
             list.push(object, &handles, &self.attributes()).expect("it fits");
@@ -431,9 +434,9 @@ impl Gen {
         list.finish()
     }
 
-    /// What one node is told to begin: one replica of each object.
+    /// Returns the fields of a Begin: one replica of each object.
     pub(crate) fn parts(&mut self, count: usize) -> ObjectFields {
-        let mut list = ObjectListBuilder::with_capacity(ListKind::Begin, count);
+        let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Begin, count);
         for _ in 0..count {
             let (object, mut handles) = self.whole_object();
             let replica = self.below(object.replica_count.into()) as u8;
@@ -455,7 +458,7 @@ impl Gen {
             term: self.term().get(),
             caller: self.u64(),
             session: self.u64(),
-            deadline_ms: 1 + self.below(600_000) as u32,
+            timeout_ms: 1 + self.below(600_000) as u32,
             token: self.byte_string(0, 64).into(),
         })
     }
@@ -469,7 +472,7 @@ impl Gen {
             groups,
         };
         let masters = vec![master(self, vec![0, 3]), master(self, vec![1]), master(self, vec![])];
-        v1::GroupMap { version: self.u64(), groups: 4, masters, alone: self.bool() }
+        v1::GroupMap { version: self.u64(), groups: 4, masters, single_master: self.bool() }
     }
 
     pub(crate) fn response(&mut self) -> Option<v1::ResponseContext> {
@@ -487,8 +490,8 @@ impl Gen {
         v1::SegmentRef { node: self.u64(), segment: self.below(65_536) as u32 }
     }
 
-    pub(crate) fn page(&mut self) -> Option<v1::Page> {
-        Some(v1::Page { cursor: self.byte_string(0, 50).into(), limit: 1 + self.below(4096) as u32 })
+    pub(crate) fn page(&mut self) -> Option<v1::Pagination> {
+        Some(v1::Pagination { cursor: self.byte_string(0, 50).into(), limit: 1 + self.below(4096) as u32 })
     }
 
     pub(crate) fn put_config(&mut self) -> v1::PutConfig {
@@ -526,7 +529,7 @@ impl Gen {
             free_slots: g.slot().0,
         };
         v1::Heartbeat {
-            beat: 1 + self.below(1 << 40),
+            heartbeat_id: 1 + self.below(1 << 40),
             reads: Some(v1::ReadCounters {
                 local_memory: self.u64(),
                 bytes: self.u64(),
@@ -588,7 +591,7 @@ impl Gen {
         let n = self.below(5) as usize;
         let body = match self.below(6) {
             0 => Body::Heartbeat(self.heartbeat()),
-            1 => Body::OrderResults(v1::OrderResults { results: self.packed(n, Gen::order_result) }),
+            1 => Body::CommandResults(v1::CommandResults { results: self.packed(n, Gen::command_result) }),
             2 => Body::Report(self.report_chunk()),
             3 => Body::ReportEnd(v1::ReportEnd {
                 segment: self.segment().0,
@@ -618,9 +621,12 @@ impl Gen {
         use v1::master_message::Body;
         let n = self.below(6) as usize;
         let body = if self.bool() {
-            Body::Orders(v1::Orders { orders: self.packed(n, Gen::order) })
+            Body::Commands(v1::Commands { commands: self.packed(n, Gen::command) })
         } else {
-            Body::HeartbeatAck(v1::HeartbeatAck { beat: self.u64(), ttl_ms: 1 + self.below(600_000) as u32 })
+            Body::HeartbeatAck(v1::HeartbeatAck {
+                heartbeat_id: self.u64(),
+                ttl_ms: 1 + self.below(600_000) as u32,
+            })
         };
         v1::MasterMessage {
             session: 1 + self.below(u64::MAX),
@@ -642,33 +648,33 @@ impl Gen {
             numa: self.below(3) as u32,
             group: self.bool().then(|| self.below(4096) as u32),
             term: self.term().get(),
-            occupied: self.bool(),
+            has_records: self.bool(),
             tenant: self.text(0, 9),
-            away_ms: self.u64(),
-            known_term: self.term().get(),
+            synced_ago_ms: self.u64(),
+            synced_term: self.term().get(),
         }
     }
 
-    /// The encoded message number `index`, in the order of [`MESSAGES`]. Some answers are failures.
+    /// Returns the encoded message number `index`, in the order of [`MESSAGES`]. Some responses are failures.
     pub(crate) fn message(&mut self, index: usize) -> Vec<u8> {
-        if ANSWERS.contains(&MESSAGES[index]) && self.below(4) == 0 {
+        if RESPONSES.contains(&MESSAGES[index]) && self.below(4) == 0 {
             self.failure()
         } else {
             self.whole(index)
         }
     }
 
-    /// An answer of a call that failed as a whole: of every kind, because only the context counts.
+    /// Returns the response of a failed call: for every type, because only the context is relevant.
     pub(crate) fn failure(&mut self) -> Vec<u8> {
         let code = self.code() as u32;
         let context = self.response().map(|context| v1::ResponseContext { code, ..context });
         v1::SetTenantQuotaResponse { context }.encode_to_vec()
     }
 
-    /// The same; no answer is a failure.
+    /// As `message`, but no response is a failure.
     pub(crate) fn whole(&mut self, index: usize) -> Vec<u8> {
         let n = self.below(6) as usize;
-        let (context, answer) = (self.request(), self.response());
+        let (context, response) = (self.request(), self.response());
         let keys = self.keys(n);
         let ObjectFields { objects, handles, attributes } = self.objects(n);
         let force = self.bool();
@@ -679,7 +685,7 @@ impl Gen {
                 let bits: BitmapBuilder = codes.iter().map(|c| c.is_none() && self.bool()).collect();
                 let codes: CodesBuilder = codes.into_iter().collect();
                 let (count, present) = (n as u32, bits.finish().into());
-                v1::ExistResponse { context: answer, count, present, codes: codes.finish().into() }
+                v1::ExistResponse { context: response, count, present, codes: codes.finish().into() }
                     .encode_to_vec()
             }
             "GetReplicaListRequest" => {
@@ -687,7 +693,7 @@ impl Gen {
                 v1::GetReplicaListRequest { context, keys, lease_ms, attributes: force }.encode_to_vec()
             }
             "GetReplicaListResponse" => {
-                v1::GetReplicaListResponse { context: answer, objects, handles, attributes }.encode_to_vec()
+                v1::GetReplicaListResponse { context: response, objects, handles, attributes }.encode_to_vec()
             }
             "PutStartRequest" => {
                 let configs = vec![self.put_config(), self.put_config()];
@@ -696,7 +702,7 @@ impl Gen {
             }
             "PutStartResponse" => {
                 let expires_unix_ms = (0..if force { n } else { 0 }).map(|_| self.u64()).collect();
-                v1::PutStartResponse { context: answer, objects, handles, expires_unix_ms }.encode_to_vec()
+                v1::PutStartResponse { context: response, objects, handles, expires_unix_ms }.encode_to_vec()
             }
             "PutEndRequest" => {
                 let entries: Vec<_> = (0..n).map(|_| self.put_end_entry()).collect();
@@ -711,9 +717,11 @@ impl Gen {
             "RemoveRequest" => v1::RemoveRequest { context, keys, force }.encode_to_vec(),
             "TouchRequest" => v1::TouchRequest { context, keys, lease_ms: 30_000 }.encode_to_vec(),
             "SetPinRequest" => v1::SetPinRequest { context, keys, pin: self.below(3) as i32 }.encode_to_vec(),
-            "PrefetchRequest" => v1::PrefetchRequest { context, keys, near_node: self.u64() }.encode_to_vec(),
+            "PrefetchRequest" => {
+                v1::PrefetchRequest { context, keys, target_node: self.u64() }.encode_to_vec()
+            }
             "OutcomesResponse" => {
-                v1::OutcomesResponse { context: answer, codes: self.codes(n) }.encode_to_vec()
+                v1::OutcomesResponse { context: response, codes: self.codes(n) }.encode_to_vec()
             }
             "BeginRequest" => {
                 let ObjectFields { objects, handles, attributes } = self.parts(n);
@@ -727,7 +735,7 @@ impl Gen {
             "OpenSessionRequest" => v1::OpenSessionRequest {
                 context,
                 node: self.u64().max(1),
-                boot: self.u64(),
+                boot_id: self.u64(),
                 addresses: self.addresses(n),
                 topology: Some(self.topology()),
                 protocol_min: 1,
@@ -736,7 +744,7 @@ impl Gen {
             }
             .encode_to_vec(),
             "OpenSessionResponse" => v1::OpenSessionResponse {
-                context: answer,
+                context: response,
                 session: self.u64().max(1),
                 ttl_ms: 1 + self.below(600_000) as u32,
                 protocol: 1,
@@ -750,14 +758,14 @@ impl Gen {
                 v1::MountSegmentsRequest { context, segments }.encode_to_vec()
             }
             "MountSegmentsResponse" => {
-                let grant = |g: &mut Gen| v1::SegmentGrant {
+                let result = |g: &mut Gen| v1::MountResult {
                     segment: g.segment().0,
                     code: g.maybe_code().map_or(0, |code| code as u32),
                     group: g.below(4096) as u32,
                     term: g.term().get(),
                 };
-                let grants = (0..n).map(|_| grant(self)).collect();
-                v1::MountSegmentsResponse { context: answer, grants }.encode_to_vec()
+                let results = (0..n).map(|_| result(self)).collect();
+                v1::MountSegmentsResponse { context: response, results }.encode_to_vec()
             }
             "UnmountSegmentsRequest" => {
                 let segments = (0..n).map(|_| self.segment().0).collect();
@@ -776,12 +784,12 @@ impl Gen {
                 v1::RemoveAllRequest { context, force, generation: self.below(9) as u32 }.encode_to_vec()
             }
             "GetJobRequest" => v1::GetJobRequest { context, job: self.u64() }.encode_to_vec(),
-            "JobProgress" => {
+            "GetJobResponse" => {
                 let state = 1 + self.below(3) as i32;
                 let code = if state == 3 { self.code() as u32 } else { 0 };
                 let (examined, affected) = (self.u64(), self.u64());
                 let (skipped, total) = (self.u64(), self.u64());
-                v1::GetJobResponse { context: answer, state, examined, affected, skipped, total, code }
+                v1::GetJobResponse { context: response, state, examined, affected, skipped, total, code }
                     .encode_to_vec()
             }
             "ListKeysRequest" => {
@@ -804,8 +812,8 @@ impl Gen {
                 let segment = Some(self.segment_ref());
                 v1::DrainSegmentRequest { context, segment, evict: force }.encode_to_vec()
             }
-            "ClusterInfo" => v1::GetClusterInfoResponse {
-                context: answer,
+            "GetClusterInfoResponse" => v1::GetClusterInfoResponse {
+                context: response,
                 cluster: self.u64(),
                 groups: 1 + self.below(4096) as u32,
                 id_key: self.u32(),
@@ -822,21 +830,21 @@ impl Gen {
                 let ObjectFields { objects, handles, .. } = self.staged(n);
                 v1::LoadReply { objects, handles }.encode_to_vec()
             }
-            "Bequest" => {
+            "HandoffGroupRequest" => {
                 let ObjectFields { objects, handles, attributes } = self.found(n);
                 let replicas = v1::GetReplicaListResponse { context: None, objects, handles, attributes };
-                v1::Bequest {
+                v1::HandoffGroupRequest {
                     context,
                     cluster: self.u64(),
                     group: self.below(4096) as u32,
-                    part: self.below(65_536) as u32,
-                    last: force,
+                    chunk: self.below(65_536) as u32,
+                    is_last: force,
                     keys,
                     replicas: Some(replicas),
                     tombstones: self.packed(n, Gen::versioned_id),
                     segments: (0..n).map(|_| self.known_segment()).collect(),
-                    all_segments: self.bool(),
-                    all_disks: self.bool(),
+                    segments_complete: self.bool(),
+                    disks_complete: self.bool(),
                 }
                 .encode_to_vec()
             }
@@ -850,7 +858,7 @@ impl Gen {
                 let regions = (0..n).map(|_| region(self)).collect();
                 v1::AttachReply { address: self.byte_string(0, 300).into(), regions }.encode_to_vec()
             }
-            "NodeList" => {
+            "GetNodesResponse" => {
                 let node = |g: &mut Gen| v1::NodeDetail {
                     node: g.u64().max(1),
                     session: g.u64().max(1),
@@ -858,31 +866,33 @@ impl Gen {
                     topology: Some(g.topology()),
                 };
                 let nodes = (0..n).map(|_| node(self)).collect();
-                v1::GetNodesResponse { context: answer, nodes }.encode_to_vec()
+                v1::GetNodesResponse { context: response, nodes }.encode_to_vec()
             }
-            "GetDeparturesRequest" => {
-                let cursor = |g: &mut Gen| v1::DepartureCursor {
+            "PollInvalidationsRequest" => {
+                let cursor = |g: &mut Gen| v1::InvalidationCursor {
                     group: g.below(4096) as u32,
                     term: g.term().get(),
-                    next: g.u64(),
+                    next_sequence: g.u64(),
                 };
                 let cursors = (0..1 + n).map(|_| cursor(self)).collect();
                 let wait_ms = self.below(30_001) as u32;
-                v1::GetDeparturesRequest { context, cursors, wait_ms, cluster: self.u64() }.encode_to_vec()
+                v1::PollInvalidationsRequest { context, cursors, wait_ms, cluster: self.u64() }
+                    .encode_to_vec()
             }
-            "GetDeparturesResponse" => {
+            "PollInvalidationsResponse" => {
                 let group = |g: &mut Gen| {
                     let group = g.below(4096) as u32;
                     if g.bool() {
                         let code = g.code() as u32;
-                        return v1::GroupDepartures { group, code, ..Default::default() };
+                        return v1::GroupInvalidations { group, code, ..Default::default() };
                     }
                     let ids: Vec<u8> = (0..g.below(4)).flat_map(|_| g.id().0).collect();
                     let (term, next, gap) = (g.term().get(), g.u64().max(1), g.bool());
-                    v1::GroupDepartures { group, code: 0, term, next, gap, ids: ids.into() }
+                    v1::GroupInvalidations { group, code: 0, term, next_sequence: next, gap, ids: ids.into() }
                 };
                 let groups = (0..n).map(|_| group(self)).collect();
-                v1::GetDeparturesResponse { context: answer, groups, cluster: self.u64() }.encode_to_vec()
+                v1::PollInvalidationsResponse { context: response, groups, cluster: self.u64() }
+                    .encode_to_vec()
             }
             other => unreachable!("{other}"),
         }

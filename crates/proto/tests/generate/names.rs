@@ -1,20 +1,20 @@
-//! The names of all messages that are generated.
+//! Names of all messages that `Gen` generates.
 
-/// Those that answer a call.
-pub(crate) const ANSWERS: &[&str] = &[
+/// Messages that are responses.
+pub(crate) const RESPONSES: &[&str] = &[
     "ExistResponse",
     "GetReplicaListResponse",
     "PutStartResponse",
     "OutcomesResponse",
     "OpenSessionResponse",
     "MountSegmentsResponse",
-    "JobProgress",
-    "ClusterInfo",
-    "NodeList",
+    "GetJobResponse",
+    "GetClusterInfoResponse",
+    "GetNodesResponse",
 ];
 
-/// Every convertible message, by the name of its plain struct. New ones go to the end: the fuzzer's inputs
-/// name them by position.
+/// Every convertible message, by the name of its plain struct. Append new ones at the end: the fuzzer's inputs refer
+/// to them by index.
 pub(crate) const MESSAGES: &[&str] = &[
     "ExistRequest",
     "ExistResponse",
@@ -43,7 +43,7 @@ pub(crate) const MESSAGES: &[&str] = &[
     "RemoveByRegexRequest",
     "RemoveAllRequest",
     "GetJobRequest",
-    "JobProgress",
+    "GetJobResponse",
     "ListKeysRequest",
     "QueryKeysRequest",
     "EvictRequest",
@@ -51,13 +51,13 @@ pub(crate) const MESSAGES: &[&str] = &[
     "GetTenantsRequest",
     "ListSegmentsRequest",
     "DrainSegmentRequest",
-    "ClusterInfo",
+    "GetClusterInfoResponse",
     "LoadRequest",
     "LoadReply",
     "AttachRequest",
     "AttachReply",
-    "NodeList",
-    "Bequest",
-    "GetDeparturesRequest",
-    "GetDeparturesResponse",
+    "GetNodesResponse",
+    "HandoffGroupRequest",
+    "PollInvalidationsRequest",
+    "PollInvalidationsResponse",
 ];

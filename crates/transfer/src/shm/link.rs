@@ -1,36 +1,37 @@
-//! [`ShmEngine`] and [`ShmLink`]: gets and puts in memory that a node of this host shares.
+//! [`ShmEngine`] and [`ShmLink`]: gets and puts in the shared memory of a node on this host.
 //!
-//! Operations run on the caller's thread, to their end, when they are started: there is nothing to wait for but the
-//! memory itself. A put needs its Begin before and its Commit after, by [`Link::start_call`] on the same link. What is on
-//! the node's disk is loaded by the node first, into memory that this process maps as well.
+//! Operations run to completion on the caller's thread when they are started, since they only access memory. A put
+//! needs a Begin before and a Commit after it, by [`Link::start_call`] on the same link. For a record on the node's
+//! disk, the link first asks the node to load it into memory that this process maps as well.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use moontide_heap::{Guard, LocalHeap, Lookup, Medium, Reader, join, open_stream};
+use moontide_heap::{Guard, LocalHeap, Lookup, PayloadMemory, Reader, connect, open_stream};
 use moontide_proto::convert::{LoadReply, LoadRequest, Wire, decode, encode};
 use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{FrameKind, OpFlags, OpKind, Packed, PackedBuilder, TransferOp, v1};
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_rt::sync::{Arc, Mutex, lock};
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
 
-use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting, call};
-use crate::error::{Failure, Name, TransferError};
+use crate::engine::{Engine, EngineUnavailable, Link, Peer, Pending, Score, WaitMode, call};
+use crate::engine_kind::EngineKind;
+use crate::error::{ConnectionError, PeerName, TransferError};
+use crate::framing::plan;
 use crate::metrics::Metrics;
 use crate::op::{Direction, OpCore, Target};
-use crate::plan::plan;
-use crate::shm::door_of;
-use crate::sync::{Arc, Mutex, lock};
+use crate::shm::socket_of;
 use crate::tcp::connection::{Connection, code_at};
-use crate::tcp::request::{NoAnswer, Request};
+use crate::tcp::request::{Request, RequestError};
 use crate::tcp::socket::Socket;
 
-/// How the engine behaves.
+/// Configuration of the shared-memory engine.
 #[derive(Clone, Debug)]
 pub struct ShmConfig {
-    /// Bytes that one reader may hold in place before it is told to copy.
+    /// Most bytes that one reader may pin for zero-copy reads; above this it must copy.
     pub pinned_bytes_max: u64,
 }
 
@@ -40,7 +41,7 @@ impl Default for ShmConfig {
     }
 }
 
-/// Shared memory, for peers on the same host.
+/// Engine that reaches peers on the same host.
 #[derive(Debug)]
 pub struct ShmEngine {
     config: ShmConfig,
@@ -48,20 +49,20 @@ pub struct ShmEngine {
 }
 
 impl ShmEngine {
-    /// An engine with this configuration.
+    /// Creates an engine.
     ///
     /// # Safety
-    /// As [`join`]: the nodes that it connects to, and their clients, are trusted to keep to the protocol.
+    /// As [`connect`]: the nodes that the engine connects to, and their clients, are trusted to keep to the protocol.
     pub unsafe fn new(config: ShmConfig, metrics: Arc<Metrics>) -> ShmEngine {
         ShmEngine { config, metrics }
     }
 }
 
-fn door(peer: &Peer) -> Result<PathBuf, NotSuited> {
+fn socket_of_peer(peer: &Peer) -> Result<PathBuf, EngineUnavailable> {
     let mut addresses = peer.addresses_of(EngineKind::Shm).peekable();
-    addresses.peek().ok_or(NotSuited::NoAddress)?;
-    let doors = addresses.filter_map(door_of);
-    doors.into_iter().find(|door| door.exists()).ok_or(NotSuited::OtherHost)
+    addresses.peek().ok_or(EngineUnavailable::NoAddress)?;
+    let sockets = addresses.filter_map(socket_of);
+    sockets.into_iter().find(|socket| socket.exists()).ok_or(EngineUnavailable::OtherHost)
 }
 
 impl Engine for ShmEngine {
@@ -69,24 +70,25 @@ impl Engine for ShmEngine {
         EngineKind::Shm
     }
 
-    fn score(&self, peer: &Peer) -> Result<Score, NotSuited> {
-        door(peer).map(|_| Score::SAME_MEMORY)
+    fn score(&self, peer: &Peer) -> Result<Score, EngineUnavailable> {
+        socket_of_peer(peer).map(|_| Score::SAME_MEMORY)
     }
 
     fn connect(&self, peer: &Peer, deadline: Instant) -> Result<Arc<dyn Link>, TransferError> {
         let unreachable = |what, source| TransferError::Unreachable {
             node: peer.node,
-            last: Failure::System { what, peer: Name::Local(0), source },
+            last: ConnectionError::System { what, peer: PeerName::Local(0), source },
         };
-        let path = door(peer).map_err(|_| unreachable("find the door of", rustix::io::Errno::NOENT))?;
+        let path = socket_of_peer(peer)
+            .map_err(|_| unreachable("find the shm socket of", rustix::io::Errno::NOENT))?;
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        // SAFETY: says whoever made the engine.
-        let joined = unsafe { join(&path, left, self.config.pinned_bytes_max) };
-        let (heap, socket) =
-            joined.map_err(|error| TransferError::NotLetIn { node: peer.node, why: Arc::new(error) })?;
+        // SAFETY: the creator of the engine upholds the contract, which is the same.
+        let connected = unsafe { connect(&path, left, self.config.pinned_bytes_max) };
+        let (heap, socket) = connected
+            .map_err(|error| TransferError::AttachRejected { node: peer.node, reason: Arc::new(error) })?;
         let (found, _) = heap.board().node();
         if found != peer.node {
-            let last = Failure::Node { peer: Name::Local(0), found, expected: peer.node };
+            let last = ConnectionError::WrongNode { peer: PeerName::Local(0), found, expected: peer.node };
             return Err(TransferError::Unreachable { node: peer.node, last });
         }
         self.metrics.link_opened(EngineKind::Shm);
@@ -96,14 +98,14 @@ impl Engine for ShmEngine {
     }
 }
 
-/// A node's memory, mapped.
+/// Mapped memory of a node, and the stream for calls to it.
 #[derive(Debug)]
 pub struct ShmLink {
     node: NodeId,
-    /// Shared with those who read in place: they may outlive the link.
+    /// Shared with zero-copy readers, which may outlive the link.
     heap: std::sync::Arc<LocalHeap>,
     socket: OwnedFd,
-    /// The stream for calls; made when first needed, and again after it broke.
+    /// Stream for calls; opened when first needed, and again after it broke.
     stream: Mutex<Option<Arc<Connection>>>,
     metrics: Arc<Metrics>,
 }
@@ -117,25 +119,25 @@ impl Drop for ShmLink {
     }
 }
 
-/// How long what was loaded from disk is kept for us; it is given back as soon as it is copied.
+/// Lease of records loaded from disk; released as soon as they are copied.
 const LOAD_LEASE_MS: u32 = 2_000;
 
 impl ShmLink {
-    /// Runs operations on the disk: has the node load all of them, copies, and gives the memory back.
+    /// Runs operations on records on the disk: asks the node to load all of them, copies them, and releases them.
     fn run_on_disk(
         &self,
         ops: &[&OpCore],
         reader: &mut Reader<'_>,
         deadline: Instant,
     ) -> Result<Vec<Result<(), ErrorCode>>, ErrorCode> {
-        let mut wanted = PackedBuilder::<TransferOp>::with_capacity(ops.len());
+        let mut load_ops = PackedBuilder::<TransferOp>::with_capacity(ops.len());
         for op in ops {
             let flags = OpFlags::DISK;
-            wanted.push(&Target { flags, ..*op.target() }.to_wire(OpKind::Load, op.offset(), op.len()));
+            load_ops.push(&Target { flags, ..*op.target() }.to_wire(OpKind::Load, op.offset(), op.len()));
         }
-        let wanted = wanted.finish();
-        let ops_wanted = Packed::decode(&wanted, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
-        let request = LoadRequest { ops: ops_wanted, lease_ms: LOAD_LEASE_MS };
+        let load_ops = load_ops.finish();
+        let load_ops = Packed::decode(&load_ops, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
+        let request = LoadRequest { ops: load_ops, lease_ms: LOAD_LEASE_MS };
         let request = encode(&request).map_err(|error| error.code())?;
         let code = |error: TransferError| error.code();
         let reply = call(self, FrameKind::Load, request, deadline).map_err(code)?;
@@ -159,14 +161,14 @@ impl ShmLink {
             outcomes.push(outcome);
         }
         if !release.is_empty() {
-            // If it does not arrive, the time that was asked for ends by itself.
+            // If the call fails, the lease ends anyway.
             let _ = call(self, FrameKind::Release, release.finish(), deadline);
         }
         Ok(outcomes)
     }
 
-    /// Runs gets of records in a device's memory, which only the node's process reaches: it copies them, and sends them by
-    /// the stream.
+    /// Runs gets of records in device memory, which only the node's process can access: the node copies them and sends
+    /// them over the stream.
     fn run_on_device(
         &self,
         ops: &[&OpCore],
@@ -178,17 +180,17 @@ impl ShmLink {
             let stream = self.stream().map_err(|failure| failure.code())?;
             let request = Request::transfer(&ops, frame.clone(), deadline);
             stream.submit(&request);
-            // Whatever becomes of it, nobody touches the caller's memory after this.
+            // In every case, no thread accesses the caller's memory after this.
             stream.wait(&request);
-            let answer = match request.take_answer() {
+            let codes = match request.take_result() {
                 Some(Ok(codes)) => codes,
-                Some(Err(NoAnswer::Refused(code))) => return Err(code),
-                Some(Err(NoAnswer::Failed(failure))) => return Err(failure.code()),
-                Some(Err(NoAnswer::Deadline)) => return Err(ErrorCode::DeadlineExceeded),
-                Some(Err(NoAnswer::Aborted)) | None => return Err(ErrorCode::Cancelled),
+                Some(Err(RequestError::Refused(code))) => return Err(code),
+                Some(Err(RequestError::Failed(failure))) => return Err(failure.code()),
+                Some(Err(RequestError::Deadline)) => return Err(ErrorCode::DeadlineExceeded),
+                Some(Err(RequestError::Aborted)) | None => return Err(ErrorCode::Cancelled),
             };
-            for (place, part) in frame.parts.iter().enumerate() {
-                if let Some(code) = code_at(&answer, place) {
+            for (index, part) in frame.parts.iter().enumerate() {
+                if let Some(code) = code_at(&codes, index) {
                     outcomes[part.op] = Err(code);
                 }
             }
@@ -196,13 +198,13 @@ impl ShmLink {
         Ok(outcomes)
     }
 
-    /// Whether an operation reads a record whose bytes are in a device's memory.
+    /// Returns whether an operation reads a record in device memory.
     fn is_on_device(&self, op: &OpCore) -> bool {
         let is_plain = !op.target().flags.contains(OpFlags::DIGESTS) && op.direction() == Direction::Get;
-        is_plain && self.heap.medium(op.target().segment) == Some(Medium::Device)
+        is_plain && self.heap.medium(op.target().segment) == Some(PayloadMemory::Device)
     }
 
-    /// Copies what an operation wants out of a record in memory.
+    /// Copies the range of an operation out of a record in memory.
     fn copy_from(&self, op: &OpCore, target: &Target, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
         if self.heap.generation(target.segment) != Some(target.generation) {
             return Err(ErrorCode::StaleGeneration);
@@ -232,23 +234,23 @@ impl ShmLink {
                 let claim = reader.claim(target.segment, target.slot, target.epoch);
                 let mut claim = claim.ok_or(ErrorCode::StaleEpoch)?;
                 if claim.payload().is_none() {
-                    return Err(ErrorCode::Unsupported); // a device's memory is not filled by processors
+                    return Err(ErrorCode::Unsupported); // the CPU cannot write device memory
                 }
                 let header = claim.header();
                 if header.id != target.id || header.stripe_index != target.stripe {
                     return Err(ErrorCode::Gone);
                 }
                 if op.offset() != 0 || op.len() != header.stripe_len {
-                    // A record is filled in one go: its digests are computed on the way.
+                    // A record is filled in one operation: its digests are computed during the copy.
                     return Err(ErrorCode::Unsupported);
                 }
                 let mut parts: Vec<&[u8]> = Vec::new();
-                // SAFETY: the caller of `start` keeps the memory valid, and nobody writes it.
+                // SAFETY: the caller of `start` keeps the memory valid, and no other code writes it.
                 op.visit(whole(op), |base, len| parts.push(unsafe { std::slice::from_raw_parts(base, len) }));
                 let mut page = 0;
                 claim.fill_parts(&parts, |digest| {
-                    // SAFETY: the places for the digests are this thread's.
-                    unsafe { op.note_digest(page, digest) };
+                    // SAFETY: only this thread uses the entries of the digests.
+                    unsafe { op.set_digest(page, digest) };
                     page += 1;
                 });
                 Ok(())
@@ -256,48 +258,49 @@ impl ShmLink {
         }
     }
 
-    /// The stream for calls.
-    fn stream(&self) -> Result<Arc<Connection>, Failure> {
-        let mut place = lock(&self.stream);
-        if let Some(stream) = place.take_if(|stream| stream.is_dead()) {
+    /// Returns the stream for calls, opening it if necessary.
+    fn stream(&self) -> Result<Arc<Connection>, ConnectionError> {
+        let mut slot = lock(&self.stream);
+        if let Some(stream) = slot.take_if(|stream| stream.is_dead()) {
             stream.stop();
         }
-        if let Some(stream) = &*place {
+        if let Some(stream) = &*slot {
             return Ok(Arc::clone(stream));
         }
-        let peer = Name::Local(0);
+        let peer = PeerName::Local(0);
         let stream = open_stream(self.socket.as_fd())
-            .map_err(|_| Failure::Closed { peer })
+            .map_err(|_| ConnectionError::Closed { peer })
             .and_then(|stream| Socket::new(stream, peer))?;
         let stream = Arc::new(Connection::new(stream, Duration::from_secs(1), CALLS_IN_FLIGHT_MAX));
-        *place = Some(Arc::clone(&stream));
+        *slot = Some(Arc::clone(&stream));
         Ok(stream)
     }
 }
 
-/// Loads in one call: while the node has several on its disk, none waits for all of a long list.
-const LOADS_TOGETHER: usize = 16;
+/// Most loads in one call, so that the first records of a long list do not wait for the last ones.
+const LOADS_PER_CALL: usize = 16;
 
-/// Calls in flight on the stream; the node answers them one after the other.
+/// Most calls in flight on the stream; the node handles them in order.
 const CALLS_IN_FLIGHT_MAX: usize = 64;
 
 fn whole(op: &OpCore) -> Span {
     Span::new(0, op.len()).expect("an operation is shorter than 2⁶⁴")
 }
 
-/// Copies a range out of a pinned record, of its payload or of its digests; page by page where pages are digested.
-fn copy_out(op: &OpCore, guard: &Guard<'_>, of: &[u8]) -> Result<(), ErrorCode> {
+/// Copies a range out of `source`, the payload or the digests of a pinned record; page by page where pages are
+/// digested.
+fn copy_out(op: &OpCore, guard: &Guard<'_>, source: &[u8]) -> Result<(), ErrorCode> {
     let (header, target) = (guard.header(), op.target());
     if header.id != target.id || header.stripe_index != target.stripe {
         return Err(ErrorCode::Gone);
     }
     let end = op.offset().checked_add(op.len()).ok_or(ErrorCode::OutOfBounds)?;
-    let bytes = of.get(op.offset() as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
+    let bytes = source.get(op.offset() as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
     let copy = |range: Span| {
         let mut from = range.offset() as usize;
         op.visit(range, |base, len| {
-            // SAFETY: the caller of `start` keeps the memory valid and unshared; it is not the node's, since
-            // nobody has that writable but under a claim.
+            // SAFETY: the caller of `start` keeps the memory valid and unshared. It does not overlap the node's memory,
+            // which is writable only under a claim.
             unsafe { std::ptr::copy_nonoverlapping(bytes[from..from + len].as_ptr(), base, len) };
             from += len;
         });
@@ -309,7 +312,7 @@ fn copy_out(op: &OpCore, guard: &Guard<'_>, of: &[u8]) -> Result<(), ErrorCode> 
     for page in 0..op.len().div_ceil(PAGE_BYTES) {
         let start = page * PAGE_BYTES;
         copy(Span::new(start, (op.len() - start).min(PAGE_BYTES)).expect("inside the operation"));
-        // SAFETY: the page was copied just now, and memory and place are this thread's.
+        // SAFETY: the page was copied above, and only this thread uses the memory and the entry of the digest.
         unsafe { op.digest_page(page) };
     }
     Ok(())
@@ -328,7 +331,7 @@ impl Link for ShmLink {
         Some(&self.heap)
     }
 
-    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, _: Waiting) -> Box<dyn Pending> {
+    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, _: WaitMode) -> Box<dyn Pending> {
         let reader = self.heap.reader();
         let mut outcomes = Vec::with_capacity(ops.len());
         if let Some(mut reader) = reader {
@@ -336,10 +339,10 @@ impl Link for ShmLink {
                 |op: &OpCore| op.target().flags.contains(OpFlags::DISK) && op.direction() == Direction::Get;
             let on_disk: Vec<&OpCore> = ops.iter().filter(|op| is_on_disk(op)).collect();
             let mut loaded = Vec::with_capacity(on_disk.len());
-            // As many as one call carries.
-            for lot in on_disk.chunks(LOADS_TOGETHER) {
-                let done = self.run_on_disk(lot, &mut reader, deadline);
-                loaded.extend(done.unwrap_or_else(|code| vec![Err(code); lot.len()]));
+            // At most as many as one call carries.
+            for batch in on_disk.chunks(LOADS_PER_CALL) {
+                let done = self.run_on_disk(batch, &mut reader, deadline);
+                loaded.extend(done.unwrap_or_else(|code| vec![Err(code); batch.len()]));
             }
             let mut loaded = loaded.into_iter();
             let on_device: Vec<&OpCore> =
@@ -361,10 +364,10 @@ impl Link for ShmLink {
                 outcomes.push(Some(outcome));
             }
         } else {
-            // As many threads as the ledger has room for are at it.
+            // No lane of the ledger is free for this thread.
             outcomes.resize(ops.len(), Some(Err(ErrorCode::Busy)));
         }
-        Box::new(Finished { outcomes })
+        Box::new(CompletedOps { outcomes })
     }
 
     fn start_call(
@@ -372,40 +375,40 @@ impl Link for ShmLink {
         kind: FrameKind,
         body: Vec<u8>,
         deadline: Instant,
-        waiting: Waiting,
+        wait_mode: WaitMode,
     ) -> Box<dyn Pending> {
         let checked = Request::check_call(kind, &body);
         let request = Request::call(kind, body, deadline);
         let (started, reply) = (Instant::now(), Vec::new());
         let (node, ended) = (self.node, checked.err().map(Err));
         if ended.is_some() {
-            return Box::new(Call { node, stream: None, request, started, reply, ended });
+            return Box::new(PendingCall { node, stream: None, request, started, reply, ended });
         }
         let stream = match self.stream() {
-            Ok(stream) if waiting == Waiting::Here => {
+            Ok(stream) if wait_mode == WaitMode::Blocking => {
                 stream.submit(&request);
                 Some(stream)
             }
             Ok(stream) => {
-                stream.hand_over(Arc::clone(&request));
+                stream.submit_async(Arc::clone(&request));
                 Some(stream)
             }
             Err(failure) => {
-                request.finish(Err(NoAnswer::Failed(failure)));
+                request.finish(Err(RequestError::Failed(failure)));
                 None
             }
         };
-        Box::new(Call { node, stream, request, started, reply, ended })
+        Box::new(PendingCall { node, stream, request, started, reply, ended })
     }
 }
 
-/// Operations that ran when they were started.
+/// Operations that completed when they were started.
 #[derive(Debug)]
-struct Finished {
+struct CompletedOps {
     outcomes: Vec<Option<Result<(), ErrorCode>>>,
 }
 
-impl Pending for Finished {
+impl Pending for CompletedOps {
     fn wait(&mut self) -> Result<(), TransferError> {
         Ok(())
     }
@@ -425,9 +428,9 @@ impl Pending for Finished {
     }
 }
 
-/// A call under way.
+/// A running call.
 #[derive(Debug)]
-struct Call {
+struct PendingCall {
     node: NodeId,
     stream: Option<Arc<Connection>>,
     request: Arc<Request>,
@@ -436,27 +439,31 @@ struct Call {
     ended: Option<Result<(), TransferError>>,
 }
 
-impl Call {
+impl PendingCall {
     fn settle(&mut self) -> Result<(), TransferError> {
         if let Some(ended) = &self.ended {
             return ended.clone();
         }
-        let result = match self.request.take_answer() {
+        let result = match self.request.take_result() {
             Some(Ok(body)) => {
                 self.reply = body;
                 Ok(())
             }
-            Some(Err(NoAnswer::Refused(code))) => Err(TransferError::Refused { code }),
-            Some(Err(NoAnswer::Failed(last))) => Err(TransferError::Lost { node: self.node, last }),
-            Some(Err(NoAnswer::Deadline)) => Err(TransferError::Deadline { waited: self.started.elapsed() }),
-            Some(Err(NoAnswer::Aborted)) | None => Err(TransferError::Aborted),
+            Some(Err(RequestError::Refused(code))) => Err(TransferError::Refused { code }),
+            Some(Err(RequestError::Failed(last))) => {
+                Err(TransferError::ConnectionLost { node: self.node, last })
+            }
+            Some(Err(RequestError::Deadline)) => {
+                Err(TransferError::Deadline { waited: self.started.elapsed() })
+            }
+            Some(Err(RequestError::Aborted)) | None => Err(TransferError::Aborted),
         };
         self.ended = Some(result.clone());
         result
     }
 }
 
-impl Pending for Call {
+impl Pending for PendingCall {
     fn wait(&mut self) -> Result<(), TransferError> {
         if let Some(stream) = &self.stream {
             stream.wait(&self.request);
@@ -465,7 +472,7 @@ impl Pending for Call {
     }
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), TransferError>> {
-        if self.ended.is_none() && !self.request.seat.poll(context.waker()) {
+        if self.ended.is_none() && !self.request.waiter.poll(context.waker()) {
             return Poll::Pending;
         }
         Poll::Ready(self.settle())
@@ -487,7 +494,7 @@ impl Pending for Call {
     }
 }
 
-impl Drop for Call {
+impl Drop for PendingCall {
     fn drop(&mut self) {
         self.abort();
     }

@@ -1,35 +1,36 @@
-//! [`TcpPending`]: a batch, or a call, under way: frames, each on a connection, sent again where one failed.
+//! [`TcpPending`]: a running batch or call: frames, each on a connection, sent again where a connection failed.
 
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use moontide_proto::FrameKind;
+use moontide_rt::sync::Arc;
 use moontide_types::ErrorCode;
 
-use crate::engine::{EngineKind, Pending, Waiting};
-use crate::error::{Failure, TransferError};
+use crate::engine::{Pending, WaitMode};
+use crate::engine_kind::EngineKind;
+use crate::error::{ConnectionError, TransferError};
+use crate::framing::FramePlan;
 use crate::op::OpCore;
-use crate::plan::Frame;
-use crate::sync::Arc;
 use crate::tcp::connection::{Connection, code_at};
-use crate::tcp::link::Shared;
-use crate::tcp::request::{NoAnswer, Request};
+use crate::tcp::connection_set::ConnectionSet;
+use crate::tcp::request::{Request, RequestError};
 
-/// How often a frame is sent at most, when its connections fail.
+/// Most attempts to send a frame, if its connections fail.
 const ATTEMPTS_MAX: u32 = 4;
 
-/// How often at most, when it is others who give its connections up.
-const ABANDONED_MAX: u32 = 16;
+/// Most attempts, if other requests cause the failure of its connections.
+const RESUBMIT_MAX: u32 = 16;
 
-/// What a request costs besides its bytes, in bytes: a few microseconds.
+/// Fixed cost of a request, expressed in bytes: a few microseconds.
 const REQUEST_LOAD: u64 = 16 << 10;
 
-/// A batch, or a call, under way.
+/// A running batch or call.
 #[derive(Debug)]
 pub(super) struct TcpPending {
-    shared: Arc<Shared>,
+    shared: Arc<ConnectionSet>,
     ops: Arc<[OpCore]>,
-    jobs: Vec<Job>,
+    jobs: Vec<FrameJob>,
     outcomes: Vec<Option<Result<(), ErrorCode>>>,
     reply: Vec<u8>,
     started: Instant,
@@ -37,40 +38,40 @@ pub(super) struct TcpPending {
     ended: Option<Result<(), TransferError>>,
 }
 
-/// One frame of it.
+/// One frame of a batch or call.
 #[derive(Debug)]
-struct Job {
-    ask: Ask,
-    /// `None`: it waits for a connection, or is done.
-    flight: Option<(Arc<Connection>, Arc<Request>)>,
+struct FrameJob {
+    body: FrameBody,
+    /// Connection and request; `None` while the frame waits for a connection, and after it is done.
+    in_flight: Option<(Arc<Connection>, Arc<Request>)>,
     attempts: u32,
-    /// Why it has to be sent again.
-    last: Option<Failure>,
+    /// Error that made another attempt necessary.
+    last: Option<ConnectionError>,
     done: bool,
 }
 
 #[derive(Debug)]
-enum Ask {
-    Frame(Frame),
+enum FrameBody {
+    Frame(FramePlan),
     Call(FrameKind, Vec<u8>),
 }
 
-impl Job {
-    fn new(ask: Ask) -> Job {
-        Job { ask, flight: None, attempts: 0, last: None, done: false }
+impl FrameJob {
+    fn new(body: FrameBody) -> FrameJob {
+        FrameJob { body, in_flight: None, attempts: 0, last: None, done: false }
     }
 
-    /// What it means for a connection: its bytes, and a little for being a request.
+    /// Returns the load for a connection: the bytes plus the fixed cost of a request.
     fn load(&self) -> u64 {
-        match &self.ask {
-            Ask::Frame(frame) => frame.bytes + REQUEST_LOAD,
-            Ask::Call(..) => REQUEST_LOAD,
+        match &self.body {
+            FrameBody::Frame(frame) => frame.bytes + REQUEST_LOAD,
+            FrameBody::Call(..) => REQUEST_LOAD,
         }
     }
 
-    /// Takes it off its connection.
-    fn land(&mut self) -> Option<(Arc<Connection>, Arc<Request>)> {
-        let (connection, request) = self.flight.take()?;
+    /// Removes the frame from its connection.
+    fn detach(&mut self) -> Option<(Arc<Connection>, Arc<Request>)> {
+        let (connection, request) = self.in_flight.take()?;
         connection.drop_load(self.load());
         Some((connection, request))
     }
@@ -79,27 +80,28 @@ impl Job {
 impl TcpPending {
     /// Starts a batch.
     pub(super) fn transfer(
-        shared: Arc<Shared>,
+        shared: Arc<ConnectionSet>,
         ops: Arc<[OpCore]>,
-        frames: Vec<Frame>,
+        frames: Vec<FramePlan>,
         deadline: Instant,
-        waiting: Waiting,
+        wait_mode: WaitMode,
     ) -> TcpPending {
-        let jobs = frames.into_iter().map(|frame| Job::new(Ask::Frame(frame))).collect();
-        TcpPending::start(shared, ops, jobs, deadline, waiting)
+        let jobs = frames.into_iter().map(|frame| FrameJob::new(FrameBody::Frame(frame))).collect();
+        TcpPending::start(shared, ops, jobs, deadline, wait_mode)
     }
 
     /// Starts a call.
     pub(super) fn call(
-        shared: Arc<Shared>,
+        shared: Arc<ConnectionSet>,
         kind: FrameKind,
         body: Vec<u8>,
         deadline: Instant,
-        waiting: Waiting,
+        wait_mode: WaitMode,
     ) -> TcpPending {
         let checked = Request::check_call(kind, &body);
-        let jobs = if checked.is_ok() { vec![Job::new(Ask::Call(kind, body))] } else { Vec::new() };
-        let mut pending = TcpPending::start(shared, Arc::new([]), jobs, deadline, waiting);
+        let jobs =
+            if checked.is_ok() { vec![FrameJob::new(FrameBody::Call(kind, body))] } else { Vec::new() };
+        let mut pending = TcpPending::start(shared, Arc::new([]), jobs, deadline, wait_mode);
         if checked.is_err() {
             pending.ended = Some(checked);
         }
@@ -107,126 +109,126 @@ impl TcpPending {
     }
 
     fn start(
-        shared: Arc<Shared>,
+        shared: Arc<ConnectionSet>,
         ops: Arc<[OpCore]>,
-        jobs: Vec<Job>,
+        jobs: Vec<FrameJob>,
         deadline: Instant,
-        waiting: Waiting,
+        wait_mode: WaitMode,
     ) -> TcpPending {
         let outcomes = vec![None; ops.len()];
         let (started, reply, ended) = (Instant::now(), Vec::new(), None);
         let mut pending = TcpPending { shared, ops, jobs, outcomes, reply, started, deadline, ended };
-        let bytes: Vec<u64> = pending.jobs.iter().map(Job::load).collect();
-        let assigned = match waiting {
-            Waiting::Here => pending.shared.assign(&bytes, deadline).map(Some),
+        let bytes: Vec<u64> = pending.jobs.iter().map(FrameJob::load).collect();
+        let assigned = match wait_mode {
+            WaitMode::Blocking => pending.shared.assign(&bytes, deadline).map(Some),
             // Without a connection the first poll tries again.
-            Waiting::Elsewhere => pending.shared.assign_or_wake(&bytes, None),
+            WaitMode::Polling => pending.shared.assign_or_wake(&bytes, None),
         };
         match assigned {
-            Ok(Some(connections)) => pending.launch(connections, waiting),
+            Ok(Some(connections)) => pending.launch(connections, wait_mode),
             Ok(None) => {}
             Err(error) => {
-                let _ = pending.end(Err(error)); // told by `wait` and `poll`
+                let _ = pending.end(Err(error)); // returned by `wait` and `poll`
             }
         }
         pending
     }
 
-    /// Sends every job on its connection. A thread that waits serves the first connection itself; the others' own
-    /// threads are set to work before that.
-    fn launch(&mut self, connections: Vec<Arc<Connection>>, waiting: Waiting) {
-        let own = connections.first().filter(|_| waiting == Waiting::Here).cloned();
+    /// Sends every job on its connection. A waiting thread serves the first connection itself; before that, it starts
+    /// the threads of the other connections.
+    fn launch(&mut self, connections: Vec<Arc<Connection>>, wait_mode: WaitMode) {
+        let own = connections.first().filter(|_| wait_mode == WaitMode::Blocking).cloned();
         let mut mine = Vec::new();
         for (index, connection) in connections.into_iter().enumerate() {
-            let request = self.board(index, Arc::clone(&connection));
+            let request = self.make_request(index, Arc::clone(&connection));
             if own.as_ref().is_some_and(|own| Arc::ptr_eq(own, &connection)) {
                 mine.push((connection, request));
             } else {
-                connection.hand_over(request);
+                connection.submit_async(request);
             }
         }
         mine.iter().for_each(|(connection, request)| connection.submit(request));
     }
 
-    /// Makes the request of a job, which the caller sends.
-    fn board(&mut self, index: usize, connection: Arc<Connection>) -> Arc<Request> {
+    /// Creates the request of a job, which the caller sends.
+    fn make_request(&mut self, index: usize, connection: Arc<Connection>) -> Arc<Request> {
         let job = &mut self.jobs[index];
         job.attempts += 1;
-        let request = match &job.ask {
-            Ask::Frame(frame) => Request::transfer(&self.ops, frame.clone(), self.deadline),
-            Ask::Call(kind, body) => Request::call(*kind, body.clone(), self.deadline),
+        let request = match &job.body {
+            FrameBody::Frame(frame) => Request::transfer(&self.ops, frame.clone(), self.deadline),
+            FrameBody::Call(kind, body) => Request::call(*kind, body.clone(), self.deadline),
         };
         if job.attempts > 1 {
             self.shared.metrics.resubmitted(EngineKind::Tcp);
         }
-        job.flight = Some((connection, Arc::clone(&request)));
+        job.in_flight = Some((connection, Arc::clone(&request)));
         request
     }
 
-    /// Looks at a job whose request has finished: it is done, or has to be sent again.
+    /// Handles a job whose request has finished: it is done, or must be sent again.
     fn settle(&mut self, index: usize) -> Result<(), TransferError> {
-        let (_, request) = self.jobs[index].land().expect("a job that was sent");
-        let answer = request.take_answer().expect("it has finished");
-        let failure = match answer {
+        let (_, request) = self.jobs[index].detach().expect("the job was sent");
+        let result = request.take_result().expect("the request has finished");
+        let failure = match result {
             Ok(body) => {
                 self.jobs[index].done = true;
-                self.take_in(index, body);
+                self.handle_reply(index, body);
                 return Ok(());
             }
-            Err(NoAnswer::Refused(code)) => return Err(TransferError::Refused { code }),
-            Err(NoAnswer::Aborted) => return Err(TransferError::Aborted),
-            Err(NoAnswer::Deadline) => return Err(self.too_late()),
-            Err(NoAnswer::Failed(failure)) => failure,
+            Err(RequestError::Refused(code)) => return Err(TransferError::Refused { code }),
+            Err(RequestError::Aborted) => return Err(TransferError::Aborted),
+            Err(RequestError::Deadline) => return Err(self.deadline_error()),
+            Err(RequestError::Failed(failure)) => failure,
         };
         if Instant::now() >= self.deadline {
-            return Err(self.too_late());
+            return Err(self.deadline_error());
         }
-        // A connection that somebody else gave up is not this job's fault, but there must be an end.
-        let abandoned = matches!(failure, Failure::Abandoned { .. });
-        let limit = if abandoned { ABANDONED_MAX } else { ATTEMPTS_MAX };
+        // Another request caused the failure of the connection. Such retries are limited too.
+        let abandoned = matches!(failure, ConnectionError::Abandoned { .. });
+        let limit = if abandoned { RESUBMIT_MAX } else { ATTEMPTS_MAX };
         if self.jobs[index].attempts >= limit {
-            return Err(TransferError::Lost { node: self.shared.node, last: failure });
+            return Err(TransferError::ConnectionLost { node: self.shared.node, last: failure });
         }
         self.jobs[index].last = Some(failure);
         Ok(())
     }
 
-    fn take_in(&mut self, index: usize, body: Vec<u8>) {
-        match &self.jobs[index].ask {
-            Ask::Call(..) => self.reply = body,
-            Ask::Frame(frame) => {
-                for (place, part) in frame.parts.iter().enumerate() {
+    fn handle_reply(&mut self, index: usize, body: Vec<u8>) {
+        match &self.jobs[index].body {
+            FrameBody::Call(..) => self.reply = body,
+            FrameBody::Frame(frame) => {
+                for (position, part) in frame.parts.iter().enumerate() {
                     let outcome = &mut self.outcomes[part.op];
-                    // Of several parts the first that failed speaks for the operation.
+                    // The first failed part determines the outcome of the operation.
                     if !matches!(outcome, Some(Err(_))) {
-                        *outcome = Some(code_at(&body, place).map_or(Ok(()), Err));
+                        *outcome = Some(code_at(&body, position).map_or(Ok(()), Err));
                     }
                 }
             }
         }
     }
 
-    fn too_late(&self) -> TransferError {
+    fn deadline_error(&self) -> TransferError {
         TransferError::Deadline { waited: self.started.elapsed() }
     }
 
-    /// No connection is to be had for a job. That it was reached, and then lost, says more than that it is not now.
-    fn stranded(&self, index: usize, error: TransferError) -> TransferError {
+    /// Returns the error of a job without a connection. A lost connection is more specific than an unreachable peer.
+    fn unassigned_error(&self, index: usize, error: TransferError) -> TransferError {
         if Instant::now() >= self.deadline {
-            return self.too_late();
+            return self.deadline_error();
         }
         match (&self.jobs[index].last, error) {
             (Some(last), TransferError::Unreachable { node, .. }) if self.jobs[index].attempts == 1 => {
-                TransferError::Lost { node, last: last.clone() }
+                TransferError::ConnectionLost { node, last: last.clone() }
             }
             (_, error) => error,
         }
     }
 
-    /// Whatever is under way ends here; then the result is known.
+    /// Aborts running requests and sets the result.
     fn end(&mut self, result: Result<(), TransferError>) -> Result<(), TransferError> {
         for job in &mut self.jobs {
-            if let Some((connection, request)) = job.land() {
+            if let Some((connection, request)) = job.detach() {
                 connection.abort(&request);
             }
         }
@@ -247,20 +249,20 @@ impl Pending for TcpPending {
         }
         for index in 0..self.jobs.len() {
             while !self.jobs[index].done {
-                if self.jobs[index].flight.is_none() {
+                if self.jobs[index].in_flight.is_none() {
                     match self.shared.assign(&[self.jobs[index].load()], self.deadline) {
                         Ok(connections) => {
                             let connection = Arc::clone(&connections[0]);
-                            let request = self.board(index, Arc::clone(&connection));
+                            let request = self.make_request(index, Arc::clone(&connection));
                             connection.submit(&request);
                         }
                         Err(error) => {
-                            let error = self.stranded(index, error);
+                            let error = self.unassigned_error(index, error);
                             return self.end(Err(error));
                         }
                     }
                 }
-                let (connection, request) = self.jobs[index].flight.as_ref().expect("sent above");
+                let (connection, request) = self.jobs[index].in_flight.as_ref().expect("sent above");
                 connection.wait(request);
                 if let Err(error) = self.settle(index) {
                     return self.end(Err(error));
@@ -277,30 +279,30 @@ impl Pending for TcpPending {
         let mut all_done = true;
         for index in 0..self.jobs.len() {
             while !self.jobs[index].done {
-                if self.jobs[index].flight.is_none() {
+                if self.jobs[index].in_flight.is_none() {
                     let bytes = [self.jobs[index].load()];
                     match self.shared.assign_or_wake(&bytes, Some(context.waker())) {
                         Ok(Some(connections)) => {
                             let connection = Arc::clone(&connections[0]);
-                            let request = self.board(index, Arc::clone(&connection));
-                            connection.hand_over(request);
+                            let request = self.make_request(index, Arc::clone(&connection));
+                            connection.submit_async(request);
                         }
                         Ok(None) if Instant::now() < self.deadline => {
                             all_done = false;
                             break;
                         }
                         Ok(None) => {
-                            let error = self.too_late();
+                            let error = self.deadline_error();
                             return Poll::Ready(self.end(Err(error)));
                         }
                         Err(error) => {
-                            let error = self.stranded(index, error);
+                            let error = self.unassigned_error(index, error);
                             return Poll::Ready(self.end(Err(error)));
                         }
                     }
                 }
-                let (_, request) = self.jobs[index].flight.as_ref().expect("sent above");
-                if !request.seat.poll(context.waker()) {
+                let (_, request) = self.jobs[index].in_flight.as_ref().expect("sent above");
+                if !request.waiter.poll(context.waker()) {
                     all_done = false;
                     break;
                 }

@@ -1,63 +1,63 @@
-//! [`Request`]: one frame that asks, and what became of it.
+//! [`Request`]: one request frame and its result.
 
 use std::time::Instant;
 
 use moontide_proto::{FixedRecord, FrameError, FrameHeader, FrameKind};
+use moontide_rt::sync::{Arc, Mutex, lock};
 use moontide_types::ErrorCode;
 
-use crate::error::{Failure, TransferError};
+use crate::error::{ConnectionError, TransferError};
+use crate::framing::FramePlan;
 use crate::op::{Direction, OpCore};
-use crate::plan::Frame;
-use crate::sync::{Arc, Mutex, lock};
-use crate::tcp::turn::Seat;
+use crate::tcp::receive_lock::Waiter;
 
-/// Why a request has no answer.
+/// Reason why a request has no reply.
 #[derive(Clone, Debug)]
-pub(crate) enum NoAnswer {
-    /// The peer refused it as a whole.
+pub(crate) enum RequestError {
+    /// The peer refused the request as a whole.
     Refused(ErrorCode),
     /// The connection failed; on another one it may succeed.
-    Failed(Failure),
-    /// Its time was over.
+    Failed(ConnectionError),
+    /// The deadline has passed.
     Deadline,
-    /// The caller gave up.
+    /// The caller aborted the request.
     Aborted,
 }
 
-/// The body of an answer, or why there is none.
-pub(crate) type Answer = Result<Vec<u8>, NoAnswer>;
+/// Body of the reply, or the reason why there is none.
+pub(crate) type RequestResult = Result<Vec<u8>, RequestError>;
 
-/// One frame that asks.
+/// One request frame.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) kind: FrameKind,
-    /// Operations, packed, or a message.
+    /// Packed operations, or a message.
     pub(crate) body: Vec<u8>,
-    /// For Read and Write: the memory.
-    pub(crate) work: Option<Work>,
+    /// Local side of a Read or Write; `None` for a call.
+    pub(crate) work: Option<TransferWork>,
     pub(crate) deadline: Instant,
-    pub(crate) seat: Arc<Seat>,
-    /// The same thread sends another one at once: the kernel may let them travel together.
-    pub(crate) is_followed: bool,
-    answer: Mutex<Option<Answer>>,
+    pub(crate) waiter: Arc<Waiter>,
+    /// Whether the same thread sends another request immediately: the kernel may then merge them (MSG_MORE).
+    pub(crate) more: bool,
+    result: Mutex<Option<RequestResult>>,
 }
 
-/// The near end of a Read or Write.
+/// Local side of a Read or Write.
 #[derive(Debug)]
-pub(crate) struct Work {
+pub(crate) struct TransferWork {
     pub(crate) ops: Arc<[OpCore]>,
-    pub(crate) frame: Frame,
+    pub(crate) frame: FramePlan,
 }
 
 impl Request {
-    /// As it is, and followed by another one at once.
-    pub(crate) fn followed(mut self: Arc<Request>) -> Arc<Request> {
-        Arc::get_mut(&mut self).expect("nobody has it yet").is_followed = true;
+    /// Marks the request as immediately followed by another one.
+    pub(crate) fn with_more(mut self: Arc<Request>) -> Arc<Request> {
+        Arc::get_mut(&mut self).expect("the request is not shared yet").more = true;
         self
     }
 
-    /// A Read or Write of these parts.
-    pub(crate) fn transfer(ops: &Arc<[OpCore]>, frame: Frame, deadline: Instant) -> Arc<Request> {
+    /// Creates a Read or Write of the parts of `frame`.
+    pub(crate) fn transfer(ops: &Arc<[OpCore]>, frame: FramePlan, deadline: Instant) -> Arc<Request> {
         let kind = match frame.direction {
             Direction::Get => FrameKind::Read,
             Direction::Put => FrameKind::Write,
@@ -68,16 +68,16 @@ impl Request {
             let at = op.offset() + part.range.offset();
             op.target().to_wire(frame.direction.op_kind(), at, part.range.len()).encode(&mut body);
         }
-        let work = Some(Work { ops: Arc::clone(ops), frame });
+        let work = Some(TransferWork { ops: Arc::clone(ops), frame });
         Request::new(kind, body, work, deadline)
     }
 
-    /// A call, if it can be said. [`Request::check_call`] tells beforehand.
+    /// Creates a call, which must be valid by [`Request::check_call`].
     pub(crate) fn call(kind: FrameKind, body: Vec<u8>, deadline: Instant) -> Arc<Request> {
         Request::new(kind, body, None, deadline)
     }
 
-    /// Whether a call of this kind with this body makes a frame.
+    /// Checks whether a call of this kind with this body is a valid frame.
     pub(crate) fn check_call(kind: FrameKind, body: &[u8]) -> Result<(), TransferError> {
         use FrameKind::{Attach, Begin, Commit, Load, Release};
         if !matches!(kind, Begin | Commit | Load | Release | Attach) {
@@ -88,38 +88,38 @@ impl Request {
         header.check().map_err(|source| TransferError::Malformed { source })
     }
 
-    fn new(kind: FrameKind, body: Vec<u8>, work: Option<Work>, deadline: Instant) -> Arc<Request> {
-        let (seat, answer) = (Arc::default(), Mutex::default());
-        Arc::new(Request { kind, body, work, deadline, seat, is_followed: false, answer })
+    fn new(kind: FrameKind, body: Vec<u8>, work: Option<TransferWork>, deadline: Instant) -> Arc<Request> {
+        let (waiter, result) = (Arc::default(), Mutex::default());
+        Arc::new(Request { kind, body, work, deadline, waiter, more: false, result })
     }
 
-    /// The header that goes in front.
-    pub(crate) fn header(&self, request: u64, deadline_ms: u32) -> FrameHeader {
+    /// Returns the frame header of the request.
+    pub(crate) fn header(&self, request: u64, timeout_ms: u32) -> FrameHeader {
         FrameHeader {
-            body_len: self.body.len() as u32, // bounded by `check_call`, or by the plan
+            body_len: self.body.len() as u32, // bounded by `check_call`, or by the frame plan
             payload_len: if self.kind == FrameKind::Write { self.bytes() } else { 0 },
-            deadline_ms,
+            timeout_ms,
             ..FrameHeader::new(self.kind, request)
         }
     }
 
-    /// Bytes of payload, whichever way they go.
+    /// Returns the payload bytes, in either direction.
     pub(crate) fn bytes(&self) -> u64 {
         self.work.as_ref().map_or(0, |work| work.frame.bytes)
     }
 
-    /// Sets the answer, and wakes whoever waits. From here on nobody touches the caller's memory.
-    pub(crate) fn finish(&self, answer: Answer) {
-        let mut place = lock(&self.answer);
-        if place.is_none() {
-            *place = Some(answer);
+    /// Sets the result and wakes the waiting thread. After this, no thread accesses the caller's memory.
+    pub(crate) fn finish(&self, result: RequestResult) {
+        let mut slot = lock(&self.result);
+        if slot.is_none() {
+            *slot = Some(result);
         }
-        drop(place);
-        self.seat.finish();
+        drop(slot);
+        self.waiter.finish();
     }
 
-    /// Takes the answer; `None` before it is there.
-    pub(crate) fn take_answer(&self) -> Option<Answer> {
-        if self.seat.is_done() { lock(&self.answer).take() } else { None }
+    /// Takes the result; `None` before the request has finished.
+    pub(crate) fn take_result(&self) -> Option<RequestResult> {
+        if self.waiter.is_done() { lock(&self.result).take() } else { None }
     }
 }

@@ -1,11 +1,12 @@
-//! [`Server`]: the owner's end. A thread per connection, which reads a frame, answers it, and reads the next.
+//! [`TcpServer`]: server side of the TCP engine. A thread per connection reads a frame, replies to it, and reads the
+//! next.
 //!
-//! A thread per connection because each of them moves bytes with blocking calls, which is what is fastest, and because
-//! a peer that is slow or stopped then holds up nobody but itself. An idle connection costs a sleeping thread with a
-//! small stack; [`ServerConfig::connections_max`] bounds them.
+//! A thread per connection because each moves bytes with blocking calls, which are the fastest, and because a slow or
+//! stopped peer then blocks only its own connection. An idle connection costs a sleeping thread with a small stack;
+//! [`TcpServerConfig::connections_max`] bounds their number.
 //!
-//! What a peer can make this side hold is bounded: one frame's body, one frame's pins, and the time that they are held
-//! by the request's deadline.
+//! The resources of a peer are bounded: the body of one frame and the pins of one frame, held at most until the
+//! request's deadline.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -17,128 +18,129 @@ use moontide_proto::limits::FRAME_PAYLOAD_BYTES_MAX;
 use moontide_proto::{
     FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind, Hello, Token, TransferOp, TransferOps,
 };
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_rt::sync::{Arc, Mutex, lock};
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Span};
 use tracing::{debug, warn};
 
-use crate::engine::EngineKind;
-use crate::error::{Failure, Name};
+use crate::engine_kind::EngineKind;
+use crate::error::{ConnectionError, PeerName};
 use crate::metrics::Metrics;
 use crate::op::Direction;
-use crate::owner::{Caller, Owner, Source, sink, sources};
-use crate::sync::{Arc, Mutex, lock};
-use crate::tcp::flow::Chunk;
-use crate::tcp::hello;
-use crate::tcp::inbox::Inbox;
-use crate::tcp::socket::{Halt, PIECES_MAX, Patience, Socket, TICK};
+use crate::owner::{Owner, PeerIdentity, PinnedRange, claim_write, pin_reads};
+use crate::tcp::handshake;
+use crate::tcp::payload::Chunk;
+use crate::tcp::recv_buffer::RecvBuffer;
+use crate::tcp::socket::{BLOCKING_CALL_MAX, IOVECS_MAX, IoError, IoTimeout, Socket};
 
-/// How a server behaves.
+/// Configuration of a server.
 #[derive(Clone, Debug)]
-pub struct ServerConfig {
-    /// Where it listens; port 0 for any.
+pub struct TcpServerConfig {
+    /// Addresses to listen on; port 0 for any free port.
     pub listen: Vec<SocketAddr>,
-    /// Most connections at a time.
+    /// Most connections at the same time.
     pub connections_max: usize,
-    /// Most requests in flight that a peer may have on a connection.
+    /// Most requests in flight on a connection, announced to the peer.
     pub inflight_max: u32,
-    /// How long a peer may take to greet.
-    pub greeting: Duration,
-    /// How long no byte may come or go in the middle of a frame.
-    pub stall: Duration,
+    /// Time limit for the handshake.
+    pub handshake_timeout: Duration,
+    /// How long a connection may make no progress in the middle of a frame.
+    pub stall_timeout: Duration,
 }
 
-impl Default for ServerConfig {
-    fn default() -> ServerConfig {
-        ServerConfig {
+impl Default for TcpServerConfig {
+    fn default() -> TcpServerConfig {
+        TcpServerConfig {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
             connections_max: 4096,
             inflight_max: 64,
-            greeting: Duration::from_secs(2),
-            // Shorter than a client's: what it sends again finds the bytes free.
-            stall: Duration::from_millis(700),
+            handshake_timeout: Duration::from_secs(2),
+            // Shorter than a client's: when the client sends again, the claim of the first attempt is released.
+            stall_timeout: Duration::from_millis(700),
         }
     }
 }
 
-/// Why a server could not be started.
+/// Error of [`TcpServer::start`].
 #[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    /// The address cannot be listened on.
+pub enum TcpServerError {
+    /// The server cannot listen on an address.
     #[error(
-        "listen on {address}: {source} (is another process listening there, or is it not this host's address?)"
+        "cannot listen on {address}: {source}; check that no other process listens there and that it is an address of \
+         this host"
     )]
     Listen {
-        /// Which address.
+        /// Address from the configuration.
         address: SocketAddr,
-        /// Why not.
+        /// Error of the system call.
         source: std::io::Error,
     },
-    /// No thread.
-    #[error("start a thread: {0}")]
+    /// A thread could not be started.
+    #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
 }
 
-/// Serves an owner's memory. Dropping it ends all connections and threads.
+/// Serves the memory of an owner. Dropping it ends all connections and threads.
 #[derive(Debug)]
-pub struct Server {
+pub struct TcpServer {
     shared: Arc<Shared>,
     addresses: Vec<SocketAddr>,
     acceptors: Vec<(JoinHandle<()>, Arc<TcpListener>)>,
 }
 
-/// What all threads of a server share. Also serves streams that came in by another way than a listener.
+/// State shared by all threads of a server. Also serves streams that were not accepted by a TCP listener.
 #[derive(Debug)]
 pub(crate) struct Shared {
     owner: Arc<dyn Owner>,
-    config: ServerConfig,
+    config: TcpServerConfig,
     metrics: Arc<Metrics>,
-    sessions: Mutex<Vec<Session>>,
-    next_session: AtomicU64,
+    connections: Mutex<Vec<ServerConnection>>,
+    next_connection: AtomicU64,
     stopped: AtomicBool,
 }
 
 #[derive(Debug)]
-struct Session {
+struct ServerConnection {
     number: u64,
     socket: Arc<Socket>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Server {
+impl TcpServer {
     /// Listens and serves.
     pub fn start(
-        config: ServerConfig,
+        config: TcpServerConfig,
         owner: Arc<dyn Owner>,
         metrics: Arc<Metrics>,
-    ) -> Result<Server, ServeError> {
+    ) -> Result<TcpServer, TcpServerError> {
         let listen = config.listen.clone();
         let shared = Shared::new(config, owner, metrics);
-        let mut server = Server { shared, addresses: Vec::new(), acceptors: Vec::new() };
+        let mut server = TcpServer { shared, addresses: Vec::new(), acceptors: Vec::new() };
         for address in listen {
-            let failed = |source| ServeError::Listen { address, source };
+            let failed = |source| TcpServerError::Listen { address, source };
             let listener = Arc::new(TcpListener::bind(address).map_err(failed)?);
             let bound = listener.local_addr().map_err(failed)?;
             server.addresses.push(bound);
-            let (shared, heard) = (Arc::clone(&server.shared), Arc::clone(&listener));
+            let (shared, accepting) = (Arc::clone(&server.shared), Arc::clone(&listener));
             let thread = std::thread::Builder::new().name("moontide-accept".into());
-            let thread = thread.spawn(move || shared.accept(&heard)).map_err(ServeError::Thread)?;
+            let thread = thread.spawn(move || shared.accept(&accepting)).map_err(TcpServerError::Thread)?;
             server.acceptors.push((thread, listener));
         }
         Ok(server)
     }
 
-    /// Where it listens.
+    /// Returns the addresses that the server listens on.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// How many connections there are.
+    /// Returns the number of open connections.
     pub fn connections(&self) -> usize {
-        lock(&self.shared.sessions).len()
+        lock(&self.shared.connections).len()
     }
 }
 
-impl Drop for Server {
+impl Drop for TcpServer {
     fn drop(&mut self) {
         self.shared.stop();
         for (thread, listener) in self.acceptors.drain(..) {
@@ -151,9 +153,9 @@ impl Drop for Server {
 }
 
 impl Shared {
-    pub(crate) fn new(config: ServerConfig, owner: Arc<dyn Owner>, metrics: Arc<Metrics>) -> Arc<Shared> {
-        let (sessions, next_session, stopped) = (Mutex::default(), AtomicU64::new(0), AtomicBool::new(false));
-        Arc::new(Shared { owner, config, metrics, sessions, next_session, stopped })
+    pub(crate) fn new(config: TcpServerConfig, owner: Arc<dyn Owner>, metrics: Arc<Metrics>) -> Arc<Shared> {
+        let (connections, stopped) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Shared { owner, config, metrics, connections, next_connection: AtomicU64::new(0), stopped })
     }
 
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
@@ -164,13 +166,13 @@ impl Shared {
             }
             match accepted {
                 Ok((stream, peer)) => {
-                    let served = self.serve(OwnedFd::from(stream), Name::Tcp(peer), None);
+                    let served = self.serve(OwnedFd::from(stream), PeerName::Tcp(peer), None);
                     if let Err(failure) = served {
                         debug!(%peer, %failure, "connection not served");
                     }
                 }
                 Err(error) => {
-                    // Out of descriptors, mostly: those that are open go on, and one of them will end.
+                    // Mostly out of descriptors: open connections continue, and one of them will end.
                     warn!(%error, "cannot accept a connection");
                     std::thread::sleep(Duration::from_millis(10));
                 }
@@ -178,149 +180,171 @@ impl Shared {
         }
     }
 
-    /// Serves a stream on a thread of its own. `known`: who it is, if that was found out before; else it greets.
+    /// Serves a stream on a thread of its own. `identity`: identity of the peer, if already established; otherwise the
+    /// stream starts with a handshake.
     pub(crate) fn serve(
         self: &Arc<Self>,
         fd: OwnedFd,
-        name: Name,
-        known: Option<Caller>,
-    ) -> Result<(), Failure> {
+        name: PeerName,
+        identity: Option<PeerIdentity>,
+    ) -> Result<(), ConnectionError> {
         let socket = Arc::new(Socket::new(fd, name)?);
-        let number = self.next_session.fetch_add(1, Ordering::Relaxed);
+        let number = self.next_connection.fetch_add(1, Ordering::Relaxed);
         {
-            // On the list first, so that the thread finds itself there when it ends.
-            let mut sessions = lock(&self.sessions);
+            // Added first, so that the thread can remove itself when it ends.
+            let mut connections = lock(&self.connections);
             if self.stopped.load(Ordering::SeqCst) {
-                return Err(Failure::Stopped);
+                return Err(ConnectionError::Stopped);
             }
-            if sessions.len() >= self.config.connections_max {
+            if connections.len() >= self.config.connections_max {
                 let (peer, code) = (name, ErrorCode::Busy);
-                warn!(%peer, limit = self.config.connections_max, "too many connections; refusing one");
-                return Err(Failure::Refused { peer, code });
+                warn!(%peer, limit = self.config.connections_max, "connection refused: too many connections");
+                return Err(ConnectionError::HandshakeRefused { peer, code });
             }
-            sessions.push(Session { number, socket: Arc::clone(&socket), thread: None });
+            connections.push(ServerConnection { number, socket: Arc::clone(&socket), thread: None });
         }
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("moontide-serve".into()).stack_size(256 << 10).spawn(
             move || {
-                let engine = if known.is_some() { EngineKind::Shm } else { EngineKind::Tcp };
+                let engine = if identity.is_some() { EngineKind::Shm } else { EngineKind::Tcp };
                 shared.metrics.served_opened(engine);
-                let end = SessionEnd { shared: &shared, socket: &socket, number };
-                let failure = shared.session(&socket, known);
+                let end = ConnectionGuard { shared: &shared, socket: &socket, number };
+                let failure = shared.serve_connection(&socket, identity);
                 debug!(peer = %name, %failure, "connection ended");
                 shared.metrics.served_ended(engine, &failure);
                 drop(end);
             },
         );
-        let mut sessions = lock(&self.sessions);
+        let mut connections = lock(&self.connections);
         match thread {
             Ok(thread) => {
-                if let Some(session) = sessions.iter_mut().find(|session| session.number == number) {
-                    session.thread = Some(thread);
+                if let Some(connection) =
+                    connections.iter_mut().find(|connection| connection.number == number)
+                {
+                    connection.thread = Some(thread);
                 }
                 Ok(())
             }
             Err(error) => {
-                sessions.retain(|session| session.number != number);
+                connections.retain(|connection| connection.number != number);
                 let source = rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::AGAIN);
-                Err(Failure::System { what: "start a thread for", peer: name, source })
+                Err(ConnectionError::System { what: "start a thread for", peer: name, source })
             }
         }
     }
 
-    /// Ends all sessions and waits for their threads.
+    /// Ends all connections and waits for their threads.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::SeqCst);
         let threads: Vec<_> = {
-            let mut sessions = lock(&self.sessions);
-            sessions.iter().for_each(|session| session.socket.shut_down());
-            sessions.iter_mut().filter_map(|session| session.thread.take()).collect()
+            let mut connections = lock(&self.connections);
+            connections.iter().for_each(|connection| connection.socket.shut_down());
+            connections.iter_mut().filter_map(|connection| connection.thread.take()).collect()
         };
         for thread in threads {
-            // A panic was told by the thread itself.
+            // A panic was printed by the thread itself.
             let _ = thread.join();
         }
     }
 
-    /// Greets and answers until the connection ends; why it did.
-    fn session(&self, socket: &Socket, known: Option<Caller>) -> Failure {
-        let caller = match known {
+    /// Runs the handshake and replies to frames until the connection ends. Returns the reason for the end.
+    fn serve_connection(&self, socket: &Socket, identity: Option<PeerIdentity>) -> ConnectionError {
+        let caller = match identity {
             Some(caller) => caller,
             None => {
-                let greeted =
-                    hello::welcome(socket, Instant::now() + self.config.greeting, |hello: &Hello| {
-                        self.owner.greets(hello)?;
-                        Ok(hello::hello(self.owner.node(), 0, self.config.inflight_max, Token::NONE))
-                    });
-                match greeted {
-                    Ok(hello) => Caller::Remote(hello.caller),
+                let handshake = handshake::server_handshake(
+                    socket,
+                    Instant::now() + self.config.handshake_timeout,
+                    |hello: &Hello| {
+                        self.owner.authorize_peer(hello)?;
+                        Ok(handshake::hello(self.owner.node(), 0, self.config.inflight_max, Token::NONE))
+                    },
+                );
+                match handshake {
+                    Ok(hello) => PeerIdentity::Remote(hello.caller),
                     Err(failure) => return failure,
                 }
             }
         };
-        let mut room = Room { inbox: Inbox::new(INBOX_BYTES), body: Vec::new(), scratch: Vec::new() };
+        let mut buffers = ConnectionBuffers {
+            recv_buffer: RecvBuffer::new(RECV_BUFFER_BYTES),
+            body: Vec::new(),
+            scratch: Vec::new(),
+        };
         loop {
-            match self.answer(socket, caller, &mut room) {
+            match self.handle_frame(socket, caller, &mut buffers) {
                 Ok(()) => {}
-                Err(Halt::Failed(failure)) => return failure,
-                Err(Halt::Deadline) => return Failure::Abandoned { peer: socket.name() },
+                Err(IoError::Failed(failure)) => return failure,
+                Err(IoError::Deadline) => return ConnectionError::Abandoned { peer: socket.name() },
             }
         }
     }
 
-    /// Reads one frame and answers it.
-    fn answer(&self, socket: &Socket, caller: Caller, room: &mut Room) -> Result<(), Halt> {
+    /// Reads one frame and replies to it.
+    fn handle_frame(
+        &self,
+        socket: &Socket,
+        caller: PeerIdentity,
+        buffers: &mut ConnectionBuffers,
+    ) -> Result<(), IoError> {
         let mut bytes = [0; FRAME_HEADER_BYTES];
-        while room.inbox.len() == 0 {
-            // Whoever asks often asks again within a moment, and is spared a call.
-            match room.inbox.receive_first(socket, INBOX_BYTES, Instant::now() + 10 * TICK) {
+        while buffers.recv_buffer.len() == 0 {
+            // A busy peer sends its next request soon: this saves a poll.
+            match buffers.recv_buffer.receive_first(
+                socket,
+                RECV_BUFFER_BYTES,
+                Instant::now() + 10 * BLOCKING_CALL_MAX,
+            ) {
                 Ok(()) => {}
-                Err(Halt::Deadline) => socket.wait_for_ever()?,
-                Err(halt) => return Err(halt),
+                Err(IoError::Deadline) => socket.wait_readable()?,
+                Err(error) => return Err(error),
             }
         }
-        let stall = self.config.stall;
-        let patience = Patience { deadline: Instant::now() + stall, stall };
-        room.inbox.receive(socket, &mut bytes, patience)?;
+        let stall = self.config.stall_timeout;
+        let timeout = IoTimeout { deadline: Instant::now() + stall, stall };
+        buffers.recv_buffer.receive(socket, &mut bytes, timeout)?;
         let peer = socket.name();
-        let header = FrameHeader::decode(&bytes).map_err(|source| Failure::Frame { peer, source })?;
-        let deadline = Instant::now() + Duration::from_millis(header.deadline_ms.into());
-        let patience = Patience { deadline, stall };
+        let header = FrameHeader::decode(&bytes).map_err(|source| ConnectionError::Frame { peer, source })?;
+        let deadline = Instant::now() + Duration::from_millis(header.timeout_ms.into());
+        let timeout = IoTimeout { deadline, stall };
         if header.flags != FrameFlags::NONE {
-            return Err(Failure::Answer { peer, kind: header.kind, request: header.request }.into());
+            return Err(ConnectionError::UnexpectedReply {
+                peer,
+                kind: header.kind,
+                request: header.request,
+            }
+            .into());
         }
         if header.kind == FrameKind::Cancel {
-            // Whoever gives a request up ends the connection; this one has been answered already.
+            // A client that aborts a request ends the connection; this request already has its reply.
             return Ok(());
         }
-        room.receive_body(
+        buffers.receive_body(
             socket,
             header.body_len as usize,
-            Patience { deadline: deadline.max(Instant::now() + stall), stall },
+            IoTimeout { deadline: deadline.max(Instant::now() + stall), stall },
         )?;
-        let engine = if matches!(caller, Caller::Local(_)) { EngineKind::Shm } else { EngineKind::Tcp };
+        let engine = if matches!(caller, PeerIdentity::Local(_)) { EngineKind::Shm } else { EngineKind::Tcp };
         match header.kind {
-            FrameKind::Read => self.read(socket, &header, room, engine, patience),
-            FrameKind::Write => self.write(socket, &header, room, engine, patience),
-            FrameKind::Ping => {
-                reply(socket, FrameHeader::new(FrameKind::Pong, header.request), &[], patience)
-            }
+            FrameKind::Read => self.read(socket, &header, buffers, engine, timeout),
+            FrameKind::Write => self.write(socket, &header, buffers, engine, timeout),
+            FrameKind::Ping => reply(socket, FrameHeader::new(FrameKind::Pong, header.request), &[], timeout),
             FrameKind::Begin
             | FrameKind::Commit
             | FrameKind::Load
             | FrameKind::Release
             | FrameKind::Attach => {
                 let kind = header.kind.reply().expect("a request");
-                match self.owner.call(caller, header.kind, &room.body, deadline) {
+                match self.owner.call(caller, header.kind, &buffers.body, deadline) {
                     Ok(body) if body.len() <= kind.body_len_max() => {
-                        reply(socket, FrameHeader::new(kind, header.request), &body, patience)
+                        reply(socket, FrameHeader::new(kind, header.request), &body, timeout)
                     }
-                    Ok(_) => refuse(socket, &header, ErrorCode::TooLarge, patience),
-                    Err(code) => refuse(socket, &header, code, patience),
+                    Ok(_) => refuse(socket, &header, ErrorCode::TooLarge, timeout),
+                    Err(code) => refuse(socket, &header, code, timeout),
                 }
             }
-            // Control calls are the master's, and nobody answers an answer.
-            kind => Err(Failure::Answer { peer, kind, request: header.request }.into()),
+            // Control calls are handled by masters, and a reply gets no reply.
+            kind => Err(ConnectionError::UnexpectedReply { peer, kind, request: header.request }.into()),
         }
     }
 
@@ -328,47 +352,48 @@ impl Shared {
         &self,
         socket: &Socket,
         header: &FrameHeader,
-        room: &mut Room,
+        buffers: &mut ConnectionBuffers,
         engine: EngineKind,
-        patience: Patience,
-    ) -> Result<(), Halt> {
+        timeout: IoTimeout,
+    ) -> Result<(), IoError> {
         let peer = socket.name();
-        let ops =
-            TransferOps::decode(header, &room.body).map_err(|source| Failure::Ops { peer, source })?.ops();
+        let ops = TransferOps::decode(header, &buffers.body)
+            .map_err(|source| ConnectionError::Ops { peer, source })?
+            .ops();
         if ops.iter().map(|op| op.len).sum::<u64>() > FRAME_PAYLOAD_BYTES_MAX {
-            return refuse(socket, header, ErrorCode::TooLarge, patience);
+            return refuse(socket, header, ErrorCode::TooLarge, timeout);
         }
-        let sources: Vec<Result<Source<'_>, ErrorCode>> = sources(&*self.owner, ops, patience.deadline);
-        let mut codes = Vec::with_capacity(2 * sources.len());
-        for (source, op) in sources.iter().zip(ops.iter()) {
-            let outcome = source.as_ref().map(|_| ()).map_err(|code| *code);
+        let ranges: Vec<Result<PinnedRange<'_>, ErrorCode>> = pin_reads(&*self.owner, ops, timeout.deadline);
+        let mut codes = Vec::with_capacity(2 * ranges.len());
+        for (range, op) in ranges.iter().zip(ops.iter()) {
+            let outcome = range.as_ref().map(|_| ()).map_err(|code| *code);
             codes.extend_from_slice(&code_bytes(outcome));
             self.metrics.served(engine, Direction::Get, op.len, outcome);
         }
-        let good = || sources.iter().filter_map(|source| source.as_ref().ok());
-        let payload_len: u64 = good().map(|source| source.bytes().len() as u64).sum();
-        let answer = FrameHeader {
+        let pinned = || ranges.iter().filter_map(|range| range.as_ref().ok());
+        let payload_len: u64 = pinned().map(|range| range.bytes().len() as u64).sum();
+        let reply_header = FrameHeader {
             body_len: codes.len() as u32,
             payload_len,
             ..FrameHeader::new(FrameKind::ReadReply, header.request)
         };
-        let head = answer.encode();
+        let header_bytes = reply_header.encode();
         let mut chunk = Chunk::new();
-        chunk.push(head.as_ptr().cast_mut(), head.len());
+        chunk.push(header_bytes.as_ptr().cast_mut(), header_bytes.len());
         chunk.push(codes.as_ptr().cast_mut(), codes.len());
         let mut left = payload_len;
-        // SAFETY: header and codes live here, and what is pinned does not change.
-        let flush = |chunk: &mut Chunk, left: u64| unsafe { send_all(socket, chunk, left > 0, patience) };
-        let mut pieces = 2;
-        for source in good() {
-            let bytes = source.bytes();
-            if pieces == PIECES_MAX {
+        // SAFETY: header and codes live in this function, and pinned memory does not change.
+        let flush = |chunk: &mut Chunk, left: u64| unsafe { send_all(socket, chunk, left > 0, timeout) };
+        let mut iovecs = 2;
+        for range in pinned() {
+            let bytes = range.bytes();
+            if iovecs == IOVECS_MAX {
                 flush(&mut chunk, left)?;
                 chunk = Chunk::new();
-                pieces = 0;
+                iovecs = 0;
             }
             chunk.push(bytes.as_ptr().cast_mut(), bytes.len());
-            pieces += 1;
+            iovecs += 1;
             left -= bytes.len() as u64;
         }
         flush(&mut chunk, left)
@@ -378,28 +403,29 @@ impl Shared {
         &self,
         socket: &Socket,
         header: &FrameHeader,
-        room: &mut Room,
+        buffers: &mut ConnectionBuffers,
         engine: EngineKind,
-        patience: Patience,
-    ) -> Result<(), Halt> {
+        timeout: IoTimeout,
+    ) -> Result<(), IoError> {
         let peer = socket.name();
-        let Room { body, scratch, inbox } = room;
-        let ops = TransferOps::decode(header, body).map_err(|source| Failure::Ops { peer, source })?.ops();
+        let ConnectionBuffers { body, scratch, recv_buffer } = buffers;
+        let ops =
+            TransferOps::decode(header, body).map_err(|source| ConnectionError::Ops { peer, source })?.ops();
         let mut codes = Vec::with_capacity(2 * ops.len());
         for op in ops.iter() {
-            let outcome = match sink(&*self.owner, &op, patience.deadline) {
+            let outcome = match claim_write(&*self.owner, &op, timeout.deadline) {
                 Ok(mut claim) => {
-                    receive_into(socket, inbox, &mut claim, &op, patience)?;
+                    receive_into(socket, recv_buffer, &mut claim, &op, timeout)?;
                     Ok(())
                 }
                 Err(code) => {
-                    // Its bytes are on the way all the same.
+                    // The peer sends the bytes all the same.
                     let mut left = op.len;
                     scratch.resize(SCRATCH_BYTES.min(op.len as usize).max(scratch.len()), 0);
                     while left > 0 {
-                        let piece = left.min(scratch.len() as u64) as usize;
-                        inbox.receive(socket, &mut scratch[..piece], patience)?;
-                        left -= piece as u64;
+                        let step = left.min(scratch.len() as u64) as usize;
+                        recv_buffer.receive(socket, &mut scratch[..step], timeout)?;
+                        left -= step as u64;
                     }
                     Err(code)
                 }
@@ -407,61 +433,61 @@ impl Shared {
             codes.extend_from_slice(&code_bytes(outcome));
             self.metrics.served(engine, Direction::Put, op.len, outcome);
         }
-        reply(socket, FrameHeader::new(FrameKind::WriteReply, header.request), &codes, patience)
+        reply(socket, FrameHeader::new(FrameKind::WriteReply, header.request), &codes, timeout)
     }
 }
 
-/// Takes a session off the list, even if its thread panics.
-struct SessionEnd<'a> {
+/// Removes a connection from the list, even if its thread panics.
+struct ConnectionGuard<'a> {
     shared: &'a Shared,
     socket: &'a Socket,
     number: u64,
 }
 
-impl Drop for SessionEnd<'_> {
+impl Drop for ConnectionGuard<'_> {
     fn drop(&mut self) {
         self.socket.shut_down();
-        lock(&self.shared.sessions).retain(|session| session.number != self.number);
+        lock(&self.shared.connections).retain(|connection| connection.number != self.number);
     }
 }
 
-/// Where bytes go that nobody wants.
+/// Size of the buffer for payload that is discarded.
 const SCRATCH_BYTES: usize = 64 << 10;
 
-/// What is received ahead: a header with fifty operations, or several that follow each other.
-const INBOX_BYTES: usize = 4096;
+/// Most bytes received ahead: a header with fifty operations, or several requests that follow each other.
+const RECV_BUFFER_BYTES: usize = 4096;
 
-/// Memory of a session, used again and again.
+/// Buffers of a connection, reused for every frame.
 #[derive(Debug)]
-struct Room {
-    inbox: Inbox,
+struct ConnectionBuffers {
+    recv_buffer: RecvBuffer,
     body: Vec<u8>,
     scratch: Vec<u8>,
 }
 
-impl Room {
-    /// Receives a body. What is announced is within its kind's bound, and memory grows with what has come.
-    fn receive_body(&mut self, socket: &Socket, len: usize, patience: Patience) -> Result<(), Halt> {
+impl ConnectionBuffers {
+    /// Receives a body. `len` is within the limit of its kind, and the buffer grows only with the received bytes.
+    fn receive_body(&mut self, socket: &Socket, len: usize, timeout: IoTimeout) -> Result<(), IoError> {
         const STEP: usize = 256 << 10;
         self.body.clear();
         self.body.shrink_to(STEP);
         while self.body.len() < len {
             let from = self.body.len();
             self.body.resize(len.min(from + STEP), 0);
-            self.inbox.receive(socket, &mut self.body[from..], patience)?;
+            self.recv_buffer.receive(socket, &mut self.body[from..], timeout)?;
         }
         Ok(())
     }
 }
 
-/// Receives the bytes of a write where they belong, and digests each page as it is complete.
+/// Receives the bytes of a write directly into the record, and digests each page when it is complete.
 fn receive_into(
     socket: &Socket,
-    inbox: &mut Inbox,
+    recv_buffer: &mut RecvBuffer,
     claim: &mut moontide_heap::NodeClaim<'_>,
     op: &TransferOp,
-    patience: Patience,
-) -> Result<(), Halt> {
+    timeout: IoTimeout,
+) -> Result<(), IoError> {
     let stripe_len = claim.header().stripe_len;
     let digested = !claim.header().flags.digestless();
     let mut at = op.offset;
@@ -471,10 +497,10 @@ fn receive_into(
         let page_end = ((page + 1) * PAGE_BYTES).min(stripe_len);
         let until = page_end.min(end);
         let part = Span::new(at, until - at).expect("inside the claim");
-        inbox.receive(socket, claim.bytes_mut(part), patience)?;
-        // Pages of which another write brings the rest are digested when the record is committed.
+        recv_buffer.receive(socket, claim.bytes_mut(part), timeout)?;
+        // A page that another write completes is digested when the record is committed.
         if digested && until == page_end && page * PAGE_BYTES >= op.offset {
-            claim.seal_page(page);
+            claim.digest_page(page);
         }
         at = until;
     }
@@ -482,28 +508,33 @@ fn receive_into(
 }
 
 /// # Safety
-/// The memory of the chunk is valid for reads, and nobody writes it meanwhile.
-unsafe fn send_all(socket: &Socket, chunk: &mut Chunk, more: bool, patience: Patience) -> Result<(), Halt> {
+/// The memory of the chunk is valid for reads, and no other code writes it during the call.
+unsafe fn send_all(
+    socket: &Socket,
+    chunk: &mut Chunk,
+    more: bool,
+    timeout: IoTimeout,
+) -> Result<(), IoError> {
     while chunk.bytes() > 0 {
-        // SAFETY: says the caller.
-        let sent = unsafe { socket.send_some(chunk.pieces(), more, patience) }?;
+        // SAFETY: the caller upholds the contract, which is the same.
+        let sent = unsafe { socket.send_some(chunk.iovecs(), more, timeout) }?;
         chunk.advance(sent);
     }
     Ok(())
 }
 
-fn reply(socket: &Socket, header: FrameHeader, body: &[u8], patience: Patience) -> Result<(), Halt> {
-    let head = FrameHeader { body_len: body.len() as u32, ..header }.encode();
+fn reply(socket: &Socket, header: FrameHeader, body: &[u8], timeout: IoTimeout) -> Result<(), IoError> {
+    let header_bytes = FrameHeader { body_len: body.len() as u32, ..header }.encode();
     let mut chunk = Chunk::new();
-    chunk.push(head.as_ptr().cast_mut(), head.len());
+    chunk.push(header_bytes.as_ptr().cast_mut(), header_bytes.len());
     chunk.push(body.as_ptr().cast_mut(), body.len());
     // SAFETY: both are borrowed for the call.
-    unsafe { send_all(socket, &mut chunk, false, patience) }
+    unsafe { send_all(socket, &mut chunk, false, timeout) }
 }
 
-fn refuse(socket: &Socket, header: &FrameHeader, code: ErrorCode, patience: Patience) -> Result<(), Halt> {
-    let answer = FrameHeader { status: Some(code), ..FrameHeader::new(FrameKind::Error, header.request) };
-    reply(socket, answer, &[], patience)
+fn refuse(socket: &Socket, header: &FrameHeader, code: ErrorCode, timeout: IoTimeout) -> Result<(), IoError> {
+    let header = FrameHeader { status: Some(code), ..FrameHeader::new(FrameKind::Error, header.request) };
+    reply(socket, header, &[], timeout)
 }
 
 fn code_bytes(outcome: Result<(), ErrorCode>) -> [u8; 2] {

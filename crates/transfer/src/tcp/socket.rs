@@ -1,8 +1,8 @@
-//! [`Socket`]: a stream to one peer, with ends to every wait.
+//! [`Socket`]: a stream to one peer on which every wait has a time limit.
 //!
-//! Bytes go straight between the socket and the memory that is named; nothing is buffered here. While bytes flow the
-//! calls block in the kernel (`MSG_WAITALL`, with a time-out of [`TICK`]), which saves a call per wake-up; where nothing
-//! may come for long, the wait is a poll to the exact end of patience.
+//! Bytes move directly between the socket and the caller's memory; nothing is buffered here. While bytes flow the calls
+//! block in the kernel (`MSG_WAITALL`, with a timeout of [`BLOCKING_CALL_MAX`]), which saves a call per wake-up. Where
+//! the wait may be long, it is a poll with the exact time limit.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,73 +12,73 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};
 
-use crate::error::{Failure, Name};
+use crate::error::{ConnectionError, PeerName};
 
-/// How long a blocking call may sit in the kernel before the clock is looked at. Long, because every
-/// wait sets a timer, and a processor that goes idle sets its alarm for the next one.
-pub(crate) const TICK: Duration = Duration::from_millis(100);
+/// How long a blocking call may stay in the kernel before the deadline is checked. Long, because every wait sets a
+/// timer, and a processor that becomes idle programs its timer interrupt for the next one.
+pub(crate) const BLOCKING_CALL_MAX: Duration = Duration::from_millis(100);
 
-/// Most pieces in one call: what Linux copies without allocating a larger table is 8, what it takes is 1,024.
-pub(crate) const PIECES_MAX: usize = 64;
+/// Most iovecs in one call: Linux copies up to 8 without allocating a larger table, and accepts 1,024.
+pub(crate) const IOVECS_MAX: usize = 64;
 
-/// How long to wait: until a point in time, and no longer than `stall` without a byte.
+/// Limits of a wait: a deadline, and at most `stall` without a byte.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
+pub(crate) struct IoTimeout {
     pub(crate) deadline: Instant,
     pub(crate) stall: Duration,
 }
 
-impl Patience {
-    /// No stall but the deadline.
-    pub(crate) fn until(deadline: Instant) -> Patience {
-        Patience { deadline, stall: Duration::MAX }
+impl IoTimeout {
+    /// Creates a timeout without a stall limit.
+    pub(crate) fn until(deadline: Instant) -> IoTimeout {
+        IoTimeout { deadline, stall: Duration::MAX }
     }
 
-    /// When the wait ends that began at `since`.
+    /// Returns the end of a wait that began at `since`.
     fn end(&self, since: Instant) -> Instant {
         since.checked_add(self.stall).map_or(self.deadline, |stalled| stalled.min(self.deadline))
     }
 }
 
-/// Why bytes did not move.
+/// Reason why bytes did not move.
 #[derive(Clone, Debug)]
-pub(crate) enum Halt {
+pub(crate) enum IoError {
     /// The deadline passed.
     Deadline,
-    /// The connection is of no more use.
-    Failed(Failure),
+    /// The connection can no longer be used.
+    Failed(ConnectionError),
 }
 
-impl From<Failure> for Halt {
-    fn from(failure: Failure) -> Halt {
-        Halt::Failed(failure)
+impl From<ConnectionError> for IoError {
+    fn from(failure: ConnectionError) -> IoError {
+        IoError::Failed(failure)
     }
 }
 
-/// Which way a wait looks.
+/// Result of a wait on a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ready {
+pub(crate) struct Readiness {
     pub(crate) readable: bool,
     pub(crate) writable: bool,
 }
 
-/// Wakes a thread that waits on a socket.
+/// Wakes a thread that waits on a socket (eventfd).
 #[derive(Debug)]
-pub(crate) struct Alarm(OwnedFd);
+pub(crate) struct WakeFd(OwnedFd);
 
-impl Alarm {
-    pub(crate) fn new() -> Result<Alarm, Errno> {
-        rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Alarm)
+impl WakeFd {
+    pub(crate) fn new() -> Result<WakeFd, Errno> {
+        rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(WakeFd)
     }
 
-    /// Wakes whoever waits, now or next.
-    pub(crate) fn ring(&self) {
-        // It cannot be full: that takes 2⁶⁴ rings.
+    /// Wakes the waiting thread, or the next one that waits.
+    pub(crate) fn notify(&self) {
+        // The counter cannot be full: that takes 2⁶⁴ calls.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Whether it was rung since the last look.
-    pub(crate) fn was_rung(&self) -> bool {
+    /// Returns whether [`WakeFd::notify`] was called since the last call of this function.
+    pub(crate) fn take(&self) -> bool {
         rustix::io::read(&self.0, &mut [0; 8]).is_ok()
     }
 }
@@ -87,22 +87,22 @@ impl Alarm {
 #[derive(Debug)]
 pub(crate) struct Socket {
     fd: OwnedFd,
-    name: Name,
+    name: PeerName,
 }
 
 impl Socket {
-    /// Connects, from `local` if it matters.
+    /// Connects, from the address `local` if given.
     pub(crate) fn connect(
         local: Option<IpAddr>,
         peer: SocketAddr,
         deadline: Instant,
-    ) -> Result<Socket, Failure> {
-        let name = Name::Tcp(peer);
-        let system = |what| move |source| Failure::System { what, peer: name, source };
+    ) -> Result<Socket, ConnectionError> {
+        let name = PeerName::Tcp(peer);
+        let system = |what| move |source| ConnectionError::System { what, peer: name, source };
         let family = if peer.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)
-            .map_err(system("make a socket for"))?;
+            .map_err(system("create a socket for"))?;
         if let Some(local) = local {
             let from = SocketAddr::new(local, 0);
             rustix::net::bind(&fd, &from).map_err(system("bind the local address for"))?;
@@ -129,10 +129,10 @@ impl Socket {
         Socket::new(fd, name)
     }
 
-    /// Takes over a connected stream.
-    pub(crate) fn new(fd: OwnedFd, name: Name) -> Result<Socket, Failure> {
+    /// Wraps a connected stream.
+    pub(crate) fn new(fd: OwnedFd, name: PeerName) -> Result<Socket, ConnectionError> {
         let socket = Socket { fd, name };
-        socket.set_up().map_err(|source| Failure::System {
+        socket.set_up().map_err(|source| ConnectionError::System {
             what: "set up the socket to",
             peer: name,
             source,
@@ -142,11 +142,11 @@ impl Socket {
 
     fn set_up(&self) -> Result<(), Errno> {
         for direction in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
-            sockopt::set_socket_timeout(&self.fd, direction, Some(TICK))?;
+            sockopt::set_socket_timeout(&self.fd, direction, Some(BLOCKING_CALL_MAX))?;
         }
-        if matches!(self.name, Name::Tcp(_)) {
+        if matches!(self.name, PeerName::Tcp(_)) {
             sockopt::set_tcp_nodelay(&self.fd, true)?;
-            // A peer that vanished while nobody asked it anything is noticed within ten seconds.
+            // A peer that vanished while the connection was idle is detected within ten seconds.
             sockopt::set_socket_keepalive(&self.fd, true)?;
             sockopt::set_tcp_keepidle(&self.fd, Duration::from_secs(5))?;
             sockopt::set_tcp_keepintvl(&self.fd, Duration::from_secs(1))?;
@@ -155,68 +155,68 @@ impl Socket {
         Ok(())
     }
 
-    /// Who is at the other end.
-    pub(crate) fn name(&self) -> Name {
+    /// Returns the name of the peer.
+    pub(crate) fn name(&self) -> PeerName {
         self.name
     }
 
-    /// Ends the stream in both directions: whoever waits on it is woken, now and later.
+    /// Ends the stream in both directions. This wakes every thread that waits on it, now and later.
     pub(crate) fn shut_down(&self) {
-        // It may have ended by itself.
+        // The peer may have ended it already.
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
     /// Fills `into`.
-    pub(crate) fn receive(&self, into: &mut [u8], patience: Patience) -> Result<(), Halt> {
+    pub(crate) fn receive(&self, into: &mut [u8], timeout: IoTimeout) -> Result<(), IoError> {
         let mut done = 0;
         while done < into.len() {
             let rest = &mut into[done..];
-            let piece = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
+            let iovec = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
             // SAFETY: `rest` is borrowed for the call.
-            done += unsafe { self.receive_some(&mut [piece], patience) }?;
+            done += unsafe { self.receive_some(&mut [iovec], timeout) }?;
         }
         Ok(())
     }
 
-    /// Receives at least one byte into the pieces, in order, and as many as come without a pause.
+    /// Receives at least one byte into the iovecs, in order, and as many as arrive without a gap.
     ///
     /// # Safety
-    /// The pieces are valid for writes, and nobody else uses them meanwhile.
+    /// The iovecs are valid for writes, and no other code uses them during the call.
     pub(crate) unsafe fn receive_some(
         &self,
-        pieces: &mut [libc::iovec],
-        patience: Patience,
-    ) -> Result<usize, Halt> {
-        // SAFETY: says the caller.
-        unsafe { self.receive_with(pieces, libc::MSG_WAITALL, patience) }
+        iovecs: &mut [libc::iovec],
+        timeout: IoTimeout,
+    ) -> Result<usize, IoError> {
+        // SAFETY: the caller upholds the contract, which is the same.
+        unsafe { self.receive_with(iovecs, libc::MSG_WAITALL, timeout) }
     }
 
     /// # Safety
     /// As [`Socket::receive_some`].
     unsafe fn receive_with(
         &self,
-        pieces: &mut [libc::iovec],
+        iovecs: &mut [libc::iovec],
         blocking: i32,
-        patience: Patience,
-    ) -> Result<usize, Halt> {
-        let wanted = !pieces.is_empty();
+        timeout: IoTimeout,
+    ) -> Result<usize, IoError> {
+        let expects_bytes = !iovecs.is_empty();
         let began = Instant::now();
-        let end = patience.end(began);
+        let end = timeout.end(began);
         loop {
             let now = Instant::now();
-            if now >= patience.deadline {
-                return Err(Halt::Deadline);
+            if now >= timeout.deadline {
+                return Err(IoError::Deadline);
             }
-            // Near the end the kernel's tick would be too coarse.
-            let exact = end.saturating_duration_since(now) <= TICK;
+            // Close to the end, BLOCKING_CALL_MAX would be too coarse.
+            let exact = end.saturating_duration_since(now) <= BLOCKING_CALL_MAX;
             let flags = if exact { libc::MSG_DONTWAIT } else { blocking };
-            // SAFETY: says the caller.
-            match unsafe { self.recvmsg(pieces, flags) } {
-                Ok(0) if wanted => return Err(Failure::Closed { peer: self.name }.into()),
+            // SAFETY: the caller upholds the contract, which is the same.
+            match unsafe { self.recvmsg(iovecs, flags) } {
+                Ok(0) if expects_bytes => return Err(ConnectionError::Closed { peer: self.name }.into()),
                 Ok(count) => return Ok(count),
                 Err(Errno::AGAIN) if exact => {
                     if !self.wait(true, false, end)?.readable {
-                        return Err(self.patience_over(patience, began));
+                        return Err(self.timed_out(timeout, began));
                     }
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
@@ -226,39 +226,39 @@ impl Socket {
     }
 
     /// Sends all of `bytes`.
-    pub(crate) fn send(&self, bytes: &[u8], patience: Patience) -> Result<(), Halt> {
+    pub(crate) fn send(&self, bytes: &[u8], timeout: IoTimeout) -> Result<(), IoError> {
         let mut done = 0;
         while done < bytes.len() {
             let rest = &bytes[done..];
-            let piece = libc::iovec { iov_base: rest.as_ptr().cast_mut().cast(), iov_len: rest.len() };
+            let iovec = libc::iovec { iov_base: rest.as_ptr().cast_mut().cast(), iov_len: rest.len() };
             // SAFETY: `rest` is borrowed for the call.
-            done += unsafe { self.send_some(&mut [piece], false, patience) }?;
+            done += unsafe { self.send_some(&mut [iovec], false, timeout) }?;
         }
         Ok(())
     }
 
-    /// Sends at least one byte of the pieces, in order. `more`: what follows belongs to it.
+    /// Sends at least one byte of the iovecs, in order. `more`: the following bytes belong to the same message.
     ///
     /// # Safety
-    /// The pieces are valid for reads, and nobody writes them meanwhile.
+    /// The iovecs are valid for reads, and no other code writes them during the call.
     pub(crate) unsafe fn send_some(
         &self,
-        pieces: &mut [libc::iovec],
+        iovecs: &mut [libc::iovec],
         more: bool,
-        patience: Patience,
-    ) -> Result<usize, Halt> {
+        timeout: IoTimeout,
+    ) -> Result<usize, IoError> {
         let began = Instant::now();
-        let end = patience.end(began);
+        let end = timeout.end(began);
         let more = if more { libc::MSG_MORE } else { 0 };
         loop {
-            let exact = end.saturating_duration_since(Instant::now()) <= TICK;
+            let exact = end.saturating_duration_since(Instant::now()) <= BLOCKING_CALL_MAX;
             let flags = if exact { libc::MSG_DONTWAIT } else { 0 };
-            // SAFETY: says the caller.
-            match unsafe { self.sendmsg(pieces, flags | more) } {
+            // SAFETY: the caller upholds the contract, which is the same.
+            match unsafe { self.sendmsg(iovecs, flags | more) } {
                 Ok(count) => return Ok(count),
                 Err(Errno::AGAIN) if exact => {
                     if !self.wait(false, true, end)?.writable {
-                        return Err(self.patience_over(patience, began));
+                        return Err(self.timed_out(timeout, began));
                     }
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
@@ -267,41 +267,45 @@ impl Socket {
         }
     }
 
-    /// As [`Socket::send_some`], but 0 if nothing can be sent right now.
+    /// As [`Socket::send_some`], but returns 0 if nothing can be sent now.
     ///
     /// # Safety
     /// As [`Socket::send_some`].
-    pub(crate) unsafe fn try_send(&self, pieces: &mut [libc::iovec], more: bool) -> Result<usize, Failure> {
+    pub(crate) unsafe fn try_send(
+        &self,
+        iovecs: &mut [libc::iovec],
+        more: bool,
+    ) -> Result<usize, ConnectionError> {
         let flags = libc::MSG_DONTWAIT | if more { libc::MSG_MORE } else { 0 };
-        // SAFETY: says the caller.
-        match unsafe { self.sendmsg(pieces, flags) } {
+        // SAFETY: the caller upholds the contract, which is the same.
+        match unsafe { self.sendmsg(iovecs, flags) } {
             Ok(count) => Ok(count),
             Err(Errno::AGAIN | Errno::INTR) => Ok(0),
             Err(errno) => Err(self.failed("send to", errno)),
         }
     }
 
-    /// As much of `into` as comes first, at most until `end`.
-    pub(crate) fn receive_first(&self, into: &mut [u8], end: Instant) -> Result<usize, Halt> {
-        let mut pieces = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
+    /// Receives the bytes that arrive first, at most until `end`. Returns their number.
+    pub(crate) fn receive_first(&self, into: &mut [u8], end: Instant) -> Result<usize, IoError> {
+        let mut iovecs = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
         // SAFETY: `into` is borrowed for the call.
-        unsafe { self.receive_with(&mut pieces, 0, Patience::until(end)) }
+        unsafe { self.receive_with(&mut iovecs, 0, IoTimeout::until(end)) }
     }
 
-    /// As much of `into` as is there right now.
-    pub(crate) fn try_receive(&self, into: &mut [u8]) -> Result<usize, Failure> {
-        let mut pieces = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
+    /// Receives the bytes that are available now. Returns their number.
+    pub(crate) fn try_receive(&self, into: &mut [u8]) -> Result<usize, ConnectionError> {
+        let mut iovecs = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
         // SAFETY: `into` is borrowed for the call.
-        match unsafe { self.recvmsg(&mut pieces, libc::MSG_DONTWAIT) } {
-            Ok(0) => Err(Failure::Closed { peer: self.name }),
+        match unsafe { self.recvmsg(&mut iovecs, libc::MSG_DONTWAIT) } {
+            Ok(0) => Err(ConnectionError::Closed { peer: self.name }),
             Ok(count) => Ok(count),
             Err(Errno::AGAIN | Errno::INTR) => Ok(0),
             Err(errno) => Err(self.failed("receive from", errno)),
         }
     }
 
-    /// Waits until something can be done, at most until `end`. An end of the stream counts as readable and writable.
-    pub(crate) fn wait(&self, read: bool, write: bool, end: Instant) -> Result<Ready, Failure> {
+    /// Waits until the socket is ready, at most until `end`. The end of the stream counts as readable and writable.
+    pub(crate) fn wait(&self, read: bool, write: bool, end: Instant) -> Result<Readiness, ConnectionError> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::IN, read);
         events.set(PollFlags::OUT, write);
@@ -317,15 +321,15 @@ impl Socket {
         }
         let seen = wait[0].revents();
         let ended = seen.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL);
-        Ok(Ready {
+        Ok(Readiness {
             readable: read && (ended || seen.contains(PollFlags::IN)),
             writable: write && (ended || seen.contains(PollFlags::OUT)),
         })
     }
 
-    /// Waits for something to receive, or the alarm, at most until `end`. Whether there is something to receive.
-    pub(crate) fn wait_or_alarm(&self, alarm: &Alarm, end: Instant) -> Result<bool, Failure> {
-        let mut wait = [PollFd::new(&self.fd, PollFlags::IN), PollFd::new(&alarm.0, PollFlags::IN)];
+    /// Waits for bytes or for `wake_fd`, at most until `end`. Returns whether there are bytes to receive.
+    pub(crate) fn wait_or_wake(&self, wake_fd: &WakeFd, end: Instant) -> Result<bool, ConnectionError> {
+        let mut wait = [PollFd::new(&self.fd, PollFlags::IN), PollFd::new(&wake_fd.0, PollFlags::IN)];
         let left = end.saturating_duration_since(Instant::now());
         match rustix::event::poll(&mut wait, Some(&timespec(left))) {
             Ok(_) | Err(Errno::INTR) => Ok(!wait[0].revents().is_empty()),
@@ -333,8 +337,8 @@ impl Socket {
         }
     }
 
-    /// Waits for the first byte of whatever comes next, for ever; [`Socket::shut_down`] ends it.
-    pub(crate) fn wait_for_ever(&self) -> Result<(), Failure> {
+    /// Waits for the next byte without a time limit; [`Socket::shut_down`] ends the wait.
+    pub(crate) fn wait_readable(&self) -> Result<(), ConnectionError> {
         let mut wait = [PollFd::new(&self.fd, PollFlags::IN)];
         loop {
             match rustix::event::poll(&mut wait, None) {
@@ -345,7 +349,7 @@ impl Socket {
         }
     }
 
-    /// Bytes that the peer's side has not taken yet.
+    /// Returns the number of sent bytes that the peer's host has not acknowledged yet.
     pub(crate) fn unsent_bytes(&self) -> u32 {
         let mut count: libc::c_int = 0;
         // SAFETY: writes an int.
@@ -353,48 +357,48 @@ impl Socket {
         if result == 0 { count.max(0) as u32 } else { 0 }
     }
 
-    fn patience_over(&self, patience: Patience, began: Instant) -> Halt {
-        if Instant::now() >= patience.deadline {
-            return Halt::Deadline;
+    fn timed_out(&self, timeout: IoTimeout, began: Instant) -> IoError {
+        if Instant::now() >= timeout.deadline {
+            return IoError::Deadline;
         }
-        Failure::Stalled { peer: self.name, silent: began.elapsed() }.into()
+        ConnectionError::Stalled { peer: self.name, silent: began.elapsed() }.into()
     }
 
-    fn failed(&self, what: &'static str, source: Errno) -> Failure {
+    fn failed(&self, what: &'static str, source: Errno) -> ConnectionError {
         match source {
-            Errno::PIPE | Errno::CONNRESET => Failure::Closed { peer: self.name },
-            source => Failure::System { what, peer: self.name, source },
+            Errno::PIPE | Errno::CONNRESET => ConnectionError::Closed { peer: self.name },
+            source => ConnectionError::System { what, peer: self.name, source },
         }
     }
 
     /// # Safety
-    /// The pieces are valid for writes, and nobody else uses them meanwhile.
-    unsafe fn recvmsg(&self, pieces: &mut [libc::iovec], flags: i32) -> Result<usize, Errno> {
-        let mut message = message(pieces);
-        // SAFETY: `message` names `pieces`, which are as the caller says.
+    /// The iovecs are valid for writes, and no other code uses them during the call.
+    unsafe fn recvmsg(&self, iovecs: &mut [libc::iovec], flags: i32) -> Result<usize, Errno> {
+        let mut message = message(iovecs);
+        // SAFETY: `message` refers to `iovecs`, which are valid by the contract.
         let count = unsafe { libc::recvmsg(self.fd.as_fd().as_raw_fd(), &mut message, flags) };
         counted(count)
     }
 
     /// # Safety
-    /// The pieces are valid for reads, and nobody writes them meanwhile.
-    unsafe fn sendmsg(&self, pieces: &mut [libc::iovec], flags: i32) -> Result<usize, Errno> {
-        let message = message(pieces);
+    /// The iovecs are valid for reads, and no other code writes them during the call.
+    unsafe fn sendmsg(&self, iovecs: &mut [libc::iovec], flags: i32) -> Result<usize, Errno> {
+        let message = message(iovecs);
         let flags = flags | libc::MSG_NOSIGNAL;
-        // SAFETY: `message` names `pieces`, which are as the caller says.
+        // SAFETY: `message` refers to `iovecs`, which are valid by the contract.
         let count = unsafe { libc::sendmsg(self.fd.as_fd().as_raw_fd(), &message, flags) };
         counted(count)
     }
 }
 
-/// A message of these pieces and nothing else. Not by rustix, whose slices would be references into memory that the
-/// kernel writes while other processes map it.
-fn message(pieces: &mut [libc::iovec]) -> libc::msghdr {
-    debug_assert!(pieces.len() <= PIECES_MAX);
-    // SAFETY: all zero is an empty message.
+/// Creates a message header of these iovecs only. Does not use rustix, whose slices would be references into memory
+/// that the kernel writes while other processes map it.
+fn message(iovecs: &mut [libc::iovec]) -> libc::msghdr {
+    debug_assert!(iovecs.len() <= IOVECS_MAX);
+    // SAFETY: all zero is an empty message header.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = pieces.as_mut_ptr();
-    message.msg_iovlen = pieces.len() as _;
+    message.msg_iov = iovecs.as_mut_ptr();
+    message.msg_iovlen = iovecs.len() as _;
     message
 }
 

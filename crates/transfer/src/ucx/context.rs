@@ -1,24 +1,58 @@
-//! A UCX context and its worker, each given back on drop.
+//! A UCX context and its worker, each released on drop.
 //!
-//! Owns how UCX is set up: options, features, thread mode. Knows nothing of endpoints.
+//! Owns the setup of UCX: options, features, thread mode. Does not handle endpoints.
 //!
-//! Invariants: both are made, used and dropped on the progress thread, and the worker goes before its context.
+//! Invariants: both are created, used and dropped on the progress thread, and the worker is dropped before its context.
 
 use std::ffi::{CString, c_int};
+use std::time::Duration;
 
 use super::error::{Status, UcxError};
+use super::library::OldVersions;
 use super::sys::{self, Api, RawStatus, Zeroed};
-use super::worker::WorkerConfig;
 
-/// UCX interface version that we were written against: the oldest that loads, so that none complains.
+/// Version of the UCX interface that this code uses: the oldest that loads, so that no version logs a warning.
 const API_VERSION: (u32, u32) = (1, 13);
 
-/// Set in every context. Rendezvous is for two-sided protocols; leaving it on makes UCX prepare for it.
+/// Set in every context. Rendezvous is for two-sided protocols; if it is on, UCX prepares for it.
 const RNDV_THRESH: &str = "inf";
 
-/// Names by which shared memory is among the transports. Those can notice dead peers, which error mode PEER requires,
-/// but do not say so unasked; asking when they are not in use makes UCX complain.
+/// Names of the shared-memory transports. They can detect dead peers, which error mode PEER requires, but only with an
+/// option. If the option is set and none of them is in use, UCX logs a warning.
 const SHARED_MEMORY: [&str; 5] = ["posix", "sysv", "sm", "shm", "all"];
+
+/// Interval at which UCX probes silent peers. Its own default of 20 s is longer than most deadlines of callers.
+const KEEPALIVE: Duration = Duration::from_secs(1);
+
+/// Configuration of a worker. Unset options come from UCX's environment variables (`UCX_TLS`, …).
+#[derive(Clone, Debug)]
+pub struct WorkerConfig {
+    /// Transports that UCX may use, comma separated (its option `TLS`).
+    pub tls: Option<String>,
+    /// Network devices that UCX may use, comma separated (its option `NET_DEVICES`).
+    pub net_devices: Option<String>,
+    /// Whether endpoints that run over TCP only are accepted. For tests.
+    pub allow_tcp: bool,
+    /// Whether a UCX older than [`MIN_FOR_USE`](super::MIN_FOR_USE) is accepted. For tests.
+    pub old_versions: OldVersions,
+    /// Interval at which UCX probes silent peers.
+    pub keepalive: Duration,
+}
+
+impl Default for WorkerConfig {
+    /// Everything but TCP, unless the environment sets `UCX_TLS`. Over TCP, UCX serves gets by messages, and an owner
+    /// does not always survive the exit of a reader.
+    fn default() -> Self {
+        let tls = std::env::var_os("UCX_TLS").is_none().then(|| "^tcp".to_owned());
+        Self {
+            tls,
+            net_devices: None,
+            allow_tcp: false,
+            old_versions: OldVersions::Refuse,
+            keepalive: KEEPALIVE,
+        }
+    }
+}
 
 pub(super) struct Context {
     api: &'static Api,
@@ -46,7 +80,7 @@ impl Context {
             ..sys::Params::zeroed()
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: params and options are valid for the call, which copies what it keeps.
+        // SAFETY: params and options are valid for the call, which copies the parts that it keeps.
         let status =
             unsafe { (api.ucp_init_version)(API_VERSION.0, API_VERSION.1, &params, options.raw, &mut raw) };
         check("ucp_init", status)?;
@@ -56,12 +90,12 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: made by ucp_init, dropped once, after the worker (see the order of fields in Engine).
+        // SAFETY: created by ucp_init, dropped once, after the worker (see the order of fields in Engine).
         unsafe { (self.api.ucp_cleanup)(self.raw) };
     }
 }
 
-/// UCX's options, filled from its environment variables.
+/// Options of UCX, initialised from its environment variables.
 struct Options {
     api: &'static Api,
     raw: *mut sys::Config,
@@ -70,7 +104,7 @@ struct Options {
 impl Options {
     fn read(api: &'static Api) -> Result<Self, UcxError> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: null asks for the default prefix and no file; the result goes to a valid place.
+        // SAFETY: null selects the default prefix and no file; the result pointer is valid.
         let status = unsafe { (api.ucp_config_read)(std::ptr::null(), std::ptr::null(), &mut raw) };
         check("ucp_config_read", status)?;
         Ok(Self { api, raw })
@@ -88,7 +122,7 @@ impl Options {
 
 impl Drop for Options {
     fn drop(&mut self) {
-        // SAFETY: made by ucp_config_read, released once.
+        // SAFETY: created by ucp_config_read, released once.
         unsafe { (self.api.ucp_config_release)(self.raw) };
     }
 }
@@ -96,7 +130,7 @@ impl Drop for Options {
 pub(super) struct Worker {
     api: &'static Api,
     pub(super) raw: *mut sys::Worker,
-    /// Readable when there may be something to progress; UCX's own, lives as long as the worker.
+    /// Readable when there may be something to progress; owned by UCX, lives as long as the worker.
     pub(super) event_fd: c_int,
 }
 
@@ -119,12 +153,12 @@ impl Worker {
 
     pub(super) fn address(&self) -> Result<Vec<u8>, UcxError> {
         let mut attr = sys::WorkerAttr { field_mask: sys::UCP_WORKER_ATTR_FIELD_ADDRESS, ..Zeroed::zeroed() };
-        // SAFETY: a live worker, and attributes of which it fills the address.
+        // SAFETY: a live worker, and attributes whose address field it fills.
         check("ucp_worker_query", unsafe { (self.api.ucp_worker_query)(self.raw, &mut attr) })?;
-        // SAFETY: UCX says that the address has this many bytes; it is ours until released.
+        // SAFETY: UCX returned this length of the address; the address is valid until it is released.
         let bytes =
             unsafe { std::slice::from_raw_parts(attr.address.cast::<u8>(), attr.address_length) }.to_vec();
-        // SAFETY: released once, to the worker that made it.
+        // SAFETY: released once, to the worker that created it.
         unsafe { (self.api.ucp_worker_release_address)(self.raw, attr.address) };
         Ok(bytes)
     }
@@ -132,12 +166,12 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // SAFETY: made by ucp_worker_create, destroyed once, with nothing in flight (else the engine was leaked).
+        // SAFETY: created by ucp_worker_create, destroyed once, with nothing in flight (else the engine was leaked).
         unsafe { (self.api.ucp_worker_destroy)(self.raw) };
     }
 }
 
-/// Turns the status of a call into a result.
+/// Converts the status of a call into a result.
 pub(super) fn check(call: &'static str, status: RawStatus) -> Result<(), UcxError> {
     if status == sys::UCS_OK { Ok(()) } else { Err(UcxError::Call { call, status: Status::new(status) }) }
 }

@@ -1,8 +1,8 @@
-//! The envelope in which worker addresses and remote keys travel.
+//! [`Envelope`]: header for worker addresses and remote keys in transit.
 //!
-//! UCX parses both without looking at their length, so a truncated or foreign blob makes it read wild memory. Ours
-//! are therefore wrapped, and unwrapped before UCX sees them. The checksum guards against accidents, not against an
-//! attacker: whoever can speak to a node's control plane is trusted with its memory anyway.
+//! UCX parses both without checking their length, so a truncated or foreign blob makes it read out of bounds. Therefore
+//! this crate wraps them, and unwraps them before UCX parses them. The checksum protects against corruption, not
+//! against an attacker: a process that can reach the control plane of a node is trusted with its memory anyway.
 //!
 //! ```text
 //!  0        4     5     6       8       10      12      16       24      32      40      44
@@ -11,7 +11,7 @@
 //! Integers are little-endian; `crc` is the CRC-32C of everything else. `major.minor` is the UCX that made the
 //! payload, `owner` a random number per worker, `base + range` the registered memory (zero in an address).
 
-use super::error::UcxVersion;
+use super::version::UcxVersion;
 
 const MAGIC: [u8; 4] = *b"MTUX";
 const FORMAT: u8 = 1;
@@ -20,55 +20,55 @@ const CRC_AT: usize = 40;
 /// Real payloads have tens to hundreds of bytes, a few thousand with many network devices.
 const PAYLOAD_MAX: usize = 64 * 1024;
 
-/// Why an address or a key was refused.
+/// Reason why an address or a key was rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EnvelopeError {
-    /// Shorter than its header, or than its header says; or longer than both.
+    /// The length is less than that of a header, or not the one in the header.
     #[error("UCX blob has {found} bytes instead of {expected}")]
     Length {
-        /// What the header asks for, or the length of a header.
+        /// Length in the header, or the length of a header.
         expected: usize,
-        /// What arrived.
+        /// Length of the received bytes.
         found: usize,
     },
-    /// Not one of ours.
-    #[error("UCX blob does not start with our magic")]
+    /// The bytes are not an envelope.
+    #[error("UCX blob does not start with the magic number")]
     Magic,
-    /// Made by a version of us that we do not know.
-    #[error("UCX blob has format {found}, known is {known}")]
+    /// The envelope has an unknown version.
+    #[error("UCX blob has format {found}, supported is {known}")]
     Format {
-        /// The version in the header.
+        /// Version in the header.
         found: u8,
-        /// The version that we read.
+        /// Supported version.
         known: u8,
     },
-    /// A key where an address was wanted, or the reverse.
-    #[error("UCX blob is of kind {found}, wanted is kind {wanted}")]
+    /// A key where an address was expected, or the reverse.
+    #[error("UCX blob is of kind {found}, expected is kind {expected}")]
     Kind {
-        /// The kind in the header.
+        /// Kind in the header.
         found: u8,
-        /// The kind that the call needs.
-        wanted: u8,
+        /// Kind that the call needs.
+        expected: u8,
     },
-    /// Damaged on its way.
+    /// The bytes were corrupted in transit.
     #[error("UCX blob has checksum {found:08x}, computed is {computed:08x}")]
     Checksum {
-        /// The checksum in the header.
+        /// Checksum in the header.
         found: u32,
-        /// The checksum of what arrived.
+        /// Checksum of the received bytes.
         computed: u32,
     },
     /// The registered range wraps around the address space.
-    #[error("UCX key describes an impossible range {base:#x}+{range}")]
+    #[error("UCX key has an invalid range {base:#x}+{range}")]
     Range {
-        /// First byte.
+        /// Address of the first byte.
         base: u64,
-        /// Length.
+        /// Length in bytes.
         range: u64,
     },
 }
 
-/// What the payload is.
+/// Kind of the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Kind {
@@ -76,7 +76,7 @@ pub(super) enum Kind {
     Key = 2,
 }
 
-/// An address or a key with what we know about it.
+/// An address or a key with its metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Envelope<'a> {
     pub(super) kind: Kind,
@@ -89,7 +89,7 @@ pub(super) struct Envelope<'a> {
 
 impl<'a> Envelope<'a> {
     pub(super) fn encode(&self) -> Vec<u8> {
-        assert!(self.payload.len() <= PAYLOAD_MAX, "UCX made a blob of {} bytes", self.payload.len());
+        assert!(self.payload.len() <= PAYLOAD_MAX, "UCX returned a blob of {} bytes", self.payload.len());
         let mut out = Vec::with_capacity(HEADER_LEN + self.payload.len());
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&[FORMAT, self.kind as u8]);
@@ -107,7 +107,7 @@ impl<'a> Envelope<'a> {
         out
     }
 
-    pub(super) fn decode(bytes: &'a [u8], wanted: Kind) -> Result<Self, EnvelopeError> {
+    pub(super) fn decode(bytes: &'a [u8], kind: Kind) -> Result<Self, EnvelopeError> {
         if bytes.len() < HEADER_LEN {
             return Err(EnvelopeError::Length { expected: HEADER_LEN, found: bytes.len() });
         }
@@ -125,15 +125,15 @@ impl<'a> Envelope<'a> {
         if found != computed {
             return Err(EnvelopeError::Checksum { found, computed });
         }
-        if bytes[5] != wanted as u8 {
-            return Err(EnvelopeError::Kind { found: bytes[5], wanted: wanted as u8 });
+        if bytes[5] != kind as u8 {
+            return Err(EnvelopeError::Kind { found: bytes[5], expected: kind as u8 });
         }
         let (base, range) = (u64_at(bytes, 24), u64_at(bytes, 32));
         if base.checked_add(range).is_none() {
             return Err(EnvelopeError::Range { base, range });
         }
         Ok(Self {
-            kind: wanted,
+            kind,
             made_by: UcxVersion { major: u16_at(bytes, 6), minor: u16_at(bytes, 8) },
             owner: u64_at(bytes, 16),
             base,
@@ -143,7 +143,7 @@ impl<'a> Envelope<'a> {
     }
 }
 
-/// CRC-32C of everything but the four bytes that hold it.
+/// Computes the CRC-32C of everything but the four bytes that hold it.
 fn checksum(bytes: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(&bytes[..CRC_AT]), &bytes[HEADER_LEN..])
 }
@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn envelope_round_trips() {
         let bytes = sample().encode();
         assert_eq!(bytes.len(), HEADER_LEN + 7);
         assert_eq!(Envelope::decode(&bytes, Kind::Key), Ok(sample()));
     }
 
     #[test]
-    fn every_flipped_bit_is_noticed() {
+    fn every_flipped_bit_is_rejected() {
         let good = sample().encode();
         for bit in 0..good.len() * 8 {
             let mut bad = good.clone();
@@ -193,11 +193,11 @@ mod tests {
     }
 
     #[test]
-    fn every_truncation_is_noticed() {
+    fn truncated_or_extended_envelope_is_rejected() {
         let good = sample().encode();
         for len in 0..good.len() {
-            let refused = Envelope::decode(&good[..len], Kind::Key);
-            assert!(matches!(refused, Err(EnvelopeError::Length { .. })), "length {len}");
+            let rejected = Envelope::decode(&good[..len], Kind::Key);
+            assert!(matches!(rejected, Err(EnvelopeError::Length { .. })), "length {len}");
         }
         let mut longer = good;
         longer.push(0);
@@ -205,13 +205,16 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_no_address() {
+    fn key_envelope_is_rejected_as_address() {
         let bytes = sample().encode();
-        assert_eq!(Envelope::decode(&bytes, Kind::Address), Err(EnvelopeError::Kind { found: 2, wanted: 1 }));
+        assert_eq!(
+            Envelope::decode(&bytes, Kind::Address),
+            Err(EnvelopeError::Kind { found: 2, expected: 1 })
+        );
     }
 
     #[test]
-    fn a_range_past_the_end_of_memory_is_refused() {
+    fn range_beyond_address_space_is_rejected() {
         let bytes = Envelope { base: u64::MAX, range: 2, ..sample() }.encode();
         assert_eq!(
             Envelope::decode(&bytes, Kind::Key),

@@ -1,4 +1,4 @@
-//! What can go wrong with UCX: the reason why it is absent, a status that UCX gave, and the error of one operation.
+//! Errors of UCX: the reason why it is unavailable, a status returned by UCX, and the error of one operation.
 //!
 //! Invariant: errors carry facts and are cheap to clone, since one lost peer fails many operations at once.
 
@@ -7,68 +7,57 @@ use std::path::PathBuf;
 
 use super::envelope::EnvelopeError;
 use super::sys::RawStatus;
+use super::version::UcxVersion;
 
-/// A version of UCX, `major.minor`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct UcxVersion {
-    /// One, so far.
-    pub major: u16,
-    /// Orders releases; patch releases do not change what we rely on.
-    pub minor: u16,
-}
+/// Environment variable with the path of the libucp to load when the configuration has none.
+pub const ENV: &str = "MOONTIDE_UCX_LIB";
 
-impl fmt::Display for UcxVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
-}
-
-/// Why this process cannot use UCX. One line: what was found, and what to do.
+/// Reason why this process cannot use UCX, and the remedy, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum UcxAbsent {
-    /// The loader found nothing that it could load.
+pub enum UcxUnavailable {
+    /// The dynamic loader could not load the library.
     #[error("UCX is not available: cannot load {} ({reason}); install UCX {need} or newer, or point {env} at its \
-             libucp.so.0", path.display(), env = super::library::ENV)]
+             libucp.so.0", path.display(), env = ENV)]
     NotLoaded {
-        /// The name or path that was tried last.
+        /// Name or path that was tried last.
         path: PathBuf,
-        /// The dynamic loader's words.
+        /// Message of the dynamic loader.
         reason: String,
-        /// The oldest version that will do.
+        /// Oldest usable version.
         need: UcxVersion,
     },
-    /// The library lacks a function that we call.
+    /// The library lacks a function that this crate calls.
     #[error("UCX is not available: {} has no {symbol}; install UCX {need} or newer, or point {env} at its \
-             libucp.so.0", path.display(), env = super::library::ENV)]
+             libucp.so.0", path.display(), env = ENV)]
     NoSymbol {
-        /// Where the library was loaded from.
+        /// Path from which the library was loaded.
         path: PathBuf,
-        /// The first function that was not found.
+        /// First function that was not found.
         symbol: &'static str,
-        /// The oldest version that will do.
+        /// Oldest usable version.
         need: UcxVersion,
     },
-    /// The library works but is older than what we rely on.
+    /// The library works but is too old.
     #[error("UCX {found} is too old; install UCX {need} or newer, or point {env} at its libucp.so.0",
-            env = super::library::ENV)]
+            env = ENV)]
     TooOld {
-        /// What was loaded.
+        /// Version of the loaded library.
         found: UcxVersion,
-        /// The oldest version that will do.
+        /// Oldest usable version.
         need: UcxVersion,
     },
-    /// Another UCX was loaded before, and two of them in one process mix up their shared parts.
+    /// Another UCX was loaded before. Two of them in one process would mix their shared libraries.
     #[error("UCX was already loaded from {}, so {} was refused; name one library for the whole process",
             loaded.display(), refused.display())]
     AnotherLoaded {
-        /// The library in use.
+        /// Library in use.
         loaded: PathBuf,
-        /// The one asked for now.
+        /// Library requested now.
         refused: PathBuf,
     },
 }
 
-/// A failure code of UCX (`ucs_status_t`).
+/// Failure code of UCX (`ucs_status_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status(RawStatus);
 
@@ -77,12 +66,12 @@ impl Status {
         Self(raw)
     }
 
-    /// The number as UCX gave it.
+    /// Returns the code as UCX returned it.
     pub fn code(self) -> i8 {
         self.0
     }
 
-    /// Whether the failure is one of our side or of the request, so that the peer may well be alive.
+    /// Returns whether the failure is local or caused by the request, so that the peer may be alive.
     pub(super) fn is_local(self) -> bool {
         // No memory, invalid parameter, not implemented, truncated, too small, exceeds limit, unsupported.
         matches!(self.0, -2 | -4 | -5 | -8 | -9 | -11 | -21 | -22)
@@ -126,7 +115,7 @@ impl fmt::Display for Status {
     }
 }
 
-/// The transports that an endpoint runs over, as UCX names them.
+/// Transports of an endpoint, by their UCX names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Transports(Vec<String>);
 
@@ -137,12 +126,12 @@ impl Transports {
         Self(names)
     }
 
-    /// The names, sorted, each once.
+    /// Returns the names, sorted and without duplicates.
     pub fn names(&self) -> &[String] {
         &self.0
     }
 
-    /// Whether every lane is plain TCP, over which UCX only emulates get and put.
+    /// Returns whether every lane is plain TCP, over which UCX only emulates get and put.
     pub fn is_only_tcp(&self) -> bool {
         !self.0.is_empty() && self.0.iter().all(|name| name == "tcp")
     }
@@ -157,112 +146,112 @@ impl fmt::Display for Transports {
     }
 }
 
-/// The failure of one call or one operation.
+/// Error of one call or one operation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UcxError {
-    /// There is no usable UCX in this process.
+    /// No usable UCX is loaded in this process.
     #[error(transparent)]
-    Absent(#[from] UcxAbsent),
+    Unavailable(#[from] UcxUnavailable),
     /// A call into UCX failed.
     #[error("{call} failed: {status}")]
     Call {
-        /// The function of UCX.
+        /// Name of the UCX function.
         call: &'static str,
-        /// What it returned.
+        /// Returned status.
         status: Status,
     },
-    /// A call into the kernel failed.
+    /// A system call failed.
     #[error("{call} failed: {errno}")]
     Os {
-        /// The system call.
+        /// Name of the system call.
         call: &'static str,
-        /// What it returned.
+        /// Returned error.
         errno: rustix::io::Errno,
     },
     /// A configuration value holds a zero byte, which C cannot express.
-    #[error("the value of UCX option {option} contains a zero byte")]
+    #[error("value of UCX option {option} contains a zero byte")]
     ZeroByte {
-        /// The option.
+        /// Name of the option.
         option: &'static str,
     },
-    /// An address or a key that did not come from a [`UcxWorker`](super::UcxWorker), or was damaged on its way.
+    /// The address or key was not made by a [`UcxWorker`](super::UcxWorker), or was corrupted in transit.
     #[error(transparent)]
     Envelope(#[from] EnvelopeError),
-    /// The key was made by another process (or an earlier life of it) than the endpoint leads to.
+    /// The key was made by another process (or an earlier incarnation of it) than the peer of the endpoint.
     #[error("key of owner {key:016x} does not fit an endpoint to owner {endpoint:016x}")]
     WrongOwner {
-        /// Whom the endpoint leads to.
+        /// Owner at the other end of the endpoint.
         endpoint: u64,
-        /// Who made the key.
+        /// Owner that made the key.
         key: u64,
     },
     /// The key was imported through another endpoint.
-    #[error("the remote key was imported through another endpoint")]
+    #[error("remote key was imported through another endpoint")]
     WrongEndpoint,
-    /// The remote range is not inside what the owner registered. Nothing was sent.
+    /// The remote range is not inside the registered memory of the owner. Nothing was sent.
     #[error("remote range {address:#x}+{len} is outside of the registered {base:#x}+{range}")]
     OutOfRange {
-        /// First byte asked for.
+        /// Address of the first requested byte.
         address: u64,
-        /// Bytes asked for.
+        /// Number of requested bytes.
         len: u64,
-        /// First registered byte.
+        /// Address of the first registered byte.
         base: u64,
-        /// Registered bytes.
+        /// Number of registered bytes.
         range: u64,
     },
-    /// Every lane of the endpoint is TCP, which our own transport does better and more safely.
+    /// Every lane of the endpoint is TCP, for which the TCP engine of this crate is faster and safer.
     #[error("endpoint refused: UCX would run over {transports} only")]
     OnlyTcp {
-        /// What UCX chose.
+        /// Transports chosen by UCX.
         transports: Transports,
     },
-    /// This UCX cannot tell over which transports an endpoint runs.
-    #[error("endpoint refused: UCX {found} cannot name its transports")]
+    /// This UCX cannot report the transports of an endpoint.
+    #[error("endpoint refused: UCX {found} cannot report its transports")]
     TransportsUnknown {
-        /// What was loaded.
+        /// Version of the loaded library.
         found: UcxVersion,
     },
-    /// Too many operations wait on this worker; nothing was sent.
-    #[error("{limit} operations are in flight already")]
+    /// Too many operations are in flight on this worker; nothing was sent.
+    #[error("queue full: {limit} operations are in flight")]
     QueueFull {
         /// [`INFLIGHT_MAX`](super::INFLIGHT_MAX).
         limit: usize,
     },
-    /// The peer died or became unreachable; its endpoint is closed.
+    /// The peer exited or became unreachable; its endpoint is closed.
     #[error("peer lost: {status}")]
     PeerLost {
-        /// What UCX saw.
+        /// Status reported by UCX.
         status: Status,
     },
-    /// An operation of this endpoint had no answer in time, so the endpoint was closed by force.
+    /// An operation of this endpoint was not complete at its deadline, so the endpoint was closed by force.
     #[error("deadline exceeded; the endpoint was closed")]
     DeadlineExceeded,
     /// The endpoint was closed by `abort`, or its last handle was dropped.
-    #[error("the endpoint was aborted")]
+    #[error("endpoint was aborted")]
     Aborted,
     /// The worker has stopped.
-    #[error("the UCX worker has stopped")]
+    #[error("UCX worker has stopped")]
     WorkerStopped,
-    /// A blocking call was made from a completion, which would wait for itself.
-    #[error("{call} was called from a completion; it would wait for itself")]
+    /// A blocking function was called from a completion, which would deadlock.
+    #[error("{call} was called from a completion, where it would deadlock")]
     OnProgressThread {
-        /// The call of ours.
+        /// Name of the blocking function.
         call: &'static str,
     },
-    /// UCX did not give an operation back after its endpoint was closed. The local buffer may still be read or
-    /// written: leak it. The worker leaks its context as well.
-    #[error("UCX holds on to a buffer after its endpoint was closed; the buffer must not be used again")]
+    /// UCX did not complete an operation after its endpoint was closed. It may still read or write the local buffer, so
+    /// the caller must leak the buffer. The worker leaks its context as well.
+    #[error("UCX still holds a buffer after its endpoint was closed; the buffer must not be used again")]
     Stuck,
 }
 
 impl UcxError {
-    /// Whether the same request may succeed later, or against another replica.
+    /// Returns whether the same request may succeed later, or at another replica.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::QueueFull { .. } | Self::PeerLost { .. } | Self::DeadlineExceeded)
     }
 
-    /// Whether the local buffer is ours again. False only for [`UcxError::Stuck`].
+    /// Returns whether UCX no longer uses the local buffer. `false` only for [`UcxError::Stuck`].
     pub fn returns_buffer(&self) -> bool {
         !matches!(self, Self::Stuck)
     }

@@ -1,11 +1,11 @@
-//! [`UcxEngine`] and [`UcxLink`]: gets and puts that the network card does, and calls over TCP.
+//! [`UcxEngine`] and [`UcxLink`]: gets and puts by the network card, and calls over TCP.
 //!
-//! A link asks the node over TCP how its memory can be used (Attach), connects a UCX endpoint, and imports a key per
-//! region. Operations are cut into pieces of [`PIECE_BYTES`]; while later ones are on their way, earlier ones are
-//! digested by whoever waits.
+//! A link asks the node over TCP for access to its memory (Attach), connects a UCX endpoint, and imports a key per
+//! region. Operations are split into parts of [`PART_BYTES`]; while later parts are in flight, the waiting thread
+//! digests earlier ones.
 //!
-//! The only way to take an operation back is to close its endpoint by force. That hits the others on it, too: they are
-//! started again on a new endpoint, a few times.
+//! An operation can only be aborted by closing its endpoint by force. That also fails the other operations on it; they
+//! are restarted on a new endpoint, at most [`ATTEMPTS_MAX`] times.
 
 use std::collections::HashMap;
 use std::task::{Context, Poll, Waker};
@@ -13,37 +13,38 @@ use std::time::{Duration, Instant};
 
 use moontide_proto::convert::{AttachReply, AttachRequest, Wire, decode, encode};
 use moontide_proto::{FrameKind, OpFlags, v1};
-use moontide_types::bounds::PAGE_BYTES;
+use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
+use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Generation, NodeId, SegmentId, Span};
 use tracing::{debug, info};
 
 use super::{Endpoint, Get, Put, RemoteKey, Ucx, UcxError, UcxWorker, WorkerConfig};
-use crate::engine::{Engine, EngineKind, Link, NotSuited, Peer, Pending, Score, Waiting, call};
-use crate::error::{Failure, TransferError};
+use crate::engine::{Engine, EngineUnavailable, Link, Peer, Pending, Score, WaitMode, call};
+use crate::engine_kind::EngineKind;
+use crate::error::{ConnectionError, TransferError};
 use crate::metrics::Metrics;
 use crate::op::{Direction, OpCore};
-use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 
-/// Bytes of one UCX operation: four pages, so that digesting goes on while the next ones arrive.
-const PIECE_BYTES: u64 = 4 * PAGE_BYTES;
+/// Bytes of one UCX operation: four pages, so that digesting overlaps with the arrival of the next ones.
+const PART_BYTES: u64 = 4 * PAGE_BYTES;
 
-/// How often a batch is started at most.
+/// Most attempts to run a batch.
 const ATTEMPTS_MAX: u32 = 3;
 
-/// How long attaching may take at most.
+/// Time limit for attaching.
 const ATTACH_MAX: Duration = Duration::from_secs(5);
 
-/// UCX, for peers that offer it.
+/// UCX engine, for peers that offer it.
 #[derive(Debug)]
 pub struct UcxEngine {
     worker: Arc<UcxWorker>,
-    /// For calls, and to attach.
+    /// Engine for calls, and to attach.
     frames: Arc<dyn Engine>,
     metrics: Arc<Metrics>,
 }
 
 impl UcxEngine {
-    /// An engine with a worker of its own; calls go over `frames`.
+    /// Creates an engine with its own worker; calls use `frames`.
     pub fn new(
         ucx: &Ucx,
         config: WorkerConfig,
@@ -54,15 +55,15 @@ impl UcxEngine {
         Ok(UcxEngine { worker, frames, metrics })
     }
 
-    /// The engine if there is a usable library, else one line in the log that says why not.
+    /// Returns the engine if a usable library exists; otherwise logs the reason.
     pub fn if_present(frames: &Arc<dyn Engine>, metrics: &Arc<Metrics>) -> Option<UcxEngine> {
-        let made = Ucx::load(None).map_err(UcxError::from).and_then(|ucx| {
+        let created = Ucx::load(None).map_err(UcxError::from).and_then(|ucx| {
             UcxEngine::new(&ucx, WorkerConfig::default(), Arc::clone(frames), Arc::clone(metrics))
         });
-        match made {
+        match created {
             Ok(engine) => Some(engine),
-            Err(why) => {
-                info!(engine = "ucx", %why, "engine is absent");
+            Err(reason) => {
+                info!(engine = "ucx", %reason, "engine is not available");
                 None
             }
         }
@@ -74,8 +75,8 @@ impl Engine for UcxEngine {
         EngineKind::Ucx
     }
 
-    fn score(&self, peer: &Peer) -> Result<Score, NotSuited> {
-        peer.addresses_of(EngineKind::Ucx).next().ok_or(NotSuited::NoAddress)?;
+    fn score(&self, peer: &Peer) -> Result<Score, EngineUnavailable> {
+        peer.addresses_of(EngineKind::Ucx).next().ok_or(EngineUnavailable::NoAddress)?;
         self.frames.score(peer)?;
         Ok(Score::ONE_SIDED)
     }
@@ -87,12 +88,12 @@ impl Engine for UcxEngine {
             UcxLink { shared: Arc::new(Shared { frames, worker, attached: Mutex::default(), metrics }) };
         link.shared.metrics.link_opened(EngineKind::Ucx);
         let attached = link.shared.attached(deadline)?;
-        debug!(node = peer.node.0, transports = %attached.endpoint.transports(), "endpoint opened");
+        debug!(node = %peer.node, transports = %attached.endpoint.transports(), "endpoint opened");
         Ok(Arc::new(link))
     }
 }
 
-/// A peer over UCX.
+/// Connection to one peer over UCX.
 #[derive(Debug)]
 pub struct UcxLink {
     shared: Arc<Shared>,
@@ -103,14 +104,14 @@ struct Shared {
     frames: Arc<dyn Link>,
     worker: Arc<UcxWorker>,
     /// `None` before the first use, and after the endpoint was closed.
-    attached: Mutex<Option<Arc<Attached>>>,
+    attached: Mutex<Option<Arc<AttachedPeer>>>,
     metrics: Arc<Metrics>,
 }
 
-/// An endpoint, and the memory behind it.
+/// Endpoint, and the keys of the peer's memory.
 #[derive(Debug)]
-struct Attached {
-    /// Before the endpoint through which they were imported.
+struct AttachedPeer {
+    /// Declared before the endpoint through which they were imported.
     keys: HashMap<(SegmentId, Generation), RemoteKey>,
     endpoint: Endpoint,
 }
@@ -124,52 +125,55 @@ impl Drop for UcxLink {
     }
 }
 
-/// Closes an endpoint by force. When this returns no memory of its operations is touched.
-fn close(attached: &Attached) {
+/// Closes an endpoint by force. After this returns, the memory of its operations is no longer accessed.
+fn close(attached: &AttachedPeer) {
     if let Err(error) = attached.endpoint.abort() {
-        insist_on_memory(&error);
+        abort_if_buffer_stuck(&error);
     }
 }
 
-/// Memory that UCX does not let go of would be written at any moment from now on, whoever has it then.
-fn insist_on_memory(error: &UcxError) {
+/// Aborts the process if UCX did not release a buffer: UCX could write to it at any later time, whatever its use then.
+fn abort_if_buffer_stuck(error: &UcxError) {
     if !error.returns_buffer() {
-        tracing::error!(%error, "the process ends before its memory is corrupted");
+        tracing::error!(%error, "aborting the process before its memory is corrupted");
         std::process::abort();
     }
 }
 
 impl Shared {
-    /// The endpoint, made anew if there is none.
-    fn attached(&self, deadline: Instant) -> Result<Arc<Attached>, TransferError> {
-        let mut place = lock(&self.attached);
-        if let Some(attached) = &*place {
+    /// Returns the endpoint, attaching again if there is none.
+    fn attached(&self, deadline: Instant) -> Result<Arc<AttachedPeer>, TransferError> {
+        let mut slot = lock(&self.attached);
+        if let Some(attached) = &*slot {
             return Ok(Arc::clone(attached));
         }
         let deadline = deadline.min(Instant::now() + ATTACH_MAX);
         let engine = EngineKind::Ucx.name();
         let body = encode(&AttachRequest { engine }).expect("a short name");
         let reply = call(&*self.frames, FrameKind::Attach, body, deadline)?;
-        let unreadable =
-            TransferError::Unsupported { engine, what: "the peer's answer to Attach cannot be read" };
-        let message: v1::AttachReply = decode(reply.into()).map_err(|_| unreadable.clone())?;
-        let reply = AttachReply::from_wire(&message).map_err(|_| unreadable)?;
-        let failed = |source| TransferError::Lost { node: self.frames.node(), last: Failure::Ucx { source } };
+        let malformed =
+            TransferError::Unsupported { engine, what: "the peer's reply to Attach is malformed" };
+        let message: v1::AttachReply = decode(reply.into()).map_err(|_| malformed.clone())?;
+        let reply = AttachReply::from_wire(&message).map_err(|_| malformed)?;
+        let failed = |source| TransferError::ConnectionLost {
+            node: self.frames.node(),
+            last: ConnectionError::Ucx { source },
+        };
         let endpoint = self.worker.connect(reply.address, deadline).map_err(failed)?;
         let mut keys = HashMap::new();
         for region in &reply.regions {
             keys.insert((region.segment, region.generation), endpoint.import(region.key).map_err(failed)?);
         }
-        let attached = Arc::new(Attached { keys, endpoint });
-        *place = Some(Arc::clone(&attached));
+        let attached = Arc::new(AttachedPeer { keys, endpoint });
+        *slot = Some(Arc::clone(&attached));
         Ok(attached)
     }
 
-    /// An endpoint is of no more use.
-    fn detach(&self, attached: &Arc<Attached>) {
-        let mut place = lock(&self.attached);
-        let current = place.take_if(|current| Arc::ptr_eq(current, attached));
-        drop(place);
+    /// Closes an endpoint that can no longer be used.
+    fn detach(&self, attached: &Arc<AttachedPeer>) {
+        let mut slot = lock(&self.attached);
+        let current = slot.take_if(|current| Arc::ptr_eq(current, attached));
+        drop(slot);
         close(attached);
         drop(current);
     }
@@ -184,7 +188,7 @@ impl Link for UcxLink {
         self.shared.frames.node()
     }
 
-    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, _: Waiting) -> Box<dyn Pending> {
+    unsafe fn start(&self, ops: Vec<OpCore>, deadline: Instant, _: WaitMode) -> Box<dyn Pending> {
         let mut pending = UcxPending::new(Arc::clone(&self.shared), ops, deadline);
         pending.launch();
         Box::new(pending)
@@ -195,35 +199,35 @@ impl Link for UcxLink {
         kind: FrameKind,
         body: Vec<u8>,
         deadline: Instant,
-        waiting: Waiting,
+        wait_mode: WaitMode,
     ) -> Box<dyn Pending> {
-        self.shared.frames.start_call(kind, body, deadline, waiting)
+        self.shared.frames.start_call(kind, body, deadline, wait_mode)
     }
 }
 
-/// A piece of an operation.
+/// Part of an operation.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct UcxPart {
     op: usize,
     range: Span,
 }
 
-/// What the progress thread tells whoever waits.
+/// Results that the progress thread passes to the waiting thread.
 #[derive(Debug, Default)]
-struct Board {
-    state: Mutex<BoardState>,
-    bell: Condvar,
+struct Completions {
+    state: Mutex<CompletionState>,
+    condvar: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct BoardState {
-    /// UCX operations of each part that are not done, and the first that failed.
+struct CompletionState {
+    /// Per part: UCX operations that are not done, and the first error.
     parts: Vec<(usize, Option<UcxError>)>,
     waker: Option<Waker>,
 }
 
-impl Board {
-    fn tell(&self, part: usize, result: Result<(), UcxError>) {
+impl Completions {
+    fn report(&self, part: usize, result: Result<(), UcxError>) {
         let mut state = lock(&self.state);
         let (left, failed) = &mut state.parts[part];
         *left -= 1;
@@ -231,7 +235,7 @@ impl Board {
             failed.get_or_insert(error);
         }
         let waker = state.waker.take();
-        self.bell.notify_all();
+        self.condvar.notify_all();
         drop(state);
         if let Some(waker) = waker {
             waker.wake();
@@ -239,16 +243,16 @@ impl Board {
     }
 }
 
-/// A batch under way.
+/// A running batch.
 #[derive(Debug)]
 struct UcxPending {
     shared: Arc<Shared>,
     ops: Vec<OpCore>,
     outcomes: Vec<Option<Result<(), ErrorCode>>>,
-    parts: Vec<Part>,
-    /// Parts below it are done, and digested.
+    parts: Vec<UcxPart>,
+    /// Index of the first part that is not done and digested.
     next: usize,
-    flight: Option<(Arc<Attached>, Arc<Board>)>,
+    in_flight: Option<(Arc<AttachedPeer>, Arc<Completions>)>,
     attempts: u32,
     started: Instant,
     deadline: Instant,
@@ -261,15 +265,15 @@ impl UcxPending {
         for (op, core) in ops.iter().enumerate() {
             let mut start = 0;
             while start < core.len() {
-                // At the stripe's pages, where an operation that is digested begins.
-                let len = (core.len() - start).min(PIECE_BYTES);
-                parts.push(Part { op, range: Span::new(start, len).expect("inside the operation") });
+                // Parts begin at pages of the stripe, since a digested operation does.
+                let len = (core.len() - start).min(PART_BYTES);
+                parts.push(UcxPart { op, range: Span::new(start, len).expect("inside the operation") });
                 start += len;
             }
         }
         let outcomes = vec![None; ops.len()];
-        let (next, flight, attempts, started, ended) = (0, None, 0, Instant::now(), None);
-        UcxPending { shared, ops, outcomes, parts, next, flight, attempts, started, deadline, ended }
+        let (next, in_flight, attempts, started, ended) = (0, None, 0, Instant::now(), None);
+        UcxPending { shared, ops, outcomes, parts, next, in_flight, attempts, started, deadline, ended }
     }
 
     /// Starts all parts that are not done.
@@ -278,46 +282,46 @@ impl UcxPending {
         let attached = match self.shared.attached(self.deadline) {
             Ok(attached) => attached,
             Err(error) => {
-                let _ = self.end(Err(error)); // told by `wait` and `poll`
+                let _ = self.end(Err(error)); // returned by `wait` and `poll`
                 return;
             }
         };
         for (core, outcome) in self.ops.iter().zip(&mut self.outcomes) {
             let target = core.target();
-            let known = attached.keys.contains_key(&(target.segment, target.generation));
+            let has_key = attached.keys.contains_key(&(target.segment, target.generation));
             let plain = target.flags == OpFlags::NONE || target.flags == OpFlags::BACKGROUND;
-            *outcome = Some(match (plain, known) {
+            *outcome = Some(match (plain, has_key) {
                 (false, _) => Err(ErrorCode::Unsupported),
                 (true, false) => Err(ErrorCode::StaleGeneration),
                 (true, true) => Ok(()),
             });
         }
-        let board = Arc::new(Board::default());
-        lock(&board.state).parts = vec![(0, None); self.parts.len()];
+        let completions = Arc::new(Completions::default());
+        lock(&completions.state).parts = vec![(0, None); self.parts.len()];
         for index in self.next..self.parts.len() {
-            self.start_part(index, &attached, &board);
+            self.start_part(index, &attached, &completions);
         }
-        self.flight = Some((attached, board));
+        self.in_flight = Some((attached, completions));
     }
 
-    fn start_part(&self, index: usize, attached: &Attached, board: &Arc<Board>) {
-        let Part { op, range } = self.parts[index];
+    fn start_part(&self, index: usize, attached: &AttachedPeer, completions: &Arc<Completions>) {
+        let UcxPart { op, range } = self.parts[index];
         if self.outcomes[op] != Some(Ok(())) {
             return;
         }
         let (core, deadline) = (&self.ops[op], self.deadline);
         let target = core.target();
         let key = &attached.keys[&(target.segment, target.generation)];
-        let mut pieces = Vec::new();
-        core.visit(range, |local, len| pieces.push((local, len)));
-        lock(&board.state).parts[index].0 = pieces.len();
-        // An address beyond what the peer has registered is refused by `get` and `put`, a sum that wraps as well.
+        let mut slices = Vec::new();
+        core.visit(range, |local, len| slices.push((local, len)));
+        lock(&completions.state).parts[index].0 = slices.len();
+        // `get` and `put` refuse an address beyond the registered memory of the peer, also after a sum that wraps.
         let at = key.base().wrapping_add(target.payload_offset).wrapping_add(core.offset());
         let mut remote = at.wrapping_add(range.offset());
-        for (local, len) in pieces {
-            let board = Arc::clone(board);
-            let done = move |result| board.tell(index, result);
-            // SAFETY: the caller of `start` keeps the memory valid until this batch has ended, and it ends only when
+        for (local, len) in slices {
+            let completions = Arc::clone(completions);
+            let done = move |result| completions.report(index, result);
+            // SAFETY: the caller of `start` keeps the memory valid until this batch has ended, and it ends only after
             // all its operations are done.
             unsafe {
                 match core.direction() {
@@ -329,21 +333,21 @@ impl UcxPending {
         }
     }
 
-    /// Takes in the parts that are done, in order, up to the first that is not. `true` if all are.
+    /// Digests the parts that are done, in order, up to the first that is not. Returns `true` if all are done.
     fn advance(&mut self) -> Result<bool, UcxError> {
-        let Some((_, board)) = &self.flight else { return Ok(true) };
+        let Some((_, completions)) = &self.in_flight else { return Ok(true) };
         while self.next < self.parts.len() {
-            let (left, failed) = lock(&board.state).parts[self.next].clone();
+            let (left, failed) = lock(&completions.state).parts[self.next].clone();
             if left > 0 {
                 return Ok(false);
             }
             if let Some(error) = failed {
                 return Err(error);
             }
-            let Part { op, range } = self.parts[self.next];
+            let UcxPart { op, range } = self.parts[self.next];
             if self.ops[op].is_digested() && self.outcomes[op] == Some(Ok(())) {
                 let pages = range.offset() / PAGE_BYTES..range.end().div_ceil(PAGE_BYTES);
-                // SAFETY: its bytes are there, and the memory is this batch's.
+                // SAFETY: the bytes have arrived, and only this batch uses the memory.
                 pages.for_each(|page| unsafe { self.ops[op].digest_page(page) });
             }
             self.next += 1;
@@ -351,11 +355,11 @@ impl UcxPending {
         Ok(true)
     }
 
-    /// A part failed. `None`: it was started again.
+    /// Handles the failure of a part. Returns `None` if the batch was restarted.
     fn recover(&mut self, error: UcxError) -> Option<Result<(), TransferError>> {
-        insist_on_memory(&error);
-        if let Some((attached, _)) = self.flight.take() {
-            // All operations of the batch are done after this, and nobody touches their memory.
+        abort_if_buffer_stuck(&error);
+        if let Some((attached, _)) = self.in_flight.take() {
+            // After this, all operations of the batch are done, and no code accesses their memory.
             self.shared.detach(&attached);
         }
         if matches!(error, UcxError::DeadlineExceeded) || Instant::now() >= self.deadline {
@@ -365,8 +369,10 @@ impl UcxPending {
             return Some(self.end(Err(TransferError::Refused { code: ErrorCode::OutOfBounds })));
         }
         if self.attempts >= ATTEMPTS_MAX {
-            let last = Failure::Ucx { source: error };
-            return Some(self.end(Err(TransferError::Lost { node: self.shared.frames.node(), last })));
+            let last = ConnectionError::Ucx { source: error };
+            return Some(
+                self.end(Err(TransferError::ConnectionLost { node: self.shared.frames.node(), last })),
+            );
         }
         self.shared.metrics.resubmitted(EngineKind::Ucx);
         self.launch();
@@ -389,7 +395,7 @@ impl UcxPending {
                 self.shared.metrics.op(EngineKind::Ucx, op.direction(), op.len(), outcome);
             }
         }
-        self.flight = None;
+        self.in_flight = None;
         self.ended = Some(result.clone());
         result
     }
@@ -404,11 +410,11 @@ impl Pending for UcxPending {
             match self.advance() {
                 Ok(true) => return self.end(Ok(())),
                 Ok(false) => {
-                    let (_, board) = self.flight.as_ref().expect("parts are under way");
-                    let state = lock(&board.state);
+                    let (_, completions) = self.in_flight.as_ref().expect("parts are in in_flight");
+                    let state = lock(&completions.state);
                     if state.parts[self.next].0 > 0 {
-                        // The worker ends what is late, and rings.
-                        drop(wait(&board.bell, state, Duration::from_secs(1)));
+                        // The worker ends late operations, and notifies.
+                        drop(wait(&completions.condvar, state, Duration::from_secs(1)));
                     }
                 }
                 Err(error) => {
@@ -428,8 +434,8 @@ impl Pending for UcxPending {
             match self.advance() {
                 Ok(true) => return Poll::Ready(self.end(Ok(()))),
                 Ok(false) => {
-                    let (_, board) = self.flight.as_ref().expect("parts are under way");
-                    let mut state = lock(&board.state);
+                    let (_, completions) = self.in_flight.as_ref().expect("parts are in in_flight");
+                    let mut state = lock(&completions.state);
                     if state.parts[self.next].0 > 0 {
                         state.waker = Some(context.waker().clone());
                         return Poll::Pending;
@@ -448,7 +454,7 @@ impl Pending for UcxPending {
         if self.ended.is_some() {
             return;
         }
-        if let Some((attached, _)) = self.flight.take() {
+        if let Some((attached, _)) = self.in_flight.take() {
             self.shared.detach(&attached);
         }
         let _ = self.end(Err(TransferError::Aborted));

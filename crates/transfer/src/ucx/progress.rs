@@ -1,4 +1,4 @@
-//! The progress thread: the only one that calls into UCX.
+//! Progress thread: the only thread that calls into UCX.
 //!
 //! Owns the context, the worker, every endpoint, key, memory registration and operation in flight.
 //!
@@ -11,14 +11,14 @@
 //! ```
 //!
 //! Invariants:
-//! - UCX's callbacks only note what happened in [`mail`]; it is read after UCX has returned. So UCX is never entered
-//!   from a callback, and no panic of ours can unwind through it.
-//! - Closing by force returns at once while UCX still cancels what is in flight. Buffers are given back by the
-//!   operations' own callbacks, never by the return of the close.
+//! - UCX callbacks only store results in [`callbacks`]; they are read after UCX has returned. So UCX is never entered
+//!   from a callback, and no panic of this crate can unwind through it.
+//! - Closing by force returns at once while UCX still cancels the operations in flight. An operation's own callback
+//!   releases its buffer, never the return of the close.
 //! - A key or registration outlives the operations that use it.
-//! - If UCX does not give an operation back within [`STUCK_MAX`] of the close, the operation fails: as
-//!   [`UcxError::Stuck`] if UCX may still touch its buffer, else (only the flush of a put is missing) with the reason of
-//!   the close. Context and worker are leaked when the thread ends.
+//! - If UCX does not complete an operation within [`STUCK_MAX`] of the close, the operation fails: with
+//!   [`UcxError::Stuck`] if UCX may still access its buffer, else (only the flush of a put is missing) with the reason
+//!   of the close. Context and worker are leaked when the thread ends.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ffi::{CStr, c_void};
@@ -29,56 +29,54 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::context::{Context, Worker, check};
+use super::callbacks::{self, Completion};
+use super::context::{Context, Worker, WorkerConfig, check};
 use super::envelope::{Envelope, Kind};
 use super::error::{Status, Transports, UcxError};
-use super::library::{MIN_FOR_TRANSPORTS, MIN_FOR_USE, Ucx};
-use super::mail::{self, Completion};
-use super::spin::Spin;
-use super::state::{Ep, InFlight, Key, Pending, Region, State};
-use super::sys::{self, Api, Issued, RawStatus, Zeroed};
-use super::worker::{
-    Command, Direction, Done, Endpoint, Local, Registration, RemoteKey, Reply, Shared, Transfer, WorkerConfig,
+use super::handle::{
+    Direction, Done, Endpoint, Local, Registration, RemoteKey, Reply, STUCK_MAX, Shared, Transfer, UcxCommand,
 };
+use super::library::Ucx;
+use super::spin::AdaptiveSpin;
+use super::state::{EndpointState, InFlight, Key, Pending, Region, State};
+use super::sys::{self, Api, CallOutcome, RawStatus, Zeroed};
+use super::version::{MIN_FOR_TRANSPORTS, MIN_FOR_USE};
 
-/// How long UCX may take to give operations back after their endpoint was closed by force. It cancels what it can
-/// and waits for what the network card still holds; that takes milliseconds, or a link timeout at worst.
-pub(super) const STUCK_MAX: Duration = Duration::from_secs(5);
-/// How long a stopping worker waits for the same.
+/// How long a stopping worker waits for operations to complete after it closed their endpoints by force.
 pub(super) const STOP_MAX: Duration = Duration::from_secs(3);
 
-/// Rounds of progress before commands and deadlines are looked at again.
+/// Rounds of progress before commands and deadlines are checked again.
 const PROGRESS_BURST: u32 = 32;
 
-/// Longest wait without a look at UCX: idle, with operations in flight, and while endpoints close. UCX announces
-/// events on its descriptor; these bounds only limit what a missed one could cost.
-const NAP_IDLE: Duration = Duration::from_secs(1);
-const NAP_BUSY: Duration = Duration::from_millis(100);
-const NAP_CLOSING: Duration = Duration::from_millis(1);
+/// Longest wait without a call into UCX: idle, with operations in flight, and while endpoints close. UCX signals events
+/// on its descriptor; these bounds only limit the cost of a missed one.
+const POLL_IDLE: Duration = Duration::from_secs(1);
+const POLL_BUSY: Duration = Duration::from_millis(100);
+const POLL_CLOSING: Duration = Duration::from_millis(1);
 
-/// Flushes in flight per endpoint. One would make each put wait for two round trips, unbounded would flush each put
-/// by itself; with four, puts that arrive during a round trip share the next free flush.
+/// Most flushes in flight per endpoint. With one, each put would wait for two round trips; without a limit, each put
+/// would be flushed separately. With four, puts that arrive during a round trip share the next free flush.
 const FLUSHES_MAX: usize = 4;
 
-/// Lanes that UCX can report for one endpoint (its UCP_MAX_LANES is 16 or 64).
+/// Most lanes that UCX can report for one endpoint (its UCP_MAX_LANES is 16 or 64).
 const LANES_MAX: usize = 64;
 
-/// Body of the thread. Answers `started` with the worker's address once it serves.
+/// Runs the thread. Sends the worker's address to `started` once it serves.
 pub(super) fn run(
     shared: Arc<Shared>,
     ucx: Ucx,
     config: &WorkerConfig,
     started: &SyncSender<Result<Vec<u8>, UcxError>>,
 ) {
-    shared.adopt();
-    // Runs after the loop, and also if a bug makes it panic: nobody may wait for a thread that is gone.
-    struct CloseInbox(Arc<Shared>);
-    impl Drop for CloseInbox {
+    shared.set_progress_thread();
+    // Runs after the loop, and also if a bug makes it panic: no caller may wait for a thread that has ended.
+    struct CloseQueue(Arc<Shared>);
+    impl Drop for CloseQueue {
         fn drop(&mut self) {
             self.0.close();
         }
     }
-    let _close = CloseInbox(Arc::clone(&shared));
+    let _close = CloseQueue(Arc::clone(&shared));
     let (mut engine, address) = match Engine::new(Arc::clone(&shared), ucx, config) {
         Ok(engine) => engine,
         Err(error) => {
@@ -98,7 +96,7 @@ pub(super) fn run(
 }
 
 struct Engine {
-    // The order of the first two fields matters: the worker goes before its context.
+    // The order of the first two fields matters: the worker is dropped before its context.
     worker: Worker,
     context: Context,
     api: &'static Api,
@@ -107,7 +105,7 @@ struct Engine {
     owner: u64,
     allow_tcp: bool,
     next_id: u64,
-    endpoints: HashMap<u64, Ep>,
+    endpoints: HashMap<u64, EndpointState>,
     keys: HashMap<u64, Key>,
     regions: HashMap<u64, Region>,
     pending: HashMap<u64, Pending>,
@@ -117,10 +115,10 @@ struct Engine {
     dirty: Vec<u64>,
     /// Endpoints that are closing.
     closing: Vec<u64>,
-    /// Completions to run, then answers to give: in this order, since an abort promises the former.
+    /// Completions to run, then replies to send: in this order, since an abort promises the former.
     completed: Vec<(Done, Result<(), UcxError>)>,
-    answers: Vec<(Reply<()>, Result<(), UcxError>)>,
-    /// Some operation never came back.
+    replies: Vec<(Reply<()>, Result<(), UcxError>)>,
+    /// An operation was never completed by UCX.
     stuck: bool,
 }
 
@@ -159,27 +157,27 @@ impl Engine {
             dirty: Vec::new(),
             closing: Vec::new(),
             completed: Vec::new(),
-            answers: Vec::new(),
+            replies: Vec::new(),
             stuck: false,
         };
         Ok((engine, address))
     }
 
-    /// Serves until told to stop; returns who wants to know when that is done.
+    /// Serves until a stop command. Returns the channels for the replies to stop commands.
     fn serve(&mut self) -> Vec<Reply<()>> {
         let mut commands = VecDeque::new();
-        let mut spin = Spin::default();
+        let mut spin = AdaptiveSpin::default();
         let mut stops = Vec::new();
         loop {
             self.shared.take(&mut commands);
             let mut worked = !commands.is_empty();
             for command in commands.drain(..) {
                 match command {
-                    Command::Stop { reply } => stops.push(reply),
+                    UcxCommand::Stop { reply } => stops.push(reply),
                     other => self.handle(other),
                 }
             }
-            worked |= self.turn();
+            worked |= self.run_once();
             if !stops.is_empty() {
                 return stops;
             }
@@ -193,8 +191,8 @@ impl Engine {
         }
     }
 
-    /// One look at everything but the commands. Says whether anything happened.
-    fn turn(&mut self) -> bool {
+    /// Makes progress on everything but the commands. Returns whether anything happened.
+    fn run_once(&mut self) -> bool {
         self.flush_puts();
         let mut worked = false;
         for _ in 0..PROGRESS_BURST {
@@ -204,45 +202,46 @@ impl Engine {
             }
             worked = true;
         }
-        worked |= self.read_mail();
-        self.look_at_clock();
-        worked | self.hand_back()
+        worked |= self.handle_callbacks();
+        self.check_deadlines();
+        worked | self.deliver()
     }
 
-    /// Blocks until there is an event of UCX, a command, or something to do by the clock.
+    /// Blocks until there is an event of UCX, a command, or a deadline.
     fn sleep(&mut self) {
         // SAFETY: a live worker, on its own thread.
         let status = unsafe { (self.api.ucp_worker_arm)(self.worker.raw) };
-        if status == sys::UCS_ERR_BUSY || !self.shared.fall_asleep() {
+        if status == sys::UCS_ERR_BUSY || !self.shared.prepare_sleep() {
             return;
         }
-        let mut nap = match (self.closing.is_empty(), self.pending.is_empty()) {
-            (false, _) => NAP_CLOSING,
-            (true, false) => NAP_BUSY,
-            (true, true) => NAP_IDLE,
+        let mut poll_max = match (self.closing.is_empty(), self.pending.is_empty()) {
+            (false, _) => POLL_CLOSING,
+            (true, false) => POLL_BUSY,
+            (true, true) => POLL_IDLE,
         };
         if let Some((deadline, _)) = self.deadlines.first() {
-            nap = nap.min(deadline.saturating_duration_since(Instant::now()));
+            poll_max = poll_max.min(deadline.saturating_duration_since(Instant::now()));
         }
         // SAFETY: UCX keeps the descriptor open as long as the worker, which outlives this borrow.
         let events = unsafe { BorrowedFd::borrow_raw(self.worker.event_fd) };
         let mut fds =
             [PollFd::from_borrowed_fd(events, PollFlags::IN), PollFd::new(&self.shared.wake, PollFlags::IN)];
-        let timeout = Timespec { tv_sec: nap.as_secs() as i64, tv_nsec: i64::from(nap.subsec_nanos()) };
-        // An error (a signal) is a short nap.
+        let timeout =
+            Timespec { tv_sec: poll_max.as_secs() as i64, tv_nsec: i64::from(poll_max.subsec_nanos()) };
+        // An error (a signal) only shortens the sleep.
         let _ = poll(&mut fds, Some(&timeout));
         if !fds[1].revents().is_empty() {
-            // Whether it was readable or not: the queue is looked at next.
+            // Whether it was readable or not: the queue is checked next.
             let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
         }
     }
 
-    fn handle(&mut self, command: Command) {
+    fn handle(&mut self, command: UcxCommand) {
         match command {
-            Command::Register { base, len, reply } => {
+            UcxCommand::Register { base, len, reply } => {
                 let _ = reply.send(self.register(base, len));
             }
-            Command::Unregister { id, reply } => {
+            UcxCommand::Unregister { id, reply } => {
                 if let Some(region) = self.regions.get_mut(&id) {
                     region.dropped = Some(reply);
                     self.release_region(id);
@@ -250,36 +249,36 @@ impl Engine {
                     let _ = reply.send(Ok(()));
                 }
             }
-            Command::Connect { address, owner, deadline, reply } => {
+            UcxCommand::Connect { address, owner, deadline, reply } => {
                 self.connect(&address, owner, deadline, reply)
             }
-            Command::Import { endpoint, key, base, len, reply } => {
+            UcxCommand::Import { endpoint, key, base, len, reply } => {
                 let _ = reply.send(self.import(endpoint, &key, base, len));
             }
-            Command::Forget { key } => {
+            UcxCommand::Forget { key } => {
                 if let Some(found) = self.keys.get_mut(&key) {
                     found.dropped = true;
                     self.release_key(key);
                 }
             }
-            Command::Transfer(transfer) => self.transfer(transfer),
-            Command::Abort { endpoint, reply } => {
+            UcxCommand::Transfer(transfer) => self.transfer(transfer),
+            UcxCommand::Abort { endpoint, reply } => {
                 self.close(endpoint, UcxError::Aborted);
                 match self.endpoints.get_mut(&endpoint) {
                     Some(ep) if matches!(ep.state, State::Closing { .. }) => ep.waiting.push(reply),
-                    Some(ep) if ep.keeps_buffers => self.answers.push((reply, Err(UcxError::Stuck))),
+                    Some(ep) if ep.keeps_buffers => self.replies.push((reply, Err(UcxError::Stuck))),
                     // Closed: completions of this round still come first.
-                    _ => self.answers.push((reply, Ok(()))),
+                    _ => self.replies.push((reply, Ok(()))),
                 }
             }
-            Command::Close { endpoint } => {
+            UcxCommand::Close { endpoint } => {
                 if let Some(ep) = self.endpoints.get_mut(&endpoint) {
                     ep.dropped = true;
                     self.close(endpoint, UcxError::Aborted);
                     self.settle(endpoint);
                 }
             }
-            Command::Stop { .. } => unreachable!("serve() keeps these"),
+            UcxCommand::Stop { .. } => unreachable!("serve() handles Stop"),
         }
     }
 
@@ -296,12 +295,12 @@ impl Engine {
             ..sys::MemMapParams::zeroed()
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a live context; the caller of UcxWorker::register vouches for the memory.
+        // SAFETY: a live context; the caller of UcxWorker::register guarantees the memory.
         check("ucp_mem_map", unsafe { (self.api.ucp_mem_map)(self.context.raw, &params, &mut raw) })?;
         let id = self.new_id();
         self.regions.insert(id, Region { raw, base: base.0.addr(), len, users: 0, dropped: None });
         let (mut packed, mut size) = (std::ptr::null_mut(), 0);
-        // SAFETY: a live context and the memory handle that it just made.
+        // SAFETY: a live context and the memory handle that it just created.
         let status = unsafe { (self.api.ucp_rkey_pack)(self.context.raw, raw, &mut packed, &mut size) };
         if let Err(error) = check("ucp_rkey_pack", status) {
             self.regions.get_mut(&id).expect("just inserted").dropped = Some(None);
@@ -315,11 +314,11 @@ impl Engine {
             owner: self.owner,
             base,
             range: len,
-            // SAFETY: UCX says that the packed key has this many bytes; it is ours until released.
+            // SAFETY: UCX returned this size of the packed key; the key is valid until it is released.
             payload: unsafe { std::slice::from_raw_parts(packed.cast::<u8>(), size) },
         }
         .encode();
-        // SAFETY: made by ucp_rkey_pack, released once.
+        // SAFETY: created by ucp_rkey_pack, released once.
         unsafe { (self.api.ucp_rkey_buffer_release)(packed) };
         Ok(Registration::new(Arc::clone(&self.shared), id, base, len, key))
     }
@@ -333,7 +332,7 @@ impl Engine {
         // SAFETY: mapped by this context, unmapped once, no operation uses it.
         let status = unsafe { (self.api.ucp_mem_unmap)(self.context.raw, region.raw) };
         if status != sys::UCS_OK {
-            tracing::error!(status = %Status::new(status), "UCX cannot unmap memory");
+            tracing::error!(status = %Status::new(status), "cannot unmap memory from UCX");
         }
         if let Some(Some(reply)) = region.dropped {
             let _ = reply.send(Ok(()));
@@ -348,22 +347,22 @@ impl Engine {
                 | sys::UCP_EP_PARAM_FIELD_ERR_HANDLER,
             address: address.as_ptr().cast(),
             err_mode: sys::UCP_ERR_HANDLING_MODE_PEER,
-            err_handler_cb: Some(mail::on_failure),
+            err_handler_cb: Some(callbacks::on_failure),
             err_handler_arg: id as *mut c_void,
             ..sys::EpParams::zeroed()
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a live worker; the address came whole out of its envelope, as some UCX worker made it.
+        // SAFETY: a live worker; the address is a complete envelope payload, as a UCX worker created it.
         let status = unsafe { (self.api.ucp_ep_create)(self.worker.raw, &params, &mut raw) };
         if let Err(error) = check("ucp_ep_create", status) {
-            // Some transports notice already here that nobody answers.
+            // Some transports detect already here that no peer responds.
             let status = Status::new(status);
             let _ = reply.send(Err(if status.is_local() { error } else { UcxError::PeerLost { status } }));
             return;
         }
         self.endpoints.insert(
             id,
-            Ep {
+            EndpointState {
                 raw,
                 state: State::Open,
                 in_flight: 1,
@@ -374,15 +373,15 @@ impl Engine {
                 waiting: Vec::new(),
             },
         );
-        // Endpoints are wired up lazily; a flush brings out a peer that cannot be reached.
+        // Endpoints connect lazily; a flush detects an unreachable peer.
         let flush = self.new_id();
         let issued = self.flush(raw, flush);
         self.deadlines.insert((deadline, flush));
         self.pending.insert(flush, Pending::Connect { endpoint: id, owner, deadline, reply });
         match issued {
-            Issued::Pending => {}
-            Issued::Done => self.complete(flush, sys::UCS_OK),
-            Issued::Failed(status) => self.complete(flush, status),
+            CallOutcome::Pending => {}
+            CallOutcome::Done => self.complete(flush, sys::UCS_OK),
+            CallOutcome::Failed(status) => self.complete(flush, status),
         }
     }
 
@@ -392,8 +391,8 @@ impl Engine {
             (State::Closing { reason, .. } | State::Closed { reason }, _) => Err(reason.clone()),
             (State::Open, outcome) => outcome.and_then(|()| self.accept_transports(id)),
         };
-        let answer = match outcome {
-            // If nobody waits any more, the handle is dropped here or in the channel, and says so by a command.
+        let result = match outcome {
+            // If the caller no longer waits, the handle is dropped here or in the channel, which sends a Close command.
             Ok(transports) => Ok(Endpoint::new(Arc::clone(&self.shared), id, owner, transports)),
             Err(error) => {
                 self.endpoints.get_mut(&id).expect("seen above").dropped = true;
@@ -401,7 +400,7 @@ impl Engine {
                 Err(error)
             }
         };
-        let _ = reply.send(answer);
+        let _ = reply.send(result);
     }
 
     fn accept_transports(&self, id: u64) -> Result<Transports, UcxError> {
@@ -442,7 +441,7 @@ impl Engine {
     fn import(&mut self, endpoint: u64, key: &[u8], base: u64, len: u64) -> Result<RemoteKey, UcxError> {
         let raw_ep = self.open_endpoint(endpoint)?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a live endpoint; the key came whole out of its envelope, and its owner is the endpoint's peer.
+        // SAFETY: a live endpoint; the key is a complete envelope payload, and its owner is the endpoint's peer.
         check("ucp_ep_rkey_unpack", unsafe {
             (self.api.ucp_ep_rkey_unpack)(raw_ep, key.as_ptr().cast(), &mut raw)
         })?;
@@ -475,7 +474,7 @@ impl Engine {
             Err(error) => return self.completed.push((done, Err(error))),
         };
         if deadline <= Instant::now() {
-            // Never issued, so there is no need to close the endpoint over it.
+            // Never issued, so the endpoint need not be closed.
             return self.completed.push((done, Err(UcxError::DeadlineExceeded)));
         }
         let Some(raw_key) = self.keys.get(&key).map(|key| key.raw) else {
@@ -483,14 +482,14 @@ impl Engine {
         };
         let region = self.region_of(local, len);
         let id = self.new_id();
-        let mut param = mail::callback(id);
+        let mut param = callbacks::callback(id);
         if let Some((_, memory)) = region {
             param.op_attr_mask |= sys::UCP_OP_ATTR_FIELD_MEMH;
             param.memh = memory;
         }
-        // SAFETY: live endpoint and key; the caller of Endpoint::get or put vouches for the local memory, and its
-        // range check for the remote one.
-        let issued = Issued::from_ptr(unsafe {
+        // SAFETY: live endpoint and key; the caller of Endpoint::get or put guarantees the local memory, and its range
+        // check the remote one.
+        let issued = CallOutcome::from_ptr(unsafe {
             match direction {
                 Direction::Get => {
                     (self.api.ucp_get_nbx)(raw_ep, local.0.cast(), len, remote, raw_key, &param)
@@ -500,15 +499,15 @@ impl Engine {
                 }
             }
         });
-        let own = match issued {
-            Issued::Pending => 1,
-            Issued::Done => 0,
-            Issued::Failed(status) => {
+        let own_reports = match issued {
+            CallOutcome::Pending => 1,
+            CallOutcome::Done => 0,
+            CallOutcome::Failed(status) => {
                 let error = self.failure(endpoint, status);
                 return self.completed.push((done, Err(error)));
             }
         };
-        let reports = own + u8::from(direction == Direction::Put);
+        let reports = own_reports + u8::from(direction == Direction::Put);
         if reports == 0 {
             return self.completed.push((done, Ok(())));
         }
@@ -518,8 +517,9 @@ impl Engine {
             self.regions.get_mut(&region).expect("seen above").users += 1;
         }
         self.deadlines.insert((deadline, id));
+        let holds_buffer = own_reports > 0;
         let in_flight =
-            InFlight { endpoint, key, region, deadline, reports, holds_buffer: own > 0, error: None, done };
+            InFlight { endpoint, key, region, deadline, reports, holds_buffer, error: None, done };
         self.pending.insert(id, Pending::Transfer(in_flight));
         let ep = self.endpoints.get_mut(&endpoint).expect("seen above");
         ep.in_flight += 1;
@@ -531,7 +531,8 @@ impl Engine {
         }
     }
 
-    /// The registration that holds all of a local buffer. Old versions ignore or mishandle it, so they get none.
+    /// Returns the registration that holds all of a local buffer. Old versions ignore or mishandle it, so they get
+    /// none.
     fn region_of(&self, local: Local, len: usize) -> Option<(u64, *mut sys::Mem)> {
         if self.ucx.version() < MIN_FOR_USE {
             return None;
@@ -548,18 +549,18 @@ impl Engine {
             .map(|(id, r)| (*id, r.raw))
     }
 
-    fn flush(&self, raw: *mut sys::Ep, id: u64) -> Issued {
+    fn flush(&self, raw: *mut sys::Ep, id: u64) -> CallOutcome {
         // SAFETY: a live endpoint; the parameters are copied.
-        Issued::from_ptr(unsafe { (self.api.ucp_ep_flush_nbx)(raw, &mail::callback(id)) })
+        CallOutcome::from_ptr(unsafe { (self.api.ucp_ep_flush_nbx)(raw, &callbacks::callback(id)) })
     }
 
-    /// Covers every put issued so far by a flush, as far as endpoints may have another one.
+    /// Issues a flush for every put issued so far, where the endpoint may have another flush in flight.
     fn flush_puts(&mut self) {
         let mut dirty = std::mem::take(&mut self.dirty);
         dirty.retain(|&endpoint| {
             let id = self.next_id + 1;
             let Some(ep) = self.endpoints.get_mut(&endpoint) else { return false };
-            // Closing has taken the unflushed puts.
+            // Closing has removed the unflushed puts.
             if ep.unflushed.is_empty() {
                 return false;
             }
@@ -573,37 +574,37 @@ impl Engine {
             let issued = self.flush(raw, id);
             self.pending.insert(id, Pending::Flush { endpoint, covers });
             match issued {
-                Issued::Pending => {}
-                Issued::Done => self.complete(id, sys::UCS_OK),
-                Issued::Failed(status) => self.complete(id, status),
+                CallOutcome::Pending => {}
+                CallOutcome::Done => self.complete(id, sys::UCS_OK),
+                CallOutcome::Failed(status) => self.complete(id, status),
             }
             false
         });
-        // Completions above cannot have dirtied an endpoint: only new puts do.
+        // The completions above cannot add to `dirty`: only new puts do.
         debug_assert!(self.dirty.is_empty());
         self.dirty = dirty;
     }
 
-    /// Reads what the callbacks noted.
-    fn read_mail(&mut self) -> bool {
-        let mail = mail::take();
-        let any = !(mail.completions.is_empty() && mail.failures.is_empty());
-        // Failures first: what fails with them then knows why.
-        for (endpoint, status) in mail.failures {
+    /// Handles the results stored by callbacks. Returns whether there were any.
+    fn handle_callbacks(&mut self) -> bool {
+        let results = callbacks::take();
+        let any = !(results.completions.is_empty() && results.failures.is_empty());
+        // Failures first, so that operations that fail with them get that reason.
+        for (endpoint, status) in results.failures {
             self.close(endpoint, UcxError::PeerLost { status: Status::new(status) });
         }
-        for Completion { id, status, request } in mail.completions {
-            // SAFETY: the request has completed and is given back once.
+        for Completion { id, status, request } in results.completions {
+            // SAFETY: the request has completed and is freed once.
             unsafe { (self.api.ucp_request_free)(request) };
             self.complete(id, status);
         }
         any
     }
 
-    /// One report on something pending.
+    /// Handles one report on a pending entry.
     fn complete(&mut self, id: u64, status: RawStatus) {
         match self.pending.get_mut(&id) {
-            // Already given up as stuck.
+            // Already abandoned as stuck.
             None => {}
             Some(Pending::Transfer(op)) => {
                 op.holds_buffer = false;
@@ -621,7 +622,7 @@ impl Engine {
                 if let Some(ep) = self.endpoints.get_mut(&endpoint) {
                     ep.flushes -= 1;
                 }
-                self.landed(endpoint);
+                self.pending_removed(endpoint);
             }
             Some(Pending::Connect { .. }) => {
                 let Some(Pending::Connect { endpoint, owner, deadline, reply }) = self.pending.remove(&id)
@@ -631,12 +632,12 @@ impl Engine {
                 self.deadlines.remove(&(deadline, id));
                 let outcome = self.outcome(endpoint, status);
                 self.connected(endpoint, owner, outcome, &reply);
-                self.landed(endpoint);
+                self.pending_removed(endpoint);
             }
         }
     }
 
-    /// One of the reports that a transfer waits for.
+    /// Handles one of the reports that a transfer waits for.
     fn report(&mut self, id: u64, outcome: Result<(), UcxError>) {
         let Some(Pending::Transfer(op)) = self.pending.get_mut(&id) else { return };
         op.reports -= 1;
@@ -657,10 +658,10 @@ impl Engine {
             self.release_region(id);
         }
         self.completed.push((op.done, op.error.map_or(Ok(()), Err)));
-        self.landed(op.endpoint);
+        self.pending_removed(op.endpoint);
     }
 
-    /// What a status means on this endpoint. A failure that is the peer's closes it.
+    /// Converts a status of an operation on this endpoint. A failure of the peer closes the endpoint.
     fn outcome(&mut self, endpoint: u64, status: RawStatus) -> Result<(), UcxError> {
         if status >= 0 { Ok(()) } else { Err(self.failure(endpoint, status)) }
     }
@@ -678,7 +679,7 @@ impl Engine {
         error
     }
 
-    /// Closes an endpoint by force. What is in flight comes back through its callbacks.
+    /// Closes an endpoint by force. Operations in flight complete through their callbacks.
     fn close(&mut self, id: u64, reason: UcxError) {
         let Some(ep) = self.endpoints.get_mut(&id).filter(|ep| matches!(ep.state, State::Open)) else {
             return;
@@ -692,12 +693,12 @@ impl Engine {
         };
         // SAFETY: a live endpoint with error handling on, as closing by force requires; it is not used again.
         let ptr = unsafe { (self.api.ucp_ep_close_nbx)(ep.raw, &param) };
-        match Issued::from_ptr(ptr) {
-            Issued::Done => {}
-            // SAFETY: a request without callback may be given back before it completes.
-            Issued::Pending => unsafe { (self.api.ucp_request_free)(ptr) },
-            Issued::Failed(status) => {
-                tracing::warn!(status = %Status::new(status), "UCX cannot close an endpoint");
+        match CallOutcome::from_ptr(ptr) {
+            CallOutcome::Done => {}
+            // SAFETY: a request without callback may be freed before it completes.
+            CallOutcome::Pending => unsafe { (self.api.ucp_request_free)(ptr) },
+            CallOutcome::Failed(status) => {
+                tracing::warn!(status = %Status::new(status), "cannot close a UCX endpoint");
             }
         }
         self.closing.push(id);
@@ -706,22 +707,22 @@ impl Engine {
         }
     }
 
-    /// An entry of `pending` is gone.
-    fn landed(&mut self, endpoint: u64) {
+    /// Accounts for a removed entry of `pending`.
+    fn pending_removed(&mut self, endpoint: u64) {
         if let Some(ep) = self.endpoints.get_mut(&endpoint) {
             ep.in_flight -= 1;
         }
         self.settle(endpoint);
     }
 
-    /// Moves a closing endpoint on if nothing holds it any more.
+    /// Finishes closing an endpoint if nothing is in flight, and removes it if its handle was dropped.
     fn settle(&mut self, id: u64) {
         let Some(ep) = self.endpoints.get_mut(&id) else { return };
         if let State::Closing { reason, .. } = &ep.state
             && ep.in_flight == 0
         {
             ep.state = State::Closed { reason: reason.clone() };
-            self.answers.extend(ep.waiting.drain(..).map(|reply| (reply, Ok(()))));
+            self.replies.extend(ep.waiting.drain(..).map(|reply| (reply, Ok(()))));
             self.closing.retain(|closing| *closing != id);
         }
         if ep.dropped && matches!(ep.state, State::Closed { .. }) {
@@ -729,8 +730,8 @@ impl Engine {
         }
     }
 
-    /// Closes endpoints whose operations are late, and gives up on those that do not close.
-    fn look_at_clock(&mut self) {
+    /// Closes endpoints with operations past their deadline, and abandons operations of endpoints that do not close.
+    fn check_deadlines(&mut self) {
         if self.deadlines.is_empty() && self.closing.is_empty() {
             return;
         }
@@ -748,17 +749,18 @@ impl Engine {
         }
         for id in self.closing.clone() {
             self.settle(id);
-            let late = self.endpoints.get(&id).is_some_and(|ep| {
+            let stuck = self.endpoints.get(&id).is_some_and(|ep| {
                 matches!(ep.state, State::Closing { since, .. } if now.duration_since(since) >= STUCK_MAX)
             });
-            if late {
-                self.give_up(id);
+            if stuck {
+                self.abandon(id);
             }
         }
     }
 
-    /// UCX keeps operations of a closed endpoint: their callers learn that the buffers are lost.
-    fn give_up(&mut self, id: u64) {
+    /// Fails operations that UCX does not complete after the close of their endpoint. Callers get [`UcxError::Stuck`]
+    /// for buffers that are lost.
+    fn abandon(&mut self, id: u64) {
         self.stuck = true;
         let reason = self.open_endpoint(id).err().unwrap_or(UcxError::Aborted);
         let lost: Vec<u64> = self
@@ -774,7 +776,7 @@ impl Engine {
         let operations = lost.len();
         for lost in lost {
             match self.pending.remove(&lost) {
-                // Keys and registrations in use stay as they are: UCX may still look at them.
+                // Keys and registrations in use are kept: UCX may still access them.
                 Some(Pending::Transfer(op)) => {
                     self.deadlines.remove(&(op.deadline, lost));
                     buffers += usize::from(op.holds_buffer);
@@ -791,35 +793,35 @@ impl Engine {
         tracing::error!(
             operations,
             buffers,
-            "UCX does not give operations back; it is leaked when the worker stops"
+            "UCX does not complete operations of a closed endpoint; it is leaked when the worker stops"
         );
         let Some(ep) = self.endpoints.get_mut(&id) else { return };
         ep.in_flight = 0;
         ep.keeps_buffers = buffers > 0;
-        let answer = if buffers > 0 { Err(UcxError::Stuck) } else { Ok(()) };
-        self.answers.extend(ep.waiting.drain(..).map(|reply| (reply, answer.clone())));
+        let result = if buffers > 0 { Err(UcxError::Stuck) } else { Ok(()) };
+        self.replies.extend(ep.waiting.drain(..).map(|reply| (reply, result.clone())));
         self.settle(id);
     }
 
-    /// Runs completions, then answers aborts.
-    fn hand_back(&mut self) -> bool {
-        if self.completed.is_empty() && self.answers.is_empty() {
+    /// Runs completions, then sends replies to aborts. Returns whether there were any.
+    fn deliver(&mut self) -> bool {
+        if self.completed.is_empty() && self.replies.is_empty() {
             return false;
         }
         if !self.completed.is_empty() {
-            // Room first: a completion may start the next operation.
+            // Capacity first: a completion may start the next operation.
             self.shared.completed(self.completed.len());
         }
         for (done, result) in self.completed.drain(..) {
             done.run(result);
         }
-        for (reply, result) in self.answers.drain(..) {
+        for (reply, result) in self.replies.drain(..) {
             let _ = reply.send(result);
         }
         true
     }
 
-    /// Closes everything and gives UCX back, or leaks it if it does not let go.
+    /// Closes everything and destroys the UCX worker, or leaks it if operations are stuck.
     fn stop(mut self) {
         let ids: Vec<u64> = self.endpoints.keys().copied().collect();
         for id in ids {
@@ -829,16 +831,16 @@ impl Engine {
             self.close(id, UcxError::WorkerStopped);
             self.settle(id);
         }
-        let give_up = Instant::now() + STOP_MAX;
-        while !self.endpoints.is_empty() && Instant::now() < give_up {
-            if !self.turn() {
+        let give_up_at = Instant::now() + STOP_MAX;
+        while !self.endpoints.is_empty() && Instant::now() < give_up_at {
+            if !self.run_once() {
                 std::thread::sleep(Duration::from_micros(100));
             }
         }
         for id in self.closing.clone() {
-            self.give_up(id);
+            self.abandon(id);
         }
-        self.hand_back();
+        self.deliver();
         if self.stuck {
             std::mem::forget(self);
             return;

@@ -1,31 +1,31 @@
-//! How long the progress thread looks for events before it sleeps.
+//! [`AdaptiveSpin`]: how long the progress thread polls for events before it sleeps.
 //!
-//! Invariant: a look without a find lasts [`Spin::MAX`] at most.
+//! Invariant: a spin without an event takes at most [`AdaptiveSpin::MAX`].
 
 use std::time::{Duration, Instant};
 
-/// Decides how long to look for events before sleeping.
+/// Adaptive time limit for polling before a sleep.
 ///
-/// A sleep costs two system calls and a wake-up, 5–20 µs, which is as long as a whole small transfer takes. Looking
-/// costs a core, which on a small machine is the core that the peer or the caller needs. So a look never exceeds
-/// [`Spin::MAX`], and shrinks to [`Spin::MIN`] when looks keep finding nothing.
-pub(super) struct Spin {
+/// A sleep costs two system calls and a wake-up, 5–20 µs, which is as long as a whole small transfer takes. Spinning
+/// occupies a core, which on a small machine is the core that the peer or the caller needs. So a spin never exceeds
+/// [`AdaptiveSpin::MAX`], and shrinks to [`AdaptiveSpin::MIN`] while spins find no event.
+pub(super) struct AdaptiveSpin {
     budget: Duration,
     since: Option<Instant>,
 }
 
-impl Spin {
+impl AdaptiveSpin {
     const MIN: Duration = Duration::from_micros(1);
     const MAX: Duration = Duration::from_micros(40);
 
-    /// Something happened; if it did during a look, looking pays.
+    /// Records an event. If it happened during a spin, the limit grows.
     pub(super) fn worked(&mut self) {
         if self.since.take().is_some() {
             self.budget = (self.budget * 2).min(Self::MAX);
         }
     }
 
-    /// Whether it is time to sleep.
+    /// Records a poll without an event. Returns whether it is time to sleep.
     pub(super) fn idle(&mut self, now: Instant) -> bool {
         let since = *self.since.get_or_insert(now);
         if now.saturating_duration_since(since) < self.budget {
@@ -37,7 +37,7 @@ impl Spin {
     }
 }
 
-impl Default for Spin {
+impl Default for AdaptiveSpin {
     fn default() -> Self {
         Self { budget: Self::MAX, since: None }
     }
@@ -48,19 +48,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looks_that_find_nothing_get_shorter_and_finds_make_them_longer() {
-        let mut spin = Spin::default();
+    fn idle_polls_shrink_spin_budget_and_work_grows_it() {
+        let mut spin = AdaptiveSpin::default();
         let mut now = Instant::now();
         for _ in 0..20 {
-            assert!(!spin.idle(now), "a look takes some time");
-            now += Spin::MAX;
-            assert!(spin.idle(now), "no look is longer than the maximum");
+            assert!(!spin.idle(now), "a spin takes some time");
+            now += AdaptiveSpin::MAX;
+            assert!(spin.idle(now), "no spin is longer than the maximum");
         }
-        assert_eq!(spin.budget, Spin::MIN);
+        assert_eq!(spin.budget, AdaptiveSpin::MIN);
         for _ in 0..20 {
             assert!(!spin.idle(now));
             spin.worked();
         }
-        assert_eq!(spin.budget, Spin::MAX);
+        assert_eq!(spin.budget, AdaptiveSpin::MAX);
     }
 }

@@ -1,12 +1,12 @@
-//! What the progress thread remembers: endpoints, keys, registrations, and what UCX will report on.
+//! State of the progress thread: endpoints, keys, registrations, and pending reports of UCX.
 //!
-//! Data only; the transitions are in `progress`, which draws them.
+//! Data only; the transitions are in `progress`, which has the state diagram.
 
 use std::time::Instant;
 
 use super::error::UcxError;
+use super::handle::{Done, Endpoint, Reply};
 use super::sys;
-use super::worker::{Done, Endpoint, Reply};
 
 pub(super) enum State {
     Open,
@@ -14,7 +14,7 @@ pub(super) enum State {
     Closed { reason: UcxError },
 }
 
-pub(super) struct Ep {
+pub(super) struct EndpointState {
     pub(super) raw: *mut sys::Ep,
     pub(super) state: State,
     /// Entries of `Engine::pending` that belong to this endpoint.
@@ -22,11 +22,11 @@ pub(super) struct Ep {
     pub(super) flushes: usize,
     /// Puts that no flush covers yet.
     pub(super) unflushed: Vec<u64>,
-    /// No handle is left (or none ever was): forget the endpoint once it is closed.
+    /// No handle exists (or none ever did): the endpoint is removed once it is closed.
     pub(super) dropped: bool,
-    /// UCX kept a buffer of this endpoint; every `abort` from then on has to say so.
+    /// UCX kept a buffer of this endpoint; every later `abort` must return [`UcxError::Stuck`].
     pub(super) keeps_buffers: bool,
-    /// Callers of `abort`.
+    /// Replies to callers of `abort`.
     pub(super) waiting: Vec<Reply<()>>,
 }
 
@@ -41,11 +41,11 @@ pub(super) struct Region {
     pub(super) base: usize,
     pub(super) len: usize,
     pub(super) users: usize,
-    /// The registration was dropped; answer when the memory is unmapped.
+    /// The registration was dropped; the reply is sent when the memory is unmapped.
     pub(super) dropped: Option<Option<Reply<()>>>,
 }
 
-/// Something that UCX will report on.
+/// An event that UCX will report.
 pub(super) enum Pending {
     Transfer(InFlight),
     Flush { endpoint: u64, covers: Vec<u64> },
@@ -57,9 +57,9 @@ pub(super) struct InFlight {
     pub(super) key: u64,
     pub(super) region: Option<u64>,
     pub(super) deadline: Instant,
-    /// Reports outstanding: the operation's own, and for a put that of a flush.
+    /// Outstanding reports: the operation's own, and for a put that of a flush.
     pub(super) reports: u8,
-    /// The operation's own report is outstanding, so UCX may still touch the local buffer. A flush does not.
+    /// The operation's own report is outstanding, so UCX may still access the local buffer. A flush does not access it.
     pub(super) holds_buffer: bool,
     pub(super) error: Option<UcxError>,
     pub(super) done: Done,

@@ -1,12 +1,13 @@
-//! The part of the UCP application interface that we call: types, constants and the table of function pointers.
+//! The part of the UCP application interface that this crate uses: types, constants and the table of function pointers.
 //!
-//! Owns no policy and no resource. Facts are those of the OpenUCX headers (`ucp/api/ucp.h`, `ucp/api/ucp_def.h`,
+//! Owns no policy and no resource. The definitions follow the OpenUCX headers (`ucp/api/ucp.h`, `ucp/api/ucp_def.h`,
 //! `ucs/type/status.h`), versions 1.13 to 1.22, checked by a C program printing `sizeof` and `offsetof`.
 //!
 //! Invariants:
-//! - UCX only ever appends fields to its parameter structs, and reads or writes a field only if its bit is set in
-//!   the struct's mask. So one declaration serves every version, as long as the offsets below hold.
-//! - A struct here is at least as long as in the newest version known, and reaches UCX zeroed but for our fields.
+//! - UCX only appends fields to its parameter structs, and reads or writes a field only if its bit is set in the
+//!   struct's mask. So one declaration serves every version, as long as the offsets below hold.
+//! - A struct here is at least as long as in the newest known version, and is zeroed except for the fields that are
+//!   set.
 //! - `ucs_status_t` is a *packed* enum: one signed byte, not an `int`.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -210,14 +211,14 @@ pub(super) struct RequestParam {
     pub(super) remote_count: usize,
 }
 
-/// Marks structs for which all-zero bytes are a valid value, and the one that an empty mask asks for.
+/// Marks structs for which all-zero bytes are a valid value, and the value that an empty mask requires.
 ///
 /// # Safety
 /// Every field is an integer, a raw pointer, an array of those, or an `Option` of a function pointer.
 pub(super) unsafe trait Zeroed: Sized {
-    /// The struct with every bit clear.
+    /// Returns the struct with every bit clear.
     fn zeroed() -> Self {
-        // SAFETY: the implementor vouches that zero bytes are a valid value of each field.
+        // SAFETY: the implementor guarantees that zero bytes are a valid value of each field.
         unsafe { std::mem::zeroed() }
     }
 }
@@ -289,21 +290,21 @@ const _: () = {
 
 macro_rules! api {
     ($(fn $name:ident($($arg:ty),* $(,)?) $(-> $ret:ty)?;)*) => {
-        /// Every UCP function that we call, resolved once.
+        /// Every UCP function that this crate calls, resolved once.
         pub(super) struct Api {
             $(pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
         }
 
         impl Api {
-            /// Resolves every symbol, or names the first one that is missing.
+            /// Resolves every symbol, or returns the name of the first missing one.
             ///
             /// # Safety
             /// `library` is OpenUCX's libucp, and stays loaded for as long as the table is used.
             pub(super) unsafe fn resolve(library: &Library) -> Result<Self, &'static str> {
                 Ok(Self {
                     $($name: {
-                        // SAFETY: the signature is the one that the OpenUCX headers declare under this name, and the
-                        // caller keeps the library loaded.
+                        // SAFETY: the OpenUCX headers declare this signature under this name, and the caller keeps the
+                        // library loaded.
                         unsafe {
                             *library
                                 .get::<unsafe extern "C" fn($($arg),*) $(-> $ret)?>(
@@ -347,9 +348,9 @@ api! {
     fn ucp_request_free(*mut c_void);
 }
 
-/// What a call that may complete later has returned.
+/// Result of a call that may complete later.
 #[must_use]
-pub(super) enum Issued {
+pub(super) enum CallOutcome {
     /// Completed at once; the callback will not run.
     Done,
     /// The callback will run, from `ucp_worker_progress` or from closing the endpoint.
@@ -358,8 +359,8 @@ pub(super) enum Issued {
     Failed(RawStatus),
 }
 
-impl Issued {
-    /// Takes a `ucs_status_ptr_t` apart; the request itself arrives once more with the callback.
+impl CallOutcome {
+    /// Decodes a `ucs_status_ptr_t`. The callback receives the request itself.
     pub(super) fn from_ptr(ptr: StatusPtr) -> Self {
         let value = ptr as isize;
         match value {
@@ -376,11 +377,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn status_pointers_come_apart() {
-        assert!(matches!(Issued::from_ptr(std::ptr::null_mut()), Issued::Done));
-        assert!(matches!(Issued::from_ptr(-16isize as StatusPtr), Issued::Failed(UCS_ERR_CANCELED)));
-        assert!(matches!(Issued::from_ptr(-100isize as StatusPtr), Issued::Failed(UCS_ERR_LAST)));
-        assert!(matches!(Issued::from_ptr(-101isize as StatusPtr), Issued::Pending));
-        assert!(matches!(Issued::from_ptr(0x7f00_0000_1000usize as StatusPtr), Issued::Pending));
+    fn status_pointer_decodes_as_done_failed_or_pending() {
+        assert!(matches!(CallOutcome::from_ptr(std::ptr::null_mut()), CallOutcome::Done));
+        assert!(matches!(
+            CallOutcome::from_ptr(-16isize as StatusPtr),
+            CallOutcome::Failed(UCS_ERR_CANCELED)
+        ));
+        assert!(matches!(CallOutcome::from_ptr(-100isize as StatusPtr), CallOutcome::Failed(UCS_ERR_LAST)));
+        assert!(matches!(CallOutcome::from_ptr(-101isize as StatusPtr), CallOutcome::Pending));
+        assert!(matches!(CallOutcome::from_ptr(0x7f00_0000_1000usize as StatusPtr), CallOutcome::Pending));
     }
 }

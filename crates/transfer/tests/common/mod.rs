@@ -1,34 +1,34 @@
-//! A sample node in this process, and a link to it.
+//! A sample node in this process, and links to it.
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moontide_transfer::sample::{Sample, SampleConfig};
-use moontide_transfer::tcp::{Server, ServerConfig, TcpConfig, TcpEngine};
+use moontide_transfer::sample::{SampleNode, SampleNodeConfig};
+use moontide_transfer::tcp::{TcpConfig, TcpEngine, TcpServer, TcpServerConfig};
 use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, TransferError, run};
 use moontide_types::ErrorCode;
 
 pub struct TestNode {
-    pub sample: Arc<Sample>,
-    pub server: Server,
+    pub sample: Arc<SampleNode>,
+    pub server: TcpServer,
     pub metrics: Arc<Metrics>,
 }
 
 impl TestNode {
-    pub fn new(config: SampleConfig) -> TestNode {
-        TestNode::with(config, ServerConfig::default())
+    pub fn new(config: SampleNodeConfig) -> TestNode {
+        TestNode::with(config, TcpServerConfig::default())
     }
 
-    pub fn with(config: SampleConfig, server: ServerConfig) -> TestNode {
+    pub fn with(config: SampleNodeConfig, server: TcpServerConfig) -> TestNode {
         let metrics = Metrics::new();
-        let sample = Arc::new(Sample::new(config).unwrap());
-        let server = Server::start(server, Arc::clone(&sample) as _, Arc::clone(&metrics)).unwrap();
+        let sample = Arc::new(SampleNode::new(config).unwrap());
+        let server = TcpServer::start(server, Arc::clone(&sample) as _, Arc::clone(&metrics)).unwrap();
         TestNode { sample, server, metrics }
     }
 
-    pub fn config(&self) -> &SampleConfig {
+    pub fn config(&self) -> &SampleNodeConfig {
         self.sample.config()
     }
 
@@ -46,14 +46,14 @@ impl TestNode {
     }
 }
 
-/// Far enough for everything that goes well.
+/// Returns a deadline far enough in the future for every successful operation.
 pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
 pub fn get(
     link: &dyn Link,
-    config: &SampleConfig,
+    config: &SampleNodeConfig,
     record: u32,
 ) -> Result<Result<Vec<u8>, ErrorCode>, TransferError> {
     let mut bytes = vec![0xee; config.record_bytes as usize];

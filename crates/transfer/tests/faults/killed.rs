@@ -1,41 +1,48 @@
-//! Owners that are killed and stopped in the middle of transfers.
+//! Owners that are killed and stopped during transfers.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use moontide_transfer::sample::SampleConfig;
+use moontide_transfer::sample::SampleNodeConfig;
 use moontide_transfer::{OwnedOp, Transfer};
 use rustix::process::Signal;
 
-use crate::aborts::poll_to_the_end;
-use crate::kit::{
-    MIB, Punctual, Rng, check_typed, count, get_into, get_right, in_ms, link, put_from, recovers, soon,
+use crate::aborts::block_on;
+use crate::harness::{
+    MIB, Rng, WakeupJitter, check_typed, count, get_into, get_ok, in_ms, link, put_from, soon,
+    wait_for_recovery,
 };
 use crate::process::OwnerProcess;
 
-/// 64 MiB either way, without an owner that fills 64 MiB each time it starts.
+/// 64 MiB in either direction, without an owner that must fill 64 MiB each time it starts.
 const TRANSFER: usize = 64 << 20;
 
-fn config() -> SampleConfig {
-    SampleConfig { record_bytes: 4 * MIB, readable: 1, writable: 16, digests: false, ..Default::default() }
+fn config() -> SampleNodeConfig {
+    SampleNodeConfig {
+        record_bytes: 4 * MIB,
+        readable: 1,
+        writable: 16,
+        digests: false,
+        ..Default::default()
+    }
 }
 
-struct Scene {
-    config: SampleConfig,
+struct Harness {
+    config: SampleNodeConfig,
     content: Vec<u8>,
     memory: Vec<u8>,
     owner: OwnerProcess,
-    punctual: Punctual,
+    jitter: WakeupJitter,
     rng: Rng,
 }
 
-impl Scene {
-    fn new() -> Scene {
+impl Harness {
+    fn new() -> Harness {
         let rng = Rng::seeded();
         let config = config();
         let (content, owner) = (config.content(0), OwnerProcess::start(&config));
-        Scene { config, content, memory: vec![0; TRANSFER], owner, punctual: Punctual::new(), rng }
+        Harness { config, content, memory: vec![0; TRANSFER], owner, jitter: WakeupJitter::new(), rng }
     }
 
     fn transfer(
@@ -51,8 +58,8 @@ impl Scene {
         }
     }
 
-    /// Runs a transfer while somebody sends the owner a signal, at a moment within what a transfer takes.
-    fn disturbed(
+    /// Runs a transfer while another thread sends the owner a signal after a random delay of at most `within`.
+    fn transfer_with_signal(
         &mut self,
         link: &dyn moontide_transfer::Link,
         put: bool,
@@ -60,13 +67,13 @@ impl Scene {
         signal: Signal,
         within: Duration,
     ) -> Result<(), moontide_transfer::TransferError> {
-        let moment = Duration::from_nanos(self.rng.within(0, within.as_nanos() as u64 + 1));
+        let delay = Duration::from_nanos(self.rng.within(0, within.as_nanos() as u64 + 1));
         let pid = self.owner.pid();
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                std::thread::sleep(moment);
-                let pid = rustix::process::Pid::from_raw(pid as i32).expect("a child has a number");
-                rustix::process::kill_process(pid, signal).expect("our child takes our signals");
+                std::thread::sleep(delay);
+                let pid = rustix::process::Pid::from_raw(pid as i32).expect("a child has a process id");
+                rustix::process::kill_process(pid, signal).expect("signal a child process");
             });
             self.transfer(link, put, deadline)
         })
@@ -74,32 +81,37 @@ impl Scene {
 }
 
 pub fn killed() {
-    let mut scene = Scene::new();
+    let mut harness = Harness::new();
     let (mut failed, mut rounds) = (0, 0);
     let (mut slowest, mut longest) = (Duration::ZERO, Duration::ZERO);
-    let wanted = count(10, 60);
+    let failures_needed = count(10, 60);
     let mut shared = None;
-    // A kill that comes after the last byte shows nothing.
-    while failed < wanted {
-        assert!(rounds < 10 * wanted, "one of ten kills comes in the middle");
-        // Every failure lengthens the pause before the next attempt, so that a link is used for two of them.
+    // A kill after the last byte shows nothing.
+    while failed < failures_needed {
+        assert!(rounds < 10 * failures_needed, "at least one of ten kills is during the transfer");
+        // Every failure lengthens the backoff before the next attempt, so a link is used for only two of them.
         let connections = 1 + (rounds as usize / 2) % 2;
-        let link = shared.take().unwrap_or_else(|| link(scene.owner.address(), connections));
+        let link = shared.take().unwrap_or_else(|| link(harness.owner.address(), connections));
         let put = rounds % 2 == 1;
         let began = Instant::now();
-        scene.transfer(&*link, put, soon()).expect("nobody disturbs");
+        harness.transfer(&*link, put, soon()).expect("no fault");
         let undisturbed = began.elapsed();
-        scene.punctual.reset();
+        harness.jitter.reset();
         let (began, deadline) = (Instant::now(), in_ms(5000));
-        let result = scene.disturbed(&*link, put, deadline, Signal::KILL, undisturbed / 2);
-        scene.punctual.check(deadline, "a transfer whose owner was killed");
+        let result = harness.transfer_with_signal(&*link, put, deadline, Signal::KILL, undisturbed / 2);
+        harness.jitter.check(deadline, "a transfer whose owner was killed");
         if let Err(error) = result {
             check_typed(&error);
             failed += 1;
             longest = longest.max(began.elapsed());
         }
-        scene.owner.restart();
-        slowest = slowest.max(recovers(&*link, &scene.config, &scene.content, Duration::from_secs(15)));
+        harness.owner.restart();
+        slowest = slowest.max(wait_for_recovery(
+            &*link,
+            &harness.config,
+            &harness.content,
+            Duration::from_secs(15),
+        ));
         rounds += 1;
         if rounds % 2 == 1 {
             shared = Some(link);
@@ -107,70 +119,75 @@ pub fn killed() {
     }
     println!(
         "{rounds} kills: {failed} transfers failed, the longest of them after {longest:?}; \
-         the link was back after {slowest:?} at most"
+         the link recovered after {slowest:?} at most"
     );
 }
 
 pub fn stopped() {
-    let mut scene = Scene::new();
+    let mut harness = Harness::new();
     let mut slowest = Duration::ZERO;
     let all = [(700, false, 1), (3000, true, 1), (700, true, 2), (3000, false, 2)];
     let more = [(700, true, 1), (3000, false, 1), (700, false, 2), (3000, true, 2)];
     let cases = all.into_iter().chain(more.into_iter().cycle().take(count(0, 16) as usize));
     for (deadline_ms, put, connections) in cases {
-        let link = link(scene.owner.address(), connections);
+        let link = link(harness.owner.address(), connections);
         let began = Instant::now();
-        scene.transfer(&*link, put, soon()).expect("nobody disturbs");
+        harness.transfer(&*link, put, soon()).expect("no fault");
         let undisturbed = began.elapsed();
-        // One that was done before the owner was stopped shows nothing.
+        // A transfer that ended before the owner was stopped shows nothing.
         let error = (0..50).find_map(|_| {
-            scene.punctual.reset();
+            harness.jitter.reset();
             let deadline = in_ms(deadline_ms);
-            let result = scene.disturbed(&*link, put, deadline, Signal::STOP, undisturbed / 2);
-            scene.punctual.check(deadline, "a transfer whose owner was stopped");
+            let result = harness.transfer_with_signal(&*link, put, deadline, Signal::STOP, undisturbed / 2);
+            harness.jitter.check(deadline, "a transfer whose owner was stopped");
             if result.is_ok() {
-                scene.owner.signal(Signal::CONT);
+                harness.owner.signal(Signal::CONT);
             }
             result.err()
         });
-        let error = error.expect("one of fifty is stopped in the middle");
+        let error = error.expect("at least one of fifty transfers is stopped");
         check_typed(&error);
         println!("deadline {deadline_ms} ms, put {put}, {connections} connections: {error}");
-        scene.owner.signal(Signal::CONT);
-        slowest = slowest.max(recovers(&*link, &scene.config, &scene.content, Duration::from_secs(15)));
-        get_right(&*link, &scene.config, 0, &scene.content);
+        harness.owner.signal(Signal::CONT);
+        slowest = slowest.max(wait_for_recovery(
+            &*link,
+            &harness.config,
+            &harness.content,
+            Duration::from_secs(15),
+        ));
+        get_ok(&*link, &harness.config, 0, &harness.content);
     }
-    println!("back after {slowest:?} at most");
+    println!("recovered after {slowest:?} at most");
 }
 
-/// Callers of all kinds share a link while its owner is killed and started again: each of them comes back in time.
-pub fn crowd() {
-    let mut scene = Scene::new();
+/// Callers that wait or poll share a link while its owner is killed and restarted: each returns in time.
+pub fn concurrent_callers() {
+    let mut harness = Harness::new();
     let kills = count(6, 60);
-    let over = std::sync::atomic::AtomicBool::new(false);
-    let tallies = [const { AtomicU64::new(0) }; 2];
-    let link = link(scene.owner.address(), 2);
-    let (config, content, shared) = (scene.config.clone(), scene.content.clone(), &*link);
+    let finished = std::sync::atomic::AtomicBool::new(false);
+    let counts = [const { AtomicU64::new(0) }; 2];
+    let link = link(harness.owner.address(), 2);
+    let (config, content, shared) = (harness.config.clone(), harness.content.clone(), &*link);
     let calls: Vec<Mutex<Instant>> = (0..6).map(|_| Mutex::new(Instant::now())).collect();
     std::thread::scope(|scope| {
-        for (caller, called) in calls.iter().enumerate() {
-            let (config, content, over, tallies) = (&config, &content, &over, &tallies);
+        for (caller, called_at) in calls.iter().enumerate() {
+            let (config, content, finished, counts) = (&config, &content, &finished, &counts);
             scope.spawn(move || {
                 let mut memory = vec![0; 4 * content.len()];
-                while !over.load(Ordering::Relaxed) {
-                    *called.lock().expect("no panic") = Instant::now();
+                while !finished.load(Ordering::Relaxed) {
+                    *called_at.lock().expect("no panic") = Instant::now();
                     let deadline = in_ms(2000);
                     let result = match caller % 3 {
                         0 => get_into(shared, config, 0, content, &mut memory, deadline),
                         1 => put_from(shared, config, &memory, deadline),
                         _ => {
                             let op = OwnedOp::get(config.target(0), 0, vec![0; content.len()]);
-                            poll_to_the_end(Transfer::start(shared, vec![op], deadline)).map(|done| {
+                            block_on(Transfer::start(shared, vec![op], deadline)).map(|done| {
                                 assert!(done[0].outcome.is_ok() && done[0].buffer == *content);
                             })
                         }
                     };
-                    tallies[usize::from(result.is_err())].fetch_add(1, Ordering::Relaxed);
+                    counts[usize::from(result.is_err())].fetch_add(1, Ordering::Relaxed);
                     if let Err(error) = result {
                         check_typed(&error);
                         std::thread::sleep(Duration::from_millis(2));
@@ -179,14 +196,14 @@ pub fn crowd() {
             });
         }
         for _ in 0..kills {
-            std::thread::sleep(Duration::from_millis(scene.rng.within(50, 500)));
-            scene.owner.signal(Signal::KILL);
-            scene.owner.restart();
-            for (caller, called) in calls.iter().enumerate() {
-                let ago = called.lock().expect("no panic").elapsed();
-                if ago > Duration::from_secs(6) {
-                    // A thread that hangs cannot be joined.
-                    eprintln!("caller {caller} has not come back for {ago:?}, with a deadline of 2 s");
+            std::thread::sleep(Duration::from_millis(harness.rng.within(50, 500)));
+            harness.owner.signal(Signal::KILL);
+            harness.owner.restart();
+            for (caller, called_at) in calls.iter().enumerate() {
+                let elapsed = called_at.lock().expect("no panic").elapsed();
+                if elapsed > Duration::from_secs(6) {
+                    // A blocked thread cannot be joined.
+                    eprintln!("caller {caller} has not returned for {elapsed:?}, with a deadline of 2 s");
                     std::process::abort();
                 }
             }
@@ -195,46 +212,42 @@ pub fn crowd() {
         while Instant::now() < until {
             std::thread::sleep(Duration::from_millis(50));
         }
-        let stuck = calls.iter().map(|called| called.lock().expect("no panic").elapsed()).max();
-        if stuck > Some(Duration::from_millis(2400)) {
-            eprintln!("a caller has not come back for {stuck:?}, with a deadline of 2 s; threads that run:");
-            eprintln!("{}", crate::kit::running_threads().join("\n"));
+        let longest = calls.iter().map(|called_at| called_at.lock().expect("no panic").elapsed()).max();
+        if longest > Some(Duration::from_millis(2400)) {
+            eprintln!("a caller has not returned for {longest:?}, with a deadline of 2 s; running threads:");
+            eprintln!("{}", crate::harness::running_threads().join("\n"));
             std::process::abort();
         }
-        over.store(true, Ordering::Relaxed);
+        finished.store(true, Ordering::Relaxed);
     });
-    let [well, failed] = tallies.map(AtomicU64::into_inner);
-    println!("{kills} kills: {well} transfers went well, {failed} failed");
+    let [succeeded, failed] = counts.map(AtomicU64::into_inner);
+    println!("{kills} kills: {succeeded} transfers succeeded, {failed} failed");
 }
 
-/// A rail that broke often, but worked for long since, is tried again at once.
-pub fn forgiven() {
-    if count(0, 1) == 0 {
-        println!("half a minute, most of it waiting: only with MOONTIDE_FAULTS=full");
-        return;
-    }
-    let mut scene = Scene::new();
-    let link = link(scene.owner.address(), 1);
-    let mut memory = vec![0; scene.content.len()];
-    // Away for so long that many attempts fail.
-    scene.owner.signal(Signal::KILL);
+/// A rail that failed often, but has worked for long since, is tried again at once.
+pub fn failures_reset() {
+    let mut harness = Harness::new();
+    let link = link(harness.owner.address(), 1);
+    let mut memory = vec![0; harness.content.len()];
+    // Down for so long that many attempts fail.
+    harness.owner.signal(Signal::KILL);
     let until = in_ms(7000);
     while Instant::now() < until {
-        let _ = get_into(&*link, &scene.config, 0, &scene.content, &mut memory, in_ms(100));
+        let _ = get_into(&*link, &harness.config, 0, &harness.content, &mut memory, in_ms(100));
         std::thread::sleep(Duration::from_millis(20));
     }
-    scene.owner.restart();
-    recovers(&*link, &scene.config, &scene.content, Duration::from_secs(20));
-    // `FORGIVEN_AFTER` is 10 s.
+    harness.owner.restart();
+    wait_for_recovery(&*link, &harness.config, &harness.content, Duration::from_secs(20));
+    // `FAILURES_RESET_AFTER` is 10 s.
     let until = in_ms(11_000);
     while Instant::now() < until {
-        get_right(&*link, &scene.config, 0, &scene.content);
+        get_ok(&*link, &harness.config, 0, &harness.content);
         std::thread::sleep(Duration::from_millis(100));
     }
-    scene.owner.signal(Signal::KILL);
-    scene.owner.restart();
-    let took = recovers(&*link, &scene.config, &scene.content, Duration::from_secs(20));
-    println!("back {took:?} after the owner was");
-    // The first pauses are 100 and 200 ms; the owner was away for less than a second.
+    harness.owner.signal(Signal::KILL);
+    harness.owner.restart();
+    let took = wait_for_recovery(&*link, &harness.config, &harness.content, Duration::from_secs(20));
+    println!("recovered {took:?} after the owner");
+    // The first backoffs are 100 and 200 ms; the owner was down for less than a second.
     assert!(took < Duration::from_secs(2), "old failures still count: {took:?}");
 }

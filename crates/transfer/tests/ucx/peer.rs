@@ -1,7 +1,7 @@
-//! Another process that owns memory, and the plumbing to talk to it.
+//! A child process that owns memory, and the communication with it.
 //!
-//! The test binary starts itself again and runs the one test [`ENTRY`], which becomes the owner when [`ROLE`] says
-//! so. Owner and test speak in lines over the child's standard input and output.
+//! The test binary starts itself again and runs only the test [`ENTRY`], which becomes the owner if [`ROLE`] is set.
+//! Owner and test exchange lines over the child's standard input and output.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -12,29 +12,31 @@ use moontide_transfer::ucx::{
     Endpoint, Get, OldVersions, Put, RemoteKey, Ucx, UcxError, UcxWorker, WorkerConfig,
 };
 
+use crate::not_run::not_run;
+
 /// The test that a child process runs.
 pub(crate) const ENTRY: &str = "child_process";
-/// Set in a child process: what it is, and with which transports.
+/// Set in a child process: its role and its transports.
 pub(crate) const ROLE: &str = "MOONTIDE_UCX_TEST_ROLE";
-/// Marks the lines meant for the parent, among those of the test harness.
+/// Marks the lines for the parent among those of the test harness.
 const MARK: &str = "@@ ";
-/// Memory of an owner.
+/// Length of the memory of an owner.
 pub(crate) const OWNED_LEN: usize = 64 << 20;
 
-/// The UCX of this test run, or a plain word that there is none. One that was named and does not load is a failure:
-/// otherwise a typing error would look like success.
+/// Returns the UCX of this test run, or reports that the test is not run. A configured library that does not load is a
+/// failure; otherwise a typing error would look like success.
 pub(crate) fn library() -> Option<Ucx> {
     match Ucx::load(None) {
         Ok(ucx) => Some(ucx),
-        Err(absent) => {
-            assert!(std::env::var_os(moontide_transfer::ucx::ENV).is_none(), "{absent}");
-            eprintln!("DID NOT RUN: {absent}");
+        Err(unavailable) => {
+            assert!(std::env::var_os(moontide_transfer::ucx::ENV).is_none(), "{unavailable}");
+            not_run(unavailable);
             None
         }
     }
 }
 
-/// A configuration for tests: any version, TCP welcome.
+/// Configuration for tests: any version, TCP allowed.
 pub(crate) fn config(tls: &str) -> WorkerConfig {
     WorkerConfig {
         tls: Some(tls.into()),
@@ -44,8 +46,9 @@ pub(crate) fn config(tls: &str) -> WorkerConfig {
     }
 }
 
-/// Bytes that differ by position, so that a shifted or torn transfer shows. They repeat after a prime number of bytes,
-/// which no fragment size of UCX is a multiple of, and are copied rather than computed: tests are built unoptimised.
+/// Fills `out` with bytes that differ by position, so that a shifted or torn transfer is detected. The period is a
+/// prime number of bytes, so that no fragment size of UCX is a multiple of it. The bytes are copied rather than
+/// computed, since tests are built unoptimised.
 pub(crate) fn pattern(seed: u64, offset: usize, out: &mut [u8]) {
     const PERIOD: usize = 4099;
     let block: Vec<u8> = (0..2 * PERIOD)
@@ -57,13 +60,13 @@ pub(crate) fn pattern(seed: u64, offset: usize, out: &mut [u8]) {
     }
 }
 
-/// Memory that stays where it is: what UCX is given to read and write.
+/// Memory at a fixed address, for UCX to read and write.
 pub(crate) struct Buffer {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: plain memory, freed never (tests are short), shared as the tests see fit.
+// SAFETY: plain memory that is never freed (tests are short); each test orders its own accesses.
 unsafe impl Send for Buffer {}
 // SAFETY: as above.
 unsafe impl Sync for Buffer {}
@@ -83,35 +86,35 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
-    #[expect(clippy::mut_from_ref, reason = "tests take turns")]
+    #[expect(clippy::mut_from_ref, reason = "tests run one at a time")]
     pub(crate) fn bytes_mut(&self) -> &mut [u8] {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
-/// Starts a get and returns where its outcome will arrive, with the time of arrival.
+/// Starts a get and returns the channel for its outcome, with the time of arrival.
 pub(crate) fn get(end: &Endpoint, get: Get<'_>) -> Receiver<(Result<(), UcxError>, Instant)> {
-    let (tell, outcome) = channel();
+    let (sender, outcome) = channel();
     // SAFETY: the buffers of these tests are never freed.
-    unsafe { end.get(get, move |result| drop(tell.send((result, Instant::now())))) };
+    unsafe { end.get(get, move |result| drop(sender.send((result, Instant::now())))) };
     outcome
 }
 
 /// The same for a put.
 pub(crate) fn put(end: &Endpoint, put: Put<'_>) -> Receiver<(Result<(), UcxError>, Instant)> {
-    let (tell, outcome) = channel();
+    let (sender, outcome) = channel();
     // SAFETY: the buffers of these tests are never freed.
-    unsafe { end.put(put, move |result| drop(tell.send((result, Instant::now())))) };
+    unsafe { end.put(put, move |result| drop(sender.send((result, Instant::now())))) };
     outcome
 }
 
-/// Waits for an outcome; a completion that never comes is a failure of the test.
+/// Waits for an outcome; a missing completion fails the test.
 pub(crate) fn wait(outcome: &Receiver<(Result<(), UcxError>, Instant)>) -> Result<(), UcxError> {
     outcome.recv_timeout(Duration::from_secs(30)).expect("no completion within 30 s").0
 }
 
-/// In so many seconds.
+/// Returns the time `seconds` from now.
 pub(crate) fn within(seconds: f64) -> Instant {
     Instant::now() + Duration::from_secs_f64(seconds)
 }
@@ -151,7 +154,7 @@ impl Owner {
         (end, key)
     }
 
-    /// Asks the owner whether its memory holds the pattern of a seed.
+    /// Asks the owner whether its memory holds the pattern of `seed`.
     pub(crate) fn holds(&mut self, seed: u64, offset: usize, len: usize) -> bool {
         writeln!(self.stdin, "check {seed} {offset} {len}").unwrap();
         read_line(&mut self.stdout) == "true"
@@ -162,7 +165,7 @@ impl Owner {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
-    /// Stops the owner, and returns when it is: the signal alone takes effect some time later.
+    /// Stops the owner, and returns when it has stopped: the signal takes effect some time later.
     pub(crate) fn pause(&self) {
         self.signal(rustix::process::Signal::STOP);
         let tasks = format!("/proc/{}/task", self.child.id());
@@ -172,24 +175,24 @@ impl Owner {
                 stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
             })
         };
-        let give_up = within(5.0);
+        let give_up_at = within(5.0);
         while !all_stopped() {
-            assert!(Instant::now() < give_up, "the owner does not stop");
+            assert!(Instant::now() < give_up_at, "the owner does not stop");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Lets a stopped owner go on.
+    /// Continues a stopped owner.
     pub(crate) fn resume(&self) {
         self.signal(rustix::process::Signal::CONT);
     }
 
-    /// Closes the owner's input, and expects it to end well.
+    /// Closes the owner's input, and expects it to exit successfully.
     pub(crate) fn end(self) {
         drop(self.stdin);
         let mut child = self.child;
         let status = child.wait().unwrap();
-        assert!(status.success(), "owner ended with {status}");
+        assert!(status.success(), "owner exited with {status}");
     }
 
     pub(crate) fn kill(mut self) {
@@ -211,25 +214,25 @@ pub(crate) fn spawn(role: &str, tls: &str) -> (Child, ChildStdin, BufReader<Chil
     (child, stdin, BufReader::new(stdout))
 }
 
-/// The next line that the child means for us.
+/// Returns the next line of the child that is marked for the parent.
 pub(crate) fn read_line(stdout: &mut BufReader<ChildStdout>) -> String {
     let mut line = String::new();
     loop {
         line.clear();
-        assert!(stdout.read_line(&mut line).unwrap() > 0, "the child process ended early");
+        assert!(stdout.read_line(&mut line).unwrap() > 0, "the child process exited early");
         if let Some(at) = line.find(MARK) {
             return line[at + MARK.len()..].trim().to_owned();
         }
     }
 }
 
-/// A line for the parent.
-pub(crate) fn say(line: &str) {
+/// Sends a line to the parent.
+pub(crate) fn send_line(line: &str) {
     println!("\n{MARK}{line}");
     std::io::stdout().flush().unwrap();
 }
 
-/// Body of an owner: registers patterned memory and answers until its input ends.
+/// Body of an owner: registers memory with a pattern and serves requests until its input ends.
 pub(crate) fn serve(tls: &str) {
     let ucx = Ucx::load(None).unwrap();
     let worker = UcxWorker::start(&ucx, config(tls)).unwrap();
@@ -238,7 +241,7 @@ pub(crate) fn serve(tls: &str) {
     // SAFETY: never freed.
     let registration = unsafe { worker.register(memory.at(0), OWNED_LEN) }.unwrap();
     let (address, key) = (hex(worker.address()), hex(registration.key()));
-    say(&format!("owner {address} {key} {} {}", registration.base(), registration.len()));
+    send_line(&format!("owner {address} {key} {} {}", registration.base(), registration.len()));
     let mut expected = vec![0; OWNED_LEN];
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -247,7 +250,7 @@ pub(crate) fn serve(tls: &str) {
         let (seed, offset, len): (u64, usize, usize) =
             (seed.parse().unwrap(), offset.parse().unwrap(), len.parse().unwrap());
         pattern(seed, offset, &mut expected[..len]);
-        say(&(memory.bytes()[offset..offset + len] == expected[..len]).to_string());
+        send_line(&(memory.bytes()[offset..offset + len] == expected[..len]).to_string());
     }
     drop(registration);
     drop(worker);

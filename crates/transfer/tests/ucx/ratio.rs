@@ -1,11 +1,13 @@
-//! Our get and put against the plain C loop in `loop.c`, on the same library, transports, sizes and batches.
+//! Gets and puts of this crate compared to the plain C loop in `loop.c`, on the same library, transports, sizes and
+//! batches.
 //!
 //! ```text
-//! MOONTIDE_UCX=…/libucp.so.0 cargo test --release -p moontide-transfer --test ucx -- --ignored --nocapture ratio
+//! MOONTIDE_UCX_LIB=…/libucp.so.0 cargo test --release -p moontide-transfer --test ucx -- --ignored --nocapture ratio
 //! ```
-//! Prints a JSON line per point: the loop (best of its two ways to wait at the owner), ours when a thread starts a batch
-//! and waits for it, ours when each completion starts the next operation, and both ratios. Best of [`ROUNDS`] each.
-//! The waiting thread pays for being woken by the progress thread, 5 to 20 µs per batch; the chain does not. Needs `cc`.
+//! Prints a JSON line per point: the loop (best of its two ways to wait at the owner), this crate when a thread starts
+//! a batch and waits for it, this crate when each completion starts the next operation, and both ratios. Best of
+//! [`ROUNDS`] each. The waiting thread is woken by the progress thread, which costs 5 to 20 µs per batch; the chain
+//! needs no wake-up. Needs `cc`.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -17,18 +19,18 @@ use moontide_transfer::ucx::{Endpoint, Get, Put, RemoteKey, Ucx, UcxError, UcxWo
 
 use crate::peer::{Buffer, OWNED_LEN, Owner, config, library, within};
 
-/// Sides take turns, so that a busy spell of the machine does not hit one of them only.
+/// The two sides alternate, so that a load peak of the machine does not affect only one of them.
 const ROUNDS: usize = 3;
 const POINT: Duration = Duration::from_millis(150);
 const BATCHES: [usize; 2] = [1, 4];
 const SIZES: [usize; 5] = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
-/// From this size on our path should be worth nine tenths of the loop.
+/// From this size on the crate should reach nine tenths of the loop.
 const SIZE_OF_INTEREST: usize = 256 << 10;
 
 /// Direction, operations in flight, bytes.
 type Point = (String, usize, usize);
 
-/// Prints every point, and fails if the middle ratio of chained operations of the sizes of interest is too low.
+/// Prints every point, and fails if the median ratio of chained operations of the sizes of interest is too low.
 pub(crate) fn compare() {
     let Some(ucx) = library() else { return };
     let loop_binary = std::env::temp_dir().join(format!("moontide-ucx-loop-{}", std::process::id()));
@@ -78,17 +80,17 @@ pub(crate) fn compare() {
             "{{\"tls\":\"{tls}\",\"middle_chain_ratio\":{middle:.2},\"least_chain_ratio\":{:.2}}}",
             ratios[0]
         );
-        assert!(middle >= 0.9, "{tls}: our path is worth {middle:.2} of the plain loop");
+        assert!(middle >= 0.9, "{tls}: throughput is {middle:.2} of the plain loop");
     }
     let _ = std::fs::remove_file(loop_binary);
 }
 
 fn keep_best(best: &mut BTreeMap<Point, f64>, point: Point, rate: f64) {
-    let place = best.entry(point).or_insert(rate);
-    *place = place.max(rate);
+    let entry = best.entry(point).or_insert(rate);
+    *entry = entry.max(rate);
 }
 
-/// Reads a line of the C loop, which has the fields in this order.
+/// Parses a line of the C loop, which has the fields in this order.
 fn parse(line: &str) -> Option<(Point, f64)> {
     let field = |name: &str| {
         let start = line.find(&format!("\"{name}\":"))? + name.len() + 3;
@@ -99,8 +101,8 @@ fn parse(line: &str) -> Option<(Point, f64)> {
     Some((point, field("gb_s")?.parse().ok()?))
 }
 
-/// The loop once more, through our handles.
-fn measure(tls: &str, ucx: &Ucx, mut tell: impl FnMut(Point, f64, f64)) {
+/// Runs the same loop through the handles of this crate.
+fn measure(tls: &str, ucx: &Ucx, mut report: impl FnMut(Point, f64, f64)) {
     let owner = Owner::start(tls);
     let worker = UcxWorker::start(ucx, config(tls)).unwrap();
     let (end, key) = owner.reach(&worker);
@@ -112,7 +114,7 @@ fn measure(tls: &str, ucx: &Ucx, mut tell: impl FnMut(Point, f64, f64)) {
             for len in SIZES {
                 let waiting = load.wait_for_batches(op, in_flight, len);
                 let chained = load.chain(op, in_flight, len);
-                tell((op.to_owned(), in_flight, len), waiting, chained);
+                report((op.to_owned(), in_flight, len), waiting, chained);
             }
         }
     }
@@ -146,7 +148,7 @@ impl Load {
         }
     }
 
-    /// A thread starts a batch and waits for all of it.
+    /// Starts batches on one thread and waits for all of each.
     fn wait_for_batches(&self, op: &str, in_flight: usize, len: usize) -> f64 {
         let (report, reports) = channel();
         let batch = || {
@@ -167,13 +169,13 @@ impl Load {
         (operations * len) as f64 / start.elapsed().as_secs_f64() / 1e9
     }
 
-    /// Each completion starts the next operation in its place.
+    /// Starts the next operation of a slot from the completion of the previous one.
     fn chain(self: &Arc<Self>, op: &'static str, in_flight: usize, len: usize) -> f64 {
         let (report, reports) = channel();
         let start = Instant::now();
         for slot in 0..in_flight {
-            Link { load: Arc::clone(self), op, slot, len, start, operations: 0, report: report.clone() }
-                .go_on();
+            ChainSlot { load: Arc::clone(self), op, slot, len, start, operations: 0, report: report.clone() }
+                .start_next();
         }
         drop(report);
         let operations: usize = reports.iter().sum();
@@ -181,7 +183,7 @@ impl Load {
     }
 }
 
-struct Link {
+struct ChainSlot {
     load: Arc<Load>,
     op: &'static str,
     slot: usize,
@@ -191,14 +193,14 @@ struct Link {
     report: Sender<usize>,
 }
 
-impl Link {
-    fn go_on(mut self) {
+impl ChainSlot {
+    fn start_next(mut self) {
         let load = Arc::clone(&self.load);
         load.start(self.op, self.slot, self.len, move |result| {
             result.unwrap();
             self.operations += 1;
             if self.start.elapsed() < POINT {
-                self.go_on();
+                self.start_next();
             } else {
                 let _ = self.report.send(self.operations);
             }

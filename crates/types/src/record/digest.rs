@@ -1,4 +1,4 @@
-//! Digests: XXH3-64 per 256 KiB page, and a tree over them whose root travels from writer to reader.
+//! Digests: XXH3-64 per 256 KiB page, and a tree over them whose root the writer sends to the reader.
 //!
 //! ```text
 //!  level 2                       root             (only above 512 pages = 128 MiB)
@@ -8,62 +8,62 @@
 //!  level 0       page 0 … page 511     page 512 …
 //! ```
 //!
-//! Each digest is seeded with XXH3 of (object, version, stripe, level, index, length), so that a right page in
-//! a wrong place, of another version or of another object does not match. XXH3 is not a MAC: it finds
-//! accidents, and tenants are kept apart by other means.
+//! The seed of each digest is XXH3 of (object, version, stripe, level, index, length), so an intact page at
+//! another index, of another version or of another object does not match. XXH3 is not a MAC: it detects
+//! accidental corruption; other mechanisms isolate tenants.
 //!
-//! Pages are hashed one by one while they are in cache. The object's root is the root of its single stripe,
-//! or a digest over the roots of its stripes.
+//! Pages are hashed one by one while they are in the CPU cache. The root of an object is the root of its single
+//! stripe, or a digest over the roots of its stripes.
 
 use std::hash::Hasher as _;
 
 use twox_hash::XxHash3_64;
 
-use crate::bounds::{DIGEST_FAN_OUT, PAGE_BYTES};
 use crate::ids::Epoch;
 use crate::key::ObjectId;
+use crate::limits::{DIGEST_FAN_OUT, PAGE_BYTES};
 
-/// The level in the seed of an object's root over several stripes: no tree is that high.
+/// Level in the seed of an object's root over several stripes: greater than the height of any tree.
 const OBJECT_LEVEL: u32 = 0xff;
 
 /// Levels above the pages: 512³ pages of 256 KiB are more than the largest object.
 const LEVELS: usize = 3;
 
-/// What a stripe's digests are bound to.
+/// Identity of a stripe, which is part of the seed of its digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestContext {
-    /// The object.
+    /// Object of the stripe.
     pub id: ObjectId,
-    /// Its version.
+    /// Version of the object.
     pub version: Epoch,
-    /// The stripe's index.
+    /// Index of the stripe.
     pub stripe: u16,
-    /// The stripe's payload length.
+    /// Payload length of the stripe in bytes.
     pub len: u64,
 }
 
 impl DigestContext {
-    /// The digest of page `index`, which is `page`.
+    /// Returns the digest of page `index` with the bytes `page`.
     pub fn page(&self, index: u64, page: &[u8]) -> u64 {
         debug_assert!(page.len() as u64 <= PAGE_BYTES);
         XxHash3_64::oneshot_with_seed(self.seed(0, index), page)
     }
 
-    /// As [`DigestContext::page`], for a page that lies in several places.
-    pub fn page_in_parts<'a>(&self, index: u64, parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    /// As [`DigestContext::page`], for a page in several parts.
+    pub fn page_from_parts<'a>(&self, index: u64, parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
         let mut hasher = XxHash3_64::with_seed(self.seed(0, index));
         parts.into_iter().for_each(|part| hasher.write(part));
         hasher.finish()
     }
 
-    /// The root of a payload, and its page digests written to `digests`.
+    /// Returns the root of a payload and passes its page digests to `digests`.
     ///
     /// # Panics
-    /// If the payload is not as long as the context says.
+    /// If the length of the payload differs from the context's.
     pub fn payload(&self, payload: &[u8], mut digests: impl FnMut(u64)) -> u64 {
-        assert_eq!(payload.len() as u64, self.len, "the context is for another payload");
+        assert_eq!(payload.len() as u64, self.len, "payload length differs from the context");
         if payload.len() as u64 <= PAGE_BYTES {
-            // Small objects are many: spare them the builder's 12 KiB.
+            // Small objects are frequent: avoid the builder's 12 KiB.
             let page = (!payload.is_empty()).then(|| self.page(0, payload));
             page.into_iter().for_each(&mut digests);
             return self.node(1, 0, page.as_slice());
@@ -77,13 +77,13 @@ impl DigestContext {
         root.finish()
     }
 
-    /// The root over page digests that are known already.
+    /// Returns the root over known page digests.
     pub fn root_of(&self, digests: impl IntoIterator<Item = u64>) -> u64 {
         let mut digests = digests.into_iter();
         if self.pages() <= 1 {
-            // Small objects are many: spare them the builder's 12 KiB.
+            // Small objects are frequent: avoid the builder's 12 KiB.
             let page = digests.next();
-            assert_eq!(page.iter().count() as u64, self.pages(), "pages given");
+            assert_eq!(page.iter().count() as u64, self.pages(), "number of page digests");
             return self.node(1, 0, page.as_slice());
         }
         let mut root = RootBuilder::new(*self);
@@ -91,7 +91,7 @@ impl DigestContext {
         root.finish()
     }
 
-    /// How many pages the payload has.
+    /// Returns the number of pages of the payload.
     fn pages(&self) -> u64 {
         self.len.div_ceil(PAGE_BYTES)
     }
@@ -114,28 +114,28 @@ impl DigestContext {
         }
         let mut bytes = [0; DIGEST_FAN_OUT * 8];
         let bytes = &mut bytes[..children.len() * 8];
-        for (place, child) in bytes.chunks_exact_mut(8).zip(children) {
-            place.copy_from_slice(&child.to_le_bytes());
+        for (target, child) in bytes.chunks_exact_mut(8).zip(children) {
+            target.copy_from_slice(&child.to_le_bytes());
         }
         XxHash3_64::oneshot_with_seed(seed, bytes)
     }
 }
 
-/// The root of an object: of its only stripe, or over all of its stripes' roots in order.
+/// Returns the root of an object: the root of its only stripe, or a digest over the roots of its stripes in order.
 pub fn object_root(id: ObjectId, version: Epoch, object_len: u64, stripe_roots: &[u64]) -> u64 {
     if let &[root] = stripe_roots {
         return root;
     }
-    let stripe = stripe_roots.len() as u16; // ≤ STRIPES_MAX wherever headers are made
+    let stripe = stripe_roots.len() as u16; // ≤ STRIPES_MAX: checked by Header::check
     let context = DigestContext { id, version, stripe, len: object_len };
     let bytes: Vec<u8> = stripe_roots.iter().flat_map(|root| root.to_le_bytes()).collect();
     XxHash3_64::oneshot_with_seed(context.seed(OBJECT_LEVEL, 0), &bytes)
 }
 
-/// Takes page digests in order and gives the root, without keeping more than one node per level.
+/// Computes the root from page digests in order; keeps at most one node per level.
 pub struct RootBuilder {
     context: DigestContext,
-    /// For each level above the pages: the children of its unfinished node, and how many are finished.
+    /// For each level above the pages: the children of its unfinished node, and the number of finished nodes.
     levels: [Level; LEVELS],
     pages: u64,
 }
@@ -147,7 +147,7 @@ struct Level {
 }
 
 impl RootBuilder {
-    /// A builder for one stripe.
+    /// Creates a builder for one stripe.
     pub fn new(context: DigestContext) -> RootBuilder {
         let level = || Level { children: [0; DIGEST_FAN_OUT], len: 0, finished: 0 };
         RootBuilder { context, levels: [level(), level(), level()], pages: 0 }
@@ -159,12 +159,12 @@ impl RootBuilder {
         self.push_at(0, page_digest);
     }
 
-    /// The root.
+    /// Returns the root.
     ///
     /// # Panics
-    /// If the number of pages is not the one that follows from the length.
+    /// If the number of pages does not match the payload length.
     pub fn finish(mut self) -> u64 {
-        assert_eq!(self.pages, self.context.pages(), "pages pushed");
+        assert_eq!(self.pages, self.context.pages(), "number of pages pushed");
         for level in 0..LEVELS {
             let node = self.close(level);
             if self.levels[level].finished == 1 {
@@ -172,11 +172,11 @@ impl RootBuilder {
             }
             self.push_at(level + 1, node);
         }
-        unreachable!("the top level has one node")
+        unreachable!("top level has one node")
     }
 
-    /// Adds a child at `level` (0 = the level right above the pages). A full node is closed only when one
-    /// more child arrives, so that the last node of a level, which may be the root, is left to `finish`.
+    /// Adds a child at `first_level` (0 = the level directly above the pages). A full node is closed only when one
+    /// more child arrives, so `finish` closes the last node of a level, which may be the root.
     fn push_at(&mut self, first_level: usize, digest: u64) {
         let mut child = digest;
         for level in first_level..LEVELS {
@@ -193,7 +193,7 @@ impl RootBuilder {
         unreachable!("more pages than the largest object has");
     }
 
-    /// Digests the unfinished node of `level` and starts a new one.
+    /// Computes the digest of the unfinished node of `level` and starts a new node.
     fn close(&mut self, level: usize) -> u64 {
         let this = &mut self.levels[level];
         let digest = self.context.node(level as u32 + 1, this.finished, &this.children[..this.len]);
@@ -203,26 +203,26 @@ impl RootBuilder {
     }
 }
 
-/// Page digests as they stand in a record: little-endian, possibly in shared memory.
+/// Page digests in their stored form: little-endian, possibly in shared memory.
 #[derive(Clone, Copy, Debug)]
 pub struct PageDigests<'a>(&'a [u8]);
 
 impl<'a> PageDigests<'a> {
-    /// A view of the digests section of a record.
+    /// Creates a view of the digests section of a record.
     ///
     /// # Panics
-    /// If the section is not whole digests: its length comes from a checked header.
+    /// If the length is not a multiple of 8: it comes from a checked header.
     pub fn new(section: &'a [u8]) -> PageDigests<'a> {
         assert!(section.len().is_multiple_of(8));
         PageDigests(section)
     }
 
-    /// The section.
+    /// Returns the bytes of the section.
     pub fn as_bytes(&self) -> &'a [u8] {
         self.0
     }
 
-    /// The digests in page order.
+    /// Iterates over the digests in page order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + use<'a> {
         self.0.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().expect("8 bytes")))
     }
@@ -236,7 +236,7 @@ mod tests {
         DigestContext { id: ObjectId([3; 16]), version: Epoch::from_bits(9).unwrap(), stripe: 0, len }
     }
 
-    /// The definition, level by level, as the page in `docs/` states it.
+    /// The definition, level by level, as in `docs/formats.md`.
     fn naive_root(context: &DigestContext, pages: &[u64]) -> u64 {
         let mut below = pages.to_vec();
         for level in 1.. {
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn the_builder_computes_the_tree() {
+    fn digest_tree_builder_matches_naive_root() {
         let two = (DIGEST_FAN_OUT * DIGEST_FAN_OUT) as u64;
         for pages in [0, 1, 2, 511, 512, 513, 1024, 1025, two - 1, two, two + 1, two + 513, 2 * two + 1] {
             let context = context(pages * PAGE_BYTES);
@@ -269,17 +269,17 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_page_are_digested_as_the_page() {
+    fn page_digest_from_parts_equals_whole_page() {
         let context = context(PAGE_BYTES);
         let page: Vec<u8> = (0..PAGE_BYTES).map(|i| (i * 31) as u8).collect();
         for cut in [0, 1, 63, 1024, 100_000, page.len()] {
             let (a, b) = page.split_at(cut);
-            assert_eq!(context.page_in_parts(0, [a, b]), context.page(0, &page), "cut at {cut}");
+            assert_eq!(context.page_from_parts(0, [a, b]), context.page(0, &page), "cut at {cut}");
         }
     }
 
     #[test]
-    fn a_page_is_bound_to_its_place() {
+    fn page_digest_depends_on_index_stripe_version_id_and_length() {
         let base = context(2 * PAGE_BYTES);
         let page = vec![1; PAGE_BYTES as usize];
         let digest = base.page(0, &page);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn any_flipped_byte_changes_the_root() {
+    fn any_flipped_byte_changes_root() {
         let mut payload: Vec<u8> = (0..PAGE_BYTES + 100).map(|i| i as u8).collect();
         let context = context(payload.len() as u64);
         let mut pages = vec![];
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn several_stripes_have_a_root_of_their_own() {
+    fn object_root_depends_on_stripe_order_and_object_length() {
         let (id, version) = (ObjectId([1; 16]), Epoch::from_bits(1).unwrap());
         assert_eq!(object_root(id, version, 10, &[42]), 42);
         let root = object_root(id, version, 10, &[1, 2]);

@@ -2,27 +2,27 @@
 
 /// Properties of a record that a reader must know.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Flags(u16);
+pub struct RecordFlags(u16);
 
-impl Flags {
-    /// No property.
-    pub const NONE: Flags = Flags(0);
-    /// Written by a GPU kernel without digests; never moved one-sidedly by remote peers.
-    pub const DIGESTLESS: Flags = Flags(1);
+impl RecordFlags {
+    /// No flag set.
+    pub const NONE: RecordFlags = RecordFlags(0);
+    /// The record has no page digests because a GPU kernel wrote it; remote peers never transfer it one-sidedly.
+    pub const DIGESTLESS: RecordFlags = RecordFlags(1);
 
     const KNOWN: u16 = Self::DIGESTLESS.0;
 
-    /// The stored form.
+    /// Returns the stored form.
     pub const fn bits(self) -> u16 {
         self.0
     }
 
-    /// The flags with this stored form, if this release knows them all.
-    pub const fn from_bits(bits: u16) -> Option<Flags> {
-        if bits & !Self::KNOWN == 0 { Some(Flags(bits)) } else { None }
+    /// Converts the stored form; `None` if a flag is unknown to this release.
+    pub const fn from_bits(bits: u16) -> Option<RecordFlags> {
+        if bits & !Self::KNOWN == 0 { Some(RecordFlags(bits)) } else { None }
     }
 
-    /// Whether the record has no page digests.
+    /// Returns whether the record has no page digests.
     pub const fn digestless(self) -> bool {
         self.0 & Self::DIGESTLESS.0 != 0
     }

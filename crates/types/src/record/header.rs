@@ -1,43 +1,43 @@
 //! The 128-byte header of a record.
 //!
-//! [`FIELDS`] is the one description of the bytes: encoder, decoder and `docs/formats.md` are tested
-//! against it. All integers are little-endian. Spare bytes are zero and checked.
+//! [`FIELDS`] is the reference description of the bytes: tests compare encoder, decoder and `docs/formats.md`
+//! with it. All integers are little-endian. Reserved bytes are zero, and the decoder checks them.
 //!
 //! Invariants of a decoded header:
 //! `stripe_index < stripe_count ≤ STRIPES_MAX`, `stripe_offset + stripe_len ≤ object_len ≤ OBJECT_BYTES_MAX`,
-//! `stripe_offset % PAGE_BYTES == 0`, a single stripe covers the object, and the layout of its parts can be
-//! expressed ([`RecordLayout`]).
+//! `stripe_offset % PAGE_BYTES == 0`, a single stripe covers the object, and the layout of the sections is
+//! valid ([`RecordLayout`]).
 
-use crate::bounds::{OBJECT_BYTES_MAX, PAGE_BYTES, STRIPES_MAX};
 use crate::key::{ObjectId, TenantGeneration};
+use crate::limits::{OBJECT_BYTES_MAX, PAGE_BYTES, STRIPES_MAX};
 use crate::record::digest::DigestContext;
-use crate::record::flags::Flags;
+use crate::record::flags::RecordFlags;
 use crate::record::layout::{LayoutError, RecordLayout};
 use crate::record::word::{State, Word};
 
-/// Size of a header.
+/// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 128;
 
 /// The first four bytes of a header: `MTRC`.
 pub const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"MTRC");
 
-/// The version this code writes, and the only one it reads.
+/// Header version that this release writes, and the only one that it reads.
 pub const HEADER_VERSION: u16 = 1;
 
-/// Where the word stands: it is the one field that changes while others may look.
+/// Offset of the word: the only field that changes while other threads may read it.
 pub const WORD_OFFSET: usize = 24;
 
 const CRC_OFFSET: usize = HEADER_BYTES - 4;
-const SPARE_OFFSET: usize = 104;
+const RESERVED_OFFSET: usize = 104;
 
-/// One field of the header, as drawn in `docs/formats.md`.
+/// One field of the header, as listed in `docs/formats.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: usize,
     /// Number of bytes.
     pub bytes: usize,
-    /// Name.
+    /// Name in `docs/formats.md`.
     pub name: &'static str,
 }
 
@@ -66,12 +66,12 @@ pub const FIELDS: &[Field] = &[
     field(92, 4, "trailer_crc"),
     field(96, 4, "id_key"),
     field(100, 4, "tenant_generation"),
-    field(SPARE_OFFSET, 20, "spare"),
+    field(RESERVED_OFFSET, 20, "reserved"),
     field(CRC_OFFSET, 4, "crc"),
 ];
 
 const _: () = {
-    // The fields tile the header without gap or overlap.
+    // The fields cover the header without gap or overlap.
     let (mut i, mut at) = (0, 0);
     while i < FIELDS.len() {
         assert!(FIELDS[i].offset == at);
@@ -82,125 +82,127 @@ const _: () = {
     assert!(WORD_OFFSET.is_multiple_of(8), "the word is an atomic u64");
 };
 
-/// Why 128 bytes are not a header. A reader treats each of them as a miss.
+/// Error of the decoding of a header. A reader treats each of them as a miss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    /// Not one of our records.
-    #[error("magic {found:#010x} is not a record's")]
+    /// The bytes are no record header.
+    #[error("header magic {found:#010x}, expected {HEADER_MAGIC:#010x}")]
     Magic {
-        /// What stood there.
+        /// Stored value.
         found: u32,
     },
-    /// Written by another release.
+    /// The header was written by another release.
     #[error("header version {found}, this release reads {HEADER_VERSION}")]
     Version {
-        /// What stood there.
+        /// Stored value.
         found: u16,
     },
-    /// The bytes changed since they were written.
+    /// The checksum does not match: the bytes are corrupt.
     #[error("header CRC {found:#010x}, computed {computed:#010x}")]
     Crc {
-        /// What stood there.
+        /// Stored value.
         found: u32,
-        /// What it should be.
+        /// Correct value.
         computed: u32,
     },
-    /// A flag that this release does not know.
+    /// A flag is unknown to this release.
     #[error("unknown flags {found:#06x}")]
     Flags {
-        /// What stood there.
+        /// Stored value.
         found: u16,
     },
-    /// A spare byte is not zero.
-    #[error("spare bytes are not zero")]
-    Spare,
-    /// Another page size than [`PAGE_BYTES`].
-    #[error("page size {found} is not supported")]
+    /// A reserved byte is not zero.
+    #[error("reserved bytes are not zero")]
+    Reserved,
+    /// The page size is not [`PAGE_BYTES`].
+    #[error("page size {found}, expected {PAGE_BYTES}")]
     PageBytes {
-        /// What stood there.
+        /// Stored value.
         found: u32,
     },
-    /// Stripe numbers or offsets contradict each other or a bound.
-    #[error("stripe {index} of {count} at {offset} with {len} bytes does not fit an object of {object_len}")]
+    /// Stripe index, count, offset or length contradict each other or exceed a limit.
+    #[error(
+        "stripe {index} of {count} at {offset} with {len} bytes does not fit an object of {object_len} bytes"
+    )]
     Stripe {
-        /// Its index.
+        /// Index of the stripe.
         index: u16,
-        /// How many there are.
+        /// Number of stripes.
         count: u16,
-        /// Where it starts in the object.
+        /// Offset of the stripe in the object.
         offset: u64,
-        /// Its length.
+        /// Length of the stripe in bytes.
         len: u64,
-        /// The object's length.
+        /// Length of the object in bytes.
         object_len: u64,
     },
-    /// The parts of the record cannot be laid out.
+    /// The layout of the sections is invalid.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The stated length of the digests is not the one that follows from the payload's.
+    /// The length of the digests does not match the length of the payload.
     #[error("{found} bytes of page digests, expected {expected}")]
     DigestsLen {
-        /// What stood there.
+        /// Stored value.
         found: u32,
-        /// What it should be.
+        /// Correct value.
         expected: u64,
     },
 }
 
-/// A header's fields, the word included.
+/// Fields of a header, including the word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Properties of the record.
-    pub flags: Flags,
-    /// Whose bytes these are.
+    /// Properties of the record that a reader must know.
+    pub flags: RecordFlags,
+    /// Object of the record.
     pub id: ObjectId,
     /// Version and state. On disk the state is always [`State::Ready`].
     pub word: Word,
-    /// Length of the whole object.
+    /// Length of the whole object in bytes.
     pub object_len: u64,
-    /// Where this stripe starts in the object: a multiple of [`PAGE_BYTES`].
+    /// Offset of this stripe in the object: a multiple of [`PAGE_BYTES`].
     pub stripe_offset: u64,
     /// Payload bytes in this record.
     pub stripe_len: u64,
-    /// Where the payload starts: in the segment, or on disk counted from the record's first byte.
+    /// Offset of the payload: in the segment, or on disk from the first byte of the record.
     pub payload_offset: u64,
-    /// Root of this stripe's page digests. In memory, while WRITING: the number of the client that may write.
+    /// Root of this stripe's page digests. In memory, while WRITING: the id of the client that may write.
     pub root: u64,
-    /// Which stripe this is.
+    /// Index of this stripe.
     pub stripe_index: u16,
-    /// How many stripes the object has.
+    /// Number of stripes of the object.
     pub stripe_count: u16,
-    /// Length of the tenant and key section.
+    /// Length of the tenant and key section in bytes.
     pub key_len: u32,
-    /// Length of the attributes.
+    /// Length of the attributes in bytes.
     pub attributes_len: u32,
     /// CRC-32C over the tenant and key section and the attributes.
     pub trailer_crc: u32,
-    /// Number of the [`IdKey`](crate::IdKey) that made the id.
+    /// Number of the [`IdKey`](crate::IdKey) from which the id was computed.
     pub id_key: u32,
-    /// Generation of the tenant that went into the id.
+    /// Tenant generation from which the id was computed.
     pub tenant_generation: TenantGeneration,
 }
 
 impl Header {
-    /// What the record's digests are bound to.
+    /// Returns the context that is part of the seed of the record's digests.
     pub fn digest_context(&self) -> DigestContext {
         let Header { id, stripe_index: stripe, stripe_len: len, .. } = *self;
         DigestContext { id, version: self.word.epoch(), stripe, len }
     }
 
-    /// Where the record's parts stand.
+    /// Returns the positions of the record's sections.
     pub fn layout(&self) -> Result<RecordLayout, LayoutError> {
         RecordLayout::new(self.stripe_len, self.key_len, self.attributes_len, self.flags)
     }
 
-    /// Writes the header. The CRC is computed here.
+    /// Encodes the header and computes its CRC.
     ///
     /// # Panics
-    /// If the fields contradict each other: a header that could not be read back must never be written.
+    /// If the fields contradict each other: a header that cannot be decoded must never be written.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
-        let layout = self.check().expect("a header must be valid before it is written");
-        let digests_len = layout.digests().len() as u32; // ≤ 32 MiB: RecordLayout checked the payload's length
+        let layout = self.check().expect("header must be valid before it is written");
+        let digests_len = layout.digests().len() as u32; // ≤ 32 MiB: RecordLayout checked the payload length
         let mut bytes = [0; HEADER_BYTES];
         let mut writer = Writer { bytes: &mut bytes, at: 0 };
         writer.put(HEADER_MAGIC.to_le_bytes());
@@ -222,13 +224,13 @@ impl Header {
         writer.put(self.trailer_crc.to_le_bytes());
         writer.put(self.id_key.to_le_bytes());
         writer.put(self.tenant_generation.0.to_le_bytes());
-        debug_assert_eq!(writer.at, SPARE_OFFSET);
+        debug_assert_eq!(writer.at, RESERVED_OFFSET);
         let crc = crc(&bytes);
         bytes[CRC_OFFSET..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
-    /// Reads a header. The state in the word is not judged: that is the caller's protocol.
+    /// Decodes a header. Does not check the state in the word: that is part of the caller's protocol.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, HeaderError> {
         let magic = u32_at(bytes, 0);
         if magic != HEADER_MAGIC {
@@ -243,11 +245,11 @@ impl Header {
             return Err(HeaderError::Crc { found, computed });
         }
         let flags = u16_at(bytes, 6);
-        let Some(flags) = Flags::from_bits(flags) else {
+        let Some(flags) = RecordFlags::from_bits(flags) else {
             return Err(HeaderError::Flags { found: flags });
         };
-        if bytes[SPARE_OFFSET..CRC_OFFSET] != [0; CRC_OFFSET - SPARE_OFFSET] {
-            return Err(HeaderError::Spare);
+        if bytes[RESERVED_OFFSET..CRC_OFFSET] != [0; CRC_OFFSET - RESERVED_OFFSET] {
+            return Err(HeaderError::Reserved);
         }
         let page_bytes = u32_at(bytes, 76);
         if u64::from(page_bytes) != PAGE_BYTES {
@@ -278,7 +280,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The relations between fields that encoder and decoder both insist on; where the record's parts stand.
+    /// Checks the relations between fields that encoder and decoder require, and returns the positions of the sections.
     pub fn check(&self) -> Result<RecordLayout, HeaderError> {
         let Header { object_len, stripe_offset: offset, stripe_len: len, .. } = *self;
         let (index, count) = (self.stripe_index, self.stripe_count);
@@ -297,8 +299,8 @@ impl Header {
     }
 }
 
-/// CRC-32C of everything before the CRC, with the word's state bits taken as zero: the state changes during
-/// a record's life, the epoch does not.
+/// Returns the CRC-32C of all bytes before the CRC, with the state bits of the word taken as zero: the state
+/// changes during the life of a record, the epoch does not.
 fn crc(bytes: &[u8; HEADER_BYTES]) -> u32 {
     let word = Word::from_bits(u64_at(bytes, WORD_OFFSET)).with_state(State::Free);
     let mut masked = *bytes;
@@ -341,7 +343,7 @@ mod tests {
 
     fn sample() -> Header {
         Header {
-            flags: Flags::NONE,
+            flags: RecordFlags::NONE,
             id: ObjectId([0x11; 16]),
             word: Word::new(Epoch::from_bits(77).unwrap(), State::Ready),
             object_len: 1 << 20,
@@ -360,13 +362,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn header_round_trips() {
         let header = sample();
         assert_eq!(Header::decode(&header.encode()), Ok(header));
     }
 
     #[test]
-    fn every_flipped_bit_outside_the_state_is_noticed() {
+    fn header_bit_flip_outside_state_is_rejected() {
         let good = sample().encode();
         for bit in 0..HEADER_BYTES * 8 {
             let mut bad = good;
@@ -377,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn relations_between_fields_are_checked() {
+    fn inconsistent_header_fields_are_rejected() {
         let refused = |change: fn(&mut Header)| {
             let mut header = sample();
             change(&mut header);
@@ -391,13 +393,13 @@ mod tests {
         refused(|h| (h.stripe_count, h.stripe_offset) = (2, PAGE_BYTES));
         refused(|h| (h.stripe_count, h.stripe_index) = (STRIPES_MAX as u16 + 1, 0));
         refused(|h| h.payload_offset = u64::MAX - 100);
-        refused(|h| h.payload_offset = 8192 + 512); // a payload of 4 KiB and more starts on 4 KiB
+        refused(|h| h.payload_offset = 8192 + 512); // a payload of at least 4 KiB starts on a multiple of 4 KiB
         refused(|h| h.key_len = u32::MAX);
     }
 
     #[test]
-    fn a_valid_crc_does_not_excuse_bad_fields() {
-        // Each change is followed by a fresh CRC, as a hostile or confused writer would do it.
+    fn invalid_header_fields_with_valid_crc_are_rejected() {
+        // The CRC is recomputed after each change, as a hostile or faulty writer would do.
         let refused = |at: usize, value: &[u8]| {
             let mut bytes = sample().encode();
             bytes[at..at + value.len()].copy_from_slice(value);
@@ -406,7 +408,7 @@ mod tests {
             Header::decode(&bytes).unwrap_err()
         };
         assert_eq!(refused(6, &[2, 0]), HeaderError::Flags { found: 2 });
-        assert_eq!(refused(110, &[1]), HeaderError::Spare);
+        assert_eq!(refused(110, &[1]), HeaderError::Reserved);
         assert_eq!(refused(76, &[0, 0, 1, 0]), HeaderError::PageBytes { found: 65536 });
         assert_eq!(refused(80, &[0, 0, 0, 0]), HeaderError::DigestsLen { found: 0, expected: 32 });
         assert_eq!(refused(4, &[2, 0]), HeaderError::Version { found: 2 });

@@ -1,78 +1,77 @@
-//! What stands behind the payload and its digests: tenant and key, and the attributes.
+//! Trailer of a record, after the payload and its digests: tenant and key, then the attributes.
 //!
 //! ```text
 //!  tenant + key:   tenant length u16 │ tenant │ key length u16 │ key
 //!  attributes:     ( kind u16 │ length u16 │ value )*            kinds ascending, each at most once
 //! ```
 //!
-//! Kinds that a reader does not know are skipped, so that a newer writer does not make its records
-//! unreadable; known kinds are checked strictly.
+//! A reader skips unknown kinds, so that it can read records of newer writers; it checks known kinds strictly.
 
-use crate::bounds::{COHORT_BYTES_MAX, NOTE_BYTES_MAX, PARENT_HASH_BYTES_MAX};
 use crate::clock::UnixMillis;
 use crate::key::{Key, KeyError, Tenant};
+use crate::limits::{COHORT_BYTES_MAX, PARENT_HASH_BYTES_MAX, USER_DATA_BYTES_MAX};
 use crate::record::layout::ATTRIBUTES_BYTES_MAX;
 
-/// Why a trailer cannot be read.
+/// Error of the decoding of a trailer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrailerError {
-    /// It ends in the middle of something.
-    #[error("the trailer is cut off")]
+    /// The bytes end within a length or a value.
+    #[error("trailer is truncated")]
     Truncated,
-    /// There are bytes left over.
+    /// Bytes follow the key.
     #[error("{left} bytes follow the trailer")]
-    Excess {
-        /// How many.
+    TrailingBytes {
+        /// Number of these bytes.
         left: usize,
     },
-    /// Tenant or key break their rules.
+    /// The tenant or the key is invalid.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// The attributes exceed their bound.
+    /// The attributes are longer than 4 KiB.
     #[error("attributes of {len} bytes, at most {ATTRIBUTES_BYTES_MAX} are allowed")]
     AttributesTooLong {
-        /// Their length.
+        /// Length in bytes.
         len: usize,
     },
-    /// Kinds must ascend.
+    /// The kinds do not ascend, or a kind occurs twice.
     #[error("attribute kind {kind} is out of order")]
-    Order {
-        /// The kind that came too late.
+    OutOfOrder {
+        /// First kind that is not greater than its predecessor.
         kind: u16,
     },
-    /// A known kind has a value that it cannot have.
+    /// The value of a known kind is invalid.
     #[error("attribute kind {kind} has an invalid value of {len} bytes")]
     Value {
-        /// The kind.
+        /// Number of the kind.
         kind: u16,
-        /// Length of its value.
+        /// Length of the value in bytes.
         len: usize,
     },
 }
 
-// The kinds of attributes.
+// Kinds of attributes.
 const PIN: u16 = 1;
-const EXPIRES: u16 = 2;
+const EXPIRY: u16 = 2;
 const COHORT: u16 = 3;
 const PARENT: u16 = 4;
-const NOTE: u16 = 5;
+const USER_DATA: u16 = 5;
 
-/// CRC-32C over both sections, as the header carries it.
+/// Returns the CRC-32C over both sections, as stored in the header.
 pub fn trailer_crc(key_section: &[u8], attributes: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(key_section), attributes)
 }
 
-/// Tenant and key as they stand in a record.
+/// Tenant and key section of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeySection<'a> {
-    /// Whose object it is.
+    /// Tenant that owns the object.
     pub tenant: Tenant<'a>,
     /// The full key.
     pub key: Key<'a>,
 }
 
 impl<'a> KeySection<'a> {
-    /// Length of the encoded form.
+    /// Returns the length of the encoded form in bytes.
     pub fn encoded_len(&self) -> usize {
         2 + self.tenant.as_str().len() + 2 + self.key.as_bytes().len()
     }
@@ -80,24 +79,24 @@ impl<'a> KeySection<'a> {
     /// Appends the encoded form to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         for part in [self.tenant.as_str().as_bytes(), self.key.as_bytes()] {
-            out.extend_from_slice(&(part.len() as u16).to_le_bytes()); // both are bounded by 4 KiB
+            out.extend_from_slice(&(part.len() as u16).to_le_bytes()); // both are at most 4 KiB
             out.extend_from_slice(part);
         }
     }
 
-    /// Reads the section; it must be used up.
+    /// Decodes the section. Fails if bytes are left over.
     pub fn decode(bytes: &'a [u8]) -> Result<KeySection<'a>, TrailerError> {
         let mut rest = bytes;
         let tenant = Tenant::from_bytes(take_prefixed(&mut rest)?)?;
         let key = Key::new(take_prefixed(&mut rest)?)?;
         if !rest.is_empty() {
-            return Err(TrailerError::Excess { left: rest.len() });
+            return Err(TrailerError::TrailingBytes { left: rest.len() });
         }
         Ok(KeySection { tenant, key })
     }
 }
 
-/// How strongly an object resists eviction.
+/// Resistance of an object to eviction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum PinClass {
@@ -111,7 +110,7 @@ pub enum PinClass {
 }
 
 impl PinClass {
-    /// The class with this number.
+    /// Returns the class with this number.
     pub fn from_number(number: u8) -> Option<PinClass> {
         match number {
             0 => Some(PinClass::None),
@@ -122,63 +121,63 @@ impl PinClass {
     }
 }
 
-/// Hash of the block before this one in a chain of prompt blocks: up to 32 bytes of the engine's choosing.
+/// Hash of the previous block in a chain of prompt blocks: up to 32 bytes, chosen by the inference engine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ParentHash(Box<[u8]>);
 
 impl ParentHash {
-    /// 1 to [`PARENT_HASH_BYTES_MAX`] bytes.
+    /// Creates a hash of 1 to [`PARENT_HASH_BYTES_MAX`] bytes; `None` for other lengths.
     pub fn new(bytes: &[u8]) -> Option<ParentHash> {
         Self::check(bytes).map(|bytes| ParentHash(bytes.into()))
     }
 
-    /// The bytes, if they can be a parent hash.
+    /// Returns the bytes if their length is valid.
     fn check(bytes: &[u8]) -> Option<&[u8]> {
         (1..=PARENT_HASH_BYTES_MAX).contains(&bytes.len()).then_some(bytes)
     }
 
-    /// The bytes.
+    /// Returns the bytes of the hash.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 }
 
-/// What an object says about itself beyond its bytes.
+/// Optional properties of an object, stored in its trailer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attributes {
-    /// How strongly it resists eviction.
+    /// Resistance to eviction.
     pub pin: PinClass,
-    /// When it expires, if ever.
+    /// Expiry time; `None`: the object does not expire.
     pub expires: Option<UnixMillis>,
     /// Label of objects that are leased and evicted together; 1 to [`COHORT_BYTES_MAX`] bytes.
     pub cohort: Option<Box<[u8]>>,
-    /// The block before this one.
+    /// Hash of the previous block in a chain of prompt blocks.
     pub parent: Option<ParentHash>,
-    /// Bytes that mean something to the engine alone; 1 to [`NOTE_BYTES_MAX`] bytes.
-    pub note: Option<Box<[u8]>>,
+    /// Opaque bytes of the inference engine; 1 to [`USER_DATA_BYTES_MAX`] bytes.
+    pub user_data: Option<Box<[u8]>>,
 }
 
 impl Attributes {
-    /// Whether all parts keep to their bounds.
+    /// Fails if an attribute violates its length limit.
     pub fn check(&self) -> Result<(), TrailerError> {
         self.borrowed().check()
     }
 
-    /// The same, borrowed.
+    /// Returns the attributes in borrowed form.
     pub fn borrowed(&self) -> AttributesRef<'_> {
         AttributesRef {
             pin: self.pin,
             expires: self.expires,
             cohort: self.cohort.as_deref(),
             parent: self.parent.as_ref().map(ParentHash::as_bytes),
-            note: self.note.as_deref(),
+            user_data: self.user_data.as_deref(),
         }
     }
 
-    /// Appends the encoded form to `out`; nothing at all for default attributes.
+    /// Appends the encoded form to `out`; no bytes for default attributes.
     ///
     /// # Panics
-    /// If a part exceeds its bound: attributes that cannot be read back must never be written.
+    /// If an attribute violates its length limit: attributes that cannot be decoded must never be written.
     pub fn encode(&self, out: &mut Vec<u8>) {
         self.check().expect("attributes must be valid before they are written");
         let mut put = |kind: u16, value: &[u8]| {
@@ -190,7 +189,7 @@ impl Attributes {
             put(PIN, &[self.pin as u8]);
         }
         if let Some(expires) = self.expires {
-            put(EXPIRES, &expires.0.to_le_bytes());
+            put(EXPIRY, &expires.0.to_le_bytes());
         }
         if let Some(cohort) = &self.cohort {
             put(COHORT, cohort);
@@ -198,34 +197,34 @@ impl Attributes {
         if let Some(parent) = &self.parent {
             put(PARENT, parent.as_bytes());
         }
-        if let Some(note) = &self.note {
-            put(NOTE, note);
+        if let Some(user_data) = &self.user_data {
+            put(USER_DATA, user_data);
         }
     }
 
-    /// Reads the section.
+    /// Decodes the section.
     pub fn decode(bytes: &[u8]) -> Result<Attributes, TrailerError> {
         AttributesRef::decode(bytes).map(AttributesRef::to_owned)
     }
 }
 
-/// [`Attributes`] as they stand in a record: read without allocating.
+/// [`Attributes`] that borrow from the bytes of a record: decoding does not allocate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AttributesRef<'a> {
-    /// How strongly it resists eviction.
+    /// Resistance to eviction.
     pub pin: PinClass,
-    /// When it expires, if ever.
+    /// Expiry time; `None`: the object does not expire.
     pub expires: Option<UnixMillis>,
     /// Label of objects that are leased and evicted together; 1 to [`COHORT_BYTES_MAX`] bytes.
     pub cohort: Option<&'a [u8]>,
-    /// Hash of the block before this one; 1 to [`PARENT_HASH_BYTES_MAX`] bytes.
+    /// Hash of the previous block; 1 to [`PARENT_HASH_BYTES_MAX`] bytes.
     pub parent: Option<&'a [u8]>,
-    /// Bytes that mean something to the engine alone; 1 to [`NOTE_BYTES_MAX`] bytes.
-    pub note: Option<&'a [u8]>,
+    /// Opaque bytes of the inference engine; 1 to [`USER_DATA_BYTES_MAX`] bytes.
+    pub user_data: Option<&'a [u8]>,
 }
 
 impl<'a> AttributesRef<'a> {
-    /// Whether all parts keep to their bounds.
+    /// Fails if an attribute violates its length limit.
     pub fn check(self) -> Result<(), TrailerError> {
         let bounded = |kind, value: Option<&[u8]>, max| match value {
             Some(v) if v.is_empty() || v.len() > max => Err(TrailerError::Value { kind, len: v.len() }),
@@ -233,10 +232,10 @@ impl<'a> AttributesRef<'a> {
         };
         bounded(COHORT, self.cohort, COHORT_BYTES_MAX)?;
         bounded(PARENT, self.parent, PARENT_HASH_BYTES_MAX)?;
-        bounded(NOTE, self.note, NOTE_BYTES_MAX)
+        bounded(USER_DATA, self.user_data, USER_DATA_BYTES_MAX)
     }
 
-    /// Reads the section.
+    /// Decodes the section.
     pub fn decode(bytes: &'a [u8]) -> Result<AttributesRef<'a>, TrailerError> {
         if bytes.len() > ATTRIBUTES_BYTES_MAX {
             return Err(TrailerError::AttributesTooLong { len: bytes.len() });
@@ -246,7 +245,7 @@ impl<'a> AttributesRef<'a> {
         while !rest.is_empty() {
             let kind = take_u16(&mut rest)?;
             if kind <= last_kind {
-                return Err(TrailerError::Order { kind });
+                return Err(TrailerError::OutOfOrder { kind });
             }
             last_kind = kind;
             let value = take_prefixed(&mut rest)?;
@@ -256,13 +255,13 @@ impl<'a> AttributesRef<'a> {
                     let &[number] = value else { return Err(invalid) };
                     attributes.pin = PinClass::from_number(number).ok_or(invalid)?;
                 }
-                EXPIRES => {
+                EXPIRY => {
                     let value = value.try_into().map_err(|_| invalid)?;
                     attributes.expires = Some(UnixMillis(u64::from_le_bytes(value)));
                 }
                 COHORT => attributes.cohort = Some(value),
                 PARENT => attributes.parent = Some(ParentHash::check(value).ok_or(invalid)?),
-                NOTE => attributes.note = Some(value),
+                USER_DATA => attributes.user_data = Some(value),
                 _unknown => {}
             }
         }
@@ -270,17 +269,17 @@ impl<'a> AttributesRef<'a> {
         Ok(attributes)
     }
 
-    /// The same, owned.
+    /// Returns the attributes in owned form.
     ///
     /// # Panics
-    /// If the parent hash exceeds its bound, which [`AttributesRef::decode`] never lets through.
+    /// If the length of the parent hash is invalid; [`AttributesRef::decode`] never returns such a value.
     pub fn to_owned(self) -> Attributes {
         Attributes {
             pin: self.pin,
             expires: self.expires,
             cohort: self.cohort.map(Into::into),
-            parent: self.parent.map(|parent| ParentHash::new(parent).expect("checked when it was read")),
-            note: self.note.map(Into::into),
+            parent: self.parent.map(|parent| ParentHash::new(parent).expect("checked by decode")),
+            user_data: self.user_data.map(Into::into),
         }
     }
 }
@@ -311,12 +310,12 @@ mod tests {
             expires: Some(UnixMillis(1_800_000_000_000)),
             cohort: Some((*b"session-7").into()),
             parent: ParentHash::new(&[9; 32]),
-            note: Some((*b"tokens").into()),
+            user_data: Some((*b"tokens").into()),
         }
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn attributes_and_key_section_round_trip() {
         for attributes in [Attributes::default(), full()] {
             let mut bytes = vec![];
             attributes.encode(&mut bytes);
@@ -330,11 +329,11 @@ mod tests {
     }
 
     #[test]
-    fn every_truncation_is_noticed() {
+    fn truncated_trailer_is_rejected_or_decodes_to_prefix() {
         let mut bytes = vec![];
         full().encode(&mut bytes);
         for len in 1..bytes.len() {
-            // A cut between two attributes leaves a valid, shorter list; the header's CRC is there for that.
+            // Truncation between two attributes leaves a valid, shorter list; `trailer_crc` in the header detects it.
             if let Ok(shorter) = Attributes::decode(&bytes[..len]) {
                 let mut again = vec![];
                 shorter.encode(&mut again);
@@ -347,29 +346,29 @@ mod tests {
             assert!(KeySection::decode(&bytes[..len]).is_err());
         }
         bytes.push(0);
-        assert_eq!(KeySection::decode(&bytes), Err(TrailerError::Excess { left: 1 }));
+        assert_eq!(KeySection::decode(&bytes), Err(TrailerError::TrailingBytes { left: 1 }));
     }
 
     #[test]
-    fn unknown_kinds_are_skipped_and_known_ones_checked() {
+    fn unknown_attribute_is_skipped_and_invalid_value_rejected() {
         assert_eq!(Attributes::decode(&[99, 0, 2, 0, 1, 1]), Ok(Attributes::default()));
-        let refused = |bytes: &[u8]| Attributes::decode(bytes).unwrap_err();
-        assert_eq!(refused(&[1, 0, 1, 0, 3]), TrailerError::Value { kind: 1, len: 1 });
-        assert_eq!(refused(&[1, 0, 0, 0]), TrailerError::Value { kind: 1, len: 0 });
-        assert_eq!(refused(&[2, 0, 1, 0, 3]), TrailerError::Value { kind: 2, len: 1 });
-        assert_eq!(refused(&[3, 0, 0, 0]), TrailerError::Value { kind: 3, len: 0 });
-        assert_eq!(refused(&[1, 0, 1, 0, 1, 1, 0, 1, 0, 1]), TrailerError::Order { kind: 1 });
-        assert_eq!(refused(&[0, 0, 0, 0]), TrailerError::Order { kind: 0 });
-        assert_eq!(refused(&vec![0; 5000]), TrailerError::AttributesTooLong { len: 5000 });
+        let error_of = |bytes: &[u8]| Attributes::decode(bytes).unwrap_err();
+        assert_eq!(error_of(&[1, 0, 1, 0, 3]), TrailerError::Value { kind: 1, len: 1 });
+        assert_eq!(error_of(&[1, 0, 0, 0]), TrailerError::Value { kind: 1, len: 0 });
+        assert_eq!(error_of(&[2, 0, 1, 0, 3]), TrailerError::Value { kind: 2, len: 1 });
+        assert_eq!(error_of(&[3, 0, 0, 0]), TrailerError::Value { kind: 3, len: 0 });
+        assert_eq!(error_of(&[1, 0, 1, 0, 1, 1, 0, 1, 0, 1]), TrailerError::OutOfOrder { kind: 1 });
+        assert_eq!(error_of(&[0, 0, 0, 0]), TrailerError::OutOfOrder { kind: 0 });
+        assert_eq!(error_of(&vec![0; 5000]), TrailerError::AttributesTooLong { len: 5000 });
     }
 
     #[test]
-    fn borrowed_attributes_stand_in_the_section() {
+    fn borrowed_attributes_point_into_section() {
         let (attributes, mut bytes) = (full(), vec![]);
         attributes.encode(&mut bytes);
         let borrowed = AttributesRef::decode(&bytes).unwrap();
         assert_eq!(borrowed, attributes.borrowed());
-        for part in [borrowed.cohort, borrowed.parent, borrowed.note] {
+        for part in [borrowed.cohort, borrowed.parent, borrowed.user_data] {
             let part = part.unwrap();
             assert!(bytes.as_ptr_range().contains(&part.as_ptr()), "{part:?} was copied");
         }
@@ -377,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bounded_part_is_checked() {
+    fn attribute_length_limits_are_enforced() {
         type With = fn(&[u8]) -> AttributesRef<'_>;
         let parts: [(u16, usize, With); 3] = [
             (COHORT, COHORT_BYTES_MAX, |v| AttributesRef { cohort: Some(v), ..AttributesRef::default() }),
@@ -385,7 +384,10 @@ mod tests {
                 parent: Some(v),
                 ..AttributesRef::default()
             }),
-            (NOTE, NOTE_BYTES_MAX, |v| AttributesRef { note: Some(v), ..AttributesRef::default() }),
+            (USER_DATA, USER_DATA_BYTES_MAX, |v| AttributesRef {
+                user_data: Some(v),
+                ..AttributesRef::default()
+            }),
         ];
         for (kind, max, with) in parts {
             for (len, fits) in [(0, false), (1, true), (max, true), (max + 1, false)] {

@@ -1,4 +1,4 @@
-//! Reading the tables of `docs/formats.md`, so that the page cannot drift from the code.
+//! Parser of the tables of `docs/formats.md`, so that tests can compare the page with the code.
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses its own part")]
 
@@ -6,7 +6,7 @@ use moontide_types::record::Field;
 
 const PAGE: &str = include_str!("../../../../docs/formats.md");
 
-/// The rows of the first table under a heading, as cells.
+/// Returns the rows of the first table under a heading, as cells.
 pub fn table(heading: &str) -> Vec<Vec<&'static str>> {
     let start = PAGE.find(&format!("\n## {heading}\n")).unwrap_or_else(|| panic!("no section {heading:?}"));
     let rows = PAGE[start..].lines().skip_while(|line| !line.starts_with('|'));
@@ -18,11 +18,11 @@ pub fn table(heading: &str) -> Vec<Vec<&'static str>> {
     rows[2..].to_vec()
 }
 
-/// Fails unless the table under `heading` has exactly these fields.
+/// Panics unless the table under `heading` has exactly these fields.
 pub fn assert_fields(heading: &str, fields: &[Field]) {
     let rows = table(heading);
-    let drawn: Vec<(usize, usize, &str)> =
+    let documented: Vec<(usize, usize, &str)> =
         rows.iter().map(|row| (row[0].parse().unwrap(), row[1].parse().unwrap(), row[2])).collect();
-    let real: Vec<(usize, usize, &str)> = fields.iter().map(|f| (f.offset, f.bytes, f.name)).collect();
-    assert_eq!(drawn, real, "docs/formats.md, section {heading:?}, against the code");
+    let actual: Vec<(usize, usize, &str)> = fields.iter().map(|f| (f.offset, f.bytes, f.name)).collect();
+    assert_eq!(documented, actual, "docs/formats.md, section {heading:?}, differs from the code");
 }

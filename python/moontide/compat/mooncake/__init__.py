@@ -1,13 +1,14 @@
-"""What programs import from ``mooncake.store``, answered by Moontide.
+"""Implementation of ``mooncake.store`` on Moontide.
 
-The distribution ``moontide-mooncake-compat`` puts this behind the name ``mooncake``; it can also be imported from here:
+The distribution ``moontide-mooncake-compat`` installs it under the name ``mooncake``. It can also be imported from
+here:
 
 >>> from moontide.compat.mooncake import MooncakeDistributedStore, ReplicateConfig
 
-``docs/mooncake.md`` says what is the same and what is not. In reading order: ``codes`` (how failures are numbered),
-``config`` (how objects are to be stored), ``buffers`` (which memory may be used by its address), ``replicas`` (where an
-object is), ``setup`` (how a store comes to its cluster), ``addresses``, ``tensors`` and ``store`` (the calls),
-``commands`` (the programs ``mooncake_master`` and ``mooncake_client``).
+``docs/mooncake.md`` describes the differences to Mooncake. In reading order: ``codes`` (error numbers), ``config``
+(options of objects), ``buffers`` (memory that may be used by its address), ``replicas`` (locations of an object),
+``setup`` (connection to the cluster), ``addresses``, ``tensors`` and ``store`` (the calls), ``commands`` (the programs
+``mooncake_master`` and ``mooncake_client``).
 """
 
 from moontide._native import View as BufferHandle

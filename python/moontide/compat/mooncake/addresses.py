@@ -1,7 +1,7 @@
-"""The calls by address, which are those that engines use.
+"""Calls by address, which inference engines use.
 
-Each is a look at the addresses and one call of the store below, which moves the bytes with Python's lock released. Only
-what goes wrong takes longer: there the good part of a batch is done, and the rest gets a number.
+Each call checks the addresses and makes one call of the store, which copies the bytes with the GIL released. Only
+failures take longer: the valid part of a batch is processed, and the rest gets an error number.
 """
 
 import ctypes
@@ -19,35 +19,35 @@ from .codes import BAD_ARGUMENT, CORRUPT, INTERNAL, NOT_FOUND, READ, TRANSFER_FA
 from .config import ReplicateConfig, options
 
 _KEY_BYTES_MAX = 4096
-# How the store below says that an object is shorter than the memory it was to fill: out of bounds.
+# Error of the store for an object that is shorter than its memory: OutOfBounds.
 NOT_FILLED = -306
 
 
 def is_key(key: str | bytes) -> bool:
-    """Whether an object can have this key."""
+    """Whether a key is valid."""
     return 0 < len(key.encode() if isinstance(key, str) else key) <= _KEY_BYTES_MAX
 
 
 def filtered(good: list[bool], several: Sequence[Any]) -> list[Any]:
-    """Those that are good."""
+    """Returns the items whose flag in ``good`` is true."""
     return [one for one, fine in zip(several, good, strict=True) if fine]
 
 
 def only(
     good: list[bool], call: Callable[..., list[int]], *lists: Sequence[Any], bad: int = BAD_ARGUMENT, **named: Any
 ) -> list[int]:
-    """Calls with those that are good; `bad` for the others."""
+    """Calls ``call`` with the good items. The result has ``bad`` for the others."""
     rest = iter(call(*(filtered(good, several) for several in lists), **named) if any(good) else ())
     return [next(rest) if fine else bad for fine in good]
 
 
 def read_number(key: str, number: int) -> int:
-    """The number for a read that failed: nothing is stored under a key that cannot be."""
+    """Returns the number for a failed read. An invalid key counts as not found."""
     return NOT_FOUND if number == -2 and not is_key(key) else READ.get(number, INTERNAL)
 
 
 class Addresses:
-    """The part of the store that is told where bytes are by their addresses."""
+    """Calls of the store that take addresses."""
 
     _store: Store | None
     _buffers: Buffers
@@ -55,18 +55,18 @@ class Addresses:
     _put: Callable[..., list[int]]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Bytes read, or a negative number."""
+        """Returns the number of bytes read, or a negative number."""
         low, high = self._buffers.widest
         if (buffer_ptr < low or buffer_ptr + size > high) and not self._buffers.admits(buffer_ptr, size):
             return BAD_ARGUMENT
         try:
             length = self._get((key,), (buffer_ptr,), (size,))[0]
         except Exception as error:
-            return self._look_failed(key, error)
+            return self._lookup_failed(key, error)
         return length if length >= 0 else read_number(key, length)
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """For each key, bytes read or a negative number."""
+        """Returns for each key the number of bytes read, or a negative number."""
         count = len(keys)
         if not count or count != len(buffer_ptrs) or count != len(sizes):
             return [BAD_ARGUMENT] * count
@@ -88,9 +88,9 @@ class Addresses:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """The same, each object into several places. They must be filled: a shorter object is a failure."""
+        """As `batch_get_into`, each object into several buffers. An object that does not fill them is a failure."""
         call = self.batch_get_into_multi_buffers
-        good = self._look_at_parts(keys, all_buffer_ptrs, all_sizes)
+        good = self._check_parts(keys, all_buffer_ptrs, all_sizes)
         if good is not None:
             return only(good, call, keys, all_buffer_ptrs, all_sizes)
         try:
@@ -105,11 +105,11 @@ class Addresses:
         ]
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
-        """0, or a negative number. What is there stays; an object without bytes is not stored."""
+        """Returns 0, or a negative number. Does not replace an existing object. Does not store an empty object."""
         return self._put_one(key, buffer_ptr, size, config, False)
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
-        """The same, in place of what is there."""
+        """As `put_from`, but replaces an existing object."""
         return self._put_one(key, buffer_ptr, size, config, True)
 
     def _put_one(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None, overwrite: bool) -> int:
@@ -119,8 +119,8 @@ class Addresses:
         if not size:
             return 0 if self._store is not None else BAD_ARGUMENT
         try:
-            how = None if config is None and not overwrite else options(config, 1, overwrite)
-            code = self._put((key,), (buffer_ptr,), (size,), how)[0]
+            opts = None if config is None and not overwrite else options(config, 1, overwrite)
+            code = self._put((key,), (buffer_ptr,), (size,), opts)[0]
         except Exception as error:
             return code_of(error, WRITE)
         return code if code == 0 else WRITE.get(code, INTERNAL)
@@ -132,7 +132,7 @@ class Addresses:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """For each key, 0 or a negative number."""
+        """Returns for each key 0, or a negative number."""
         return self._put_many(keys, buffer_ptrs, sizes, config, False)
 
     def batch_upsert_from(
@@ -142,7 +142,7 @@ class Addresses:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """The same, in place of what is there."""
+        """As `batch_put_from`, but replaces existing objects."""
         return self._put_many(keys, buffer_ptrs, sizes, config, True)
 
     def _put_many(
@@ -157,23 +157,23 @@ class Addresses:
         if not count or count != len(buffer_ptrs) or count != len(sizes):
             return [BAD_ARGUMENT] * count
         try:
-            how = options(config, count, overwrite)
+            opts = options(config, count, overwrite)
         except ValueError as error:
             return [code_of(error)] * count
-        return self._put_with(keys, buffer_ptrs, sizes, how)
+        return self._put_with(keys, buffer_ptrs, sizes, opts)
 
     def _put_with(
-        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], how: PutOptions | None
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], opts: PutOptions | None
     ) -> list[int]:
         if not self._admits(buffer_ptrs, sizes) or 0 in sizes:
             admits = self._buffers.admits
             good = [bool(size) and admits(ptr, size) for ptr, size in zip(buffer_ptrs, sizes, strict=True)]
-            return only(good, self._put_with, keys, buffer_ptrs, sizes, how=how)
+            return only(good, self._put_with, keys, buffer_ptrs, sizes, opts=opts)
         try:
-            codes = self._put(keys, buffer_ptrs, sizes, how)
+            codes = self._put(keys, buffer_ptrs, sizes, opts)
         except Exception as error:
             call = self._put_with
-            return self._batch_failed(error, call, BAD_ARGUMENT, WRITE, keys, buffer_ptrs, sizes, how=how)
+            return self._batch_failed(error, call, BAD_ARGUMENT, WRITE, keys, buffer_ptrs, sizes, opts=opts)
         return codes if not any(codes) else [WRITE.get(code, INTERNAL) if code else 0 for code in codes]
 
     def batch_put_from_multi_buffers(
@@ -183,30 +183,30 @@ class Addresses:
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """The same, each object from several places."""
+        """As `batch_put_from`, each object from several buffers."""
         try:
-            how = options(config, len(keys))
+            opts = options(config, len(keys))
         except ValueError as error:
             return [code_of(error)] * len(keys)
-        return self._put_parts_with(keys, all_buffer_ptrs, all_sizes, how)
+        return self._put_parts_with(keys, all_buffer_ptrs, all_sizes, opts)
 
     def _put_parts_with(
         self,
         keys: Sequence[str],
         all_buffer_ptrs: Sequence[Sequence[int]],
         all_sizes: Sequence[Sequence[int]],
-        how: PutOptions | None,
+        opts: PutOptions | None,
     ) -> list[int]:
         call = self._put_parts_with
-        good = self._look_at_parts(keys, all_buffer_ptrs, all_sizes)
+        good = self._check_parts(keys, all_buffer_ptrs, all_sizes)
         if good is None and not all(map(any, all_sizes)):
             good = list(map(any, all_sizes))
         if good is not None:
-            return only(good, call, keys, all_buffer_ptrs, all_sizes, how=how)
+            return only(good, call, keys, all_buffer_ptrs, all_sizes, opts=opts)
         try:
-            codes = self._put(keys, all_buffer_ptrs, all_sizes, how)
+            codes = self._put(keys, all_buffer_ptrs, all_sizes, opts)
         except Exception as error:
-            return self._batch_failed(error, call, BAD_ARGUMENT, WRITE, keys, all_buffer_ptrs, all_sizes, how=how)
+            return self._batch_failed(error, call, BAD_ARGUMENT, WRITE, keys, all_buffer_ptrs, all_sizes, opts=opts)
         return codes if not any(codes) else [WRITE.get(code, INTERNAL) if code else 0 for code in codes]
 
     def put_from_with_metadata(
@@ -218,7 +218,7 @@ class Addresses:
         metadata_size: int,
         config: ReplicateConfig | None = None,
     ) -> int:
-        """An object of two parts, the metadata first."""
+        """Stores an object of two parts, the metadata first."""
         parts, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
         return self.batch_put_from_multi_buffers([key], [parts], [sizes], config)[0]
 
@@ -230,7 +230,8 @@ class Addresses:
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Ranges of objects, by buffer and key: bytes read or a negative number for each range."""
+        """Reads ranges of objects, by buffer and key. Returns for each range the number of bytes read, or a negative
+        number."""
         if not len(buffer_ptrs) == len(all_keys) == len(all_dst_offsets) == len(all_src_offsets) == len(all_sizes):
             return [[] for _ in buffer_ptrs]
         each = zip(buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True)
@@ -251,7 +252,7 @@ class Addresses:
                 return [BAD_ARGUMENT] * len(sizes)
             view = self._store.get_view(key)
         except Exception as error:
-            return [self._look_failed(key, error)] * len(sizes)
+            return [self._lookup_failed(key, error)] * len(sizes)
         if view is None:
             return [NOT_FOUND] * len(sizes)
         if not view.verify():
@@ -270,10 +271,10 @@ class Addresses:
             return True
         return self._buffers.admits_all(buffer_ptrs, sizes)
 
-    def _look_at_parts(
+    def _check_parts(
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
     ) -> list[bool] | None:
-        """None if all is well; otherwise which objects are good."""
+        """Returns None if all objects are valid, otherwise which of them are."""
         count = len(keys)
         if not count or count != len(all_buffer_ptrs) or count != len(all_sizes):
             return [False] * count
@@ -287,8 +288,8 @@ class Addresses:
         ]
         return None if all(good) else good
 
-    def _look_failed(self, key: str, error: Exception) -> int:
-        """A number for a failed read of one key: nothing is stored under a key that cannot be."""
+    def _lookup_failed(self, key: str, error: Exception) -> int:
+        """Returns the number for a failed read of one key. An invalid key counts as not found."""
         code = code_of(error)
         return NOT_FOUND if code == BAD_ARGUMENT and self._store is not None and not is_key(key) else code
 
@@ -302,7 +303,7 @@ class Addresses:
         *lists: Sequence[Any],
         **named: Any,
     ) -> list[int]:
-        """Numbers for a batch that failed as a whole: if because of some keys, the others are tried without them."""
+        """Returns the numbers for a batch that failed as a whole. If some keys are invalid, retries without them."""
         good = list(map(is_key, keys)) if isinstance(error, Error) else []
         if good and not all(good):
             return only(good, call, keys, *lists, bad=bad_key, **named)

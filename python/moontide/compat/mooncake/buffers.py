@@ -1,7 +1,7 @@
-"""Which memory may be used by its address: what was registered, and what this process has mapped.
+"""Memory that calls may use by its address: registered ranges, and mapped memory of this process.
 
-Nothing has to be registered for us, because the calling thread moves the bytes. The ranges are kept so that an address
-which a program has got wrong is refused and does not end the process.
+Moontide needs no registration, because the calling thread copies the bytes. The ranges are checked so that a wrong
+address is rejected instead of crashing the process.
 """
 
 import ctypes
@@ -30,35 +30,35 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_memory(size: int) -> int:
-    """The address of fresh memory. Raises RuntimeError if there is none, as Mooncake does."""
+    """Returns the address of new memory. Raises RuntimeError if there is none, as Mooncake does."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) if size > 0 else _FAILED
     if address is None or address == _FAILED:
-        raise RuntimeError(f"{size} bytes of memory could not be mapped")
+        raise RuntimeError(f"cannot map {size} bytes of memory")
     return address
 
 
 def unmap_memory(address: int, size: int) -> None:
-    """Gives back what `map_memory` gave."""
+    """Unmaps memory of `map_memory`."""
     _LIBC.munmap(address, size)
 
 
 def empty_memory(address: int, size: int) -> None:
-    """Gives back the pages of what `map_memory` gave, but not the addresses."""
+    """Frees the pages of memory of `map_memory`, but keeps the addresses mapped."""
     _LIBC.madvise(address, size, mmap.MADV_DONTNEED)
 
 
 @cache
 def _probe() -> int:
-    """A file into which single bytes are written, to learn whether they can be read."""
+    """Returns a file to which single bytes are written, to test whether they can be read."""
     return os.memfd_create("moontide-probe", os.MFD_CLOEXEC)
 
 
 def is_mapped(address: int, size: int) -> bool:
-    """Whether this process has memory there that it can read.
+    """Whether a range is mapped and readable in this process.
 
-    Asks the kernel: it has nothing to write back for MS_ASYNC, but refuses a range with holes. Addresses of a GPU's
-    memory are kept free of anything else by ranges that nobody can read, so the first and the last byte are tried.
+    Asks the kernel with msync: MS_ASYNC writes nothing, but fails for a range with holes. Address ranges of GPU memory
+    are mapped but not readable, so the first and the last byte are read too.
     """
     if not _PAGE <= address < address + size < _ADDRESS_MAX:
         return False
@@ -69,25 +69,26 @@ def is_mapped(address: int, size: int) -> bool:
 
 
 class Buffers:
-    """Registered ranges, sorted; they do not overlap.
+    """Registered ranges, sorted and without overlap.
 
-    What readers look at is replaced as a whole and never changed, so that they need no lock. With a pool, only what is
-    registered or lies in the pool is admitted; without one, whatever is mapped. What begins in a range and is longer is
-    refused in any case.
+    The lists that readers use are replaced as a whole and never modified, so readers need no lock. With a pool, only
+    registered ranges and the pool are admitted; without one, all mapped memory. A range that starts in a registered
+    range and exceeds its end is always rejected.
 
     Attributes:
-        widest: Start and end of the widest range. A call whose addresses lie in it needs no look at the others.
+        widest: Start and end of the widest range. A call whose addresses are inside it needs no further check.
     """
 
     def __init__(self, pool: tuple[int, int] | None = None) -> None:
         self.widest = (0, 0)
         self._pool = pool
-        # Starts, and for each number of starts that are not above an address, the end of the range that may hold it.
+        # Starts, and ends shifted by one: `ends[n]` is the end of the range that contains an address with n starts at
+        # or below it.
         self._sorted: tuple[list[int], list[int]] = ([], [0])
         self._lock = threading.Lock()
 
     def register(self, address: int, size: int) -> int:
-        """0, or a refusal: no memory, or some that is registered."""
+        """Returns 0, or an error if the range is not mapped or overlaps a registered one."""
         if not is_mapped(address, size):
             return BAD_ARGUMENT
         with self._lock:
@@ -99,7 +100,7 @@ class Buffers:
         return 0
 
     def unregister(self, address: int, unknown: int) -> int:
-        """0, or `unknown` if nothing was registered that begins there."""
+        """Returns 0, or `unknown` if no registered range starts there."""
         with self._lock:
             starts, ends = self._sorted
             at = bisect_right(starts, address)
@@ -114,16 +115,16 @@ class Buffers:
         self._sorted = (starts, ends)
 
     def admits(self, address: int, size: int) -> bool:
-        """Whether bytes may be moved there."""
+        """Whether calls may use a range."""
         if address < 0 or size < 0:
-            raise TypeError("addresses and sizes are not negative")
+            raise TypeError("addresses and sizes must not be negative")
         starts, ends = self._sorted
         end = address + size
         at = bisect_right(starts, address)
         if size == 0 or end <= ends[at]:
             return True
         if address < ends[at]:
-            # It runs over the end of what was registered, which only the next range can make good.
+            # The range exceeds the end of a registered one: valid only if adjacent registered ranges cover the rest.
             while at < len(starts) and starts[at] == ends[at] and end > ends[at]:
                 at += 1
             return end <= ends[at]
@@ -132,7 +133,7 @@ class Buffers:
         return is_mapped(address, size)
 
     def admits_all(self, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
-        """The same for several. Those that are registered cost no step of Python each."""
+        """As `admits`, for several ranges. Registered ranges are checked without a Python loop."""
         starts, ends = self._sorted
         bounds = map(ends.__getitem__, map(bisect_right, repeat(starts), addresses))
         if all(map(le, map(add, addresses, sizes), bounds)) and min(sizes) >= 0:
@@ -141,7 +142,7 @@ class Buffers:
 
 
 class Pool:
-    """Memory that `alloc_from_mem_pool` hands out, piece after piece. Nothing is given back before the end."""
+    """Memory for `alloc_from_mem_pool`, a bump allocator. Allocations are freed only by `close`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -150,7 +151,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def alloc(self, size: int) -> int:
-        """An address on a page of its own, or 0."""
+        """Returns the address of page-aligned memory, or 0."""
         pages = -(-size // _PAGE) * _PAGE
         with self._lock:
             if size <= 0 or self._used + pages > self.size:
@@ -160,26 +161,26 @@ class Pool:
         return address
 
     def close(self) -> None:
-        """Gives the memory back. The addresses stay: a call of another thread may be using them."""
+        """Frees the memory. The addresses stay mapped: a call of another thread may use them."""
         if self.address:
             empty_memory(self.address, self.size)
         self.address = self.size = self._used = 0
 
 
 class MooncakeHostMemAllocator:
-    """Memory for an engine's own tensors, by address."""
+    """Allocator of host memory for the engine's tensors."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
 
     def alloc(self, size: int) -> int:
-        """The address of fresh memory; RuntimeError if there is none."""
+        """Returns the address of new memory. Raises RuntimeError if there is none."""
         address = map_memory(size)
         self._sizes[address] = size
         return address
 
     def free(self, address: int) -> int:
-        """0, or -1 for what was not allocated here."""
+        """Returns 0, or -1 if the address was not allocated here."""
         size = self._sizes.pop(address, 0)
         if not size:
             return -1

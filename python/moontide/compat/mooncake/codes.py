@@ -1,7 +1,7 @@
-"""How failures are numbered: 0 is success, a negative number says what went wrong, and nothing is raised.
+"""Error numbers: 0 is success, negative numbers are errors, and calls do not raise.
 
-Programs compare these numbers, so they are Mooncake's. Our own are in ``crates/types/src/error.rs``; the calls with
-addresses give them as negative numbers, all other calls raise errors that carry them.
+Programs compare these numbers, so they are Mooncake's. Moontide's codes are in ``crates/types/src/error.rs``; calls
+with addresses return them as negative numbers, and all other calls raise exceptions with a code.
 """
 
 import logging
@@ -25,7 +25,7 @@ CORRUPT = -801
 UNREACHABLE = -900
 TIMED_OUT = -901
 
-# From our numbers, negative as the calls with addresses give them.
+# From Moontide's codes, negative as in the results of calls with addresses.
 READ = {
     -1: INTERNAL,
     -2: BAD_ARGUMENT,
@@ -60,32 +60,32 @@ READ = {
     -501: TRANSFER_FAILED,
     -502: NO_SPACE,
 }
-# A put of what is there, or is being put by somebody else, has nothing to do.
+# A put of an object that exists, or that another client is writing, has nothing to do.
 WRITE = {**READ, -101: 0, -102: 0}
-# A removal that not every node has confirmed yet is decided: the master keeps at it.
+# A removal that not all nodes have confirmed counts as done: the master completes it.
 REMOVE = {**READ, -103: 0}
-# No object can have a key that is refused.
-LOOK = {**READ, -2: 0, -3: 0}
+# No object has an invalid key.
+LOOKUP = {**READ, -2: 0, -3: 0}
 
 
 class NotSetUp(Exception):
-    """The store has not been set up, or is closed."""
+    """The store is not set up, or is closed."""
 
 
 def not_set_up(*_arguments: object, **_named: object) -> NoReturn:
-    """Stands in for every call of the store below until there is one."""
+    """Replaces all calls of the store before ``setup`` and after ``close``."""
     raise NotSetUp
 
 
 def code_of(error: BaseException, codes: dict[int, int] = READ) -> int:
-    """The number for what a call raised. What the caller did wrong with types is raised, as it is by Mooncake."""
+    """Returns the number for an exception. Raises TypeError for arguments of a wrong type, as Mooncake does."""
     if isinstance(error, (NotSetUp, Closed)):
         return BAD_ARGUMENT
     if isinstance(error, Error):
         return codes.get(-error.code, INTERNAL)
     if isinstance(error, OverflowError):
-        raise TypeError(f"sizes and addresses are numbers from 0 to 2**64 - 1: {error}") from None
+        raise TypeError(f"sizes and addresses must be 0 to 2**64 - 1: {error}") from None
     if isinstance(error, ValueError):
-        LOG.warning("refused: %s", error)
+        LOG.warning("invalid argument: %s", error)
         return BAD_ARGUMENT
     raise error

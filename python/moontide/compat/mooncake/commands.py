@@ -1,8 +1,8 @@
-"""The programs ``mooncake_master`` and ``mooncake_client``: Mooncake's flags, translated into those of ``moontide``.
+"""The programs ``mooncake_master`` and ``mooncake_client``: translate Mooncake's flags to those of ``moontide``.
 
-Flags are written as gflags takes them: ``--name=value``, ``--name value``, ``-name=value``, ``--name``, ``--noname``.
-What has no counterpart is named in one line on standard error and does no harm. The program then becomes ``moontide``:
-its process id stays.
+Flags have the syntax of gflags: ``--name=value``, ``--name value``, ``-name=value``, ``--name``, ``--noname``. Flags
+without a counterpart are listed on standard error and ignored. The process then executes ``moontide``; its pid stays
+the same.
 """
 
 import os
@@ -17,7 +17,7 @@ from .setup import parse_size
 GROUPS = 4
 
 _TRUE = ("true", "t", "yes", "y", "1")
-# Flags that are true when nothing is said, so that the next word is not their value.
+# Boolean flags: true without a value, so the next word is not their value.
 _SWITCHES = {
     "allow_evict_soft_pinned_objects",
     "enable_cxl",
@@ -43,8 +43,8 @@ _SWITCHES = {
     "use_mmap_arena_allocator",
     "version",
 }
-# Without a counterpart, and nothing is lost without one: how Mooncake logs and counts its threads, and what our nodes
-# know by themselves.
+# Flags without a counterpart that are ignored silently: logging, thread counts, and settings that Moontide's nodes do
+# not need.
 _SILENT = {
     "alsologtostderr",
     "device_names",
@@ -65,7 +65,7 @@ _SILENT = {
 
 
 class Flags:
-    """Flags as they were given. Whoever asks for one takes it; what is left was asked for by nobody."""
+    """Parsed flags. ``take`` removes a flag; the remaining ones have no counterpart."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._given: dict[str, str] = {}
@@ -84,36 +84,36 @@ class Flags:
                 self._given[name] = next(words, "")
 
     def take(self, name: str, default: str = "") -> str:
-        """The value of a flag."""
+        """Removes a flag and returns its value."""
         return self._given.pop(name, default)
 
     def take_bool(self, name: str) -> bool:
-        """The value of a flag that is true or false."""
+        """Removes a boolean flag and returns its value."""
         return self.take(name, "false").lower() in _TRUE
 
     def left(self) -> list[str]:
-        """What was given and has no meaning here."""
+        """Returns the remaining flags, except the silent ones."""
         return [name for name in self._given if name not in _SILENT]
 
 
-def _say(program: str, line: str) -> None:
+def _print_error(program: str, line: str) -> None:
     print(f"{program}: {line}", file=sys.stderr, flush=True)
 
 
 def _own_address() -> str:
-    """The address by which other hosts reach this one: that of the way out. Nothing is sent for it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+    """Returns the address of this host for other hosts: the source address of the default route. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            way.connect(("192.0.2.1", 9))
-            return str(way.getsockname()[0])
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as place:
-        place.bind((host, 0))
-        return int(place.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _ip(host: str) -> str:
@@ -128,7 +128,7 @@ def _permille(ratio: str) -> int:
 
 
 def master_arguments(flags: Flags) -> list[str]:
-    """The words of ``moontide master``. Raises ValueError for values that make no sense."""
+    """Returns the arguments of ``moontide master``. Raises ValueError for invalid values."""
     host = _ip(flags.take("rpc_address") or "0.0.0.0")
     old_port = flags.take("port")
     port = int(flags.take("rpc_port") or 0) or int(old_port or 0) or 50051
@@ -137,10 +137,10 @@ def master_arguments(flags: Flags) -> list[str]:
     own = _own_address() if wildcard else host
     if wildcard:
         words += ["--grpc-advertise", f"{own}:{port}"]
-    # An object lies in the memory that one group has: with few groups that is a larger share of a node.
+    # An object must fit into the memory of one group: with few groups, that is a larger share of a node.
     if "MOONTIDE_MASTER_GROUPS" not in os.environ:
         words += ["--groups", str(GROUPS)]
-    # Clients ask the first door where this one is. Where a firewall must know, the environment says it.
+    # Clients get the address of the frame server over gRPC. The environment can set a fixed port, e.g. for a firewall.
     if "MOONTIDE_MASTER_FRAME_LISTEN" not in os.environ:
         frame = _free_port(host)
         words += ["--frame-listen", f"{host}:{frame}"]
@@ -151,8 +151,9 @@ def master_arguments(flags: Flags) -> list[str]:
     high, share = flags.take("eviction_high_watermark_ratio"), flags.take("eviction_ratio")
     if high or share:
         high_permille = _permille(high or "0.95")
-        words += ["--high-permille", str(high_permille)]
-        words += ["--low-permille", str(max(high_permille - _permille(share or "0.05"), 0))]
+        low_permille = max(high_permille - _permille(share or "0.05"), 0)
+        words += ["--eviction-high-watermark-permille", str(high_permille)]
+        words += ["--eviction-low-watermark-permille", str(low_permille)]
     if session := flags.take("client_ttl"):
         words += ["--session-ttl-ms", str(round(float(session) * 1000))]
     if threads := int(flags.take("rpc_thread_num") or 0):
@@ -163,12 +164,12 @@ def master_arguments(flags: Flags) -> list[str]:
 
 
 def node_arguments(flags: Flags) -> list[str]:
-    """The words of ``moontide node``. Raises ValueError for values that make no sense."""
+    """Returns the arguments of ``moontide node``. Raises ValueError for invalid values."""
     host = _ip(flags.take("host") or "0.0.0.0")
     port = int(flags.take("port") or 50052)
     words = ["--master", flags.take("master_server_address") or "127.0.0.1:50051"]
     words += ["--memory-bytes", str(parse_size(flags.take("global_segment_size") or "4 GB"))]
-    # `setup_dummy` asks the page for operators for the master, and only processes of this host do.
+    # `setup_dummy` gets the address of the master from the admin endpoint. Only local processes call it.
     words += ["--admin-listen", f"127.0.0.1:{port}"]
     if host == "0.0.0.0":
         data_port = _free_port(host)
@@ -191,16 +192,16 @@ def _run(program: str, command: str, translate: Callable[[Flags], list[str]]) ->
     if flags.take_bool("version"):
         become(["--version"])
     if flags.take_bool("help"):
-        print(f"{program} takes Mooncake's flags and becomes `moontide {command}`, whose help follows.\n", flush=True)
+        print(f"{program} takes Mooncake's flags and runs `moontide {command}`, whose help follows.\n", flush=True)
         become([command, "--help"])
     try:
         words = [command, *translate(flags)]
     except ValueError as error:
-        _say(program, f"{error}")
+        _print_error(program, f"{error}")
         return 2
     if left := flags.left():
-        _say(program, f"ignored, without a counterpart: {', '.join(left)}")
-    _say(program, f"runs moontide {' '.join(words)}")
+        _print_error(program, f"ignored flags without a counterpart: {', '.join(left)}")
+    _print_error(program, f"runs moontide {' '.join(words)}")
     become(words)
 
 

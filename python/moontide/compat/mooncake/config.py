@@ -1,4 +1,4 @@
-"""``ReplicateConfig``: how an object is to be stored, under the names that Mooncake gives to it."""
+"""``ReplicateConfig``: options of a put, with Mooncake's names."""
 
 import enum
 from typing import Any
@@ -7,7 +7,7 @@ from moontide._native import PutOptions
 
 
 class SoftPinAction(enum.IntEnum):
-    """Whether an object is to leave memory later than others."""
+    """Whether an object is evicted after others."""
 
     PRESERVE = 0
     ENABLE = 1
@@ -15,7 +15,7 @@ class SoftPinAction(enum.IntEnum):
 
 
 class ObjectDataType(enum.IntEnum):
-    """What an object is. Taken and not used."""
+    """Type of an object. Accepted and ignored."""
 
     UNKNOWN = 0
     KVCACHE = 1
@@ -29,10 +29,10 @@ class ObjectDataType(enum.IntEnum):
     GENERAL = 9
 
 
-# More of one object are never made.
+# Maximum number of replicas of an object.
 _REPLICAS_MAX = 8
 
-# The type that a field takes, and its value unless set.
+# Type and default of each field.
 _FIELDS: dict[str, tuple[Any, Any]] = {
     "replica_num": (int, 1),
     "with_soft_pin": (bool, False),
@@ -51,9 +51,9 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
 
 
 class ReplicateConfig:
-    """How objects are to be stored. The options made from it are kept until a field is set."""
+    """Options of a put. The derived `PutOptions` are cached until a field is set."""
 
-    __slots__ = (*_FIELDS, "_kept")
+    __slots__ = (*_FIELDS, "_cached")
 
     replica_num: int
     with_soft_pin: bool
@@ -68,7 +68,7 @@ class ReplicateConfig:
     nof_replica_num: int
     dfs_replica_num: int
     preferred_nof_segments: list[str]
-    _kept: dict[tuple[bool, str | None], PutOptions]
+    _cached: dict[tuple[bool, str | None], PutOptions]
 
     def __init__(self) -> None:
         for name, (kind, value) in _FIELDS.items():
@@ -80,20 +80,20 @@ class ReplicateConfig:
             if isinstance(value, tuple):
                 value = list(value)
             if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 1 << 64):
-                raise TypeError(f"{name} cannot be {value!r}")
+                raise TypeError(f"{name} must not be {value!r}")
         object.__setattr__(self, name, value)
-        object.__setattr__(self, "_kept", {})
+        object.__setattr__(self, "_cached", {})
 
     def __str__(self) -> str:
         fields = ", ".join(f"{name}: {getattr(self, name)!r}" for name in _FIELDS)
         return f"ReplicateConfig: {{ {fields} }}"
 
     def _options(self, overwrite: bool, cohort: str | None) -> PutOptions:
-        """Our options. As many replicas as there are nodes is enough, as it is for Mooncake."""
-        kept = self._kept.get((overwrite, cohort))
-        if kept is None:
+        """Returns Moontide's options. Fewer replicas than requested are enough, as for Mooncake."""
+        cached = self._cached.get((overwrite, cohort))
+        if cached is None:
             soft = self.with_soft_pin or self.soft_pin_action is SoftPinAction.ENABLE
-            kept = PutOptions(
+            cached = PutOptions(
                 replicas=min(self.replica_num, _REPLICAS_MAX),
                 replicas_min=1,
                 overwrite=overwrite,
@@ -101,8 +101,8 @@ class ReplicateConfig:
                 cohort=cohort,
             )
             if cohort is None:
-                self._kept[overwrite, None] = kept
-        return kept
+                self._cached[overwrite, None] = cached
+        return cached
 
 
 _OVERWRITE = PutOptions(overwrite=True)
@@ -110,24 +110,24 @@ _COHORT_BYTES_MAX = 64
 
 
 def options(config: ReplicateConfig | None, keys: int, overwrite: bool = False) -> PutOptions | None:
-    """Options for a call with so many keys.
+    """Returns the options of a call with ``keys`` keys.
 
-    Raises ValueError where Mooncake refuses: no replica at all, how long a pin is to last where none is asked for, or
-    group ids that are not one per key.
+    Raises ValueError where Mooncake fails: no replicas, a time to live without a soft pin, or a number of group ids
+    that differs from the number of keys.
     """
     if config is None:
         return _OVERWRITE if overwrite else None
     if not isinstance(config, ReplicateConfig):
-        raise TypeError(f"config is a ReplicateConfig, not {type(config).__name__}")
+        raise TypeError(f"config must be a ReplicateConfig, not {type(config).__name__}")
     if config.replica_num == 0:
-        raise ValueError("replica_num is 0")
+        raise ValueError("replica_num must not be 0")
     if config.soft_pin_ttl_ms is not None and config.soft_pin_action is not SoftPinAction.ENABLE:
-        raise ValueError("soft_pin_ttl_ms without SoftPinAction.ENABLE")
+        raise ValueError("soft_pin_ttl_ms needs SoftPinAction.ENABLE")
     groups, cohort = config.group_ids, None
     if groups is not None:
         if len(groups) != keys:
             raise ValueError(f"{len(groups)} group_ids for {keys} keys")
-        # Options are for a whole call. Ids that differ within it are a hint that is not taken.
+        # Options apply to a whole call. Different ids within a call are ignored.
         if groups and groups.count(groups[0]) == keys and 0 < len(groups[0].encode()) <= _COHORT_BYTES_MAX:
             cohort = groups[0]
     return config._options(overwrite, cohort)

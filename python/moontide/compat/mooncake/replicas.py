@@ -1,4 +1,4 @@
-"""Where an object is, as ``batch_get_replica_desc`` tells it."""
+"""Locations of an object, as ``batch_get_replica_desc`` returns them."""
 
 import enum
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Kind = TypeVar("Kind")
 
 
 class ReplicaStatus(enum.IntEnum):
-    """How far a replica is."""
+    """State of a replica."""
 
     UNDEFINED = 0
     INITIALIZED = 1
@@ -20,7 +20,7 @@ class ReplicaStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A range in a node's memory. No address of a node is known to others, so it is 0."""
+    """A range of a node's memory. Addresses of a node are not known to clients, so ``buffer_address`` is 0."""
 
     size: int
     transport_endpoint: str
@@ -36,7 +36,7 @@ class MemoryDescriptor:
 
 @dataclass(frozen=True)
 class DiskDescriptor:
-    """A replica in a file system that all share. We have none."""
+    """A replica in a shared file system. Moontide has none."""
 
     file_path: str
     object_size: int
@@ -44,7 +44,7 @@ class DiskDescriptor:
 
 @dataclass(frozen=True)
 class LocalDiskDescriptor:
-    """A replica on a node's own disk."""
+    """A replica on the disk of a node."""
 
     object_size: int
     transport_endpoint: str
@@ -53,16 +53,16 @@ class LocalDiskDescriptor:
 class ReplicaDescriptor:
     """One replica of an object."""
 
-    __slots__ = ("_what", "status")
+    __slots__ = ("_descriptor", "status")
 
-    def __init__(self, what: MemoryDescriptor | LocalDiskDescriptor, status: ReplicaStatus) -> None:
-        self._what, self.status = what, status
+    def __init__(self, descriptor: MemoryDescriptor | LocalDiskDescriptor, status: ReplicaStatus) -> None:
+        self._descriptor, self.status = descriptor, status
 
     def is_memory_replica(self) -> bool:
-        return isinstance(self._what, MemoryDescriptor)
+        return isinstance(self._descriptor, MemoryDescriptor)
 
     def is_local_disk_replica(self) -> bool:
-        return isinstance(self._what, LocalDiskDescriptor)
+        return isinstance(self._descriptor, LocalDiskDescriptor)
 
     def is_disk_replica(self) -> bool:
         return False
@@ -80,9 +80,9 @@ class ReplicaDescriptor:
         return self._as(DiskDescriptor)
 
     def _as(self, kind: type[Kind]) -> Kind:
-        if not isinstance(self._what, kind):
-            raise RuntimeError(f"this replica has no {kind.__name__}, but a {type(self._what).__name__}")
-        return self._what
+        if not isinstance(self._descriptor, kind):
+            raise RuntimeError(f"the replica has a {type(self._descriptor).__name__}, not a {kind.__name__}")
+        return self._descriptor
 
     def __repr__(self) -> str:
-        return f"ReplicaDescriptor({self._what!r}, {self.status.name})"
+        return f"ReplicaDescriptor({self._descriptor!r}, {self.status.name})"

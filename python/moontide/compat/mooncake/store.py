@@ -1,6 +1,6 @@
-"""``MooncakeDistributedStore``: the calls, with Mooncake's signatures, numbers and habits.
+"""``MooncakeDistributedStore``: the calls, with Mooncake's signatures, error numbers and behaviour.
 
-Here are the calls that begin and end, those by value, and those about objects; those by address are in ``addresses``.
+This module has setup and close, calls by value, and calls for metadata. Calls by address are in ``addresses``.
 """
 
 import re
@@ -17,7 +17,7 @@ from .codes import (
     BAD_ARGUMENT,
     INTERNAL,
     LOG,
-    LOOK,
+    LOOKUP,
     NOT_FOUND,
     READ,
     REMOVE,
@@ -38,12 +38,12 @@ from .replicas import (
 from .setup import Segment, Settings, master_of_node, open_store
 from .tensors import Tensors
 
-# Nobody stores under this key: asking for it reaches the master.
-_NOBODYS_KEY = "moontide.compat.mooncake/health"
+# A key that is never stored: a lookup of it reaches the master.
+_HEALTH_KEY = "moontide.compat.mooncake/health"
 
 
 class MooncakeDistributedStore(Addresses, Tensors):
-    """A store as Mooncake's Python module offers it. Threads may share one."""
+    """The store class of Mooncake's Python module. Thread-safe."""
 
     def __init__(self) -> None:
         self._store: Store | None = None
@@ -52,7 +52,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         self._exists: Callable[..., list[int]] = not_set_up
         self._detach()
 
-    # ------------------------------------------------------------------------------------------------ coming and going
+    # -------------------------------------------------------------------------------------------------- setup and close
 
     def setup(
         self,
@@ -72,9 +72,10 @@ class MooncakeDistributedStore(Addresses, Tensors):
         *,
         config: dict[str, Any] | None = None,
     ) -> int:
-        """Connects to a master, and gives ``global_segment_size`` bytes of this process to its cluster.
+        """Connects to a master, and contributes ``global_segment_size`` bytes of this process to its cluster.
 
-        Also ``setup({"local_hostname": …, …})``, where sizes may be text as "80GB". 0, or a negative number.
+        Also ``setup({"local_hostname": …, …})``, where sizes can be text such as "80GB". Returns 0, or a negative
+        number.
         """
         if isinstance(local_hostname, dict):
             config = local_hostname
@@ -84,9 +85,9 @@ class MooncakeDistributedStore(Addresses, Tensors):
             texts = (local_hostname, metadata_server, protocol, rdma_devices, master_server_addr)
             sizes = (global_segment_size, local_buffer_size)
             if not all(isinstance(text, str) for text in texts):
-                raise TypeError("setup() takes seven arguments, or a dict: text and two sizes are missing or misplaced")
+                raise TypeError("setup() takes seven arguments, or a dict: text or sizes are missing or misplaced")
             if not all(isinstance(size, int) and size >= 0 for size in sizes):
-                raise TypeError("setup(): global_segment_size and local_buffer_size are numbers from 0 up")
+                raise TypeError("setup(): global_segment_size and local_buffer_size must be numbers of at least 0")
             given = {
                 "local_hostname": local_hostname,
                 "metadata_server": metadata_server,
@@ -103,14 +104,14 @@ class MooncakeDistributedStore(Addresses, Tensors):
         try:
             settings = Settings.of(given)
         except (ValueError, TypeError) as error:
-            LOG.error("setup refused: %s", error)
+            LOG.error("setup failed: invalid argument: %s", error)
             return BAD_ARGUMENT
         return self._open(settings, Buffers())
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """Uses the cluster of the node that ``mooncake_client`` runs on this host, without giving memory to it.
+        """Connects to the cluster of the node that ``mooncake_client`` runs on this host, without contributing memory.
 
-        ``alloc_from_mem_pool`` then hands out parts of ``mem_pool_size`` bytes. Addresses must be registered.
+        ``alloc_from_mem_pool`` allocates from a pool of ``mem_pool_size`` bytes. Addresses must be registered.
         """
         if not isinstance(server_address, str) or not isinstance(mem_pool_size, int) or mem_pool_size < 0:
             raise TypeError("setup_dummy(mem_pool_size: int, local_buffer_size: int, server_address: str)")
@@ -120,7 +121,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         try:
             pool = Pool(mem_pool_size)
         except RuntimeError as error:
-            LOG.error("setup_dummy refused: %s", error)
+            LOG.error("setup_dummy failed: invalid argument: %s", error)
             return BAD_ARGUMENT
         buffers = Buffers(pool=(pool.address, pool.address + pool.size))
         code = self._open(Settings(hostname="", master=master, segment_bytes=0), buffers)
@@ -141,7 +142,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
             LOG.error("setup failed (%d): master %s: %s%s", code, settings.master, error, hint)
             return code
         except (ValueError, OSError) as error:
-            LOG.error("setup refused: %s", error)
+            LOG.error("setup failed: invalid argument: %s", error)
             return BAD_ARGUMENT
         self._store, self._segment, self._buffers = store, segment, buffers
         self._hostname = segment.name if segment is not None else settings.hostname
@@ -151,7 +152,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return 0
 
     def _detach(self) -> None:
-        """As it is before ``setup``: every call of the store below says that there is none."""
+        """Resets to the state before ``setup``, in which every call fails with NotSetUp."""
         self._buffers = Buffers()
         self._pool = None
         self._unknown = BAD_ARGUMENT
@@ -159,7 +160,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         self._get = self._put = self._exists = not_set_up
 
     def close(self) -> int:
-        """Ends the connection and the node in this process, with what it holds. 0, also a second time."""
+        """Closes the connection, and the node in this process with its objects. Returns 0, also if called again."""
         store, segment, pool = self._store, self._segment, self._pool
         self._store = self._segment = None
         self._detach()
@@ -172,34 +173,34 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return 0
 
     def health_check(self) -> int:
-        """0 healthy, 1 not set up or closed, 2 the master cannot be reached."""
+        """Returns 0 if healthy, 1 if not set up or closed, 2 if the master is unreachable."""
         try:
-            return 0 if self._exists([_NOBODYS_KEY])[0] >= 0 else 2
+            return 0 if self._exists([_HEALTH_KEY])[0] >= 0 else 2
         except (NotSetUp, Closed):
             return 1
         except Error:
             return 2
 
     def get_hostname(self) -> str:
-        """Under which name this process's segment is known."""
+        """Returns the name of this process's segment."""
         return self._hostname
 
     # ----------------------------------------------------------------------------------------------- registered memory
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Names memory that will be used by its address."""
+        """Registers memory that calls use by its address."""
         if self._store is None:
             return BAD_ARGUMENT
         if buffer_ptr < 0 or size < 0:
-            raise TypeError("addresses and sizes are not negative")
+            raise TypeError("addresses and sizes must not be negative")
         return self._buffers.register(int(buffer_ptr), int(size))
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """Takes it back."""
+        """Unregisters memory."""
         return self._buffers.unregister(int(buffer_ptr), self._unknown)
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """An address within the pool of ``setup_dummy``; 0 if there is no pool, or no room in it."""
+        """Allocates memory from the pool of ``setup_dummy``. Returns 0 if there is no pool, or no space in it."""
         if self._pool is None:
             return 0
         return self._pool.alloc(size)
@@ -207,11 +208,11 @@ class MooncakeDistributedStore(Addresses, Tensors):
     # --------------------------------------------------------------------------------------------------- calls by value
 
     def put(self, key: str, value: Any, config: ReplicateConfig | None = None) -> int:
-        """Stores bytes or a buffer. What is there stays; no bytes at all are refused."""
+        """Stores bytes or a buffer. Does not replace an existing object. Empty values are rejected."""
         return self._put_value(key, value, config, False)
 
     def upsert(self, key: str, value: Any, config: ReplicateConfig | None = None) -> int:
-        """The same, in place of what is there."""
+        """As `put`, but replaces an existing object."""
         return self._put_value(key, value, config, True)
 
     def _put_value(self, key: str, value: Any, config: ReplicateConfig | None, overwrite: bool) -> int:
@@ -224,29 +225,29 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return 0
 
     def put_parts(self, key: str, *parts: Any, config: ReplicateConfig | None = None) -> int:
-        """Stores several buffers, one after the other, as one object; nothing if there are no bytes at all."""
+        """Stores several buffers, in order, as one object. Does not store an empty object."""
         return self._put_parts(key, parts, config, False)
 
     def upsert_parts(self, key: str, *parts: Any, config: ReplicateConfig | None = None) -> int:
-        """The same, in place of what is there."""
+        """As `put_parts`, but replaces an existing object."""
         return self._put_parts(key, parts, config, True)
 
     def _put_parts(self, key: str, parts: Sequence[Any], config: ReplicateConfig | None, overwrite: bool) -> int:
-        filled = [part for part in parts if memoryview(part).nbytes]
+        nonempty = [part for part in parts if memoryview(part).nbytes]
         try:
             store = self._stored()
-            if filled:
-                store.put_from(key, filled, options(config, 1, overwrite))
+            if nonempty:
+                store.put_from(key, nonempty, options(config, 1, overwrite))
         except Exception as error:
             return code_of(error, WRITE)
         return 0
 
     def put_batch(self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig | None = None) -> int:
-        """Stores many; one number for all."""
+        """Stores many objects. Returns one number for all."""
         return self._put_values(keys, values, config, False)
 
     def upsert_batch(self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig | None = None) -> int:
-        """The same, in place of what is there."""
+        """As `put_batch`, but replaces existing objects."""
         return self._put_values(keys, values, config, True)
 
     def _put_values(
@@ -269,47 +270,47 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return 0 if all(good) else BAD_ARGUMENT
 
     def get(self, key: str) -> bytes:
-        """The bytes; none if there is no such object, or it cannot be had."""
+        """Returns the bytes of an object; empty bytes if it does not exist or cannot be read."""
         try:
             return self._stored().get(key) or b""
         except Exception as error:
-            self._say("get", code_of(error))
+            self._log_failure("get", code_of(error))
             return b""
 
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
-        """The bytes of many."""
+        """As `get`, for many keys."""
         return [value or b"" for value in self._many("get_batch", Store.batch_get, keys)]
 
     def get_buffer(self, key: str) -> View | None:
-        """The bytes as a buffer with ``ptr()`` and ``size()``: in place, if a node on this host has them. Read-only."""
+        """Returns an object as a read-only buffer with ``ptr()`` and ``size()``, zero-copy if a local node has it."""
         try:
             return self._stored().get_view(key) or None
         except Exception as error:
-            self._say("get_buffer", code_of(error))
+            self._log_failure("get_buffer", code_of(error))
             return None
 
     def batch_get_buffer(self, keys: Sequence[str]) -> list[View | None]:
-        """The same for many."""
+        """As `get_buffer`, for many keys."""
         return self._many("batch_get_buffer", Store.batch_get_view, keys)
 
     def _many(self, what: str, call: Callable[..., list[Any]], keys: Sequence[str]) -> list[Any]:
-        """What a call gives for many keys, None for what it does not."""
+        """Returns the results of a call for many keys; None for each key that failed."""
         good = list(map(is_key, keys))
         try:
             found = call(self._stored(), keys if all(good) else filtered(good, keys))
         except BatchError as error:
             found = [None if isinstance(outcome, Error) else outcome for outcome in error.outcomes]
-            self._say(what, next(code_of(o) for o in error.outcomes if isinstance(o, Error)))
+            self._log_failure(what, next(code_of(o) for o in error.outcomes if isinstance(o, Error)))
         except Exception as error:
-            self._say(what, code_of(error))
+            self._log_failure(what, code_of(error))
             return [None] * len(keys)
         if all(good):
             return found
         rest = iter(found)
         return [next(rest) if fine else None for fine in good]
 
-    def _say(self, what: str, code: int) -> None:
-        """Tells of a failure that has no number in the answer."""
+    def _log_failure(self, what: str, code: int) -> None:
+        """Logs a failure that the result of the call does not show."""
         if self._store is not None and code not in (NOT_FOUND, BAD_ARGUMENT):
             LOG.warning("%s failed: %d", what, code)
 
@@ -319,18 +320,18 @@ class MooncakeDistributedStore(Addresses, Tensors):
             raise NotSetUp
         return store
 
-    # -------------------------------------------------------------------------------------------------------- the rest
+    # ----------------------------------------------------------------------------------------------------- other calls
 
     def is_exist(self, key: str) -> int:
-        """1, 0, or a negative number."""
+        """Returns 1, 0, or a negative number."""
         try:
             code = self._exists((key,))[0]
         except Exception as error:
-            return code_of(error, LOOK)
-        return code if code >= 0 else LOOK.get(code, INTERNAL)
+            return code_of(error, LOOKUP)
+        return code if code >= 0 else LOOKUP.get(code, INTERNAL)
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """The same for many."""
+        """As `is_exist`, for many keys."""
         if not keys:
             return []
         try:
@@ -345,11 +346,11 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return [n if n >= 0 else READ.get(n, INTERNAL) for n in codes]
 
     def get_size(self, key: str) -> int:
-        """Bytes of an object, or a negative number."""
+        """Returns the size of an object, or a negative number."""
         try:
             found = self._stored().stat(key)
         except Exception as error:
-            return self._look_failed(key, error)
+            return self._lookup_failed(key, error)
         return int(found["size"]) if found is not None and not found["writing"] else NOT_FOUND
 
     def remove(self, key: str, force: bool = False) -> int:
@@ -361,7 +362,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
             return NOT_FOUND if code == BAD_ARGUMENT and self._store is not None and not is_key(key) else code
 
     def batch_remove(self, keys: Sequence[str | bytes], force: bool = False) -> list[int]:
-        """Removes many; a number for each."""
+        """Removes many objects. Returns a number for each."""
         good = list(map(is_key, keys))
         if not all(good):
             return only(good, self.batch_remove, keys, bad=NOT_FOUND, force=force)
@@ -376,21 +377,21 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return [code_of(o, REMOVE) if isinstance(o, Error) else 0 if o else NOT_FOUND for o in outcomes]
 
     def remove_all(self, force: bool = False) -> int:
-        """Removes everything of this tenant; how many objects, or a negative number."""
+        """Removes all objects of this tenant. Returns their number, or a negative number."""
         try:
             return int(self._stored().remove_all(force))
         except Exception as error:
             return code_of(error)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """Removes the objects in whose keys the pattern is found; how many, or a negative number.
+        """Removes the objects whose keys match the pattern. Returns their number, or a negative number.
 
-        The keys are listed and compared in this process; a pattern that begins with ``^`` and plain text lists fewer.
+        This process lists and compares the keys; a pattern that starts with ``^`` and plain text lists fewer keys.
         """
         try:
             pattern = re.compile(regex_pattern)
         except re.error as error:
-            LOG.warning("remove_by_regex refused: %s", error)
+            LOG.warning("remove_by_regex failed: invalid pattern: %s", error)
             return BAD_ARGUMENT
         try:
             listed = self._stored().keys(_plain_prefix(regex_pattern))
@@ -400,45 +401,46 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return self.batch_remove(found, force).count(0)
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
-        """Where an object is; nothing if there is none."""
+        """Returns the replicas of an object; an empty list if it does not exist."""
         return self.batch_get_replica_desc([key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """The same for many; only those that there are. One call to the master for each: not for hot paths."""
+        """As `get_replica_desc`, for many keys; only existing objects. Makes one call to the master per key."""
         found: dict[str, list[ReplicaDescriptor]] = {}
         try:
             store = self._stored()
-            places = {key: store.stat(key) for key in keys if is_key(key)}
-            nodes = {node["node"]: node for node in store.nodes()} if places else {}
+            stats = {key: store.stat(key) for key in keys if is_key(key)}
+            nodes = {node["node"]: node for node in store.nodes()} if stats else {}
         except Exception as error:
-            self._say("batch_get_replica_desc", code_of(error))
+            self._log_failure("batch_get_replica_desc", code_of(error))
             return found
-        for key, stat in places.items():
+        for key, stat in stats.items():
             if stat is not None:
                 found[key] = _replicas(stat, nodes)
         return found
 
 
 def _plain_prefix(pattern: str) -> str:
-    """The text with which every key begins that matches, as far as it is plain to see."""
+    """Returns a prefix of all keys that match a pattern, as far as the start of the pattern is plain text."""
     if not pattern.startswith("^") or "|" in pattern:
         return ""
     prefix = pattern[1:]
     if special := re.search(r"[^\w/:@ -]", prefix):
         prefix = prefix[: special.start()]
-    # What follows may say that the last letter is not needed.
+    # A following quantifier can make the last character optional.
     return prefix[:-1] if pattern[1 + len(prefix) :][:1] in ("*", "?", "{") else prefix
 
 
 def _replicas(stat: dict[str, Any], nodes: dict[str, dict[str, Any]]) -> list[ReplicaDescriptor]:
-    """One for each replica on a medium: its stripes, which may be on several nodes, count as one."""
+    """Returns one descriptor per replica and medium. The stripes of a replica, possibly on several nodes, count as
+    one."""
     status = ReplicaStatus.PROCESSING if stat["writing"] else ReplicaStatus.COMPLETE
-    first = {(place["replica"], place["medium"]): place["node"] for place in reversed(stat["places"])}
+    first = {(location["replica"], location["medium"]): location["node"] for location in reversed(stat["locations"])}
     described = []
     for (_, medium), node in sorted(first.items(), key=lambda item: (item[0][1] == "disk", item[0][0])):
         addresses = nodes.get(node, {}).get("addresses") or [("", node)]
-        size, place = stat["size"], addresses[0][1]
+        size, address = stat["size"], addresses[0][1]
         on_disk = medium == "disk"
-        what = LocalDiskDescriptor(size, place) if on_disk else MemoryDescriptor(Descriptor(size, place))
-        described.append(ReplicaDescriptor(what, status))
+        descriptor = LocalDiskDescriptor(size, address) if on_disk else MemoryDescriptor(Descriptor(size, address))
+        described.append(ReplicaDescriptor(descriptor, status))
     return described

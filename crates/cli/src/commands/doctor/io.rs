@@ -1,36 +1,36 @@
-//! Asynchronous and direct I/O on files.
+//! Checks of io_uring and direct I/O.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{Check, foreign, kernel_file};
+use super::{Check, kernel_file, uring_probe};
 
-/// A page, aligned as direct I/O wants it.
+/// Buffer with the alignment that direct I/O requires.
 #[repr(align(4096))]
 struct Page([u8; 4096]);
 
 pub(super) fn io_uring() -> Check {
-    match foreign::ring() {
+    match uring_probe::probe_io_uring() {
         Ok((_, params)) => {
-            Check::ok("io_uring", format!("the kernel gives a ring; features {:#x}", params.features.bits()))
+            Check::ok("io_uring", format!("io_uring_setup works; features {:#x}", params.features.bits()))
         }
         Err(errno) => {
-            let next = match errno {
+            let hint = match errno {
                 Errno::NOSYS => {
-                    "the kernel has none, or a seccomp profile hides it; disks are then used with threads"
+                    "kernel without io_uring, or blocked by a seccomp profile; disk I/O uses threads"
                 }
                 Errno::PERM | Errno::ACCESS => {
                     "allow io_uring_setup in the seccomp profile, and sysctl kernel.io_uring_disabled=0"
                 }
-                _ => "disks are used with threads until it works",
+                _ => "disk I/O uses threads until it works",
             };
             let disabled = kernel_file("/proc/sys/kernel/io_uring_disabled");
             let disabled =
                 disabled.map_or(String::new(), |value| format!("; kernel.io_uring_disabled is {value}"));
-            Check::absent(
+            Check::missing(
                 "io_uring",
                 format!("refused: {errno} (errno {}){disabled}", errno.raw_os_error()),
-                next,
+                hint,
             )
         }
     }
@@ -44,12 +44,12 @@ pub(super) fn direct() -> Check {
         Err(errno) => Check::limited(
             "direct I/O",
             format!("refused in {shown}: {errno}"),
-            "memory file systems refuse it; set TMPDIR to a directory on the disk in question and run again",
+            "memory file systems refuse it; set TMPDIR to a directory on the disk to check, and run again",
         ),
     }
 }
 
-/// Writes and reads a page of a file without a name, past the page cache.
+/// Writes and reads a page of an unnamed temporary file with direct I/O.
 fn write_directly(directory: &std::path::Path) -> Result<(), Errno> {
     let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::DIRECT | OFlags::CLOEXEC;
     let mut page = Box::new(Page([0x5a; 4096]));

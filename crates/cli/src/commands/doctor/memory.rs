@@ -1,59 +1,61 @@
-//! Memory, shared memory, locked memory, huge pages.
+//! Checks of memory, shared memory, locked memory and huge pages.
 
+use moontide_bench::format_bytes;
 use rustix::fs::MemfdFlags;
 use rustix::process::Resource;
 
 use super::{Check, kernel_file};
-use crate::text::bytes;
 
-/// Below this a node has no room for anything but tests.
+/// Available memory below which a node is only useful for tests.
 const AVAILABLE_WANTED: u64 = 2 << 30;
-/// Size of the region that is tried.
+/// Size of the shared-memory region that the check creates.
 const TRIED_BYTES: u64 = 1 << 20;
 
 pub(super) fn memory() -> Check {
     let Some(meminfo) = kernel_file("/proc/meminfo") else {
-        return Check::limited("memory", "the kernel does not say", "mount /proc to find out");
+        return Check::limited("memory", "unknown: /proc/meminfo cannot be read", "mount /proc");
     };
     let (total, available) = (field(&meminfo, "MemTotal"), field(&meminfo, "MemAvailable"));
-    let mut found = format!("{} of {} available", bytes(available), bytes(total));
+    let mut detail = format!("{} of {} available", format_bytes(available), format_bytes(total));
     let mut usable = available;
-    // A container's limit; "max" if it has none.
+    // Memory limit of a container; "max" if there is none.
     let limit = kernel_file("/sys/fs/cgroup/memory.max").and_then(|limit| limit.parse::<u64>().ok());
     if let Some(limit) = limit {
         let used =
             kernel_file("/sys/fs/cgroup/memory.current").and_then(|used| used.parse().ok()).unwrap_or(0);
         usable = usable.min(limit.saturating_sub(used));
-        found += &format!(", limited by the control group to {}", bytes(limit));
+        detail += &format!(", limited by the control group to {}", format_bytes(limit));
     }
     if usable >= AVAILABLE_WANTED {
-        return Check::ok("memory", found);
+        return Check::ok("memory", detail);
     }
-    let next = format!("start nodes with at most {} (moontide node --memory)", bytes(usable / 4 * 3));
-    Check::limited("memory", found, next)
+    let hint = format!("start nodes with at most {} (moontide node --memory)", format_bytes(usable / 4 * 3));
+    Check::limited("memory", detail, hint)
 }
 
-/// A line of /proc/meminfo, in bytes.
+/// Returns a field of /proc/meminfo, in bytes.
 fn field(meminfo: &str, name: &str) -> u64 {
     let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     let kib: Option<u64> = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     kib.unwrap_or(0) << 10
 }
 
-/// Regions are memfds: no mount limits them, only memory and the control group.
+/// Checks memfd: regions are memfds, limited only by memory and the control group, not by a mount.
 pub(super) fn shared() -> Check {
     let mount = match rustix::fs::statvfs("/dev/shm") {
-        Ok(shm) => format!("/dev/shm has {} (not used)", bytes(shm.f_blocks.saturating_mul(shm.f_frsize))),
+        Ok(shm) => {
+            format!("/dev/shm has {} (not used)", format_bytes(shm.f_blocks.saturating_mul(shm.f_frsize)))
+        }
         Err(_) => "no /dev/shm (not needed)".to_owned(),
     };
     let tried = rustix::fs::memfd_create("moontide-doctor", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
         .and_then(|fd| rustix::fs::ftruncate(&fd, TRIED_BYTES));
     let check = match tried {
         Ok(()) => Check::ok("shared memory", format!("memfd works; {mount}")),
-        Err(errno) => Check::absent(
+        Err(errno) => Check::missing(
             "shared memory",
             format!("memfd_create is refused: {errno}; {mount}"),
-            "allow memfd_create in the container's seccomp profile: a node's memory is made of it",
+            "allow memfd_create in the container's seccomp profile: nodes allocate memory with it",
         ),
     };
     check.needed()
@@ -61,13 +63,13 @@ pub(super) fn shared() -> Check {
 
 pub(super) fn locked() -> Check {
     let is_root = rustix::process::geteuid().is_root();
-    let who = if is_root { "root, whom it does not bind" } else { "not root" };
+    let user = if is_root { "root, exempt from the limit" } else { "not root" };
     match rustix::process::getrlimit(Resource::Memlock).current {
-        None => Check::ok("locked memory", format!("unlimited; {who}")),
-        Some(limit) if is_root => Check::ok("locked memory", format!("{}; {who}", bytes(limit))),
+        None => Check::ok("locked memory", format!("unlimited; {user}")),
+        Some(limit) if is_root => Check::ok("locked memory", format!("{}; {user}", format_bytes(limit))),
         Some(limit) => Check::limited(
             "locked memory",
-            format!("{}; {who}", bytes(limit)),
+            format!("{}; {user}", format_bytes(limit)),
             "RDMA registers memory by locking it: ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
         ),
     }
@@ -79,20 +81,20 @@ pub(super) fn huge_pages() -> Check {
     let (reserved, free) = (number("nr_hugepages").unwrap_or(0), number("free_hugepages").unwrap_or(0));
     let modes = kernel_file("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
     let mode = chosen(&modes).unwrap_or("unknown");
-    let found = format!("{reserved} pages of 2 MiB reserved, {free} free; shmem_enabled is {mode}");
+    let detail = format!("{reserved} pages of 2 MiB reserved, {free} free; shmem_enabled is {mode}");
     if free > 0 || ["always", "within_size", "advise", "force"].contains(&mode) {
-        return Check::ok("huge pages", found);
+        return Check::ok("huge pages", detail);
     }
     Check::limited(
         "huge pages",
-        found,
-        "look-ups among millions of objects are faster with them: echo advise > \
-         /sys/kernel/mm/transparent_hugepage/shmem_enabled, or reserve some 800 pages per 10 million objects with \
+        detail,
+        "lookups among millions of objects are faster with huge pages: echo advise > \
+         /sys/kernel/mm/transparent_hugepage/shmem_enabled, or reserve about 800 pages per 10 million objects with \
          sysctl vm.nr_hugepages",
     )
 }
 
-/// The word in brackets: `always [never] advise`.
+/// Returns the word in brackets: `never` of `always [never] advise`.
 fn chosen(modes: &str) -> Option<&str> {
     modes.split_once('[')?.1.split_once(']').map(|(mode, _)| mode)
 }
@@ -102,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_files_are_read() {
+    fn meminfo_and_shmem_enabled_are_parsed() {
         let meminfo = "MemTotal:       24689604 kB\nMemFree:        1 kB\nMemAvailable:   1024 kB\n";
         assert_eq!(field(meminfo, "MemTotal"), 24_689_604 << 10);
         assert_eq!(field(meminfo, "MemAvailable"), 1 << 20);

@@ -1,44 +1,47 @@
-//! Loopback, the ports of a master, the master itself, RDMA.
+//! Checks of loopback, the ports of a master, a running master, and RDMA.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::{Check, kernel_file, names_in};
-use crate::http;
+use moontide_bench::http;
 
-/// gRPC, frames and HTTP of a master.
+use super::{Check, kernel_file, names_in};
+
+/// Default ports of a master: gRPC, frame server, admin HTTP.
 const PORTS: [u16; 3] = [7400, 7401, 7402];
-/// Long enough for another continent, short enough to wait for.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Long enough for a round trip to another continent.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) fn loopback() -> Check {
     let check = match echo() {
         Ok(round_trip) => {
             Check::ok("loopback", format!("TCP works; first round trip {} µs", round_trip.as_micros()))
         }
-        Err(error) => {
-            Check::absent("loopback", format!("TCP does not work: {error}"), "bring up lo: ip link set lo up")
-        }
+        Err(error) => Check::missing(
+            "loopback",
+            format!("TCP does not work: {error}"),
+            "bring up lo: ip link set lo up",
+        ),
     };
     check.needed()
 }
 
-/// A byte there and back.
+/// Sends a byte over loopback and back; returns the round-trip time.
 fn echo() -> std::io::Result<Duration> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let mut near = TcpStream::connect_timeout(&listener.local_addr()?, PATIENCE)?;
-    let (mut far, _) = listener.accept()?;
-    for stream in [&near, &far] {
+    let mut client = TcpStream::connect_timeout(&listener.local_addr()?, CONNECT_TIMEOUT)?;
+    let (mut server, _) = listener.accept()?;
+    for stream in [&client, &server] {
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(CONNECT_TIMEOUT))?;
     }
     let started = Instant::now();
     let mut byte = [0x5a];
-    near.write_all(&byte)?;
-    far.read_exact(&mut byte)?;
-    far.write_all(&byte)?;
-    near.read_exact(&mut byte)?;
+    client.write_all(&byte)?;
+    server.read_exact(&mut byte)?;
+    server.write_all(&byte)?;
+    client.read_exact(&mut byte)?;
     Ok(started.elapsed())
 }
 
@@ -60,25 +63,25 @@ pub(super) fn ports() -> Check {
         taken => Check::limited(
             "ports",
             taken.join("; "),
-            "choose others: moontide master --grpc-listen, --frame-listen and --admin-listen",
+            "choose other ports: moontide master --grpc-listen, --frame-listen and --admin-listen",
         ),
     }
 }
 
-/// Who holds a port, as far as one can tell: the process if it is ours to see, else how it answers.
+/// Describes the user of a port: its process if /proc shows it, else the kind of its response.
 fn holder(port: u16) -> String {
     if let Some((pid, name)) = listening_process(port) {
         return format!("in use by {name} (pid {pid})");
     }
-    match http::get(&format!("127.0.0.1:{port}"), "/role", PATIENCE) {
-        Ok(_) => "in use by a moontide master's admin page".to_owned(),
-        Err(http::HttpError::Status { .. }) => "in use by a server of HTTP".to_owned(),
+    match http::get(&format!("127.0.0.1:{port}"), "/role", CONNECT_TIMEOUT) {
+        Ok(_) => "in use by the admin server of a moontide master".to_owned(),
+        Err(http::HttpError::Status { .. }) => "in use by an HTTP server".to_owned(),
         Err(http::HttpError::Unreachable { .. }) => "bound by a process that does not answer".to_owned(),
         Err(_) => "in use by another process".to_owned(),
     }
 }
 
-/// The process that listens on a port of this host, among those whose descriptors we may see.
+/// Finds the process that listens on a local port, among the processes whose descriptors are readable.
 fn listening_process(port: u16) -> Option<(u32, String)> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| kernel_file(path).unwrap_or_default());
     let inodes: Vec<String> =
@@ -94,7 +97,7 @@ fn listening_process(port: u16) -> Option<(u32, String)> {
     .next()
 }
 
-/// The inode in a line of /proc/net/tcp, if it is a socket that listens on the port.
+/// Returns the inode in a line of /proc/net/tcp, if it is a socket that listens on the port.
 fn listener_inode(line: &str, port: u16) -> Option<String> {
     const LISTEN: &str = "0A";
     let fields: Vec<&str> = line.split_whitespace().collect();
@@ -105,15 +108,15 @@ fn listener_inode(line: &str, port: u16) -> Option<String> {
 
 pub(super) fn master(address: &str) -> Check {
     let started = Instant::now();
-    match http::connect(address, started + PATIENCE) {
+    match http::connect(address, started + CONNECT_TIMEOUT) {
         Ok(_) => Check::ok(
             "master",
             format!("{address} accepts connections after {} µs", started.elapsed().as_micros()),
         ),
-        Err(error) => Check::absent(
+        Err(error) => Check::missing(
             "master",
             format!("{address}: {error}"),
-            "start one with `moontide master` (or `moontide dev`), or name another with --master",
+            "start one with `moontide master` (or `moontide dev`), or pass another address with --master",
         ),
     }
 }
@@ -122,7 +125,7 @@ pub(super) fn rdma() -> Check {
     let directory = "/sys/class/infiniband";
     let devices = names_in(directory);
     if devices.is_empty() {
-        return Check::absent("rdma", "no device in /sys/class/infiniband", "nothing to do: TCP is used");
+        return Check::missing("rdma", "no device in /sys/class/infiniband", "nothing to do: TCP is used");
     }
     let mut is_active = false;
     let mut shown = vec![];
@@ -135,11 +138,11 @@ pub(super) fn rdma() -> Check {
             shown.push(format!("{device}:{port} {state}, {}, {}", file("rate"), file("link_layer")));
         }
     }
-    let found = if shown.is_empty() { devices.join(", ") } else { shown.join("; ") };
+    let detail = if shown.is_empty() { devices.join(", ") } else { shown.join("; ") };
     if is_active {
-        return Check::ok("rdma", found);
+        return Check::ok("rdma", detail);
     }
-    Check::limited("rdma", found, "no port is active; check the cable and `ibstat`. TCP is used meanwhile")
+    Check::limited("rdma", detail, "no port is active; check the cable and `ibstat`; TCP is used until then")
 }
 
 #[cfg(test)]
@@ -147,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_listener_is_found_in_the_kernels_table() {
+    fn listener_inode_is_parsed_from_proc_net_tcp() {
         let line = "   0: 0100007F:1CE8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100 0 0 10 0";
         assert_eq!(listener_inode(line, 7400).as_deref(), Some("4711"));
         assert_eq!(listener_inode(line, 7401), None);
@@ -156,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn our_own_listener_is_told_by_pid() {
+    fn listening_process_returns_pid_of_own_listener() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let (pid, name) = listening_process(port).unwrap();

@@ -1,7 +1,7 @@
-//! `moontide inspect disk`: what is in the directory of a node's disk, and whether it is what was written.
+//! `moontide inspect disk`: lists and verifies the records in the directory of a node's disk.
 //!
-//! Looks at the files themselves and changes none of them; no node is asked. What is listed is printed as it is found,
-//! so that a tier of any size needs no memory; the totals come last.
+//! It reads the files, changes none of them and contacts no node. Records are printed as they are found, so that memory
+//! use does not depend on the size of the tier; the totals come last.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -12,64 +12,62 @@ use std::time::{Duration, Instant};
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use moontide_bench::format_bytes;
 use moontide_disk::{
-    BackendKind, EngineChoice, Inspected, InspectedState, OpenError, OsStorage, QueueConfig, Storage,
+    BackendKind, InspectedRecord, InspectedState, IoEngine, OpenError, OsStorage, QueueConfig, Storage,
 };
 use serde_json::{Value, json};
 
-use super::super::{Failure, written};
-use crate::text;
+use super::super::{CommandError, ignore_broken_pipe};
+use crate::format;
 
 const EXAMPLES: &str = "\
 Examples:
-  moontide inspect disk --dir /mnt/ssd/moontide                totals, and what is damaged
-  moontide inspect disk --dir /mnt/ssd/moontide --verify       the same, with every byte of it read
+  moontide inspect disk --dir /mnt/ssd/moontide                totals and corrupt records
+  moontide inspect disk --dir /mnt/ssd/moontide --verify       also verify every payload
   moontide inspect disk --dir /mnt/ssd/moontide --all          every record
   moontide inspect disk --dir /mnt/ssd/moontide --all --json | jq 'select(.state == \"removed\")'
 
-Nothing is changed. The node should be stopped: of one that runs, a record that is just being written or deleted may be
-missing, or look damaged. Without --verify a record is judged by its header, key and attributes; with it, its payload is
-read past the page cache and compared with its digests. --json prints an object per listed record, and one with the
-totals at the end.
-Exit codes: 0 success, 1 failure or something is damaged, 2 wrong usage.";
+Read-only. Stop the node first: while it runs, a record that is being written or deleted may be missing or look
+corrupt. Without --verify only header, key and attributes of a record are checked; with it, the payload is also read
+with direct I/O and compared with its digests. --json prints one object per listed record, and one with the totals at
+the end.
+Exit codes: 0 success, 1 failure or corrupt records, 2 wrong usage.";
 
-/// What is looked at.
 #[derive(Debug, ClapArgs)]
 struct Args {
-    /// The directory, as in the node's disk.dir
+    /// Directory of the disk tier, the node's disk.dir
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
-    /// How records stand in it: bucket, file or offset [default: what its files look like]
+    /// Disk layout: bucket, file or offset [default: detected from the files]
     #[arg(long, value_name = "NAME")]
     backend: Option<BackendKind>,
     /// Read and verify every payload
     #[arg(long)]
     verify: bool,
-    /// List every record, not only those that are damaged
+    /// List every record, not only corrupt ones
     #[arg(long)]
     all: bool,
-    /// Print JSON, an object per line
+    /// Print JSON, one object per line
     #[arg(long)]
     json: bool,
 }
 
-/// Why a directory cannot be looked at.
+/// Error of an inspection.
 #[derive(Debug, thiserror::Error)]
 enum InspectError {
-    #[error("{dir}: {source}; name the directory of a node's disk with --dir")]
+    #[error("{dir}: {source}; pass the directory of a node's disk with --dir")]
     Unreadable { dir: String, source: std::io::Error },
     #[error(
-        "{dir} has no files of a disk tier; name the directory of a node's disk with --dir, or its --backend"
+        "{dir} has no files of a disk tier; pass the directory of a node's disk with --dir, or its --backend"
     )]
     Nothing { dir: String },
-    #[error("{dir} has files of the backends {}; say which one is meant with --backend", names(found))]
+    #[error("{dir} has files of the backends {}; select one with --backend", names(found))]
     Ambiguous { dir: String, found: Vec<BackendKind> },
     #[error("{dir}: {source}")]
     Tier { dir: String, source: OpenError },
-    #[error(
-        "{dir}: {damaged} records are damaged; a node passes them over, and nothing needs to be done unless there are more each time"
-    )]
-    Damaged { dir: String, damaged: u64 },
+    #[error("{dir}: {corrupt} records are corrupt; nodes skip them; check the disk if the number grows")]
+    Corrupt { dir: String, corrupt: u64 },
 }
 
 fn names(kinds: &[BackendKind]) -> String {
@@ -77,47 +75,47 @@ fn names(kinds: &[BackendKind]) -> String {
 }
 
 pub(super) fn command() -> Command {
-    // After the arguments, whose own description would stand in its place.
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
     Args::augment_args(Command::new("disk"))
-        .about("List and verify what is on a node's disk, from its files")
+        .about("List and verify the records on a node's disk")
         .after_help(EXAMPLES)
 }
 
-pub(super) fn run(matches: &ArgMatches) -> Result<(), Failure> {
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+pub(super) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    let args = Args::from_arg_matches(matches).map_err(CommandError::usage)?;
     let dir = args.dir.display().to_string();
-    let unreadable = |source| Failure::usage(InspectError::Unreadable { dir: dir.clone(), source });
+    let unreadable = |source| CommandError::usage(InspectError::Unreadable { dir: dir.clone(), source });
     let found = kinds_in(&args.dir).map_err(unreadable)?;
     let (kind, guessed) = match (args.backend, &*found) {
         (Some(kind), _) => (kind, false),
         (None, [kind]) => (*kind, true),
-        (None, []) => return Err(Failure::usage(InspectError::Nothing { dir })),
-        (None, _) => return Err(Failure::usage(InspectError::Ambiguous { dir, found })),
+        (None, []) => return Err(CommandError::usage(InspectError::Nothing { dir })),
+        (None, _) => return Err(CommandError::usage(InspectError::Ambiguous { dir, found })),
     };
-    let storage = OsStorage::open(&args.dir, EngineChoice::Auto).map_err(unreadable)?;
+    let storage = OsStorage::open(&args.dir, IoEngine::Auto).map_err(unreadable)?;
     let engine = storage.engine();
     let storage: Arc<dyn Storage> = Arc::new(storage);
-    let look = |verify, each: &mut dyn FnMut(Inspected<'_>)| {
+    let inspect = |verify, each: &mut dyn FnMut(InspectedRecord<'_>)| {
         let mut queue = storage.queue(&QueueConfig::default());
-        let looked = kind.inspect(&storage, &mut *queue, verify, each);
-        looked.map_err(|source| Failure::failed(InspectError::Tier { dir: dir.clone(), source }))
+        let inspected = kind.inspect(&storage, &mut *queue, verify, each);
+        inspected.map_err(|source| CommandError::failed(InspectError::Tier { dir: dir.clone(), source }))
     };
 
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
     if args.verify && std::io::stderr().is_terminal() {
-        // How much there is to read is known after a look without reading it.
+        // A first pass without payloads finds the number of bytes to read.
         let mut expected = 0;
-        look(false, &mut |record| expected += record.len)?;
+        inspect(false, &mut |record| expected += record.len)?;
         show(&bar, expected);
     }
     let mut out = std::io::stdout().lock();
     let mut output = Ok(());
     let mut totals = Totals::default();
     let started = Instant::now();
-    look(args.verify, &mut |record| {
-        let damaged = totals.add(&record);
+    inspect(args.verify, &mut |record| {
+        let corrupt = totals.add(&record);
         bar.set_position(totals.bytes);
-        if (args.all || damaged) && output.is_ok() {
+        if (args.all || corrupt) && output.is_ok() {
             output = bar.suspend(|| match args.json {
                 true => writeln!(out, "{}", as_json(&record)),
                 false => write_record(&mut out, &record, totals.listed == 0),
@@ -128,20 +126,21 @@ pub(super) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     let took = started.elapsed();
     bar.finish_and_clear();
     if output.is_ok() {
-        let seen = Seen { dir: &dir, kind, guessed, engine, verified: args.verify.then_some(took) };
+        let scan = ScanOptions { dir: &dir, kind, guessed, engine, verified: args.verify.then_some(took) };
         output = match args.json {
-            true => writeln!(out, "{}", totals.json(&seen)),
-            false => totals.write(&mut out, &seen),
+            true => writeln!(out, "{}", totals.json(&scan)),
+            false => totals.write(&mut out, &scan),
         };
     }
-    written(output)?;
-    match totals.damaged {
+    ignore_broken_pipe(output)?;
+    match totals.corrupt {
         0 => Ok(()),
-        damaged => Err(Failure::failed(InspectError::Damaged { dir, damaged })),
+        corrupt => Err(CommandError::failed(InspectError::Corrupt { dir, corrupt })),
     }
 }
 
-/// Which backends' files stand in a directory. A disk on which nothing was written yet looks the same with all of them.
+/// Returns the backends whose files are in a directory. An empty tier looks the same with all backends; then the result
+/// is the default backend.
 fn kinds_in(dir: &Path) -> std::io::Result<Vec<BackendKind>> {
     let mut is_tier = false;
     let mut found = [false; BackendKind::ALL.len()];
@@ -164,35 +163,35 @@ fn kinds_in(dir: &Path) -> std::io::Result<Vec<BackendKind>> {
     Ok(BackendKind::ALL.into_iter().filter(|kind| found[*kind as usize]).collect())
 }
 
-/// How it was looked at.
-struct Seen<'a> {
+/// Parameters of the scan, for the totals.
+struct ScanOptions<'a> {
     dir: &'a str,
     kind: BackendKind,
     guessed: bool,
     engine: &'static str,
-    /// How long it took to read all payloads, if they were.
+    /// Time to read all payloads, if `--verify` was given.
     verified: Option<Duration>,
 }
 
-/// What is in a tier.
+/// Totals of a tier.
 #[derive(Debug, Default)]
 struct Totals {
-    /// Hashes of their names: a tier of the file backend has millions.
+    /// Hashes of the file names: a tier of the file backend has millions of files.
     files: HashSet<u64>,
     records: u64,
-    /// Of all that is known how long it is, whatever it is worth.
+    /// Bytes of all records of known length, in any state.
     bytes: u64,
     served_bytes: u64,
     removed: u64,
     removed_bytes: u64,
-    damaged: u64,
-    damaged_bytes: u64,
+    corrupt: u64,
+    corrupt_bytes: u64,
     listed: u64,
 }
 
 impl Totals {
-    /// Whether it is damaged.
-    fn add(&mut self, record: &Inspected<'_>) -> bool {
+    /// Adds a record; returns true if it is corrupt.
+    fn add(&mut self, record: &InspectedRecord<'_>) -> bool {
         let mut hasher = DefaultHasher::new();
         record.file.hash(&mut hasher);
         self.files.insert(hasher.finish());
@@ -200,45 +199,45 @@ impl Totals {
         let (count, bytes) = match record.state {
             InspectedState::Ok => (&mut self.records, &mut self.served_bytes),
             InspectedState::Removed => (&mut self.removed, &mut self.removed_bytes),
-            InspectedState::Damaged { .. } => (&mut self.damaged, &mut self.damaged_bytes),
+            InspectedState::Corrupt { .. } => (&mut self.corrupt, &mut self.corrupt_bytes),
         };
         *count += 1;
         *bytes += record.len;
-        matches!(record.state, InspectedState::Damaged { .. })
+        matches!(record.state, InspectedState::Corrupt { .. })
     }
 
-    fn json(&self, seen: &Seen<'_>) -> Value {
+    fn json(&self, scan: &ScanOptions<'_>) -> Value {
         json!({
-            "dir": seen.dir, "backend": seen.kind.name(), "engine": seen.engine,
+            "dir": scan.dir, "backend": scan.kind.name(), "engine": scan.engine,
             "files": self.files.len(), "records": self.records, "bytes": self.served_bytes,
             "removed": self.removed, "removed_bytes": self.removed_bytes,
-            "damaged": self.damaged, "damaged_bytes": self.damaged_bytes,
-            "verified": seen.verified.is_some(),
-            "seconds": seen.verified.map(|took| took.as_secs_f64()),
+            "corrupt": self.corrupt, "corrupt_bytes": self.corrupt_bytes,
+            "verified": scan.verified.is_some(),
+            "seconds": scan.verified.map(|took| took.as_secs_f64()),
         })
     }
 
-    fn write(&self, out: &mut impl Write, seen: &Seen<'_>) -> std::io::Result<()> {
+    fn write(&self, out: &mut impl Write, scan: &ScanOptions<'_>) -> std::io::Result<()> {
         if self.listed > 0 {
             writeln!(out)?;
         }
-        writeln!(out, "=== Disk {} ===", seen.dir)?;
-        let how = if seen.guessed { "by its files" } else { "as told" };
-        writeln!(out, "  Backend: {} ({how}), Engine: {}", seen.kind, seen.engine)?;
+        writeln!(out, "=== Disk {} ===", scan.dir)?;
+        let how = if scan.guessed { "detected" } else { "--backend" };
+        writeln!(out, "  Backend: {} ({how}), Engine: {}", scan.kind, scan.engine)?;
         writeln!(out, "  Files    {:>12}", self.files.len())?;
         for (name, count, bytes) in [
             ("Records", self.records, self.served_bytes),
             ("Removed", self.removed, self.removed_bytes),
-            ("Damaged", self.damaged, self.damaged_bytes),
+            ("Corrupt", self.corrupt, self.corrupt_bytes),
         ] {
-            writeln!(out, "  {name:<8} {count:>12}  {:>10}", text::bytes(bytes))?;
+            writeln!(out, "  {name:<8} {count:>12}  {:>10}", format_bytes(bytes))?;
         }
-        let Some(took) = seen.verified else {
-            return writeln!(out, "  Payloads were not read: --verify does.");
+        let Some(took) = scan.verified else {
+            return writeln!(out, "  Payloads were not verified; use --verify.");
         };
-        let read = self.served_bytes + self.damaged_bytes;
+        let read = self.served_bytes + self.corrupt_bytes;
         let speed = read as f64 / took.as_secs_f64().max(1e-9) / 1e9;
-        writeln!(out, "  Verified {} in {:.1} s, {speed:.2} GB/s", text::bytes(read), took.as_secs_f64())
+        writeln!(out, "  Verified {} in {:.1} s, {speed:.2} GB/s", format_bytes(read), took.as_secs_f64())
     }
 }
 
@@ -254,23 +253,23 @@ fn show(bar: &ProgressBar, expected: u64) {
 fn state_name(state: &InspectedState) -> &'static str {
     match state {
         InspectedState::Ok => "ok",
-        InspectedState::Damaged { .. } => "damaged",
+        InspectedState::Corrupt { .. } => "corrupt",
         InspectedState::Removed => "removed",
     }
 }
 
-fn as_json(record: &Inspected<'_>) -> Value {
+fn as_json(record: &InspectedRecord<'_>) -> Value {
     let header = record.name.as_ref().map(|(header, _)| *header);
     let section = record.name.as_ref().map(|(_, section)| section);
-    let why = match &record.state {
-        InspectedState::Damaged { why } => Some(why),
+    let reason = match &record.state {
+        InspectedState::Corrupt { reason } => Some(reason),
         _ => None,
     };
     json!({
         "file": record.file, "offset": record.offset, "bytes": record.len,
-        "state": state_name(&record.state), "why": why,
+        "state": state_name(&record.state), "reason": reason,
         "tenant": section.map(|section| section.tenant.as_str()),
-        "key": section.map(|section| text::escaped(section.key.as_bytes())),
+        "key": section.map(|section| format::escaped(section.key.as_bytes())),
         "id": header.map(|header| header.id.to_string()),
         "epoch": header.map(|header| header.word.epoch().to_string()),
         "stripe_index": header.map(|header| header.stripe_index),
@@ -279,7 +278,7 @@ fn as_json(record: &Inspected<'_>) -> Value {
     })
 }
 
-fn write_record(out: &mut impl Write, record: &Inspected<'_>, first: bool) -> std::io::Result<()> {
+fn write_record(out: &mut impl Write, record: &InspectedRecord<'_>, first: bool) -> std::io::Result<()> {
     if first {
         writeln!(
             out,
@@ -288,14 +287,14 @@ fn write_record(out: &mut impl Write, record: &Inspected<'_>, first: bool) -> st
         )?;
     }
     let (epoch, stripe, key) = match &record.name {
-        None => ("-".to_owned(), "-".to_owned(), "not known".to_owned()),
+        None => ("-".to_owned(), "-".to_owned(), "unknown".to_owned()),
         Some((header, section)) => {
             let tenant = section.tenant.as_str();
-            let key = text::escaped(section.key.as_bytes());
+            let key = format::escaped(section.key.as_bytes());
             let tenant = if tenant == "default" {
                 String::new()
             } else {
-                format!("{}:", text::escaped(tenant.as_bytes()))
+                format!("{}:", format::escaped(tenant.as_bytes()))
             };
             (
                 header.word.epoch().to_string(),
@@ -304,16 +303,16 @@ fn write_record(out: &mut impl Write, record: &Inspected<'_>, first: bool) -> st
             )
         }
     };
-    let why = match &record.state {
-        InspectedState::Damaged { why } => format!(": {why}"),
+    let reason = match &record.state {
+        InspectedState::Corrupt { reason } => format!(": {reason}"),
         _ => String::new(),
     };
     writeln!(
         out,
-        "{:<8} {epoch:>14} {:>12} {:>12} {stripe:>9}  {}, {key}{why}",
+        "{:<8} {epoch:>14} {:>12} {:>12} {stripe:>9}  {}, {key}{reason}",
         state_name(&record.state),
         record.offset,
         record.len,
-        text::escaped(record.file.as_bytes())
+        format::escaped(record.file.as_bytes())
     )
 }

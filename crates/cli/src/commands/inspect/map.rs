@@ -1,21 +1,21 @@
-//! The space of a segment: which units are taken by what, the holes between, and a drawing of it.
+//! Space of a segment: extents of records, free ranges between them, and a drawing.
 
-/// What a unit holds.
+/// State of the record in an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// An object that can be read.
+    /// READY: can be read.
     Live,
-    /// An object that is being written.
+    /// WRITING: being written.
     Writing,
-    /// An object that was killed and may still be read by somebody.
-    Dying,
+    /// DEAD: killed, possibly still read, not yet reclaimed.
+    Draining,
 }
 
 impl Kind {
-    const ALL: [(Kind, char); 3] = [(Kind::Live, '#'), (Kind::Writing, 'w'), (Kind::Dying, 'x')];
+    const ALL: [(Kind, char); 3] = [(Kind::Live, '#'), (Kind::Writing, 'w'), (Kind::Draining, 'd')];
 }
 
-/// Units in a row that one record has.
+/// Consecutive units of one record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) start: u64,
@@ -29,7 +29,7 @@ impl Extent {
     }
 }
 
-/// The extents of a segment, by their place, cut to what the segment has.
+/// Extents of a segment, sorted by start and clipped to the segment.
 pub(super) struct Map {
     units: u64,
     extents: Vec<Extent>,
@@ -37,28 +37,28 @@ pub(super) struct Map {
 
 /// Free units between extents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Holes {
+pub(super) struct FreeRanges {
     pub(super) count: u64,
     pub(super) free: u64,
     pub(super) largest: u64,
 }
 
-impl Holes {
-    /// 0 if all that is free is in one piece, towards 1 the more it is scattered.
+impl FreeRanges {
+    /// `1 - largest / free`: 0 if the free space is contiguous, approaches 1 the more it is scattered.
     pub(super) fn fragmentation(&self) -> f64 {
         if self.free == 0 { 0.0 } else { 1.0 - self.largest as f64 / self.free as f64 }
     }
 }
 
-/// A map as text.
+/// A map drawn as text.
 pub(super) struct Drawing {
-    /// Units for which a character stands.
+    /// Units per character.
     pub(super) step: u64,
     pub(super) rows: Vec<String>,
 }
 
 impl Map {
-    /// Of what a node said, which may be wrong: what lies outside of the segment is cut off.
+    /// Creates a map from the response of a node, which may be wrong: extents are clipped to the segment.
     pub(super) fn new(units: u64, extents: impl Iterator<Item = Extent>) -> Map {
         let mut extents: Vec<Extent> = extents
             .filter(|extent| extent.start < units)
@@ -68,9 +68,9 @@ impl Map {
         Map { units, extents }
     }
 
-    /// The gaps between extents.
-    pub(super) fn holes(&self) -> Holes {
-        let mut holes = Holes::default();
+    /// Returns the gaps between extents.
+    pub(super) fn holes(&self) -> FreeRanges {
+        let mut holes = FreeRanges::default();
         let mut at = 0;
         let ends = self.extents.iter().map(|extent| (extent.start, extent.end()));
         for (start, end) in ends.chain([(self.units, self.units)]) {
@@ -84,11 +84,11 @@ impl Map {
         holes
     }
 
-    /// At most `rows` lines of at most `width` characters. A character is free only if all of its units are; otherwise
-    /// it shows what most of the others hold.
+    /// Draws at most `rows` lines of at most `width` characters. A character shows free only if all of its units are
+    /// free; otherwise it shows the most frequent kind of its used units.
     pub(super) fn draw(&self, width: usize, rows: usize) -> Drawing {
-        let room = (width * rows) as u64;
-        let step = self.units.div_ceil(room).max(1);
+        let cells_max = (width * rows) as u64;
+        let step = self.units.div_ceil(cells_max).max(1);
         let cells = self.units.div_ceil(step) as usize;
         let mut counts = vec![[0u64; Kind::ALL.len()]; cells];
         for extent in &self.extents {
@@ -122,30 +122,30 @@ mod tests {
 
     fn check(units: u64, extents: &[Extent], holes: (u64, u64, u64)) {
         let (count, free, largest) = holes;
-        assert_eq!(Map::new(units, extents.iter().copied()).holes(), Holes { count, free, largest });
+        assert_eq!(Map::new(units, extents.iter().copied()).holes(), FreeRanges { count, free, largest });
     }
 
     #[test]
-    fn holes_are_what_lies_between() {
+    fn free_ranges_are_gaps_between_extents() {
         check(10, &[], (1, 10, 10));
         check(10, &[live(0, 10)], (0, 0, 0));
         check(10, &[live(2, 3), live(8, 1)], (3, 6, 3));
         check(10, &[live(5, 5), live(0, 5)], (0, 0, 0));
-        // What cannot be: overlaps, and extents outside.
+        // Invalid responses: overlaps, and extents outside of the segment.
         check(10, &[live(0, 6), live(2, 2), live(8, u64::MAX)], (1, 2, 2));
         check(10, &[live(10, 1), live(u64::MAX, u64::MAX)], (1, 10, 10));
         check(0, &[], (0, 0, 0));
     }
 
     #[test]
-    fn fragmentation_is_of_what_is_free() {
-        assert_eq!(Holes { count: 1, free: 10, largest: 10 }.fragmentation(), 0.0);
-        assert_eq!(Holes { count: 4, free: 100, largest: 25 }.fragmentation(), 0.75);
-        assert_eq!(Holes::default().fragmentation(), 0.0);
+    fn fragmentation_is_one_minus_largest_over_free() {
+        assert_eq!(FreeRanges { count: 1, free: 10, largest: 10 }.fragmentation(), 0.0);
+        assert_eq!(FreeRanges { count: 4, free: 100, largest: 25 }.fragmentation(), 0.75);
+        assert_eq!(FreeRanges::default().fragmentation(), 0.0);
     }
 
     #[test]
-    fn a_drawing_never_shows_taken_units_as_free() {
+    fn drawing_never_shows_used_units_as_free() {
         let map =
             Map::new(1000, [live(999, 1), Extent { start: 10, units: 7, kind: Kind::Writing }].into_iter());
         let drawing = map.draw(10, 2);

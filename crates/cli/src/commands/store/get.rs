@@ -1,16 +1,18 @@
-//! `moontide get`: an object's bytes, or a range of them, to standard output or a file.
+//! `moontide get`: writes an object, or a range of it, to standard output or a file.
 
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
-use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
+use clap::{ArgMatches, Args as ClapArgs, Command};
+use moontide_settings::parse_size;
 use serde_json::json;
 
-use super::super::{EXIT_CODES, Failure, written};
-use super::{StoreArgs, not_found};
-use crate::text;
+use super::super::{CommandError, EXIT_CODES, ignore_broken_pipe};
+use super::{StoreArgs, not_found, parse};
+use crate::format;
+use crate::settings::PRINT_CONFIG;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -20,22 +22,22 @@ Examples:
   moontide get hello --range 4:               from the fifth to the end
   moontide get hello > /dev/null || echo \"exit code $?\"";
 
-/// What is read, and where it goes.
 #[derive(Debug, ClapArgs)]
 struct Args {
-    /// The key
+    /// Key of the object
+    #[arg(required = false, required_unless_present = PRINT_CONFIG)]
     key: OsString,
-    /// Write to a file, which is made when the bytes are there
+    /// Output file, created after the object was read [default: standard output]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Only so many bytes from an offset on; without LEN to the end
+    /// Read only LEN bytes from OFFSET; without LEN up to the end
     #[arg(long, value_name = "OFFSET:LEN", value_parser = range)]
     range: Option<Range>,
     #[command(flatten)]
     store: StoreArgs,
 }
 
-/// A part of an object.
+/// Byte range of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Range {
     offset: u64,
@@ -43,26 +45,22 @@ struct Range {
 }
 
 fn range(text: &str) -> Result<Range, String> {
-    let wrong = || format!("{text:?} is no range; write OFFSET:LEN, as 0:4096, or OFFSET: up to the end");
+    let wrong = || format!("{text:?} is not a range; use OFFSET:LEN, e.g. 0:4096, or OFFSET: up to the end");
     let (offset, len) = text.split_once(':').ok_or_else(wrong)?;
-    let len = if len.is_empty() { None } else { Some(text::size(len).map_err(|_| wrong())?) };
-    Ok(Range { offset: text::size(offset).map_err(|_| wrong())?, len })
+    let len = if len.is_empty() { None } else { Some(parse_size(len).map_err(|_| wrong())?) };
+    Ok(Range { offset: parse_size(offset).map_err(|_| wrong())?, len })
 }
 
-/// What can go wrong beside the store.
+/// Errors besides those of the store.
 #[derive(Debug, thiserror::Error)]
 enum GetError {
-    #[error("--json says what was read, on standard output; name a file for the bytes with -o")]
+    #[error("--json prints a summary to standard output; pass a file for the object with -o")]
     JsonNeedsFile,
-    #[error(
-        "the object has bytes that a terminal does not show; name a file with -o, or redirect the output"
-    )]
+    #[error("object contains bytes that are not printable; pass a file with -o, or redirect the output")]
     Binary,
-    #[error(
-        "the object's bytes do not match their digest and were not written; remove the object and put it again"
-    )]
+    #[error("object does not match its digest and was not written; remove the object and put it again")]
     Corrupt,
-    #[error("the object has {len} bytes; the range begins behind them")]
+    #[error("range starts after the end of the object; it has {len} bytes")]
     Behind { len: u64 },
     #[error("{file}: {source}")]
     Unwritable { file: String, source: std::io::Error },
@@ -70,16 +68,16 @@ enum GetError {
 
 pub(crate) fn command() -> Command {
     let get = Command::new("get");
-    // After the arguments, whose own description would stand in its place.
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
     Args::augment_args(get)
         .about("Print an object, or write it to a file")
         .after_help(format!("{EXAMPLES}\n\n{EXIT_CODES}"))
 }
 
-pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    let Some(args) = parse::<Args>(matches)? else { return Ok(()) };
     if args.store.json && args.output.is_none() {
-        return Err(Failure::usage(GetError::JsonNeedsFile));
+        return Err(CommandError::usage(GetError::JsonNeedsFile));
     }
     let key = args.store.key(&args.key)?;
     let store = args.store.connect()?;
@@ -87,17 +85,17 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     match args.range {
         None => {
             let object = store.get_ref(&key)?.ok_or_else(none)?;
-            // A copy was verified when it was made; what is read in place is verified here.
+            // The client verified a copy when it made it; a zero-copy read is verified here.
             if !object.verify() {
-                return Err(Failure::failed(GetError::Corrupt));
+                return Err(CommandError::failed(GetError::Corrupt));
             }
-            deliver(&args, &key, &object, object.is_in_place())
+            deliver(&args, &key, &object, object.is_zero_copy())
         }
         Some(range) => {
-            // Its length says how much room is needed, whatever was asked for.
+            // The buffer is sized by the object, not only by the requested length.
             let len = store.stat(&key)?.ok_or_else(none)?.len;
             let left =
-                len.checked_sub(range.offset).ok_or_else(|| Failure::usage(GetError::Behind { len }))?;
+                len.checked_sub(range.offset).ok_or_else(|| CommandError::usage(GetError::Behind { len }))?;
             let mut bytes = vec![0; range.len.unwrap_or(left).min(left) as usize];
             let n = store.get_range(&key, range.offset, &mut bytes)?.ok_or_else(none)?;
             deliver(&args, &key, &bytes[..n.min(bytes.len())], false)
@@ -105,29 +103,29 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     }
 }
 
-fn deliver(args: &Args, key: &[u8], bytes: &[u8], is_in_place: bool) -> Result<(), Failure> {
+fn deliver(args: &Args, key: &[u8], bytes: &[u8], is_zero_copy: bool) -> Result<(), CommandError> {
     let mut out = std::io::stdout().lock();
     let Some(path) = &args.output else {
         if out.is_terminal()
             && bytes.iter().any(|byte| byte.is_ascii_control() && !byte.is_ascii_whitespace())
         {
-            return Err(Failure::usage(GetError::Binary));
+            return Err(CommandError::usage(GetError::Binary));
         }
-        return written(out.write_all(bytes).and_then(|()| out.flush()));
+        return ignore_broken_pipe(out.write_all(bytes).and_then(|()| out.flush()));
     };
     let unwritable =
-        |source| Failure::failed(GetError::Unwritable { file: path.display().to_string(), source });
+        |source| CommandError::failed(GetError::Unwritable { file: path.display().to_string(), source });
     File::create(path).and_then(|mut file| file.write_all(bytes)).map_err(unwritable)?;
     if !args.store.json {
         return Ok(());
     }
     let line = json!({
-        "key": text::escaped(key),
+        "key": format::escaped(key),
         "bytes": bytes.len(),
         "file": path.display().to_string(),
-        "in_place": is_in_place,
+        "zero_copy": is_zero_copy,
     });
-    written(writeln!(out, "{line}"))
+    ignore_broken_pipe(writeln!(out, "{line}"))
 }
 
 #[cfg(test)]
@@ -135,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_read_as_people_write_them() {
+    fn ranges_are_parsed_with_units_and_open_end() {
         assert_eq!(range("0:4"), Ok(Range { offset: 0, len: Some(4) }));
         assert_eq!(range("4KiB:1M"), Ok(Range { offset: 4096, len: Some(1 << 20) }));
         assert_eq!(range("7:"), Ok(Range { offset: 7, len: None }));

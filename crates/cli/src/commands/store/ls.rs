@@ -1,39 +1,38 @@
-//! `moontide ls`: which objects there are.
+//! `moontide ls`: lists keys.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, StdoutLock, Write};
 
-use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
+use clap::{ArgMatches, Args as ClapArgs, Command};
 use moontide_client::{ObjectInfo, Store};
 use serde_json::{Value, json};
 
-use super::super::{EXIT_CODES, Failure};
+use super::super::{CommandError, EXIT_CODES};
 use super::stat::{pin_name, replicas};
-use super::{StoreArgs, for_each_page};
-use crate::text;
+use super::{StoreArgs, for_each_page, parse};
+use crate::format;
 
-/// What fits on a few screens.
+/// Fits on a few screens.
 const LIMIT_DEFAULT: u64 = 1000;
 
 const EXAMPLES: &str = "\
 Examples:
   moontide ls                                 the first thousand keys
-  moontide ls model/7b/ -l                    with length, copies and pin
-  moontide ls --limit 0 --json | wc -l        all of them, one JSON object per line
+  moontide ls model/7b/ -l                    with length, replicas and pin
+  moontide ls --limit 0 --json | wc -l        all keys, one JSON object per line
 
-With a limit the keys are sorted; with --limit 0 they come in no order, as the master finds them. Bytes of a key that
-are not printable are percent-escaped; other commands take such keys with --escaped.";
+With a limit the keys are sorted; with --limit 0 their order is unspecified. Bytes of a key that are not printable are
+percent-escaped; other commands accept such keys with --escaped.";
 
-/// Which keys.
 #[derive(Debug, ClapArgs)]
 struct Args {
-    /// Only keys that begin so
+    /// List only keys with this prefix
     #[arg(default_value = "")]
     prefix: OsString,
-    /// At most so many; 0 for all
+    /// Maximum number of keys; 0 for all
     #[arg(long, value_name = "N", default_value_t = LIMIT_DEFAULT)]
     limit: u64,
-    /// With length, copies and pin of each
+    /// Show length, replicas, state and pin of each object
     #[arg(short, long)]
     long: bool,
     #[command(flatten)]
@@ -42,12 +41,12 @@ struct Args {
 
 pub(crate) fn command() -> Command {
     let ls = Command::new("ls");
-    // After the arguments, whose own description would stand in its place.
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
     Args::augment_args(ls).about("List keys").after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
 }
 
-pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    let Some(args) = parse::<Args>(matches)? else { return Ok(()) };
     let prefix = args.store.bytes_of(&args.prefix)?;
     let store = args.store.connect()?;
     let mut out = std::io::stdout().lock();
@@ -65,17 +64,22 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     keys.sort_unstable();
     keys.truncate(limit);
     if print(&args, &store, &keys, &mut out)? && !is_complete {
-        eprintln!("moontide: there are more; use --limit 0 for all");
+        eprintln!("moontide: there are more keys; use --limit 0 for all");
     }
     Ok(())
 }
 
-/// Prints some keys; false if nobody reads any more.
-fn print(args: &Args, store: &Store, keys: &[Vec<u8>], out: &mut StdoutLock<'_>) -> Result<bool, Failure> {
+/// Prints keys; returns false if standard output was closed.
+fn print(
+    args: &Args,
+    store: &Store,
+    keys: &[Vec<u8>],
+    out: &mut StdoutLock<'_>,
+) -> Result<bool, CommandError> {
     for key in keys {
-        let shown = text::escaped(key);
+        let shown = format::escaped(key);
         let line = if args.long {
-            // What went away since it was listed is not listed.
+            // The object was removed since it was listed.
             let Some(info) = store.stat(key)? else { continue };
             if args.store.json { json_line(&shown, Some(&info)) } else { long_line(&shown, &info) }
         } else if args.store.json {
@@ -86,7 +90,7 @@ fn print(args: &Args, store: &Store, keys: &[Vec<u8>], out: &mut StdoutLock<'_>)
         match writeln!(out, "{line}") {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(false),
-            Err(error) => return Err(Failure::failed(error)),
+            Err(error) => return Err(CommandError::failed(error)),
         }
     }
     Ok(true)

@@ -1,4 +1,4 @@
-//! `moontide put`: stores a file, or what comes from standard input, under a key.
+//! `moontide put`: stores a file or standard input under a key.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -6,55 +6,58 @@ use std::io::{IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches, ValueEnum};
+use clap::{ArgMatches, Args as ClapArgs, Command, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use moontide_client::{Put, PutOptions};
-use moontide_types::bounds::OBJECT_BYTES_MAX;
+use moontide_bench::format_bytes;
+use moontide_client::{PutOptions, PutOutcome};
+use moontide_settings::parse_duration;
+use moontide_types::limits::OBJECT_BYTES_MAX;
 use moontide_types::record::PinClass;
 use serde_json::json;
 
-use super::super::{EXIT_CODES, Failure, written};
-use super::StoreArgs;
-use crate::text;
+use super::super::{CommandError, EXIT_CODES, ignore_broken_pipe};
+use super::{StoreArgs, parse};
+use crate::format;
+use crate::settings::PRINT_CONFIG;
 
-/// From here on somebody at a terminal wants to see that something happens.
+/// Input length from which a terminal shows a progress bar.
 const PROGRESS_BYTES_MIN: u64 = 64 << 20;
-/// Read at a time.
+/// Bytes per read.
 const READ_BYTES: usize = 4 << 20;
 
 const EXAMPLES: &str = "\
 Examples:
   moontide put hello - <<< world                      from standard input
   moontide put model/7b/prefix-0001 block.bin         from a file
-  moontide put config settings.json --upsert          replace what is there
+  moontide put config settings.json --upsert          replace an existing object
   moontide put hot/block block.bin --replicas 2 --ttl 10m --pin soft
 
-Without --upsert an object that is there stays as it is, which is no failure: the answer is `existed`.";
+Without --upsert an existing object is not changed; this is not an error: the outcome is `already_exists`.";
 
-/// What is stored, and how.
 #[derive(Debug, ClapArgs)]
 struct Args {
-    /// The key
+    /// Key of the object
+    #[arg(required = false, required_unless_present = PRINT_CONFIG)]
     key: OsString,
-    /// The file with the value; - is standard input
+    /// File with the value; - for standard input
     #[arg(default_value = "-")]
     file: PathBuf,
-    /// Replace an object of the same key
+    /// Replace an existing object
     #[arg(long)]
     upsert: bool,
-    /// Copies, each on another node
+    /// Number of replicas, each on another node
     #[arg(long, value_name = "N", default_value_t = 1)]
     replicas: u8,
-    /// Fewest copies that will do [default: as many as --replicas]
+    /// Minimum number of replicas [default: --replicas]
     #[arg(long, value_name = "N")]
     replicas_min: Option<u8>,
-    /// Stripes of each copy [default: as many as its length needs]
+    /// Stripes per replica [default: by length]
     #[arg(long, value_name = "N")]
     stripes: Option<u16>,
-    /// It may be forgotten after this time: 30s, 10m, 2h
-    #[arg(long, value_name = "TIME", value_parser = text::duration)]
+    /// Time after which the object expires, e.g. 30s, 10m or 2h [default: never]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     ttl: Option<Duration>,
-    /// How strongly it resists eviction
+    /// Resistance to eviction
     #[arg(long, value_enum, default_value_t = Pin::None)]
     pin: Pin,
     #[command(flatten)]
@@ -63,7 +66,7 @@ struct Args {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Pin {
-    /// Evicted when room is needed
+    /// Evicted under memory pressure
     None,
     /// Evicted last
     Soft,
@@ -71,31 +74,28 @@ enum Pin {
     Hard,
 }
 
-/// The value could not be read.
+/// Error of reading the value.
 #[derive(Debug, thiserror::Error)]
 enum InputError {
     #[error("{file}: {source}")]
     Unreadable { file: String, source: std::io::Error },
-    #[error(
-        "{file} is longer than {}; an object has at most that many bytes: cut it",
-        text::bytes(OBJECT_BYTES_MAX)
-    )]
+    #[error("{file} is longer than {}, the maximum of an object; split it", format_bytes(OBJECT_BYTES_MAX))]
     TooLong { file: String },
 }
 
 pub(crate) fn command() -> Command {
     let put = Command::new("put");
-    // After the arguments, whose own description would stand in its place.
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
     Args::augment_args(put).about("Store an object").after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
 }
 
-pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    let Some(args) = parse::<Args>(matches)? else { return Ok(()) };
     let key = args.store.key(&args.key)?;
-    // First the store: nobody types a long input for a master that is not there.
+    // Connect first, so that an unreachable master is reported before input is read.
     let store = args.store.connect()?;
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
-    let value = read(&args.file, &bar).map_err(Failure::failed)?;
+    let value = read(&args.file, &bar).map_err(CommandError::failed)?;
     let options = PutOptions {
         replicas: args.replicas,
         replicas_min: args.replicas_min.unwrap_or(args.replicas),
@@ -113,21 +113,21 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
     let outcome = store.put_with(&key, &[&value], &options);
     bar.finish_and_clear();
     let name = match outcome? {
-        Put::Stored => "stored",
-        Put::Existed => "existed",
+        PutOutcome::Stored => "stored",
+        PutOutcome::AlreadyExists => "already_exists",
     };
-    let (shown, len) = (text::escaped(&key), value.len());
+    let (shown, len) = (format::escaped(&key), value.len());
     let mut out = std::io::stdout().lock();
-    written(if args.store.json {
+    ignore_broken_pipe(if args.store.json {
         writeln!(out, "{}", json!({ "key": shown, "outcome": name, "bytes": len }))
-    } else if name == "existed" {
-        writeln!(out, "existed {shown}; --upsert replaces it")
+    } else if name == "already_exists" {
+        writeln!(out, "already exists: {shown}; --upsert replaces it")
     } else {
-        writeln!(out, "stored {shown} ({})", text::bytes(len as u64))
+        writeln!(out, "stored {shown} ({})", format_bytes(len as u64))
     })
 }
 
-/// The whole input. Large ones draw the bar on a terminal.
+/// Reads the whole input. Large input shows a progress bar on a terminal.
 fn read(file: &Path, bar: &ProgressBar) -> Result<Vec<u8>, InputError> {
     let unreadable = |source| InputError::Unreadable { file: file.display().to_string(), source };
     let (mut input, expected): (Box<dyn Read>, Option<u64>) = if file == Path::new("-") {

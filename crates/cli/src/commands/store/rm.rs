@@ -1,51 +1,51 @@
-//! `moontide rm`: removes objects by key, by prefix, or all of a tenant.
+//! `moontide rm`: removes objects by key, by prefix, or all objects of a tenant.
 
 use std::ffi::OsString;
 use std::io::Write;
 
-use clap::{ArgGroup, ArgMatches, Args as ClapArgs, Command, FromArgMatches};
+use clap::{ArgGroup, ArgMatches, Args as ClapArgs, Command};
 use moontide_client::{Store, StoreError};
 use moontide_types::ErrorCode;
 use serde_json::json;
 
-use super::super::{EXIT_CODES, Failure, written};
-use super::{StoreArgs, for_each_page, not_found};
-use crate::text;
+use super::super::{CommandError, EXIT_CODES, ignore_broken_pipe};
+use super::{StoreArgs, for_each_page, not_found, parse};
+use crate::format;
+use crate::settings::PRINT_CONFIG;
 
 const EXAMPLES: &str = "\
 Examples:
   moontide rm hello world                 two objects
-  moontide rm --prefix model/7b/          everything below
-  moontide rm --all --tenant test         everything of a tenant
-  moontide rm hot/block --force           also if it is leased or pinned
+  moontide rm --prefix model/7b/          all keys with this prefix
+  moontide rm --all --tenant test         all objects of a tenant
+  moontide rm hot/block --force           even if it is leased or pinned
 
-A key under which there is nothing is told at the end, with exit code 3; the others are removed all the same.";
+Missing keys are reported at the end, with exit code 3; the other objects are removed.";
 
-/// What is removed.
 #[derive(Debug, ClapArgs)]
-#[command(group = ArgGroup::new("what").required(true).args(["keys", "prefix", "all"]))]
+#[command(group = ArgGroup::new("what").required(true).args(["keys", "prefix", "all", PRINT_CONFIG]))]
 struct Args {
-    /// The keys
+    /// Keys of the objects
     keys: Vec<OsString>,
-    /// Everything whose key begins so
+    /// Remove all objects with this key prefix
     #[arg(long, value_name = "PREFIX")]
     prefix: Option<OsString>,
-    /// Everything of the tenant
+    /// Remove all objects of the tenant
     #[arg(long)]
     all: bool,
-    /// Also what is leased or pinned
+    /// Remove objects even if they are leased or pinned
     #[arg(long)]
     force: bool,
     #[command(flatten)]
     store: StoreArgs,
 }
 
-/// An empty variable in a script must not empty a store.
+/// Empty `--prefix`: an empty variable in a script must not remove all objects.
 #[derive(Debug, thiserror::Error)]
-#[error("an empty prefix stands for every object; say --all if that is meant")]
+#[error("empty prefix matches every object; use --all to remove all")]
 struct EmptyPrefix;
 
-/// Some could not be removed.
+/// Some objects could not be removed.
 #[derive(Debug, thiserror::Error)]
 #[error("{count} objects were not removed; the first, {key}: {source}")]
 struct NotRemoved {
@@ -56,15 +56,15 @@ struct NotRemoved {
 
 pub(crate) fn command() -> Command {
     let rm = Command::new("rm");
-    // After the arguments, whose own description would stand in its place.
+    // Set after the arguments: the doc comment of the struct would replace it otherwise.
     Args::augment_args(rm).about("Remove objects").after_help(format!("{EXAMPLES}\n{EXIT_CODES}"))
 }
 
-/// What came of it.
+/// Counts of the results.
 #[derive(Default)]
 struct Tally {
     removed: u64,
-    /// Out of the index; a node that cannot be reached has yet to confirm it.
+    /// Removed from the index; an unreachable node has not confirmed it yet.
     pending: u64,
     missing: Vec<Vec<u8>>,
     refused: Vec<(Vec<u8>, StoreError)>,
@@ -73,8 +73,8 @@ struct Tally {
 impl Tally {
     fn remove(&mut self, store: &Store, keys: Vec<Vec<u8>>, force: bool) {
         let borrowed: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
-        for (key, answer) in keys.iter().zip(store.remove_batch(&borrowed, force)) {
-            match answer {
+        for (key, result) in keys.iter().zip(store.remove_batch(&borrowed, force)) {
+            match result {
                 Ok(true) => self.removed += 1,
                 Ok(false) => self.missing.push(key.clone()),
                 Err(error) if error.code() == ErrorCode::Pending => self.pending += 1,
@@ -84,12 +84,12 @@ impl Tally {
     }
 }
 
-pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
-    let args = Args::from_arg_matches(matches).map_err(Failure::usage)?;
+pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    let Some(args) = parse::<Args>(matches)? else { return Ok(()) };
     let keys: Vec<Vec<u8>> = args.keys.iter().map(|key| args.store.key(key)).collect::<Result<_, _>>()?;
     let prefix = args.prefix.as_ref().map(|prefix| args.store.bytes_of(prefix)).transpose()?;
     if prefix.as_ref().is_some_and(Vec::is_empty) {
-        return Err(Failure::usage(EmptyPrefix));
+        return Err(CommandError::usage(EmptyPrefix));
     }
     let store = args.store.connect()?;
     let mut tally = Tally::default();
@@ -98,15 +98,15 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
             tally.remove(&store, keys, args.force);
             Ok(true)
         })?;
-        // Whoever was faster has done what was asked for.
+        // Objects that another client removed meanwhile are no error.
         tally.missing.clear();
     } else {
         tally.remove(&store, keys, args.force);
     }
     let Tally { removed, pending, missing, refused } = tally;
     let mut out = std::io::stdout().lock();
-    written(if args.store.json {
-        let shown: Vec<String> = missing.iter().map(|key| text::escaped(key)).collect();
+    ignore_broken_pipe(if args.store.json {
+        let shown: Vec<String> = missing.iter().map(|key| format::escaped(key)).collect();
         writeln!(
             out,
             "{}",
@@ -117,13 +117,15 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), Failure> {
             0 => writeln!(out, "removed {removed}"),
             _ => writeln!(
                 out,
-                "removed {removed}, and {pending} that a node which cannot be reached has yet to confirm"
+                "removed {removed}, {pending} pending: a node is unreachable and has not confirmed them"
             ),
         }
     })?;
     let count = refused.len();
     match refused.into_iter().next() {
-        Some((key, source)) => Err(Failure::failed(NotRemoved { count, key: text::escaped(&key), source })),
+        Some((key, source)) => {
+            Err(CommandError::failed(NotRemoved { count, key: format::escaped(&key), source }))
+        }
         None if missing.is_empty() => Ok(()),
         None => Err(not_found(&missing)),
     }

@@ -1,11 +1,12 @@
-//! [`Connection`]: a socket that one thread reads and one thread writes, never the same two for long.
+//! [`Connection`]: socket with at most one reading and one writing thread at a time; both change often.
 //!
-//! Writing: frames go out in one piece, in the order in which they were given. Whoever finds nobody writing writes,
-//! its own frame and then what others have left meanwhile. `Out::writing` is that right; it is given back when
-//! nothing is left, or kept for the thread that the link makes to write the rest ([`Sent::Stuck`]).
+//! Writing: frames are written whole, in the order in which they were given. A thread that finds no writer writes its
+//! own frame, and then the frames that others have left meanwhile. `SendState::writing` is the right to write. It is
+//! released when nothing is left, or kept for the thread that the link appoints to write the rest
+//! ([`SendOutcome::Stuck`]).
 //!
-//! Reading: the socket's own timeout bounds a read. It is changed only if it does not suit the reader's deadline, so
-//! that in the usual case a call costs two system calls, one to write and one to read.
+//! Reading: the socket's own timeout limits a read. It is changed only if it does not suit the reader's deadline, so
+//! that a typical call costs two system calls, one write and one read.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -23,60 +24,60 @@ use rustix::net::{SendFlags, send};
 use crate::link::config::{Deadline, LinkConfig};
 use crate::link::error::LinkError;
 use crate::link::frames::{Frame, FrameReader};
-use crate::link::hello;
+use crate::link::handshake;
 
-/// The shortest timeout of a read: the kernel's grain.
+/// Shortest timeout of a read: the kernel's granularity.
 const TIMEOUT_MIN: Duration = Duration::from_millis(1);
 
-/// How long a master may take nothing of what we want to write. A bound on memory, too: what callers leave behind who
-/// gave up is kept until it is written, because a frame cannot be cut.
+/// Longest time for which the socket may accept no bytes. This also limits memory: the frames of callers that timed out
+/// are kept until they are written, because a frame cannot be truncated.
 const STUCK_MAX: Duration = Duration::from_secs(5);
 
-/// A connection that has said Hello.
+/// Connection after the handshake.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
-    incoming: Mutex<Incoming>,
-    out: Mutex<Out>,
-    /// How many requests the master lets us have in flight.
+    incoming: Mutex<RecvState>,
+    out: Mutex<SendState>,
+    /// Most requests in flight that the master accepts.
     pub(super) inflight_max: u16,
 }
 
-/// The reader's side.
+/// State of the reader.
 #[derive(Debug)]
-pub(super) struct Incoming {
+pub(super) struct RecvState {
     frames: FrameReader,
-    /// The socket's timeout at present.
+    /// Current read timeout of the socket.
     timeout: Duration,
 }
 
-impl Incoming {
+impl RecvState {
     pub(super) fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         self.frames.next()
     }
 }
 
 #[derive(Debug, Default)]
-struct Out {
-    /// What is to be written after what is being written.
+struct SendState {
+    /// Bytes to write after those that are being written.
     left: Vec<u8>,
     writing: bool,
-    /// Since when the socket has taken nothing.
+    /// Since when the socket has accepted no bytes.
     stuck_since: Option<Instant>,
 }
 
-/// What became of something to be written.
+/// Result of a write.
 #[must_use]
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Sent {
-    /// It is written, or another thread writes it.
+pub(super) enum SendOutcome {
+    /// All bytes are written, or another thread writes them.
     All,
-    /// The socket takes no more at present, and nobody writes: somebody must be made to.
+    /// The socket is full and no thread writes: the caller must appoint a writer.
     Stuck,
 }
 
 impl Connection {
-    /// Connects and says Hello, until `until` at the latest.
+    /// Connects and performs the handshake; fails at `until`.
     pub(super) fn open(
         config: &LinkConfig,
         address: &Arc<str>,
@@ -84,9 +85,9 @@ impl Connection {
     ) -> Result<Connection, LinkError> {
         let unreachable = |error| LinkError::unreachable(address, error);
         let stream = connect(address, until).map_err(unreachable)?;
-        hello::prepare(&stream).map_err(unreachable)?;
+        handshake::prepare(&stream).map_err(unreachable)?;
         stream.set_write_timeout(Some(left(until).map_err(unreachable)?)).map_err(unreachable)?;
-        (&stream).write_all(&hello::offer(config)).map_err(unreachable)?;
+        (&stream).write_all(&handshake::hello_frame(config)).map_err(unreachable)?;
         let mut frames = FrameReader::new();
         let frame = loop {
             if let Some(frame) = frames.next().map_err(|error| LinkError::protocol(address, error))? {
@@ -97,23 +98,23 @@ impl Connection {
             match (&stream).read(frames.space()) {
                 Ok(0) => return Err(unreachable(io::ErrorKind::UnexpectedEof.into())),
                 Ok(count) => frames.filled(count),
-                Err(error) if is_pause(&error) => {} // left() says when it is over
+                Err(error) if is_pause(&error) => {} // left() fails at the deadline
                 Err(error) => return Err(unreachable(error)),
             }
         };
-        let inflight_max = hello::accepted(&frame, config, address)?;
-        let incoming = Mutex::new(Incoming { frames, timeout: Duration::ZERO });
+        let inflight_max = handshake::check_hello_ack(&frame, config, address)?;
+        let incoming = Mutex::new(RecvState { frames, timeout: Duration::ZERO });
         Ok(Connection { stream, incoming, out: Mutex::default(), inflight_max })
     }
 
-    /// The reader's side; only the leader takes it.
-    pub(super) fn incoming(&self) -> MutexGuard<'_, Incoming> {
+    /// Returns the reader's state; only the leader calls it.
+    pub(super) fn incoming(&self) -> MutexGuard<'_, RecvState> {
         self.incoming.lock()
     }
 
-    /// Reads what there is, or waits for at most about `remaining`. Fails when the connection has ended.
-    pub(super) fn receive(&self, incoming: &mut Incoming, remaining: Duration) -> io::Result<()> {
-        // Half of what remains suits the next calls, too: they start with about the same time left.
+    /// Reads available bytes, or waits for at most about `remaining`. Fails when the connection has ended.
+    pub(super) fn receive(&self, incoming: &mut RecvState, remaining: Duration) -> io::Result<()> {
+        // Half of the remaining time also suits the next calls: they start with about the same timeout.
         if incoming.timeout > remaining.max(TIMEOUT_MIN) || incoming.timeout < remaining / 8 {
             let timeout = (remaining / 2).max(TIMEOUT_MIN);
             self.stream.set_read_timeout(Some(timeout))?;
@@ -130,13 +131,13 @@ impl Connection {
         }
     }
 
-    /// Writes a frame, waiting until the deadline if there is one.
-    pub(super) fn send(&self, frame: &[u8], deadline: Option<Deadline>) -> io::Result<Sent> {
+    /// Writes a frame. Waits until the deadline if there is one.
+    pub(super) fn send(&self, frame: &[u8], deadline: Option<Deadline>) -> io::Result<SendOutcome> {
         {
             let mut out = self.out.lock();
             if out.writing {
                 out.left.extend_from_slice(frame);
-                return Ok(Sent::All);
+                return Ok(SendOutcome::All);
             }
             out.writing = true;
         }
@@ -147,22 +148,22 @@ impl Connection {
         self.flush(deadline)
     }
 
-    /// What could not be written stays in front of what others have left meanwhile.
-    fn put_back(&self, rest: &[u8]) -> Sent {
+    /// Puts unwritten bytes in front of those that others have left meanwhile.
+    fn put_back(&self, rest: &[u8]) -> SendOutcome {
         let mut out = self.out.lock();
-        let behind = std::mem::replace(&mut out.left, rest.to_vec());
-        out.left.extend_from_slice(&behind);
-        Sent::Stuck
+        let later = std::mem::replace(&mut out.left, rest.to_vec());
+        out.left.extend_from_slice(&later);
+        SendOutcome::Stuck
     }
 
-    /// Writes what is left, by right of `writing`.
-    pub(super) fn flush(&self, deadline: Option<Deadline>) -> io::Result<Sent> {
+    /// Writes the bytes that are left. The caller has the right to write.
+    pub(super) fn flush(&self, deadline: Option<Deadline>) -> io::Result<SendOutcome> {
         loop {
             let bytes = {
                 let mut out = self.out.lock();
                 if out.left.is_empty() {
                     out.writing = false;
-                    return Ok(Sent::All);
+                    return Ok(SendOutcome::All);
                 }
                 std::mem::take(&mut out.left)
             };
@@ -173,7 +174,7 @@ impl Connection {
         }
     }
 
-    /// Writes a short frame if nobody writes; otherwise it is dropped. Fails if it could be written in part only.
+    /// Writes a short frame if no thread is writing; otherwise drops it. Fails if only a part could be written.
     pub(super) fn send_if_idle(&self, frame: &[u8]) -> io::Result<()> {
         let out = self.out.lock();
         if out.writing {
@@ -186,8 +187,8 @@ impl Connection {
         }
     }
 
-    /// Writes until all is written or the socket takes no more, by the deadline if there is one. How much it was.
-    /// `stuck` if the socket may have taken nothing for a while.
+    /// Writes until all is written, or until the socket is full and the deadline, if any, has passed. Returns the
+    /// number of bytes. `stuck`: the socket may have been full before.
     fn write(&self, bytes: &[u8], deadline: Option<Deadline>, mut stuck: bool) -> io::Result<usize> {
         let mut written = 0;
         while written < bytes.len() {
@@ -230,27 +231,27 @@ impl Connection {
         }
     }
 
-    /// Ends it; whoever reads or waits to write wakes up.
+    /// Closes the connection and wakes threads that read or wait to write.
     pub(super) fn shutdown(&self) {
-        // It may have ended by itself; then there is nobody to wake.
+        // Fails if the peer has closed it already; then no thread waits on it.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 }
 
-/// Nothing was read, and nothing is wrong.
+/// Returns whether a read returned without bytes for a harmless reason.
 fn is_pause(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
-/// The time until then, or that it is over.
+/// Returns the time left; fails with `TimedOut` if there is none.
 fn left(until: Instant) -> io::Result<Duration> {
     let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero());
     left.ok_or_else(|| io::ErrorKind::TimedOut.into())
 }
 
-/// Tries the addresses of a name one after the other.
+/// Connects to the first address of a name that accepts.
 fn connect(address: &str, until: Instant) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "name has no address");
     for address in resolve(address, until)? {
         match TcpStream::connect_timeout(&address, left(until)?) {
             Ok(stream) => return Ok(stream),
@@ -260,8 +261,8 @@ fn connect(address: &str, until: Instant) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// The system's resolver knows no deadline, so a name is resolved on a thread that is left to itself when the time
-/// is over. Numbers need no resolver.
+/// Resolves a name on a thread of its own, because the system's resolver has no deadline; the thread is abandoned at
+/// `until`. Numeric addresses need no resolver.
 fn resolve(address: &str, until: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);
@@ -269,7 +270,7 @@ fn resolve(address: &str, until: Instant) -> io::Result<Vec<SocketAddr>> {
     let (sender, receiver) = mpsc::sync_channel(1);
     let name = address.to_owned();
     thread::Builder::new().name("resolve".into()).spawn(move || {
-        // Nobody may be listening any more.
+        // The receiver is gone after a timeout.
         let _ = sender.send(name.to_socket_addrs().map(Iterator::collect));
     })?;
     receiver.recv_timeout(left(until)?).unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))

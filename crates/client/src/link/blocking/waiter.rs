@@ -1,4 +1,4 @@
-//! [`Waiter`]: a thread that waits for its outcome and may be given a duty meanwhile.
+//! [`Waiter`]: thread that waits for its outcome and may get a role meanwhile.
 
 use std::sync::Arc;
 use std::thread::{self, Thread};
@@ -10,102 +10,102 @@ use super::connection::Connection;
 use crate::link::call::Outcome;
 use crate::link::error::LinkError;
 
-/// What a thread does while it waits.
+/// Work of a thread while it waits.
 #[derive(Debug)]
-pub(super) enum Duty {
-    /// Read replies, for everybody.
+pub(super) enum IoRole {
+    /// Read replies for all waiters.
     Read(Arc<Connection>),
-    /// Write what is left in the connection.
+    /// Write the bytes left in the connection.
     Write(Arc<Connection>),
 }
 
-/// Why a thread no longer parks.
+/// Reason why [`Waiter::park`] returned.
 #[derive(Debug)]
-pub(super) enum Wake {
-    /// It has what it waited for.
+pub(super) enum WakeReason {
+    /// The call is finished.
     Outcome(Result<Outcome, LinkError>),
-    /// It is to do something.
-    Duty(Duty),
-    /// Its time is over.
+    /// The thread got a role.
+    Role(IoRole),
+    /// The deadline has passed.
     TimedOut,
-    /// It has not parked: it is busy with a duty that has ended, and must enter again first.
+    /// The thread did not park: its role has ended, and it must enter again first.
     Idle,
 }
 
-/// One call that waits. Made by the calling thread, settled by any.
+/// A waiting call. Created by the calling thread, settled by any.
 #[derive(Debug)]
 pub(super) struct Waiter {
     thread: Thread,
-    cell: Mutex<Cell>,
+    state: Mutex<WaiterState>,
 }
 
 #[derive(Debug)]
-struct Cell {
+struct WaiterState {
     outcome: Option<Result<Outcome, LinkError>>,
-    duty: Option<Duty>,
-    /// Parked or about to, with nothing to do: may be given a duty.
+    role: Option<IoRole>,
+    /// Parked or about to park, without a role: may be given one.
     idle: bool,
 }
 
 impl Waiter {
     pub(super) fn new() -> Arc<Waiter> {
-        let cell = Cell { outcome: None, duty: None, idle: false };
-        Arc::new(Waiter { thread: thread::current(), cell: Mutex::new(cell) })
+        let state = WaiterState { outcome: None, role: None, idle: false };
+        Arc::new(Waiter { thread: thread::current(), state: Mutex::new(state) })
     }
 
-    /// Hands over the outcome.
+    /// Delivers the outcome.
     pub(super) fn settle(&self, outcome: Result<Outcome, LinkError>) {
-        self.cell.lock().outcome = Some(outcome);
+        self.state.lock().outcome = Some(outcome);
         self.thread.unpark();
     }
 
     pub(super) fn is_settled(&self) -> bool {
-        self.cell.lock().outcome.is_some()
+        self.state.lock().outcome.is_some()
     }
 
-    /// Gives a duty to a thread that has none and still waits; whether it was taken.
-    pub(super) fn give(&self, duty: Duty) -> bool {
-        let mut cell = self.cell.lock();
-        let takes = cell.idle && cell.outcome.is_none();
-        if takes {
-            cell.idle = false;
-            cell.duty = Some(duty);
-            drop(cell);
+    /// Gives a role to a thread that has none and still waits. Returns whether it accepted.
+    pub(super) fn give(&self, role: IoRole) -> bool {
+        let mut state = self.state.lock();
+        let accepts = state.idle && state.outcome.is_none();
+        if accepts {
+            state.idle = false;
+            state.role = Some(role);
+            drop(state);
             self.thread.unpark();
         }
-        takes
+        accepts
     }
 
-    /// From now on it may be given a duty.
+    /// Makes the thread a candidate for roles.
     pub(super) fn set_idle(&self) {
-        self.cell.lock().idle = true;
+        self.state.lock().idle = true;
     }
 
-    /// No duty is given to it any more. What it has at this moment.
-    pub(super) fn close(&self) -> (Option<Result<Outcome, LinkError>>, Option<Duty>) {
-        let mut cell = self.cell.lock();
-        cell.idle = false;
-        (cell.outcome.take(), cell.duty.take())
+    /// Refuses roles from now on. Returns the outcome and role at this moment.
+    pub(super) fn close(&self) -> (Option<Result<Outcome, LinkError>>, Option<IoRole>) {
+        let mut state = self.state.lock();
+        state.idle = false;
+        (state.outcome.take(), state.role.take())
     }
 
-    /// Parks until there is something to do. A duty comes before the outcome, because others wait for it.
-    pub(super) fn park(&self, until: Instant) -> Wake {
+    /// Parks until there is a role or an outcome. The role comes first, because other threads depend on it.
+    pub(super) fn park(&self, until: Instant) -> WakeReason {
         loop {
-            let mut cell = self.cell.lock();
-            if let Some(duty) = cell.duty.take() {
-                return Wake::Duty(duty);
+            let mut state = self.state.lock();
+            if let Some(role) = state.role.take() {
+                return WakeReason::Role(role);
             }
-            if let Some(outcome) = cell.outcome.take() {
-                return Wake::Outcome(outcome);
+            if let Some(outcome) = state.outcome.take() {
+                return WakeReason::Outcome(outcome);
             }
-            let idle = cell.idle;
-            drop(cell);
+            let idle = state.idle;
+            drop(state);
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
             else {
-                return Wake::TimedOut;
+                return WakeReason::TimedOut;
             };
             if !idle {
-                return Wake::Idle;
+                return WakeReason::Idle;
             }
             thread::park_timeout(left);
         }

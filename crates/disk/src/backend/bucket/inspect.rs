@@ -1,62 +1,63 @@
-//! [`inspect`]: a look at the buckets of a tier from outside.
+//! [`inspect`]: visits the buckets of a tier without opening it.
 
 use std::sync::Arc;
 
-use crate::backend::bucket::format::Told;
-use crate::backend::bucket::scan::{BucketFile, Seen, scan};
+use crate::backend::bucket::format::FooterEntry;
+use crate::backend::bucket::scan::{BucketFile, ScanItem, scan};
 use crate::backend::tombstones::Tombstones;
-use crate::backend::{Location, OpenError, RecordName};
-use crate::buffer::Aligned;
+use crate::backend::{OpenError, RecordId, RecordLocation};
+use crate::buffer::AlignedBuf;
 use crate::read::{ReadJob, read_records};
-use crate::record::{Inspected, InspectedState, decode_trailer};
+use crate::record::{InspectedRecord, InspectedState, decode_trailer};
 use crate::storage::{File, Queue, Storage};
 
-/// Tells of every record in a tier, the newest bucket first, and changes nothing. With `verify` the payloads are read,
-/// too. A tier that is in use may be looked at: buckets that come or go meanwhile are missing or bad.
+/// Visits every record of a tier, the newest bucket first, without changes. With `verify` the payloads are read, too.
+/// The tier may be in use: buckets that are written or deleted meanwhile are missing or corrupt.
 pub fn inspect(
     storage: &Arc<dyn Storage>,
     queue: &mut dyn Queue,
     verify: bool,
-    each: &mut dyn FnMut(Inspected<'_>),
+    each: &mut dyn FnMut(InspectedRecord<'_>),
 ) -> Result<(), OpenError> {
     let (tombstones, _) =
-        Tombstones::inspect(storage, queue).map_err(OpenError::io("reading the log of removals"))?;
-    let mut files = BucketFile::list(&**storage).map_err(OpenError::io("listing the buckets"))?;
+        Tombstones::inspect(storage, queue).map_err(OpenError::io("read the tombstone log"))?;
+    let mut files = BucketFile::list(&**storage).map_err(OpenError::io("list the buckets"))?;
     files.retain(|file| !file.temporary);
-    // The scan has the queue while it tells of a record, so payloads are read through another one.
+    // The scan uses the queue during the callback, so payloads are read with another one.
     let mut payloads = verify.then(|| storage.queue(&Default::default()));
-    scan(&**storage, queue, &files, &mut |bucket, file, seen| {
+    scan(&**storage, queue, &files, &mut |bucket, file, item| {
         let name = BucketFile::name(bucket.number, false);
-        match seen {
-            Seen::Bad { offset, why } => {
-                let state = InspectedState::Damaged { why };
-                each(Inspected { file: &name, offset, len: 0, name: None, state });
+        match item {
+            ScanItem::Bad { offset, reason } => {
+                let state = InspectedState::Corrupt { reason };
+                each(InspectedRecord { file: &name, offset, len: 0, name: None, state });
             }
-            Seen::Record(told) => {
-                let removed = tombstones.covers(&told.header.id, told.header.word.epoch());
+            ScanItem::Record(entry) => {
+                let removed = tombstones.covers(&entry.header.id, entry.header.word.epoch());
                 let state = match (removed, file, &mut payloads) {
                     (true, ..) => InspectedState::Removed,
-                    (false, Some(file), Some(queue)) => verify_payload(&mut **queue, file, &told),
+                    (false, Some(file), Some(queue)) => verify_payload(&mut **queue, file, &entry),
                     (false, ..) => InspectedState::Ok,
                 };
-                // The scan has checked it already; what is decoded here borrows from the footer.
-                let section = decode_trailer(&told.header, told.key, told.attributes).ok();
-                let record = section.map(|section| (&told.header, section));
-                let (offset, len) = (told.offset, told.layout.len);
-                each(Inspected { file: &name, offset, len, name: record, state });
+                // The scan has already verified it; this result borrows from the footer.
+                let section = decode_trailer(&entry.header, entry.key, entry.attributes).ok();
+                let record = section.map(|section| (&entry.header, section));
+                let (offset, len) = (entry.offset, entry.layout.len);
+                each(InspectedRecord { file: &name, offset, len, name: record, state });
             }
         }
     });
     Ok(())
 }
 
-fn verify_payload(queue: &mut dyn Queue, file: &File, told: &Told<'_>) -> InspectedState {
-    let (len, front_len) = (told.layout.len, told.layout.head_len);
-    let location = Location { file: file.clone(), offset: told.offset, len, front_len, hold: None };
-    let mut memory = Aligned::zeroed(len as usize);
-    let job = ReadJob { name: RecordName::of(&told.header), location, into: &mut memory };
+fn verify_payload(queue: &mut dyn Queue, file: &File, entry: &FooterEntry<'_>) -> InspectedState {
+    let (len, preamble_read_len) = (entry.layout.len, entry.layout.preamble_read_len);
+    let location =
+        RecordLocation { file: file.clone(), offset: entry.offset, len, preamble_read_len, read_guard: None };
+    let mut memory = AlignedBuf::zeroed(len as usize);
+    let job = ReadJob { name: RecordId::of(&entry.header), location, into: &mut memory };
     match read_records(queue, vec![job]).pop() {
-        Some(Err(error)) => InspectedState::Damaged { why: error.to_string() },
+        Some(Err(error)) => InspectedState::Corrupt { reason: error.to_string() },
         _ => InspectedState::Ok,
     }
 }

@@ -1,4 +1,4 @@
-//! Opening: what the files tell goes into the index.
+//! Opens a tier: scans the files and builds the index.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,64 +8,64 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use crate::backend::bucket::files::Files;
-use crate::backend::bucket::format::Told;
+use crate::backend::bucket::format::FooterEntry;
 use crate::backend::bucket::index::{BUCKET_MAX, Index, hash};
-use crate::backend::bucket::scan::{BucketFile, Seen, scan};
+use crate::backend::bucket::open_files::OpenFileCache;
+use crate::backend::bucket::scan::{BucketFile, ScanItem, scan};
 use crate::backend::bucket::{Bucket, BucketBackend, BucketConfig};
-use crate::backend::claims::Claims;
-use crate::backend::order::Order;
+use crate::backend::claims::WriteClaims;
+use crate::backend::eviction_queue::EvictionQueue;
 use crate::backend::tombstones::Tombstones;
-use crate::backend::{Found, OpenError, RecordName, Recovery};
+use crate::backend::{OpenError, RecordId, Recovery, ScannedRecord};
 use crate::buffer::BLOCK_BYTES;
-use crate::record::Placed;
+use crate::record::PlacedRecord;
 use crate::storage::{Queue, Storage};
 
-/// How often the scan says how far it is.
-const PROGRESS_EVERY: Duration = Duration::from_secs(5);
+/// Interval of progress messages.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 
 impl BucketBackend {
-    /// Opens a tier, empty or not, and tells `found` of every record that can be read. Payloads are not read: whether
-    /// they are what was written is found out by whoever reads them, every time.
+    /// Opens a tier, empty or not, and calls `found` for every record that can be read. Payloads are not read: every
+    /// later read verifies them.
     pub fn open(
         storage: Arc<dyn Storage>,
         queue: &mut dyn Queue,
         config: BucketConfig,
-        found: &mut dyn FnMut(Found<'_>),
+        found: &mut dyn FnMut(ScannedRecord<'_>),
     ) -> Result<(BucketBackend, Recovery), OpenError> {
         config.validate()?;
         let (tombstones, bad_blocks) =
-            Tombstones::open(&storage, queue).map_err(OpenError::io("reading the log of removals"))?;
-        let files = BucketFile::list(&*storage).map_err(OpenError::io("listing the buckets"))?;
+            Tombstones::open(&storage, queue).map_err(OpenError::io("read the tombstone log"))?;
+        let files = BucketFile::list(&*storage).map_err(OpenError::io("list the buckets"))?;
         let next = files.first().map_or(0, |newest| newest.number.saturating_add(1));
         if next > BUCKET_MAX {
             let file = BucketFile::name(next - 1, false);
-            return Err(OpenError::Foreign { file, why: "its number is none that was given".into() });
+            return Err(OpenError::Foreign { file, reason: "its number exceeds the maximum".into() });
         }
         let backend = BucketBackend {
-            order: Order::new(config.order),
-            files: Files::new(config.open_files_max),
+            eviction: EvictionQueue::new(config.eviction_policy),
+            files: OpenFileCache::new(config.open_files_max),
             storage,
             config,
             index: Index::default(),
             buckets: Mutex::new(HashMap::new()),
             tombstones,
-            claims: Claims::default(),
+            claims: WriteClaims::default(),
             next: AtomicU64::new(next),
             used: AtomicU64::new(0),
             unknown: AtomicU64::new(0),
-            unopened: AtomicU64::new(0),
+            open_failures: AtomicU64::new(0),
         };
         let mut recovery = Recovery { files: files.len() as u64, ..Recovery::default() };
         if bad_blocks > 0 {
-            // The last one may have been torn by a crash, before anybody was told that its removals are done.
-            warn!(bad_blocks, "blocks of the log of removals are damaged");
+            // A crash may have torn the last block, before its removals were acknowledged.
+            warn!(bad_blocks, "corrupt blocks in the tombstone log");
         }
         let buckets = backend.load(queue, &files, &mut recovery, found);
-        backend.take_in(&files, buckets);
+        backend.adopt_files(&files, buckets);
         recovery.bytes = backend.used.load(Ordering::Relaxed);
-        if let Err(error) = backend.forget_removals(queue) {
-            warn!(%error, "the log of removals cannot be shortened");
+        if let Err(error) = backend.compact_tombstones(queue) {
+            warn!(%error, "cannot compact the tombstone log");
         }
         info!(
             files = recovery.files,
@@ -77,33 +77,33 @@ impl BucketBackend {
         Ok((backend, recovery))
     }
 
-    /// Scans the buckets, the newest first: of two records with the same name the newer one wins.
+    /// Scans the buckets, the newest first: of two records with the same id the newer file wins.
     fn load(
         &self,
         queue: &mut dyn Queue,
         files: &[BucketFile],
         recovery: &mut Recovery,
-        found: &mut dyn FnMut(Found<'_>),
+        found: &mut dyn FnMut(ScannedRecord<'_>),
     ) -> HashMap<u64, Bucket> {
         let finished: Vec<BucketFile> = files.iter().filter(|file| !file.temporary).cloned().collect();
         let mut buckets: HashMap<u64, Bucket> = HashMap::new();
-        let (mut last_number, mut scanned, mut said) = (None, 0, Instant::now());
-        scan(&*self.storage, queue, &finished, &mut |file, _, seen| {
+        let (mut last_number, mut scanned, mut logged) = (None, 0, Instant::now());
+        scan(&*self.storage, queue, &finished, &mut |file, _, item| {
             if last_number.replace(file.number) != Some(file.number) {
                 scanned += 1;
-                if said.elapsed() >= PROGRESS_EVERY {
-                    said = Instant::now();
+                if logged.elapsed() >= PROGRESS_INTERVAL {
+                    logged = Instant::now();
                     info!(scanned, of = finished.len(), records = recovery.records, "reading buckets");
                 }
             }
             let bucket = buckets.entry(file.number).or_default();
-            match seen {
-                Seen::Record(told) => self.load_record(bucket, file.number, &told, recovery, found),
-                Seen::Bad { offset, why } => {
-                    // Maybe a record stands there that can be read another time.
-                    bucket.kept += 1;
+            match item {
+                ScanItem::Record(entry) => self.load_record(bucket, file.number, &entry, recovery, found),
+                ScanItem::Bad { offset, reason } => {
+                    // There may be a record that can be read another time.
+                    bucket.live_records += 1;
                     self.unknown.fetch_add(1, Ordering::Relaxed);
-                    recovery.bad(&BucketFile::name(file.number, false), offset, why);
+                    recovery.bad(&BucketFile::name(file.number, false), offset, reason);
                 }
             }
         });
@@ -114,55 +114,55 @@ impl BucketBackend {
         &self,
         bucket: &mut Bucket,
         number: u64,
-        told: &Told<'_>,
+        entry: &FooterEntry<'_>,
         recovery: &mut Recovery,
-        found: &mut dyn FnMut(Found<'_>),
+        found: &mut dyn FnMut(ScannedRecord<'_>),
     ) {
-        let name = RecordName::of(&told.header);
+        let name = RecordId::of(&entry.header);
         if self.tombstones.covers(&name.id, name.version) {
             recovery.removed += 1;
             bucket.removed.push((name.id, name.version));
             return;
         }
-        bucket.kept += 1;
+        bucket.live_records += 1;
         bucket.hashes.push(hash(&name.id));
-        let placed = Placed { offset: told.offset, layout: told.layout };
+        let placed = PlacedRecord { offset: entry.offset, layout: entry.layout };
         if self.index.insert(&name, number, &placed) {
             recovery.records += 1;
-            let Told { header, key, attributes, layout, .. } = told;
-            found(Found { header, key, attributes, disk_len: layout.len });
+            let FooterEntry { header, key, attributes, layout, .. } = entry;
+            found(ScannedRecord { header, key, attributes, disk_len: layout.len });
         } else {
-            bucket.hidden.push(name.id);
+            bucket.unreachable.push(name.id);
         }
     }
 
-    /// Takes over all files; deletes those that were never finished, and those in which nothing is left.
-    fn take_in(&self, files: &[BucketFile], mut known: HashMap<u64, Bucket>) {
+    /// Adds all files; deletes unfinished ones and those without live records.
+    fn adopt_files(&self, files: &[BucketFile], mut scanned: HashMap<u64, Bucket>) {
         for file in files.iter().rev() {
             let bytes = file.len.next_multiple_of(BLOCK_BYTES as u64);
-            // A finished file of which the scan told nothing at all has no records.
+            // A finished file without any scan result has no records.
             let mut bucket = if file.temporary {
                 Bucket::default()
             } else {
-                known.remove(&file.number).unwrap_or_default()
+                scanned.remove(&file.number).unwrap_or_default()
             };
             bucket.bytes = bytes;
             bucket.temporary = file.temporary;
-            let empty = bucket.kept == 0;
+            let empty = bucket.live_records == 0;
             self.used.fetch_add(bytes, Ordering::Relaxed);
             self.buckets.lock().insert(file.number, bucket);
             if empty {
                 self.delete(file.number);
             } else {
-                self.order.insert(file.number);
+                self.eviction.insert(file.number);
             }
         }
     }
 }
 
 impl BucketBackend {
-    /// Tells all records that can be found from what stands on the disk; how many could not be told.
-    pub(super) fn tell_all(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(Found<'_>)) -> u64 {
+    /// Visits all records that can be found, from the disk. Returns the number of records that could not be read.
+    pub(super) fn scan_all(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
         let mut expected: HashMap<u64, u64> = HashMap::new();
         let mut files: Vec<BucketFile> = vec![];
         {
@@ -174,14 +174,14 @@ impl BucketBackend {
         }
         files.retain(|file| expected[&file.number] > 0);
         files.sort_by_key(|file| file.number);
-        scan(&*self.storage, queue, &files, &mut |file, _, seen| {
-            let Seen::Record(told) = seen else { return };
-            let place = self.index.get(&RecordName::of(&told.header));
-            if place.is_some_and(|place| (place.bucket, place.offset) == (file.number, told.offset)) {
-                let left = expected.get_mut(&file.number).expect("all files are in it");
+        scan(&*self.storage, queue, &files, &mut |file, _, item| {
+            let ScanItem::Record(entry) = item else { return };
+            let location = self.index.get(&RecordId::of(&entry.header));
+            if location.is_some_and(|found| (found.bucket, found.offset) == (file.number, entry.offset)) {
+                let left = expected.get_mut(&file.number).expect("all files are in the map");
                 *left = left.saturating_sub(1);
-                let Told { header, key, attributes, layout, .. } = &told;
-                found(Found { header, key, attributes, disk_len: layout.len });
+                let FooterEntry { header, key, attributes, layout, .. } = &entry;
+                found(ScannedRecord { header, key, attributes, disk_len: layout.len });
             }
         });
         expected.values().sum()
@@ -191,11 +191,12 @@ impl BucketBackend {
 impl BucketConfig {
     fn validate(&self) -> Result<(), OpenError> {
         let check = |what, value: u64, min, max| {
-            let fits = (min..=max).contains(&value);
-            if fits { Ok(()) } else { Err(OpenError::Config { what, value, min, max }) }
+            let in_range = (min..=max).contains(&value);
+            if in_range { Ok(()) } else { Err(OpenError::Config { what, value, min, max }) }
         };
         check("limit_bytes", self.limit_bytes, 1 << 16, u64::MAX / 2)?;
-        // Offsets in the index are 32 bits of blocks; the footer has 32 bits for the copies of fronts, of 8 KiB each.
+        // Offsets in the index are 32 bits of blocks; the footer has 32 bits for the copies of preambles, of 8 KiB
+        // each.
         check("bucket_bytes_max", self.bucket_bytes_max, 1 << 14, 1 << 43)?;
         check("bucket_records_max", self.bucket_records_max as u64, 1, 1 << 18)?;
         check("open_files_max", self.open_files_max as u64, 1, 1 << 20)

@@ -1,45 +1,45 @@
-//! The scan: what is in the buckets of a tier, without reading payloads and without changing anything.
+//! Scan of the buckets of a tier, without reading payloads and without changes.
 //!
-//! Tail and footer of a bucket are one read, or two if it has many records; many buckets are read at a time. What the
-//! footer does not tell is looked up in the record's own front. Without a footer (the file was cut, or its end is
-//! damaged) the records are walked from the first byte on, each telling where the next one starts, up to the first
-//! header that is damaged.
+//! Tail and footer of a bucket are one read, or two if it has many records; many buckets are read at a time. An entry
+//! that the footer does not provide is read from the record's own preamble. Without a footer (the file was truncated,
+//! or its end is corrupt) the records are walked from the first byte on, each giving the position of the next one, up
+//! to the first corrupt header.
 //!
-//! Bytes inside of payloads are never believed, whatever they look like: a record is only where the footer says, or
-//! where the chain of records leads.
+//! Bytes inside payloads are never interpreted: a record is only where the footer points, or where the chain of records
+//! leads.
 
 use std::io;
 use std::path::Path;
 
-use crate::backend::bucket::format::{Tail, Told, decode_entry};
-use crate::buffer::{Aligned, BLOCK_BYTES, Buffer};
-use crate::record::{FrontError, decode_front, decode_header};
-use crate::storage::{File, Mode, Op, OpKind, Queue, Storage, run_all, run_one};
+use crate::backend::bucket::format::{FooterEntry, FooterTail, decode_entry};
+use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};
+use crate::record::{PreambleError, decode_header, decode_preamble};
+use crate::storage::{File, Op, OpKind, OpenMode, Queue, Storage, run_all, run_one};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Bytes from the end of a bucket that are read first: tail and footer of some 250 records.
+/// Bytes from the end of a bucket that are read first: tail and footer of about 250 records.
 const FIRST_READ_BYTES: u64 = 64 << 10;
 
-/// Buckets that are looked at together: a queue's worth.
-const TOGETHER: usize = 32;
+/// Buckets that are scanned together: the depth of a queue.
+const SCAN_BATCH: usize = 32;
 
-/// Shortest and longest form of file names.
+/// Suffixes of file names.
 const SUFFIX: &str = ".bucket";
 const SUFFIX_TEMPORARY: &str = ".tmp";
 
-/// A file that is, or was to become, a bucket.
+/// A bucket file, finished or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BucketFile {
     pub(crate) number: u64,
     /// Whether it was never finished.
     pub(crate) temporary: bool,
-    /// Its length.
+    /// Length in bytes.
     pub(crate) len: u64,
 }
 
 impl BucketFile {
-    /// The name of a bucket's file.
+    /// Returns the name of a bucket's file.
     pub(crate) fn name(number: u64, temporary: bool) -> String {
         format!("{number:016x}{}", if temporary { SUFFIX_TEMPORARY } else { SUFFIX })
     }
@@ -53,7 +53,7 @@ impl BucketFile {
         (BucketFile::name(number, temporary) == name).then_some(BucketFile { number, temporary, len })
     }
 
-    /// All of a tier, the newest first.
+    /// Lists all bucket files of a tier, the newest first.
     pub(crate) fn list(storage: &dyn Storage) -> io::Result<Vec<BucketFile>> {
         let entries = storage.list(Path::new(""))?;
         let files = entries.iter().filter(|entry| !entry.is_dir);
@@ -63,45 +63,49 @@ impl BucketFile {
     }
 }
 
-/// What the scan tells of a bucket.
+/// One finding of a scan.
 #[derive(Debug)]
-pub(crate) enum Seen<'a> {
-    /// A record is there. Its payload was not read.
-    Record(Told<'a>),
-    /// Something is not what it should be; maybe there was a record.
+pub(crate) enum ScanItem<'a> {
+    /// A record. Its payload was not read.
+    Record(FooterEntry<'a>),
+    /// Invalid data; there may have been a record.
     Bad {
-        /// Where in the file.
+        /// Offset in the file.
         offset: u64,
-        /// What is wrong.
-        why: String,
+        /// Description of the problem.
+        reason: String,
     },
 }
 
-/// Looks at buckets, and tells of each one all that is in it, one after the other.
+/// Scans buckets, and passes everything in each to `each`, one after the other.
 pub(crate) fn scan(
     storage: &dyn Storage,
     queue: &mut dyn Queue,
     buckets: &[BucketFile],
-    each: &mut dyn FnMut(&BucketFile, Option<&File>, Seen<'_>),
+    each: &mut dyn FnMut(&BucketFile, Option<&File>, ScanItem<'_>),
 ) {
-    for together in buckets.chunks(TOGETHER) {
+    for batch in buckets.chunks(SCAN_BATCH) {
         let mut opened = vec![];
-        for bucket in together {
+        for bucket in batch {
             let name = BucketFile::name(bucket.number, bucket.temporary);
             match open(storage, &name) {
                 Ok((file, len)) => opened.push(Opened { bucket, file, len }),
                 Err(error) => {
-                    each(bucket, None, Seen::Bad { offset: 0, why: format!("cannot be opened: {error}") });
+                    each(
+                        bucket,
+                        None,
+                        ScanItem::Bad { offset: 0, reason: format!("cannot be opened: {error}") },
+                    );
                 }
             }
         }
         for (opened, footer) in opened.iter().zip(read_footers(queue, &opened)) {
-            let mut tell = |seen: Seen<'_>| each(opened.bucket, Some(&opened.file), seen);
+            let mut emit = |item: ScanItem<'_>| each(opened.bucket, Some(&opened.file), item);
             match footer {
-                Ok(footer) => opened.follow(queue, &footer, &mut tell),
-                Err(why) => {
-                    tell(Seen::Bad { offset: opened.len.saturating_sub(BLOCK), why });
-                    opened.walk(queue, &mut tell);
+                Ok(footer) => opened.follow(queue, &footer, &mut emit),
+                Err(reason) => {
+                    emit(ScanItem::Bad { offset: opened.len.saturating_sub(BLOCK), reason });
+                    opened.walk(queue, &mut emit);
                 }
             }
         }
@@ -109,7 +113,7 @@ pub(crate) fn scan(
 }
 
 fn open(storage: &dyn Storage, name: &str) -> io::Result<(File, u64)> {
-    let file = storage.open(Path::new(name), Mode::Read)?;
+    let file = storage.open(Path::new(name), OpenMode::Read)?;
     let len = storage.len(&file)?;
     Ok((file, len))
 }
@@ -121,9 +125,9 @@ struct Opened<'b> {
 }
 
 struct Footer {
-    tail: Tail,
-    bytes: Aligned,
-    /// Where the footer starts in `bytes`.
+    tail: FooterTail,
+    bytes: AlignedBuf,
+    /// Position of the footer in `bytes`.
     start: usize,
 }
 
@@ -133,12 +137,13 @@ impl Footer {
     }
 }
 
-/// Reads tail and footer of all; why there is none is told for each.
+/// Reads tail and footer of all buckets. Fails for each with the reason why there is none.
 fn read_footers(queue: &mut dyn Queue, buckets: &[Opened<'_>]) -> Vec<Result<Footer, String>> {
     let first: Vec<u64> =
         buckets.iter().map(|bucket| (bucket.len / BLOCK * BLOCK).min(FIRST_READ_BYTES)).collect();
     let ops = buckets.iter().zip(&first).filter(|(_, len)| **len > 0).map(|(bucket, &len)| {
-        // A file that is not whole blocks long was cut; what is read then is no tail, or would be one of chance.
+        // A file whose length is not a multiple of the block size was truncated; its last bytes are then no valid tail,
+        // except by chance.
         bucket.read(bucket.len / BLOCK * BLOCK - len, len)
     });
     let mut ends = run_all(queue, ops).into_iter();
@@ -146,26 +151,26 @@ fn read_footers(queue: &mut dyn Queue, buckets: &[Opened<'_>]) -> Vec<Result<Foo
     for (bucket, &len) in buckets.iter().zip(&first) {
         let end = if len > 0 { ends.next() } else { None };
         footers.push(match end {
-            None => Err("there is no tail: the file is too short".into()),
+            None => Err("no tail: the file is too short".into()),
             Some(done) => match (done.result, done.buffer) {
                 (Ok(()), Buffer::Owned(bytes)) => bucket.footer_in(bytes),
-                (Err(error), _) => Err(format!("the tail cannot be read: {error}")),
-                (Ok(()), _) => unreachable!("a queue gives back the buffer that it took"),
+                (Err(error), _) => Err(format!("cannot read the tail: {error}")),
+                (Ok(()), _) => unreachable!("a queue returns the buffer of the operation"),
             },
         });
     }
     let longer =
         |footer: &Result<Footer, String>| footer.as_ref().is_ok_and(|footer| footer.start == usize::MAX);
-    let again = buckets.iter().zip(&footers).filter(|(_, footer)| longer(footer)).map(|(bucket, footer)| {
-        let tail = footer.as_ref().map(|footer| footer.tail).expect("it is one of the longer ones");
+    let long = buckets.iter().zip(&footers).filter(|(_, footer)| longer(footer)).map(|(bucket, footer)| {
+        let tail = footer.as_ref().map(|footer| footer.tail).expect("the footer is one of the long ones");
         bucket.read(tail.footer_offset, tail.footer_len)
     });
-    let mut again = run_all(queue, again.collect::<Vec<_>>()).into_iter();
+    let mut reads = run_all(queue, long.collect::<Vec<_>>()).into_iter();
     for footer in footers.iter_mut().filter(|footer| longer(footer)) {
-        let done = again.next().expect("one for each of the longer ones");
+        let done = reads.next().expect("one read per long footer");
         match (done.result, done.buffer, &mut *footer) {
             (Ok(()), Buffer::Owned(bytes), Ok(footer)) => (footer.bytes, footer.start) = (bytes, 0),
-            (result, ..) => *footer = Err(format!("the footer cannot be read: {result:?}")),
+            (result, ..) => *footer = Err(format!("cannot read the footer: {result:?}")),
         }
     }
     footers
@@ -173,98 +178,101 @@ fn read_footers(queue: &mut dyn Queue, buckets: &[Opened<'_>]) -> Vec<Result<Foo
 
 impl Opened<'_> {
     fn read<'a>(&self, offset: u64, len: u64) -> Op<'a> {
-        let buffer = Buffer::Owned(Aligned::zeroed(len as usize));
+        let buffer = Buffer::Owned(AlignedBuf::zeroed(len as usize));
         Op { tag: 0, kind: OpKind::Read, file: self.file.clone(), offset, buffer }
     }
 
-    /// The footer, if the tail in the last bytes of the file can be believed. One that is longer than these bytes starts
-    /// at `usize::MAX` until it is read.
-    fn footer_in(&self, bytes: Aligned) -> Result<Footer, String> {
+    /// Returns the footer, if the tail in the last bytes of the file is valid. `start` is `usize::MAX` for a footer
+    /// that is longer than these bytes, until it is read.
+    fn footer_in(&self, bytes: AlignedBuf) -> Result<Footer, String> {
         let tail = bytes
             .last_chunk()
-            .and_then(|block| Tail::decode(block, self.len))
-            .ok_or("the tail is damaged")?;
+            .and_then(|block| FooterTail::decode(block, self.len))
+            .ok_or("the tail is corrupt")?;
         let from_end = (tail.footer_len + BLOCK) as usize;
         let start = bytes.len().checked_sub(from_end).unwrap_or(usize::MAX);
         Ok(Footer { tail, bytes, start })
     }
 
-    /// Tells what the footer says, and looks up what it does not.
-    fn follow(&self, queue: &mut dyn Queue, footer: &Footer, tell: &mut dyn FnMut(Seen<'_>)) {
+    /// Emits the entries of the footer, and reads the records of corrupt entries.
+    fn follow(&self, queue: &mut dyn Queue, footer: &Footer, emit: &mut dyn FnMut(ScanItem<'_>)) {
         let tail = &footer.tail;
-        // Where the next record starts, if that is known.
+        // Offset of the next record, if known.
         let mut next = Some(0);
         for index in 0..tail.count {
-            if let Some(told) = decode_entry(footer.bytes(), tail, index) {
-                next = Some(told.offset + told.layout.len);
-                tell(Seen::Record(told));
+            if let Some(entry) = decode_entry(footer.bytes(), tail, index) {
+                next = Some(entry.offset + entry.layout.len);
+                emit(ScanItem::Record(entry));
                 continue;
             }
             let Some(offset) = next else {
-                tell(Seen::Bad { offset: tail.footer_offset, why: format!("entry {index} is damaged") });
+                emit(ScanItem::Bad {
+                    offset: tail.footer_offset,
+                    reason: format!("entry {index} is corrupt"),
+                });
                 continue;
             };
-            next = self.look(queue, offset, tail.footer_offset, tell);
+            next = self.read_record(queue, offset, tail.footer_offset, emit);
         }
     }
 
-    /// Tells what the records themselves say, from the first one on.
-    fn walk(&self, queue: &mut dyn Queue, tell: &mut dyn FnMut(Seen<'_>)) {
+    /// Emits the records themselves, from the first one on.
+    fn walk(&self, queue: &mut dyn Queue, emit: &mut dyn FnMut(ScanItem<'_>)) {
         let mut offset = 0;
         while offset < self.len {
-            let Some(next) = self.look(queue, offset, self.len, tell) else { return };
+            let Some(next) = self.read_record(queue, offset, self.len, emit) else { return };
             offset = next;
         }
     }
 
-    /// Tells what stands at `offset` and ends before `end`; where the next record starts, if that is known.
-    fn look(
+    /// Emits the record at `offset`, which ends before `end`. Returns the offset of the next record, if known.
+    fn read_record(
         &self,
         queue: &mut dyn Queue,
         offset: u64,
         end: u64,
-        tell: &mut dyn FnMut(Seen<'_>),
+        emit: &mut dyn FnMut(ScanItem<'_>),
     ) -> Option<u64> {
-        let front = match self.front(queue, offset, end) {
-            Ok(front) => front,
-            Err(why) => {
-                tell(Seen::Bad { offset, why });
+        let bytes = match self.preamble(queue, offset, end) {
+            Ok(bytes) => bytes,
+            Err(reason) => {
+                emit(ScanItem::Bad { offset, reason });
                 return None;
             }
         };
-        let (_, layout) = decode_header(&front).ok()?;
-        match decode_front(&front) {
-            Ok(front) => {
-                let (header, key, attributes) = (front.header, front.key, front.attributes);
-                tell(Seen::Record(Told { offset, header, layout, key, attributes }));
+        let (_, layout) = decode_header(&bytes).ok()?;
+        match decode_preamble(&bytes) {
+            Ok(preamble) => {
+                let (header, key, attributes) = (preamble.header, preamble.key, preamble.attributes);
+                emit(ScanItem::Record(FooterEntry { offset, header, layout, key, attributes }));
             }
-            Err(error) => tell(Seen::Bad { offset, why: error.to_string() }),
+            Err(error) => emit(ScanItem::Bad { offset, reason: error.to_string() }),
         }
         Some(offset + layout.len)
     }
 
-    /// The front of the record at `offset`, of which at least the header is undamaged.
-    fn front(&self, queue: &mut dyn Queue, offset: u64, end: u64) -> Result<Aligned, String> {
+    /// Reads the preamble of the record at `offset`; at least its header is valid.
+    fn preamble(&self, queue: &mut dyn Queue, offset: u64, end: u64) -> Result<AlignedBuf, String> {
         let mut len = BLOCK;
         loop {
             let available = end.saturating_sub(offset);
             if available < len {
-                return Err(FrontError::Short { needed: len, found: available }.to_string());
+                return Err(PreambleError::Short { needed: len, found: available }.to_string());
             }
             let done = run_one(queue, self.read(offset, len));
             done.result.map_err(|error| format!("cannot be read: {error}"))?;
             let Buffer::Owned(bytes) = done.buffer else {
-                unreachable!("a queue gives back the buffer that it took")
+                unreachable!("a queue returns the buffer of the operation")
             };
             let (_, layout) = decode_header(&bytes).map_err(|error| error.to_string())?;
             if layout.len > available {
-                // A record whose end is missing cannot be read; and nothing stands behind it.
-                return Err(FrontError::Short { needed: layout.len, found: available }.to_string());
+                // A record without its end cannot be read; and nothing follows it.
+                return Err(PreambleError::Short { needed: layout.len, found: available }.to_string());
             }
-            if layout.head_len <= len {
+            if layout.preamble_read_len <= len {
                 return Ok(bytes);
             }
-            len = layout.head_len;
+            len = layout.preamble_read_len;
         }
     }
 }

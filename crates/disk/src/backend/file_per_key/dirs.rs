@@ -1,4 +1,4 @@
-//! [`Dirs`]: the directories of records, and which of them are known to be there for good.
+//! [`DirectoryCache`]: the directories of records, and which of them are durable.
 
 use std::fmt;
 use std::io;
@@ -8,30 +8,30 @@ use hashbrown::HashSet;
 use moontide_types::ObjectId;
 use parking_lot::Mutex;
 
-use crate::backend::RecordName;
+use crate::backend::RecordId;
 use crate::storage::Storage;
 
 /// A directory of records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Directory {
-    /// First byte of the ids in it: the directory above.
+    /// First byte of the ids in it: name of the parent directory.
     pub(super) first: u8,
     /// Second byte of the ids in it.
     pub(super) second: u8,
 }
 
 impl Directory {
-    /// The directory of a record.
-    pub(super) fn of(name: &RecordName) -> Directory {
+    /// Returns the directory of a record.
+    pub(super) fn of(name: &RecordId) -> Directory {
         Directory::of_id(&name.id)
     }
 
-    /// The directory of an object's records.
+    /// Returns the directory of an object's records.
     pub(super) fn of_id(id: &ObjectId) -> Directory {
         Directory { first: id.0[0], second: id.0[1] }
     }
 
-    /// Its path.
+    /// Returns the path, relative to the root.
     pub(super) fn path(&self) -> PathBuf {
         self.to_string().into()
     }
@@ -43,15 +43,15 @@ impl fmt::Display for Directory {
     }
 }
 
-/// The byte whose directory has this name.
+/// Returns the byte whose directory has this name.
 pub(super) fn byte_of(name: &str) -> Option<u8> {
     let byte = u8::from_str_radix(name, 16).ok()?;
     (name == format!("{byte:02x}")).then_some(byte)
 }
 
-/// Directories that a crash does not take away.
+/// Directories that are known to be durable.
 #[derive(Debug, Default)]
-pub(super) struct Dirs {
+pub(super) struct DirectoryCache {
     durable: Mutex<Durable>,
 }
 
@@ -61,30 +61,30 @@ struct Durable {
     both: HashSet<Directory>,
 }
 
-impl Dirs {
-    /// A start has seen these and synced the directories above them.
-    pub(super) fn know(&mut self, first: u8, second: impl Iterator<Item = u8>) {
+impl DirectoryCache {
+    /// Adds directories that the start has found, after a sync of their parent directories.
+    pub(super) fn add_durable(&mut self, first: u8, second: impl Iterator<Item = u8>) {
         let durable = self.durable.get_mut();
         durable.first.insert(first);
         durable.both.extend(second.map(|second| Directory { first, second }));
     }
 
-    /// Makes a directory for good, if it is not there. The lock is held until it is: whoever comes second must not
-    /// believe in what is not durable yet.
-    pub(super) fn make(&self, storage: &dyn Storage, directory: Directory) -> io::Result<()> {
+    /// Creates a directory durably, if it does not exist. Holds the lock until then: a second caller must not rely on a
+    /// directory that is not durable yet.
+    pub(super) fn create(&self, storage: &dyn Storage, directory: Directory) -> io::Result<()> {
         let mut durable = self.durable.lock();
         if durable.both.contains(&directory) {
             return Ok(());
         }
-        let above = format!("{:02x}", directory.first);
-        let above = Path::new(&above);
+        let parent = format!("{:02x}", directory.first);
+        let parent = Path::new(&parent);
         if !durable.first.contains(&directory.first) {
-            storage.create_dir(above)?;
+            storage.create_dir(parent)?;
             storage.sync_dir(Path::new(""))?;
             durable.first.insert(directory.first);
         }
         storage.create_dir(&directory.path())?;
-        storage.sync_dir(above)?;
+        storage.sync_dir(parent)?;
         durable.both.insert(directory);
         Ok(())
     }

@@ -1,46 +1,46 @@
-//! Names of files, and records by them.
+//! File names of records.
 
 use moontide_types::{Epoch, ObjectId};
 
 use super::dirs::Directory;
-use crate::backend::RecordName;
+use crate::backend::RecordId;
 
 const RECORD: &str = ".rec";
 const TEMPORARY: &str = ".rec.tmp";
 
-/// The file of a record.
-pub(super) fn path_of(name: &RecordName) -> String {
+/// Returns the path of a record's file.
+pub(super) fn path_of(name: &RecordId) -> String {
     format!("{}/{}{RECORD}", Directory::of(name), stem(name))
 }
 
-/// The file of a record that is being written.
-pub(super) fn temporary_of(name: &RecordName) -> String {
+/// Returns the path of a record's temporary file.
+pub(super) fn temporary_of(name: &RecordId) -> String {
     format!("{}/{}{TEMPORARY}", Directory::of(name), stem(name))
 }
 
-fn stem(name: &RecordName) -> String {
+fn stem(name: &RecordId) -> String {
     let id: String = name.id.0.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{id}-{:016x}-{}", name.version.bits(), name.stripe)
 }
 
-/// What a file in a directory is.
+/// Kind of a file in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A record.
-    Record(RecordName),
-    /// One that was being written.
+    Record(RecordId),
+    /// An unfinished record.
     Temporary,
-    /// Nothing of ours.
+    /// A file of another program.
     Foreign,
 }
 
-/// Says by its name what a file in a directory is.
+/// Returns the kind of a file by its name.
 pub(super) fn kind_of(directory: Directory, file: &str) -> Kind {
     if file.ends_with(TEMPORARY) {
         return Kind::Temporary;
     }
     let name = file.strip_suffix(RECORD).and_then(parse);
-    // Only as we write it, and only where we write it.
+    // Only the exact name in the right directory.
     match name {
         Some(name) if Directory::of(&name) == directory && file == format!("{}{RECORD}", stem(&name)) => {
             Kind::Record(name)
@@ -49,7 +49,7 @@ pub(super) fn kind_of(directory: Directory, file: &str) -> Kind {
     }
 }
 
-fn parse(stem: &str) -> Option<RecordName> {
+fn parse(stem: &str) -> Option<RecordId> {
     let mut parts = stem.split('-');
     let (id, version, stripe) = (parts.next()?, parts.next()?, parts.next()?);
     if id.len() != 32 || !id.is_ascii() {
@@ -60,7 +60,7 @@ fn parse(stem: &str) -> Option<RecordName> {
         *byte = u8::from_str_radix(&id[at..at + 2], 16).ok()?;
     }
     let version = Epoch::from_bits(u64::from_str_radix(version, 16).ok()?).ok()?;
-    Some(RecordName { id: ObjectId(bytes), version, stripe: stripe.parse().ok()? })
+    Some(RecordId { id: ObjectId(bytes), version, stripe: stripe.parse().ok()? })
 }
 
 #[cfg(test)]
@@ -68,9 +68,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_tells_its_record_and_nothing_else_does() {
+    fn file_name_round_trips_and_foreign_names_are_detected() {
         let version = Epoch::from_bits(0xabc).expect("small");
-        let name = RecordName { id: ObjectId(*b"0123456789abcdef"), version, stripe: 77 };
+        let name = RecordId { id: ObjectId(*b"0123456789abcdef"), version, stripe: 77 };
         let directory = Directory::of(&name);
         let path = "30/31/30313233343536373839616263646566-0000000000000abc-77.rec";
         assert_eq!(path_of(&name), path);

@@ -1,77 +1,74 @@
-//! [`inspect`]: a look at the file of a tier from outside.
+//! [`inspect`]: visits the records in the data file of a tier without opening it.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use super::open::{DATA, read_superblocks, scan_table, slot_offset};
-use crate::backend::scatter::{Scan, scan_fronts, verify_payload};
+use crate::backend::batch_io::{PreambleScan, scan_preambles, verify_payload};
 use crate::backend::tombstones::Tombstones;
-use crate::backend::{Location, OpenError};
-use crate::record::{Inspected, InspectedState};
-use crate::storage::{Mode, Queue, Storage};
+use crate::backend::{OpenError, RecordLocation};
+use crate::record::{InspectedRecord, InspectedState};
+use crate::storage::{OpenMode, Queue, Storage};
 
-/// Tells of every record in a tier and changes nothing. With `verify` the payloads are read, too. A tier that is in use
-/// may be looked at: what comes or goes meanwhile is missing or bad.
+/// Visits every record of a tier without changes. With `verify` the payloads are read, too. The tier may be in use:
+/// records that are written or removed meanwhile are missing or corrupt.
 pub fn inspect(
     storage: &Arc<dyn Storage>,
     queue: &mut dyn Queue,
     verify: bool,
-    each: &mut dyn FnMut(Inspected<'_>),
+    each: &mut dyn FnMut(InspectedRecord<'_>),
 ) -> Result<(), OpenError> {
     let (tombstones, _) =
-        Tombstones::inspect(storage, queue).map_err(OpenError::io("reading the log of removals"))?;
-    let file = storage.open(Path::new(DATA), Mode::Read).map_err(OpenError::io("opening the tier's file"))?;
-    let len = storage.len(&file).map_err(OpenError::io("asking for the length of the tier's file"))?;
+        Tombstones::inspect(storage, queue).map_err(OpenError::io("read the tombstone log"))?;
+    let file = storage.open(Path::new(DATA), OpenMode::Read).map_err(OpenError::io("open the data file"))?;
+    let len = storage.len(&file).map_err(OpenError::io("get the length of the data file"))?;
     let Some((geometry, _)) = read_superblocks(queue, &file, len) else {
-        return Err(OpenError::Foreign {
-            file: DATA.into(),
-            why: "both of its superblocks are damaged".into(),
-        });
+        return Err(OpenError::Foreign { file: DATA.into(), reason: "both superblocks are corrupt".into() });
     };
     let table = scan_table(queue, &file, &geometry);
-    let mut damaged = |offset, why: &str| {
-        let state = InspectedState::Damaged { why: why.into() };
-        each(Inspected { file: DATA, offset, len: 0, name: None, state });
+    let mut corrupt = |offset, reason: &str| {
+        let state = InspectedState::Corrupt { reason: reason.into() };
+        each(InspectedRecord { file: DATA, offset, len: 0, name: None, state });
     };
     for block in table.unreadable {
-        damaged(geometry.table_block(block), "a block of the table cannot be read");
+        corrupt(geometry.table_block(block), "cannot read a block of the table");
     }
-    for slot in table.damaged {
-        damaged(slot_offset(&geometry, slot), "an entry of the table is damaged");
+    for slot in table.corrupt {
+        corrupt(slot_offset(&geometry, slot), "corrupt table entry");
     }
     let mut entries = table.used;
     entries.sort_unstable_by_key(|(_, entry)| entry.first_block);
-    let scans = entries.iter().enumerate().map(|(tag, (_, entry))| Scan {
+    let scans = entries.iter().enumerate().map(|(tag, (_, entry))| PreambleScan {
         tag,
         file: Ok(file.clone()),
         offset: entry.offset(),
         len: entry.len(),
-        head_len: entry.head_len(),
+        preamble_read_len: entry.preamble_read_len(),
     });
-    // The scan has the queue while it tells of a record, so payloads are read through another one.
+    // The scan uses the queue during the callback, so payloads are read with another one.
     let mut payloads = verify.then(|| storage.queue(&Default::default()));
-    scan_fronts(queue, scans, &mut |tag, front| {
+    scan_preambles(queue, scans, &mut |tag, preamble| {
         let entry = &entries[tag].1;
         let (offset, len) = (entry.offset(), entry.len());
         let removed = tombstones.covers(&entry.name.id, entry.name.version);
-        let state = match (&front, &mut payloads) {
-            (Err(error), _) => InspectedState::Damaged { why: error.to_string() },
-            (Ok(front), _) if !front.is_named(&entry.name, len, entry.head_len()) => {
-                InspectedState::Damaged { why: "another record than its entry names".into() }
+        let state = match (&preamble, &mut payloads) {
+            (Err(error), _) => InspectedState::Corrupt { reason: error.to_string() },
+            (Ok(preamble), _) if !preamble.matches(&entry.name, len, entry.preamble_read_len()) => {
+                InspectedState::Corrupt { reason: "record does not match its entry".into() }
             }
             _ if removed => InspectedState::Removed,
             (Ok(_), Some(queue)) => {
-                let (file, front_len) = (file.clone(), entry.head_len());
+                let (file, preamble_read_len) = (file.clone(), entry.preamble_read_len());
                 verify_payload(
                     &mut **queue,
                     entry.name,
-                    Location { file, offset, len, front_len, hold: None },
+                    RecordLocation { file, offset, len, preamble_read_len, read_guard: None },
                 )
             }
             (Ok(_), None) => InspectedState::Ok,
         };
-        let name = front.as_ref().ok().map(|front| (&front.header, front.section));
-        each(Inspected { file: DATA, offset, len, name, state });
+        let name = preamble.as_ref().ok().map(|preamble| (&preamble.header, preamble.section));
+        each(InspectedRecord { file: DATA, offset, len, name, state });
     });
     Ok(())
 }

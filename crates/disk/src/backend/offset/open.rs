@@ -1,4 +1,4 @@
-//! How the file is made, and how a start finds again what is in it.
+//! Creates the file, or opens it: reads the table and builds the index.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,31 +11,31 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use super::format::{ENTRIES_PER_BLOCK, ENTRY_BYTES, Entry, Geometry, Slot};
-use super::space::{Contradiction, Data, contradictions};
-use super::syncs::Syncs;
+use super::group_sync::GroupSync;
+use super::space::{RangeConflict, SpaceMap, conflicts};
 use super::table::{Change, SlotNumber, Table};
-use super::{INDEX_SHARDS, Leaving, OffsetBackend, OffsetConfig, Stored};
-use crate::backend::claims::Claims;
-use crate::backend::order::Order;
-use crate::backend::scatter::{READS_MAX, Scan, scan_fronts};
+use super::{INDEX_SHARDS, IndexedRecord, OffsetBackend, OffsetConfig, UnlinkedRecord};
+use crate::backend::batch_io::{PreambleScan, READS_MAX, scan_preambles};
+use crate::backend::claims::WriteClaims;
+use crate::backend::eviction_queue::EvictionQueue;
 use crate::backend::tombstones::Tombstones;
-use crate::backend::{Found, OpenError, RecordName, Recovery};
-use crate::buffer::{Aligned, BLOCK_BYTES, Buffer};
-use crate::storage::{self, File, Mode, Op, OpKind, Queue, Storage, run_all, run_one};
+use crate::backend::{OpenError, RecordId, Recovery, ScannedRecord};
+use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};
+use crate::storage::{self, File, Op, OpKind, OpenMode, Queue, Storage, run_all, run_one};
 
-/// The file.
+/// Name of the data file.
 pub(super) const DATA: &str = "data.moontide";
-/// The file while it is made.
+/// Name of the file during its creation.
 const TEMPORARY: &str = "data.moontide.tmp";
 
-/// Room for the log of removals, at most: many times what it has when it is written anew.
+/// Maximum space for the tombstone log: many times its length after a compaction.
 const LOG_BYTES_MAX: u64 = 4 << 20;
 
 /// Blocks of the table that are read in one operation: 1 MiB.
 const READ_BLOCKS: u32 = 256;
 
-/// Operations whose bytes are in memory at a time while the table is read: 32 MiB.
-const READS_AT_A_TIME: usize = 32;
+/// Maximum number of operations in memory while the table is read: 32 MiB.
+const READS_IN_FLIGHT: usize = 32;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -53,60 +53,63 @@ impl OffsetConfig {
 }
 
 impl OffsetBackend {
-    /// Opens the tier, or makes it. Every record that is there goes to `found`; single bad ones are skipped and listed.
+    /// Opens the tier, or creates it, and calls `found` for every record; corrupt ones are skipped and listed.
     pub fn open(
         storage: Arc<dyn Storage>,
         queue: &mut dyn Queue,
         config: OffsetConfig,
-        found: &mut dyn FnMut(Found<'_>),
+        found: &mut dyn FnMut(ScannedRecord<'_>),
     ) -> Result<(OffsetBackend, Recovery), OpenError> {
-        let wanted = config.geometry()?;
+        let configured = config.geometry()?;
         let (tombstones, _) =
-            Tombstones::open(&storage, queue).map_err(OpenError::io("read the log of removals"))?;
-        let (file, geometry) = open_file(&*storage, queue, wanted)?;
-        if geometry.file_len != wanted.file_len {
+            Tombstones::open(&storage, queue).map_err(OpenError::io("read the tombstone log"))?;
+        let (file, geometry) = open_file(&*storage, queue, configured)?;
+        if geometry.file_len != configured.file_len {
             warn!(
                 file_bytes = geometry.file_len,
-                wanted_bytes = wanted.file_len,
-                "the tier's file keeps the size with which it was made; to change it, delete the file"
+                configured_bytes = configured.file_len,
+                "the data file keeps the size with which it was created; delete the file to change it"
             );
         }
-        let limit = if geometry.file_len == wanted.file_len { config.limit_bytes } else { geometry.file_len };
+        let limit =
+            if geometry.file_len == configured.file_len { config.limit_bytes } else { geometry.file_len };
 
         let mut recovery = Recovery { files: 1, ..Recovery::default() };
         let scan = scan_table(queue, &file, &geometry);
         for block in &scan.unreadable {
-            recovery.bad(DATA, geometry.table_block(*block), "a block of the table cannot be read");
+            recovery.bad(DATA, geometry.table_block(*block), "cannot read a block of the table");
         }
-        for slot in &scan.damaged {
-            recovery.bad(DATA, slot_offset(&geometry, *slot), "an entry of the table is damaged");
+        for slot in &scan.corrupt {
+            recovery.bad(DATA, slot_offset(&geometry, *slot), "corrupt table entry");
         }
-        let (entries, mut gone) = sort_out(&geometry, &tombstones, scan.used, &mut recovery);
-        gone.extend(&scan.damaged);
-        let sound = scan_records(queue, &file, &entries, found, &mut recovery);
+        let (entries, mut gone) = partition_entries(&geometry, &tombstones, scan.used, &mut recovery);
+        gone.extend(&scan.corrupt);
+        let valid = scan_records(queue, &file, &entries, found, &mut recovery);
 
         let table = Table::new(file.clone(), geometry, &entries);
-        let syncs = Syncs::new(file.clone());
-        // What the table names now and no longer will must be gone from it before its space is used again.
+        let syncs = GroupSync::new(file.clone());
+        // Entries that are dropped must be cleared durably before their space is reused.
         let complete = scan.unreadable.is_empty();
         let rewrite = tombstones.len() > 0;
         let cleared = complete && write_changes(queue, &table, &syncs, scan.repaired, &gone, rewrite);
         if !cleared {
-            warn!("the tier's table cannot be read or written; it takes no writes until it is opened again");
-            syncs.refuse();
+            warn!(
+                "cannot read or write the table of the disk tier; writes are refused until it is opened again"
+            );
+            syncs.poison();
         }
         if cleared && tombstones.len() > 0 {
-            // All that they cover is gone.
-            if let Err(error) = tombstones.rewrite(queue, |_, _| false) {
-                warn!(%error, "the log of removals could not be written anew; it is tried again");
+            // Everything that they cover is durably removed.
+            if let Err(error) = tombstones.compact(queue, |_, _| false) {
+                warn!(%error, "cannot compact the tombstone log; retrying later");
             }
         }
 
         let used: Vec<(u64, u32)> =
             entries.iter().map(|(_, entry)| (entry.first_block, entry.blocks)).collect();
-        let (data, ranges) = Data::new(geometry.data_start() / BLOCK, geometry.data_blocks(), &used);
-        let order = Order::new(config.order);
-        let mut index: Vec<Mutex<BTreeMap<RecordName, Stored>>> = vec![];
+        let (space, ranges) = SpaceMap::new(geometry.data_start() / BLOCK, geometry.data_blocks(), &used);
+        let eviction = EvictionQueue::new(config.eviction_policy);
+        let mut index: Vec<Mutex<BTreeMap<RecordId, IndexedRecord>>> = vec![];
         index.resize_with(INDEX_SHARDS, Mutex::default);
         let mut backend = OffsetBackend {
             file,
@@ -115,13 +118,13 @@ impl OffsetBackend {
             tombstones,
             table,
             syncs,
-            data: Mutex::new(data),
+            space: Mutex::new(space),
             index,
-            claims: Claims::default(),
-            order,
-            leaving: Mutex::default(),
+            claims: WriteClaims::default(),
+            eviction,
+            unlinked: Mutex::default(),
             evicting: Mutex::new(HashMap::new()),
-            debris: Mutex::default(),
+            orphans: Mutex::default(),
             sequence: AtomicU64::new(
                 entries.iter().map(|(_, entry)| entry.sequence.saturating_add(1)).max().unwrap_or(0),
             ),
@@ -129,15 +132,15 @@ impl OffsetBackend {
             complete: cleared,
         };
         // In the order in which they were written.
-        let mut stored: Vec<_> = entries.into_iter().zip(ranges).zip(sound).collect();
-        stored.sort_unstable_by_key(|(((_, entry), _), _)| entry.sequence);
-        for (((slot, entry), range), sound) in stored {
-            if sound {
-                backend.order.insert(slot.0.into());
-                let stored = Stored { slot, range, head_len: entry.head_len() };
-                backend.shard(&entry.name.id).lock().insert(entry.name, stored);
+        let mut records: Vec<_> = entries.into_iter().zip(ranges).zip(valid).collect();
+        records.sort_unstable_by_key(|(((_, entry), _), _)| entry.sequence);
+        for (((slot, entry), range), valid) in records {
+            if valid {
+                backend.eviction.insert(slot.0.into());
+                let record = IndexedRecord { slot, range, preamble_read_len: entry.preamble_read_len() };
+                backend.shard(&entry.name.id).lock().insert(entry.name, record);
             } else {
-                backend.debris.get_mut().push(Leaving { name: entry.name, slot, range });
+                backend.orphans.get_mut().push(UnlinkedRecord { name: entry.name, slot, range });
             }
         }
         recovery.bytes = crate::backend::Backend::usage(&backend).bytes;
@@ -145,70 +148,67 @@ impl OffsetBackend {
             records = recovery.records,
             removed = recovery.removed,
             bad = recovery.bad_count,
-            "tier opened"
+            "data file opened"
         );
         Ok((backend, recovery))
     }
 }
 
-/// Opens the file, or makes it; and where its parts stand.
+/// Opens or creates the file, and returns it with its geometry.
 fn open_file(
     storage: &dyn Storage,
     queue: &mut dyn Queue,
-    wanted: Geometry,
+    configured: Geometry,
 ) -> Result<(File, Geometry), OpenError> {
-    remove_if_there(storage, TEMPORARY).map_err(OpenError::io("remove what an earlier start left"))?;
-    let file = match storage.open(Path::new(DATA), Mode::Write) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return create(storage, queue, wanted),
-        file => file.map_err(OpenError::io("open the tier's file"))?,
+    remove_if_exists(storage, TEMPORARY).map_err(OpenError::io("remove a temporary file"))?;
+    let file = match storage.open(Path::new(DATA), OpenMode::Write) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return create(storage, queue, configured),
+        file => file.map_err(OpenError::io("open the data file"))?,
     };
-    let len = storage.len(&file).map_err(OpenError::io("ask for the length of the tier's file"))?;
+    let len = storage.len(&file).map_err(OpenError::io("get the length of the data file"))?;
     let Some((geometry, copies)) = read_superblocks(queue, &file, len) else {
-        // Too short for a superblock and a block of the table: there is nothing to lose.
+        // Too short for a superblock and a block of the table: it has no records.
         if len < 2 * BLOCK {
-            return create(storage, queue, wanted);
+            return create(storage, queue, configured);
         }
-        return Err(OpenError::Foreign {
-            file: DATA.into(),
-            why: "both of its superblocks are damaged".into(),
-        });
+        return Err(OpenError::Foreign { file: DATA.into(), reason: "both superblocks are corrupt".into() });
     };
     if len < geometry.file_len || copies < 2 {
         warn!(
             len,
             file_bytes = geometry.file_len,
             copies,
-            "the tier's file is damaged at an end; it is repaired"
+            "a superblock or the end of the data file is corrupt; repairing it"
         );
         if let Err(error) = repair(storage, queue, &file, &geometry, len) {
-            warn!(%error, "the tier's file could not be repaired");
+            warn!(%error, "cannot repair the data file");
         }
     }
     Ok((file, geometry))
 }
 
-fn remove_if_there(storage: &dyn Storage, path: &str) -> io::Result<()> {
+fn remove_if_exists(storage: &dyn Storage, path: &str) -> io::Result<()> {
     match storage.remove(Path::new(path)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         result => result,
     }
 }
 
-/// Makes the file: it has its name only when it is whole and durable.
+/// Creates the file: it is renamed only when it is complete and durable.
 fn create(
     storage: &dyn Storage,
     queue: &mut dyn Queue,
     geometry: Geometry,
 ) -> Result<(File, Geometry), OpenError> {
     let temporary = Path::new(TEMPORARY);
-    let file = storage.open(temporary, Mode::Create).map_err(OpenError::io("make the tier's file"))?;
-    repair(storage, queue, &file, &geometry, 0).map_err(OpenError::io("allocate the tier's file"))?;
-    storage.rename(temporary, Path::new(DATA)).map_err(OpenError::io("name the tier's file"))?;
-    storage.sync_dir(Path::new("")).map_err(OpenError::io("sync the tier's directory"))?;
+    let file = storage.open(temporary, OpenMode::Create).map_err(OpenError::io("create the data file"))?;
+    repair(storage, queue, &file, &geometry, 0).map_err(OpenError::io("allocate the data file"))?;
+    storage.rename(temporary, Path::new(DATA)).map_err(OpenError::io("rename the data file"))?;
+    storage.sync_dir(Path::new("")).map_err(OpenError::io("sync the directory of the disk tier"))?;
     Ok((file, geometry))
 }
 
-/// Gives the file its length and its superblocks.
+/// Sets the length of the file and writes its superblocks.
 fn repair(
     storage: &dyn Storage,
     queue: &mut dyn Queue,
@@ -220,7 +220,7 @@ fn repair(
         storage.allocate(file, geometry.file_len)?;
     }
     let ops = [0, geometry.second_superblock()].map(|offset| {
-        let mut block = Aligned::zeroed(BLOCK_BYTES);
+        let mut block = AlignedBuf::zeroed(BLOCK_BYTES);
         geometry.encode(&mut block);
         Op { tag: 0, kind: OpKind::Write, file: file.clone(), offset, buffer: Buffer::Owned(block) }
     });
@@ -230,7 +230,7 @@ fn repair(
     storage::sync(queue, file)
 }
 
-/// Where the parts of a file stand, and how many of its two superblocks say so.
+/// Returns the geometry of a file, and the number of superblocks that agree on it.
 pub(super) fn read_superblocks(queue: &mut dyn Queue, file: &File, len: u64) -> Option<(Geometry, u32)> {
     let mut read = |offset| {
         let reads = (0..READS_MAX).filter_map(|_| read_blocks(queue, file, offset, 1).ok());
@@ -238,52 +238,52 @@ pub(super) fn read_superblocks(queue: &mut dyn Queue, file: &File, len: u64) -> 
     };
     let first = read(0);
     let offset = first.map_or((len / BLOCK).saturating_sub(1) * BLOCK, |first| first.second_superblock());
-    // One at the end must be about this very length: else it is what somebody wrote as a record.
+    // The one at the end must refer to this very length: otherwise it is the payload of a record.
     let second = read(offset).filter(|second| second.second_superblock() == offset && offset > 0);
     let copies =
         u32::from(first.is_some()) + u32::from(second.is_some() && (first.is_none() || first == second));
     Some((first.or(second)?, copies))
 }
 
-fn read_blocks(queue: &mut dyn Queue, file: &File, offset: u64, blocks: u32) -> io::Result<Aligned> {
-    let buffer = Buffer::Owned(Aligned::zeroed(blocks as usize * BLOCK_BYTES));
+fn read_blocks(queue: &mut dyn Queue, file: &File, offset: u64, blocks: u32) -> io::Result<AlignedBuf> {
+    let buffer = Buffer::Owned(AlignedBuf::zeroed(blocks as usize * BLOCK_BYTES));
     let done = run_one(queue, Op { tag: 0, kind: OpKind::Read, file: file.clone(), offset, buffer });
     done.result?;
     match done.buffer {
         Buffer::Owned(bytes) => Ok(bytes),
-        _ => unreachable!("a buffer comes back as it went in"),
+        _ => unreachable!("a queue returns the buffer of the operation"),
     }
 }
 
-/// What stands in the table.
+/// Content of the table.
 #[derive(Debug, Default)]
 pub(super) struct TableScan {
     pub(super) used: Vec<(SlotNumber, Entry)>,
-    pub(super) damaged: Vec<SlotNumber>,
-    /// Slots that a flipped bit had damaged, with what stood there before.
+    pub(super) corrupt: Vec<SlotNumber>,
+    /// Slots with a flipped bit, with their corrected content.
     repaired: Vec<Change>,
     /// Blocks that could not be read.
     pub(super) unreadable: Vec<u32>,
 }
 
-/// What was read from a slot.
+/// Content of a slot.
 #[derive(Clone, Copy, Debug)]
-struct Read {
+struct SlotRead {
     slot: Slot,
-    /// Whether it was damaged and could be put right.
+    /// Whether it was corrupt and could be corrected.
     repaired: bool,
 }
 
 impl TableScan {
-    fn take_in(&mut self, number: SlotNumber, Read { slot, repaired }: Read) {
+    fn add(&mut self, number: SlotNumber, SlotRead { slot, repaired }: SlotRead) {
         let entry = match slot {
             Slot::Free => None,
             Slot::Used(entry) => {
                 self.used.push((number, entry));
                 Some(entry)
             }
-            Slot::Damaged => {
-                self.damaged.push(number);
+            Slot::Corrupt => {
+                self.corrupt.push(number);
                 None
             }
         };
@@ -293,16 +293,16 @@ impl TableScan {
     }
 }
 
-/// Reads the table, from front to end in large pieces.
+/// Reads the table sequentially, in large pieces.
 pub(super) fn scan_table(queue: &mut dyn Queue, file: &File, geometry: &Geometry) -> TableScan {
     let mut scan = TableScan::default();
     let pieces: Vec<(u32, u32)> = (0..geometry.table_blocks())
         .step_by(READ_BLOCKS as usize)
         .map(|first| (first, READ_BLOCKS.min(geometry.table_blocks() - first)))
         .collect();
-    for pieces in pieces.chunks(READS_AT_A_TIME) {
+    for pieces in pieces.chunks(READS_IN_FLIGHT) {
         let ops = pieces.iter().map(|&(first, blocks)| {
-            let buffer = Buffer::Owned(Aligned::zeroed(blocks as usize * BLOCK_BYTES));
+            let buffer = Buffer::Owned(AlignedBuf::zeroed(blocks as usize * BLOCK_BYTES));
             let offset = geometry.table_block(first);
             Op { tag: 0, kind: OpKind::Read, file: file.clone(), offset, buffer }
         });
@@ -317,9 +317,10 @@ pub(super) fn scan_table(queue: &mut dyn Queue, file: &File, geometry: &Geometry
     scan
 }
 
-/// Takes in a block of the table. One that does not look right is read again: a slot is what any reading says, for no
-/// flipped bit makes an entry, and damaged only if two readings see the same bytes. What is still not clear then is
-/// taken for unreadable: cleared slots do not come back, so that must not be done in error.
+/// Adds a block of the table. A block with invalid slots is read again: a slot is accepted from any reading in which it
+/// is valid, since no flipped bit produces a valid entry, and is corrupt only if two readings have the same bytes.
+/// Slots that are still ambiguous make the block unreadable: a slot that is cleared cannot be restored, so it must not
+/// be cleared in error.
 fn scan_block(
     queue: &mut dyn Queue,
     file: &File,
@@ -330,11 +331,11 @@ fn scan_block(
 ) {
     let mut readings: Vec<Vec<u8>> = bytes.map(<[u8]>::to_vec).into_iter().collect();
     for reads in 1..=READS_MAX {
-        let slots: Option<Vec<Read>> =
-            (0..ENTRIES_PER_BLOCK as usize).map(|slot| settle_slot(geometry, &readings, slot)).collect();
+        let slots: Option<Vec<SlotRead>> =
+            (0..ENTRIES_PER_BLOCK as usize).map(|slot| resolve_slot(geometry, &readings, slot)).collect();
         if let Some(slots) = slots {
             for (slot, number) in slots.into_iter().zip(block * ENTRIES_PER_BLOCK..) {
-                scan.take_in(SlotNumber(number), slot);
+                scan.add(SlotNumber(number), slot);
             }
             return;
         }
@@ -346,31 +347,31 @@ fn scan_block(
     scan.unreadable.push(block);
 }
 
-/// What several readings of a block say of a slot, if that is clear.
-fn settle_slot(geometry: &Geometry, readings: &[Vec<u8>], slot: usize) -> Option<Read> {
-    let seen = |reading: &'_ Vec<u8>| -> [u8; ENTRY_BYTES] { reading.as_chunks().0[slot] };
-    let mut damaged = vec![];
-    for bytes in readings.iter().map(seen) {
+/// Resolves a slot from several readings of a block, if they are unambiguous.
+fn resolve_slot(geometry: &Geometry, readings: &[Vec<u8>], slot: usize) -> Option<SlotRead> {
+    let slot_bytes = |reading: &'_ Vec<u8>| -> [u8; ENTRY_BYTES] { reading.as_chunks().0[slot] };
+    let mut corrupt = vec![];
+    for bytes in readings.iter().map(slot_bytes) {
         match Slot::decode(&bytes, geometry) {
-            Slot::Damaged if damaged.contains(&bytes) => {
-                let slot = Slot::decode_damaged(&bytes, geometry);
-                return Some(Read { slot, repaired: slot != Slot::Damaged });
+            Slot::Corrupt if corrupt.contains(&bytes) => {
+                let slot = Slot::decode_corrupt(&bytes, geometry);
+                return Some(SlotRead { slot, repaired: slot != Slot::Corrupt });
             }
-            Slot::Damaged => damaged.push(bytes),
-            slot => return Some(Read { slot, repaired: false }),
+            Slot::Corrupt => corrupt.push(bytes),
+            slot => return Some(SlotRead { slot, repaired: false }),
         }
     }
     None
 }
 
-/// First byte of a slot in the file.
+/// Returns the offset of a slot in the file.
 pub(super) fn slot_offset(geometry: &Geometry, slot: SlotNumber) -> u64 {
     geometry.table_block(0) + u64::from(slot.0) * ENTRY_BYTES as u64
 }
 
-/// Parts the entries of records that are there, in the order of the file, from the slots of those that are not: removed
-/// ones, and of two that contradict each other the one that was written first, whose bytes are no longer there.
-fn sort_out(
+/// Separates the entries of existing records, in the order of the file, from the slots to clear: those of removed
+/// records, and of two conflicting entries the older one, whose bytes were overwritten.
+fn partition_entries(
     geometry: &Geometry,
     tombstones: &Tombstones,
     entries: Vec<(SlotNumber, Entry)>,
@@ -384,72 +385,72 @@ fn sort_out(
     entries.sort_unstable_by_key(|&(_, entry)| std::cmp::Reverse(entry.sequence));
     let mut names = HashSet::new();
     let ranges = entries.iter().map(|(_, entry)| (entry.first_block, entry.blocks));
-    let overlapping: HashSet<usize> = contradictions(geometry.data_start() / BLOCK, ranges)
+    let overlapping: HashSet<usize> = conflicts(geometry.data_start() / BLOCK, ranges)
         .into_iter()
-        .map(|Contradiction(number)| number)
+        .map(|RangeConflict(number)| number)
         .collect();
     let mut number = 0;
     entries.retain(|&(slot, entry)| {
-        let contradicts = overlapping.contains(&number) || !names.insert(entry.name);
+        let conflicts = overlapping.contains(&number) || !names.insert(entry.name);
         number += 1;
-        if contradicts {
-            recovery.bad(DATA, entry.offset(), "a later record stands in its place");
+        if conflicts {
+            recovery.bad(DATA, entry.offset(), "overwritten by a later record");
             gone.push(slot);
         }
-        !contradicts
+        !conflicts
     });
     entries.sort_unstable_by_key(|(_, entry)| entry.first_block);
     (entries, gone)
 }
 
-/// Reads the fronts of records and gives those that are right to `found`; which of them these are.
+/// Reads the preambles of records, and passes valid ones to `found`. Returns which records are valid.
 fn scan_records(
     queue: &mut dyn Queue,
     file: &File,
     entries: &[(SlotNumber, Entry)],
-    found: &mut dyn FnMut(Found<'_>),
+    found: &mut dyn FnMut(ScannedRecord<'_>),
     recovery: &mut Recovery,
 ) -> Vec<bool> {
-    let mut sound = vec![false; entries.len()];
-    let scans = entries.iter().enumerate().map(|(tag, (_, entry))| Scan {
+    let mut valid = vec![false; entries.len()];
+    let scans = entries.iter().enumerate().map(|(tag, (_, entry))| PreambleScan {
         tag,
         file: Ok(file.clone()),
         offset: entry.offset(),
         len: entry.len(),
-        head_len: entry.head_len(),
+        preamble_read_len: entry.preamble_read_len(),
     });
-    scan_fronts(queue, scans, &mut |tag, front| {
+    scan_preambles(queue, scans, &mut |tag, preamble| {
         let entry = &entries[tag].1;
-        match front {
-            Ok(front) if front.is_named(&entry.name, entry.len(), entry.head_len()) => {
-                sound[tag] = true;
+        match preamble {
+            Ok(preamble) if preamble.matches(&entry.name, entry.len(), entry.preamble_read_len()) => {
+                valid[tag] = true;
                 recovery.records += 1;
-                found(front.found());
+                found(preamble.scanned());
             }
-            Ok(_) => recovery.bad(DATA, entry.offset(), "another record than its entry names"),
+            Ok(_) => recovery.bad(DATA, entry.offset(), "record does not match its entry"),
             Err(error) => recovery.bad(DATA, entry.offset(), error),
         }
     });
-    sound
+    valid
 }
 
-/// Puts right what was repaired and clears slots, for good; whether that went well.
+/// Writes corrected entries and clears slots durably. Returns whether that succeeded.
 ///
-/// If `rewrite`, all of the table is written anew. An earlier process may have died before it synced what it had written,
-/// or its sync may have failed: then slots look clear that are not, and a crash would bring their entries back. Nothing
-/// but another write makes them durable; before that no tombstone may go.
+/// If `rewrite`, the whole table is written. An earlier process may have exited before it synced its writes, or its
+/// sync may have failed: then slots appear to be clear that are not, and a crash would restore their entries. Only
+/// another write makes them durable; before that no tombstone may be dropped.
 fn write_changes(
     queue: &mut dyn Queue,
     table: &Table,
-    syncs: &Syncs,
+    syncs: &GroupSync,
     repaired: Vec<Change>,
     gone: &[SlotNumber],
     rewrite: bool,
 ) -> bool {
     if !repaired.is_empty() {
-        warn!(entries = repaired.len(), "entries of the tier's table had a flipped bit and were put right");
+        warn!(entries = repaired.len(), "corrected flipped bits in table entries");
     }
-    // What was repaired may be gone all the same: removed, say. The later change of a slot counts.
+    // A corrected entry may also be one to clear, for example of a removed record. The later change of a slot counts.
     let mut changes = repaired;
     changes.extend(gone.iter().map(|&slot| Change { slot, entry: None }));
     table.write(queue, &changes).into_iter().all(|written| written)

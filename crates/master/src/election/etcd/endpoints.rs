@@ -1,9 +1,9 @@
-//! [`Endpoints`]: calls to an etcd of one or several servers, each of which may be dead, silent or cut off.
+//! [`Endpoints`]: calls to an etcd of one or several servers, each of which may be dead, unresponsive or partitioned.
 //!
-//! A call goes to the server that answered last. If that one does not, the next is tried, until the call's time is up. A
-//! connection on which something was left unanswered is not used again: whether it is dead or slow cannot be told.
+//! A call goes to the server that responded last. If it does not respond, the next server is tried, until the deadline
+//! of the call. A connection with an unanswered call is not used again, because it may be dead.
 //!
-//! Invariant: what must not be done twice is tried again only if it was certainly not sent.
+//! Invariant: a call that is not idempotent is retried only if it was certainly not sent.
 
 use std::error::Error;
 use std::fmt;
@@ -22,24 +22,24 @@ use tonic_prost::ProstCodec;
 
 use crate::election::registry::root_cause;
 
-/// How long a call may take in all.
+/// Timeout of a call, with all attempts.
 pub(super) const CALL: Duration = Duration::from_millis(1800);
-/// How many servers are tried for the whole of their share: 3 · 600 ms = 1.8 s. A share must be longer than etcd takes for a
-/// write to a busy disk.
-const SHARES: usize = 3;
-/// Before all are tried a second time: a server that restarts refuses for a moment.
+/// Number of attempts with a full share of the timeout: 3 · 600 ms = 1.8 s. A share must be longer than a write of
+/// etcd to a busy disk.
+const ATTEMPTS: usize = 3;
+/// Delay before the second round over all servers: a restarting server refuses connections for a short time.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Whether a call may be carried out twice.
+/// Whether a call may be executed twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Repeat {
-    /// The second time changes nothing.
-    Harmless,
-    /// The second time would be answered differently.
+pub(super) enum Idempotence {
+    /// The second execution changes nothing.
+    Idempotent,
+    /// The second execution would have another result.
     Never,
 }
 
-/// The servers, and which of them is asked.
+/// Servers, and the index of the current one.
 pub(super) struct Endpoints {
     servers: Vec<Endpoint>,
     state: Mutex<State>,
@@ -57,102 +57,109 @@ impl fmt::Debug for Endpoints {
 }
 
 impl Endpoints {
-    /// Connects when it is first called. Needs a runtime.
+    /// Creates the channels. Connects at the first call. Must be called inside a tokio runtime.
     pub(super) fn new(servers: Vec<Endpoint>) -> Endpoints {
-        assert!(!servers.is_empty(), "an address names at least one server");
+        assert!(!servers.is_empty(), "an address has at least one server");
         let servers: Vec<Endpoint> = servers.into_iter().map(|server| server.connect_timeout(CALL)).collect();
         let channels = servers.iter().map(Endpoint::connect_lazy).collect();
         Endpoints { servers, state: Mutex::new(State { current: 0, channels }) }
     }
 
-    /// A message for a message.
-    pub(super) async fn unary<Q, A>(
+    /// Makes a unary call.
+    pub(super) async fn unary<Req, Resp>(
         &self,
-        until: Instant,
-        repeat: Repeat,
+        deadline: Instant,
+        idempotence: Idempotence,
         path: &'static str,
-        question: &Q,
-    ) -> Result<A, Status>
+        message: &Req,
+    ) -> Result<Resp, Status>
     where
-        Q: Message + Clone + 'static,
-        A: Message + Default + 'static,
+        Req: Message + Clone + 'static,
+        Resp: Message + Default + 'static,
     {
-        self.call(until, repeat, |mut grpc, share| async move {
+        self.call(deadline, idempotence, |mut grpc, share| async move {
             grpc.ready().await.map_err(unready)?;
             let path = PathAndQuery::from_static(path);
-            let request = request(question.clone(), Some(share));
-            Ok(grpc.unary(request, path, ProstCodec::<Q, A>::default()).await?.into_inner())
+            let request = request(message.clone(), Some(share));
+            Ok(grpc.unary(request, path, ProstCodec::<Req, Resp>::default()).await?.into_inner())
         })
         .await
     }
 
-    /// The first answer of a stream to which one message is sent.
-    pub(super) async fn first<Q, A>(
+    /// Sends one message to a stream and returns the first response.
+    pub(super) async fn first<Req, Resp>(
         &self,
-        until: Instant,
+        deadline: Instant,
         path: &'static str,
-        question: &Q,
-    ) -> Result<A, Status>
+        message: &Req,
+    ) -> Result<Resp, Status>
     where
-        Q: Message + Clone + 'static,
-        A: Message + Default + 'static,
+        Req: Message + Clone + 'static,
+        Resp: Message + Default + 'static,
     {
-        self.call(until, Repeat::Harmless, |mut grpc, share| async move {
+        self.call(deadline, Idempotence::Idempotent, |mut grpc, share| async move {
             grpc.ready().await.map_err(unready)?;
             let path = PathAndQuery::from_static(path);
-            let question = question.clone();
-            let request = request(stream::once(async move { question }), Some(share));
-            let answer = grpc.streaming(request, path, ProstCodec::<Q, A>::default()).await?;
-            answer.into_inner().message().await?.ok_or_else(|| Status::unavailable("the stream ended"))
+            let message = message.clone();
+            let request = request(stream::once(async move { message }), Some(share));
+            let response = grpc.streaming(request, path, ProstCodec::<Req, Resp>::default()).await?;
+            response.into_inner().message().await?.ok_or_else(|| Status::unavailable("stream ended"))
         })
         .await
     }
 
-    /// A stream to which one message is sent, and which goes on. From the server that answered last; tried once.
-    pub(super) async fn stream<Q, A>(&self, path: &'static str, question: Q) -> Result<Streaming<A>, Status>
+    /// Opens a stream and sends one message to it. Uses the current server, without retries.
+    pub(super) async fn stream<Req, Resp>(
+        &self,
+        path: &'static str,
+        message: Req,
+    ) -> Result<Streaming<Resp>, Status>
     where
-        Q: Message + 'static,
-        A: Message + Default + 'static,
+        Req: Message + 'static,
+        Resp: Message + Default + 'static,
     {
         let (_, channel) = self.current();
         let mut grpc = Grpc::new(channel);
         grpc.ready().await.map_err(unready)?;
-        // The server ends the stream when our half of it ends.
-        let questions = stream::once(async move { question }).chain(stream::pending());
+        // The server ends the stream when the client's half ends, so it is kept open.
+        let messages = stream::once(async move { message }).chain(stream::pending());
         let path = PathAndQuery::from_static(path);
-        Ok(grpc.streaming(request(questions, None), path, ProstCodec::<Q, A>::default()).await?.into_inner())
+        Ok(grpc
+            .streaming(request(messages, None), path, ProstCodec::<Req, Resp>::default())
+            .await?
+            .into_inner())
     }
 
-    async fn call<A, F>(
+    async fn call<Resp, F>(
         &self,
-        until: Instant,
-        repeat: Repeat,
+        deadline: Instant,
+        idempotence: Idempotence,
         attempt: impl Fn(Grpc<Channel>, Duration) -> F,
-    ) -> Result<A, Status>
+    ) -> Result<Resp, Status>
     where
-        F: Future<Output = Result<A, Status>>,
+        F: Future<Output = Result<Resp, Status>>,
     {
         let count = self.servers.len();
-        let mut last = Status::deadline_exceeded("there was no time left to ask");
+        let mut last = Status::deadline_exceeded("deadline passed before the call");
         for number in 1..=2 * count {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            let share = left.min(CALL / count.min(SHARES) as u32);
+            let share = left.min(CALL / count.min(ATTEMPTS) as u32);
             let (index, channel) = self.current();
             last = match timeout(share, attempt(Grpc::new(channel), share)).await {
-                Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(status)) if is_answer(&status) => return Err(status),
+                Ok(Ok(response)) => return Ok(response),
+                Ok(Err(status)) if is_final(&status) => return Err(status),
                 Ok(Err(status)) => status,
-                Err(_) => Status::deadline_exceeded(format!("no answer within {} ms", share.as_millis())),
+                Err(_) => Status::deadline_exceeded(format!("no response within {} ms", share.as_millis())),
             };
-            self.give_up(index);
-            if repeat == Repeat::Never && !was_not_sent(&last) {
+            self.replace(index);
+            if idempotence == Idempotence::Never && !was_not_sent(&last) {
                 break;
             }
             if number == count {
-                sleep(PAUSE.min(until.saturating_duration_since(Instant::now()))).await;
+                sleep(PAUSE.min(deadline.saturating_duration_since(Instant::now()))).await;
             }
         }
         Err(last)
@@ -163,8 +170,8 @@ impl Endpoints {
         (state.current, state.channels[state.current].clone())
     }
 
-    /// This one did not answer: others are asked from now on, and it gets a new connection.
-    fn give_up(&self, index: usize) {
+    /// Switches to the next server and replaces the connection of server `index`, which did not respond.
+    fn replace(&self, index: usize) {
         let mut state = self.state.lock();
         state.channels[index] = self.servers[index].connect_lazy();
         if state.current == index {
@@ -175,10 +182,10 @@ impl Endpoints {
 
 fn request<T>(message: T, share: Option<Duration>) -> Request<T> {
     let mut request = Request::new(message);
-    // A server that has lost the others must say so, instead of answering from what it remembers.
+    // A server without a leader must return an error instead of stale data.
     request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
     if let Some(share) = share {
-        // For the server, so that it forgets what nobody waits for. A little longer: here the time is up by our own clock.
+        // Lets the server drop abandoned calls. Slightly longer than the own timeout, which ends the call here.
         request.set_timeout(share + PAUSE);
     }
     request
@@ -188,8 +195,8 @@ fn unready(error: tonic::transport::Error) -> Status {
     Status::from_error(Box::new(error))
 }
 
-/// Whether etcd has looked at the call and said no: another server would say the same.
-fn is_answer(status: &Status) -> bool {
+/// Returns whether etcd processed and rejected the call: another server would do the same.
+fn is_final(status: &Status) -> bool {
     matches!(
         status.code(),
         Code::NotFound
@@ -203,14 +210,15 @@ fn is_answer(status: &Status) -> bool {
     )
 }
 
-/// Whether there was no connection to send it on.
+/// Returns whether the call was certainly not sent, because the connection failed.
 fn was_not_sent(status: &Status) -> bool {
     causes(status).any(|cause| cause.is::<ConnectError>())
 }
 
-/// What it comes down to, for people: the cause of the causes.
+/// Returns a human-readable reason: the root cause.
 pub(super) fn reason(status: &Status) -> String {
-    // A status without a cause shows its code and more than people want; one that has a cause has it as its message too.
+    // The display form of a status without a cause has too many details; a status with a cause repeats it as its
+    // message.
     Error::source(status).map_or_else(|| status.message().to_owned(), root_cause)
 }
 

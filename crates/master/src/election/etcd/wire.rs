@@ -1,7 +1,7 @@
-//! The part of etcd's third API that is used here: its messages by their field numbers, and the names of its calls.
+//! Messages and call names of the etcd v3 API, as far as used here.
 //!
-//! Written by hand, because it is a tenth of the whole, and because compiling the whole takes a `protoc` on the machine that
-//! builds. Fields that are not used are left out: decoders skip what they do not know.
+//! Written by hand: this is a tenth of the API, and the compilation of etcd's .proto files needs `protoc` at build
+//! time. Unused fields are omitted: decoders skip unknown fields.
 
 /// Names of calls.
 pub(super) mod call {
@@ -17,7 +17,7 @@ pub(super) mod call {
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct Header {
-    /// The revision of the whole store when it answered.
+    /// Revision of the store at the time of the response.
     #[prost(int64, tag = "3")]
     pub(super) revision: i64,
 }
@@ -26,22 +26,22 @@ pub(super) struct Header {
 pub(super) struct KeyValue {
     #[prost(bytes = "vec", tag = "1")]
     pub(super) key: Vec<u8>,
-    /// The revision that changed it last.
+    /// Revision of the last change.
     #[prost(int64, tag = "3")]
     pub(super) mod_revision: i64,
     #[prost(bytes = "vec", tag = "5")]
     pub(super) value: Vec<u8>,
-    /// The lease it ends with; 0 for none.
+    /// Lease with which the key expires; 0 for none.
     #[prost(int64, tag = "6")]
     pub(super) lease: i64,
 }
 
-/// Without `serializable`: such a read is linearizable.
+/// Without `serializable`: the read is linearizable.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct RangeRequest {
     #[prost(bytes = "vec", tag = "1")]
     pub(super) key: Vec<u8>,
-    /// The first key that is not asked for; empty for one key alone.
+    /// First key after the range; empty for a single key.
     #[prost(bytes = "vec", tag = "2")]
     pub(super) range_end: Vec<u8>,
 }
@@ -68,9 +68,9 @@ pub(super) struct DeleteRequest {
     pub(super) key: Vec<u8>,
 }
 
-/// An answer of which nothing is looked at.
+/// A response whose fields are not used.
 #[derive(Clone, PartialEq, prost::Message)]
-pub(super) struct Done {}
+pub(super) struct EmptyResponse {}
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct Operation {
@@ -94,12 +94,12 @@ pub(super) struct Outcome {
     pub(super) range: Option<RangeResponse>,
 }
 
-/// What a comparison is about, of `Compare::target`.
+/// Value of `Compare::target`: revision of the creation.
 pub(super) const TARGET_CREATE: i32 = 1;
-/// See [`TARGET_CREATE`].
+/// Value of `Compare::target`: revision of the last change.
 pub(super) const TARGET_MOD: i32 = 2;
 
-/// Equality, which is what `result` means when it is 0.
+/// Comparison for equality: `result` is 0.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct Compare {
     #[prost(int32, tag = "1")]
@@ -115,7 +115,7 @@ pub(super) struct Compare {
 pub(super) mod compare {
     #[derive(Clone, Copy, PartialEq, prost::Oneof)]
     pub(crate) enum Revision {
-        /// 0: there is no such key.
+        /// 0: the key does not exist.
         #[prost(int64, tag = "5")]
         Create(i64),
         #[prost(int64, tag = "6")]
@@ -155,7 +155,7 @@ pub(super) struct LeaseGrantResponse {
     pub(super) id: i64,
 }
 
-/// Of a revocation and of a renewal.
+/// Request of a revocation and of a renewal.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct LeaseRequest {
     #[prost(int64, tag = "1")]
@@ -164,7 +164,7 @@ pub(super) struct LeaseRequest {
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct LeaseKeepAliveResponse {
-    /// 0: there is no such lease any more.
+    /// 0: the lease has expired.
     #[prost(int64, tag = "3")]
     pub(super) ttl_seconds: i64,
 }
@@ -189,7 +189,7 @@ pub(super) struct WatchCreate {
 pub(super) struct WatchResponse {
     #[prost(bool, tag = "4")]
     pub(super) canceled: bool,
-    /// Events are only counted: who is woken reads.
+    /// Events are only counted: the caller reads the current values.
     #[prost(message, repeated, tag = "11")]
-    pub(super) events: Vec<Done>,
+    pub(super) events: Vec<EmptyResponse>,
 }

@@ -1,73 +1,78 @@
-//! [`Liveness`]: which members live, for one who sees only that their renewals change. Pure.
+//! [`Liveness`]: detects expired leases of members from the changes of their renewals. Pure logic.
 //!
-//! A renewal carries a time by the clock of the member's host, which means nothing here. What counts is when *this* process
-//! saw it change: from then on the member lives for its lease, by this process's own clock.
+//! A renewal contains a time of the clock of the member's host, which is not comparable here. The lease of a member
+//! counts from the time at which *this* process observed the last change of its renewal, by its own clock.
 //!
-//! An observer that was cut off itself knows nothing: members could not be seen renewing. After a whole lease without a look
-//! it begins to count anew, so that an API server that was away for a while does not cost every master its groups.
+//! A partitioned observer cannot observe renewals. After a whole lease without contact it restarts the count, so that
+//! an outage of the API server does not expire all masters.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use moontide_types::MonoTime;
 
-/// What a member shows.
+/// Observed Lease of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Sign {
+pub(super) struct LeaseObservation {
     /// Changes with every renewal, and with a new object of the same name.
-    pub(super) mark: String,
+    pub(super) renewal: String,
     pub(super) lease: Duration,
 }
 
 #[derive(Debug)]
 struct Observation {
-    sign: Sign,
+    lease: LeaseObservation,
+    /// Time of the last observed change.
     since: MonoTime,
 }
 
-/// The members, as they were seen.
+/// Last observations of all members.
 #[derive(Debug, Default)]
 pub(super) struct Liveness {
     members: BTreeMap<u32, Observation>,
-    /// When there was contact last.
-    looked: MonoTime,
+    /// Time of the last contact with the API server.
+    last_contact: MonoTime,
 }
 
 impl Liveness {
-    /// All members there are. Returns those whose lease has run out.
-    pub(super) fn look(&mut self, now: MonoTime, signs: &BTreeMap<u32, Sign>) -> Vec<u32> {
-        self.members.retain(|number, _| signs.contains_key(number));
+    /// Records all current members. Returns those whose lease has expired.
+    pub(super) fn observe_all(
+        &mut self,
+        now: MonoTime,
+        leases: &BTreeMap<u32, LeaseObservation>,
+    ) -> Vec<u32> {
+        self.members.retain(|number, _| leases.contains_key(number));
         for observation in self.members.values_mut() {
-            if now.since(self.looked) >= observation.sign.lease {
+            if now.since(self.last_contact) >= observation.lease.lease {
                 observation.since = now;
             }
         }
-        for (&number, sign) in signs {
-            self.see(now, number, sign);
+        for (&number, lease) in leases {
+            self.observe(now, number, lease);
         }
-        self.looked = now;
-        let dead = |observation: &Observation| now.since(observation.since) >= observation.sign.lease;
+        self.last_contact = now;
+        let dead = |observation: &Observation| now.since(observation.since) >= observation.lease.lease;
         self.members.iter().filter(|(_, observation)| dead(observation)).map(|(&number, _)| number).collect()
     }
 
-    /// One member.
-    pub(super) fn see(&mut self, now: MonoTime, number: u32, sign: &Sign) {
+    /// Records one member.
+    pub(super) fn observe(&mut self, now: MonoTime, number: u32, lease: &LeaseObservation) {
         match self.members.get(&number) {
-            Some(observation) if observation.sign == *sign => {}
+            Some(observation) if observation.lease == *lease => {}
             _ => {
-                self.members.insert(number, Observation { sign: sign.clone(), since: now });
+                self.members.insert(number, Observation { lease: lease.clone(), since: now });
             }
         }
     }
 
-    /// There is contact: whoever renews would be seen.
+    /// Records contact with the API server: renewals are observed until `now`.
     pub(super) fn in_contact(&mut self, now: MonoTime) {
-        self.looked = self.looked.max(now);
+        self.last_contact = self.last_contact.max(now);
     }
 
-    /// When the next lease runs out, if it is not renewed.
+    /// Returns the time at which the next lease expires, if it is not renewed.
     pub(super) fn next_end(&self) -> Option<MonoTime> {
-        self.members.values().map(|observation| observation.since.after(observation.sign.lease)).min()
+        self.members.values().map(|observation| observation.since.after(observation.lease.lease)).min()
     }
 }
 
@@ -81,46 +86,52 @@ mod tests {
         MonoTime(1_000_000_000_000).after(Duration::from_secs(seconds))
     }
 
-    fn signs(marks: &[(u32, &str)]) -> BTreeMap<u32, Sign> {
-        marks.iter().map(|&(number, mark)| (number, Sign { mark: mark.into(), lease: LEASE })).collect()
+    fn leases(renewals: &[(u32, &str)]) -> BTreeMap<u32, LeaseObservation> {
+        renewals
+            .iter()
+            .map(|&(number, renewal)| (number, LeaseObservation { renewal: renewal.into(), lease: LEASE }))
+            .collect()
     }
 
     #[test]
-    fn a_member_lives_for_its_lease_from_when_its_renewal_was_seen() {
+    fn member_expires_one_lease_after_last_observed_renewal() {
         let mut liveness = Liveness::default();
-        let (one, renewed) = (signs(&[(7, "a")]), signs(&[(7, "b")]));
-        assert!(liveness.look(at(0), &one).is_empty(), "who is seen first lives");
-        assert!(liveness.look(at(4), &one).is_empty());
+        let (one, renewed) = (leases(&[(7, "a")]), leases(&[(7, "b")]));
+        assert!(liveness.observe_all(at(0), &one).is_empty(), "a new member is live");
+        assert!(liveness.observe_all(at(4), &one).is_empty());
         assert_eq!(liveness.next_end(), Some(at(5)));
-        assert_eq!(liveness.look(at(5), &one), [7]);
-        assert!(liveness.look(at(6), &renewed).is_empty(), "it was only slow");
-        assert!(liveness.look(at(10), &renewed).is_empty());
-        assert_eq!(liveness.look(at(11), &renewed), [7]);
-        assert!(liveness.look(at(12), &signs(&[])).is_empty());
+        assert_eq!(liveness.observe_all(at(5), &one), [7]);
+        assert!(liveness.observe_all(at(6), &renewed).is_empty(), "the renewal was late");
+        assert!(liveness.observe_all(at(10), &renewed).is_empty());
+        assert_eq!(liveness.observe_all(at(11), &renewed), [7]);
+        assert!(liveness.observe_all(at(12), &leases(&[])).is_empty());
         assert_eq!(liveness.next_end(), None);
     }
 
     #[test]
-    fn who_did_not_look_for_a_lease_begins_to_count_anew() {
+    fn lease_countdown_restarts_after_loss_of_contact() {
         let mut liveness = Liveness::default();
-        let one = signs(&[(7, "a")]);
-        liveness.look(at(0), &one);
-        assert!(liveness.look(at(5), &one).is_empty(), "there may have been renewals that nobody could make");
-        assert!(liveness.look(at(9), &one).is_empty());
-        assert_eq!(liveness.look(at(10), &one), [7]);
-        // A watch is contact too.
+        let one = leases(&[(7, "a")]);
+        liveness.observe_all(at(0), &one);
+        assert!(
+            liveness.observe_all(at(5), &one).is_empty(),
+            "renewals were impossible without the API server"
+        );
+        assert!(liveness.observe_all(at(9), &one).is_empty());
+        assert_eq!(liveness.observe_all(at(10), &one), [7]);
+        // A watch is also contact.
         let mut liveness = Liveness::default();
-        liveness.look(at(0), &one);
+        liveness.observe_all(at(0), &one);
         liveness.in_contact(at(4));
-        assert_eq!(liveness.look(at(8), &one), [7]);
+        assert_eq!(liveness.observe_all(at(8), &one), [7]);
     }
 
     #[test]
-    fn a_watch_tells_of_renewals_too() {
+    fn renewal_seen_by_watch_extends_lease() {
         let mut liveness = Liveness::default();
-        liveness.look(at(0), &signs(&[(7, "a"), (8, "a")]));
-        liveness.see(at(4), 7, &signs(&[(7, "b")])[&7]);
+        liveness.observe_all(at(0), &leases(&[(7, "a"), (8, "a")]));
+        liveness.observe(at(4), 7, &leases(&[(7, "b")])[&7]);
         liveness.in_contact(at(4));
-        assert_eq!(liveness.look(at(5), &signs(&[(7, "b"), (8, "a")])), [8]);
+        assert_eq!(liveness.observe_all(at(5), &leases(&[(7, "b"), (8, "a")])), [8]);
     }
 }

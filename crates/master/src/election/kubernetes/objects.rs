@@ -1,21 +1,21 @@
-//! What is kept at an API server: [`Lease`], [`Secret`], and what it says about them.
+//! Objects of the Kubernetes API: [`Lease`], [`Secret`], watch events and errors.
 //!
-//! Only the fields that are used. The rest is skipped when it is read, and left to the server when it is written.
+//! Only the used fields. Other fields are skipped when decoding, and left to the API server when writing.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// Who an object is.
+/// Metadata of an object.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Metadata {
     pub(super) name: String,
-    /// Given by the server; another object of the same name has another.
+    /// Assigned by the API server; unique even among objects of the same name.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(super) uid: String,
-    /// Given by the server, another with every change. In a change: the version that is to be replaced.
+    /// Assigned by the API server; changes with every update. In an update: the version to replace.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(super) resource_version: String,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -36,7 +36,7 @@ pub(super) struct Lease {
     pub(super) spec: LeaseSpec,
 }
 
-/// All of them are missing in the lease that carries the document.
+/// Spec of a Lease. Empty in the Lease with the cluster state.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct LeaseSpec {
@@ -46,7 +46,7 @@ pub(super) struct LeaseSpec {
     pub(super) lease_duration_seconds: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) acquire_time: Option<String>,
-    /// By the clock of the holder: a mark that changes, and nothing to compare with one's own clock.
+    /// Time by the clock of the holder. Only its changes are relevant; it is not comparable with the own clock.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) renew_time: Option<String>,
 }
@@ -65,7 +65,7 @@ impl Lease {
     }
 }
 
-/// A list, of which items have no kind of their own.
+/// List of Leases; its items have no kind.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct LeaseList {
     pub(super) metadata: ListMetadata,
@@ -76,7 +76,7 @@ pub(super) struct LeaseList {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ListMetadata {
-    /// From where a watch goes on.
+    /// Version from which a watch continues.
     pub(super) resource_version: String,
 }
 
@@ -88,23 +88,23 @@ pub(super) struct Secret {
     #[serde(default)]
     pub(super) kind: String,
     pub(super) metadata: Metadata,
-    /// In base64.
+    /// Values in base64.
     #[serde(default)]
     pub(super) data: BTreeMap<String, String>,
     #[serde(default)]
     pub(super) immutable: bool,
 }
 
-/// What a server says instead of an object.
+/// Error object (`Status`) of the API server.
 #[derive(Clone, Debug, Default, Deserialize)]
-pub(super) struct Refusal {
+pub(super) struct ApiStatus {
     #[serde(default)]
     pub(super) message: String,
     #[serde(default)]
     pub(super) code: u16,
 }
 
-/// A line of a watch.
+/// One line of a watch.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct WatchLine {
     #[serde(rename = "type")]
@@ -112,35 +112,35 @@ pub(super) struct WatchLine {
     pub(super) object: serde_json::Value,
 }
 
-/// What a line of a watch means.
+/// Event of a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// It is there, as it is now.
-    Is(Box<Lease>),
-    /// It is gone; as it was.
-    Gone(Box<Lease>),
-    /// Nothing has happened.
+    /// The object was created or updated; its new state.
+    Updated(Box<Lease>),
+    /// The object was deleted; its last state.
+    Deleted(Box<Lease>),
+    /// No change; only the version advanced.
     Bookmark,
-    /// The watch is over: what it would go on from is forgotten (410), or something else is wrong.
-    Over { code: u16, why: String },
+    /// The watch has ended: its start version is too old (410), or another error occurred.
+    Closed { code: u16, message: String },
 }
 
 impl Event {
     pub(super) fn decode(line: &[u8]) -> Result<Event, serde_json::Error> {
         let WatchLine { kind, object } = serde_json::from_slice(line)?;
         Ok(match kind.as_str() {
-            "ADDED" | "MODIFIED" => Event::Is(serde_json::from_value(object)?),
-            "DELETED" => Event::Gone(serde_json::from_value(object)?),
+            "ADDED" | "MODIFIED" => Event::Updated(serde_json::from_value(object)?),
+            "DELETED" => Event::Deleted(serde_json::from_value(object)?),
             "BOOKMARK" => Event::Bookmark,
             _ => {
-                let Refusal { message, code } = serde_json::from_value(object).unwrap_or_default();
-                Event::Over { code, why: message }
+                let ApiStatus { message, code } = serde_json::from_value(object).unwrap_or_default();
+                Event::Closed { code, message }
             }
         })
     }
 }
 
-/// What must still be so when an object is deleted.
+/// Options of a deletion, with preconditions.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct DeleteOptions<'a> {
@@ -157,7 +157,7 @@ pub(super) struct Preconditions<'a> {
 }
 
 impl DeleteOptions<'_> {
-    /// Only this version of this object.
+    /// Requires exactly this version of this object.
     pub(super) fn exactly(metadata: &Metadata) -> DeleteOptions<'_> {
         DeleteOptions {
             api_version: "v1",
@@ -167,7 +167,7 @@ impl DeleteOptions<'_> {
     }
 }
 
-/// Now, as leases say it: with six digits behind the second.
+/// Formats a time as in Leases: RFC 3339 with six fractional digits.
 pub(super) fn micro_time(now: SystemTime) -> String {
     let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
@@ -177,10 +177,10 @@ pub(super) fn micro_time(now: SystemTime) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
 }
 
-/// The date that many days after 1970 began. Years are counted from March, so that the leap day is the last of its year;
-/// 400 of them have 146,097 days.
+/// Returns the date `days` days after 1970-01-01. Internally a year starts in March, so that the leap day is its last
+/// day; 400 years have 146,097 days.
 fn civil(days: u64) -> (u64, u64, u64) {
-    let days = days + 719_468; // from the first of March of the year 0
+    let days = days + 719_468; // counted from 0000-03-01
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_written_as_leases_have_them() {
+    fn micro_time_formats_as_rfc3339() {
         for (seconds, micros, text) in [
             (0, 0, "1970-01-01T00:00:00.000000Z"),
             (951_782_399, 999_999, "2000-02-28T23:59:59.999999Z"),
@@ -212,11 +212,11 @@ mod tests {
         }
     }
 
-    // The shapes below are those of the reference of the Kubernetes API: "Lease" (coordination.k8s.io/v1), "Status" and
-    // "Efficient detection of changes" at https://kubernetes.io/docs/reference/.
+    // The JSON below follows the Kubernetes API reference: "Lease" (coordination.k8s.io/v1), "Status" and "Efficient
+    // detection of changes" at https://kubernetes.io/docs/reference/.
 
     #[test]
-    fn a_lease_is_read_as_a_server_sends_it_and_written_as_it_expects_it() {
+    fn lease_json_matches_kubernetes_api() {
         let text = r#"{
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -258,12 +258,12 @@ mod tests {
                     "renewTime": "2026-01-01T00:00:00.000020Z",
                 },
             }),
-            "what is not known is not written"
+            "unset fields are not written"
         );
     }
 
     #[test]
-    fn lists_and_lines_of_a_watch_are_read() {
+    fn lease_list_and_watch_events_are_parsed() {
         let list = r#"{"kind": "LeaseList", "apiVersion": "coordination.k8s.io/v1",
             "metadata": {"resourceVersion": "10245"}, "items": [{"metadata": {"name": "a"}, "spec": {}}]}"#;
         let list: LeaseList = serde_json::from_str(list).unwrap();
@@ -271,30 +271,32 @@ mod tests {
         let added = br#"{"type": "ADDED", "object": {"kind": "Lease", "apiVersion": "coordination.k8s.io/v1",
             "metadata": {"resourceVersion": "10596", "name": "a"}, "spec": {}}}"#;
         assert!(
-            matches!(Event::decode(added), Ok(Event::Is(lease)) if lease.metadata.resource_version == "10596")
+            matches!(Event::decode(added), Ok(Event::Updated(lease)) if lease.metadata.resource_version == "10596")
         );
         let deleted = br#"{"type": "DELETED", "object": {"metadata": {"name": "a"}}}"#;
-        assert!(matches!(Event::decode(deleted), Ok(Event::Gone(_))));
+        assert!(matches!(Event::decode(deleted), Ok(Event::Deleted(_))));
         let bookmark = br#"{"type": "BOOKMARK", "object": {"kind": "Lease",
             "apiVersion": "coordination.k8s.io/v1", "metadata": {"resourceVersion": "12746"}}}"#;
-        assert!(matches!(Event::decode(bookmark), Ok(Event::Bookmark)), "it has no name");
+        assert!(matches!(Event::decode(bookmark), Ok(Event::Bookmark)), "a bookmark has no name");
         let gone = br#"{"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "metadata": {},
             "status": "Failure", "message": "too old resource version: 1 (10245)", "reason": "Expired", "code": 410}}"#;
-        assert!(matches!(Event::decode(gone), Ok(Event::Over { code: 410, why }) if why.contains("too old")));
+        assert!(
+            matches!(Event::decode(gone), Ok(Event::Closed { code: 410, message }) if message.contains("too old"))
+        );
         assert!(Event::decode(b"{").is_err());
     }
 
     #[test]
-    fn a_refusal_says_why() {
+    fn api_status_error_is_parsed() {
         let conflict = r#"{"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
             "message": "Operation cannot be fulfilled on leases.coordination.k8s.io \"a\": the object has been modified",
             "reason": "Conflict", "details": {"name": "a", "kind": "leases"}, "code": 409}"#;
-        let refusal: Refusal = serde_json::from_str(conflict).unwrap();
-        assert!(refusal.code == 409 && refusal.message.contains("has been modified"));
+        let status: ApiStatus = serde_json::from_str(conflict).unwrap();
+        assert!(status.code == 409 && status.message.contains("has been modified"));
     }
 
     #[test]
-    fn a_deletion_names_what_it_means() {
+    fn delete_options_carry_preconditions() {
         let metadata = Metadata {
             uid: "u".into(),
             resource_version: "5".into(),

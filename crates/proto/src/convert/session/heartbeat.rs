@@ -1,6 +1,6 @@
-//! What is said all the time: a node lives, and how it is.
+//! Heartbeat of a node: read counters, touched slots, status of segments and disk, pressure.
 
-use moontide_types::bounds::{BATCH_KEYS_MAX, SEGMENT_UNITS_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, SEGMENT_UNITS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::{Generation, SegmentId, SlotId};
 
 use crate::convert::check::{self, at_least, at_most, copied, known, length, rule};
@@ -8,15 +8,15 @@ use crate::convert::{ConvertError, Wire};
 use crate::limits::{TOUCH_BITMAPS_MAX, TOUCH_BYTES_MAX};
 use crate::v1;
 
-/// Reads counted where they happen; local hits and misses sum to local lookups.
+/// Read counters of a node; local hits and misses sum to local lookups.
 pub type ReadCounters = v1::ReadCounters;
 
-/// Slots that were read since the last beat.
+/// Slots that were read since the last heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TouchBitmap<'a> {
-    /// The segment.
+    /// Id of the segment.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Generation of the segment.
     pub generation: Generation,
     /// Slot of the first bit.
     pub first_slot: SlotId,
@@ -25,7 +25,7 @@ pub struct TouchBitmap<'a> {
 }
 
 impl TouchBitmap<'_> {
-    /// The slots whose bits are set.
+    /// Iterates over the slots whose bits are set.
     pub fn slots(&self) -> impl Iterator<Item = SlotId> {
         let first = self.first_slot.0;
         self.bits.iter().zip(0u32..).flat_map(move |(&byte, index)| {
@@ -34,37 +34,37 @@ impl TouchBitmap<'_> {
     }
 }
 
-/// What a segment is doing.
+/// State of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentState {
     /// In use.
     Serving = 1,
-    /// Takes no new objects.
+    /// Accepts no new objects.
     Draining = 2,
-    /// Its report is not complete yet.
+    /// The report of the segment is not complete yet.
     Reporting = 3,
-    /// Out of order.
+    /// Failed; not usable.
     Failed = 4,
 }
 
-/// How a segment is.
+/// State and usage of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentStatus {
-    /// The segment.
+    /// Id of the segment.
     pub segment: SegmentId,
-    /// Which incarnation of it.
+    /// Generation of the segment.
     pub generation: Generation,
-    /// What it is doing.
+    /// Current state.
     pub state: SegmentState,
     /// Units of READY records.
     pub live_units: u32,
     /// Units of WRITING records.
     pub writing_units: u32,
-    /// Units of DEAD records that a reader may still hold.
+    /// Units of DEAD records that a reader may still pin.
     pub draining_units: u32,
-    /// Free units.
+    /// Units of no record.
     pub free_units: u32,
-    /// Free slots.
+    /// Number of free slots.
     pub free_slots: u32,
 }
 
@@ -109,7 +109,7 @@ impl<'a> Wire<'a> for SegmentStatus {
     }
 }
 
-/// What a disk tier is doing.
+/// State of a disk tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskState {
     /// Reads and writes.
@@ -118,22 +118,22 @@ pub enum DiskState {
     Full = 2,
     /// Reads only: writes failed.
     WriteFailed = 3,
-    /// Being scanned after a start.
+    /// Scan after a start is in progress.
     Recovering = 4,
 }
 
-/// How the disk tier is.
+/// State and usage of the disk tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskStatus {
-    /// What it is doing.
+    /// Current state.
     pub state: DiskState,
     /// Bytes used.
     pub used_bytes: u64,
-    /// Bytes it may use.
+    /// Capacity limit in bytes.
     pub limit_bytes: u64,
-    /// Objects on it.
+    /// Number of objects on the disk.
     pub objects: u64,
-    /// Bytes ordered to be offloaded and not written yet.
+    /// Bytes of offload commands that are not written yet.
     pub backlog_bytes: u64,
 }
 
@@ -168,14 +168,14 @@ impl<'a> Wire<'a> for DiskStatus {
     }
 }
 
-/// How busy a node is, in thousandths.
+/// Load of a node, in thousandths of each limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pressure {
-    /// Connections' in-flight limits.
+    /// Requests in flight, of the limits of the connections.
     pub inflight_permille: u32,
-    /// Staging slots.
+    /// Staging memory in use.
     pub staging_permille: u32,
-    /// Ledger cells of the fullest client.
+    /// Ledger cells in use by the client with the most.
     pub ledger_permille: u32,
 }
 
@@ -202,20 +202,20 @@ impl<'a> Wire<'a> for Pressure {
     }
 }
 
-/// A node lives.
+/// Periodic status of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Heartbeat<'a> {
-    /// Counts from 1 on.
-    pub beat: u64,
-    /// Reads since the session was opened.
+    /// Number of the heartbeat, from 1 on.
+    pub heartbeat_id: u64,
+    /// Reads since the session began.
     pub reads: ReadCounters,
-    /// What was read since the last beat.
+    /// Slots that were read since the last heartbeat.
     pub touched: Vec<TouchBitmap<'a>>,
-    /// Segments whose state changed, or all of them.
+    /// Segments whose state changed, or all segments.
     pub segments: Vec<SegmentStatus>,
-    /// The disk tier, if there is one.
+    /// Disk tier, if the node has one.
     pub disk: Option<DiskStatus>,
-    /// How busy it is.
+    /// Load of the node.
     pub pressure: Pressure,
 }
 
@@ -223,14 +223,14 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
     type Message = v1::Heartbeat;
 
     fn from_wire(m: &'a v1::Heartbeat) -> Result<Self, ConvertError> {
-        at_least("beat", m.beat, 1u64)?;
+        at_least("heartbeat_id", m.heartbeat_id, 1u64)?;
         at_most("touched", m.touched.len(), TOUCH_BITMAPS_MAX)?;
         at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
         let touched = |touched: &'a v1::TouchBitmap| {
             length("touched.bits", &touched.bits, 0, TOUCH_BYTES_MAX)?;
             let end = u64::from(touched.first_slot) + touched.bits.len() as u64 * 8;
             let fits = end <= u64::from(SLOTS_PER_SEGMENT_MAX);
-            rule("touched.first_slot", fits, "the bits are slots")?;
+            rule("touched.first_slot", fits, "first_slot + bits ≤ SLOTS_PER_SEGMENT_MAX")?;
             Ok(TouchBitmap {
                 segment: check::segment("touched.segment", touched.segment)?,
                 generation: Generation(touched.generation),
@@ -239,7 +239,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             })
         };
         Ok(Heartbeat {
-            beat: m.beat,
+            heartbeat_id: m.heartbeat_id,
             reads: m.reads.unwrap_or_default(),
             touched: m.touched.iter().map(touched).collect::<Result<_, ConvertError>>()?,
             segments: m.segments.iter().map(SegmentStatus::from_wire).collect::<Result<_, _>>()?,
@@ -256,7 +256,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             bits: copied(touched.bits),
         };
         v1::Heartbeat {
-            beat: self.beat,
+            heartbeat_id: self.heartbeat_id,
             reads: Some(self.reads),
             touched: self.touched.iter().map(touched).collect(),
             segments: self.segments.iter().map(Wire::to_wire).collect(),

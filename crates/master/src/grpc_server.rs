@@ -1,0 +1,362 @@
+//! gRPC server: all calls, and the sessions of nodes. It only forwards calls to the service.
+//!
+//! The codec counts elements before it decodes (`BoundedCodec`), so a message that reaches a handler is within its
+//! limits. Errors of a call are in the context of its response. A gRPC status is used where there is no response: at
+//! the end of the stream of a session. Its metadata then contains the error code as [`CODE_METADATA`].
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use moontide_proto::v1;
+use moontide_proto::v1::master_nodes_server::{MasterNodes, MasterNodesServer};
+use moontide_proto::v1::master_peers_server::{MasterPeers, MasterPeersServer};
+use moontide_proto::v1::master_server::{Master, MasterServer};
+use moontide_tasks::BoundedListener;
+use moontide_types::limits::REQUEST_BYTES_MAX;
+use moontide_types::{ErrorCode, SessionId};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Server;
+use tonic::{Code, Request, Response, Status, Streaming};
+use tracing::{debug, info};
+
+use crate::metrics::{Method, ServerCounters};
+use crate::service::{Service, SessionStream};
+
+/// Metadata key of the number of an [`ErrorCode`] in a status.
+pub const CODE_METADATA: &str = "moontide-code";
+
+/// Margin of the limit of the transport: for messages within it the own limit applies, with a better error.
+const MESSAGE_MARGIN: usize = 64 << 10;
+
+/// Window of a stream: several report chunks of half a megabyte are in flight while one is applied.
+const STREAM_WINDOW_BYTES: u32 = 4 << 20;
+
+/// Window of a connection: several streams, or calls in parallel with a report.
+const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+
+/// HTTP/2 frame size: one frame contains a report chunk, thirty times fewer headers than with the default of 16 KiB.
+const HTTP2_FRAME_BYTES: u32 = 1 << 20;
+
+/// Interval and timeout of pings that detect dead peers.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Timeout of the first message of a session's stream, which identifies the session.
+const FIRST_MESSAGE_MAX: Duration = Duration::from_secs(10);
+
+/// Maximum number of messages that wait for the connection of a node. The others wait in the command queue.
+const NODE_SEND_QUEUE_MAX: usize = 4;
+
+/// Additional time for a response after the timeout of a Remove; see the frame server.
+const REMOVE_SLACK: Duration = Duration::from_secs(1);
+
+/// Configuration of the gRPC server.
+pub(crate) struct GrpcServerConfig {
+    pub(crate) connections_max: u32,
+    pub(crate) inflight_per_connection_max: u32,
+}
+
+/// Serves until `stop` becomes true, and then until the calls in flight are done.
+pub(crate) async fn serve(
+    config: GrpcServerConfig,
+    listener: TcpListener,
+    service: Arc<Service>,
+    counters: Arc<ServerCounters>,
+    mut stop: watch::Receiver<bool>,
+) -> Result<(), tonic::transport::Error> {
+    let listener =
+        BoundedListener::new(listener, config.connections_max as usize, Arc::clone(&counters), None);
+    let handler = Arc::new(GrpcHandler { service, counters, stop: stop.clone() });
+    let bytes_max = REQUEST_BYTES_MAX + MESSAGE_MARGIN;
+    let master = MasterServer::from_arc(Arc::clone(&handler))
+        .max_decoding_message_size(bytes_max)
+        .max_encoding_message_size(bytes_max);
+    let nodes = MasterNodesServer::from_arc(Arc::clone(&handler))
+        .max_decoding_message_size(bytes_max)
+        .max_encoding_message_size(bytes_max);
+    let peers = MasterPeersServer::from_arc(handler)
+        .max_decoding_message_size(bytes_max)
+        .max_encoding_message_size(bytes_max);
+    Server::builder()
+        .concurrency_limit_per_connection(config.inflight_per_connection_max as usize)
+        .max_concurrent_streams(config.inflight_per_connection_max)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_frame_size(HTTP2_FRAME_BYTES)
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .add_service(master)
+        .add_service(nodes)
+        .add_service(peers)
+        .serve_with_incoming_shutdown(listener.into_stream(), async move {
+            // An error means that the sender was dropped, which also means shutdown.
+            let _ = stop.wait_for(|&stop| stop).await;
+        })
+        .await
+}
+
+/// Forwards calls to the service.
+struct GrpcHandler {
+    service: Arc<Service>,
+    counters: Arc<ServerCounters>,
+    stop: watch::Receiver<bool>,
+}
+
+/// Implements calls that never wait.
+macro_rules! immediate {
+    ($($call:ident($request:ident) -> $response:ident as $counted:ident;)*) => {$(
+        fn $call<'s, 'f>(
+            &'s self,
+            request: Request<v1::$request>,
+        ) -> Pin<Box<dyn Future<Output = Result<Response<v1::$response>, Status>> + Send + 'f>>
+        where
+            's: 'f,
+            Self: 'f,
+        {
+            Box::pin(async move {
+                self.counters.request(Method::$counted);
+                Ok(Response::new(self.service.$call(request.get_ref())))
+            })
+        }
+    )*};
+}
+
+/// Implements calls that wait for the registry, within the timeout of the caller.
+macro_rules! replicated {
+    ($($call:ident($request:ident) -> $response:ident;)*) => {$(
+        fn $call<'s, 'f>(
+            &'s self,
+            request: Request<v1::$request>,
+        ) -> Pin<Box<dyn Future<Output = Result<Response<v1::$response>, Status>> + Send + 'f>>
+        where
+            's: 'f,
+            Self: 'f,
+        {
+            Box::pin(async move {
+                self.counters.request(Method::Other);
+                Ok(Response::new(self.service.$call(request.get_ref()).await))
+            })
+        }
+    )*};
+}
+
+// `immediate` writes the signatures that `async_trait` would generate, because `async_trait` cannot expand macros
+// inside an impl.
+impl Master for GrpcHandler {
+    immediate! {
+        exist(ExistRequest) -> ExistResponse as Exist;
+        get_replica_list(GetReplicaListRequest) -> GetReplicaListResponse as GetReplicaList;
+        put_start(PutStartRequest) -> PutStartResponse as PutStart;
+        put_end(PutEndRequest) -> OutcomesResponse as PutEnd;
+        put_revoke(PutRevokeRequest) -> OutcomesResponse as Other;
+        touch(TouchRequest) -> OutcomesResponse as Other;
+        set_pin(SetPinRequest) -> OutcomesResponse as Other;
+        prefetch(PrefetchRequest) -> OutcomesResponse as Other;
+        remove_by_prefix(RemoveByPrefixRequest) -> StartJobResponse as Other;
+        remove_by_regex(RemoveByRegexRequest) -> StartJobResponse as Other;
+        get_job(GetJobRequest) -> GetJobResponse as Other;
+        list_keys(ListKeysRequest) -> ListKeysResponse as Other;
+        query_keys(QueryKeysRequest) -> QueryKeysResponse as Other;
+        get_group_map(GetGroupMapRequest) -> GetGroupMapResponse as Other;
+        get_cluster_info(GetClusterInfoRequest) -> GetClusterInfoResponse as Other;
+        get_nodes(GetNodesRequest) -> GetNodesResponse as Other;
+        evict(EvictRequest) -> EvictResponse as Other;
+        get_tenants(GetTenantsRequest) -> GetTenantsResponse as Other;
+        list_segments(ListSegmentsRequest) -> ListSegmentsResponse as Other;
+        drain_segment(DrainSegmentRequest) -> StartJobResponse as Other;
+    }
+
+    replicated! {
+        remove_all(RemoveAllRequest) -> StartJobResponse;
+        set_tenant_quota(SetTenantQuotaRequest) -> SetTenantQuotaResponse;
+    }
+
+    /// Ends early at shutdown, because it may wait for a long time.
+    fn poll_invalidations<'s, 'f>(
+        &'s self,
+        request: Request<v1::PollInvalidationsRequest>,
+    ) -> Pin<Box<dyn Future<Output = Result<Response<v1::PollInvalidationsResponse>, Status>> + Send + 'f>>
+    where
+        's: 'f,
+        Self: 'f,
+    {
+        Box::pin(async move {
+            self.counters.request(Method::Other);
+            let mut stop = self.stop.clone();
+            tokio::select! {
+                response = self.service.poll_invalidations(request.get_ref()) => Ok(Response::new(response)),
+                _ = stop.wait_for(|&stop| stop) => {
+                    Err(status(ErrorCode::Unreachable, "master is shutting down"))
+                }
+            }
+        })
+    }
+
+    fn remove<'s, 'f>(
+        &'s self,
+        request: Request<v1::RemoveRequest>,
+    ) -> Pin<Box<dyn Future<Output = Result<Response<v1::OutcomesResponse>, Status>> + Send + 'f>>
+    where
+        's: 'f,
+        Self: 'f,
+    {
+        Box::pin(async move {
+            self.counters.request(Method::Remove);
+            let request = request.get_ref();
+            let timeout_ms = request.context.as_ref().map_or(0, |context| context.timeout_ms);
+            let timeout = Duration::from_millis(timeout_ms.into()) + REMOVE_SLACK;
+            match tokio::time::timeout(timeout, self.service.remove(request)).await {
+                Ok(response) => Ok(Response::new(response)),
+                Err(_) => Err(status(ErrorCode::DeadlineExceeded, "timeout of the call")),
+            }
+        })
+    }
+}
+
+type ToNode = ReceiverStream<Result<v1::MasterMessage, Status>>;
+
+impl MasterNodes for GrpcHandler {
+    immediate! {
+        open_session(OpenSessionRequest) -> OpenSessionResponse as Other;
+        mount_segments(MountSegmentsRequest) -> MountSegmentsResponse as Other;
+        unmount_segments(UnmountSegmentsRequest) -> OutcomesResponse as Other;
+    }
+
+    type SessionStream = ToNode;
+
+    /// Opens the stream immediately; its first message identifies the session.
+    fn session<'s, 'f>(
+        &'s self,
+        request: Request<Streaming<v1::NodeMessage>>,
+    ) -> Pin<Box<dyn Future<Output = Result<Response<ToNode>, Status>> + Send + 'f>>
+    where
+        's: 'f,
+        Self: 'f,
+    {
+        self.counters.request(Method::Other);
+        let (to_node, messages) = mpsc::channel(NODE_SEND_QUEUE_MAX);
+        let (service, mut stop) = (Arc::clone(&self.service), self.stop.clone());
+        tokio::spawn(async move {
+            let end = tokio::select! {
+                end = run_session(&service, request.into_inner(), &to_node) => end,
+                _ = stop.wait_for(|&stop| stop) => Err(status(ErrorCode::Unreachable, "master is shutting down")),
+            };
+            if let Err(status) = end {
+                // The receiver may be gone.
+                let _ = tokio::time::timeout(FIRST_MESSAGE_MAX, to_node.send(Err(status))).await;
+            }
+        });
+        Box::pin(async move { Ok(Response::new(ReceiverStream::new(messages))) })
+    }
+}
+
+impl MasterPeers for GrpcHandler {
+    immediate! {
+        handoff_group(HandoffGroupRequest) -> OutcomesResponse as Other;
+    }
+}
+
+/// Runs both directions of a session's stream until one of them ends.
+async fn run_session(
+    service: &Arc<Service>,
+    mut from_node: Streaming<v1::NodeMessage>,
+    to_node: &mpsc::Sender<Result<v1::MasterMessage, Status>>,
+) -> Result<(), Status> {
+    let first = match tokio::time::timeout(FIRST_MESSAGE_MAX, from_node.message()).await {
+        Ok(Ok(Some(first))) => first,
+        Ok(Ok(None)) => return Ok(()),
+        Ok(Err(status)) => return Err(status),
+        Err(_) => {
+            return Err(status(ErrorCode::DeadlineExceeded, "no first message on the stream of a session"));
+        }
+    };
+    let session = SessionId(first.session);
+    let Some(stream) = service.attach(session) else {
+        return Err(status(ErrorCode::StaleSession, "unknown session"));
+    };
+    info!(session = session.0, "session stream opened");
+    let end = tokio::select! {
+        end = receive_all(&stream, first, &mut from_node) => end,
+        end = send_all(&stream, to_node) => end,
+    };
+    info!(session = session.0, end = ?end.as_ref().err().map(Status::message), "session stream closed");
+    end
+}
+
+async fn receive_all(
+    stream: &SessionStream,
+    first: v1::NodeMessage,
+    from_node: &mut Streaming<v1::NodeMessage>,
+) -> Result<(), Status> {
+    let mut next = Some(first);
+    while let Some(message) = next {
+        // Applied on the receiving thread: a report chunk takes milliseconds, and its bytes are in the cache of this
+        // core.
+        stream.receive(&message).map_err(|code| status(code, "message refused"))?;
+        next = from_node.message().await?;
+    }
+    Ok(())
+}
+
+async fn send_all(
+    stream: &SessionStream,
+    to_node: &mpsc::Sender<Result<v1::MasterMessage, Status>>,
+) -> Result<(), Status> {
+    while let Some(message) = stream.next().await {
+        if to_node.send(Ok(message)).await.is_err() {
+            debug!("node closed its session stream");
+            return Ok(());
+        }
+    }
+    Err(status(ErrorCode::StaleSession, "session ended, or has a newer stream"))
+}
+
+/// Creates a status with an error code.
+fn status(code: ErrorCode, text: &str) -> Status {
+    let grpc = match code {
+        ErrorCode::InvalidArgument | ErrorCode::OutOfBounds => Code::InvalidArgument,
+        ErrorCode::TooLarge
+        | ErrorCode::NoSpace
+        | ErrorCode::QuotaExceeded
+        | ErrorCode::TooManyTenants
+        | ErrorCode::Busy => Code::ResourceExhausted,
+        ErrorCode::Unsupported => Code::Unimplemented,
+        ErrorCode::Unauthenticated => Code::Unauthenticated,
+        ErrorCode::PermissionDenied => Code::PermissionDenied,
+        ErrorCode::NotFound | ErrorCode::Gone => Code::NotFound,
+        ErrorCode::DeadlineExceeded => Code::DeadlineExceeded,
+        ErrorCode::Unreachable | ErrorCode::ConnectionLost | ErrorCode::Retry => Code::Unavailable,
+        ErrorCode::Corrupt => Code::DataLoss,
+        ErrorCode::Internal => Code::Internal,
+        _ => Code::FailedPrecondition,
+    };
+    let mut status = Status::new(grpc, format!("{code}: {text}; {}", code.hint()));
+    status.metadata_mut().insert(CODE_METADATA, (code as u16).into());
+    status
+}
+
+/// Returns the error code of a status, if it has one.
+pub fn code_of(status: &Status) -> Option<ErrorCode> {
+    let number = status.metadata().get(CODE_METADATA)?.to_str().ok()?;
+    ErrorCode::try_from(number.parse::<u32>().ok()?).ok()
+}
+
+const _: () = assert!(REQUEST_BYTES_MAX <= CONNECTION_WINDOW_BYTES as usize);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grpc_status_carries_error_code() {
+        for &code in ErrorCode::ALL {
+            let status = status(code, "text");
+            assert_eq!(code_of(&status), Some(code));
+            assert_ne!(status.code(), Code::Ok);
+        }
+        assert_eq!(code_of(&Status::internal("status of another program")), None);
+    }
+}

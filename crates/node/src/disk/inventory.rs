@@ -1,0 +1,163 @@
+//! Notices to masters about the disk: records that were written, records that are gone, and complete inventories
+//! ([`DiskTier::start_inventory`]).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use moontide_disk::RecordId;
+use moontide_proto::limits::SESSION_RECORDS_MAX;
+use moontide_proto::{PackedBuilder, VersionedId, v1};
+use moontide_types::SessionId;
+use tracing::{info, warn};
+
+use super::DiskTier;
+use super::test_hooks::{HookPoint, Mutation};
+use crate::event_router::NodeEvent;
+use crate::logic::groups::GroupSet;
+use crate::logic::notice::OffloadNoticeBuilder;
+
+/// Limit of unacknowledged bytes above which the inventory thread waits.
+const UNACKED_BYTES_MAX: usize = 8 << 20;
+
+/// Progress of the inventories of a session.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct InventoryProgress {
+    /// Scans that were announced and have not ended.
+    pub(super) running: usize,
+    /// Bytes that the master has not acknowledged.
+    pub(super) unacked_bytes: usize,
+}
+
+impl DiskTier {
+    /// Announces an inventory of further groups for a session: until it ends, the master does not receive
+    /// `recovery_end`.
+    pub(crate) fn announce_inventory(&self, session: SessionId) {
+        self.inventories.lock().entry(session).or_default().running += 1;
+    }
+
+    /// Sends an announced inventory of `groups` to a session that has begun or has received further groups, from a
+    /// separate thread.
+    pub(crate) fn start_inventory(self: &Arc<Self>, session: SessionId, groups: GroupSet) {
+        self.subscribers.write().add(session, &groups);
+        let tier = Arc::clone(self);
+        let spawned = std::thread::Builder::new()
+            .name("moontide-scan".into())
+            .spawn(move || tier.send_inventory(session, &groups));
+        if let Err(error) = spawned {
+            warn!(%error, "cannot start a thread for the inventory of the disk");
+        }
+    }
+
+    fn send_inventory(&self, session: SessionId, groups: &GroupSet) {
+        let started = Instant::now();
+        let mut queue = self.queue(false);
+        let mut builder = OffloadNoticeBuilder::default();
+        let mut sent = 0u64;
+        let unreadable = self.backend.scan(&mut *queue, &mut |found| {
+            if !groups.has_object(found.header.id) {
+                return;
+            }
+            builder.push(found.header, found.key, found.attributes);
+            if builder.is_full() {
+                sent += builder.len() as u64;
+                self.send_found(session, &mut builder);
+            }
+        });
+        sent += builder.len() as u64;
+        self.send_found(session, &mut builder);
+        self.wait_for_open_jobs(session, groups);
+        // `recovery_end` holds for all groups of the session, so only the last inventory sends it.
+        let left = self.inventories.lock().get_mut(&session).map(|inventory| {
+            inventory.running -= 1;
+            inventory.running
+        });
+        if left != Some(0) || !self.is_live(session) {
+            return; // another inventory follows; or the session has ended, and the next one starts another
+        }
+        // Not during an eviction: its records were not in the inventory, and a crash would restore them.
+        let _guard = self.notify_lock.lock();
+        let end = v1::OffloadNotice { recovery_end: true, ..builder.message(true, |_| true) };
+        self.events.send(NodeEvent::Offloaded { session, notice: end });
+        if sent > 0 || unreadable > 0 {
+            let took_ms = started.elapsed().as_millis() as u64;
+            info!(records = sent, unreadable, took_ms, "inventory of the disk sent to the master");
+        }
+    }
+
+    /// Waits for writes that another session commanded, and for removals that are not durable: a record may return by
+    /// either, and the master takes what is not in the inventory for gone. Until then, it answers removals as pending.
+    fn wait_for_open_jobs(&self, session: SessionId, groups: &GroupSet) {
+        if self.test_hooks.mutation.is_enabled(Mutation::JobsNotAwaited) {
+            return;
+        }
+        let tickets = self.open_jobs.before_end_of_inventory(session, groups);
+        while self.open_jobs.any_open(&tickets) && self.is_live(session) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Sends the records that were found and still exist.
+    fn send_found(&self, session: SessionId, builder: &mut OffloadNoticeBuilder) {
+        let unacked = || self.inventories.lock().get(&session).map_or(0, |inventory| inventory.unacked_bytes);
+        while unacked() > UNACKED_BYTES_MAX && self.is_live(session) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let builder = std::mem::take(builder);
+        if builder.is_empty() || !self.is_live(session) {
+            return;
+        }
+        self.test_hooks.reached(HookPoint::Found);
+        let _guard = self.notify_lock.lock();
+        let skip_check = self.test_hooks.mutation.is_enabled(Mutation::ToldUnseen);
+        let notice = builder.message(true, |name| skip_check || self.backend.contains(name));
+        if !notice.records.is_empty() {
+            self.events.send(NodeEvent::Offloaded { session, notice });
+        }
+    }
+
+    /// Sends the records that were just written for a command of `session`, if they still exist. Another session that
+    /// has their groups by now receives them as recovered: its scan may have started too early to find them.
+    pub(super) fn notify_written(&self, session: SessionId, builder: &mut OffloadNoticeBuilder) {
+        let builder = std::mem::take(builder);
+        let _guard = self.notify_lock.lock();
+        let subscribers = self.subscribers.read();
+        let send = |session, recovered, concerns: &dyn Fn(&RecordId) -> bool| {
+            let notice = builder.message(recovered, |name| concerns(name) && self.backend.contains(name));
+            if !notice.records.is_empty() {
+                self.events.send(NodeEvent::Offloaded { session, notice });
+            }
+        };
+        if self.test_hooks.mutation.is_enabled(Mutation::ToldToEnded) {
+            return send(session, false, &|_| true);
+        }
+        for (subscriber, groups) in subscribers.iter() {
+            send(*subscriber, *subscriber != session, &|name| groups.has_object(name.id));
+        }
+    }
+
+    /// Notifies the masters that a record is not on the disk, if that is so. Returns `false` if it is: it was written
+    /// meanwhile, or only its file cannot be opened.
+    pub(super) fn notify_gone(&self, name: RecordId) -> bool {
+        let _guard = self.notify_lock.lock();
+        let is_gone =
+            !self.backend.contains(&name) || self.test_hooks.mutation.is_enabled(Mutation::GoneUnseen);
+        if is_gone {
+            self.send_gone(&[name]);
+        }
+        is_gone
+    }
+
+    /// Like [`DiskTier::notify_gone`], for a caller that holds the lock.
+    pub(super) fn send_gone(&self, names: &[RecordId]) {
+        self.unpublish(&self.cache.take(names));
+        for (session, groups) in self.subscribers.read().iter() {
+            let concerned: Vec<&RecordId> = names.iter().filter(|name| groups.has_object(name.id)).collect();
+            for names in concerned.chunks(SESSION_RECORDS_MAX) {
+                let versions: PackedBuilder<VersionedId> =
+                    names.iter().map(|name| VersionedId { id: name.id, epoch: name.version }).collect();
+                let evicted = v1::DiskEvicted { versions: versions.finish().into() };
+                self.events.send(NodeEvent::DiskEvicted { session: *session, evicted });
+            }
+        }
+    }
+}

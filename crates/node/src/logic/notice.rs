@@ -1,0 +1,154 @@
+//! Disk notices to masters: [`OffloadNoticeBuilder`] packs records into messages, [`NoticeSubscribers`] holds the
+//! groups of each subscribed session.
+
+use hashbrown::HashMap;
+use moontide_disk::{DiskLayout, RecordId};
+use moontide_proto::limits::SESSION_RECORDS_MAX;
+use moontide_proto::{OffloadFlags, OffloadRecord, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, v1};
+use moontide_types::record::{Header, KeySection};
+use moontide_types::{ObjectId, SessionId};
+use tracing::warn;
+
+use super::groups::GroupSet;
+
+/// Approximate limit of the keys and attributes in one message, in bytes: well below the limit of a message.
+const NOTICE_BYTES_MAX: usize = 2 << 20;
+
+/// Packs records into notices.
+#[derive(Debug, Default)]
+pub struct OffloadNoticeBuilder {
+    ids: Vec<RecordId>,
+    records: Vec<NoticeRecord>,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct NoticeRecord {
+    header: Header,
+    key: Box<[u8]>,
+    attributes: Box<[u8]>,
+}
+
+impl OffloadNoticeBuilder {
+    /// Adds a record, with key and attributes as they are stored.
+    pub fn push(&mut self, header: &Header, key: &[u8], attributes: &[u8]) {
+        self.ids.push(RecordId::of(header));
+        self.bytes += key.len() + attributes.len();
+        self.records.push(NoticeRecord { header: *header, key: key.into(), attributes: attributes.into() });
+    }
+
+    /// Number of records.
+    pub fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    /// Whether the records fill a message.
+    pub fn is_full(&self) -> bool {
+        self.records.len() >= SESSION_RECORDS_MAX || self.bytes >= NOTICE_BYTES_MAX
+    }
+
+    /// Whether there are no records.
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    /// Returns the message with the records that `keep` selects.
+    pub fn message(&self, recovered: bool, keep: impl Fn(&RecordId) -> bool) -> v1::OffloadNotice {
+        let mut records = PackedBuilder::<OffloadRecord>::with_capacity(self.records.len());
+        let mut keys = PackedKeysBuilder::default();
+        let mut attributes = PackedBytesBuilder::default();
+        let (mut tenants, mut numbers): (Vec<String>, HashMap<String, u16>) = Default::default();
+        let mut some_attributes = false;
+        for (id, record) in self.ids.iter().zip(&self.records).filter(|(id, _)| keep(id)) {
+            // A record without a readable key was not written by this release: it remains on disk, and no master is
+            // notified.
+            let Ok(section) = KeySection::decode(&record.key) else {
+                warn!(id = %id.id, "record on disk has no readable key");
+                continue;
+            };
+            let tenant = section.tenant.as_str();
+            let number = match numbers.get(tenant) {
+                Some(&number) => number,
+                None => {
+                    let number = tenants.len() as u16; // ≤ SESSION_RECORDS_MAX
+                    tenants.push(tenant.into());
+                    numbers.insert(tenant.into(), number);
+                    number
+                }
+            };
+            records.push(&offload_record(&record.header, number));
+            keys.push(section.key).expect("a notice is far below a message's bound");
+            attributes.push(&record.attributes).expect("a notice is far below a message's bound");
+            some_attributes |= !record.attributes.is_empty();
+        }
+        v1::OffloadNotice {
+            records: records.finish().into(),
+            keys: keys.finish().into(),
+            tenants,
+            attributes: if some_attributes { attributes.finish().into() } else { Default::default() },
+            recovered,
+            recovery_end: false,
+        }
+    }
+}
+
+fn offload_record(header: &Header, tenant: u16) -> OffloadRecord {
+    OffloadRecord {
+        id: header.id,
+        epoch: header.word.epoch(),
+        object_len: header.object_len,
+        stripe_offset: header.stripe_offset,
+        stripe_len: header.stripe_len,
+        root: header.root,
+        bucket: 0,
+        offset: 0,
+        disk_len: DiskLayout::of(header).len,
+        stripe_index: header.stripe_index,
+        stripe_count: header.stripe_count,
+        id_key: header.id_key,
+        tenant_generation: header.tenant_generation,
+        tenant,
+        flags: if header.flags.digestless() { OffloadFlags::DIGESTLESS } else { OffloadFlags::NONE },
+    }
+}
+
+/// Sessions, and the groups about which each is notified.
+#[derive(Debug, Default)]
+pub struct NoticeSubscribers(Vec<(SessionId, GroupSet)>);
+
+impl NoticeSubscribers {
+    /// Adds groups to a session.
+    pub fn add(&mut self, session: SessionId, groups: &GroupSet) {
+        match self.0.iter_mut().find(|(of, _)| *of == session) {
+            Some((_, subscribed)) => subscribed.extend(groups),
+            None => self.0.push((session, groups.clone())),
+        }
+    }
+
+    /// Removes a session that has ended.
+    pub fn end(&mut self, session: SessionId) {
+        self.0.retain(|(of, _)| *of != session);
+    }
+
+    /// Removes all groups that are not in `groups` from a session.
+    pub fn restrict(&mut self, session: SessionId, groups: &GroupSet) {
+        if let Some((_, subscribed)) = self.0.iter_mut().find(|(of, _)| *of == session) {
+            *subscribed = subscribed.without(&subscribed.without(groups));
+        }
+    }
+
+    /// Whether a session is subscribed.
+    pub fn is_live(&self, session: SessionId) -> bool {
+        self.0.iter().any(|(of, _)| *of == session)
+    }
+
+    /// Whether a session is subscribed to the group of an object.
+    pub fn has_object(&self, session: SessionId, id: ObjectId) -> bool {
+        self.0.iter().any(|(of, groups)| *of == session && groups.has_object(id))
+    }
+
+    /// Iterates over the sessions and their groups.
+    pub fn iter(&self) -> impl Iterator<Item = &(SessionId, GroupSet)> {
+        self.0.iter()
+    }
+}

@@ -1,3 +1,0 @@
-//! `moontide_fuzz::disk_front` under libFuzzer.
-#![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| moontide_fuzz::disk_front(data));

@@ -1,0 +1,3 @@
+//! `moontide_fuzz::suspended_sequence` under libFuzzer.
+#![no_main]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| moontide_fuzz::suspended_sequence(data));
