@@ -132,7 +132,8 @@ impl ModelHarness {
         Ok(())
     }
 
-    /// Delivers all messages in flight, until none is left.
+    /// Delivers all messages in flight, until none is left. The watcher polls between them: an object can leave with
+    /// one message and come back with the next.
     pub(crate) fn settle(&mut self) -> Check {
         for _ in 0..4 {
             for node in 0..self.nodes.len() {
@@ -143,9 +144,11 @@ impl ModelHarness {
                     self.send_disk_notice(node, false)?;
                 }
                 self.respond(node, usize::MAX);
+                self.watch()?;
             }
             for segment in 0..self.nodes.iter().map(|node| node.segments.len()).sum() {
                 self.report(segment, usize::MAX)?;
+                self.watch()?;
                 self.report_end(segment)?;
             }
             self.take_effects()?;

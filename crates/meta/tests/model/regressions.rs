@@ -399,3 +399,21 @@ fn drain_after_restart_may_evict() {
         ],
     );
 }
+
+/// Failure: a key was invalidated, but readable. Cause: the harness. While all messages are delivered, the scrubber's
+/// report takes the last known replica, and the report of a node that has just reconnected brings another; the watcher
+/// polled only after both. Fix: it polls between them.
+#[test]
+fn object_that_leaves_and_returns_between_two_reports_is_invalidated() {
+    check(
+        FreeRatio,
+        &[
+            PutWhole(Put { local: Some(0), ..put(0) }),
+            PutWhole(Put { preferred: Some(1), ..replicas(1, 3) }),
+            Reconnect { node: 1, segments: 0 },
+            Scrub { segment: 1, slot: 6 },
+            CrashNode { node: 3 },
+            Settle,
+        ],
+    );
+}
