@@ -17,7 +17,7 @@ use crate::fuzz::{self, FuzzError};
 use crate::machine::Machine;
 use crate::python::{self, PythonError};
 use crate::quickstart::{self, QuickstartError};
-use crate::retries::{self, RetriesError};
+use crate::retries::{self, RetriesError, StallMonitor};
 use crate::tidy::{self, TidyError};
 use crate::venv;
 use crate::wheel::{self, WheelError};
@@ -49,6 +49,10 @@ const SMOKE_COMMANDS: &[&str] = &[
 const CHAOS_SECONDS: u32 = 60;
 /// CI repeats the same faults. The long form draws a new seed.
 const CHAOS_SEED: u64 = 101;
+
+/// CI repeats the same property tests, so that a change is judged by what it changed. `cargo nextest run` draws a new
+/// seed each time.
+const PROPTEST_SEED: &str = "101";
 
 /// The steps, declared in the order in which they run: cheap ones first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -283,14 +287,24 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
     Ok(Outcome::Passed)
 }
 
-/// Runs the tests, and prints how many were retried because UCX aborted; any other retry is a failure.
+/// Runs the tests, and prints which were retried because the machine stalled or UCX aborted; any other retry is a
+/// failure.
 fn run_nextest(root: &Path, machine: &Machine, command: &Command) -> Result<(), StepError> {
     let report = retries::report_path(root, &machine.target_dir);
     // The report of an earlier run must not be taken for that of this one.
     let _ = std::fs::remove_file(&report);
     println!("$ {command}");
-    command.run(root)?;
-    println!("UCX aborts retried: {}", retries::count(&report)?);
+    let monitor = StallMonitor::start();
+    let result = command.run(root);
+    let stalls = monitor.finish();
+    println!("stalls of the machine: {}", stalls.len());
+    result?;
+    let retries = retries::count(&report, &stalls)?;
+    println!("UCX aborts retried: {}", retries.ucx_aborts);
+    println!("failures during a stall retried: {}", retries.stalled.len());
+    for test in retries.stalled {
+        println!("  {test}");
+    }
     Ok(())
 }
 
@@ -302,7 +316,8 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             commands([Command::cargo("clippy --workspace --all-targets --locked -- -D warnings")])
         }
         Step::Test if machine.has_nextest => {
-            Plan::Nextest { command: Command::cargo("nextest run --workspace --locked") }
+            let command = Command::cargo("nextest run --workspace --locked");
+            Plan::Nextest { command: command.env("PROPTEST_RNG_SEED", PROPTEST_SEED) }
         }
         // Only nextest enforces the time limits and reports retries.
         Step::Test if machine.is_ci => Plan::NotRun { reason: "cargo-nextest is not installed".to_owned() },
@@ -474,7 +489,7 @@ mod tests {
         assert!(commands[0].to_string().starts_with("cargo test --workspace --locked"));
         assert!(note.unwrap().contains("cargo install --locked cargo-nextest"));
         let Plan::Nextest { command } = plan(Step::Test, &machine()) else { panic!("nextest must run") };
-        assert_eq!(command.to_string(), "cargo nextest run --workspace --locked");
+        assert_eq!(command.to_string(), "PROPTEST_RNG_SEED=101 cargo nextest run --workspace --locked");
     }
 
     #[test]

@@ -1,10 +1,15 @@
-//! Retries of tests: allowed for one abort inside UCX, counted, and refused for anything else.
+//! Retries of tests: allowed after a stall of the machine or an abort inside UCX, counted, and refused for anything else.
 //!
-//! `.config/nextest.toml` lets nextest start the tests of UCX again, whatever their failure was. This module reads
-//! nextest's report after a run: an attempt that failed before the test passed must show [`UCX_ABORT`] in its output.
-//! UCX 1.22 has no such abort; libraries of distributions do.
+//! `.config/nextest.toml` lets nextest start every failed test again, whatever its failure was. This module reads
+//! nextest's report after a run. An attempt that failed before the test passed must have an excuse: it ran while the
+//! machine stalled ([`StallMonitor`]), or its output shows [`UCX_ABORT`]. UCX 1.22 has no such abort; libraries of
+//! distributions do.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
 
 /// A failed assertion of UCX while endpoints are wired up: file and message, in one line of output.
 const UCX_ABORT: [&str; 2] = ["ucp_request.c", "got REP message"];
@@ -12,66 +17,142 @@ const UCX_ABORT: [&str; 2] = ["ucp_request.c", "got REP message"];
 /// Where nextest writes the report of its default profile, under the target directory.
 const REPORT: &str = "nextest/default/junit.xml";
 
+/// How long the monitor sleeps between two looks at the clock.
+const PROBE: Duration = Duration::from_millis(20);
+
+/// A sleep that takes this much longer than [`PROBE`] is a stall: tests with leases and deadlines of a second cannot be
+/// expected to pass. On a machine that is merely busy such a sleep is a few milliseconds late.
+const STALL: Duration = Duration::from_millis(250);
+
 /// Why the retries of a run are not acceptable.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RetriesError {
     #[error("cannot read the report of nextest, {path}: {source}")]
     Report { path: String, source: std::io::Error },
+    #[error("the report of nextest has an attempt without a time: {0}")]
+    Time(String),
     #[error(
-        "passed only when retried, and not because of the abort inside UCX ({}): {}",
+        "passed only when retried, neither during a stall of the machine nor because of the abort inside UCX ({}): {}",
         UCX_ABORT.join(": "),
         .0.join(", ")
     )]
-    NotUcx(Vec<String>),
+    NoExcuse(Vec<String>),
+}
+
+/// A period in which the monitor should have run several times, but did not run at all.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stall {
+    from: SystemTime,
+    to: SystemTime,
+}
+
+/// A thread that sleeps for [`PROBE`] again and again, and records the sleeps that took too long.
+#[derive(Debug)]
+pub(crate) struct StallMonitor {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Stall>>,
+}
+
+impl StallMonitor {
+    pub(crate) fn start() -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let mut stalls = Vec::new();
+            while !seen.load(Ordering::Relaxed) {
+                let (from, start) = (SystemTime::now(), Instant::now());
+                std::thread::sleep(PROBE);
+                if start.elapsed() >= PROBE + STALL {
+                    stalls.push(Stall { from, to: SystemTime::now() });
+                }
+            }
+            stalls
+        });
+        Self { stop, thread }
+    }
+
+    /// Ends the thread and returns the stalls that it saw.
+    pub(crate) fn finish(self) -> Vec<Stall> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap_or_default()
+    }
+}
+
+/// Failed attempts of tests that passed later, by excuse.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Retries {
+    pub(crate) ucx_aborts: usize,
+    /// Tests that failed while the machine stalled.
+    pub(crate) stalled: Vec<String>,
 }
 
 pub(crate) fn report_path(root: &Path, target_dir: &str) -> PathBuf {
     root.join(target_dir).join(REPORT)
 }
 
-/// Number of failed attempts of tests that passed later.
-pub(crate) fn count(report: &Path) -> Result<usize, RetriesError> {
+/// Counts the failed attempts of tests that passed later.
+pub(crate) fn count(report: &Path, stalls: &[Stall]) -> Result<Retries, RetriesError> {
     let text = std::fs::read_to_string(report)
         .map_err(|source| RetriesError::Report { path: report.display().to_string(), source })?;
-    count_in(&text)
+    count_in(&text, stalls)
 }
 
-fn count_in(report: &str) -> Result<usize, RetriesError> {
-    let (mut aborts, mut others) = (0, Vec::new());
+fn count_in(report: &str, stalls: &[Stall]) -> Result<Retries, RetriesError> {
+    let (mut retries, mut others) = (Retries::default(), Vec::new());
     for case in report.split("<testcase ").skip(1) {
         for attempt in case.split("<flakyFailure ").skip(1) {
             let attempt = attempt.split("</flakyFailure>").next().unwrap_or_default();
+            let (from, to) = period(attempt).ok_or_else(|| RetriesError::Time(test_name(case)))?;
             let is_abort = attempt.lines().any(|line| UCX_ABORT.iter().all(|part| line.contains(part)));
             if is_abort {
-                aborts += 1;
+                retries.ucx_aborts += 1;
+            } else if stalls.iter().any(|stall| stall.from <= to && from <= stall.to) {
+                retries.stalled.push(test_name(case));
             } else {
                 others.push(test_name(case));
             }
         }
     }
-    if others.is_empty() { Ok(aborts) } else { Err(RetriesError::NotUcx(others)) }
+    if others.is_empty() { Ok(retries) } else { Err(RetriesError::NoExcuse(others)) }
+}
+
+/// Start and end of an attempt.
+fn period(attempt: &str) -> Option<(SystemTime, SystemTime)> {
+    let start: jiff::Timestamp = attribute(attempt, "timestamp")?.parse().ok()?;
+    let start = SystemTime::from(start);
+    let seconds: f64 = attribute(attempt, "time")?.parse().ok()?;
+    Some((start, start + Duration::try_from_secs_f64(seconds).ok()?))
 }
 
 /// `package::binary test`, from the attributes of a test case.
 fn test_name(case: &str) -> String {
-    let attribute = |name: &str| {
-        let start = case.find(&format!("{name}=\""))? + name.len() + 2;
-        case[start..].split('"').next()
-    };
-    format!("{} {}", attribute("classname").unwrap_or("?"), attribute("name").unwrap_or("?"))
+    let part = |name| attribute(case, name).unwrap_or("?");
+    format!("{} {}", part("classname"), part("name"))
+}
+
+/// Value of an attribute in the tag that `text` begins with.
+fn attribute<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let tag = text.split('>').next()?;
+    // A space before the name, so that `name` does not match `classname`, or the start of the tag.
+    let start =
+        if tag.starts_with(&format!("{name}=\"")) { 0 } else { tag.find(&format!(" {name}=\""))? + 1 };
+    tag[start + name.len() + 2..].split('"').next()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Each attempt takes two seconds from this time on.
+    const START: &str = "2026-01-02T03:04:05.500+01:00";
+
     fn report(outputs: &[&str]) -> String {
         let attempts: String = outputs
             .iter()
             .map(|output| {
                 format!(
-                    "<flakyFailure time=\"0.1\" message=\"process aborted\" type=\"test abort\">process aborted\n\
-                     <system-err>{output}\n</system-err>\n</flakyFailure>\n"
+                    "<flakyFailure timestamp=\"{START}\" time=\"2.000\" message=\"process aborted\" \
+                     type=\"test abort\">process aborted\n<system-err>{output}\n</system-err>\n</flakyFailure>\n"
                 )
             })
             .collect();
@@ -83,13 +164,29 @@ mod tests {
         )
     }
 
+    /// A stall of half a second that begins this long after the attempts.
+    fn stall(after_ms: i64) -> Stall {
+        let start: jiff::Timestamp = START.parse().unwrap();
+        let from = jiff::Timestamp::from_millisecond(start.as_millisecond() + after_ms).unwrap();
+        let from = SystemTime::from(from);
+        Stall { from, to: from + Duration::from_millis(500) }
+    }
+
     const ABORT: &str =
         "[h:1:0:2] ucp_request.c:7  Assertion `a&lt;b&apos; failed: req 0x1 ep 0x2: got REP message";
 
     #[test]
     fn ucx_aborts_are_counted() {
-        assert_eq!(count_in(&report(&[])).unwrap(), 0);
-        assert_eq!(count_in(&report(&[ABORT, ABORT])).unwrap(), 2);
+        assert_eq!(count_in(&report(&[]), &[]).unwrap(), Retries::default());
+        assert_eq!(count_in(&report(&[ABORT, ABORT]), &[]).unwrap().ucx_aborts, 2);
+    }
+
+    #[test]
+    fn failure_during_a_stall_is_named_and_counted() {
+        for after_ms in [-400, 0, 1_000, 1_900] {
+            let retries = count_in(&report(&["assertion failed"]), &[stall(after_ms)]).unwrap();
+            assert_eq!(retries.stalled, ["moontide-transfer::ucx get"], "stall after {after_ms} ms");
+        }
     }
 
     #[test]
@@ -97,16 +194,30 @@ mod tests {
         for outputs in
             [&["assertion failed"][..], &[ABORT, "got REP message"], &["ucp_request.c\ngot REP message"]]
         {
-            let error = count_in(&report(outputs)).unwrap_err().to_string();
+            let error = count_in(&report(outputs), &[stall(-600), stall(2_100)]).unwrap_err().to_string();
             assert!(error.ends_with(": moontide-transfer::ucx get"), "{error}");
         }
     }
 
     #[test]
+    fn attempt_without_a_time_is_refused() {
+        let report = report(&["assertion failed"]).replace("timestamp=", "start=");
+        assert!(
+            matches!(count_in(&report, &[stall(0)]), Err(RetriesError::Time(name)) if name.ends_with("ucx get"))
+        );
+    }
+
+    #[test]
+    fn monitor_sees_no_stall_in_a_moment_and_ends() {
+        let monitor = StallMonitor::start();
+        std::thread::sleep(2 * PROBE);
+        assert!(monitor.finish().iter().all(|stall| stall.to > stall.from));
+    }
+
+    #[test]
     fn missing_report_is_an_error() {
         let missing = report_path(Path::new("/nowhere"), "target");
-        assert!(
-            count(&missing).unwrap_err().to_string().contains("/nowhere/target/nextest/default/junit.xml")
-        );
+        let error = count(&missing, &[]).unwrap_err().to_string();
+        assert!(error.contains("/nowhere/target/nextest/default/junit.xml"), "{error}");
     }
 }
