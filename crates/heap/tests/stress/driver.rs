@@ -20,8 +20,10 @@ use crate::wire::{Kind, Role};
 const WRITERS: usize = 3;
 const READERS: usize = 4;
 
-/// Time limit for freeing everything that a dead process held.
-const FREE_MAX: Duration = Duration::from_secs(1);
+/// Time in which everything that a dead process held is freed, in 99 of 100 cases.
+const FREE_P99_MAX: Duration = Duration::from_secs(1);
+/// The same in all cases: a busy machine may let the owner's process wait for some seconds.
+const FREE_MAX: Duration = Duration::from_secs(5);
 
 /// Range of the pause between kills: 220 of them take less than half a minute.
 const KILL_EVERY_MS: (u64, u64) = (40, 180);
@@ -402,6 +404,12 @@ impl Stress {
         println!("guards of stopped processes checked after their object's kill: {}", self.stopped_survived);
         println!("{:?}", self.counters);
         let of = |name: &str| self.counters.get(name).copied().unwrap_or(0);
+        assert!(
+            at(0.99) <= FREE_P99_MAX,
+            "seed {}: 1 % of the dead held memory for {:?}",
+            self.seed,
+            at(0.99)
+        );
         assert!(at(1.0) <= FREE_MAX, "seed {}: a dead process held memory for {:?}", self.seed, at(1.0));
         let enough = [
             ("hits", of("hits"), 10_000),
