@@ -6,18 +6,14 @@
 //! - A version whose put was acknowledged before a removal was called is not returned by a get that is called after the
 //!   removal was acknowledged. `Pending` is not an acknowledgement; `NotFound` is one.
 //! - A version whose put was acknowledged before a replacing put was called is not returned by a get that is called
-//!   after the replacing put was acknowledged, unless there was a fault during the replacement: a node without a synced
-//!   session, or a master that still waits for reports of nodes. A put does not wait for unreachable nodes.
+//!   after the replacing put was acknowledged. Here, too, `Pending` is not an acknowledgement of the replacement: the new
+//!   version is stored, but a node was unreachable.
 //! - A group assigns no epoch twice, and no two masters assign one in the same group and term.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU16;
-use std::time::Duration;
 
 use moontide_types::{Epoch, MonoTime, ObjectId, Term};
-
-/// Faults are sampled: one that was noted this recently may still exist.
-const FAULT_GRACE: Duration = Duration::from_secs(1);
 
 /// A version, from its reservation on.
 #[derive(Clone, Copy, Debug)]
@@ -36,13 +32,13 @@ pub struct OpTotals {
     pub ops: u64,
     /// Puts acknowledged.
     pub puts: u64,
-    /// Acknowledged puts that replaced a version and are checked for it.
+    /// Acknowledged replacements: no older version may be read.
     pub replacements: u64,
     /// Puts of existing objects.
     pub existed: u64,
     /// Removals acknowledged.
     pub removals: u64,
-    /// Removals that returned `Pending`.
+    /// Removals and replacements that returned `Pending`.
     pub pending: u64,
     /// Gets that returned bytes.
     pub hits: u64,
@@ -85,8 +81,6 @@ pub(crate) struct Oracle {
     givers: HashMap<(u16, Term), (usize, u32)>,
     /// By key.
     versions: HashMap<usize, BTreeMap<Epoch, Version>>,
-    /// Time of the last noted fault.
-    last_fault: MonoTime,
     pub(crate) tally: OpTotals,
 }
 
@@ -109,14 +103,8 @@ impl Oracle {
             given: HashSet::new(),
             givers: HashMap::new(),
             versions: HashMap::new(),
-            last_fault: MonoTime(0),
             tally: OpTotals::default(),
         }
-    }
-
-    /// Notes a fault at this time.
-    pub(crate) fn note_fault(&mut self, now: MonoTime) {
-        self.last_fault = self.last_fault.max(now);
     }
 
     /// Checks the epoch of a reservation.
@@ -143,18 +131,18 @@ impl Oracle {
         self.versions.entry(key).or_default().insert(epoch, version);
     }
 
-    /// The end of a put that was called at `called` was acknowledged.
+    /// The end of a put that was called at `called` was acknowledged. `replaces`: so was the replacement of older versions.
     pub(crate) fn put_acked(
         &mut self,
         key: usize,
         epoch: Epoch,
-        upsert: bool,
+        replaces: bool,
         called: MonoTime,
         now: MonoTime,
     ) {
         self.tally.puts += 1;
         let versions = self.versions.get_mut(&key).expect("it was granted");
-        if upsert && self.last_fault.after(FAULT_GRACE) < called {
+        if replaces {
             self.tally.replacements += 1;
             for version in versions.range_mut(..epoch).map(|(_, version)| version) {
                 if version.acked.is_some_and(|acked| acked < called) {

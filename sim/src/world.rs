@@ -35,8 +35,6 @@ const CLEANUP_LIMIT: Duration = Duration::from_secs(150);
 const DRAINED_WITHIN: Duration = Duration::from_secs(70);
 /// Interval of progress checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
-/// Time for which a new master waits for the reports of nodes, with a margin.
-const REPORT_GRACE: Duration = Duration::from_secs(33);
 
 /// Result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,8 +96,6 @@ enum Phase {
 struct MasterHost {
     master: Option<Master>,
     incarnation: u32,
-    /// Number of groups at the last check, and since when it is unchanged.
-    hosted: (usize, MonoTime),
 }
 
 /// Host of a node, whose process may exit and restart.
@@ -119,8 +115,6 @@ struct World {
     oracle: Oracle,
     clocks: BTreeMap<ProcessId, HostClock>,
     registry: RegistryState,
-    /// When the registry's document was changed last.
-    written: MonoTime,
     master_hosts: Vec<MasterHost>,
     node_hosts: Vec<NodeHost>,
     clients: Vec<Client>,
@@ -185,7 +179,6 @@ impl World {
             oracle: Oracle::new(plan.groups),
             clocks,
             registry: RegistryState::default(),
-            written: MonoTime(0),
             master_hosts: (0..plan.masters).map(|_| MasterHost::default()).collect(),
             node_hosts: (0..plan.nodes).map(host).collect(),
             clients: Vec::new(),
@@ -263,7 +256,7 @@ impl World {
             ProcessId::Node(index) => {
                 let Some(mut node) = self.node_hosts[index].node.take() else { return Ok(()) };
                 node.arrives(from, message, &mut self.cx(to));
-                self.sits_down(index, node);
+                self.node_hosts[index].node = Some(node);
                 Ok(())
             }
             ProcessId::Client(client) => {
@@ -290,7 +283,6 @@ impl World {
                 let Some(mut master) = self.master_hosts[index].master.take() else { return Ok(()) };
                 let done = master.wake(timer, &mut self.cx(process));
                 self.keep_master(index, master);
-                self.note_faults();
                 done
             }
             (ProcessId::Node(index), Timer::Node(timer))
@@ -298,7 +290,7 @@ impl World {
             {
                 let Some(mut node) = self.node_hosts[index].node.take() else { return Ok(()) };
                 node.wake(timer, &mut self.cx(process));
-                self.sits_down(index, node);
+                self.node_hosts[index].node = Some(node);
                 Ok(())
             }
             (ProcessId::Client(client), Timer::Client(timer)) => {
@@ -316,13 +308,6 @@ impl World {
             }
             _ => Ok(()), // timer of an earlier incarnation
         }
-    }
-
-    fn sits_down(&mut self, index: usize, node: Node) {
-        if !node.is_mounted() {
-            self.oracle.note_fault(self.events.now());
-        }
-        self.node_hosts[index].node = Some(node);
     }
 
     /// Puts a master back after an event, or removes it if it has retired.
@@ -360,11 +345,7 @@ impl World {
             }
         };
         let reply = reply(cx.registry);
-        let writes = matches!(reply, RegistryResponse::Wrote(true));
         cx.send(from, Message::RegistryResponse { call, reply });
-        if writes {
-            self.written = self.events.now();
-        }
     }
 
     /// The last term.
@@ -376,31 +357,6 @@ impl World {
         self.registry.read(now).document.map_or(0, |(_, document)| document.last_term)
     }
 
-    /// Notes faults for the oracle: during a fault, a replacing put does not wait for all nodes.
-    fn note_faults(&mut self) {
-        let now = self.events.now();
-        let written = self.plan.multi_master && now.since(self.written) <= REPORT_GRACE;
-        let (mut hosted, mut settled) = (0, !written);
-        for host in &mut self.master_hosts {
-            let service = host.master.as_ref().and_then(Master::service);
-            let count = service.map_or(0, |service| service.hosted_count());
-            if host.hosted.0 != count {
-                host.hosted = (count, now);
-            }
-            hosted += count;
-            settled &= host.hosted.1 == MonoTime(0) || now.since(host.hosted.1) > REPORT_GRACE;
-            let known = |service: &std::sync::Arc<moontide_master::Service>| {
-                service.nodes().len() == self.node_hosts.len()
-            };
-            settled &= count == 0 || service.is_some_and(known);
-        }
-        let mounted = |host: &NodeHost| host.node.as_ref().is_some_and(Node::is_mounted);
-        let complete = hosted == usize::from(self.plan.groups);
-        if !(settled && complete && self.paused.is_empty() && self.node_hosts.iter().all(mounted)) {
-            self.oracle.note_fault(now);
-        }
-    }
-
     fn starts(&mut self, process: ProcessId) {
         let seed = self.rng.next_u64();
         let plan = self.plan.clone();
@@ -408,13 +364,6 @@ impl World {
             ProcessId::Master(index) if self.master_hosts[index].master.is_none() => {
                 let host = &mut self.master_hosts[index];
                 host.incarnation += 1;
-                // Nodes of the time before the first one there are none.
-                let since =
-                    if host.incarnation == 1 && !plan.multi_master { MonoTime(0) } else { self.events.now() };
-                host.hosted = (usize::MAX, since);
-                if host.incarnation == 1 && !plan.multi_master {
-                    host.hosted = (usize::from(plan.groups), since);
-                }
                 let master = Master::start(index, &plan, seed, &mut self.cx(process));
                 self.master_hosts[index].master = Some(master);
             }
@@ -423,7 +372,7 @@ impl World {
                 let numbers = self.node_hosts[index].numbers;
                 let disk_image = std::mem::take(&mut self.node_hosts[index].disk_image).recovered();
                 let node = Node::start(index, &plan, seed, numbers, disk_image, &mut self.cx(process));
-                self.sits_down(index, node);
+                self.node_hosts[index].node = Some(node);
             }
             _ => {}
         }
@@ -431,7 +380,6 @@ impl World {
 
     fn breaks(&mut self, fault: Fault) {
         let now = self.events.now();
-        self.oracle.note_fault(now);
         let until = |for_ms| now.after(Duration::from_millis(for_ms));
         match fault {
             Fault::Partition { kind, cut, for_ms } => {

@@ -74,6 +74,13 @@ const MUTANTS: &[Mutant] = &[
         activation: Activation::Environment,
     },
     Mutant {
+        name: "upsert-certain-while-unsettled",
+        location: "crates/meta/src/group/put.rs",
+        impact: "A replacement is answered as done although a node that is away has the old version, which is back with the node if the new one is lost.",
+        test: test("meta", "group", "upsert_with_lost_node_is_pending_and_older_version_is_dropped"),
+        activation: Activation::Environment,
+    },
+    Mutant {
         name: "replaced-and-never-written",
         location: "crates/meta/src/group/invalidations.rs",
         impact: "An object whose replacement was never written is gone, and routers go on sending requests to it.",

@@ -170,7 +170,8 @@ pub struct PutOptions {
     /// Stripes per replica, 1 to 1,024. `None`: the master chooses, and splits objects that are too long for a segment.
     pub stripes: Option<u16>,
     /// Whether to replace an object of the same key. If not, an existing object is kept and the put returns
-    /// [`PutOutcome::AlreadyExists`](crate::PutOutcome::AlreadyExists).
+    /// [`PutOutcome::AlreadyExists`](crate::PutOutcome::AlreadyExists). A put that replaces fails with `Pending` if the
+    /// object is stored, but an unreachable node may return with the replaced version.
     pub upsert: bool,
     /// Time after which the object may be dropped. `None`: only when space is needed.
     pub ttl: Option<Duration>,

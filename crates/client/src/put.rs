@@ -100,15 +100,16 @@ impl Inner {
             let metrics = &self.metrics;
             metrics.puts.inc();
             match outcome {
-                Ok(PutOutcome::Stored) => {
-                    let len: usize = item.parts.iter().map(|part| part.len()).sum();
-                    metrics.bytes_written.inc_by(len as u64);
+                Err(error) if error.code() != ErrorCode::Pending => {
+                    metrics.puts_failed.inc();
                 }
                 Ok(PutOutcome::AlreadyExists) => {
                     metrics.puts_already_existed.inc();
                 }
-                Err(_) => {
-                    metrics.puts_failed.inc();
+                // `Pending`: stored, but a node may return with the version that it replaces.
+                Ok(PutOutcome::Stored) | Err(_) => {
+                    let len: usize = item.parts.iter().map(|part| part.len()).sum();
+                    metrics.bytes_written.inc_by(len as u64);
                 }
             }
         }
@@ -249,6 +250,11 @@ impl Inner {
                     self.cache_written(write);
                     outcomes[at] = Some(Ok(PutOutcome::Stored));
                 }
+                // Stored, and final for this call: another attempt would replace it by the same bytes.
+                Err(error) if error.code() == ErrorCode::Pending => {
+                    self.cache_written(write);
+                    outcomes[at] = Some(Err(error));
+                }
                 Err(error) => {
                     let error = write.last.take().unwrap_or(error);
                     // The node left during the put: the master can place the object on another one.
@@ -354,7 +360,8 @@ impl Inner {
         let start = |(object, handles): (ObjectEntry, Packed<'_, Handle>)| match object.code {
             None => {
                 self.learn_generation(object.tenant_generation);
-                Ok(PutStartOutcome::Granted(Reservation { object, handles: handles.iter().collect() }))
+                let (handles, replaces) = (handles.iter().collect(), options.upsert);
+                Ok(PutStartOutcome::Granted(Reservation { object, handles, replaces }))
             }
             Some(ErrorCode::AlreadyExists) => Ok(PutStartOutcome::Existed),
             Some(code @ (ErrorCode::NoSpace | ErrorCode::Busy | ErrorCode::Retry)) => {
@@ -459,7 +466,7 @@ impl Inner {
         self.forget_object(&write.reservation.object.id);
         let all_ok = write.outcomes.iter().all(|outcome| *outcome == Some(Ok(())));
         let Some(roots) = write.all_roots().filter(|_| all_ok) else { return };
-        let Reservation { object, handles } = &write.reservation;
+        let Reservation { object, handles, .. } = &write.reservation;
         let root = object_root(object.id, object.epoch, object.object_len, &roots);
         let with_root =
             |handle: &Handle| Handle { stripe_root: roots[usize::from(handle.stripe_index)], ..*handle };

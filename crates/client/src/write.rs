@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use moontide_proto::convert::{self, ObjectListBuilder, ObjectListKind, SlotOutcomes, Wire};
 use moontide_proto::{
-    CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, PackedKeysBuilder, PutEndEntry, v1,
+    CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, PackedKeysBuilder, PutEndEntry,
+    PutEndFlags, v1,
 };
 use moontide_transfer::{
     Batch, Link, Op, PipelinedPut, Target, TransferError, WaitMode, put_in_one_round_trip, run_batches,
@@ -29,6 +30,8 @@ use crate::store::Inner;
 pub(crate) struct Reservation {
     pub(crate) object: ObjectEntry,
     pub(crate) handles: Vec<Handle>,
+    /// The put replaces an existing version.
+    pub(crate) replaces: bool,
 }
 
 /// Object that is being written: reservation, bytes, and the outcome of each handle.
@@ -88,7 +91,7 @@ impl<'a> ObjectWrite<'a> {
 
     /// Returns the PutEnd entry and the stripe roots.
     pub(crate) fn end(&self) -> (PutEndEntry, Vec<u64>) {
-        let Reservation { object, handles } = &self.reservation;
+        let Reservation { object, handles, replaces } = &self.reservation;
         let mut outcomes = [None; REPLICAS_MAX];
         for (handle, outcome) in handles.iter().zip(&self.outcomes) {
             match outcome {
@@ -104,7 +107,7 @@ impl<'a> ObjectWrite<'a> {
             root: object_root(object.id, object.epoch, object.object_len, &roots),
             outcomes,
             replica_count: object.replica_count,
-            format: 0,
+            flags: if *replaces { PutEndFlags::REPLACES } else { PutEndFlags::NONE },
             stripe_count: roots.len() as u16, // ≤ STRIPES_MAX
         };
         (entry, if roots.len() > 1 { roots } else { Vec::new() })
@@ -448,7 +451,7 @@ fn begin_body(tenant: &str, writes: &[ObjectWrite<'_>], slots: &[(usize, usize)]
 
 /// Returns the operation that fills one slot.
 fn put_op<'m>(write: &ObjectWrite<'m>, at: usize, digests: Option<&'m mut Vec<u64>>) -> Op<'m> {
-    let Reservation { object, handles } = &write.reservation;
+    let Reservation { object, handles, .. } = &write.reservation;
     let handle = &handles[at];
     let parts = slice_parts(write.parts, handle.stripe_offset, handle.stripe_len);
     let op = Op::put_parts(Target::of(handle, object.id, object.epoch), 0, parts);
@@ -465,7 +468,7 @@ fn commit_body(
 ) -> Vec<u8> {
     let mut entries = Vec::with_capacity(slots.len() * CommitEntry::BYTES);
     for (index, &(object, at)) in slots.iter().enumerate() {
-        let Reservation { object: entry, handles } = &writes[object].reservation;
+        let Reservation { object: entry, handles, .. } = &writes[object].reservation;
         let handle = &handles[at];
         let entry = CommitEntry {
             id: entry.id,

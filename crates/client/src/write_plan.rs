@@ -276,6 +276,10 @@ impl WritePlan {
                 self.store.inner.cache_written(&write);
                 Ok(PutOutcome::Stored)
             }
+            Err(error) if error.code() == ErrorCode::Pending => {
+                self.store.inner.cache_written(&write);
+                Err(error)
+            }
             Err(error) => Err(write.last.unwrap_or(error)),
         }
     }

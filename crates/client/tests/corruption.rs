@@ -9,7 +9,7 @@ use moontide_node::{Node, NodeConfig};
 use moontide_proto::convert::{PutStartResponse, SlotOutcomes, Wire};
 use moontide_proto::{
     CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, OpFlags, PackedBuilder,
-    PackedKeysBuilder, PutEndEntry, PutEntry, v1,
+    PackedKeysBuilder, PutEndEntry, PutEndFlags, PutEntry, v1,
 };
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, Target, call, run};
@@ -119,7 +119,7 @@ impl Writer<'_> {
             root: root.wrapping_add(off),
             outcomes: [None; REPLICAS_MAX],
             replica_count: 1,
-            format: 0,
+            flags: PutEndFlags::NONE,
             stripe_count: 1,
         };
         let entries: PackedBuilder<PutEndEntry> = [end].into_iter().collect();

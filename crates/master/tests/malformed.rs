@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::Duration;
 
-use moontide_proto::{FRAME_HEADER_BYTES, FrameKind, PackedBuilder, PutEndEntry, v1};
+use moontide_proto::{FRAME_HEADER_BYTES, FrameKind, PackedBuilder, PutEndEntry, PutEndFlags, v1};
 use moontide_rt::SplitMix64;
 use moontide_types::limits::REPLICAS_MAX;
 use moontide_types::{Epoch, ErrorCode, ObjectId, Term};
@@ -36,7 +36,7 @@ fn bodies() -> Vec<(FrameKind, Vec<u8>)> {
         root: 7,
         outcomes: [None; REPLICAS_MAX],
         replica_count: 1,
-        format: 0,
+        flags: PutEndFlags::NONE,
         stripe_count: 2,
     };
     let entries: PackedBuilder<PutEndEntry> = [entry(1), entry(2)].into_iter().collect();

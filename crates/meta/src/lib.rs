@@ -71,7 +71,7 @@
 //!
 //! // Readers find the object after PutEnd, which carries the root of its digests.
 //! group.lookup(now, 0, &[object], |_, found| assert_eq!(found.err(), Some(ErrorCode::NotReady)));
-//! let end = PutEnd { id, epoch, root: 77, outcomes: &[None], stripe_roots: &[] };
+//! let end = PutEnd { id, epoch, root: 77, outcomes: &[None], stripe_roots: &[], replaces: false };
 //! group.put_end(now, &end, &mut effects).map_err(|code| code.name())?;
 //! group.lookup(now, 0, &[object], |_, found| {
 //!     let found = found.expect("the put has ended");

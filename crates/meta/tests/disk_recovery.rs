@@ -215,6 +215,39 @@ fn object_removed_or_evicted_while_disk_absent_is_not_restored() {
     }
 }
 
+/// Asserts that the older version is dropped when the disk of node 1 returns, although the newer one on node 2 is lost.
+fn check_older_version_is_not_restored(harness: &mut GroupHarness, old: Epoch) {
+    lose_node(harness, 2, 0);
+    return_node(harness, 1, 1);
+    report_on_disk(harness, 1, 1, "k", old);
+    assert!(!harness.exists("k"), "replaced version reappeared");
+    let dropped = |command: &common::Routed| (command.kind, command.epoch) == (CommandKind::Reclaim, old);
+    assert!(harness.commands.iter().any(dropped));
+}
+
+#[test]
+fn upsert_is_pending_while_disk_is_absent_and_older_version_is_not_restored() {
+    let mut harness = disks(&[1, 2]);
+    let old = put_on_disk_of(&mut harness, "k", 1);
+    lose_node(&mut harness, 1, 0);
+    let (new, ended) = harness.upsert_on("k", 2);
+    assert_eq!(ended, Err(ErrorCode::Pending));
+    assert_eq!(harness.lookup("k", 0), Ok((new, 1)));
+    check_older_version_is_not_restored(&mut harness, old);
+}
+
+#[test]
+fn upsert_covers_version_on_absent_disk_that_new_master_never_knew() {
+    let mut harness = GroupHarness::with(config(2));
+    harness.mount(2, 0, Term::ZERO, false);
+    harness.advance(harness.group.config().report_wait + Duration::from_secs(1));
+    harness.tick();
+    let old = Epoch::new(Term::new(1).unwrap(), 5).unwrap();
+    let (new, _) = harness.upsert_on("k", 2);
+    assert_eq!(harness.lookup("k", 0), Ok((new, 1)));
+    check_older_version_is_not_restored(&mut harness, old);
+}
+
 #[test]
 fn unanswered_kill_drops_disk_record_after_node_returns() {
     let mut harness = disks(&[1]);
@@ -309,7 +342,7 @@ fn put_striped(harness: &mut GroupHarness) -> Epoch {
     let options = PutOptions { stripes: Some(2), ..PutOptions::default() };
     let epoch = harness.start_with("s", 2 * STRIPE, &options).unwrap();
     let root = object_root(id("s"), epoch, 2 * STRIPE, &ROOTS);
-    let end = PutEnd { id: id("s"), epoch, root, outcomes: &[None], stripe_roots: &ROOTS };
+    let end = PutEnd { id: id("s"), epoch, root, outcomes: &[None], stripe_roots: &ROOTS, replaces: false };
     harness.group.put_end(harness.now, &end, &mut harness.effects).unwrap();
     harness.settle();
     epoch

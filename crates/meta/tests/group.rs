@@ -166,6 +166,42 @@ fn removal_with_lost_node_is_pending_and_later_report_is_dropped() {
 }
 
 #[test]
+fn upsert_with_lost_node_is_pending_and_older_version_is_dropped() {
+    let mut harness = GroupHarness::new(&[1, 2]);
+    let options = PutOptions { local_node: Some(NodeId(2)), ..PutOptions::default() };
+    let old = harness.start_with("k", KIB, &options).unwrap();
+    harness.end("k", old).unwrap();
+    harness.group.node_lost(harness.now, NodeId(2), SessionId(200), &mut harness.effects);
+    harness.tick();
+    let (new, ended) = harness.upsert_on("k", 1);
+    assert_eq!(ended, Err(ErrorCode::Pending), "node 2 may have the older version");
+    assert_eq!(harness.lookup("k", 0), Ok((new, 1)), "stored nevertheless");
+    assert_eq!(harness.end("k", new), Ok(()), "a put that replaces nothing is not uncertain");
+    // The new version is lost, and then the older one is reported.
+    harness.group.node_lost(harness.now, NodeId(1), SessionId(100), &mut harness.effects);
+    harness.tick();
+    harness.mount(2, 0, Term::new(1).unwrap(), true);
+    let (now, name, term) = (harness.now, (NodeId(2), SegmentId(0)), Term::new(1).unwrap());
+    let generation = moontide_types::Generation(1);
+    let record = reported(&harness, "k", old, 0);
+    harness.group.report(now, name, generation, term, 0, [record], &mut harness.effects).unwrap();
+    harness.group.report_end(now, name, generation, term, 1, &mut harness.effects).unwrap();
+    harness.settle();
+    assert!(!harness.exists("k"), "replaced version reappeared");
+}
+
+#[test]
+fn upsert_is_certain_when_all_nodes_have_answered() {
+    let mut harness = GroupHarness::new(&[1, 2]);
+    let (_, ended) = harness.upsert_on("k", 2);
+    assert_eq!(ended, Ok(()), "there is no older version");
+    let (new, ended) = harness.upsert_on("k", 1);
+    assert_eq!(ended, Err(ErrorCode::Retry), "node 2 has not answered the kill");
+    harness.run_commands();
+    assert_eq!(harness.end_replacing("k", new), Ok(()));
+}
+
+#[test]
 fn leased_or_pinned_object_resists_eviction_and_unforced_remove() {
     let mut harness = GroupHarness::new(&[1]);
     harness.put("k", KIB);
@@ -408,7 +444,8 @@ fn striped_object_spans_segments_and_needs_every_stripe() {
     let epoch = harness.start_with("big", len, &options).unwrap();
     let roots = [5, 6, 7];
     let root = moontide_types::record::object_root(id("big"), epoch, len, &roots);
-    let mut end = PutEnd { id: id("big"), epoch, root, outcomes: &[None], stripe_roots: &roots[..2] };
+    let mut end =
+        PutEnd { id: id("big"), epoch, root, outcomes: &[None], stripe_roots: &roots[..2], replaces: false };
     assert_eq!(harness.group.put_end(harness.now, &end, &mut vec![]), Err(ErrorCode::InvalidArgument));
     end.stripe_roots = &roots;
     harness.group.put_end(harness.now, &end, &mut harness.effects).unwrap();

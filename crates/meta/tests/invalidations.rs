@@ -292,7 +292,7 @@ fn remove_and_put_again(harness: &mut GroupHarness, key: &str) {
         options: &options,
     };
     let epoch = harness.group.put_start(harness.now, &put, &mut harness.effects).unwrap().object.epoch;
-    let end = PutEnd { id: id(key), epoch, root: 77, outcomes: &[None], stripe_roots: &[] };
+    let end = PutEnd { id: id(key), epoch, root: 77, outcomes: &[None], stripe_roots: &[], replaces: false };
     harness.group.put_end(harness.now, &end, &mut harness.effects).unwrap();
 }
 

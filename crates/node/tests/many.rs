@@ -10,8 +10,8 @@ use moontide_node::{Node, NodeConfig};
 use moontide_proto::convert::{SlotOutcomes, Wire};
 use moontide_proto::limits::HANDLES_PER_RESPONSE_MAX;
 use moontide_proto::{
-    CommitEntry, CommitFlags, FrameKind, Handle, ObjectEntry, Packed, PackedBuilder, PutEndEntry, PutEntry,
-    v1,
+    CommitEntry, CommitFlags, FrameKind, Handle, ObjectEntry, Packed, PackedBuilder, PutEndEntry,
+    PutEndFlags, PutEntry, v1,
 };
 use moontide_transfer::{Link, Op, call, run};
 use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX};
@@ -91,7 +91,7 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
             root,
             outcomes: [None; REPLICAS_MAX],
             replica_count: 1,
-            format: 0,
+            flags: PutEndFlags::NONE,
             stripe_count: 1,
         });
     }

@@ -103,5 +103,5 @@ pub use packed::{
 pub use records::{
     CommandFlags, CommandKind, CommandResult, CommandStatus, CommitEntry, CommitFlags, Handle, HandleFlags,
     NodeCommand, ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, PutEndEntry,
-    PutEntry, ReportFlags, ReportRecord, Stripe, TransferOp, VersionedId,
+    PutEndFlags, PutEntry, ReportFlags, ReportRecord, Stripe, TransferOp, VersionedId,
 };

@@ -11,6 +11,6 @@ mod transfer_op;
 
 pub use command::{CommandFlags, CommandKind, CommandResult, CommandStatus, NodeCommand};
 pub use object::{Handle, HandleFlags, ObjectEntry, ObjectFlags, Stripe};
-pub use put::{CommitEntry, CommitFlags, PutEndEntry, PutEntry, VersionedId};
+pub use put::{CommitEntry, CommitFlags, PutEndEntry, PutEndFlags, PutEntry, VersionedId};
 pub use report::{OffloadFlags, OffloadRecord, ReportFlags, ReportRecord};
 pub use transfer_op::{OpFlags, OpKind, TransferOp};

@@ -7,8 +7,8 @@ use moontide_proto::limits::HELLO_BYTES_MAX;
 use moontide_proto::{
     AccessRight, CapabilityKey, CapabilityScope, CommandFlags, CommandKind, CommandResult, CommandStatus,
     CommitEntry, CommitFlags, FRAME_FIELDS, FixedRecord, FrameKind, Handle, HandleFlags, Hello, NodeCommand,
-    ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, PutEndEntry, PutEntry,
-    ReportFlags, ReportRecord, TransferOp, VersionedId,
+    ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, PutEndEntry, PutEndFlags,
+    PutEntry, ReportFlags, ReportRecord, TransferOp, VersionedId,
 };
 use moontide_types::{Epoch, Generation, Medium, ObjectId, SegmentId, SlotId, Term};
 
@@ -87,7 +87,7 @@ fn enum_and_flag_numbers_match_formats_doc() {
         };
     }
     numbers!(OpKind CommandKind CommandStatus Medium);
-    bits!(OpFlags ObjectFlags HandleFlags CommitFlags CommandFlags ReportFlags OffloadFlags);
+    bits!(OpFlags ObjectFlags HandleFlags CommitFlags PutEndFlags CommandFlags ReportFlags OffloadFlags);
 }
 
 #[test]

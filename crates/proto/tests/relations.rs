@@ -194,7 +194,6 @@ fn puts(table: &mut Table) {
     table.check(
         valid,
         &[
-            (&[("format", 1)], "format = 0"),
             (&[("replica_count", 0)], replicas),
             (&[("replica_count", REPLICAS_MAX as u64 + 1)], replicas),
             (&[("stripe_count", 0)], stripes),

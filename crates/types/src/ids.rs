@@ -176,6 +176,11 @@ impl Epoch {
     pub const fn sequence(self) -> u64 {
         self.0 & Self::SEQUENCE_MAX
     }
+
+    /// Returns the largest epoch below this one; zero for zero.
+    pub const fn predecessor(self) -> Epoch {
+        Epoch(self.0.saturating_sub(1))
+    }
 }
 
 impl fmt::Display for Epoch {

@@ -5,8 +5,8 @@ use std::time::Duration;
 use moontide_client::logic::{NodeHealth, RETRY_BACKOFF};
 use moontide_proto::convert::{PutConfig, PutStartResponse, Wire};
 use moontide_proto::{
-    CommitEntry, CommitFlags, FixedRecord, Handle, ObjectEntry, PackedBuilder, PutEndEntry, PutEntry,
-    VersionedId, v1,
+    CommitEntry, CommitFlags, FixedRecord, Handle, ObjectEntry, PackedBuilder, PutEndEntry, PutEndFlags,
+    PutEntry, VersionedId, v1,
 };
 use moontide_rt::Backoff;
 use moontide_types::ErrorCode;
@@ -103,7 +103,7 @@ impl Client {
                 self.state = State::Put(put);
             }
             Step::Ending { writing, backoff, .. } => {
-                let entry = writing.end();
+                let entry = writing.end(put.upsert);
                 let entries: PackedBuilder<PutEndEntry> = [entry].into_iter().collect();
                 let request = v1::PutEndRequest {
                     context: self.context(put.caller, cx),
@@ -325,10 +325,12 @@ impl Client {
             unreachable!("looked at by the caller")
         };
         match code {
-            None => {
+            None | Some(ErrorCode::Pending) => {
                 let now = cx.world_now();
                 let epoch = writing.object.epoch;
-                cx.oracle.put_acked(put.key, epoch, put.upsert, self.called, now);
+                let replaces = put.upsert && code.is_none();
+                cx.oracle.put_acked(put.key, epoch, replaces, self.called, now);
+                cx.oracle.tally.pending += u64::from(code.is_some());
                 self.remember_written(&writing);
                 self.state = State::Put(put);
                 self.finish(OpOutcome::Well, cx);
@@ -379,7 +381,7 @@ impl ObjectWrite {
     }
 
     /// Returns the PutEnd entry.
-    fn end(&self) -> PutEndEntry {
+    fn end(&self, replaces: bool) -> PutEndEntry {
         let mut outcomes = [None; REPLICAS_MAX];
         for replica in &self.replicas {
             outcomes[usize::from(replica.handle.replica)] = match replica.outcome {
@@ -394,7 +396,7 @@ impl ObjectWrite {
             root: self.root().unwrap_or(0),
             outcomes,
             replica_count: self.object.replica_count,
-            format: 0,
+            flags: if replaces { PutEndFlags::REPLACES } else { PutEndFlags::NONE },
             stripe_count: 1,
         }
     }

@@ -147,7 +147,8 @@ impl MetaFixture {
                     Ok(reservation) => reservation.object.epoch,
                     Err(code) => return Err(BenchError::Wrong(format!("put_start failed: {code}"))),
                 };
-                let end = PutEnd { id, epoch, root: 1, outcomes: &[None], stripe_roots: &[] };
+                let end =
+                    PutEnd { id, epoch, root: 1, outcomes: &[None], stripe_roots: &[], replaces: false };
                 let ended = group.put_end(time, &end, &mut self.effects);
                 ended.map_err(|code| BenchError::Wrong(format!("put_end failed: {code}")))?;
             }

@@ -202,7 +202,8 @@ impl Cache for Shipped {
             }
             // As the master does: the last block of a batch ends first.
             for PutEndArgs { group, id, epoch } in started.into_iter().rev() {
-                let end = PutEnd { id, epoch, root: 1, outcomes: &[None], stripe_roots: &[] };
+                let end =
+                    PutEnd { id, epoch, root: 1, outcomes: &[None], stripe_roots: &[], replaces: false };
                 let ended = self.groups[group].put_end(now, &end, &mut self.effects);
                 ended.map_err(|code| BenchError::Wrong(format!("put_end failed: {code}")))?;
                 self.apply_commands(group);

@@ -4,11 +4,10 @@
 //!
 //! * no client had announced a put of `v` under this key before the get ended;
 //! * the put of `v` was acknowledged, and a removal of the key started after that and was acknowledged before `g`;
-//! * the same with an upsert instead of a removal, acknowledged more than [`REPLACED_MAX`] before `g`.
+//! * the same with an upsert instead of a removal.
 //!
 //! A put that was not acknowledged may take effect at any later time, so its reads are not restricted. A removal that
-//! is pending, or found nothing, guarantees nothing. A node that is partitioned from its master continues to serve
-//! clients that know it, including versions replaced elsewhere: a new version does not wait for unreachable nodes.
+//! found nothing guarantees nothing, and neither does a removal or an upsert that is pending: a node is unreachable.
 //! Times are of the monotonic clock of the machine, taken around each call.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -18,10 +17,6 @@ use crate::faults::{Done, Stop};
 use crate::journal::{Kind, Outcome, Record};
 use crate::report;
 use crate::value::{KeyId, Version};
-
-/// Time for which a replaced version may still be read: as long as a node is partitioned, until it has received the
-/// commands of its master again.
-pub const REPLACED_MAX: Duration = Duration::from_secs(10);
 
 /// Events of a key.
 #[derive(Debug, Default)]
@@ -40,8 +35,6 @@ pub struct Verdict {
     pub longest_get: Duration,
     /// Number of gets that failed after healing, by client and error.
     pub unanswered: BTreeMap<String, u64>,
-    /// Number of reads of a replaced version, and the longest time since its replacement.
-    replaced: (u64, Duration),
     pub keys_written: u64,
     /// Number of calls by kind and result.
     counts: BTreeMap<(&'static str, String), u64>,
@@ -100,10 +93,6 @@ pub fn judge(records: &[Record], stops: &[Stop], quiet: u64) -> Verdict {
             }
             let since = match over(record, &histories[&record.key]) {
                 Over::No => continue,
-                Over::Replaced(since) if since <= REPLACED_MAX => {
-                    verdict.replaced = (verdict.replaced.0 + 1, verdict.replaced.1.max(since));
-                    continue;
-                }
                 Over::Replaced(since) => format!("{:?} was replaced {since:?} before", record.version),
                 Over::Removed(since) => format!("{:?} was removed {since:?} before", record.version),
                 Over::Never(reason) => reason,
@@ -116,7 +105,7 @@ pub fn judge(records: &[Record], stops: &[Stop], quiet: u64) -> Verdict {
     verdict
 }
 
-/// Reason reason the result of a get is wrong.
+/// Reason why the result of a get is wrong.
 enum Over {
     /// The result is correct.
     No,
@@ -158,10 +147,6 @@ impl Verdict {
     pub fn print(&self, faults: &[Done]) {
         report::operations(&self.counts, self.keys_written);
         report::latencies(&self.gets, faults);
-        let (times, longest) = self.replaced;
-        println!(
-            "{times} reads of replaced versions, at most {longest:?} after the replacement; up to {REPLACED_MAX:?} are allowed"
-        );
         println!("{} wrong reads", self.wrong.len());
     }
 }
@@ -207,10 +192,10 @@ mod tests {
         then(&[(Remove, pending, 0, 30, 40), (Get, Ok, 7, 41, 50)], 0);
         then(&[(Remove, Absent, 0, 30, 40), (Get, Ok, 7, 41, 50)], 0);
         let replaced = [(Begin, Ok, 9, 30, 30), (Upsert, Ok, 9, 30, 40)];
-        let allowed = REPLACED_MAX.as_nanos() as u64;
-        then(&[&replaced[..], &[(Get, Ok, 7, 41 + allowed, 50 + allowed)]].concat(), 1);
-        then(&[&replaced[..], &[(Get, Ok, 7, 41, 50)]].concat(), 0); // by a partitioned client
-        then(&[&replaced[..], &[(Get, Ok, 9, 41 + allowed, 50 + allowed)]].concat(), 0);
+        then(&[&replaced[..], &[(Get, Ok, 7, 41, 50)]].concat(), 1);
+        then(&[&replaced[..], &[(Get, Ok, 7, 39, 50)]].concat(), 0); // started before the acknowledgement
+        then(&[&replaced[..], &[(Get, Ok, 9, 41, 50)]].concat(), 0);
+        then(&[(Begin, Ok, 9, 30, 30), (Upsert, pending, 9, 30, 40), (Get, Ok, 7, 41, 50)], 0);
         then(&[&replaced[..], &[(Remove, Ok, 0, 45, 46), (Get, Ok, 7, 47, 50)]].concat(), 1);
         // Failures without active faults are reported.
         let failed =

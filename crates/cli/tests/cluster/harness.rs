@@ -356,6 +356,14 @@ impl Cluster {
         self.nodes.push(node);
     }
 
+    /// Starts one more node without the arguments of the shape.
+    pub fn add_plain_node(&mut self) {
+        let shape = Shape { node_words: Vec::new(), ..self.shape.clone() };
+        let shape = std::mem::replace(&mut self.shape, shape);
+        self.add_node(&[]);
+        self.shape = shape;
+    }
+
     /// Starts one more node through a command prefix, with a change of the command by `prepare`.
     pub fn add_node_prepared(&mut self, through: &[String], prepare: &dyn Fn(&mut Command)) {
         let name = format!("node-{}", self.nodes.len());

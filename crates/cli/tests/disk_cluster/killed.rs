@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use moontide_client::{PutOptions, PutOutcome, Store, StoreConfig};
 use moontide_disk::BackendKind;
+use moontide_types::ErrorCode;
 
 use crate::content::Rng;
 use crate::disk_harness::{
@@ -158,4 +159,40 @@ fn removed_stays_removed(backend: BackendKind) {
         println!("{backend}: {} stay removed, {} kept exist", removed.len(), kept.len());
     }
     cluster.cluster.end();
+}
+
+/// Regression: a master forgets the objects of an absent node, so that a replacement found no older version and kept no
+/// tombstone. When the new version was lost, the disk of the returning node brought the old one back.
+#[test]
+fn replaced_object_does_not_return_with_disk_of_absent_node() {
+    let mut rng = Rng::seeded();
+    let mut cluster = DiskCluster::start(BackendKind::Bucket, Sizes::times(16, 8), "");
+    let store = cluster.store(false);
+    let objects: Vec<Object> =
+        (0..200).map(|n| Object::new("old", n, &mut rng, 256 * KIB..256 * KIB + 1)).collect();
+    put_fast(&[&store], &objects);
+    let known = on_disk(&store, &objects);
+    assert!(known.len() > 20, "only {} objects were on disk", known.len());
+    let (replaced, kept) = known.split_at(10);
+    cluster.cluster.nodes[0].kill();
+    cluster.cluster.wait_for_nodes(0);
+    cluster.cluster.add_plain_node();
+    cluster.cluster.wait_for_nodes(1);
+    let upsert = PutOptions { upsert: true, ..PutOptions::default() };
+    for object in replaced {
+        let put = store.put_with(object.key(), &[b"new"], &upsert).map_err(|error| error.code());
+        assert_eq!(put, Err(ErrorCode::Pending), "{}: its node is absent", object.key);
+        assert_eq!(store.get(object.key()).unwrap().as_deref(), Some(&b"new"[..]), "stored nevertheless");
+    }
+    cluster.cluster.nodes[1].kill();
+    cluster.cluster.wait_for_nodes(0);
+    cluster.cluster.restart_node(0);
+    first_hit(&cluster, &store, kept);
+    until("objects that were not replaced exist again", REPORTED, || {
+        count_existing(&store, kept) == kept.len()
+    });
+    for object in replaced {
+        let got = read(&store, Way::Copy, object);
+        assert!(matches!(got, Got::Miss), "{} was replaced, and now {got:?}", object.key);
+    }
 }

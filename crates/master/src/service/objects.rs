@@ -6,7 +6,7 @@ use moontide_proto::convert::{
     PutEndRequest, PutRevokeRequest, PutStartRequest, SetPinRequest, TouchRequest, Wire,
 };
 use moontide_proto::limits::HANDLES_PER_RESPONSE_MAX;
-use moontide_proto::{Capability, Handle, HandleFlags, ObjectEntry, ObjectFlags, v1};
+use moontide_proto::{Capability, Handle, HandleFlags, ObjectEntry, ObjectFlags, PutEndFlags, v1};
 use moontide_types::limits::{REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{Attributes, AttributesRef, ParentHash};
 use moontide_types::{ErrorCode, Generation, Medium, SegmentId, SlotId, TenantGeneration, Term};
@@ -180,6 +180,8 @@ impl Service {
         let request = PutEndRequest::from_wire(m).map_err(refused);
         self.outcomes(request.map(|r| (r.context, r)), |_, request, codes| {
             let now = self.now();
+            // Another master may own the group already, with objects that this master does not know.
+            let unconfirmed = self.is_unconfirmed();
             let mut effects = Effects::new();
             *codes = OutcomeCodes::new(request.entries.len());
             // The entries of a batch are the blocks of a prompt, in order. The last one ends first, so that eviction takes it
@@ -193,13 +195,15 @@ impl Service {
                     root: entry.root,
                     outcomes: &entry.outcomes[..entry.replica_count.into()],
                     stripe_roots,
+                    replaces: entry.flags.contains(PutEndFlags::REPLACES),
                 };
                 let ended = self.group(index).and_then(|mut group| {
                     let ended = group.put_end(now, &end, &mut effects);
                     self.deliver(&group, &mut effects);
                     ended
                 });
-                codes.set(at, ended.err());
+                let uncertain = unconfirmed && end.replaces && ended.is_ok();
+                codes.set(at, if uncertain { Some(ErrorCode::Pending) } else { ended.err() });
             }
         })
     }

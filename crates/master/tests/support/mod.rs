@@ -13,7 +13,7 @@ use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{
     CommandKind, CommandResult, CommandStatus, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind,
     Hello, NodeCommand, ObjectEntry, Packed, PackedBuilder, PackedKeysBuilder, ProtocolVersions, PutEndEntry,
-    PutEntry, Token, v1,
+    PutEndFlags, PutEntry, Token, v1,
 };
 use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX};
 use moontide_types::record::{State, Word};
@@ -79,7 +79,7 @@ pub fn put_end(ids: &[ObjectId], started: &v1::PutStartResponse) -> v1::PutEndRe
             root: 0x5eed,
             outcomes: [None; REPLICAS_MAX],
             replica_count: object.replica_count,
-            format: 0,
+            flags: PutEndFlags::NONE,
             stripe_count: 1,
         })
         .collect();

@@ -114,6 +114,8 @@ pub struct PutEnd<'a> {
     pub outcomes: &'a [Option<ErrorCode>],
     /// Roots of the stripes, if there are several.
     pub stripe_roots: &'a [u64],
+    /// The put replaces an existing version, and the caller relies on it.
+    pub replaces: bool,
 }
 
 /// Choices of the strategy before the group scans all segments.
@@ -203,6 +205,9 @@ impl Group {
         if let Some(at) = existing {
             self.replace_object(at, now, put.object.id, effects);
         }
+        if put.options.upsert {
+            self.add_replacement_tombstone(put.object.id, epoch.predecessor(), now);
+        }
         let at = match self.add_reservation(now, put, &plan, epoch, &locations) {
             Ok(at) => at,
             Err(code) => {
@@ -224,8 +229,17 @@ impl Group {
     /// Completes a put. May be repeated: a complete object of this version stays complete.
     ///
     /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report, or an older
-    /// version is still being killed; the caller repeats the call.
+    /// version is still being killed; the caller repeats the call. `Pending`: the object is complete, but an unreachable
+    /// node may have the version that it replaces, and return with it after this version is lost.
     pub fn put_end(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
+        self.complete_put(now, end, effects)?;
+        let uncertain = end.replaces
+            && (self.is_unsettled(now) || self.disks_are_returning())
+            && !moontide_rt::mutation_enabled("upsert-certain-while-unsettled");
+        if uncertain { Err(ErrorCode::Pending) } else { Ok(()) }
+    }
+
+    fn complete_put(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
         if !end.outcomes.is_empty() && end.outcomes.iter().all(Option::is_some) {
             // The writer reports that it wrote nothing: it must start again, whatever nodes have yet to report. If the
             // object is nevertheless complete, this call is a late repetition and handled like any other.

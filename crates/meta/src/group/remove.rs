@@ -215,12 +215,7 @@ impl Group {
             self.invalidate_unless_put(by, mark);
             return;
         }
-        if self.is_unsettled(now) && self.tombstones.len() < TOMBSTONES_MAX {
-            // Nodes that have yet to report may have it too, and the new version may be evicted before they report.
-            let removed = self.tombstones.entry(record.id()).or_insert(record.epoch());
-            *removed = record.epoch().max(*removed);
-        }
-        self.keep_disk_tombstone(record.id(), record.epoch(), now);
+        self.add_replacement_tombstone(by, record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         self.invalidate_unless_put(by, mark);
         if removal.kills == 0 {
@@ -238,6 +233,16 @@ impl Group {
                 pending: removal.unreachable,
             },
         );
+    }
+
+    /// Keeps a tombstone for the versions of an object up to this one. Nodes and disks that have yet to report may have
+    /// one, known to this master or not, and the new version may be evicted or lost before they report.
+    pub(super) fn add_replacement_tombstone(&mut self, id: ObjectId, replaced: Epoch, now: Now) {
+        if self.is_unsettled(now) && self.tombstones.len() < TOMBSTONES_MAX {
+            let removed = self.tombstones.entry(id).or_insert(replaced);
+            *removed = replaced.max(*removed);
+        }
+        self.keep_disk_tombstone(id, replaced, now);
     }
 
     /// Handles the result of a command. A `Kill` or `Reclaim` of anything but a draining version is outdated and

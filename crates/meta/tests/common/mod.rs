@@ -293,7 +293,7 @@ impl GroupHarness {
         epoch: Epoch,
         outcomes: &[Option<ErrorCode>],
     ) -> Result<(), ErrorCode> {
-        let end = PutEnd { id: id(key), epoch, root: 77, outcomes, stripe_roots: &[] };
+        let end = PutEnd { id: id(key), epoch, root: 77, outcomes, stripe_roots: &[], replaces: false };
         let ended = self.group.put_end(self.now, &end, &mut self.effects);
         self.settle();
         ended
@@ -301,6 +301,22 @@ impl GroupHarness {
 
     pub(crate) fn end(&mut self, key: &str, epoch: Epoch) -> Result<(), ErrorCode> {
         self.end_with(key, epoch, &[None; 8])
+    }
+
+    /// Replaces an object of one KiB on a node; returns the epoch and the outcome of the PutEnd.
+    pub(crate) fn upsert_on(&mut self, key: &str, node: u64) -> (Epoch, Result<(), ErrorCode>) {
+        let local_node = Some(NodeId(node));
+        let options = PutOptions { upsert: true, local_node, ..PutOptions::default() };
+        let epoch = self.start_with(key, 1024, &options).unwrap();
+        (epoch, self.end_replacing(key, epoch))
+    }
+
+    pub(crate) fn end_replacing(&mut self, key: &str, epoch: Epoch) -> Result<(), ErrorCode> {
+        let outcomes = &[None; 8];
+        let end = PutEnd { id: id(key), epoch, root: 77, outcomes, stripe_roots: &[], replaces: true };
+        let ended = self.group.put_end(self.now, &end, &mut self.effects);
+        self.settle();
+        ended
     }
 
     pub(crate) fn put(&mut self, key: &str, len: u64) -> Epoch {

@@ -119,6 +119,7 @@ impl ModelHarness {
             parent,
             acked: false,
             seen: false,
+            upsert: put.upsert,
             removed: false,
             removal_pending: false,
         });
@@ -218,10 +219,12 @@ impl ModelHarness {
             root: put.root(),
             outcomes: &outcomes,
             stripe_roots: &stripe_roots,
+            replaces: put.upsert,
         };
         let response = self.group.put_end(self.now, &end, &mut self.effects);
         match response {
-            Ok(()) => {
+            Ok(()) | Err(ErrorCode::Pending) => {
+                ensure!(response.is_ok() || put.upsert, "Pending for a put that replaces nothing");
                 // For readers a complete object is gone when it has expired or its nodes are lost; its put was still
                 // successful. The same holds for an object that a report completed and that expired before any lookup.
                 let expired = put.expires.is_some_and(|at| at <= self.now.unix);
@@ -231,6 +234,15 @@ impl ModelHarness {
                 ensure!(!put.removed, "PutEnd of {} acknowledged after its removal", put.epoch);
                 if !put.acked {
                     self.check_replaced(put.key, put.epoch)?;
+                }
+                if put.upsert {
+                    // An acknowledged replacement is a removal of all older versions.
+                    let mut replaced = self.epochs_of_removal(put.key);
+                    replaced.retain(|epoch| *epoch < put.epoch);
+                    match response {
+                        Ok(()) => self.removed(put.key, &replaced)?,
+                        Err(_) => self.removal_pending(&replaced),
+                    }
                 }
                 self.puts[at].acked = true;
                 if writing {

@@ -64,6 +64,8 @@ pub(crate) struct PutModel {
     pub(crate) one_sided: bool,
     pub(crate) cohort: Option<Vec<u8>>,
     pub(crate) parent: Option<Vec<u8>>,
+    /// It replaces an existing version.
+    pub(crate) upsert: bool,
     /// The PutEnd was acknowledged.
     pub(crate) acked: bool,
     /// A reader received it as complete.

@@ -15,7 +15,7 @@ use moontide_node::{Node, NodeConfig};
 use moontide_proto::convert::{GetReplicaListResponse, PutStartResponse, SlotOutcomes, Wire};
 use moontide_proto::{
     Codes, CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, OpFlags, PackedBuilder,
-    PackedKeysBuilder, PutEndEntry, PutEntry, v1,
+    PackedKeysBuilder, PutEndEntry, PutEndFlags, PutEntry, v1,
 };
 use moontide_rt::SplitMix64;
 use moontide_transfer::shm::{ShmConfig, ShmEngine, address};
@@ -247,7 +247,7 @@ impl<'a> Client<'a> {
             root,
             outcomes: [None; REPLICAS_MAX],
             replica_count: reserved.object.replica_count,
-            format: 0,
+            flags: PutEndFlags::NONE,
             stripe_count: 1,
         };
         let mut entries = PackedBuilder::with_capacity(1);

@@ -62,6 +62,14 @@ impl FieldValue for [Option<ErrorCode>; REPLICAS_MAX] {
     }
 }
 
+flags! {
+    /// Options of the end of a put.
+    pub struct PutEndFlags(u8) {
+        /// The put replaces an existing version. It is `Pending` while an unreachable node may return with that version.
+        REPLACES = 0,
+    }
+}
+
 fixed_record! {
     /// Outcome of the write of one object. A replica succeeds only if all of its stripes were written.
     ///
@@ -78,8 +86,8 @@ fixed_record! {
         32 outcomes: [Option<ErrorCode>; REPLICAS_MAX],
         /// Number of replicas.
         48 replica_count: u8,
-        /// Format of the entry: always 0 so far.
-        49 format: u8,
+        /// Options.
+        49 flags: PutEndFlags,
         /// Number of stripes; with more than one, their roots follow in the message.
         50 stripe_count: u16,
         reserved 52,
@@ -89,7 +97,6 @@ fixed_record! {
 impl PutEndEntry {
     fn check(&self) -> Result<(), RecordError> {
         let replicas = usize::from(self.replica_count);
-        Self::rule(self.format == 0, "format = 0")?;
         Self::rule((1..=REPLICAS_MAX).contains(&replicas), "1 ≤ replica_count ≤ REPLICAS_MAX")?;
         Self::rule(
             (1..=STRIPES_MAX).contains(&usize::from(self.stripe_count)),

@@ -226,7 +226,7 @@ impl Gen {
             root: self.u64(),
             outcomes,
             replica_count,
-            format: 0,
+            flags: self.pick(&[PutEndFlags::NONE, PutEndFlags::REPLACES]),
             stripe_count: self.pick(&[1, 1, 2, 5]),
         }
     }

@@ -11,6 +11,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moontide_bench::format_bytes;
 use moontide_client::{PutOptions, PutOutcome};
 use moontide_settings::parse_duration;
+use moontide_types::ErrorCode;
 use moontide_types::limits::OBJECT_BYTES_MAX;
 use moontide_types::record::PinClass;
 use serde_json::json;
@@ -112,9 +113,11 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     bar.set_message("storing");
     let outcome = store.put_with(&key, &[&value], &options);
     bar.finish_and_clear();
-    let name = match outcome? {
-        PutOutcome::Stored => "stored",
-        PutOutcome::AlreadyExists => "already_exists",
+    let name = match outcome {
+        Ok(PutOutcome::Stored) => "stored",
+        Ok(PutOutcome::AlreadyExists) => "already_exists",
+        Err(error) if error.code() == ErrorCode::Pending => "pending",
+        Err(error) => return Err(error.into()),
     };
     let (shown, len) = (format::escaped(&key), value.len());
     let mut out = std::io::stdout().lock();
@@ -123,7 +126,12 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     } else if name == "already_exists" {
         writeln!(out, "already exists: {shown}; --upsert replaces it")
     } else {
-        writeln!(out, "stored {shown} ({})", format_bytes(len as u64))
+        write!(out, "stored {shown} ({})", format_bytes(len as u64)).and_then(|()| match name {
+            "pending" => {
+                writeln!(out, "; pending: a node is unreachable and may return with the replaced object")
+            }
+            _ => writeln!(out),
+        })
     })
 }
 
