@@ -11,14 +11,12 @@ mod list;
 mod reference;
 mod shipped;
 
-use std::fs::File;
-use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 
-use crate::results::{BenchError, Progress, ResultRow, io};
-use crate::trace::{Reader, Request};
+use crate::results::{BenchError, Progress, ResultRow};
+use crate::trace::{Request, open, unread};
 use reference::{Arc, Belady, Lru, S3Fifo, WTinyLfu};
 use shipped::Shipped;
 
@@ -43,7 +41,7 @@ const POLICIES: [&str; 6] = ["moontide", "lru", "s3-fifo", "arc", "w-tinylfu", "
 
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
-    /// Moontide or Mooncake traces; see docs/trace.md for the formats
+    /// Traces of Moontide, Mooncake, Bailian or Dynamo, also compressed; see docs/trace.md for the formats
     #[arg(required = true)]
     files: Vec<PathBuf>,
     /// Capacities in percent of the distinct blocks
@@ -95,10 +93,8 @@ impl NumberedTrace {
     }
 
     fn read(path: &Path, requests_max: usize) -> Result<NumberedTrace, BenchError> {
-        let unread = |error| BenchError::Wrong(format!("{}: {error}", path.display()));
-        let file = File::open(path).map_err(io("opening the trace"))?;
-        let reader = Reader::new(BufReader::with_capacity(1 << 20, file)).map_err(unread)?;
-        let requests: Vec<Request> = reader.take(requests_max).collect::<Result<_, _>>().map_err(unread)?;
+        let requests = open(path)?.take(requests_max).collect::<Result<Vec<Request>, _>>();
+        let requests = requests.map_err(unread(path))?;
         Ok(NumberedTrace::new(requests))
     }
 

@@ -5,7 +5,9 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `reader` | parser of lines into requests, checks every bound; also reads the public Mooncake format |
+//! | `open` | trace files, plain or compressed |
+//! | `reader` | parser of lines into requests, checks every bound |
+//! | `formats` | lines of other projects' traces: Mooncake, Bailian, Dynamo |
 //! | `writer` | formatter of requests as lines |
 //! | `generate` | synthetic requests from a seed |
 //! | `summary` | totals of a trace |
@@ -15,21 +17,23 @@
 //! the same checks as requests that are written.
 
 mod commands;
+mod formats;
 mod generate;
+mod open;
 mod reader;
 mod summary;
 mod writer;
 
 pub(crate) use commands::{GENERATE_EXAMPLES, GenerateArgs, INFO_EXAMPLES, InfoArgs, generate, info};
 pub(crate) use generate::{Generator, TraceParams};
-pub(crate) use reader::Reader;
+pub(crate) use open::{open, unread};
 pub(crate) use summary::Summary;
 pub(crate) use writer::Writer;
 
 /// Version in the first line of a trace.
 pub(crate) const VERSION: u32 = 1;
-/// Maximum number of blocks of a request: two million tokens at 512 each, more than any context.
-pub(crate) const BLOCKS_MAX: usize = 4096;
+/// Maximum number of blocks of a request: a million tokens at 64 each, or 262,144 at 16.
+pub(crate) const BLOCKS_MAX: usize = 16_384;
 /// Maximum number of requests of a trace: days of a busy cluster. Readers may keep a few words per request.
 pub(crate) const REQUESTS_MAX: u64 = 10_000_000;
 /// Maximum number of block references of all requests together: 2 GiB of hashes for a reader that keeps them.
@@ -81,7 +85,7 @@ pub(crate) struct Request {
 
 #[cfg(test)]
 mod tests {
-    use super::reader::TraceError;
+    use super::reader::{Reader, TraceError};
     use super::*;
     use proptest::prelude::*;
 

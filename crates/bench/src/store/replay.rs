@@ -3,8 +3,6 @@
 //! For each request it gets the leading stored blocks up to the first missing one, and puts the others. The bytes of a
 //! block are derived from its hash; each get is compared with them.
 
-use std::fs::File;
-use std::io::BufReader;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -18,8 +16,8 @@ use parking_lot::Mutex;
 
 use super::cluster::{BenchCluster, Size};
 use crate::measure::{Percentiles, percentiles};
-use crate::results::{BenchError, ResultRow, io, wrong};
-use crate::trace::{BlockHash, Reader, Request, Summary};
+use crate::results::{BenchError, ResultRow, wrong};
+use crate::trace::{BlockHash, Request, Summary, open, unread};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -38,7 +36,7 @@ One JSON object on standard output:
 
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
-    /// Moontide or Mooncake trace; see docs/trace.md for the format
+    /// Trace of Moontide, Mooncake, Bailian or Dynamo, also compressed; see docs/trace.md for the formats
     file: PathBuf,
     /// Number of concurrent engines
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -74,12 +72,12 @@ struct Counts {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
-    let unread = |error| BenchError::Wrong(format!("{}: {error}", args.file.display()));
-    let file = File::open(&args.file).map_err(io("opening the trace"))?;
-    let reader = Reader::new(BufReader::with_capacity(1 << 20, file)).map_err(unread)?;
+    let reader = open(&args.file)?;
     let header = reader.header();
-    let requests: Vec<Request> =
-        reader.take(args.requests.unwrap_or(usize::MAX)).collect::<Result<_, _>>().map_err(unread)?;
+    let requests: Vec<Request> = reader
+        .take(args.requests.unwrap_or(usize::MAX))
+        .collect::<Result<_, _>>()
+        .map_err(unread(&args.file))?;
     let mut summary = Summary::new(header);
     requests.iter().for_each(|request| summary.add(request));
     let cluster = match &args.master {

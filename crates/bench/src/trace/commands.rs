@@ -1,14 +1,14 @@
 //! `moontide bench trace-gen` and `trace-info`: generate and summarize traces.
 
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 
 use super::{
     BLOCK_BYTES_DEFAULT, BLOCK_BYTES_MAX, BLOCK_REFERENCES_MAX, BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX,
-    Generator, Header, REQUESTS_MAX, Reader, Summary, TraceParams, Writer,
+    Generator, Header, REQUESTS_MAX, Summary, TraceParams, Writer, open, unread,
 };
 use crate::results::{BenchError, Progress, io};
 
@@ -25,6 +25,7 @@ pub(crate) const INFO_EXAMPLES: &str = "\
 Examples:
   moontide bench trace-info chat.jsonl
   moontide bench trace-info conversation_trace.jsonl     a public Mooncake trace, with 512 tokens per block
+  moontide bench trace-info requests.jsonl.gz            a trace of Dynamo, compressed
 
   blocks, bytes                        of all requests, with repetitions
   distinct_blocks, working_set_bytes   without repetitions: final size of an infinite cache
@@ -66,7 +67,7 @@ pub(crate) struct GenerateArgs {
 
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct InfoArgs {
-    /// Moontide or Mooncake trace
+    /// Trace of Moontide, Mooncake, Bailian or Dynamo; gzip and zstd are recognized
     file: PathBuf,
 }
 
@@ -114,12 +115,10 @@ fn write(params: TraceParams, header: Header, out: impl Write) -> Result<Summary
 
 /// Prints the summary of a trace.
 pub(crate) fn info(args: &InfoArgs) -> Result<(), BenchError> {
-    let wrong = |error| BenchError::Wrong(format!("{}: {error}", args.file.display()));
-    let file = File::open(&args.file).map_err(io("opening the trace"))?;
-    let reader = Reader::new(BufReader::with_capacity(1 << 20, file)).map_err(wrong)?;
+    let reader = open(&args.file)?;
     let mut summary = Summary::new(reader.header());
     for request in reader {
-        summary.add(&request.map_err(wrong)?);
+        summary.add(&request.map_err(unread(&args.file))?);
     }
     print(&summary)
 }

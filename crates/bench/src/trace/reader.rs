@@ -4,13 +4,16 @@ use std::io::{BufRead, Read};
 
 use serde::Deserialize;
 
+use super::formats::{
+    BailianLine, DynamoLine, DynamoRequest, Format, MooncakeLine, Sessions, blocks, is_other_event,
+};
 use super::{
     AT_MS_MAX, BLOCK_BYTES_DEFAULT, BLOCK_BYTES_MAX, BLOCK_REFERENCES_MAX, BLOCK_TOKENS_DEFAULT,
     BLOCK_TOKENS_MAX, BLOCKS_MAX, BlockHash, Header, REQUESTS_MAX, Request, TOKENS_MAX, VERSION,
 };
 
-/// Maximum length of a line. The longest Moontide request is 78 KB; Mooncake's are shorter.
-const LINE_BYTES_MAX: usize = 128 << 10;
+/// Maximum length of a line. The longest Moontide request is 312 KB, the longest one of Dynamo 345 KB.
+const LINE_BYTES_MAX: usize = 512 << 10;
 
 /// Error of reading a trace. Line numbers start at 1.
 #[derive(Debug, thiserror::Error)]
@@ -24,9 +27,9 @@ pub(crate) enum TraceError {
     /// A line is not JSON of the expected form.
     #[error("line {line} is not a request of a trace ({source}); see docs/trace.md for the format")]
     NotARequest { line: u64, source: serde_json::Error },
-    /// The first line is neither a Moontide header nor a Mooncake request.
+    /// The first line is neither a Moontide header nor a request of another known format.
     #[error(
-        "line 1 is neither the header of a Moontide trace nor a request of a Mooncake trace; see docs/trace.md for both formats"
+        "line 1 is neither the header of a Moontide trace nor a request of a Mooncake, Bailian or Dynamo trace; see docs/trace.md for the formats"
     )]
     NotATrace,
     /// The trace has a version that this program does not support.
@@ -63,21 +66,6 @@ struct RequestLine<'a> {
     blocks: Vec<&'a str>,
 }
 
-/// Fields of a request in Mooncake's public traces.
-#[derive(Deserialize)]
-struct MooncakeLine {
-    timestamp: f64,
-    input_length: u64,
-    output_length: u64,
-    hash_ids: Vec<u64>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Format {
-    Moontide,
-    Mooncake,
-}
-
 /// Iterator over the requests of a trace. It ends after an error.
 pub(crate) struct Reader<R> {
     input: R,
@@ -90,6 +78,7 @@ pub(crate) struct Reader<R> {
     is_ahead: bool,
     is_over: bool,
     last_at_us: u64,
+    sessions: Sessions,
     requests: u64,
     references: u64,
 }
@@ -107,29 +96,38 @@ impl<R: BufRead> Reader<R> {
             is_ahead: false,
             is_over: false,
             last_at_us: 0,
+            sessions: Sessions::default(),
             requests: 0,
             references: 0,
         };
         if !reader.next_line()? {
             return Err(TraceError::NotATrace);
         }
-        let first: serde_json::Value =
+        let mut first: serde_json::Value =
             serde_json::from_slice(&reader.line).map_err(|_| TraceError::NotATrace)?;
+        while is_other_event(&first) && reader.next_line()? {
+            first = reader.parse()?;
+        }
         if let Some(version) = first.get("moontide_trace") {
             if version.as_u64() != Some(VERSION.into()) {
                 return Err(TraceError::Version { version: version.as_u64().unwrap_or(0) });
             }
             reader.header = reader.read_header()?;
             reader.format = Format::Moontide;
-        } else if first.get("timestamp").is_some() && first.get("hash_ids").is_some() {
-            reader.is_ahead = true;
         } else {
-            return Err(TraceError::NotATrace);
+            let (format, block_tokens) = Format::of(&first).ok_or(TraceError::NotATrace)?;
+            reader.check_block_tokens(block_tokens)?;
+            // The number of bytes per token depends on the model, which these traces do not name.
+            let block_bytes = BLOCK_BYTES_DEFAULT * u64::from(block_tokens) / u64::from(BLOCK_TOKENS_DEFAULT);
+            reader.header =
+                Header { block_bytes: block_bytes.clamp(1, BLOCK_BYTES_MAX), block_tokens, seed: 0 };
+            reader.format = format;
+            reader.is_ahead = true;
         }
         Ok(reader)
     }
 
-    /// Header of the trace, or the defaults for a Mooncake trace.
+    /// Header of the trace, or the defaults for its format.
     pub(crate) fn header(&self) -> Header {
         self.header
     }
@@ -139,10 +137,14 @@ impl<R: BufRead> Reader<R> {
         self.check("block_bytes", (1..=BLOCK_BYTES_MAX).contains(&block_bytes), || {
             format!("1 to {BLOCK_BYTES_MAX}")
         })?;
-        self.check("block_tokens", (1..=BLOCK_TOKENS_MAX).contains(&block_tokens), || {
-            format!("1 to {BLOCK_TOKENS_MAX}")
-        })?;
+        self.check_block_tokens(block_tokens)?;
         Ok(Header { block_bytes, block_tokens, seed })
+    }
+
+    fn check_block_tokens(&self, block_tokens: u32) -> Result<(), TraceError> {
+        self.check("the tokens of a block", (1..=BLOCK_TOKENS_MAX).contains(&block_tokens), || {
+            format!("1 to {BLOCK_TOKENS_MAX}")
+        })
     }
 
     /// Reads the next line that is not empty; returns false at the end.
@@ -187,6 +189,11 @@ impl<R: BufRead> Reader<R> {
         let request = match self.format {
             Format::Moontide => self.moontide()?,
             Format::Mooncake => self.mooncake()?,
+            Format::Bailian => self.bailian()?,
+            Format::Dynamo => match self.dynamo()? {
+                Some(request) => request,
+                None => return Ok(None),
+            },
         };
         self.check("input tokens", request.input_tokens <= TOKENS_MAX, || format!("at most {TOKENS_MAX}"))?;
         self.check("output tokens", request.output_tokens <= TOKENS_MAX, || format!("at most {TOKENS_MAX}"))?;
@@ -234,8 +241,50 @@ impl<R: BufRead> Reader<R> {
             turn: 0,
             input_tokens: input_length,
             output_tokens: output_length,
-            blocks: hash_ids.into_iter().map(BlockHash).collect(),
+            blocks: blocks(hash_ids),
         })
+    }
+
+    fn bailian(&mut self) -> Result<Request, TraceError> {
+        let line: BailianLine = self.parse()?;
+        let (session, turn) = self.sessions.continued(line.chat_id, line.parent_chat_id);
+        Ok(Request {
+            at_us: self.at_us(line.timestamp * 1000.0)?,
+            session,
+            turn,
+            input_tokens: line.input_length,
+            output_tokens: line.output_length,
+            blocks: blocks(line.hash_ids),
+        })
+    }
+
+    /// Reads on to the next event that is a request.
+    fn dynamo(&mut self) -> Result<Option<Request>, TraceError> {
+        let (timestamp, context, request) = loop {
+            let DynamoLine { timestamp, event } = self.parse()?;
+            match event.request {
+                Some(request) => break (timestamp, event.agent_context, request),
+                None if self.next_line()? => {}
+                None => return Ok(None),
+            }
+        };
+        let (session, turn) = match context {
+            Some(context) => self.sessions.named(&context.session_id),
+            None => self.sessions.first_turn(),
+        };
+        let DynamoRequest { input_tokens, output_tokens, replay } = request;
+        let block_tokens = self.header.block_tokens;
+        self.check("trace_block_size", replay.trace_block_size == block_tokens, || {
+            format!("{block_tokens}, as in the first line")
+        })?;
+        Ok(Some(Request {
+            at_us: self.at_us(timestamp)?,
+            session,
+            turn,
+            input_tokens,
+            output_tokens,
+            blocks: blocks(replay.input_sequence_hashes),
+        }))
     }
 }
 
@@ -308,6 +357,50 @@ mod tests {
     }
 
     #[test]
+    fn bailian_traces_are_parsed_with_sessions() {
+        let text = r#"{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 521, "output_length": 132, "type": "text", "turn": 1, "hash_ids": [1, 2]}
+{"chat_id": 160, "parent_chat_id": -1, "timestamp": 62.0, "input_length": 30, "output_length": 1, "type": "text", "turn": 1, "hash_ids": [9]}
+{"chat_id": 161, "parent_chat_id": 159, "timestamp": 70.5, "input_length": 700, "output_length": 2, "type": "text", "turn": 2, "hash_ids": [1, 2, 3]}"#;
+        let reader = Reader::new(text.as_bytes()).unwrap();
+        assert_eq!(reader.header(), Header { block_bytes: 4096, block_tokens: 16, seed: 0 });
+        let requests = reader.collect::<Result<Vec<Request>, TraceError>>().unwrap();
+        let numbers: Vec<_> = requests.iter().map(|r| (r.at_us, r.session, r.turn)).collect();
+        assert_eq!(numbers, [(61_114_000, 0, 0), (62_000_000, 1, 0), (70_500_000, 0, 1)]);
+        assert_eq!(requests[2].blocks, [BlockHash(1), BlockHash(2), BlockHash(3)]);
+    }
+
+    #[test]
+    fn dynamo_traces_are_parsed_with_sessions() {
+        let line = |at: u64, session: &str, size: u32, hashes: &str| {
+            format!(
+                "{{\"timestamp\":{at},\"event\":{{\"schema\":\"dynamo.request.trace.v1\",\"agent_context\":{{\"session_id\":\
+                 \"{session}\"}},\"request\":{{\"input_tokens\":40,\"output_tokens\":3,\"replay\":{{\"trace_block_size\":{size},\
+                 \"input_length\":40,\"input_sequence_hashes\":[{hashes}]}}}}}}}}\n"
+            )
+        };
+        let tool = r#"{"timestamp":4,"event":{"schema":"dynamo.request.trace.v1","event_type":"tool_start","tool":{}}}"#;
+        let tool = format!("{tool}\n");
+        let text = tool.clone()
+            + &line(5, "a:root", 16, "18446744073709551615,2")
+            + &tool
+            + &line(7, "b\\u002droot", 16, "4")
+            + &line(9, "a:root", 16, "18446744073709551615,2,3")
+            + &tool;
+        let reader = Reader::new(text.as_bytes()).unwrap();
+        assert_eq!(reader.header().block_tokens, 16);
+        let requests = reader.collect::<Result<Vec<Request>, TraceError>>().unwrap();
+        let numbers: Vec<_> = requests.iter().map(|r| (r.at_us, r.session, r.turn, r.blocks.len())).collect();
+        assert_eq!(numbers, [(5000, 0, 0, 2), (7000, 1, 0, 1), (9000, 0, 1, 3)]);
+        let mixed = line(5, "a", 16, "1") + &line(7, "a", 32, "1");
+        let error = read(mixed.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("line 2: trace_block_size must be 16"), "{error}");
+        let huge = line(5, "a", u32::MAX, "1");
+        assert!(
+            read(huge.as_bytes()).unwrap_err().to_string().contains("the tokens of a block must be 1 to")
+        );
+    }
+
+    #[test]
     fn invalid_request_is_rejected_with_position() {
         let check = |text: String, part: &str| {
             let error = read(text.as_bytes()).unwrap_err().to_string();
@@ -327,7 +420,7 @@ mod tests {
                 r["input_tokens"] = 10_000_000.into();
                 r["blocks"] = vec!["0"; BLOCKS_MAX + 1].into();
             }),
-            "at most 4096",
+            "at most 16384",
         );
         check(request(|r| r.as_object_mut().unwrap().retain(|name, _| name != "turn")), "turn");
     }
