@@ -79,7 +79,7 @@ class InProgress(Error):
 
 
 class Pending(Error):
-    """The call was accepted, but not all nodes have confirmed it yet."""
+    """Removed or replaced, but a node that has not confirmed it may still undo it."""
 
     code = 103
     retryable = True

@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Optional, Union
 
 from moontide import _native
 from moontide._binary import binary
-from moontide.errors import Closed, InvalidArgument
+from moontide.errors import Closed, InvalidArgument, Pending
 
 Key = Union[str, bytes]
 
@@ -41,17 +42,21 @@ class Store(_native.Store):
     def __setitem__(self, key: Key, value: Any) -> None:
         """Stores bytes unchanged, and an array with its type and shape. Replaces an existing object.
 
+        Ignores Pending: the value is stored. Use put(overwrite=True) to learn whether the replacement is certain.
+
         >>> import numpy
         >>> store["a"] = numpy.zeros((2, 2), dtype="float16")
         >>> store["a"]
         <moontide.Tensor float16 [2, 2]>
         """
         if isinstance(value, (bytes, bytearray, memoryview)):
-            self.put(key, value, overwrite=True)
+            with suppress(Pending):
+                self.put(key, value, overwrite=True)
         elif isinstance(value, str):
             raise TypeError("a str cannot be stored; encode it, e.g. with value.encode()")
         else:
-            self.put_tensor(key, value, overwrite=True)
+            with suppress(Pending):
+                self.put_tensor(key, value, overwrite=True)
 
     def __getitem__(self, key: Key) -> Any:
         """Returns the stored bytes, or a Tensor. Raises KeyError if the key does not exist."""

@@ -116,7 +116,7 @@ fn small<T: TryFrom<i64>>(what: &str, number: i64) -> PyResult<T> {
 ///
 /// - ``replicas``: number of replicas, each on a different node; ``replicas_min``: the put fails with fewer.
 /// - ``stripes``: stripes of each replica, on different nodes; None: the master decides.
-/// - ``overwrite``: replace an existing object.
+/// - ``overwrite``: replace an existing object; raises Pending if it is stored, but a node may return with the old one.
 /// - ``ttl``: time to live in seconds; None: until evicted.
 /// - ``pin``: "soft" is evicted last, "hard" never; "hard" is removed only with force.
 /// - ``cohort``: label of objects that are evicted together.

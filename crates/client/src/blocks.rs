@@ -4,8 +4,9 @@
 //! both languages find each other's blocks if prefix, byte order and hashes are equal.
 
 use moontide_blocks::{BlockHash, BlockSource, BlockTarget};
+use moontide_types::ErrorCode;
 
-use crate::{GetInto, PutItem, PutOptions, Store, StoreError};
+use crate::{GetInto, PutItem, PutOptions, PutOutcome, Store, StoreError};
 
 /// Store of the blocks of one model and rank.
 #[derive(Clone, Debug)]
@@ -93,7 +94,11 @@ impl moontide_blocks::BlockStore for RemoteBlockStore {
         };
         let items: Vec<PutItem<'_>> = blocks.iter().zip(&keys).map(item).collect();
         let outcomes = self.store.put_batch(&items, &self.options);
-        let saved = outcomes.iter().take_while(|outcome| outcome.is_ok()).count();
+        // `Pending`: saved, but a node may return with the block that was replaced.
+        let is_saved = |outcome: &&Result<PutOutcome, StoreError>| {
+            outcome.as_ref().err().is_none_or(|error| error.code() == ErrorCode::Pending)
+        };
+        let saved = outcomes.iter().take_while(is_saved).count();
         match outcomes.into_iter().nth(saved) {
             // A full store is not an error of the cache: the blocks that were saved count.
             Some(Err(error)) if saved == 0 => Err(error),

@@ -30,7 +30,7 @@ use crate::store::Inner;
 pub(crate) struct Reservation {
     pub(crate) object: ObjectEntry,
     pub(crate) handles: Vec<Handle>,
-    /// The put replaces an existing version.
+    /// The put may replace an existing version.
     pub(crate) replaces: bool,
 }
 

@@ -12,7 +12,7 @@
 //! | *unconfirmed* lease | no confirmed renewal for half a lease |
 //!
 //! An unconfirmed master continues to serve: nodes fence its grants, because each node accepts only the highest term
-//! that it knows. Operations that nodes cannot fence are restricted: removals return `Pending`, and no leases are
+//! that it knows. Operations that nodes cannot fence are restricted: removals and upserts return `Pending`, and no leases are
 //! granted.
 //!
 //! Invariant: the term of a group increases with every change of its owner, because both are written together.

@@ -472,7 +472,7 @@ fn tick(service: &Service, stopped: &Receiver<()>) {
                     info!(groups, "lease confirmed by the registry")
                 }
                 Role::Member { groups, confirmed: false, .. } => {
-                    warn!(groups, "lease not confirmed by the registry; removals return Pending");
+                    warn!(groups, "lease not confirmed by the registry; removals and upserts return Pending");
                 }
             }
         }

@@ -314,6 +314,8 @@ pub struct Group {
     /// Ids whose next put cannot be acknowledged yet, with the number of removals that it waits for. Separate from the
     /// records, because a reservation may be released and made again while the older version is being killed.
     replacing: HashMap<ObjectId, u32>,
+    /// Ids in the index whose older version was on a node that did not confirm its kill: the replacement is not certain.
+    uncertain_replacements: HashSet<ObjectId>,
     /// Removed versions that an unreachable node may still have.
     tombstones: HashMap<ObjectId, Epoch>,
     /// Segments that went away with their nodes' sessions, and when they are dropped. Per segment, because a returning
@@ -396,6 +398,7 @@ impl Group {
             removals: HashMap::new(),
             removal_count: 0,
             replacing: HashMap::new(),
+            uncertain_replacements: HashSet::new(),
             tombstones: HashMap::new(),
             absent: HashMap::new(),
             absent_disks: HashMap::new(),
@@ -702,6 +705,7 @@ impl Group {
         self.tenants.get_mut(record.tenant()).objects -= 1;
         let removed = self.table.remove(record.id(), at.number());
         debug_assert!(removed, "record is missing in the table");
+        self.uncertain_replacements.remove(&record.id());
         self.invalidate(record.id(), !record.has(RecordFlag::Writing));
         if let Some(old) = self.slab.remove(at) {
             self.record_moved(old, at);

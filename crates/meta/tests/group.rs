@@ -191,6 +191,29 @@ fn upsert_with_lost_node_is_pending_and_older_version_is_dropped() {
 }
 
 #[test]
+fn repeated_end_of_upsert_waits_for_older_version_reported_since() {
+    let mut harness = GroupHarness::new(&[1, 2]);
+    let options = PutOptions { local_node: Some(NodeId(2)), ..PutOptions::default() };
+    let old = harness.start_with("k", KIB, &options).unwrap();
+    harness.end("k", old).unwrap();
+    harness.group.node_lost(harness.now, NodeId(2), SessionId(200), &mut harness.effects);
+    harness.tick();
+    let (new, ended) = harness.upsert_on("k", 1);
+    assert_eq!(ended, Err(ErrorCode::Pending));
+    // The node returns and reports the older version, which it has not killed yet.
+    harness.mount(2, 0, Term::new(1).unwrap(), true);
+    let (now, name, term) = (harness.now, (NodeId(2), SegmentId(0)), Term::new(1).unwrap());
+    let generation = moontide_types::Generation(1);
+    let record = reported(&harness, "k", old, 0);
+    harness.group.report(now, name, generation, term, 0, [record], &mut harness.effects).unwrap();
+    harness.group.report_end(now, name, generation, term, 1, &mut harness.effects).unwrap();
+    harness.settle();
+    assert_eq!(harness.end_replacing("k", new), Err(ErrorCode::Retry), "the older version is still READY");
+    harness.run_commands();
+    assert_eq!(harness.end_replacing("k", new), Ok(()));
+}
+
+#[test]
 fn upsert_is_certain_when_all_nodes_have_answered() {
     let mut harness = GroupHarness::new(&[1, 2]);
     let (_, ended) = harness.upsert_on("k", 2);

@@ -72,7 +72,7 @@ error_codes! {
     /// Another client is writing the object.
     InProgress = 102, true, "retry after a pause, or continue without the put";
     /// The master accepted the call, but not all nodes have confirmed it yet.
-    Pending = 103, true, "query again later; the master keeps retrying";
+    Pending = 103, true, "the change is made, but a node that has not confirmed it may undo it; repeat the call to be certain";
     /// The version that the caller refers to no longer exists.
     Gone = 104, false, "look the object up again";
     /// The object is reserved or being written, and not readable yet.

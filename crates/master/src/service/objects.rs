@@ -180,13 +180,12 @@ impl Service {
         let request = PutEndRequest::from_wire(m).map_err(refused);
         self.outcomes(request.map(|r| (r.context, r)), |_, request, codes| {
             let now = self.now();
-            // Another master may own the group already, with objects that this master does not know.
-            let unconfirmed = self.is_unconfirmed();
             let mut effects = Effects::new();
             *codes = OutcomeCodes::new(request.entries.len());
             // The entries of a batch are the blocks of a prompt, in order. The last one ends first, so that eviction takes it
             // before its predecessors: without them it is worth nothing.
             let entries: Vec<_> = request.iter().enumerate().collect();
+            let mut replaced = vec![];
             for (at, (entry, stripe_roots)) in entries.into_iter().rev() {
                 let index = self.group_of(entry.id);
                 let end = PutEnd {
@@ -202,8 +201,12 @@ impl Service {
                     self.deliver(&group, &mut effects);
                     ended
                 });
-                let uncertain = unconfirmed && end.replaces && ended.is_ok();
-                codes.set(at, if uncertain { Some(ErrorCode::Pending) } else { ended.err() });
+                replaced.extend((end.replaces && ended.is_ok()).then_some(at));
+                codes.set(at, ended.err());
+            }
+            // Another master may own the group already, with objects that this master does not know.
+            if self.is_unconfirmed() {
+                replaced.into_iter().for_each(|at| codes.set(at, Some(ErrorCode::Pending)));
             }
         })
     }

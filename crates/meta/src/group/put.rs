@@ -114,7 +114,7 @@ pub struct PutEnd<'a> {
     pub outcomes: &'a [Option<ErrorCode>],
     /// Roots of the stripes, if there are several.
     pub stripe_roots: &'a [u64],
-    /// The put replaces an existing version, and the caller relies on it.
+    /// The put may replace an existing version, and the caller relies on it.
     pub replaces: bool,
 }
 
@@ -234,9 +234,16 @@ impl Group {
     pub fn put_end(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
         self.complete_put(now, end, effects)?;
         let uncertain = end.replaces
-            && (self.is_unsettled(now) || self.disks_are_returning())
+            && (self.is_unsettled(now)
+                || self.disks_are_returning()
+                || self.uncertain_replacements.contains(&end.id))
             && !moontide_rt::mutation_enabled("upsert-certain-while-unsettled");
-        if uncertain { Err(ErrorCode::Pending) } else { Ok(()) }
+        if !uncertain {
+            return Ok(());
+        }
+        // The PutStart may have been answered by the preceding master, or before a node left.
+        self.add_replacement_tombstone(end.id, end.epoch.predecessor(), now);
+        Err(ErrorCode::Pending)
     }
 
     fn complete_put(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
@@ -259,6 +266,13 @@ impl Group {
         }
         let skip_kill_check = moontide_rt::mutation_enabled("upsert-before-kill");
         if self.replacing.contains_key(&end.id) && !skip_kill_check {
+            return Err(ErrorCode::Retry);
+        }
+        // A complete version does not wait for older ones that a node reports later, but its replacement is not certain yet.
+        if end.replaces
+            && self.unconfirmed_versions(end.id).any(|older| older.epoch < end.epoch)
+            && !skip_kill_check
+        {
             return Err(ErrorCode::Retry);
         }
         if !record.has(RecordFlag::Writing) {

@@ -210,14 +210,21 @@ impl Group {
         let record = *self.slab.get(at);
         let mark = self.invalidation_count();
         if record.has(RecordFlag::Writing) {
-            // No reader can have seen it.
+            // No reader can have seen it. What it was to replace is still uncertain for its successor.
+            let uncertain = self.uncertain_replacements.contains(&by);
             self.drop_object(at, now, effects);
+            if uncertain {
+                self.uncertain_replacements.insert(by);
+            }
             self.invalidate_unless_put(by, mark);
             return;
         }
         self.add_replacement_tombstone(by, record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         self.invalidate_unless_put(by, mark);
+        if removal.unreachable {
+            self.uncertain_replacements.insert(by);
+        }
         if removal.kills == 0 {
             return;
         }
@@ -238,7 +245,8 @@ impl Group {
     /// Keeps a tombstone for the versions of an object up to this one. Nodes and disks that have yet to report may have
     /// one, known to this master or not, and the new version may be evicted or lost before they report.
     pub(super) fn add_replacement_tombstone(&mut self, id: ObjectId, replaced: Epoch, now: Now) {
-        if self.is_unsettled(now) && self.tombstones.len() < TOMBSTONES_MAX {
+        let fits = self.tombstones.len() < TOMBSTONES_MAX || self.tombstones.contains_key(&id);
+        if self.is_unsettled(now) && fits {
             let removed = self.tombstones.entry(id).or_insert(replaced);
             *removed = replaced.max(*removed);
         }
@@ -403,6 +411,9 @@ impl Group {
             effects.push(Effect::Removed { waiter, code: pending.then_some(ErrorCode::Pending) });
         }
         if let Some(id) = removal.replaced_by {
+            if removal.pending && self.find_id(id).is_some() {
+                self.uncertain_replacements.insert(id);
+            }
             self.replacement_done(id);
         }
     }

@@ -417,3 +417,20 @@ fn object_that_leaves_and_returns_between_two_reports_is_invalidated() {
         ],
     );
 }
+
+/// Failure: a replacement was acknowledged while the older version was being written to disk. Cause: its memory had been
+/// unmounted meanwhile, so there was nothing to kill, and the group waited for no node. Fix: it is `Pending`.
+#[test]
+fn replacement_of_object_in_unmounted_segment_is_pending() {
+    check(
+        Topology,
+        &[
+            PutStart(replicas(0, 3)),
+            PutWhole(Put { len: 300 << 10, ..put(3) }),
+            Evict { target_permille: 0, objects: 1 },
+            Execute { node: 2, count: 1, refuse: false },
+            Unmount { segment: 3 },
+            PutWhole(upsert(3)),
+        ],
+    );
+}

@@ -65,7 +65,7 @@ impl FieldValue for [Option<ErrorCode>; REPLICAS_MAX] {
 flags! {
     /// Options of the end of a put.
     pub struct PutEndFlags(u8) {
-        /// The put replaces an existing version. It is `Pending` while an unreachable node may return with that version.
+        /// The put may replace an existing version. It is `Pending` while an unreachable node may return with that version.
         REPLACES = 0,
     }
 }
