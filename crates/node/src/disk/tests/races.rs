@@ -178,7 +178,9 @@ pub(super) fn killed_after_reuse(backend: BackendKind, mutation: Option<Mutation
 /// A removal fails, and further removals follow without a pause. The failed one is retried all the same, so that the
 /// inventory of the next session ends.
 pub(super) fn removal_fails_under_steady_traffic(mutation: Option<Mutation>) -> bool {
-    let harness = Harness::new(Setup { mutation, slots: 2, ..Setup::default() });
+    // Long enough that a busy machine causes no gap in the traffic.
+    let write_pause = Duration::from_millis(300);
+    let harness = Harness::new(Setup { mutation, slots: 2, write_pause, ..Setup::default() });
     let name = harness.store(SlotId(0), 1, 5000);
     harness.disk.set_faults(Faults { no_space_permille: 1000, ..Faults::default() });
     assert_eq!(harness.outcome(harness.remove(name)), Err(ErrorCode::DiskError));
@@ -186,10 +188,10 @@ pub(super) fn removal_fails_under_steady_traffic(mutation: Option<Mutation>) -> 
     harness.begin_session(SessionId(6));
     let other = harness.put(SlotId(1), 2, 100);
     let end = LogEntry::InventoryEnd(SessionId(6));
-    let until = Instant::now() + 50 * harness.setup.write_pause;
+    let until = Instant::now() + 6 * write_pause;
     while Instant::now() < until && !harness.log.entries.lock().contains(&end) {
         harness.remove(other);
-        std::thread::sleep(harness.setup.write_pause / 10);
+        std::thread::sleep(write_pause / 100);
     }
     let ended = harness.log.entries.lock().contains(&end);
     harness.end();
