@@ -20,9 +20,9 @@ const REPORT: &str = "nextest/default/junit.xml";
 /// How long the monitor sleeps between two looks at the clock.
 const PROBE: Duration = Duration::from_millis(20);
 
-/// A sleep that takes this much longer than [`PROBE`] is a stall: tests with leases and deadlines of a second cannot be
+/// A sleep that takes this much longer than [`PROBE`] is a stall: tests with pauses and deadlines of this order cannot be
 /// expected to pass. On a machine that is merely busy such a sleep is a few milliseconds late.
-const STALL: Duration = Duration::from_millis(250);
+const STALL: Duration = Duration::from_millis(100);
 
 /// Why the retries of a run are not acceptable.
 #[derive(Debug, thiserror::Error)]
