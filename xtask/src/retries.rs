@@ -21,7 +21,7 @@ const REPORT: &str = "nextest/default/junit.xml";
 const PROBE: Duration = Duration::from_millis(20);
 
 /// A sleep that takes this much longer than [`PROBE`] is a stall: tests with pauses and deadlines of this order cannot be
-/// expected to pass. On a machine that is merely busy such a sleep is a few milliseconds late.
+/// expected to pass.
 const STALL: Duration = Duration::from_millis(100);
 
 /// Why the retries of a run are not acceptable.

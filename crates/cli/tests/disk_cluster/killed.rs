@@ -184,6 +184,19 @@ fn replaced_object_does_not_return_with_disk_of_absent_node() {
         assert_eq!(put, Err(ErrorCode::Pending), "{}: its node is absent", object.key);
         assert_eq!(store.get(object.key()).unwrap().as_deref(), Some(&b"new"[..]), "stored nevertheless");
     }
+    let mut put = std::process::Command::new(env!("CARGO_BIN_EXE_moontide"));
+    put.args([
+        "put",
+        &replaced[0].key,
+        "/dev/null",
+        "--upsert",
+        "--json",
+        "--master",
+        cluster.cluster.grpc(),
+    ]);
+    let put = put.output().expect("the command runs");
+    let printed = String::from_utf8_lossy(&put.stdout);
+    assert!(put.status.success() && printed.contains("\"outcome\":\"pending\""), "{put:?}");
     cluster.cluster.nodes[1].kill();
     cluster.cluster.wait_for_nodes(0);
     cluster.cluster.restart_node(0);

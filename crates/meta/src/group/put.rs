@@ -202,11 +202,12 @@ impl Group {
                 return Err(code);
             }
         };
+        let replaces_complete = existing.is_some_and(|at| !self.slab.get(at).has(RecordFlag::Writing));
+        if put.options.upsert || replaces_complete {
+            self.add_replacement_tombstone(put.object.id, epoch.predecessor(), now);
+        }
         if let Some(at) = existing {
             self.replace_object(at, now, put.object.id, effects);
-        }
-        if put.options.upsert {
-            self.add_replacement_tombstone(put.object.id, epoch.predecessor(), now);
         }
         let at = match self.add_reservation(now, put, &plan, epoch, &locations) {
             Ok(at) => at,

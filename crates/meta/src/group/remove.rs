@@ -219,7 +219,6 @@ impl Group {
             self.invalidate_unless_put(by, mark);
             return;
         }
-        self.add_replacement_tombstone(by, record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         self.invalidate_unless_put(by, mark);
         if removal.unreachable {
