@@ -238,8 +238,11 @@ impl Channel {
     /// it within `timeout`, it stays excluded, and may call this again.
     pub fn rejoin(&mut self, timeout: Duration) -> Result<(), WaitError> {
         self.world.heartbeat();
+        match self.stage {
+            Stage::Rejoining => self.barrier.request_join_again(),
+            _ => self.barrier.request_join(),
+        }
         self.stage = Stage::Rejoining;
-        self.barrier.request_join();
         let entry =
             self.barrier.await_admission(&mut self.barrier.posts().wait_strategy(self.spins, timeout))?;
         self.step = entry.odd_step.into();

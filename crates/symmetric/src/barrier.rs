@@ -380,6 +380,15 @@ impl<M: BarrierMemory> PhaseBarrier<M> {
         self.wake_sleepers();
     }
 
+    /// Asks to join once more, after [`PhaseBarrier::await_admission`] timed out. A request that a member has granted in
+    /// the meantime remains: the members count on this rank, and would lose it in the middle of a step.
+    pub fn request_join_again(&mut self) {
+        let seen = self.member_state(self.me);
+        if seen.generation() != self.generation || seen.state() == EXCLUDED {
+            self.request_join();
+        }
+    }
+
     /// Admits the joining ranks, if this rank is the lowest member. Called before an arrival after which a step may
     /// begin; `next` is that step.
     #[inline]
@@ -594,6 +603,41 @@ mod tests {
         barriers[1].arrive(all, all);
         assert_eq!(barriers[0].wait(3, &mut PollOnce).unwrap().combined, all);
         assert_eq!(barriers[1].wait(3, &mut PollOnce).unwrap().combined, all);
+    }
+
+    #[test]
+    fn repeated_join_request_keeps_granted_one() {
+        let memory = world(2);
+        let mut barriers = barriers(&memory);
+        let all = RankSet::first(2);
+        barriers[0].exclude(RankSet::only(Rank(1)));
+        barriers[1].request_join();
+        assert!(barriers[1].await_admission(&mut PollOnce).is_err(), "no member has admitted it");
+        let next = RejoinPoint { phase: 2, odd_step: false };
+        barriers[0].admit(barriers[0].membership(1).unwrap(), next);
+        barriers[0].arrive(all, all);
+        barriers[0].wait(1, &mut PollOnce).unwrap();
+        // Rank 0 begins a step with rank 1 before rank 1 asks again.
+        barriers[0].arrive(all, all);
+        barriers[1].request_join_again();
+        assert_eq!(barriers[0].wait(2, &mut PollOnce), Err(WaitError::Missing(RankSet::only(Rank(1)))));
+        assert_eq!(barriers[1].await_admission(&mut PollOnce), Ok(next));
+        barriers[1].arrive(all, all);
+        assert_eq!(barriers[0].wait(2, &mut PollOnce).unwrap().combined, all);
+    }
+
+    #[test]
+    fn rank_excluded_again_before_it_began_asks_anew() {
+        let memory = world(2);
+        let mut barriers = barriers(&memory);
+        barriers[0].exclude(RankSet::only(Rank(1)));
+        barriers[1].request_join();
+        barriers[0].admit(barriers[0].membership(1).unwrap(), RejoinPoint { phase: 2, odd_step: false });
+        barriers[0].arrive(RankSet::EMPTY, RankSet::EMPTY);
+        barriers[0].arrive(RankSet::EMPTY, RankSet::EMPTY);
+        barriers[0].exclude(RankSet::only(Rank(1)));
+        barriers[1].request_join_again();
+        assert_eq!(barriers[0].membership(3).unwrap().joining, RankSet::only(Rank(1)));
     }
 
     #[test]

@@ -248,8 +248,10 @@ impl World {
         let BarrierState { barrier, joining, waiting } = &mut *state;
         if !*waiting {
             let next = barrier.phase() + 1;
-            if !*joining && barrier.membership(next).is_err() {
-                // The other ranks excluded this one. It rejoins with this call.
+            // The other ranks may have excluded this one. It rejoins with this call.
+            if *joining {
+                barrier.request_join_again();
+            } else if barrier.membership(next).is_err() {
                 barrier.request_join();
                 *joining = true;
             }
