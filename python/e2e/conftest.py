@@ -22,7 +22,7 @@ sys.path.append(str(HERE.parent / "tests"))
 
 from support import Cluster, Engine, Run  # noqa: E402
 
-pytest_plugins = ["ci_skips"]
+pytest_plugins = ["ci_failures", "ci_skips"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,7 +25,7 @@ import pytest
 
 import moontide
 
-pytest_plugins = ["ci_skips"]
+pytest_plugins = ["ci_failures", "ci_skips"]
 
 MIB = 1 << 20
 READY_TIMEOUT_S = 20.0

@@ -11,6 +11,7 @@ use std::path::Path;
 use crate::command::{Command, CommandError};
 use crate::fakedriver;
 use crate::machine::Machine;
+use crate::retries::{self, StallMonitor};
 use crate::venv::{self, Interpreter, Venv, VenvError, Version};
 use crate::wheel::{self, WheelError, Wheels};
 
@@ -19,6 +20,9 @@ const VERSIONS: &[Version] = &[Version { minor: 11 }, Version { minor: 12 }];
 
 /// For a whole run of pytest; single tests have their own limit.
 const TIME_MAX: &str = "900";
+
+/// Names the file to which `python/tests/ci_failures.py` writes when failed tests ran.
+const FAILURES_VARIABLE: &str = "MOONTIDE_FAILURES";
 
 /// `pip install torch` would bring 3 GB of libraries for GPUs, so its dependencies are named here. Triton compiles for
 /// GPUs, and interprets kernels, on any machine. The versions are those of the end-to-end tests.
@@ -182,7 +186,8 @@ fn check_types(root: &Path, scratch: &Path, venv: &Venv) -> Result<(), PythonErr
     run_logged(root, &Command::new(&venv.path("bin/python"), &stubtest).env("MYPY_CACHE_DIR", &cache))
 }
 
-/// Runs the tests that `selection` names in words of pytest's command line.
+/// Runs the tests that `selection` names in words of pytest's command line. Tests that failed while the machine stalled
+/// run once more.
 fn pytest(
     root: &Path,
     scratch: &Path,
@@ -190,14 +195,31 @@ fn pytest(
     selection: &str,
     driver: &str,
 ) -> Result<(), PythonError> {
-    let (bin, cache) = (venv.path("bin"), scratch.join("pytest"));
+    let (bin, cache, failures) = (venv.path("bin"), scratch.join("pytest"), scratch.join("failures.txt"));
     // `moontide` in a test is the installed one. Nothing is written beside the sources.
-    let line = format!(
-        "PATH='{bin}':$PATH exec timeout {TIME_MAX} pytest -q -o cache_dir='{}' {selection}",
-        cache.display()
-    );
-    let command = Command::new("sh", &["-c", &line]).env("PYTHONDONTWRITEBYTECODE", "1");
-    run_logged(root, &command.env(fakedriver::VARIABLE, driver))
+    let run = |which: &str| {
+        let line = format!(
+            "PATH='{bin}':$PATH exec timeout {TIME_MAX} pytest -q {which}-o cache_dir='{}' {selection}",
+            cache.display()
+        );
+        let command = Command::new("sh", &["-c", &line]).env("PYTHONDONTWRITEBYTECODE", "1");
+        let command = command.env(FAILURES_VARIABLE, &failures.to_string_lossy());
+        run_logged(root, &command.env(fakedriver::VARIABLE, driver))
+    };
+    // The failures of an earlier run must not be taken for those of this one.
+    let _ = std::fs::remove_file(&failures);
+    let monitor = StallMonitor::start();
+    let result = run("");
+    let stalls = monitor.finish();
+    println!("stalls of the machine: {}", stalls.len());
+    let Err(error) = result else { return Ok(()) };
+    let failed = std::fs::read_to_string(&failures).unwrap_or_default();
+    let Some(tests) = retries::stalled_tests(&failed, &stalls) else { return Err(error) };
+    println!("failures during a stall, retried: {}", tests.len());
+    for test in tests {
+        println!("  {test}");
+    }
+    run("--last-failed ")
 }
 
 /// The tests of the kernels; those of the short form take two minutes.

@@ -3,7 +3,7 @@
 //! `.config/nextest.toml` lets nextest start every failed test again, whatever its failure was. This module reads
 //! nextest's report after a run. An attempt that failed before the test passed must have an excuse: it ran while the
 //! machine stalled ([`StallMonitor`]), or its output shows [`UCX_ABORT`]. UCX 1.22 has no such abort; libraries of
-//! distributions do.
+//! distributions do. Failures of pytest have one excuse, the stall: [`stalled_tests`].
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -116,6 +116,25 @@ fn count_in(report: &str, stalls: &[Stall]) -> Result<Retries, RetriesError> {
     if others.is_empty() { Ok(retries) } else { Err(RetriesError::NoExcuse(others)) }
 }
 
+/// Returns the failed tests of a run of pytest if each of them ran while the machine stalled; `None` if one did not, or
+/// if no test is listed. A line of `failures` has start, end and name, separated by tabs.
+pub(crate) fn stalled_tests(failures: &str, stalls: &[Stall]) -> Option<Vec<String>> {
+    let time = |seconds: &str| {
+        let seconds = Duration::try_from_secs_f64(seconds.parse().ok()?).ok()?;
+        Some(SystemTime::UNIX_EPOCH + seconds)
+    };
+    let tests: Option<Vec<String>> = failures
+        .lines()
+        .map(|line| {
+            let mut parts = line.split('\t');
+            let (from, to) = (time(parts.next()?)?, time(parts.next()?)?);
+            let name = parts.next()?.to_owned();
+            stalls.iter().any(|stall| stall.from <= to && from <= stall.to).then_some(name)
+        })
+        .collect();
+    tests.filter(|tests| !tests.is_empty())
+}
+
 /// Start and end of an attempt.
 fn period(attempt: &str) -> Option<(SystemTime, SystemTime)> {
     let start: jiff::Timestamp = attribute(attempt, "timestamp")?.parse().ok()?;
@@ -205,6 +224,28 @@ mod tests {
         assert!(
             matches!(count_in(&report, &[stall(0)]), Err(RetriesError::Time(name)) if name.ends_with("ucx get"))
         );
+    }
+
+    #[test]
+    fn failures_of_pytest_are_excused_only_if_each_ran_during_a_stall() {
+        let start: jiff::Timestamp = START.parse().unwrap();
+        let line = |after_s: i64, name: &str| {
+            let from = start.as_second() + after_s;
+            format!("{from}.5\t{}.5\ttests/test_{name}.py::test_it\n", from + 2)
+        };
+        let names = |names: &[&str]| {
+            Some(names.iter().map(|name| format!("tests/test_{name}.py::test_it")).collect())
+        };
+        let (during, later) = (line(0, "a"), line(60, "b"));
+        assert_eq!(stalled_tests(&during, &[stall(1_000)]), names(&["a"]));
+        assert_eq!(
+            stalled_tests(&format!("{during}{later}"), &[stall(1_000), stall(60_000)]),
+            names(&["a", "b"])
+        );
+        assert_eq!(stalled_tests(&format!("{during}{later}"), &[stall(1_000)]), None);
+        assert_eq!(stalled_tests(&during, &[]), None);
+        assert_eq!(stalled_tests("", &[stall(0)]), None, "pytest failed, but no test did");
+        assert_eq!(stalled_tests("pytest crashed", &[stall(0)]), None);
     }
 
     #[test]

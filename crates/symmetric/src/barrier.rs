@@ -627,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn rank_excluded_again_before_it_began_asks_anew() {
+    fn rank_excluded_again_before_it_began_renews_its_request() {
         let memory = world(2);
         let mut barriers = barriers(&memory);
         barriers[0].exclude(RankSet::only(Rank(1)));
