@@ -84,7 +84,7 @@ def test_1_gib_object_round_trips(own_cluster):
 
 def test_object_larger_than_memory_is_rejected(own_cluster):
     cluster = own_cluster(memory="64MiB")
-    with moontide.Store(cluster.master, timeout=1) as store:
+    with moontide.Store(cluster.master, timeout=4) as store:
         with pytest.raises((moontide.NoSpace, moontide.TooLarge)):
             store.put("a", bytes(65 * MIB))
         assert store.get("a") is None
