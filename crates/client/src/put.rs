@@ -22,12 +22,12 @@ use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::record::object_root;
 use moontide_types::{ErrorCode, Key, Medium};
 
-use crate::cluster::{Master, next_counter, random_u64};
+use crate::cluster::{Master, Rounds, next_counter, random_u64};
 use crate::config::{KEYS_PER_CALL, PutOptions};
 use crate::error::StoreError;
 use crate::link::KeyResult;
 use crate::link::LookupEntry;
-use crate::logic::RETRY_BACKOFF;
+use crate::logic::{RETRY_BACKOFF, is_misrouted};
 use crate::nodes::is_connection_error;
 use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
@@ -137,6 +137,8 @@ pub(crate) enum PutStartOutcome {
         code: ErrorCode,
         after: Duration,
     },
+    /// The master did not respond in the first round; others did.
+    NoResponse(StoreError),
     Refused(StoreError),
 }
 
@@ -166,6 +168,8 @@ impl Inner {
         // One caller id per call: a retry may resume what this call has started, another call of this process may not.
         let params =
             PutParams { caller: CallerId(random_u64()), options, attributes: &attributes, in_place: None };
+        // What other masters have granted is written before silent ones are asked again.
+        let mut rounds = if items.len() > 1 { Rounds::One } else { Rounds::UntilDeadline };
         loop {
             let open: Vec<usize> = (0..items.len()).filter(|&at| outcomes[at].is_none()).collect();
             if open.is_empty() {
@@ -173,9 +177,11 @@ impl Inner {
             }
             let mut pause = Duration::ZERO;
             for part in open.chunks(KEYS_PER_CALL) {
-                let after = self.put_some(items, part, params, &mut outcomes, &mut last_errors, deadline);
+                let (outcomes, last_errors) = (&mut outcomes, &mut last_errors);
+                let after = self.put_some(items, part, params, rounds, outcomes, last_errors, deadline);
                 pause = pause.max(after);
             }
+            rounds = Rounds::UntilDeadline;
             if outcomes.iter().any(Option::is_none) {
                 let pause = backoff.pause(pause, next_counter());
                 if Instant::now() + pause >= deadline {
@@ -193,11 +199,13 @@ impl Inner {
     }
 
     /// Makes one attempt for some of the items. Returns the pause before the next one.
+    #[expect(clippy::too_many_arguments, reason = "one step of put_all, which has all of them")]
     fn put_some(
         &self,
         items: &[PutItem<'_>],
         part: &[usize],
         params: PutParams<'_>,
+        rounds: Rounds,
         outcomes: &mut [Option<Result<PutOutcome, StoreError>>],
         last_errors: &mut [Option<StoreError>],
         deadline: Instant,
@@ -211,7 +219,7 @@ impl Inner {
             }
         }
         let keys: Vec<(Key<'_>, u64)> = valid.iter().map(|&(_, key, len)| (key, len)).collect();
-        let started = match self.put_start(&keys, params, deadline) {
+        let started = match self.put_start(&keys, params, rounds, deadline) {
             Ok(started) => started,
             Err(error) => {
                 let again = error.is_retryable();
@@ -229,6 +237,7 @@ impl Inner {
         for (&(at, key, _), start) in valid.iter().zip(started) {
             match start {
                 PutStartOutcome::Existed => outcomes[at] = Some(Ok(PutOutcome::AlreadyExists)),
+                PutStartOutcome::NoResponse(error) => last_errors[at] = Some(error),
                 PutStartOutcome::Refused(error) => outcomes[at] = Some(Err(error)),
                 PutStartOutcome::RetryLater { code, after } => {
                     last_errors[at] = Some(StoreError::refused(code));
@@ -280,10 +289,12 @@ impl Inner {
         &self,
         keys: &[(Key<'_>, u64)],
         params: PutParams<'_>,
+        rounds: Rounds,
         deadline: Instant,
     ) -> Result<Vec<PutStartOutcome>, StoreError> {
         let tenant = self.cluster.tenant();
-        let results = self.cluster.route(
+        let results = self.cluster.route_rounds(
+            rounds,
             keys.len(),
             deadline,
             |at| self.local_nodes.id(tenant, keys[at].0),
@@ -297,6 +308,9 @@ impl Inner {
             Ok(start) => Ok(start.unwrap_or_else(refused)),
             // With one master a failed call fails all keys; with several, the reservations of the others remain valid.
             Err(error) if self.cluster.is_single_master() => Err(error),
+            Err(error) if rounds == Rounds::One && is_misrouted(error.code()) => {
+                Ok(PutStartOutcome::NoResponse(error))
+            }
             Err(error) => Ok(PutStartOutcome::Refused(error)),
         };
         results.into_iter().map(start).collect()
@@ -385,19 +399,15 @@ impl Inner {
             if open.is_empty() {
                 return results.into_iter().map(|result| result.expect("no put is open")).collect();
             }
-            match self.put_end_once(writes, &open, deadline) {
-                Ok(codes) => {
-                    for (&at, code) in open.iter().zip(codes) {
-                        results[at] = match code {
-                            None => Some(Ok(())),
-                            Some(ErrorCode::Retry) => None,
-                            Some(code) => Some(Err(StoreError::refused(code))),
-                        };
-                    }
-                }
-                // PutEnd is idempotent: it may be repeated whether or not the master received it.
-                Err(error) if error.is_retryable() && Instant::now() < deadline => {}
-                Err(error) => open.iter().for_each(|&at| results[at] = Some(Err(error.clone()))),
+            for (&at, end) in open.iter().zip(self.put_end_once(writes, &open, deadline)) {
+                results[at] = match end {
+                    Ok(Ok(())) => Some(Ok(())),
+                    Ok(Err(ErrorCode::Retry)) => None,
+                    Ok(Err(code)) => Some(Err(StoreError::refused(code))),
+                    // PutEnd is idempotent: it may be repeated whether or not the master received it.
+                    Err(error) if error.is_retryable() && Instant::now() < deadline => None,
+                    Err(error) => Some(Err(error)),
+                };
             }
             if results.iter().any(Option::is_none) {
                 let pause = backoff.pause(Duration::ZERO, next_counter());
@@ -419,15 +429,14 @@ impl Inner {
         writes: &[ObjectWrite<'_>],
         open: &[usize],
         deadline: Instant,
-    ) -> Result<Vec<Option<ErrorCode>>, StoreError> {
+    ) -> Vec<Result<KeyResult<()>, StoreError>> {
         let ends: Vec<_> = open.iter().map(|&at| writes[at].end()).collect();
-        let ended = self.cluster.route(
+        self.cluster.route(
             ends.len(),
             deadline,
             |at| ends[at].0.id,
             |master, part| self.put_end_at(master, part.iter().map(|&at| &ends[at]), deadline),
-        );
-        ended.into_iter().map(|end| end.map(Result::err)).collect()
+        )
     }
 
     /// Ends puts at one master.

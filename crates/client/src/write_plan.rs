@@ -138,8 +138,9 @@ impl Store {
         let mut attributes = Vec::new();
         options.attributes().encode(&mut attributes);
         let params = PutParams { caller: CallerId(random_u64()), options, attributes: &attributes, in_place };
-        let started = inner.put_start(&[(Key::new(key)?, len)], params, inner.deadline())?.into_iter().next();
-        match started.expect("one result per key") {
+        let keys = [(Key::new(key)?, len)];
+        let started = inner.put_start(&keys, params, Rounds::UntilDeadline, inner.deadline())?;
+        match started.into_iter().next().expect("one result per key") {
             PutStartOutcome::Granted(reservation) => {
                 let valid_for = std::time::Duration::from_millis(reservation.object.valid_ms.into());
                 let (store, expires_at) = (self.clone(), Instant::now() + valid_for);
@@ -154,7 +155,7 @@ impl Store {
             }
             PutStartOutcome::Existed => Err(StoreError::refused(ErrorCode::AlreadyExists)),
             PutStartOutcome::RetryLater { code, .. } => Err(StoreError::refused(code)),
-            PutStartOutcome::Refused(error) => Err(error),
+            PutStartOutcome::NoResponse(error) | PutStartOutcome::Refused(error) => Err(error),
         }
     }
 

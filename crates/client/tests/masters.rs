@@ -154,6 +154,8 @@ fn silent_masters_delay_only_their_own_keys() {
     let refs: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
     // Longer than a busy machine stalls.
     let timeout = Duration::from_secs(2);
+    let objects = |master: &Server| master.service().stats().objects as usize;
+    let expected: Vec<usize> = cluster.masters.iter().map(objects).collect();
     for healthy in 0..3 {
         let config = StoreConfig {
             shm: false,
@@ -174,16 +176,27 @@ fn silent_masters_delay_only_their_own_keys() {
         let started = Instant::now();
         let new = Store::connect(config).unwrap();
         assert!(started.elapsed() < Duration::from_secs(4), "connect took {:?}", started.elapsed());
-        let expected = cluster.masters[healthy].service().stats().objects as usize;
         for (what, store) in [("known", &known), ("new", &new)] {
             let started = Instant::now();
             let found = store.get_batch(&refs);
             let elapsed = started.elapsed();
             let hits = found.iter().filter(|found| matches!(found, Ok(Some(_)))).count();
-            assert_eq!(hits, expected, "{what}: keys of master {healthy}");
+            assert_eq!(hits, expected[healthy], "{what}: keys of master {healthy}");
             assert!(!found.iter().any(|found| matches!(found, Ok(None))), "{what}: silence is not a miss");
             assert!(elapsed < timeout + Duration::from_secs(1), "{what}: {elapsed:?}");
         }
+        // Puts: those of the healthy master are stored.
+        let before = objects(&cluster.masters[healthy]);
+        let new_keys: Vec<String> = (0..200).map(|n| format!("during-{healthy}-{n}")).collect();
+        let items: Vec<PutItem<'_>> =
+            new_keys.iter().map(|key| PutItem { key: key.as_bytes(), parts: &[b"value"] }).collect();
+        let started = Instant::now();
+        let puts = known.put_batch(&items, &PutOptions::default());
+        let elapsed = started.elapsed();
+        let stored = puts.iter().filter(|put| matches!(put, Ok(PutOutcome::Stored))).count();
+        let of_healthy = objects(&cluster.masters[healthy]) - before;
+        assert!(stored > 0 && stored == of_healthy, "{stored} of {of_healthy} puts at master {healthy}");
+        assert!(elapsed < timeout + Duration::from_secs(1), "puts: {elapsed:?}");
         silence(false);
     }
 }
