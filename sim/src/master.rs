@@ -66,6 +66,9 @@ struct PendingRemoval {
     reply: Pin<Box<dyn Future<Output = v1::OutcomesResponse>>>,
 }
 
+/// Numbers of exclusions in the file of a single master; survive the process.
+pub(crate) type Exclusions = Rc<RefCell<Vec<u32>>>;
+
 /// A master's process.
 pub(crate) struct Master {
     index: usize,
@@ -80,13 +83,20 @@ pub(crate) struct Master {
     removals: Vec<PendingRemoval>,
     ticks: u64,
     handed_over: u64,
+    exclusions: Exclusions,
     /// Runtime for the waits of the service. Nothing drives it: this file ends the waits.
     runtime: Runtime,
 }
 
 impl Master {
     /// Starts a process. Without a registry its incarnation is its term.
-    pub(crate) fn start(index: usize, plan: &RunPlan, seed: u64, cx: &mut ProcessContext<'_>) -> Master {
+    pub(crate) fn start(
+        index: usize,
+        plan: &RunPlan,
+        seed: u64,
+        exclusions: &Exclusions,
+        cx: &mut ProcessContext<'_>,
+    ) -> Master {
         let clock = Arc::new(SimClock::default());
         clock.set(&cx.clock, cx.world_now());
         let groups = NonZeroU16::new(plan.groups).expect("a cluster has a group");
@@ -95,6 +105,7 @@ impl Master {
             session_ttl: plan.session_ttl,
             seed,
             multi_master: plan.multi_master,
+            exclusions: exclusions.borrow().clone(),
             grpc_address: addresses_of(index).grpc,
             frame_address: addresses_of(index).frame,
             ..ServiceConfig::for_tests()
@@ -143,6 +154,7 @@ impl Master {
             removals: Vec::new(),
             ticks: 0,
             handed_over: 0,
+            exclusions: Rc::clone(exclusions),
             runtime,
         }
     }
@@ -189,6 +201,13 @@ impl Master {
         self.sets_clocks(cx);
         if let Some(service) = self.election_io.service.get() {
             let again = service.tick();
+            if !self.shared {
+                let stored = service.store_exclusions(|numbers| {
+                    self.exclusions.replace(numbers.to_vec());
+                    Ok::<(), String>(())
+                });
+                stored?;
+            }
             self.ticks += 1;
             if self.ticks.is_multiple_of(AUDIT_EVERY) {
                 service.audit()?;

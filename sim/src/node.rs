@@ -20,9 +20,10 @@ use std::time::Duration;
 use moontide_node::SELF_FENCE_TIMEOUT_DEFAULT;
 use moontide_node::logic::commands::SlotVersion;
 use moontide_node::logic::report::SlotChange;
+use moontide_node::logic::sync_marks::SyncMarks;
 use moontide_node::logic::timing::may_open_index;
 use moontide_proto::{CommandResult, NodeCommand, v1};
-use moontide_types::{Generation, GroupId, MonoTime, NodeId, SegmentId, SessionId, Term};
+use moontide_types::{Generation, MonoTime, NodeId, SegmentId, SessionId};
 
 use self::disk::Disk;
 pub(crate) use self::disk::DiskImage;
@@ -132,8 +133,8 @@ pub(crate) struct Node {
     drivers: BTreeMap<u64, SessionDriver>,
     executor: CommandExecutor,
     disk: Option<Disk>,
-    /// When a master of each group last knew of everything.
-    group_synced_at: BTreeMap<GroupId, (MonoTime, Term)>,
+    /// When it was in sync with a master of each group.
+    sync_marks: SyncMarks,
     /// When all masters last did.
     synced_at: Option<MonoTime>,
     /// Until then begins and commits are reported, because a master may not know of them.
@@ -174,8 +175,8 @@ impl Node {
             session_manager: SessionManager::default(),
             drivers: BTreeMap::new(),
             executor: CommandExecutor::default(),
+            sync_marks: disk_image.sync_marks(),
             disk: (plan.disk_records > 0).then(|| Disk::new(disk_image, plan.disk_records)),
-            group_synced_at: BTreeMap::new(),
             synced_at: None,
             tell_until: LONG_AGO,
             work: VecDeque::new(),
@@ -210,6 +211,13 @@ impl Node {
     /// How many records that are.
     pub(crate) fn disk_records(&self) -> usize {
         self.disk.as_ref().map_or(0, |disk| disk.disk_image().records())
+    }
+
+    /// The disk can be written again.
+    pub(crate) fn disk_heals(&mut self) {
+        if let Some(disk) = &mut self.disk {
+            disk.heals();
+        }
     }
 
     /// Nothing can be written to the disk for so long.

@@ -18,7 +18,7 @@ use crate::event::{
     Envelope, Event, Events, Message, ProcessId, RegistryRequest, RegistryResponse, Timer, hash_event,
 };
 use crate::faults::{self, Fault, FaultCounts, FaultKind};
-use crate::master::{LEASE, Master};
+use crate::master::{Exclusions, LEASE, Master};
 use crate::network::Network;
 use crate::node::{DiskImage, Node};
 use crate::oracle::{OpTotals, Oracle};
@@ -96,6 +96,7 @@ enum Phase {
 struct MasterHost {
     master: Option<Master>,
     incarnation: u32,
+    exclusions: Exclusions,
 }
 
 /// Host of a node, whose process may exit and restart.
@@ -364,7 +365,8 @@ impl World {
             ProcessId::Master(index) if self.master_hosts[index].master.is_none() => {
                 let host = &mut self.master_hosts[index];
                 host.incarnation += 1;
-                let master = Master::start(index, &plan, seed, &mut self.cx(process));
+                let exclusions = Exclusions::clone(&host.exclusions);
+                let master = Master::start(index, &plan, seed, &exclusions, &mut self.cx(process));
                 self.master_hosts[index].master = Some(master);
             }
             ProcessId::Node(index) if self.node_hosts[index].node.is_none() => {
@@ -495,6 +497,7 @@ impl World {
             self.paused.insert(process, now);
             self.resumes(process, now);
         }
+        self.node_hosts.iter_mut().filter_map(|host| host.node.as_mut()).for_each(Node::disk_heals);
         (0..self.master_hosts.len()).for_each(|master| self.starts(ProcessId::Master(master)));
         (0..self.node_hosts.len()).for_each(|node| self.starts(ProcessId::Node(node)));
         self.set_modes(|_| Some(Mode::Verifying { put: false }));

@@ -120,7 +120,7 @@ settings! {
             in 0..=3_600_000, "use slightly more than the longest lease; default 30300";
         /// Time within which an absent node may rejoin with its records, in milliseconds.
         ///
-        /// The master remembers removals that long.
+        /// The master remembers removals that long. Not shorter than the wait for reports after its start.
         node_rejoin_window_ms: u32 as Millis = NODE_REJOIN_WINDOW_MS_DEFAULT,
             in 0..=86_400_000, "use the duration of a restart of a node; default 60000";
         /// Usage of memory or slots above which eviction starts, in thousandths.

@@ -44,6 +44,10 @@ pub(crate) struct LocalIdentity {
     pub(crate) secret: [u8; 32],
     /// Term of this master.
     pub(crate) term: Term,
+    /// Number of exclusions of each group; empty if there were none.
+    pub(crate) exclusions: Vec<u32>,
+    /// Directory of the file, if there is one.
+    directory: Option<PathBuf>,
     /// Locks the directory until it is closed.
     _lock: Option<File>,
 }
@@ -123,6 +127,8 @@ struct Stored {
     id_key: u32,
     id_key_secret: String,
     term: u32,
+    #[serde(default)]
+    exclusions: Vec<u32>,
 }
 
 impl LocalIdentity {
@@ -153,7 +159,17 @@ impl LocalIdentity {
         identity.term = next_term(identity.term).ok_or(IdentityError::TermsUsedUp { path })?;
         identity.store(directory, groups)?;
         identity._lock = Some(lock);
+        identity.directory = Some(directory.to_owned());
         Ok(identity)
+    }
+
+    /// Stores the number of exclusions of each group. When this returns, they are durable; without a directory they need
+    /// not be, because a restart creates a new cluster.
+    pub(crate) fn store_exclusions(&mut self, exclusions: &[u32]) -> Result<(), IdentityError> {
+        self.exclusions = exclusions.to_vec();
+        let Some(directory) = &self.directory else { return Ok(()) };
+        let groups = u16::try_from(exclusions.len()).ok().and_then(NonZeroU16::new);
+        self.store(directory, groups.expect("one number per group"))
     }
 
     /// Creates the identity of a new cluster, before its first term.
@@ -164,6 +180,8 @@ impl LocalIdentity {
             id_key: u32::from_le_bytes(random()?).max(1),
             secret: random()?,
             term: Term::ZERO,
+            exclusions: vec![],
+            directory: None,
             _lock: None,
         })
     }
@@ -176,6 +194,7 @@ impl LocalIdentity {
             id_key: self.id_key,
             id_key_secret: self.secret.iter().map(|byte| format!("{byte:02x}")).collect(),
             term: self.term.get(),
+            exclusions: self.exclusions.clone(),
         };
         let mut text =
             String::from("# Identity of a Moontide cluster. Back it up, keep it secret, do not edit it.\n");
@@ -263,7 +282,11 @@ fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<LocalIdentity, I
     let secret = secret_from_hex(&stored.id_key_secret)
         .ok_or_else(|| malformed("id_key_secret is not 64 hexadecimal digits".into()))?;
     let term = Term::new(stored.term).map_err(|error| malformed(error.to_string()))?;
-    Ok(LocalIdentity { cluster, id_key: stored.id_key, secret, term, _lock: None })
+    let Stored { id_key, exclusions, .. } = stored;
+    if !exclusions.is_empty() && exclusions.len() != usize::from(groups.get()) {
+        return Err(malformed("exclusions has not one number per group".into()));
+    }
+    Ok(LocalIdentity { cluster, id_key, secret, term, exclusions, directory: None, _lock: None })
 }
 
 fn secret_from_hex(text: &str) -> Option<[u8; 32]> {

@@ -128,7 +128,7 @@ pub struct Server {
     stop_ticker: Sender<()>,
     threads: Vec<JoinHandle<()>>,
     /// Holds the lock of the data directory.
-    _identity: Option<LocalIdentity>,
+    _identity: Option<Arc<Mutex<LocalIdentity>>>,
 }
 
 /// A running elector.
@@ -196,7 +196,7 @@ impl Server {
         }
         let service = Service::new(service_config(&config, &membership, addresses)?, Arc::new(SystemClock));
         let (election, identity) = match membership {
-            Membership::Single(identity) => (None, Some(identity)),
+            Membership::Single(identity) => (None, Some(Arc::new(Mutex::new(identity)))),
             Membership::Member(elector, _) => (Some(run(*elector, &runtime, &service)), None),
         };
         let (stop, stopped) = watch::channel(false);
@@ -211,7 +211,8 @@ impl Server {
                 .map_err(StartError::Threads)?;
         let (stop_ticker, ticker_stopped) = channel();
         let ticking = Arc::clone(&service);
-        threads.push(spawn("ticker", move || tick(&ticking, &ticker_stopped))?);
+        let stored = identity.clone();
+        threads.push(spawn("ticker", move || tick(&ticking, stored.as_deref(), &ticker_stopped))?);
         let tasks = ServerTasks {
             config: config.clone(),
             listeners,
@@ -376,6 +377,10 @@ fn service_config(
         id_key: IdKey::new(id_key, secret),
         id_key_secret: IdKeySecret(secret),
         term,
+        exclusions: match membership {
+            Membership::Single(identity) => identity.exclusions.clone(),
+            Membership::Member(..) => vec![],
+        },
         multi_master: matches!(membership, Membership::Member(..)),
         session_ttl: millis(config.session_ttl_ms),
         grpc_address: advertised.grpc,
@@ -452,7 +457,7 @@ fn log_end<E: std::fmt::Display>(protocol: &str, end: Result<Result<(), E>, toki
 }
 
 /// Runs the periodic work of the service until shutdown.
-fn tick(service: &Service, stopped: &Receiver<()>) {
+fn tick(service: &Service, identity: Option<&Mutex<LocalIdentity>>, stopped: &Receiver<()>) {
     let mut role = service.role();
     loop {
         let started = Instant::now();
@@ -460,6 +465,11 @@ fn tick(service: &Service, stopped: &Receiver<()>) {
         let took = started.elapsed();
         if took > TICK_SLOW {
             warn!(took_ms = took.as_millis() as u64, "slow tick");
+        }
+        if let Some(identity) = identity
+            && let Err(error) = service.store_exclusions(|numbers| identity.lock().store_exclusions(numbers))
+        {
+            warn!(%error, "cannot store exclusions; removals and upserts return Pending");
         }
         if service.role() != role {
             role = service.role();

@@ -65,6 +65,8 @@ pub struct ServiceConfig {
     pub id_key_secret: IdKeySecret,
     /// Id of this master; for a single master it is also the term of all groups.
     pub term: Term,
+    /// For a single master: number of exclusions of each group; empty if there were none.
+    pub exclusions: Vec<u32>,
     /// Whether the cluster has several masters.
     pub multi_master: bool,
     /// Time without a heartbeat after which the session of a node ends.
@@ -103,6 +105,7 @@ impl ServiceConfig {
             id_key: IdKey::new(1, [7; 32]),
             id_key_secret: IdKeySecret([7; 32]),
             term: group.term,
+            exclusions: vec![],
             multi_master: false,
             session_ttl: Duration::from_secs(10),
             grpc_address: "127.0.0.1:1".into(),
@@ -261,8 +264,15 @@ impl Service {
         if !service.config.multi_master {
             let term = service.config.term;
             let previous = Term::new(term.get().saturating_sub(1)).expect("a smaller number is a term");
-            let assignment =
-                |group| GroupAssignment { group: GroupId(group), term, previous, saw_predecessor: false };
+            let exclusion =
+                |group: u16| service.config.exclusions.get(usize::from(group)).copied().unwrap_or_default();
+            let assignment = |group| GroupAssignment {
+                group: GroupId(group),
+                term,
+                previous,
+                exclusion: exclusion(group),
+                version: 0,
+            };
             (0..groups).for_each(|group| service.host(assignment(group), None));
         }
         Arc::new(service)

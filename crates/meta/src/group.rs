@@ -13,6 +13,7 @@
 mod audit;
 mod disk;
 mod evict;
+mod exclusion;
 mod handoff;
 mod invalidations;
 mod lookup;
@@ -40,6 +41,7 @@ use moontide_types::{
 pub use audit::{Audit, AuditedExtent, Violation};
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
+pub use exclusion::SyncMark;
 pub use handoff::{ExpectedSegment, GroupHandoff, HandoffObject};
 pub use invalidations::{INVALIDATIONS_KEPT, Invalidations};
 pub use lookup::{ListCursor, LookupCounts, LookupKey, LookupResult};
@@ -77,9 +79,8 @@ pub struct GroupConfig {
     pub term: Term,
     /// Preceding term; zero if no master has run the group before, so that no earlier objects exist.
     pub previous_term: Term,
-    /// Whether the preceding master was active until this one took over, as far as this one knows. If not, nodes may
-    /// have been without a master for any time.
-    pub saw_predecessor: bool,
+    /// Number of durable exclusions of the group, from all earlier masters ([`Group::excluded`]).
+    pub exclusion: u32,
     /// Seed of the random generator for placements.
     pub seed: u64,
     /// Placement strategy of new objects.
@@ -120,7 +121,7 @@ impl GroupConfig {
             groups,
             term,
             previous_term: Term::new(term.get().saturating_sub(1)).expect("term minus one is a valid term"),
-            saw_predecessor: false,
+            exclusion: 0,
             seed: u64::from(group.0),
             placement: PlacementKind::default(),
             eviction_high_watermark_permille: 950,
@@ -220,6 +221,8 @@ struct PendingRemoval {
     replaced_by: Option<ObjectId>,
     /// A node could not be reached.
     pending: bool,
+    /// The object was not in the index.
+    not_found: bool,
 }
 
 /// A version in a slot of a segment.
@@ -307,6 +310,8 @@ pub struct Group {
     kills: HashMap<LocationVersion, Vec<u64>>,
     /// Refused kills, to be sent again; each once.
     refused_kills: VecDeque<LocationVersion>,
+    /// Refused reclaims of records on disks, to be sent again with them.
+    refused_drops: VecDeque<LocationVersion>,
     /// Time at which they are sent again.
     retry_kills_at: MonoTime,
     removals: HashMap<u64, PendingRemoval>,
@@ -323,15 +328,20 @@ pub struct Group {
     absent: HashMap<(NodeId, SegmentId), AbsentSegment>,
     /// Disks that went away, in the same way.
     absent_disks: HashMap<NodeId, Tick>,
-    /// Time at which this master took the group.
-    began_at: MonoTime,
+    /// Number of durable exclusions, those by this master included.
+    exclusion: u32,
+    /// Whether a segment or a disk may exist that this master does not wait for, and that a later master would trust.
+    exclusion_needed: bool,
+    /// Whether a removal or an upsert would be certain after an exclusion.
+    exclusion_wanted: bool,
+    /// Time since which only the exclusion was missing.
+    exclusion_awaited_since: Option<MonoTime>,
+    /// Removals that wait for the exclusion.
+    awaiting_exclusion: Vec<u64>,
     /// Until this time, segments unknown to this master may report their records.
     reports_until: MonoTime,
     /// The same for disks.
     disk_reports_until: MonoTime,
-    /// The preceding master has named all segments. A segment that was synced with an earlier master and that the
-    /// preceding one did not name had been dropped by it.
-    segments_complete: bool,
     /// Objects from the handoff of the preceding master that no node has reported yet.
     handoff: handoff::HandoffIndex,
     /// Before this time, nodes unknown to this master may have objects of an earlier term.
@@ -394,6 +404,7 @@ impl Group {
             unanswered_kills: HashMap::new(),
             kills: HashMap::new(),
             refused_kills: VecDeque::new(),
+            refused_drops: VecDeque::new(),
             retry_kills_at: MonoTime(0),
             removals: HashMap::new(),
             removal_count: 0,
@@ -402,10 +413,13 @@ impl Group {
             tombstones: HashMap::new(),
             absent: HashMap::new(),
             absent_disks: HashMap::new(),
-            began_at: now.mono,
+            exclusion: config.exclusion,
+            exclusion_needed: !first && !moontide_rt::mutation_enabled("given-up-without-exclusion"),
+            exclusion_wanted: false,
+            exclusion_awaited_since: None,
+            awaiting_exclusion: vec![],
             reports_until: now.mono.after(config.report_wait),
             disk_reports_until: now.mono.after(disk_wait),
-            segments_complete: false,
             handoff: handoff::HandoffIndex::new(),
             unknown_nodes_until: now.mono.after(wait),
             jobs: BTreeMap::new(),
@@ -850,7 +864,7 @@ impl Group {
     }
 
     /// Whether nodes that may have objects of this group, in memory or on disk, have not reported yet.
-    fn is_unsettled(&self, now: Now) -> bool {
+    fn awaits_reports(&self, now: Now) -> bool {
         !self.absent_disks.is_empty() || self.unsettled(now, |_| true)
     }
 

@@ -44,8 +44,7 @@
 //!     tenant: None,
 //!     term: Term::ZERO,
 //!     has_records: false,
-//!     synced_term: Term::ZERO,
-//!     synced_ago: Duration::ZERO,
+//!     synced: SyncMark::NONE,
 //!     one_sided: false,
 //! };
 //! group.mount(now, &mount, &mut effects).map_err(|code| code.name())?;
@@ -126,7 +125,7 @@ pub use group::{
     Admission, DiskSpec, EvictReport, ExpectedSegment, Group, GroupConfig, GroupHandoff, GroupStats,
     HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts, LookupKey, LookupResult,
     MountOutcome, MountSpec, ObjectDetail, ObjectView, PutEnd, PutOptions, PutStart, RemoveOutcome,
-    ReportRecord, ReportState, Reservation, SegmentView, StripeLocation, StripeRange, TickBudget,
+    ReportRecord, ReportState, Reservation, SegmentView, StripeLocation, StripeRange, SyncMark, TickBudget,
 };
 #[cfg(any(test, feature = "testing"))]
 pub use group::{Audit, AuditedExtent, Violation};

@@ -67,6 +67,8 @@ pub(crate) struct DrainingSlot {
     pub(crate) units: u32,
     pub(crate) epoch: Epoch,
     pub(crate) id: ObjectId,
+    /// The segment's report contained it, although the object was removed or replaced.
+    pub(crate) was_reported: bool,
 }
 
 #[derive(Debug)]
@@ -107,6 +109,8 @@ pub(crate) struct Segment {
     fresh: u32,
     pub(crate) taken_slots: u32,
     pub(crate) drains: HashMap<u32, DrainingSlot>,
+    /// Drains of reported records: while there are any, the segment would report removed objects again.
+    pub(crate) reported_drains: u32,
     pub(crate) live_units: u32,
     pub(crate) reserved_units: u32,
     pub(crate) draining_units: u32,
@@ -166,6 +170,7 @@ impl Segment {
             fresh: 0,
             taken_slots: 0,
             drains: HashMap::new(),
+            reported_drains: 0,
             live_units: 0,
             reserved_units: 0,
             draining_units: 0,
@@ -250,7 +255,23 @@ impl Segment {
         }
         self.draining_units += units;
         self.slots[location.slot as usize] = DRAINING;
-        self.drains.insert(location.slot, DrainingSlot { block: location.block, units, epoch, id });
+        let drain = DrainingSlot { block: location.block, units, epoch, id, was_reported: false };
+        self.drains.insert(location.slot, drain);
+    }
+
+    /// Releases a slot whose record was reported, but is not needed.
+    pub(crate) fn drain_reported(&mut self, location: SlotLocation, epoch: Epoch, id: ObjectId) {
+        self.drain(location, epoch, id, false);
+        let drain = self.drains.get_mut(&location.slot).expect("just inserted");
+        drain.was_reported = true;
+        self.reported_drains += 1;
+    }
+
+    /// Whether the segment has no more records that must not be reported to another master: it has reported its records,
+    /// and those that were rejected are gone.
+    pub(crate) fn is_in_sync(&self) -> bool {
+        let clean = self.reported_drains == 0 || moontide_rt::mutation_enabled("rejected-and-in-sync");
+        self.phase != SegmentPhase::Reporting && clean
     }
 
     /// Ends the drain of a slot that the node reports as free from `epoch` on. Returns whether a drain has ended.
@@ -260,6 +281,7 @@ impl Segment {
             return false;
         }
         self.drains.remove(&slot);
+        self.reported_drains -= u32::from(drain.was_reported);
         // The last untrusted record of the stale segment is gone. All records in it are current now.
         if self.drains.is_empty() && self.phase != SegmentPhase::Reporting {
             self.is_stale = false;
@@ -342,6 +364,7 @@ impl Segment {
     /// Makes a draining slot the location of a complete object, after a promotion.
     pub(crate) fn reattach(&mut self, segment: u32, slot: u32, at: RecordRef) -> SlotLocation {
         let drain = self.drains.remove(&slot).expect("slot of a promotion is draining");
+        debug_assert!(!drain.was_reported);
         self.draining_units -= drain.units;
         self.live_units += drain.units;
         self.set_slot(slot, at);

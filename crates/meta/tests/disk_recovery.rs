@@ -243,7 +243,10 @@ fn upsert_covers_version_on_absent_disk_that_new_master_never_knew() {
     harness.advance(harness.group.config().report_wait + Duration::from_secs(1));
     harness.tick();
     let old = Epoch::new(Term::new(1).unwrap(), 5).unwrap();
-    let (new, _) = harness.upsert_on("k", 2);
+    let (new, ended) = harness.upsert_on("k", 2);
+    assert_eq!(ended, Err(ErrorCode::Retry), "a later master would trust the disk");
+    harness.tick();
+    assert_eq!(harness.end_replacing("k", new), Ok(()));
     assert_eq!(harness.lookup("k", 0), Ok((new, 1)));
     check_older_version_is_not_restored(&mut harness, old);
 }
@@ -328,6 +331,7 @@ fn disk_is_stale_at_exact_end_of_rejoin_window() {
     let old = Epoch::new(Term::new(1).unwrap(), 5).unwrap();
     harness.now.mono = MonoTime(start.0 + 100_000_000_000);
     harness.tick();
+    harness.group.excluded(1, &mut harness.effects);
     assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::NotFound)));
     harness.tick();
     return_node(&mut harness, 1, 0);

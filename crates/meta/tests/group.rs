@@ -7,7 +7,8 @@ use std::time::Duration;
 use common::{GroupHarness, config, id, lookup_key};
 use moontide_meta::{
     CommandKind, CommandOutcome, JobKind, JobState, MountSpec, PutEnd, PutOptions, PutStart, Quota,
-    RemoveOutcome, ReportRecord, ReportState, SegmentPhase, StripeRange, TENANTS_MAX, TenantIndex, WaiterId,
+    RemoveOutcome, ReportRecord, ReportState, SegmentPhase, StripeRange, SyncMark, TENANTS_MAX, TenantIndex,
+    WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -389,8 +390,7 @@ fn object_larger_than_any_segment_is_striped_to_fit() {
             tenant,
             term: Term::ZERO,
             has_records: false,
-            synced_term: Term::ZERO,
-            synced_ago: Duration::ZERO,
+            synced: SyncMark::NONE,
             one_sided: true,
         };
         harness.group.mount(harness.now, &spec, &mut harness.effects).unwrap();

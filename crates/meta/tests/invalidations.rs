@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::{GroupHarness, config, id, lookup_key, session};
 use moontide_meta::{
     CommandOutcome, Effect, INVALIDATIONS_KEPT, Invalidations, JobKind, MountSpec, PutEnd, PutOptions,
-    PutStart, ReportRecord, WaiterId,
+    PutStart, ReportRecord, SyncMark, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -312,8 +312,7 @@ fn report_from_preceding_term(harness: &mut GroupHarness, key: &'static str) {
         tenant: None,
         term: before,
         has_records: true,
-        synced_term: before,
-        synced_ago: Duration::ZERO,
+        synced: SyncMark::NONE,
         one_sided: true,
     };
     harness.group.mount(now, &spec, &mut harness.effects).unwrap();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use common::{GroupHarness, config, id, lookup_key, session};
 use moontide_meta::{
-    CommandOutcome, GroupConfig, MountSpec, PutOptions, RemoveOutcome, ReportRecord, WaiterId,
+    CommandOutcome, GroupConfig, MountSpec, PutOptions, RemoveOutcome, ReportRecord, SyncMark, WaiterId,
 };
 use moontide_types::{Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SlotId, Term};
 
@@ -31,8 +31,7 @@ fn spec(node: u64, incarnation: u64) -> MountSpec<'static> {
         tenant: None,
         term: term(1),
         has_records: true,
-        synced_term: term(1),
-        synced_ago: Duration::ZERO,
+        synced: SyncMark { exclusion: 0, ago: Duration::ZERO },
         one_sided: true,
     }
 }
@@ -54,49 +53,132 @@ fn mount_and_report(harness: &mut GroupHarness, spec: &MountSpec<'_>, key: &'sta
 }
 
 #[test]
-fn long_absent_segment_that_missed_a_term_is_not_trusted() {
-    // Failure: a removed object reappeared. Cause: its node was absent for a whole term in which removals were
-    // acknowledged, and returned in time for the next one. Fix: the node sends the duration of its absence, and its
-    // last synced term.
+fn segment_that_was_away_during_an_exclusion_is_not_trusted() {
+    // Failure: a removed object reappeared. Cause: its master had stopped waiting for its node, or had never met it,
+    // acknowledged the removal, and crashed. Fix: the master first increments a durable number, which the node does not
+    // have.
     let epoch = Epoch::new(term(1), 9).unwrap();
-    let long = Duration::from_secs(31);
-    for (synced, absent, trusted) in [(1, Duration::from_secs(5), true), (1, long, false), (2, long, true)] {
-        let mut harness = GroupHarness::with(config(3));
-        let spec =
-            MountSpec { term: term(synced), synced_term: term(synced), synced_ago: absent, ..spec(1, 0) };
-        mount_and_report(&mut harness, &spec, "k", epoch);
-        assert_eq!(harness.exists("k"), trusted, "synced with term {synced} {absent:?} ago");
+    for (seen, away_s, trusted) in [
+        (7, 3600, true),
+        (6, 31, false),
+        // The preceding master crashed before it could tell the node.
+        (6, 5, true),
+    ] {
+        let mut harness = GroupHarness::with(GroupConfig { exclusion: 7, ..config(3) });
+        let synced = SyncMark { exclusion: seen, ago: Duration::from_secs(away_s) };
+        mount_and_report(&mut harness, &MountSpec { synced, ..spec(1, 0) }, "k", epoch);
+        assert_eq!(harness.exists("k"), trusted, "saw {seen} exclusions, away for {away_s} s");
     }
 }
 
 #[test]
-fn segment_absent_beyond_window_is_not_trusted_by_next_master() {
-    // Failure: a removed object reappeared. Cause: its master could not reach its node for more than a minute, stopped
-    // waiting, acknowledged the removal, and died. Fix: the next master knows that there was always a master, and the
-    // node sends the duration of its absence.
-    let epoch = Epoch::new(term(1), 9).unwrap();
-    for (absent, saw_predecessor, later, trusted) in [
-        (61, true, 0, false),
-        (50, true, 0, true),
-        // The time without a master is unknown: the node is trusted, or caches would be lost.
-        (61, false, 0, true),
-        (75, true, 20, true), // absent for 55 s when the master was replaced
-        (85, true, 20, false),
-    ] {
-        let mut harness = GroupHarness::with(GroupConfig { saw_predecessor, ..config(2) });
-        harness.advance(Duration::from_secs(later));
-        mount_and_report(
-            &mut harness,
-            &MountSpec { synced_ago: Duration::from_secs(absent), ..spec(1, 0) },
-            "k",
-            epoch,
-        );
-        assert_eq!(
-            harness.exists("k"),
-            trusted,
-            "absent {absent} s, saw predecessor: {saw_predecessor}, mounted after {later} s"
-        );
+fn removal_waits_until_exclusion_is_durable() {
+    let mut harness = GroupHarness::with(config(2));
+    let exclude = |harness: &mut GroupHarness, number| {
+        harness.group.excluded(number, &mut harness.effects);
+        harness.settle();
+        std::mem::take(&mut harness.removed).into_iter().map(|(_, code)| code).collect::<Vec<_>>()
+    };
+    assert_eq!(harness.group.wanted_exclusion(harness.now), None, "nodes may still report");
+    harness.advance(harness.group.config().report_wait + Duration::from_secs(1));
+    harness.group_tick();
+    assert_eq!(harness.group.wanted_exclusion(harness.now), None, "no removal needs it");
+    for _ in 0..2 {
+        assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+        assert_eq!(harness.group.wanted_exclusion(harness.now), Some(1));
     }
+    assert_eq!(exclude(&mut harness, 1), [Some(ErrorCode::NotFound); 2]);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::NotFound)));
+
+    // A node leaves for good, and another one has an object.
+    harness.mount(1, 0, Term::ZERO, false);
+    harness.mount(2, 0, Term::ZERO, false);
+    harness.group.node_lost(harness.now, NodeId(1), session(1, 0), &mut harness.effects);
+    harness.settle();
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Done(Some(ErrorCode::Pending)));
+    harness.advance(harness.group.config().rejoin_window + Duration::from_secs(1));
+    harness.group_tick();
+    harness.put("k", KIB);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    harness.run_commands();
+    assert!(harness.removed.is_empty(), "killed, but the other node was given up");
+    assert_eq!(harness.group.wanted_exclusion(harness.now), Some(2));
+    assert_eq!(exclude(&mut harness, 2), [None]);
+}
+
+#[test]
+fn upsert_waits_until_exclusion_is_durable() {
+    let mut harness = GroupHarness::with(config(2));
+    harness.mount(1, 0, Term::ZERO, false);
+    harness.advance(harness.group.config().report_wait + Duration::from_secs(1));
+    harness.group_tick();
+    let upsert = PutOptions { upsert: true, ..PutOptions::default() };
+    let epoch = harness.start_with("k", KIB, &upsert).unwrap();
+    assert_eq!(harness.end_replacing("k", epoch), Err(ErrorCode::Retry));
+    harness.advance(Duration::from_secs(6));
+    assert_eq!(harness.end_replacing("k", epoch), Err(ErrorCode::Pending), "it cannot be stored");
+    harness.group.excluded(1, &mut harness.effects);
+    assert_eq!(harness.end_replacing("k", epoch), Ok(()));
+}
+
+#[test]
+fn unknown_segment_is_stale_after_exclusion_by_its_master() {
+    // Failure, found by review: the preceding master had given up a node, and handed the group off. The next one excluded
+    // the node, acknowledged a removal, and trusted the node when it returned, because it had the number from before.
+    let epoch = Epoch::new(term(1), 9).unwrap();
+    for excludes in [false, true] {
+        let mut previous = GroupHarness::with(config(2));
+        previous.advance(Duration::from_secs(120));
+        previous.tick();
+        let mut next = GroupHarness::with(config(3));
+        next.group.import_handoff(next.now, previous.group.export_handoff(previous.now, 1_000));
+        if excludes {
+            assert_eq!(next.remove("k", false), RemoveOutcome::Waiting);
+            next.tick();
+            assert_eq!(next.removed, [(WaiterId(1), Some(ErrorCode::NotFound))]);
+        }
+        let synced = SyncMark { exclusion: 0, ago: Duration::from_secs(200) };
+        mount_and_report(&mut next, &MountSpec { synced, ..spec(1, 0) }, "k", epoch);
+        assert_eq!(next.exists("k"), !excludes);
+    }
+}
+
+#[test]
+fn removed_object_of_segment_that_mounts_before_the_exclusion_is_dropped() {
+    let mut harness = GroupHarness::with(config(2));
+    harness.group.import_handoff(
+        harness.now,
+        moontide_meta::GroupHandoff {
+            segments_complete: true,
+            disks_complete: true,
+            exclusion_needed: true,
+            ..Default::default()
+        },
+    );
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    mount_and_report(&mut harness, &spec(1, 0), "k", Epoch::new(term(1), 9).unwrap());
+    assert!(!harness.exists("k"), "it was removed, although not for certain");
+    harness.tick();
+    assert_eq!(harness.removed, [(WaiterId(1), Some(ErrorCode::NotFound))]);
+    assert!(!harness.exists("k"));
+}
+
+#[test]
+fn node_is_in_sync_when_rejected_records_are_gone() {
+    let epoch = Epoch::new(term(1), 9).unwrap();
+    let mut harness = GroupHarness::with(GroupConfig { exclusion: 7, ..config(3) });
+    let (node, own) = (NodeId(1), session(1, 0));
+    assert!(!harness.group.is_in_sync(node, own, false), "it has mounted nothing");
+    mount_and_report(&mut harness, &MountSpec { synced: SyncMark::NONE, ..spec(1, 0) }, "k", epoch);
+    assert!(!harness.exists("k"), "it was away");
+    assert!(!harness.group.is_in_sync(node, own, false), "another master would believe the rejected record");
+    let name = (node, SegmentId(0));
+    let (kind, done) = (moontide_meta::CommandKind::Reclaim, CommandOutcome::Done);
+    harness.group.command_outcome(name, kind, SlotId(0), epoch, done, &mut harness.effects);
+    harness.settle();
+    assert!(harness.group.is_in_sync(node, own, false));
+    assert!(!harness.group.is_in_sync(node, own, true), "its disk has not been mounted");
+    assert!(!harness.group.is_in_sync(node, session(1, 1), false), "another session");
 }
 
 #[test]
@@ -108,7 +190,7 @@ fn stale_segment_is_stale_for_next_owner_after_handoff() {
     previous.group.mount(previous.now, &spec(1, 0), &mut previous.effects).unwrap();
     let mut next = GroupHarness::with(config(3));
     next.group.import_handoff(next.now, previous.group.export_handoff(previous.now, 1_000));
-    let again = MountSpec { term: term(2), synced_term: term(2), ..spec(1, 1) };
+    let again = MountSpec { term: term(2), ..spec(1, 1) };
     mount_and_report(&mut next, &again, "k", Epoch::new(term(1), 9).unwrap());
     assert!(!next.exists("k"), "object may have been removed while no master waited for the node");
 }

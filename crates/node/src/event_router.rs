@@ -1,17 +1,16 @@
 //! [`NodeEvent`], and [`EventRouter`], which sends each event to the master of its group. There is one route per master that hosts groups.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use moontide_proto::limits::TOUCH_BITMAPS_MAX;
 use moontide_proto::{CommandResult, v1};
-use moontide_types::{GroupId, MonoTime, SegmentId, SessionId, Term};
+use moontide_types::{GroupId, MonoTime, SegmentId, SessionId};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::logic::groups::{GroupSet, HostedGroups, set_of};
 use crate::logic::report::SlotChange;
+use crate::sync_marks::SyncMarkStore;
 
 /// An event at the node that concerns a session.
 #[derive(Debug)]
@@ -34,8 +33,8 @@ pub(crate) struct EventRouter {
     /// Group of each segment.
     segments: Vec<GroupId>,
     routes: RwLock<Vec<MasterRoute>>,
-    /// Last time at which a master of each group was synced, and its term.
-    synced_at: RwLock<BTreeMap<GroupId, (MonoTime, Term)>>,
+    /// When this node was in sync with a master of each group.
+    pub(crate) sync_marks: Arc<SyncMarkStore>,
     /// Access marks that one route has taken and that belong to the groups of other routes.
     touched: Mutex<Vec<v1::TouchBitmap>>,
 }
@@ -52,13 +51,8 @@ struct MasterRoute {
 }
 
 impl EventRouter {
-    pub(crate) fn new(segments: Vec<GroupId>) -> Arc<EventRouter> {
-        Arc::new(EventRouter {
-            segments,
-            routes: RwLock::default(),
-            synced_at: RwLock::default(),
-            touched: Mutex::default(),
-        })
+    pub(crate) fn new(segments: Vec<GroupId>, sync_marks: Arc<SyncMarkStore>) -> Arc<EventRouter> {
+        Arc::new(EventRouter { segments, routes: RwLock::default(), sync_marks, touched: Mutex::default() })
     }
 
     /// Returns a router with one route for all events, regardless of their session.
@@ -66,7 +60,7 @@ impl EventRouter {
     pub(crate) fn single(events: UnboundedSender<NodeEvent>) -> Arc<EventRouter> {
         let groups = GroupSet::all(std::num::NonZeroU16::MIN);
         let route = MasterRoute { master: "".into(), groups, session: SessionId(0), synced_at: None, events };
-        let routes = EventRouter::new(vec![]);
+        let routes = EventRouter::new(vec![], SyncMarkStore::open(None));
         routes.routes.write().push(route);
         routes
     }
@@ -133,7 +127,6 @@ impl EventRouter {
         if let Some(route) = routes.iter_mut().find(|route| *route.master == *master) {
             let all_mounted = route.groups.without(&set_of(route.groups.of(), mounted)).is_empty();
             route.synced_at = all_mounted.then_some(at);
-            self.synced_at.write().extend(mounted.iter().map(|(&group, &term)| (group, (at, term))));
         }
         let mut covered = GroupSet::none(routes.first()?.groups.of());
         routes.iter().for_each(|route| covered.extend(&route.groups));
@@ -167,11 +160,6 @@ impl EventRouter {
     /// Returns the group of a segment.
     pub(crate) fn group_of(&self, segment: SegmentId) -> Option<GroupId> {
         self.segments.get(segment.0 as usize).copied()
-    }
-
-    /// Returns the time since a master of the group was last synced, and its term; `None` if none ever was.
-    pub(crate) fn last_synced(&self, group: GroupId, now: MonoTime) -> Option<(Duration, Term)> {
-        self.synced_at.read().get(&group).map(|&(at, term)| (now.since(at), term))
     }
 
     /// Returns the access marks for `groups`, from `taken` and from those kept for this route. Keeps the others.

@@ -48,6 +48,7 @@ mod node;
 mod owner;
 mod session;
 mod status;
+mod sync_marks;
 
 pub use config::{
     BYTES_PER_SLOT_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig, MASTER_DEFAULT, MASTER_START_TIMEOUT,

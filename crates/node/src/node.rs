@@ -47,6 +47,7 @@ use crate::metrics::{Counters, Metrics};
 use crate::owner::NodeOwner;
 use crate::session::{NodeComponents, NodeDescriptor, SessionManager, learn_cluster};
 use crate::status::Status;
+use crate::sync_marks::SyncMarkStore;
 
 /// Maximum number of shm streams: one per client process, with a margin.
 const STREAMS_MAX: usize = 4096;
@@ -232,7 +233,8 @@ impl Node {
         let counters = Arc::<Counters>::default();
         let transfer = moontide_transfer::Metrics::new();
         let group = |number| group_of_segment(id, SegmentId(number), groups);
-        let router = EventRouter::new((0..plan.count).map(group).collect());
+        let sync_marks = SyncMarkStore::open(config.disk.as_ref().map(|disk| disk.dir.as_path()));
+        let router = EventRouter::new((0..plan.count).map(group).collect(), sync_marks);
         let (tasks, task_receiver) = mpsc::channel();
         let disk = match (config.disk.clone(), memory.staging()) {
             (Some(disk), Some(staging)) => {

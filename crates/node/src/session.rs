@@ -42,6 +42,7 @@ use crate::index_gate::IndexGate;
 use crate::logic::groups::{GroupSet, HostedGroups, mount_diff, set_of};
 use crate::logic::outbox::{HeartbeatTracker, Outbox};
 use crate::logic::report::{Reports, SegmentTerm, SlotChange};
+use crate::logic::sync_marks::SyncGate;
 use crate::logic::timing::heartbeat_interval;
 use crate::memory::{NodeMemory, NodeSegment};
 use crate::metrics::Counters;
@@ -136,6 +137,8 @@ struct SessionState {
     reports: Reports,
     /// Number of the message whose acknowledgement means that the master is synced, once it is queued.
     complete: Option<u64>,
+    /// Which heartbeats show that the node is in sync.
+    sync_gate: SyncGate,
     /// Reads before the session began: earlier sessions have counted them.
     reads_before: v1::ReadCounters,
 }
@@ -294,6 +297,7 @@ impl SessionDriver {
             heartbeats: HeartbeatTracker::new(requested, ttl),
             reports: Reports::default(),
             complete: None,
+            sync_gate: SyncGate::default(),
             reads_before: self.components.reads(),
         });
         self.components.status.change(|status| {
@@ -312,6 +316,7 @@ impl SessionDriver {
         let session = state.session;
         let (missing, lost) = mount_diff(self.descriptor.groups, &hosted, &state.mounted);
         state.complete = None;
+        state.sync_gate.close();
         state.mounted.retain(|group, _| !lost.contains(*group));
         let memory = Arc::clone(&self.components.memory);
         let of = |groups: &GroupSet, node_segment: &NodeSegment| {
@@ -337,7 +342,8 @@ impl SessionDriver {
             let specs: Vec<v1::SegmentSpec> =
                 node_segments.iter().map(|node_segment| self.spec(node_segment)).collect();
             let occupied: Vec<bool> = specs.iter().map(|spec| spec.has_records).collect();
-            let request = calls::mount_segments(&self.descriptor, session, specs);
+            let synced = self.router.sync_marks.to_wire(SystemClock.now());
+            let request = calls::mount_segments(&self.descriptor, session, specs, synced);
             let call = client.mount_segments(request);
             let grants = calls::mounted(self.call(call).await?, node_segments.len())?;
             let mut not_hosted = GroupSet::none(self.descriptor.groups);
@@ -378,7 +384,9 @@ impl SessionDriver {
             // Before the mount: the master must not receive the end of the inventory before its beginning.
             disk.announce_inventory(session);
             let spec = calls::disk_spec(memory.generation(), disk.is_occupied());
-            let call = client.mount_segments(calls::mount_segments(&self.descriptor, session, vec![spec]));
+            let synced = self.router.sync_marks.to_wire(SystemClock.now());
+            let request = calls::mount_segments(&self.descriptor, session, vec![spec], synced);
+            let call = client.mount_segments(request);
             let grants = calls::mounted(self.call(call).await?, 1)?;
             if let Some(code) = grants.iter().find_map(|grant| grant.code) {
                 return Err(MasterError::Refused { what: "mount the disk", code }.into());
@@ -394,8 +402,7 @@ impl SessionDriver {
     /// Returns the description of a segment for a mount.
     fn spec(&self, node_segment: &NodeSegment) -> v1::SegmentSpec {
         let group = self.router.group_of(node_segment.segment().shape().segment);
-        let last_synced = group.and_then(|group| self.router.last_synced(group, SystemClock.now()));
-        calls::spec(node_segment, group, last_synced)
+        calls::spec(node_segment, group)
     }
 
     /// Whether the master hosts groups whose segments are not mounted.
@@ -532,8 +539,13 @@ impl SessionDriver {
                 let (session, commands) = (state.session, commands.iter().collect());
                 let _ = self.components.tasks.send(ExecutorTask::Commands { session, commands });
             }
-            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms } => {
+            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, in_sync } => {
                 state.heartbeats.acked(heartbeat_id, Duration::from_millis(ttl_ms.into()));
+                let in_sync = state.sync_gate.filter(heartbeat_id, in_sync, &state.mounted);
+                if self.router.sync_marks.record(&in_sync, state.heartbeats.last_acked()) {
+                    let marks = Arc::clone(&self.router.sync_marks);
+                    tokio::task::spawn_blocking(move || marks.write());
+                }
             }
         }
         let acknowledged = state.outbox.acknowledged();
@@ -596,6 +608,7 @@ impl SessionDriver {
     fn send_heartbeat(&mut self) {
         let Some(state) = &mut self.state else { return };
         let Some(heartbeat_id) = state.heartbeats.heartbeat(SystemClock.now()) else { return };
+        state.sync_gate.sends(heartbeat_id, state.complete.is_some());
         let memory = &self.components.memory;
         // Reads are counted once, for whichever group: only the default route sends them.
         let reads = if self.router.is_default_route(&self.route) {
@@ -661,6 +674,7 @@ impl SessionDriver {
             NodeEvent::Report(segment) => {
                 state.reports.restart(segment);
                 state.complete = None;
+                state.sync_gate.close();
             }
             NodeEvent::Offloaded { session, notice } if session == state.session => {
                 state.outbox.push(Body::Offloaded(notice));

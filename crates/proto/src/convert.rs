@@ -59,7 +59,7 @@ pub use session::{
     Address, DiskState, DiskStatus, Heartbeat, MasterMessage, MasterMessageBody, MountResult, MountResults,
     MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody, OpenSessionRequest,
     OpenSessionResponse, Pressure, ReadCounters, SegmentSpec, SegmentState, SegmentStatus, SessionGrant,
-    Topology, TouchBitmap, UnmountSegmentsRequest,
+    SyncMark, Topology, TouchBitmap, UnmountSegmentsRequest,
 };
 
 use moontide_types::record::TrailerError;

@@ -538,6 +538,28 @@ fn stream_message_limits_are_enforced() {
     edge!(NodeMessage, InvalidArgument, |m| m.session = 1, m.session = 0);
     edge!(NodeMessage, InvalidArgument, |m| m.sequence = 1, m.body = None);
     edge!(MasterMessage, InvalidArgument, |m| m.session = 1, m.body = None);
+    let in_sync = |count: u16, group| {
+        let in_sync = vec![v1::GroupExclusion { group, exclusion: u32::MAX }; count.into()];
+        Some(v1::master_message::Body::HeartbeatAck(v1::HeartbeatAck {
+            ttl_ms: 1,
+            in_sync,
+            ..Default::default()
+        }))
+    };
+    let last = u32::from(GROUPS_MAX) - 1;
+    edge!(
+        MasterMessage,
+        TooLarge,
+        |m| m.body = in_sync(GROUPS_MAX, last),
+        m.body = in_sync(GROUPS_MAX + 1, last)
+    );
+    edge!(MasterMessage, TooLarge, |m| m.body = in_sync(1, last), m.body = in_sync(1, last + 1));
+    let synced =
+        |count: u16, group| vec![v1::SyncMark { group, exclusion: 1, ago_ms: u64::MAX }; count.into()];
+    edge!(MountSegmentsRequest, TooLarge, |m| m.synced = synced(GROUPS_MAX, last), {
+        m.synced = synced(GROUPS_MAX + 1, last)
+    });
+    edge!(MountSegmentsRequest, TooLarge, |m| m.synced = synced(1, last), m.synced = synced(1, last + 1));
 
     let heartbeat = v1::Heartbeat { heartbeat_id: 1, ..Default::default() };
     let refused_heartbeat = |heartbeat| refused(Body::Heartbeat(heartbeat));

@@ -114,6 +114,12 @@ impl Election {
             self.hand_over(&transfer, token, document).await?;
             return Ok(StepOutcome::Again);
         }
+        let excluding = self.service.wanted_exclusions();
+        if !excluding.is_empty() {
+            let next = document.with_exclusions(&excluding, self.candidate.number());
+            self.io.write(Some(token), &next).await?;
+            return Ok(StepOutcome::Again);
+        }
         Ok(StepOutcome::Done)
     }
 
@@ -123,7 +129,7 @@ impl Election {
         for hosting in &plan.host {
             let mut handoffs = self.io.handoffs.borrow_mut();
             let inherited = handoffs.remove(&hosting.group).map(|(handoff, _)| handoff);
-            let inherited = inherited.filter(|handoff| handoff.term == hosting.previous);
+            let inherited = inherited.filter(|handoff| hosting.follows(handoff));
             self.service.host(*hosting, inherited.map(|handoff| (*handoff).clone()));
         }
         self.service.update_cluster_state(document, &seen.members);
@@ -153,9 +159,10 @@ impl Election {
         document: &ClusterState,
     ) -> Result<(), RegistryUnavailable> {
         let given = document.with_owner(&[transfer.group], transfer.to, &transfer.addresses);
-        let (Some(handoff), Some((next, _))) = (self.service.begin_handoff(transfer.group), given) else {
+        let (Some(mut handoff), Some((next, _))) = (self.service.begin_handoff(transfer.group), given) else {
             return Ok(());
         };
+        handoff.version = next.version;
         self.io.send_handoff(&transfer.addresses, transfer.group, handoff).await;
         if self.io.write(Some(token), &next).await? {
             self.io.handed_over.set(self.io.handed_over.get() + 1);

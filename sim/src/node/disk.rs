@@ -11,6 +11,7 @@ use moontide_heap::{Grant, PayloadWriter, RecordSpec};
 use moontide_node::logic::commands::{CommandId, CommandReply};
 use moontide_node::logic::groups::GroupSet;
 use moontide_node::logic::notice::{NoticeSubscribers, OffloadNoticeBuilder};
+use moontide_node::logic::sync_marks::SyncMarks;
 use moontide_proto::{CommandKind, NodeCommand, PackedBuilder, VersionedId, v1};
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
 use moontide_types::{Epoch, ErrorCode, MonoTime, ObjectId, SegmentId, SessionId, SlotId};
@@ -46,9 +47,16 @@ pub(crate) struct DiskImage {
     /// Last removed version of each object.
     removed: BTreeMap<ObjectId, Epoch>,
     written: u64,
+    /// File with the sync marks; empty if it was never written.
+    sync_marks: String,
 }
 
 impl DiskImage {
+    /// Returns the marks of earlier processes.
+    pub(super) fn sync_marks(&self) -> SyncMarks {
+        SyncMarks::from_text(&self.sync_marks).unwrap_or_default()
+    }
+
     /// Returns the image as the next process finds it.
     pub(crate) fn recovered(mut self) -> DiskImage {
         let removed = std::mem::take(&mut self.removed);
@@ -97,8 +105,8 @@ pub(super) struct Disk {
     /// Most records.
     limit: usize,
     audience: NoticeSubscribers,
-    /// Inventory scans of each session that have not ended.
-    scans: BTreeMap<SessionId, usize>,
+    /// Inventory scans of each session: those that were announced, and those that have not ended.
+    scans: BTreeMap<SessionId, (u32, usize)>,
     promoting: BTreeMap<(SegmentId, SlotId), CommandId>,
     /// Last offload or load command of each session.
     taken: BTreeMap<SessionId, u64>,
@@ -126,13 +134,21 @@ impl Disk {
         }
     }
 
+    pub(super) fn write_sync_marks(&mut self, marks: &SyncMarks) {
+        self.disk_image.sync_marks = marks.to_text();
+    }
+
     pub(super) fn disk_image(&self) -> &DiskImage {
         &self.disk_image
     }
 
     /// Returns whether all masters have the complete inventory.
     pub(super) fn is_told(&self) -> bool {
-        self.scans.values().all(|&running| running == 0)
+        self.scans.values().all(|&(_, running)| running == 0)
+    }
+
+    pub(super) fn heals(&mut self) {
+        self.fails_until = LONG_AGO;
     }
 
     pub(super) fn fails(&mut self, until: MonoTime) {
@@ -172,7 +188,8 @@ impl Disk {
 
     /// Counts an inventory scan: until it ends, the inventory of the session is incomplete.
     pub(super) fn announce(&mut self, session: SessionId) {
-        *self.scans.entry(session).or_default() += 1;
+        let (announced, running) = self.scans.entry(session).or_default();
+        (*announced, *running) = (*announced + 1, *running + 1);
     }
 
     pub(super) fn narrow(&mut self, session: SessionId, groups: &GroupSet) {
@@ -531,10 +548,10 @@ impl Node {
             return self.give_disk("report", Job::Inventory { session, groups, after: last }, cx);
         }
         // The end is reported for all groups of the session at once, after the last scan.
-        let Some(running) = disk.scans.get_mut(&session) else { return };
+        let Some((announced, running)) = disk.scans.get_mut(&session) else { return };
         *running -= 1;
         if *running == 0 {
-            let notice = v1::OffloadNotice { recovery_end: true, ..notice };
+            let notice = v1::OffloadNotice { recovery_end: true, inventories: *announced, ..notice };
             self.send_event(NodeEvent::Offloaded { session, notice }, cx);
         }
     }

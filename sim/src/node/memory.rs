@@ -3,7 +3,6 @@
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
-use std::time::Duration;
 
 use moontide_heap::{HeapConfig, HugePages, NodeHeap, Segment};
 use moontide_node::logic::access::AccessBitmap;
@@ -130,8 +129,8 @@ impl NodeSegment {
         self.segment.taken_units() > 0
     }
 
-    /// As it is offered to a master, so long after one last knew of everything in it.
-    pub(super) fn spec(&self, away: Option<(Duration, Term)>) -> v1::SegmentSpec {
+    /// As it is offered to a master.
+    pub(super) fn spec(&self) -> v1::SegmentSpec {
         let shape = self.segment.shape();
         v1::SegmentSpec {
             segment: shape.segment.0,
@@ -144,8 +143,6 @@ impl NodeSegment {
             term: self.grant.map_or(0, |(_, term)| term.get()),
             has_records: self.is_occupied(),
             tenant: String::new(),
-            synced_ago_ms: away.map_or(0, |(away, _)| away.as_millis() as u64),
-            synced_term: away.map_or(0, |(_, term)| term.get()),
         }
     }
 

@@ -20,6 +20,7 @@ use moontide_node::logic::outbox::{HeartbeatTracker, Outbox};
 use moontide_node::logic::report::{
     ReportBuilder, ReportedRecord, Reports, SegmentTerm, Snapshot, record_of,
 };
+use moontide_node::logic::sync_marks::SyncGate;
 use moontide_node::logic::timing::{MASTER_BACKOFF, heartbeat_interval};
 use moontide_proto::convert::{
     MasterMessage, MasterMessageBody, MountResult, MountSegmentsResponse, OpenSessionResponse, Wire,
@@ -115,6 +116,7 @@ struct SessionState {
     reports: Reports,
     /// Sequence number of the message that completes the report.
     complete: Option<u64>,
+    sync_gate: SyncGate,
 }
 
 impl SessionDriver {
@@ -311,6 +313,7 @@ impl Node {
             heartbeats: HeartbeatTracker::new(asked, ttl),
             reports: Reports::default(),
             complete: None,
+            sync_gate: SyncGate::default(),
         });
         self.mount(route, cx);
     }
@@ -326,6 +329,7 @@ impl Node {
         let session = session_state.session;
         let (missing, lost) = mount_diff(groups, &driver.wanted, &session_state.mounted);
         session_state.complete = None;
+        session_state.sync_gate.close();
         session_state.mounted.retain(|group, _| !lost.contains(*group));
         if let Some(disk) = &mut self.disk {
             disk.narrow(session, &set_of(groups, &session_state.mounted));
@@ -339,15 +343,15 @@ impl Node {
         if offered.clone().any(|node_segment| node_segment.grant.is_some()) {
             self.tell_until = self.tell_until.max(now.after(TELL_FOR));
         }
-        let away = |group| self.group_synced_at.get(&group).map(|&(at, term)| (now.since(at), term));
-        let specs: Vec<v1::SegmentSpec> =
-            offered.map(|node_segment| node_segment.spec(away(node_segment.group))).collect();
+        let specs: Vec<v1::SegmentSpec> = offered.map(|node_segment| node_segment.spec()).collect();
+        let synced = self.sync_marks.to_wire(now);
         let offered: Vec<(SegmentId, bool)> =
             specs.iter().map(|spec| (SegmentId(spec.segment), spec.has_records)).collect();
         if offered.is_empty() {
             return self.attach(route, cx);
         }
-        let request = v1::MountSegmentsRequest { context: context(boot, Some(session)), segments: specs };
+        let request =
+            v1::MountSegmentsRequest { context: context(boot, Some(session)), segments: specs, synced };
         let call = self.call(route, NodeRequest::Mount(request), cx);
         self.driver(route).stage = SessionStage::Mounting { call, missing, offered };
     }
@@ -402,7 +406,9 @@ impl Node {
         // Before the master has the disk: the end of the report must not arrive before the inventory.
         disk.announce(session);
         let segments = vec![disk.spec(self.memory.generation.0)];
-        let request = v1::MountSegmentsRequest { context: context(self.boot, Some(session)), segments };
+        let synced = self.sync_marks.to_wire(cx.now());
+        let request =
+            v1::MountSegmentsRequest { context: context(self.boot, Some(session)), segments, synced };
         let call = self.call(route, NodeRequest::Mount(request), cx);
         self.driver(route).stage = SessionStage::MountingDisk { call, groups: mounted, terms };
     }
@@ -555,6 +561,7 @@ impl Node {
         let Some(session_state) = &mut driver.session_state else { return };
         let now = cx.now();
         let Some(heartbeat) = session_state.heartbeats.heartbeat(now) else { return };
+        session_state.sync_gate.sends(heartbeat, session_state.complete.is_some());
         let mounted = set_of(groups, &session_state.mounted);
         let own = self.memory.segments.iter().filter(|node_segment| mounted.contains(node_segment.group));
         let segments = own.map(|node_segment| node_segment.status()).collect();
@@ -586,8 +593,13 @@ impl Node {
             MasterMessageBody::Commands(commands) => {
                 work = Some(ExecutorTask::Commands { session, commands: commands.iter().collect() });
             }
-            MasterMessageBody::HeartbeatAck { heartbeat_id: heartbeat, ttl_ms } => {
+            MasterMessageBody::HeartbeatAck { heartbeat_id: heartbeat, ttl_ms, in_sync } => {
                 session_state.heartbeats.acked(heartbeat, Duration::from_millis(ttl_ms.into()));
+                let in_sync = session_state.sync_gate.filter(heartbeat, in_sync, &session_state.mounted);
+                let changed = self.sync_marks.record(&in_sync, session_state.heartbeats.last_acked());
+                if let Some(disk) = self.disk.as_mut().filter(|_| changed) {
+                    disk.write_sync_marks(&self.sync_marks);
+                }
             }
         }
         let acknowledged = session_state.outgoing.acknowledged();
@@ -611,7 +623,6 @@ impl Node {
         let mounted = &session_state.mounted;
         let all_mounted = driver.groups.without(&set_of(groups, mounted)).is_empty();
         driver.synced_at = all_mounted.then_some(at);
-        self.group_synced_at.extend(mounted.iter().map(|(&group, &term)| (group, (at, term))));
         let mut covered = GroupSet::none(groups);
         self.drivers.values().for_each(|driver| covered.extend(&driver.groups));
         if covered.len() == usize::from(groups.get()) {
@@ -646,6 +657,7 @@ impl Node {
                 NodeEvent::Report(segment) => {
                     session_state.reports.restart(segment);
                     session_state.complete = None;
+                    session_state.sync_gate.close();
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::num::NonZeroU16;
 
 use moontide_meta::{
     CommandKind, CommandOutcome, Effect, Effects, Group, GroupConfig, LookupKey, MountSpec, Now, PutEnd,
-    PutOptions, PutStart, TenantIndex, TickBudget, WaiterId,
+    PutOptions, PutStart, SyncMark, TenantIndex, TickBudget, WaiterId,
 };
 use moontide_rt::SplitMix64;
 use moontide_types::record::PinClass;
@@ -92,8 +92,7 @@ impl MetaFixture {
                     tenant: None,
                     term: Term::ZERO,
                     has_records: false,
-                    synced_term: Term::ZERO,
-                    synced_ago: std::time::Duration::ZERO,
+                    synced: SyncMark::NONE,
                     one_sided: false,
                 };
                 group.mount(now(), &spec, &mut effects).expect("a new segment can be mounted");

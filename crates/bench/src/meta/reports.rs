@@ -56,7 +56,11 @@ pub(super) fn mount(session: u64, groups: u16, objects: u64) -> v1::MountSegment
         has_records: true,
         ..Default::default()
     };
-    v1::MountSegmentsRequest { context: Some(context(session)), segments: (0..groups).map(segment).collect() }
+    v1::MountSegmentsRequest {
+        context: Some(context(session)),
+        segments: (0..groups).map(segment).collect(),
+        synced: vec![],
+    }
 }
 
 /// Part of a segment's report that is being built.

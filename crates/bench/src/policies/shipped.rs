@@ -5,7 +5,7 @@ use std::num::NonZeroU16;
 use std::time::Duration;
 
 use moontide_meta::{
-    Effect, Effects, Group, GroupConfig, LookupKey, MountSpec, Now, PutEnd, PutOptions, PutStart,
+    Effect, Effects, Group, GroupConfig, LookupKey, MountSpec, Now, PutEnd, PutOptions, PutStart, SyncMark,
     TenantIndex, TickBudget,
 };
 use moontide_types::record::PinClass;
@@ -77,8 +77,7 @@ impl Shipped {
                     tenant: None,
                     term: Term::ZERO,
                     has_records: false,
-                    synced_term: Term::ZERO,
-                    synced_ago: Duration::ZERO,
+                    synced: SyncMark::NONE,
                     one_sided: false,
                 };
                 group.mount(start, &spec, &mut effects).expect("a new segment can be mounted");

@@ -49,8 +49,21 @@ impl DiskCluster {
         cluster
     }
 
+    /// Starts both, with sessions that end after this time.
+    pub fn start_with_ttl(backend: BackendKind, sizes: Sizes, session_ttl_ms: u64) -> DiskCluster {
+        let mut cluster =
+            DiskCluster::with_shape(backend, sizes, "", Shape { session_ttl_ms, ..Shape::default() });
+        cluster.cluster.add_node(&[]);
+        cluster.cluster.wait_for_nodes(1);
+        cluster
+    }
+
     /// Starts the master; the caller starts the node.
     pub fn without_node(backend: BackendKind, sizes: Sizes, more: &str) -> DiskCluster {
+        DiskCluster::with_shape(backend, sizes, more, Shape::default())
+    }
+
+    fn with_shape(backend: BackendKind, sizes: Sizes, more: &str, shape: Shape) -> DiskCluster {
         let disk = Folder::new();
         let mut node_words = words(&format!(
             "--disk-backend {backend} --disk-limit {}MiB --disk-staging {}MiB {more}",
@@ -58,7 +71,7 @@ impl DiskCluster {
         ));
         let dir = disk.path().join("tier").display().to_string();
         node_words.extend(["--disk-dir".to_owned(), dir]);
-        let shape = Shape { nodes: 0, memory_mib: sizes.memory_mib, node_words, ..Shape::default() };
+        let shape = Shape { nodes: 0, memory_mib: sizes.memory_mib, node_words, ..shape };
         DiskCluster { cluster: Cluster::start(shape), disk }
     }
 

@@ -209,3 +209,54 @@ fn replaced_object_does_not_return_with_disk_of_absent_node() {
         assert!(matches!(got, Got::Miss), "{} was replaced, and now {got:?}", object.key);
     }
 }
+
+/// Regression: a removal that was acknowledged while a disk was away came back with the disk, if the master that
+/// remembered it had crashed in the meantime.
+#[test]
+fn removed_object_does_not_return_with_disk_that_missed_two_masters() {
+    const TTL_MS: u64 = 2000;
+    let mut rng = Rng::seeded();
+    let mut cluster = DiskCluster::start_with_ttl(BackendKind::Bucket, Sizes::times(16, 8), TTL_MS);
+    let store = cluster.store(false);
+    let objects: Vec<Object> =
+        (0..200).map(|n| Object::new("old", n, &mut rng, 256 * KIB..256 * KIB + 1)).collect();
+    put_fast(&[&store], &objects);
+    let known = on_disk(&store, &objects);
+    assert!(known.len() > 20, "only {} objects were on disk", known.len());
+    let (removed, kept) = known.split_at(10);
+    let marks = std::path::PathBuf::from(cluster.tier()).join("sync.marks");
+    until("the node is in sync", REPORTED, || marks.is_file());
+
+    for removes in [false, true] {
+        cluster.cluster.nodes[0].kill();
+        cluster.cluster.master.kill();
+        cluster.cluster.restart_master();
+        cluster.cluster.wait_for_nodes(0);
+        // The second master waits for two sessions.
+        std::thread::sleep(Duration::from_millis(2 * TTL_MS + 500));
+        let store = connect(cluster.cluster.config());
+        for object in removed.iter().filter(|_| removes) {
+            until("the removal is certain", REPORTED, || {
+                let answer = store.remove(object.key(), true);
+                let is_certain = matches!(answer, Ok(false));
+                assert!(is_certain || answer.is_err_and(|error| error.code() == ErrorCode::Pending));
+                is_certain
+            });
+        }
+        cluster.cluster.master.kill();
+        cluster.cluster.restart_master();
+        cluster.cluster.restart_node(0);
+        cluster.cluster.wait_for_nodes(1);
+        let store = cluster.store(false);
+        if !removes {
+            until("without removals the disk keeps its objects", REPORTED, || {
+                count_existing(&store, kept) == kept.len() && count_existing(&store, removed) == removed.len()
+            });
+            continue;
+        }
+        let ended = std::time::Instant::now() + Duration::from_secs(4);
+        while std::time::Instant::now() < ended {
+            assert_eq!(count_existing(&store, removed), 0, "removed objects are back");
+        }
+    }
+}

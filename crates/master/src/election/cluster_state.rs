@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::num::NonZeroU16;
 
+use moontide_meta::GroupHandoff;
 use moontide_types::{GroupId, Term};
 use serde::{Deserialize, Serialize};
 
@@ -60,6 +61,12 @@ pub struct GroupOwner {
     pub term: u32,
     /// Previous term of the group; 0 if it had no owner before.
     pub previous: u32,
+    /// Number of exclusions of the group ([`Group::excluded`](moontide_meta::Group::excluded)).
+    #[serde(default)]
+    pub exclusion: u32,
+    /// Version of the cluster state in which the master became the owner.
+    #[serde(default)]
+    pub version: u64,
 }
 
 /// A group with its term, for its owner.
@@ -71,9 +78,18 @@ pub struct GroupAssignment {
     pub term: Term,
     /// Previous term of the group; zero if it had no owner before.
     pub previous: Term,
-    /// Whether this master has observed a live owner of the previous term. If not, it is unknown for how long the group
-    /// had no master.
-    pub saw_predecessor: bool,
+    /// Number of exclusions of the group.
+    pub exclusion: u32,
+    /// Version of the cluster state in which the master became the owner.
+    pub version: u64,
+}
+
+impl GroupAssignment {
+    /// Whether the ownership changed with this handoff.
+    pub fn follows(&self, handoff: &GroupHandoff) -> bool {
+        handoff.term == self.previous
+            && (handoff.version == self.version || moontide_rt::mutation_enabled("outdated-handoff"))
+    }
 }
 
 /// State of a tenant, shared by all masters.
@@ -201,8 +217,9 @@ impl ClusterState {
         }
         for group in groups {
             let owner = &mut next.group_owners[usize::from(group.0)];
-            let previous = owner.map_or(0, |owner| owner.term);
-            *owner = Some(GroupOwner { master: master.get(), term: term.get(), previous });
+            let (previous, exclusion) = owner.map_or((0, 0), |owner| (owner.term, owner.exclusion));
+            let (master, term, version) = (master.get(), term.get(), next.version);
+            *owner = Some(GroupOwner { master, term, previous, exclusion, version });
         }
         next.masters.insert(master.get(), addresses.clone());
         next.masters
@@ -217,6 +234,18 @@ impl ClusterState {
         // Ids are never reused, so the oldest entries can be dropped.
         while next.retiring.len() > RETIRING_MAX {
             next.retiring.pop_first();
+        }
+        next
+    }
+
+    /// Returns the next version, in which these groups, as far as `master` owns them, have these numbers of exclusions.
+    pub fn with_exclusions(&self, groups: &[(GroupId, u32)], master: Term) -> ClusterState {
+        let mut next = ClusterState { version: self.version + 1, ..self.clone() };
+        for &(group, number) in groups {
+            let owner = next.group_owners.get_mut(usize::from(group.0)).and_then(Option::as_mut);
+            if let Some(owner) = owner.filter(|owner| owner.master == master.get()) {
+                owner.exclusion = owner.exclusion.max(number);
+            }
         }
         next
     }
@@ -249,7 +278,8 @@ impl ClusterState {
             let owner = owner.filter(|owner| owner.master == master.get())?;
             let term = |number| Term::new(number).expect("checked by decode");
             let (term, previous) = (term(owner.term), term(owner.previous));
-            Some(GroupAssignment { group: GroupId(group), term, previous, saw_predecessor: false })
+            let GroupOwner { exclusion, version, .. } = owner;
+            Some(GroupAssignment { group: GroupId(group), term, previous, exclusion, version })
         })
     }
 }
@@ -272,7 +302,8 @@ mod tests {
             group: GroupId(group),
             term: second,
             previous: Term::ZERO,
-            saw_predecessor: false,
+            exclusion: 0,
+            version: 3,
         };
         assert_eq!(document.groups_of(first).collect::<Vec<_>>(), [assignment(0), assignment(2)]);
         assert_eq!(ClusterState::decode(&document.encode()), Ok(document.clone()));
@@ -287,6 +318,23 @@ mod tests {
             assert!(ClusterState::decode(&wrong.encode()).is_err(), "{wrong:?}");
         }
         assert!(ClusterState::decode(b"{}").is_err());
+    }
+
+    #[test]
+    fn exclusions_are_counted_by_the_owner_and_outlive_it() {
+        let at = |name: &str| MasterAddresses { grpc: name.into(), frame: String::new() };
+        let (document, one) = ClusterState::new(GROUPS).with_next_term().unwrap();
+        let (document, two) = document.with_next_term().unwrap();
+        let (document, _) = document.with_owner(&[GroupId(0), GroupId(1)], one, &at("one")).unwrap();
+        let document = document.with_exclusions(&[(GroupId(1), 1), (GroupId(2), 1)], one);
+        let document = document.with_exclusions(&[(GroupId(0), 1)], two);
+        let (document, _) = document.with_owner(&[GroupId(0), GroupId(1)], two, &at("two")).unwrap();
+        let exclusions = |document: &ClusterState| {
+            document.groups_of(two).map(|assignment| assignment.exclusion).collect::<Vec<_>>()
+        };
+        assert_eq!(exclusions(&document), [0, 1]);
+        assert_eq!(exclusions(&document.with_exclusions(&[(GroupId(1), 2)], two)), [0, 2]);
+        assert_eq!(ClusterState::decode(&document.encode()), Ok(document));
     }
 
     #[test]

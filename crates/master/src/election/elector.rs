@@ -189,6 +189,15 @@ impl Elector {
             self.hand_off(&transfer, version, document, service).await?;
             return Ok(StepOutcome::Again);
         }
+        let excluding = service.wanted_exclusions();
+        if !excluding.is_empty() {
+            let next = document.with_exclusions(&excluding, self.number());
+            if self.registry.write(Some(version), &next).await? {
+                let groups: Vec<u16> = excluding.iter().map(|(group, _)| group.0).collect();
+                info!(?groups, "absent nodes and disks excluded");
+            }
+            return Ok(StepOutcome::Again); // the service gets the numbers with the next snapshot
+        }
         if let Some(proposal) = proposal
             && !self.propose(proposal, &snapshot, service).await?
         {
@@ -214,7 +223,7 @@ impl Elector {
             // The handoff of the previous owner; or the own state, if no other master owned the group since.
             let retained =
                 self.retained.remove(&assignment.group).filter(|(term, _)| *term == assignment.previous);
-            let received = service.handoffs.take(assignment.group, assignment.previous);
+            let received = service.handoffs.take(assignment);
             let handoff = received.or(retained.map(|(_, handoff)| handoff));
             handoff_objects += handoff.as_ref().map_or(0, |handoff| handoff.objects.len());
             service.host(*assignment, handoff);
@@ -264,9 +273,10 @@ impl Elector {
         service: &Service,
     ) -> Result<(), RegistryError> {
         let changed = document.with_owner(&[transfer.group], transfer.to, &transfer.addresses);
-        let (Some(handoff), Some((next, _))) = (service.begin_handoff(transfer.group), changed) else {
+        let (Some(mut handoff), Some((next, _))) = (service.begin_handoff(transfer.group), changed) else {
             return Ok(());
         };
+        handoff.version = next.version;
         let objects = handoff.objects.len();
         let mut sending = std::pin::pin!(handoff::send(service.cluster(), transfer, handoff));
         let sent = loop {

@@ -45,8 +45,6 @@ pub struct ElectionState {
     /// Time at which the last confirmed renewal was sent.
     renewed: MonoTime,
     hosted: BTreeMap<GroupId, Term>,
-    /// Last term in which each group was observed with a live owner.
-    last_seen_terms: BTreeMap<GroupId, Term>,
     /// Last observed members, and the time since which they are unchanged.
     stable_members: (Vec<u32>, MonoTime),
     /// Whether the master is shutting down: it claims no groups and hands off all.
@@ -62,7 +60,6 @@ impl ElectionState {
             lease,
             renewed: sent,
             hosted: BTreeMap::new(),
-            last_seen_terms: BTreeMap::new(),
             stable_members: (vec![], sent),
             retiring: false,
         }
@@ -113,11 +110,6 @@ impl ElectionState {
             before.iter().filter(|&(g, t)| self.hosted.get(g) != Some(t)).map(|(&g, _)| g).collect();
         plan.host = owned;
         plan.host.retain(|assignment| before.get(&assignment.group) != Some(&assignment.term));
-        for assignment in &mut plan.host {
-            assignment.saw_predecessor =
-                self.last_seen_terms.get(&assignment.group) == Some(&assignment.previous);
-        }
-        self.last_seen_terms.extend(document.hosted_by(|master| snapshot.members.contains_key(&master)));
         let members: Vec<u32> = snapshot.members.keys().copied().collect();
         if self.stable_members.0 != members {
             self.stable_members = (members, now);

@@ -1,17 +1,24 @@
 //! Disks of nodes. A disk is mounted in every group, because a node has one disk for the objects of all groups.
 
+use std::sync::atomic::Ordering;
+
 use moontide_meta::{DiskSpec, Effects, ReportRecord, ReportState};
-use moontide_proto::convert::{DiskState, DiskStatus, MountResult, OffloadNotice, SegmentSpec};
+use moontide_proto::convert::{DiskState, DiskStatus, MountResult, OffloadNotice, SegmentSpec, SyncMark};
 use moontide_proto::{OffloadFlags, Packed, VersionedId};
 use moontide_types::record::AttributesRef;
 use moontide_types::{ErrorCode, Extent, GroupId, SegmentId, SlotId};
 
 use super::Service;
 use super::node_session::NodeSession;
-use super::nodes::stripe_view;
+use super::nodes::{mark_of, stripe_view};
 
 impl Service {
-    pub(super) fn mount_disk(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> MountResult {
+    pub(super) fn mount_disk(
+        &self,
+        node: &NodeSession,
+        spec: &SegmentSpec<'_>,
+        synced: &[SyncMark],
+    ) -> MountResult {
         let result =
             MountResult { segment: spec.segment, code: None, group: GroupId(0), term: self.config.term };
         if spec.segment != SegmentId::DISK {
@@ -24,8 +31,9 @@ impl Service {
             generation: spec.generation,
             labels: [host, rack, zone],
             occupied: spec.has_records,
+            synced: moontide_meta::SyncMark::NONE,
         };
-        let mut effects = Effects::new();
+        let (mut effects, mut is_new) = (Effects::new(), false);
         for mut group in self.hosted() {
             // As for segments: an ending session is marked before its node is removed from the groups.
             if node.is_ended() {
@@ -35,9 +43,12 @@ impl Service {
             if !node.segments.lock().is_empty() && !group.knows_node(node.node, node.session()) {
                 continue;
             }
-            group.mount_disk(self.now(), &disk, &mut effects);
+            let disk = DiskSpec { synced: mark_of(synced, group.index), ..disk };
+            is_new |= group.mount_disk(self.now(), &disk, &mut effects);
             self.deliver(&group, &mut effects);
         }
+        // Relaxed: the count guards no other data.
+        node.disk_mounts.fetch_add(is_new.into(), Ordering::Relaxed);
         *node.disk.lock() = Some(DiskStatus {
             state: if spec.has_records { DiskState::Recovering } else { DiskState::Serving },
             used_bytes: 0,
@@ -137,7 +148,9 @@ impl Service {
                 outcome => outcome?,
             }
         }
-        if notice.recovery_end {
+        // An inventory that ended before the last mount does not contain the records of its groups.
+        let is_outdated = notice.inventories < node.disk_mounts.load(Ordering::Relaxed);
+        if notice.recovery_end && !is_outdated {
             for mut group in self.hosted() {
                 let _ = group.disk_recovered(node.node, node.session());
             }

@@ -8,7 +8,7 @@ use std::num::NonZeroU16;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
-use moontide_meta::{Group, GroupConfig, GroupHandoff};
+use moontide_meta::{Effects, Group, GroupConfig, GroupHandoff};
 use moontide_proto::convert::{HandoffGroupRequest, Wire};
 use moontide_proto::v1;
 use moontide_types::{ErrorCode, GroupId, MapVersion, MonoTime, TenantGeneration, Term};
@@ -225,12 +225,47 @@ impl Service {
         // Also an older version: the registry is authoritative, even after data loss.
         *known = map;
         drop(known);
+        let mut effects = Effects::new();
+        for mut group in self.hosted() {
+            let owner = document.group_owners.get(group.index).copied().flatten();
+            if let Some(owner) = owner.filter(|owner| owner.term == group.term().get()) {
+                group.excluded(owner.exclusion, &mut effects);
+                self.deliver(&group, &mut effects);
+            }
+        }
         let mut tenants = self.tenants.write();
         for (name, entry) in &document.tenants {
             let info = tenants.entry_ref(name.as_str()).or_default();
             info.generation = info.generation.max(TenantGeneration(entry.generation));
             info.quota = Quota { bytes_max: entry.bytes_max, objects_max: entry.objects_max };
         }
+    }
+
+    /// Returns the numbers of exclusions that the master should make durable: removals and upserts answer `Pending` until
+    /// then.
+    pub fn wanted_exclusions(&self) -> Vec<(GroupId, u32)> {
+        let now = self.now();
+        let wanted = self.hosted().map(|group| (GroupId(group.index as u16), group.wanted_exclusion(now)));
+        wanted.filter_map(|(group, number)| Some((group, number?))).collect()
+    }
+
+    /// Makes the numbers of exclusions of a single master durable with `store`, if any is to be incremented.
+    pub fn store_exclusions<E>(&self, store: impl FnOnce(&[u32]) -> Result<(), E>) -> Result<(), E> {
+        let wanted = self.wanted_exclusions();
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let mut numbers = vec![0; self.group_slots.len()];
+        self.hosted().for_each(|group| numbers[group.index] = group.exclusion());
+        wanted.iter().for_each(|&(group, number)| numbers[usize::from(group.0)] = number);
+        store(&numbers)?;
+        let mut effects = Effects::new();
+        for mut group in self.hosted() {
+            let number = numbers[group.index];
+            group.excluded(number, &mut effects);
+            self.deliver(&group, &mut effects);
+        }
+        Ok(())
     }
 
     /// Sets the time until which no other master claims the groups of this one.
@@ -250,12 +285,15 @@ impl Service {
 
     fn group_config(
         &self,
-        GroupAssignment { group, term, previous, saw_predecessor }: GroupAssignment,
+        GroupAssignment { group, term, previous, exclusion, version: _ }: GroupAssignment,
     ) -> GroupConfig {
         let config = &self.config;
+        // A node detects a change of its master within one session TTL, and registers again within another.
+        let report_wait = config.reallocation_delay.max(2 * config.session_ttl);
+        let defaults = GroupConfig::new(group, config.groups, term);
         GroupConfig {
             previous_term: previous,
-            saw_predecessor,
+            exclusion,
             seed: config.seed.wrapping_add(group.0.into()),
             placement: config.placement,
             admission: config.admission,
@@ -263,11 +301,12 @@ impl Service {
             eviction_low_watermark_permille: config.eviction_low_watermark_permille,
             reservation: config.reservation,
             reallocation_delay: config.reallocation_delay,
-            // A node detects a change of its master within one session TTL, and registers again within another.
-            report_wait: config.reallocation_delay.max(2 * config.session_ttl),
-            rejoin_window: config.rejoin_window,
+            report_wait,
+            // Nothing is given up that was in sync within the time of a report: `Group::excluded` relies on it.
+            rejoin_window: config.rejoin_window.max(report_wait),
+            disk_rejoin_window: defaults.disk_rejoin_window.max(report_wait),
             stripe_bytes_max: config.stripe_bytes_max,
-            ..GroupConfig::new(group, config.groups, term)
+            ..defaults
         }
     }
 }

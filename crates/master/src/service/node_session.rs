@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use hashbrown::HashMap;
 use moontide_meta::{CommandKind, CommandOutcome, NodeCommand};
@@ -41,6 +42,8 @@ pub(super) struct NodeSession {
     pub(super) reads: Mutex<NodeReads>,
     /// Status of its disk, if it has one.
     pub(super) disk: Mutex<Option<DiskStatus>>,
+    /// Mounts of the disk that added it to a group.
+    pub(super) disk_mounts: AtomicU32,
 }
 
 #[derive(Debug, Default)]
@@ -56,7 +59,7 @@ struct CommandQueue {
     /// Value of `acked` in the last message to the node.
     acked_sent: u64,
     /// Heartbeat to acknowledge: its id, and the TTL in milliseconds.
-    heartbeat_ack: Option<(u64, u32)>,
+    heartbeat_ack: Option<v1::HeartbeatAck>,
     /// Number of the current stream.
     stream: u64,
     ended: bool,
@@ -97,6 +100,7 @@ impl NodeSession {
             segments: Mutex::default(),
             reads: Mutex::default(),
             disk: Mutex::default(),
+            disk_mounts: AtomicU32::new(0),
         }
     }
 
@@ -173,10 +177,10 @@ impl NodeSession {
     }
 
     /// Records an applied message.
-    pub(super) fn applied(&self, sequence: u64, heartbeat_ack: Option<(u64, u32)>) {
+    pub(super) fn applied(&self, sequence: u64, heartbeat_ack: Option<v1::HeartbeatAck>) {
         let mut queue = self.queue.lock();
         queue.acked = queue.acked.max(sequence);
-        queue.heartbeat_ack = heartbeat_ack.or(queue.heartbeat_ack);
+        queue.heartbeat_ack = heartbeat_ack.or(queue.heartbeat_ack.take());
         drop(queue);
         self.notify.notify_one();
     }
@@ -224,8 +228,8 @@ impl NodeSession {
         let body = if !commands.is_empty() {
             let commands = commands.finish().into();
             Some(v1::master_message::Body::Commands(v1::Commands { commands }))
-        } else if let Some((heartbeat_id, ttl_ms)) = queue.heartbeat_ack.take() {
-            Some(v1::master_message::Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms }))
+        } else if let Some(ack) = queue.heartbeat_ack.take() {
+            Some(v1::master_message::Body::HeartbeatAck(ack))
         } else if queue.acked > queue.acked_sent {
             // An empty list of commands, which carries the acknowledgement.
             Some(v1::master_message::Body::Commands(v1::Commands::default()))
@@ -395,7 +399,7 @@ mod tests {
         let node = node();
         let stream = node.attach();
         assert_eq!(node.expect(1), Ok(true));
-        node.applied(1, Some((7, 10_000)));
+        node.applied(1, Some(v1::HeartbeatAck { heartbeat_id: 7, ttl_ms: 10_000, in_sync: vec![] }));
         assert_eq!(node.expect(1), Ok(false));
         assert_eq!(node.expect(3), Err(ErrorCode::Retry));
         let message = node.message(stream, MapVersion(1)).ok().unwrap().unwrap();

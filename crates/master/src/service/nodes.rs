@@ -10,8 +10,8 @@ use moontide_meta::{
 };
 use moontide_proto::convert::{
     DiskStatus, Heartbeat, MountResult, MountResults, MountSegmentsRequest, NodeMessage, NodeMessageBody,
-    OpenSessionRequest, OpenSessionResponse, ReportChunk, SegmentSpec, SessionGrant, UnmountSegmentsRequest,
-    Wire,
+    OpenSessionRequest, OpenSessionResponse, ReportChunk, SegmentSpec, SessionGrant, SyncMark,
+    UnmountSegmentsRequest, Wire,
 };
 use moontide_proto::convert::{MountSegmentsResponse, ResponseContext};
 use moontide_proto::{ProtocolVersions, ReportFlags, Stripe, v1};
@@ -100,8 +100,8 @@ impl Service {
             self.caller(request.context)?;
             let node = self.node_of(request.context.session)?;
             let results = request.segments.iter().map(|spec| match spec.medium {
-                Medium::Disk => self.mount_disk(&node, spec),
-                Medium::Memory | Medium::Device => self.mount(&node, spec),
+                Medium::Disk => self.mount_disk(&node, spec, &request.synced),
+                Medium::Memory | Medium::Device => self.mount(&node, spec, &request.synced),
             });
             Ok(MountResults { results: results.collect() })
         });
@@ -240,7 +240,7 @@ impl Service {
         }
     }
 
-    fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>) -> MountResult {
+    fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>, synced: &[SyncMark]) -> MountResult {
         let refused = |code| MountResult {
             segment: spec.segment,
             code: Some(code),
@@ -273,8 +273,7 @@ impl Service {
             tenant: spec.tenant,
             term: spec.term,
             has_records: spec.has_records,
-            synced_term: spec.synced_term,
-            synced_ago: Duration::from_millis(spec.synced_ago_ms),
+            synced: mark_of(synced, index),
             one_sided: node.is_one_sided(),
         };
         let mut effects = Effects::new();
@@ -333,7 +332,11 @@ impl Service {
         match &message.body {
             NodeMessageBody::Heartbeat(heartbeat) => {
                 self.heartbeat(node, heartbeat);
-                heartbeat_ack = Some((heartbeat.heartbeat_id, self.config.session_ttl.as_millis() as u32));
+                heartbeat_ack = Some(v1::HeartbeatAck {
+                    heartbeat_id: heartbeat.heartbeat_id,
+                    ttl_ms: self.config.session_ttl.as_millis() as u32,
+                    in_sync: self.groups_in_sync(node),
+                });
             }
             NodeMessageBody::CommandResults(results) => {
                 let mut effects = Effects::new();
@@ -383,6 +386,21 @@ impl Service {
         }
         node.applied(message.sequence, heartbeat_ack);
         Ok(())
+    }
+
+    /// Returns the groups with which a node is in sync, with their numbers of exclusions.
+    fn groups_in_sync(&self, node: &NodeSession) -> Vec<v1::GroupExclusion> {
+        // Another master may own the groups already, and exclude this node.
+        if self.is_unconfirmed() {
+            return vec![];
+        }
+        let has_disk = node.disk.lock().is_some();
+        // Without those that are being handed off.
+        let served = (0..self.group_slots.len()).filter_map(|index| self.group(index).ok());
+        let in_sync = served.filter(|group| group.is_in_sync(node.node, node.session(), has_disk));
+        in_sync
+            .map(|group| v1::GroupExclusion { group: group.index as u32, exclusion: group.exclusion() })
+            .collect()
     }
 
     fn segment_group(&self, node: &NodeSession, segment: SegmentId) -> Result<usize, ErrorCode> {
@@ -581,6 +599,15 @@ fn shares(all: u64, used: impl Iterator<Item = u64> + Clone) -> Vec<u64> {
     }
     let (each, rest) = ((all - sum) / count, (all - sum) % count);
     (0u64..).zip(used).map(|(at, used)| (used + each + u64::from(at < rest)).max(1)).collect()
+}
+
+/// Returns when a node was last in sync with a group, as it says.
+pub(super) fn mark_of(synced: &[SyncMark], group: usize) -> moontide_meta::SyncMark {
+    let of_group = |mark: &&SyncMark| usize::from(mark.group.0) == group;
+    synced.iter().find(of_group).map_or(moontide_meta::SyncMark::NONE, |mark| moontide_meta::SyncMark {
+        exclusion: mark.exclusion,
+        ago: Duration::from_millis(mark.ago_ms),
+    })
 }
 
 #[cfg(test)]

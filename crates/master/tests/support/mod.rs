@@ -265,6 +265,7 @@ impl FakeNode {
         let request = v1::MountSegmentsRequest {
             context: mount_context,
             segments: (0..config.segments).map(spec).collect(),
+            synced: vec![],
         };
         let mounted = client.mount_segments(request).await.unwrap().into_inner();
         assert_eq!(mounted.context.unwrap().code, 0);

@@ -23,6 +23,7 @@ use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term,
 };
 
+use super::exclusion::SyncMark;
 use super::report::{ReportRecord, ReportState};
 use super::{Group, LocationVersion, LookupKey};
 use crate::effect::{CommandKind, CommandOutcome, Effects};
@@ -44,6 +45,8 @@ pub struct DiskSpec<'a> {
     pub labels: [&'a str; 3],
     /// Whether the node will report its records with [`Group::disk_notice`], up to [`Group::disk_recovered`].
     pub occupied: bool,
+    /// When the node was last in sync with a master of the group.
+    pub synced: SyncMark,
 }
 
 /// Which objects are written to a disk. SSDs wear out by writing, and many objects are never read.
@@ -81,17 +84,19 @@ const PROMOTIONS_MAX: usize = 4096;
 const DISK_TOMBSTONES_MAX: usize = 1 << 18;
 
 impl Group {
-    /// Mounts a node's disk. A disk of an earlier session of the node is lost by this.
-    pub fn mount_disk(&mut self, now: Now, spec: &DiskSpec<'_>, effects: &mut Effects) {
+    /// Mounts a node's disk. A disk of an earlier session of the node is lost by this. Returns whether it was not mounted
+    /// before.
+    pub fn mount_disk(&mut self, now: Now, spec: &DiskSpec<'_>, effects: &mut Effects) -> bool {
         if self.nodes.get(&spec.node).is_some_and(|node| node.session != spec.session) {
             self.lose_node(spec.node, now, effects);
         }
         if let Some(&earlier) = self.by_name.get(&(spec.node, SegmentId::DISK)) {
             if self.segment(earlier).session == spec.session {
-                return; // mounted for another group, too
+                return false; // mounted for another group, too
             }
             self.lose_segment(earlier, now, effects);
         }
+        self.observe_sync_mark(spec.synced);
         let was_absent = self.absent_disks.remove(&spec.node).is_some();
         let topology = self.topology(spec.labels);
         let params = SegmentParams {
@@ -107,9 +112,11 @@ impl Group {
         };
         let phase = if spec.occupied { SegmentPhase::Reporting } else { SegmentPhase::Serving };
         let mut segment = Segment::new(params, phase, now.mono);
-        segment.is_stale = spec.occupied && !was_absent && now.mono >= self.disk_reports_until;
+        let late = now.mono >= self.disk_reports_until;
+        segment.is_stale = spec.occupied && !was_absent && (late || self.was_excluded(spec.synced));
         segment.accepts_offloads = true;
         self.add_segment(segment, topology);
+        true
     }
 
     /// Sets whether a node's disk accepts more records; part of every heartbeat.
@@ -636,6 +643,7 @@ impl Group {
         if self.tombstones.len() >= DISK_TOMBSTONES_MAX && !self.tombstones.contains_key(&id) {
             self.absent_disks.clear();
             self.disk_reports_until = MonoTime(0);
+            self.need_exclusion();
             return;
         }
         let removed = self.tombstones.entry(id).or_insert(epoch);

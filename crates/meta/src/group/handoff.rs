@@ -29,6 +29,11 @@ pub struct GroupHandoff {
     pub segments_complete: bool,
     /// No other disk has objects of the group.
     pub disks_complete: bool,
+    /// The next certain answer needs an exclusion first.
+    pub exclusion_needed: bool,
+    /// Version of the cluster state in which the receiver becomes the owner, set by the sender. The receiver uses no
+    /// other handoff: the sender may have served the group since an earlier one.
+    pub version: u64,
 }
 
 /// A segment or disk that is expected to mount.
@@ -142,6 +147,8 @@ impl Group {
             segments,
             segments_complete: now.mono >= self.unknown_nodes_until,
             disks_complete: now.mono >= self.disk_reports_until,
+            exclusion_needed: self.exclusion_needed,
+            version: 0,
         }
     }
 
@@ -166,7 +173,7 @@ impl Group {
                 );
             }
         }
-        self.segments_complete = handoff.segments_complete;
+        self.exclusion_needed = handoff.exclusion_needed;
         if handoff.segments_complete {
             self.unknown_nodes_until = now.mono;
         }

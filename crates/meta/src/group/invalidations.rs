@@ -121,7 +121,7 @@ impl Group {
     fn may_open_feed(&self, now: Now) -> bool {
         let reporting = |segment: &Segment| segment.phase == SegmentPhase::Reporting;
         let wait_over = now.mono > self.reports_until && !self.segments.iter().flatten().any(reporting);
-        self.handoff.is_empty() && (wait_over || !self.is_unsettled(now))
+        self.handoff.is_empty() && (wait_over || !self.awaits_reports(now))
     }
 
     /// Adds an invalidation for an object that leaves the index: a complete one, or a reservation that replaced one.

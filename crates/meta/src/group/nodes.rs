@@ -6,6 +6,7 @@ use moontide_types::limits::{SEGMENT_UNITS_MAX, SHM_HEARTBEAT_TIMEOUT_MS};
 use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Generation, Medium, NodeId, SegmentId, SessionId, Tenant, Term};
 
+use super::exclusion::SyncMark;
 use super::{AbsentSegment, Group, LocationVersion, Node};
 use crate::effect::Effects;
 use crate::ids::RecordRef;
@@ -39,10 +40,8 @@ pub struct MountSpec<'a> {
     pub term: Term,
     /// Whether the segment contains records to be reported.
     pub has_records: bool,
-    /// Term of the master with which the segment was last synced; zero if never.
-    pub synced_term: Term,
-    /// Time since the segment was last synced.
-    pub synced_ago: Duration,
+    /// When the node was last in sync with a master of the group.
+    pub synced: SyncMark,
     /// Whether peers access the segment without its node, so that granted leases and reservations end only by time.
     pub one_sided: bool,
 }
@@ -119,6 +118,7 @@ impl Group {
             }
             self.lose_segment(earlier, now, effects);
         }
+        self.observe_sync_mark(spec.synced);
         let absent = self.absent.remove(&(spec.node, spec.segment));
         if absent.is_some_and(|segment| segment.generation != spec.generation)
             && !moontide_rt::mutation_enabled("ghost-forgotten")
@@ -151,35 +151,15 @@ impl Group {
         };
         let mut segment = Segment::new(params, phase, now.mono.after(delay));
         // Removals may have been acknowledged without this segment, so its records may include removed objects. Either
-        // this master no longer waits for it, or an earlier master did so: one whose term the segment missed, and which
-        // waited as long as this master does.
-        let skipped = spec.synced_term != Term::ZERO && spec.synced_term < self.config.previous_term;
-        let skipped = skipped && !moontide_rt::mutation_enabled("missed-term-believed");
-        segment.is_stale = !absent
-            && now.mono > self.reports_until
-            && !moontide_rt::mutation_enabled("late-segment-believed")
-            || skipped && spec.synced_ago >= self.config.report_wait / 100 * 99
-            || !absent && self.was_given_up(spec, now)
-            || !absent
-                && self.segments_complete
-                && spec.synced_term != Term::ZERO
-                && spec.synced_term <= self.config.previous_term
-            || was_stale;
+        // this master no longer waits for it, or an earlier one did so.
+        let late = now.mono > self.reports_until && !moontide_rt::mutation_enabled("late-segment-believed");
+        segment.is_stale = !absent && (late || self.was_excluded(spec.synced)) || was_stale;
         let index = self.add_segment(segment, topology);
         if !spec.has_records {
             self.quarantined_segments.push(index);
             self.activate_segments(now);
         }
         Ok(MountOutcome { report: spec.has_records, usable_in: delay })
-    }
-
-    /// Whether the preceding master, which was active until it was replaced, had stopped waiting for a segment by then.
-    fn was_given_up(&self, spec: &MountSpec<'_>, now: Now) -> bool {
-        let absent_before_takeover = spec.synced_ago.saturating_sub(now.mono.since(self.began_at));
-        self.config.saw_predecessor
-            && spec.synced_term == self.config.previous_term
-            && absent_before_takeover >= self.config.rejoin_window / 100 * 99
-            && !moontide_rt::mutation_enabled("given-up-and-believed")
     }
 
     /// Adds a segment to the tables, and its node if it is new.

@@ -11,6 +11,7 @@ use moontide_types::record::{PinClass, RecordFlags, RecordLayout};
 use moontide_types::{Epoch, ErrorCode, Medium, NodeId, ObjectId, SegmentId, UnixMillis};
 
 use super::Group;
+use super::exclusion::Certainty;
 use super::lookup::{LookupKey, ObjectState};
 use super::view::{ObjectView, StripeLocation, stripe_of};
 use crate::effect::Effects;
@@ -229,13 +230,18 @@ impl Group {
 
     /// Completes a put. May be repeated: a complete object of this version stays complete.
     ///
-    /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report, or an older
-    /// version is still being killed; the caller repeats the call. `Pending`: the object is complete, but an unreachable
-    /// node may have the version that it replaces, and return with it after this version is lost.
+    /// `Gone`: the reservation is over, or no replica was written. `Retry`: nodes have yet to report, an older version is
+    /// still being killed, or an exclusion is not durable yet; the caller repeats the call. `Pending`: the object is
+    /// complete, but an unreachable node may have the version that it replaces, and return with it after this version is
+    /// lost.
     pub fn put_end(&mut self, now: Now, end: &PutEnd<'_>, effects: &mut Effects) -> Result<(), ErrorCode> {
+        let certainty = if end.replaces { self.certainty(now) } else { Certainty::Certain };
+        if certainty == Certainty::AfterExclusion {
+            return Err(ErrorCode::Retry);
+        }
         self.complete_put(now, end, effects)?;
         let uncertain = end.replaces
-            && (self.is_unsettled(now)
+            && (certainty == Certainty::Uncertain
                 || self.disks_are_returning()
                 || self.uncertain_replacements.contains(&end.id))
             && !moontide_rt::mutation_enabled("upsert-certain-while-unsettled");

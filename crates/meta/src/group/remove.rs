@@ -10,6 +10,7 @@ use hashbrown::hash_map::Entry;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, NodeId, ObjectId, SegmentId, SlotId};
 
+use super::exclusion::Certainty;
 use super::lookup::{LookupKey, ObjectState};
 use super::{Group, LocationVersion, PendingRemoval, UnansweredKill};
 use crate::effect::{CommandKind, CommandOutcome, Effect, Effects, WaiterId};
@@ -45,14 +46,21 @@ impl Group {
         waiter: WaiterId,
         effects: &mut Effects,
     ) -> RemoveOutcome {
-        let unsettled =
-            self.is_unsettled(now) && !moontide_rt::mutation_enabled("removal-certain-while-unsettled");
+        let certainty = match self.certainty(now) {
+            _ if moontide_rt::mutation_enabled("removal-certain-while-unsettled") => Certainty::Certain,
+            certainty => certainty,
+        };
+        let unsettled = certainty == Certainty::Uncertain;
         let at = match self.find(lookup) {
             Some(at) => at,
             None if unsettled => return RemoveOutcome::Done(Some(self.add_tombstone(lookup.id))),
             None => {
+                let awaits = certainty == Certainty::AfterExclusion;
+                if awaits && self.add_tombstone(lookup.id) == ErrorCode::Busy {
+                    return RemoveOutcome::Done(Some(ErrorCode::Busy));
+                }
                 self.keep_disk_tombstone(lookup.id, self.newest_epoch(), now);
-                return self.remove_unconfirmed(lookup.id, waiter, effects);
+                return self.remove_unconfirmed(lookup.id, certainty, waiter, effects);
             }
         };
         let record = *self.slab.get(at);
@@ -66,7 +74,7 @@ impl Group {
             _ => {}
         }
         let gone = self.state_of(&record, now) == ObjectState::Gone;
-        if unsettled && self.tombstones.len() >= TOMBSTONES_MAX {
+        if certainty != Certainty::Certain && self.tombstones.len() >= TOMBSTONES_MAX {
             return RemoveOutcome::Done(Some(ErrorCode::Busy));
         }
         self.keep_disk_tombstone(lookup.id, self.newest_epoch(), now);
@@ -74,11 +82,12 @@ impl Group {
         if !gone {
             self.stats.removed_objects += 1;
         }
-        if unsettled {
+        if certainty != Certainty::Certain {
             self.add_tombstone(lookup.id);
         }
         let pending = unsettled || removal.unreachable;
-        if removal.kills == 0 || moontide_rt::mutation_enabled("removal-before-kill") {
+        let left = removal.kills + self.await_exclusion(removal.number, certainty);
+        if left == 0 || moontide_rt::mutation_enabled("removal-before-kill") {
             let code = if pending {
                 Some(ErrorCode::Pending)
             } else if gone {
@@ -93,28 +102,51 @@ impl Group {
             PendingRemoval {
                 id: record.id(),
                 epoch: record.epoch(),
-                left: removal.kills,
+                left,
                 waiter: Some(waiter),
                 replaced_by: None,
                 pending,
+                not_found: gone && removal.kills == 0,
             },
         );
         RemoveOutcome::Waiting
     }
 
+    /// Lets a removal wait for the exclusion, if it must. Returns the number of events that it waits for.
+    fn await_exclusion(&mut self, number: u64, certainty: Certainty) -> u32 {
+        let awaits = certainty == Certainty::AfterExclusion;
+        self.awaiting_exclusion.extend(awaits.then_some(number));
+        awaits.into()
+    }
+
     /// Kills released locations of an object that is no longer in the index: an evicted object is permanently gone only
     /// when its nodes have confirmed it.
-    fn remove_unconfirmed(&mut self, id: ObjectId, waiter: WaiterId, effects: &mut Effects) -> RemoveOutcome {
+    fn remove_unconfirmed(
+        &mut self,
+        id: ObjectId,
+        certainty: Certainty,
+        waiter: WaiterId,
+        effects: &mut Effects,
+    ) -> RemoveOutcome {
         self.removal_count += 1;
         let number = self.removal_count;
-        let left = self.kill_unconfirmed(id, number, effects);
+        let kills = self.kill_unconfirmed(id, number, effects);
+        let left = kills + self.await_exclusion(number, certainty);
         if left == 0 || moontide_rt::mutation_enabled("evicted-taken-for-dead") {
             return RemoveOutcome::Done(Some(ErrorCode::NotFound));
         }
         let epoch = self.newest_epoch();
         self.add_pending_removal(
             number,
-            PendingRemoval { id, epoch, left, waiter: Some(waiter), replaced_by: None, pending: false },
+            PendingRemoval {
+                id,
+                epoch,
+                left,
+                waiter: Some(waiter),
+                replaced_by: None,
+                pending: false,
+                not_found: kills == 0,
+            },
         );
         RemoveOutcome::Waiting
     }
@@ -146,6 +178,10 @@ impl Group {
     /// Continues the running jobs. Visits at most `budget` objects; returns the number of visited objects.
     pub(super) fn step_jobs(&mut self, now: Now, budget: usize, effects: &mut Effects) -> usize {
         let mut visited = 0;
+        let is_running = |job: &Job| job.status.state == JobState::Running;
+        if self.jobs.values().any(is_running) && self.certainty(now) == Certainty::AfterExclusion {
+            return visited;
+        }
         let running = self.jobs.iter().filter(|(_, job)| job.status.state == JobState::Running);
         let running: Vec<JobId> = running.map(|(&id, _)| id).collect();
         for id in running {
@@ -178,7 +214,7 @@ impl Group {
             job.status.kept += 1;
             return;
         }
-        let unsettled = self.is_unsettled(now);
+        let unsettled = self.certainty(now) != Certainty::Certain;
         if unsettled && self.add_tombstone(record.id()) == ErrorCode::Busy {
             job.status.kept += 1;
             return;
@@ -195,6 +231,7 @@ impl Group {
                     waiter: None,
                     replaced_by: None,
                     pending: removal.unreachable,
+                    not_found: false,
                 },
             );
         }
@@ -237,6 +274,7 @@ impl Group {
                 waiter: None,
                 replaced_by: Some(by),
                 pending: removal.unreachable,
+                not_found: false,
             },
         );
     }
@@ -245,7 +283,7 @@ impl Group {
     /// one, known to this master or not, and the new version may be evicted or lost before they report.
     pub(super) fn add_replacement_tombstone(&mut self, id: ObjectId, replaced: Epoch, now: Now) {
         let fits = self.tombstones.len() < TOMBSTONES_MAX || self.tombstones.contains_key(&id);
-        if self.is_unsettled(now) && fits {
+        if (self.exclusion_needed || self.awaits_reports(now)) && fits {
             let removed = self.tombstones.entry(id).or_insert(replaced);
             *removed = replaced.max(*removed);
         }
@@ -300,6 +338,10 @@ impl Group {
                     return self.slot_freed(index, slot.0, epoch, effects);
                 }
                 self.found_dead(index, slot.0, epoch, effects);
+            }
+            // A disk that is full or fails may refuse to drop a record. It would report the record to the next master.
+            (CommandKind::Reclaim, CommandOutcome::Refused(_)) if drains && self.segment(index).is_disk() => {
+                self.refused_drops.push_back(version);
             }
             (CommandKind::Reclaim, _) => {}
             (CommandKind::Offload, _) => self.offload_result(index, slot.0, epoch, outcome),
@@ -365,9 +407,10 @@ impl Group {
         }
     }
 
-    /// Sends refused kills again, at most `budget` of them. Returns whether more are due.
+    /// Sends refused kills, and refused reclaims of records on disks, again, at most `budget` of them. Returns whether more are due.
     pub(super) fn retry_kills(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
-        if self.refused_kills.is_empty() || now.mono < self.retry_kills_at {
+        let none = self.refused_kills.is_empty() && self.refused_drops.is_empty();
+        if none || now.mono < self.retry_kills_at {
             return false;
         }
         for version in self.refused_kills.drain(..budget.min(self.refused_kills.len())).collect::<Vec<_>>() {
@@ -377,10 +420,18 @@ impl Group {
                 self.send_kill(version, id, effects);
             }
         }
-        if self.refused_kills.is_empty() {
+        for version in self.refused_drops.drain(..budget.min(self.refused_drops.len())).collect::<Vec<_>>() {
+            let LocationVersion { segment, slot, epoch } = version;
+            let drain = self.segments[segment as usize].as_ref().and_then(|found| found.drains.get(&slot));
+            if let Some(id) = drain.filter(|drain| drain.epoch == epoch).map(|drain| drain.id) {
+                self.push_command(CommandKind::Reclaim, segment, slot, epoch, id, effects);
+            }
+        }
+        let more = !self.refused_kills.is_empty() || !self.refused_drops.is_empty();
+        if !more {
             self.retry_kills_at = now.mono.after(KILL_RETRY_INTERVAL);
         }
-        !self.refused_kills.is_empty()
+        more
     }
 
     /// Sends a Kill. Until it is answered, nothing else shows that the version is dead for good.
@@ -390,7 +441,7 @@ impl Group {
         self.unanswered_kills.entry(version).or_insert(UnansweredKill { id, is_queued: false });
     }
 
-    fn kill_result(&mut self, number: u64, unreachable: bool, effects: &mut Effects) {
+    pub(super) fn kill_result(&mut self, number: u64, unreachable: bool, effects: &mut Effects) {
         let Entry::Occupied(mut entry) = self.removals.entry(number) else { return };
         let removal = entry.get_mut();
         removal.pending |= unreachable;
@@ -407,7 +458,9 @@ impl Group {
         if let Some(waiter) = removal.waiter {
             // A disk that has returned in the meantime may have it, too.
             let pending = removal.pending || self.disks_are_returning();
-            effects.push(Effect::Removed { waiter, code: pending.then_some(ErrorCode::Pending) });
+            let not_found = removal.not_found.then_some(ErrorCode::NotFound);
+            let code = if pending { Some(ErrorCode::Pending) } else { not_found };
+            effects.push(Effect::Removed { waiter, code });
         }
         if let Some(id) = removal.replaced_by {
             if removal.pending && self.find_id(id).is_some() {

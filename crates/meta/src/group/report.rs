@@ -401,7 +401,7 @@ impl Group {
     pub(super) fn reject_reported(&mut self, index: u32, new: &ReportRecord<'_>, effects: &mut Effects) {
         let segment = self.segment_mut(index);
         let location = segment.report(index, new.slot.0, new.extent, false);
-        segment.drain(location, new.epoch, new.id, false);
+        segment.drain_reported(location, new.epoch, new.id);
         if new.state != ReportState::Dead {
             let version = LocationVersion { segment: index, slot: new.slot.0, epoch: new.epoch };
             self.unconfirmed_kills.insert((new.id, version));

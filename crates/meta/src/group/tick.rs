@@ -122,12 +122,18 @@ impl Group {
     /// Drops entries of nodes that have been absent for too long, and the tombstones kept for them.
     fn expire_absent(&mut self, now: Now) {
         let tick = self.ticker.now(now.mono);
+        let awaited = self.absent.len() + self.absent_disks.len();
         self.absent.retain(|_, segment| segment.until > tick);
+        self.absent_disks.retain(|_, &mut until| until > tick);
+        if self.absent.len() + self.absent_disks.len() < awaited {
+            self.need_exclusion();
+        }
         if now.mono > self.reports_until && !self.handoff.is_empty() {
             self.handoff = Default::default();
         }
-        self.absent_disks.retain(|_, &mut until| until > tick);
-        if !self.tombstones.is_empty() && !self.is_unsettled(now) && !self.disks_may_return(now) {
+        // While an exclusion is needed, segments that the group does not wait for are still trusted if they return.
+        let may_return = self.exclusion_needed || self.awaits_reports(now) || self.disks_may_return(now);
+        if !self.tombstones.is_empty() && !may_return {
             // A killed record that its node has not confirmed may still be in the node's next report.
             let mut tombstones = std::mem::take(&mut self.tombstones);
             tombstones.retain(|&id, _| {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use moontide_meta::{
     CommandKind, CommandOutcome, DiskSpec, Effect, Effects, Group, GroupConfig, LookupKey, MountSpec,
     NodeCommand, Now, PutEnd, PutOptions, PutStart, RemoveOutcome, ReportRecord, ReportState, StripeLocation,
-    StripeRange, TenantIndex, TickBudget, WaiterId,
+    StripeRange, SyncMark, TenantIndex, TickBudget, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -113,8 +113,7 @@ impl GroupHarness {
             tenant: None,
             term,
             has_records: occupied,
-            synced_term: Term::ZERO,
-            synced_ago: Duration::ZERO,
+            synced: SyncMark::NONE,
             one_sided: true,
         };
         self.group.mount(self.now, &spec, &mut self.effects).unwrap();
@@ -129,6 +128,7 @@ impl GroupHarness {
             generation: Generation(1),
             labels: ["", "", ""],
             occupied,
+            synced: SyncMark::NONE,
         };
         self.group.mount_disk(self.now, &spec, &mut self.effects);
         self.settle();
@@ -139,9 +139,20 @@ impl GroupHarness {
         self.now.unix.0 += by.as_millis() as u64;
     }
 
-    pub(crate) fn tick(&mut self) {
+    /// Runs the due work of the group.
+    pub(crate) fn group_tick(&mut self) {
         while self.group.tick(self.now, &TickBudget::default(), &mut self.effects) {}
         self.settle();
+    }
+
+    /// Runs the due work of the group, and of its master.
+    pub(crate) fn tick(&mut self) {
+        self.group_tick();
+        // The master stores it.
+        if let Some(number) = self.group.wanted_exclusion(self.now) {
+            self.group.excluded(number, &mut self.effects);
+            self.settle();
+        }
     }
 
     /// Collects effects and checks every invariant.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use moontide_meta::{
-    Effect, Group, LookupKey, MountSpec, ReportRecord, ReportState, StripeRange, TenantIndex,
+    Effect, Group, GroupConfig, LookupKey, MountSpec, ReportRecord, ReportState, StripeRange, TenantIndex,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Extent, Key, Medium, ObjectId, SessionId, SlotId, Tenant, Term};
@@ -172,6 +172,7 @@ impl ModelHarness {
                 self.mount_disk(node);
             }
             let node = &mut self.nodes[node];
+            let synced = node.sync_mark(self.now.mono);
             let segment = &mut node.segments[at];
             if self.now.mono > segment.wiped_after {
                 segment.wipe();
@@ -190,8 +191,7 @@ impl ModelHarness {
                 tenant: None,
                 term,
                 has_records: occupied,
-                synced_term: term,
-                synced_ago: Duration::ZERO,
+                synced,
                 one_sided,
             };
             let mounted = self.group.mount(self.now, &spec, &mut self.effects);
@@ -261,18 +261,14 @@ impl ModelHarness {
             node.disconnect(wiped_after);
         }
         self.term = Term::new(self.term.get() + 1).unwrap();
-        self.group = Group::new(config(self.term, self.placement), self.now);
+        let config = GroupConfig { exclusion: self.exclusion, ..config(self.term, self.placement) };
+        self.group = Group::new(config, self.now);
         self.watcher = Default::default();
         self.removals.clear();
         self.replaced.clear();
         self.forced_job = false;
         self.any_job = false;
         for put in &mut self.puts {
-            // The master keeps a tombstone for an acknowledged removal if a disk with the object is absent. If the
-            // master crashes while the disk is absent, the object reappears with the disk.
-            let on_disk =
-                self.nodes.iter().filter_map(|node| node.disk.as_ref()).any(|disk| disk.may_have(put.epoch));
-            put.removed &= !on_disk;
             put.pin = put.pin_stored;
             put.removal_pending = false;
         }

@@ -194,6 +194,7 @@ impl NodeModel {
 impl ModelHarness {
     pub(crate) fn mount_disk(&mut self, node: usize) {
         let Some(session) = self.nodes[node].session else { return };
+        let synced = self.nodes[node].sync_mark(self.now.mono);
         let NodeModel { id, disk: Some(disk), .. } = &mut self.nodes[node] else { return };
         if disk.mount.is_some() {
             return;
@@ -208,6 +209,7 @@ impl ModelHarness {
             generation: Generation(1),
             labels: ["", ["rack-a", "rack-b"][id.0 as usize % 2], "zone"],
             occupied,
+            synced,
         };
         self.group.mount_disk(self.now, &spec, &mut self.effects);
     }

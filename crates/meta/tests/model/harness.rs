@@ -106,6 +106,8 @@ pub(crate) struct ModelHarness {
     pub(crate) now: Now,
     pub(crate) group: Group,
     pub(crate) term: Term,
+    /// Durable number of exclusions.
+    pub(crate) exclusion: u32,
     pub(crate) nodes: Vec<NodeModel>,
     pub(crate) puts: Vec<PutModel>,
     pub(crate) leases: Vec<Lease>,
@@ -157,6 +159,7 @@ impl ModelHarness {
             now,
             group: Group::new(config(term, placement), now),
             term,
+            exclusion: 0,
             nodes: vec![
                 NodeModel::new(1, &[(64, 8), (1100, 6)], true),
                 NodeModel::new(2, &[(96, 12)], false),
@@ -190,6 +193,26 @@ impl ModelHarness {
         self.take_effects()?;
         crate::check::check(self)?;
         self.watch()
+    }
+
+    /// Stores the exclusion that the group wants; the group hears of it one tick later.
+    fn exclude(&mut self) {
+        if let Some(number) = self.group.wanted_exclusion(self.now) {
+            if self.exclusion == number {
+                self.group.excluded(number, &mut self.effects);
+            }
+            self.exclusion = number;
+        }
+    }
+
+    /// Tells the nodes in sync the number of exclusions.
+    fn answer_heartbeats(&mut self) {
+        for node in &mut self.nodes {
+            let in_sync = |session| self.group.is_in_sync(node.id, session, node.disk.is_some());
+            if node.session.is_some_and(in_sync) {
+                node.synced = Some((self.group.exclusion(), self.now.mono));
+            }
+        }
     }
 
     fn apply(&mut self, command: &Command) -> Check {
@@ -304,6 +327,8 @@ impl ModelHarness {
                 };
                 let protected = if self.any_job { vec![] } else { self.protected() };
                 let _more = self.group.tick(self.now, &budget, &mut self.effects);
+                self.exclude();
+                self.answer_heartbeats();
                 self.nothing_lost(&protected)
             }
             Command::Advance { ms } => {

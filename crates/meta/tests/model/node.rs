@@ -5,7 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use moontide_meta::{CommandKind, CommandOutcome, NodeCommand, ReportState, StripeLocation, StripeRange};
+use moontide_meta::{
+    CommandKind, CommandOutcome, NodeCommand, ReportState, StripeLocation, StripeRange, SyncMark,
+};
 use moontide_types::record::PinClass;
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term, UnixMillis,
@@ -326,6 +328,8 @@ pub(crate) struct NodeModel {
     pub(crate) responses: VecDeque<(NodeCommand, CommandOutcome)>,
     pub(crate) segments: Vec<SegmentModel>,
     pub(crate) disk: Option<DiskModel>,
+    /// When it was last in sync with a master: the number of exclusions, and the time.
+    pub(crate) synced: Option<(u32, MonoTime)>,
 }
 
 impl NodeModel {
@@ -339,7 +343,14 @@ impl NodeModel {
             responses: VecDeque::new(),
             segments,
             disk: has_disk.then(DiskModel::default),
+            synced: None,
         }
+    }
+
+    /// Returns the sync mark for a mount.
+    pub(crate) fn sync_mark(&self, now: MonoTime) -> SyncMark {
+        let mark = |(exclusion, at)| SyncMark { exclusion, ago: now.since(at) };
+        self.synced.map_or(SyncMark::NONE, mark)
     }
 
     /// Ends the session; all messages in flight are lost.

@@ -22,6 +22,8 @@ const UNACKED_BYTES_MAX: usize = 8 << 20;
 /// Progress of the inventories of a session.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InventoryProgress {
+    /// Scans that were announced.
+    pub(super) announced: u32,
     /// Scans that were announced and have not ended.
     pub(super) running: usize,
     /// Bytes that the master has not acknowledged.
@@ -32,7 +34,10 @@ impl DiskTier {
     /// Announces an inventory of further groups for a session: until it ends, the master does not receive
     /// `recovery_end`.
     pub(crate) fn announce_inventory(&self, session: SessionId) {
-        self.inventories.lock().entry(session).or_default().running += 1;
+        let mut inventories = self.inventories.lock();
+        let progress = inventories.entry(session).or_default();
+        progress.announced += 1;
+        progress.running += 1;
     }
 
     /// Sends an announced inventory of `groups` to a session that has begun or has received further groups, from a
@@ -69,14 +74,14 @@ impl DiskTier {
         // `recovery_end` holds for all groups of the session, so only the last inventory sends it.
         let left = self.inventories.lock().get_mut(&session).map(|inventory| {
             inventory.running -= 1;
-            inventory.running
+            (inventory.running, inventory.announced)
         });
-        if left != Some(0) || !self.is_live(session) {
+        let Some((0, inventories)) = left.filter(|_| self.is_live(session)) else {
             return; // another inventory follows; or the session has ended, and the next one starts another
-        }
+        };
         // Not during an eviction: its records were not in the inventory, and a crash would restore them.
         let _guard = self.notify_lock.lock();
-        let end = v1::OffloadNotice { recovery_end: true, ..builder.message(true, |_| true) };
+        let end = v1::OffloadNotice { recovery_end: true, inventories, ..builder.message(true, |_| true) };
         self.events.send(NodeEvent::Offloaded { session, notice: end });
         if sent > 0 || unreadable > 0 {
             let took_ms = started.elapsed().as_millis() as u64;

@@ -88,6 +88,7 @@ impl OffloadNoticeBuilder {
             attributes: if some_attributes { attributes.finish().into() } else { Default::default() },
             recovered,
             recovery_end: false,
+            inventories: 0,
         }
     }
 }

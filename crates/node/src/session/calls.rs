@@ -191,13 +191,8 @@ pub(super) fn opened(response: v1::OpenSessionResponse) -> Result<OpenedSession,
     })
 }
 
-/// Returns the description of a segment for a mount. `last_synced`: time since a master of its group was last synced,
-/// and its term; `None` if none ever was.
-pub(super) fn spec(
-    node_segment: &NodeSegment,
-    group: Option<GroupId>,
-    last_synced: Option<(Duration, Term)>,
-) -> v1::SegmentSpec {
+/// Returns the description of a segment for a mount.
+pub(super) fn spec(node_segment: &NodeSegment, group: Option<GroupId>) -> v1::SegmentSpec {
     let shape = node_segment.segment().shape();
     let grant = node_segment.grant();
     v1::SegmentSpec {
@@ -215,8 +210,6 @@ pub(super) fn spec(
         term: grant.map_or(0, |(_, term)| term.get()),
         has_records: node_segment.is_occupied(),
         tenant: String::new(),
-        synced_ago_ms: last_synced.map_or(0, |(ago, _)| ago.as_millis() as u64),
-        synced_term: last_synced.map_or(0, |(_, term)| term.get()),
     }
 }
 
@@ -238,8 +231,9 @@ pub(super) fn mount_segments(
     descriptor: &NodeDescriptor,
     session: SessionId,
     segments: Vec<v1::SegmentSpec>,
+    synced: Vec<v1::SyncMark>,
 ) -> v1::MountSegmentsRequest {
-    v1::MountSegmentsRequest { context: context(descriptor.boot, Some(session)), segments }
+    v1::MountSegmentsRequest { context: context(descriptor.boot, Some(session)), segments, synced }
 }
 
 /// Returns the results of a mount, one per segment; each has its own error code.

@@ -212,7 +212,11 @@ bounded! {
     OpenSessionRequest: [many(4, "addresses", ADDRESSES_MAX, PLAIN)];
     OpenSessionResponse: [CONTEXT];
     SegmentSpec: [];
-    MountSegmentsRequest: [many(2, "segments", BATCH_KEYS_MAX, PLAIN)];
+    SyncMark: [];
+    MountSegmentsRequest: [
+        many(2, "segments", BATCH_KEYS_MAX, PLAIN),
+        many(3, "synced", GROUPS_MAX as usize, PLAIN)
+    ];
     MountSegmentsResponse: [CONTEXT, many(2, "results", BATCH_KEYS_MAX, PLAIN)];
     UnmountSegmentsRequest: [many(2, "segments", BATCH_KEYS_MAX, Element::Varint)];
 
@@ -231,5 +235,6 @@ bounded! {
         one(6, "report", v1::ReportChunk::REPEATED),
         one(8, "offloaded", v1::OffloadNotice::REPEATED)
     ];
-    MasterMessage: [];
+    HeartbeatAck: [many(3, "in_sync", GROUPS_MAX as usize, PLAIN)];
+    MasterMessage: [one(6, "heartbeat_ack", v1::HeartbeatAck::REPEATED)];
 }

@@ -38,6 +38,10 @@ pub struct HandoffGroupRequest<'a> {
     pub segments_complete: bool,
     /// Whether `segments` contains all disks.
     pub disks_complete: bool,
+    /// Whether the next certain removal needs an exclusion first.
+    pub exclusion_needed: bool,
+    /// Version of the cluster state in which the receiver becomes the owner.
+    pub version: u64,
 }
 
 /// A segment known to a master.
@@ -86,6 +90,8 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             segments: m.segments.iter().map(segment).collect::<Result<_, ConvertError>>()?,
             segments_complete: m.segments_complete,
             disks_complete: m.disks_complete,
+            exclusion_needed: m.exclusion_needed,
+            version: m.version,
         })
     }
 
@@ -108,6 +114,8 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             segments: self.segments.iter().map(known).collect(),
             segments_complete: self.segments_complete,
             disks_complete: self.disks_complete,
+            exclusion_needed: self.exclusion_needed,
+            version: self.version,
         }
     }
 }

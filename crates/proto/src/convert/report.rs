@@ -177,6 +177,8 @@ pub struct OffloadNotice<'a> {
     pub recovered: bool,
     /// The scan is complete.
     pub recovery_end: bool,
+    /// With `recovery_end`: number of scans of this session that are complete.
+    pub inventories: u32,
 }
 
 impl<'a> Wire<'a> for OffloadNotice<'a> {
@@ -198,6 +200,7 @@ impl<'a> Wire<'a> for OffloadNotice<'a> {
             tenants,
             recovered: m.recovered,
             recovery_end: m.recovery_end,
+            inventories: m.inventories,
         })
     }
 
@@ -209,6 +212,7 @@ impl<'a> Wire<'a> for OffloadNotice<'a> {
             attributes: AttributeSections::to_wire(self.attributes),
             recovered: self.recovered,
             recovery_end: self.recovery_end,
+            inventories: self.inventories,
         }
     }
 }

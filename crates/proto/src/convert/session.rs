@@ -10,12 +10,13 @@ pub use heartbeat::{
 };
 pub use open::{
     Address, MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, OpenSessionRequest,
-    OpenSessionResponse, SegmentSpec, SessionGrant, Topology, UnmountSegmentsRequest,
+    OpenSessionResponse, SegmentSpec, SessionGrant, SyncMark, Topology, UnmountSegmentsRequest,
 };
 
-use moontide_types::{MapVersion, SessionId, Term};
+use moontide_types::limits::GROUPS_MAX;
+use moontide_types::{GroupId, MapVersion, SessionId, Term};
 
-use super::check::{self, at_least, copied, required};
+use super::check::{self, at_least, at_most, copied, required};
 use super::report::{OffloadNotice, ReportChunk, ReportEnd};
 use super::{ConvertError, Wire};
 use crate::limits::SESSION_RECORDS_MAX;
@@ -105,7 +106,7 @@ impl<'a> Wire<'a> for NodeMessage<'a> {
 }
 
 /// Message of a master to a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MasterMessage<'a> {
     /// Session of the node.
     pub session: SessionId,
@@ -120,7 +121,7 @@ pub struct MasterMessage<'a> {
 }
 
 /// Content of a master's message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MasterMessageBody<'a> {
     /// Commands to execute.
     Commands(Packed<'a, NodeCommand>),
@@ -130,6 +131,8 @@ pub enum MasterMessageBody<'a> {
         heartbeat_id: u64,
         /// New TTL of the session in milliseconds, counted from the sending of the heartbeat.
         ttl_ms: u32,
+        /// Groups with which the node is in sync, each with its number of exclusions.
+        in_sync: Vec<(GroupId, u32)>,
     },
 }
 
@@ -145,7 +148,14 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
             }
             Body::HeartbeatAck(m) => {
                 open::check_ttl(m.ttl_ms)?;
-                MasterMessageBody::HeartbeatAck { heartbeat_id: m.heartbeat_id, ttl_ms: m.ttl_ms }
+                at_most("in_sync", m.in_sync.len(), GROUPS_MAX)?;
+                let group =
+                    |of: &v1::GroupExclusion| Ok((check::group("in_sync.group", of.group)?, of.exclusion));
+                MasterMessageBody::HeartbeatAck {
+                    heartbeat_id: m.heartbeat_id,
+                    ttl_ms: m.ttl_ms,
+                    in_sync: m.in_sync.iter().map(group).collect::<Result<_, ConvertError>>()?,
+                }
             }
         };
         Ok(MasterMessage {
@@ -159,12 +169,17 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
 
     fn to_wire(&self) -> v1::MasterMessage {
         use v1::master_message::Body;
-        let body = match self.body {
+        let body = match &self.body {
             MasterMessageBody::Commands(commands) => {
                 Body::Commands(v1::Commands { commands: copied(commands.as_encoded()) })
             }
-            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms } => {
-                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms })
+            &MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, ref in_sync } => {
+                let group = |&(group, exclusion): &(GroupId, u32)| v1::GroupExclusion {
+                    group: group.0.into(),
+                    exclusion,
+                };
+                let in_sync = in_sync.iter().map(group).collect();
+                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms, in_sync })
             }
         };
         v1::MasterMessage {

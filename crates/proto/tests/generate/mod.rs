@@ -5,6 +5,7 @@
 #![allow(dead_code, unused_imports)] // each user needs a part of it
 
 mod names;
+mod session;
 
 pub(crate) use names::{MESSAGES, RESPONSES};
 
@@ -606,6 +607,7 @@ impl Gen {
                 attributes: self.sections(n),
                 recovered: true,
                 recovery_end: self.bool(),
+                inventories: self.u32(),
             }),
             _ => Body::DiskEvicted(v1::DiskEvicted { versions: self.packed(n, Gen::versioned_id) }),
         };
@@ -614,44 +616,6 @@ impl Gen {
             sequence: 1 + self.below(u64::MAX),
             highest_term: self.term().get(),
             body: Some(body),
-        }
-    }
-
-    pub(crate) fn master_message(&mut self) -> v1::MasterMessage {
-        use v1::master_message::Body;
-        let n = self.below(6) as usize;
-        let body = if self.bool() {
-            Body::Commands(v1::Commands { commands: self.packed(n, Gen::command) })
-        } else {
-            Body::HeartbeatAck(v1::HeartbeatAck {
-                heartbeat_id: self.u64(),
-                ttl_ms: 1 + self.below(600_000) as u32,
-            })
-        };
-        v1::MasterMessage {
-            session: 1 + self.below(u64::MAX),
-            term: self.term().get(),
-            map_version: self.u64(),
-            acked_sequence: self.u64(),
-            body: Some(body),
-        }
-    }
-
-    pub(crate) fn segment_spec(&mut self) -> v1::SegmentSpec {
-        let disk = self.below(8) == 0;
-        v1::SegmentSpec {
-            segment: if disk { 65_535 } else { self.below(65_535) as u32 },
-            generation: self.u64(),
-            medium: if disk { 3 } else { 1 + self.below(2) as i32 },
-            units: self.u32().max(1),
-            slots: (self.u32() >> 1).max(1),
-            numa: self.below(3) as u32,
-            group: self.bool().then(|| self.below(4096) as u32),
-            term: self.term().get(),
-            has_records: self.bool(),
-            tenant: self.text(0, 9),
-            synced_ago_ms: self.u64(),
-            synced_term: self.term().get(),
         }
     }
 
@@ -755,7 +719,8 @@ impl Gen {
             .encode_to_vec(),
             "MountSegmentsRequest" => {
                 let segments = (0..n).map(|_| self.segment_spec()).collect();
-                v1::MountSegmentsRequest { context, segments }.encode_to_vec()
+                let synced = vec![v1::SyncMark { group: 5, exclusion: 7, ago_ms: 9 }; n];
+                v1::MountSegmentsRequest { context, segments, synced }.encode_to_vec()
             }
             "MountSegmentsResponse" => {
                 let result = |g: &mut Gen| v1::MountResult {
@@ -845,6 +810,8 @@ impl Gen {
                     segments: (0..n).map(|_| self.known_segment()).collect(),
                     segments_complete: self.bool(),
                     disks_complete: self.bool(),
+                    exclusion_needed: self.bool(),
+                    version: self.u64(),
                 }
                 .encode_to_vec()
             }
@@ -875,9 +842,8 @@ impl Gen {
                     next_sequence: g.u64(),
                 };
                 let cursors = (0..1 + n).map(|_| cursor(self)).collect();
-                let wait_ms = self.below(30_001) as u32;
-                v1::PollInvalidationsRequest { context, cursors, wait_ms, cluster: self.u64() }
-                    .encode_to_vec()
+                let (wait_ms, cluster) = (self.below(30_001) as u32, self.u64());
+                v1::PollInvalidationsRequest { context, cursors, wait_ms, cluster }.encode_to_vec()
             }
             "PollInvalidationsResponse" => {
                 let group = |g: &mut Gen| {

@@ -1,6 +1,6 @@
 //! Registration of a node, and mounting of its segments.
 
-use moontide_types::limits::{BATCH_KEYS_MAX, SLOTS_PER_SEGMENT_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, GROUPS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::{ErrorCode, Generation, GroupId, Medium, NodeId, SegmentId, SessionId, Tenant, Term};
 
 use crate::convert::admin::IdKeySecret;
@@ -198,10 +198,6 @@ pub struct SegmentSpec<'a> {
     pub has_records: bool,
     /// Tenant for which the segment is reserved.
     pub tenant: Option<Tenant<'a>>,
-    /// Time in milliseconds since the segment was last synced with a master of its group; 0 if it never was.
-    pub synced_ago_ms: u64,
-    /// Term of that master; zero if there was none.
-    pub synced_term: Term,
 }
 
 impl<'a> Wire<'a> for SegmentSpec<'a> {
@@ -230,8 +226,6 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
             term: check::term(m.term)?,
             has_records: m.has_records,
             tenant: if m.tenant.is_empty() { None } else { Some(Tenant::new(&m.tenant)?) },
-            synced_ago_ms: m.synced_ago_ms,
-            synced_term: check::term(m.synced_term)?,
         })
     }
 
@@ -247,9 +241,31 @@ impl<'a> Wire<'a> for SegmentSpec<'a> {
             term: self.term.get(),
             has_records: self.has_records,
             tenant: self.tenant.map_or_else(String::new, |tenant| tenant.as_str().into()),
-            synced_ago_ms: self.synced_ago_ms,
-            synced_term: self.synced_term.get(),
         }
+    }
+}
+
+/// When a node was last in sync with a master of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SyncMark {
+    /// Id of the group.
+    pub group: GroupId,
+    /// Number of exclusions of the group at that time.
+    pub exclusion: u32,
+    /// Time since then in milliseconds; [`u64::MAX`] if unknown, because the node has started again.
+    pub ago_ms: u64,
+}
+
+impl Wire<'_> for SyncMark {
+    type Message = v1::SyncMark;
+
+    fn from_wire(m: &v1::SyncMark) -> Result<Self, ConvertError> {
+        let group = check::group("synced.group", m.group)?;
+        Ok(SyncMark { group, exclusion: m.exclusion, ago_ms: m.ago_ms })
+    }
+
+    fn to_wire(&self) -> v1::SyncMark {
+        v1::SyncMark { group: self.group.0.into(), exclusion: self.exclusion, ago_ms: self.ago_ms }
     }
 }
 
@@ -260,6 +276,8 @@ pub struct MountSegmentsRequest<'a> {
     pub context: RequestContext<'a>,
     /// Segments to mount.
     pub segments: Vec<SegmentSpec<'a>>,
+    /// Groups with which the node was in sync.
+    pub synced: Vec<SyncMark>,
 }
 
 impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
@@ -267,9 +285,11 @@ impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
 
     fn from_wire(m: &'a v1::MountSegmentsRequest) -> Result<Self, ConvertError> {
         at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
+        at_most("synced", m.synced.len(), GROUPS_MAX)?;
         Ok(MountSegmentsRequest {
             context: RequestContext::of(&m.context)?,
             segments: m.segments.iter().map(SegmentSpec::from_wire).collect::<Result<_, _>>()?,
+            synced: m.synced.iter().map(SyncMark::from_wire).collect::<Result<_, _>>()?,
         })
     }
 
@@ -277,6 +297,7 @@ impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
         v1::MountSegmentsRequest {
             context: Some(self.context.to_wire()),
             segments: self.segments.iter().map(Wire::to_wire).collect(),
+            synced: self.synced.iter().map(Wire::to_wire).collect(),
         }
     }
 }

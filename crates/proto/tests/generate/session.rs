@@ -1,0 +1,42 @@
+//! Messages of a master to a node, and segments of a node.
+
+use super::*;
+
+impl Gen {
+    pub(crate) fn master_message(&mut self) -> v1::MasterMessage {
+        use v1::master_message::Body;
+        let n = self.below(6) as usize;
+        let body = if self.bool() {
+            Body::Commands(v1::Commands { commands: self.packed(n, Gen::command) })
+        } else {
+            Body::HeartbeatAck(v1::HeartbeatAck {
+                heartbeat_id: self.u64(),
+                ttl_ms: 1 + self.below(600_000) as u32,
+                in_sync: (0..n as u32).map(|group| v1::GroupExclusion { group, exclusion: 7 }).collect(),
+            })
+        };
+        v1::MasterMessage {
+            session: 1 + self.below(u64::MAX),
+            term: self.term().get(),
+            map_version: self.u64(),
+            acked_sequence: self.u64(),
+            body: Some(body),
+        }
+    }
+
+    pub(crate) fn segment_spec(&mut self) -> v1::SegmentSpec {
+        let disk = self.below(8) == 0;
+        v1::SegmentSpec {
+            segment: if disk { 65_535 } else { self.below(65_535) as u32 },
+            generation: self.u64(),
+            medium: if disk { 3 } else { 1 + self.below(2) as i32 },
+            units: self.u32().max(1),
+            slots: (self.u32() >> 1).max(1),
+            numa: self.below(3) as u32,
+            group: self.bool().then(|| self.below(4096) as u32),
+            term: self.term().get(),
+            has_records: self.bool(),
+            tenant: self.text(0, 9),
+        }
+    }
+}
