@@ -7,8 +7,10 @@
 //! * the term in the file is at least that of every master that ever served from it: it increases durably before the
 //!   master serves;
 //! * one process at a time uses the directory: it holds a lock on `lock` until it exits;
-//! * cluster id, key and number of groups never change.
+//! * cluster id, key and number of groups never change;
+//! * generations of tenants and numbers of exclusions are durable before an answer depends on them.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -20,6 +22,8 @@ use moontide_types::Term;
 use rustix::fs::{FlockOperation, flock};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
+
+use crate::election::TenantState;
 
 const FILE: &str = "cluster.toml";
 const TEMPORARY: &str = "cluster.toml.new";
@@ -46,8 +50,10 @@ pub(crate) struct LocalIdentity {
     pub(crate) term: Term,
     /// Number of exclusions of each group; empty if there were none.
     pub(crate) exclusions: Vec<u32>,
-    /// Directory of the file, if there is one.
-    directory: Option<PathBuf>,
+    /// Tenants with a quota or a generation above 0.
+    pub(crate) tenants: BTreeMap<String, TenantState>,
+    /// Directory of the file, if there is one, and number of groups.
+    directory: Option<(PathBuf, NonZeroU16)>,
     /// Locks the directory until it is closed.
     _lock: Option<File>,
 }
@@ -129,6 +135,8 @@ struct Stored {
     term: u32,
     #[serde(default)]
     exclusions: Vec<u32>,
+    #[serde(default)]
+    tenants: BTreeMap<String, TenantState>,
 }
 
 impl LocalIdentity {
@@ -159,17 +167,26 @@ impl LocalIdentity {
         identity.term = next_term(identity.term).ok_or(IdentityError::TermsUsedUp { path })?;
         identity.store(directory, groups)?;
         identity._lock = Some(lock);
-        identity.directory = Some(directory.to_owned());
+        identity.directory = Some((directory.to_owned(), groups));
         Ok(identity)
     }
 
     /// Stores the number of exclusions of each group. When this returns, they are durable; without a directory they need
     /// not be, because a restart creates a new cluster.
     pub(crate) fn store_exclusions(&mut self, exclusions: &[u32]) -> Result<(), IdentityError> {
-        self.exclusions = exclusions.to_vec();
-        let Some(directory) = &self.directory else { return Ok(()) };
-        let groups = u16::try_from(exclusions.len()).ok().and_then(NonZeroU16::new);
-        self.store(directory, groups.expect("one number per group"))
+        let before = std::mem::replace(&mut self.exclusions, exclusions.to_vec());
+        self.store_again().inspect_err(|_| self.exclusions = before)
+    }
+
+    /// Stores the state of a tenant. When this returns, it is durable, as far as it need be.
+    pub(crate) fn store_tenant(&mut self, name: &str, state: TenantState) -> Result<(), IdentityError> {
+        let before = self.tenants.clone();
+        self.tenants.insert(name.to_owned(), state);
+        self.store_again().inspect_err(|_| self.tenants = before)
+    }
+
+    fn store_again(&self) -> Result<(), IdentityError> {
+        self.directory.as_ref().map_or(Ok(()), |(directory, groups)| self.store(directory, *groups))
     }
 
     /// Creates the identity of a new cluster, before its first term.
@@ -181,6 +198,7 @@ impl LocalIdentity {
             secret: random()?,
             term: Term::ZERO,
             exclusions: vec![],
+            tenants: BTreeMap::new(),
             directory: None,
             _lock: None,
         })
@@ -195,6 +213,7 @@ impl LocalIdentity {
             id_key_secret: self.secret.iter().map(|byte| format!("{byte:02x}")).collect(),
             term: self.term.get(),
             exclusions: self.exclusions.clone(),
+            tenants: self.tenants.iter().map(|(name, state)| (name.clone(), storable(*state))).collect(),
         };
         let mut text =
             String::from("# Identity of a Moontide cluster. Back it up, keep it secret, do not edit it.\n");
@@ -282,11 +301,17 @@ fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<LocalIdentity, I
     let secret = secret_from_hex(&stored.id_key_secret)
         .ok_or_else(|| malformed("id_key_secret is not 64 hexadecimal digits".into()))?;
     let term = Term::new(stored.term).map_err(|error| malformed(error.to_string()))?;
-    let Stored { id_key, exclusions, .. } = stored;
+    let Stored { id_key, exclusions, tenants, .. } = stored;
     if !exclusions.is_empty() && exclusions.len() != usize::from(groups.get()) {
         return Err(malformed("exclusions has not one number per group".into()));
     }
-    Ok(LocalIdentity { cluster, id_key, secret, term, exclusions, directory: None, _lock: None })
+    Ok(LocalIdentity { cluster, id_key, secret, term, exclusions, tenants, directory: None, _lock: None })
+}
+
+/// Quotas beyond the integers of TOML are no limits in practice.
+fn storable(state: TenantState) -> TenantState {
+    let most = i64::MAX as u64;
+    TenantState { bytes_max: state.bytes_max.min(most), objects_max: state.objects_max.min(most), ..state }
 }
 
 fn secret_from_hex(text: &str) -> Option<[u8; 32]> {
@@ -338,6 +363,21 @@ mod tests {
     }
 
     const GROUPS: NonZeroU16 = NonZeroU16::new(4).unwrap();
+
+    #[test]
+    fn tenants_and_exclusions_are_kept() {
+        let scratch = Scratch::new("tenants");
+        let mut identity = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap();
+        assert!(identity.tenants.is_empty() && identity.exclusions.is_empty());
+        let state = TenantState { generation: 3, bytes_max: u64::MAX, objects_max: 7 };
+        identity.store_tenant("team \"a\" = 1", state).unwrap();
+        identity.store_exclusions(&[0, 0, 2, 1]).unwrap();
+        drop(identity);
+        let identity = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap();
+        assert_eq!(identity.exclusions, [0, 0, 2, 1]);
+        let stored = TenantState { bytes_max: i64::MAX as u64, ..state };
+        assert_eq!(identity.tenants.into_iter().collect::<Vec<_>>(), [("team \"a\" = 1".to_owned(), stored)]);
+    }
 
     #[test]
     fn term_rises_at_every_start_and_identity_is_kept() {

@@ -28,7 +28,7 @@ use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
 use crate::config::{MasterConfig, ValidConfig};
-use crate::election::{self, ClusterState, Elector, MasterAddresses, Registry, RegistryError};
+use crate::election::{self, ClusterState, Elector, MasterAddresses, Proposal, Registry, RegistryError};
 use crate::frame_server::{FrameServer, FrameServerConfig};
 use crate::grpc_server::{self, GrpcServerConfig};
 use crate::identity::{IdentityError, LocalIdentity, random_u64};
@@ -196,7 +196,13 @@ impl Server {
         }
         let service = Service::new(service_config(&config, &membership, addresses)?, Arc::new(SystemClock));
         let (election, identity) = match membership {
-            Membership::Single(identity) => (None, Some(Arc::new(Mutex::new(identity)))),
+            Membership::Single(identity) => {
+                let identity = Arc::new(Mutex::new(identity));
+                let (proposals, proposed) = mpsc::channel(PENDING_PROPOSALS_MAX);
+                service.set_proposals(proposals);
+                runtime.spawn(store_tenants(Arc::clone(&service), Arc::clone(&identity), proposed));
+                (None, Some(identity))
+            }
             Membership::Member(elector, _) => (Some(run(*elector, &runtime, &service)), None),
         };
         let (stop, stopped) = watch::channel(false);
@@ -381,6 +387,10 @@ fn service_config(
             Membership::Single(identity) => identity.exclusions.clone(),
             Membership::Member(..) => vec![],
         },
+        tenants: match membership {
+            Membership::Single(identity) => identity.tenants.clone(),
+            Membership::Member(..) => Default::default(),
+        },
         multi_master: matches!(membership, Membership::Member(..)),
         session_ttl: millis(config.session_ttl_ms),
         grpc_address: advertised.grpc,
@@ -453,6 +463,30 @@ fn log_end<E: std::fmt::Display>(protocol: &str, end: Result<Result<(), E>, toki
         Ok(Ok(())) => {}
         Ok(Err(error)) => error!(protocol, %error, "server failed"),
         Err(error) => error!(protocol, %error, "server failed"),
+    }
+}
+
+/// Stores changes of tenants in the file of a single master, as an elector does in the registry.
+async fn store_tenants(
+    service: Arc<Service>,
+    identity: Arc<Mutex<LocalIdentity>>,
+    mut proposals: mpsc::Receiver<Proposal>,
+) {
+    while let Some(Proposal { tenant, change, agreed }) = proposals.recv().await {
+        let (service, identity) = (Arc::clone(&service), Arc::clone(&identity));
+        let stored = tokio::task::spawn_blocking(move || {
+            let after = change.apply(service.tenant_state(&tenant));
+            identity.lock().store_tenant(&tenant, after)?;
+            service.set_tenant_state(&tenant, after);
+            Ok::<_, IdentityError>(after)
+        });
+        match stored.await {
+            // The caller may be gone.
+            Ok(Ok(after)) => drop(agreed.send(after)),
+            // The caller gets `Unreachable`.
+            Ok(Err(error)) => error!(%error, "cannot store a change of a tenant"),
+            Err(error) => error!(%error, "storing a change of a tenant failed"),
+        }
     }
 }
 

@@ -21,6 +21,7 @@ mod objects;
 mod remove;
 mod stats;
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU16;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -37,7 +38,7 @@ use moontide_types::{Clock, ErrorCode, GroupId, IdKey, ObjectId, SessionId, Tena
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, mpsc};
 
-use crate::election::{GroupAssignment, HandoffInbox, Proposal};
+use crate::election::{GroupAssignment, HandoffInbox, Proposal, TenantState};
 use hosting::{GroupGuard, GroupSlot};
 use invalidations::Watchers;
 use jobs::Jobs;
@@ -67,6 +68,8 @@ pub struct ServiceConfig {
     pub term: Term,
     /// For a single master: number of exclusions of each group; empty if there were none.
     pub exclusions: Vec<u32>,
+    /// For a single master: tenants with a quota or a generation above 0.
+    pub tenants: BTreeMap<String, TenantState>,
     /// Whether the cluster has several masters.
     pub multi_master: bool,
     /// Time without a heartbeat after which the session of a node ends.
@@ -106,6 +109,7 @@ impl ServiceConfig {
             id_key_secret: IdKeySecret([7; 32]),
             term: group.term,
             exclusions: vec![],
+            tenants: BTreeMap::new(),
             multi_master: false,
             session_ttl: Duration::from_secs(10),
             grpc_address: "127.0.0.1:1".into(),
@@ -274,6 +278,9 @@ impl Service {
                 version: 0,
             };
             (0..groups).for_each(|group| service.host(assignment(group), None));
+            for (name, state) in &service.config.tenants {
+                service.set_tenant_state(name, *state);
+            }
         }
         Arc::new(service)
     }

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use moontide_client::{PutOptions, PutOutcome};
 use moontide_types::ErrorCode;
+use rustix::process::Signal;
 
 use crate::content::Rng;
-use crate::harness::{Cluster, KIB, STEP_TIMEOUT, Shape, sized, until};
+use crate::harness::{Cluster, KIB, STEP_TIMEOUT, Shape, connect, sized, until};
 use crate::readers::{Got, Object, StopAtEnd, Tally, Way, put_all, read, read_until, replicas};
 
 #[test]
@@ -117,4 +118,34 @@ fn restarted_master_recovers_all_objects_from_node_reports() {
     drop((local, remote));
     cluster.check_accounting();
     cluster.end();
+}
+
+/// Regression: a single master kept the generations of tenants in memory only. Objects of nodes that had not carried out a
+/// forced removal of all objects when the master crashed were back.
+#[test]
+fn forced_removal_of_all_objects_survives_master_kill() {
+    let mut rng = Rng::seeded();
+    let mut cluster = Cluster::start(Shape { nodes: 1, session_ttl_ms: 3000, ..Shape::default() });
+    let objects: Vec<Object> = (0..50).map(|n| Object::new("all", n, &mut rng, KIB..2 * KIB)).collect();
+    let store = cluster.remote();
+    put_all(&store, &objects, &PutOptions::default());
+    cluster.nodes[0].signal(Signal::STOP);
+    // The second master never meets the node.
+    cluster.master.kill();
+    cluster.restart_master();
+    let removed = connect(cluster.config()).remove_all(true);
+    cluster.master.kill();
+    cluster.restart_master();
+    cluster.nodes[0].signal(Signal::CONT);
+    assert_eq!(removed.unwrap(), 0, "its master knew no objects");
+    cluster.wait_for_nodes(1);
+    let store = cluster.remote();
+    let late = Object::new("late", 0, &mut rng, KIB..2 * KIB);
+    until("the node accepts objects", STEP_TIMEOUT, || late.put(&store, &PutOptions::default()).is_ok());
+    let ended = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < ended {
+        for object in &objects {
+            assert!(!store.exists(object.key()).unwrap(), "{} was removed", object.key);
+        }
+    }
 }

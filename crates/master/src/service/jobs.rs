@@ -92,7 +92,25 @@ impl Service {
         response
     }
 
-    /// Changes the state of a tenant: here, or in the cluster state if there are several masters.
+    /// Returns the state of a tenant.
+    pub(crate) fn tenant_state(&self, tenant: &str) -> TenantState {
+        let info = self.tenants.read().get(tenant).copied().unwrap_or_default();
+        TenantState {
+            generation: info.generation.0,
+            bytes_max: info.quota.bytes_max,
+            objects_max: info.quota.objects_max,
+        }
+    }
+
+    /// Sets the state of a tenant. Reports of nodes may have raised the generation in the meantime.
+    pub(crate) fn set_tenant_state(&self, tenant: &str, state: TenantState) {
+        let mut tenants = self.tenants.write();
+        let info = tenants.entry_ref(tenant).or_default();
+        info.generation = info.generation.max(TenantGeneration(state.generation));
+        info.quota = Quota { bytes_max: state.bytes_max, objects_max: state.objects_max };
+    }
+
+    /// Changes the state of a tenant: in the cluster state, in the file of a single master, or only here if there is none.
     pub(super) async fn change_tenant(
         &self,
         context: &RequestContext<'_>,
@@ -100,15 +118,7 @@ impl Service {
     ) -> Result<(), ErrorCode> {
         let tenant = context.tenant.as_str();
         let Some(proposals) = self.proposals.get() else {
-            let mut tenants = self.tenants.write();
-            let info = tenants.entry_ref(tenant).or_default();
-            let after = change.apply(TenantState {
-                generation: info.generation.0,
-                bytes_max: info.quota.bytes_max,
-                objects_max: info.quota.objects_max,
-            });
-            info.generation = TenantGeneration(after.generation);
-            info.quota = Quota { bytes_max: after.bytes_max, objects_max: after.objects_max };
+            self.set_tenant_state(tenant, change.apply(self.tenant_state(tenant)));
             return Ok(());
         };
         let (agreed, agreement) = oneshot::channel();
