@@ -39,6 +39,7 @@ pub(crate) struct NodeSegment {
     touched: Box<[AtomicU64]>,
     closed: AtomicBool,
     grant: Mutex<Option<(GroupId, Term)>>,
+    was_offered: AtomicBool,
 }
 
 /// Failure to allocate the node's memory.
@@ -159,6 +160,7 @@ impl NodeMemory {
                 touched: (0..plan.slots.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
                 closed: AtomicBool::new(false),
                 grant: Mutex::new(None),
+                was_offered: AtomicBool::new(false),
             });
         }
         // After all other segments, whose ids masters use.
@@ -279,6 +281,12 @@ impl NodeSegment {
     /// Refuses new writes from now on.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Records that the segment is offered to a master. Returns whether it was before: then a master may have allocated
+    /// parts of it, even if the response to the mount was lost.
+    pub(crate) fn offer(&self) -> bool {
+        self.was_offered.swap(true, Ordering::Relaxed)
     }
 
     /// Returns the group of the segment and its adopted term.

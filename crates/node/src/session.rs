@@ -333,7 +333,8 @@ impl SessionDriver {
         let node_segments: Vec<&NodeSegment> =
             memory.segments().iter().filter(|node_segment| of(&missing, node_segment)).collect();
         // Before the specs are read: records begun from now on are either reported or in a snapshot.
-        if node_segments.iter().any(|node_segment| node_segment.grant().is_some()) {
+        // Every segment is offered, so no short circuit.
+        if node_segments.iter().filter(|node_segment| node_segment.offer()).count() > 0 {
             self.components.owner.report_changes_until(SystemClock.now().after(REPORT_CHANGES_FOR));
         }
         let mut mounted = missing;

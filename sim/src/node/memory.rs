@@ -43,6 +43,8 @@ pub(super) struct NodeSegment {
     /// The group that it belongs to, and the term that was adopted for it.
     pub(super) grant: Option<(GroupId, Term)>,
     pub(super) closed: bool,
+    /// It was offered to a master.
+    pub(super) was_offered: bool,
 }
 
 impl NodeMemory {
@@ -56,6 +58,7 @@ impl NodeMemory {
             usage_tracker: UsageTracker::new(shape.units, shape.slots),
             grant: None,
             closed: false,
+            was_offered: false,
         };
         let segments = (0..shape.segments).map(node_segment).collect();
         let touched = AccessBitmap::new(shape.segments, shape.slots);

@@ -334,13 +334,17 @@ impl Node {
         if let Some(disk) = &mut self.disk {
             disk.narrow(session, &set_of(groups, &session_state.mounted));
         }
-        let segments = &self.memory.segments;
+        let segments = &mut self.memory.segments;
         for node_segment in segments.iter().filter(|node_segment| lost.contains(node_segment.group)) {
             session_state.reports.unmounted(node_segment.segment.shape().segment);
         }
+        let mut offered_before = false;
+        for node_segment in segments.iter_mut().filter(|node_segment| missing.contains(node_segment.group)) {
+            offered_before |= std::mem::replace(&mut node_segment.was_offered, true);
+        }
         let offered = segments.iter().filter(|node_segment| missing.contains(node_segment.group));
         // Set before the segments are scanned: everything begun from now on is reported or seen by the scan.
-        if offered.clone().any(|node_segment| node_segment.grant.is_some()) {
+        if offered_before {
             self.tell_until = self.tell_until.max(now.after(TELL_FOR));
         }
         let specs: Vec<v1::SegmentSpec> = offered.map(|node_segment| node_segment.spec()).collect();
