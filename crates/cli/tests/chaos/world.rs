@@ -391,7 +391,7 @@ impl World {
         }
     }
 
-    /// Files on the disks, except the node id and the removal log, which is compacted when it is long.
+    /// Files on the disks, except the node id, the sync marks, and the removal log, which is compacted when it is long.
     fn on_disks(&self) -> Vec<String> {
         let mut found = vec![];
         let mut folders: Vec<PathBuf> = self.disks.iter().map(|disk| disk.path.clone()).collect();
@@ -402,7 +402,7 @@ impl World {
                     Ok(data) if data.is_dir() => folders.push(path),
                     Ok(data)
                         if data.len() > 0
-                            && !["removed.log", "node.id"]
+                            && !["removed.log", "node.id", "sync.marks"]
                                 .contains(&&*entry.file_name().to_string_lossy()) =>
                     {
                         found.push(format!("{}: {} bytes", path.display(), data.len()));

@@ -407,7 +407,8 @@ impl Group {
         }
     }
 
-    /// Sends refused kills, and refused reclaims of records on disks, again, at most `budget` of them. Returns whether more are due.
+    /// Sends refused kills, and refused reclaims of records on disks, again, at most `budget` of each. Returns whether more
+    /// are due.
     pub(super) fn retry_kills(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
         let none = self.refused_kills.is_empty() && self.refused_drops.is_empty();
         if none || now.mono < self.retry_kills_at {
