@@ -589,6 +589,26 @@ fn tick_evicts_to_low_watermark_and_for_puts_that_can_fit() {
     assert_eq!(harness.group.objects(), before);
 }
 
+/// Failure: an object was gone right after its put. Cause: the first attempt had found no space, because the memory of a
+/// removed object was not free yet, and there was nothing to evict. The request for space remained, and evicted the object
+/// when it had been put.
+#[test]
+fn object_is_not_evicted_for_the_failed_attempt_of_its_own_put() {
+    let mut harness = GroupHarness::new(&[1]);
+    for key in ["one", "two"] {
+        harness.put(key, 240 * KIB);
+    }
+    for key in ["one", "two"] {
+        assert_eq!(harness.remove(key, false), RemoveOutcome::Waiting);
+    }
+    assert_eq!(harness.start("again", 240 * KIB), Err(ErrorCode::NoSpace), "their memory is not free yet");
+    harness.tick();
+    harness.run_commands();
+    harness.put("again", 240 * KIB);
+    harness.tick();
+    assert!(harness.exists("again"));
+}
+
 #[test]
 fn report_of_older_term_is_rejected_and_higher_term_steps_down() {
     let mut harness = GroupHarness::with(config(5));

@@ -116,7 +116,12 @@ impl Group {
             (self.config.eviction_high_watermark_permille, self.config.eviction_low_watermark_permille);
         let mut report = EvictReport::default();
         while self.requested_units > 0 && (report.objects as usize) < budget {
-            let Some(evicted) = self.evict_one(now, effects) else { break };
+            let Some(evicted) = self.evict_one(now, effects) else {
+                // The put that needs more requests it again. If memory becomes free otherwise, an old request would evict
+                // the object that it was made for.
+                self.requested_units = 0;
+                break;
+            };
             self.requested_units = self.requested_units.saturating_sub(evicted.bytes / UNIT_BYTES);
             report.add(evicted);
         }
