@@ -137,7 +137,7 @@ pub(crate) enum PutStartOutcome {
         code: ErrorCode,
         after: Duration,
     },
-    /// The master did not respond in the first round; others did.
+    /// The master did not respond in the first round.
     NoResponse(StoreError),
     Refused(StoreError),
 }

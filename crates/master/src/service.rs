@@ -275,7 +275,6 @@ impl Service {
                 term,
                 previous,
                 exclusion: exclusion(group),
-                version: 0,
             };
             (0..groups).for_each(|group| service.host(assignment(group), None));
             for (name, state) in &service.config.tenants {

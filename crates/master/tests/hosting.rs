@@ -49,7 +49,7 @@ fn group_is_served_only_while_hosted_and_not_handing_off() {
     let service = Service::new(config, Arc::new(SystemClock));
     assert_eq!(put_start_code(&service), ErrorCode::WrongMaster, "no group is hosted");
     let group = GroupId(0);
-    service.host(GroupAssignment { group, term: term(5), previous: term(4), exclusion: 0, version: 0 }, None);
+    service.host(GroupAssignment { group, term: term(5), previous: term(4), exclusion: 0 }, None);
     assert_eq!(put_start_code(&service), ErrorCode::NoSpace);
     assert!(service.begin_handoff(group).is_some());
     assert_eq!(put_start_code(&service), ErrorCode::Retry, "a put after the export would be lost");

@@ -28,8 +28,7 @@ fn master() -> Arc<Service> {
 
 fn host(service: &Service, group: u16) {
     let term = Term::new(5).unwrap();
-    let assignment =
-        GroupAssignment { group: GroupId(group), term, previous: Term::ZERO, exclusion: 0, version: 0 };
+    let assignment = GroupAssignment { group: GroupId(group), term, previous: Term::ZERO, exclusion: 0 };
     service.host(assignment, None);
 }
 

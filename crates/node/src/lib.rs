@@ -37,6 +37,7 @@ mod admin;
 mod config;
 // Hidden, not part of the API: the simulation runs these on virtual time.
 mod disk;
+mod durable_file;
 mod event_router;
 mod executor;
 mod index_gate;

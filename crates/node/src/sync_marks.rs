@@ -2,7 +2,7 @@
 //!
 //! The file may be older than the marks in memory. Then a master drops records that it could have kept.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,6 +11,7 @@ use moontide_types::{GroupId, MonoTime};
 use parking_lot::Mutex;
 use tracing::warn;
 
+use crate::durable_file;
 use crate::logic::sync_marks::SyncMarks;
 
 /// Name of the file in the disk's directory.
@@ -46,7 +47,7 @@ impl SyncMarkStore {
         let dir = self.dir.lock();
         let Some(dir) = &*dir else { return };
         let text = self.marks.lock().to_text();
-        if let Err(error) = replace(dir, &text) {
+        if let Err(error) = durable_file::replace(dir, FILE, &text) {
             let file = dir.join(FILE);
             warn!(file = %file.display(), %error, "cannot write; masters may drop the records on disk after a restart");
         }
@@ -67,15 +68,6 @@ fn read(dir: &Path) -> SyncMarks {
         warn!(file = %file.display(), "malformed; masters may drop the records on disk");
         SyncMarks::default()
     })
-}
-
-fn replace(dir: &Path, text: &str) -> io::Result<()> {
-    let new = dir.join("sync.marks.new");
-    let mut file = std::fs::File::create(&new)?;
-    file.write_all(text.as_bytes())?;
-    file.sync_all()?;
-    std::fs::rename(&new, dir.join(FILE))?;
-    std::fs::File::open(dir)?.sync_all()
 }
 
 #[cfg(test)]

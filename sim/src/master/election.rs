@@ -129,7 +129,7 @@ impl Election {
         for hosting in &plan.host {
             let mut handoffs = self.io.handoffs.borrow_mut();
             let inherited = handoffs.remove(&hosting.group).map(|(handoff, _)| handoff);
-            let inherited = inherited.filter(|handoff| hosting.follows(handoff));
+            let inherited = inherited.filter(|handoff| handoff.term == hosting.previous);
             self.service.host(*hosting, inherited.map(|handoff| (*handoff).clone()));
         }
         self.service.update_cluster_state(document, &seen.members);
@@ -159,11 +159,13 @@ impl Election {
         document: &ClusterState,
     ) -> Result<(), RegistryUnavailable> {
         let given = document.with_owner(&[transfer.group], transfer.to, &transfer.addresses);
-        let (Some(mut handoff), Some((next, _))) = (self.service.begin_handoff(transfer.group), given) else {
+        let (Some(handoff), Some((next, _))) = (self.service.begin_handoff(transfer.group), given) else {
             return Ok(());
         };
-        handoff.version = next.version;
-        self.io.send_handoff(&transfer.addresses, transfer.group, handoff).await;
+        if !self.io.send_handoff(&transfer.addresses, transfer.group, handoff).await {
+            self.service.cancel_handoff(transfer.group);
+            return Ok(());
+        }
         if self.io.write(Some(token), &next).await? {
             self.io.handed_over.set(self.io.handed_over.get() + 1);
         }

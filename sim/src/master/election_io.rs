@@ -135,9 +135,9 @@ impl ElectionIo {
         new_owner: &MasterAddresses,
         group: GroupId,
         handoff: GroupHandoff,
-    ) {
+    ) -> bool {
         let (to, handoff) = (ProcessId::Master(index_of(&new_owner.grpc)), Arc::new(handoff));
-        let _ = self.ask(to, |call| Message::Handoff { call, group, handoff }).await;
+        self.ask(to, |call| Message::Handoff { call, group, handoff }).await.is_some()
     }
 }
 

@@ -138,13 +138,6 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::Environment,
     },
     Mutant {
-        name: "outdated-handoff",
-        location: "crates/master/src/election/cluster_state.rs",
-        impact: "A new owner starts with the state that the old one had before it went on serving the group: removed objects are back.",
-        test: unit("master", "election::handoff::tests::handoff_is_used_only_by_direct_successor"),
-        activation: Activation::Environment,
-    },
-    Mutant {
         name: "lateness-not-inherited",
         location: "crates/meta/src/group/handoff.rs",
         impact: "A node that came too late is believed as soon as its group goes to another master.",
@@ -364,7 +357,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "stale-index-open",
         location: "crates/node/src/logic/timing.rs",
-        impact: "Processes beside a node that is cut off from its master read removed objects for ever.",
+        impact: "Processes beside a node that is cut off from its master go on reading removed objects.",
         test: unit("node", "logic::timing::tests::index_is_open_only_within_self_fence_timeout"),
         activation: Activation::Environment,
     },

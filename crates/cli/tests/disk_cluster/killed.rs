@@ -161,6 +161,16 @@ fn removed_stays_removed(backend: BackendKind) {
     cluster.cluster.end();
 }
 
+/// Puts more objects than memory holds. Returns those on disk.
+fn objects_on_disk(store: &Store, rng: &mut Rng) -> Vec<Object> {
+    let objects: Vec<Object> =
+        (0..200).map(|n| Object::new("old", n, rng, 256 * KIB..256 * KIB + 1)).collect();
+    put_fast(&[store], &objects);
+    let known = on_disk(store, &objects);
+    assert!(known.len() > 20, "only {} objects were on disk", known.len());
+    known
+}
+
 /// Regression: a master forgets the objects of an absent node, so that a replacement found no older version and kept no
 /// tombstone. When the new version was lost, the disk of the returning node brought the old one back.
 #[test]
@@ -168,11 +178,7 @@ fn replaced_object_does_not_return_with_disk_of_absent_node() {
     let mut rng = Rng::seeded();
     let mut cluster = DiskCluster::start(BackendKind::Bucket, Sizes::times(16, 8), "");
     let store = cluster.store(false);
-    let objects: Vec<Object> =
-        (0..200).map(|n| Object::new("old", n, &mut rng, 256 * KIB..256 * KIB + 1)).collect();
-    put_fast(&[&store], &objects);
-    let known = on_disk(&store, &objects);
-    assert!(known.len() > 20, "only {} objects were on disk", known.len());
+    let known = objects_on_disk(&store, &mut rng);
     let (replaced, kept) = known.split_at(10);
     cluster.cluster.nodes[0].kill();
     cluster.cluster.wait_for_nodes(0);
@@ -218,11 +224,7 @@ fn removed_object_does_not_return_with_disk_that_missed_two_masters() {
     let mut rng = Rng::seeded();
     let mut cluster = DiskCluster::start_with_ttl(BackendKind::Bucket, Sizes::times(16, 8), TTL_MS);
     let store = cluster.store(false);
-    let objects: Vec<Object> =
-        (0..200).map(|n| Object::new("old", n, &mut rng, 256 * KIB..256 * KIB + 1)).collect();
-    put_fast(&[&store], &objects);
-    let known = on_disk(&store, &objects);
-    assert!(known.len() > 20, "only {} objects were on disk", known.len());
+    let known = objects_on_disk(&store, &mut rng);
     let (removed, kept) = known.split_at(10);
     let marks = std::path::PathBuf::from(cluster.tier()).join("sync.marks");
     until("the node is in sync", REPORTED, || marks.is_file());

@@ -8,7 +8,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::num::NonZeroU16;
 
-use moontide_meta::GroupHandoff;
 use moontide_types::{GroupId, Term};
 use serde::{Deserialize, Serialize};
 
@@ -62,11 +61,13 @@ pub struct GroupOwner {
     /// Previous term of the group; 0 if it had no owner before.
     pub previous: u32,
     /// Number of exclusions of the group ([`Group::excluded`](moontide_meta::Group::excluded)).
-    #[serde(default)]
+    // Most groups have none: the document stays short.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub exclusion: u32,
-    /// Version of the cluster state in which the master became the owner.
-    #[serde(default)]
-    pub version: u64,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 /// A group with its term, for its owner.
@@ -80,16 +81,6 @@ pub struct GroupAssignment {
     pub previous: Term,
     /// Number of exclusions of the group.
     pub exclusion: u32,
-    /// Version of the cluster state in which the master became the owner.
-    pub version: u64,
-}
-
-impl GroupAssignment {
-    /// Whether the ownership changed with this handoff.
-    pub fn follows(&self, handoff: &GroupHandoff) -> bool {
-        handoff.term == self.previous
-            && (handoff.version == self.version || moontide_rt::mutation_enabled("outdated-handoff"))
-    }
 }
 
 /// State of a tenant, shared by all masters.
@@ -218,8 +209,8 @@ impl ClusterState {
         for group in groups {
             let owner = &mut next.group_owners[usize::from(group.0)];
             let (previous, exclusion) = owner.map_or((0, 0), |owner| (owner.term, owner.exclusion));
-            let (master, term, version) = (master.get(), term.get(), next.version);
-            *owner = Some(GroupOwner { master, term, previous, exclusion, version });
+            let (master, term) = (master.get(), term.get());
+            *owner = Some(GroupOwner { master, term, previous, exclusion });
         }
         next.masters.insert(master.get(), addresses.clone());
         next.masters
@@ -262,15 +253,6 @@ impl ClusterState {
         ClusterState { last_term: self.last_term.max(seen.get()), ..self.clone() }
     }
 
-    /// Iterates over the groups whose owner satisfies `predicate`, with their terms.
-    pub fn hosted_by(&self, predicate: impl Fn(u32) -> bool) -> impl Iterator<Item = (GroupId, Term)> {
-        let owners = (0u16..).zip(&self.group_owners);
-        owners.filter_map(move |(group, owner)| {
-            let owner = owner.filter(|owner| predicate(owner.master))?;
-            Some((GroupId(group), Term::new(owner.term).expect("checked by decode")))
-        })
-    }
-
     /// Iterates over the groups of a master.
     pub fn groups_of(&self, master: Term) -> impl Iterator<Item = GroupAssignment> {
         let owners = (0u16..).zip(&self.group_owners);
@@ -278,8 +260,7 @@ impl ClusterState {
             let owner = owner.filter(|owner| owner.master == master.get())?;
             let term = |number| Term::new(number).expect("checked by decode");
             let (term, previous) = (term(owner.term), term(owner.previous));
-            let GroupOwner { exclusion, version, .. } = owner;
-            Some(GroupAssignment { group: GroupId(group), term, previous, exclusion, version })
+            Some(GroupAssignment { group: GroupId(group), term, previous, exclusion: owner.exclusion })
         })
     }
 }
@@ -303,7 +284,6 @@ mod tests {
             term: second,
             previous: Term::ZERO,
             exclusion: 0,
-            version: 3,
         };
         assert_eq!(document.groups_of(first).collect::<Vec<_>>(), [assignment(0), assignment(2)]);
         assert_eq!(ClusterState::decode(&document.encode()), Ok(document.clone()));

@@ -89,6 +89,10 @@ impl Elector {
                 if tokio::time::timeout(SHUTDOWN_HANDOFF_MAX, handoff).await.is_err() {
                     warn!("shutdown timeout: not all groups were handed off");
                 }
+                // Other masters claim what is left.
+                if let Err(error) = self.registry.remove(self.number()).await {
+                    warn!(%error, "cannot remove registry membership; it ends with its lease");
+                }
                 return;
             }
             let outcome = self.step(&service, pending.as_mut()).await;
@@ -123,16 +127,13 @@ impl Elector {
         }
     }
 
-    /// Hands off groups until none is left or no other master is available, then leaves the registry.
+    /// Hands off groups until none is left or no other master is available.
     async fn hand_off_all(&mut self, service: &Service) {
         while !self.state.hosted().is_empty() {
             match self.step(service, None).await {
                 Ok(StepOutcome::Again) => {}
                 Ok(StepOutcome::Done(_)) | Err(_) => break, // no other master, or no registry
             }
-        }
-        if let Err(error) = self.registry.remove(self.number()).await {
-            warn!(%error, "cannot remove registry membership; it ends with its lease");
         }
     }
 
@@ -223,7 +224,7 @@ impl Elector {
             // The handoff of the previous owner; or the own state, if no other master owned the group since.
             let retained =
                 self.retained.remove(&assignment.group).filter(|(term, _)| *term == assignment.previous);
-            let received = service.handoffs.take(assignment);
+            let received = service.handoffs.take(assignment.group, assignment.previous);
             let handoff = received.or(retained.map(|(_, handoff)| handoff));
             handoff_objects += handoff.as_ref().map_or(0, |handoff| handoff.objects.len());
             service.host(*assignment, handoff);
@@ -273,10 +274,9 @@ impl Elector {
         service: &Service,
     ) -> Result<(), RegistryError> {
         let changed = document.with_owner(&[transfer.group], transfer.to, &transfer.addresses);
-        let (Some(mut handoff), Some((next, _))) = (service.begin_handoff(transfer.group), changed) else {
+        let (Some(handoff), Some((next, _))) = (service.begin_handoff(transfer.group), changed) else {
             return Ok(());
         };
-        handoff.version = next.version;
         let objects = handoff.objects.len();
         let mut sending = std::pin::pin!(handoff::send(service.cluster(), transfer, handoff));
         let sent = loop {
@@ -296,9 +296,13 @@ impl Elector {
                 }
             }
         };
-        // Without the handoff the new owner builds its state from the reports of the nodes.
+        // Not without the handoff: the other master may have an older one, from before this master went on serving the
+        // group, and would use that.
         if let Err(reason) = sent {
             warn!(group = transfer.group.0, new_owner = transfer.addresses.grpc, %reason, "handoff failed");
+            service.cancel_handoff(transfer.group);
+            tokio::time::sleep(REGISTRY_RETRY_DELAY).await;
+            return Ok(());
         }
         if self.registry.write(Some(version), &next).await? {
             info!(group = transfer.group.0, new_owner = transfer.addresses.grpc, objects, "group handed off");

@@ -21,7 +21,6 @@ use moontide_types::{
 use parking_lot::Mutex;
 use tonic::transport::Endpoint;
 
-use super::cluster_state::GroupAssignment;
 use super::state::GroupTransfer;
 use crate::service::handle;
 
@@ -88,7 +87,6 @@ impl HandoffInbox {
             pending.handoff.segments_complete = request.segments_complete;
             pending.handoff.disks_complete = request.disks_complete;
             pending.handoff.exclusion_needed = request.exclusion_needed;
-            pending.handoff.version = request.version;
         }
         pending.next_chunk += 1;
         pending.complete = request.is_last;
@@ -100,12 +98,12 @@ impl HandoffInbox {
         self.0.lock().remove(&group);
     }
 
-    /// Removes and returns the handoff of a group that is hosted from now on, if it is complete, of the previous term, and
-    /// the one with which the ownership changed.
-    pub(crate) fn take(&self, assignment: &GroupAssignment) -> Option<GroupHandoff> {
-        let pending = self.0.lock().remove(&assignment.group)?;
+    /// Removes and returns the handoff of a group that is hosted from now on, if it is complete and of the previous
+    /// term.
+    pub(crate) fn take(&self, group: GroupId, previous: Term) -> Option<GroupHandoff> {
+        let pending = self.0.lock().remove(&group)?;
         let fresh = SystemClock.now().since(pending.started) < HANDOFF_TTL;
-        (pending.complete && fresh && assignment.follows(&pending.handoff)).then_some(pending.handoff)
+        (pending.complete && fresh && pending.handoff.term == previous).then_some(pending.handoff)
     }
 }
 
@@ -190,7 +188,6 @@ fn handoff_chunks(cluster: u64, group: GroupId, handoff: &GroupHandoff) -> Vec<v
             segments_complete: is_first && all_known && handoff.segments_complete,
             disks_complete: is_first && all_known && handoff.disks_complete,
             exclusion_needed: is_first && (!all_known || handoff.exclusion_needed),
-            version: handoff.version,
         });
     }
     chunks.last_mut().expect("there is at least one chunk").is_last = true;
@@ -318,7 +315,6 @@ mod tests {
             segments_complete: true,
             disks_complete: true,
             exclusion_needed: true,
-            version: 77,
         };
         for handoff in [GroupHandoff::default(), full] {
             let (group, inbox) = (GroupId(11), HandoffInbox::default());
@@ -327,15 +323,10 @@ mod tests {
             for chunk in &chunks {
                 inbox.add(&HandoffGroupRequest::from_wire(chunk).unwrap()).unwrap();
             }
-            let assignment = successor(group, &handoff);
-            assert_eq!(inbox.take(&assignment), Some(handoff));
-            assert_eq!(inbox.take(&assignment), None, "a handoff is used once");
+            let term = handoff.term;
+            assert_eq!(inbox.take(group, term), Some(handoff));
+            assert_eq!(inbox.take(group, term), None, "a handoff is used once");
         }
-    }
-
-    fn successor(group: GroupId, handoff: &GroupHandoff) -> GroupAssignment {
-        let (previous, version) = (handoff.term, handoff.version);
-        GroupAssignment { group, term: Term::new(9).unwrap(), previous, exclusion: 0, version }
     }
 
     #[test]
@@ -345,7 +336,7 @@ mod tests {
         let (group, inbox) = (GroupId(0), HandoffInbox::default());
         let chunks = handoff_chunks(1, group, &handoff);
         inbox.add(&HandoffGroupRequest::from_wire(&chunks[0]).unwrap()).unwrap();
-        assert_eq!(inbox.take(&successor(group, &handoff)), None);
+        assert_eq!(inbox.take(group, handoff.term), None);
         assert_eq!(inbox.add(&HandoffGroupRequest::from_wire(&chunks[1]).unwrap()), Err(ErrorCode::NotFound));
     }
 
@@ -353,15 +344,9 @@ mod tests {
     fn handoff_is_used_only_by_direct_successor() {
         let handoff = GroupHandoff { term: Term::new(4).unwrap(), ..GroupHandoff::default() };
         let (group, inbox) = (GroupId(0), HandoffInbox::default());
-        let later_term = GroupAssignment { previous: Term::new(5).unwrap(), ..successor(group, &handoff) };
-        let later_version = GroupAssignment { version: 1, ..successor(group, &handoff) };
-        for (assignment, why) in
-            [(later_term, "another master owned it since"), (later_version, "its master served it since")]
-        {
-            for chunk in &handoff_chunks(1, group, &handoff) {
-                inbox.add(&HandoffGroupRequest::from_wire(chunk).unwrap()).unwrap();
-            }
-            assert_eq!(inbox.take(&assignment), None, "{why}");
+        for chunk in &handoff_chunks(1, group, &handoff) {
+            inbox.add(&HandoffGroupRequest::from_wire(chunk).unwrap()).unwrap();
         }
+        assert_eq!(inbox.take(group, Term::new(5).unwrap()), None, "another master owned it since");
     }
 }

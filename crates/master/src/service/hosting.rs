@@ -285,7 +285,7 @@ impl Service {
 
     fn group_config(
         &self,
-        GroupAssignment { group, term, previous, exclusion, version: _ }: GroupAssignment,
+        GroupAssignment { group, term, previous, exclusion }: GroupAssignment,
     ) -> GroupConfig {
         let config = &self.config;
         // A node detects a change of its master within one session TTL, and registers again within another.

@@ -31,9 +31,6 @@ pub struct GroupHandoff {
     pub disks_complete: bool,
     /// The next certain answer needs an exclusion first.
     pub exclusion_needed: bool,
-    /// Version of the cluster state in which the receiver becomes the owner, set by the sender. The receiver uses no
-    /// other handoff: the sender may have served the group since an earlier one.
-    pub version: u64,
 }
 
 /// A segment or disk that is expected to mount.
@@ -148,7 +145,6 @@ impl Group {
             segments_complete: now.mono >= self.unknown_nodes_until,
             disks_complete: now.mono >= self.disk_reports_until,
             exclusion_needed: self.exclusion_needed,
-            version: 0,
         }
     }
 

@@ -7,6 +7,8 @@ use std::path::Path;
 use moontide_disk::BackendKind;
 use moontide_types::NodeId;
 
+use crate::durable_file;
+
 /// Name of the identity file in the disk's directory.
 const FILE: &str = "node.id";
 
@@ -176,14 +178,9 @@ impl DiskIdentity {
 
     /// Writes the identity file durably.
     fn write(&self, dir: &Path) -> io::Result<()> {
-        use std::io::Write as _;
-        let new = dir.join("node.id.new");
-        let mut file = std::fs::File::create(&new)?;
         let DiskIdentity { node, cluster, backend } = self;
-        write!(file, "{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n")?;
-        file.sync_all()?;
-        std::fs::rename(&new, dir.join(FILE))?;
-        std::fs::File::open(dir)?.sync_all()
+        let text = format!("{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n");
+        durable_file::replace(dir, FILE, &text)
     }
 }
 

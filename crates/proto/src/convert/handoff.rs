@@ -40,8 +40,6 @@ pub struct HandoffGroupRequest<'a> {
     pub disks_complete: bool,
     /// Whether the next certain removal needs an exclusion first.
     pub exclusion_needed: bool,
-    /// Version of the cluster state in which the receiver becomes the owner.
-    pub version: u64,
 }
 
 /// A segment known to a master.
@@ -91,7 +89,6 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             segments_complete: m.segments_complete,
             disks_complete: m.disks_complete,
             exclusion_needed: m.exclusion_needed,
-            version: m.version,
         })
     }
 
@@ -115,7 +112,6 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             segments_complete: self.segments_complete,
             disks_complete: self.disks_complete,
             exclusion_needed: self.exclusion_needed,
-            version: self.version,
         }
     }
 }

@@ -811,7 +811,6 @@ impl Gen {
                     segments_complete: self.bool(),
                     disks_complete: self.bool(),
                     exclusion_needed: self.bool(),
-                    version: self.u64(),
                 }
                 .encode_to_vec()
             }
