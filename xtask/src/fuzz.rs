@@ -9,6 +9,7 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::command::{Command, CommandError};
 use crate::machine::Machine;
@@ -29,6 +30,8 @@ pub(crate) enum FuzzError {
     UnknownTarget { name: String, known: String },
     #[error("cannot prepare {path}: {source}")]
     Scratch { path: String, source: io::Error },
+    #[error("the fuzz targets do not build: {0}")]
+    NotBuilt(CommandError),
     #[error(
         "target {target}: {source}\n\
          what crashed is under {artifacts}; once fixed, add it to fuzz/corpus/{target}, which the tests replay"
@@ -63,20 +66,43 @@ pub(crate) fn run_named(
     run(root, machine, &targets, seconds)
 }
 
-/// Runs each of `targets` for `seconds`, and stops at the first that crashes.
+/// Fuzzes each target for `seconds`. Builds all first, then runs as many at once as the machine has cores: a run of
+/// libFuzzer has one thread. A single target's output is shown as it comes, the output of several only if they fail.
 pub(crate) fn run(root: &Path, machine: &Machine, targets: &[String], seconds: u32) -> Result<(), FuzzError> {
+    let build = build_command(targets);
+    println!("$ {build}");
+    build.run(root).map_err(FuzzError::NotBuilt)?;
     for target in targets {
-        let place = FuzzPaths::of(machine, target);
-        place.prepare(root)?;
-        let command = place.command(seconds);
-        println!("$ {command}");
-        command.run(root).map_err(|source| FuzzError::Crashed {
-            target: target.clone(),
-            artifacts: place.artifacts.clone(),
-            source,
-        })?;
+        FuzzPaths::of(machine, target).prepare(root)?;
     }
-    Ok(())
+    let next = AtomicUsize::new(0);
+    let run_until_failure = || {
+        while let Some(target) = targets.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let paths = FuzzPaths::of(machine, target);
+            let command = paths.command(seconds);
+            println!("$ {command}");
+            let result = if targets.len() == 1 { command.run(root) } else { command.output(root).map(drop) };
+            result.map_err(|source| {
+                next.store(targets.len(), Ordering::Relaxed);
+                FuzzError::Crashed { target: target.clone(), artifacts: paths.artifacts, source }
+            })?;
+        }
+        Ok(())
+    };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..cores.min(targets.len())).map(|_| scope.spawn(run_until_failure)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
+    })
+}
+
+/// Builds one target, or all if there are several.
+fn build_command(targets: &[String]) -> Command {
+    let mut args = vec!["+nightly", "fuzz", "build", "--features", "libfuzzer"];
+    if let [only] = targets {
+        args.push(only);
+    }
+    Command::new("cargo", &args)
 }
 
 fn chosen(machine: &Machine, target: Option<&str>) -> Result<Vec<String>, FuzzError> {
@@ -176,6 +202,19 @@ mod tests {
             FuzzPaths::of(&machine(), "frame").command(10).to_string(),
             "cargo +nightly fuzz run --features libfuzzer frame target/fuzz/corpus/frame -- \
              -max_total_time=10 -rss_limit_mb=4096 -artifact_prefix=target/fuzz/artifacts/frame/"
+        );
+    }
+
+    #[test]
+    fn one_target_is_built_alone() {
+        let frame = "frame".to_owned();
+        assert_eq!(
+            build_command(std::slice::from_ref(&frame)).to_string(),
+            "cargo +nightly fuzz build --features libfuzzer frame"
+        );
+        assert_eq!(
+            build_command(&[frame, "record".to_owned()]).to_string(),
+            "cargo +nightly fuzz build --features libfuzzer"
         );
     }
 
