@@ -221,6 +221,26 @@ mod tests {
     }
 
     #[test]
+    fn shipped_policy_is_better_than_lru_with_little_memory() {
+        let trace = excerpt("mooncake_1000.jsonl");
+        let gain = |percent| rate(&trace, "moontide", percent) - rate(&trace, "lru", percent);
+        let gains = [2, 5, 10, 20].map(gain);
+        eprintln!("gains over LRU: {gains:.3?}");
+        assert!(gains.iter().sum::<f64>() > 0.03, "{gains:?}");
+    }
+
+    #[test]
+    fn shipped_policy_keeps_part_of_loop_larger_than_memory() {
+        let blocks = |document: u32| (document * 8..document * 8 + 8).collect();
+        let request =
+            |index: u32| NumberedRequest { at_us: u64::from(index) * 1000, blocks: blocks(index % 150) };
+        let trace = NumberedTrace { requests: (0..6000).map(request).collect(), distinct: 1200 };
+        let [ours, lru, belady] = ["moontide", "lru", "belady"].map(|policy| rate(&trace, policy, 83));
+        eprintln!("loop of 1.2 times the memory: {ours:.3}, LRU {lru:.3}, Belady {belady:.3}");
+        assert!(lru == 0.0 && ours > 0.5, "{ours}, LRU {lru}");
+    }
+
+    #[test]
     fn infinite_cache_misses_each_block_once() {
         let trace = excerpt("mooncake_1000.jsonl");
         let ideal = 1.0 - trace.distinct as f64 / trace.references() as f64;

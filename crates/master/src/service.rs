@@ -29,7 +29,8 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 use moontide_meta::{
-    Admission, Effect, Effects, GroupConfig, LookupKey, Now, PlacementKind, Quota, SessionConfig, Sessions,
+    Admission, Effect, Effects, EvictionTrials, GroupConfig, LookupKey, Now, PlacementKind, Quota,
+    SessionConfig, Sessions,
 };
 use moontide_proto::PackedKeys;
 use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
@@ -165,6 +166,8 @@ pub struct Service {
     config: ServiceConfig,
     clock: Arc<dyn ClockDebug>,
     group_slots: Vec<CachePadded<Mutex<GroupSlot>>>,
+    /// Chooses the eviction rule of all groups.
+    eviction_trials: Mutex<EvictionTrials>,
     /// Mounted units per group, to distribute segments.
     group_units: Vec<AtomicU64>,
     tenants: RwLock<HashMap<Box<str>, TenantInfo>>,
@@ -245,6 +248,7 @@ impl Service {
         let empty = v1::GroupMap { version: 0, groups: groups.into(), masters: vec![], single_master: false };
         let service = Service {
             group_slots: (0..groups).map(|_| CachePadded(Mutex::default())).collect(),
+            eviction_trials: Mutex::default(),
             group_units: (0..groups).map(|_| AtomicU64::new(0)).collect(),
             clock: Arc::new(AnyClock(clock)),
             tenants: RwLock::default(),

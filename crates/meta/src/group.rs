@@ -54,6 +54,7 @@ pub use view::{ObjectDetail, ObjectView, StripeLocation, StripeRange};
 
 use crate::cohort::Cohorts;
 use crate::effect::{CommandKind, Effect, Effects, NodeCommand};
+use crate::eviction::EvictionOrder;
 use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::job::{Job, JobId, JobState};
 use crate::placement::{Placement, PlacementKind, SegmentCandidate, Topology};
@@ -281,6 +282,9 @@ pub struct Group {
     to_promote: VecDeque<ObjectId>,
     /// Read counts, if they decide which objects are written to disk.
     sketch: Option<Sketch>,
+    eviction_order: EvictionOrder,
+    /// Objects that take memory, those being written included.
+    objects_in_memory: u64,
     /// Objects with a time to live.
     expiring: BTreeSet<(u64, ObjectId)>,
 
@@ -389,6 +393,8 @@ impl Group {
             not_offloadable: HashSet::new(),
             to_promote: VecDeque::new(),
             sketch: (config.admission == Admission::Accessed).then(Sketch::default),
+            eviction_order: EvictionOrder::default(),
+            objects_in_memory: 0,
             expiring: BTreeSet::new(),
             nodes: HashMap::new(),
             segments: vec![],
@@ -650,20 +656,26 @@ impl Group {
             return &mut tenant.on_disk;
         }
         match record.pin() {
-            PinClass::None => &mut tenant.ordinary,
+            PinClass::None if record.is_used_again() => &mut tenant.used_again,
+            PinClass::None => &mut tenant.used_once,
             PinClass::Soft => &mut tenant.soft,
             PinClass::Hard => &mut tenant.hard,
         }
     }
 
+    /// Adds a record to its queue, as the last one used.
     fn enqueue(&mut self, at: RecordRef) {
+        let number = self.eviction_order.next_use();
+        self.slab.get_mut(at).set_last_use(number);
         let record = *self.slab.get(at);
+        self.objects_in_memory += u64::from(record.is_in_memory());
         Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
             .push(&mut self.slab, at);
     }
 
     fn dequeue(&mut self, at: RecordRef) {
         let record = *self.slab.get(at);
+        self.objects_in_memory -= u64::from(record.is_in_memory());
         Group::queue_of(&mut self.writing, &mut self.offloading, &mut self.tenants, &record)
             .unlink(&mut self.slab, at);
     }
@@ -858,7 +870,7 @@ impl Group {
                 segment.complete(units);
             }
         }
-        self.enqueue(at);
+        self.enqueue_stored(at);
         self.retract_invalidation(record.id(), self.invalidation_count());
         self.stats.puts_completed += 1;
     }

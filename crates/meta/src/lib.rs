@@ -106,6 +106,7 @@ mod time;
 mod group;
 
 mod cohort;
+mod eviction;
 mod ids;
 mod job;
 mod placement;
@@ -121,6 +122,7 @@ mod table;
 mod tenant;
 
 pub use effect::{CommandKind, CommandOutcome, Effect, Effects, NodeCommand, WaiterId};
+pub use eviction::EvictionTrials;
 pub use group::{
     Admission, DiskSpec, EvictReport, ExpectedSegment, Group, GroupConfig, GroupHandoff, GroupStats,
     HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts, LookupKey, LookupResult,

@@ -42,6 +42,18 @@ impl Queue {
         self.len += 1;
     }
 
+    /// Adds a record as the oldest.
+    pub(crate) fn push_oldest(&mut self, slab: &mut Slab, at: RecordRef) {
+        let record = slab.get_mut(at);
+        (record.prev, record.next) = (NONE, self.first);
+        match RecordRef::from_number(self.first) {
+            Some(first) => slab.get_mut(first).prev = at.number(),
+            None => self.last = at.number(),
+        }
+        self.first = at.number();
+        self.len += 1;
+    }
+
     /// Removes a record.
     pub(crate) fn unlink(&mut self, slab: &mut Slab, at: RecordRef) {
         let (prev, next) = (slab.get(at).prev(), slab.get(at).next());

@@ -1,8 +1,8 @@
-//! [`Record`]: a group's metadata of one object, in 72 bytes, followed by the key.
+//! [`Record`]: a group's metadata of one object, in 80 bytes, followed by the key.
 //!
 //! ```text
 //!   id 16 │ epoch 8 │ root 8 │ length:41, flags:10, attributes:13 8 │ prev 4 │ next 4 │ until 4
-//!   segment 4 │ slot 4 │ block 4 │ extension 4 │ tenant 2 │ key length 2
+//!   segment 4 │ slot 4 │ block 4 │ extension 4 │ tenant 2 │ key length 2 │ last use:63, used again:1 8
 //! ```
 //!
 //! Some fields change their meaning with the object's state, because 8 bytes per object are 80 MB with ten million
@@ -22,6 +22,7 @@ use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ObjectId};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::eviction::UseNumber;
 use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::time::Tick;
 
@@ -42,10 +43,11 @@ pub(crate) struct Record {
     pub(crate) extension: u32,
     tenant: u16,
     key_len: u16,
+    last_use: u64,
 }
 
 pub(crate) const RECORD_BYTES: usize = size_of::<Record>();
-const _: () = assert!(RECORD_BYTES == 72);
+const _: () = assert!(RECORD_BYTES == 80);
 
 /// 1 TiB is itself a valid length, hence one bit more than 40.
 const LEN_BITS: u32 = 41;
@@ -124,6 +126,7 @@ impl Record {
             extension: NONE,
             tenant: tenant.0,
             key_len: key_len as u16, // ≤ KEY_BYTES_MAX
+            last_use: 0,
         }
     }
 
@@ -145,6 +148,11 @@ impl Record {
 
     pub(crate) fn set(&mut self, flag: RecordFlag, on: bool) {
         self.len_flags = self.len_flags & !(1 << flag as u32) | u64::from(on) << flag as u32;
+    }
+
+    /// Whether the object takes memory: it is complete or being written.
+    pub(crate) fn is_in_memory(&self) -> bool {
+        !self.has(RecordFlag::OnDisk)
     }
 
     pub(crate) fn pin(&self) -> PinClass {
@@ -179,6 +187,24 @@ impl Record {
 
     pub(crate) fn set_location(&mut self, location: SlotLocation) {
         (self.segment, self.slot, self.block) = (location.segment, location.slot, location.block);
+    }
+
+    /// Number of the last use; eviction queues are in this order.
+    pub(crate) fn last_use(&self) -> UseNumber {
+        self.last_use >> 1
+    }
+
+    pub(crate) fn set_last_use(&mut self, number: UseNumber) {
+        self.last_use = number << 1 | self.last_use & 1;
+    }
+
+    /// Whether the object was used after its put.
+    pub(crate) fn is_used_again(&self) -> bool {
+        self.last_use & 1 == 1
+    }
+
+    pub(crate) fn set_used_again(&mut self, on: bool) {
+        self.last_use = self.last_use & !1 | u64::from(on);
     }
 
     pub(crate) fn tenant(&self) -> TenantIndex {
@@ -231,5 +257,11 @@ mod tests {
         }
         assert_eq!((record.id(), record.epoch(), record.key_len()), (ObjectId([3; 16]), epoch, 64));
         assert!(record.location().is_lost());
+        record.set_last_use(5);
+        record.set_used_again(true);
+        record.set_last_use(7);
+        assert_eq!((record.last_use(), record.is_used_again()), (7, true));
+        record.set_used_again(false);
+        assert_eq!((record.last_use(), record.is_used_again()), (7, false));
     }
 }

@@ -233,7 +233,7 @@ mod tests {
             assert!(class == 0 || CLASS_KEY_BYTES[class - 1] < len);
             assert!(CLASS_KEY_BYTES[class] <= (len + 7).max(len * 5 / 4 + 1), "{len}");
         }
-        assert_eq!(RECORD_BYTES + CLASS_KEY_BYTES[class_of(64)], 136);
+        assert_eq!(RECORD_BYTES + CLASS_KEY_BYTES[class_of(64)], 144);
     }
 
     #[test]

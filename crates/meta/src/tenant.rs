@@ -39,8 +39,10 @@ pub(crate) struct TenantState {
     pub(crate) quota: Quota,
     pub(crate) bytes: u64,
     pub(crate) objects: u64,
-    /// Evicted under memory pressure.
-    pub(crate) ordinary: Queue,
+    /// Evicted under memory pressure: objects that were not used after their put.
+    pub(crate) used_once: Queue,
+    /// Evicted under memory pressure: objects that were used again.
+    pub(crate) used_again: Queue,
     /// Evicted when no ordinary object is left.
     pub(crate) soft: Queue,
     /// Never evicted; a queue only so that every complete object is in one.
@@ -56,7 +58,8 @@ impl TenantState {
             quota: Quota::default(),
             bytes: 0,
             objects: 0,
-            ordinary: Queue::default(),
+            used_once: Queue::default(),
+            used_again: Queue::default(),
             soft: Queue::default(),
             hard: Queue::default(),
             on_disk: Queue::default(),

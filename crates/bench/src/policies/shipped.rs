@@ -5,8 +5,8 @@ use std::num::NonZeroU16;
 use std::time::Duration;
 
 use moontide_meta::{
-    Effect, Effects, Group, GroupConfig, LookupKey, MountSpec, Now, PutEnd, PutOptions, PutStart, SyncMark,
-    TenantIndex, TickBudget,
+    Effect, Effects, EvictionTrials, Group, GroupConfig, LookupKey, MountSpec, Now, PutEnd, PutOptions,
+    PutStart, SyncMark, TenantIndex, TickBudget,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -32,6 +32,7 @@ pub(super) struct Shipped {
     tenants: Vec<TenantIndex>,
     ids: Vec<ObjectId>,
     count: NonZeroU16,
+    trials: EvictionTrials,
     effects: Effects,
     touch_delay: Duration,
     /// Hits that the groups have not learned of: (time, blocks).
@@ -88,7 +89,17 @@ impl Shipped {
         let mut ids = Vec::with_capacity(blocks);
         let all = keys.iter().map(|key| Key::new(key).expect("8 bytes are a key"));
         IdKey::new(1, [7; 32]).object_ids(Tenant::DEFAULT, TenantGeneration(0), all, &mut ids);
-        Shipped { groups, tenants, ids, count, effects, touch_delay, hits: VecDeque::new(), ticked: start }
+        Shipped {
+            groups,
+            tenants,
+            ids,
+            count,
+            trials: EvictionTrials::default(),
+            effects,
+            touch_delay,
+            hits: VecDeque::new(),
+            ticked: start,
+        }
     }
 
     fn group_of(&self, block: u32) -> usize {
@@ -182,6 +193,7 @@ impl Cache for Shipped {
         if now.mono.since(self.ticked.mono) >= Duration::from_millis(100) {
             self.ticked = now;
             for group in 0..self.groups.len() {
+                self.groups[group].exchange_eviction_trials(&mut self.trials);
                 while self.groups[group].tick(now, &TickBudget::default(), &mut self.effects) {
                     self.apply_commands(group);
                 }

@@ -132,6 +132,7 @@ impl Service {
             node.discard_commands(index);
         }
         self.group_units[index].store(0, Ordering::Relaxed);
+        self.eviction_trials.lock().release(group);
         self.removals.abandon(index);
         drop(slot);
         self.watchers.wake();

@@ -186,6 +186,7 @@ impl Service {
         let mut effects = Effects::new();
         let (mut more, mut invalidated) = (false, false);
         for mut group in self.hosted() {
+            group.exchange_eviction_trials(&mut self.eviction_trials.lock());
             more |= group.tick(self.now(), &TickBudget::default(), &mut effects);
             self.deliver(&group, &mut effects);
             invalidated |= self.watchers.advance(group.index, group.next_invalidation());

@@ -135,19 +135,22 @@ impl Group {
         check(objects.len() == self.slab.len(), || "wrong length of the slab".into())?;
         check(self.table.len() == self.slab.len(), || "table and slab differ in length".into())?;
         let mut queued = HashSet::new();
-        let tenant_queues = self
-            .tenants
-            .iter()
-            .flat_map(|(_, tenant)| [&tenant.ordinary, &tenant.soft, &tenant.hard, &tenant.on_disk]);
+        let tenant_queues = self.tenants.iter().flat_map(|(_, tenant)| {
+            [&tenant.used_once, &tenant.used_again, &tenant.soft, &tenant.hard, &tenant.on_disk]
+        });
         for queue in tenant_queues.chain([&self.writing, &self.offloading]) {
-            let mut len = 0;
+            let (mut len, mut last_use) = (0, 0);
             for at in queue.iter(&self.slab) {
                 check(queued.insert(at), || format!("{at:?} is in two queues"))?;
-                len += 1;
+                let used = self.slab.get(at).last_use();
+                check(used >= last_use, || format!("{at:?} was used before its predecessor"))?;
+                (len, last_use) = (len + 1, used);
             }
             check(len == queue.len(), || "wrong length of a queue".into())?;
         }
         check(queued.len() == objects.len(), || "an object is in no queue".into())?;
+        let in_memory = objects.iter().filter(|&&at| self.slab.get(at).is_in_memory()).count() as u64;
+        check(in_memory == self.objects_in_memory, || "wrong number of objects in memory".into())?;
         let mut extensions = 0;
         for &at in &objects {
             let record = self.slab.get(at);

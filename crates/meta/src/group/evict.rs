@@ -1,7 +1,8 @@
 //! Eviction: the choice of victims when space is needed.
 //!
 //! 1. Tenants over their quota come before all others.
-//! 2. Of the others, a random tenant is chosen in proportion to its objects. Its victim is the least recently used object.
+//! 2. Of the others, a random tenant is chosen in proportion to its objects. Its victim is the first object of one of two queues
+//!    ([`EvictionOrder`](crate::eviction::EvictionOrder)).
 //! 3. Ordinary objects come before soft-pinned ones; hard-pinned and leased ones are never evicted.
 //!
 //! If the victim's node has a disk, the victim is written there first and leaves memory afterwards. It is dropped only
@@ -18,7 +19,6 @@ use moontide_types::record::PinClass;
 use super::Group;
 use crate::effect::Effects;
 use crate::ids::{NONE, RecordRef, TenantIndex};
-use crate::queue::Queue;
 use crate::record::RecordFlag;
 use crate::segment::{Segment, SegmentPhase};
 use crate::tenant::TenantState;
@@ -70,11 +70,11 @@ enum VictimClass {
 }
 
 impl VictimClass {
-    fn queue(self, tenant: &TenantState) -> &Queue {
+    fn is_empty(self, tenant: &TenantState) -> bool {
         match self {
-            VictimClass::Ordinary => &tenant.ordinary,
-            VictimClass::Soft => &tenant.soft,
-            VictimClass::OnDisk => &tenant.on_disk,
+            VictimClass::Ordinary => tenant.used_once.len() + tenant.used_again.len() == 0,
+            VictimClass::Soft => tenant.soft.len() == 0,
+            VictimClass::OnDisk => tenant.on_disk.len() == 0,
         }
     }
 }
@@ -174,6 +174,7 @@ impl Group {
         if !self.may_offload_more() {
             return None; // offload limit reached: puts wait
         }
+        self.eviction_order.memory_is_full(self.objects_in_memory);
         for class in [VictimClass::Ordinary, VictimClass::Soft] {
             for tenant in self.next_tenants(class) {
                 if let Some(victim) = self.victim(tenant, class, None, now) {
@@ -186,20 +187,20 @@ impl Group {
 
     /// Returns the tenants to evict from, in order: if all objects of the first one are in use, the next one is tried.
     fn next_tenants(&mut self, class: VictimClass) -> Vec<TenantIndex> {
-        let has_victims = |index: &TenantIndex| class.queue(self.tenants.get(*index)).len() > 0;
+        let has_victims = |index: &TenantIndex| !class.is_empty(self.tenants.get(*index));
         let over = |index: &TenantIndex| self.tenants.get(*index).is_over_quota();
         let limited = self.limited.iter().copied().filter(over).filter(has_victims);
         let mut tenants: Vec<TenantIndex> = limited.take(TENANTS_TRIED).collect();
         let sampled = self.slab.sample(&mut self.rng).map(|at| self.slab.get(at).tenant());
-        tenants.extend(sampled.filter(|index| class.queue(self.tenants.get(*index)).len() > 0));
+        tenants.extend(sampled.filter(|index| !class.is_empty(self.tenants.get(*index))));
         if tenants.is_empty() {
             let any = self.tenants.iter().map(|(index, _)| index);
-            tenants.extend(any.filter(|index| class.queue(self.tenants.get(*index)).len() > 0).take(1));
+            tenants.extend(any.filter(|index| !class.is_empty(self.tenants.get(*index))).take(1));
         }
         tenants
     }
 
-    /// Returns the least recently used object of a tenant that may be evicted.
+    /// Returns the object of a tenant that is evicted first, of those that may be evicted.
     fn victim(
         &mut self,
         tenant: TenantIndex,
@@ -208,16 +209,33 @@ impl Group {
         now: Now,
     ) -> Option<RecordRef> {
         for _ in 0..LEASED_MAX {
-            let at = class.queue(self.tenants.get(tenant)).first()?;
+            let at = self.first_victim(tenant, class)?;
             let record = self.slab.get(at);
             let leased = self.is_leased(record, now) && !moontide_rt::mutation_enabled("lease-evicted");
             if !leased && Some(record.id()) != keep {
                 return Some(at);
             }
             // A lease is a use that lasts. At the end of its queue the record does not hide the others.
-            self.note_use(at);
+            self.postpone_eviction(at);
         }
         None
+    }
+
+    fn first_victim(&self, tenant: TenantIndex, class: VictimClass) -> Option<RecordRef> {
+        let tenant = self.tenants.get(tenant);
+        let (once, again) = match class {
+            VictimClass::Ordinary => (tenant.used_once.first(), tenant.used_again.first()),
+            VictimClass::Soft => return tenant.soft.first(),
+            VictimClass::OnDisk => return tenant.on_disk.first(),
+        };
+        let last_use = |at: RecordRef| self.slab.get(at).last_use();
+        match (once, again) {
+            (Some(once), Some(again)) => {
+                let order = &self.eviction_order;
+                Some(if order.evicts_once(last_use(once), last_use(again)) { once } else { again })
+            }
+            (once, again) => once.or(again),
+        }
     }
 
     fn evict_object(
@@ -280,6 +298,7 @@ impl Group {
         }
         self.keep_disk_tombstone(record.id(), record.epoch(), now);
         self.drop_object(at, now, effects);
+        self.eviction_order.evicted(record.id());
         let bytes = before - self.tenants.get(record.tenant()).bytes;
         self.stats.evicted_objects += 1;
         self.stats.evicted_bytes += bytes;
