@@ -60,7 +60,8 @@
 //! # }
 //! ```
 //!
-//! The feature `testing` adds the simulated disk, sample records and the fuzz targets. What ships does not enable it.
+//! The feature `testing` adds the simulated disk, delayed syncs, sample records and the fuzz targets. What ships does not
+//! enable it.
 
 mod buffer;
 mod storage;

@@ -9,6 +9,8 @@
 
 mod op;
 mod posix;
+#[cfg(any(test, feature = "testing"))]
+mod slow_syncs;
 mod uring;
 
 #[cfg(test)]
@@ -28,6 +30,8 @@ use rustix::fs::FallocateFlags;
 use crate::storage::{DirEntry, DiskSpace, File, OpenMode, Queue, QueueConfig, Storage, relative};
 use op::OsFile;
 use posix::PosixQueue;
+#[cfg(any(test, feature = "testing"))]
+use slow_syncs::SlowSyncs;
 use uring::{UringFallback, UringQueue};
 
 /// A directory and the files in it.
@@ -38,6 +42,8 @@ pub struct OsStorage {
     /// Cleared when the file system refuses direct I/O.
     direct: AtomicBool,
     fallback: Arc<UringFallback>,
+    #[cfg(any(test, feature = "testing"))]
+    slow_syncs: Option<SlowSyncs>,
 }
 
 /// Requested I/O engine.
@@ -96,7 +102,14 @@ impl OsStorage {
                 }
             },
         };
-        Ok(OsStorage { root, engine, direct: AtomicBool::new(direct), fallback })
+        Ok(OsStorage {
+            root,
+            engine,
+            direct: AtomicBool::new(direct),
+            fallback,
+            #[cfg(any(test, feature = "testing"))]
+            slow_syncs: SlowSyncs::from_environment(),
+        })
     }
 
     /// Returns the name of the engine in use: `uring` or `posix`.
@@ -218,7 +231,12 @@ impl Storage for OsStorage {
     }
 
     fn sync_dir(&self, dir: &Path) -> io::Result<()> {
-        fs::File::open(self.path(dir))?.sync_all()
+        let result = fs::File::open(self.path(dir))?.sync_all();
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(slow) = &self.slow_syncs {
+            return slow.delay(result);
+        }
+        result
     }
 
     fn space(&self) -> io::Result<DiskSpace> {
@@ -228,10 +246,15 @@ impl Storage for OsStorage {
     }
 
     fn queue(&self, config: &QueueConfig) -> Box<dyn Queue> {
-        match self.engine {
+        let queue: Box<dyn Queue> = match self.engine {
             Engine::Uring => Box::new(UringQueue::new(config, self.fallback.clone())),
             Engine::Posix => Box::new(PosixQueue),
+        };
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(slow) = &self.slow_syncs {
+            return slow.queue(queue);
         }
+        queue
     }
 }
 
