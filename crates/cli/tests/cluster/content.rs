@@ -11,12 +11,17 @@ use moontide_rt::SplitMix64;
 pub struct Rng(SplitMix64);
 
 impl Rng {
-    /// Seeds from `MOONTIDE_SEED`, or the clock; prints the seed.
+    /// Seeds from `MOONTIDE_SEED`, or the operating system; prints the seed.
     pub fn seeded() -> Rng {
         let given = std::env::var("MOONTIDE_SEED").ok().map(|seed| seed.parse().expect("a seed is a number"));
-        let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |now| now.as_nanos() as u64);
-        let seed = given.unwrap_or_else(clock);
-        println!("MOONTIDE_SEED={seed}");
+        let drawn = || {
+            let mut bytes = [0; 8];
+            let len = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+            assert_eq!(len, Ok(bytes.len()), "the system has random numbers");
+            u64::from_le_bytes(bytes)
+        };
+        let seed = given.unwrap_or_else(drawn);
+        println!("MOONTIDE_SEED={seed} repeats these random choices");
         Rng(SplitMix64::new(seed))
     }
 
