@@ -1,4 +1,4 @@
-//! Client process: one thread writes, one removes, two read. Each call is recorded in the journal.
+//! Client process: one thread puts, one upserts, two remove, two read. Each call is recorded in the journal.
 //!
 //! An environment variable sets the [`Role`] of a client. It runs until the end file exists. It writes the number of
 //! its keys to a progress file, so that other clients read them, and that its next life continues after them.
@@ -12,7 +12,7 @@ use std::time::Duration;
 use moontide_client::{PutItem, PutOptions, PutOutcome, Store, StoreConfig, StoreError};
 
 use crate::content::Rng;
-use crate::journal::{Journal, Kind, Outcome, Record, now};
+use crate::journal::{CheckedGet, Journal, Kind, Outcome, Record, now};
 use crate::value::{HEADER, KeyId, Version, check, value};
 
 /// Environment variable with the [`Role`] of a client process.
@@ -78,7 +78,8 @@ pub fn run(role: &str) {
     let client = Client::new(role);
     let (mut rng, stop) = (Rng::new(client.role.seed), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        let jobs: [fn(&Client, &mut Rng); 4] = [Client::write, Client::remove, Client::read, Client::read];
+        let jobs: [fn(&Client, &mut Rng); 6] =
+            [Client::write, Client::replace, Client::remove, Client::remove, Client::read, Client::read];
         for job in jobs {
             let (mut rng, stop, client) = (rng.fork(), &stop, &client);
             scope.spawn(move || {
@@ -165,6 +166,15 @@ impl Client {
         KeyId::own(writer, written - 1 - rng.draw() % span)
     }
 
+    /// Returns a few keys, shared and own.
+    fn some_keys(&self, rng: &mut Rng) -> Vec<KeyId> {
+        let mut keys: Vec<KeyId> =
+            (0..rng.within(1, 12)).map(|_| self.some_key(rng, self.role.writer)).collect();
+        keys.sort();
+        keys.dedup();
+        keys
+    }
+
     // ------------------------------------------------------------------------------------------------------ writing
 
     /// Puts one batch of new keys, or a few existing keys.
@@ -175,15 +185,9 @@ impl Client {
             let count = rng.within(1, 40) as u64;
             (first..first + count).map(|number| KeyId::own(self.role.writer, number)).collect()
         } else {
-            let mut keys: Vec<KeyId> =
-                (0..rng.within(1, 6)).map(|_| self.some_key(rng, self.role.writer)).collect();
-            keys.sort();
-            keys.dedup();
-            keys
+            self.some_keys(rng)
         };
-        let replicas = 1 + (rng.draw() % 2) as u8;
-        let upsert = !is_new && rng.draw().is_multiple_of(2);
-        self.put(&keys, &PutOptions { replicas, replicas_min: 1, upsert, ..PutOptions::default() }, rng);
+        self.put(&keys, false, rng);
         if is_new {
             let written = first + keys.len() as u64;
             self.own_written().store(written, Ordering::Relaxed);
@@ -192,7 +196,16 @@ impl Client {
         std::thread::sleep(Duration::from_millis(rng.within(5, 40) as u64));
     }
 
-    fn put(&self, keys: &[KeyId], options: &PutOptions, rng: &mut Rng) {
+    /// Upserts a few existing keys.
+    fn replace(&self, rng: &mut Rng) {
+        let keys = self.some_keys(rng);
+        self.put(&keys, true, rng);
+        std::thread::sleep(Duration::from_millis(rng.within(5, 40) as u64));
+    }
+
+    fn put(&self, keys: &[KeyId], upsert: bool, rng: &mut Rng) {
+        let replicas = 1 + (rng.draw() % 2) as u8;
+        let options = PutOptions { replicas, replicas_min: 1, upsert, ..PutOptions::default() };
         let versions: Vec<Version> = keys.iter().map(|_| self.version()).collect();
         let values: Vec<Vec<u8>> =
             keys.iter().zip(&versions).map(|(key, version)| value(*key, *version, some_len(rng))).collect();
@@ -211,9 +224,9 @@ impl Client {
             end,
         };
         self.journal.note((0..keys.len()).map(|at| record(at, Kind::Begin, Outcome::Ok, start)));
-        let outcomes = self.store.put_batch(&items, options);
+        let outcomes = self.store.put_batch(&items, &options);
         let end = now();
-        let kind = if options.upsert { Kind::Upsert } else { Kind::Put };
+        let kind = if upsert { Kind::Upsert } else { Kind::Put };
         self.journal.note(outcomes.into_iter().enumerate().map(|(at, outcome)| {
             let outcome = match outcome {
                 Ok(PutOutcome::Stored) => Outcome::Ok,
@@ -228,24 +241,15 @@ impl Client {
 
     /// Removes a few keys, shared and own.
     fn remove(&self, rng: &mut Rng) {
-        let mut keys: Vec<KeyId> =
-            (0..rng.within(1, 12)).map(|_| self.some_key(rng, self.role.writer)).collect();
-        keys.sort();
-        keys.dedup();
+        let keys = self.some_keys(rng);
         let names: Vec<String> = keys.iter().map(|key| key.name()).collect();
         let names: Vec<&[u8]> = names.iter().map(String::as_bytes).collect();
         let start = now();
         let outcomes = self.store.remove_batch(&names, true);
         let end = now();
-        self.journal.note(keys.into_iter().zip(outcomes).map(|(key, outcome)| {
-            let outcome = match outcome {
-                Ok(true) => Outcome::Ok,
-                Ok(false) => Outcome::Absent,
-                Err(error) => failed(&error),
-            };
-            let (kind, life, version) = (Kind::Remove, self.journal.life(), Version(0));
-            Record { kind, outcome, life, key, version, start, end }
-        }));
+        let life = self.journal.life();
+        let removals = keys.into_iter().zip(outcomes);
+        self.journal.note(removals.map(|(key, removed)| Record::of_removal(life, key, start, end, &removed)));
         std::thread::sleep(Duration::from_millis(rng.within(10, 60) as u64));
     }
 
@@ -280,7 +284,7 @@ impl Client {
                         }
                     });
                     if let Err(what) = again {
-                        self.note_wrong(key, start, now(), &format!("held: {what}"));
+                        self.note_get(key, start, now(), &Ok(Some(Err(format!("held: {what}")))));
                     }
                 }
             }
@@ -299,27 +303,8 @@ impl Client {
         std::thread::sleep(Duration::from_millis(2));
     }
 
-    fn note_get(
-        &self,
-        key: KeyId,
-        start: u64,
-        end: u64,
-        got: &Result<Option<Result<Version, String>>, StoreError>,
-    ) {
-        let (outcome, version) = match got {
-            Ok(Some(Ok(version))) => (Outcome::Ok, *version),
-            Ok(Some(Err(what))) => return self.note_wrong(key, start, end, what),
-            Ok(None) => (Outcome::Absent, Version(0)),
-            Err(error) => (failed(error), Version(0)),
-        };
-        let (kind, life) = (Kind::Get, self.journal.life());
-        self.journal.note([Record { kind, outcome, life, key, version, start, end }]);
-    }
-
-    fn note_wrong(&self, key: KeyId, start: u64, end: u64, what: &str) {
-        println!("WRONG at {end}: {what}");
-        let (kind, outcome, life, version) = (Kind::Get, Outcome::Wrong, self.journal.life(), Version(0));
-        self.journal.note([Record { kind, outcome, life, key, version, start, end }]);
+    fn note_get(&self, key: KeyId, start: u64, end: u64, got: &CheckedGet) {
+        self.journal.note([Record::of_get(self.journal.life(), key, start, end, got)]);
     }
 }
 

@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Mutex;
 
+use moontide_client::StoreError;
 use moontide_types::ErrorCode;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -56,7 +57,40 @@ pub struct Record {
 
 const BYTES: usize = 40;
 
+/// Result of a get whose bytes were checked.
+pub type CheckedGet = Result<Option<Result<Version, String>>, StoreError>;
+
 impl Record {
+    /// Record of a get. Prints what is wrong with wrong bytes.
+    pub fn of_get(life: u32, key: KeyId, start: u64, end: u64, got: &CheckedGet) -> Record {
+        let (outcome, version) = match got {
+            Ok(Some(Ok(version))) => (Outcome::Ok, *version),
+            Ok(Some(Err(what))) => {
+                println!("WRONG at {end}: {what}");
+                (Outcome::Wrong, Version(0))
+            }
+            Ok(None) => (Outcome::Absent, Version(0)),
+            Err(error) => (Outcome::Failed(error.code()), Version(0)),
+        };
+        Record { kind: Kind::Get, outcome, life, key, version, start, end }
+    }
+
+    /// Record of a removal.
+    pub fn of_removal(
+        life: u32,
+        key: KeyId,
+        start: u64,
+        end: u64,
+        removed: &Result<bool, StoreError>,
+    ) -> Record {
+        let outcome = match removed {
+            Ok(true) => Outcome::Ok,
+            Ok(false) => Outcome::Absent,
+            Err(error) => Outcome::Failed(error.code()),
+        };
+        Record { kind: Kind::Remove, outcome, life, key, version: Version(0), start, end }
+    }
+
     fn encode(&self) -> [u8; BYTES] {
         let outcome = match self.outcome {
             Outcome::Ok => 0,

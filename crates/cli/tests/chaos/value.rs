@@ -27,6 +27,16 @@ impl KeyId {
             writer => format!("w{}-{number}", writer - 1),
         }
     }
+
+    /// Inverse of [`KeyId::name`].
+    pub fn of_name(name: &str) -> Option<KeyId> {
+        let (writer, number) = name.split_once('-')?;
+        let number = number.parse().ok()?;
+        match writer.strip_prefix('w') {
+            Some(writer) => Some(KeyId::own(writer.parse().ok()?, number)),
+            None => Some(KeyId::hot(number)),
+        }
+    }
 }
 
 /// A version: life of the client that wrote it, and its sequence number in that life.
@@ -82,6 +92,13 @@ pub fn check(key: KeyId, bytes: &[u8]) -> Result<Version, String> {
         return Err(format!("{} has wrong content", key.name()));
     }
     Ok(version)
+}
+
+#[test]
+fn key_is_found_by_its_name() {
+    for key in [KeyId::hot(0), KeyId::hot(399), KeyId::own(0, 0), KeyId::own(3, 77)] {
+        assert_eq!(KeyId::of_name(&key.name()), Some(key));
+    }
 }
 
 #[test]

@@ -13,8 +13,10 @@ use moontide_types::ErrorCode;
 
 use crate::client::{Role, end_file};
 use crate::harness::{Numbers, http_get, words};
+use crate::journal::{Outcome, Record, now};
 use crate::net::{Host, Net};
 use crate::process::Process;
+use crate::value::{KeyId, check};
 
 /// Kinds of processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -185,6 +187,11 @@ fn node_admin(at: usize) -> String {
     format!("{}:7600", node_host(at as u8).ip())
 }
 
+/// Life of the test itself in the records of its own calls.
+pub const TEST_LIFE: u32 = 0;
+/// Keys per call of [`World::read_all`].
+const READ_KEYS: usize = 64;
+
 /// Unique number of a life of a client.
 pub fn client_life(client: usize, life: u32) -> u32 {
     client as u32 * 10_000 + life
@@ -347,14 +354,49 @@ impl World {
         }
     }
 
-    /// Removes every key, and returns what is still in use after that.
-    pub fn remove_everything(&mut self) -> Vec<String> {
+    fn store(&self) -> Store {
         let config = StoreConfig {
             shm: false,
             timeout: Duration::from_secs(10),
             ..StoreConfig::new(masters_address(self.shape))
         };
-        let store = Store::connect(config).expect("a master is reachable");
+        Store::connect(config).expect("a master is reachable")
+    }
+
+    /// Gets keys, and returns the records of these calls.
+    pub fn read_all(&self, keys: &[KeyId]) -> Vec<Record> {
+        let store = self.store();
+        let mut records = vec![];
+        for keys in keys.chunks(READ_KEYS) {
+            let names: Vec<String> = keys.iter().map(|key| key.name()).collect();
+            let names: Vec<&[u8]> = names.iter().map(String::as_bytes).collect();
+            let start = now();
+            let got = store.get_batch(&names);
+            let end = now();
+            records.extend(keys.iter().zip(got).map(|(key, got)| {
+                let got = got.map(|got| got.map(|bytes| check(*key, &bytes)));
+                Record::of_get(TEST_LIFE, *key, start, end, &got)
+            }));
+        }
+        let found = records.iter().filter(|record| record.outcome == Outcome::Ok).count();
+        println!("{found} of {} keys were read", keys.len());
+        records
+    }
+
+    /// Kills masters and nodes, and starts them again.
+    pub fn restart_masters_and_nodes(&mut self) {
+        for part in [Part::Master, Part::Node] {
+            self.part(part).iter_mut().for_each(Process::kill);
+        }
+        for part in [Part::Master, Part::Node] {
+            self.part(part).iter_mut().for_each(Process::start);
+        }
+        self.settle();
+    }
+
+    /// Removes every key, with records of these calls, and returns what is still in use after that.
+    pub fn remove_everything(&mut self, records: &mut Vec<Record>) -> Vec<String> {
+        let store = self.store();
         let end = Instant::now() + EMPTY;
         let (mut removed, mut pending) = (0, 0);
         // Repeats the listing until a complete pass over all masters finds nothing.
@@ -363,12 +405,17 @@ impl World {
             let page = store.list(b"", &cursor, 1000).expect("a list");
             let keys: Vec<&[u8]> = page.keys.iter().map(|key| &key[..]).collect();
             found += keys.len();
-            for outcome in store.remove_batch(&keys, true) {
-                match outcome {
+            let start = now();
+            let outcomes = store.remove_batch(&keys, true);
+            let ended = now();
+            for (key, removal) in keys.iter().zip(outcomes) {
+                match &removal {
                     Ok(_) => removed += 1,
                     Err(error) if error.code() == ErrorCode::Pending => pending += 1,
                     Err(error) => panic!("removal failed after healing: {error}"),
                 }
+                let key = str::from_utf8(key).ok().and_then(KeyId::of_name).expect("a key of this test");
+                records.push(Record::of_removal(TEST_LIFE, key, start, ended, &removal));
             }
             if page.next.is_empty() && std::mem::take(&mut found) == 0 {
                 break;
@@ -486,10 +533,10 @@ impl Drop for World {
         let kept = std::env::temp_dir().join(format!("moontide-chaos-logs-{}", std::process::id()));
         let _ = std::fs::create_dir_all(&kept);
         for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            if entry.path().extension().is_some_and(|end| end == "log") {
+            if entry.path().extension().is_some_and(|end| end == "log" || end == "journal") {
                 let _ = std::fs::copy(entry.path(), kept.join(entry.file_name()));
             }
         }
-        eprintln!("logs are in {}", kept.display());
+        eprintln!("logs and journals are in {}", kept.display());
     }
 }
