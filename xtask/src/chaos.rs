@@ -20,11 +20,13 @@ pub(crate) struct Options {
     pub(crate) seed: Option<u64>,
     /// Number of masters; more than one needs etcd.
     pub(crate) masters: u8,
+    /// Syncs of disks take long.
+    pub(crate) slow_disks: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { seconds: LONG_SECONDS, seed: None, masters: MASTERS }
+        Options { seconds: LONG_SECONDS, seed: None, masters: MASTERS, slow_disks: false }
     }
 }
 
@@ -37,7 +39,8 @@ pub(crate) fn command(options: &Options) -> Command {
     let test = "test --release --locked -p moontide-cli --test chaos -- --ignored --nocapture";
     let command = Command::cargo(test)
         .env("MOONTIDE_CHAOS_SECONDS", &options.seconds.to_string())
-        .env("MOONTIDE_CHAOS_MASTERS", &options.masters.to_string());
+        .env("MOONTIDE_CHAOS_MASTERS", &options.masters.to_string())
+        .env("MOONTIDE_CHAOS_SLOW_DISKS", &options.slow_disks.to_string());
     match options.seed {
         Some(seed) => command.env("MOONTIDE_SEED", &seed.to_string()),
         None => command,
@@ -49,9 +52,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chaos_command_passes_duration_masters_and_seed() {
-        let line = command(&Options { seconds: 60, seed: Some(7), masters: 1 }).to_string();
-        let variables = ["MOONTIDE_CHAOS_SECONDS=60", "MOONTIDE_CHAOS_MASTERS=1", "MOONTIDE_SEED=7"];
+    fn chaos_command_passes_all_options() {
+        let options = Options { seconds: 60, seed: Some(7), masters: 1, slow_disks: true };
+        let line = command(&options).to_string();
+        let variables = [
+            "MOONTIDE_CHAOS_SECONDS=60",
+            "MOONTIDE_CHAOS_MASTERS=1",
+            "MOONTIDE_CHAOS_SLOW_DISKS=true",
+            "MOONTIDE_SEED=7",
+        ];
         for part in variables.into_iter().chain(["--test chaos", "--ignored"]) {
             assert!(line.contains(part), "{line}");
         }

@@ -54,8 +54,9 @@ commands:
                        needs root, and etcd (MOONTIDE_ETCD names it if it is not in the path)
       --minutes <n>    duration (default 10)
       --seconds <n>    duration in seconds
-      --seed <n>       repeat the faults of a run
+      --seed <n>       repeat the faults of a run (default: drawn, and printed)
       --masters <n>    number of masters (default 3); one needs no etcd
+      --slow-disks     syncs of disks take up to a second; needs a temporary directory on a real disk
   sim                  simulate a whole cluster on virtual time, seed by seed, until a guarantee is violated
       --seed <n>       the first seed (default 1)
       --seeds <n>      number of seeds (default 1)
@@ -253,6 +254,10 @@ fn parse_chaos(mut rest: &[&str]) -> Result<XtaskCommand, XtaskError> {
                 options.masters = number("--masters", text)?;
                 tail
             }
+            ["--slow-disks", tail @ ..] => {
+                options.slow_disks = true;
+                tail
+            }
             [other, ..] => return Err(XtaskError::Usage(format!("`chaos` does not know `{other}`"))),
         }
     }
@@ -356,13 +361,16 @@ mod tests {
         check("fuzz --forever", None);
         check("deploy", None);
 
-        let masters = chaos::MASTERS;
-        let chaos = |seconds, seed| Some(XtaskCommand::Chaos(chaos::Options { seconds, seed, masters }));
+        let chaos = |seconds, seed| {
+            Some(XtaskCommand::Chaos(chaos::Options { seconds, seed, ..chaos::Options::default() }))
+        };
         check("chaos", chaos(chaos::LONG_SECONDS, None));
         check("chaos --minutes 3 --seed 7", chaos(180, Some(7)));
         check("chaos --seconds 60", chaos(60, None));
         let one = chaos::Options { masters: 1, ..chaos::Options::default() };
         check("chaos --masters 1", Some(XtaskCommand::Chaos(one)));
+        let slow = chaos::Options { slow_disks: true, ..chaos::Options::default() };
+        check("chaos --slow-disks", Some(XtaskCommand::Chaos(slow)));
         check("chaos --minutes many", None);
         check("chaos now", None);
 

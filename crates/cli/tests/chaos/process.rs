@@ -14,7 +14,7 @@ use crate::net::{Host, Net};
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// Returns arguments and environment, given the number of earlier starts: a client has a new role each time.
-pub type Words = Box<dyn Fn(u32) -> (Vec<String>, Vec<(String, String)>)>;
+pub type Words = Box<dyn FnMut(u32) -> (Vec<String>, Vec<(String, String)>)>;
 
 /// A program on a host, which is killed on drop.
 pub struct Process {

@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 
 use moontide_client::{Store, StoreConfig};
 use moontide_types::ErrorCode;
+use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::client::{Role, end_file};
+use crate::content::Rng;
 use crate::harness::{Numbers, http_get, words};
 use crate::journal::{Outcome, Record, now};
 use crate::net::{Host, Net};
@@ -40,14 +42,18 @@ pub struct Shape {
     /// Clients on nodes' hosts, with shared memory.
     pub local: u8,
     pub remote: u8,
+    /// Syncs of the nodes' disks take long.
+    pub slow_disks: bool,
 }
 
 impl Shape {
-    /// Reads the number of masters from `MOONTIDE_CHAOS_MASTERS` [default: 3].
+    /// Reads the number of masters from `MOONTIDE_CHAOS_MASTERS` [default: 3], and `MOONTIDE_CHAOS_SLOW_DISKS`.
     pub fn from_environment() -> Shape {
         let masters = std::env::var("MOONTIDE_CHAOS_MASTERS");
         let masters = masters.map_or(3, |text| text.parse().expect("a number of masters"));
-        Shape { masters, nodes: 4, local: 2, remote: 2 }
+        let slow_disks = std::env::var("MOONTIDE_CHAOS_SLOW_DISKS");
+        let slow_disks = slow_disks.is_ok_and(|text| text.parse().expect("true or false"));
+        Shape { masters, nodes: 4, local: 2, remote: 2, slow_disks }
     }
 
     fn has_registry(self) -> bool {
@@ -56,6 +62,9 @@ impl Shape {
 
     /// Returns the missing requirement, if any.
     pub fn missing(self) -> Option<String> {
+        if self.slow_disks && Command::new("mkfs.ext4").arg("-V").output().is_err() {
+            return Some("slow disks need mkfs.ext4 (e2fsprogs)".to_owned());
+        }
         let program = registry_program();
         let is_there = !self.has_registry() || Command::new(&program).arg("--version").output().is_ok();
         let what = "several masters need etcd; cannot start";
@@ -75,33 +84,65 @@ const DISK_MIB: usize = 96;
 /// Disk of etcd, which preallocates 64 MiB for its log, and again for the next one.
 const REGISTRY_MIB: usize = 512;
 const DISK_LIMIT_MIB: usize = 64;
+/// Longest delay of a sync with slow disks, one of these for each life of a node: from a good SSD to a disk that is as slow
+/// as half a session.
+const SYNC_MS_MAX: [u64; 4] = [5, 50, 250, 1000];
 
 /// Timeout until all processes are connected after healing.
 const SETTLED: Duration = Duration::from_secs(60);
 /// Timeout until removed memory is free: reservations of killed writers expire, and commands reach their nodes.
 const EMPTY: Duration = Duration::from_secs(60);
 
-/// Disk of a node: a small tmpfs, unmounted on drop.
+/// Whether a path is on a file system in memory.
+pub fn is_tmpfs(path: &Path) -> bool {
+    /// From `linux/magic.h`.
+    const MAGIC: [i64; 2] = [0x0102_1994, 0x8584_58f6]; // tmpfs, ramfs
+    let stat = rustix::fs::statfs(path).expect("the path exists");
+    MAGIC.contains(&stat.f_type)
+}
+
+/// A small file system, unmounted on drop.
 #[derive(Debug)]
 pub struct Disk {
     path: PathBuf,
 }
 
 impl Disk {
-    fn mount(path: PathBuf, mib: usize) -> Disk {
-        std::fs::create_dir_all(&path).expect("a folder for a disk");
+    /// Mounts a file system in memory.
+    fn in_memory(path: PathBuf, mib: usize) -> Disk {
         let size = format!("size={mib}m");
-        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "none"]).arg(&path).status();
+        Disk::mount(path, &["-t", "tmpfs", "-o", &size, "none"])
+    }
+
+    /// Mounts a file system in a file beside its path.
+    fn in_file(path: PathBuf, mib: usize) -> Disk {
+        let image = path.with_extension("image");
+        let file = std::fs::File::create(&image).expect("a file");
+        file.set_len((mib << 20) as u64).expect("a sparse file");
+        // Without space that is reserved for root, as which the nodes run.
+        let status = Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0"]).arg(&image).status();
+        assert!(status.is_ok_and(|status| status.success()), "cannot create a file system");
+        let disk = Disk::mount(path, &["-o", "loop", image.to_str().expect("a path in UTF-8")]);
+        assert!(!is_tmpfs(&image) && !is_tmpfs(&disk.path), "{disk:?} is in memory");
+        disk
+    }
+
+    fn mount(path: PathBuf, words: &[&str]) -> Disk {
+        std::fs::create_dir_all(&path).expect("a folder for a disk");
+        let status = Command::new("mount").args(words).arg(&path).status();
         assert!(status.is_ok_and(|status| status.success()), "cannot mount a file system");
         Disk { path }
     }
 
-    /// Fills it up.
+    /// Fills it up. Allocates without writing, because writing takes seconds on a real disk.
     pub fn fill(&mut self) {
-        use std::io::Write;
-        let mut ballast = std::fs::File::create(self.path.join("ballast")).expect("a file");
-        let zeros = vec![0; 1 << 20];
-        while ballast.write_all(&zeros).is_ok() {}
+        let ballast = std::fs::File::create(self.path.join("ballast")).expect("a file");
+        let mut len = 0;
+        for part in [8 << 20, 1 << 20, 64 << 10, 4 << 10] {
+            while fallocate(&ballast, FallocateFlags::empty(), len, part).is_ok() {
+                len += part;
+            }
+        }
     }
 
     pub fn empty(&mut self) {
@@ -219,10 +260,13 @@ impl World {
         let disk_path = |at: u8| folder.join(format!("disk-{at}"));
         let disks = (0..shape.nodes)
             .filter(|at| has_disk(*at))
-            .map(|at| Disk::mount(disk_path(at), DISK_MIB))
+            .map(|at| {
+                let mount = if shape.slow_disks { Disk::in_file } else { Disk::in_memory };
+                mount(disk_path(at), DISK_MIB)
+            })
             .collect();
 
-        let registry_disk = shape.has_registry().then(|| Disk::mount(folder.join("etcd"), REGISTRY_MIB));
+        let registry_disk = shape.has_registry().then(|| Disk::in_memory(folder.join("etcd"), REGISTRY_MIB));
         let registry = shape.has_registry().then(|| {
             let all = registry_command(folder);
             Process::new(&net, folder, "etcd", &registry_host(), Box::new(move |_| (all.clone(), vec![])))
@@ -250,14 +294,27 @@ impl World {
                 socket.display()
             );
             if has_disk(at) {
-                let backend = if at % 4 == 1 { "bucket" } else { "file" };
+                let backend = match at % 4 {
+                    1 => "bucket",
+                    _ if shape.slow_disks => "offset",
+                    _ => "file",
+                };
                 rest += &format!(
                     " --disk-dir {} --disk-limit {DISK_LIMIT_MIB}MiB --disk-staging 8MiB --disk-backend {backend}",
-                    disk_path(at).display()
+                    disk_path(at).join("records").display()
                 );
             }
             let all = moontide(&rest);
-            Process::new(&net, folder, name, &host, Box::new(move |_| (all.clone(), vec![])))
+            let mut rng = Rng::new(seed ^ u64::from(at) << 32);
+            let words = move |_| {
+                let mut variables = vec![];
+                if shape.slow_disks {
+                    let ms_max = SYNC_MS_MAX[rng.within(0, SYNC_MS_MAX.len())];
+                    variables.push(("MOONTIDE_SLOW_SYNCS".to_owned(), format!("{ms_max},{}", rng.draw())));
+                }
+                (all.clone(), variables)
+            };
+            Process::new(&net, folder, name, &host, Box::new(words))
         });
         let clients = (0..shape.local + shape.remote).map(|at| {
             let local = at < shape.local;
@@ -438,7 +495,8 @@ impl World {
         }
     }
 
-    /// Files on the disks, except the node id, the sync marks, and the removal log, which is compacted when it is long.
+    /// Files on the disks, except the node id, the sync marks, the removal log, which is compacted when it is long, and the
+    /// large file of the backend `offset`, whose records the node counts.
     fn on_disks(&self) -> Vec<String> {
         let mut found = vec![];
         let mut folders: Vec<PathBuf> = self.disks.iter().map(|disk| disk.path.clone()).collect();
@@ -449,7 +507,7 @@ impl World {
                     Ok(data) if data.is_dir() => folders.push(path),
                     Ok(data)
                         if data.len() > 0
-                            && !["removed.log", "node.id", "sync.marks"]
+                            && !["removed.log", "node.id", "sync.marks", "data.moontide"]
                                 .contains(&&*entry.file_name().to_string_lossy()) =>
                     {
                         found.push(format!("{}: {} bytes", path.display(), data.len()));
