@@ -2,13 +2,14 @@
 //!
 //! The model is a register with a set of versions that a get may return. An upsert replaces the set by its own version,
 //! a removal by nothing, also if it found nothing. A put without upsert adds its version: it promises nothing about
-//! older ones. No two calls write the same version. Each call takes effect once, at some time between its start and its
-//! end; the checker asks whether there are such times for which every get is correct. Exceptions:
+//! older ones. Neither does an upsert that is `Pending`: its version is stored. No two calls write the same version. Each
+//! call takes effect once, at some time between its start and its end; the checker asks whether there are such times for
+//! which every get is correct. Exceptions:
 //!
 //! * A miss is always correct: the store is a cache.
-//! * A write or a removal with an uncertain result (an error, a timeout, `Pending`, a killed client) takes effect at any
-//!   time from its start on, or never, or is undone. So a get may return such a version at any time, and an uncertain
-//!   removal ends nothing. A put that finds another version is uncertain too: the client may have repeated it.
+//! * A write or a removal with an uncertain result (an error, a timeout, a `Pending` removal, a killed client) takes
+//!   effect at any time from its start on, or never, or is undone. So a get may return such a version at any time, and an
+//!   uncertain removal ends nothing. A put that finds another version is uncertain too: the client may have repeated it.
 //! * A get that starts before the write of its version ended says nothing about other gets: until its acknowledgement a
 //!   write is uncertain.
 //!
@@ -24,6 +25,8 @@
 //! around each call.
 
 use std::collections::HashMap;
+
+use moontide_types::ErrorCode;
 
 use crate::journal::{Kind, Outcome, Record};
 use crate::value::Version;
@@ -103,7 +106,7 @@ impl History {
             (Kind::Begin, _) => {
                 self.writes.entry(version).or_insert(Write { start, end: None, upsert: false });
             }
-            (Kind::Put, Outcome::Ok) => {
+            (Kind::Put, Outcome::Ok) | (Kind::Upsert, Outcome::Failed(ErrorCode::Pending)) => {
                 self.writes.insert(version, Write { start, end: Some(end), upsert: false });
             }
             (Kind::Upsert, Outcome::Ok) => {
@@ -204,7 +207,6 @@ impl History {
 mod tests {
     use Kind::{Begin, Get, Put, Remove, Upsert};
     use Outcome::{Absent, Failed, Ok, Wrong};
-    use moontide_types::ErrorCode;
 
     use super::*;
     use crate::value::KeyId;
@@ -357,6 +359,14 @@ mod tests {
     }
 
     #[test]
+    fn pending_upsert_is_stored_and_ends_no_older_version() {
+        let writes = [(Put, Ok, 7, 10, 20), (Upsert, PENDING, 9, 30, 40)];
+        accepts(&[&writes[..], &[(Get, Ok, 9, 41, 50), (Get, Ok, 7, 51, 60), (Get, Ok, 9, 61, 70)]].concat());
+        let removed = Violation::Removed { found: true, since: 10 };
+        rejects(&[&writes[..], &[(Remove, Ok, 0, 50, 60), (Get, Ok, 9, 70, 80)]].concat(), removed);
+    }
+
+    #[test]
     fn put_without_upsert_ends_no_older_version() {
         let puts = [(Put, Ok, 7, 10, 20), (Put, Ok, 8, 30, 40)];
         accepts(&[&puts[..], &[(Get, Ok, 8, 50, 60), (Get, Ok, 7, 70, 80), (Get, Ok, 8, 90, 95)]].concat());
@@ -369,9 +379,6 @@ mod tests {
         let put = (Put, Ok, 7, 10, 20);
         accepts(&[put, (Remove, PENDING, 0, 30, 40), (Get, Ok, 7, 41, 50)]);
         accepts(&[put, (Remove, LOST, 0, 30, 40), (Get, Ok, 7, 41, 50)]);
-        // A pending upsert is visible, undone, and visible again.
-        let upsert = (Upsert, PENDING, 9, 30, 40);
-        accepts(&[put, upsert, (Get, Ok, 9, 41, 50), (Get, Ok, 7, 51, 60), (Get, Ok, 9, 61, 70)]);
         // A put that was not acknowledged takes effect at any later time, also after a removal.
         accepts(&[(Put, LOST, 7, 10, 20), (Remove, Ok, 0, 30, 40), (Get, Ok, 7, 41, 50)]);
         accepts(&[put, (Put, Absent, 8, 25, 28), (Remove, Ok, 0, 30, 40), (Get, Ok, 8, 41, 50)]);
