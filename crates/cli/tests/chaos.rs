@@ -125,7 +125,7 @@ fn reads_are_correct_under_random_faults() {
     }
     let mut world = World::start(shape, folder.path(), rng.draw());
     let monitor = GroupMonitor::start(&world::master_pages_at(shape));
-    let (mut faults, started) = (Faults::new(rng.fork()), Instant::now());
+    let (mut faults, started) = (Faults::new(rng.fork(), shape.slow_disks), Instant::now());
     while started.elapsed() < Duration::from_secs(seconds) {
         faults.step(&mut world);
         world.supervise();

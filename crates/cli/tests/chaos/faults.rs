@@ -69,6 +69,10 @@ const DECK: &[(Kind, usize)] = &[
     (Kind::Cut(Master, Master, There), 1),
 ];
 
+/// More of them with slow disks: a removal that was acknowledged before it was durable returns only if its node and the
+/// masters that remember it are killed within the time of a sync.
+const SLOW_DISKS_DECK: &[(Kind, usize)] = &[(Kind::KillAll, 5)];
+
 /// Maximum number of active faults.
 const OPEN_MAX: usize = 3;
 /// Time between the starts of two faults.
@@ -156,6 +160,7 @@ struct Open {
 
 pub struct Faults {
     rng: Rng,
+    slow_disks: bool,
     deck: Vec<Kind>,
     next_at: Instant,
     open: Vec<Open>,
@@ -164,9 +169,9 @@ pub struct Faults {
 }
 
 impl Faults {
-    pub fn new(rng: Rng) -> Faults {
+    pub fn new(rng: Rng, slow_disks: bool) -> Faults {
         let next_at = Instant::now() + Duration::from_secs(1);
-        Faults { rng, deck: vec![], next_at, open: vec![], done: vec![], stops: vec![] }
+        Faults { rng, slow_disks, deck: vec![], next_at, open: vec![], done: vec![], stops: vec![] }
     }
 
     /// Ends faults that are due, and starts the next one if it is due.
@@ -198,7 +203,9 @@ impl Faults {
 
     fn draw(&mut self) -> Kind {
         if self.deck.is_empty() {
-            self.deck = DECK.iter().flat_map(|(kind, times)| std::iter::repeat_n(*kind, *times)).collect();
+            let more = if self.slow_disks { SLOW_DISKS_DECK } else { &[] };
+            let all = DECK.iter().chain(more);
+            self.deck = all.flat_map(|(kind, times)| std::iter::repeat_n(*kind, *times)).collect();
             for at in (1..self.deck.len()).rev() {
                 let other = self.rng.within(0, at + 1);
                 self.deck.swap(at, other);
