@@ -8,6 +8,7 @@
 //! one: an engine cannot use the others. It then stores all blocks that are missing.
 
 mod list;
+mod plot;
 mod reference;
 mod shipped;
 
@@ -17,6 +18,7 @@ use clap::Args as ClapArgs;
 
 use crate::results::{BenchError, Progress, ResultRow};
 use crate::trace::{Request, open, unread};
+use plot::PlotRow;
 use reference::{Arc, Belady, Lru, S3Fifo, WTinyLfu};
 use shipped::Shipped;
 
@@ -25,6 +27,7 @@ Examples:
   moontide bench policies conversation_trace.jsonl
   moontide bench policies agents.jsonl --capacity 1,5 --policies moontide,lru,belady
   moontide bench policies agents.jsonl --groups 16 --touch-delay 1s
+  moontide bench policies *.jsonl.zst --plots plots
 
 One table per trace on standard output, or JSON lines with --json. A cell is the share of the requested blocks that were
 hits. Columns are capacities in percent of the trace's distinct blocks.
@@ -62,6 +65,9 @@ pub(crate) struct Args {
     /// Print JSON lines
     #[arg(long)]
     json: bool,
+    /// Write a plot of each trace into this directory, as SVG
+    #[arg(long, value_name = "DIRECTORY")]
+    plots: Option<PathBuf>,
 }
 
 /// A trace whose blocks are numbered from 0 in order of their first use.
@@ -162,14 +168,16 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
                 args.capacity.iter().map(|share| format!("{:>7}", format!("{share}%"))).collect();
             println!("  {:<10}{columns}", "policy");
         }
+        let mut rows = vec![];
         for policy in &args.policies {
-            let mut line = String::new();
+            let (mut line, mut rates) = (String::new(), vec![]);
             for &share in &args.capacity {
                 let capacity = ((trace.distinct as f64 * share / 100.0) as usize).max(16);
                 let mut cache = cache(policy, &trace, capacity, args.groups, args.touch_delay);
                 let mut progress = Progress::new(format!("{name}: {policy} at {share}%"), requests as u64);
                 let rate = hit_rate(&trace, &mut *cache, &mut progress)?;
                 line += &format!("{rate:>7.3}");
+                rates.push(rate);
                 if args.json {
                     ResultRow::new("policies", policy)
                         .with("trace", name.as_str())
@@ -183,6 +191,15 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
             if !args.json {
                 println!("  {policy:<10}{line}");
             }
+            rows.push(PlotRow { policy, rates });
+        }
+        if let Some(directory) = &args.plots {
+            let file = directory.join(format!("{name}.svg"));
+            let title = format!("{name}: hit rates of {requests} requests");
+            let write = std::fs::create_dir_all(directory)
+                .and_then(|()| std::fs::write(&file, plot::svg(&title, &args.capacity, &rows)));
+            write.map_err(|error| BenchError::Wrong(format!("cannot write {}: {error}", file.display())))?;
+            eprintln!("wrote {}", file.display());
         }
     }
     Ok(())
