@@ -3,8 +3,8 @@
 //! Objects in memory are in two queues, each in order of the last use: those that were used once, by their put, and those that
 //! were used again. An object that was evicted and is put again was used again. A [`Rule`] decides which queue the next victim
 //! comes from. One rule is LRU; others evict objects that were used once earlier, or keep old objects. No rule is good for all
-//! traffic, so that miniature caches ([`MiniatureCache`]) try all of them on a sample of the ids, and the rule with the most hits
-//! is used. The two queues are the same for all rules: a change of the rule moves no object.
+//! traffic. So miniature caches ([`MiniatureCache`]) try all of them on a sample of the ids, and the rule with the most hits is
+//! used. The two queues are the same for all rules: a change of the rule moves no object.
 //!
 //! Miniature caches are from Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations" (ATC 2017).
 
@@ -50,8 +50,9 @@ impl Rule {
     }
 }
 
-/// Objects of a miniature cache, at most. All caches together take about 1 MiB per master.
-const SAMPLED_MAX: u64 = 1024;
+/// Objects of a miniature cache, at most. All caches together take about 2 MiB per master. With 1,024, a loop that barely fits
+/// into memory was misjudged.
+const SAMPLED_MAX: u64 = 4096;
 
 /// Sampled uses between two choices of a rule.
 const CHOICE_INTERVAL: u32 = 64;
@@ -115,6 +116,12 @@ impl EvictionOrder {
         self.ghosts.insert(id);
     }
 
+    /// Follows a rule from now on, until the next exchange with trials.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn set_rule(&mut self, number: u64) {
+        self.rule = (number % RULES.len() as u64) as usize;
+    }
+
     /// Handles an eviction: memory is full with this many objects.
     pub(crate) fn memory_is_full(&mut self, objects: u64) {
         self.ghosts.resize(objects);
@@ -175,7 +182,11 @@ impl EvictionTrials {
     pub(crate) fn exchange(&mut self, group: GroupId, objects: u64, order: &mut EvictionOrder) {
         self.objects_sum += objects;
         self.objects_sum -= self.objects.insert(group, objects).unwrap_or(0);
-        self.is_full |= order.is_full;
+        if order.is_full && !self.is_full {
+            self.is_full = true;
+            // Until now all rules had the same hits.
+            self.hits = [0.0; RULES.len()];
+        }
         if self.is_full {
             self.resize(self.objects_sum);
         }

@@ -198,7 +198,7 @@ impl Record {
         self.last_use = number << 1 | self.last_use & 1;
     }
 
-    /// Whether the object was used after its put.
+    /// Whether the object was used after its put, or before an eviction that preceded the put.
     pub(crate) fn is_used_again(&self) -> bool {
         self.last_use & 1 == 1
     }

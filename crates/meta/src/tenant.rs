@@ -39,7 +39,7 @@ pub(crate) struct TenantState {
     pub(crate) quota: Quota,
     pub(crate) bytes: u64,
     pub(crate) objects: u64,
-    /// Evicted under memory pressure: objects that were not used after their put.
+    /// Evicted under memory pressure: objects that were used once, by their put.
     pub(crate) used_once: Queue,
     /// Evicted under memory pressure: objects that were used again.
     pub(crate) used_again: Queue,

@@ -52,6 +52,8 @@ fn run(placement: PlacementKind, commands: &[Command]) -> Result<GroupStats, Str
         harness.step(&Command::Mount { node, segments: 0 })?;
     }
     for (at, command) in commands.iter().enumerate() {
+        // A master changes the rule with the traffic.
+        harness.group.set_eviction_rule(at as u64 / 5);
         harness.step(command).map_err(|error| format!("step {at}, {command:?}: {error}"))?;
     }
     harness.check_final_invalidations()?;

@@ -1,7 +1,7 @@
 //! [`Ghosts`]: which objects were evicted lately, in 20 bytes per object in memory.
 //!
 //! A table of buckets. An entry has 16 bits of the object's id and the time of its eviction, counted in evictions. An object
-//! that was not evicted is found with a probability of 1 to 4,000. In a full bucket the oldest entry is replaced.
+//! that was not evicted is found with a probability of 1 in 4,000. In a full bucket the oldest entry is replaced.
 
 use moontide_types::ObjectId;
 

@@ -215,7 +215,7 @@ impl Group {
             if !leased && Some(record.id()) != keep {
                 return Some(at);
             }
-            // A lease is a use that lasts. At the end of its queue the record does not hide the others.
+            // Otherwise the others behind it would not be tried.
             self.postpone_eviction(at);
         }
         None

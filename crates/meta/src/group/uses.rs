@@ -1,15 +1,23 @@
 //! Uses of objects, and the order of eviction that follows from them.
 
+use moontide_types::record::PinClass;
+
 use super::Group;
 use crate::eviction::EvictionTrials;
 use crate::ids::RecordRef;
 use crate::record::RecordFlag;
 
 impl Group {
-    /// Reports sampled uses to the trials, and follows their rule. The caller does this for all groups that it hosts, about ten
-    /// times per second. Without it, the group evicts in the order of the last use.
+    /// Reports sampled uses to the trials, and follows their rule. The caller does this for all groups that it hosts, with each
+    /// tick. Without it, the group evicts in the order of the last use.
     pub fn exchange_eviction_trials(&mut self, trials: &mut EvictionTrials) {
         trials.exchange(self.config.group, self.objects_in_memory, &mut self.eviction_order);
+    }
+
+    /// Follows one of the eviction rules, for tests: without trials a group follows the first.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn set_eviction_rule(&mut self, number: u64) {
+        self.eviction_order.set_rule(number);
     }
 
     /// Handles a use: the object is the last of those that were used again.
@@ -38,19 +46,21 @@ impl Group {
         }
     }
 
-    /// Moves an object that cannot be evicted now behind the others of its queue.
+    /// Moves an object that cannot be evicted now behind all others: it is in use. In the queue of objects that were used once,
+    /// two such objects would be tried in turn, and none of the other queue.
     pub(super) fn postpone_eviction(&mut self, at: RecordRef) {
         self.dequeue(at);
+        self.slab.get_mut(at).set_used_again(true);
         self.enqueue(at);
     }
 
     /// Adds an object whose put has completed to its queue.
     pub(super) fn enqueue_stored(&mut self, at: RecordRef) {
-        let id = self.slab.get(at).id();
+        let (id, pin) = (self.slab.get(at).id(), self.slab.get(at).pin());
         let was_used = self.eviction_order.stored(id);
         self.slab.get_mut(at).set_used_again(was_used);
         self.enqueue(at);
-        if self.eviction_order.keeps_old() {
+        if self.eviction_order.keeps_old() && pin == PinClass::None {
             self.move_to_front(at);
         }
     }
