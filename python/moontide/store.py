@@ -106,8 +106,15 @@ class Dev:
         self.admin: str = f"http://{self._master.admin_address}"
         try:
             for number in range(nodes):
-                disk = None if self._disks is None else f"{self._disks}/{number}"
-                self._nodes.append(_native.LocalNode(self.master, memory, disk_dir=disk, drain_timeout=0.2))
+                if self._disks is None:
+                    node = _native.LocalNode(self.master, memory, drain_timeout=0.2)
+                else:
+                    # The directory is deleted with the cluster: nothing has to be written to it at the end.
+                    disk = f"{self._disks}/{number}"
+                    node = _native.LocalNode(
+                        self.master, memory, disk_dir=disk, disk_flush_timeout=0.0, drain_timeout=0.2
+                    )
+                self._nodes.append(node)
         except BaseException:
             self.close()
             raise

@@ -144,17 +144,14 @@ pub(crate) fn get(
     Ok(each.collect())
 }
 
-/// Returns 1 for each key that exists and 0 for each that does not; the negative error code for all if the call failed.
+/// Returns 1 for each key that exists, 0 for each that does not, and the negative error code for each that failed.
 pub(crate) fn exist(store: &Store, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let keys = Keys::of(keys)?;
     let keys = keys.bytes()?;
     let client = store.client(py)?;
     let found = py.detach(|| match keys[..] {
-        [key] => client.exists(key).map(|found| vec![found]),
+        [key] => vec![client.exists(key)],
         _ => client.exists_batch(&keys),
     });
-    Ok(match found {
-        Ok(found) => found.into_iter().map(i64::from).collect(),
-        Err(error) => vec![negative_code(&error); keys.len()],
-    })
+    Ok(found.iter().map(|found| found.as_ref().map_or_else(negative_code, |&found| found.into())).collect())
 }

@@ -367,8 +367,8 @@ impl AsyncStore {
     /// As Store.batch_exists.
     fn batch_exists<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> Awaitable<'py> {
         let keys = all_owned(keys)?;
-        let work = move |client: &moontide_client::Store| client.exists_batch(&borrowed(&keys));
-        self.on_thread(py, work, plain)
+        let work = move |client: &moontide_client::Store| Ok(client.exists_batch(&borrowed(&keys)));
+        self.on_thread(py, work, |py, outcomes| Ok(errors::batch(py, outcomes)?.unbind()))
     }
 
     /// As Store.remove.
@@ -389,7 +389,25 @@ impl AsyncStore {
     /// As Store.remove_all.
     #[pyo3(signature = (force=false))]
     fn remove_all<'py>(&self, py: Python<'py>, force: bool) -> Awaitable<'py> {
-        self.on_thread(py, move |client| client.remove_all(force), plain)
+        self.on_thread(py, move |client| Ok(client.remove_all(force)?.removed), plain)
+    }
+
+    /// As Store.remove_by_prefix.
+    #[pyo3(signature = (prefix, force=false))]
+    fn remove_by_prefix<'py>(
+        &self,
+        py: Python<'py>,
+        prefix: &Bound<'py, PyAny>,
+        force: bool,
+    ) -> Awaitable<'py> {
+        let prefix = owned(prefix)?;
+        self.on_thread(py, move |client| Ok(client.remove_by_prefix(&prefix, force)?.removed), plain)
+    }
+
+    /// As Store.remove_by_regex.
+    #[pyo3(signature = (pattern, force=false))]
+    fn remove_by_regex<'py>(&self, py: Python<'py>, pattern: String, force: bool) -> Awaitable<'py> {
+        self.on_thread(py, move |client| Ok(client.remove_by_regex(&pattern, force)?.removed), plain)
     }
 
     /// As Store.stats. Returns the dict itself, not an awaitable.
@@ -400,18 +418,23 @@ impl AsyncStore {
     /// As Store.touch.
     fn touch<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> Awaitable<'py> {
         let keys = vec![owned(key)?];
-        self.call(py, |client| async move { client.touch(keys).await }, |_, found| Ok(found[0]))
+        let touch = |client: moontide_client::AsyncStore| async move {
+            client.touch(keys).await?.pop().expect("one result per key")
+        };
+        self.call(py, touch, plain)
     }
 
     /// As Store.batch_touch.
     fn batch_touch<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> Awaitable<'py> {
         let keys = all_owned(keys)?;
-        self.call(py, |client| async move { client.touch(keys).await }, plain)
+        let done = |py: Python<'_>, outcomes| Ok(errors::batch(py, outcomes)?.unbind());
+        self.call(py, |client| async move { client.touch(keys).await }, done)
     }
 
     /// As Store.prefetch.
     fn prefetch<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> Awaitable<'py> {
         let keys = all_owned(keys)?;
-        self.call(py, |client| async move { client.prefetch(keys).await }, plain)
+        let done = |py: Python<'_>, outcomes| Ok(errors::batch(py, outcomes)?.unbind());
+        self.call(py, |client| async move { client.prefetch(keys).await }, done)
     }
 }

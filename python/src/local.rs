@@ -37,7 +37,7 @@ pub(crate) struct LocalMaster {
 #[pymethods]
 impl LocalMaster {
     #[new]
-    #[pyo3(signature = (listen="127.0.0.1:0", *, groups=4))]
+    #[pyo3(signature = (listen="127.0.0.1:0", *, groups=1))]
     fn new(py: Python<'_>, listen: &str, groups: u16) -> PyResult<LocalMaster> {
         let grpc_listen = address(listen)?;
         let any_port = SocketAddr::new(grpc_listen.ip(), 0);
@@ -45,7 +45,7 @@ impl LocalMaster {
             grpc_listen,
             frame_listen: any_port,
             admin_listen: any_port,
-            groups,
+            groups: Some(groups),
             // The cluster is new: no earlier master has granted memory.
             reallocation_delay_ms: 0,
             ..MasterConfig::default()
@@ -145,7 +145,7 @@ impl LocalNode {
         self.tcp.clone()
     }
 
-    /// Shuts the node down; its objects are lost. Further calls of close() do nothing.
+    /// Shuts the node down; objects that are not on its disk are lost. Further calls of close() do nothing.
     fn close(&self, py: Python<'_>) {
         if let Some(node) = self.held.take() {
             py.detach(|| node.shutdown());

@@ -160,7 +160,7 @@ fn start(settings: Settings) -> Result<(RankStoreInner, String), StartError> {
                 grpc_listen: any_port,
                 frame_listen: any_port,
                 admin_listen: any_port,
-                groups,
+                groups: Some(groups),
                 reallocation_delay_ms: 0,
                 eviction_high_watermark_permille: permille(watermarks.0),
                 eviction_low_watermark_permille: permille(watermarks.1),

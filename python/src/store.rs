@@ -400,11 +400,12 @@ impl Store {
         self.call(py, |client| client.exists(key))
     }
 
-    /// Returns for each key whether it exists.
-    fn batch_exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    /// Returns for each key whether it exists. Raises BatchError if any failed.
+    fn batch_exists<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
-        self.call(py, |client| client.exists_batch(&keys))
+        let found = self.call(py, |client| Ok(client.exists_batch(&keys)))?;
+        errors::batch(py, found)
     }
 
     /// Returns the id that invalidations() reports for a key: 16 bytes. It changes with remove_all(force=True).
@@ -442,27 +443,44 @@ impl Store {
     /// Removes all objects of the tenant. Returns their number.
     #[pyo3(signature = (force=false))]
     fn remove_all(&self, py: Python<'_>, force: bool) -> PyResult<u64> {
-        self.call(py, |client| client.remove_all(force))
+        self.call(py, |client| Ok(client.remove_all(force)?.removed))
+    }
+
+    /// Removes all objects whose keys have a prefix. Returns their number. Leased and pinned objects are kept unless
+    /// `force` is set.
+    #[pyo3(signature = (prefix, force=false))]
+    fn remove_by_prefix(&self, py: Python<'_>, prefix: &Bound<'_, PyAny>, force: bool) -> PyResult<u64> {
+        let prefix = self::key(prefix)?;
+        self.call(py, |client| Ok(client.remove_by_prefix(prefix, force)?.removed))
+    }
+
+    /// Removes all objects whose keys match a regular expression, in the syntax of the Rust crate `regex`. Returns their
+    /// number.
+    #[pyo3(signature = (pattern, force=false))]
+    fn remove_by_regex(&self, py: Python<'_>, pattern: &str, force: bool) -> PyResult<u64> {
+        self.call(py, |client| Ok(client.remove_by_regex(pattern, force)?.removed))
     }
 
     /// Marks an object as used, which delays its eviction. Returns whether it exists.
     fn touch(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let key = self::key(key)?;
-        self.call(py, |client| client.touch(&[key])).map(|found| found[0])
+        self.call(py, |client| client.touch(&[key]).pop().expect("one result per key"))
     }
 
-    /// Marks many objects as used. Returns for each whether it exists.
-    fn batch_touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    /// Marks many objects as used. Returns for each whether it exists. Raises BatchError if any failed.
+    fn batch_touch<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
-        self.call(py, |client| client.touch(&keys))
+        let found = self.call(py, |client| Ok(client.touch(&keys)))?;
+        errors::batch(py, found)
     }
 
-    /// Promotes objects from disk to memory. Returns for each whether it exists.
-    fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    /// Promotes objects from disk to memory. Returns for each whether it exists. Raises BatchError if any failed.
+    fn prefetch<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let keys = Keys::of(keys)?;
         let keys = keys.bytes()?;
-        self.call(py, |client| client.prefetch(&keys))
+        let found = self.call(py, |client| Ok(client.prefetch(&keys)))?;
+        errors::batch(py, found)
     }
 
     /// Returns the keys with a prefix, as bytes, unordered.

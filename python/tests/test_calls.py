@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -399,6 +400,20 @@ def test_tenants_are_isolated(cluster, store, key):
         assert other.remove_all() == 1
         assert other.keys() == []
         assert store.get(key("a")) == b"mine"
+
+
+def test_bulk_removals_return_counts_and_keep_hard_pins(caller, key):
+    for name in ("a/1", "a/2", "b/1"):
+        caller.put(key(name), b"x")
+    caller.put(key("a/3"), b"x", pin="hard")
+    assert caller.remove_by_prefix(key("a/")) == 2
+    assert caller.get(key("a/3")) == b"x"
+    assert caller.remove_by_prefix(key("a/"), force=True) == 1
+    assert caller.get(key("b/1")) == b"x"
+    assert caller.remove_by_regex("^" + re.escape(key("")) + "b/[0-9]$") == 1
+    assert caller.get(key("b/1")) is None
+    with pytest.raises(ValueError):
+        caller.remove_by_regex("(")
 
 
 def test_remove_all_returns_count_and_keeps_hard_pins(cluster):

@@ -36,7 +36,7 @@ def test_master_flags_on_loopback_are_translated():
         "--enable_metric_reporting=false",
     )
     assert words.pop("--frame-listen").startswith("127.0.0.1:")
-    assert words == {"--grpc-listen": "127.0.0.1:50061", "--admin-listen": "127.0.0.1:51061", "--groups": "4"}
+    assert words == {"--grpc-listen": "127.0.0.1:50061", "--admin-listen": "127.0.0.1:51061"}
     assert not left
 
 

@@ -45,6 +45,9 @@ const SMOKE_COMMANDS: &[&str] = &[
     "bench ep --quick",
 ];
 
+/// How often a measurement is made that misses its targets. What is twice as slow as it should be is so each time.
+const BENCH_RUNS_MAX: u32 = 3;
+
 /// Duration of the chaos test in CI; `cargo xtask chaos` runs the long form.
 const CHAOS_SECONDS: u32 = 60;
 /// CI repeats the same faults. The long form draws a new seed.
@@ -191,6 +194,10 @@ enum Plan {
         commands: Vec<Command>,
         note: Option<String>,
     },
+    /// Measurements. One that misses its target is repeated: other programs may use the machine, too.
+    Benches {
+        commands: Vec<Command>,
+    },
     /// All tests under nextest, and the count of those that it retried.
     Nextest {
         command: Command,
@@ -263,6 +270,12 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
                 command.run(root)?;
             }
         }
+        Plan::Benches { commands } => {
+            for command in commands {
+                println!("$ {command}");
+                run_bench(root, &command)?;
+            }
+        }
         Plan::Nextest { command } => run_nextest(root, machine, &command)?,
         Plan::Tidy => {
             println!("$ cargo xtask tidy");
@@ -285,6 +298,17 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
         }
     }
     Ok(Outcome::Passed)
+}
+
+/// Runs a measurement, at most [`BENCH_RUNS_MAX`] times until it meets its targets.
+fn run_bench(root: &Path, command: &Command) -> Result<(), StepError> {
+    for run in 2..=BENCH_RUNS_MAX {
+        match command.run(root) {
+            Ok(()) => return Ok(()),
+            Err(error) => println!("{error}\nmeasured again, run {run} of at most {BENCH_RUNS_MAX}"),
+        }
+    }
+    Ok(command.run(root)?)
 }
 
 /// Runs the tests, and prints which were retried because the machine stalled or UCX aborted; any other retry is a
@@ -356,9 +380,10 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             let benches = SMOKE_BENCHES.iter().map(|(package, bench)| {
                 Command::cargo(&format!("bench -p {package} --bench {bench} --locked -- --quick"))
             });
-            commands(benches.chain(SMOKE_COMMANDS.iter().map(|arguments| {
+            let gates = SMOKE_COMMANDS.iter().map(|arguments| {
                 Command::cargo(&format!("run --release -p moontide-cli --locked -- {arguments}"))
-            })))
+            });
+            Plan::Benches { commands: benches.chain(gates).collect() }
         }
         Step::Chaos if machine.has_namespaces && machine.has_etcd => {
             let options =
@@ -447,7 +472,9 @@ mod tests {
 
     fn lines(plan: Plan) -> Vec<String> {
         match plan {
-            Plan::Commands { commands, .. } => commands.iter().map(Command::to_string).collect(),
+            Plan::Commands { commands, .. } | Plan::Benches { commands } => {
+                commands.iter().map(Command::to_string).collect()
+            }
             other => panic!("not a list of commands: {other:?}"),
         }
     }

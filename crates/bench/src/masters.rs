@@ -286,8 +286,9 @@ impl Caller {
         match case {
             Case::Exist => {
                 let keys: Vec<String> = self.draw(objects).into_iter().map(key).collect();
-                let exist = self.store.exists_batch(&bytes_of(&keys)).map_err(wrong)?;
-                all_found(exist.iter().filter(|exists| **exists).count())
+                let exist = self.store.exists_batch(&bytes_of(&keys)).into_iter();
+                let found = exist.map(|exists| exists.map(usize::from)).sum::<Result<usize, _>>();
+                all_found(found.map_err(wrong)?)
             }
             Case::Lookup => {
                 let mut parts: Vec<Vec<String>> = vec![vec![]; self.links.len()];

@@ -84,7 +84,7 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
         grpc_listen: "127.0.0.1:0".parse().expect("an address"),
         frame_listen: "127.0.0.1:0".parse().expect("an address"),
         admin_listen: "127.0.0.1:0".parse().expect("an address"),
-        groups: 1,
+        groups: Some(1),
         reallocation_delay_ms: 0,
         ..MasterConfig::default()
     })

@@ -61,8 +61,8 @@ impl Signals {
         Ok(Signals { runtime, terminate, interrupt })
     }
 
-    /// Waits for the first signal.
-    pub(crate) fn wait(mut self) {
+    /// Waits for the next signal.
+    pub(crate) fn wait(&mut self) {
         let name = self.runtime.block_on(async {
             tokio::select! {
                 _ = self.terminate.recv() => "SIGTERM",

@@ -68,6 +68,10 @@ fn invalid_disk_settings_are_rejected() {
     assert!(ended.err.contains("accessed"), "{}", ended.err);
     let config = expect(0, &["master", "--print-config", "--offload-admission", "accessed"], b"");
     assert!(config.text().contains("\noffload_admission = \"accessed\"\n"));
+    let ended = expect(2, &["master", "--offload", "never"], b"");
+    assert!(ended.err.contains("evict, put"), "{}", ended.err);
+    let config = expect(0, &["master", "--print-config", "--offload", "put"], b"");
+    assert!(config.text().contains("\noffload = \"put\"\n"));
 }
 
 #[test]

@@ -38,7 +38,11 @@ mod full;
 mod killed;
 #[path = "disk_cluster/restarted.rs"]
 mod restarted;
+#[path = "disk_cluster/sizes.rs"]
+mod sizes;
 #[path = "disk_cluster/stalled.rs"]
 mod stalled;
+#[path = "disk_cluster/stopped.rs"]
+mod stopped;
 #[path = "disk_cluster/unprivileged.rs"]
 mod unprivileged;

@@ -18,6 +18,8 @@ mod not_run;
 #[path = "cluster/readers.rs"]
 mod readers;
 
+#[path = "failover/flush.rs"]
+mod flush;
 #[path = "failover/full.rs"]
 mod full;
 #[path = "failover/leases.rs"]
@@ -28,5 +30,9 @@ mod master;
 mod masters;
 #[path = "failover/masters_harness.rs"]
 mod masters_harness;
+#[path = "chaos/net.rs"]
+mod net;
 #[path = "failover/removed.rs"]
 mod removed;
+#[path = "failover/silence.rs"]
+mod silence;

@@ -112,10 +112,16 @@ fn ls_stat_and_rm_handle_existing_and_missing_objects() {
     );
     assert!(removed.err.contains("nothing"), "{}", removed.err);
     assert_eq!(dev.ok(&["rm", "--prefix", "model/"]).text(), "removed 1\n");
+    assert!(dev.expect(2, &["rm", "--regex", "("], b"").err.contains("not a regular expression"));
+    assert_eq!(dev.ok(&["rm", "--regex", "^o.*x$"]).text(), "removed 0\n");
     assert_eq!(dev.ok(&["ls"]).text(), "other\n");
     dev.expect(2, &["rm", "--prefix", ""], b"");
+    dev.expect(2, &["rm", "--regex", ""], b"");
     assert_eq!(dev.ok(&["ls", "--tenant", "other"]).text(), "");
-    assert_eq!(dev.ok(&["rm", "--all"]).text(), "removed 1\n");
+    assert_eq!(dev.ok(&["rm", "--regex", "^o.*r$"]).text(), "removed 1\n");
+    assert_eq!(dev.ok(&["ls"]).text(), "");
+    dev.expect(0, &["put", "again"], b"x");
+    assert_eq!(dev.ok(&["rm", "--all", "--json"]).json(), serde_json::json!({ "removed": 1, "kept": 0 }));
     assert_eq!(dev.ok(&["ls"]).text(), "");
     assert_eq!(dev.running.stop(Signal::TERM), 0);
 }
@@ -165,8 +171,8 @@ fn inspect_shows_memory_layout_of_node() {
     assert!(node.text().contains(printed(&dev.lines, "node")), "{}", node.text());
     assert_eq!(
         node.text().lines().count(),
-        2 + 4,
-        "a title, a head and a line per group, of which there are four"
+        2 + 1,
+        "a title, a head and a line per group, of which there is one"
     );
 
     let drawn = expect(0, &["inspect", "--admin", admin, &segment, "--width", "100"], b"");

@@ -13,7 +13,7 @@ use moontide_types::{Key, ObjectId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout_at;
 
-use crate::config::{PutOptions, StoreConfig};
+use crate::config::{KEYS_PER_CALL, PutOptions, StoreConfig};
 use crate::error::StoreError;
 use crate::get::ObjectRef;
 use crate::link::{AsyncLink, LinkError};
@@ -166,12 +166,7 @@ impl AsyncStore {
         &self,
         keys: Vec<Bytes>,
     ) -> Result<Vec<Result<Option<Bytes>, StoreError>>, StoreError> {
-        let store = self.store.clone();
-        self.work(self.store.inner.deadline(), move |_| {
-            let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
-            Ok(store.get_batch(&keys))
-        })
-        .await
+        self.keyed(keys, |store, keys| store.get_batch(keys)).await
     }
 
     /// Returns whether the object exists. The key is batched with those of other tasks.
@@ -188,19 +183,31 @@ impl AsyncStore {
         reply?.map_err(StoreError::refused)
     }
 
-    /// Returns which objects exist, in the order of the keys; at most 4,096 keys.
-    pub async fn exists_batch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
-        let Some(link) = &self.link else {
-            let (store, keys) = (self.store.clone(), keys.iter().map(|key| key.to_vec()).collect::<Vec<_>>());
-            return self
-                .work(self.store.inner.deadline(), move |_| {
-                    store.exists_batch(&keys.iter().map(|key| &key[..]).collect::<Vec<_>>())
-                })
-                .await;
+    /// Returns whether each object exists.
+    pub async fn exists_batch(&self, keys: Vec<Bytes>) -> Result<Vec<Result<bool, StoreError>>, StoreError> {
+        let valid: Option<Vec<Key<'_>>> = keys.iter().map(|key| Key::new(key).ok()).collect();
+        let (Some(link), Some(valid)) = (&self.link, valid) else {
+            return self.keyed(keys, |store, keys| store.exists_batch(keys)).await;
         };
-        let keys: Vec<Key<'_>> = keys.iter().map(|key| Key::new(key)).collect::<Result<_, _>>()?;
-        let replies = link.exist(self.store.inner.cluster.tenant(), &keys).await?;
-        replies.into_iter().map(|reply| reply.map_err(StoreError::refused)).collect()
+        let mut found = Vec::with_capacity(valid.len());
+        let mut failed: Option<StoreError> = None;
+        for part in valid.chunks(KEYS_PER_CALL) {
+            if let Some(error) = &failed {
+                found.extend(part.iter().map(|_| Err(error.clone())));
+                continue;
+            }
+            match link.exist(self.store.inner.cluster.tenant(), part).await {
+                Ok(replies) => {
+                    found.extend(replies.into_iter().map(|reply| reply.map_err(StoreError::refused)))
+                }
+                Err(error) => {
+                    let error = StoreError::from(error);
+                    found.extend(part.iter().map(|_| Err(error.clone())));
+                    failed = Some(error);
+                }
+            }
+        }
+        Ok(found)
     }
 
     /// Removes an object. Returns whether it existed.
@@ -210,21 +217,25 @@ impl AsyncStore {
     }
 
     /// Marks objects as used. Returns whether each exists.
-    pub async fn touch(&self, keys: Vec<Bytes>) -> Result<Vec<bool>, StoreError> {
-        let store = self.store.clone();
-        self.work(self.store.inner.deadline(), move |_| {
-            let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
-            store.touch(&keys)
-        })
-        .await
+    pub async fn touch(&self, keys: Vec<Bytes>) -> Result<Vec<Result<bool, StoreError>>, StoreError> {
+        self.keyed(keys, |store, keys| store.touch(keys)).await
     }
 
     /// Requests promotion of objects from disk to memory. Returns whether each exists, in memory or on disk.
-    pub async fn prefetch(&self, keys: Vec<Bytes>) -> Result<Vec<bool>, StoreError> {
+    pub async fn prefetch(&self, keys: Vec<Bytes>) -> Result<Vec<Result<bool, StoreError>>, StoreError> {
+        self.keyed(keys, |store, keys| store.prefetch(keys)).await
+    }
+
+    /// Makes a call with one result per key.
+    async fn keyed<T: Send + 'static>(
+        &self,
+        keys: Vec<Bytes>,
+        call: impl FnOnce(&Store, &[&[u8]]) -> Vec<Result<T, StoreError>> + Send + 'static,
+    ) -> Result<Vec<Result<T, StoreError>>, StoreError> {
         let store = self.store.clone();
         self.work(self.store.inner.deadline(), move |_| {
             let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
-            store.prefetch(&keys)
+            Ok(call(&store, &keys))
         })
         .await
     }

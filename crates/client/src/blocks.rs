@@ -49,7 +49,16 @@ impl moontide_blocks::BlockStore for RemoteBlockStore {
     fn prefix(&self, blocks: &[BlockHash]) -> Result<usize, StoreError> {
         let keys: Vec<String> = blocks.iter().map(|hash| self.key(hash)).collect();
         let keys: Vec<&[u8]> = keys.iter().map(|key| key.as_bytes()).collect();
-        Ok(self.store.exists_batch(&keys)?.iter().take_while(|exists| **exists).count())
+        let mut prefix = 0;
+        for exists in self.store.exists_batch(&keys) {
+            match exists {
+                Ok(true) => prefix += 1,
+                // What precedes a key of an unreachable master can be used.
+                Err(error) if prefix == 0 => return Err(error),
+                Ok(false) | Err(_) => break,
+            }
+        }
+        Ok(prefix)
     }
 
     fn load(&self, blocks: &mut [BlockTarget<'_>]) -> Result<usize, StoreError> {

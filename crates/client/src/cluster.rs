@@ -24,7 +24,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Response, Status};
 use tracing::debug;
 
-use crate::config::StoreConfig;
+use crate::config::{KEYS_PER_CALL, StoreConfig};
 use crate::error::StoreError;
 use crate::link::{BlockingLink, KeyResult, LinkConfig, LinkError};
 use crate::logic::{GroupRoutes, RETRY_BACKOFF, is_misrouted};
@@ -38,7 +38,7 @@ const ATTEMPT_MIN: Duration = Duration::from_millis(250);
 /// Time that the client waits for a response beyond the timeout that it sends to the master.
 const ATTEMPT_SLACK: Duration = Duration::from_millis(100);
 
-/// Time that the other masters have after the first response, if one response is enough.
+/// Time that the other masters have after the first response, if one response may be enough.
 const OTHERS_WAIT: Duration = Duration::from_millis(100);
 
 /// Longest wait for the responses of a map refresh.
@@ -214,9 +214,9 @@ impl Cluster {
         self.masters.read().single_master
     }
 
-    /// Sends each entry of a batch to the master of its group, to all masters at once: `call` gets a master and indices
-    /// of entries, and returns one result for each of them. Entries that reach a wrong or unreachable master are sent again after a refresh of
-    /// the map, until the deadline.
+    /// Sends each entry of a batch to the master of its group, to all masters at once: `call` gets a master and indices of
+    /// at most [`KEYS_PER_CALL`] entries, and returns one result for each of them. Entries that reach a wrong or
+    /// unreachable master are sent again after a refresh of the map, until the deadline.
     pub(crate) fn route<T: Send>(
         &self,
         count: usize,
@@ -252,7 +252,8 @@ impl Cluster {
                 .filter(|(_, part)| !part.is_empty())
                 .collect();
             let results_of_parts = call_all(&asked, &call);
-            for ((_, part), result) in asked.into_iter().zip(results_of_parts) {
+            let parts = asked.iter().flat_map(|(_, part)| part.chunks(KEYS_PER_CALL));
+            for (part, result) in parts.zip(results_of_parts.into_iter().flatten()) {
                 match result {
                     Ok(found) => {
                         for (&at, found) in part.iter().zip(found) {
@@ -264,9 +265,15 @@ impl Cluster {
                                 }
                                 found => found,
                             };
-                            // Retry: the group is being handed off to another master.
-                            let again = matches!(found, Err(ErrorCode::WrongMaster | ErrorCode::Retry));
-                            results[at] = (masters.single_master || !again).then_some(Ok(found));
+                            match found {
+                                // Retry: the group is being handed off to another master, or its nodes have yet to respond.
+                                Err(code @ (ErrorCode::WrongMaster | ErrorCode::Retry))
+                                    if !masters.single_master =>
+                                {
+                                    last = StoreError::refused(code);
+                                }
+                                found => results[at] = Some(Ok(found)),
+                            }
                         }
                     }
                     Err(error) if !masters.single_master && is_misrouted(error.code()) => last = error,
@@ -325,10 +332,11 @@ impl Cluster {
             });
         }
         drop(sender);
-        let until = Instant::now() + timeout;
+        let mut until = Instant::now() + timeout;
         let mut newest: Option<v1::GroupMap> = None;
         while let Ok(response) = responses.recv_timeout(until.saturating_duration_since(Instant::now())) {
             let Some(map) = response.map else { continue };
+            until = until.min(Instant::now() + OTHERS_WAIT);
             let is_newer = newest.as_ref().is_none_or(|newest| newest.version < map.version);
             if is_newer {
                 let enough = map.version > seen;
@@ -405,9 +413,9 @@ impl Cluster {
         }
     }
 
-    /// Returns the timeout of an attempt at one of several masters: one that does not respond may no longer be the
-    /// master.
-    fn attempt_timeout(&self) -> Duration {
+    /// Returns the timeout of an attempt at one of several masters or nodes: a master that does not respond may no longer
+    /// be the master, and a node that does not respond must not take the time of the others.
+    pub(crate) fn attempt_timeout(&self) -> Duration {
         // At most half of the call's timeout: the rest is for a refresh of the map and another attempt.
         (self.config.timeout / 4).max(ATTEMPT_MIN).min(self.config.timeout / 2)
     }
@@ -428,23 +436,6 @@ impl Cluster {
         F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
     {
         master.named(RunningCall::start(self.runtime(), &master.channel, call).wait(deadline))
-    }
-
-    /// Makes a gRPC call to each master that hosts a group, all at once. Waits for all of them until the deadline.
-    pub(crate) fn call_each<R: Send + 'static, F>(
-        &self,
-        deadline: Instant,
-        mut call: impl FnMut(MasterClient<Channel>) -> F,
-    ) -> Vec<Result<R, StoreError>>
-    where
-        F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
-    {
-        let masters = self.masters();
-        let started: Vec<(&Arc<Master>, RunningCall<R>)> = masters
-            .hosts()
-            .map(|master| (master, RunningCall::start(self.runtime(), &master.channel, &mut call)))
-            .collect();
-        started.into_iter().map(|(master, running)| master.named(running.wait(deadline))).collect()
     }
 
     /// Makes a gRPC call to each master that hosts a group, all at once, for calls that every master can answer: the
@@ -540,6 +531,11 @@ impl Masters {
         self.routes.is_complete()
     }
 
+    /// Returns the number of groups of the cluster.
+    pub(crate) fn group_count(&self) -> u32 {
+        self.routes.group_count()
+    }
+
     /// Returns the masters that host a group, in the order of the map.
     pub(crate) fn hosts(&self) -> impl Iterator<Item = &Arc<Master>> {
         self.all.iter().filter(|master| master.hosts)
@@ -591,12 +587,24 @@ impl<R: Send + 'static> RunningCall<R> {
     }
 }
 
-/// Calls all masters at once, so that one that does not respond does not delay the others. The first call is made by
-/// this thread, and each further one by a thread of its own.
-fn call_all<R: Send>(
+/// Calls all masters at once, so that one that does not respond does not delay the others. The first one is called by
+/// this thread, and each further one by a thread of its own. A part of more than [`KEYS_PER_CALL`] entries takes several
+/// calls, one after the other. Returns the results of the calls to each master.
+fn call_all<T: Send>(
     asked: &[(&Arc<Master>, Vec<usize>)],
-    call: &(impl Fn(&Master, &[usize]) -> R + Sync),
-) -> Vec<R> {
+    call: &(impl Fn(&Master, &[usize]) -> Result<T, StoreError> + Sync),
+) -> Vec<Vec<Result<T, StoreError>>> {
+    let call = |master: &Master, part: &[usize]| {
+        let mut results: Vec<Result<T, StoreError>> = vec![];
+        for part in part.chunks(KEYS_PER_CALL) {
+            // Each further call to a master that does not respond would take as long.
+            results.push(match results.last() {
+                Some(Err(error)) if is_misrouted(error.code()) => Err(error.clone()),
+                _ => call(master, part),
+            });
+        }
+        results
+    };
     if asked.len() < 2 || moontide_rt::mutation_enabled("silent-master") {
         return asked.iter().map(|(master, part)| call(master, part)).collect();
     }
@@ -604,6 +612,7 @@ fn call_all<R: Send>(
     std::thread::scope(|scope| {
         let start = |(master, part): &'_ (&Arc<Master>, Vec<usize>)| {
             let (master, part) = (Arc::clone(master), part.clone());
+            let call = &call;
             let run = move || call(&master, &part);
             std::thread::Builder::new().name("moontide-call".into()).spawn_scoped(scope, run)
         };
@@ -612,7 +621,7 @@ fn call_all<R: Send>(
         let join =
             |(started, (master, part)): (std::io::Result<_>, &(&Arc<Master>, Vec<usize>))| match started {
                 Ok(thread) => {
-                    let thread: std::thread::ScopedJoinHandle<'_, R> = thread;
+                    let thread: std::thread::ScopedJoinHandle<'_, Vec<Result<T, StoreError>>> = thread;
                     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
                 }
                 Err(_) => call(master, part), // too many threads

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use crate::cluster::{Rounds, next_counter};
 use crate::error::StoreError;
 use crate::local::LocalLookup;
-use crate::logic::{Distance, RETRY_BACKOFF, is_misrouted};
+use crate::logic::{Distance, RETRY_BACKOFF, is_unanswered};
 use crate::read::{ObjectRead, Outcome, ReadSource};
 use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
@@ -294,6 +294,10 @@ pub(crate) struct PendingGet<'k, 'a, 'm> {
     result: Option<Result<Option<usize>, StoreError>>,
     /// Failure of the last attempt.
     last: Option<StoreError>,
+    /// Attempts to read. Look-ups without a response of the master do not count.
+    attempts: u32,
+    /// No master has responded to the last look-up.
+    unanswered: bool,
 }
 
 pub(crate) enum GetBuffer<'a, 'm> {
@@ -305,7 +309,7 @@ pub(crate) enum GetBuffer<'a, 'm> {
 
 impl<'k, 'a, 'm> PendingGet<'k, 'a, 'm> {
     pub(crate) fn new(key: Key<'k>, id: ObjectId, buffer: GetBuffer<'a, 'm>) -> PendingGet<'k, 'a, 'm> {
-        PendingGet { key, id, buffer, result: None, last: None }
+        PendingGet { key, id, buffer, result: None, last: None, attempts: 0, unanswered: false }
     }
 
     fn into_len(self) -> Result<Option<usize>, StoreError> {
@@ -430,15 +434,25 @@ impl Inner {
     /// Fetches objects that are not readable in local memory.
     pub(crate) fn fetch_all(&self, gets: &mut [PendingGet<'_, '_, '_>], deadline: Instant) {
         let mut backoff = RETRY_BACKOFF;
-        for attempt in 0..ATTEMPTS_MAX {
-            if gets.iter().all(|get| get.result.is_some()) {
-                return;
+        for round in 0.. {
+            let is_open = |get: &&PendingGet<'_, '_, '_>| get.result.is_none() && get.attempts < ATTEMPTS_MAX;
+            let open: Vec<&PendingGet<'_, '_, '_>> = gets.iter().filter(is_open).collect();
+            if open.is_empty() {
+                break;
             }
-            if attempt > 1 {
+            let unanswered = open.iter().filter(|get| get.unanswered).count();
+            if round > 1 || unanswered > 0 {
                 let pause = backoff.pause(Duration::ZERO, next_counter());
-                std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+                let left = deadline.saturating_duration_since(Instant::now());
+                if unanswered == open.len() && pause >= left {
+                    break;
+                }
+                std::thread::sleep(pause.min(left));
             }
-            self.attempt(gets, attempt, deadline);
+            if unanswered > 0 {
+                self.cluster.refresh_map(self.cluster.masters().version(), deadline);
+            }
+            self.attempt(gets, round == 0, deadline);
         }
         for get in gets.iter_mut().filter(|get| get.result.is_none()) {
             // Every look-up found the object and every read found it gone: for the caller it does not exist.
@@ -452,8 +466,8 @@ impl Inner {
         }
     }
 
-    fn attempt(&self, gets: &mut [PendingGet<'_, '_, '_>], attempt: u32, deadline: Instant) {
-        let use_cache = attempt == 0;
+    /// Makes one attempt for the unfinished gets.
+    fn attempt(&self, gets: &mut [PendingGet<'_, '_, '_>], use_cache: bool, deadline: Instant) {
         // Locations: from the cache, and one call for all others.
         let mut locations: Vec<Option<Arc<ReplicaList>>> = Vec::with_capacity(gets.len());
         for get in gets.iter() {
@@ -461,20 +475,25 @@ impl Inner {
             locations.push(may_use_cache.then(|| self.cached_location(&get.id)).flatten());
         }
         let from_cache: Vec<bool> = locations.iter().map(Option::is_some).collect();
+        let is_open = |get: &PendingGet<'_, '_, '_>| get.result.is_none() && get.attempts < ATTEMPTS_MAX;
         let unknown: Vec<usize> =
-            (0..gets.len()).filter(|&at| gets[at].result.is_none() && !from_cache[at]).collect();
+            (0..gets.len()).filter(|&at| is_open(&gets[at]) && !from_cache[at]).collect();
+        gets.iter_mut().for_each(|get| get.attempts += 1);
         if !unknown.is_empty() {
             let keys: Vec<Key<'_>> = unknown.iter().map(|&at| gets[at].key).collect();
             // What the other masters have found is read before silent ones are asked again.
-            let rounds = if attempt == 0 && gets.len() > 1 { Rounds::One } else { Rounds::UntilDeadline };
+            let rounds = if gets.len() > 1 { Rounds::One } else { Rounds::UntilDeadline };
             for (&at, result) in unknown.iter().zip(self.fetch_locations(&keys, rounds, deadline)) {
+                gets[at].unanswered = false;
                 match result {
                     Err(error)
                         if rounds == Rounds::One
                             && !self.cluster.is_single_master()
-                            && is_misrouted(error.code()) =>
+                            && is_unanswered(error.code()) =>
                     {
                         gets[at].last = Some(error);
+                        gets[at].unanswered = true;
+                        gets[at].attempts -= 1;
                     }
                     Ok(Some(location)) => locations[at] = Some(location),
                     Ok(None) => self.finish(&mut gets[at], Ok(None), NO_DISTANCE),

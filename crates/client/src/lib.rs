@@ -83,6 +83,8 @@ mod write;
 mod write_plan;
 
 #[cfg(not(shuttle))]
+mod bulk;
+#[cfg(not(shuttle))]
 mod invalidations;
 #[cfg(not(shuttle))]
 mod metadata;
@@ -107,6 +109,8 @@ mod link;
 pub use async_store::AsyncStore;
 #[cfg(not(shuttle))]
 pub use blocks::RemoteBlockStore;
+#[cfg(not(shuttle))]
+pub use bulk::BulkRemoval;
 #[cfg(not(shuttle))]
 pub use config::{
     ASYNC_CALLS_MAX_DEFAULT, ASYNC_QUEUE_MAX_DEFAULT, CONNECT_DEFAULT, Hedge, LOCATION_CACHE_ENTRIES_DEFAULT,

@@ -18,4 +18,4 @@ pub use hedge::HedgeTimer;
 pub use location_cache::LocationCache;
 pub use replicas::{Distance, NodeHealth, ReplicaCandidate, sort_replicas};
 pub use retry::{Budget, RETRY_BACKOFF, RetryDecision, classify};
-pub use routes::{GroupRoutes, is_misrouted};
+pub use routes::{GroupRoutes, is_misrouted, is_unanswered};

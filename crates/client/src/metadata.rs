@@ -1,7 +1,6 @@
 //! Operations on metadata: exists, remove, touch, prefetch, list, stat.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 
@@ -11,13 +10,14 @@ use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Key, ObjectId, Span};
 
-use crate::cluster::{Master, next_counter, retry_if_disconnected};
-use crate::config::KEYS_PER_CALL;
+use crate::cluster::{Master, retry_if_disconnected};
 use crate::error::StoreError;
 use crate::link::KeyResult;
-use crate::logic::RETRY_BACKOFF;
 use crate::store::{Inner, Store};
 use crate::write_plan::StripeLocation;
+
+/// Share of the timeout of a removal that is left for the response, after the master has waited for the nodes: a tenth.
+const RESPONSE_SHARE: u32 = 10;
 
 /// A page of keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -68,28 +68,23 @@ impl Store {
         results.pop().expect("one result per key")?.map_err(StoreError::refused)
     }
 
-    /// Returns which objects exist, in the order of the keys.
-    pub fn exists_batch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
+    /// Returns whether each object exists.
+    pub fn exists_batch(&self, keys: &[&[u8]]) -> Vec<Result<bool, StoreError>> {
         let inner = &*self.inner;
-        let keys: Vec<Key<'_>> = keys.iter().map(|key| Key::new(key)).collect::<Result<_, _>>()?;
         let (tenant, deadline) = (inner.cluster.tenant(), inner.deadline());
-        let mut found = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_CALL) {
-            let results = inner.cluster.route(
+        let results = with_valid_keys(keys, |keys| {
+            inner.cluster.route(
                 keys.len(),
                 deadline,
                 |at| inner.local_nodes.id(tenant, keys[at]),
                 |master, part| {
-                    let part_keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                    let keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
                     let link = master.link(&inner.cluster, deadline)?;
-                    Ok(retry_if_disconnected(|| link.exist_until(tenant, &part_keys, Some(deadline)))?)
+                    Ok(retry_if_disconnected(|| link.exist_until(tenant, &keys, Some(deadline)))?)
                 },
-            );
-            for result in results {
-                found.push(result?.map_err(StoreError::refused)?);
-            }
-        }
-        Ok(found)
+            )
+        });
+        results.into_iter().map(|result| result?.map_err(StoreError::refused)).collect()
     }
 
     /// Removes an object. Returns whether it existed. Fails if it is leased or pinned, unless `force` is set.
@@ -100,60 +95,47 @@ impl Store {
     /// Removes objects; one result each.
     pub fn remove_batch(&self, keys: &[&[u8]], force: bool) -> Vec<Result<bool, StoreError>> {
         let inner = &*self.inner;
-        let deadline = inner.deadline();
-        let mut results = Vec::with_capacity(keys.len());
-        for part in keys.chunks(KEYS_PER_CALL) {
-            results.extend(inner.remove(part, force, deadline).into_iter().map(|removed| match removed? {
-                Ok(()) => Ok(true),
-                Err(ErrorCode::NotFound) => Ok(false),
-                Err(code) => Err(StoreError::refused(code)),
-            }));
-        }
-        results
+        let removed = inner.remove(keys, force, inner.deadline());
+        let existed = removed.into_iter().map(|removed| match removed? {
+            Ok(()) => Ok(true),
+            Err(ErrorCode::NotFound) => Ok(false),
+            Err(code) => Err(StoreError::refused(code)),
+        });
+        existed.collect()
     }
 
     /// Marks objects as used, so that they are evicted later. Returns whether each exists.
-    pub fn touch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
+    pub fn touch(&self, keys: &[&[u8]]) -> Vec<Result<bool, StoreError>> {
         let inner = &*self.inner;
         let deadline = inner.deadline();
-        let mut found = Vec::with_capacity(keys.len());
-        for part in keys.chunks(KEYS_PER_CALL) {
-            let touched = inner.keyed(part, deadline, |master, context, keys| {
-                let request = v1::TouchRequest { context, keys, lease_ms: 0 };
-                inner.cluster.call(master, deadline, move |mut m| async move { m.touch(request).await })
-            });
-            for touched in touched {
-                found.push(match touched? {
-                    Ok(()) => true,
-                    Err(ErrorCode::NotFound | ErrorCode::NotReady) => false,
-                    Err(code) => return Err(StoreError::refused(code)),
-                });
-            }
-        }
-        Ok(found)
+        let touched = inner.keyed(keys, deadline, |master, context, keys| {
+            let request = v1::TouchRequest { context, keys, lease_ms: 0 };
+            inner.cluster.call(master, deadline, move |mut m| async move { m.touch(request).await })
+        });
+        let found = touched.into_iter().map(|touched| match touched? {
+            Ok(()) => Ok(true),
+            Err(ErrorCode::NotFound | ErrorCode::NotReady) => Ok(false),
+            Err(code) => Err(StoreError::refused(code)),
+        });
+        found.collect()
     }
 
     /// Requests promotion of objects from disk to memory, as soon as there is space. Returns whether each exists, in
     /// memory or on disk. Does not wait for the promotion.
-    pub fn prefetch(&self, keys: &[&[u8]]) -> Result<Vec<bool>, StoreError> {
+    pub fn prefetch(&self, keys: &[&[u8]]) -> Vec<Result<bool, StoreError>> {
         let inner = &*self.inner;
         let deadline = inner.deadline();
-        let mut found = Vec::with_capacity(keys.len());
-        for part in keys.chunks(KEYS_PER_CALL) {
-            let requested = inner.keyed(part, deadline, |master, context, keys| {
-                let request = v1::PrefetchRequest { context, keys, target_node: 0 };
-                inner.cluster.call(master, deadline, move |mut m| async move { m.prefetch(request).await })
-            });
-            for requested in requested {
-                found.push(match requested? {
-                    // Busy: too many promotions are in flight. The object exists and will be read from disk.
-                    Ok(()) | Err(ErrorCode::Busy) => true,
-                    Err(ErrorCode::NotFound | ErrorCode::NotReady) => false,
-                    Err(code) => return Err(StoreError::refused(code)),
-                });
-            }
-        }
-        Ok(found)
+        let requested = inner.keyed(keys, deadline, |master, context, keys| {
+            let request = v1::PrefetchRequest { context, keys, target_node: 0 };
+            inner.cluster.call(master, deadline, move |mut m| async move { m.prefetch(request).await })
+        });
+        let found = requested.into_iter().map(|requested| match requested? {
+            // Busy: too many promotions are in flight. The object exists and will be read from disk.
+            Ok(()) | Err(ErrorCode::Busy) => Ok(true),
+            Err(ErrorCode::NotFound | ErrorCode::NotReady) => Ok(false),
+            Err(code) => Err(StoreError::refused(code)),
+        });
+        found.collect()
     }
 
     /// Returns keys with a prefix, page by page: start with an empty cursor, continue with [`KeyPage::next`].
@@ -199,7 +181,7 @@ impl Store {
             |master, _| {
                 let request = v1::QueryKeysRequest {
                     context: Some(inner.cluster.context(deadline).to_wire()),
-                    keys: pack(&[key])?.into(),
+                    keys: pack(&[name])?.into(),
                 };
                 let message = inner
                     .cluster
@@ -218,101 +200,6 @@ impl Store {
             Err(code) => Err(StoreError::refused(code)),
         }
     }
-
-    /// Starts a job that removes every object with a prefix. Returns its id, for `GET /jobs/{job}` of the master. With
-    /// several masters each has its own job, and the id is that of the first.
-    pub fn remove_by_prefix(&self, prefix: &[u8], force: bool) -> Result<u64, StoreError> {
-        let inner = &*self.inner;
-        let deadline = inner.deadline();
-        let request = v1::RemoveByPrefixRequest {
-            context: Some(inner.cluster.context(deadline).to_wire()),
-            prefix: prefix.to_vec().into(),
-            force,
-        };
-        let results = inner.cluster.call_each(deadline, |mut master| {
-            let request = request.clone();
-            async move { master.remove_by_prefix(request).await }
-        });
-        let mut first = None;
-        for result in results {
-            let message = result?;
-            check_context(&message.context)?;
-            first.get_or_insert(message.job);
-        }
-        first.ok_or(StoreError::refused(ErrorCode::WrongMaster))
-    }
-
-    /// Removes every object of the tenant. Returns their number. Leased and pinned objects are kept unless `force` is
-    /// set: then all objects become unreadable at once, and the master frees the space afterwards.
-    pub fn remove_all(&self, force: bool) -> Result<u64, StoreError> {
-        if !force {
-            return self.remove_one_by_one();
-        }
-        let inner = &*self.inner;
-        let deadline = inner.deadline();
-        let context = Some(inner.cluster.context(deadline).to_wire());
-        // The first master creates the generation, the others adopt it: all have it when this call returns.
-        let mut generation = 0;
-        let mut jobs = vec![];
-        for master in inner.cluster.masters().hosts() {
-            let request = v1::RemoveAllRequest { context: context.clone(), force: true, generation };
-            let message = inner
-                .cluster
-                .call(master, deadline, move |mut m| async move { m.remove_all(request).await })?;
-            check_context(&message.context)?;
-            generation = message.context.as_ref().map_or(0, |context| context.tenant_generation);
-            jobs.push((Arc::clone(master), message.job));
-        }
-        // Cached locations are of the old generation; other clients learn the new one with the node list.
-        inner.refresh_nodes_now(deadline)?;
-        let mut removed = 0;
-        for (master, job) in jobs {
-            removed += self.job_done(&master, job, deadline)?;
-        }
-        Ok(removed)
-    }
-
-    /// Removes the objects one by one. Each removal is acknowledged when the nodes have killed the object.
-    fn remove_one_by_one(&self) -> Result<u64, StoreError> {
-        let (mut removed, mut cursor) = (0, Vec::new());
-        loop {
-            let page = self.list(b"", &cursor, KEYS_PER_CALL as u32)?;
-            let keys: Vec<&[u8]> = page.keys.iter().map(|key| &key[..]).collect();
-            for outcome in self.remove_batch(&keys, false) {
-                match outcome {
-                    Ok(existed) => removed += u64::from(existed),
-                    Err(error) if error.code() == ErrorCode::Leased => {}
-                    Err(error) => return Err(error),
-                }
-            }
-            if page.next.is_empty() {
-                return Ok(removed);
-            }
-            cursor = page.next;
-        }
-    }
-
-    /// Waits for a job. Returns the number of objects that it removed.
-    fn job_done(&self, master: &Master, job: u64, deadline: Instant) -> Result<u64, StoreError> {
-        let inner = &*self.inner;
-        let mut backoff = RETRY_BACKOFF;
-        loop {
-            let request = v1::GetJobRequest { context: Some(inner.cluster.context(deadline).to_wire()), job };
-            let message =
-                inner.cluster.call(master, deadline, move |mut m| async move { m.get_job(request).await })?;
-            check_context(&message.context)?;
-            match (message.state(), ErrorCode::try_from(message.code)) {
-                (v1::JobState::Done, _) => return Ok(message.affected),
-                (v1::JobState::Failed, Ok(code)) => return Err(StoreError::refused(code)),
-                (v1::JobState::Failed, Err(_)) => return Err(StoreError::refused(ErrorCode::Internal)),
-                _ => {}
-            }
-            if Instant::now() >= deadline {
-                return Err(inner.timeout_error());
-            }
-            std::thread::sleep(backoff.pause(Duration::ZERO, next_counter()));
-        }
-    }
 }
 
 impl Inner {
@@ -327,9 +214,14 @@ impl Inner {
         }
         self.each_keyed(keys, deadline, |master, packed, count| {
             let packed = PackedKeys::decode(packed).expect("packed above");
-            let request = RemoveRequest { context: self.cluster.context(deadline), keys: packed, force };
             let link = master.link(&self.cluster, deadline)?;
-            codes(&retry_if_disconnected(|| link.call(&request))?, count)
+            let mut context = self.cluster.context(deadline);
+            // The master waits for the nodes, and must respond in time: a removal that is sent again does not find what
+            // the first one has removed.
+            let wait_ms = context.timeout_ms;
+            context.timeout_ms = (wait_ms - wait_ms / RESPONSE_SHARE).max(1);
+            let request = RemoveRequest { context, keys: packed, force };
+            codes(&retry_if_disconnected(|| link.call_for(&request, wait_ms))?, count)
         })
     }
 
@@ -353,29 +245,42 @@ impl Inner {
         deadline: Instant,
         call: impl Fn(&Master, &[u8], usize) -> Result<Vec<Option<ErrorCode>>, StoreError> + Sync,
     ) -> Vec<Result<KeyResult<()>, StoreError>> {
-        let parsed: Result<Vec<Key<'_>>, _> = keys.iter().map(|key| Key::new(key)).collect();
-        let parsed = match parsed {
-            Ok(parsed) => parsed,
-            Err(error) => return keys.iter().map(|_| Err(StoreError::from(error))).collect(),
-        };
         let tenant = self.cluster.tenant();
-        self.cluster.route(
-            keys.len(),
-            deadline,
-            |at| self.local_nodes.id(tenant, parsed[at]),
-            |master, part| {
-                let part_keys: Vec<&[u8]> = part.iter().map(|&at| keys[at]).collect();
-                let outcomes = call(master, &pack(&part_keys)?, part_keys.len())?;
-                Ok(outcomes.into_iter().map(|code| code.map_or(Ok(()), Err)).collect())
-            },
-        )
+        with_valid_keys(keys, |keys| {
+            self.cluster.route(
+                keys.len(),
+                deadline,
+                |at| self.local_nodes.id(tenant, keys[at]),
+                |master, part| {
+                    let keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                    let outcomes = call(master, &pack(&keys)?, keys.len())?;
+                    Ok(outcomes.into_iter().map(|code| code.map_or(Ok(()), Err)).collect())
+                },
+            )
+        })
     }
 }
 
-fn pack(keys: &[&[u8]]) -> Result<Vec<u8>, StoreError> {
+/// Makes a call for the valid keys. Returns one result for each key, in their order.
+fn with_valid_keys<'k, T>(
+    keys: &[&'k [u8]],
+    call: impl FnOnce(&[Key<'k>]) -> Vec<Result<T, StoreError>>,
+) -> Vec<Result<T, StoreError>> {
+    let checked: Vec<Result<Key<'k>, StoreError>> =
+        keys.iter().map(|key| Key::new(key).map_err(StoreError::from)).collect();
+    let valid: Vec<Key<'k>> = checked.iter().filter_map(|key| key.as_ref().ok().copied()).collect();
+    let mut results = call(&valid).into_iter();
+    let result_of = |key: Result<Key<'k>, StoreError>| match key {
+        Ok(_) => results.next().expect("one result per valid key"),
+        Err(error) => Err(error),
+    };
+    checked.into_iter().map(result_of).collect()
+}
+
+fn pack(keys: &[Key<'_>]) -> Result<Vec<u8>, StoreError> {
     let mut packed = PackedKeysBuilder::new();
-    for key in keys {
-        packed.push(Key::new(key)?).map_err(|_| StoreError::InvalidArgument {
+    for &key in keys {
+        packed.push(key).map_err(|_| StoreError::InvalidArgument {
             what: "the keys of a batch",
             rule: "less than 16 MiB in total",
         })?;
@@ -386,7 +291,7 @@ fn pack(keys: &[&[u8]]) -> Result<Vec<u8>, StoreError> {
 }
 
 /// Fails if the response context has an error code.
-fn check_context(context: &Option<v1::ResponseContext>) -> Result<(), StoreError> {
+pub(crate) fn check_context(context: &Option<v1::ResponseContext>) -> Result<(), StoreError> {
     let code = context.as_ref().map_or(ErrorCode::Unsupported as u32, |context| context.code);
     match ErrorCode::try_from(code) {
         Ok(code) => Err(StoreError::refused(code)),

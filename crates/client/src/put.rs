@@ -27,7 +27,7 @@ use crate::config::{KEYS_PER_CALL, PutOptions};
 use crate::error::StoreError;
 use crate::link::KeyResult;
 use crate::link::LookupEntry;
-use crate::logic::{RETRY_BACKOFF, is_misrouted};
+use crate::logic::{RETRY_BACKOFF, is_unanswered};
 use crate::nodes::is_connection_error;
 use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
@@ -169,7 +169,7 @@ impl Inner {
         let params =
             PutParams { caller: CallerId(random_u64()), options, attributes: &attributes, in_place: None };
         // What other masters have granted is written before silent ones are asked again.
-        let mut rounds = if items.len() > 1 { Rounds::One } else { Rounds::UntilDeadline };
+        let rounds = if items.len() > 1 { Rounds::One } else { Rounds::UntilDeadline };
         loop {
             let open: Vec<usize> = (0..items.len()).filter(|&at| outcomes[at].is_none()).collect();
             if open.is_empty() {
@@ -181,7 +181,6 @@ impl Inner {
                 let after = self.put_some(items, part, params, rounds, outcomes, last_errors, deadline);
                 pause = pause.max(after);
             }
-            rounds = Rounds::UntilDeadline;
             if outcomes.iter().any(Option::is_none) {
                 let pause = backoff.pause(pause, next_counter());
                 if Instant::now() + pause >= deadline {
@@ -194,6 +193,12 @@ impl Inner {
                 }
                 self.metrics.retries.inc();
                 std::thread::sleep(pause);
+                let is_open = |(outcome, last): (&Option<_>, &Option<StoreError>)| {
+                    outcome.is_none() && last.as_ref().is_some_and(|error| is_unanswered(error.code()))
+                };
+                if !self.cluster.is_single_master() && outcomes.iter().zip(&last_errors).any(is_open) {
+                    self.cluster.refresh_map(self.cluster.masters().version(), deadline);
+                }
             }
         }
     }
@@ -265,7 +270,15 @@ impl Inner {
                     outcomes[at] = Some(Err(error));
                 }
                 Err(error) => {
-                    let error = write.last.take().unwrap_or(error);
+                    let error = match (write.last.take().unwrap_or(error), last_errors[at].take()) {
+                        // The master waits for the node that failed in an earlier attempt.
+                        (error, Some(earlier))
+                            if matches!(error.code(), ErrorCode::DeadlineExceeded | ErrorCode::Retry) =>
+                        {
+                            earlier
+                        }
+                        (error, _) => error,
+                    };
                     // The node left during the put: the master can place the object on another one.
                     let again = error.is_retryable()
                         || error.code() == ErrorCode::Gone
@@ -308,7 +321,7 @@ impl Inner {
             Ok(start) => Ok(start.unwrap_or_else(refused)),
             // With one master a failed call fails all keys; with several, the reservations of the others remain valid.
             Err(error) if self.cluster.is_single_master() => Err(error),
-            Err(error) if rounds == Rounds::One && is_misrouted(error.code()) => {
+            Err(error) if rounds == Rounds::One && is_unanswered(error.code()) => {
                 Ok(PutStartOutcome::NoResponse(error))
             }
             Err(error) => Ok(PutStartOutcome::Refused(error)),

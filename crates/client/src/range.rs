@@ -197,6 +197,9 @@ impl Inner {
                 Err(error) if is_disk_error(error.code()) && location.is_on_disk(replica) => {
                     last = StripeError::Lost;
                 }
+                Err(error) if error.code() == ErrorCode::Busy && location.is_on_disk(replica) => {
+                    last = StripeError::Stale;
+                }
                 Err(error) => match classify(error.code()) {
                     RetryDecision::Relookup => return Err(StripeError::Stale),
                     RetryDecision::Final => return Err(StripeError::Error(error)),

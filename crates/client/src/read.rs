@@ -12,7 +12,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moontide_transfer::{Batch, EngineKind, Link, Op, Target, Winner, run_batches, run_hedged};
+use moontide_transfer::{
+    Batch, EngineKind, Link, Op, Target, TransferError, Winner, run_batches, run_batches_unless_late,
+    run_hedged,
+};
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, Medium, NodeId, SystemClock};
 
@@ -72,6 +75,8 @@ struct StripeRead {
     from_disk: bool,
     /// Whether a disk that holds the stripe failed to read it.
     disk_failed: bool,
+    /// Whether a node that holds the stripe on its disk had no memory for the read.
+    disk_busy: bool,
     corrupt: Vec<NodeId>,
     last: Option<StoreError>,
 }
@@ -86,9 +91,14 @@ struct StripeBuffer<'m> {
 struct NodeReads {
     node: Arc<Node>,
     link: Arc<dyn Link>,
+    /// Whether the stripes have further replicas.
+    has_alternative: bool,
     /// Index of the stripe read, and its replica.
     sent: Vec<(usize, usize)>,
 }
+
+/// A node and the link to it.
+pub(crate) type Reached = Result<(Arc<Node>, Arc<dyn Link>), StoreError>;
 
 /// Result of a stripe read in one round.
 struct ReadResult {
@@ -127,6 +137,7 @@ impl Inner {
                     done: false,
                     from_disk: false,
                     disk_failed: false,
+                    disk_busy: false,
                     corrupt: Vec::new(),
                     last: None,
                 });
@@ -161,11 +172,7 @@ impl Inner {
     }
 
     /// Returns a node and the link to it.
-    pub(crate) fn reach(
-        &self,
-        node: NodeId,
-        deadline: Instant,
-    ) -> Result<(Arc<Node>, Arc<dyn Link>), StoreError> {
+    pub(crate) fn reach(&self, node: NodeId, deadline: Instant) -> Reached {
         let found = match self.nodes.get(node) {
             Some(found) => found,
             // The node may have registered after the last refresh, however recent that was.
@@ -185,6 +192,37 @@ impl Inner {
         };
         let link = self.nodes.link(&found, deadline)?;
         Ok((found, link))
+    }
+
+    /// As [`Inner::reach`], for several nodes at once: a node that does not respond delays the others at most by the
+    /// timeout of an attempt.
+    pub(crate) fn reach_all(&self, nodes: &[NodeId], deadline: Instant) -> Vec<Reached> {
+        if let &[node] = nodes {
+            return vec![self.reach(node, deadline)];
+        }
+        let until = deadline.min(Instant::now() + self.cluster.attempt_timeout());
+        let open = |node: &NodeId| {
+            let found = self.nodes.get(*node).filter(|node| node.health() != NodeHealth::Failed)?;
+            let link = found.open_link()?;
+            Some((found, link))
+        };
+        std::thread::scope(|scope| {
+            let start = |&node: &NodeId| match open(&node) {
+                Some(reached) => Err(Ok(reached)),
+                None => {
+                    let run = move || self.reach(node, until);
+                    let thread = std::thread::Builder::new().name("moontide-connect".into());
+                    // Too many threads: this one connects.
+                    thread.spawn_scoped(scope, run).map_err(|_| self.reach(node, until))
+                }
+            };
+            let started: Vec<_> = nodes.iter().map(start).collect();
+            let join = |started: Result<std::thread::ScopedJoinHandle<'_, Reached>, Reached>| match started {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(reached) => reached,
+            };
+            started.into_iter().map(join).collect()
+        })
     }
 }
 
@@ -223,8 +261,9 @@ impl ReadRound<'_> {
     /// Groups the unfinished stripe reads by the node of their next replica.
     fn group_by_node(&mut self) -> Vec<NodeReads> {
         let mut per_node: Vec<NodeReads> = Vec::new();
-        // An unreachable node is tried once per round, not once per stripe.
-        let mut failed: Vec<(NodeId, StoreError)> = Vec::new();
+        // Each node is reached once per round, not once per stripe: reaching a failed node costs a call to the masters.
+        let nodes = self.next_nodes();
+        let reached = self.store.reach_all(&nodes, self.deadline);
         for index in 0..self.jobs.len() {
             let job = &mut self.jobs[index];
             if job.done || !matches!(self.outcomes[job.read], Outcome::Open) {
@@ -248,27 +287,26 @@ impl ReadRound<'_> {
                 job.done = true; // an empty object has no bytes to read
                 continue;
             }
-            if let Some((_, error)) = failed.iter().find(|(node, _)| *node == handle.node) {
-                job.last = Some(error.clone());
-                continue;
-            }
-            // Each node is reached once per round, not once per stripe: reaching a failed node costs a call to the
-            // masters.
-            let node_reads =
-                match per_node.iter().position(|node_reads| node_reads.node.info.node == handle.node) {
-                    Some(at) => &mut per_node[at],
-                    None => match self.store.reach(handle.node, self.deadline) {
-                        Ok((node, link)) => {
-                            per_node.push(NodeReads { node, link, sent: Vec::new() });
-                            per_node.last_mut().expect("pushed above")
-                        }
-                        Err(error) => {
-                            failed.push((handle.node, error.clone()));
-                            job.last = Some(error);
-                            continue;
-                        }
-                    },
-                };
+            let reached_at = nodes.iter().position(|node| *node == handle.node).expect("collected above");
+            let (node, link) = match &reached[reached_at] {
+                Ok(reached) => reached,
+                Err(error) => {
+                    job.last = Some(error.clone());
+                    continue;
+                }
+            };
+            // Reads without a replica on another node wait until the deadline, the others do not.
+            let node_of = |replica: usize| self.locations[job.read].handle(replica, job.stripe).node;
+            let has_alternative = job.replicas[job.next..].iter().any(|&other| node_of(other) != handle.node);
+            let is_same = |node_reads: &NodeReads| {
+                node_reads.node.info.node == handle.node && node_reads.has_alternative == has_alternative
+            };
+            let at = per_node.iter().position(is_same).unwrap_or_else(|| {
+                let (node, link) = (Arc::clone(node), Arc::clone(link));
+                per_node.push(NodeReads { node, link, has_alternative, sent: Vec::new() });
+                per_node.len() - 1
+            });
+            let node_reads = &mut per_node[at];
             // The remote side does not check one-sided reads: they depend on the lease.
             let leased = self.locations[job.read].lease_expires_at;
             if node_reads.link.engine() == EngineKind::Ucx
@@ -281,6 +319,19 @@ impl ReadRound<'_> {
         }
         per_node.retain(|node_reads| !node_reads.sent.is_empty());
         per_node
+    }
+
+    /// Returns the nodes of the next replicas of the unfinished stripe reads.
+    fn next_nodes(&self) -> Vec<NodeId> {
+        let mut nodes: Vec<NodeId> = Vec::new();
+        for job in self.jobs.iter().filter(|job| !job.done && self.is_open(job.read)) {
+            let Some(&replica) = job.replicas.get(job.next) else { continue };
+            let handle = self.locations[job.read].handle(replica, job.stripe);
+            if handle.stripe_len > 0 && !nodes.contains(&handle.node) {
+                nodes.push(handle.node);
+            }
+        }
+        nodes
     }
 
     /// Transfers the bytes.
@@ -299,15 +350,23 @@ impl ReadRound<'_> {
         let hedge = match (&mut batches[..], per_node) {
             ([batch], [node_reads]) => self.hedged(batch, node_reads),
             (batches, _) => {
-                run_batches(batches, self.deadline);
+                let has_alternative: Vec<bool> = per_node.iter().map(|reads| reads.has_alternative).collect();
+                if has_alternative.contains(&true) {
+                    let grace = self.store.cluster.attempt_timeout();
+                    run_batches_unless_late(batches, &has_alternative, grace, self.deadline);
+                } else {
+                    run_batches(batches, self.deadline);
+                }
                 None
             }
         };
         let mut results: Vec<ReadResult> = Vec::new();
         for (node_reads, batch) in per_node.iter().zip(&batches) {
             results.extend(results_of(node_reads, batch));
-            if batch.result.as_ref().is_some_and(|result| result.as_ref().is_err_and(is_connection_error)) {
-                node_reads.node.suspect();
+            match &batch.result {
+                Some(Err(TransferError::Aborted)) => node_reads.node.mark_slow(),
+                Some(Err(error)) if is_connection_error(error) => node_reads.node.suspect(),
+                _ => {}
             }
         }
         drop(batches);
@@ -439,8 +498,12 @@ impl ReadRound<'_> {
                 job.corrupt.push(node);
             }
             // A cache entry that the disk cannot read is a miss, not a failure.
-            Err(error) if is_disk_error(error.code()) && handle.medium == Medium::Disk => {
+            Err(error) if handle.medium == Medium::Disk && is_disk_error(error.code()) => {
                 job.disk_failed = true;
+                job.last = Some(error);
+            }
+            Err(error) if handle.medium == Medium::Disk && error.code() == ErrorCode::Busy => {
+                job.disk_busy = true;
                 job.last = Some(error);
             }
             Err(error) => match classify(error.code()) {
@@ -466,13 +529,18 @@ impl StripeRead {
             return Outcome::Failed(StoreError::Corrupt { nodes: std::mem::take(&mut self.corrupt) });
         }
         let last = self.last.take().unwrap_or(StoreError::refused(ErrorCode::Unreachable));
+        // The staging memory of the last node is full: ask again, the object may be in memory by then.
+        if self.disk_busy && last.code() == ErrorCode::Busy {
+            return Outcome::Stale;
+        }
         if self.disk_failed && is_disk_error(last.code()) { Outcome::Lost } else { Outcome::Failed(last) }
     }
 }
 
-/// Returns whether the code means a failed disk or a corrupt record on it.
+/// Returns whether the code means that a disk cannot read a record: it failed, the record is corrupt, or the node has
+/// too little memory for it.
 pub(crate) fn is_disk_error(code: ErrorCode) -> bool {
-    matches!(code, ErrorCode::DiskError | ErrorCode::DiskFull | ErrorCode::Corrupt)
+    matches!(code, ErrorCode::DiskError | ErrorCode::DiskFull | ErrorCode::Corrupt | ErrorCode::TooLarge)
 }
 
 /// Result of a hedge.

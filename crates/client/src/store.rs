@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 use crate::cluster::{
     Cluster, ClusterIdentity, Master, Rounds, identity, next_counter, retry_if_disconnected,
 };
-use crate::config::{KEYS_PER_CALL, StoreConfig};
+use crate::config::StoreConfig;
 use crate::error::StoreError;
 use crate::link::{KeyResult, LookupEntry};
 use crate::local::LocalNodes;
@@ -77,6 +77,7 @@ impl Store {
     /// Connects. Fails within [`StoreConfig::connect_timeout`] if no master responds; the error names the address and a
     /// remedy.
     pub fn connect(config: StoreConfig) -> Result<Store, StoreError> {
+        let until = Instant::now() + config.connect_timeout;
         let (cluster, identity) = Cluster::connect(config)?;
         let transfer_metrics = TransferMetrics::new();
         let nodes = Nodes::new(&cluster.config, cluster.caller.0, Arc::clone(&transfer_metrics));
@@ -95,7 +96,7 @@ impl Store {
             refreshed: Mutex::new(None),
             cluster,
         });
-        inner.refresh_nodes(inner.deadline())?;
+        inner.refresh_nodes(until)?;
         inner.spawn_refresh();
         Ok(Store { inner })
     }
@@ -346,21 +347,19 @@ impl Inner {
             if attempt > 0 {
                 std::thread::sleep(backoff.pause(Duration::ZERO, next_counter()));
             }
-            for part in open.chunks(KEYS_PER_CALL) {
-                let part_keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
-                for (&at, found) in part.iter().zip(self.lookup(&part_keys, rounds, deadline)) {
-                    results[at] = match found {
-                        Ok(found) => self.parse_lookup(found),
-                        Err(error) => Some(Err(error)),
-                    };
-                }
+            let open_keys: Vec<Key<'_>> = open.iter().map(|&at| keys[at]).collect();
+            for (&at, found) in open.iter().zip(self.lookup(&open_keys, rounds, deadline)) {
+                results[at] = match found {
+                    Ok(found) => self.parse_lookup(found),
+                    Err(error) => Some(Err(error)),
+                };
             }
         }
         let retry = || Err(StoreError::refused(ErrorCode::Retry));
         results.into_iter().map(|result| result.unwrap_or_else(retry)).collect()
     }
 
-    /// Makes one call to each master that hosts a group of the keys.
+    /// Calls each master that hosts a group of the keys.
     fn lookup(
         &self,
         keys: &[Key<'_>],

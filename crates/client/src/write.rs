@@ -118,14 +118,22 @@ impl Inner {
     /// Writes and publishes the bytes of all objects. Afterwards every handle has an outcome.
     pub(crate) fn write(&self, writes: &mut [ObjectWrite<'_>], deadline: Instant) {
         let mut per_node = self.group_by_node(writes, deadline);
-        if let [node_writes] = &per_node[..]
-            && self.write_in_one_round_trip(writes, node_writes, deadline)
-        {
+        if let [node_writes] = &per_node[..] {
+            if !self.write_in_one_round_trip(writes, node_writes, deadline) {
+                self.begin(writes, &mut per_node, deadline);
+                self.send(writes, &per_node, deadline);
+                self.commit(writes, &mut per_node, deadline);
+            }
             return;
         }
-        self.begin(writes, &mut per_node, deadline);
-        self.send(writes, &per_node, deadline);
-        self.commit(writes, &mut per_node, deadline);
+        // A node that does not respond fails in the current step, with time left for the next steps of the others and
+        // for the master.
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let round_trip = || Instant::now() + self.cluster.attempt_timeout().min(left() / 2);
+        let begin_until = if moontide_rt::mutation_enabled("silent-node") { deadline } else { round_trip() };
+        self.begin(writes, &mut per_node, begin_until);
+        self.send(writes, &per_node, Instant::now() + left() / 4 * 3);
+        self.commit(writes, &mut per_node, round_trip());
     }
 
     /// Performs all three steps in one round trip if the link supports it. `false`: nothing was done.
@@ -217,34 +225,36 @@ impl Inner {
 
     /// Groups the unfinished handles by node. Handles of unreachable nodes fail.
     fn group_by_node(&self, writes: &mut [ObjectWrite<'_>], deadline: Instant) -> Vec<NodeWrites> {
-        let mut per_node: Vec<NodeWrites> = Vec::new();
-        let mut failed: Vec<(NodeId, StoreError)> = Vec::new();
-        for (object, write) in writes.iter_mut().enumerate() {
-            for at in 0..write.reservation.handles.len() {
-                if write.outcomes[at].is_some() {
-                    continue;
-                }
-                let node = write.reservation.handles[at].node;
-                if let Some(node_writes) =
-                    per_node.iter_mut().find(|node_writes| node_writes.node.info.node == node)
-                {
-                    node_writes.slots.push((object, at));
-                    continue;
-                }
-                if let Some((_, error)) = failed.iter().find(|(other, _)| *other == node) {
-                    write.fail(at, error.clone());
-                    continue;
-                }
-                match self.reach(node, deadline) {
-                    Ok((node, link)) => per_node.push(NodeWrites { node, link, slots: vec![(object, at)] }),
-                    Err(error) => {
-                        write.fail(at, error.clone());
-                        failed.push((node, error));
-                    }
+        let is_open = |write: &ObjectWrite<'_>, at: usize| write.outcomes[at].is_none();
+        let mut nodes: Vec<NodeId> = Vec::new();
+        for write in &*writes {
+            for (at, handle) in write.reservation.handles.iter().enumerate() {
+                if is_open(write, at) && !nodes.contains(&handle.node) {
+                    nodes.push(handle.node);
                 }
             }
         }
-        per_node
+        let reached = self.reach_all(&nodes, deadline);
+        let node_writes = |reached| match reached {
+            Ok((node, link)) => Ok(NodeWrites { node, link, slots: Vec::new() }),
+            Err(error) => Err(error),
+        };
+        let mut per_node: Vec<Result<NodeWrites, StoreError>> =
+            reached.into_iter().map(node_writes).collect();
+        for (object, write) in writes.iter_mut().enumerate() {
+            for at in 0..write.reservation.handles.len() {
+                if !is_open(write, at) {
+                    continue;
+                }
+                let node = write.reservation.handles[at].node;
+                let index = nodes.iter().position(|other| *other == node).expect("collected above");
+                match &mut per_node[index] {
+                    Ok(node_writes) => node_writes.slots.push((object, at)),
+                    Err(error) => write.fail(at, error.clone()),
+                }
+            }
+        }
+        per_node.into_iter().filter_map(Result::ok).collect()
     }
 
     /// Opens the slots. Refused ones are removed from their group.

@@ -137,7 +137,7 @@ fn bytes_that_do_not_match_their_digest_are_not_returned() {
         grpc_listen: free,
         frame_listen: free,
         admin_listen: free,
-        groups: 1,
+        groups: Some(1),
         reallocation_delay_ms: 0,
         ..MasterConfig::default()
     };

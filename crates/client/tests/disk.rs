@@ -35,7 +35,7 @@ fn master() -> Server {
         grpc_listen: free,
         frame_listen: free,
         admin_listen: free,
-        groups: 2,
+        groups: Some(2),
         reallocation_delay_ms: 0,
         ..MasterConfig::default()
     };
@@ -212,7 +212,10 @@ fn reread_and_prefetched_objects_are_promoted_to_memory() {
         assert_eq!(remote.get(&key(old[0])).unwrap().unwrap(), content(old[0], MIB));
         !on_disk(old[0])
     });
-    assert_eq!(remote.prefetch(&[&key(old[1]), b"missing"]).unwrap(), [true, false]);
+    assert_eq!(
+        remote.prefetch(&[&key(old[1]), b"missing"]).into_iter().collect::<Result<Vec<_>, _>>().unwrap(),
+        [true, false]
+    );
     eventually("a prefetched object is promoted", || !on_disk(old[1]));
     for n in &old {
         assert_eq!(remote.get(&key(*n)).unwrap().unwrap(), content(*n, MIB));

@@ -36,7 +36,7 @@ fn node(master: &str) -> Node {
 }
 
 fn single_master(groups: u16) -> (Server, Node, Store) {
-    let master = Server::start(MasterConfig { groups, ..config() }).unwrap();
+    let master = Server::start(MasterConfig { groups: Some(groups), ..config() }).unwrap();
     let address = master.addresses().grpc.to_string();
     let node = node(&address);
     let store = Store::connect(StoreConfig::new(address)).unwrap();
@@ -178,7 +178,7 @@ fn master_shutdown_does_not_wait_for_watchers() {
 #[test]
 fn restarted_master_sends_gap_after_nodes_have_reported() {
     let folder = std::env::temp_dir().join(format!("moontide-invalidations-{}", std::process::id()));
-    let first = MasterConfig { groups: 4, data_dir: Some(folder.clone()), ..config() };
+    let first = MasterConfig { groups: Some(4), data_dir: Some(folder.clone()), ..config() };
     let master = Server::start(first.clone()).unwrap();
     let address = master.addresses().grpc.to_string();
     let _node = node(&address);
@@ -193,7 +193,7 @@ fn restarted_master_sends_gap_after_nodes_have_reported() {
     let _master = Server::start(same).unwrap();
     assert_eq!(watcher.next(TIMEOUT), Some(vec![Invalidation::Gap]));
     let refs: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
-    let exist = store.exists_batch(&refs).unwrap();
+    let exist = store.exists_batch(&refs).into_iter().collect::<Result<Vec<_>, _>>().unwrap();
     assert!(exist.iter().all(|exists| *exists), "the gap came before all nodes had reported");
     assert!(store.remove(&keys[3], true).unwrap());
     assert_eq!(removed_ids(&mut watcher, TIMEOUT, 1), ids(&store, &keys[3..4]));
@@ -212,8 +212,12 @@ fn cluster_change_at_same_address_sends_gap_despite_equal_term() {
     let (addresses, term) = (master.addresses(), master.term());
     drop(node);
     master.shutdown();
-    let same =
-        MasterConfig { groups: 1, grpc_listen: addresses.grpc, frame_listen: addresses.frame, ..config() };
+    let same = MasterConfig {
+        groups: Some(1),
+        grpc_listen: addresses.grpc,
+        frame_listen: addresses.frame,
+        ..config()
+    };
     let master = Server::start(same).unwrap();
     assert_eq!(master.term(), term);
     assert_eq!(watcher.next(TIMEOUT), Some(vec![Invalidation::Gap]));
@@ -255,7 +259,15 @@ fn watcher_follows_groups_to_other_masters() {
     while let Some(invalidations) = watcher.next(Duration::from_secs(3)) {
         assert_eq!(invalidations, [Invalidation::Gap], "no object was removed");
     }
-    assert!(store.exists_batch(&refs).unwrap().iter().all(|exists| *exists));
+    assert!(
+        store
+            .exists_batch(&refs)
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()
+            .unwrap()
+            .iter()
+            .all(|exists| *exists)
+    );
     for removed in store.remove_batch(&refs, true) {
         removed.unwrap();
     }

@@ -21,7 +21,7 @@ impl Cluster {
             grpc_listen: free,
             frame_listen: free,
             admin_listen: free,
-            groups: 4,
+            groups: Some(4),
             reallocation_delay_ms: 0,
             ..MasterConfig::default()
         };
@@ -102,8 +102,14 @@ fn every_read_call_returns_put_bytes_over_shm_and_tcp() {
         }
     }
     let (shm, tcp) = (&stores[0].1, &stores[1].1);
-    assert_eq!(tcp.touch(&[b"shm-1", b"missing"]).unwrap(), [true, false]);
-    assert_eq!(tcp.exists_batch(&[b"shm-1", b"missing"]).unwrap(), [true, false]);
+    assert_eq!(
+        tcp.touch(&[b"shm-1", b"missing"]).into_iter().collect::<Result<Vec<_>, _>>().unwrap(),
+        [true, false]
+    );
+    assert_eq!(
+        tcp.exists_batch(&[b"shm-1", b"missing"]).into_iter().collect::<Result<Vec<_>, _>>().unwrap(),
+        [true, false]
+    );
     let listed = shm.list(b"shm-", b"", 100).unwrap();
     assert_eq!(listed.keys.len(), LENGTHS.len());
     // A removal is visible to all clients at once, also to those that have cached the location.
@@ -329,18 +335,23 @@ fn concurrent_puts_of_same_key_store_exactly_one() {
 #[test]
 fn range_of_moved_object_is_looked_up_again() {
     let mut cluster = Cluster::start(2, 64 << 20);
-    let (reader, writer) = (cluster.tcp_store(), cluster.tcp_store());
+    let (reader, other, writer) = (cluster.tcp_store(), cluster.tcp_store(), cluster.tcp_store());
     let old = content(1, 300_000);
     writer.put(b"k", &old).unwrap();
     let mut part = vec![0; 1000];
-    assert_eq!(reader.get_range(b"k", 5000, &mut part).unwrap(), Some(1000));
-    assert_eq!(part, &old[5000..6000]);
+    for reader in [&reader, &other] {
+        assert_eq!(reader.get_range(b"k", 5000, &mut part).unwrap(), Some(1000));
+        assert_eq!(part, &old[5000..6000]);
+    }
     // The node leaves with the object, which is put again on the other node.
     let holder = reader.get_location(b"k").unwrap().unwrap().stripes[0].node;
     let at = cluster.nodes.iter().position(|node| node.id() == holder).unwrap();
     cluster.nodes.remove(at).shutdown();
     let new = content(2, 400_000);
     assert_eq!(writer.put(b"k", &new).unwrap(), PutOutcome::Stored);
-    assert_eq!(reader.get_range(b"k", 350_000, &mut part).unwrap(), Some(1000));
+    // From the cached location, and beyond the end of the cached version.
+    assert_eq!(reader.get_range(b"k", 5000, &mut part).unwrap(), Some(1000));
+    assert_eq!(part, &new[5000..6000]);
+    assert_eq!(other.get_range(b"k", 350_000, &mut part).unwrap(), Some(1000));
     assert_eq!(part, &new[350_000..351_000]);
 }

@@ -110,6 +110,14 @@ pub struct RecordLocation {
     pub(crate) read_guard: Option<Arc<()>>,
 }
 
+impl RecordLocation {
+    /// Returns the bytes of the blocks that follow the preamble: the payload, unless it is so small that it is read
+    /// together with the preamble.
+    pub fn payload_blocks(&self) -> u64 {
+        self.len - self.preamble_read_len
+    }
+}
+
 /// Reason why a record was not written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WriteError {

@@ -53,7 +53,7 @@
 //! // The read verifies header, key and every page. The payload follows the preamble, without a copy.
 //! let location = backend.locate(&kept.name()).ok_or("the record was found")?;
 //! let mut memory = AlignedBuf::zeroed(location.len as usize);
-//! let job = ReadJob { name: kept.name(), location, into: &mut memory };
+//! let job = ReadJob::whole(kept.name(), location, &mut memory);
 //! let header = read_records(queue, vec![job]).remove(0)?;
 //! assert_eq!(&memory[header.payload_offset as usize..][..300_000], kept.payload());
 //! # Ok(())

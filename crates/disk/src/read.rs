@@ -12,12 +12,15 @@
 //! The digests of all pages are in the preamble, and the header's length is part of their seed: pieces that arrive
 //! before the preamble wait for it.
 //!
-//! Invariant: the result is Ok only for a record whose header has the right id, whose CRCs match, and whose pages all
-//! match the digests under the root in the header. No read skips these checks.
+//! A job may ask for a part of the payload. It always reads the preamble, which holds the digests of the part.
+//!
+//! Invariant: the result is Ok only for a record whose header has the right id, whose CRCs match, whose digests match
+//! the root in the header, and whose requested pages all match their digests. No read skips these checks.
 
 use std::io;
 
 use moontide_rt::mutation_enabled;
+use moontide_types::Span;
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::{DigestContext, Header};
 
@@ -27,15 +30,41 @@ use crate::mutation::Mutation;
 use crate::record::{Corruption, RecordPreamble, decode_preamble};
 use crate::storage::{Completion, Op, OpKind, OpSource, Queue};
 
-/// A record to read.
+/// A record to read, or a part of one.
 #[derive(Debug)]
 pub struct ReadJob<'a> {
-    /// Id of the expected record.
-    pub name: RecordId,
-    /// Location of the record.
-    pub location: RecordLocation,
-    /// Target: as long as the record, and starting on a block. Its content is undefined after an error.
-    pub into: &'a mut [u8],
+    name: RecordId,
+    location: RecordLocation,
+    /// First byte of the part in the payload.
+    start: u64,
+    into: &'a mut [u8],
+}
+
+impl<'a> ReadJob<'a> {
+    /// Reads the whole record with this id from its location. `into` is as long as the record, and starts on a block. Its
+    /// content is undefined after an error.
+    ///
+    /// # Panics
+    /// If `into` has another length.
+    pub fn whole(name: RecordId, location: RecordLocation, into: &'a mut [u8]) -> ReadJob<'a> {
+        assert_eq!(into.len() as u64, location.len, "memory of the length of the record");
+        ReadJob { name, location, start: 0, into }
+    }
+
+    /// Reads the preamble, and behind it a part of the payload: `part` is within [`RecordLocation::payload_blocks`],
+    /// starts with a page, and ends with a page or the payload; it may be empty. `into` starts on a block. Its content is
+    /// undefined after an error.
+    ///
+    /// # Panics
+    /// If the part is none, or `into` is not as long as preamble and part.
+    pub fn part(name: RecordId, location: RecordLocation, part: Span, into: &'a mut [u8]) -> ReadJob<'a> {
+        let payload = location.payload_blocks();
+        let is_part = part.offset().is_multiple_of(PAGE_BYTES)
+            && (part.end() == payload || part.end() < payload && part.end().is_multiple_of(PAGE_BYTES));
+        assert!(is_part, "whole pages of the payload");
+        assert_eq!(into.len() as u64, location.preamble_read_len + part.len(), "memory of the part");
+        ReadJob { name, location, start: part.offset(), into }
+    }
 }
 
 /// Reason why a record was not read.
@@ -54,9 +83,6 @@ pub enum ReadError {
 
 /// Reads and verifies records. Results are in the order of the jobs. [`decode_preamble`] returns the sections of a
 /// record in its memory.
-///
-/// # Panics
-/// If the memory of a job is not as long as its record.
 pub fn read_records<'a>(queue: &mut dyn Queue, jobs: Vec<ReadJob<'a>>) -> Vec<Result<Header, ReadError>> {
     let mut work = ReadWork { current: 0, jobs: jobs.into_iter().map(ReadState::new).collect() };
     queue.run(&mut work);
@@ -75,6 +101,8 @@ struct ReadState<'a> {
     /// Memory of the pieces that were not started, and its position in the record.
     rest: &'a mut [u8],
     position: u64,
+    /// Bytes of the payload before the part.
+    start: u64,
     /// Pieces that are not verified yet: in flight or waiting.
     open: usize,
     /// Everything but the payload, when it has arrived.
@@ -118,13 +146,13 @@ const TAG_BLOCK_BITS: u32 = 32;
 const BLOCK: u64 = crate::buffer::BLOCK_BYTES as u64;
 
 impl<'a> ReadState<'a> {
-    fn new(ReadJob { name, location, into }: ReadJob<'a>) -> ReadState<'a> {
-        assert_eq!(into.len() as u64, location.len, "memory of the length of the record");
+    fn new(ReadJob { name, location, start, into }: ReadJob<'a>) -> ReadState<'a> {
         ReadState {
             name,
             location,
             rest: into,
             position: 0,
+            start,
             open: 0,
             preamble: None,
             early: vec![],
@@ -136,14 +164,19 @@ impl<'a> ReadState<'a> {
         if self.rest.is_empty() || self.error.is_some() {
             return None;
         }
-        let preamble_len = if self.position == 0 { self.location.preamble_read_len } else { 0 };
-        let len = (preamble_len + PAGE_BYTES).min(self.rest.len() as u64);
+        let is_first = self.position == 0;
+        let len = match is_first {
+            // The first page follows the preamble on the disk, another part does not.
+            true if self.start > 0 => self.location.preamble_read_len,
+            true => (self.location.preamble_read_len + PAGE_BYTES).min(self.rest.len() as u64),
+            false => PAGE_BYTES.min(self.rest.len() as u64),
+        };
         let (piece, rest) = std::mem::take(&mut self.rest).split_at_mut(len as usize);
         self.rest = rest;
         self.open += 1;
         let tag = ((index as u64) << TAG_BLOCK_BITS) | (self.position / BLOCK);
         let offset = self.location.offset + self.position;
-        self.position += len;
+        self.position += if is_first { len + self.start } else { len };
         Some(Op {
             tag,
             kind: OpKind::Read,

@@ -58,7 +58,7 @@ fn check(engine: IoEngine) {
     let mut memory: Vec<AlignedBuf> =
         locations.iter().map(|at| AlignedBuf::zeroed(at.len as usize)).collect();
     let jobs = left.iter().zip(locations).zip(&mut memory);
-    let jobs = jobs.map(|((sample, location), into)| ReadJob { name: sample.name(), location, into });
+    let jobs = jobs.map(|((sample, location), into)| ReadJob::whole(sample.name(), location, into));
     for ((result, sample), bytes) in read_records(queue, jobs.collect()).into_iter().zip(&left).zip(&memory) {
         let header = result.unwrap();
         assert_eq!(RecordId::of(&header), sample.name());

@@ -10,14 +10,12 @@ use std::ops::Deref;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use moontide_meta::{Admission, PlacementKind};
+use moontide_meta::{Admission, OffloadTrigger, PlacementKind};
 use moontide_proto::limits::ADDRESS_BYTES_MAX;
 use moontide_settings::{
     Bytes, Component, HostPort, InvalidConfig, InvalidSetting, Millis, choices, is_host_and_port, settings,
 };
-use moontide_types::limits::{
-    GROUPS_DEFAULT, GROUPS_MAX, LEASE_MS_MAX, OBJECT_BYTES_MAX, PAGE_BYTES, RESERVATION_MS_MAX,
-};
+use moontide_types::limits::{GROUPS_MAX, LEASE_MS_MAX, OBJECT_BYTES_MAX, PAGE_BYTES, RESERVATION_MS_MAX};
 
 use crate::election::RegistryAddress;
 
@@ -66,6 +64,14 @@ choices! {
 }
 
 choices! {
+    /// Names of the events that write objects to disk.
+    enum OffloadTriggerName for OffloadTrigger {
+        OffloadTrigger::Evict => "evict",
+        OffloadTrigger::Put => "put",
+    }
+}
+
+choices! {
     /// Names of offload admission policies.
     enum AdmissionName for Admission {
         Admission::All => "all",
@@ -105,8 +111,9 @@ settings! {
         /// With none, every start creates a new cluster.
         data_dir: Option<PathBuf> = None;
         /// Number of groups of the cluster, 1 to 4096; fixed at the first use of data_dir or registry.
-        groups: u16 = GROUPS_DEFAULT,
-            in 1..=GROUPS_MAX, "use the default of 16, or more if the cluster will have more than 16 masters";
+        ///
+        /// None for the number that is stored there; for a new cluster, 1 without and 16 with a registry.
+        groups: Option<u16> = None;
         /// Time without a heartbeat after which the session of a node ends, in milliseconds.
         session_ttl_ms: u32 as Millis = SESSION_TTL_MS_DEFAULT,
             in 100..=3_600_000, "use a multiple of the longest pause of a healthy node; default 10000";
@@ -130,6 +137,10 @@ settings! {
         eviction_low_watermark_permille: u16 = EVICTION_LOW_WATERMARK_PERMILLE_DEFAULT;
         /// Placement policy of new objects.
         placement: PlacementKind as PlacementName = PlacementKind::FreeRatio;
+        /// When objects are written to disk: when they are evicted from memory, or in the background after their put.
+        ///
+        /// With "put" a crash of a node loses few objects; every object is written, which increases SSD wear.
+        offload: OffloadTrigger as OffloadTriggerName = OffloadTrigger::Evict;
         /// Objects that are written to disk when they are evicted from memory.
         ///
         /// "accessed" selects objects that were read since their put, which reduces SSD wear.
@@ -166,6 +177,14 @@ impl Component for MasterConfig {
             ),
             "set it lower, e.g. 50 below eviction_high_watermark_permille",
         );
+        if let Some(groups) = self.groups {
+            rule(
+                (1..=GROUPS_MAX).contains(&groups),
+                "groups",
+                format!("is {groups}, must be 1 to {GROUPS_MAX}"),
+                "omit it, or set more than 16 if the cluster will have more than 16 masters",
+            );
+        }
         rule(
             self.stripe_bytes_max.is_multiple_of(PAGE_BYTES),
             "stripe_bytes_max",
@@ -239,9 +258,9 @@ impl Deref for ValidConfig {
 }
 
 impl ValidConfig {
-    /// Returns the number of groups of the cluster.
-    pub(crate) fn groups(&self) -> NonZeroU16 {
-        NonZeroU16::new(self.groups).expect("validate() rejects 0 groups")
+    /// Returns the configured number of groups.
+    pub(crate) fn groups(&self) -> Option<NonZeroU16> {
+        self.groups.map(|groups| NonZeroU16::new(groups).expect("validate() rejects 0 groups"))
     }
 
     /// Returns the address of the registry.
@@ -296,7 +315,7 @@ mod tests {
         ];
         let config = load(file, &environment, &[("eviction-high-watermark-permille", "820")]).unwrap().config;
         let expected = MasterConfig {
-            groups: 4,
+            groups: Some(4),
             session_ttl_ms: 3000,
             eviction_high_watermark_permille: 820,
             eviction_low_watermark_permille: 700,
@@ -309,7 +328,7 @@ mod tests {
     fn empty_configuration_is_default_and_valid() {
         let config = load(None, &[], &[]).unwrap().config;
         assert_eq!(config, MasterConfig::default());
-        assert_eq!(config.validate().unwrap().groups().get(), 16);
+        assert_eq!(config.validate().unwrap().groups(), None);
     }
 
     #[test]
@@ -317,6 +336,7 @@ mod tests {
         let flags = [
             ("data_dir", "/var/lib/moon \"tide\""),
             ("placement", "topology"),
+            ("offload", "put"),
             ("offload-admission", "accessed"),
             ("grpc-listen", "[::1]:9"),
             ("frame_advertise", "a.example:7401"),

@@ -19,6 +19,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use moontide_types::Term;
+use moontide_types::limits::GROUPS_MAX;
 use rustix::fs::{FlockOperation, flock};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
@@ -38,10 +39,15 @@ const FIRST_TERM: Term = match next_term(Term::ZERO) {
     None => panic!("term 1 is in range"),
 };
 
+/// Number of groups of a new cluster with a single master: groups evict independently, and more of them cost hits.
+const SINGLE_MASTER_GROUPS: NonZeroU16 = NonZeroU16::MIN;
+
 /// Identity of the cluster, and term of this master.
 pub(crate) struct LocalIdentity {
     /// Id of the cluster.
     pub(crate) cluster: u64,
+    /// Number of groups of the cluster.
+    pub(crate) groups: NonZeroU16,
     /// Number of the id key.
     pub(crate) id_key: u32,
     /// Secret of the id key.
@@ -52,8 +58,8 @@ pub(crate) struct LocalIdentity {
     pub(crate) exclusions: Vec<u32>,
     /// Tenants with a quota or a generation above 0.
     pub(crate) tenants: BTreeMap<String, TenantState>,
-    /// Directory of the file, if there is one, and number of groups.
-    directory: Option<(PathBuf, NonZeroU16)>,
+    /// Directory of the file, if there is one.
+    directory: Option<PathBuf>,
     /// Locks the directory until it is closed.
     _lock: Option<File>,
 }
@@ -141,13 +147,14 @@ struct Stored {
 
 impl LocalIdentity {
     /// Loads the identity from the directory, or creates it there; without a directory the identity is new at every
-    /// start. When this returns, the term is durable.
+    /// start. `groups` must be the stored number of groups, if it is set. When this returns, the term is durable.
     pub(crate) fn load_or_create(
         data_dir: Option<&Path>,
-        groups: NonZeroU16,
+        groups: Option<NonZeroU16>,
     ) -> Result<LocalIdentity, IdentityError> {
+        let new = || Self::new_random(groups.unwrap_or(SINGLE_MASTER_GROUPS));
         let Some(directory) = data_dir else {
-            return Ok(LocalIdentity { term: FIRST_TERM, ..Self::new_random()? });
+            return Ok(LocalIdentity { term: FIRST_TERM, ..new()? });
         };
         DirBuilder::new()
             .recursive(true)
@@ -161,13 +168,13 @@ impl LocalIdentity {
                 warn_if_readable_by_others(&path);
                 parse(&text, groups, &path)?
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::new_random()?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => new()?,
             Err(source) => return Err(IdentityError::Io { what: "read", path, source }),
         };
         identity.term = next_term(identity.term).ok_or(IdentityError::TermsUsedUp { path })?;
-        identity.store(directory, groups)?;
+        identity.store(directory)?;
         identity._lock = Some(lock);
-        identity.directory = Some((directory.to_owned(), groups));
+        identity.directory = Some(directory.to_owned());
         Ok(identity)
     }
 
@@ -186,13 +193,14 @@ impl LocalIdentity {
     }
 
     fn store_again(&self) -> Result<(), IdentityError> {
-        self.directory.as_ref().map_or(Ok(()), |(directory, groups)| self.store(directory, *groups))
+        self.directory.as_ref().map_or(Ok(()), |directory| self.store(directory))
     }
 
     /// Creates the identity of a new cluster, before its first term.
-    fn new_random() -> Result<LocalIdentity, IdentityError> {
+    fn new_random(groups: NonZeroU16) -> Result<LocalIdentity, IdentityError> {
         Ok(LocalIdentity {
             cluster: u64::from_le_bytes(random()?),
+            groups,
             // Random, too: it identifies records of other clusters, also of clusters whose identity is lost.
             id_key: u32::from_le_bytes(random()?).max(1),
             secret: random()?,
@@ -204,11 +212,11 @@ impl LocalIdentity {
         })
     }
 
-    fn store(&self, directory: &Path, groups: NonZeroU16) -> Result<(), IdentityError> {
+    fn store(&self, directory: &Path) -> Result<(), IdentityError> {
         let stored = Stored {
             version: FILE_VERSION,
             cluster: format!("{:016x}", self.cluster),
-            groups: groups.get(),
+            groups: self.groups.get(),
             id_key: self.id_key,
             id_key_secret: self.secret.iter().map(|byte| format!("{byte:02x}")).collect(),
             term: self.term.get(),
@@ -245,7 +253,7 @@ impl LocalIdentity {
 pub(crate) fn new_cluster_identity(
     groups: NonZeroU16,
 ) -> Result<crate::election::ClusterIdentity, IdentityError> {
-    let LocalIdentity { cluster, id_key, secret, .. } = LocalIdentity::new_random()?;
+    let LocalIdentity { cluster, id_key, secret, .. } = LocalIdentity::new_random(groups)?;
     Ok(crate::election::ClusterIdentity { cluster, id_key, secret, groups })
 }
 
@@ -286,15 +294,17 @@ fn lock(directory: &Path) -> Result<File, IdentityError> {
     }
 }
 
-fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<LocalIdentity, IdentityError> {
+fn parse(text: &str, configured: Option<NonZeroU16>, path: &Path) -> Result<LocalIdentity, IdentityError> {
     let malformed = |reason: String| IdentityError::Malformed { path: path.to_owned(), reason };
     let stored: Stored = toml::from_str(text).map_err(|error| malformed(error.message().to_owned()))?;
     if stored.version != FILE_VERSION {
         return Err(malformed(format!("version {}, this release reads {FILE_VERSION}", stored.version)));
     }
-    if stored.groups != groups.get() {
-        let (found, configured) = (stored.groups, groups.get());
-        return Err(IdentityError::Groups { path: path.to_owned(), found, configured });
+    let found = stored.groups;
+    let groups = NonZeroU16::new(found).filter(|groups| groups.get() <= GROUPS_MAX);
+    let groups = groups.ok_or_else(|| malformed(format!("groups is not within 1 and {GROUPS_MAX}")))?;
+    if let Some(configured) = configured.filter(|configured| *configured != groups) {
+        return Err(IdentityError::Groups { path: path.to_owned(), found, configured: configured.get() });
     }
     let cluster = u64::from_str_radix(&stored.cluster, 16)
         .map_err(|_| malformed("cluster is not hexadecimal".into()))?;
@@ -302,10 +312,20 @@ fn parse(text: &str, groups: NonZeroU16, path: &Path) -> Result<LocalIdentity, I
         .ok_or_else(|| malformed("id_key_secret is not 64 hexadecimal digits".into()))?;
     let term = Term::new(stored.term).map_err(|error| malformed(error.to_string()))?;
     let Stored { id_key, exclusions, tenants, .. } = stored;
-    if !exclusions.is_empty() && exclusions.len() != usize::from(groups.get()) {
+    if !exclusions.is_empty() && exclusions.len() != usize::from(found) {
         return Err(malformed("exclusions has not one number per group".into()));
     }
-    Ok(LocalIdentity { cluster, id_key, secret, term, exclusions, tenants, directory: None, _lock: None })
+    Ok(LocalIdentity {
+        cluster,
+        groups,
+        id_key,
+        secret,
+        term,
+        exclusions,
+        tenants,
+        directory: None,
+        _lock: None,
+    })
 }
 
 /// Quotas beyond the integers of TOML are no limits in practice.
@@ -362,7 +382,7 @@ mod tests {
         }
     }
 
-    const GROUPS: NonZeroU16 = NonZeroU16::new(4).unwrap();
+    const GROUPS: Option<NonZeroU16> = NonZeroU16::new(4);
 
     #[test]
     fn tenants_and_exclusions_are_kept() {
@@ -398,14 +418,26 @@ mod tests {
     }
 
     #[test]
+    fn stored_number_of_groups_is_kept_and_new_cluster_has_one() {
+        let scratch = Scratch::new("groups");
+        let groups = |configured: Option<u16>, name: &str| {
+            let configured = configured.and_then(NonZeroU16::new);
+            let identity = LocalIdentity::load_or_create(Some(&scratch.0.join(name)), configured);
+            identity.unwrap().groups.get()
+        };
+        assert_eq!([groups(Some(4), "four"), groups(None, "four")], [4, 4]);
+        assert_eq!([groups(None, "new"), groups(None, "new"), groups(Some(1), "new")], [1, 1, 1]);
+        assert_eq!(LocalIdentity::load_or_create(None, None).unwrap().groups.get(), 1);
+    }
+
+    #[test]
     fn second_master_and_different_group_count_are_rejected() {
         let scratch = Scratch::new("refused");
         let held = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap();
         let in_use = LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap_err();
         assert!(matches!(in_use, IdentityError::InUse { .. }), "{in_use}");
         drop(held);
-        let other =
-            LocalIdentity::load_or_create(Some(&scratch.0), NonZeroU16::new(16).unwrap()).unwrap_err();
+        let other = LocalIdentity::load_or_create(Some(&scratch.0), NonZeroU16::new(16)).unwrap_err();
         assert!(other.to_string().contains("set groups to 4"), "{other}");
         assert_eq!(
             LocalIdentity::load_or_create(Some(&scratch.0), GROUPS).unwrap().term.get(),

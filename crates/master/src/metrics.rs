@@ -202,6 +202,10 @@ const GAUGES: &[Number] = &[
     ("index_memory_bytes", "Memory of the index", |s| s.memory_bytes),
     ("objects_disk_only", "Objects that are only on disks", |s| s.objects_on_disk),
     ("offload_pending_bytes", "Memory that is being written to disks", |s| s.offloading_units * UNIT_BYTES),
+    ("write_back_pending_objects", "Objects that are to be written to disk and stay in memory", |s| {
+        s.write_back_objects
+    }),
+    ("write_back_pending_bytes", "Bytes of these objects", |s| s.write_back_bytes),
     ("disks", "Nodes with a disk", |s| s.disks),
     ("disks_read_only", "Disks that accept no writes: full, or writes failed", |s| s.disks_read_only),
     ("disk_used_bytes", "Bytes in use on disks", |s| s.disk_used_bytes),
@@ -234,6 +238,11 @@ const COUNTERS: &[Number] = &[
     ("lost_objects", "Objects lost with their last replica", |s| s.group.lost_objects),
     ("offloads_started", "Offload commands for objects", |s| s.group.offloads_started),
     ("offloaded_objects", "Objects offloaded to disk", |s| s.group.offloaded_objects),
+    (
+        "write_backs_skipped",
+        "Objects not written to disk after their put: queue full, or refused by the disk",
+        |s| s.group.write_backs_skipped,
+    ),
     ("demoted_objects", "Objects dropped from memory that remain on disk", |s| s.group.demoted_objects),
     ("offloads_not_admitted", "Objects evicted without offload, because they were never read", |s| {
         s.group.offloads_not_admitted

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use moontide_proto::convert::IdKeySecret;
 use moontide_settings::InvalidConfig;
+use moontide_types::limits::GROUPS_DEFAULT;
 use moontide_types::{IdKey, SystemClock, Term};
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
@@ -194,7 +195,9 @@ impl Server {
         if config.data_dir.is_none() && matches!(membership, Membership::Single(_)) {
             warn!("data_dir is not set: a restart creates a new cluster, and nodes discard their records");
         }
-        let service = Service::new(service_config(&config, &membership, addresses)?, Arc::new(SystemClock));
+        let service_config = service_config(&config, &membership, addresses)?;
+        let groups = service_config.groups;
+        let service = Service::new(service_config, Arc::new(SystemClock));
         let (election, identity) = match membership {
             Membership::Single(identity) => {
                 let identity = Arc::new(Mutex::new(identity));
@@ -233,7 +236,7 @@ impl Server {
             frame = %addresses.frame,
             admin = %addresses.admin,
             term = term.get(),
-            groups = config.groups,
+            groups,
             frame_threads = config.frame_threads(),
             "master started"
         );
@@ -322,15 +325,15 @@ async fn join(
     registry: Arc<dyn Registry>,
     addresses: Addresses,
 ) -> Result<Membership, StartError> {
-    let new_identity = identity::new_cluster_identity(config.groups())?;
+    let groups = config.groups().unwrap_or(NonZeroU16::new(GROUPS_DEFAULT).expect("a positive default"));
+    let new_identity = identity::new_cluster_identity(groups)?;
     let lease = Duration::from_millis(config.registry_lease_ms.into());
     let deadline = Instant::now() + REGISTRY_WAIT;
     loop {
         let joined = async {
             let identity = registry.identity(&new_identity).await?;
-            if identity.groups != config.groups() {
-                let (found, configured) = (identity.groups, config.groups());
-                return Err(StartError::Groups { found, configured });
+            if let Some(configured) = config.groups().filter(|groups| *groups != identity.groups) {
+                return Err(StartError::Groups { found: identity.groups, configured });
             }
             let first = ClusterState::new(identity.groups);
             let advertised = advertised(config, addresses);
@@ -371,14 +374,16 @@ fn service_config(
 ) -> Result<ServiceConfig, identity::IdentityError> {
     let millis = |ms: u32| Duration::from_millis(ms.into());
     let advertised = advertised(config, addresses);
-    let (cluster, id_key, secret, term) = match membership {
-        Membership::Single(identity) => (identity.cluster, identity.id_key, identity.secret, identity.term),
+    let (cluster, groups, id_key, secret, term) = match membership {
+        Membership::Single(LocalIdentity { cluster, groups, id_key, secret, term, .. }) => {
+            (*cluster, *groups, *id_key, *secret, *term)
+        }
         Membership::Member(elector, identity) => {
-            (identity.cluster, identity.id_key, identity.secret, elector.number())
+            (identity.cluster, identity.groups, identity.id_key, identity.secret, elector.number())
         }
     };
     Ok(ServiceConfig {
-        groups: config.groups(),
+        groups,
         cluster,
         id_key: IdKey::new(id_key, secret),
         id_key_secret: IdKeySecret(secret),
@@ -396,6 +401,7 @@ fn service_config(
         grpc_address: advertised.grpc,
         frame_address: advertised.frame,
         placement: config.placement,
+        offload: config.offload,
         admission: config.offload_admission,
         eviction_high_watermark_permille: config.eviction_high_watermark_permille,
         eviction_low_watermark_permille: config.eviction_low_watermark_permille,

@@ -29,8 +29,8 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 use moontide_meta::{
-    Admission, Effect, Effects, EvictionTrials, GroupConfig, LookupKey, Now, PlacementKind, Quota,
-    SessionConfig, Sessions,
+    Admission, Effect, Effects, EvictionTrials, GroupConfig, LookupKey, Now, OffloadTrigger, PlacementKind,
+    Quota, SessionConfig, Sessions,
 };
 use moontide_proto::PackedKeys;
 use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
@@ -81,6 +81,8 @@ pub struct ServiceConfig {
     pub frame_address: String,
     /// Placement policy of new objects.
     pub placement: PlacementKind,
+    /// When objects are written to disk.
+    pub offload: OffloadTrigger,
     /// Admission policy of offloads.
     pub admission: Admission,
     /// Usage above which eviction starts, in thousandths.
@@ -116,6 +118,7 @@ impl ServiceConfig {
             grpc_address: "127.0.0.1:1".into(),
             frame_address: "127.0.0.1:2".into(),
             placement: group.placement,
+            offload: group.offload,
             admission: group.admission,
             eviction_high_watermark_permille: group.eviction_high_watermark_permille,
             eviction_low_watermark_permille: group.eviction_low_watermark_permille,

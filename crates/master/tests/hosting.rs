@@ -14,6 +14,7 @@ use moontide_master::election::{
     Registry, RegistryError, Snapshot,
 };
 use moontide_master::{MasterConfig, Role, Server, Service, ServiceConfig};
+use moontide_proto::v1;
 use moontide_types::{ErrorCode, GroupId, SystemClock, Term};
 use support::{config, object_codes, put_start};
 
@@ -58,6 +59,56 @@ fn group_is_served_only_while_hosted_and_not_handing_off() {
     service.release_group(group);
     assert_eq!(put_start_code(&service), ErrorCode::WrongMaster);
     assert_eq!(service.hosted_count(), 0);
+}
+
+#[test]
+fn removal_job_fails_if_its_group_has_moved() {
+    let config = ServiceConfig { multi_master: true, groups: NonZeroU16::MIN, ..ServiceConfig::for_tests() };
+    let service = Service::new(config, Arc::new(SystemClock));
+    let host = |number: u32| {
+        let (term, previous) = (term(number), term(number - 1));
+        service.host(GroupAssignment { group: GroupId(0), term, previous, exclusion: 0 }, None);
+    };
+    host(5);
+    let context = put_start(&["key"], 100).context;
+    let request = v1::RemoveByPrefixRequest { context: context.clone(), prefix: "k".into(), force: true };
+    let started = service.remove_by_prefix(&request);
+    assert_eq!((started.context.unwrap().code, started.groups), (0, 1));
+    let state = || {
+        let status = service.get_job(&v1::GetJobRequest { context: context.clone(), job: started.job });
+        (status.state(), ErrorCode::try_from(status.code).ok())
+    };
+    assert_eq!(state(), (v1::JobState::Running, None));
+    service.release_group(GroupId(0));
+    let moved = (v1::JobState::Failed, Some(ErrorCode::WrongMaster));
+    assert_eq!(state(), moved);
+    host(7);
+    assert_eq!(state(), moved, "the group has returned without the job");
+}
+
+/// A caller that asks a restarted master must not get the result of another job.
+#[test]
+fn jobs_are_known_to_their_tenant_and_not_to_later_processes() {
+    let config = ServiceConfig { groups: NonZeroU16::MIN, ..ServiceConfig::for_tests() };
+    let own = put_start(&["key"], 100).context.unwrap();
+    let start = |service: &Service| {
+        let context = Some(own.clone());
+        let request = v1::RemoveByPrefixRequest { context, prefix: "k".into(), force: true };
+        service.remove_by_prefix(&request).job
+    };
+    let code = |service: &Service, context: &v1::RequestContext, job| {
+        let request = v1::GetJobRequest { context: Some(context.clone()), job };
+        ErrorCode::try_from(service.get_job(&request).context.unwrap().code).ok()
+    };
+    let service = Service::new(config.clone(), Arc::new(SystemClock));
+    let first = start(&service);
+    assert_eq!(code(&service, &own, first), None);
+    let other = v1::RequestContext { tenant: "other".into(), ..own.clone() };
+    assert_eq!(code(&service, &other, first), Some(ErrorCode::NotFound));
+    std::thread::sleep(Duration::from_millis(5));
+    let restarted = Service::new(config, Arc::new(SystemClock));
+    assert_ne!(start(&restarted), first);
+    assert_eq!(code(&restarted, &own, first), Some(ErrorCode::NotFound));
 }
 
 #[test]

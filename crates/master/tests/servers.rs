@@ -94,7 +94,8 @@ fn grpc_and_frame_servers_return_equal_responses() {
 fn remove_batch_with_missing_keys_waits_for_existing_ones() {
     // In one group keys are handled in order: a missing key comes first and is done immediately.
     let server =
-        moontide_master::Server::start(moontide_master::MasterConfig { groups: 1, ..config() }).unwrap();
+        moontide_master::Server::start(moontide_master::MasterConfig { groups: Some(1), ..config() })
+            .unwrap();
     let addresses = server.addresses();
     let runtime = runtime();
     let (mut grpc, _node) = runtime.block_on(async {

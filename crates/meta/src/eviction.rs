@@ -116,6 +116,11 @@ impl EvictionOrder {
         self.ghosts.insert(id);
     }
 
+    /// Frees memory that is not needed for this many objects.
+    pub(crate) fn release_unused(&mut self, objects: u64) {
+        self.ghosts.release_unused(objects);
+    }
+
     /// Follows a rule from now on, until the next exchange with trials.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn set_rule(&mut self, number: u64) {

@@ -1,8 +1,8 @@
 //! [`Group`]: the state of one group and the primitives that keep it consistent.
 //!
 //! The calls are in the modules below, one topic each: [`lookup`], [`put`], [`remove`], the calls for nodes in
-//! [`nodes`] and [`report`], [`disk`], [`evict`], and [`tick`], which does all time-dependent work. Watchers receive
-//! removed objects through [`invalidations`].
+//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], and [`tick`], which does all time-dependent work. Watchers
+//! receive removed objects through [`invalidations`].
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and is in
 //! the queue of reservations. Complete: it has at least one replica with all of its stripes, and is in a queue of its
@@ -14,6 +14,7 @@ mod audit;
 mod disk;
 mod evict;
 mod exclusion;
+mod flush;
 mod handoff;
 mod invalidations;
 mod lookup;
@@ -21,9 +22,11 @@ mod nodes;
 mod put;
 mod remove;
 mod report;
+mod stats;
 mod tick;
 mod uses;
 mod view;
+mod warm_up;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU16;
@@ -42,6 +45,7 @@ pub use audit::{Audit, AuditedExtent, Violation};
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
 pub use exclusion::SyncMark;
+pub use flush::{FlushProgress, OffloadTrigger};
 pub use handoff::{ExpectedSegment, GroupHandoff, HandoffObject};
 pub use invalidations::{INVALIDATIONS_KEPT, Invalidations};
 pub use lookup::{ListCursor, LookupCounts, LookupKey, LookupResult};
@@ -49,6 +53,7 @@ pub use nodes::{MountOutcome, MountSpec, SegmentView};
 pub use put::{PutEnd, PutOptions, PutStart, Reservation};
 pub use remove::RemoveOutcome;
 pub use report::{ReportRecord, ReportState};
+pub use stats::GroupStats;
 pub use tick::TickBudget;
 pub use view::{ObjectDetail, ObjectView, StripeLocation, StripeRange};
 
@@ -106,6 +111,8 @@ pub struct GroupConfig {
     pub disk_rejoin_window: Duration,
     /// Time that a node has for writing an object to its disk.
     pub offload_window: Duration,
+    /// When objects are written to a disk.
+    pub offload: OffloadTrigger,
     /// Which objects are written to a disk.
     pub admission: Admission,
     /// Maximum length of a stripe, in bytes; larger objects are split, unless the writer chooses the stripe length. If
@@ -136,6 +143,7 @@ impl GroupConfig {
             rejoin_window: Duration::from_secs(60),
             disk_rejoin_window: Duration::from_secs(900),
             offload_window: Duration::from_millis(LEASE_MS_MAX.into()),
+            offload: OffloadTrigger::default(),
             admission: Admission::default(),
             stripe_bytes_max: 256 << 20,
         }
@@ -143,54 +151,6 @@ impl GroupConfig {
 }
 
 const _: () = assert!((256 << 20) % PAGE_BYTES == 0);
-
-/// Counters since the start of the group.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GroupStats {
-    /// Lookups and existence checks of keys.
-    pub lookups: LookupCounts,
-    /// Reservations made.
-    pub puts_started: u64,
-    /// Objects completed.
-    pub puts_completed: u64,
-    /// Reservations that timed out.
-    pub puts_expired: u64,
-    /// Puts refused for lack of free space.
-    pub puts_no_space: u64,
-    /// Objects evicted.
-    pub evicted_objects: u64,
-    /// Bytes of evicted objects, all replicas together.
-    pub evicted_bytes: u64,
-    /// Objects whose time to live ended.
-    pub expired_objects: u64,
-    /// Objects removed by a call or a job.
-    pub removed_objects: u64,
-    /// Objects lost with the last node that held them.
-    pub lost_objects: u64,
-    /// Objects for which offload commands were sent.
-    pub offloads_started: u64,
-    /// Objects that are on disk because of an offload. The others were refused, timed out, or were removed in the
-    /// meantime.
-    pub offloaded_objects: u64,
-    /// Objects whose memory copy was dropped and that are read from disk since.
-    pub demoted_objects: u64,
-    /// Objects evicted without an offload, because they had not been read.
-    pub offloads_not_admitted: u64,
-    /// Objects loaded from disk into memory.
-    pub promoted_objects: u64,
-    /// Objects that nodes found on their disks after a start.
-    pub recovered_objects: u64,
-    /// Records evicted from a full disk.
-    pub disk_evicted: u64,
-    /// Extents that nodes have reported as free after a drain.
-    pub reclaimed: u64,
-    /// Commands that nodes refused.
-    pub commands_refused: u64,
-    /// Reported records.
-    pub reported: u64,
-    /// Reported records that were refused, superseded or already removed.
-    pub reported_killed: u64,
-}
 
 /// A node with segments in this group.
 #[derive(Debug)]
@@ -224,11 +184,13 @@ struct PendingRemoval {
     pending: bool,
     /// The object was not in the index.
     not_found: bool,
+    /// Job that waits for it.
+    job: Option<JobId>,
 }
 
 /// A version in a slot of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct LocationVersion {
+pub(crate) struct LocationVersion {
     segment: u32,
     slot: u32,
     epoch: Epoch,
@@ -270,16 +232,20 @@ pub struct Group {
     writing: Queue,
     /// Complete objects that nodes are writing to their disks, in order of their commands.
     offloading: Queue,
-    /// Deadline of each offload, and units of memory that it will free.
+    /// Offloads for which commands were sent, write-backs included.
     offloads: HashMap<ObjectId, disk::Offload>,
-    /// Sum of those units.
+    /// Units of memory that they will free.
     offloading_units: u64,
+    /// Offloads that keep the memory copy, and objects that wait for one.
+    write_backs: flush::WriteBacks,
     /// Objects of which an offload timed out, or ended in part: nodes may still be writing them.
     late_offloads: HashSet<ObjectId>,
     /// Objects that their nodes refuse to write to disk: too large for it, or corrupted.
     not_offloadable: HashSet<ObjectId>,
     /// Objects on disk that are to be loaded into memory.
     to_promote: VecDeque<ObjectId>,
+    /// Disks whose objects return to memory after a start of their nodes.
+    warm_ups: Vec<warm_up::WarmUp>,
     /// Read counts, if they decide which objects are written to disk.
     sketch: Option<Sketch>,
     eviction_order: EvictionOrder,
@@ -389,9 +355,11 @@ impl Group {
             offloading: Queue::default(),
             offloads: HashMap::new(),
             offloading_units: 0,
+            write_backs: flush::WriteBacks::default(),
             late_offloads: HashSet::new(),
             not_offloadable: HashSet::new(),
             to_promote: VecDeque::new(),
+            warm_ups: vec![],
             sketch: (config.admission == Admission::Accessed).then(Sketch::default),
             eviction_order: EvictionOrder::default(),
             objects_in_memory: 0,
@@ -429,7 +397,8 @@ impl Group {
             handoff: handoff::HandoffIndex::new(),
             unknown_nodes_until: now.mono.after(wait),
             jobs: BTreeMap::new(),
-            job_count: 0,
+            // A group that is hosted again has none of its earlier jobs.
+            job_count: u64::from(config.term.get()) << 32,
             requested_units: 0,
             evicting: false,
             limited: vec![],
@@ -715,9 +684,7 @@ impl Group {
         );
         self.dequeue(at);
         let record = *self.slab.get(at);
-        if record.has(RecordFlag::Offloading) {
-            self.end_offload(record.id());
-        }
+        self.end_offload(record.id());
         self.late_offloads.remove(&record.id());
         self.not_offloadable.remove(&record.id());
         if let Some(extension) = self.extensions.remove(record.extension) {
@@ -871,6 +838,7 @@ impl Group {
             }
         }
         self.enqueue_stored(at);
+        self.note_stored(at);
         self.retract_invalidation(record.id(), self.invalidation_count());
         self.stats.puts_completed += 1;
     }

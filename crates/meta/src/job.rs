@@ -1,10 +1,18 @@
 //! Jobs: removals that visit every object of a group, a few at a time.
 //!
-//! A job visits only objects that existed when it began: those with a lower or equal epoch.
+//! A job visits only objects that existed when it began: those with a lower or equal epoch. It is done when its objects
+//! cannot return:
+//!
+//! ```text
+//!   scan ──▶ confirm: the nodes have killed all that was removed, and what was released before ──▶ done
+//!    ▲              │ a node is absent, reports, or could not be reached meanwhile
+//!    └──────────────┘ when all nodes have reported or are given up
+//! ```
 
-use moontide_types::{Epoch, ErrorCode};
+use moontide_types::{Epoch, ErrorCode, ObjectId};
 use regex::bytes::{Regex, RegexBuilder};
 
+use crate::group::LocationVersion;
 use crate::ids::{RecordRef, TenantIndex};
 
 /// Id of a job within one group.
@@ -55,9 +63,9 @@ impl JobKind {
 /// State of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobState {
-    /// The job has objects left to visit.
+    /// The job has objects left to visit, or to confirm.
     Running,
-    /// The job has visited all objects.
+    /// The objects are removed, and cannot return.
     Done,
 }
 
@@ -66,14 +74,23 @@ pub enum JobState {
 pub struct JobStatus {
     /// State of the job.
     pub state: JobState,
-    /// Objects visited.
+    /// Objects visited in the current scan.
     pub scanned: u64,
     /// Objects removed.
     pub removed: u64,
-    /// Objects kept because they were leased, pinned or being written.
+    /// Objects kept because they were leased, pinned or being written, or because too many removals wait for absent nodes.
     pub kept: u64,
-    /// `Pending` if a node could not be reached.
+    /// `Pending` while the job waits for absent nodes.
     pub code: Option<ErrorCode>,
+}
+
+/// Step of a running job.
+#[derive(Debug)]
+pub(crate) enum JobStep {
+    Scan,
+    /// Waits until nodes have confirmed the kills of the job, and of these versions, which were released before: a node
+    /// may still have them, and their keys are not known any more.
+    Confirm(Vec<(ObjectId, LocationVersion)>),
 }
 
 #[derive(Debug)]
@@ -84,7 +101,43 @@ pub(crate) struct Job {
     /// Objects with a higher epoch were created after the job.
     pub(crate) newest: Epoch,
     pub(crate) cursor: Option<RecordRef>,
+    pub(crate) step: JobStep,
+    /// Removals that nodes have not answered.
+    pub(crate) unanswered: u64,
+    /// Whether, during the current scan, no node was absent that may return with objects.
+    pub(crate) is_certain: bool,
     pub(crate) status: JobStatus,
+}
+
+impl Job {
+    pub(crate) fn new(kind: JobKind, tenant: TenantIndex, force: bool, newest: Epoch) -> Job {
+        let status = JobStatus { state: JobState::Running, scanned: 0, removed: 0, kept: 0, code: None };
+        let (cursor, step) = (None, JobStep::Scan);
+        Job { kind, tenant, force, newest, cursor, step, unanswered: 0, is_certain: true, status }
+    }
+
+    /// Whether the job removes the same objects as one that is asked for.
+    pub(crate) fn is_for(&self, tenant: TenantIndex, kind: &JobKind, force: bool) -> bool {
+        let same_kind = match (&self.kind, kind) {
+            (JobKind::Prefix(own), JobKind::Prefix(other)) => own == other,
+            (JobKind::Pattern(own), JobKind::Pattern(other)) => own.as_str() == other.as_str(),
+            (JobKind::All, JobKind::All) => true,
+            _ => false,
+        };
+        same_kind && (self.tenant, self.force) == (tenant, force)
+    }
+
+    /// Begins another scan.
+    pub(crate) fn scan_again(&mut self) {
+        self.status = JobStatus { scanned: 0, kept: 0, code: None, ..self.status };
+        (self.cursor, self.step, self.is_certain) = (None, JobStep::Scan, true);
+    }
+
+    /// Notes that objects of the job may return.
+    pub(crate) fn is_uncertain(&mut self) {
+        self.is_certain = false;
+        self.status.code = Some(ErrorCode::Pending);
+    }
 }
 
 /// Number of finished jobs whose status can still be queried; older ones are dropped.

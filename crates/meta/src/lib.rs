@@ -124,10 +124,11 @@ mod tenant;
 pub use effect::{CommandKind, CommandOutcome, Effect, Effects, NodeCommand, WaiterId};
 pub use eviction::EvictionTrials;
 pub use group::{
-    Admission, DiskSpec, EvictReport, ExpectedSegment, Group, GroupConfig, GroupHandoff, GroupStats,
-    HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts, LookupKey, LookupResult,
-    MountOutcome, MountSpec, ObjectDetail, ObjectView, PutEnd, PutOptions, PutStart, RemoveOutcome,
-    ReportRecord, ReportState, Reservation, SegmentView, StripeLocation, StripeRange, SyncMark, TickBudget,
+    Admission, DiskSpec, EvictReport, ExpectedSegment, FlushProgress, Group, GroupConfig, GroupHandoff,
+    GroupStats, HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts, LookupKey,
+    LookupResult, MountOutcome, MountSpec, ObjectDetail, ObjectView, OffloadTrigger, PutEnd, PutOptions,
+    PutStart, RemoveOutcome, ReportRecord, ReportState, Reservation, SegmentView, StripeLocation,
+    StripeRange, SyncMark, TickBudget,
 };
 #[cfg(any(test, feature = "testing"))]
 pub use group::{Audit, AuditedExtent, Violation};

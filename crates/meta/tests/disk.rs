@@ -6,7 +6,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key, session};
+use common::{GroupHarness, config, disks, id, lookup_key, session, with_disks};
 use moontide_meta::{
     Admission, CommandKind, CommandOutcome, GroupConfig, PutOptions, Quota, RemoveOutcome, ReportRecord,
     WaiterId,
@@ -15,20 +15,6 @@ use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Extent, Medium, NodeId, SegmentId, Term};
 
 const KIB: u64 = 1024;
-
-/// Nodes with one segment of memory and a disk each.
-fn disks(nodes: &[u64]) -> GroupHarness {
-    with_disks(config(1), nodes)
-}
-
-fn with_disks(config: GroupConfig, nodes: &[u64]) -> GroupHarness {
-    let mut harness = GroupHarness::with(config);
-    for &node in nodes {
-        harness.mount(node, 0, Term::ZERO, false);
-        harness.mount_disk(node, 0, false);
-    }
-    harness
-}
 
 fn replicas(n: u8) -> PutOptions {
     PutOptions { replicas: n, replicas_min: n, ..PutOptions::default() }

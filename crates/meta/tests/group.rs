@@ -4,46 +4,20 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key};
+use common::{GroupHarness, config, id, lookup_key, reported};
 use moontide_meta::{
-    CommandKind, CommandOutcome, JobKind, JobState, MountSpec, PutEnd, PutOptions, PutStart, Quota,
-    RemoveOutcome, ReportRecord, ReportState, SegmentPhase, StripeRange, SyncMark, TENANTS_MAX, TenantIndex,
-    WaiterId,
+    CommandKind, CommandOutcome, MountSpec, PutEnd, PutOptions, PutStart, Quota, RemoveOutcome, ReportRecord,
+    SegmentPhase, StripeRange, SyncMark, TENANTS_MAX, TenantIndex, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SessionId, SlotId, Tenant, Term,
+    Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SessionId, Tenant, Term,
 };
 
 const KIB: u64 = 1024;
 
 fn replicas(n: u8, min: u8) -> PutOptions {
     PutOptions { replicas: n, replicas_min: min, ..PutOptions::default() }
-}
-
-/// A complete object of one KiB, as its node reports it.
-fn reported(harness: &GroupHarness, key: &'static str, epoch: Epoch, slot: u32) -> ReportRecord<'static> {
-    let extent = Extent { start: 3 * slot, units: 3 };
-    ReportRecord {
-        slot: SlotId(slot),
-        state: ReportState::Ready,
-        epoch,
-        id: id(key),
-        tenant: harness.tenant,
-        key: key.as_bytes(),
-        object_len: KIB,
-        stripe: StripeRange { index: 0, count: 1, offset: 0, len: KIB },
-        root: 77,
-        extent,
-        payload_offset: extent.span().offset(),
-        digestless: false,
-        one_sided: false,
-        touched: false,
-        pin: PinClass::None,
-        expires: None,
-        cohort: None,
-        parent: None,
-    }
 }
 
 #[test]
@@ -519,26 +493,6 @@ fn node_loss_removes_its_objects_and_fails_open_puts() {
     assert!(matches!(ended, Err(ErrorCode::Gone | ErrorCode::Retry)), "{ended:?}");
     harness.tick();
     assert_eq!((harness.group.objects(), harness.group.segments().count()), (0, 0));
-}
-
-#[test]
-fn removal_jobs_match_prefix_or_pattern_and_skip_later_puts() {
-    let mut harness = GroupHarness::new(&[1]);
-    for key in ["a/1", "a/2", "b/1", "b/22"] {
-        harness.put(key, KIB);
-    }
-    let prefix = harness.group.start_job(harness.tenant, JobKind::Prefix((*b"a/").into()), false).unwrap();
-    let pattern =
-        harness.group.start_job(harness.tenant, JobKind::pattern("^b/[0-9]$").unwrap(), false).unwrap();
-    harness.put("a/3", KIB);
-    harness.tick();
-    for (job, removed) in [(prefix, 2), (pattern, 1)] {
-        let status = harness.group.job(job).unwrap();
-        assert_eq!((status.state, status.removed), (JobState::Done, removed));
-    }
-    assert!(
-        harness.exists("a/3") && harness.exists("b/22") && !harness.exists("a/1") && !harness.exists("b/1")
-    );
 }
 
 #[test]

@@ -38,15 +38,24 @@ use std::cell::Cell;
 
 use command::{Command, command, disk_command};
 use harness::ModelHarness;
-use moontide_meta::{GroupStats, PlacementKind};
+use moontide_meta::{GroupStats, OffloadTrigger, PlacementKind};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 const CASES: u32 = 2_000;
 
-/// Runs a sequence. Returns the counters of the last master.
+/// Runs a sequence with the default settings.
 fn run(placement: PlacementKind, commands: &[Command]) -> Result<GroupStats, String> {
-    let mut harness = ModelHarness::new(placement);
+    run_with(placement, OffloadTrigger::Evict, commands)
+}
+
+/// Runs a sequence. Returns the counters of the last master.
+fn run_with(
+    placement: PlacementKind,
+    offload: OffloadTrigger,
+    commands: &[Command],
+) -> Result<GroupStats, String> {
+    let mut harness = ModelHarness::new(placement, offload);
     // Most sequences need a running cluster.
     for node in 0..4 {
         harness.step(&Command::Mount { node, segments: 0 })?;
@@ -74,10 +83,11 @@ fn group_matches_model() {
     // Half of the sequences use all commands, half mostly those for disks.
     let commands =
         prop_oneof![prop::collection::vec(command(), 1..140), prop::collection::vec(disk_command(), 1..140)];
-    let sequence = (placement, commands);
+    let offload = prop::sample::select(vec![OffloadTrigger::Evict, OffloadTrigger::Put]);
+    let sequence = (placement, offload, commands);
     let sums: [Cell<u64>; 6] = Default::default();
-    let tested = TestRunner::new(config).run(&sequence, |(placement, commands)| {
-        let stats = run(placement, &commands).map_err(TestCaseError::fail)?;
+    let tested = TestRunner::new(config).run(&sequence, |(placement, offload, commands)| {
+        let stats = run_with(placement, offload, &commands).map_err(TestCaseError::fail)?;
         let counts = [
             stats.offloads_started,
             stats.offloaded_objects,
@@ -94,9 +104,9 @@ fn group_matches_model() {
     match tested {
         // Sequences in which no object moves to disk and back would prove nothing.
         Ok(()) => assert!(sums.iter().all(|sum| sum.get() > 0), "{sums:?}"),
-        Err(TestError::Fail(reason, (placement, commands))) => {
+        Err(TestError::Fail(reason, (placement, offload, commands))) => {
             let commands: Vec<String> = commands.iter().map(|command| format!("    {command:?},")).collect();
-            panic!("{reason}\n  with {placement:?} and\n{}", commands.join("\n"));
+            panic!("{reason}\n  with {placement:?}, {offload:?} and\n{}", commands.join("\n"));
         }
         Err(TestError::Abort(reason)) => panic!("{reason}"),
     }

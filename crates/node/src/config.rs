@@ -31,6 +31,9 @@ pub const SELF_FENCE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
 /// A transfer takes milliseconds. A shutdown does not wait longer than this for a reader that still holds a guard.
 pub const DRAIN_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
 
+/// An SSD that writes 1 GB/s writes 30 GB in this time. Service managers kill a process that stops for longer than 90 s.
+pub const FLUSH_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
+
 /// Staging memory for records read from disk: 256 records of 1 MiB, the reads of about 0.1 s.
 pub const STAGING_BYTES_DEFAULT: u64 = 256 << 20;
 /// Threads that read from disk. One keeps a disk busy; with two, reads go on while one verifies the end of a record.
@@ -143,6 +146,9 @@ settings! {
         io_engine: IoEngine as IoEngineName = IoEngine::Auto;
         /// Write rate limit in bytes per second; 0 for no limit.
         write_bytes_per_s: u64 as Bytes = 0, alias "disk-write-limit";
+        /// Time a shutdown waits for objects in memory to be written to disk; 0s writes nothing.
+        flush_timeout: Duration = FLUSH_TIMEOUT_DEFAULT,
+            in Duration::ZERO..=Duration::from_secs(3600), "set at most one hour";
         /// Staging memory for records read from disk.
         staging_bytes: u64 as Bytes = STAGING_BYTES_DEFAULT,
             in STAGING_BYTES_MIN..=STAGING_BYTES_MAX,
@@ -297,7 +303,7 @@ impl Component for NodeConfig {
                 disk.staging_bytes <= half,
                 "disk.staging_bytes",
                 format!("is {}, more than half of the memory of this host", disk.staging_bytes),
-                "staging is allocated for the lifetime of the node: a few times the largest object is enough",
+                "staging is allocated for the lifetime of the node: a few MiB for each concurrent read are enough",
             );
         }
     }
@@ -306,7 +312,7 @@ impl Component for NodeConfig {
 /// A smaller disk tier is not useful.
 const DISK_BYTES_MIN: u64 = 64 << 20;
 
-/// Minimum of `staging_bytes`. A stripe that is larger than staging cannot be loaded (`TooLarge`).
+/// Minimum of `staging_bytes`: a few parts of records, in which nodes read from disk.
 const STAGING_BYTES_MIN: u64 = 8 << 20;
 const STAGING_BYTES_MAX: u64 = 1 << 40;
 

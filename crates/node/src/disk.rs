@@ -16,8 +16,10 @@ mod counters;
 mod identity;
 mod inventory;
 mod load;
+mod memory_list;
 mod offload;
 mod open_jobs;
+mod parts;
 mod promote;
 mod record_spec;
 mod removal;
@@ -44,6 +46,7 @@ use self::counters::DiskCounters;
 pub use self::identity::IdentityError;
 pub(crate) use self::identity::{DiskIdentity, DiskLock};
 use self::inventory::InventoryProgress;
+use self::memory_list::MemoryList;
 pub(crate) use self::offload::OffloadJob;
 use self::open_jobs::{JobTicket, OpenJobs};
 pub(crate) use self::promote::PromoteJob;
@@ -88,6 +91,9 @@ const WRITE_PAUSE: Duration = Duration::from_secs(10);
 /// Share of the file system's free space that is used if no limit is set.
 const SHARE_OF_FREE: (u64, u64) = (9, 10);
 
+/// Share of the limit that a flush may write: deleting whole bucket files frees more than is needed.
+const FLUSH_SHARE: (u64, u64) = (9, 10);
+
 /// The node's disk tier.
 pub(crate) struct DiskTier {
     config: DiskConfig,
@@ -107,12 +113,16 @@ pub(crate) struct DiskTier {
     notify_lock: Mutex<()>,
     /// Set after a failed write: the time of the next attempt.
     writes_paused: Mutex<Option<(Instant, WritePauseReason)>>,
+    /// Bytes that the flush before the stop may still write; `None` before it.
+    flush_budget: Mutex<Option<u64>>,
     /// Payload bytes of accepted Offload commands that are not written yet.
     backlog: AtomicU64,
     /// Offloads and removals that have not ended.
     open_jobs: OpenJobs,
     /// Progress of the inventories of sessions.
     inventories: Mutex<HashMap<SessionId, InventoryProgress>>,
+    /// Objects that the masters are told to have been in memory.
+    memory_list: Mutex<MemoryList>,
     loads: load::LoadQueue,
     promotions: promote::PromotionTable,
     offloads: Mutex<Option<std::sync::mpsc::Sender<(JobTicket, OffloadJob)>>>,
@@ -158,7 +168,16 @@ impl DiskTier {
         let storage = OsStorage::open(&config.dir, config.io_engine)
             .map_err(|source| DiskError::Directory { dir: dir.clone(), source })?;
         info!(dir, engine = storage.engine(), direct = storage.is_direct(), "disk directory opened");
-        DiskTier::open_on(Arc::new(storage), config, memory, staging, events)
+        let list = MemoryList::take(&config.dir).unwrap_or_else(|error| {
+            warn!(dir, %error, "cannot read which objects were in memory; they are loaded when they are read");
+            MemoryList::empty()
+        });
+        let mut tier = DiskTier::open_on(Arc::new(storage), config, memory, staging, events)?;
+        if list.len() > 0 {
+            info!(objects = list.len(), "masters will load what was in memory before the stop");
+        }
+        tier.memory_list = Mutex::new(list);
+        Ok(tier)
     }
 
     /// Like [`DiskTier::open`], on any storage.
@@ -210,9 +229,11 @@ impl DiskTier {
             subscribers: RwLock::default(),
             notify_lock: Mutex::default(),
             writes_paused: Mutex::default(),
+            flush_budget: Mutex::default(),
             backlog: AtomicU64::new(0),
             open_jobs: OpenJobs::default(),
             inventories: Mutex::default(),
+            memory_list: Mutex::new(MemoryList::empty()),
             loads: load::LoadQueue::default(),
             promotions: promote::PromotionTable::default(),
             offloads: Mutex::default(),
@@ -240,9 +261,14 @@ impl DiskTier {
         Ok(threads)
     }
 
+    /// Stops the writes of records. Queued ones are dropped.
+    pub(crate) fn stop_offloads(&self) {
+        *self.offloads.lock() = None;
+    }
+
     /// Stops the threads. Queued jobs are dropped.
     pub(crate) fn stop(&self) {
-        *self.offloads.lock() = None;
+        self.stop_offloads();
         *self.removals.lock() = None;
         let unread = self.loads.stop();
         unread.iter().for_each(|name| self.cache.failed(*name));
@@ -280,8 +306,44 @@ impl DiskTier {
         self.backend.usage().records > 0 || !self.open_jobs.is_empty()
     }
 
+    /// Begins the flush before the stop. It begins with the most valuable objects and must not evict them from the disk for
+    /// others, so it writes less than the limit of the disk.
+    pub(crate) fn begin_flush(&self) {
+        let (share, of) = FLUSH_SHARE;
+        *self.flush_budget.lock() = Some(self.backend.usage().limit / of * share);
+    }
+
+    /// Takes the bytes of a record from the budget of the flush. Returns `false` if they exceed it: then nothing more is
+    /// written.
+    fn take_flush_budget(&self, bytes: u64) -> bool {
+        let mut budget = self.flush_budget.lock();
+        let Some(left) = &mut *budget else { return true };
+        let rest = left.checked_sub(bytes);
+        *left = rest.unwrap_or(0);
+        rest.is_some()
+    }
+
+    /// Writes the list of the objects in memory, for the next start. Without it they are loaded when they are read.
+    pub(crate) fn write_memory_list(&self) {
+        if let Err(error) = MemoryList::write(&self.config.dir, &self.memory) {
+            warn!(%error, "cannot write the list of the objects in memory");
+        }
+    }
+
+    /// Whether no write and no removal is queued or in progress.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.open_jobs.is_empty()
+    }
+
+    /// Returns the records written since the start, and their bytes.
+    pub(crate) fn written(&self) -> (u64, u64) {
+        let get = counters::get;
+        (get(&self.counters.offloaded_records), get(&self.counters.offloaded_bytes))
+    }
+
     /// Returns the status for a heartbeat.
     pub(crate) fn status(&self) -> v1::DiskStatus {
+        self.memory_list.lock().expire();
         let usage = self.backend.usage();
         let state = match self.write_pause_reason() {
             Some(WritePauseReason::Full) => v1::DiskState::Full,
@@ -335,7 +397,12 @@ impl DiskTier {
             ("disk_offloaded_records", "Records written", get(&counters.offloaded_records)),
             ("disk_offloaded_bytes", "Bytes of payload written", get(&counters.offloaded_bytes)),
             ("disk_offloads_refused", "Offload commands refused", get(&counters.offloads_refused)),
-            ("disk_loads", "Records requested from disk", get(&counters.loads_requested)),
+            (
+                "disk_loads",
+                "Records, or parts of long ones, requested from disk",
+                get(&counters.loads_requested),
+            ),
+            ("disk_loads_ahead", "Of these, parts that were read ahead", get(&counters.loads_ahead)),
             ("disk_load_staging_hits", "Of these, already in staging", get(&counters.loads_staged)),
             ("disk_load_reads", "Of these, read from disk", get(&counters.loads_read)),
             ("disk_load_misses", "Of these, not on disk", get(&counters.loads_missed)),
@@ -405,7 +472,8 @@ impl DiskTier {
             *paused = None;
             info!("retrying disk writes");
         }
-        paused.map(|(_, reason)| reason)
+        let flush_ended = *self.flush_budget.lock() == Some(0);
+        paused.map(|(_, reason)| reason).or(flush_ended.then_some(WritePauseReason::Full))
     }
 
     /// Pauses writes after a failed one. Reads continue.

@@ -145,6 +145,13 @@ impl EventRouter {
         }
     }
 
+    /// Returns the masters that host groups.
+    pub(crate) fn masters(&self) -> Vec<Arc<str>> {
+        let routes = self.routes.read();
+        let hosting = routes.iter().filter(|route| !route.groups.is_empty());
+        hosting.map(|route| Arc::clone(&route.master)).collect()
+    }
+
     /// Whether no master is synced.
     pub(crate) fn none_synced(&self) -> bool {
         self.routes.read().iter().all(|route| route.synced_at.is_none())

@@ -31,7 +31,7 @@
 //!
 //! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `memory`, `owner` (requests of peers),
 //! `executor` (commands of masters), `disk` (disk tier), `session` (sessions with masters), `logic` (pure decisions),
-//! `event_router`, `index_gate` (heartbeat and local index), `admin` and `metrics`.
+//! `event_router`, `flush` (writes before a stop), `index_gate` (heartbeat and local index), `admin` and `metrics`.
 
 mod admin;
 mod config;
@@ -40,6 +40,7 @@ mod disk;
 mod durable_file;
 mod event_router;
 mod executor;
+mod flush;
 mod index_gate;
 #[doc(hidden)]
 pub mod logic;
@@ -52,11 +53,12 @@ mod status;
 mod sync_marks;
 
 pub use config::{
-    BYTES_PER_SLOT_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig, MASTER_DEFAULT, MASTER_START_TIMEOUT,
-    MEMORY_BYTES_DEFAULT, NodeConfig, READ_THREADS_DEFAULT, SEGMENT_BYTES_MAX_DEFAULT,
+    BYTES_PER_SLOT_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig, FLUSH_TIMEOUT_DEFAULT, MASTER_DEFAULT,
+    MASTER_START_TIMEOUT, MEMORY_BYTES_DEFAULT, NodeConfig, READ_THREADS_DEFAULT, SEGMENT_BYTES_MAX_DEFAULT,
     SELF_FENCE_TIMEOUT_DEFAULT, STAGING_BYTES_DEFAULT,
 };
 pub use disk::{DiskError, IdentityError};
+pub use flush::FlushCanceller;
 pub use logic::segment_plan::{PlanError, SegmentPlan};
 pub use memory::{ExternalMemory, MemoryError};
 pub use moontide_disk::{BackendKind, EvictionPolicy, IoEngine};

@@ -38,6 +38,7 @@ use crate::config::{MASTER_START_TIMEOUT, NodeConfig};
 use crate::disk::{DiskError, DiskIdentity, DiskLock, DiskTier};
 use crate::event_router::EventRouter;
 use crate::executor::{CommandExecutor, ExecutorTask};
+use crate::flush::{FlushCanceller, FlushState};
 use crate::index_gate::{HEARTBEAT_TIMEOUT, IndexGate};
 use crate::logic::groups::group_of_segment;
 use crate::logic::segment_plan::{PlanArgs, PlanError, SegmentPlan, plan};
@@ -54,6 +55,12 @@ const STREAMS_MAX: usize = 4096;
 
 /// Interval at which a shutdown checks whether transfers have ended.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Interval at which a shutdown checks whether all objects are on disk.
+const FLUSH_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Interval at which a shutdown logs how many objects are left to write.
+const FLUSH_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Timeout for one master to return the cluster parameters, before the next one is asked.
 const CLUSTER_INFO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -140,12 +147,15 @@ pub struct Addresses {
     pub admin: Option<SocketAddr>,
 }
 
-/// A running node. Dropping it stops it at once; [`Node::shutdown`] first waits for transfers to end.
+/// A running node. Dropping it stops it at once; [`Node::shutdown`] first waits for writes to disk and for transfers.
 pub struct Node {
     id: NodeId,
     segments: SegmentPlan,
     addresses: Addresses,
     drain: Duration,
+    flush_timeout: Duration,
+    flush: Arc<FlushState>,
+    router: Arc<EventRouter>,
     owner: Arc<NodeOwner>,
     disk: Option<Arc<DiskTier>>,
     /// Keeps other processes from using the disk directory.
@@ -268,6 +278,9 @@ impl Node {
             segments: plan,
             addresses: Addresses::default(),
             drain: config.drain_timeout,
+            flush_timeout: config.disk.as_ref().map_or(Duration::ZERO, |disk| disk.flush_timeout),
+            flush: Arc::default(),
+            router: Arc::clone(&router),
             owner: Arc::clone(&owner),
             disk: disk.clone(),
             _disk_lock: disk_lock,
@@ -339,7 +352,8 @@ impl Node {
             cluster: cluster.number,
             groups,
         };
-        let components = NodeComponents { memory, disk, owner, index_gate, status, counters, tasks };
+        let flush = Arc::clone(&node.flush);
+        let components = NodeComponents { memory, disk, owner, index_gate, status, flush, counters, tasks };
         let manager = SessionManager::new(descriptor, components, router, seeds, sessions_stopped);
         node.sessions = node.runtime.as_ref().map(|runtime| runtime.spawn(manager.run()));
         let left = MASTER_START_TIMEOUT.saturating_sub(started.elapsed()).max(Duration::from_secs(1));
@@ -405,11 +419,63 @@ impl Node {
         Arc::clone(&self.owner) as Arc<dyn Owner>
     }
 
-    /// Stops the node: refuses new writes and reads, unmounts the segments at the masters, and waits at most
+    /// Returns a handle that ends the first part of [`Node::shutdown`] early.
+    pub fn flush_canceller(&self) -> FlushCanceller {
+        FlushCanceller(Arc::clone(&self.flush))
+    }
+
+    /// Stops the node. A node with a disk first refuses new writes, and waits at most [`DiskConfig::flush_timeout`] until
+    /// its objects are on the disk. Then the node refuses reads, unmounts the segments at the masters, and waits at most
     /// [`NodeConfig::drain_timeout`] for transfers in flight.
+    ///
+    /// [`DiskConfig::flush_timeout`]: crate::DiskConfig::flush_timeout
     pub fn shutdown(mut self) {
         let drain = self.drain;
+        self.write_to_disk();
+        self.disk.iter().for_each(|disk| disk.write_memory_list());
         self.stop(drain);
+    }
+
+    /// Lets the masters command the writes of all objects that are only in memory, and waits for them.
+    fn write_to_disk(&self) {
+        let (Some(disk), false) = (&self.disk, self.flush_timeout.is_zero()) else { return };
+        self.owner.close_writes();
+        let (started, before) = (Instant::now(), disk.written());
+        let since_start = || {
+            let now = disk.written();
+            (now.0 - before.0, now.1 - before.1)
+        };
+        disk.begin_flush();
+        self.flush.begin();
+        let mut logged = started;
+        while !(self.flush.is_over(&self.router.masters()) && disk.is_idle())
+            && started.elapsed() < self.flush_timeout
+            && !self.flush.is_cancelled()
+        {
+            std::thread::sleep(FLUSH_POLL_INTERVAL);
+            if logged.elapsed() >= FLUSH_LOG_INTERVAL {
+                logged = Instant::now();
+                let ((records, bytes), left) = (since_start(), self.flush.left(&self.router.masters()));
+                info!(
+                    records,
+                    bytes,
+                    objects_left = left.objects,
+                    bytes_left = left.bytes,
+                    "writing memory to disk before the stop"
+                );
+            }
+        }
+        let ((records, bytes), left) = (since_start(), self.flush.left(&self.router.masters()));
+        let seconds = started.elapsed().as_secs_f32();
+        let not_written = left.objects.saturating_add(left.refused);
+        if not_written == 0 && self.flush.is_complete(&self.router.masters()) {
+            info!(records, bytes, seconds, "memory written to disk");
+        } else {
+            warn!(
+                records,
+                bytes, not_written, seconds, "memory not completely written to disk; other objects are lost"
+            );
+        }
     }
 
     fn stop(&mut self, drain: Duration) {
@@ -428,6 +494,8 @@ impl Node {
                 warn!("sessions did not stop in time");
             }
         }
+        // No master waits for them any more, and a write that waits for its turn pins its record.
+        self.disk.iter().for_each(|disk| disk.stop_offloads());
         while started.elapsed() < drain && self.is_in_use() {
             std::thread::sleep(DRAIN_POLL_INTERVAL);
         }

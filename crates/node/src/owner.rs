@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use moontide_disk::RecordId;
 use moontide_heap::{
     CommitError, Grant, KillOutcome, LocalReadStats, NodeHeap, NodePin, PayloadWriter, RecordSpec,
     StagedRecord,
@@ -55,6 +54,7 @@ pub(crate) struct NodeOwner {
     events: Arc<EventRouter>,
     tasks: mpsc::Sender<ExecutorTask>,
     closed: AtomicBool,
+    writes_closed: AtomicBool,
     /// Time until which begins and commits are reported, in nanoseconds of the clock.
     report_changes_until: AtomicU64,
     calls: AtomicUsize,
@@ -91,14 +91,21 @@ impl NodeOwner {
             events,
             tasks,
             closed: AtomicBool::new(false),
+            writes_closed: AtomicBool::new(false),
             report_changes_until: AtomicU64::new(0),
             calls: AtomicUsize::new(0),
             reads: ServedReads::default(),
         }
     }
 
+    /// Refuses new writes from now on. Writes that have begun, and reads, go on.
+    pub(crate) fn close_writes(&self) {
+        self.writes_closed.store(true, Ordering::SeqCst);
+    }
+
     /// Refuses new writes and reads from now on.
     pub(crate) fn close(&self) {
+        self.close_writes();
         self.closed.store(true, Ordering::SeqCst);
     }
 
@@ -171,7 +178,7 @@ impl NodeOwner {
         if handle.node != self.node || handle.generation != node_segment.segment().shape().generation {
             return Err(ErrorCode::StaleGeneration);
         }
-        if self.closed.load(Ordering::SeqCst) || node_segment.is_closed() {
+        if self.writes_closed.load(Ordering::SeqCst) || node_segment.is_closed() {
             return Err(CLOSED);
         }
         if handle.payload_offset != handle.extent.span().offset() {
@@ -278,10 +285,9 @@ impl NodeOwner {
         for op in &ops {
             self.capabilities.admits(op)?;
         }
-        let names: Vec<RecordId> = ops.iter().map(name_of).collect();
         let until = Instant::now() + Duration::from_millis(request.lease_ms.into());
-        let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Load, names.len());
-        for (op, staged) in ops.iter().zip(disk.stage_with_lease(&names, until, deadline)) {
+        let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Load, ops.len());
+        for (op, staged) in ops.iter().zip(disk.stage_with_lease(&ops, until, deadline)) {
             let loaded = staged.and_then(|staged| self.loaded(op, &staged, request.lease_ms));
             let pushed = match loaded {
                 Ok((entry, handle)) => {
@@ -350,7 +356,7 @@ impl NodeOwner {
         let mut codes = CodesBuilder::default();
         for op in ops.iter() {
             if let Some(disk) = &self.disk {
-                disk.release_lease(name_of(&op));
+                disk.release_lease(&op);
             }
             codes.push(None);
         }
@@ -372,11 +378,6 @@ impl NodeOwner {
 fn local_reads(heap: &NodeHeap) -> v1::ReadCounters {
     let LocalReadStats { hits, misses, bytes } = heap.ledgers().reads();
     v1::ReadCounters { local_memory: hits, local_misses: misses, bytes, ..Default::default() }
-}
-
-/// Returns the record that an operation on the disk names.
-fn name_of(op: &TransferOp) -> RecordId {
-    RecordId { id: op.id, version: op.epoch, stripe: op.stripe }
 }
 
 fn begun_record(object: &ObjectEntry, handle: &Handle) -> ReportRecord {
@@ -455,10 +456,7 @@ impl Owner for NodeOwner {
 
     fn stage(&self, ops: &[TransferOp], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
         match &self.disk {
-            Some(disk) if !self.refuses_reads() => {
-                let names: Vec<RecordId> = ops.iter().map(name_of).collect();
-                disk.stage(&names, deadline)
-            }
+            Some(disk) if !self.refuses_reads() => disk.stage(ops, deadline),
             Some(_) => ops.iter().map(|_| Err(ErrorCode::StaleSession)).collect(),
             None => ops.iter().map(|_| Err(ErrorCode::Gone)).collect(),
         }

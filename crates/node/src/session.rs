@@ -38,12 +38,13 @@ use self::manager::MapSignal;
 use crate::disk::DiskTier;
 use crate::event_router::{EventRouter, NodeEvent};
 use crate::executor::ExecutorTask;
+use crate::flush::FlushState;
 use crate::index_gate::IndexGate;
 use crate::logic::groups::{GroupSet, HostedGroups, mount_diff, set_of};
 use crate::logic::outbox::{HeartbeatTracker, Outbox};
 use crate::logic::report::{Reports, SegmentTerm, SlotChange};
 use crate::logic::sync_marks::SyncGate;
-use crate::logic::timing::heartbeat_interval;
+use crate::logic::timing::{FLUSH_HEARTBEAT_INTERVAL, heartbeat_interval};
 use crate::memory::{NodeMemory, NodeSegment};
 use crate::metrics::Counters;
 use crate::owner::NodeOwner;
@@ -95,6 +96,7 @@ pub(crate) struct NodeComponents {
     pub(crate) owner: Arc<NodeOwner>,
     pub(crate) index_gate: Arc<IndexGate>,
     pub(crate) status: Arc<Status>,
+    pub(crate) flush: Arc<FlushState>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) tasks: std::sync::mpsc::Sender<ExecutorTask>,
 }
@@ -141,6 +143,13 @@ struct SessionState {
     sync_gate: SyncGate,
     /// Reads before the session began: earlier sessions have counted them.
     reads_before: v1::ReadCounters,
+}
+
+impl SessionState {
+    /// Whether the master has received the reports of all segments of its groups.
+    fn is_reported(&self) -> bool {
+        self.complete.is_some_and(|complete| complete <= self.outbox.acknowledged())
+    }
 }
 
 /// Reason for the early end of an operation.
@@ -463,6 +472,9 @@ impl SessionDriver {
         let mut clock = tokio::time::interval(heartbeat_interval(ttl));
         clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         clock.reset();
+        let mut flush_clock = tokio::time::interval(FLUSH_HEARTBEAT_INTERVAL);
+        flush_clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut flush_begun = self.components.flush.subscribe();
         let mut stop = self.stop.clone();
         let mut hosted = self.hosted.clone();
         // Measured from the start of the stream, regardless of other events.
@@ -474,6 +486,7 @@ impl SessionDriver {
             }
             let has_next = self.state.as_ref().is_some_and(|c| c.outbox.has_next());
             let has_unmounted_groups = self.has_unmounted_groups();
+            let is_flushing = self.components.flush.has_begun();
             tokio::select! {
                 () = stopped(&mut stop) => return StreamEnd::Stop,
                 changed = hosted.changed() => return match changed {
@@ -515,6 +528,9 @@ impl SessionDriver {
                     }
                     self.send_heartbeat();
                 },
+                _ = flush_clock.tick(), if is_flushing => self.send_heartbeat(),
+                // The condition above is computed again.
+                _ = flush_begun.changed(), if !is_flushing => {},
             }
         }
     }
@@ -526,8 +542,10 @@ impl SessionDriver {
 
     /// Handles a message of the master.
     fn on_message(&mut self, message: &v1::MasterMessage) -> Result<(), MasterError> {
+        let has_unmounted_groups = self.has_unmounted_groups();
         let Some(state) = &mut self.state else { return Ok(()) };
         let message = MasterMessage::from_wire(message).map_err(MasterError::Message)?;
+        let is_settled = !has_unmounted_groups && self.map_signal.is_followed(message.map_version);
         if message.session != state.session {
             return Err(MasterError::OtherSession);
         }
@@ -540,17 +558,22 @@ impl SessionDriver {
                 let (session, commands) = (state.session, commands.iter().collect());
                 let _ = self.components.tasks.send(ExecutorTask::Commands { session, commands });
             }
-            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, in_sync } => {
+            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush } => {
                 state.heartbeats.acked(heartbeat_id, Duration::from_millis(ttl_ms.into()));
                 let in_sync = state.sync_gate.filter(heartbeat_id, in_sync, &state.mounted);
                 if self.router.sync_marks.record(&in_sync, state.heartbeats.last_acked()) {
                     let marks = Arc::clone(&self.router.sync_marks);
                     tokio::task::spawn_blocking(move || marks.write());
                 }
+                // An answer from before a change of the groups does not count.
+                match flush.filter(|_| is_settled && state.is_reported()) {
+                    Some(status) => self.components.flush.answered(&self.route, status),
+                    None if self.components.flush.has_begun() => self.components.flush.outdated(&self.route),
+                    None => {}
+                }
             }
         }
-        let acknowledged = state.outbox.acknowledged();
-        if state.complete.is_some_and(|complete| complete <= acknowledged) {
+        if state.is_reported() {
             self.backoff.reset();
             // If this was the last one, all masters are synced.
             let skip = moontide_rt::mutation_enabled("old-answer-taken-for-new");
@@ -610,6 +633,8 @@ impl SessionDriver {
         let Some(state) = &mut self.state else { return };
         let Some(heartbeat_id) = state.heartbeats.heartbeat(SystemClock.now()) else { return };
         state.sync_gate.sends(heartbeat_id, state.complete.is_some());
+        // A master that does not know all objects would take the flush for complete too early.
+        let is_flushing = self.components.flush.has_begun() && state.is_reported();
         let memory = &self.components.memory;
         // Reads are counted once, for whichever group: only the default route sends them.
         let reads = if self.router.is_default_route(&self.route) {
@@ -639,6 +664,7 @@ impl SessionDriver {
                 staging_permille: self.components.disk.as_ref().map_or(0, |disk| disk.staging_permille()),
                 ..Default::default()
             }),
+            flushing: is_flushing,
         };
         state.outbox.push(Body::Heartbeat(heartbeat));
     }

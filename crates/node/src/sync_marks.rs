@@ -47,7 +47,7 @@ impl SyncMarkStore {
         let dir = self.dir.lock();
         let Some(dir) = &*dir else { return };
         let text = self.marks.lock().to_text();
-        if let Err(error) = durable_file::replace(dir, FILE, &text) {
+        if let Err(error) = durable_file::replace(dir, FILE, text.as_bytes()) {
             let file = dir.join(FILE);
             warn!(file = %file.display(), %error, "cannot write; masters may drop the records on disk after a restart");
         }

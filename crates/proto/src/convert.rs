@@ -56,10 +56,10 @@ pub use put::{PutConfig, PutEndRequest, PutRevokeRequest, PutStartRequest, PutSt
 pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
 pub use response::{Response, ResponseBody};
 pub use session::{
-    Address, DiskState, DiskStatus, Heartbeat, MasterMessage, MasterMessageBody, MountResult, MountResults,
-    MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody, OpenSessionRequest,
-    OpenSessionResponse, Pressure, ReadCounters, SegmentSpec, SegmentState, SegmentStatus, SessionGrant,
-    SyncMark, Topology, TouchBitmap, UnmountSegmentsRequest,
+    Address, DiskState, DiskStatus, FlushStatus, Heartbeat, MasterMessage, MasterMessageBody, MountResult,
+    MountResults, MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody,
+    OpenSessionRequest, OpenSessionResponse, Pressure, ReadCounters, SegmentSpec, SegmentState,
+    SegmentStatus, SessionGrant, SyncMark, Topology, TouchBitmap, UnmountSegmentsRequest,
 };
 
 use moontide_types::record::TrailerError;

@@ -90,6 +90,10 @@ pub const OPS_PER_FRAME_MAX: usize = 1024;
 /// following Ping or Cancel waits no longer than that.
 pub const FRAME_PAYLOAD_BYTES_MAX: u64 = 256 * PAGE_BYTES;
 
+/// Length of the parts in which a node reads a record from its disk: four pages. An operation on the disk is within one
+/// part, so that a node needs little memory for a record of any length.
+pub const DISK_PART_BYTES: u64 = 4 * PAGE_BYTES;
+
 /// Longest body of a Hello in bytes. This release writes 96 and ignores the bytes after them.
 pub const HELLO_BYTES_MAX: usize = 4096;
 

@@ -98,7 +98,7 @@ fn operations(table: &mut Table) {
             (&[("kind", read), ("flags", disk)], "a disk operation names no slot"),
             (&[("flags", disk), no_slot[0], no_slot[1], no_slot[2]], "a disk operation is a Read or a Load"),
             (&[("kind", load)], "a load is from disk"),
-            (&[("flags", OpFlags::DIGESTS.bits().into())], "digests are only read"),
+            (&[("flags", OpFlags::DIGESTS.bits().into())], "digests are not written"),
         ],
     );
     let valid = TransferOp {
@@ -111,6 +111,15 @@ fn operations(table: &mut Table) {
     };
     let rule = "a disk operation names no slot";
     table.check(valid, &[(&[("segment", 1)], rule), (&[("generation", 1)], rule), (&[("slot", 1)], rule)]);
+    let rule = "a disk operation is within one part";
+    table.check(
+        valid,
+        &[
+            (&[("len", DISK_PART_BYTES + 1)], rule),
+            (&[("offset", DISK_PART_BYTES - 1), ("len", 2)], rule),
+            (&[("offset", 3 * DISK_PART_BYTES + 1), ("len", DISK_PART_BYTES)], rule),
+        ],
+    );
 }
 
 fn hello(table: &mut Table) {

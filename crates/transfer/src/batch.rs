@@ -1,12 +1,13 @@
-//! Concurrent batches on memory that the caller borrows out: [`run_batches`] and [`run_hedged`].
+//! Concurrent batches on memory that the caller borrows out: [`run_batches`], [`run_batches_unless_late`] and
+//! [`run_hedged`].
 //!
-//! The counterpart of [`run`](crate::run) for more than one peer. Both functions return only after every batch has
+//! The counterpart of [`run`](crate::run) for more than one peer. The functions return only after every batch has
 //! ended, so no thread accesses the memory afterwards.
 
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::engine::{Link, Pending, PipelinedPut, WaitMode};
 use crate::error::TransferError;
@@ -60,6 +61,75 @@ pub fn run_batches(batches: &mut [Batch<'_, '_>], deadline: Instant) {
     for (batch, mut pending) in batches.iter_mut().zip(pending).rev() {
         let result = pending.wait();
         batch.settle(&*pending, result);
+    }
+}
+
+/// A healthy peer is faster than this, also on a busy network.
+const SLOW_BYTES_PER_S: f64 = 50e6;
+
+/// As [`run_batches`], but aborts batches that are late, if the caller can read elsewhere: `has_alternative` has one
+/// entry per batch. A batch is late when the first batch has succeeded and it needs more than twice the time of that one,
+/// for as many bytes, and `grace`; or when half of the time until the deadline is over, unless it is so large that a
+/// healthy peer may need longer.
+pub fn run_batches_unless_late(
+    batches: &mut [Batch<'_, '_>],
+    has_alternative: &[bool],
+    grace: Duration,
+    deadline: Instant,
+) {
+    let started = Instant::now();
+    let half = deadline.saturating_duration_since(started) / 2;
+    let bytes_of = |batch: &Batch<'_, '_>| batch.ops.iter().map(|op| op.core().len()).sum::<u64>();
+    let bytes: Vec<u64> = batches.iter().map(bytes_of).collect();
+    let late_at = |bytes: u64| {
+        let is_large = bytes as f64 / half.as_secs_f64().max(1e-3) > SLOW_BYTES_PER_S;
+        if is_large { deadline } else { started + half }
+    };
+    let mut late_at: Vec<Instant> = bytes.iter().map(|&bytes| late_at(bytes)).collect();
+    // SAFETY: as in `run_batches`.
+    let start = |batch: &Batch<'_, '_>| Some(unsafe { batch.start(deadline, WaitMode::Polling) });
+    let mut pending: Vec<Option<Box<dyn Pending>>> = batches.iter().map(start).collect();
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        for (index, (batch, slot)) in batches.iter_mut().zip(&mut pending).enumerate() {
+            let Some(running) = slot else { continue };
+            if let Poll::Ready(result) = running.poll(&mut context) {
+                if result.is_ok() {
+                    let took = started.elapsed();
+                    for (late_at, &other) in late_at.iter_mut().zip(&bytes) {
+                        let times = (other as f64 / bytes[index].max(1) as f64).max(1.0);
+                        let late = started + 2 * took.mul_f64(times.min(1e6)) + grace;
+                        *late_at = late.min(*late_at);
+                    }
+                }
+                batch.settle(&**running, result);
+                *slot = None;
+            }
+        }
+        let now = Instant::now();
+        if now >= deadline {
+            // What still runs is not late but out of time, and says so itself.
+            break;
+        }
+        let mut next: Option<Instant> = None;
+        for (index, (batch, slot)) in batches.iter_mut().zip(&mut pending).enumerate() {
+            let Some(running) = slot.as_mut().filter(|_| has_alternative[index]) else { continue };
+            if late_at[index] > now {
+                next = Some(next.map_or(late_at[index], |next| next.min(late_at[index])));
+                continue;
+            }
+            running.abort();
+            batch.settle(&**running, Err(TransferError::Aborted));
+            *slot = None;
+        }
+        let Some(next) = next else { break };
+        std::thread::park_timeout(next.saturating_duration_since(now));
+    }
+    for (batch, running) in batches.iter_mut().zip(pending) {
+        let Some(mut running) = running else { continue };
+        let result = running.wait();
+        batch.settle(&*running, result);
     }
 }
 

@@ -1,14 +1,15 @@
 //! Splits a batch into frames. Pure.
 //!
 //! Small operations share frames, up to [`OPS_PER_FRAME_MAX`] in a frame. Large ones are split, at the page boundaries
-//! of the stripe, into pieces that use several connections at once.
+//! of the stripe, into pieces that use several connections at once. Operations on the disk are split at the boundaries
+//! of the parts that a node reads ([`DISK_PART_BYTES`]).
 //!
 //! Invariants: every byte of every operation is in exactly one frame; a frame has one direction, at most
 //! [`FRAME_BYTES_MAX`] bytes and [`OPS_PER_FRAME_MAX`] operations; all pieces of an operation but the first begin at a
-//! page of the stripe.
+//! page of the stripe; a piece of an operation on the disk is within one part.
 
 use moontide_proto::OpFlags;
-use moontide_proto::limits::{FRAME_PAYLOAD_BYTES_MAX, OPS_PER_FRAME_MAX};
+use moontide_proto::limits::{DISK_PART_BYTES, FRAME_PAYLOAD_BYTES_MAX, OPS_PER_FRAME_MAX};
 use moontide_types::Span;
 use moontide_types::limits::PAGE_BYTES;
 
@@ -24,7 +25,7 @@ pub(crate) const SHARE_BYTES_MIN: u64 = 1 << 20;
 
 const _: () =
     assert!(FRAME_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX && FRAME_BYTES_MAX.is_multiple_of(PAGE_BYTES));
-const _: () = assert!(SHARE_BYTES_MIN.is_multiple_of(PAGE_BYTES));
+const _: () = assert!(SHARE_BYTES_MIN.is_multiple_of(PAGE_BYTES) && DISK_PART_BYTES <= SHARE_BYTES_MIN);
 
 /// Part of an operation that one frame carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,11 +52,14 @@ pub(crate) fn plan(ops: &[OpCore], connections: usize) -> Vec<FramePlan> {
         let total: u64 = of_direction().map(|(_, op)| op.len()).sum();
         // A node replies to a frame when all of it is in memory: with small frames it reads the next ones from its disk
         // while it sends the first.
-        let on_disk = of_direction().any(|(_, op)| op.target().flags.contains(OpFlags::DISK));
-        let share = if on_disk { SHARE_BYTES_MIN } else { share(total, connections) };
+        let share = if of_direction().any(|(_, op)| is_on_disk(op)) {
+            SHARE_BYTES_MIN
+        } else {
+            share(total, connections)
+        };
         let mut open: Option<FramePlan> = None;
         for (index, op) in of_direction() {
-            for range in pieces(op.offset(), op.len(), share) {
+            for range in pieces(op, share) {
                 let fits = open
                     .as_ref()
                     .is_some_and(|f| f.bytes + range.len() <= share && f.parts.len() < OPS_PER_FRAME_MAX);
@@ -78,14 +82,39 @@ fn share(total: u64, connections: usize) -> u64 {
     even.clamp(SHARE_BYTES_MIN, FRAME_BYTES_MAX)
 }
 
-/// Splits an operation that starts at `offset` of its stripe.
-fn pieces(offset: u64, len: u64, share: u64) -> impl Iterator<Item = Span> {
+fn is_on_disk(op: &OpCore) -> bool {
+    op.target().flags.contains(OpFlags::DISK)
+}
+
+/// Splits an operation into the ranges of its pieces, counted from its first byte.
+fn pieces(op: &OpCore, share: u64) -> impl Iterator<Item = Span> {
+    let (offset, len, on_disk) = (op.offset(), op.len(), is_on_disk(op));
+    split(len, move |start| match on_disk {
+        true => disk_part_end(offset, start),
+        // A rest that fits is not split.
+        false if len - start <= share => len,
+        // The first piece ends at a page boundary of the stripe, so that all others begin at one.
+        false => (offset + start + share) / PAGE_BYTES * PAGE_BYTES - offset,
+    })
+}
+
+/// Splits a range that starts at `offset` of a record, or of its digests, at the boundaries of the parts that a node
+/// reads from its disk. The pieces are counted from `offset`.
+pub(crate) fn disk_parts(offset: u64, len: u64) -> impl Iterator<Item = Span> {
+    split(len, move |start| disk_part_end(offset, start))
+}
+
+/// Returns the end of the part in which byte `start` of a range is; both are counted from the `offset` of the range.
+fn disk_part_end(offset: u64, start: u64) -> u64 {
+    start + DISK_PART_BYTES - (offset + start) % DISK_PART_BYTES
+}
+
+/// Splits `len` bytes; `end_of` returns the end of the piece that begins at a byte. No bytes are one empty piece.
+fn split(len: u64, end_of: impl Fn(u64) -> u64) -> impl Iterator<Item = Span> {
     let mut next = Some(0);
     std::iter::from_fn(move || {
         let start = next?;
-        // The first piece ends at a page boundary of the stripe, so that all others begin at one.
-        let full = (offset + start + share) / PAGE_BYTES * PAGE_BYTES - offset;
-        let end = if full >= len || len - start <= share { len } else { full };
+        let end = len.min(end_of(start));
         next = (end < len).then_some(end);
         Span::new(start, end - start)
     })
@@ -136,6 +165,17 @@ mod tests {
         assert_eq!(frames(&[(false, 0, 16 << 20)], 1), [(1, 4 << 20); 4]);
         assert_eq!(frames(&[(false, 0, 8), (true, 0, 8)], 1), [(1, 8), (1, 8)], "one direction per frame");
         assert_eq!(frames(&[(false, 0, 1); 1025], 1), [(1024, 1024), (1, 1)]);
+    }
+
+    #[test]
+    fn disk_ops_are_split_at_parts() {
+        const MIB: u64 = 1 << 20;
+        let parts = |offset, len| disk_parts(offset, len).map(|s| (s.offset(), s.len())).collect::<Vec<_>>();
+        assert_eq!(parts(0, 0), [(0, 0)]);
+        assert_eq!(parts(0, MIB), [(0, MIB)]);
+        assert_eq!(parts(0, MIB + 1), [(0, MIB), (MIB, 1)]);
+        assert_eq!(parts(3 * MIB - 5, 10), [(0, 5), (5, 5)]);
+        assert_eq!(parts(MIB / 4, 2 * MIB), [(0, MIB * 3 / 4), (MIB * 3 / 4, MIB), (MIB * 7 / 4, MIB / 4)]);
     }
 
     proptest! {

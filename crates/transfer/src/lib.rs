@@ -80,7 +80,7 @@ pub mod sample;
 mod metrics;
 
 #[cfg(not(shuttle))]
-pub use batch::{Batch, Winner, put_in_one_round_trip, run_batches, run_hedged};
+pub use batch::{Batch, Winner, put_in_one_round_trip, run_batches, run_batches_unless_late, run_hedged};
 #[cfg(not(shuttle))]
 pub use engine::{
     Engine, EngineUnavailable, Engines, Link, Peer, Pending, PipelinedPut, Score, WaitMode, call, run,

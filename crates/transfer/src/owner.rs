@@ -16,6 +16,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use moontide_heap::{NodeClaim, NodeHeap, NodePin, Segment};
+use moontide_proto::limits::DISK_PART_BYTES;
 use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, Packed, TransferOp};
 use moontide_types::record::Header;
 use moontide_types::{ClientId, Epoch, ErrorCode, NodeId, SegmentId, SlotId, Span};
@@ -45,7 +46,8 @@ pub trait Owner: Send + Sync + fmt::Debug {
     fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode>;
 
     /// Reads the records of operations on the disk into memory, all of them before this returns, and pins them. Returns
-    /// one result per operation.
+    /// one result per operation: a record that is longer than a part ([`DISK_PART_BYTES`]) is represented by a record
+    /// without digests, with the part of the payload, or of the digests, as its payload.
     fn stage(&self, ops: &[TransferOp], _deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
         ops.iter().map(|_| Err(ErrorCode::Unsupported)).collect()
     }
@@ -127,13 +129,20 @@ pub(crate) fn pin_reads<'a>(
         if op.flags.contains(OpFlags::DISK) {
             authorized.next().map_or(Err(ErrorCode::Internal), |(_, authorized)| authorized)?;
             let pin = staged.next().unwrap_or(Err(ErrorCode::Internal))?;
-            let range = Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)?;
-            return pinned_range(pin, range, &op);
+            return staged_range(pin, &op);
         }
         let range = checked(owner, &op)?;
         pinned_range(owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?, range, &op)
     };
     ops.iter().map(pin_read).collect()
+}
+
+/// Returns the range of an operation in what [`Owner::stage`] has pinned for it.
+fn staged_range<'a>(pin: NodePin<'a>, op: &TransferOp) -> Result<PinnedRange<'a>, ErrorCode> {
+    // A whole record is no longer than the first part. Only parts have no digests: no such record is on a disk.
+    let range = Span::new(op.offset % DISK_PART_BYTES, op.len).ok_or(ErrorCode::OutOfBounds)?;
+    let flags = if pin.header().flags.digestless() { OpFlags::NONE } else { op.flags };
+    pinned_range(pin, range, &TransferOp { flags, ..*op })
 }
 
 fn pinned_range<'a>(pin: NodePin<'a>, range: Span, op: &TransferOp) -> Result<PinnedRange<'a>, ErrorCode> {

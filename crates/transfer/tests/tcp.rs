@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use common::{TestNode, get, soon};
 use moontide_proto::{AccessRight, FrameKind, OpFlags};
 use moontide_transfer::sample::SampleNodeConfig;
-use moontide_transfer::tcp::TcpConfig;
+use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{
-    Batch, Op, OwnedOp, PipelinedPut, Target, Transfer, TransferError, Winner, call, put_in_one_round_trip,
-    run, run_batches, run_hedged,
+    Batch, Engine, EngineKind, Link, Op, OwnedOp, Peer, PipelinedPut, Target, Transfer, TransferError,
+    Winner, call, put_in_one_round_trip, run, run_batches, run_batches_unless_late, run_hedged,
 };
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
@@ -531,8 +531,8 @@ impl moontide_transfer::Owner for SlowNode {
 /// progress. Cause: the end of the wait stayed in the past. Fix: it is computed again for each wait.
 #[test]
 fn call_longer_than_stall_timeout_succeeds() {
-    use moontide_transfer::tcp::{TcpEngine, TcpServer, TcpServerConfig};
-    use moontide_transfer::{Engine, EngineKind, Metrics, Owner, Peer, WaitMode};
+    use moontide_transfer::tcp::{TcpServer, TcpServerConfig};
+    use moontide_transfer::{Metrics, Owner, WaitMode};
     let config = SampleNodeConfig { readable: 0, writable: 2, begun: false, ..Default::default() };
     let owner = Arc::new(SlowNode(moontide_transfer::sample::SampleNode::new(config.clone()).unwrap()));
     let server =
@@ -661,18 +661,71 @@ fn start_silent_proxy(node: &TestNode) -> std::net::SocketAddr {
     address
 }
 
+/// Returns a link to a peer that responds to nothing but the handshake.
+fn silent_link(node: &TestNode) -> Arc<dyn Link> {
+    let addresses = vec![(EngineKind::Tcp, start_silent_proxy(node).to_string())];
+    let peer = Peer { node: node.config().node, addresses };
+    let slow = TcpConfig { connections: 1, stall: Duration::from_secs(60), ..TcpConfig::default() };
+    TcpEngine::new(slow, Arc::clone(&node.metrics)).connect(&peer, soon()).unwrap()
+}
+
 #[test]
-fn hedge_wins_over_slow_peer_and_loser_buffer_is_untouched() {
-    use moontide_transfer::tcp::TcpEngine;
-    use moontide_transfer::{Engine, EngineKind, Peer};
+fn late_batch_is_aborted_if_it_has_an_alternative() {
     let config = SampleNodeConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
     let node = TestNode::new(config);
     let config = node.config();
-    let good = node.link(1);
-    let peer =
-        Peer { node: config.node, addresses: vec![(EngineKind::Tcp, start_silent_proxy(&node).to_string())] };
-    let slow = TcpConfig { connections: 1, stall: Duration::from_secs(60), ..TcpConfig::default() };
-    let slow = TcpEngine::new(slow, Arc::clone(&node.metrics)).connect(&peer, soon()).unwrap();
+    let (good, silent) = (node.link(1), silent_link(&node));
+    let (grace, timeout) = (Duration::from_millis(100), Duration::from_secs(2));
+    for has_alternative in [true, false] {
+        let mut buffers = [0xee, 0].map(|byte| vec![byte; config.record_bytes as usize]);
+        let [late, fast] = &mut buffers;
+        let mut batches = [
+            Batch::new(&*silent, vec![Op::get(config.target(0), 0, late)]),
+            Batch::new(&*good, vec![Op::get(config.target(1), 0, fast)]),
+        ];
+        let began = Instant::now();
+        run_batches_unless_late(&mut batches, &[has_alternative, true], grace, began + timeout);
+        let took = began.elapsed();
+        assert_eq!((batches[0].ops[0].outcome(), batches[1].ops[0].outcome()), (None, Some(Ok(()))));
+        let aborted = matches!(batches[0].result, Some(Err(TransferError::Aborted)));
+        assert_eq!(aborted, has_alternative, "{:?}", batches[0].result);
+        assert!(if has_alternative { took < timeout } else { took >= timeout }, "{took:?}");
+        drop(batches);
+        assert_eq!(buffers[1], config.content(1));
+        assert!(buffers[0].iter().all(|&byte| byte == 0xee), "no byte arrived");
+    }
+}
+
+/// Regression: a batch that needed more than half of the time, or more than twice that of a small one, was aborted however
+/// many bytes it had.
+#[test]
+fn large_batch_is_not_late_because_of_a_small_one() {
+    let config = SampleNodeConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
+    let node = TestNode::new(config);
+    let config = node.config();
+    let (good, silent) = (node.link(1), silent_link(&node));
+    let (mut large, mut small) = (vec![0; 64 << 20], vec![0; 9]);
+    let mut batches = [
+        Batch::new(&*silent, vec![Op::get(config.target(0), 0, &mut large)]),
+        Batch::new(&*good, vec![Op::get(config.target(1), PAGE, &mut small)]),
+    ];
+    let (began, timeout) = (Instant::now(), Duration::from_millis(600));
+    run_batches_unless_late(&mut batches, &[true, true], Duration::from_millis(20), began + timeout);
+    assert_eq!(batches[1].ops[0].outcome(), Some(Ok(())));
+    assert!(
+        matches!(batches[0].result, Some(Err(TransferError::Deadline { .. }))),
+        "{:?}",
+        batches[0].result
+    );
+    assert!(began.elapsed() >= timeout, "{:?}", began.elapsed());
+}
+
+#[test]
+fn hedge_wins_over_slow_peer_and_loser_buffer_is_untouched() {
+    let config = SampleNodeConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
+    let node = TestNode::new(config);
+    let config = node.config();
+    let (good, slow) = (node.link(1), silent_link(&node));
     let (mut first, mut second) =
         (vec![0xee; config.record_bytes as usize], vec![0; config.record_bytes as usize]);
     let hedge = |first_link, second_link, delay: Duration, first: &mut [u8], second: &mut [u8]| {

@@ -37,7 +37,8 @@ pub const STRIPES_MAX: usize = 1024;
 /// Maximum number of groups in a cluster: 64 masters with 64 groups each.
 pub const GROUPS_MAX: u16 = 4096;
 
-/// Default number of groups of a new cluster.
+/// Default number of groups of a new cluster with several masters. A single master has one group: groups evict
+/// independently, so that each further group costs hits, and they are of use only to be divided among masters.
 pub const GROUPS_DEFAULT: u16 = 16;
 
 /// Size of a unit of memory in bytes: extents are counted in units, so that a `u32` addresses 2 TiB.

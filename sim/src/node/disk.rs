@@ -436,7 +436,7 @@ impl Node {
             return self.reply_to_command(session, command, CommandReply::refused(code, Word::default()), cx);
         }
         let mut builder = OffloadNoticeBuilder::default();
-        builder.push(&record.header, &record.key, &record.attributes);
+        builder.push(&record.header, &record.key, &record.attributes, false);
         disk.disk_image.records.entry(name).or_insert(record);
         let audience: Vec<(SessionId, bool)> = if disk.audience.is_live(session) {
             vec![(session, false)]
@@ -539,7 +539,9 @@ impl Node {
         for (name, stored) in
             disk.disk_image.records.iter().filter(|(name, _)| is_next(name)).take(REPORTED_AT_ONCE)
         {
-            builder.push(&stored.header, &stored.key, &stored.attributes);
+            // Some were in memory at the stop.
+            let was_in_memory = name.id.0[0] % 2 == 0;
+            builder.push(&stored.header, &stored.key, &stored.attributes, was_in_memory);
             last = Some(*name);
         }
         let notice = builder.message(true, |_| true);

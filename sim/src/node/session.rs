@@ -576,6 +576,7 @@ impl Node {
             segments,
             disk: self.disk.as_ref().map(|disk| disk.status(now)),
             pressure: Some(v1::Pressure::default()),
+            flushing: false,
         }));
     }
 
@@ -597,7 +598,7 @@ impl Node {
             MasterMessageBody::Commands(commands) => {
                 work = Some(ExecutorTask::Commands { session, commands: commands.iter().collect() });
             }
-            MasterMessageBody::HeartbeatAck { heartbeat_id: heartbeat, ttl_ms, in_sync } => {
+            MasterMessageBody::HeartbeatAck { heartbeat_id: heartbeat, ttl_ms, in_sync, .. } => {
                 session_state.heartbeats.acked(heartbeat, Duration::from_millis(ttl_ms.into()));
                 let in_sync = session_state.sync_gate.filter(heartbeat, in_sync, &session_state.mounted);
                 let changed = self.sync_marks.record(&in_sync, session_state.heartbeats.last_acked());

@@ -47,6 +47,27 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::Environment,
     },
     Mutant {
+        name: "job-done-before-kills",
+        location: "crates/meta/src/group/remove.rs",
+        impact: "A removal by prefix is acknowledged before the nodes have killed the objects, and a crash restores them.",
+        test: test("meta", "jobs", "removal_jobs_match_prefix_or_pattern_and_skip_later_puts"),
+        activation: Activation::Environment,
+    },
+    Mutant {
+        name: "job-trusts-unknown-disks",
+        location: "crates/meta/src/group/remove.rs",
+        impact: "A removal by prefix is acknowledged after a change of the master, and objects on the disk of a node that was down come back with it.",
+        test: test("meta", "jobs", "object_on_disk_that_no_master_has_seen_does_not_return_after_a_job"),
+        activation: Activation::Environment,
+    },
+    Mutant {
+        name: "write-back-survives-drop",
+        location: "crates/meta/src/group/disk.rs",
+        impact: "What was dropped while its node wrote it to disk is there again after a crash of the node.",
+        test: test("meta", "flush", "object_dropped_during_write_back_is_killed"),
+        activation: Activation::Environment,
+    },
+    Mutant {
         name: "beat-before-close",
         location: "crates/node/src/index_gate.rs",
         impact: "A process that was stopped and goes on serves removed objects in place for a moment.",
@@ -63,8 +84,19 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "silent-master",
         location: "crates/client/src/cluster.rs",
-        impact: "Two masters that do not respond make a whole batch fail, also the keys of the healthy master.",
+        impact: "Four masters that do not respond make a whole batch fail, also the keys of the healthy master.",
         test: test("client", "masters", "silent_masters_delay_only_their_own_keys"),
+        activation: Activation::Environment,
+    },
+    Mutant {
+        name: "silent-node",
+        location: "crates/client/src/write.rs",
+        impact: "A node that does not respond makes a whole batch of puts fail, also the objects on other nodes.",
+        test: test(
+            "cli",
+            "failover",
+            "silence::silent_processes_delay_no_call_beyond_its_deadline_and_only_their_own_keys",
+        ),
         activation: Activation::Environment,
     },
     Mutant {
@@ -260,7 +292,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
         name: "holes-not-in-names",
         location: "crates/blocks/src/sequence.rs",
         impact: "A sequence finds rows in the store that were computed in the presence of other tokens.",
-        test: test("blocks", "model", "cache_matches_list_model_for_random_histories"),
+        test: test("blocks", "cache", "rows_computed_after_pruning_get_different_hashes"),
         activation: Activation::Environment,
     },
     Mutant {

@@ -167,7 +167,7 @@ impl Tier {
             for into in arena.chunks_exact_mut(record_len) {
                 let name = self.names[rng.index(self.names.len())];
                 let location = self.backend.locate(&name).ok_or_else(|| wrong("not found"))?;
-                jobs.push(ReadJob { name, location, into });
+                jobs.push(ReadJob::whole(name, location, into));
             }
             for outcome in read_records(&mut **queue, jobs) {
                 bytes += outcome.map_err(wrong)?.stripe_len;

@@ -232,8 +232,9 @@ impl FailoverCluster {
         for from in (0..args.objects).step_by(BATCH as usize) {
             let keys: Vec<String> = (from..(from + BATCH).min(args.objects)).map(key).collect();
             let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
-            let exist = self.uncached.exists_batch(&keys).map_err(wrong)?;
-            found += exist.iter().filter(|exists| **exists).count();
+            for exists in self.uncached.exists_batch(&keys) {
+                found += u64::from(exists.map_err(wrong)?);
+            }
         }
         Ok(found as f64 / args.objects as f64)
     }

@@ -117,8 +117,9 @@ impl Cluster {
             let mut found = 0;
             for part in lost.chunks(BATCH) {
                 let keys: Vec<String> = part.iter().copied().map(key).collect();
-                let exist = store.exists_batch(&bytes_of(&keys)).map_err(wrong)?;
-                found += exist.iter().filter(|exists| **exists).count();
+                for exists in store.exists_batch(&bytes_of(&keys)) {
+                    found += usize::from(exists.map_err(wrong)?);
+                }
             }
             on_lost.check()?;
             on_others.check()?;
@@ -237,8 +238,8 @@ impl KeyProbe {
         while !stop.load(Ordering::Relaxed) {
             let keys: Vec<String> = (0..BATCH).map(|_| key(numbers[rng.index(numbers.len())])).collect();
             let started = Instant::now();
-            let exist = self.store.exists_batch(&bytes_of(&keys));
-            let hits = exist.map(|exist| exist.iter().filter(|exists| **exists).count() as u64);
+            let exist = self.store.exists_batch(&bytes_of(&keys)).into_iter();
+            let hits = exist.map(|exists| exists.map(u64::from)).sum::<Result<u64, _>>();
             self.record(started, BATCH as u64, hits.map_err(|error| error.to_string()));
             std::thread::sleep(Duration::from_millis(1));
         }

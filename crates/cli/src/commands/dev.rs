@@ -2,6 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use moontide_bench::Scratch;
@@ -27,8 +28,6 @@ Exit codes: 0 stopped by SIGTERM or ctrl-c, 1 failure, 2 usage.";
 
 /// First of five consecutive ports: gRPC, frame server and HTTP of the master; HTTP and data plane of the node.
 const PORT_BASE_DEFAULT: u16 = 7400;
-/// Enough groups to see objects distributed, few enough for a small memory.
-const GROUPS: u16 = 4;
 
 #[derive(Debug, ClapArgs)]
 struct Args {
@@ -74,12 +73,11 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     let args = Args::from_arg_matches(matches).map_err(CommandError::usage)?;
     log_to_stderr(LOG_DEV);
     abort_on_panic();
-    let signals = Signals::catch().map_err(CommandError::failed)?;
+    let mut signals = Signals::catch().map_err(CommandError::failed)?;
     let server = Server::start(MasterConfig {
         grpc_listen: args.address(0),
         frame_listen: args.address(1),
         admin_listen: args.address(2),
-        groups: GROUPS,
         // No client has leases of an earlier master.
         reallocation_delay_ms: 0,
         ..MasterConfig::default()
@@ -97,7 +95,12 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     let scratch = scratch.transpose()?;
     let disk = scratch
         .as_ref()
-        .map(|scratch| DiskConfig { limit_bytes: args.disk_limit, ..DiskConfig::new(scratch.path()) });
+        // No other start would find what a flush writes.
+        .map(|scratch| DiskConfig {
+            limit_bytes: args.disk_limit,
+            flush_timeout: Duration::ZERO,
+            ..DiskConfig::new(scratch.path())
+        });
     let started = Node::start(NodeConfig {
         master: grpc.to_string(),
         memory_bytes: args.memory,

@@ -43,7 +43,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     log_to_stderr(LOG_SERVER);
     abort_on_panic();
     warn_of_unknown_variables(&loaded);
-    let signals = Signals::catch().map_err(CommandError::failed)?;
+    let mut signals = Signals::catch().map_err(CommandError::failed)?;
     let server = Server::start(loaded.config).map_err(|error| match error {
         StartError::Config(_) => CommandError::usage(error),
         _ => CommandError::failed(error),

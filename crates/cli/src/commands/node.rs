@@ -30,6 +30,7 @@ Examples:
 Prints `node ID`, `tcp ADDRESS`, `shm PATH`, `disk DIR`, `admin URL` and `ready`, one per line, when it serves. Every
 setting can also be set by the environment, e.g. MOONTIDE_NODE_MEMORY_BYTES=4GiB; in the file, disk settings are in
 the table [disk]. MOONTIDE_LOG sets the log filter of stderr.
+On SIGTERM or ctrl-c, a node with a disk first writes its objects to it; a second signal ends that.
 Exit codes: 0 stopped by SIGTERM or ctrl-c, 1 failure, 2 usage, 4 the master cannot be reached.";
 
 pub(crate) fn command() -> Command {
@@ -47,11 +48,17 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     log_to_stderr(LOG_SERVER);
     abort_on_panic();
     warn_of_unknown_variables(&loaded);
-    let signals = Signals::catch().map_err(CommandError::failed)?;
+    let mut signals = Signals::catch().map_err(CommandError::failed)?;
     let disk = loaded.config.disk.as_ref().map(|disk| disk.dir.clone());
     let node = Node::start(loaded.config).map_err(start_failure)?;
     announce(&node, disk.as_deref(), "admin").map_err(CommandError::failed)?;
     signals.wait();
+    let flush = node.flush_canceller();
+    // Ends with the process, if no second signal arrives.
+    std::thread::spawn(move || {
+        signals.wait();
+        flush.cancel();
+    });
     node.shutdown();
     Ok(())
 }

@@ -2,6 +2,8 @@
 //!
 //! A partition silently drops packets, by `nft` in the receiving namespace. Each direction is separate.
 
+#![allow(dead_code, reason = "each test uses its own part")]
+
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::process::Command;
@@ -128,7 +130,15 @@ impl Net {
         self.nft(host, &format!("{comes}; {goes}"));
     }
 
-    /// Ends [`Net::isolate`] of a host.
+    /// Drops all packets of a host, those of this test too.
+    pub fn silence(&mut self, host: &Host) {
+        self.nft(
+            host,
+            "add rule inet cut alone_in iifname eth drop; add rule inet cut alone_out oifname eth drop",
+        );
+    }
+
+    /// Ends [`Net::isolate`] or [`Net::silence`] of a host.
     pub fn heal_host(&mut self, host: &Host) {
         self.nft(host, "flush chain inet cut alone_in; flush chain inet cut alone_out");
     }

@@ -84,9 +84,9 @@ const DISK_MIB: usize = 96;
 /// Disk of etcd, which preallocates 64 MiB for its log, and again for the next one.
 const REGISTRY_MIB: usize = 512;
 const DISK_LIMIT_MIB: usize = 64;
-/// Longest delay of a sync with slow disks, one of these for each life of a node: from a good SSD to a disk that is as slow
-/// as half a session.
-const SYNC_MS_MAX: [u64; 4] = [5, 50, 250, 1000];
+/// Longest delay of a sync with slow disks, one of these for each life of a node: from a good SSD to a disk that needs
+/// as long as a session.
+const SYNC_MS_MAX: [u64; 5] = [5, 50, 250, 1000, 2000];
 
 /// Timeout until all processes are connected after healing.
 const SETTLED: Duration = Duration::from_secs(60);

@@ -49,7 +49,7 @@ pub fn until(what: &str, within: Duration, mut is_so: impl FnMut() -> bool) {
 }
 
 /// Serializes clusters, also if the tests of a binary run on several threads.
-fn alone() -> MutexGuard<'static, ()> {
+pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(|failed_elsewhere| failed_elsewhere.into_inner())
 }

@@ -58,12 +58,22 @@ impl DiskCluster {
         cluster
     }
 
+    /// Starts both, with further arguments of the master and of the node.
+    pub fn start_with_master(backend: BackendKind, sizes: Sizes, master: &str, more: &str) -> DiskCluster {
+        let shape = Shape { master_words: words(master), ..Shape::default() };
+        let mut cluster = DiskCluster::with_shape(backend, sizes, more, shape);
+        cluster.cluster.add_node(&[]);
+        cluster.cluster.wait_for_nodes(1);
+        cluster
+    }
+
     /// Starts the master; the caller starts the node.
     pub fn without_node(backend: BackendKind, sizes: Sizes, more: &str) -> DiskCluster {
         DiskCluster::with_shape(backend, sizes, more, Shape::default())
     }
 
-    fn with_shape(backend: BackendKind, sizes: Sizes, more: &str, shape: Shape) -> DiskCluster {
+    /// Starts the master of a cluster of this shape; the caller starts the node.
+    pub fn with_shape(backend: BackendKind, sizes: Sizes, more: &str, shape: Shape) -> DiskCluster {
         let disk = Folder::new();
         let mut node_words = words(&format!(
             "--disk-backend {backend} --disk-limit {}MiB --disk-staging {}MiB {more}",
@@ -194,8 +204,8 @@ pub fn on_disk(store: &Store, objects: &[Object]) -> Vec<Object> {
 /// Number of existing objects.
 pub fn count_existing(store: &Store, objects: &[Object]) -> usize {
     let keys: Vec<&[u8]> = objects.iter().map(Object::key).collect();
-    let there = keys.chunks(4096).map(|keys| store.exists_batch(keys).unwrap_or_default());
-    there.map(|there| there.into_iter().filter(|there| *there).count()).sum()
+    let there = keys.chunks(4096).map(|keys| store.exists_batch(keys));
+    there.map(|there| there.iter().filter(|there| matches!(there, Ok(true))).count()).sum()
 }
 
 /// Waits for the first read from the node's disk, with retries; returns the time since the start of the node.

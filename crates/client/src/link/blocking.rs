@@ -195,9 +195,13 @@ impl BlockingLink {
     /// Makes any call of the framed protocol, with the deadline of its context. The context of the reply may hold an
     /// error.
     pub fn call<'a, C: Call<'a>>(&self, request: &C) -> Result<C::Reply, LinkError> {
+        self.call_for(request, request.context().timeout_ms)
+    }
+
+    /// The same, with a time to wait other than the timeout of the context.
+    pub(crate) fn call_for<'a, C: Call<'a>>(&self, request: &C, wait_ms: u32) -> Result<C::Reply, LinkError> {
         let outgoing = call::outgoing(request)?;
-        let deadline = Deadline::after(request.context().timeout_ms);
-        call::read(self.exchange(outgoing, deadline)?, &self.address)
+        call::read(self.exchange(outgoing, Deadline::after(wait_ms))?, &self.address)
     }
 
     /// Sets the map version and term that further calls send to the master.

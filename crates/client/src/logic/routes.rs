@@ -36,6 +36,11 @@ impl GroupRoutes {
         (0u16..).zip(&self.hosts).filter_map(move |(group, &host)| (host == Some(master)).then_some(group))
     }
 
+    /// Returns the number of groups of the cluster.
+    pub fn group_count(&self) -> u32 {
+        self.hosts.len() as u32
+    }
+
     /// Returns whether every group has a master.
     pub fn is_complete(&self) -> bool {
         self.hosts.iter().all(Option::is_some)
@@ -60,6 +65,11 @@ impl GroupRoutes {
 pub fn is_misrouted(code: ErrorCode) -> bool {
     use ErrorCode::*;
     matches!(code, WrongMaster | Unreachable | ConnectionLost | DeadlineExceeded)
+}
+
+/// Whether a key has no result after one round of calls: its master is unknown or silent, or is handing its group off.
+pub fn is_unanswered(code: ErrorCode) -> bool {
+    is_misrouted(code) || code == ErrorCode::Retry
 }
 
 #[cfg(test)]

@@ -163,7 +163,7 @@ pub(super) fn verify_payload(
     location: RecordLocation,
 ) -> InspectedState {
     let mut memory = AlignedBuf::zeroed(location.len as usize);
-    let job = ReadJob { name, location, into: &mut memory };
+    let job = ReadJob::whole(name, location, &mut memory);
     match read_records(queue, vec![job]).pop() {
         Some(Err(error)) => InspectedState::Corrupt { reason: error.to_string() },
         _ => InspectedState::Ok,

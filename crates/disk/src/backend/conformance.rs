@@ -73,7 +73,7 @@ impl BackendHarness {
     pub(super) fn read(&mut self, name: &RecordId) -> Option<Result<AlignedBuf, ReadError>> {
         let location = self.backend.locate(name)?;
         let mut memory = AlignedBuf::zeroed(location.len as usize);
-        let job = ReadJob { name: *name, location, into: &mut memory };
+        let job = ReadJob::whole(*name, location, &mut memory);
         let result = read_records(&mut *self.queue, vec![job]).pop().expect("one job");
         Some(result.map(|_| memory))
     }
@@ -147,7 +147,7 @@ pub(super) fn run_on_real_disk(open: Open, name: &str) {
             for sample in samples.iter().filter(|sample| sample.name() != gone) {
                 let location = backend.locate(&sample.name()).expect("it is stored");
                 let mut memory = AlignedBuf::zeroed(location.len as usize);
-                let job = ReadJob { name: sample.name(), location, into: &mut memory };
+                let job = ReadJob::whole(sample.name(), location, &mut memory);
                 assert!(read_records(queue, vec![job])[0].is_ok());
                 assert_eq!(&memory[..], sample.encode());
             }
@@ -303,7 +303,7 @@ fn located_record_is_readable_after_eviction(open: Open) {
     }
     for (sample, location) in samples.iter().zip(held) {
         let mut memory = AlignedBuf::zeroed(location.len as usize);
-        let job = ReadJob { name: sample.name(), location, into: &mut memory };
+        let job = ReadJob::whole(sample.name(), location, &mut memory);
         assert!(read_records(&mut *harness.queue, vec![job])[0].is_ok(), "its range was reused");
         assert_eq!(&memory[..], sample.encode());
     }
@@ -385,7 +385,7 @@ fn concurrent_operations_are_isolated(open: Open) {
                     for sample in &batch {
                         let Some(location) = backend.locate(&sample.name()) else { continue };
                         let mut memory = AlignedBuf::zeroed(location.len as usize);
-                        let job = ReadJob { name: sample.name(), location, into: &mut memory };
+                        let job = ReadJob::whole(sample.name(), location, &mut memory);
                         assert_eq!(read_records(queue, vec![job])[0].map(|_| ()), Ok(()));
                     }
                 }

@@ -242,7 +242,7 @@ impl CrashHarness {
     /// Reads a record. The outer error means wrong bytes.
     fn read(&mut self, name: &RecordId, location: RecordLocation) -> Result<Result<(), ReadError>, String> {
         let mut memory = AlignedBuf::zeroed(location.len as usize);
-        let job = ReadJob { name: *name, location, into: &mut memory };
+        let job = ReadJob::whole(*name, location, &mut memory);
         let result = read_records(&mut *self.queue, vec![job]).pop().expect("one job");
         Ok(match result {
             Err(error) => Err(error),

@@ -3,7 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use moontide_meta::{DiskSpec, Effects, ReportRecord, ReportState};
-use moontide_proto::convert::{DiskState, DiskStatus, MountResult, OffloadNotice, SegmentSpec, SyncMark};
+use moontide_proto::convert::{
+    DiskState, DiskStatus, FlushStatus, MountResult, OffloadNotice, SegmentSpec, SyncMark,
+};
 use moontide_proto::{OffloadFlags, Packed, VersionedId};
 use moontide_types::record::AttributesRef;
 use moontide_types::{ErrorCode, Extent, GroupId, SegmentId, SlotId};
@@ -86,6 +88,20 @@ impl Service {
         }
     }
 
+    /// Continues the flush of a node that is about to stop, in all hosted groups. Returns its state.
+    pub(super) fn flush(&self, node: &NodeSession) -> FlushStatus {
+        let mut sum = FlushStatus::default();
+        for mut group in self.hosted() {
+            // An error means that the node has no segment in this group.
+            let _ = group.flush(node.node, node.session());
+            let progress = group.flush_progress(node.session()).unwrap_or_default();
+            sum.objects += progress.objects;
+            sum.bytes += progress.bytes;
+            sum.refused += progress.refused;
+        }
+        sum
+    }
+
     /// Applies a report of records on a node's disk.
     pub(super) fn offloaded(&self, node: &NodeSession, notice: &OffloadNotice<'_>) -> Result<(), ErrorCode> {
         let id_key = self.config.id_key.number();
@@ -131,7 +147,7 @@ impl Service {
                 payload_offset: 0,
                 digestless: record.flags.contains(OffloadFlags::DIGESTLESS),
                 one_sided: false,
-                touched: false,
+                touched: record.flags.contains(OffloadFlags::WAS_IN_MEMORY),
                 pin: attributes.pin,
                 expires: attributes.expires,
                 cohort: attributes.cohort,

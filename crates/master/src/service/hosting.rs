@@ -297,6 +297,7 @@ impl Service {
             exclusion,
             seed: config.seed.wrapping_add(group.0.into()),
             placement: config.placement,
+            offload: config.offload,
             admission: config.admission,
             eviction_high_watermark_permille: config.eviction_high_watermark_permille,
             eviction_low_watermark_permille: config.eviction_low_watermark_permille,

@@ -10,7 +10,7 @@ use moontide_proto::convert::{
     RemoveByPrefixRequest, RemoveByRegexRequest, RequestContext, ResponseContext, Wire,
 };
 use moontide_proto::v1;
-use moontide_types::{ErrorCode, NodeId, SegmentId, Tenant, TenantGeneration};
+use moontide_types::{ErrorCode, NodeId, SegmentId, Tenant, TenantGeneration, UnixMillis};
 
 use tokio::sync::oneshot;
 
@@ -18,7 +18,7 @@ use super::{Service, refused};
 use crate::election::{Proposal, TenantChange, TenantState};
 
 /// Maximum number of remembered jobs, running or finished.
-const JOBS_MAX: usize = 256;
+const JOBS_MAX: usize = 4096;
 
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
@@ -28,15 +28,16 @@ pub(super) struct Jobs {
 
 #[derive(Clone, Debug)]
 enum JobTargets {
-    /// One job per group that was hosted at the start.
-    Removal(Vec<(usize, JobId)>),
+    /// One job per group that was hosted at the start. A group that another master hosts now has lost its job.
+    Removal { tenant: Box<str>, parts: Vec<(usize, JobId)> },
     /// Drain of a segment of `units` units.
     Drain { node: NodeId, segment: SegmentId, group: usize, units: u32 },
 }
 
 impl Jobs {
-    fn add(&mut self, parts: JobTargets) -> u64 {
-        self.count += 1;
+    /// Adds a job. Its number is not that of a job of an earlier process: that one would be taken for this one.
+    fn add(&mut self, parts: JobTargets, now: UnixMillis) -> u64 {
+        self.count = now.0.max(self.count + 1);
         self.all.insert(self.count, parts);
         while self.all.len() > JOBS_MAX {
             self.all.pop_first();
@@ -142,26 +143,45 @@ impl Service {
             });
             let (group, units) = found.ok_or(ErrorCode::NotFound)?;
             self.group(group)?.drain(node, segment, request.evict)?;
-            Ok(self.jobs.lock().add(JobTargets::Drain { node, segment, group, units }))
+            let targets = JobTargets::Drain { node, segment, group, units };
+            Ok((self.jobs.lock().add(targets, self.now().unix), 1))
         });
         self.job_response(started)
     }
 
-    /// Returns the progress of a job.
+    /// Returns the progress of a job of the caller's tenant, or of the drain of a segment.
     pub fn get_job(&self, m: &v1::GetJobRequest) -> v1::GetJobResponse {
-        let status = GetJobRequest::from_wire(m).map_err(refused).and_then(|request| {
+        let found = GetJobRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
-            let parts = self.jobs.lock().all.get(&request.job).cloned().ok_or(ErrorCode::NotFound)?;
-            Ok(self.job_status(&parts))
+            let targets = self.job_targets(request.job)?;
+            match &targets {
+                JobTargets::Removal { tenant, .. } if **tenant != *request.context.tenant.as_str() => {
+                    Err(ErrorCode::NotFound)
+                }
+                _ => Ok(targets),
+            }
         });
-        match status {
-            Ok(status) => {
+        self.status_response(found)
+    }
+
+    /// Returns the progress of a job of any tenant, for operators.
+    pub(crate) fn get_any_job(&self, job: u64) -> v1::GetJobResponse {
+        self.status_response(self.job_targets(job))
+    }
+
+    fn job_targets(&self, job: u64) -> Result<JobTargets, ErrorCode> {
+        self.jobs.lock().all.get(&job).cloned().ok_or(ErrorCode::NotFound)
+    }
+
+    fn status_response(&self, targets: Result<JobTargets, ErrorCode>) -> v1::GetJobResponse {
+        match targets {
+            Ok(targets) => {
                 let context = ResponseContext {
                     map_version: self.map_version(),
                     term: self.config.term,
                     ..Default::default()
                 };
-                GetJobResponse::new(context, status).to_wire()
+                GetJobResponse::new(context, self.job_status(&targets)).to_wire()
             }
             Err(code) => v1::GetJobResponse { context: Some(self.refusal(code)), ..Default::default() },
         }
@@ -170,11 +190,17 @@ impl Service {
     fn job_status(&self, parts: &JobTargets) -> JobStatus {
         let mut sum = JobStatus { state: JobState::Done, examined: 0, affected: 0, skipped: 0, total: 0 };
         match parts {
-            JobTargets::Removal(parts) => {
+            JobTargets::Removal { parts, .. } => {
+                let mut is_lost = false;
                 for &(index, part) in parts {
-                    // A group that another master hosts now is skipped.
-                    let Ok(group) = self.group_for_node(index) else { continue };
-                    let Some(status) = group.job(part) else { continue };
+                    let group = self.group_for_node(index).ok();
+                    let Some((group, status)) = group.and_then(|group| {
+                        let status = group.job(part)?;
+                        Some((group, status))
+                    }) else {
+                        is_lost = true;
+                        continue;
+                    };
                     sum.examined += status.scanned;
                     sum.affected += status.removed;
                     sum.skipped += status.kept;
@@ -184,6 +210,12 @@ impl Service {
                     }
                 }
                 sum.total = sum.total.max(sum.examined);
+                if is_lost {
+                    sum.state = JobState::Failed(ErrorCode::WrongMaster);
+                } else if sum.state == JobState::Done && self.is_unconfirmed() {
+                    // Another master may own the groups already, with objects that this master does not know.
+                    sum.state = JobState::Running;
+                }
             }
             &JobTargets::Drain { node, segment, group, units } => {
                 let view =
@@ -210,25 +242,39 @@ impl Service {
         self.job_response(started)
     }
 
-    fn start_in_groups(&self, tenant: Tenant<'_>, kind: JobKind, force: bool) -> Result<u64, ErrorCode> {
+    /// Starts a removal in all hosted groups. Returns the job and the number of groups.
+    fn start_in_groups(
+        &self,
+        tenant: Tenant<'_>,
+        kind: JobKind,
+        force: bool,
+    ) -> Result<(u64, u32), ErrorCode> {
+        // A group in a handoff would lose the job. Nothing is started then: the caller repeats the call.
+        for index in 0..self.group_slots.len() {
+            match self.group(index) {
+                Ok(_) | Err(ErrorCode::WrongMaster) => {}
+                Err(code) => return Err(code),
+            }
+        }
         let mut parts = Vec::with_capacity(self.group_slots.len());
         for index in 0..self.group_slots.len() {
             let mut group = match self.group(index) {
                 Ok(group) => group,
                 Err(ErrorCode::WrongMaster) => continue,
-                // A group in a handoff would lose the job.
                 Err(code) => return Err(code),
             };
             let tenant = group.tenant(tenant)?;
             parts.push((index, group.start_job(tenant, kind.clone(), force)?));
         }
-        Ok(self.jobs.lock().add(JobTargets::Removal(parts)))
+        let groups = parts.len() as u32;
+        let targets = JobTargets::Removal { tenant: tenant.as_str().into(), parts };
+        Ok((self.jobs.lock().add(targets, self.now().unix), groups))
     }
 
-    fn job_response(&self, started: Result<u64, ErrorCode>) -> v1::StartJobResponse {
+    fn job_response(&self, started: Result<(u64, u32), ErrorCode>) -> v1::StartJobResponse {
         match started {
-            Ok(job) => v1::StartJobResponse { context: Some(self.context(None)), job },
-            Err(code) => v1::StartJobResponse { context: Some(self.refusal(code)), job: 0 },
+            Ok((job, groups)) => v1::StartJobResponse { context: Some(self.context(None)), job, groups },
+            Err(code) => v1::StartJobResponse { context: Some(self.refusal(code)), job: 0, groups: 0 },
         }
     }
 }

@@ -399,7 +399,7 @@ mod tests {
         let node = node();
         let stream = node.attach();
         assert_eq!(node.expect(1), Ok(true));
-        node.applied(1, Some(v1::HeartbeatAck { heartbeat_id: 7, ttl_ms: 10_000, in_sync: vec![] }));
+        node.applied(1, Some(v1::HeartbeatAck { heartbeat_id: 7, ttl_ms: 10_000, ..Default::default() }));
         assert_eq!(node.expect(1), Ok(false));
         assert_eq!(node.expect(3), Err(ErrorCode::Retry));
         let message = node.message(stream, MapVersion(1)).ok().unwrap().unwrap();

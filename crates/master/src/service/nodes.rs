@@ -337,6 +337,7 @@ impl Service {
                     heartbeat_id: heartbeat.heartbeat_id,
                     ttl_ms: self.config.session_ttl.as_millis() as u32,
                     in_sync: self.groups_in_sync(node),
+                    flush: heartbeat.flushing.then(|| self.flush(node)),
                 });
             }
             NodeMessageBody::CommandResults(results) => {

@@ -39,6 +39,10 @@ pub struct MasterStats {
     pub objects_on_disk: u64,
     /// Units of memory that become free when the offloads in progress are complete.
     pub offloading_units: u64,
+    /// Objects that are queued for a write to disk or being written, and stay in memory.
+    pub write_back_objects: u64,
+    /// Bytes of these objects.
+    pub write_back_bytes: u64,
     /// Number of nodes with a disk.
     pub disks: u64,
     /// Number of disks that accept no writes.
@@ -119,6 +123,9 @@ impl Service {
             stats.memory_bytes += group.memory_bytes() as u64;
             stats.objects_on_disk += group.objects_on_disk();
             stats.offloading_units += group.offloading_units();
+            let (objects, bytes) = group.write_back_backlog();
+            stats.write_back_objects += objects;
+            stats.write_back_bytes += bytes;
             let in_use = |view: &SegmentView| view.phase != SegmentPhase::Lost && view.medium != Medium::Disk;
             for view in group.segments().filter(in_use) {
                 stats.segments += 1;
@@ -207,6 +214,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
         lost_objects,
         offloads_started,
         offloaded_objects,
+        write_backs_skipped,
         demoted_objects,
         offloads_not_admitted,
         promoted_objects,
@@ -234,6 +242,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     sum.lost_objects += lost_objects;
     sum.offloads_started += offloads_started;
     sum.offloaded_objects += offloaded_objects;
+    sum.write_backs_skipped += write_backs_skipped;
     sum.demoted_objects += demoted_objects;
     sum.offloads_not_admitted += offloads_not_admitted;
     sum.promoted_objects += promoted_objects;

@@ -30,7 +30,7 @@ pub fn config() -> MasterConfig {
         grpc_listen: free,
         frame_listen: free,
         admin_listen: free,
-        groups: 4,
+        groups: Some(4),
         reallocation_delay_ms: 0,
         ..MasterConfig::default()
     }

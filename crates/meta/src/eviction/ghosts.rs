@@ -44,6 +44,13 @@ impl Ghosts {
         self.buckets = vec![[0; BUCKET]; (entries as usize).div_ceil(BUCKET)];
     }
 
+    /// Frees the memory if most of the objects for which there is space were removed.
+    pub(super) fn release_unused(&mut self, objects: u64) {
+        if objects < self.capacity / 4 {
+            *self = Ghosts { evictions: self.evictions, ..Ghosts::default() };
+        }
+    }
+
     pub(super) fn insert(&mut self, id: ObjectId) {
         self.evictions += 1;
         let (now, fingerprint) = (self.now(), fingerprint(id));
@@ -136,5 +143,19 @@ mod tests {
         ghosts.insert(id(2));
         ghosts.resize(5000);
         assert_eq!(ghosts.take(id(2)), None);
+    }
+
+    #[test]
+    fn memory_is_freed_when_most_objects_are_removed() {
+        let mut ghosts = Ghosts::default();
+        ghosts.resize(1000);
+        ghosts.insert(id(1));
+        ghosts.release_unused(400);
+        assert!(ghosts.take(id(1)).is_some());
+        ghosts.release_unused(200);
+        assert_eq!((ghosts.buckets.capacity(), ghosts.objects()), (0, 0));
+        ghosts.resize(1000);
+        ghosts.insert(id(1));
+        assert!(ghosts.take(id(1)).is_some(), "it starts again when memory is full");
     }
 }

@@ -185,7 +185,8 @@ impl Group {
             check(record.has(RecordFlag::OnDisk) == on_disk, || {
                 format!("{}: wrong on-disk flag", record.id())
             })?;
-            let offloading = self.offloads.contains_key(&record.id());
+            let offload = self.offloads.get(&record.id());
+            let offloading = offload.is_some_and(|offload| offload.write_back.is_none());
             check(record.has(RecordFlag::Offloading) == offloading, || {
                 format!("{}: offloading flag without offload or vice versa", record.id())
             })?;
@@ -197,7 +198,9 @@ impl Group {
                 }
             }
         }
-        check(self.offloads.len() as u64 == self.offloading.len(), || {
+        check(self.write_backs_are_consistent(), || "wrong counts of write-backs".into())?;
+        let victims = self.offloads.values().filter(|offload| offload.write_back.is_none());
+        check(victims.count() as u64 == self.offloading.len(), || {
             "wrong length of the offload queue".into()
         })?;
         let units: u64 = self.offloads.values().map(disk::Offload::units).sum();

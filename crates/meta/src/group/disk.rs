@@ -12,6 +12,9 @@
 //!       └───────────── Promote command, done ◀── read again, or prefetched ──────── on disk
 //! ```
 //!
+//! A write-back ([`flush`](super::flush)) is an offload of an object that is not a victim: it stays in its queue, and in memory
+//! after the notice.
+//!
 //! An object that is being offloaded is complete and readable. The group releases none of its memory before the node
 //! reports that the record would survive a crash. If the disk is slower than the puts, the puts wait.
 //!
@@ -24,6 +27,7 @@ use moontide_types::{
 };
 
 use super::exclusion::SyncMark;
+use super::flush::WriteBack;
 use super::report::{ReportRecord, ReportState};
 use super::{Group, LocationVersion, LookupKey};
 use crate::effect::{CommandKind, CommandOutcome, Effects};
@@ -62,8 +66,23 @@ pub enum Admission {
 /// An offload for which commands were sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Offload {
-    until: Tick,
+    pub(super) until: Tick,
+    /// Units of memory that it will free.
     units: u64,
+    /// Set if the object stays in memory.
+    pub(super) write_back: Option<WriteBack>,
+}
+
+/// Reason for an offload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OffloadPurpose {
+    /// The object is a victim: it leaves memory afterwards.
+    Evict,
+    /// The object stays in memory.
+    WriteBack {
+        /// The flush that waits for it.
+        flush: Option<SessionId>,
+    },
 }
 
 #[cfg(any(test, feature = "testing"))]
@@ -116,6 +135,9 @@ impl Group {
         segment.is_stale = spec.occupied && !was_absent && (late || self.was_excluded(spec.synced));
         segment.accepts_offloads = true;
         self.add_segment(segment, topology);
+        if spec.occupied {
+            self.jobs_are_uncertain();
+        }
         true
     }
 
@@ -184,6 +206,7 @@ impl Group {
         let segment = self.segment_mut(index);
         if segment.phase == SegmentPhase::Reporting {
             segment.phase = SegmentPhase::Serving;
+            self.begin_warm_up(index);
         }
         Ok(())
     }
@@ -248,42 +271,77 @@ impl Group {
 
     // ------------------------------------------------------------------------------------------- offload
 
-    /// Commands nodes to write a victim to their disks. Returns `false` if no disk accepts it, so that it can only be
+    /// Commands nodes to write an object to their disks. Returns `false` if no disk accepts it, so that a victim can only be
     /// dropped.
-    pub(super) fn start_offload(&mut self, at: RecordRef, now: Now, effects: &mut Effects) -> bool {
+    pub(super) fn start_offload(
+        &mut self,
+        at: RecordRef,
+        purpose: OffloadPurpose,
+        now: Now,
+        effects: &mut Effects,
+    ) -> bool {
         let record = *self.slab.get(at);
         debug_assert!(!record.has(RecordFlag::Writing) && !record.has(RecordFlag::Offloading));
-        let stripes = self.stripes(&record);
-        let rows = self.location_count(&record) / stripes;
+        let (id, epoch) = (record.id(), record.epoch());
+        // A victim that is being written already needs no further commands.
+        if !self.offloads.contains_key(&id) {
+            let flushing = match purpose {
+                OffloadPurpose::WriteBack { flush } => flush,
+                OffloadPurpose::Evict => None,
+            };
+            let Some(sources) = self.offload_sources(&record, flushing) else { return false };
+            for location in sources {
+                self.push_command(CommandKind::Offload, location.segment, location.slot, epoch, id, effects);
+            }
+            self.stats.offloads_started += 1;
+        }
+        self.end_offload(id);
+        let window = self.config.offload_window;
+        match purpose {
+            OffloadPurpose::WriteBack { flush } => {
+                // The node cancels the command after one window. Its answer is expected before this deadline.
+                let until = self.ticker.end(now.mono, 2 * window);
+                let node = self.memory_node(&record).unwrap_or(NodeId(0));
+                let write_back = WriteBack { node, bytes: record.object_len(), flush };
+                self.offloads.insert(id, Offload { until, units: 0, write_back: Some(write_back) });
+                self.write_back_started(id, until, write_back);
+            }
+            OffloadPurpose::Evict => {
+                let until = self.ticker.end(now.mono, window);
+                let units = self.memory_units(&record);
+                self.dequeue(at);
+                let record = self.slab.get_mut(at);
+                record.set(RecordFlag::Offloading, true);
+                // A use from now on is a reason to keep it in memory.
+                record.set(RecordFlag::Visited, false);
+                self.enqueue(at);
+                self.offloads.insert(id, Offload { until, units, write_back: None });
+                self.offloading_units += units;
+            }
+        }
+        true
+    }
+
+    /// Returns a location in memory for each stripe that is on no disk, if its node has a disk that accepts records. Prefers
+    /// the node of `session`, which is about to stop.
+    fn offload_sources(&self, record: &Record, session: Option<SessionId>) -> Option<Vec<SlotLocation>> {
+        let stripes = self.stripes(record);
+        let rows = self.location_count(record) / stripes;
         let mut sources = Vec::with_capacity(stripes);
         for stripe in 0..stripes {
-            let mut locations = (0..rows).map(|row| self.location(&record, row * stripes + stripe));
-            let readable = |location: &SlotLocation| self.is_readable(*location);
-            if locations.clone().filter(readable).any(|location| self.segment(location.segment).is_disk()) {
+            let mut locations = (0..rows)
+                .map(|row| self.location(record, row * stripes + stripe))
+                .filter(|&location| self.is_readable(location));
+            if locations.clone().any(|location| self.segment(location.segment).is_disk()) {
                 continue;
             }
-            match locations
-                .find(|&location| self.is_readable(location) && self.accepting_disk_of(location).is_some())
-            {
-                Some(location) => sources.push(location),
-                None => return false,
-            }
+            let is_source = |location: &SlotLocation| self.accepting_disk_of(*location).is_some();
+            let is_preferred =
+                |location: &SlotLocation| session == Some(self.segment(location.segment).session);
+            let preferred = locations.clone().find(|location| is_source(location) && is_preferred(location));
+            sources.push(preferred.or_else(|| locations.find(is_source))?);
         }
-        let (id, epoch, units) = (record.id(), record.epoch(), self.memory_units(&record));
-        for location in sources {
-            self.push_command(CommandKind::Offload, location.segment, location.slot, epoch, id, effects);
-        }
-        self.dequeue(at);
-        let record = self.slab.get_mut(at);
-        record.set(RecordFlag::Offloading, true);
-        // A use from now on is a reason to keep it in memory.
-        record.set(RecordFlag::Visited, false);
-        self.enqueue(at);
-        let until = self.ticker.end(now.mono, self.config.offload_window);
-        self.offloads.insert(id, Offload { until, units });
-        self.offloading_units += units;
-        self.stats.offloads_started += 1;
-        true
+        Some(sources)
     }
 
     /// Whether another offload may start now.
@@ -293,13 +351,17 @@ impl Group {
 
     /// Whether an object can be offloaded at all, and is admitted.
     pub(super) fn should_offload(&mut self, record: &Record) -> bool {
-        // A record that cannot be verified is never promoted.
-        if record.has(RecordFlag::Digestless) || self.not_offloadable.contains(&record.id()) {
+        if !self.is_offloadable(record) {
             return false;
         }
-        let admitted = self.sketch.as_ref().is_none_or(|sketch| sketch.count(record.id()) > 0);
+        let admitted = self.is_admitted(record);
         self.stats.offloads_not_admitted += u64::from(!admitted);
         admitted
+    }
+
+    /// Whether an object may be written to a disk according to the configuration.
+    pub(super) fn is_admitted(&self, record: &Record) -> bool {
+        self.sketch.as_ref().is_none_or(|sketch| sketch.count(record.id()) > 0)
     }
 
     /// Whether every stripe is on a disk.
@@ -349,11 +411,24 @@ impl Group {
             // The nodes of the other stripes have not responded.
             self.late_offloads.insert(record.id());
         }
+        let write_back = self.offloads.get(&self.slab.get(at).id()).and_then(|offload| offload.write_back);
         self.leave_offloading(at);
+        match write_back {
+            Some(write_back) if code == ErrorCode::Cancelled => self.repeat_write_back(at, write_back),
+            Some(write_back) => self.write_back_failed(write_back),
+            None => {}
+        }
     }
 
     /// Ends offloads that timed out: the objects may become victims again.
     pub(super) fn expire_offloads(&mut self, now: Now, budget: usize) -> bool {
+        for _ in 0..budget {
+            let Some(id) = self.expired_write_back(now) else { break };
+            let write_back = self.offloads.get(&id).and_then(|offload| offload.write_back);
+            write_back.into_iter().for_each(|write_back| self.write_back_failed(write_back));
+            self.end_offload(id);
+            self.late_offloads.insert(id);
+        }
         for _ in 0..budget {
             let Some(at) = self.offloading.first() else { return false };
             let id = self.slab.get(at).id();
@@ -369,17 +444,25 @@ impl Group {
 
     /// Whether a node may be writing an object to its disk.
     pub(super) fn may_be_offloading(&self, record: &Record) -> bool {
-        record.has(RecordFlag::Offloading) || self.late_offloads.contains(&record.id())
+        let id = record.id();
+        let writes_back =
+            self.offloads.contains_key(&id) && !moontide_rt::mutation_enabled("write-back-survives-drop");
+        record.has(RecordFlag::Offloading) || writes_back || self.late_offloads.contains(&id)
     }
 
     /// Handles another record on disk of an object that is being offloaded. After the last one, releases the memory.
     fn offload_ended(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        if !record.has(RecordFlag::Offloading) || !self.is_completely_on_disk(&record) {
+        let Some(&offload) = self.offloads.get(&record.id()).filter(|_| self.is_completely_on_disk(&record))
+        else {
             return;
-        }
+        };
         self.leave_offloading(at);
         self.stats.offloaded_objects += 1;
+        if offload.write_back.is_some() {
+            self.refill_write_backs(now, effects);
+            return;
+        }
         let record = self.slab.get(at);
         if !record.has(RecordFlag::Visited) && record.pin() != PinClass::Hard && !self.is_leased(record, now)
         {
@@ -387,21 +470,21 @@ impl Group {
         }
     }
 
-    fn leave_offloading(&mut self, at: RecordRef) {
-        let id = self.slab.get(at).id();
-        if !self.slab.get(at).has(RecordFlag::Offloading) {
-            return;
+    pub(super) fn leave_offloading(&mut self, at: RecordRef) {
+        if self.slab.get(at).has(RecordFlag::Offloading) {
+            self.dequeue(at);
+            self.slab.get_mut(at).set(RecordFlag::Offloading, false);
+            self.enqueue(at);
         }
-        self.dequeue(at);
-        self.slab.get_mut(at).set(RecordFlag::Offloading, false);
-        self.enqueue(at);
-        self.end_offload(id);
+        self.end_offload(self.slab.get(at).id());
     }
 
     /// Removes an offload from the table and from the unit count. The caller updates the record's flag and queue.
     pub(super) fn end_offload(&mut self, id: ObjectId) {
-        if let Some(offload) = self.offloads.remove(&id) {
-            self.offloading_units -= offload.units;
+        let Some(offload) = self.offloads.remove(&id) else { return };
+        self.offloading_units -= offload.units;
+        if let Some(write_back) = offload.write_back {
+            self.write_back_ended(id, offload.until, write_back);
         }
     }
 
@@ -440,7 +523,7 @@ impl Group {
         !self.to_promote.is_empty()
     }
 
-    fn promote(&mut self, at: RecordRef, effects: &mut Effects) {
+    pub(super) fn promote(&mut self, at: RecordRef, effects: &mut Effects) {
         let record = *self.slab.get(at);
         if self.pressure_permille() >= self.config.eviction_high_watermark_permille {
             return; // it would evict objects that are used as much
@@ -653,7 +736,7 @@ impl Group {
     /// Whether a returned disk still reports, or is stale and still has records that it was commanded to drop.
     pub(super) fn disks_are_returning(&self) -> bool {
         let returning = |segment: &Segment| {
-            let dropping = segment.is_stale && !segment.drains.is_empty();
+            let dropping = segment.is_stale && segment.reported_drains > 0;
             segment.is_disk() && (segment.phase == SegmentPhase::Reporting || dropping)
         };
         self.segments.iter().flatten().any(returning)

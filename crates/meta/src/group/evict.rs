@@ -17,6 +17,7 @@ use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::PinClass;
 
 use super::Group;
+use super::disk::OffloadPurpose;
 use crate::effect::Effects;
 use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::record::RecordFlag;
@@ -291,7 +292,7 @@ impl Group {
                 return EvictReport { objects: 1, bytes };
             }
             let units_before = self.offloading_units;
-            if self.should_offload(&record) && self.start_offload(at, now, effects) {
+            if self.should_offload(&record) && self.start_offload(at, OffloadPurpose::Evict, now, effects) {
                 let bytes = (self.offloading_units - units_before) * UNIT_BYTES;
                 return EvictReport { objects: 1, bytes };
             }

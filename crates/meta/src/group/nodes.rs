@@ -155,6 +155,9 @@ impl Group {
         let late = now.mono > self.reports_until && !moontide_rt::mutation_enabled("late-segment-believed");
         segment.is_stale = !absent && (late || self.was_excluded(spec.synced)) || was_stale;
         let index = self.add_segment(segment, topology);
+        if spec.has_records {
+            self.jobs_are_uncertain();
+        }
         if !spec.has_records {
             self.quarantined_segments.push(index);
             self.activate_segments(now);
@@ -334,6 +337,7 @@ impl Group {
             }
         }
         self.nodes.remove(&node);
+        self.end_flush(node);
     }
 
     /// Expects a segment to return with its records. Until it does, or its entry is dropped, removals are not certain.
@@ -369,6 +373,8 @@ impl Group {
             node.segments.retain(|&mounted| mounted != index);
         }
         self.leased_drains.retain(|&(_, segment, _), _| segment != index);
+        self.end_warm_up(index);
+        self.jobs_are_uncertain();
         let draining = self.segment(index).drains.iter();
         let draining =
             draining.map(|(&slot, drain)| LocationVersion { segment: index, slot, epoch: drain.epoch });

@@ -406,8 +406,11 @@ impl Group {
             None => len.div_ceil(self.stripe_bytes_max(put, trailer_len)).max(1),
         };
         // Stripes begin on pages. Rounding up may give fewer stripes than requested, but no empty one.
-        let stripe_len =
-            if requested == 1 { len } else { len.div_ceil(requested).next_multiple_of(PAGE_BYTES) };
+        // A single one is as long as the object: nodes report it so.
+        let stripe_len = match requested {
+            1 => len,
+            _ => len.div_ceil(requested).next_multiple_of(PAGE_BYTES).min(len),
+        };
         let stripes = if stripe_len == 0 { 1 } else { len.div_ceil(stripe_len).max(1) };
         if stripes > STRIPES_MAX as u64 {
             return Err(ErrorCode::TooLarge);

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use hashbrown::hash_map::Entry;
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, ErrorCode, NodeId, ObjectId, SegmentId, SlotId};
+use moontide_types::{Epoch, ErrorCode, MonoTime, NodeId, ObjectId, SegmentId, SlotId, Term};
 
 use super::exclusion::Certainty;
 use super::lookup::{LookupKey, ObjectState};
 use super::{Group, LocationVersion, PendingRemoval, UnansweredKill};
 use crate::effect::{CommandKind, CommandOutcome, Effect, Effects, WaiterId};
 use crate::ids::{RecordRef, TenantIndex};
-use crate::job::{JOBS_REMEMBERED, JOBS_RUNNING_MAX, Job, JobId, JobKind, JobState, JobStatus};
+use crate::job::{JOBS_REMEMBERED, JOBS_RUNNING_MAX, Job, JobId, JobKind, JobState, JobStatus, JobStep};
 use crate::record::RecordFlag;
 use crate::time::Now;
 
@@ -107,6 +107,7 @@ impl Group {
                 replaced_by: None,
                 pending,
                 not_found: gone && removal.kills == 0,
+                job: None,
             },
         );
         RemoveOutcome::Waiting
@@ -146,6 +147,7 @@ impl Group {
                 replaced_by: None,
                 pending: false,
                 not_found: kills == 0,
+                job: None,
             },
         );
         RemoveOutcome::Waiting
@@ -153,15 +155,21 @@ impl Group {
 
     /// Starts a job that removes many objects.
     pub fn start_job(&mut self, tenant: TenantIndex, kind: JobKind, force: bool) -> Result<JobId, ErrorCode> {
+        let newest = self.newest_epoch();
+        let mut running = self.jobs.iter_mut().filter(|(_, job)| job.status.state == JobState::Running);
+        if let Some((&id, job)) = running.find(|(_, job)| job.is_for(tenant, &kind, force)) {
+            // A repeated call does not add another job.
+            job.newest = newest;
+            job.scan_again();
+            return Ok(id);
+        }
         let running = self.jobs.values().filter(|job| job.status.state == JobState::Running).count();
         if running >= JOBS_RUNNING_MAX {
             return Err(ErrorCode::Busy);
         }
         self.job_count += 1;
         let id = JobId(self.job_count);
-        let status = JobStatus { state: JobState::Running, scanned: 0, removed: 0, kept: 0, code: None };
-        let newest = self.newest_epoch();
-        self.jobs.insert(id, Job { kind, tenant, force, newest, cursor: None, status });
+        self.jobs.insert(id, Job::new(kind, tenant, force, newest));
         let finished = self.jobs.iter().filter(|(_, job)| job.status.state == JobState::Done);
         let finished: Vec<JobId> = finished.map(|(&id, _)| id).collect();
         for old in &finished[..finished.len().saturating_sub(JOBS_REMEMBERED)] {
@@ -177,32 +185,80 @@ impl Group {
 
     /// Continues the running jobs. Visits at most `budget` objects; returns the number of visited objects.
     pub(super) fn step_jobs(&mut self, now: Now, budget: usize, effects: &mut Effects) -> usize {
-        let mut visited = 0;
-        let is_running = |job: &Job| job.status.state == JobState::Running;
-        if self.jobs.values().any(is_running) && self.certainty(now) == Certainty::AfterExclusion {
-            return visited;
-        }
         let running = self.jobs.iter().filter(|(_, job)| job.status.state == JobState::Running);
         let running: Vec<JobId> = running.map(|(&id, _)| id).collect();
+        if running.is_empty() {
+            return 0;
+        }
+        self.give_up_unknown_disks(now);
+        let certainty = self.certainty(now);
+        if certainty == Certainty::AfterExclusion {
+            return 0;
+        }
+        let is_certain = certainty == Certainty::Certain && !self.disks_are_returning();
+        let mut visited = 0;
         for id in running {
             // Removed from the map while it runs, so that job and group can be borrowed mutably at the same time.
             let mut job = self.jobs.remove(&id).expect("running job exists");
-            while visited < budget {
-                visited += 1;
-                let Some(at) = self.slab.previous(job.cursor) else {
-                    job.status.state = JobState::Done;
-                    break;
-                };
-                job.cursor = Some(at);
-                job.status.scanned += 1;
-                self.visit_job_object(&mut job, at, now, effects);
+            if !is_certain {
+                job.is_uncertain();
             }
+            while matches!(job.step, JobStep::Scan) && visited < budget {
+                visited += 1;
+                match self.slab.previous(job.cursor) {
+                    Some(at) => {
+                        job.cursor = Some(at);
+                        job.status.scanned += 1;
+                        self.visit_job_object(id, &mut job, at, now, effects);
+                    }
+                    None => job.step = JobStep::Confirm(self.unconfirmed_kills.iter().copied().collect()),
+                }
+            }
+            self.confirm_job(&mut job, is_certain);
             self.jobs.insert(id, job);
         }
         visited
     }
 
-    fn visit_job_object(&mut self, job: &mut Job, at: RecordRef, now: Now, effects: &mut Effects) {
+    /// Treats disks that this master has never seen as stale from now on: it keeps no tombstones for objects that a job would
+    /// remove from them. Their nodes had the time to report that nodes have after a change of the master.
+    fn give_up_unknown_disks(&mut self, now: Now) {
+        let first_term = self.config.previous_term == Term::ZERO;
+        let may_report = !first_term && now.mono < self.disk_reports_until;
+        if may_report
+            && !self.awaits_reports(now)
+            && !moontide_rt::mutation_enabled("job-trusts-unknown-disks")
+        {
+            self.disk_reports_until = MonoTime(0);
+            self.need_exclusion();
+        }
+    }
+
+    /// Lets running jobs scan again: records that they have seen removed may return.
+    pub(super) fn jobs_are_uncertain(&mut self) {
+        self.jobs
+            .values_mut()
+            .filter(|job| job.status.state == JobState::Running)
+            .for_each(Job::is_uncertain);
+    }
+
+    /// Ends a job whose objects cannot return, or lets it scan again when no more objects are awaited.
+    fn confirm_job(&self, job: &mut Job, is_certain: bool) {
+        let JobStep::Confirm(released) = &mut job.step else { return };
+        while released.pop_if(|version| !self.unconfirmed_kills.contains(version)).is_some() {}
+        let confirmed = released.is_empty() && job.unanswered == 0;
+        if !confirmed && !moontide_rt::mutation_enabled("job-done-before-kills") {
+            return;
+        }
+        if job.is_certain {
+            job.status.state = JobState::Done;
+            job.step = JobStep::Confirm(vec![]);
+        } else if is_certain {
+            job.scan_again();
+        }
+    }
+
+    fn visit_job_object(&mut self, id: JobId, job: &mut Job, at: RecordRef, now: Now, effects: &mut Effects) {
         let (record, key) = self.slab.with_key(at);
         if record.tenant() != job.tenant || record.epoch() > job.newest || !job.kind.matches(key) {
             return;
@@ -214,14 +270,14 @@ impl Group {
             job.status.kept += 1;
             return;
         }
-        let unsettled = self.certainty(now) != Certainty::Certain;
-        if unsettled && self.add_tombstone(record.id()) == ErrorCode::Busy {
+        if !job.is_certain && self.add_tombstone(record.id()) == ErrorCode::Busy {
             job.status.kept += 1;
             return;
         }
         self.keep_disk_tombstone(record.id(), record.epoch(), now);
         let removal = self.kill_object(at, now, effects);
         if removal.kills > 0 {
+            job.unanswered += 1;
             self.add_pending_removal(
                 removal.number,
                 PendingRemoval {
@@ -232,11 +288,12 @@ impl Group {
                     replaced_by: None,
                     pending: removal.unreachable,
                     not_found: false,
+                    job: Some(id),
                 },
             );
         }
-        if unsettled || removal.unreachable {
-            job.status.code = Some(ErrorCode::Pending);
+        if removal.unreachable {
+            job.is_uncertain();
         }
         job.status.removed += 1;
         self.stats.removed_objects += 1;
@@ -275,6 +332,7 @@ impl Group {
                 replaced_by: Some(by),
                 pending: removal.unreachable,
                 not_found: false,
+                job: None,
             },
         );
     }
@@ -462,6 +520,12 @@ impl Group {
             let not_found = removal.not_found.then_some(ErrorCode::NotFound);
             let code = if pending { Some(ErrorCode::Pending) } else { not_found };
             effects.push(Effect::Removed { waiter, code });
+        }
+        if let Some(job) = removal.job.and_then(|job| self.jobs.get_mut(&job)) {
+            job.unanswered -= 1;
+            if removal.pending {
+                job.is_uncertain();
+            }
         }
         if let Some(id) = removal.replaced_by {
             if removal.pending && self.find_id(id).is_some() {

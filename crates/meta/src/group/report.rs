@@ -73,7 +73,7 @@ pub struct ReportRecord<'a> {
     pub digestless: bool,
     /// A remote peer had one-sided access.
     pub one_sided: bool,
-    /// Read since the node started.
+    /// Read since the node started; of a record on disk: in memory when the node was stopped.
     pub touched: bool,
     /// Resistance to eviction.
     pub pin: PinClass,
@@ -451,6 +451,9 @@ impl Group {
             });
         }
         let at = self.add_object(&record, new.key)?;
+        if complete && !self.segment(index).is_disk() {
+            self.note_reported(at);
+        }
         if !complete && new.state == ReportState::Ready {
             self.committed(at, stripe, new.root, effects);
         }

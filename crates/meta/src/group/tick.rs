@@ -23,6 +23,12 @@ pub struct TickBudget {
     pub reclaims: usize,
     /// Objects loaded from disk.
     pub promotions: usize,
+    /// Slots scanned for flushes.
+    pub flushed_slots: usize,
+    /// Slots of disks scanned for objects that return to memory.
+    pub warmed_slots: usize,
+    /// Objects written back.
+    pub write_backs: usize,
 }
 
 impl Default for TickBudget {
@@ -34,6 +40,9 @@ impl Default for TickBudget {
             job_objects: 2048,
             reclaims: 1024,
             promotions: 64,
+            flushed_slots: 4096,
+            warmed_slots: 1024,
+            write_backs: 256,
         }
     }
 }
@@ -45,6 +54,7 @@ impl Group {
         self.activate_segments(now);
         self.expire_absent(now);
         self.open_feed(now);
+        self.eviction_order.release_unused(self.objects_in_memory);
         let expired = self.expire_reservations(now, budget.expiries, effects)
             | self.expire_objects(now, budget.expiries, effects)
             | self.expire_offloads(now, budget.expiries)
@@ -55,7 +65,9 @@ impl Group {
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
         let evicted =
             self.evict_to_watermark(now, budget.evictions, effects).objects as usize >= budget.evictions;
-        expired || reclaims || swept || jobs || evicted
+        let flushed = self.step_flushes(now, budget.flushed_slots, budget.write_backs, effects);
+        let warmed = self.step_warm_ups(now, budget.warmed_slots, effects);
+        expired || reclaims || swept || jobs || evicted || flushed || warmed
     }
 
     /// The queue is ordered by the ends of the reservations, because all have the same duration.

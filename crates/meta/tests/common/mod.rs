@@ -364,3 +364,47 @@ impl GroupHarness {
         memory.map(|view| u64::from(view.free_units)).sum()
     }
 }
+
+/// Nodes with one segment of memory and a disk each.
+pub(crate) fn disks(nodes: &[u64]) -> GroupHarness {
+    with_disks(config(1), nodes)
+}
+
+pub(crate) fn with_disks(config: GroupConfig, nodes: &[u64]) -> GroupHarness {
+    let mut harness = GroupHarness::with(config);
+    for &node in nodes {
+        harness.mount(node, 0, Term::ZERO, false);
+        harness.mount_disk(node, 0, false);
+    }
+    harness
+}
+
+/// A complete object of one KiB, as its node reports it.
+pub(crate) fn reported(
+    harness: &GroupHarness,
+    key: &'static str,
+    epoch: Epoch,
+    slot: u32,
+) -> ReportRecord<'static> {
+    let extent = Extent { start: 3 * slot, units: 3 };
+    ReportRecord {
+        slot: SlotId(slot),
+        state: ReportState::Ready,
+        epoch,
+        id: id(key),
+        tenant: harness.tenant,
+        key: key.as_bytes(),
+        object_len: 1024,
+        stripe: StripeRange { index: 0, count: 1, offset: 0, len: 1024 },
+        root: 77,
+        extent,
+        payload_offset: extent.span().offset(),
+        digestless: false,
+        one_sided: false,
+        touched: false,
+        pin: PinClass::None,
+        expires: None,
+        cohort: None,
+        parent: None,
+    }
+}

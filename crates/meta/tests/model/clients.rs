@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use moontide_meta::{
-    LookupKey, PutEnd, PutOptions, PutStart, RemoveOutcome, ReportState, StripeLocation, TenantIndex,
-    WaiterId,
+    JobId, JobState, LookupKey, PutEnd, PutOptions, PutStart, RemoveOutcome, ReportState, StripeLocation,
+    TenantIndex, WaiterId,
 };
 use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::record::PinClass;
@@ -464,6 +464,18 @@ impl ModelHarness {
         for put in self.puts.iter_mut().filter(|put| epochs.contains(&put.epoch)) {
             put.removal_pending = true;
         }
+    }
+
+    /// Checks the jobs that are done: a forced one has removed all that existed at its start.
+    pub(crate) fn check_jobs(&mut self) -> Check {
+        let is_done = |job: &JobId| self.group.job(*job).is_none_or(|status| status.state == JobState::Done);
+        let done: Vec<JobId> = self.jobs.keys().copied().filter(is_done).collect();
+        for job in done {
+            for (key, epochs) in self.jobs.remove(&job).unwrap_or_default() {
+                self.removed(key, &epochs)?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks an acknowledged removal: none of the covered versions may be READY anywhere.

@@ -261,13 +261,15 @@ impl ModelHarness {
             node.disconnect(wiped_after);
         }
         self.term = Term::new(self.term.get() + 1).unwrap();
-        let config = GroupConfig { exclusion: self.exclusion, ..config(self.term, self.placement) };
+        let config =
+            GroupConfig { exclusion: self.exclusion, ..config(self.term, self.placement, self.offload) };
         self.group = Group::new(config, self.now);
         self.watcher = Default::default();
         self.removals.clear();
         self.replaced.clear();
         self.forced_job = false;
         self.any_job = false;
+        self.jobs.clear();
         for put in &mut self.puts {
             put.pin = put.pin_stored;
             put.removal_pending = false;

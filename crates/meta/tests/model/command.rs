@@ -155,6 +155,14 @@ pub(crate) enum Command {
     Restart {
         node: u8,
     },
+    /// A node announces that it is about to stop.
+    Flush {
+        node: u8,
+    },
+    /// A node is flushed completely, its process ends and starts again.
+    StopAndStart {
+        node: u8,
+    },
     /// A node's process ends, and the master detects it.
     CrashNode {
         node: u8,
@@ -317,6 +325,8 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => (node(), 0u8..8).prop_map(|(node, index)| Command::DiskEvict { node, index }),
         1 => (node(), prop::bool::weighted(0.7)).prop_map(|(node, accepts)| Command::DiskStatus { node, accepts }),
         2 => node().prop_map(|node| Command::CrashNode { node }),
+        2 => node().prop_map(|node| Command::Flush { node }),
+        1 => node().prop_map(|node| Command::StopAndStart { node }),
         3 => key().prop_map(|key| Command::Prefetch { key }),
         3 => (0u16..400, 1u8..4).prop_map(|(target_permille, objects)| Command::Evict { target_permille, objects }),
     ];
@@ -368,6 +378,8 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
         8 => (1u8..8).prop_map(|objects| Command::Demote { objects }),
         6 => key().prop_map(|key| Command::Promote { key }),
         3 => node().prop_map(|node| Command::Restart { node }),
+        3 => node().prop_map(|node| Command::Flush { node }),
+        2 => node().prop_map(|node| Command::StopAndStart { node }),
         4 => node().prop_map(|node| Command::DiskWrite { node }),
         6 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskNotice { node, found, count }),
         5 => node().prop_map(|node| Command::DiskPromote { node }),
@@ -379,7 +391,7 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
         3 => (0u8..6, few()).prop_map(|(segment, count)| Command::Report { segment, count }),
         3 => Just(Command::Settle),
         2 => node().prop_map(|node| Command::Mount { node, segments: 0 }),
-        1 => Just(Command::Tick { budget: u8::MAX }),
+        3 => Just(Command::Tick { budget: u8::MAX }),
         2 => prop_oneof![Just(16u32), Just(31_000), Just(61_000)].prop_map(|ms| Command::Advance { ms }),
     ];
     prop_oneof![9 => disk, 1 => command()]

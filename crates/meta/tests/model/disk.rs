@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use moontide_meta::{
     Audit, CommandKind, CommandOutcome, DiskSpec, LookupKey, NodeCommand, ReportRecord, ReportState,
-    StripeLocation, StripeRange, TenantIndex,
+    StripeLocation, StripeRange, TenantIndex, TickBudget,
 };
-use moontide_types::{Epoch, ErrorCode, Extent, Generation, Key, NodeId, ObjectId, SegmentId, SlotId};
+use moontide_types::{
+    Epoch, ErrorCode, Extent, Generation, Key, Medium, NodeId, ObjectId, SegmentId, SlotId,
+};
 
 use crate::harness::{Check, KEYS, MayEnd, ModelHarness, ensure, id_of, key_of};
 use crate::node::{NodeModel, RecordModel, Word};
@@ -257,7 +259,7 @@ impl ModelHarness {
                 payload_offset: 0,
                 digestless: false,
                 one_sided: record.one_sided,
-                touched: false,
+                touched: found && key % 2 == 0,
                 pin: record.pin,
                 expires: record.expires,
                 cohort: record.cohort.as_deref(),
@@ -306,6 +308,57 @@ impl ModelHarness {
         }
     }
 
+    /// A node announces that it is about to stop.
+    pub(crate) fn flush(&mut self, node: usize) -> Check {
+        let Some(session) = self.nodes[node].session else { return Ok(()) };
+        let response = self.group.flush(self.nodes[node].id, session);
+        ensure!(response.is_ok(), "flush refused with {response:?}");
+        Ok(())
+    }
+
+    /// Flushes a node until nothing is left. Afterwards all of its objects that could be written are on a disk.
+    pub(crate) fn flush_completely(&mut self, node: usize) -> Check {
+        let Some(session) = self.nodes[node].session else { return Ok(()) };
+        self.settle()?;
+        // An object that left the disk after it was written in an earlier flush is not written again.
+        let is_first = self.group.flush_progress(session).is_none();
+        self.flush(node)?;
+        let mut progress = None;
+        for _ in 0..4 {
+            self.may_end = MayEnd::Any;
+            while self.group.tick(self.now, &TickBudget::default(), &mut self.effects) {}
+            self.take_effects()?;
+            self.settle()?;
+            progress = self.group.flush_progress(session);
+        }
+        let progress = progress.ok_or("a flush in a live session has no progress")?;
+        let is_empty = progress.objects == 0 && progress.bytes == 0;
+        ensure!(is_empty || !is_first, "flush does not end: {progress:?}");
+        let accepts = |id: NodeId| {
+            let disk = self.nodes.iter().find(|other| other.id == id).and_then(|node| node.disk.as_ref());
+            disk.and_then(|disk| disk.mount.as_ref()).is_some_and(|mount| mount.recovered && mount.accepts)
+        };
+        let is_complete = is_first && progress.refused == 0 && accepts(self.nodes[node].id);
+        for key in (0..KEYS).filter(|_| is_complete) {
+            let bytes = key_of(key);
+            let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+            let Some(detail) = self.group.query(self.now, &lookup).filter(|detail| !detail.writing) else {
+                continue;
+            };
+            let is_on = |medium: Medium| {
+                let at = move |location: &&StripeLocation| location.medium == medium;
+                detail.locations.iter().filter(at).map(|location| location.node)
+            };
+            let is_here = is_on(Medium::Memory).any(|id| id == self.nodes[node].id);
+            ensure!(
+                !is_here || is_on(Medium::Disk).next().is_some(),
+                "{} of key {key} is not on a disk after a flush",
+                detail.epoch
+            );
+        }
+        Ok(())
+    }
+
     /// Ends a node's process: its memory is gone, its disk is not.
     pub(crate) fn crash_node(&mut self, node: usize) {
         let rejoin_window = self.group.config().rejoin_window;
@@ -345,7 +398,7 @@ impl ModelHarness {
                 generation: command.generation,
                 slot: command.slot,
                 extent,
-                medium: moontide_types::Medium::Memory,
+                medium: Medium::Memory,
                 stripe: StripeRange { index: stripe, count: 1, offset: 0, len: 0 },
                 root: 0,
                 replica: 0,

@@ -8,8 +8,8 @@ use std::num::NonZeroU16;
 use std::time::Duration;
 
 use moontide_meta::{
-    CommandKind, Effect, Effects, Group, GroupConfig, JobKind, NodeCommand, Now, PlacementKind, Quota,
-    ReportState, StripeLocation, TenantIndex, TickBudget,
+    CommandKind, Effect, Effects, Group, GroupConfig, JobId, JobKind, NodeCommand, Now, OffloadTrigger,
+    PlacementKind, Quota, ReportState, StripeLocation, TenantIndex, TickBudget,
 };
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{PinClass, object_root};
@@ -115,6 +115,7 @@ pub(crate) struct ModelHarness {
     /// Of the last command, including the node commands that it caused.
     pub(crate) may_end: MayEnd,
     pub(crate) placement: PlacementKind,
+    pub(crate) offload: OffloadTrigger,
     pub(crate) epochs: BTreeSet<Epoch>,
     /// Removals in progress: the key, and the versions that are permanently gone once the removal is acknowledged.
     pub(crate) removals: BTreeMap<u64, (u8, BTreeSet<Epoch>)>,
@@ -122,6 +123,8 @@ pub(crate) struct ModelHarness {
     pub(crate) replaced: BTreeMap<u8, Epoch>,
     pub(crate) forced_job: bool,
     pub(crate) any_job: bool,
+    /// Forced jobs in progress: the versions of each key that are permanently gone once the job is done.
+    pub(crate) jobs: BTreeMap<JobId, Vec<(u8, BTreeSet<Epoch>)>>,
     pub(crate) mounts: u64,
     pub(crate) sessions: u64,
     pub(crate) effects: Effects,
@@ -145,19 +148,24 @@ pub(crate) fn tenant_of(key: u8) -> u8 {
     key % 2
 }
 
-pub(crate) fn config(term: Term, placement: PlacementKind) -> GroupConfig {
+pub(crate) fn config(term: Term, placement: PlacementKind, offload: OffloadTrigger) -> GroupConfig {
     // Short enough that disks become stale within a sequence, too.
     let disk_rejoin_window = Duration::from_secs(90);
-    GroupConfig { placement, disk_rejoin_window, ..GroupConfig::new(GroupId(0), NonZeroU16::MIN, term) }
+    GroupConfig {
+        placement,
+        offload,
+        disk_rejoin_window,
+        ..GroupConfig::new(GroupId(0), NonZeroU16::MIN, term)
+    }
 }
 
 impl ModelHarness {
-    pub(crate) fn new(placement: PlacementKind) -> ModelHarness {
+    pub(crate) fn new(placement: PlacementKind, offload: OffloadTrigger) -> ModelHarness {
         let now = Now { mono: MonoTime(1_000_000_007), unix: UnixMillis(1_700_000_000_000) };
         let term = Term::new(1).unwrap();
         let mut harness = ModelHarness {
             now,
-            group: Group::new(config(term, placement), now),
+            group: Group::new(config(term, placement, offload), now),
             term,
             exclusion: 0,
             nodes: vec![
@@ -171,11 +179,13 @@ impl ModelHarness {
             quotas: [Quota::default(); 2],
             may_end: MayEnd::Nothing,
             placement,
+            offload,
             epochs: BTreeSet::new(),
             removals: BTreeMap::new(),
             replaced: BTreeMap::new(),
             forced_job: false,
             any_job: false,
+            jobs: BTreeMap::new(),
             mounts: 0,
             sessions: 0,
             effects: vec![],
@@ -263,12 +273,17 @@ impl ModelHarness {
             Command::SetPin { key, pin } => self.set_pin(key % KEYS, pin),
             Command::Remove { key, force } => self.remove(key % KEYS, force),
             Command::Job { tenant, kind, force } => {
-                let kind = match kind {
-                    0 => JobKind::All,
-                    1 => JobKind::Prefix(b"key-1".as_slice().into()),
-                    _ => JobKind::pattern("[0-3]$").unwrap(),
+                let (kind, keys) = match kind {
+                    0 => (JobKind::All, 0..KEYS),
+                    1 => (JobKind::Prefix(b"key-1".as_slice().into()), 1..2),
+                    _ => (JobKind::pattern("[0-3]$").unwrap(), 0..4),
                 };
                 let started = self.group.start_job(TenantIndex(tenant.into()), kind, force);
+                if let (Ok(job), true) = (&started, force) {
+                    let of_tenant = keys.filter(|&key| tenant_of(key) == tenant);
+                    let removed = of_tenant.map(|key| (key, self.epochs_of_removal(key))).collect();
+                    self.jobs.insert(*job, removed);
+                }
                 self.forced_job |= force && started.is_ok();
                 self.any_job |= started.is_ok();
                 Ok(())
@@ -323,12 +338,16 @@ impl ModelHarness {
                         job_objects: limit,
                         reclaims: limit,
                         promotions: limit,
+                        flushed_slots: limit * 4,
+                        warmed_slots: limit * 4,
+                        write_backs: limit,
                     },
                 };
                 let protected = if self.any_job { vec![] } else { self.protected() };
                 let _more = self.group.tick(self.now, &budget, &mut self.effects);
                 self.exclude();
                 self.answer_heartbeats();
+                self.check_jobs()?;
                 self.nothing_lost(&protected)
             }
             Command::Advance { ms } => {
@@ -428,6 +447,9 @@ impl ModelHarness {
                     job_objects: 0,
                     reclaims: 0,
                     promotions: 8,
+                    flushed_slots: 0,
+                    warmed_slots: 0,
+                    write_backs: 0,
                 };
                 let _more = self.group.tick(self.now, &promotions_only, &mut self.effects);
                 self.take_effects()?;
@@ -435,6 +457,14 @@ impl ModelHarness {
                     while node.execute_next(false) {}
                 }
                 Ok(())
+            }
+            Command::Flush { node } => self.flush(node.into()),
+            Command::StopAndStart { node } => {
+                self.may_end = MayEnd::Any;
+                self.flush_completely(node.into())?;
+                self.crash_node(node.into());
+                self.mount(node.into(), 0)?;
+                self.settle()
             }
             Command::Restart { node } => {
                 self.crash_node(node.into());

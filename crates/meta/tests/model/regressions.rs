@@ -434,3 +434,11 @@ fn replacement_of_object_in_unmounted_segment_is_pending() {
         ],
     );
 }
+
+/// A notice of a record on disk was rejected. Cause: the group remembered the length of a page as the stripe length of an
+/// object that is shorter than a page, if its writer asked for two stripes. Fix: a single stripe is as long as the object.
+#[test]
+fn short_object_with_requested_stripes_can_be_offloaded() {
+    let short = Put { len: 1, stripes: Some(2), ..replicas(0, 3) };
+    run(Random, &[PutWhole(short), StopAndStart { node: 0 }]).unwrap();
+}

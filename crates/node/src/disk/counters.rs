@@ -11,6 +11,8 @@ pub(crate) struct DiskCounters {
     pub(crate) offloaded_bytes: AtomicU64,
     pub(crate) offloads_refused: AtomicU64,
     pub(crate) loads_requested: AtomicU64,
+    /// Of these, before a reader asked for them.
+    pub(crate) loads_ahead: AtomicU64,
     /// Found in staging.
     pub(crate) loads_staged: AtomicU64,
     /// Read from the disk.

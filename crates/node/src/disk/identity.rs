@@ -180,7 +180,7 @@ impl DiskIdentity {
     fn write(&self, dir: &Path) -> io::Result<()> {
         let DiskIdentity { node, cluster, backend } = self;
         let text = format!("{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n");
-        durable_file::replace(dir, FILE, &text)
+        durable_file::replace(dir, FILE, text.as_bytes())
     }
 }
 

@@ -62,7 +62,9 @@ impl DiskTier {
             if !groups.has_object(found.header.id) {
                 return;
             }
-            builder.push(found.header, found.key, found.attributes);
+            let (id, version) = (found.header.id, found.header.word.epoch());
+            let was_in_memory = self.memory_list.lock().contains(id, version);
+            builder.push(found.header, found.key, found.attributes, was_in_memory);
             if builder.is_full() {
                 sent += builder.len() as u64;
                 self.send_found(session, &mut builder);

@@ -1,5 +1,8 @@
 //! Loads records from disk into staging. Each load thread has its own I/O queue and reads the batch of one caller
 //! together, so that the disk is busy while the thread verifies.
+//!
+//! A record that is longer than [`DISK_PART_BYTES`] is loaded in parts, each of which is verified by itself. While a
+//! reader gets one part, the next ones are read ahead.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,20 +13,23 @@ use moontide_disk::{
     read_records,
 };
 use moontide_heap::{NodePin, StagedRecord, StagingBuffer};
+use moontide_proto::TransferOp;
+use moontide_proto::limits::DISK_PART_BYTES;
 use moontide_types::record::{Attributes, Header, KeySection};
-use moontide_types::{ErrorCode, MonoTime};
+use moontide_types::{ErrorCode, MonoTime, Span};
 use parking_lot::{Condvar, Mutex};
 use tracing::warn;
 
 use super::counters::increment;
+use super::parts::{Part, PartId, is_split, record_of};
 use super::promote::PromoteJob;
-use super::record_spec::record_spec;
+use super::record_spec::{part_spec, record_spec};
 use super::staging_cache::StagingLookup;
 use super::test_hooks::HookPoint;
 use super::{DiskTier, code_of};
 
 /// Time a load waits for staging memory. Limited, because the holders of the memory may wait for this very thread.
-const STAGING_WAIT: Duration = Duration::from_millis(200);
+pub(super) const STAGING_WAIT: Duration = Duration::from_millis(200);
 
 /// Jobs for the load threads.
 #[derive(Debug, Default)]
@@ -35,22 +41,53 @@ pub(super) struct LoadQueue {
 #[derive(Debug, Default)]
 struct LoadQueueState {
     jobs: VecDeque<Job>,
+    /// Promotions. A reader waits for a load, nothing waits for these.
+    promotions: VecDeque<PromoteJob>,
+    /// Loads since the last promotion.
+    loads_in_a_row: u32,
     stopped: bool,
 }
 
 #[derive(Debug)]
 enum Job {
     Load(Arc<LoadJob>),
+    ReadAhead(PartId),
     Promote(PromoteJob),
 }
 
-/// Result of loading one record.
+/// Loads after which a promotion has its turn: it holds memory that is of no use before it ends.
+const LOADS_PER_PROMOTION: u32 = 8;
+
+/// Parts that are read ahead of a reader. With one part in transfer to the reader and these in flight, the disk is busy
+/// also if it needs a few parts in flight to be fast.
+const READ_AHEAD_PARTS: usize = 4;
+
+/// Share of staging memory that parts read ahead may take: a quarter, so that they do not displace each other.
+const AHEAD_SHARE: u64 = 4;
+
+/// Result of loading one record or part.
 type LoadResult = Result<Arc<StagedRecord>, ErrorCode>;
+
+/// A part that a caller asks for.
+#[derive(Debug)]
+struct LoadRequest {
+    name: PartId,
+    /// Location of a long record, if the caller reads the whole part.
+    long: Option<RecordLocation>,
+}
+
+/// What one part needs: where it is, and memory for it.
+#[derive(Debug)]
+struct Allocation {
+    location: RecordLocation,
+    blocks: Span,
+    buffer: StagingBuffer,
+}
 
 /// Load of the records of one caller.
 #[derive(Debug)]
 struct LoadJob {
-    names: Vec<RecordId>,
+    names: Vec<PartId>,
     outcomes: Mutex<Option<Vec<LoadResult>>>,
     done: Condvar,
 }
@@ -58,8 +95,10 @@ struct LoadJob {
 impl LoadQueue {
     fn push(&self, job: Job) -> bool {
         let mut state = self.queue.lock();
-        if !state.stopped {
-            state.jobs.push_back(job);
+        match job {
+            _ if state.stopped => {}
+            Job::Promote(job) => state.promotions.push_back(job),
+            job => state.jobs.push_back(job),
         }
         let pushed = !state.stopped;
         drop(state);
@@ -67,15 +106,20 @@ impl LoadQueue {
         pushed
     }
 
-    /// Stops the threads, and returns the records that will not be loaded.
-    pub(super) fn stop(&self) -> Vec<RecordId> {
+    /// Stops the threads, and returns what will not be loaded.
+    pub(super) fn stop(&self) -> Vec<PartId> {
         let mut state = self.queue.lock();
         state.stopped = true;
+        state.promotions.clear();
         let mut unread = Vec::new();
         for job in state.jobs.drain(..) {
-            if let Job::Load(job) = job {
-                job.finish(vec![Err(ErrorCode::StaleSession); job.names.len()]);
-                unread.extend(&job.names);
+            match job {
+                Job::Load(job) => {
+                    job.finish(vec![Err(ErrorCode::StaleSession); job.names.len()]);
+                    unread.extend(&job.names);
+                }
+                Job::ReadAhead(name) => unread.push(name),
+                Job::Promote(_) => {}
             }
         }
         drop(state);
@@ -86,7 +130,7 @@ impl LoadQueue {
     fn next(&self) -> Option<Job> {
         let mut state = self.queue.lock();
         loop {
-            if let Some(job) = state.jobs.pop_front() {
+            if let Some(job) = state.next() {
                 return Some(job);
             }
             if state.stopped {
@@ -97,7 +141,30 @@ impl LoadQueue {
     }
 }
 
+impl LoadQueueState {
+    fn next(&mut self) -> Option<Job> {
+        let is_turn = self.jobs.is_empty() || self.loads_in_a_row >= LOADS_PER_PROMOTION;
+        if is_turn && let Some(job) = self.promotions.pop_front() {
+            self.loads_in_a_row = 0;
+            return Some(Job::Promote(job));
+        }
+        self.loads_in_a_row += 1;
+        self.jobs.pop_front()
+    }
+}
+
 impl LoadJob {
+    fn wait(&self, deadline: Instant) -> Vec<LoadResult> {
+        let mut outcomes = self.outcomes.lock();
+        while outcomes.is_none() {
+            if self.done.wait_until(&mut outcomes, deadline).timed_out() && outcomes.is_none() {
+                // The thread continues; the next caller finds them in staging.
+                return vec![Err(ErrorCode::DeadlineExceeded); self.names.len()];
+            }
+        }
+        outcomes.take().unwrap_or_default()
+    }
+
     fn finish(&self, outcomes: Vec<LoadResult>) {
         *self.outcomes.lock() = Some(outcomes);
         self.done.notify_all();
@@ -110,18 +177,19 @@ pub(super) fn run(tier: &DiskTier) {
     while let Some(job) = tier.loads.next() {
         match job {
             Job::Load(job) => {
-                let outcomes = tier.load(&mut *queue, &job.names);
+                let outcomes = tier.load(&mut *queue, &job.names, STAGING_WAIT);
                 job.finish(outcomes);
             }
+            Job::ReadAhead(name) => drop(tier.load(&mut *queue, &[name], Duration::ZERO)),
             Job::Promote(job) => tier.promote(&mut *queue, &job),
         }
     }
 }
 
 impl DiskTier {
-    /// Loads records into staging, and pins them.
-    pub(crate) fn stage(&self, names: &[RecordId], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
-        let staged = self.load_all(names, deadline);
+    /// Loads the parts that operations read into staging, and pins them.
+    pub(crate) fn stage(&self, ops: &[TransferOp], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {
+        let staged = self.load_all(&self.requests_of(ops), deadline);
         let pinned = staged.into_iter().map(|staged| {
             let staged = staged?;
             let pin = self.memory.heap().pin(staged.segment(), staged.slot(), staged.version());
@@ -131,25 +199,39 @@ impl DiskTier {
         pinned.collect()
     }
 
-    /// Loads records into staging, and keeps them there until `until` for a peer that reads them itself.
+    /// Loads the parts that operations read into staging, and keeps them there until `until` for a peer that reads them
+    /// itself.
     pub(crate) fn stage_with_lease(
         &self,
-        names: &[RecordId],
+        ops: &[TransferOp],
         until: Instant,
         deadline: Instant,
     ) -> Vec<LoadResult> {
-        let staged = self.load_all(names, deadline);
-        for (name, staged) in names.iter().zip(&staged) {
+        let requests = self.requests_of(ops);
+        let staged = self.load_all(&requests, deadline);
+        for (request, staged) in requests.iter().zip(&staged) {
             if staged.is_ok() {
-                self.cache.lease(*name, Some(until));
+                self.cache.lease(request.name, Some(until));
             }
         }
         staged
     }
 
-    /// Releases one lease of a record.
-    pub(crate) fn release_lease(&self, name: RecordId) {
-        self.cache.lease(name, None);
+    /// Releases one lease of the part that an operation has read.
+    pub(crate) fn release_lease(&self, op: &TransferOp) {
+        let location = self.backend.locate(&record_of(op));
+        self.cache.lease(PartId::of(op, location.as_ref()), None);
+    }
+
+    fn requests_of(&self, ops: &[TransferOp]) -> Vec<LoadRequest> {
+        let request = |op: &TransferOp| {
+            let location = self.backend.locate(&record_of(op));
+            let name = PartId::of(op, location.as_ref());
+            // A reader of all of a record asks for whole parts.
+            let reads_whole_part = op.len == DISK_PART_BYTES;
+            LoadRequest { name, long: location.filter(|location| reads_whole_part && is_split(location)) }
+        };
+        ops.iter().map(request).collect()
     }
 
     /// Queues a promotion. Returns `false` if the tier has stopped.
@@ -157,11 +239,11 @@ impl DiskTier {
         self.loads.push(Job::Promote(job))
     }
 
-    fn load_all(&self, names: &[RecordId], deadline: Instant) -> Vec<LoadResult> {
-        increment(&self.counters.loads_requested, names.len() as u64);
-        let mut outcomes: Vec<Option<LoadResult>> = Vec::with_capacity(names.len());
+    fn load_all(&self, requests: &[LoadRequest], deadline: Instant) -> Vec<LoadResult> {
+        increment(&self.counters.loads_requested, requests.len() as u64);
+        let mut outcomes: Vec<Option<LoadResult>> = Vec::with_capacity(requests.len());
         let mut own = Vec::new();
-        for name in names {
+        for LoadRequest { name, .. } in requests {
             outcomes.push(match self.cache.begin(*name) {
                 StagingLookup::Ready(staged) => {
                     increment(&self.counters.loads_staged, 1);
@@ -174,9 +256,11 @@ impl DiskTier {
                 StagingLookup::InProgress => None,
             });
         }
-        let loaded = self.load_and_wait(&own, deadline);
+        let job = self.queue_load(&own);
+        self.read_ahead(requests);
+        let loaded = self.wait_for(job, own.len(), deadline);
         let mut loaded = own.into_iter().zip(loaded).peekable();
-        for (name, outcome) in names.iter().zip(&mut outcomes) {
+        for (LoadRequest { name, .. }, outcome) in requests.iter().zip(&mut outcomes) {
             if outcome.is_some() {
                 continue;
             }
@@ -184,64 +268,121 @@ impl DiskTier {
             let result = loaded.next_if(|(loaded, _)| loaded == name);
             *outcome = Some(match result {
                 Some((_, loaded)) => loaded,
-                None => {
-                    let shared = self.cache.wait(*name, deadline);
-                    let counter = match shared {
-                        Ok(_) => &self.counters.loads_staged,
-                        Err(_) => &self.counters.loads_failed,
-                    };
-                    increment(counter, 1);
-                    shared
-                }
+                None => self.wait_for_other(*name, deadline),
             });
         }
         outcomes.into_iter().map(|outcome| outcome.unwrap_or(Err(ErrorCode::Internal))).collect()
     }
 
-    /// Has a thread load the records that this caller has to load.
-    fn load_and_wait(&self, names: &[RecordId], deadline: Instant) -> Vec<LoadResult> {
+    fn wait_for(
+        &self,
+        job: Result<Option<Arc<LoadJob>>, ()>,
+        count: usize,
+        deadline: Instant,
+    ) -> Vec<LoadResult> {
+        match job {
+            Ok(Some(job)) => job.wait(deadline),
+            Ok(None) => Vec::new(),
+            Err(()) => vec![Err(ErrorCode::StaleSession); count],
+        }
+    }
+
+    /// Waits for a load of another caller, or of a read-ahead. If that had no staging memory, loads the record itself: a
+    /// read-ahead does not wait for memory.
+    fn wait_for_other(&self, name: PartId, deadline: Instant) -> LoadResult {
+        let mut shared = self.cache.wait(name, deadline);
+        if shared.as_ref().is_err_and(|code| *code == ErrorCode::Busy) {
+            match self.cache.begin(name) {
+                StagingLookup::Ready(staged) => shared = Ok(staged),
+                StagingLookup::InProgress => shared = self.cache.wait(name, deadline),
+                // The load counts its result.
+                StagingLookup::Load => {
+                    let loaded = self.wait_for(self.queue_load(&[name]), 1, deadline).pop();
+                    return loaded.unwrap_or(Err(ErrorCode::Internal));
+                }
+            }
+        }
+        let counter = if shared.is_ok() { &self.counters.loads_staged } else { &self.counters.loads_failed };
+        increment(counter, 1);
+        shared
+    }
+
+    /// Has a thread load what a caller has to load. `Ok(None)`: nothing; `Err`: the tier has stopped.
+    fn queue_load(&self, names: &[PartId]) -> Result<Option<Arc<LoadJob>>, ()> {
         if names.is_empty() {
-            return Vec::new();
+            return Ok(None);
         }
         let job = LoadJob { names: names.to_vec(), outcomes: Mutex::default(), done: Condvar::new() };
         let job = Arc::new(job);
         if !self.loads.push(Job::Load(Arc::clone(&job))) {
             names.iter().for_each(|name| self.cache.failed(*name));
             increment(&self.counters.loads_failed, names.len() as u64);
-            return vec![Err(ErrorCode::StaleSession); names.len()];
+            return Err(());
         }
-        let mut outcomes = job.outcomes.lock();
-        while outcomes.is_none() {
-            if job.done.wait_until(&mut outcomes, deadline).timed_out() && outcomes.is_none() {
-                // The thread continues; the next caller finds them in staging.
-                return vec![Err(ErrorCode::DeadlineExceeded); names.len()];
-            }
-        }
-        outcomes.take().unwrap_or_default()
+        Ok(Some(job))
     }
 
-    /// Loads records that the caller has to load; afterwards, each is in the cache or absent.
-    pub(super) fn load(&self, queue: &mut dyn Queue, names: &[RecordId]) -> Vec<LoadResult> {
+    /// Has threads load the parts that follow the last requested one, if a reader seems to read all of a record: it asks
+    /// for the whole first part, or for the one after a part that was read before.
+    fn read_ahead(&self, requests: &[LoadRequest]) {
+        for (index, LoadRequest { name, long }) in requests.iter().enumerate() {
+            let (Some(location), Some(mut next)) = (long, name.next()) else { continue };
+            // The caller asks for it itself.
+            if requests[index + 1..].iter().any(|request| request.name == next) {
+                continue;
+            }
+            let is_sequential = name.previous().is_none_or(|previous| self.cache.contains(previous));
+            if !is_sequential {
+                continue;
+            }
+            let ahead_max = (self.staging.total_bytes() / DISK_PART_BYTES / AHEAD_SHARE) as usize;
+            for _ in 0..READ_AHEAD_PARTS {
+                let exists = next.blocks(location).is_some_and(|blocks| !blocks.is_empty());
+                if !exists {
+                    break;
+                }
+                if self.cache.begin_ahead(next, ahead_max) {
+                    increment(&self.counters.loads_requested, 1);
+                    increment(&self.counters.loads_ahead, 1);
+                    if !self.loads.push(Job::ReadAhead(next)) {
+                        self.cache.failed(next);
+                        increment(&self.counters.loads_failed, 1);
+                    }
+                }
+                let Some(following) = next.next() else { break };
+                next = following;
+            }
+        }
+    }
+
+    /// Loads what the caller has to load; afterwards, each is in the cache or absent. Waits for staging memory for the
+    /// given time.
+    pub(super) fn load(
+        &self,
+        queue: &mut dyn Queue,
+        names: &[PartId],
+        staging_wait: Duration,
+    ) -> Vec<LoadResult> {
         // One deadline for all of them: if they do not fit together, the last ones wait for the buffers of the first
         // ones.
-        let wait_until = Instant::now() + STAGING_WAIT;
-        let allocations: Vec<Result<(RecordLocation, StagingBuffer), ErrorCode>> =
+        let wait_until = Instant::now() + staging_wait;
+        let allocations: Vec<Result<Allocation, ErrorCode>> =
             names.iter().map(|name| self.allocate_for(name, wait_until)).collect();
-        let mut buffers: Vec<(RecordId, RecordLocation, StagingBuffer)> = Vec::with_capacity(names.len());
+        let mut buffers: Vec<(PartId, Allocation)> = Vec::with_capacity(names.len());
         let mut refused = Vec::with_capacity(names.len());
         for (name, allocation) in names.iter().zip(allocations) {
             refused.push(match allocation {
-                Ok((location, buffer)) => {
-                    buffers.push((*name, location, buffer));
+                Ok(allocation) => {
+                    buffers.push((*name, allocation));
                     None
                 }
                 Err(code) => Some(code),
             });
         }
-        let jobs = buffers.iter_mut().map(|(name, location, buffer)| ReadJob {
-            name: *name,
-            location: location.clone(),
-            into: &mut buffer.bytes_mut()[..location.len as usize],
+        let jobs = buffers.iter_mut().map(|(name, Allocation { location, blocks, buffer })| {
+            let len = location.preamble_read_len + blocks.len();
+            let into = &mut buffer.bytes_mut()[..len as usize];
+            ReadJob::part(name.record, location.clone(), *blocks, into)
         });
         let jobs = jobs.collect();
         let mut read = read_records(queue, jobs).into_iter().zip(buffers);
@@ -251,7 +392,7 @@ impl DiskTier {
             let outcome = match refused {
                 Some(code) => Err(code),
                 None => match read.next() {
-                    Some((result, (_, location, buffer))) => self.publish(name, result, &location, buffer),
+                    Some((result, (_, allocation))) => self.publish(name, result, allocation),
                     None => Err(ErrorCode::Internal),
                 },
             };
@@ -269,34 +410,37 @@ impl DiskTier {
         outcomes
     }
 
-    /// Returns the location of a record on disk and a staging buffer for it: the preamble comes before the payload on
-    /// disk, and after it in memory.
-    fn allocate_for(
-        &self,
-        name: &RecordId,
-        wait_until: Instant,
-    ) -> Result<(RecordLocation, StagingBuffer), ErrorCode> {
-        let Some(location) = self.backend.locate(name) else {
-            // The object has one stripe here, and the caller asks for a further one: the object is not gone.
-            if name.stripe != 0 && self.backend.contains(&RecordId { stripe: 0, ..*name }) {
-                return Err(ErrorCode::Gone);
-            }
-            self.test_hooks.reached(HookPoint::Missed);
-            // The master expects the record here: notify it, so that it sends no more readers.
-            if self.notify_gone(*name) {
-                return Err(ErrorCode::Gone);
-            }
-            increment(&self.counters.read_errors, 1);
-            return Err(ErrorCode::DiskError);
-        };
+    /// Returns the location of a record on disk.
+    pub(super) fn locate(&self, name: &RecordId) -> Result<RecordLocation, ErrorCode> {
+        if let Some(location) = self.backend.locate(name) {
+            return Ok(location);
+        }
+        // The object has one stripe here, and the caller asks for a further one: the object is not gone.
+        if name.stripe != 0 && self.backend.contains(&RecordId { stripe: 0, ..*name }) {
+            return Err(ErrorCode::Gone);
+        }
+        self.test_hooks.reached(HookPoint::Missed);
+        // The master expects the record here: notify it, so that it sends no more readers.
+        if self.notify_gone(*name) {
+            return Err(ErrorCode::Gone);
+        }
+        increment(&self.counters.read_errors, 1);
+        Err(ErrorCode::DiskError)
+    }
+
+    /// Returns a staging buffer for a part: the preamble comes before the payload on disk, and after it in memory.
+    fn allocate_for(&self, name: &PartId, wait_until: Instant) -> Result<Allocation, ErrorCode> {
+        let location = self.locate(&name.record)?;
+        let blocks = name.blocks(&location).ok_or(ErrorCode::OutOfBounds)?;
+        // A part of the digests is moved to the start of the buffer.
         let preamble = location.preamble_read_len.next_multiple_of(BLOCK_BYTES as u64);
-        let needed = location.len + preamble;
+        let needed = preamble + blocks.len() + preamble;
         if needed > self.staging.total_bytes() {
             return Err(ErrorCode::TooLarge);
         }
         loop {
             if let Some(buffer) = self.staging.alloc(needed) {
-                return Ok((location, buffer));
+                return Ok(Allocation { location, blocks, buffer });
             }
             if self.cache.evict_one() {
                 continue;
@@ -309,43 +453,62 @@ impl DiskTier {
         }
     }
 
-    /// Verifies a record that was read, and publishes it to readers.
-    fn publish(
+    /// Handles the result of reading a record.
+    pub(super) fn check_read(
         &self,
         name: &RecordId,
         result: Result<Header, ReadError>,
-        location: &RecordLocation,
-        mut buffer: StagingBuffer,
-    ) -> Result<Arc<StagedRecord>, ErrorCode> {
-        let header = match result {
-            Ok(header) => header,
-            Err(error) => {
-                warn!(id = %name.id, version = %name.version, %error, "cannot read record from disk");
-                match error {
-                    ReadError::Io(_) => increment(&self.counters.read_errors, 1),
-                    ReadError::Corrupt(_) | ReadError::WrongRecord => {
-                        increment(&self.counters.corrupt_records, 1);
-                        self.backend.drop_corrupt(name);
-                        self.notify_gone(*name);
-                    }
+    ) -> Result<Header, ErrorCode> {
+        result.map_err(|error| {
+            warn!(id = %name.id, version = %name.version, %error, "cannot read record from disk");
+            match error {
+                ReadError::Io(_) => increment(&self.counters.read_errors, 1),
+                ReadError::Corrupt(_) | ReadError::WrongRecord => {
+                    increment(&self.counters.corrupt_records, 1);
+                    self.backend.drop_corrupt(name);
+                    self.notify_gone(*name);
                 }
-                return Err(code_of(error));
             }
-        };
-        increment(&self.counters.loaded_bytes, header.stripe_len);
+            code_of(error)
+        })
+    }
+
+    /// Publishes what was read and verified to readers.
+    fn publish(
+        &self,
+        name: &PartId,
+        result: Result<Header, ReadError>,
+        Allocation { location, blocks, mut buffer }: Allocation,
+    ) -> Result<Arc<StagedRecord>, ErrorCode> {
+        let header = self.check_read(&name.record, result)?;
         // Nothing overwrites the preamble, but `publish` consumes the buffer that holds it.
         let preamble = buffer.bytes_mut()[..location.preamble_read_len as usize].to_vec();
         let preamble = decode_preamble(&preamble).map_err(|_| ErrorCode::Internal)?;
         let key = KeySection::decode(preamble.key).map_err(|_| ErrorCode::Corrupt)?;
         let attributes = Attributes::decode(preamble.attributes).map_err(|_| ErrorCode::Corrupt)?;
         let record = record_spec(&header, key, &attributes);
-        let payload_at = DiskLayout::of(&header).preamble_len;
-        let staged = buffer
-            .publish(header.word.epoch(), payload_at, record, preamble.digests.as_bytes(), header.root, false)
-            .map_err(|failure| {
-                warn!(id = %name.id, error = %failure.error, "record from disk does not fit into staging");
-                ErrorCode::Internal
-            })?;
+        let (version, payload_at) = (header.word.epoch(), DiskLayout::of(&header).preamble_len);
+        let digests = preamble.digests.as_bytes();
+        let published = if !is_split(&location) {
+            increment(&self.counters.loaded_bytes, header.stripe_len);
+            buffer.publish(version, payload_at, record, digests, header.root, false)
+        } else if let Part::Digests(index) = name.part {
+            let start = u64::from(index) * DISK_PART_BYTES;
+            let digests = usize::try_from(start).ok().and_then(|start| digests.get(start..));
+            let digests = digests.filter(|part| !part.is_empty()).ok_or(ErrorCode::OutOfBounds)?;
+            let digests = &digests[..digests.len().min(DISK_PART_BYTES as usize)];
+            buffer.bytes_mut()[..digests.len()].copy_from_slice(digests);
+            buffer.publish(version, 0, part_spec(record, digests.len() as u64), &[], 0, false)
+        } else {
+            // The last block may be longer than the payload.
+            let len = blocks.len().min(header.stripe_len - blocks.offset());
+            increment(&self.counters.loaded_bytes, len);
+            buffer.publish(version, payload_at, part_spec(record, len), &[], 0, false)
+        };
+        let staged = published.map_err(|failure| {
+            warn!(id = %name.record.id, error = %failure.error, "record from disk does not fit into staging");
+            ErrorCode::Internal
+        })?;
         self.cache.ready(*name, staged).ok_or(ErrorCode::Gone)
     }
 

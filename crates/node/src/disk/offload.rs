@@ -44,6 +44,9 @@ const FULL_PERMILLE: u64 = 980;
 /// Minimum amount to free, in thousandths of the limit.
 const EVICT_PERMILLE: u64 = 10;
 
+/// Interval at which a thread that waits for the write rate limit checks whether the node stops.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
 /// Runs the offload thread.
 pub(super) fn run(tier: &DiskTier, jobs: &Receiver<(JobTicket, OffloadJob)>) {
     let mut queue = tier.queue(false);
@@ -78,6 +81,9 @@ impl DiskTier {
         let mut pinned: Vec<(&OffloadJob, NodePin<'_>)> = Vec::with_capacity(jobs.len());
         for job in jobs {
             match self.pin_for_writing(job) {
+                Ok(pin) if !self.take_flush_budget(DiskLayout::of(pin.header()).len) => {
+                    results.push(self.refuse(job, ErrorCode::DiskFull));
+                }
                 Ok(pin) => pinned.push((job, pin)),
                 Err(code) => results.push(self.refuse(job, code)),
             }
@@ -119,7 +125,9 @@ impl DiskTier {
         let wait = throttle.take(bytes, SystemClock.now());
         if wait > Duration::ZERO {
             increment(&self.counters.throttled_ms, wait.as_millis() as u64);
-            std::thread::sleep(wait);
+            if !self.wait_unless_stopped(wait) {
+                return; // the sessions have ended: no master waits for a result
+            }
         }
         let mut outcomes = self.backend.write(queue, &sources);
         let short = outcomes.iter().filter_map(|outcome| match outcome {
@@ -148,7 +156,7 @@ impl DiskTier {
                         increment(&self.counters.offloaded_bytes, pin.header().stripe_len);
                     }
                     let notice = notices.entry(job.session).or_default();
-                    notice.push(pin.header(), pin.key(), pin.attributes());
+                    notice.push(pin.header(), pin.key(), pin.attributes(), false);
                     if notice.is_full() {
                         self.notify_written(job.session, notice);
                     }
@@ -163,6 +171,21 @@ impl DiskTier {
         }
         for (session, mut notice) in notices {
             self.notify_written(session, &mut notice);
+        }
+    }
+
+    /// Waits for the write rate limit. Returns `false` if the node stops meanwhile.
+    fn wait_unless_stopped(&self, wait: Duration) -> bool {
+        let until = Instant::now() + wait;
+        loop {
+            if self.offloads.lock().is_none() {
+                return false;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            std::thread::sleep(left.min(STOP_POLL_INTERVAL));
         }
     }
 

@@ -4,16 +4,18 @@
 //! cancels the promotion, and the record is published under the lock that guards the cancellation.
 
 use hashbrown::HashMap;
-use moontide_disk::{Queue, RecordId};
-use moontide_heap::{Grant, PayloadWriter, StagedRecord};
-use moontide_types::limits::PAGE_BYTES;
-use moontide_types::record::{Attributes, KeySection, State, Word};
+use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble, read_records};
+use moontide_heap::{Grant, NodeClaim, PayloadWriter};
+use moontide_proto::limits::DISK_PART_BYTES;
+use moontide_types::record::{Attributes, Header, KeySection, State, Word};
 use moontide_types::{ErrorCode, Extent, MonoTime, SegmentId, SessionId, SlotId, Span, Term};
 use parking_lot::Mutex;
 use tracing::debug;
 
 use super::DiskTier;
 use super::counters::increment;
+use super::load::STAGING_WAIT;
+use super::parts::{PartId, is_split};
 use super::record_spec::record_spec;
 use super::staging_cache::StagingLookup;
 use super::test_hooks::{HookPoint, Mutation};
@@ -77,20 +79,80 @@ impl DiskTier {
     }
 
     fn try_promote(&self, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
+        if self.backend.locate(&job.name).as_ref().is_some_and(is_split) {
+            return self.promote_in_parts(queue, job);
+        }
         increment(&self.counters.loads_requested, 1);
-        let staged = match self.cache.begin(job.name) {
+        let name = PartId::first(job.name);
+        let staged = match self.cache.begin(name) {
             StagingLookup::Ready(staged) => {
                 increment(&self.counters.loads_staged, 1);
                 staged
             }
-            StagingLookup::Load => self.load(queue, &[job.name]).pop().unwrap_or(Err(ErrorCode::Internal))?,
+            StagingLookup::Load => {
+                let mut loaded = self.load(queue, &[name], STAGING_WAIT);
+                loaded.pop().unwrap_or(Err(ErrorCode::Internal))?
+            }
             // Another thread loads it: the master sends the command again.
             StagingLookup::InProgress => {
                 increment(&self.counters.loads_failed, 1);
                 return Err(ErrorCode::Busy);
             }
         };
-        self.copy_into_slot(&staged, job)
+        let source = staged.pin().ok_or(ErrorCode::Gone)?;
+        let sections = (source.key(), source.attributes());
+        self.copy_into_slot(job, source.header(), sections, |claim| {
+            let whole = Span::new(0, source.header().stripe_len).expect("a record has an end");
+            claim.bytes_mut(whole).copy_from_slice(source.payload());
+            set_digests(claim, source.digests());
+            Ok(())
+        })
+    }
+
+    /// Promotes a long record, part by part, through memory of its own: the parts of such a record that are in staging
+    /// belong to readers.
+    fn promote_in_parts(&self, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
+        let location = self.locate(&job.name)?;
+        let preamble_len = location.preamble_read_len as usize;
+        let mut memory = AlignedBuf::zeroed(preamble_len + DISK_PART_BYTES as usize);
+        let mut read = |memory: &mut [u8], name: PartId| -> Result<Option<(Header, Span)>, ErrorCode> {
+            let Some(blocks) = name.blocks(&location).filter(|blocks| !blocks.is_empty()) else {
+                return Ok(None);
+            };
+            increment(&self.counters.loads_requested, 1);
+            let into = &mut memory[..preamble_len + blocks.len() as usize];
+            let result =
+                read_records(queue, vec![ReadJob::part(job.name, location.clone(), blocks, into)]).pop();
+            let header =
+                result.ok_or(ErrorCode::Internal).and_then(|result| self.check_read(&job.name, result));
+            let counter =
+                if header.is_ok() { &self.counters.loads_read } else { &self.counters.loads_failed };
+            increment(counter, 1);
+            let header = header?;
+            let len = blocks.len().min(header.stripe_len - blocks.offset());
+            increment(&self.counters.loaded_bytes, len);
+            Ok(Some((header, Span::new(blocks.offset(), len).ok_or(ErrorCode::Internal)?)))
+        };
+        let mut name = PartId::first(job.name);
+        let (header, mut range) = read(&mut memory, name)?.ok_or(ErrorCode::Internal)?;
+        let preamble = memory[..preamble_len].to_vec();
+        let preamble = decode_preamble(&preamble).map_err(|_| ErrorCode::Internal)?;
+        self.copy_into_slot(job, &header, (preamble.key, preamble.attributes), |claim| {
+            loop {
+                let payload = &memory[preamble_len..preamble_len + range.len() as usize];
+                claim.bytes_mut(range).copy_from_slice(payload);
+                if !self.is_current(&self.promotions.slots.lock(), job) {
+                    return Err(ErrorCode::Cancelled);
+                }
+                name = name.next().ok_or(ErrorCode::Internal)?;
+                match read(&mut memory, name)? {
+                    Some((_, next)) => range = next,
+                    None => break,
+                }
+            }
+            set_digests(claim, preamble.digests.as_bytes());
+            Ok(())
+        })
     }
 
     /// Whether a promotion was not cancelled, and its session is live.
@@ -99,14 +161,19 @@ impl DiskTier {
             && self.is_live(job.session)
     }
 
-    fn copy_into_slot(&self, staged: &StagedRecord, job: &PromoteJob) -> Result<(), ErrorCode> {
-        let source = staged.pin().ok_or(ErrorCode::Gone)?;
+    /// Makes a record in the slot of a promotion. `fill` writes payload and digests.
+    fn copy_into_slot(
+        &self,
+        job: &PromoteJob,
+        header: &Header,
+        (key, attributes): (&[u8], &[u8]),
+        fill: impl FnOnce(&mut NodeClaim<'_>) -> Result<(), ErrorCode>,
+    ) -> Result<(), ErrorCode> {
         let heap = self.memory.heap();
-        let header = *source.header();
-        let key = KeySection::decode(source.key()).map_err(|_| ErrorCode::Corrupt)?;
-        let attributes = Attributes::decode(source.attributes()).map_err(|_| ErrorCode::Corrupt)?;
+        let key = KeySection::decode(key).map_err(|_| ErrorCode::Corrupt)?;
+        let attributes = Attributes::decode(attributes).map_err(|_| ErrorCode::Corrupt)?;
         let (segment, slot, epoch) = (job.segment, job.slot, job.name.version);
-        let record = record_spec(&header, key, &attributes);
+        let record = record_spec(header, key, &attributes);
         let grant =
             Grant { slot, epoch, term: job.term, extent: job.extent, record, writer: PayloadWriter::Node };
         self.test_hooks.reached(HookPoint::Loaded);
@@ -125,13 +192,9 @@ impl DiskTier {
             Err(code)
         };
         let Some(mut claim) = heap.claim(segment, slot, epoch) else { return abandon(ErrorCode::Busy) };
-        let whole = Span::new(0, header.stripe_len).expect("a record has an end");
-        claim.bytes_mut(whole).copy_from_slice(source.payload());
-        // The digests were verified when the record was read from disk, and the bytes are a copy.
-        for (page, digest) in
-            (0..header.stripe_len.div_ceil(PAGE_BYTES)).zip(source.digests().chunks_exact(8))
-        {
-            claim.set_page_digest(page, u64::from_le_bytes(digest.try_into().expect("eight bytes")));
+        if let Err(code) = fill(&mut claim) {
+            drop(claim);
+            return abandon(code);
         }
         self.test_hooks.reached(HookPoint::Copied);
         let slots = self.promotions.slots.lock();
@@ -147,5 +210,12 @@ impl DiskTier {
         }
         self.memory.record_transition(segment, slot, epoch, State::Ready);
         Ok(())
+    }
+}
+
+/// Sets the page digests of a record. They were verified when it was read from disk, and its bytes are a copy.
+fn set_digests(claim: &mut NodeClaim<'_>, digests: &[u8]) {
+    for (page, digest) in (0..).zip(digests.as_chunks().0) {
+        claim.set_page_digest(page, u64::from_le_bytes(*digest));
     }
 }

@@ -1,4 +1,4 @@
-//! [`StagingCache`]: records of the disk that are in staging, and their eviction.
+//! [`StagingCache`]: records of the disk, and parts of long ones, that are in staging, and their eviction.
 //!
 //! ```text
 //!   absent ──begin──▶ loading ──ready──▶ ready ──evict, take──▶ absent
@@ -12,11 +12,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use moontide_disk::RecordId;
 use moontide_heap::StagedRecord;
 use moontide_types::{Epoch, ErrorCode, ObjectId};
 use parking_lot::{Condvar, Mutex};
+
+use super::parts::PartId;
 
 /// Records in staging.
 #[derive(Debug, Default)]
@@ -27,7 +29,7 @@ pub(super) struct StagingCache {
 
 #[derive(Debug, Default)]
 struct Table {
-    entries: HashMap<RecordId, Entry>,
+    entries: HashMap<PartId, Entry>,
     uses: u64,
     /// Removed records that are still leased, until the given time.
     removed: Vec<(Arc<StagedRecord>, Instant)>,
@@ -36,12 +38,14 @@ struct Table {
 #[derive(Debug)]
 enum Entry {
     /// `removed`: the record was removed while it was read, and is not admitted. Until that load has ended no other one
-    /// starts, so that the two are not confused.
+    /// starts, so that the two are not confused. `ahead`: no reader has asked for it yet.
     Loading {
         removed: bool,
+        ahead: bool,
     },
     Ready {
         staged: Arc<StagedRecord>,
+        ahead: bool,
         used: u64,
         leases: u32,
         leased_until: Option<Instant>,
@@ -50,9 +54,9 @@ enum Entry {
 
 impl Table {
     /// Takes out a record that can no longer be found on the disk.
-    fn take(&mut self, name: &RecordId) -> Option<Arc<StagedRecord>> {
+    fn take(&mut self, name: &PartId) -> Option<Arc<StagedRecord>> {
         match self.entries.get_mut(name)? {
-            Entry::Loading { removed } => {
+            Entry::Loading { removed, .. } => {
                 *removed = true;
                 None
             }
@@ -81,25 +85,48 @@ pub(super) enum StagingLookup {
 
 impl StagingCache {
     /// Looks up a record. The caller has to load an absent one.
-    pub(super) fn begin(&self, name: RecordId) -> StagingLookup {
+    pub(super) fn begin(&self, name: PartId) -> StagingLookup {
         let mut table = self.table.lock();
         table.uses += 1;
         let now = table.uses;
         match table.entries.get_mut(&name) {
-            Some(Entry::Ready { staged, used, .. }) => {
-                *used = now;
+            Some(Entry::Ready { staged, used, ahead, .. }) => {
+                (*used, *ahead) = (now, false);
                 StagingLookup::Ready(Arc::clone(staged))
             }
-            Some(Entry::Loading { .. }) => StagingLookup::InProgress,
+            Some(Entry::Loading { ahead, .. }) => {
+                *ahead = false;
+                StagingLookup::InProgress
+            }
             None => {
-                table.entries.insert(name, Entry::Loading { removed: false });
+                table.entries.insert(name, Entry::Loading { removed: false, ahead: false });
                 StagingLookup::Load
             }
         }
     }
 
+    /// Begins to load a part that no reader has asked for. Returns `false` if it is here already, or if `ahead_max` such
+    /// parts are.
+    pub(super) fn begin_ahead(&self, name: PartId, ahead_max: usize) -> bool {
+        let mut table = self.table.lock();
+        let is_ahead = |entry: &&Entry| {
+            matches!(entry, Entry::Loading { ahead: true, .. } | Entry::Ready { ahead: true, .. })
+        };
+        // As in `evict_one`, the scan takes less time than the load.
+        if table.entries.contains_key(&name) || table.entries.values().filter(is_ahead).count() >= ahead_max {
+            return false;
+        }
+        table.entries.insert(name, Entry::Loading { removed: false, ahead: true });
+        true
+    }
+
+    /// Whether a part is in staging or being loaded.
+    pub(super) fn contains(&self, name: PartId) -> bool {
+        self.table.lock().entries.contains_key(&name)
+    }
+
     /// Waits for a record that another thread loads.
-    pub(super) fn wait(&self, name: RecordId, deadline: Instant) -> Result<Arc<StagedRecord>, ErrorCode> {
+    pub(super) fn wait(&self, name: PartId, deadline: Instant) -> Result<Arc<StagedRecord>, ErrorCode> {
         let mut table = self.table.lock();
         loop {
             match table.entries.get(&name) {
@@ -115,22 +142,26 @@ impl StagingCache {
     }
 
     /// Admits a record that the caller has loaded. Returns `None` if it was removed meanwhile.
-    pub(super) fn ready(&self, name: RecordId, staged: StagedRecord) -> Option<Arc<StagedRecord>> {
+    pub(super) fn ready(&self, name: PartId, staged: StagedRecord) -> Option<Arc<StagedRecord>> {
         let staged = Arc::new(staged);
         let mut table = self.table.lock();
         let used = table.uses;
-        let admitted = matches!(table.entries.get(&name), Some(Entry::Loading { removed: false }));
-        if admitted {
-            let entry = Entry::Ready { staged: Arc::clone(&staged), used, leases: 0, leased_until: None };
-            table.entries.insert(name, entry);
-        }
+        let admitted = match table.entries.get(&name) {
+            Some(&Entry::Loading { removed: false, ahead }) => {
+                let staged = Arc::clone(&staged);
+                let entry = Entry::Ready { staged, ahead, used, leases: 0, leased_until: None };
+                table.entries.insert(name, entry);
+                true
+            }
+            _ => false,
+        };
         drop(table);
         self.changed.notify_all();
         admitted.then_some(staged)
     }
 
     /// Ends the load of a record that failed.
-    pub(super) fn failed(&self, name: RecordId) {
+    pub(super) fn failed(&self, name: PartId) {
         let mut table = self.table.lock();
         if matches!(table.entries.get(&name), Some(Entry::Loading { .. })) {
             table.entries.remove(&name);
@@ -140,7 +171,7 @@ impl StagingCache {
     }
 
     /// Adds a lease of a record until `until`, or releases one (`None`).
-    pub(super) fn lease(&self, name: RecordId, until: Option<Instant>) {
+    pub(super) fn lease(&self, name: PartId, until: Option<Instant>) {
         if let Some(Entry::Ready { leases, leased_until, .. }) = self.table.lock().entries.get_mut(&name) {
             match until {
                 Some(_) => *leases += 1,
@@ -187,9 +218,10 @@ impl StagingCache {
             *removed = version.max(*removed);
         }
         let mut table = self.table.lock();
-        let of_them =
-            |name: &&RecordId| highest.get(&name.id).is_some_and(|version| name.version <= *version);
-        let names: Vec<RecordId> = table.entries.keys().filter(of_them).copied().collect();
+        let of_them = |name: &&PartId| {
+            highest.get(&name.record.id).is_some_and(|version| name.record.version <= *version)
+        };
+        let names: Vec<PartId> = table.entries.keys().filter(of_them).copied().collect();
         let gone = names.iter().filter_map(|name| table.take(name)).collect();
         drop(table);
         self.changed.notify_all();
@@ -197,8 +229,11 @@ impl StagingCache {
     }
 
     /// Takes out records that left the disk. The caller unpublishes them.
-    pub(super) fn take(&self, names: &[RecordId]) -> Vec<Arc<StagedRecord>> {
+    pub(super) fn take(&self, records: &[RecordId]) -> Vec<Arc<StagedRecord>> {
+        let records: HashSet<RecordId> = records.iter().copied().collect();
         let mut table = self.table.lock();
+        let names: Vec<PartId> =
+            table.entries.keys().filter(|name| records.contains(&name.record)).copied().collect();
         let gone = names.iter().filter_map(|name| table.take(name)).collect();
         drop(table);
         self.changed.notify_all();
@@ -223,12 +258,13 @@ mod tests {
         Arc::new(Staging::new(&heap, 16, 256, HugePages::Auto).unwrap())
     }
 
-    fn name(object: u8, sequence: u64) -> RecordId {
+    fn name(object: u8, sequence: u64) -> PartId {
         let version = Epoch::new(Term::new(1).unwrap(), sequence).unwrap();
-        RecordId { id: ObjectId([object; 16]), version, stripe: 0 }
+        PartId::first(RecordId { id: ObjectId([object; 16]), version, stripe: 0 })
     }
 
-    fn stage(staging: &Arc<Staging>, name: RecordId) -> StagedRecord {
+    fn stage(staging: &Arc<Staging>, name: PartId) -> StagedRecord {
+        let name = name.record;
         let mut buffer = staging.alloc(8192).unwrap();
         buffer.bytes_mut()[..100].fill(name.id.0[0]);
         let context = DigestContext { id: name.id, version: name.version, stripe: 0, len: 100 };
@@ -250,12 +286,12 @@ mod tests {
         buffer.publish(name.version, 0, record, &digests, root, false).unwrap()
     }
 
-    fn load(records: &StagingCache, staging: &Arc<Staging>, name: RecordId) {
+    fn load(records: &StagingCache, staging: &Arc<Staging>, name: PartId) {
         assert!(matches!(records.begin(name), StagingLookup::Load));
         assert!(records.ready(name, stage(staging, name)).is_some());
     }
 
-    fn is_ready(records: &StagingCache, name: RecordId) -> bool {
+    fn is_ready(records: &StagingCache, name: PartId) -> bool {
         matches!(records.table.lock().entries.get(&name), Some(Entry::Ready { .. }))
     }
 
@@ -288,10 +324,10 @@ mod tests {
     /// entry.
     #[test]
     fn load_overtaken_by_removal_is_not_admitted() {
-        type Take = fn(&StagingCache, RecordId) -> Vec<Arc<StagedRecord>>;
+        type Take = fn(&StagingCache, PartId) -> Vec<Arc<StagedRecord>>;
         let takes: [Take; 2] = [
-            |records, name| records.take_versions(&[(name.id, name.version)]),
-            |records, name| records.take(&[name]),
+            |records, name| records.take_versions(&[(name.record.id, name.record.version)]),
+            |records, name| records.take(&[name.record]),
         ];
         for take in takes {
             let (records, staging, name) = (StagingCache::default(), staging(), name(1, 1));
@@ -317,7 +353,7 @@ mod tests {
         let (records, staging) = (StagingCache::default(), staging());
         let names = [name(1, 1), name(1, 2), name(1, 3), name(2, 1)];
         names.iter().for_each(|name| load(&records, &staging, *name));
-        assert_eq!(records.take_versions(&[(names[1].id, names[1].version)]).len(), 2);
+        assert_eq!(records.take_versions(&[(names[1].record.id, names[1].record.version)]).len(), 2);
         assert_eq!(names.map(|name| is_ready(&records, name)), [false, false, true, true]);
     }
 
@@ -366,12 +402,42 @@ mod tests {
         load(&records, &staging, name);
         let until = Instant::now() + Duration::from_millis(50);
         records.lease(name, Some(until));
-        assert_eq!(records.take_versions(&[(name.id, name.version)]).len(), 1);
+        assert_eq!(records.take_versions(&[(name.record.id, name.record.version)]).len(), 1);
         assert!(!is_ready(&records, name));
         let is_held = staging.in_use().used_buffers == 1;
         assert!(is_held && !records.evict_one() || Instant::now() >= until);
         std::thread::sleep(until.saturating_duration_since(Instant::now()));
         assert!(records.evict_one());
         assert_eq!(staging.in_use().used_buffers, 0);
+    }
+
+    #[test]
+    fn parts_read_ahead_are_limited_until_a_reader_asks_for_them() {
+        let (records, staging) = (StagingCache::default(), staging());
+        let names = [name(1, 1), name(2, 1), name(3, 1), name(4, 1)];
+        assert!(records.begin_ahead(names[0], 2));
+        assert!(!records.begin_ahead(names[0], 2), "it is being loaded");
+        assert!(records.begin_ahead(names[1], 2));
+        assert!(!records.begin_ahead(names[2], 2), "two are ahead");
+        records.ready(names[0], stage(&staging, names[0])).unwrap();
+        assert!(!records.begin_ahead(names[2], 2), "still two");
+        assert!(matches!(records.begin(names[0]), StagingLookup::Ready(_)));
+        assert!(records.begin_ahead(names[2], 2));
+        assert!(matches!(records.begin(names[1]), StagingLookup::InProgress));
+        assert!(records.begin_ahead(names[3], 2));
+        records.failed(names[3]);
+        assert!(records.begin_ahead(names[3], 2), "a failed load no longer counts");
+    }
+
+    #[test]
+    fn removal_takes_all_parts_of_a_record() {
+        let (records, staging) = (StagingCache::default(), staging());
+        let first = name(1, 1);
+        let second = first.next().unwrap();
+        for name in [first, second, name(2, 1)] {
+            load(&records, &staging, name);
+        }
+        assert_eq!(records.take(&[first.record]).len(), 2);
+        assert_eq!([first, second, name(2, 1)].map(|name| is_ready(&records, name)), [false, false, true]);
     }
 }

@@ -19,9 +19,10 @@ use std::time::{Duration, Instant};
 use moontide_disk::samples::{fill, id};
 use moontide_disk::{BackendKind, EvictionPolicy, RecordId, SimulatedDisk};
 use moontide_heap::{Grant, HugePages, NodePin, PayloadWriter, RecordSpec};
-use moontide_proto::limits::SESSION_RECORDS_MAX;
+use moontide_proto::limits::{DISK_PART_BYTES, SESSION_RECORDS_MAX};
 use moontide_proto::{
-    CommandKind, CommandResult, CommandStatus, NodeCommand, OffloadRecord, Packed, VersionedId,
+    Capability, CommandKind, CommandResult, CommandStatus, NodeCommand, OffloadRecord, OpFlags, OpKind,
+    Packed, TransferOp, VersionedId,
 };
 use moontide_types::record::{Attributes, DigestContext, KeySection, RecordFlags, RecordLayout, State};
 use moontide_types::{
@@ -383,14 +384,44 @@ impl Harness {
         name
     }
 
+    /// Stages a short record, or the first part of a long one.
     fn stage(&self, name: RecordId) -> Result<NodePin<'_>, ErrorCode> {
-        self.tier.stage(&[name], Instant::now() + HANG_TIMEOUT).pop().unwrap()
+        self.stage_part(&read_op(name, 0))
+    }
+
+    fn stage_part(&self, op: &TransferOp) -> Result<NodePin<'_>, ErrorCode> {
+        self.tier.stage(&[*op], Instant::now() + HANG_TIMEOUT).pop().unwrap()
     }
 
     /// Stages a record and verifies its bytes.
     fn fetch(&self, name: RecordId) -> Result<(), ErrorCode> {
+        let len = self.shared.records.lock().get(&name).expect("the record was put").0;
+        if len > DISK_PART_BYTES {
+            return self.fetch_parts(name, len);
+        }
         let pin = self.stage(name)?;
         self.check(name, &pin);
+        Ok(())
+    }
+
+    /// Stages a long record part by part, then its digests, and verifies all of it.
+    fn fetch_parts(&self, name: RecordId, len: u64) -> Result<(), ErrorCode> {
+        let mut bytes = Vec::with_capacity(len as usize);
+        for offset in (0..len).step_by(DISK_PART_BYTES as usize) {
+            let len = DISK_PART_BYTES.min(len - offset);
+            let pin = self.stage_part(&TransferOp { len, ..read_op(name, offset) })?;
+            assert_eq!(RecordId::of(pin.header()), name);
+            assert!(pin.header().flags.digestless(), "a part has no digests");
+            bytes.extend_from_slice(pin.payload());
+        }
+        let number = self.shared.records.lock()[&name].1;
+        assert!(bytes == payload(number, name.version, len), "{name:?}: wrong bytes");
+        let op = TransferOp { flags: OpFlags::DISK.with(OpFlags::DIGESTS), ..read_op(name, 0) };
+        let pin = self.stage_part(&op)?;
+        let context = DigestContext { id: name.id, version: name.version, stripe: 0, len };
+        let mut digests = vec![];
+        context.payload(&bytes, |digest| digests.extend(digest.to_le_bytes()));
+        assert!(pin.payload() == digests, "{name:?}: wrong digests");
         Ok(())
     }
 
@@ -437,6 +468,28 @@ impl Harness {
     fn wait_for_pause(&self) {
         std::thread::sleep(self.setup.write_pause + Duration::from_millis(2));
     }
+}
+
+/// Returns an operation that reads the part of a record at `offset`.
+fn read_op(name: RecordId, offset: u64) -> TransferOp {
+    TransferOp {
+        kind: OpKind::Read,
+        flags: OpFlags::DISK,
+        stripe: name.stripe,
+        segment: SegmentId(0),
+        generation: Generation(0),
+        slot: SlotId(0),
+        term: term(),
+        epoch: name.version,
+        id: name.id,
+        offset,
+        len: 1,
+        capability: Capability::default(),
+    }
+}
+
+fn read_ops(names: &[RecordId]) -> Vec<TransferOp> {
+    names.iter().map(|name| read_op(*name, 0)).collect()
 }
 
 fn layout(key: &KeySection<'_>, len: u64) -> RecordLayout {

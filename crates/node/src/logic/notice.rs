@@ -27,14 +27,17 @@ struct NoticeRecord {
     header: Header,
     key: Box<[u8]>,
     attributes: Box<[u8]>,
+    was_in_memory: bool,
 }
 
 impl OffloadNoticeBuilder {
-    /// Adds a record, with key and attributes as they are stored.
-    pub fn push(&mut self, header: &Header, key: &[u8], attributes: &[u8]) {
+    /// Adds a record, with key and attributes as they are stored. `was_in_memory`: its object was in memory when the node was
+    /// stopped.
+    pub fn push(&mut self, header: &Header, key: &[u8], attributes: &[u8], was_in_memory: bool) {
         self.ids.push(RecordId::of(header));
         self.bytes += key.len() + attributes.len();
-        self.records.push(NoticeRecord { header: *header, key: key.into(), attributes: attributes.into() });
+        let (key, attributes) = (key.into(), attributes.into());
+        self.records.push(NoticeRecord { header: *header, key, attributes, was_in_memory });
     }
 
     /// Number of records.
@@ -76,7 +79,7 @@ impl OffloadNoticeBuilder {
                     number
                 }
             };
-            records.push(&offload_record(&record.header, number));
+            records.push(&offload_record(record, number));
             keys.push(section.key).expect("a notice is far below a message's bound");
             attributes.push(&record.attributes).expect("a notice is far below a message's bound");
             some_attributes |= !record.attributes.is_empty();
@@ -93,7 +96,15 @@ impl OffloadNoticeBuilder {
     }
 }
 
-fn offload_record(header: &Header, tenant: u16) -> OffloadRecord {
+fn offload_record(record: &NoticeRecord, tenant: u16) -> OffloadRecord {
+    let header = &record.header;
+    let mut flags = OffloadFlags::NONE;
+    if header.flags.digestless() {
+        flags = flags.with(OffloadFlags::DIGESTLESS);
+    }
+    if record.was_in_memory {
+        flags = flags.with(OffloadFlags::WAS_IN_MEMORY);
+    }
     OffloadRecord {
         id: header.id,
         epoch: header.word.epoch(),
@@ -109,7 +120,7 @@ fn offload_record(header: &Header, tenant: u16) -> OffloadRecord {
         id_key: header.id_key,
         tenant_generation: header.tenant_generation,
         tenant,
-        flags: if header.flags.digestless() { OffloadFlags::DIGESTLESS } else { OffloadFlags::NONE },
+        flags,
     }
 }
 

@@ -8,6 +8,9 @@ use moontide_types::MonoTime;
 /// Maximum time between two heartbeats: the delay until a master learns of accesses.
 const HEARTBEAT_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
+/// Interval of heartbeats during a flush: a stop without objects to write takes about as long.
+pub const FLUSH_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(50);
+
 /// Waits between attempts to reach a master, with jitter so that a thousand nodes do not retry in step.
 pub const MASTER_BACKOFF: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
 

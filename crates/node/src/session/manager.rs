@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use moontide_proto::v1;
 use moontide_rt::SplitMix64;
-use moontide_types::{GroupId, MapVersion, Term};
+use moontide_types::{Clock, GroupId, MapVersion, SystemClock, Term};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tracing::{debug, info, warn};
@@ -51,6 +51,11 @@ impl MapSignal {
         if version.0 > self.followed.load(Ordering::Relaxed) {
             self.request_refresh();
         }
+    }
+
+    /// Whether the node has a map that is as new as this version.
+    pub(super) fn is_followed(&self, version: MapVersion) -> bool {
+        version.0 <= self.followed.load(Ordering::Relaxed)
     }
 }
 
@@ -204,7 +209,9 @@ impl SessionManager {
         }
         self.version = Some(map.version);
         self.all_groups_hosted = covered.len() == usize::from(self.descriptor.groups.get());
-        self.map_signal.followed.store(map.version, Ordering::Relaxed);
+        // Before the answers of the new masters count, a flush must not end.
+        let components = Arc::clone(&self.components);
+        let mut flush = components.flush.monitor();
         // First the masters that host less, so that no group has two routes. A master with another id has lost its
         // sessions, or does not rely on them. A single master keeps its driver, which detects this itself.
         let is_same = |(master, session): &(&Arc<str>, &ManagedSession)| {
@@ -222,11 +229,14 @@ impl SessionManager {
         for (master, (_, groups)) in &hosts {
             if let Some(session) = self.drivers.get(*master) {
                 self.router.set_groups(&session.route, set_of(self.descriptor.groups, groups));
-                session.hosted.send_if_modified(|hosted| {
+                let has_changed = session.hosted.send_if_modified(|hosted| {
                     let changes = *hosted != *groups;
                     hosted.clone_from(groups);
                     changes
                 });
+                if has_changed {
+                    flush.outdated(&session.route, SystemClock.now());
+                }
             }
         }
         for (master, (master_id, groups)) in hosts {
@@ -235,6 +245,7 @@ impl SessionManager {
                 self.start_driver(master.into(), master_id, groups);
             }
         }
+        self.map_signal.followed.store(map.version, Ordering::Relaxed);
     }
 
     fn start_driver(&mut self, master: Arc<str>, master_id: u32, groups: HostedGroups) {

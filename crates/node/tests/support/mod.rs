@@ -42,7 +42,7 @@ pub fn master_config() -> MasterConfig {
         grpc_listen: free,
         frame_listen: free,
         admin_listen: free,
-        groups: GROUPS,
+        groups: Some(GROUPS),
         reallocation_delay_ms: 0,
         ..MasterConfig::default()
     }

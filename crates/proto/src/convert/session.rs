@@ -6,7 +6,8 @@ mod heartbeat;
 mod open;
 
 pub use heartbeat::{
-    DiskState, DiskStatus, Heartbeat, Pressure, ReadCounters, SegmentState, SegmentStatus, TouchBitmap,
+    DiskState, DiskStatus, FlushStatus, Heartbeat, Pressure, ReadCounters, SegmentState, SegmentStatus,
+    TouchBitmap,
 };
 pub use open::{
     Address, MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, OpenSessionRequest,
@@ -133,6 +134,8 @@ pub enum MasterMessageBody<'a> {
         ttl_ms: u32,
         /// Groups with which the node is in sync, each with its number of exclusions.
         in_sync: Vec<(GroupId, u32)>,
+        /// State of the flush, if the heartbeat announced one.
+        flush: Option<FlushStatus>,
     },
 }
 
@@ -155,6 +158,7 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
                     heartbeat_id: m.heartbeat_id,
                     ttl_ms: m.ttl_ms,
                     in_sync: m.in_sync.iter().map(group).collect::<Result<_, ConvertError>>()?,
+                    flush: m.flush,
                 }
             }
         };
@@ -173,13 +177,13 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
             MasterMessageBody::Commands(commands) => {
                 Body::Commands(v1::Commands { commands: copied(commands.as_encoded()) })
             }
-            &MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, ref in_sync } => {
+            &MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, ref in_sync, flush } => {
                 let group = |&(group, exclusion): &(GroupId, u32)| v1::GroupExclusion {
                     group: group.0.into(),
                     exclusion,
                 };
                 let in_sync = in_sync.iter().map(group).collect();
-                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms, in_sync })
+                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush })
             }
         };
         v1::MasterMessage {

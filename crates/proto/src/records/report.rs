@@ -111,6 +111,8 @@ flags! {
     pub struct OffloadFlags(u16) {
         /// The record has no page digests.
         DIGESTLESS = 0,
+        /// The object was in the node's memory when the node was stopped.
+        WAS_IN_MEMORY = 1,
     }
 }
 

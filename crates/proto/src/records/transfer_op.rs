@@ -10,7 +10,7 @@ use moontide_types::{Epoch, Generation, ObjectId, SegmentId, SlotId, Span, Term}
 
 use crate::capability::{AccessRight, Capability, CapabilityScope};
 use crate::layout::RecordError;
-use crate::limits::FRAME_PAYLOAD_BYTES_MAX;
+use crate::limits::{DISK_PART_BYTES, FRAME_PAYLOAD_BYTES_MAX};
 
 numbered! {
     /// Kind of an operation.
@@ -32,7 +32,7 @@ flags! {
         /// The operation is on the disk's copy: segment, generation and slot are zero, and (id, epoch, stripe)
         /// identifies the record.
         DISK = 0,
-        /// The range is in the record's page digests instead of its payload. Only for Read: the commit of the record
+        /// The range is in the record's page digests instead of its payload. Not for Write: the commit of the record
         /// writes the digests.
         DIGESTS = 1,
         /// Low priority: prefetch and repair.
@@ -44,9 +44,9 @@ fixed_record! {
     /// One operation on one range of one stripe.
     ///
     /// Invariants: `stripe < STRIPES_MAX`, `offset + len ≤ OBJECT_BYTES_MAX`, `len ≤ FRAME_PAYLOAD_BYTES_MAX`;
-    /// [`OpFlags::DIGESTS`] only with Read; with [`OpFlags::DISK`] the kind is Read or Load, and segment, generation
-    /// and slot are zero; a Load always has [`OpFlags::DISK`]. For slots of a segment `stripe` repeats the value in
-    /// the record header.
+    /// [`OpFlags::DIGESTS`] not with Write; with [`OpFlags::DISK`] the kind is Read or Load, segment, generation and slot
+    /// are zero, and the range is within one part of [`DISK_PART_BYTES`]; a Load always has [`OpFlags::DISK`]. For slots
+    /// of a segment `stripe` repeats the value in the record header.
     pub struct TransferOp[80] {
         /// Kind of the operation.
         0 kind: OpKind,
@@ -91,8 +91,10 @@ impl TransferOp {
             "a disk operation is a Read or a Load",
         )?;
         Self::rule(disk || self.kind != OpKind::Load, "a load is from disk")?;
+        let in_one_part = self.offset % DISK_PART_BYTES + self.len <= DISK_PART_BYTES;
+        Self::rule(!disk || in_one_part, "a disk operation is within one part")?;
         let digests = self.flags.contains(OpFlags::DIGESTS);
-        Self::rule(!digests || self.kind == OpKind::Read, "digests are only read")
+        Self::rule(!digests || self.kind != OpKind::Write, "digests are not written")
     }
 
     /// Returns the scope for which the capability of the operation must be signed.

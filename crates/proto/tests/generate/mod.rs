@@ -10,6 +10,7 @@ mod session;
 pub(crate) use names::{MESSAGES, RESPONSES};
 
 use moontide_proto::convert::{ObjectFields, ObjectListBuilder, ObjectListKind};
+use moontide_proto::limits::DISK_PART_BYTES;
 use moontide_proto::*;
 use moontide_rt::SplitMix64;
 use moontide_types::limits::{PAGE_BYTES, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMENT_MAX, UNIT_BYTES};
@@ -117,8 +118,10 @@ impl Gen {
         let kind = self.pick(OpKind::ALL);
         let disk = kind == OpKind::Load || kind == OpKind::Read && self.bool();
         let flags = if disk { OpFlags::DISK } else { OpFlags::NONE };
-        let digests = kind == OpKind::Read && self.bool();
+        let digests = kind != OpKind::Write && self.bool();
         let flags = if digests { flags.with(OpFlags::DIGESTS) } else { flags };
+        let offset = self.below(1 << 39);
+        let len_max = if disk { DISK_PART_BYTES - offset % DISK_PART_BYTES } else { 1 << 26 };
         TransferOp {
             kind,
             flags,
@@ -129,8 +132,8 @@ impl Gen {
             term: self.term(),
             epoch: self.epoch(),
             id: self.id(),
-            offset: self.below(1 << 39),
-            len: self.below(1 << 26),
+            offset,
+            len: self.below(len_max + 1),
             capability: Capability(self.bytes()),
         }
     }
@@ -550,6 +553,7 @@ impl Gen {
                 staging_permille: self.below(1001) as u32,
                 ledger_permille: self.below(1001) as u32,
             }),
+            flushing: self.bool(),
         }
     }
 

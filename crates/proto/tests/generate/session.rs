@@ -13,6 +13,11 @@ impl Gen {
                 heartbeat_id: self.u64(),
                 ttl_ms: 1 + self.below(600_000) as u32,
                 in_sync: (0..n as u32).map(|group| v1::GroupExclusion { group, exclusion: 7 }).collect(),
+                flush: self.bool().then(|| v1::FlushStatus {
+                    objects: self.u64(),
+                    bytes: self.u64(),
+                    refused: self.u64(),
+                }),
             })
         };
         v1::MasterMessage {

@@ -4,6 +4,7 @@
 //! needs a Begin before and a Commit after it, by [`Link::start_call`] on the same link. For a record on the node's
 //! disk, the link first asks the node to load it into memory that this process maps as well.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::task::{Context, Poll};
@@ -11,8 +12,9 @@ use std::time::{Duration, Instant};
 
 use moontide_heap::{Guard, LocalHeap, Lookup, PayloadMemory, Reader, connect, open_stream};
 use moontide_proto::convert::{LoadReply, LoadRequest, Wire, decode, encode};
-use moontide_proto::limits::OPS_PER_FRAME_MAX;
+use moontide_proto::limits::{DISK_PART_BYTES, OPS_PER_FRAME_MAX};
 use moontide_proto::{FrameKind, OpFlags, OpKind, Packed, PackedBuilder, TransferOp, v1};
+use moontide_rt::Backoff;
 use moontide_rt::sync::{Arc, Mutex, lock};
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
@@ -20,7 +22,7 @@ use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
 use crate::engine::{Engine, EngineUnavailable, Link, Peer, Pending, Score, WaitMode, call};
 use crate::engine_kind::EngineKind;
 use crate::error::{ConnectionError, PeerName, TransferError};
-use crate::framing::plan;
+use crate::framing::{disk_parts, plan};
 use crate::metrics::Metrics;
 use crate::op::{Direction, OpCore, Target};
 use crate::shm::socket_of;
@@ -123,17 +125,69 @@ impl Drop for ShmLink {
 const LOAD_LEASE_MS: u32 = 2_000;
 
 impl ShmLink {
-    /// Runs operations on records on the disk: asks the node to load all of them, copies them, and releases them.
+    /// Runs operations on records on the disk, part by part.
     fn run_on_disk(
         &self,
         ops: &[&OpCore],
         reader: &mut Reader<'_>,
         deadline: Instant,
-    ) -> Result<Vec<Result<(), ErrorCode>>, ErrorCode> {
-        let mut load_ops = PackedBuilder::<TransferOp>::with_capacity(ops.len());
-        for op in ops {
-            let flags = OpFlags::DISK;
-            load_ops.push(&Target { flags, ..*op.target() }.to_wire(OpKind::Load, op.offset(), op.len()));
+    ) -> Vec<Result<(), ErrorCode>> {
+        let mut outcomes = vec![Ok(()); ops.len()];
+        let parts = ops.iter().enumerate().flat_map(|(index, op)| {
+            disk_parts(op.offset(), op.len()).map(move |range| DiskPart { index, op, range })
+        });
+        let mut parts: VecDeque<DiskPart<'_>> = parts.collect();
+        let mut backoff = BUSY_BACKOFF;
+        while !parts.is_empty() {
+            let mut batch: Vec<DiskPart<'_>> = Vec::with_capacity(LOADS_PER_CALL);
+            let mut bytes = 0;
+            while let Some(&part) = parts.front() {
+                let fits = batch.len() < LOADS_PER_CALL && bytes + part.range.len() <= LOAD_BYTES_PER_CALL;
+                if !fits {
+                    break;
+                }
+                parts.pop_front();
+                // The rest of an operation that has failed is not needed.
+                if outcomes[part.index].is_ok() {
+                    bytes += part.range.len();
+                    batch.push(part);
+                }
+            }
+            if batch.is_empty() {
+                break;
+            }
+            let results = self.load_and_copy(&batch, reader, deadline);
+            let results = results.unwrap_or_else(|code| vec![PartOutcome::Ended(Err(code)); batch.len()]);
+            let mut is_busy = false;
+            for (part, result) in batch.into_iter().zip(results).rev() {
+                match result {
+                    PartOutcome::NodeBusy if Instant::now() < deadline => {
+                        is_busy = true;
+                        parts.push_front(part);
+                    }
+                    PartOutcome::NodeBusy => outcomes[part.index] = Err(ErrorCode::Busy),
+                    PartOutcome::Ended(Ok(())) => {}
+                    PartOutcome::Ended(failed) => outcomes[part.index] = failed,
+                }
+            }
+            if is_busy {
+                let left = deadline.saturating_duration_since(Instant::now());
+                std::thread::sleep(backoff.pause(Duration::ZERO, u64::from(std::process::id())).min(left));
+            }
+        }
+        outcomes
+    }
+
+    /// Asks the node to load parts of records, copies them, and releases them.
+    fn load_and_copy(
+        &self,
+        parts: &[DiskPart<'_>],
+        reader: &mut Reader<'_>,
+        deadline: Instant,
+    ) -> Result<Vec<PartOutcome>, ErrorCode> {
+        let mut load_ops = PackedBuilder::<TransferOp>::with_capacity(parts.len());
+        for part in parts {
+            load_ops.push(&part.to_wire(part.op.target(), OpFlags::DISK, OpKind::Load));
         }
         let load_ops = load_ops.finish();
         let load_ops = Packed::decode(&load_ops, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
@@ -143,19 +197,20 @@ impl ShmLink {
         let reply = call(self, FrameKind::Load, request, deadline).map_err(code)?;
         let reply: v1::LoadReply = decode(reply.into()).map_err(|error| error.code())?;
         let reply = LoadReply::from_wire(&reply).map_err(|error| error.code())?;
-        if reply.list.len() != ops.len() {
+        if reply.list.len() != parts.len() {
             return Err(ErrorCode::InvalidArgument);
         }
-        let mut release = PackedBuilder::<TransferOp>::with_capacity(ops.len());
-        let mut outcomes = Vec::with_capacity(ops.len());
-        for (op, (entry, handles)) in ops.iter().zip(reply.list.iter()) {
+        let mut release = PackedBuilder::<TransferOp>::with_capacity(parts.len());
+        let mut outcomes = Vec::with_capacity(parts.len());
+        for (part, (entry, handles)) in parts.iter().zip(reply.list.iter()) {
             let outcome = match (entry.code, handles.iter().next()) {
-                (Some(code), _) => Err(code),
-                (None, None) => Err(ErrorCode::Internal),
+                (Some(ErrorCode::Busy), _) => PartOutcome::NodeBusy,
+                (Some(code), _) => PartOutcome::Ended(Err(code)),
+                (None, None) => PartOutcome::Ended(Err(ErrorCode::Internal)),
                 (None, Some(handle)) => {
-                    let target = Target::of(&handle, op.target().id, op.target().epoch);
-                    release.push(&target.to_wire(OpKind::Release, 0, 0));
-                    self.copy_from(op, &target, reader)
+                    let target = Target::of(&handle, part.op.target().id, part.op.target().epoch);
+                    release.push(&part.to_wire(&target, OpFlags::NONE, OpKind::Release));
+                    PartOutcome::Ended(self.copy_part(part, &target, reader))
                 }
             };
             outcomes.push(outcome);
@@ -206,13 +261,33 @@ impl ShmLink {
 
     /// Copies the range of an operation out of a record in memory.
     fn copy_from(&self, op: &OpCore, target: &Target, reader: &mut Reader<'_>) -> Result<(), ErrorCode> {
+        let guard = self.pin(target, reader)?;
+        let digests = op.target().flags.contains(OpFlags::DIGESTS);
+        let source = if digests { guard.digests().as_bytes() } else { guard.bytes() };
+        copy_out(op, whole(op), &guard, source, op.offset())
+    }
+
+    /// Copies a part out of staging memory.
+    fn copy_part(
+        &self,
+        part: &DiskPart<'_>,
+        target: &Target,
+        reader: &mut Reader<'_>,
+    ) -> Result<(), ErrorCode> {
+        let guard = self.pin(target, reader)?;
+        // A record that is longer than a part is loaded as records without digests, with the parts as their payload.
+        let digests = part.op.target().flags.contains(OpFlags::DIGESTS) && !guard.header().flags.digestless();
+        let source = if digests { guard.digests().as_bytes() } else { guard.bytes() };
+        let start = (part.op.offset() + part.range.offset()) % DISK_PART_BYTES;
+        copy_out(part.op, part.range, &guard, source, start)
+    }
+
+    fn pin<'r>(&self, target: &Target, reader: &'r mut Reader<'_>) -> Result<Guard<'r>, ErrorCode> {
         if self.heap.generation(target.segment) != Some(target.generation) {
             return Err(ErrorCode::StaleGeneration);
         }
-        let digests = op.target().flags.contains(OpFlags::DIGESTS);
         match reader.get_at(target.segment, target.slot, target.epoch, SystemClock.now()) {
-            Lookup::Hit(guard) if digests => copy_out(op, &guard, guard.digests().as_bytes()),
-            Lookup::Hit(guard) => copy_out(op, &guard, guard.bytes()),
+            Lookup::Hit(guard) => Ok(guard),
             Lookup::Miss => Err(ErrorCode::Gone),
             Lookup::Full => Err(ErrorCode::Busy),
             Lookup::Closed => Err(ErrorCode::Unreachable),
@@ -280,6 +355,39 @@ impl ShmLink {
 /// Most loads in one call, so that the first records of a long list do not wait for the last ones.
 const LOADS_PER_CALL: usize = 16;
 
+/// Most bytes of the loads in one call: half of the smallest staging memory of a node.
+const LOAD_BYTES_PER_CALL: u64 = 4 * DISK_PART_BYTES;
+
+/// Pauses between attempts to load while the node's staging memory is full.
+const BUSY_BACKOFF: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(50));
+
+/// Outcome of one attempt to read a part.
+#[derive(Clone, Copy, Debug)]
+enum PartOutcome {
+    Ended(Result<(), ErrorCode>),
+    /// Other readers hold the node's staging memory, for a short time.
+    NodeBusy,
+}
+
+/// Part of an operation that the node loads from its disk.
+#[derive(Clone, Copy)]
+struct DiskPart<'a> {
+    /// Index of the operation.
+    index: usize,
+    op: &'a OpCore,
+    /// Bytes of the operation, counted from its first byte.
+    range: Span,
+}
+
+impl DiskPart<'_> {
+    /// Returns the wire form of an operation on the part; its target is on the disk or in staging.
+    fn to_wire(self, target: &Target, medium: OpFlags, kind: OpKind) -> TransferOp {
+        let digests = self.op.target().flags.contains(OpFlags::DIGESTS);
+        let flags = if digests { medium.with(OpFlags::DIGESTS) } else { medium };
+        Target { flags, ..*target }.to_wire(kind, self.op.offset() + self.range.offset(), self.range.len())
+    }
+}
+
 /// Most calls in flight on the stream; the node handles them in order.
 const CALLS_IN_FLIGHT_MAX: usize = 64;
 
@@ -287,18 +395,18 @@ fn whole(op: &OpCore) -> Span {
     Span::new(0, op.len()).expect("an operation is shorter than 2⁶⁴")
 }
 
-/// Copies a range out of `source`, the payload or the digests of a pinned record; page by page where pages are
-/// digested.
-fn copy_out(op: &OpCore, guard: &Guard<'_>, source: &[u8]) -> Result<(), ErrorCode> {
+/// Copies `range` of an operation out of `source`, the payload or the digests of a pinned record, from `start` on; page
+/// by page where pages are digested. The range then starts with a page of the operation, and ends with one.
+fn copy_out(op: &OpCore, range: Span, guard: &Guard<'_>, source: &[u8], start: u64) -> Result<(), ErrorCode> {
     let (header, target) = (guard.header(), op.target());
     if header.id != target.id || header.stripe_index != target.stripe {
         return Err(ErrorCode::Gone);
     }
-    let end = op.offset().checked_add(op.len()).ok_or(ErrorCode::OutOfBounds)?;
-    let bytes = source.get(op.offset() as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
-    let copy = |range: Span| {
-        let mut from = range.offset() as usize;
-        op.visit(range, |base, len| {
+    let end = start.checked_add(range.len()).ok_or(ErrorCode::OutOfBounds)?;
+    let bytes = source.get(start as usize..end as usize).ok_or(ErrorCode::OutOfBounds)?;
+    let copy = |piece: Span| {
+        let mut from = (piece.offset() - range.offset()) as usize;
+        op.visit(piece, |base, len| {
             // SAFETY: the caller of `start` keeps the memory valid and unshared. It does not overlap the node's memory,
             // which is writable only under a claim.
             unsafe { std::ptr::copy_nonoverlapping(bytes[from..from + len].as_ptr(), base, len) };
@@ -306,10 +414,10 @@ fn copy_out(op: &OpCore, guard: &Guard<'_>, source: &[u8]) -> Result<(), ErrorCo
         });
     };
     if !op.is_digested() {
-        copy(whole(op));
+        copy(range);
         return Ok(());
     }
-    for page in 0..op.len().div_ceil(PAGE_BYTES) {
+    for page in range.offset() / PAGE_BYTES..range.end().div_ceil(PAGE_BYTES) {
         let start = page * PAGE_BYTES;
         copy(Span::new(start, (op.len() - start).min(PAGE_BYTES)).expect("inside the operation"));
         // SAFETY: the page was copied above, and only this thread uses the memory and the entry of the digest.
@@ -338,13 +446,7 @@ impl Link for ShmLink {
             let is_on_disk =
                 |op: &OpCore| op.target().flags.contains(OpFlags::DISK) && op.direction() == Direction::Get;
             let on_disk: Vec<&OpCore> = ops.iter().filter(|op| is_on_disk(op)).collect();
-            let mut loaded = Vec::with_capacity(on_disk.len());
-            // At most as many as one call carries.
-            for batch in on_disk.chunks(LOADS_PER_CALL) {
-                let done = self.run_on_disk(batch, &mut reader, deadline);
-                loaded.extend(done.unwrap_or_else(|code| vec![Err(code); batch.len()]));
-            }
-            let mut loaded = loaded.into_iter();
+            let mut loaded = self.run_on_disk(&on_disk, &mut reader, deadline).into_iter();
             let on_device: Vec<&OpCore> =
                 ops.iter().filter(|op| !is_on_disk(op) && self.is_on_device(op)).collect();
             let mut copied = match on_device.is_empty() {

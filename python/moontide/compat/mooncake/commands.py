@@ -14,8 +14,6 @@ from moontide._binary import become
 
 from .setup import parse_size
 
-GROUPS = 4
-
 _TRUE = ("true", "t", "yes", "y", "1")
 # Boolean flags: true without a value, so the next word is not their value.
 _SWITCHES = {
@@ -137,9 +135,6 @@ def master_arguments(flags: Flags) -> list[str]:
     own = _own_address() if wildcard else host
     if wildcard:
         words += ["--grpc-advertise", f"{own}:{port}"]
-    # An object must fit into the memory of one group: with few groups, that is a larger share of a node.
-    if "MOONTIDE_MASTER_GROUPS" not in os.environ:
-        words += ["--groups", str(GROUPS)]
     # Clients get the address of the frame server over gRPC. The environment can set a fixed port, e.g. for a firewall.
     if "MOONTIDE_MASTER_FRAME_LISTEN" not in os.environ:
         frame = _free_port(host)

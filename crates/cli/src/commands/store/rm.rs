@@ -1,15 +1,15 @@
-//! `moontide rm`: removes objects by key, by prefix, or all objects of a tenant.
+//! `moontide rm`: removes objects by key, by prefix, by expression, or all objects of a tenant.
 
 use std::ffi::OsString;
 use std::io::Write;
 
 use clap::{ArgGroup, ArgMatches, Args as ClapArgs, Command};
-use moontide_client::{Store, StoreError};
+use moontide_client::{BulkRemoval, Store, StoreError};
 use moontide_types::ErrorCode;
 use serde_json::json;
 
 use super::super::{CommandError, EXIT_CODES, ignore_broken_pipe};
-use super::{StoreArgs, for_each_page, not_found, parse};
+use super::{StoreArgs, not_found, parse};
 use crate::format;
 use crate::settings::PRINT_CONFIG;
 
@@ -17,19 +17,23 @@ const EXAMPLES: &str = "\
 Examples:
   moontide rm hello world                 two objects
   moontide rm --prefix model/7b/          all keys with this prefix
+  moontide rm --regex '/layer-[0-9]+$'    all keys that match a regular expression
   moontide rm --all --tenant test         all objects of a tenant
   moontide rm hot/block --force           even if it is leased or pinned
 
 Missing keys are reported at the end, with exit code 3; the other objects are removed.";
 
 #[derive(Debug, ClapArgs)]
-#[command(group = ArgGroup::new("what").required(true).args(["keys", "prefix", "all", PRINT_CONFIG]))]
+#[command(group = ArgGroup::new("what").required(true).args(["keys", "prefix", "regex", "all", PRINT_CONFIG]))]
 struct Args {
     /// Keys of the objects
     keys: Vec<OsString>,
     /// Remove all objects with this key prefix
     #[arg(long, value_name = "PREFIX")]
     prefix: Option<OsString>,
+    /// Remove all objects whose keys match this regular expression
+    #[arg(long, value_name = "PATTERN")]
+    regex: Option<String>,
     /// Remove all objects of the tenant
     #[arg(long)]
     all: bool,
@@ -40,10 +44,20 @@ struct Args {
     store: StoreArgs,
 }
 
-/// Empty `--prefix`: an empty variable in a script must not remove all objects.
+/// Empty `--prefix` or `--regex`: an empty variable in a script must not remove all objects.
 #[derive(Debug, thiserror::Error)]
-#[error("empty prefix matches every object; use --all to remove all")]
-struct EmptyPrefix;
+#[error("an empty prefix or expression matches every object; use --all to remove all")]
+struct EmptySelection;
+
+/// The masters refuse the pattern.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is not a regular expression, or too long a one; the syntax is that of the Rust crate regex")]
+struct InvalidPattern(String);
+
+/// Objects that were kept by a removal of many.
+#[derive(Debug, thiserror::Error)]
+#[error("{0} objects were kept: leased, pinned or being written; repeat it later, or with --force")]
+struct Kept(u64);
 
 /// Some objects could not be removed.
 #[derive(Debug, thiserror::Error)]
@@ -88,21 +102,26 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     let Some(args) = parse::<Args>(matches)? else { return Ok(()) };
     let keys: Vec<Vec<u8>> = args.keys.iter().map(|key| args.store.key(key)).collect::<Result<_, _>>()?;
     let prefix = args.prefix.as_ref().map(|prefix| args.store.bytes_of(prefix)).transpose()?;
-    if prefix.as_ref().is_some_and(Vec::is_empty) {
-        return Err(CommandError::usage(EmptyPrefix));
+    if prefix.as_ref().is_some_and(Vec::is_empty) || args.regex.as_ref().is_some_and(String::is_empty) {
+        return Err(CommandError::usage(EmptySelection));
     }
     let store = args.store.connect()?;
-    let mut tally = Tally::default();
-    if keys.is_empty() {
-        for_each_page(&store, &prefix.unwrap_or_default(), |keys| {
-            tally.remove(&store, keys, args.force);
-            Ok(true)
-        })?;
-        // Objects that another client removed meanwhile are no error.
-        tally.missing.clear();
-    } else {
-        tally.remove(&store, keys, args.force);
+    let bulk = match (prefix, &args.regex, args.all) {
+        (Some(prefix), ..) => Some(store.remove_by_prefix(&prefix, args.force)?),
+        (_, Some(pattern), _) => {
+            Some(store.remove_by_regex(pattern, args.force).map_err(|error| match error.code() {
+                ErrorCode::InvalidArgument => CommandError::usage(InvalidPattern(pattern.clone())),
+                _ => error.into(),
+            })?)
+        }
+        (.., true) => Some(store.remove_all(args.force)?),
+        _ => None,
+    };
+    if let Some(removal) = bulk {
+        return print_bulk(removal, args.store.json);
     }
+    let mut tally = Tally::default();
+    tally.remove(&store, keys, args.force);
     let Tally { removed, pending, missing, refused } = tally;
     let mut out = std::io::stdout().lock();
     ignore_broken_pipe(if args.store.json {
@@ -129,4 +148,13 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
         None if missing.is_empty() => Ok(()),
         None => Err(not_found(&missing)),
     }
+}
+
+fn print_bulk(BulkRemoval { removed, kept }: BulkRemoval, is_json: bool) -> Result<(), CommandError> {
+    let mut out = std::io::stdout().lock();
+    ignore_broken_pipe(match is_json {
+        true => writeln!(out, "{}", json!({ "removed": removed, "kept": kept })),
+        false => writeln!(out, "removed {removed}"),
+    })?;
+    if kept > 0 { Err(CommandError::failed(Kept(kept))) } else { Ok(()) }
 }

@@ -55,7 +55,7 @@ fn verify_payload(queue: &mut dyn Queue, file: &File, entry: &FooterEntry<'_>) -
     let location =
         RecordLocation { file: file.clone(), offset: entry.offset, len, preamble_read_len, read_guard: None };
     let mut memory = AlignedBuf::zeroed(len as usize);
-    let job = ReadJob { name: RecordId::of(&entry.header), location, into: &mut memory };
+    let job = ReadJob::whole(RecordId::of(&entry.header), location, &mut memory);
     match read_records(queue, vec![job]).pop() {
         Some(Err(error)) => InspectedState::Corrupt { reason: error.to_string() },
         _ => InspectedState::Ok,

@@ -62,7 +62,7 @@ impl Tier {
 
     fn read(&mut self, sample: &SampleRecord, location: RecordLocation) {
         let mut memory = AlignedBuf::zeroed(location.len as usize);
-        let job = ReadJob { name: sample.name(), location, into: &mut memory };
+        let job = ReadJob::whole(sample.name(), location, &mut memory);
         let header = read_records(&mut *self.queue, vec![job]).pop().unwrap().unwrap();
         assert_eq!(&memory[header.payload_offset as usize..][..sample.payload().len()], sample.payload());
     }
@@ -366,7 +366,7 @@ fn concurrent_operations_keep_usage_consistent() {
                     for sample in &samples {
                         let Some(location) = backend.locate(&sample.name()) else { continue };
                         let mut memory = AlignedBuf::zeroed(location.len as usize);
-                        let job = ReadJob { name: sample.name(), location, into: &mut memory };
+                        let job = ReadJob::whole(sample.name(), location, &mut memory);
                         assert!(read_records(&mut *queue, vec![job])[0].is_ok());
                     }
                     let names = [(id(rng.below(60)), Epoch::from_bits(u64::from(round % 20 == 0)).unwrap())];

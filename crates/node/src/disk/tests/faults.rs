@@ -134,7 +134,7 @@ impl Oracle {
         let names: Vec<RecordId> = (0..count).filter_map(|_| self.random_name()).collect();
         let short = self.rng.below(10) == 0;
         let deadline = Instant::now() + if short { Duration::from_millis(1) } else { HANG_TIMEOUT };
-        for (name, pin) in names.iter().zip(harness.tier.stage(&names, deadline)) {
+        for (name, pin) in names.iter().zip(harness.tier.stage(&read_ops(&names), deadline)) {
             match pin {
                 Ok(pin) => {
                     assert!(!self.is_removed(*name), "{name:?} was removed");

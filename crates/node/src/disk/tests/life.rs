@@ -65,13 +65,18 @@ fn leased_record_occupies_staging_until_release_or_expiry() {
     let [a, b] = [0, 1].map(|n| harness.store(SlotId(n), n.into(), 600 * KIB));
     let lease = |for_ms| {
         let until = Instant::now() + Duration::from_millis(for_ms);
-        harness.tier.stage_with_lease(&[a], until, Instant::now() + HANG_TIMEOUT).pop().unwrap().map(drop)
+        harness
+            .tier
+            .stage_with_lease(&[read_op(a, 0)], until, Instant::now() + HANG_TIMEOUT)
+            .pop()
+            .unwrap()
+            .map(drop)
     };
     assert_eq!([lease(60_000), lease(60_000)], [Ok(()); 2]);
     assert_eq!(harness.fetch(b), Err(ErrorCode::Busy));
-    harness.tier.release_lease(a);
+    harness.tier.release_lease(&read_op(a, 0));
     assert_eq!(harness.fetch(b), Err(ErrorCode::Busy), "one of the two still reads it");
-    harness.tier.release_lease(a);
+    harness.tier.release_lease(&read_op(a, 0));
     assert_eq!(harness.fetch(b), Ok(()));
     // A lease that is never released expires.
     assert_eq!(lease(300), Ok(()));
@@ -88,7 +93,8 @@ fn staging_memory_of_removed_record_is_not_reused_while_leased() {
     let harness = Harness::new(Setup::default());
     let [a, b] = [0, 1].map(|n| harness.store(SlotId(n), n.into(), 600 * KIB));
     let until = Instant::now() + Duration::from_millis(1500);
-    let staged = harness.tier.stage_with_lease(&[a], until, Instant::now() + HANG_TIMEOUT).pop().unwrap();
+    let staged =
+        harness.tier.stage_with_lease(&[read_op(a, 0)], until, Instant::now() + HANG_TIMEOUT).pop().unwrap();
     drop(staged);
     assert_eq!(harness.outcome(harness.remove(a)), Ok(()));
     assert_eq!(harness.fetch(a), Err(ErrorCode::Gone));
@@ -109,7 +115,7 @@ fn concurrent_loads_of_same_record_read_disk_once() {
         for _ in 0..6 {
             scope.spawn(|| {
                 // Also more than once in one batch.
-                for pin in harness.tier.stage(&[name, name], Instant::now() + HANG_TIMEOUT) {
+                for pin in harness.tier.stage(&read_ops(&[name, name]), Instant::now() + HANG_TIMEOUT) {
                     harness.check(name, &pin.unwrap());
                 }
             });
@@ -121,7 +127,66 @@ fn concurrent_loads_of_same_record_read_disk_once() {
 }
 
 #[test]
-fn oversized_record_is_refused_and_missing_record_reported_gone() {
+fn record_larger_than_staging_is_read_in_parts() {
+    const MIB: u64 = 1 << 20;
+    for (backend, parts) in BackendKind::ALL.into_iter().flat_map(|backend| [(backend, 3), (backend, 9)]) {
+        let staging_bytes = parts * (MIB + 16 * KIB);
+        let harness =
+            Harness::new(Setup { backend, slots: 6, units: 24_000, staging_bytes, ..Setup::default() });
+        let lens = [MIB, MIB + 1, 2 * MIB - 4096, 2 * MIB, 5 * MIB + 300 * KIB + 7, 11 * MIB];
+        let names: Vec<RecordId> =
+            lens.iter().zip((0..).map(SlotId)).map(|(&len, slot)| harness.store(slot, len, len)).collect();
+        for name in &names {
+            assert_eq!(harness.fetch(*name), Ok(()), "{backend}, {parts} parts");
+        }
+        let past_end = harness.stage_part(&read_op(names[3], 2 * MIB));
+        assert_eq!(past_end.map(drop), Err(ErrorCode::OutOfBounds));
+        let ahead = harness.count(|c| &c.loads_ahead);
+        assert_eq!(ahead > 0, parts == 9, "{ahead} parts read ahead, in staging for {parts}");
+        let restarted = harness.crash();
+        harness.check_sum();
+        names.iter().for_each(|name| assert_eq!(restarted.fetch(*name), Ok(()), "{backend}"));
+        restarted.check_sum();
+        restarted.end();
+    }
+}
+
+#[test]
+fn long_record_is_promoted_in_parts() {
+    for backend in BackendKind::ALL {
+        let harness = Harness::new(Setup { backend, slots: 2, units: 12_000, ..Setup::default() });
+        let len = 5 * 1024 * KIB + 77;
+        let name = harness.store(SlotId(0), 1, len);
+        assert_eq!(harness.outcome(harness.command(CommandKind::Reclaim, name, SlotId(0))), Ok(()));
+        assert_eq!(harness.outcome(harness.promote(name, SlotId(1))), Ok(()), "{backend}");
+        let pin = harness.memory.heap().pin(SEGMENT, SlotId(1), name.version).expect("it is in memory");
+        harness.check(name, &pin);
+        drop(pin);
+        // A part that cannot be verified ends the promotion.
+        assert_eq!(harness.outcome(harness.command(CommandKind::Reclaim, name, SlotId(1))), Ok(()));
+        harness.disk.set_faults(Faults { flipped_read_permille: 1000, ..Faults::default() });
+        assert_eq!(harness.outcome(harness.promote(name, SlotId(0))), Err(ErrorCode::Corrupt), "{backend}");
+        harness.disk.set_faults(Faults::default());
+        assert!(harness.memory.heap().pin(SEGMENT, SlotId(0), name.version).is_none());
+        harness.check_sum();
+        harness.end();
+    }
+}
+
+#[test]
+fn parts_of_removed_record_are_no_longer_staged() {
+    let harness = Harness::new(Setup { slots: 2, units: 12_000, staging_bytes: 8 << 20, ..Setup::default() });
+    let name = harness.store(SlotId(0), 1, 3 << 20);
+    assert_eq!(harness.fetch(name), Ok(()));
+    assert_eq!(harness.outcome(harness.remove(name)), Ok(()));
+    for offset in [0, 1 << 20, 2 << 20] {
+        assert_eq!(harness.stage_part(&read_op(name, offset)).map(drop), Err(ErrorCode::Gone));
+    }
+    harness.end();
+}
+
+#[test]
+fn record_without_staging_memory_is_refused_and_missing_record_reported_gone() {
     let harness = Harness::new(Setup { staging_bytes: 512 * KIB, ..Setup::default() });
     let large = harness.store(SlotId(0), 1, 700 * KIB);
     assert_eq!(harness.fetch(large), Err(ErrorCode::TooLarge));
@@ -147,7 +212,7 @@ fn batch_larger_than_staging_waits_once_for_space() {
         names.iter().zip((0..).map(SlotId)).map(|(n, slot)| harness.offload(*n, slot)).collect();
     commands.iter().for_each(|id| assert_eq!(harness.outcome(*id), Ok(())));
     let started = Instant::now();
-    let pins = harness.tier.stage(&names, Instant::now() + HANG_TIMEOUT);
+    let pins = harness.tier.stage(&read_ops(&names), Instant::now() + HANG_TIMEOUT);
     let took = started.elapsed();
     for (name, pin) in names.iter().zip(&pins) {
         match pin {

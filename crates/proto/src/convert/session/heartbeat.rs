@@ -11,6 +11,9 @@ use crate::v1;
 /// Read counters of a node; local hits and misses sum to local lookups.
 pub type ReadCounters = v1::ReadCounters;
 
+/// State of the flush of a node, in all groups of a master.
+pub type FlushStatus = v1::FlushStatus;
+
 /// Slots that were read since the last heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TouchBitmap<'a> {
@@ -217,6 +220,8 @@ pub struct Heartbeat<'a> {
     pub disk: Option<DiskStatus>,
     /// Load of the node.
     pub pressure: Pressure,
+    /// The node is about to stop and writes its objects to its disk.
+    pub flushing: bool,
 }
 
 impl<'a> Wire<'a> for Heartbeat<'a> {
@@ -245,6 +250,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             segments: m.segments.iter().map(SegmentStatus::from_wire).collect::<Result<_, _>>()?,
             disk: m.disk.as_ref().map(DiskStatus::from_wire).transpose()?,
             pressure: m.pressure.as_ref().map(Pressure::from_wire).transpose()?.unwrap_or_default(),
+            flushing: m.flushing,
         })
     }
 
@@ -262,6 +268,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             segments: self.segments.iter().map(Wire::to_wire).collect(),
             disk: self.disk.as_ref().map(Wire::to_wire),
             pressure: Some(self.pressure.to_wire()),
+            flushing: self.flushing,
         }
     }
 }
