@@ -120,12 +120,29 @@ mod tests {
     use super::*;
     use crate::logic::segment_plan::SegmentPlan;
 
+    fn memory() -> Arc<NodeMemory> {
+        let plan = SegmentPlan { count: 1, units: 64, slots: 4 };
+        Arc::new(NodeMemory::create(NodeId(1), Generation(1), plan, HugePages::Auto, None, None).unwrap())
+    }
+
+    #[test]
+    fn peers_are_refused_as_soon_as_index_closes() {
+        // A clock that lags would pass by chance right after its tick.
+        let memory = memory();
+        for _ in 0..100 {
+            let gate = IndexGate::new(Arc::clone(&memory), Duration::from_millis(1));
+            gate.mark_synced(SystemClock.now());
+            while gate.is_open() {
+                gate.beat(|| ());
+            }
+            assert!(memory.is_stale(), "the index is closed, and peers are served");
+        }
+    }
+
     #[test]
     fn stale_index_is_closed_before_next_heartbeat() {
-        let plan = SegmentPlan { count: 1, units: 64, slots: 4 };
-        let memory = NodeMemory::create(NodeId(1), Generation(1), plan, HugePages::Auto, None, None).unwrap();
         let timeout = Duration::from_millis(20);
-        let gate = IndexGate::new(Arc::new(memory), timeout);
+        let gate = IndexGate::new(memory(), timeout);
         gate.mark_synced(SystemClock.now());
         assert!(gate.is_open());
         // The process was stopped for longer than the timeout.

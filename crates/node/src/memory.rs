@@ -10,7 +10,9 @@ use moontide_heap::{
 };
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{State, Word};
-use moontide_types::{Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term};
+use moontide_types::{
+    Clock, Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term,
+};
 use parking_lot::Mutex;
 
 use crate::logic::access::AccessBitmap;
@@ -173,10 +175,10 @@ impl NodeMemory {
     }
 
     /// Whether the node is self-fenced: contact with a master was lost for so long that records here may have been
-    /// removed.
+    /// removed. The coarse clock lags by a tick: peers would be served although the local index is closed.
     pub(crate) fn is_stale(&self) -> bool {
         let at = self.stale_at.load(Ordering::SeqCst);
-        at != 0 && SystemClock.now_coarse().0 >= at
+        at != 0 && SystemClock.now().0 >= at
     }
 
     /// Fences the node from `at` on. The next contact with a master postpones it.
