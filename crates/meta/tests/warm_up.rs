@@ -99,7 +99,7 @@ fn warm_up_loads_few_objects_at_a_time() {
     assert_eq!(promotions(&harness), ["a", "b", "c"], "64 MiB are reached");
     harness.tick();
     assert_eq!(harness.commands.len(), 3, "nothing has ended");
-    // A refused promotion ends as well.
+    // A refused promotion ends as well. It is tried again after the others.
     let command = harness.commands.pop_front().unwrap();
     harness.respond(&command, CommandOutcome::Refused(ErrorCode::Corrupt));
     let command = harness.commands.pop_back().unwrap();
@@ -109,9 +109,27 @@ fn warm_up_loads_few_objects_at_a_time() {
     assert_eq!(promotions(&harness), ["b", "c", "d"]);
     harness.run_commands();
     harness.tick();
-    assert_eq!(promotions(&harness), ["e", "f"]);
+    assert_eq!(promotions(&harness), ["e", "f", "a"]);
     harness.run_commands();
-    assert_eq!(harness.group.stats().promoted_objects, 5);
+    assert_eq!(harness.group.stats().promoted_objects, 6);
+}
+
+#[test]
+fn object_whose_loading_is_refused_each_time_is_given_up() {
+    let mut harness = returned(MIB);
+    report(&mut harness, "k", KIB, true);
+    end_report(&mut harness);
+    for attempt in 0..4 {
+        assert_eq!(promotions(&harness), ["k"], "attempt {attempt}");
+        let command = harness.commands.pop_front().unwrap();
+        harness.respond(&command, CommandOutcome::Refused(ErrorCode::Busy));
+        let command = harness.commands.pop_front().unwrap();
+        assert_eq!(command.kind, CommandKind::Reclaim);
+        harness.run_command(&command);
+        harness.tick();
+    }
+    assert!(harness.commands.is_empty());
+    assert!(harness.exists("k"), "it is read from disk");
 }
 
 #[test]

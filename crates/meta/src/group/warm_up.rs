@@ -4,6 +4,8 @@
 //! inventory, the group promotes them, a few at a time so that reads from the disk wait little, and only into free memory of
 //! the node: nothing is evicted for them.
 
+use std::collections::VecDeque;
+
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::{Medium, ObjectId};
 
@@ -19,13 +21,27 @@ const BYTES_MAX: u64 = 64 << 20;
 /// The same for objects.
 const OBJECTS_MAX: usize = 1024;
 
+/// How often the promotion of an object is commanded. A node without staging memory at that moment refuses it.
+const ATTEMPTS_MAX: u8 = 4;
+
 /// A disk whose objects return to memory.
 #[derive(Debug)]
 pub(super) struct WarmUp {
     disk: u32,
     next_slot: u32,
-    /// Objects being promoted, and their lengths.
-    in_flight: Vec<(ObjectId, u64)>,
+    in_flight: Vec<Loading>,
+    /// Objects whose promotion was refused, tried again after all others: slot on the disk and number of attempts.
+    refused: VecDeque<(u32, u8)>,
+}
+
+/// An object being promoted.
+#[derive(Debug)]
+struct Loading {
+    id: ObjectId,
+    len: u64,
+    /// Its slot on the disk.
+    slot: u32,
+    attempts: u8,
 }
 
 /// What is left to do of a warm-up.
@@ -41,7 +57,7 @@ enum Progress {
 impl Group {
     /// Begins the warm-up from a disk whose inventory is complete.
     pub(super) fn begin_warm_up(&mut self, disk: u32) {
-        self.warm_ups.push(WarmUp { disk, next_slot: 0, in_flight: vec![] });
+        self.warm_ups.push(WarmUp { disk, next_slot: 0, in_flight: vec![], refused: VecDeque::new() });
     }
 
     /// Ends the warm-up from a disk that is lost.
@@ -74,13 +90,17 @@ impl Group {
         effects: &mut Effects,
     ) -> Progress {
         // A location that is being filled counts as unconfirmed until its node has answered.
-        warm_up.in_flight.retain(|&(id, _)| self.has_unconfirmed_kill(id));
-        let mut bytes: u64 = warm_up.in_flight.iter().map(|(_, len)| len).sum();
+        let ended = warm_up.in_flight.extract_if(.., |loading| !self.has_unconfirmed_kill(loading.id));
+        // What was refused is still on disk only; other objects are skipped when it is their turn.
+        let refused = ended.filter(|loading| loading.attempts < ATTEMPTS_MAX);
+        warm_up.refused.extend(refused.map(|loading| (loading.slot, loading.attempts)));
+        let mut bytes: u64 = warm_up.in_flight.iter().map(|loading| loading.len).sum();
         let bytes_max = BYTES_MAX / u64::from(self.config.groups.get());
         while *budget > 0 {
             *budget -= 1;
-            if warm_up.next_slot >= self.segment(warm_up.disk).slot_count() {
-                return Progress::Done;
+            let is_scanned = warm_up.next_slot >= self.segment(warm_up.disk).slot_count();
+            if is_scanned && warm_up.refused.is_empty() {
+                return if warm_up.in_flight.is_empty() { Progress::Done } else { Progress::Waits };
             }
             if bytes >= bytes_max || warm_up.in_flight.len() >= OBJECTS_MAX {
                 return Progress::Waits;
@@ -91,8 +111,16 @@ impl Group {
             if room == 0 {
                 return Progress::Done;
             }
-            let slot = warm_up.next_slot;
-            warm_up.next_slot += 1;
+            let (slot, attempts) = match warm_up.refused.front() {
+                Some(&refused) if is_scanned => {
+                    warm_up.refused.pop_front();
+                    refused
+                }
+                _ => {
+                    warm_up.next_slot += 1;
+                    (warm_up.next_slot - 1, 0)
+                }
+            };
             let SlotState::Object(at) = self.segment(warm_up.disk).slot(slot) else { continue };
             let record = *self.slab.get(at);
             let (id, len) = (record.id(), record.object_len());
@@ -106,7 +134,7 @@ impl Group {
             }
             self.promote(at, effects);
             if self.has_unconfirmed_kill(id) {
-                warm_up.in_flight.push((id, len));
+                warm_up.in_flight.push(Loading { id, len, slot, attempts: attempts + 1 });
                 bytes += len;
             }
         }
