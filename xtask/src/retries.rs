@@ -5,6 +5,7 @@
 //! machine stalled ([`StallMonitor`]), or its output shows [`UCX_ABORT`]. UCX 1.22 has no such abort; libraries of
 //! distributions do. Failures of pytest have one excuse, the stall: [`stalled_tests`].
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +25,14 @@ const PROBE: Duration = Duration::from_millis(20);
 /// expected to pass.
 const STALL: Duration = Duration::from_millis(100);
 
+/// Time that the hypervisor took from one core within [`STEAL_WINDOW`] that counts as a stall. The monitor itself sees
+/// nothing of it if it wakes on another core.
+const STEAL: Duration = Duration::from_millis(100);
+const STEAL_WINDOW: Duration = Duration::from_millis(200);
+
+/// Unit of the times in /proc/stat, which Linux fixes at 1/100 s for programs.
+const TICK: Duration = Duration::from_millis(10);
+
 /// Why the retries of a run are not acceptable.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RetriesError {
@@ -39,14 +48,15 @@ pub(crate) enum RetriesError {
     NoExcuse(Vec<String>),
 }
 
-/// A period in which the monitor should have run several times, but did not run at all.
+/// A period in which the monitor should have run several times, but did not run at all, or in which a core was taken away.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stall {
     from: SystemTime,
     to: SystemTime,
 }
 
-/// A thread that sleeps for [`PROBE`] again and again, and records the sleeps that took too long.
+/// A thread that sleeps for [`PROBE`] again and again, and records the sleeps that took too long and the periods in which a
+/// core was taken away.
 #[derive(Debug)]
 pub(crate) struct StallMonitor {
     stop: Arc<AtomicBool>,
@@ -58,13 +68,15 @@ impl StallMonitor {
         let stop = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
-            let mut stalls = Vec::new();
+            let (mut stalls, mut steals) = (Vec::new(), Steals::default());
             while !seen.load(Ordering::Relaxed) {
                 let (from, start) = (SystemTime::now(), Instant::now());
                 std::thread::sleep(PROBE);
                 if start.elapsed() >= PROBE + STALL {
                     stalls.push(Stall { from, to: SystemTime::now() });
                 }
+                let stolen = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+                stalls.extend(steals.add(SystemTime::now(), stolen_ticks(&stolen)));
             }
             stalls
         });
@@ -75,6 +87,40 @@ impl StallMonitor {
     pub(crate) fn finish(self) -> Vec<Stall> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap_or_default()
+    }
+}
+
+/// The time taken from each core, in ticks since the start of the machine: the eighth number of its line.
+fn stolen_ticks(stat: &str) -> Vec<u64> {
+    let cores = stat.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu "));
+    cores.filter_map(|line| line.split_ascii_whitespace().nth(8)?.parse().ok()).collect()
+}
+
+/// What the cores had lost at the times of the last [`STEAL_WINDOW`].
+#[derive(Debug, Default)]
+struct Steals {
+    samples: VecDeque<(SystemTime, Vec<u64>)>,
+}
+
+impl Steals {
+    /// Adds a sample. Returns a stall if a core lost [`STEAL`] within the window; the next one starts after it.
+    fn add(&mut self, at: SystemTime, stolen: Vec<u64>) -> Option<Stall> {
+        while self
+            .samples
+            .front()
+            .is_some_and(|(then, _)| at.duration_since(*then).is_ok_and(|age| age > STEAL_WINDOW))
+        {
+            self.samples.pop_front();
+        }
+        let from = self.samples.front().and_then(|(then, before)| {
+            let lost = stolen.iter().zip(before).map(|(now, before)| now.saturating_sub(*before)).max()?;
+            (TICK * u32::try_from(lost).unwrap_or(u32::MAX) >= STEAL).then_some(*then)
+        });
+        if from.is_some() {
+            self.samples.clear();
+        }
+        self.samples.push_back((at, stolen));
+        from.map(|from| Stall { from, to: at })
     }
 }
 
@@ -253,6 +299,34 @@ mod tests {
         let monitor = StallMonitor::start();
         std::thread::sleep(2 * PROBE);
         assert!(monitor.finish().iter().all(|stall| stall.to > stall.from));
+    }
+
+    #[test]
+    fn core_that_loses_half_of_200_ms_is_a_stall() {
+        let start = SystemTime::UNIX_EPOCH;
+        // Each sample adds `ticks` to the second core, every 20 ms.
+        let stalls = |ticks: &[u64]| {
+            let (mut steals, mut total) = (Steals::default(), 0);
+            let samples = ticks.iter().zip(0..).filter_map(|(ticks, n)| {
+                total += ticks;
+                steals.add(start + n * PROBE, vec![7, total])
+            });
+            samples.count()
+        };
+        assert_eq!(stalls(&[0; 30]), 0);
+        assert_eq!(stalls(&[0, 0, 10, 0]), 1);
+        assert_eq!(stalls(&[0, 5, 0, 5, 0]), 1);
+        assert_eq!(stalls(&[0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5]), 0, "too far apart");
+        assert_eq!(stalls(&[0, 10, 0, 0, 10, 0]), 2);
+        assert_eq!(stalls(&[9; 1]), 0, "the time before the first sample does not count");
+    }
+
+    #[test]
+    fn stolen_time_is_the_eighth_number_of_each_core() {
+        let stat =
+            "cpu  1 2 3 4 5 6 7 80 9 10\ncpu0 1 2 3 4 5 6 7 30 9 10\ncpu1 1 2 3 4 5 6 7 50 9 10\nintr 5\n";
+        assert_eq!(stolen_ticks(stat), [30, 50]);
+        assert!(stolen_ticks("").is_empty());
     }
 
     #[test]
