@@ -216,7 +216,11 @@ fn value(number: u32) -> Vec<u8> {
 }
 
 fn fill(store: &Store) {
-    let (keys, values): (Vec<_>, Vec<_>) = (0..KEYS).map(|n| (key(n), value(n))).unzip();
+    put_all(store, 0..KEYS);
+}
+
+fn put_all(store: &Store, numbers: impl Iterator<Item = u32>) {
+    let (keys, values): (Vec<_>, Vec<_>) = numbers.map(|n| (key(n), value(n))).unzip();
     let parts: Vec<[&[u8]; 1]> = values.iter().map(|value| [&value[..]]).collect();
     let items: Vec<PutItem<'_>> =
         keys.iter().zip(&parts).map(|(key, parts)| PutItem { key, parts }).collect();
@@ -277,19 +281,32 @@ fn bulk_removals_follow_groups_that_move() {
     let mut cluster = Cluster::start(2, 2);
     let store = cluster.store();
     fill(&store);
-    let keys_with =
-        |prefix: &str| (0..KEYS).filter(|&n| key(n).starts_with(prefix.as_bytes())).count() as u64;
-    let expected = keys_with("key-1");
+    let has_prefix = |&n: &u32| key(n).starts_with(b"key-1");
+    let expected = (0..KEYS).filter(has_prefix).count() as u64;
     assert!(expected > 0);
-    // Groups move while the removal runs.
-    let removed = std::thread::scope(|scope| {
-        let remover = scope.spawn(|| store.clone().remove_by_prefix(b"key-1", true).unwrap());
+    // Groups move while removals run, one after the other.
+    let moved = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let remover = scope.spawn(|| {
+            let (store, mut rounds) = (store.clone(), 0);
+            loop {
+                let is_last = moved.load(Ordering::SeqCst);
+                let removed = store.remove_by_prefix(b"key-1", true).unwrap().removed;
+                assert!(removed <= expected, "{removed} of {expected}");
+                let left = store.list(b"key-1", &[], 1).unwrap();
+                assert!(left.keys.is_empty(), "round {rounds}: {:?}", left.keys);
+                rounds += 1;
+                if is_last {
+                    return rounds;
+                }
+                put_all(&store, (0..KEYS).filter(has_prefix));
+            }
+        });
         cluster.add_master();
-        remover.join().unwrap().removed
+        until("the new master has its share", || cluster.hosted()[2] >= 5 || remover.is_finished());
+        moved.store(true, Ordering::SeqCst);
+        assert!(remover.join().unwrap() > 1);
     });
-    assert!(removed <= expected, "{removed} of {expected}");
-    let left = store.list(b"key-1", &[], 1).unwrap();
-    assert!(left.keys.is_empty(), "{:?}", left.keys);
     assert_eq!(u64::from(hits(&store)), u64::from(KEYS) - expected);
     let rest = store.remove_by_regex("^key-[0-9]*[02468]$", true).unwrap();
     assert_eq!(
@@ -306,6 +323,8 @@ fn joining_or_leaving_master_loses_no_keys() {
     let mut cluster = Cluster::start(2, 2);
     let store = cluster.store();
     fill(&store);
+    // Clients that make no call while groups move, and ask the former masters afterwards.
+    let mut idle = vec![cluster.store(), cluster.store()];
     let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
@@ -319,10 +338,12 @@ fn joining_or_leaving_master_loses_no_keys() {
         cluster.add_master();
         until("the new master has its share", || cluster.hosted()[2] >= 5);
         until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+        assert_eq!(idle.pop().map(|store| hits(&store)), Some(KEYS), "the map of the client is outdated");
         let before = rounds.load(Ordering::SeqCst);
         until("all keys are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
         cluster.masters.remove(0).shutdown();
         until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+        assert_eq!(idle.pop().map(|store| hits(&store)), Some(KEYS), "the map of the client is outdated");
         let before = rounds.load(Ordering::SeqCst);
         until("all keys are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
         stop.store(true, Ordering::SeqCst);

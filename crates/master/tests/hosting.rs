@@ -4,7 +4,7 @@ mod support;
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
@@ -115,13 +115,12 @@ fn jobs_are_known_to_their_tenant_and_not_to_later_processes() {
 fn master_that_lost_membership_releases_all_groups() {
     let registry = MemoryRegistry::default();
     // The first master cannot join again: otherwise the second would hand off groups to it before the check.
-    let first =
-        member(Arc::new(FaultyRegistry { joins: AtomicU32::new(1), ..FaultyRegistry::of(&registry) }));
+    let faulty = Arc::new(FaultyRegistry { joins: AtomicU32::new(1), ..FaultyRegistry::of(&registry) });
+    let first = member(Arc::<FaultyRegistry>::clone(&faulty));
     wait_until("the first has all groups", || first.service().hosted_count() == 4);
     let second = member(Arc::new(registry.clone()));
     // As after the expiry of its lease, when the master was stopped or partitioned for longer than the lease.
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(registry.remove(first.term())).unwrap();
+    faulty.is_expired.store(true, SeqCst);
     let hosted = || (first.service().hosted_count(), second.service().hosted_count());
     wait_until("the second has all groups, and the first none", || hosted() == (0, 4));
 }
@@ -134,12 +133,19 @@ struct FaultyRegistry {
     joins: AtomicU32,
     /// Delay of the response of a renewal.
     renewal_delay: Duration,
+    /// The next renewal finds that the lease has expired.
+    is_expired: AtomicBool,
 }
 
 impl FaultyRegistry {
     fn of(registry: &MemoryRegistry) -> Self {
         let joins = AtomicU32::new(u32::MAX);
-        Self { registry: registry.clone(), joins, renewal_delay: Duration::ZERO }
+        Self {
+            registry: registry.clone(),
+            joins,
+            renewal_delay: Duration::ZERO,
+            is_expired: AtomicBool::new(false),
+        }
     }
 }
 
@@ -181,6 +187,9 @@ impl Registry for FaultyRegistry {
 
     fn renew(&self, number: Term) -> BoxFuture<'_, Result<bool, RegistryError>> {
         async move {
+            if self.is_expired.load(SeqCst) {
+                self.registry.remove(number).await?;
+            }
             let renewed = self.registry.renew(number).await;
             tokio::time::sleep(self.renewal_delay).await;
             renewed
