@@ -90,6 +90,59 @@ def test_saved_blocks_round_trip(either: moontide.Store, space: kv.Namespace, se
     assert cache.match(hashes) == 2 and cache.load(hashes, memory.pages, [4, 5, 6, 7]) == 2
 
 
+class PartlySilent:
+    """A store of several masters, one of which does not answer for some keys."""
+
+    def __init__(self, store: moontide.Store, silent: set[str]) -> None:
+        self._store = store
+        self.silent = silent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _ask(self, keys: list[str], answers: list[Any]) -> list[Any]:
+        if not self.silent & set(keys):
+            return answers
+        late = moontide.Unreachable("the master does not answer")
+        raise moontide.BatchError([late if key in self.silent else own for key, own in zip(keys, answers, strict=True)])
+
+    def batch_exists(self, keys: list[str]) -> list[bool]:
+        return self._ask(keys, self._store.batch_exists(keys))
+
+    def prefetch(self, keys: list[str]) -> list[bool]:
+        return self._ask(keys, self._store.prefetch(keys))
+
+
+def test_match_counts_blocks_before_first_unknown_one(store: moontide.Store, space: kv.Namespace) -> None:
+    hashes = kv.block_hashes(range(16 * 5), 16)
+    keys = space.keys(hashes, ["0", "1"])
+    store.batch_put(keys, [b"x"] * len(keys))
+    partly = PartlySilent(store, {keys[7]})
+    cache = kv.StoreBlockCache(partly, space)  # type: ignore[arg-type]
+    assert cache.match(hashes, ["0", "1"]) == 3
+    partly.silent = {keys[9]}
+    store.remove(keys[4], force=True)
+    assert cache.match(hashes, ["0", "1"]) == 2, "a missing block before the unknown one"
+    partly.silent = {keys[1]}
+    with pytest.raises(moontide.Unreachable):
+        cache.match(hashes, ["0", "1"])
+    partly.silent = {keys[1]}
+    store.remove(keys[0], force=True)
+    assert cache.match(hashes, ["0", "1"]) == 0, "the first block is missing, whatever the master would say"
+
+
+def test_failed_prefetch_changes_no_lookup(store: moontide.Store, space: kv.Namespace) -> None:
+    keys = space.keys(kv.block_hashes(range(16 * 4), 16), ["0"])
+    store.batch_put(keys, [b"x"] * len(keys))
+    connection = kv.StoreConnection(lambda: PartlySilent(store, {keys[2]}))  # type: ignore[arg-type,return-value]
+    lookups = kv.Lookups(connection, timeout=20)
+    lookups.ask("request", 4, lambda: keys)
+    wait_until("the prefetch fails", lambda: not connection.available)
+    assert lookups.ask("request", 4, lambda: keys) == 4
+    assert lookups.counts.answered == 1 and lookups.counts.hit_blocks == 4
+    lookups.close()
+
+
 def test_save_rejects_block_index_out_of_range(store: moontide.Store, space: kv.Namespace) -> None:
     cache = kv.StoreBlockCache(store, space)
     for blocks in ([8], [-1]):

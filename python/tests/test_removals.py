@@ -121,6 +121,46 @@ def test_block_is_reported_once_when_first_object_is_removed(track: Callable[...
     assert tracked.tracker.counts.removed == 2 and tracked.exists("a") and tracked.exists("c")
 
 
+def test_unknown_blocks_are_checked_again_and_others_at_once(own_cluster: Callable[..., Any]) -> None:
+    """One of several masters does not answer."""
+    silent: set[str] = {"b/0", "d/1"}
+
+    class PartlySilent(moontide.Store):
+        def batch_exists(self, keys: Any) -> list[bool]:
+            answers: list[Any] = super().batch_exists(keys)
+            late = moontide.Unreachable("the master does not answer")
+            outcomes = [late if key in silent else own for key, own in zip(keys, answers, strict=True)]
+            if silent & set(keys):
+                raise moontide.BatchError(outcomes)
+            return answers
+
+    store = PartlySilent(own_cluster().master)
+    for block in "abc":
+        store.batch_put(keys_of(block), [b"1", b"2"])
+    connection = kv.StoreConnection(lambda: store, retry_after=0.05)
+    tracker = kv.RemovalTracker(connection, keys_of)
+    tracker.add(["a", "b", "c", "d", "e"])
+    removed: list[Hashable] = []
+
+    def wait_removed(expected: list[str]) -> None:
+        deadline = time.monotonic() + 20
+        while removed != expected:
+            removed.extend(tracker.take_removed())
+            assert time.monotonic() < deadline, removed
+            time.sleep(0.01)
+
+    # Of "d", one key is missing; that of the other one nothing is known does not matter.
+    wait_removed(["d", "e"])
+    assert set(tracker._suspects) == {"b"}
+    store.remove("b/1")
+    wait_removed(["d", "e", "b"])
+    silent.clear()
+    store.remove("a/0")
+    wait_removed(["d", "e", "b", "a"])
+    tracker.close()
+    connection.close()
+
+
 def test_block_missing_when_added_is_reported_removed(track: Callable[..., TrackedCluster]) -> None:
     tracked = track()
     tracked.tracker.add(["never saved"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moontide._native import PutOptions
-from moontide.errors import InvalidArgument
+from moontide.errors import BatchError, Error, InvalidArgument
 from moontide.store import Store
 
 from .naming import Namespace
@@ -41,10 +41,18 @@ class StoreBlockCache:
 
     def match(self, hashes: Sequence[bytes], parts: Sequence[str] | None = None) -> int:
         """Returns the number of stored blocks, from the first one up to the first gap. With ``parts``, a block counts
-        only if all of these parts are stored."""
+        only if all of these parts are stored. A block whose master does not respond is a gap; if it is the first one,
+        the call fails."""
         parts = [self._part] if parts is None else parts
-        exists = self._store.batch_exists(self._namespace.keys(hashes, parts))
-        return next((at for at, found in enumerate(exists) if not found), len(exists)) // len(parts)
+        try:
+            exists: list[object] = list(self._store.batch_exists(self._namespace.keys(hashes, parts)))
+        except BatchError as error:
+            exists = error.outcomes
+        stored = next((at for at, found in enumerate(exists) if found is not True), len(exists)) // len(parts)
+        first = next((found for found in exists[: len(parts)] if found is not True), None)
+        if isinstance(first, Error):
+            raise first
+        return stored
 
     def save(self, hashes: Sequence[bytes], pages: BlockPages, blocks: Sequence[int]) -> int:
         """Saves blocks. Returns how many of them are stored now. Does not write existing objects again."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moontide.errors import Error
+
 from .connection import LOG, StoreConnection
 
 #: Maximum number of keys in one call.
@@ -148,8 +150,11 @@ class Lookups:
                 for (lookup, found), own in zip(results, keys_of_each, strict=True)
                 for key in own[: found * (len(own) // lookup.blocks)]
             ]
-            for start in range(0, len(hits), _BATCH_KEYS):
-                store.prefetch(hits[start : start + _BATCH_KEYS])
+            try:
+                for start in range(0, len(hits), _BATCH_KEYS):
+                    store.prefetch(hits[start : start + _BATCH_KEYS])
+            except Error as error:  # the lookups have their results
+                self._connection.mark_failed(str(error))
 
     def _finish(self, results: list[tuple[_PendingLookup, int]]) -> None:
         now = time.monotonic()

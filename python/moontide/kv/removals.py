@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moontide._native import Invalidations
-from moontide.errors import Error
+from moontide.errors import BatchError, Error
 from moontide.store import Store
 
 from .connection import LOG, StoreConnection
@@ -183,18 +183,31 @@ class RemovalTracker:
         self._suspects.update(dict.fromkeys(self._blocks))
 
     def _check(self, store: Store) -> None:
-        """Checks the keys of all suspects. If the call fails, they remain suspects."""
+        """Checks the keys of all suspects. Blocks with a key of which nothing is known remain suspects; the others are
+        checked before them."""
         while self._suspects and not self._stop.is_set():
             batch = [(block, list(self._keys(block))) for block in _first(self._suspects, _BATCH_BLOCKS)]
-            exists = iter(store.batch_exists([key for _, keys in batch for key in keys]))
-            removed = [block for block, keys in batch if not all([next(exists) for _ in keys])]
-            self._connection.mark_ok()
-            for block, _ in batch:
-                self._suspects.pop(block, None)
+            failure: Error | None = None
+            try:
+                outcomes: list[object] = list(store.batch_exists([key for _, keys in batch for key in keys]))
+            except BatchError as error:
+                outcomes, failure = error.outcomes, error
+            exists = iter(outcomes)
+            removed = []
+            for block, keys in batch:
+                found = [next(exists) for _ in keys]
+                del self._suspects[block]
+                if False in found:
+                    removed.append(block)
+                elif found.count(True) < len(found):
+                    self._suspects[block] = None
             for block in removed:
                 self._forget(block)
             self.counts.removed += len(removed)
             self._report(removed)
+            if failure is not None:
+                raise failure
+            self._connection.mark_ok()
             if self._suspects:
                 self._stop.wait(_PAUSE_S)
 
