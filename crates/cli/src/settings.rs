@@ -12,7 +12,9 @@ use clap::{Arg, ArgAction, ArgMatches, Args as ClapArgs, Command, FromArgMatches
 use moontide_client::StoreConfig;
 use moontide_master::MasterConfig;
 use moontide_node::NodeConfig;
-use moontide_settings::{Component, Loaded, Setting, SettingsError, load, process_environment, to_toml};
+use moontide_settings::{
+    Component, Form, Loaded, Setting, SettingsError, load, process_environment, to_toml,
+};
 use tracing::warn;
 
 use crate::commands::{CommandError, ignore_broken_pipe};
@@ -106,6 +108,10 @@ impl<C: CommandSettings> ClapArgs for SettingsArgs<C> {
                 .value_name(setting.value.placeholder)
                 .help_heading("Settings")
                 .help(help_of(&setting, &defaults));
+            let argument = match setting.value.form {
+                Form::List => argument.action(ArgAction::Append),
+                Form::Scalar | Form::Text => argument,
+            };
             match setting.alias {
                 Some(alias) => argument.visible_alias(alias),
                 None => argument,
@@ -136,8 +142,9 @@ impl<C: CommandSettings> ClapArgs for SettingsArgs<C> {
 impl<C: CommandSettings> FromArgMatches for SettingsArgs<C> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<SettingsArgs<C>, clap::Error> {
         let given = |setting: Setting| {
-            let value = matches.get_one::<String>(&setting.key())?;
-            Some((setting.key(), value.clone()))
+            // A list can be given by several flags.
+            let values: Vec<&str> = matches.get_many::<String>(&setting.key())?.map(String::as_str).collect();
+            Some((setting.key(), values.join(",")))
         };
         Ok(SettingsArgs {
             config: matches.get_one(CONFIG).cloned(),

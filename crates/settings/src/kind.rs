@@ -311,6 +311,7 @@ impl<K: Kind> Kind for Vec<K> {
     fn parse(text: &str) -> Option<Vec<K::Value>> {
         match text.trim() {
             "" => Some(Vec::new()),
+            NONE if K::INFO.is_optional => Some(Vec::new()),
             text => text.split(',').map(|part| K::parse(part.trim())).collect(),
         }
     }
