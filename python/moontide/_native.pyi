@@ -388,7 +388,7 @@ class LocalNode:
         master: str,
         memory_bytes: int | str,
         *,
-        disk_dir: str | PathLike[str] | None = None,
+        disk_dir: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
         disk_limit_bytes: int | str | None = None,
         disk_flush_timeout: float | str = 30.0,
         rack: str = "",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use moontide_settings::{Component, Kind, Loaded, Origin, Setting};
+use moontide_settings::{Component, Form, Kind, Loaded, Origin, Setting};
 use moontide_types::record::PinClass;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -87,6 +87,15 @@ fn setting_text(setting: &Setting, name: &str, value: &Bound<'_, PyAny>) -> PyRe
             return Ok(Duration::text(&seconds(name, value.extract()?)?));
         }
         _ if value.is_instance_of::<PyInt>() => return Ok(value.str()?.to_str()?.to_owned()),
+        "PATH" if setting.value.form == Form::List && !value.is_instance_of::<PyString>() => {
+            // One path, or several.
+            if let Ok(path) = value.extract::<PathBuf>() {
+                return Ok(path.to_string_lossy().into_owned());
+            }
+            let paths = value.extract::<Vec<PathBuf>>()?;
+            let paths: Vec<_> = paths.iter().map(|path| path.to_string_lossy().into_owned()).collect();
+            return Ok(paths.join(","));
+        }
         "PATH" => return Ok(value.extract::<PathBuf>()?.to_string_lossy().into_owned()),
         _ if value.is_instance_of::<PyString>() => return value.extract(),
         _ => {}

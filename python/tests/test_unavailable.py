@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +159,21 @@ def test_objects_beyond_memory_are_offloaded_to_disk(tmp_path):
         assert all(found[number] == bytes([number]) * MIB for number in kept)
         assert store.stats()["hits_disk"] > 0
         assert any(location["medium"] == "disk" for number in kept for location in store.stat(str(number))["locations"])
+
+
+def test_node_spreads_objects_over_several_directories(tmp_path):
+    dirs = [tmp_path / "a", str(tmp_path / "b")]
+    master = moontide.LocalMaster()
+    node = moontide.LocalNode(master.address, 32 * MIB, disk_dir=dirs)
+    with moontide.Store(master.address) as store:
+        for number in range(48):
+            store.put(str(number), bytes([number]) * MIB)
+        found = [store.get(str(number)) for number in range(48)]
+        assert sum(value == bytes([number]) * MIB for number, value in enumerate(found)) > 32
+    node.close()
+    master.close()
+    for path in dirs:
+        assert list(Path(path).glob("*.bucket")), path
 
 
 # -------------------------------------------------------------------------------------------------------- timeouts

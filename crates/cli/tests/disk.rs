@@ -29,7 +29,7 @@ fn disk_settings_merge_file_environment_and_flags() {
     let lines: Vec<&str> = config.text().lines().collect();
     for line in [
         "[disk]",
-        "dir = \"/ssd/file\"",
+        "dir = [\"/ssd/file\"]",
         "backend = \"offset\"",
         "limit_bytes = \"3GiB\"",
         "eviction_policy = \"fifo\"",
@@ -43,9 +43,14 @@ fn disk_settings_merge_file_environment_and_flags() {
     // The printed file can be used as settings.
     std::fs::write(&file, &config.out).unwrap();
     assert_eq!(expect(0, &["node", "--print-config", "--config", &file], b"").out, config.out);
+    // Flags replace the directories of the file.
+    let several =
+        ["node", "--print-config", "--config", &file, "--disk-dir", "/ssd/0", "--disk-dir", "/ssd/1"];
+    let several = expect(0, &several, b"");
+    assert!(several.text().contains("\ndir = [\"/ssd/0\", \"/ssd/1\"]\n"), "{}", several.text());
     // Without a directory there is no disk.
     let without = expect(0, &["node", "--print-config"], b"");
-    assert!(without.text().contains("\ndir = \"none\"\n"), "{}", without.text());
+    assert!(without.text().contains("\ndir = []\n"), "{}", without.text());
 }
 
 #[test]
@@ -53,6 +58,7 @@ fn invalid_disk_settings_are_rejected() {
     for (arguments, named) in [
         (&["--disk-limit", "200GiB"][..], "disk.dir"),
         (&["--disk-dir", "/ssd", "--disk-limit", "1MiB"], "disk.limit_bytes"),
+        (&["--disk-dir", "/ssd", "--disk-dir", "/ssd/1"], "one within another"),
         (&["--disk-dir", "/ssd", "--disk-staging", "1KiB"], "disk.staging_bytes"),
         (&["--disk-dir", "/ssd", "--disk-read-threads", "0"], "disk.read_threads"),
         (&["--disk-dir", "/ssd", "--disk-backend", "tape"], "bucket, file, offset"),

@@ -38,6 +38,8 @@ mod full;
 mod killed;
 #[path = "disk_cluster/restarted.rs"]
 mod restarted;
+#[path = "disk_cluster/several.rs"]
+mod several;
 #[path = "disk_cluster/sizes.rs"]
 mod sizes;
 #[path = "disk_cluster/stalled.rs"]

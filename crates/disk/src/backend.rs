@@ -216,6 +216,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Whether a record can be found. Counts as no use.
     fn contains(&self, name: &RecordId) -> bool;
 
+    /// Returns all records that can be found, from memory: also of a disk that no longer responds.
+    fn names(&self) -> Vec<RecordId>;
+
     /// Returns space and number of records.
     fn usage(&self) -> Usage;
 }

@@ -1,6 +1,7 @@
 //! [`BackendKind`]: the three backends by name, with a common way to open them.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -51,6 +52,25 @@ impl BackendKind {
             BackendKind::Bucket => "bucket",
             BackendKind::File => "file",
             BackendKind::Offset => "offset",
+        }
+    }
+
+    /// Whether a backend made the entry of this path, relative to the directory of the disk. All others are of other
+    /// programs, or of the node.
+    pub fn owns(path: &Path) -> bool {
+        let words: Option<Vec<&str>> = path.iter().map(|word| word.to_str()).collect();
+        let is_hex = |word: &str, len| word.len() == len && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+        match words.as_deref() {
+            Some(["removed.log" | "removed.tmp" | "data.moontide" | "data.moontide.tmp"]) => true,
+            Some([file]) => {
+                let number = file.strip_suffix(".bucket").or(file.strip_suffix(".tmp"));
+                is_hex(file, 2) || number.is_some_and(|number| is_hex(number, 16))
+            }
+            Some([directories @ .., file]) => {
+                let is_record = file.ends_with(".rec") || file.ends_with(".rec.tmp");
+                directories.iter().all(|word| is_hex(word, 2)) && (is_record || is_hex(file, 2))
+            }
+            Some([]) | None => false,
         }
     }
 

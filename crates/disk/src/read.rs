@@ -41,6 +41,11 @@ pub struct ReadJob<'a> {
 }
 
 impl<'a> ReadJob<'a> {
+    /// Returns the id of the record.
+    pub fn name(&self) -> RecordId {
+        self.name
+    }
+
     /// Reads the whole record with this id from its location. `into` is as long as the record, and starts on a block. Its
     /// content is undefined after an error.
     ///

@@ -34,6 +34,9 @@ pub const DRAIN_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
 /// An SSD that writes 1 GB/s writes 30 GB in this time. Service managers kill a process that stops for longer than 90 s.
 pub const FLUSH_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
 
+/// Default of [`DiskConfig::exclude_after`]: no working disk takes so long for an operation.
+const EXCLUDE_AFTER_DEFAULT: Duration = Duration::from_secs(20);
+
 /// Staging memory for records read from disk: 256 records of 1 MiB, the reads of about 0.1 s.
 pub const STAGING_BYTES_DEFAULT: u64 = 256 << 20;
 /// Threads that read from disk. One keeps a disk busy; with two, reads go on while one verifies the end of a record.
@@ -132,19 +135,20 @@ settings! {
     /// Settings of the disk tier.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct DiskConfig {
-        /// Directory of the disk tier, on an SSD; none for no disk tier.
+        /// Directory of the disk tier, on an SSD; several for several SSDs, by commas or repeated flags; empty for no disk
+        /// tier.
         ///
-        /// It also stores the node id.
-        dir: PathBuf = PathBuf::new();
+        /// They also store the node id.
+        dir: Vec<PathBuf> = Vec::new();
         /// Disk layout.
         backend: BackendKind as BackendName = BackendKind::default();
-        /// Disk space limit; none for 90 % of the free space at the start.
+        /// Disk space limit of each directory; none for 90 % of the free space at the start.
         limit_bytes: Option<u64> as Option<Bytes> = None, alias "disk-limit";
         /// Eviction policy of a full disk.
         eviction_policy: EvictionPolicy as EvictionPolicyName = EvictionPolicy::default();
         /// Disk I/O engine; auto is uring where the kernel allows it.
         io_engine: IoEngine as IoEngineName = IoEngine::Auto;
-        /// Write rate limit in bytes per second; 0 for no limit.
+        /// Write rate limit of each directory in bytes per second; 0 for no limit.
         write_bytes_per_s: u64 as Bytes = 0, alias "disk-write-limit";
         /// Time a shutdown waits for objects in memory to be written to disk; 0s writes nothing.
         flush_timeout: Duration = FLUSH_TIMEOUT_DEFAULT,
@@ -154,7 +158,10 @@ settings! {
             in STAGING_BYTES_MIN..=STAGING_BYTES_MAX,
             "set a few times the size of the largest object; the default is 256 MiB",
             alias "disk-staging";
-        /// Threads that read from disk.
+        /// Time after which one of several directories that fails or does not respond is excluded.
+        exclude_after: Duration = EXCLUDE_AFTER_DEFAULT,
+            in Duration::from_secs(1)..=Duration::from_secs(3600), "set 1 s to one hour";
+        /// Threads that read from each directory.
         read_threads: usize = READ_THREADS_DEFAULT, in 1..=64, "one or two threads saturate an SSD";
     }
 }
@@ -162,7 +169,7 @@ settings! {
 impl DiskConfig {
     /// Returns settings for a disk tier in `dir`, with defaults for everything else.
     pub fn new(dir: impl Into<PathBuf>) -> DiskConfig {
-        DiskConfig { dir: dir.into(), ..DiskConfig::default() }
+        DiskConfig { dir: vec![dir.into()], ..DiskConfig::default() }
     }
 }
 
@@ -286,10 +293,19 @@ impl Component for NodeConfig {
         );
         if let Some(disk) = &self.disk {
             rule(
-                !disk.dir.as_os_str().is_empty(),
+                !disk.dir.is_empty() && disk.dir.iter().all(|dir| !dir.as_os_str().is_empty()),
                 "disk.dir",
-                "is none, but other disk settings are set".into(),
+                "has no directory, but other disk settings are set".into(),
                 "set a directory on an SSD, or omit the other disk settings",
+            );
+            let nested =
+                |one: usize, other: usize| one != other && disk.dir[other].starts_with(&disk.dir[one]);
+            let numbers = 0..disk.dir.len();
+            rule(
+                !numbers.clone().any(|one| numbers.clone().any(|other| nested(one, other))),
+                "disk.dir",
+                "has a directory twice, or one within another".into(),
+                "set directories on different SSDs",
             );
             rule(
                 disk.limit_bytes.is_none_or(|limit| limit >= DISK_BYTES_MIN),

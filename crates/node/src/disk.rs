@@ -7,15 +7,22 @@
 //! | `moontide-load-…` | read and verify records into staging, from where they are served ([`load`]) |
 //! | `moontide-removal` | makes removals durable before the reply ([`removal`]) |
 //! | `moontide-scan` | sends the inventory of the disk to a master ([`inventory`]) |
+//! | `moontide-watch` | excludes a directory that fails or does not respond ([`exclusion`]) |
+//!
+//! Each directory is a [`Device`] with threads of its own; one thread watches all of them.
 //!
 //! Invariants: a record is durable before a master is notified of it; a removed record can no longer be found before
-//! the notice or the reply is sent, and the removal is durable before the reply; every record in staging can be found on
-//! the disk.
+//! the notice or the reply is sent, and the removal is durable in all directories before the reply; every record in staging
+//! can be found on the disk.
 
 mod counters;
+mod device;
+mod directories;
+mod exclusion;
 mod identity;
 mod inventory;
 mod load;
+mod members;
 mod memory_list;
 mod offload;
 mod open_jobs;
@@ -26,29 +33,31 @@ mod removal;
 mod staging_cache;
 mod test_hooks;
 
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use hashbrown::HashMap;
-use moontide_disk::{
-    Backend, BackendConfig, OpenError, OsStorage, Queue, QueueConfig, Recovery, RegisteredMemory, Storage,
-};
+use moontide_disk::{OpenError, OsStorage, RecordId, Storage, Usage};
 use moontide_heap::Staging;
 use moontide_proto::{CommandResult, v1};
 use moontide_types::{ErrorCode, SessionId};
 use parking_lot::{Mutex, RwLock};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use self::counters::DiskCounters;
+use self::device::Device;
+pub(crate) use self::device::DeviceThread;
+pub(crate) use self::directories::DiskDirectories;
+use self::directories::DiskMembers;
 pub use self::identity::IdentityError;
-pub(crate) use self::identity::{DiskIdentity, DiskLock};
 use self::inventory::InventoryProgress;
 use self::memory_list::MemoryList;
 pub(crate) use self::offload::OffloadJob;
-use self::open_jobs::{JobTicket, OpenJobs};
+use self::open_jobs::OpenJobs;
 pub(crate) use self::promote::PromoteJob;
 pub(crate) use self::removal::RemovalJob;
 use self::staging_cache::StagingCache;
@@ -88,45 +97,31 @@ pub enum DiskError {
 /// Time without writes after a write failed; then writes are retried.
 const WRITE_PAUSE: Duration = Duration::from_secs(10);
 
-/// Share of the file system's free space that is used if no limit is set.
-const SHARE_OF_FREE: (u64, u64) = (9, 10);
-
-/// Share of the limit that a flush may write: deleting whole bucket files frees more than is needed.
-const FLUSH_SHARE: (u64, u64) = (9, 10);
-
 /// The node's disk tier.
 pub(crate) struct DiskTier {
     config: DiskConfig,
-    storage: Arc<dyn Storage>,
-    backend: Box<dyn Backend>,
+    /// The directories, also those that were excluded.
+    devices: Vec<Arc<Device>>,
+    members: Mutex<DiskMembers>,
+    /// Ends the thread that watches the directories when it is dropped.
+    watch: Mutex<Option<Sender<()>>>,
     memory: Arc<NodeMemory>,
     staging: Arc<Staging>,
     cache: StagingCache,
     events: Arc<EventRouter>,
     counters: DiskCounters,
-    /// Result of the scan at the start.
-    recovery: Recovery,
     /// Sessions that are notified about the disk. Notices for other sessions are dropped.
     subscribers: RwLock<NoticeSubscribers>,
     /// Held while a record is looked up or removed *and* the notice is sent, so that notices are in the order of these
-    /// events.
+    /// events. Not held during I/O: a directory may not respond.
     notify_lock: Mutex<()>,
-    /// Set after a failed write: the time of the next attempt.
-    writes_paused: Mutex<Option<(Instant, WritePauseReason)>>,
-    /// Bytes that the flush before the stop may still write; `None` before it.
-    flush_budget: Mutex<Option<u64>>,
-    /// Payload bytes of accepted Offload commands that are not written yet.
-    backlog: AtomicU64,
     /// Offloads and removals that have not ended.
     open_jobs: OpenJobs,
     /// Progress of the inventories of sessions.
     inventories: Mutex<HashMap<SessionId, InventoryProgress>>,
     /// Objects that the masters are told to have been in memory.
     memory_list: Mutex<MemoryList>,
-    loads: load::LoadQueue,
     promotions: promote::PromotionTable,
-    offloads: Mutex<Option<std::sync::mpsc::Sender<(JobTicket, OffloadJob)>>>,
-    removals: Mutex<Option<std::sync::mpsc::Sender<(JobTicket, RemovalJob)>>>,
     /// Time without writes after a write failed.
     write_pause: Duration,
     test_hooks: test_hooks::TestHooks,
@@ -159,130 +154,177 @@ impl fmt::Debug for DiskTier {
 impl DiskTier {
     /// Opens the disk and scans it. Nothing is served yet.
     pub(crate) fn open(
+        directories: DiskDirectories,
         config: DiskConfig,
         memory: Arc<NodeMemory>,
         staging: Arc<Staging>,
         events: Arc<EventRouter>,
     ) -> Result<DiskTier, DiskError> {
-        let dir = config.dir.display().to_string();
-        let storage = OsStorage::open(&config.dir, config.io_engine)
-            .map_err(|source| DiskError::Directory { dir: dir.clone(), source })?;
-        info!(dir, engine = storage.engine(), direct = storage.is_direct(), "disk directory opened");
-        let list = MemoryList::take(&config.dir).unwrap_or_else(|error| {
-            warn!(dir, %error, "cannot read which objects were in memory; they are loaded when they are read");
-            MemoryList::empty()
-        });
-        let mut tier = DiskTier::open_on(Arc::new(storage), config, memory, staging, events)?;
+        let mut list = MemoryList::empty();
+        let mut storages: Vec<(PathBuf, Arc<dyn Storage>)> = Vec::new();
+        for path in &directories.usable {
+            let dir = path.display().to_string();
+            let storage = OsStorage::open(path, config.io_engine)
+                .map_err(|source| DiskError::Directory { dir: dir.clone(), source })?;
+            info!(dir, engine = storage.engine(), direct = storage.is_direct(), "disk directory opened");
+            storages.push((path.clone(), Arc::new(storage)));
+            match MemoryList::take(path) {
+                Ok(found) => list.extend(found),
+                Err(error) => {
+                    warn!(dir, %error, "cannot read which objects were in memory; they are loaded when they are read");
+                }
+            }
+        }
         if list.len() > 0 {
             info!(objects = list.len(), "masters will load what was in memory before the stop");
         }
+        let mut tier = DiskTier::open_on(storages, directories.members, config, memory, staging, events)?;
         tier.memory_list = Mutex::new(list);
         Ok(tier)
     }
 
     /// Like [`DiskTier::open`], on any storage.
     fn open_on(
-        storage: Arc<dyn Storage>,
+        storages: Vec<(PathBuf, Arc<dyn Storage>)>,
+        members: DiskMembers,
         config: DiskConfig,
         memory: Arc<NodeMemory>,
         staging: Arc<Staging>,
         events: Arc<EventRouter>,
     ) -> Result<DiskTier, DiskError> {
-        let dir = config.dir.display().to_string();
-        let limit_bytes = match config.limit_bytes {
-            Some(limit) => limit,
-            None => default_limit(&*storage)
-                .map_err(|source| DiskError::Directory { dir: dir.clone(), source })?,
+        let open = |(number, (dir, storage)): (usize, (PathBuf, Arc<dyn Storage>))| {
+            Device::open(number, &dir, storage, &config).map(Arc::new)
         };
-        let started = Instant::now();
-        let mut queue = storage.queue(&QueueConfig::default());
-        let backend_config = BackendConfig { limit_bytes, eviction_policy: config.eviction_policy };
-        let opened = config.backend.open(Arc::clone(&storage), &mut *queue, backend_config, &mut |_| ());
-        let (backend, recovery) = opened.map_err(|source| DiskError::Open { dir: dir.clone(), source })?;
-        info!(
-            dir,
-            backend = %config.backend,
-            limit_bytes,
-            records = recovery.records,
-            bad = recovery.bad_count,
-            took_ms = started.elapsed().as_millis() as u64,
-            "disk tier opened"
-        );
-        for bad in recovery.bad.iter().take(10) {
-            warn!(
-                file = bad.file,
-                offset = bad.offset,
-                reason = bad.reason,
-                "skipped corrupt record on disk"
-            );
-        }
+        let devices = storages.into_iter().enumerate().map(open).collect::<Result<Vec<_>, _>>()?;
         Ok(DiskTier {
             config,
-            storage,
-            backend,
+            devices,
+            members: Mutex::new(members),
+            watch: Mutex::default(),
             memory,
             staging,
             cache: StagingCache::default(),
             events,
             counters: DiskCounters::default(),
-            recovery,
             subscribers: RwLock::default(),
             notify_lock: Mutex::default(),
-            writes_paused: Mutex::default(),
-            flush_budget: Mutex::default(),
-            backlog: AtomicU64::new(0),
             open_jobs: OpenJobs::default(),
             inventories: Mutex::default(),
             memory_list: Mutex::new(MemoryList::empty()),
-            loads: load::LoadQueue::default(),
             promotions: promote::PromotionTable::default(),
-            offloads: Mutex::default(),
-            removals: Mutex::default(),
             write_pause: WRITE_PAUSE,
             test_hooks: Default::default(),
         })
     }
 
     /// Starts the threads.
-    pub(crate) fn start(self: &Arc<Self>) -> Result<Vec<JoinHandle<()>>, DiskError> {
+    pub(crate) fn start(self: &Arc<Self>) -> Result<Vec<DeviceThread>, DiskError> {
         let mut threads = Vec::new();
-        let (sender, receiver) = std::sync::mpsc::channel();
-        *self.offloads.lock() = Some(sender);
-        let tier = Arc::clone(self);
-        threads.push(spawn("moontide-offload".into(), move || offload::run(&tier, &receiver))?);
-        let (sender, receiver) = std::sync::mpsc::channel();
-        *self.removals.lock() = Some(sender);
-        let tier = Arc::clone(self);
-        threads.push(spawn("moontide-removal".into(), move || removal::run(&tier, &receiver))?);
-        for number in 0..self.config.read_threads.max(1) {
+        for device in &self.devices {
+            let (sender, jobs) = std::sync::mpsc::channel();
+            *device.offloads.lock() = Some(sender);
+            let run = move |tier: &DiskTier, device: &Device| offload::run(tier, device, &jobs);
+            threads.push(self.spawn(device, "moontide-offload".into(), run)?);
+            let (sender, jobs) = std::sync::mpsc::channel();
+            *device.removals.lock() = Some(sender);
+            let run = move |tier: &DiskTier, device: &Device| removal::run(tier, device, &jobs);
+            threads.push(self.spawn(device, "moontide-removal".into(), run)?);
+            for number in 0..self.config.read_threads.max(1) {
+                threads.push(self.spawn(device, format!("moontide-load-{number}"), load::run)?);
+            }
+        }
+        if self.devices.len() > 1 {
+            let (sender, stopped) = std::sync::mpsc::channel();
+            *self.watch.lock() = Some(sender);
             let tier = Arc::clone(self);
-            threads.push(spawn(format!("moontide-load-{number}"), move || load::run(&tier))?);
+            let watch = std::thread::Builder::new().name("moontide-watch".into());
+            // Nothing waits for its end: it may write to a directory that does not respond.
+            watch.spawn(move || exclusion::run(&tier, &stopped))?;
         }
         Ok(threads)
     }
 
+    fn spawn(
+        self: &Arc<Self>,
+        device: &Arc<Device>,
+        name: String,
+        run: impl FnOnce(&DiskTier, &Device) + Send + 'static,
+    ) -> Result<DeviceThread, DiskError> {
+        let (tier, of) = (Arc::clone(self), Arc::clone(device));
+        let thread = std::thread::Builder::new().name(name).spawn(move || run(&tier, &of))?;
+        Ok(DeviceThread { thread, device: Arc::clone(device) })
+    }
+
     /// Stops the writes of records. Queued ones are dropped.
     pub(crate) fn stop_offloads(&self) {
-        *self.offloads.lock() = None;
+        self.devices.iter().for_each(|device| *device.offloads.lock() = None);
     }
 
     /// Stops the threads. Queued jobs are dropped.
     pub(crate) fn stop(&self) {
+        *self.watch.lock() = None;
         self.stop_offloads();
-        *self.removals.lock() = None;
-        let unread = self.loads.stop();
-        unread.iter().for_each(|name| self.cache.failed(*name));
-        counters::increment(&self.counters.loads_failed, unread.len() as u64);
+        for device in &self.devices {
+            *device.removals.lock() = None;
+            self.stop_loads(device, ErrorCode::StaleSession);
+        }
         *self.subscribers.write() = NoticeSubscribers::default();
     }
 
-    /// Queues a record for writing.
-    pub(crate) fn offload(&self, job: OffloadJob) {
-        self.backlog.fetch_add(job.bytes, Ordering::Relaxed);
-        if let Some(offloads) = &*self.offloads.lock() {
-            let ticket = self.open_jobs.begin_offload(job.session, job.id);
-            let _ = offloads.send((ticket, job));
+    /// Waits for the threads after [`DiskTier::stop`]. With several directories, one that does not respond is not waited for
+    /// longer than for its exclusion.
+    pub(crate) fn join(&self, threads: Vec<DeviceThread>) {
+        let until = (self.devices.len() > 1).then(|| Instant::now() + self.config.exclude_after);
+        for thread in threads {
+            let name = thread.name().to_owned();
+            if !thread.join(until) {
+                error!(thread = name, "disk thread panicked");
+            }
         }
+    }
+
+    /// Stops the loads from a directory. Queued ones fail with `code`.
+    fn stop_loads(&self, device: &Device, code: ErrorCode) {
+        let unread = device.loads.stop(code);
+        unread.iter().for_each(|name| self.cache.failed(*name));
+        counters::increment(&self.counters.loads_failed, unread.len() as u64);
+    }
+
+    /// Returns the directories that are in use.
+    fn devices(&self) -> impl Iterator<Item = &Arc<Device>> {
+        self.devices.iter().filter(|device| !device.is_excluded())
+    }
+
+    /// Returns the directory that has a record.
+    fn device_of(&self, name: &RecordId) -> Option<&Arc<Device>> {
+        self.devices().find(|device| device.backend.contains(name))
+    }
+
+    /// Whether a record can be found.
+    fn contains(&self, name: &RecordId) -> bool {
+        self.device_of(name).is_some()
+    }
+
+    fn usage(&self) -> Usage {
+        self.devices().fold(Usage::default(), |sum, device| {
+            let usage = device.backend.usage();
+            Usage {
+                bytes: sum.bytes + usage.bytes,
+                limit: sum.limit + usage.limit,
+                records: sum.records + usage.records,
+            }
+        })
+    }
+
+    fn backlog(&self) -> u64 {
+        self.devices().map(|device| device.backlog.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Why no directory accepts writes.
+    fn write_pause_reason(&self) -> Option<WritePauseReason> {
+        let reasons: Option<Vec<_>> = self.devices().map(|device| device.write_pause_reason()).collect();
+        let reasons = reasons?;
+        reasons.iter().find(|reason| **reason == WritePauseReason::Full).or(reasons.first()).copied()
     }
 
     /// True only in a test with a mutation that ignores kills: all, or those of versions that are not in their slots.
@@ -292,40 +334,23 @@ impl DiskTier {
             || (!killed && mutation_enabled(test_hooks::Mutation::KilledAbsentUntold))
     }
 
-    /// Queues a removal; the reply follows when it is durable.
-    pub(crate) fn remove(&self, job: RemovalJob) {
-        if let Some(removals) = &*self.removals.lock() {
-            let ticket = self.open_jobs.begin_removal(job.id);
-            let _ = removals.send((ticket, job));
-        }
-    }
-
     /// Whether the disk holds a record, is about to write one, or has to make a removal durable. If not, a master need
     /// not wait for an inventory.
     pub(crate) fn is_occupied(&self) -> bool {
-        self.backend.usage().records > 0 || !self.open_jobs.is_empty()
+        let is_evicting = || self.devices().any(|device| !device.evictions.lock().running.is_empty());
+        self.usage().records > 0 || !self.open_jobs.is_empty() || is_evicting()
     }
 
-    /// Begins the flush before the stop. It begins with the most valuable objects and must not evict them from the disk for
-    /// others, so it writes less than the limit of the disk.
+    /// Begins the flush before the stop.
     pub(crate) fn begin_flush(&self) {
-        let (share, of) = FLUSH_SHARE;
-        *self.flush_budget.lock() = Some(self.backend.usage().limit / of * share);
-    }
-
-    /// Takes the bytes of a record from the budget of the flush. Returns `false` if they exceed it: then nothing more is
-    /// written.
-    fn take_flush_budget(&self, bytes: u64) -> bool {
-        let mut budget = self.flush_budget.lock();
-        let Some(left) = &mut *budget else { return true };
-        let rest = left.checked_sub(bytes);
-        *left = rest.unwrap_or(0);
-        rest.is_some()
+        self.devices().for_each(|device| device.begin_flush());
     }
 
     /// Writes the list of the objects in memory, for the next start. Without it they are loaded when they are read.
     pub(crate) fn write_memory_list(&self) {
-        if let Err(error) = MemoryList::write(&self.config.dir, &self.memory) {
+        // Any one will do; one that works does not delay the stop.
+        let Some(device) = self.devices().min_by_key(|device| device.health.bad_for()) else { return };
+        if let Err(error) = MemoryList::write(&device.dir, &self.memory) {
             warn!(%error, "cannot write the list of the objects in memory");
         }
     }
@@ -344,7 +369,7 @@ impl DiskTier {
     /// Returns the status for a heartbeat.
     pub(crate) fn status(&self) -> v1::DiskStatus {
         self.memory_list.lock().expire();
-        let usage = self.backend.usage();
+        let usage = self.usage();
         let state = match self.write_pause_reason() {
             Some(WritePauseReason::Full) => v1::DiskState::Full,
             Some(WritePauseReason::Failed) => v1::DiskState::WriteFailed,
@@ -358,7 +383,7 @@ impl DiskTier {
             used_bytes: usage.bytes,
             limit_bytes: usage.limit,
             objects: usage.records,
-            backlog_bytes: self.backlog.load(Ordering::Relaxed),
+            backlog_bytes: self.backlog(),
         }
     }
 
@@ -371,7 +396,7 @@ impl DiskTier {
 
     /// Returns the current metrics.
     pub(crate) fn metrics(&self) -> DiskMetrics {
-        let (usage, paused) = (self.backend.usage(), self.write_pause_reason());
+        let (usage, paused) = (self.usage(), self.write_pause_reason());
         let staging = self.staging.in_use();
         let is = |reason: WritePauseReason| u64::from(paused == Some(reason));
         let gauges = vec![
@@ -381,13 +406,18 @@ impl DiskTier {
             (
                 "disk_offload_backlog_bytes",
                 "Bytes of Offload commands that are not written yet",
-                self.backlog.load(Ordering::Relaxed),
+                self.backlog(),
             ),
             ("disk_full", "1 while writes are paused because the disk is full", is(WritePauseReason::Full)),
             (
                 "disk_write_failed",
                 "1 while writes are paused because a write failed",
                 is(WritePauseReason::Failed),
+            ),
+            (
+                "disk_directories_excluded",
+                "Directories of the disk that are not used because they failed or did not respond",
+                self.devices.iter().filter(|device| device.is_excluded()).count() as u64,
             ),
             ("disk_staging_free_bytes", "Free staging memory", staging.free_bytes),
             ("disk_staging_capacity_bytes", "Staging memory for records read from disk", staging.total_bytes),
@@ -426,8 +456,16 @@ impl DiskTier {
             ),
             ("disk_tombstones_written", "Removals made durable", get(&counters.removed_records)),
             ("disk_promoted_records", "Records copied back into memory", get(&counters.promoted_records)),
-            ("disk_recovered_records", "Records found at the start", self.recovery.records),
-            ("disk_recovery_corrupt_records", "Corrupt records found at the start", self.recovery.bad_count),
+            (
+                "disk_recovered_records",
+                "Records found at the start",
+                self.devices.iter().map(|device| device.recovery.records).sum(),
+            ),
+            (
+                "disk_recovery_corrupt_records",
+                "Corrupt records found at the start",
+                self.devices.iter().map(|device| device.recovery.bad_count).sum(),
+            ),
         ];
         let throttled = Duration::from_millis(get(&counters.throttled_ms));
         DiskMetrics { gauges, counts, throttled }
@@ -464,53 +502,6 @@ impl DiskTier {
     fn is_live(&self, session: SessionId) -> bool {
         self.subscribers.read().is_live(session)
     }
-
-    fn write_pause_reason(&self) -> Option<WritePauseReason> {
-        let mut paused = self.writes_paused.lock();
-        let over = paused.is_some_and(|(until, _)| until <= Instant::now());
-        if over {
-            *paused = None;
-            info!("retrying disk writes");
-        }
-        let flush_ended = *self.flush_budget.lock() == Some(0);
-        paused.map(|(_, reason)| reason).or(flush_ended.then_some(WritePauseReason::Full))
-    }
-
-    /// Pauses writes after a failed one. Reads continue.
-    fn pause_writes(&self, reason: WritePauseReason) {
-        let mut paused = self.writes_paused.lock();
-        if paused.is_none() {
-            let pause_ms = self.write_pause.as_millis() as u64;
-            warn!(?reason, pause_ms, "disk writes paused; records on disk are still served");
-        }
-        *paused = Some((Instant::now() + self.write_pause, reason));
-        self.counters.write_failed();
-    }
-
-    /// Returns a queue for the calling thread; registers the staging memory if the thread reads into it.
-    fn queue(&self, reads_into_staging: bool) -> Box<dyn Queue> {
-        let (address, len) = self.staging.memory();
-        let registered = reads_into_staging.then_some(RegisteredMemory { address, len });
-        self.storage.queue(&QueueConfig { registered, ..QueueConfig::default() })
-    }
-}
-
-fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, DiskError> {
-    Ok(std::thread::Builder::new().name(name).spawn(run)?)
-}
-
-/// Returns 90 % of the free space plus the space that the tier already uses.
-fn default_limit(storage: &dyn Storage) -> io::Result<u64> {
-    fn used(storage: &dyn Storage, dir: &std::path::Path) -> io::Result<u64> {
-        let mut sum = 0;
-        for entry in storage.list(dir)? {
-            sum += if entry.is_dir { used(storage, &dir.join(&entry.name))? } else { entry.len };
-        }
-        Ok(sum)
-    }
-    let (share, of) = SHARE_OF_FREE;
-    let all = storage.space()?.free + used(storage, std::path::Path::new(""))?;
-    Ok(all / of * share)
 }
 
 /// Returns the error code of a failed read.

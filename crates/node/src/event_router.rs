@@ -60,7 +60,7 @@ impl EventRouter {
     pub(crate) fn single(events: UnboundedSender<NodeEvent>) -> Arc<EventRouter> {
         let groups = GroupSet::all(std::num::NonZeroU16::MIN);
         let route = MasterRoute { master: "".into(), groups, session: SessionId(0), synced_at: None, events };
-        let routes = EventRouter::new(vec![], SyncMarkStore::open(None));
+        let routes = EventRouter::new(vec![], SyncMarkStore::open(&[]));
         routes.routes.write().push(route);
         routes
     }

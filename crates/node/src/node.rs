@@ -34,8 +34,8 @@ use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 
 use crate::admin::{self, AdminState};
-use crate::config::{MASTER_START_TIMEOUT, NodeConfig};
-use crate::disk::{DiskError, DiskIdentity, DiskLock, DiskTier};
+use crate::config::{DiskConfig, MASTER_START_TIMEOUT, NodeConfig};
+use crate::disk::{DeviceThread, DiskDirectories, DiskError, DiskTier};
 use crate::event_router::EventRouter;
 use crate::executor::{CommandExecutor, ExecutorTask};
 use crate::flush::{FlushCanceller, FlushState};
@@ -158,8 +158,8 @@ pub struct Node {
     router: Arc<EventRouter>,
     owner: Arc<NodeOwner>,
     disk: Option<Arc<DiskTier>>,
-    /// Keeps other processes from using the disk directory.
-    _disk_lock: Option<DiskLock>,
+    /// Keep other processes from using the directories of the disk.
+    _disk_locks: Vec<std::fs::File>,
     index_gate: Arc<IndexGate>,
     status: Arc<Status>,
     tasks: mpsc::Sender<ExecutorTask>,
@@ -171,6 +171,7 @@ pub struct Node {
     tcp_server: Option<TcpServer>,
     shm_server: Option<ShmServer>,
     threads: Vec<JoinHandle<()>>,
+    disk_threads: Vec<DeviceThread>,
     runtime: Option<Runtime>,
 }
 
@@ -205,19 +206,18 @@ impl Node {
         let started = Instant::now();
         let seeds = config.masters();
         let cluster = runtime.block_on(fetch_cluster_info(&seeds, boot))?;
-        let random_id = || Ok(NodeId(random_u64()?.max(1)));
-        let disk_lock = match &config.disk {
+        let mut directories = match &config.disk {
             Some(disk) => {
-                let disk_lock =
-                    DiskIdentity::lock(&disk.dir, cluster.number, disk.backend, config.node_id, random_id);
-                Some(disk_lock.map_err(DiskError::from)?)
+                let DiskConfig { dir, backend, .. } = disk;
+                let opened = DiskDirectories::open(dir, cluster.number, *backend, config.node_id, random_u64);
+                Some(opened.map_err(DiskError::from)?)
             }
             None => None,
         };
-        let id = match (&disk_lock, config.node_id) {
-            (Some(disk_lock), _) => disk_lock.identity.node,
+        let id = match (&directories, config.node_id) {
+            (Some(directories), _) => directories.node,
             (None, Some(node)) => node,
-            (None, None) => random_id()?,
+            (None, None) => NodeId(random_u64()?.max(1)),
         };
         let groups = cluster.groups;
         let plan = plan(PlanArgs {
@@ -243,14 +243,15 @@ impl Node {
         let counters = Arc::<Counters>::default();
         let transfer = moontide_transfer::Metrics::new();
         let group = |number| group_of_segment(id, SegmentId(number), groups);
-        let sync_marks = SyncMarkStore::open(config.disk.as_ref().map(|disk| disk.dir.as_path()));
+        let sync_marks = SyncMarkStore::open(directories.as_ref().map_or(&[], |found| found.usable()));
         let router = EventRouter::new((0..plan.count).map(group).collect(), sync_marks);
         let (tasks, task_receiver) = mpsc::channel();
-        let disk = match (config.disk.clone(), memory.staging()) {
-            (Some(disk), Some(staging)) => {
-                let tier =
-                    DiskTier::open(disk, Arc::clone(&memory), Arc::clone(staging), Arc::clone(&router))?;
-                Some(Arc::new(tier))
+        let disk_locks = directories.as_mut().map_or_else(Vec::new, DiskDirectories::take_locks);
+        let disk = match (directories, config.disk.clone(), memory.staging()) {
+            (Some(directories), Some(disk), Some(staging)) => {
+                let (memory, staging, router) =
+                    (Arc::clone(&memory), Arc::clone(staging), Arc::clone(&router));
+                Some(Arc::new(DiskTier::open(directories, disk, memory, staging, router)?))
             }
             _ => None,
         };
@@ -283,7 +284,8 @@ impl Node {
             router: Arc::clone(&router),
             owner: Arc::clone(&owner),
             disk: disk.clone(),
-            _disk_lock: disk_lock,
+            _disk_locks: disk_locks,
+            disk_threads: Vec::new(),
             index_gate: Arc::clone(&index_gate),
             status: Arc::clone(&status),
             tasks: tasks.clone(),
@@ -298,7 +300,7 @@ impl Node {
             runtime: Some(runtime),
         };
         if let Some(disk) = &disk {
-            node.threads.extend(disk.start()?);
+            node.disk_threads = disk.start()?;
         }
         let executor = CommandExecutor::new(
             Arc::clone(&memory),
@@ -523,6 +525,9 @@ impl Node {
             if thread.join().is_err() {
                 error!(thread = name, "node thread panicked");
             }
+        }
+        if let Some(disk) = &self.disk {
+            disk.join(std::mem::take(&mut self.disk_threads));
         }
         self.stop_admin.send_replace(true);
         if let Some(admin) = self.admin.take() {

@@ -562,8 +562,10 @@ impl SessionDriver {
                 state.heartbeats.acked(heartbeat_id, Duration::from_millis(ttl_ms.into()));
                 let in_sync = state.sync_gate.filter(heartbeat_id, in_sync, &state.mounted);
                 if self.router.sync_marks.record(&in_sync, state.heartbeats.last_acked()) {
-                    let marks = Arc::clone(&self.router.sync_marks);
-                    tokio::task::spawn_blocking(move || marks.write());
+                    for file in 0..self.router.sync_marks.files() {
+                        let marks = Arc::clone(&self.router.sync_marks);
+                        tokio::task::spawn_blocking(move || marks.write(file));
+                    }
                 }
                 // An answer from before a change of the groups does not count.
                 match flush.filter(|_| is_settled && state.is_reported()) {

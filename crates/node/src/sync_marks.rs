@@ -1,10 +1,12 @@
-//! [`SyncMarkStore`]: the [`SyncMarks`] of this process, and the file in which those of a node with a disk outlive it.
+//! [`SyncMarkStore`]: the [`SyncMarks`] of this process, and the files in which those of a node with a disk outlive it.
 //!
-//! The file may be older than the marks in memory. Then a master drops records that it could have kept.
+//! Each directory of the disk has a file, and the newest one counts. It may be older than the marks in memory. Then a master
+//! drops records that it could have kept.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use moontide_proto::v1;
 use moontide_types::{GroupId, MonoTime};
@@ -14,22 +16,32 @@ use tracing::warn;
 use crate::durable_file;
 use crate::logic::sync_marks::SyncMarks;
 
-/// Name of the file in the disk's directory.
-const FILE: &str = "sync.marks";
+/// Name of the file in a directory of the disk.
+pub(crate) const FILE: &str = "sync.marks";
+
+/// Time a write waits for the one before it.
+const WRITE_WAIT: Duration = Duration::from_secs(10);
 
 /// Marks of this process, shared by its sessions.
 #[derive(Debug)]
 pub(crate) struct SyncMarkStore {
     marks: Mutex<SyncMarks>,
-    /// Directory of the disk. Held while the file is written.
-    dir: Mutex<Option<PathBuf>>,
+    /// Directories of the disk. Each is locked while its file is written.
+    dirs: Vec<Mutex<PathBuf>>,
 }
 
 impl SyncMarkStore {
-    /// Opens the marks of a node with a disk in this directory, or without a disk.
-    pub(crate) fn open(dir: Option<&Path>) -> Arc<SyncMarkStore> {
-        let marks = dir.map(read).unwrap_or_default();
-        Arc::new(SyncMarkStore { marks: Mutex::new(marks), dir: Mutex::new(dir.map(Path::to_owned)) })
+    /// Opens the marks of a node with a disk in these directories; none: without a disk.
+    pub(crate) fn open(dirs: &[PathBuf]) -> Arc<SyncMarkStore> {
+        let mut marks = SyncMarks::default();
+        dirs.iter().for_each(|dir| marks.merge(read(dir)));
+        let dirs = dirs.iter().cloned().map(Mutex::new).collect();
+        Arc::new(SyncMarkStore { marks: Mutex::new(marks), dirs })
+    }
+
+    /// Returns the number of files.
+    pub(crate) fn files(&self) -> usize {
+        self.dirs.len()
     }
 
     /// As [`SyncMarks::record`].
@@ -42,12 +54,12 @@ impl SyncMarkStore {
         self.marks.lock().to_wire(now)
     }
 
-    /// Writes the file durably, if the node has a disk.
-    pub(crate) fn write(&self) {
-        let dir = self.dir.lock();
-        let Some(dir) = &*dir else { return };
+    /// Writes one of the files durably. A directory that does not respond delays no other.
+    pub(crate) fn write(&self, file: usize) {
+        // A writer that does not end is not waited for: the next change of the marks tries again.
+        let Some(dir) = self.dirs[file].try_lock_for(WRITE_WAIT) else { return };
         let text = self.marks.lock().to_text();
-        if let Err(error) = durable_file::replace(dir, FILE, text.as_bytes()) {
+        if let Err(error) = durable_file::replace(&dir, FILE, text.as_bytes()) {
             let file = dir.join(FILE);
             warn!(file = %file.display(), %error, "cannot write; masters may drop the records on disk after a restart");
         }
@@ -75,18 +87,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_read_from_the_directory_of_the_disk() {
-        let dir = std::env::temp_dir().join(format!("moontide-marks-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
-        let store = SyncMarkStore::open(Some(&dir));
+    fn newest_marks_of_all_directories_count() {
+        let base = std::env::temp_dir().join(format!("moontide-marks-{}", std::process::id()));
+        let dirs = [base.join("a"), base.join("b")];
+        dirs.iter().for_each(|dir| std::fs::create_dir_all(dir).unwrap());
+        let store = SyncMarkStore::open(&dirs);
         assert!(store.to_wire(MonoTime(0)).is_empty());
+        assert!(store.record(&[(GroupId(9), 3), (GroupId(10), 1)], MonoTime(0)));
+        store.write(0);
         assert!(store.record(&[(GroupId(9), 4)], MonoTime(0)));
-        store.write();
-        let read = SyncMarkStore::open(Some(&dir)).to_wire(MonoTime(0));
-        assert_eq!(read, [v1::SyncMark { group: 9, exclusion: 4, ago_ms: u64::MAX }]);
-        std::fs::write(dir.join(FILE), "torn").unwrap();
-        assert!(SyncMarkStore::open(Some(&dir)).to_wire(MonoTime(0)).is_empty());
-        std::fs::remove_dir_all(&dir).unwrap();
-        store.write(); // only warns
+        store.write(1);
+        let mark = |group, exclusion| v1::SyncMark { group, exclusion, ago_ms: u64::MAX };
+        let of = |dirs: &[PathBuf]| SyncMarkStore::open(dirs).to_wire(MonoTime(0));
+        assert_eq!(of(&dirs), [mark(9, 4), mark(10, 1)]);
+        assert_eq!(of(&dirs[..1]), [mark(9, 3), mark(10, 1)]);
+        std::fs::write(dirs[1].join(FILE), "torn").unwrap();
+        assert_eq!(of(&dirs), [mark(9, 3), mark(10, 1)]);
+        assert!(of(&dirs[1..]).is_empty());
+        std::fs::remove_dir_all(&base).unwrap();
+        store.write(0); // only warns
     }
 }

@@ -527,6 +527,20 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::InTest,
     },
     Mutant {
+        name: "node: RemovedOnOne",
+        location: "crates/node/src/disk/test_hooks.rs",
+        impact: "A removal is acknowledged when it is durable in the first of several directories, and a crash brings back what is in another one.",
+        test: unit("node", "disk::tests::mutations::mutation_removal_in_one_directory_is_detected"),
+        activation: Activation::InTest,
+    },
+    Mutant {
+        name: "node: ExcludedInMemory",
+        location: "crates/node/src/disk/test_hooks.rs",
+        impact: "A directory that failed returns after a restart with objects that were removed without it.",
+        test: unit("node", "disk::tests::mutations::mutation_exclusion_that_is_not_durable_is_detected"),
+        activation: Activation::InTest,
+    },
+    Mutant {
         name: "node: RetryStarved (tombstone-starved)",
         location: "crates/node/src/disk/test_hooks.rs",
         impact: "Under steady removals, one that the disk refused once is never written.",

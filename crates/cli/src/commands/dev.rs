@@ -111,8 +111,8 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     })
     .map_err(node::start_failure)?;
     master::announce(&server).map_err(CommandError::failed)?;
-    node::announce(&started, scratch.as_ref().map(Scratch::path), "node-admin")
-        .map_err(CommandError::failed)?;
+    let dirs: Vec<PathBuf> = scratch.iter().map(|scratch| scratch.path().to_owned()).collect();
+    node::announce(&started, &dirs, "node-admin").map_err(CommandError::failed)?;
     advise(grpc, started.addresses().admin);
     signals.wait();
     // The node first: it unregisters from the master.

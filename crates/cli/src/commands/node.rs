@@ -3,7 +3,7 @@
 //! Its flags are the settings of [`NodeConfig`].
 
 use std::io::Write;
-use std::path::Path;
+use std::path::PathBuf;
 
 use clap::{ArgMatches, Args as _, Command, FromArgMatches};
 use moontide_node::{Node, NodeConfig, StartError};
@@ -25,7 +25,7 @@ Examples:
   moontide node --print-config > node.toml
       all settings with comments, as a starting point
   moontide node --memory-bytes 64GiB --disk-dir /mnt/ssd/moontide --disk-limit 200GiB
-      with a disk tier for objects that do not fit into memory
+      with a disk tier for objects that do not fit into memory; repeat --disk-dir for several SSDs
 
 Prints `node ID`, `tcp ADDRESS`, `shm PATH`, `disk DIR`, `admin URL` and `ready`, one per line, when it serves. Every
 setting can also be set by the environment, e.g. MOONTIDE_NODE_MEMORY_BYTES=4GiB; in the file, disk settings are in
@@ -49,9 +49,9 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     abort_on_panic();
     warn_of_unknown_variables(&loaded);
     let mut signals = Signals::catch().map_err(CommandError::failed)?;
-    let disk = loaded.config.disk.as_ref().map(|disk| disk.dir.clone());
+    let disk = loaded.config.disk.as_ref().map_or_else(Vec::new, |disk| disk.dir.clone());
     let node = Node::start(loaded.config).map_err(start_failure)?;
-    announce(&node, disk.as_deref(), "admin").map_err(CommandError::failed)?;
+    announce(&node, &disk, "admin").map_err(CommandError::failed)?;
     signals.wait();
     let flush = node.flush_canceller();
     // Ends with the process, if no second signal arrives.
@@ -72,7 +72,7 @@ pub(super) fn start_failure(error: StartError) -> CommandError {
 }
 
 /// Prints one line per address; scripts that use port 0 read them. The last line is `ready`.
-pub(super) fn announce(node: &Node, disk: Option<&Path>, admin: &str) -> std::io::Result<()> {
+pub(super) fn announce(node: &Node, disk: &[PathBuf], admin: &str) -> std::io::Result<()> {
     let addresses = node.addresses();
     let mut out = std::io::stdout().lock();
     writeln!(out, "node {}", node.id())?;
@@ -80,9 +80,7 @@ pub(super) fn announce(node: &Node, disk: Option<&Path>, admin: &str) -> std::io
     if let Some(socket) = &addresses.shm_socket {
         writeln!(out, "shm {}", socket.display())?;
     }
-    if let Some(dir) = disk {
-        writeln!(out, "disk {}", dir.display())?;
-    }
+    disk.iter().try_for_each(|dir| writeln!(out, "disk {}", dir.display()))?;
     if let Some(address) = addresses.admin {
         writeln!(out, "{admin} http://{address}")?;
     }

@@ -74,13 +74,25 @@ impl DiskCluster {
 
     /// Starts the master of a cluster of this shape; the caller starts the node.
     pub fn with_shape(backend: BackendKind, sizes: Sizes, more: &str, shape: Shape) -> DiskCluster {
+        DiskCluster::with_directories(backend, sizes, more, shape, &["tier"])
+    }
+
+    /// Starts the master; the caller starts the node, which has these directories below [`DiskCluster::disk`].
+    pub fn with_directories(
+        backend: BackendKind,
+        sizes: Sizes,
+        more: &str,
+        shape: Shape,
+        names: &[&str],
+    ) -> DiskCluster {
         let disk = Folder::new();
         let mut node_words = words(&format!(
             "--disk-backend {backend} --disk-limit {}MiB --disk-staging {}MiB {more}",
             sizes.limit_mib, sizes.staging_mib
         ));
-        let dir = disk.path().join("tier").display().to_string();
-        node_words.extend(["--disk-dir".to_owned(), dir]);
+        for name in names {
+            node_words.extend(["--disk-dir".to_owned(), disk.path().join(name).display().to_string()]);
+        }
         let shape = Shape { nodes: 0, memory_mib: sizes.memory_mib, node_words, ..shape };
         DiskCluster { cluster: Cluster::start(shape), disk }
     }

@@ -288,6 +288,10 @@ impl Backend for BucketBackend {
         self.index.get(name).is_some()
     }
 
+    fn names(&self) -> Vec<RecordId> {
+        self.index.names()
+    }
+
     fn usage(&self) -> Usage {
         Usage {
             bytes: self.used.load(Ordering::Relaxed) + self.tombstones.log_bytes(),

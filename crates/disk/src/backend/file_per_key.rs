@@ -551,6 +551,10 @@ impl Backend for FileBackend {
         self.index.lock().records.contains_key(name)
     }
 
+    fn names(&self) -> Vec<RecordId> {
+        self.index.lock().records.keys().copied().collect()
+    }
+
     fn usage(&self) -> Usage {
         let log_bytes = self.tombstones.log_bytes();
         let files = self.index.lock();

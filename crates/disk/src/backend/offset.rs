@@ -513,6 +513,14 @@ impl Backend for OffsetBackend {
         self.shard(&name.id).lock().contains_key(name)
     }
 
+    fn names(&self) -> Vec<RecordId> {
+        let mut names = Vec::new();
+        for shard in &self.index {
+            names.extend(shard.lock().keys().copied());
+        }
+        names
+    }
+
     fn usage(&self) -> Usage {
         let space = self.space.lock();
         let metadata = self.geometry.file_len - self.geometry.data_blocks() * BLOCK_BYTES as u64;

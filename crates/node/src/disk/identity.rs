@@ -9,8 +9,8 @@ use moontide_types::NodeId;
 
 use crate::durable_file;
 
-/// Name of the identity file in the disk's directory.
-const FILE: &str = "node.id";
+/// Name of the identity file in a directory of the disk.
+pub(super) const FILE: &str = "node.id";
 
 /// Name of the file that a running node has locked. The system releases the lock when the process ends.
 const LOCK: &str = "node.lock";
@@ -24,13 +24,6 @@ pub(crate) struct DiskIdentity {
     pub(crate) node: NodeId,
     pub(crate) cluster: u64,
     pub(crate) backend: BackendKind,
-}
-
-/// Exclusive use of a disk by this process, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct DiskLock {
-    pub(crate) identity: DiskIdentity,
-    _lock: std::fs::File,
 }
 
 /// Reason why a directory cannot be this node's disk.
@@ -84,85 +77,90 @@ pub enum IdentityError {
     },
     /// The disk belongs to another node.
     #[error(
-        "{path} belongs to node {found}, but the configured node is {configured}; omit `node_id`, or use another \
-         directory"
+        "{path} belongs to node {found}, but this node is {configured} by `node_id` or another directory; omit \
+         `node_id`, or use another directory"
     )]
     OtherNode {
         /// Path of the file.
         path: String,
         /// Node id in the file.
         found: NodeId,
-        /// Configured node id.
+        /// Node id of the configuration, or of another directory.
         configured: NodeId,
+    },
+    /// The list of the directories of a disk is malformed.
+    #[error("{path} is malformed; empty its directory, or omit it from `disk.dir`")]
+    Members {
+        /// Path of the file.
+        path: String,
+    },
+    /// Two directories were each the only one of the node: it is not known which is the newer one.
+    #[error("{first} and {second} were each the whole disk of this node; empty the older one, or omit it")]
+    TwoDisks {
+        /// One directory.
+        first: String,
+        /// The other one.
+        second: String,
+    },
+    /// Too many directories of the node are missing to know which of the others have all removals.
+    #[error(
+        "{paths}: of the {members} directories of this node's disk, {present} can be used, too few to know what was \
+         removed meanwhile; add the missing ones to `disk.dir`, or empty these to start without their objects"
+    )]
+    NoQuorum {
+        /// Configured directories.
+        paths: String,
+        /// Number of those that belong to the disk.
+        present: usize,
+        /// Number of all directories of the disk.
+        members: usize,
     },
 }
 
 impl DiskIdentity {
-    /// Locks the disk for this process. Fails if another process uses it.
-    pub(crate) fn lock(
-        dir: &Path,
-        cluster: u64,
-        backend: BackendKind,
-        configured: Option<NodeId>,
-        random_id: impl FnOnce() -> io::Result<NodeId>,
-    ) -> Result<DiskLock, IdentityError> {
+    /// Locks a directory for this process until the file is dropped. Fails if another process uses it.
+    pub(super) fn lock(dir: &Path) -> Result<std::fs::File, IdentityError> {
         let path = dir.join(LOCK).display().to_string();
         let failed = |source: io::Error| IdentityError::Io { path: path.clone(), source };
         std::fs::create_dir_all(dir).map_err(failed)?;
         let lock = std::fs::File::options().create(true).append(true).open(dir.join(LOCK)).map_err(failed)?;
         match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(IdentityError::InUse { path }),
-            Err(error) => return Err(failed(error.into())),
+            Ok(()) => Ok(lock),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(IdentityError::InUse { path }),
+            Err(error) => Err(failed(error.into())),
         }
-        let identity = DiskIdentity::of(dir, cluster, backend, configured, random_id)?;
-        Ok(DiskLock { identity, _lock: lock })
     }
 
-    /// Returns the identity of the disk. Creates it for a new disk, with the configured node id or the one from
-    /// `random_id`.
-    fn of(
-        dir: &Path,
-        cluster: u64,
-        backend: BackendKind,
-        configured: Option<NodeId>,
-        random_id: impl FnOnce() -> io::Result<NodeId>,
-    ) -> Result<DiskIdentity, IdentityError> {
+    /// Returns the identity of a directory; `None` for a new one.
+    pub(super) fn read(dir: &Path) -> Result<Option<DiskIdentity>, IdentityError> {
         let path = dir.join(FILE);
         let name = || path.display().to_string();
-        let failed = |source| IdentityError::Io { path: name(), source };
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                std::fs::create_dir_all(dir).map_err(failed)?;
-                let node = configured.map_or_else(random_id, Ok).map_err(failed)?;
-                let identity = DiskIdentity { node, cluster, backend };
-                identity.write(dir).map_err(failed)?;
-                return Ok(identity);
-            }
-            Err(error) => return Err(failed(error)),
-        };
-        let found = DiskIdentity::parse(&text).ok_or_else(|| IdentityError::Foreign { path: name() })?;
-        if found.cluster != cluster {
-            return Err(IdentityError::OtherCluster {
-                path: name(),
-                found: found.cluster,
-                expected: cluster,
-            });
+        match std::fs::read_to_string(&path) {
+            Ok(text) => match DiskIdentity::parse(&text) {
+                Some(identity) => Ok(Some(identity)),
+                None => Err(IdentityError::Foreign { path: name() }),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(IdentityError::Io { path: name(), source }),
         }
-        if found.backend != backend {
-            return Err(IdentityError::OtherBackend {
-                path: name(),
-                found: found.backend,
-                configured: backend,
-            });
+    }
+
+    /// Checks that a directory with this identity can be one of a disk with another one.
+    pub(super) fn check(&self, dir: &Path, expected: &DiskIdentity) -> Result<(), IdentityError> {
+        let path = || dir.join(FILE).display().to_string();
+        if self.cluster != expected.cluster {
+            let (found, expected) = (self.cluster, expected.cluster);
+            return Err(IdentityError::OtherCluster { path: path(), found, expected });
         }
-        match configured {
-            Some(configured) if configured != found.node => {
-                Err(IdentityError::OtherNode { path: name(), found: found.node, configured })
-            }
-            _ => Ok(found),
+        if self.backend != expected.backend {
+            let (found, configured) = (self.backend, expected.backend);
+            return Err(IdentityError::OtherBackend { path: path(), found, configured });
         }
+        if self.node != expected.node {
+            let (found, configured) = (self.node, expected.node);
+            return Err(IdentityError::OtherNode { path: path(), found, configured });
+        }
+        Ok(())
     }
 
     fn parse(text: &str) -> Option<DiskIdentity> {
@@ -177,43 +175,9 @@ impl DiskIdentity {
     }
 
     /// Writes the identity file durably.
-    fn write(&self, dir: &Path) -> io::Result<()> {
+    pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
         let DiskIdentity { node, cluster, backend } = self;
         let text = format!("{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n");
         durable_file::replace(dir, FILE, text.as_bytes())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn disk_identity_persists_and_rejects_other_cluster_or_node() {
-        let dir = std::env::temp_dir().join(format!("moontide-identity-{}", std::process::id()));
-        let random_id = || Ok(NodeId(0xabc));
-        let bucket = BackendKind::Bucket;
-        let lock = DiskIdentity::lock(&dir, 7, bucket, None, random_id).unwrap();
-        let first = lock.identity;
-        assert_eq!(first, DiskIdentity { node: NodeId(0xabc), cluster: 7, backend: bucket });
-        let second = DiskIdentity::lock(&dir, 7, bucket, None, random_id).unwrap_err();
-        assert!(matches!(second, IdentityError::InUse { .. }), "{second}");
-        drop(lock);
-        assert_eq!(DiskIdentity::lock(&dir, 7, bucket, None, || unreachable!()).unwrap().identity, first);
-        assert_eq!(DiskIdentity::of(&dir, 7, bucket, Some(NodeId(0xabc)), random_id).unwrap(), first);
-        let other = DiskIdentity::of(&dir, 7, BackendKind::File, None, random_id).unwrap_err();
-        assert!(matches!(other, IdentityError::OtherBackend { .. }), "{other}");
-        let other = DiskIdentity::of(&dir, 8, bucket, None, random_id).unwrap_err();
-        assert!(matches!(other, IdentityError::OtherCluster { found: 7, expected: 8, .. }), "{other}");
-        let other = DiskIdentity::of(&dir, 7, bucket, Some(NodeId(5)), random_id).unwrap_err();
-        assert!(matches!(other, IdentityError::OtherNode { .. }), "{other}");
-        for text in
-            ["", "moontide disk, version 1\nnode 0\ncluster 0\n", "moontide disk, version 1\nnode x\n"]
-        {
-            std::fs::write(dir.join(FILE), text).unwrap();
-            let foreign = DiskIdentity::of(&dir, 7, bucket, None, random_id).unwrap_err();
-            assert!(matches!(foreign, IdentityError::Foreign { .. }), "{foreign}");
-        }
-        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -1,6 +1,7 @@
 //! Notices to masters about the disk: records that were written, records that are gone, and complete inventories
 //! ([`DiskTier::start_inventory`]).
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use moontide_types::SessionId;
 use tracing::{info, warn};
 
 use super::DiskTier;
+use super::device::Device;
 use super::test_hooks::{HookPoint, Mutation};
 use crate::event_router::NodeEvent;
 use crate::logic::groups::GroupSet;
@@ -53,12 +55,60 @@ impl DiskTier {
         }
     }
 
-    fn send_inventory(&self, session: SessionId, groups: &GroupSet) {
+    fn send_inventory(self: &Arc<Self>, session: SessionId, groups: &GroupSet) {
         let started = Instant::now();
-        let mut queue = self.queue(false);
-        let mut builder = OffloadNoticeBuilder::default();
-        let mut sent = 0u64;
-        let unreadable = self.backend.scan(&mut *queue, &mut |found| {
+        let scans = self.devices().map(|device| {
+            let (tier, of, groups) = (Arc::clone(self), Arc::clone(device), groups.clone());
+            let scan = std::thread::Builder::new().name("moontide-scan".into());
+            Ok((device, scan.spawn(move || tier.scan(&of, session, &groups))?))
+        });
+        let scans = match scans.collect::<io::Result<Vec<_>>>() {
+            Ok(scans) => scans,
+            Err(error) => {
+                warn!(%error, "cannot start a thread for the inventory of the disk");
+                return; // without an end, masters do not take what is missing for gone
+            }
+        };
+        let (mut sent, mut unreadable) = (0, 0);
+        for (device, scan) in scans {
+            while !scan.is_finished() && !device.is_excluded() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            match scan.is_finished().then(|| scan.join()) {
+                Some(Ok((sent_there, unreadable_there))) => {
+                    sent += sent_there;
+                    unreadable += unreadable_there;
+                }
+                Some(Err(_)) => return,
+                None => {} // it may hang; the records there are gone
+            }
+        }
+        self.wait_for_open_jobs(session, groups);
+        // `recovery_end` holds for all groups of the session, so only the last inventory sends it.
+        let left = self.inventories.lock().get_mut(&session).map(|inventory| {
+            inventory.running -= 1;
+            (inventory.running, inventory.announced)
+        });
+        let Some((0, inventories)) = left.filter(|_| self.is_live(session)) else {
+            return; // another inventory follows; or the session has ended, and the next one starts another
+        };
+        // Not before the evictions that have begun are durable: their records may not be in the inventory, and a crash
+        // would restore them.
+        self.wait_for_evictions(session);
+        let _guard = self.notify_lock.lock();
+        let empty = OffloadNoticeBuilder::default().message(true, |_| true);
+        let end = v1::OffloadNotice { recovery_end: true, inventories, ..empty };
+        self.events.send(NodeEvent::Offloaded { session, notice: end });
+        if sent > 0 || unreadable > 0 {
+            let took_ms = started.elapsed().as_millis() as u64;
+            info!(records = sent, unreadable, took_ms, "inventory of the disk sent to the master");
+        }
+    }
+
+    /// Sends what is in a directory. Returns the number of records, and of those that could not be read.
+    fn scan(&self, device: &Device, session: SessionId, groups: &GroupSet) -> (u64, u64) {
+        let (mut builder, mut sent) = (OffloadNoticeBuilder::default(), 0);
+        let unreadable = device.backend.scan(&mut *device.queue(None), &mut |found| {
             if !groups.has_object(found.header.id) {
                 return;
             }
@@ -72,23 +122,7 @@ impl DiskTier {
         });
         sent += builder.len() as u64;
         self.send_found(session, &mut builder);
-        self.wait_for_open_jobs(session, groups);
-        // `recovery_end` holds for all groups of the session, so only the last inventory sends it.
-        let left = self.inventories.lock().get_mut(&session).map(|inventory| {
-            inventory.running -= 1;
-            (inventory.running, inventory.announced)
-        });
-        let Some((0, inventories)) = left.filter(|_| self.is_live(session)) else {
-            return; // another inventory follows; or the session has ended, and the next one starts another
-        };
-        // Not during an eviction: its records were not in the inventory, and a crash would restore them.
-        let _guard = self.notify_lock.lock();
-        let end = v1::OffloadNotice { recovery_end: true, inventories, ..builder.message(true, |_| true) };
-        self.events.send(NodeEvent::Offloaded { session, notice: end });
-        if sent > 0 || unreadable > 0 {
-            let took_ms = started.elapsed().as_millis() as u64;
-            info!(records = sent, unreadable, took_ms, "inventory of the disk sent to the master");
-        }
+        (sent, unreadable)
     }
 
     /// Waits for writes that another session commanded, and for removals that are not durable: a record may return by
@@ -99,6 +133,22 @@ impl DiskTier {
         }
         let tickets = self.open_jobs.before_end_of_inventory(session, groups);
         while self.open_jobs.any_open(&tickets) && self.is_live(session) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits for the evictions in progress.
+    fn wait_for_evictions(&self, session: SessionId) {
+        let begun: Vec<(&Arc<Device>, u64)> = self
+            .devices()
+            .flat_map(|device| {
+                device.evictions.lock().running.keys().map(|number| (device, *number)).collect::<Vec<_>>()
+            })
+            .collect();
+        let is_running = |(device, number): &(&Arc<Device>, u64)| {
+            !device.is_excluded() && device.evictions.lock().running.contains_key(number)
+        };
+        while begun.iter().any(is_running) && self.is_live(session) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -116,7 +166,7 @@ impl DiskTier {
         self.test_hooks.reached(HookPoint::Found);
         let _guard = self.notify_lock.lock();
         let skip_check = self.test_hooks.mutation.is_enabled(Mutation::ToldUnseen);
-        let notice = builder.message(true, |name| skip_check || self.backend.contains(name));
+        let notice = builder.message(true, |name| skip_check || self.contains(name));
         if !notice.records.is_empty() {
             self.events.send(NodeEvent::Offloaded { session, notice });
         }
@@ -129,7 +179,7 @@ impl DiskTier {
         let _guard = self.notify_lock.lock();
         let subscribers = self.subscribers.read();
         let send = |session, recovered, concerns: &dyn Fn(&RecordId) -> bool| {
-            let notice = builder.message(recovered, |name| concerns(name) && self.backend.contains(name));
+            let notice = builder.message(recovered, |name| concerns(name) && self.contains(name));
             if !notice.records.is_empty() {
                 self.events.send(NodeEvent::Offloaded { session, notice });
             }
@@ -146,8 +196,11 @@ impl DiskTier {
     /// meanwhile, or only its file cannot be opened.
     pub(super) fn notify_gone(&self, name: RecordId) -> bool {
         let _guard = self.notify_lock.lock();
-        let is_gone =
-            !self.backend.contains(&name) || self.test_hooks.mutation.is_enabled(Mutation::GoneUnseen);
+        // The eviction sends it when the record is durably gone.
+        if self.devices().any(|device| device.is_evicting(&name)) {
+            return true;
+        }
+        let is_gone = !self.contains(&name) || self.test_hooks.mutation.is_enabled(Mutation::GoneUnseen);
         if is_gone {
             self.send_gone(&[name]);
         }

@@ -21,6 +21,7 @@ use parking_lot::{Condvar, Mutex};
 use tracing::warn;
 
 use super::counters::increment;
+use super::device::Device;
 use super::parts::{Part, PartId, is_split, record_of};
 use super::promote::PromoteJob;
 use super::record_spec::{part_spec, record_spec};
@@ -72,6 +73,8 @@ type LoadResult = Result<Arc<StagedRecord>, ErrorCode>;
 #[derive(Debug)]
 struct LoadRequest {
     name: PartId,
+    /// Number of the directory that has it, or the first one.
+    device: usize,
     /// Location of a long record, if the caller reads the whole part.
     long: Option<RecordLocation>,
 }
@@ -106,8 +109,8 @@ impl LoadQueue {
         pushed
     }
 
-    /// Stops the threads, and returns what will not be loaded.
-    pub(super) fn stop(&self) -> Vec<PartId> {
+    /// Stops the threads, and returns what will not be loaded. Those who wait for it get `code`.
+    pub(super) fn stop(&self, code: ErrorCode) -> Vec<PartId> {
         let mut state = self.queue.lock();
         state.stopped = true;
         state.promotions.clear();
@@ -115,7 +118,7 @@ impl LoadQueue {
         for job in state.jobs.drain(..) {
             match job {
                 Job::Load(job) => {
-                    job.finish(vec![Err(ErrorCode::StaleSession); job.names.len()]);
+                    job.finish(vec![Err(code); job.names.len()]);
                     unread.extend(&job.names);
                 }
                 Job::ReadAhead(name) => unread.push(name),
@@ -172,16 +175,16 @@ impl LoadJob {
 }
 
 /// Runs a load thread.
-pub(super) fn run(tier: &DiskTier) {
-    let mut queue = tier.queue(true);
-    while let Some(job) = tier.loads.next() {
+pub(super) fn run(tier: &DiskTier, device: &Device) {
+    let mut queue = device.queue(Some(&tier.staging));
+    while let Some(job) = device.loads.next() {
         match job {
             Job::Load(job) => {
-                let outcomes = tier.load(&mut *queue, &job.names, STAGING_WAIT);
+                let outcomes = tier.load(device, &mut *queue, &job.names, STAGING_WAIT);
                 job.finish(outcomes);
             }
-            Job::ReadAhead(name) => drop(tier.load(&mut *queue, &[name], Duration::ZERO)),
-            Job::Promote(job) => tier.promote(&mut *queue, &job),
+            Job::ReadAhead(name) => drop(tier.load(device, &mut *queue, &[name], Duration::ZERO)),
+            Job::Promote(job) => tier.promote(device, &mut *queue, &job),
         }
     }
 }
@@ -219,48 +222,70 @@ impl DiskTier {
 
     /// Releases one lease of the part that an operation has read.
     pub(crate) fn release_lease(&self, op: &TransferOp) {
-        let location = self.backend.locate(&record_of(op));
+        let (_, location) = self.find(&record_of(op));
         self.cache.lease(PartId::of(op, location.as_ref()), None);
+    }
+
+    /// Returns the number of the directory that has a record, or else of the first one, which notifies the masters.
+    pub(super) fn device_to_read(&self, name: &RecordId) -> usize {
+        self.device_of(name).or(self.devices().next()).map_or(0, |device| device.number)
+    }
+
+    /// Like [`DiskTier::device_to_read`], with the location of the record.
+    fn find(&self, name: &RecordId) -> (usize, Option<RecordLocation>) {
+        let device = self.device_to_read(name);
+        (device, self.devices[device].backend.locate(name))
     }
 
     fn requests_of(&self, ops: &[TransferOp]) -> Vec<LoadRequest> {
         let request = |op: &TransferOp| {
-            let location = self.backend.locate(&record_of(op));
+            let (device, location) = self.find(&record_of(op));
             let name = PartId::of(op, location.as_ref());
             // A reader of all of a record asks for whole parts.
             let reads_whole_part = op.len == DISK_PART_BYTES;
-            LoadRequest { name, long: location.filter(|location| reads_whole_part && is_split(location)) }
+            LoadRequest {
+                name,
+                device,
+                long: location.filter(|location| reads_whole_part && is_split(location)),
+            }
         };
         ops.iter().map(request).collect()
     }
 
     /// Queues a promotion. Returns `false` if the tier has stopped.
-    pub(crate) fn queue_promotion(&self, job: PromoteJob) -> bool {
-        self.loads.push(Job::Promote(job))
+    pub(super) fn queue_promotion(&self, device: usize, job: PromoteJob) -> bool {
+        self.devices[device].loads.push(Job::Promote(job))
     }
 
     fn load_all(&self, requests: &[LoadRequest], deadline: Instant) -> Vec<LoadResult> {
         increment(&self.counters.loads_requested, requests.len() as u64);
         let mut outcomes: Vec<Option<LoadResult>> = Vec::with_capacity(requests.len());
         let mut own = Vec::new();
-        for LoadRequest { name, .. } in requests {
+        for LoadRequest { name, device, .. } in requests {
             outcomes.push(match self.cache.begin(*name) {
                 StagingLookup::Ready(staged) => {
                     increment(&self.counters.loads_staged, 1);
                     Some(Ok(staged))
                 }
                 StagingLookup::Load => {
-                    own.push(*name);
+                    own.push((*device, *name));
                     None
                 }
                 StagingLookup::InProgress => None,
             });
         }
-        let job = self.queue_load(&own);
+        let jobs = self.queue_loads(&own);
         self.read_ahead(requests);
-        let loaded = self.wait_for(job, own.len(), deadline);
-        let mut loaded = own.into_iter().zip(loaded).peekable();
-        for (LoadRequest { name, .. }, outcome) in requests.iter().zip(&mut outcomes) {
+        let mut of_device: Vec<_> = jobs
+            .into_iter()
+            .map(|(device, count, job)| (device, self.wait_for(device, job, count, deadline).into_iter()))
+            .collect();
+        let loaded = own.into_iter().map(|(device, name)| {
+            let results = of_device.iter_mut().find(|(of, _)| *of == device);
+            (name, results.and_then(|(_, results)| results.next()).unwrap_or(Err(ErrorCode::Internal)))
+        });
+        let mut loaded = loaded.peekable();
+        for (LoadRequest { name, device, .. }, outcome) in requests.iter().zip(&mut outcomes) {
             if outcome.is_some() {
                 continue;
             }
@@ -268,28 +293,30 @@ impl DiskTier {
             let result = loaded.next_if(|(loaded, _)| loaded == name);
             *outcome = Some(match result {
                 Some((_, loaded)) => loaded,
-                None => self.wait_for_other(*name, deadline),
+                None => self.wait_for_other(*device, *name, deadline),
             });
         }
         outcomes.into_iter().map(|outcome| outcome.unwrap_or(Err(ErrorCode::Internal))).collect()
     }
 
+    /// Waits for a job with this number of parts.
     fn wait_for(
         &self,
-        job: Result<Option<Arc<LoadJob>>, ()>,
+        device: usize,
+        job: Option<Arc<LoadJob>>,
         count: usize,
         deadline: Instant,
     ) -> Vec<LoadResult> {
         match job {
-            Ok(Some(job)) => job.wait(deadline),
-            Ok(None) => Vec::new(),
-            Err(()) => vec![Err(ErrorCode::StaleSession); count],
+            Some(job) => job.wait(deadline),
+            None if self.devices[device].is_excluded() => vec![Err(ErrorCode::DiskError); count],
+            None => vec![Err(ErrorCode::StaleSession); count],
         }
     }
 
     /// Waits for a load of another caller, or of a read-ahead. If that had no staging memory, loads the record itself: a
     /// read-ahead does not wait for memory.
-    fn wait_for_other(&self, name: PartId, deadline: Instant) -> LoadResult {
+    fn wait_for_other(&self, device: usize, name: PartId, deadline: Instant) -> LoadResult {
         let mut shared = self.cache.wait(name, deadline);
         if shared.as_ref().is_err_and(|code| *code == ErrorCode::Busy) {
             match self.cache.begin(name) {
@@ -297,7 +324,8 @@ impl DiskTier {
                 StagingLookup::InProgress => shared = self.cache.wait(name, deadline),
                 // The load counts its result.
                 StagingLookup::Load => {
-                    let loaded = self.wait_for(self.queue_load(&[name]), 1, deadline).pop();
+                    let job = self.queue_load(device, vec![name]);
+                    let loaded = self.wait_for(device, job, 1, deadline).pop();
                     return loaded.unwrap_or(Err(ErrorCode::Internal));
                 }
             }
@@ -307,25 +335,35 @@ impl DiskTier {
         shared
     }
 
-    /// Has a thread load what a caller has to load. `Ok(None)`: nothing; `Err`: the tier has stopped.
-    fn queue_load(&self, names: &[PartId]) -> Result<Option<Arc<LoadJob>>, ()> {
-        if names.is_empty() {
-            return Ok(None);
+    /// Has threads of all directories load what a caller has to load. Returns the number of parts and the job of each
+    /// directory.
+    fn queue_loads(&self, own: &[(usize, PartId)]) -> Vec<(usize, usize, Option<Arc<LoadJob>>)> {
+        let mut devices: Vec<usize> = own.iter().map(|(device, _)| *device).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        let jobs = devices.into_iter().map(|device| {
+            let names: Vec<PartId> =
+                own.iter().filter(|(of, _)| *of == device).map(|(_, name)| *name).collect();
+            (device, names.len(), self.queue_load(device, names))
+        });
+        jobs.collect()
+    }
+
+    /// Has a thread of a directory load parts. `None`: the directory has stopped.
+    fn queue_load(&self, device: usize, names: Vec<PartId>) -> Option<Arc<LoadJob>> {
+        let job = Arc::new(LoadJob { names, outcomes: Mutex::default(), done: Condvar::new() });
+        if self.devices[device].loads.push(Job::Load(Arc::clone(&job))) {
+            return Some(job);
         }
-        let job = LoadJob { names: names.to_vec(), outcomes: Mutex::default(), done: Condvar::new() };
-        let job = Arc::new(job);
-        if !self.loads.push(Job::Load(Arc::clone(&job))) {
-            names.iter().for_each(|name| self.cache.failed(*name));
-            increment(&self.counters.loads_failed, names.len() as u64);
-            return Err(());
-        }
-        Ok(Some(job))
+        job.names.iter().for_each(|name| self.cache.failed(*name));
+        increment(&self.counters.loads_failed, job.names.len() as u64);
+        None
     }
 
     /// Has threads load the parts that follow the last requested one, if a reader seems to read all of a record: it asks
     /// for the whole first part, or for the one after a part that was read before.
     fn read_ahead(&self, requests: &[LoadRequest]) {
-        for (index, LoadRequest { name, long }) in requests.iter().enumerate() {
+        for (index, LoadRequest { name, device, long }) in requests.iter().enumerate() {
             let (Some(location), Some(mut next)) = (long, name.next()) else { continue };
             // The caller asks for it itself.
             if requests[index + 1..].iter().any(|request| request.name == next) {
@@ -344,7 +382,7 @@ impl DiskTier {
                 if self.cache.begin_ahead(next, ahead_max) {
                     increment(&self.counters.loads_requested, 1);
                     increment(&self.counters.loads_ahead, 1);
-                    if !self.loads.push(Job::ReadAhead(next)) {
+                    if !self.devices[*device].loads.push(Job::ReadAhead(next)) {
                         self.cache.failed(next);
                         increment(&self.counters.loads_failed, 1);
                     }
@@ -359,6 +397,7 @@ impl DiskTier {
     /// given time.
     pub(super) fn load(
         &self,
+        device: &Device,
         queue: &mut dyn Queue,
         names: &[PartId],
         staging_wait: Duration,
@@ -367,7 +406,7 @@ impl DiskTier {
         // ones.
         let wait_until = Instant::now() + staging_wait;
         let allocations: Vec<Result<Allocation, ErrorCode>> =
-            names.iter().map(|name| self.allocate_for(name, wait_until)).collect();
+            names.iter().map(|name| self.allocate_for(device, name, wait_until)).collect();
         let mut buffers: Vec<(PartId, Allocation)> = Vec::with_capacity(names.len());
         let mut refused = Vec::with_capacity(names.len());
         for (name, allocation) in names.iter().zip(allocations) {
@@ -379,22 +418,33 @@ impl DiskTier {
                 Err(code) => Some(code),
             });
         }
+        if let Some(loading) = &mut *device.loading.lock() {
+            loading.extend(buffers.iter().map(|(name, _)| *name));
+        }
         let jobs = buffers.iter_mut().map(|(name, Allocation { location, blocks, buffer })| {
             let len = location.preamble_read_len + blocks.len();
             let into = &mut buffer.bytes_mut()[..len as usize];
             ReadJob::part(name.record, location.clone(), *blocks, into)
         });
         let jobs = jobs.collect();
-        let mut read = read_records(queue, jobs).into_iter().zip(buffers);
+        let mut read = read_from(device, queue, jobs).into_iter().zip(buffers);
         self.test_hooks.reached(HookPoint::Read);
         let mut outcomes = Vec::with_capacity(names.len());
         for (name, refused) in names.iter().zip(refused) {
             let outcome = match refused {
                 Some(code) => Err(code),
-                None => match read.next() {
-                    Some((result, (_, allocation))) => self.publish(name, result, allocation),
-                    None => Err(ErrorCode::Internal),
-                },
+                None => {
+                    // Taken by the exclusion of the directory, it has failed already.
+                    let is_own = device.loading.lock().as_mut().is_some_and(|loading| loading.remove(name));
+                    match read.next() {
+                        _ if !is_own => {
+                            outcomes.push(Err(ErrorCode::DiskError));
+                            continue;
+                        }
+                        Some((result, (_, allocation))) => self.publish(device, name, result, allocation),
+                        None => Err(ErrorCode::Internal),
+                    }
+                }
             };
             if outcome.is_err() {
                 self.cache.failed(*name);
@@ -410,13 +460,20 @@ impl DiskTier {
         outcomes
     }
 
-    /// Returns the location of a record on disk.
-    pub(super) fn locate(&self, name: &RecordId) -> Result<RecordLocation, ErrorCode> {
-        if let Some(location) = self.backend.locate(name) {
+    /// Fails the loads that an excluded directory has not ended.
+    pub(super) fn fail_loads(&self, device: &Device) {
+        let loading = device.loading.lock().take().unwrap_or_default();
+        loading.iter().for_each(|name| self.cache.failed(*name));
+        increment(&self.counters.loads_failed, loading.len() as u64);
+    }
+
+    /// Returns the location of a record in a directory.
+    pub(super) fn locate(&self, device: &Device, name: &RecordId) -> Result<RecordLocation, ErrorCode> {
+        if let Some(location) = device.backend.locate(name).filter(|_| !device.is_excluded()) {
             return Ok(location);
         }
         // The object has one stripe here, and the caller asks for a further one: the object is not gone.
-        if name.stripe != 0 && self.backend.contains(&RecordId { stripe: 0, ..*name }) {
+        if name.stripe != 0 && self.contains(&RecordId { stripe: 0, ..*name }) {
             return Err(ErrorCode::Gone);
         }
         self.test_hooks.reached(HookPoint::Missed);
@@ -424,13 +481,22 @@ impl DiskTier {
         if self.notify_gone(*name) {
             return Err(ErrorCode::Gone);
         }
+        // It was written to another directory meanwhile; or its file cannot be opened.
+        if device.backend.contains(name) {
+            device.health.record_read(*name, false);
+        }
         increment(&self.counters.read_errors, 1);
         Err(ErrorCode::DiskError)
     }
 
     /// Returns a staging buffer for a part: the preamble comes before the payload on disk, and after it in memory.
-    fn allocate_for(&self, name: &PartId, wait_until: Instant) -> Result<Allocation, ErrorCode> {
-        let location = self.locate(&name.record)?;
+    fn allocate_for(
+        &self,
+        device: &Device,
+        name: &PartId,
+        wait_until: Instant,
+    ) -> Result<Allocation, ErrorCode> {
+        let location = self.locate(device, &name.record)?;
         let blocks = name.blocks(&location).ok_or(ErrorCode::OutOfBounds)?;
         // A part of the digests is moved to the start of the buffer.
         let preamble = location.preamble_read_len.next_multiple_of(BLOCK_BYTES as u64);
@@ -456,6 +522,7 @@ impl DiskTier {
     /// Handles the result of reading a record.
     pub(super) fn check_read(
         &self,
+        device: &Device,
         name: &RecordId,
         result: Result<Header, ReadError>,
     ) -> Result<Header, ErrorCode> {
@@ -465,7 +532,7 @@ impl DiskTier {
                 ReadError::Io(_) => increment(&self.counters.read_errors, 1),
                 ReadError::Corrupt(_) | ReadError::WrongRecord => {
                     increment(&self.counters.corrupt_records, 1);
-                    self.backend.drop_corrupt(name);
+                    device.backend.drop_corrupt(name);
                     self.notify_gone(*name);
                 }
             }
@@ -476,11 +543,12 @@ impl DiskTier {
     /// Publishes what was read and verified to readers.
     fn publish(
         &self,
+        device: &Device,
         name: &PartId,
         result: Result<Header, ReadError>,
         Allocation { location, blocks, mut buffer }: Allocation,
     ) -> Result<Arc<StagedRecord>, ErrorCode> {
-        let header = self.check_read(&name.record, result)?;
+        let header = self.check_read(device, &name.record, result)?;
         // Nothing overwrites the preamble, but `publish` consumes the buffer that holds it.
         let preamble = buffer.bytes_mut()[..location.preamble_read_len as usize].to_vec();
         let preamble = decode_preamble(&preamble).map_err(|_| ErrorCode::Internal)?;
@@ -519,4 +587,20 @@ impl DiskTier {
             let _ = self.memory.heap().kill(segment, slot, version, MonoTime(0));
         }
     }
+}
+
+/// Reads records from a directory, and notes whether it works.
+pub(super) fn read_from(
+    device: &Device,
+    queue: &mut dyn Queue,
+    jobs: Vec<ReadJob<'_>>,
+) -> Vec<Result<Header, ReadError>> {
+    let names: Vec<RecordId> = jobs.iter().map(ReadJob::name).collect();
+    let running = device.health.begin();
+    let results = read_records(queue, jobs);
+    drop(running);
+    for (name, result) in names.into_iter().zip(&results) {
+        device.health.record_read(name, !matches!(result, Err(ReadError::Io(_))));
+    }
+    results
 }

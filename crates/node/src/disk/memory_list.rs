@@ -17,8 +17,8 @@ use moontide_types::{Epoch, ObjectId};
 use crate::durable_file;
 use crate::memory::NodeMemory;
 
-/// Name of the file in the disk's directory: packed [`VersionedId`]s.
-const FILE: &str = "memory.list";
+/// Name of the file in a directory of the disk: packed [`VersionedId`]s.
+pub(super) const FILE: &str = "memory.list";
 
 /// Time after the start in which masters are told. A master that asks later has seen what was read since.
 const PERIOD: Duration = Duration::from_secs(300);
@@ -54,6 +54,12 @@ impl MemoryList {
     /// An empty list.
     pub(super) fn empty() -> MemoryList {
         MemoryList { until: Instant::now(), versions: HashSet::new() }
+    }
+
+    /// Adds the objects of another list.
+    pub(super) fn extend(&mut self, other: MemoryList) {
+        self.until = self.until.max(other.until);
+        self.versions.extend(other.versions);
     }
 
     /// Number of objects.

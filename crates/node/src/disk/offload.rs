@@ -4,18 +4,19 @@
 //! it, because the removal is in its log before the record is in its index, or after.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use moontide_disk::{DiskLayout, Queue, RecordSource, WriteError};
+use moontide_disk::{DiskLayout, Queue, RecordId, RecordSource, WriteError};
 use moontide_heap::NodePin;
-use moontide_proto::CommandResult;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, ObjectId, SegmentId, SessionId, SlotId, SystemClock};
 use tracing::debug;
 
 use super::counters::increment;
+use super::device::Device;
 use super::open_jobs::JobTicket;
 use super::test_hooks::{HookPoint, Mutation};
 use super::{DiskTier, WritePauseReason};
@@ -47,9 +48,12 @@ const EVICT_PERMILLE: u64 = 10;
 /// Interval at which a thread that waits for the write rate limit checks whether the node stops.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Runs the offload thread.
-pub(super) fn run(tier: &DiskTier, jobs: &Receiver<(JobTicket, OffloadJob)>) {
-    let mut queue = tier.queue(false);
+/// Whether a record was written, or why not.
+type WriteOutcome = Result<(), ErrorCode>;
+
+/// Runs the offload thread of a directory.
+pub(super) fn run(tier: &DiskTier, device: &Device, jobs: &Receiver<(JobTicket, OffloadJob)>) {
+    let mut queue = device.queue(None);
     let limits = BatchLimits::default();
     let mut throttle = WriteThrottle::new(tier.config.write_bytes_per_s);
     while let Ok((ticket, first)) = jobs.recv() {
@@ -68,38 +72,115 @@ pub(super) fn run(tier: &DiskTier, jobs: &Receiver<(JobTicket, OffloadJob)>) {
             }
         }
         let bytes = taken.iter().map(|job| job.bytes).sum();
-        tier.write_batch(&mut *queue, &taken, &mut throttle);
-        tier.backlog.fetch_sub(bytes, Ordering::Relaxed);
-        // The masters have been notified, so their inventories may end.
-        tickets.into_iter().for_each(|ticket| tier.open_jobs.end(ticket));
+        let outcomes = tier.write_batch(device, &mut *queue, &taken, &mut throttle);
+        device.backlog.fetch_sub(bytes, Ordering::Relaxed);
+        tier.end_offloads(device, &tickets, outcomes);
     }
 }
 
 impl DiskTier {
-    fn write_batch(&self, queue: &mut dyn Queue, jobs: &[OffloadJob], throttle: &mut WriteThrottle) {
-        let mut results: Vec<(SessionId, CommandResult)> = Vec::with_capacity(jobs.len());
-        let mut pinned: Vec<(&OffloadJob, NodePin<'_>)> = Vec::with_capacity(jobs.len());
-        for job in jobs {
-            match self.pin_for_writing(job) {
-                Ok(pin) if !self.take_flush_budget(DiskLayout::of(pin.header()).len) => {
-                    results.push(self.refuse(job, ErrorCode::DiskFull));
+    /// Queues a record for writing, in the directory that will write it first.
+    pub(crate) fn offload(&self, job: OffloadJob) {
+        // If none accepts writes, the first one says why.
+        while let Some(device) = self.device_to_write().or(self.devices().next()) {
+            let (offloads, mut open) = (device.offloads.lock(), device.open_offloads.lock());
+            match (&*offloads, &mut *open) {
+                (Some(offloads), Some(open)) => {
+                    device.backlog.fetch_add(job.bytes, Ordering::Relaxed);
+                    let ticket = self.open_jobs.begin_offload(job.session, job.id);
+                    open.insert(ticket, job);
+                    let _ = offloads.send((ticket, job));
+                    return;
                 }
-                Ok(pin) => pinned.push((job, pin)),
-                Err(code) => results.push(self.refuse(job, code)),
+                _ if device.is_excluded() => {} // meanwhile
+                _ => return,                    // the tier stops
+            }
+        }
+    }
+
+    /// Returns the directory that accepts writes and will write a record first.
+    fn device_to_write(&self) -> Option<&Arc<Device>> {
+        let writable = self.devices().filter(|device| device.write_pause_reason().is_none());
+        writable.min_by_key(|device| device.write_order())
+    }
+
+    /// Ends jobs: replies, or has another directory try it if this one cannot write. `None` as outcome: the tier stops.
+    fn end_offloads(&self, device: &Device, tickets: &[JobTicket], outcomes: Vec<Option<WriteOutcome>>) {
+        let mut results = Vec::with_capacity(tickets.len());
+        let mut ended = Vec::with_capacity(tickets.len());
+        for (ticket, outcome) in tickets.iter().zip(outcomes) {
+            // After the exclusion of this directory, another one writes it and replies.
+            let claimed = device.open_offloads.lock().as_mut().and_then(|open| open.remove(ticket));
+            let Some(job) = claimed else { continue };
+            ended.push(*ticket);
+            match outcome {
+                None => {}
+                Some(Err(code)) => {
+                    let is_of_device = matches!(code, ErrorCode::DiskError | ErrorCode::DiskFull);
+                    if is_of_device
+                        && self.device_to_write().is_some_and(|other| other.number != device.number)
+                    {
+                        self.offload(job);
+                        continue;
+                    }
+                    increment(&self.counters.offloads_refused, 1);
+                    let reply = CommandReply::refused(code, Word::default());
+                    results.push((job.session, reply.to(job.command_id)));
+                }
+                Some(Ok(())) => {
+                    let reply = CommandReply::done(Word::new(job.epoch, State::Ready));
+                    results.push((job.session, reply.to(job.command_id)));
+                }
+            }
+        }
+        self.send_results(results);
+        // The masters have been notified, so their inventories may end.
+        ended.into_iter().for_each(|ticket| self.open_jobs.end(ticket));
+    }
+
+    /// Has other directories write what was queued in an excluded one.
+    pub(super) fn move_offloads(&self, device: &Device) {
+        let open = device.open_offloads.lock().take().unwrap_or_default();
+        for (ticket, job) in open {
+            self.offload(job);
+            self.open_jobs.end(ticket);
+        }
+    }
+
+    /// Writes records. Returns the outcome of each; `None` if the tier stops.
+    fn write_batch(
+        &self,
+        device: &Device,
+        queue: &mut dyn Queue,
+        jobs: &[OffloadJob],
+        throttle: &mut WriteThrottle,
+    ) -> Vec<Option<WriteOutcome>> {
+        let mut outcomes: Vec<Option<WriteOutcome>> = vec![None; jobs.len()];
+        let mut pinned: Vec<(usize, &OffloadJob, NodePin<'_>)> = Vec::with_capacity(jobs.len());
+        for (at, job) in jobs.iter().enumerate() {
+            match self.pin_for_writing(device, job) {
+                Ok(pin) if !device.take_flush_budget(DiskLayout::of(pin.header()).len) => {
+                    outcomes[at] = Some(Err(ErrorCode::DiskFull));
+                }
+                Ok(pin) => pinned.push((at, job, pin)),
+                Err(code) => outcomes[at] = Some(Err(code)),
             }
         }
         self.test_hooks.reached(HookPoint::Pinned);
         if !pinned.is_empty() {
-            self.write_pinned(queue, &pinned, throttle, &mut results);
+            self.write_pinned(device, queue, &pinned, throttle, &mut outcomes);
         }
-        self.send_results(results);
+        outcomes
     }
 
-    fn pin_for_writing(&self, job: &OffloadJob) -> Result<NodePin<'_>, ErrorCode> {
-        match self.write_pause_reason() {
+    fn pin_for_writing(&self, device: &Device, job: &OffloadJob) -> Result<NodePin<'_>, ErrorCode> {
+        match device.write_pause_reason() {
             Some(WritePauseReason::Full) => return Err(ErrorCode::DiskFull),
             Some(WritePauseReason::Failed) => return Err(ErrorCode::DiskError),
             None => {}
+        }
+        if device.is_excluded() {
+            return Err(ErrorCode::DiskError);
         }
         let is_current = self.subscribers.read().has_object(job.session, job.id);
         if !is_current || job.until <= Instant::now() {
@@ -114,42 +195,43 @@ impl DiskTier {
 
     fn write_pinned(
         &self,
+        device: &Device,
         queue: &mut dyn Queue,
-        pinned: &[(&OffloadJob, NodePin<'_>)],
+        pinned: &[(usize, &OffloadJob, NodePin<'_>)],
         throttle: &mut WriteThrottle,
-        results: &mut Vec<(SessionId, CommandResult)>,
+        results: &mut [Option<WriteOutcome>],
     ) {
-        let sources: Vec<RecordSource<'_>> = pinned.iter().map(|(_, pin)| source_of(pin)).collect();
-        let bytes: u64 = pinned.iter().map(|(_, pin)| DiskLayout::of(pin.header()).len).sum();
-        self.evict_ahead(queue, bytes);
+        let sources: Vec<RecordSource<'_>> = pinned.iter().map(|(_, _, pin)| source_of(pin)).collect();
+        let bytes: u64 = pinned.iter().map(|(_, _, pin)| DiskLayout::of(pin.header()).len).sum();
+        self.evict_ahead(device, queue, bytes);
         let wait = throttle.take(bytes, SystemClock.now());
         if wait > Duration::ZERO {
             increment(&self.counters.throttled_ms, wait.as_millis() as u64);
-            if !self.wait_unless_stopped(wait) {
-                return; // the sessions have ended: no master waits for a result
+            if !wait_unless_stopped(device, wait) {
+                return; // no master waits for a result, or another directory writes it
             }
         }
-        let mut outcomes = self.backend.write(queue, &sources);
+        let mut outcomes = self.write_new(device, queue, &sources);
         let short = outcomes.iter().filter_map(|outcome| match outcome {
             Err(WriteError::Full { needed }) => Some(*needed),
             _ => None,
         });
         if let Some(needed) = short.max() {
             // Concurrent writes took the space, or it is fragmented: evict and retry once.
-            self.evict(queue, needed);
+            self.evict(device, queue, needed);
             let left: Vec<usize> = (0..outcomes.len())
                 .filter(|&at| matches!(outcomes[at], Err(WriteError::Full { .. })))
                 .collect();
             let retry: Vec<RecordSource<'_>> = left.iter().map(|&at| sources[at]).collect();
-            for (at, outcome) in left.into_iter().zip(self.backend.write(queue, &retry)) {
+            for (at, outcome) in left.into_iter().zip(self.write_new(device, queue, &retry)) {
                 outcomes[at] = outcome;
             }
         }
         self.test_hooks.reached(HookPoint::Written);
-        self.pause_on_disk_errors(&outcomes);
+        self.pause_on_disk_errors(device, &outcomes);
         let mut notices: BTreeMap<SessionId, OffloadNoticeBuilder> = BTreeMap::new();
-        for ((job, pin), outcome) in pinned.iter().zip(outcomes) {
-            let result = match outcome {
+        for ((at, job, pin), outcome) in pinned.iter().zip(outcomes) {
+            results[*at] = Some(match outcome {
                 Ok(()) | Err(WriteError::Exists) => {
                     if outcome.is_ok() {
                         increment(&self.counters.offloaded_records, 1);
@@ -160,56 +242,64 @@ impl DiskTier {
                     if notice.is_full() {
                         self.notify_written(job.session, notice);
                     }
-                    CommandReply::done(Word::new(job.epoch, State::Ready)).to(job.command_id)
+                    Ok(())
                 }
                 Err(error) => {
                     debug!(id = %job.id, %error, "record not written to disk");
-                    self.refuse(job, refusal(error)).1
+                    Err(refusal(error))
                 }
-            };
-            results.push((job.session, result));
+            });
         }
         for (session, mut notice) in notices {
             self.notify_written(session, &mut notice);
         }
     }
 
-    /// Waits for the write rate limit. Returns `false` if the node stops meanwhile.
-    fn wait_unless_stopped(&self, wait: Duration) -> bool {
-        let until = Instant::now() + wait;
-        loop {
-            if self.offloads.lock().is_none() {
-                return false;
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return true;
-            }
-            std::thread::sleep(left.min(STOP_POLL_INTERVAL));
-        }
+    /// Writes records that no other directory has.
+    fn write_new(
+        &self,
+        device: &Device,
+        queue: &mut dyn Queue,
+        sources: &[RecordSource<'_>],
+    ) -> Vec<Result<(), WriteError>> {
+        let elsewhere = |source: &RecordSource<'_>| {
+            let found = self.device_of(&RecordId::of(source.header));
+            found.is_some_and(|found| found.number != device.number)
+        };
+        let is_elsewhere: Vec<bool> = sources.iter().map(elsewhere).collect();
+        let new = sources.iter().zip(&is_elsewhere).filter(|(_, elsewhere)| !**elsewhere);
+        let new: Vec<RecordSource<'_>> = new.map(|(source, _)| *source).collect();
+        let running = device.health.begin();
+        let mut written = device.backend.write(queue, &new).into_iter();
+        drop(running);
+        let outcome = |elsewhere| match elsewhere {
+            true => Err(WriteError::Exists),
+            false => written.next().unwrap_or(Err(WriteError::Io)),
+        };
+        is_elsewhere.into_iter().map(outcome).collect()
     }
 
     /// Pauses writes if errors of a batch concern the disk and not the records.
-    fn pause_on_disk_errors(&self, outcomes: &[Result<(), WriteError>]) {
+    fn pause_on_disk_errors(&self, device: &Device, outcomes: &[Result<(), WriteError>]) {
         let has = |is: fn(&WriteError) -> bool| outcomes.iter().filter_map(|o| o.as_ref().err()).any(is);
-        if has(|error| matches!(error, WriteError::Io)) {
-            self.pause_writes(WritePauseReason::Failed);
+        let reason = if has(|error| matches!(error, WriteError::Io)) {
+            WritePauseReason::Failed
         } else if has(|error| matches!(error, WriteError::NoSpace | WriteError::Full { .. })) {
-            self.pause_writes(WritePauseReason::Full);
-        }
-    }
-
-    fn refuse(&self, job: &OffloadJob, code: ErrorCode) -> (SessionId, CommandResult) {
-        increment(&self.counters.offloads_refused, 1);
-        (job.session, CommandReply::refused(code, Word::default()).to(job.command_id))
+            WritePauseReason::Full
+        } else {
+            return;
+        };
+        device.pause_writes(reason, self.write_pause);
+        self.counters.write_failed();
     }
 
     /// Evicts in advance, so that the next write of `bytes` bytes fits.
-    fn evict_ahead(&self, queue: &mut dyn Queue, bytes: u64) {
-        let usage = self.backend.usage();
+    fn evict_ahead(&self, device: &Device, queue: &mut dyn Queue, bytes: u64) {
+        let usage = device.backend.usage();
         let full = usage.limit / 1000 * FULL_PERMILLE;
         if usage.bytes + bytes > full {
-            self.evict(queue, (usage.bytes + bytes - full).max(usage.limit / 1000 * EVICT_PERMILLE));
+            let needed = (usage.bytes + bytes - full).max(usage.limit / 1000 * EVICT_PERMILLE);
+            self.evict(device, queue, needed);
         }
     }
 
@@ -217,19 +307,45 @@ impl DiskTier {
     /// master replies to the removal of an object that it does not know at once and with certainty; so a record that a
     /// master was notified is gone, or was never notified of, must not reappear after a crash. Readers that a master still
     /// sends here find nothing, and ask again.
-    fn evict(&self, queue: &mut dyn Queue, bytes: u64) {
-        let _guard = self.notify_lock.lock();
-        let Some(eviction) = self.backend.prepare_eviction(bytes) else { return };
+    fn evict(&self, device: &Device, queue: &mut dyn Queue, bytes: u64) {
+        let guard = self.notify_lock.lock();
+        let Some(eviction) = device.backend.prepare_eviction(bytes) else { return };
         let names = eviction.names.clone();
+        let number = device.evictions.lock().begin(names.clone());
         if self.test_hooks.mutation.is_enabled(Mutation::EvictedLater) {
             self.send_gone(&names);
             self.test_hooks.reached(HookPoint::Notified);
-            return self.backend.finish_eviction(queue, eviction);
         }
-        self.backend.finish_eviction(queue, eviction);
-        self.send_gone(&names);
-        self.test_hooks.reached(HookPoint::Notified);
-        increment(&self.counters.evicted_records, names.len() as u64);
+        drop(guard);
+        self.test_hooks.reached(HookPoint::Evicting);
+        let running = device.health.begin();
+        device.backend.finish_eviction(queue, eviction);
+        drop(running);
+        let guard = self.notify_lock.lock();
+        device.evictions.lock().running.remove(&number);
+        // A record may have been written again, or be in another directory.
+        let gone: Vec<RecordId> = names.into_iter().filter(|name| !self.contains(name)).collect();
+        if !self.test_hooks.mutation.is_enabled(Mutation::EvictedLater) {
+            self.send_gone(&gone);
+            self.test_hooks.reached(HookPoint::Notified);
+        }
+        drop(guard);
+        increment(&self.counters.evicted_records, gone.len() as u64);
+    }
+}
+
+/// Waits for the write rate limit. Returns `false` if the node stops meanwhile.
+fn wait_unless_stopped(device: &Device, wait: Duration) -> bool {
+    let until = Instant::now() + wait;
+    loop {
+        if device.offloads.lock().is_none() {
+            return false;
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return true;
+        }
+        std::thread::sleep(left.min(STOP_POLL_INTERVAL));
     }
 }
 

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use crate::logic::groups::GroupSet;
 
 /// Number of an open job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct JobTicket(u64);
 
 #[derive(Clone, Copy, Debug)]

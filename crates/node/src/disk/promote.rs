@@ -4,7 +4,7 @@
 //! cancels the promotion, and the record is published under the lock that guards the cancellation.
 
 use hashbrown::HashMap;
-use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble, read_records};
+use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble};
 use moontide_heap::{Grant, NodeClaim, PayloadWriter};
 use moontide_proto::limits::DISK_PART_BYTES;
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
@@ -14,7 +14,8 @@ use tracing::debug;
 
 use super::DiskTier;
 use super::counters::increment;
-use super::load::STAGING_WAIT;
+use super::device::Device;
+use super::load::{STAGING_WAIT, read_from};
 use super::parts::{PartId, is_split};
 use super::record_spec::record_spec;
 use super::staging_cache::StagingLookup;
@@ -33,17 +34,39 @@ pub(crate) struct PromoteJob {
     pub(crate) term: Term,
 }
 
-/// Promotions in progress: target slot and command.
+/// Promotions in progress, by their target slots.
 #[derive(Debug, Default)]
 pub(super) struct PromotionTable {
-    slots: Mutex<HashMap<(SegmentId, SlotId), CommandId>>,
+    slots: Mutex<PromotionSlots>,
+}
+
+type PromotionSlots = HashMap<(SegmentId, SlotId), Promotion>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Promotion {
+    command: CommandId,
+    /// Number of the directory that has the record.
+    device: usize,
 }
 
 impl DiskTier {
     /// Starts a promotion. Returns `false` if the tier has stopped.
     pub(crate) fn begin_promotion(&self, job: PromoteJob) -> bool {
-        self.promotions.slots.lock().insert((job.segment, job.slot), (job.session, job.command_id));
-        self.queue_promotion(job)
+        let device = self.device_to_read(&job.name);
+        let promotion = Promotion { command: (job.session, job.command_id), device };
+        self.promotions.slots.lock().insert((job.segment, job.slot), promotion);
+        self.queue_promotion(device, job)
+    }
+
+    /// Refuses the promotions from an excluded directory.
+    pub(super) fn give_up_promotions(&self, device: &Device) {
+        let mut slots = self.promotions.slots.lock();
+        let given_up = slots.extract_if(|_, promotion| promotion.device == device.number);
+        let reply = CommandReply::refused(ErrorCode::DiskError, Word::default());
+        let refused = given_up.map(|(_, Promotion { command: (session, id), .. })| (session, reply.to(id)));
+        let refused = refused.collect();
+        drop(slots);
+        self.send_results(refused);
     }
 
     /// Cancels the promotion into a slot: no record will appear there. Returns whether there was one.
@@ -53,14 +76,14 @@ impl DiskTier {
 
     /// Cancels all promotions of an ended session.
     pub(super) fn cancel_promotions(&self, session: SessionId) {
-        self.promotions.slots.lock().retain(|_, &mut (of, _)| of != session);
+        self.promotions.slots.lock().retain(|_, promotion| promotion.command.0 != session);
     }
 
     /// Executes a promotion, and sends the result.
-    pub(super) fn promote(&self, queue: &mut dyn Queue, job: &PromoteJob) {
-        let outcome = self.try_promote(queue, job);
+    pub(super) fn promote(&self, device: &Device, queue: &mut dyn Queue, job: &PromoteJob) {
+        let outcome = self.try_promote(device, queue, job);
         let mut slots = self.promotions.slots.lock();
-        if slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.command_id)) {
+        if is_listed(&slots, job) {
             slots.remove(&(job.segment, job.slot));
         }
         drop(slots);
@@ -78,9 +101,9 @@ impl DiskTier {
         self.send_results(vec![(job.session, reply.to(job.command_id))]);
     }
 
-    fn try_promote(&self, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
-        if self.backend.locate(&job.name).as_ref().is_some_and(is_split) {
-            return self.promote_in_parts(queue, job);
+    fn try_promote(&self, device: &Device, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
+        if device.backend.locate(&job.name).as_ref().is_some_and(is_split) {
+            return self.promote_in_parts(device, queue, job);
         }
         increment(&self.counters.loads_requested, 1);
         let name = PartId::first(job.name);
@@ -90,7 +113,7 @@ impl DiskTier {
                 staged
             }
             StagingLookup::Load => {
-                let mut loaded = self.load(queue, &[name], STAGING_WAIT);
+                let mut loaded = self.load(device, queue, &[name], STAGING_WAIT);
                 loaded.pop().unwrap_or(Err(ErrorCode::Internal))?
             }
             // Another thread loads it: the master sends the command again.
@@ -111,8 +134,13 @@ impl DiskTier {
 
     /// Promotes a long record, part by part, through memory of its own: the parts of such a record that are in staging
     /// belong to readers.
-    fn promote_in_parts(&self, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
-        let location = self.locate(&job.name)?;
+    fn promote_in_parts(
+        &self,
+        device: &Device,
+        queue: &mut dyn Queue,
+        job: &PromoteJob,
+    ) -> Result<(), ErrorCode> {
+        let location = self.locate(device, &job.name)?;
         let preamble_len = location.preamble_read_len as usize;
         let mut memory = AlignedBuf::zeroed(preamble_len + DISK_PART_BYTES as usize);
         let mut read = |memory: &mut [u8], name: PartId| -> Result<Option<(Header, Span)>, ErrorCode> {
@@ -121,10 +149,9 @@ impl DiskTier {
             };
             increment(&self.counters.loads_requested, 1);
             let into = &mut memory[..preamble_len + blocks.len() as usize];
-            let result =
-                read_records(queue, vec![ReadJob::part(job.name, location.clone(), blocks, into)]).pop();
-            let header =
-                result.ok_or(ErrorCode::Internal).and_then(|result| self.check_read(&job.name, result));
+            let part = ReadJob::part(job.name, location.clone(), blocks, into);
+            let result = read_from(device, queue, vec![part]).pop().ok_or(ErrorCode::Internal);
+            let header = result.and_then(|result| self.check_read(device, &job.name, result));
             let counter =
                 if header.is_ok() { &self.counters.loads_read } else { &self.counters.loads_failed };
             increment(counter, 1);
@@ -156,9 +183,8 @@ impl DiskTier {
     }
 
     /// Whether a promotion was not cancelled, and its session is live.
-    fn is_current(&self, slots: &HashMap<(SegmentId, SlotId), CommandId>, job: &PromoteJob) -> bool {
-        slots.get(&(job.segment, job.slot)) == Some(&(job.session, job.command_id))
-            && self.is_live(job.session)
+    fn is_current(&self, slots: &PromotionSlots, job: &PromoteJob) -> bool {
+        is_listed(slots, job) && self.is_live(job.session)
     }
 
     /// Makes a record in the slot of a promotion. `fill` writes payload and digests.
@@ -211,6 +237,11 @@ impl DiskTier {
         self.memory.record_transition(segment, slot, epoch, State::Ready);
         Ok(())
     }
+}
+
+fn is_listed(slots: &PromotionSlots, job: &PromoteJob) -> bool {
+    let listed = slots.get(&(job.segment, job.slot));
+    listed.is_some_and(|promotion| promotion.command == (job.session, job.command_id))
 }
 
 /// Sets the page digests of a record. They were verified when it was read from disk, and its bytes are a copy.

@@ -26,6 +26,10 @@ moontide_rt::mutations! {
         ToldToEnded,
         /// A missed record is reported as gone without a check whether it was written meanwhile.
         GoneUnseen,
+        /// An exclusion is not durable.
+        ExcludedInMemory,
+        /// A removal is answered when it is durable in the first directory.
+        RemovedOnOne,
         /// A record found by a scan is reported without a check whether it still exists.
         ToldUnseen,
     }
@@ -38,6 +42,8 @@ pub(super) enum HookPoint {
     Pinned,
     /// Records are on the disk, and no notice has been sent.
     Written,
+    /// Evicted records can no longer be found, and are not durably gone.
+    Evicting,
     /// The notice of an eviction has just been sent.
     Notified,
     /// A record was not found, and its notice is about to be sent.

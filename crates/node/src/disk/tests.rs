@@ -1,6 +1,7 @@
 //! The disk tier on a [`SimulatedDisk`], with the node's memory, the command executor, and a log of the events for
 //! sessions. The content of a record follows from its id, so that every record that is read can be verified.
 
+mod devices;
 mod faults;
 mod life;
 #[cfg(debug_assertions)] // no mutation can be enabled in a release build
@@ -10,6 +11,7 @@ mod races;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, mpsc};
@@ -17,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use moontide_disk::samples::{fill, id};
-use moontide_disk::{BackendKind, EvictionPolicy, RecordId, SimulatedDisk};
+use moontide_disk::{BackendKind, EvictionPolicy, RecordId, SimulatedDisk, Storage};
 use moontide_heap::{Grant, HugePages, NodePin, PayloadWriter, RecordSpec};
 use moontide_proto::limits::{DISK_PART_BYTES, SESSION_RECORDS_MAX};
 use moontide_proto::{
@@ -34,7 +36,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::counters::get;
 use super::test_hooks::{HookPoint, Mutation};
-use super::{DiskConfig, DiskError, DiskTier};
+use super::{DeviceThread, DiskConfig, DiskError, DiskMembers, DiskTier};
 use crate::event_router::{EventRouter, NodeEvent};
 use crate::executor::{CommandExecutor, ExecutorTask};
 use crate::logic::groups::GroupSet;
@@ -66,6 +68,7 @@ struct Setup {
     limit_bytes: u64,
     eviction_policy: EvictionPolicy,
     write_pause: Duration,
+    exclude_after: Duration,
     mutation: Option<Mutation>,
 }
 
@@ -79,6 +82,7 @@ impl Default for Setup {
             limit_bytes: 64 << 20,
             eviction_policy: EvictionPolicy::Fifo,
             write_pause: Duration::from_millis(20),
+            exclude_after: HANG_TIMEOUT,
             mutation: None,
         }
     }
@@ -174,7 +178,8 @@ struct Harness {
     /// The current session.
     current: Mutex<Option<SessionId>>,
     tasks: Sender<ExecutorTask>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    executor: Mutex<Option<JoinHandle<()>>>,
+    disk_threads: Mutex<Vec<DeviceThread>>,
     shared: Arc<SharedState>,
 }
 
@@ -193,6 +198,17 @@ impl Harness {
     }
 
     fn on(disk: SimulatedDisk, setup: Setup, shared: Arc<SharedState>) -> Result<Arc<Harness>, DiskError> {
+        let dir = PathBuf::from("simulated");
+        let members = DiskMembers::single(&dir);
+        Harness::on_several(vec![(dir, disk)], members, setup, shared)
+    }
+
+    fn on_several(
+        disks: Vec<(PathBuf, SimulatedDisk)>,
+        members: DiskMembers,
+        setup: Setup,
+        shared: Arc<SharedState>,
+    ) -> Result<Arc<Harness>, DiskError> {
         let plan = SegmentPlan { count: 1, units: setup.slots * setup.units, slots: setup.slots };
         let memory =
             NodeMemory::create(NodeId(1), GENERATION, plan, HugePages::Auto, Some(setup.staging_bytes), None)
@@ -204,27 +220,31 @@ impl Harness {
             limit_bytes: Some(setup.limit_bytes),
             eviction_policy: setup.eviction_policy,
             read_threads: 2,
-            ..DiskConfig::new("simulated")
+            exclude_after: setup.exclude_after,
+            ..DiskConfig::default()
         };
         let (sender, events) = unbounded_channel();
         let router = EventRouter::single(sender);
         let staging = Arc::clone(memory.staging().unwrap());
-        let storage = Arc::new(disk.clone());
-        let mut tier = DiskTier::open_on(storage, config, Arc::clone(&memory), staging, Arc::clone(&router))?;
+        let disk = disks[0].1.clone();
+        let storage = |(dir, disk)| (dir, Arc::new(disk) as Arc<dyn Storage>);
+        let storages = disks.into_iter().map(storage).collect();
+        let (memory_of_tier, events_of_tier) = (Arc::clone(&memory), Arc::clone(&router));
+        let mut tier = DiskTier::open_on(storages, members, config, memory_of_tier, staging, events_of_tier)?;
         tier.write_pause = setup.write_pause;
         tier.test_hooks.mutation.enable(setup.mutation);
         let tier = Arc::new(tier);
-        let mut threads = tier.start()?;
+        let disk_threads = Mutex::new(tier.start()?);
         let log = Arc::new(EventLog::default());
         let recorder = Arc::clone(&log);
         std::thread::spawn(move || recorder.record_all(events));
         let (tasks, receiver) = mpsc::channel();
         let executor =
             CommandExecutor::new(Arc::clone(&memory), Some(Arc::clone(&tier)), Arc::default(), router);
-        threads.push(std::thread::spawn(move || executor.run(&receiver)));
-        let threads = Mutex::new(threads);
+        let executor = Mutex::new(Some(std::thread::spawn(move || executor.run(&receiver))));
+        let current = Mutex::default();
         let harness =
-            Harness { setup, disk, memory, tier, log, current: Mutex::default(), tasks, threads, shared };
+            Harness { setup, disk, memory, tier, log, current, tasks, executor, disk_threads, shared };
         harness.begin_session(SESSION);
         Ok(Arc::new(harness))
     }
@@ -242,9 +262,12 @@ impl Harness {
         self.tier.test_hooks.unhook();
         self.tasks.send(ExecutorTask::Stop).unwrap();
         self.tier.stop();
-        for thread in self.threads.lock().drain(..) {
-            let name = format!("{:?}", thread.thread().name());
-            assert!(thread.join().is_ok(), "{name} has panicked");
+        if let Some(executor) = self.executor.lock().take() {
+            assert!(executor.join().is_ok(), "the executor has panicked");
+        }
+        for thread in self.disk_threads.lock().drain(..) {
+            let name = thread.name().to_owned();
+            assert!(thread.join(None), "{name} has panicked");
         }
     }
 

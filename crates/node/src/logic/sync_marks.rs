@@ -74,6 +74,16 @@ impl SyncMarks {
         changed
     }
 
+    /// Adds the marks of another file by an earlier process. The higher number counts.
+    pub fn merge(&mut self, other: SyncMarks) {
+        for (group, mark) in other.marks {
+            let own = self.marks.entry(group).or_insert(mark);
+            if own.exclusion < mark.exclusion {
+                *own = mark;
+            }
+        }
+    }
+
     /// Returns the marks for a mount.
     pub fn to_wire(&self, now: MonoTime) -> Vec<v1::SyncMark> {
         let ago = |at| now.since(at).as_millis() as u64; // the clock has 64 bits of nanoseconds

@@ -82,6 +82,15 @@ impl Index {
         shard.find(hash, |entry| entry.name() == *name).map(Entry::location)
     }
 
+    /// Returns all records.
+    pub(crate) fn names(&self) -> Vec<RecordId> {
+        let mut names = Vec::new();
+        for shard in &self.shards {
+            names.extend(shard.read().iter().map(Entry::name));
+        }
+        names
+    }
+
     /// Whether the index has this stripe in this version or a newer one.
     pub(crate) fn contains_at_least(&self, name: &RecordId) -> bool {
         let hash = hash(&name.id);

@@ -233,7 +233,7 @@ impl Oracle {
             }
         }
         for name in &self.names {
-            assert!(!self.is_removed(*name) || !harness.tier.backend.contains(name), "{name:?} reappears");
+            assert!(!self.is_removed(*name) || !harness.tier.contains(name), "{name:?} reappears");
         }
     }
 }

@@ -1,5 +1,8 @@
 //! The race tests detect the mutations that they are about.
 
+use moontide_disk::Faults;
+
+use super::devices::{failing_directory_is_excluded, removed_in_all_directories};
 use super::races::{
     cancelled_before_promoted, evicted_and_notified, gone_during_inventory, killed_after_reuse,
     killed_while_written, removal_fails_under_steady_traffic, session_begins_during_removal,
@@ -64,4 +67,15 @@ fn mutation_inventory_end_before_durable_removal_is_detected() {
 #[test]
 fn mutation_starved_retry_of_removals_is_detected() {
     assert!(!removal_fails_under_steady_traffic(Some(Mutation::RetryStarved)));
+}
+
+#[test]
+fn mutation_removal_in_one_directory_is_detected() {
+    assert!(!removed_in_all_directories(Some(Mutation::RemovedOnOne)));
+}
+
+#[test]
+fn mutation_exclusion_that_is_not_durable_is_detected() {
+    let faults = Faults { sync_error_permille: 1000, write_error_permille: 1000, ..Faults::default() };
+    assert!(!failing_directory_is_excluded(1, faults, Some(Mutation::ExcludedInMemory)));
 }

@@ -36,22 +36,43 @@ pub(super) fn killed_while_written(backend: BackendKind, mutation: Option<Mutati
 pub(super) fn evicted_and_notified(backend: BackendKind, mutation: Option<Mutation>) -> bool {
     let harness = Harness::new(Setup { backend, mutation, limit_bytes: 2 << 20, ..Setup::default() });
     let names: Vec<RecordId> = (0..3).map(|n| harness.store(SlotId(n), n.into(), 500 << 10)).collect();
-    let before = harness.tier.backend.usage().bytes;
+    let before = harness.tier.usage().bytes;
     let when_notified = Arc::new(AtomicU64::new(u64::MAX));
     let seen = Arc::clone(&when_notified);
     once_at(&harness, HookPoint::Notified, move |harness| {
-        seen.store(harness.tier.backend.usage().bytes, Ordering::SeqCst)
+        seen.store(harness.tier.usage().bytes, Ordering::SeqCst)
     });
     let name = harness.put(SlotId(3), 3, 500 << 10);
     let id = harness.offload(name, SlotId(3));
     assert_eq!(harness.outcome(id), Ok(()));
     harness.log.wait_for("gone notice", |entry| matches!(entry, LogEntry::Gone { .. }).then_some(()));
-    let found = names.iter().filter(|name| harness.tier.backend.contains(name)).count();
+    let found = names.iter().filter(|name| harness.tier.contains(name)).count();
     assert_eq!(harness.fetch(name), Ok(()));
     harness.end();
     assert!(found < names.len(), "evicted records are still found");
     // The removal is durable before the notice: a crash does not restore the records.
     when_notified.load(Ordering::SeqCst) < before
+}
+
+/// A reader asks for a record that is being evicted.
+#[test]
+fn reader_of_record_that_is_evicted_causes_no_early_notice() {
+    let harness = Harness::new(Setup { limit_bytes: 2 << 20, ..Setup::default() });
+    let names: Vec<RecordId> = (0..3).map(|n| harness.store(SlotId(n), n.into(), 500 << 10)).collect();
+    let early = Arc::new(AtomicU64::new(u64::MAX));
+    let seen = Arc::clone(&early);
+    once_at(&harness, HookPoint::Evicting, move |harness| {
+        let evicted = names.iter().find(|name| !harness.tier.contains(name)).expect("one is evicted");
+        assert_eq!(harness.fetch(*evicted), Err(ErrorCode::Gone));
+        harness.flush();
+        let is_gone = |entry: &&LogEntry| matches!(entry, LogEntry::Gone { .. });
+        seen.store(harness.log.entries.lock().iter().filter(is_gone).count() as u64, Ordering::SeqCst);
+    });
+    let name = harness.put(SlotId(3), 3, 500 << 10);
+    assert_eq!(harness.outcome(harness.offload(name, SlotId(3))), Ok(()));
+    harness.log.wait_for("gone notice", |entry| matches!(entry, LogEntry::Gone { .. }).then_some(()));
+    assert_eq!(early.load(Ordering::SeqCst), 0, "told before the record was durably gone");
+    harness.end();
 }
 
 /// Another session begins while a record is being copied into its slot.
