@@ -55,22 +55,25 @@ impl BackendKind {
         }
     }
 
-    /// Whether a backend made the entry of this path, relative to the directory of the disk. All others are of other
-    /// programs, or of the node.
-    pub fn owns(path: &Path) -> bool {
+    /// Whether a backend made the file or directory of this path, relative to the directory of the disk. All others are of
+    /// other programs, or of the node.
+    pub fn owns(path: &Path, is_dir: bool) -> bool {
         let words: Option<Vec<&str>> = path.iter().map(|word| word.to_str()).collect();
         let is_hex = |word: &str, len| word.len() == len && word.bytes().all(|byte| byte.is_ascii_hexdigit());
-        match words.as_deref() {
-            Some(["removed.log" | "removed.tmp" | "data.moontide" | "data.moontide.tmp"]) => true,
-            Some([file]) => {
+        match (words.as_deref(), is_dir) {
+            (Some(directories), true) => directories.iter().all(|word| is_hex(word, 2)),
+            (Some(["removed.log" | "removed.tmp" | "data.moontide" | "data.moontide.tmp"]), false) => true,
+            (Some([file]), false) => {
                 let number = file.strip_suffix(".bucket").or(file.strip_suffix(".tmp"));
-                is_hex(file, 2) || number.is_some_and(|number| is_hex(number, 16))
+                number.is_some_and(|number| is_hex(number, 16))
             }
-            Some([directories @ .., file]) => {
-                let is_record = file.ends_with(".rec") || file.ends_with(".rec.tmp");
-                directories.iter().all(|word| is_hex(word, 2)) && (is_record || is_hex(file, 2))
+            (Some([directories @ .., file]), false) => {
+                // The id of the object, its version, and the number of the stripe.
+                let is_record = file.len() > 32 && is_hex(&file[..32], 32);
+                let is_record = is_record && (file.ends_with(".rec") || file.ends_with(".rec.tmp"));
+                directories.iter().all(|word| is_hex(word, 2)) && is_record
             }
-            Some([]) | None => false,
+            (Some([]) | None, _) => false,
         }
     }
 

@@ -103,6 +103,8 @@ pub(crate) struct DiskTier {
     /// The directories, also those that were excluded.
     devices: Vec<Arc<Device>>,
     members: Mutex<DiskMembers>,
+    /// Locks of the directories, until the stop. Threads that write keep theirs until they end.
+    locks: Mutex<Vec<Arc<std::fs::File>>>,
     /// Ends the thread that watches the directories when it is dropped.
     watch: Mutex<Option<Sender<()>>>,
     memory: Arc<NodeMemory>,
@@ -180,6 +182,7 @@ impl DiskTier {
         }
         let mut tier = DiskTier::open_on(storages, directories.members, config, memory, staging, events)?;
         tier.memory_list = Mutex::new(list);
+        tier.locks = Mutex::new(directories.locks);
         Ok(tier)
     }
 
@@ -200,6 +203,7 @@ impl DiskTier {
             config,
             devices,
             members: Mutex::new(members),
+            locks: Mutex::default(),
             watch: Mutex::default(),
             memory,
             staging,
@@ -238,8 +242,12 @@ impl DiskTier {
             *self.watch.lock() = Some(sender);
             let tier = Arc::clone(self);
             let watch = std::thread::Builder::new().name("moontide-watch".into());
+            let locks = self.locks.lock().clone();
             // Nothing waits for its end: it may write to a directory that does not respond.
-            watch.spawn(move || exclusion::run(&tier, &stopped))?;
+            watch.spawn(move || {
+                exclusion::run(&tier, &stopped);
+                drop(locks);
+            })?;
         }
         Ok(threads)
     }
@@ -251,7 +259,11 @@ impl DiskTier {
         run: impl FnOnce(&DiskTier, &Device) + Send + 'static,
     ) -> Result<DeviceThread, DiskError> {
         let (tier, of) = (Arc::clone(self), Arc::clone(device));
-        let thread = std::thread::Builder::new().name(name).spawn(move || run(&tier, &of))?;
+        let lock = self.locks.lock().get(device.number).cloned();
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            run(&tier, &of);
+            drop(lock);
+        })?;
         Ok(DeviceThread { thread, device: Arc::clone(device) })
     }
 
@@ -281,6 +293,7 @@ impl DiskTier {
                 error!(thread = name, "disk thread panicked");
             }
         }
+        self.locks.lock().clear();
     }
 
     /// Stops the loads from a directory. Queued ones fail with `code`.
@@ -349,7 +362,11 @@ impl DiskTier {
     /// Writes the list of the objects in memory, for the next start. Without it they are loaded when they are read.
     pub(crate) fn write_memory_list(&self) {
         // Any one will do; one that works does not delay the stop.
-        let Some(device) = self.devices().min_by_key(|device| device.health.bad_for()) else { return };
+        let Some(device) =
+            self.devices().min_by_key(|device| device.health.bad_for(self.config.exclude_after))
+        else {
+            return;
+        };
         if let Err(error) = MemoryList::write(&device.dir, &self.memory) {
             warn!(%error, "cannot write the list of the objects in memory");
         }

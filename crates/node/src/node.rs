@@ -158,8 +158,6 @@ pub struct Node {
     router: Arc<EventRouter>,
     owner: Arc<NodeOwner>,
     disk: Option<Arc<DiskTier>>,
-    /// Keep other processes from using the directories of the disk.
-    _disk_locks: Vec<std::fs::File>,
     index_gate: Arc<IndexGate>,
     status: Arc<Status>,
     tasks: mpsc::Sender<ExecutorTask>,
@@ -206,7 +204,7 @@ impl Node {
         let started = Instant::now();
         let seeds = config.masters();
         let cluster = runtime.block_on(fetch_cluster_info(&seeds, boot))?;
-        let mut directories = match &config.disk {
+        let directories = match &config.disk {
             Some(disk) => {
                 let DiskConfig { dir, backend, .. } = disk;
                 let opened = DiskDirectories::open(dir, cluster.number, *backend, config.node_id, random_u64);
@@ -246,7 +244,6 @@ impl Node {
         let sync_marks = SyncMarkStore::open(directories.as_ref().map_or(&[], |found| found.usable()));
         let router = EventRouter::new((0..plan.count).map(group).collect(), sync_marks);
         let (tasks, task_receiver) = mpsc::channel();
-        let disk_locks = directories.as_mut().map_or_else(Vec::new, DiskDirectories::take_locks);
         let disk = match (directories, config.disk.clone(), memory.staging()) {
             (Some(directories), Some(disk), Some(staging)) => {
                 let (memory, staging, router) =
@@ -284,7 +281,6 @@ impl Node {
             router: Arc::clone(&router),
             owner: Arc::clone(&owner),
             disk: disk.clone(),
-            _disk_locks: disk_locks,
             disk_threads: Vec::new(),
             index_gate: Arc::clone(&index_gate),
             status: Arc::clone(&status),

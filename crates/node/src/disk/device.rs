@@ -67,14 +67,14 @@ pub(super) struct Device {
 pub(super) struct Evictions {
     last: u64,
     /// Records of each, by its number.
-    pub(super) running: BTreeMap<u64, Vec<RecordId>>,
+    pub(super) running: BTreeMap<u64, HashSet<RecordId>>,
 }
 
 impl Evictions {
     /// Begins an eviction. Returns its number.
-    pub(super) fn begin(&mut self, names: Vec<RecordId>) -> u64 {
+    pub(super) fn begin(&mut self, names: &[RecordId]) -> u64 {
         self.last += 1;
-        self.running.insert(self.last, names);
+        self.running.insert(self.last, names.iter().copied().collect());
         self.last
     }
 }
@@ -277,8 +277,8 @@ impl Health {
     /// Records the result of reading a record.
     pub(super) fn record_read(&self, name: RecordId, succeeded: bool) {
         let mut state = self.0.lock();
-        state.reads.record(succeeded);
         let reads = &mut state.reads;
+        reads.record(succeeded);
         if !succeeded {
             let first = *reads.first.get_or_insert(name);
             reads.is_several |= first != name;
@@ -292,9 +292,12 @@ impl Health {
         state.removals.is_several = true;
     }
 
-    /// Returns for how long the directory has failed, or has not responded.
-    pub(super) fn bad_for(&self) -> Duration {
-        let state = self.0.lock();
+    /// Returns for how long the directory has failed, or has not responded. Failures that are older than `forget_after` do
+    /// not count: without any operation, nothing is known.
+    pub(super) fn bad_for(&self, forget_after: Duration) -> Duration {
+        let mut state = self.0.lock();
+        state.reads.forget(forget_after);
+        state.removals.forget(forget_after);
         let oldest = state.running.values().next().map_or(Duration::ZERO, Instant::elapsed);
         oldest.max(state.reads.time()).max(state.removals.time())
     }
@@ -308,6 +311,12 @@ impl Failures {
         }
         let now = Instant::now();
         self.period = Some((self.period.map_or(now, |(first, _)| first), now));
+    }
+
+    fn forget(&mut self, after: Duration) {
+        if self.period.is_some_and(|(_, last)| last.elapsed() > after) {
+            *self = Failures::default();
+        }
     }
 
     /// Time between the first and the last failure: time without any operation does not count.

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use moontide_disk::BackendKind;
 use moontide_types::NodeId;
@@ -24,7 +25,8 @@ pub(crate) struct DiskDirectories {
     /// Directories that can be used, in the order of the configuration.
     pub(super) usable: Vec<PathBuf>,
     pub(super) members: DiskMembers,
-    locks: Vec<std::fs::File>,
+    /// One for each usable directory.
+    pub(super) locks: Vec<Arc<std::fs::File>>,
 }
 
 /// The agreement of the usable directories.
@@ -62,16 +64,16 @@ impl MemberFiles for Files {
 fn remove_records(root: &Path, below: &Path) -> io::Result<()> {
     for entry in std::fs::read_dir(root.join(below))? {
         let entry = entry?;
-        let path = below.join(entry.file_name());
-        if !BackendKind::owns(&path) {
-            continue;
-        }
-        match entry.file_type()?.is_dir() {
+        let (path, is_dir) = (below.join(entry.file_name()), entry.file_type()?.is_dir());
+        match is_dir {
+            _ if !BackendKind::owns(&path, is_dir) => {}
             false => std::fs::remove_file(entry.path())?,
             true => {
                 remove_records(root, &path)?;
                 // With a file of another program in it, it stays.
-                let _ = std::fs::remove_dir(entry.path());
+                if std::fs::remove_dir(entry.path()).is_err() {
+                    std::fs::File::open(entry.path())?.sync_all()?;
+                }
             }
         }
     }
@@ -108,11 +110,6 @@ impl DiskDirectories {
     /// Directories that can be used.
     pub(crate) fn usable(&self) -> &[PathBuf] {
         &self.usable
-    }
-
-    /// Returns the locks. Another process can use the directories when they are dropped.
-    pub(crate) fn take_locks(&mut self) -> Vec<std::fs::File> {
-        std::mem::take(&mut self.locks)
     }
 
     /// Locks the directories, and makes those that are new or have missed removals empty members of the disk.
@@ -172,7 +169,7 @@ impl DiskDirectories {
             let failed = |source| IdentityError::Io { path: directory.path.display().to_string(), source };
             expected.write(&directory.path).map_err(failed)?;
         }
-        let locks = opened.into_iter().map(|directory| directory.lock).collect();
+        let locks = opened.into_iter().map(|directory| Arc::new(directory.lock)).collect();
         Ok(DiskDirectories { node, usable, members: DiskMembers { members, files }, locks })
     }
 }
@@ -193,10 +190,13 @@ fn agree(
     all: String,
     random: impl Fn() -> Result<u64, IdentityError>,
 ) -> Result<Members, IdentityError> {
-    let is_alone = |directory: &&Opened| directory.identity.is_some() && directory.state.is_none();
-    if let [first, second, ..] = opened.iter().filter(is_alone).collect::<Vec<_>>()[..] {
+    let own = opened.iter().filter(|directory| directory.identity.is_some());
+    let own: Vec<&Opened> = own.collect();
+    if let Some(alone) = own.iter().find(|directory| directory.state.is_none())
+        && let Some(other) = own.iter().find(|directory| directory.path != alone.path)
+    {
         let path = |directory: &Opened| directory.path.display().to_string();
-        return Err(IdentityError::TwoDisks { first: path(first), second: path(second) });
+        return Err(IdentityError::TwoDisks { first: path(alone), second: path(other) });
     }
     let ids: Vec<u64> = (0..2 * opened.len()).map(|_| random()).collect::<Result<_, _>>()?;
     let mut ids = ids.into_iter();
@@ -306,10 +306,12 @@ mod tests {
         let (a, all) = (dirs[..1].to_vec(), dirs.clone());
         drop(open(&a, 7, None).unwrap());
         let record = |dir: &Path| dir.join("0000000000000001.bucket");
+        let of_object = format!("a7/{}-{}-0.rec", "a7".repeat(16), "0".repeat(16));
+        let files =
+            ["0000000000000001.bucket", "removed.log", &of_object, "a7/photos/1.rec", "a7/1.rec", "42"];
         let put = |dir: &Path| {
             std::fs::create_dir_all(dir.join("a7/photos")).unwrap();
-            for file in ["0000000000000001.bucket", "removed.log", "a7/1.rec", "a7/photos/1.rec", "notes.txt"]
-            {
+            for file in files {
                 std::fs::write(dir.join(file), "content").unwrap();
             }
         };
@@ -330,8 +332,8 @@ mod tests {
         drop(open(&all, 7, None).unwrap());
         assert_eq!(dirs.iter().map(|dir| record(dir).exists()).collect::<Vec<_>>(), [true, false, true]);
         let exists = |file: &str| dirs[1].join(file).exists();
-        assert!(!exists("removed.log") && !exists("a7/1.rec"), "files of the backend");
-        assert!(exists("notes.txt") && exists("a7/photos/1.rec"), "files of other programs stay");
+        assert!(files[..3].iter().all(|file| !exists(file)), "files of the backends are removed");
+        assert!(files[3..].iter().all(|file| exists(file)), "files of other programs stay");
         // An excluded directory is emptied as well, and is no node by itself.
         let mut opened = open(&all, 7, None).unwrap();
         opened.members.exclude(&[2]).unwrap();

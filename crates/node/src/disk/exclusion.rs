@@ -29,11 +29,14 @@ pub(super) fn run(tier: &DiskTier, stopped: &Receiver<()>) {
         if failed_at.is_some_and(|at| at.elapsed() < exclude_after) {
             continue;
         }
+        // Removals are retried after each pause of writes: a longer time without a failure means nothing.
+        let forget_after = exclude_after.max(2 * tier.write_pause);
+        let bad_for = |device: &Device| device.health.bad_for(forget_after);
         let (bad, others): (Vec<_>, Vec<_>) =
-            tier.devices().partition(|device| device.health.bad_for() >= exclude_after);
+            tier.devices().partition(|device| bad_for(device) >= exclude_after);
         // The others must work: an exclusion is written to them. If all fail, the reason is a common one. One that may be bad
         // as well is bad or works soon.
-        let others_work = others.iter().all(|device| device.health.bad_for() < exclude_after / 2);
+        let others_work = others.iter().all(|device| bad_for(device) < exclude_after / 2);
         if bad.is_empty() || others.is_empty() || !others_work {
             continue;
         }
@@ -66,18 +69,20 @@ impl DiskTier {
         *device.removals.lock() = None;
         self.stop_loads(device, ErrorCode::DiskError);
         self.fail_loads(device);
+        // An eviction that begins meanwhile moves its records from one of the two to the other.
+        let guard = self.notify_lock.lock();
         let mut names = device.backend.names();
         names.extend(device.evictions.lock().running.values().flatten());
+        let records = names.len();
+        let gone: Vec<RecordId> = names.into_iter().filter(|name| self.is_gone(name)).collect();
+        self.send_gone(&gone);
+        drop(guard);
         warn!(
             dir = %device.dir.display(),
-            records = names.len(),
+            records,
             "disk directory excluded: it fails or does not respond; its records are dropped, and it is used again after \
              a restart"
         );
-        let guard = self.notify_lock.lock();
-        let gone: Vec<RecordId> = names.into_iter().filter(|name| !self.contains(name)).collect();
-        self.send_gone(&gone);
-        drop(guard);
         self.give_up_promotions(device);
         self.give_up_removals(device);
         self.move_offloads(device);

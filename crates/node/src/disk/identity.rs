@@ -94,12 +94,14 @@ pub enum IdentityError {
         /// Path of the file.
         path: String,
     },
-    /// Two directories were each the only one of the node: it is not known which is the newer one.
-    #[error("{first} and {second} were each the whole disk of this node; empty the older one, or omit it")]
+    /// A directory was the only one of the node, and another one was used without it: it is not known which is newer.
+    #[error(
+        "{first} was the whole disk of this node, and {second} was used without it; empty the older one, or omit it"
+    )]
     TwoDisks {
-        /// One directory.
+        /// The directory that was the only one.
         first: String,
-        /// The other one.
+        /// Another one.
         second: String,
     },
     /// Too many directories of the node are missing to know which of the others have all removals.

@@ -207,6 +207,11 @@ impl DiskTier {
         is_gone
     }
 
+    /// Whether a record is durably gone: it cannot be found, and is not being evicted. For a caller that holds the lock.
+    pub(super) fn is_gone(&self, name: &RecordId) -> bool {
+        !self.contains(name) && !self.devices().any(|device| device.is_evicting(name))
+    }
+
     /// Like [`DiskTier::notify_gone`], for a caller that holds the lock.
     pub(super) fn send_gone(&self, names: &[RecordId]) {
         self.unpublish(&self.cache.take(names));

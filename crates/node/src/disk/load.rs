@@ -402,6 +402,19 @@ impl DiskTier {
         names: &[PartId],
         staging_wait: Duration,
     ) -> Vec<LoadResult> {
+        // From here on, the exclusion of the directory ends them.
+        let is_excluded = match &mut *device.loading.lock() {
+            Some(loading) => {
+                loading.extend(names);
+                false
+            }
+            None => true,
+        };
+        if is_excluded {
+            names.iter().for_each(|name| self.cache.failed(*name));
+            increment(&self.counters.loads_failed, names.len() as u64);
+            return vec![Err(ErrorCode::DiskError); names.len()];
+        }
         // One deadline for all of them: if they do not fit together, the last ones wait for the buffers of the first
         // ones.
         let wait_until = Instant::now() + staging_wait;
@@ -418,9 +431,6 @@ impl DiskTier {
                 Err(code) => Some(code),
             });
         }
-        if let Some(loading) = &mut *device.loading.lock() {
-            loading.extend(buffers.iter().map(|(name, _)| *name));
-        }
         let jobs = buffers.iter_mut().map(|(name, Allocation { location, blocks, buffer })| {
             let len = location.preamble_read_len + blocks.len();
             let into = &mut buffer.bytes_mut()[..len as usize];
@@ -431,20 +441,16 @@ impl DiskTier {
         self.test_hooks.reached(HookPoint::Read);
         let mut outcomes = Vec::with_capacity(names.len());
         for (name, refused) in names.iter().zip(refused) {
-            let outcome = match refused {
-                Some(code) => Err(code),
-                None => {
-                    // Taken by the exclusion of the directory, it has failed already.
-                    let is_own = device.loading.lock().as_mut().is_some_and(|loading| loading.remove(name));
-                    match read.next() {
-                        _ if !is_own => {
-                            outcomes.push(Err(ErrorCode::DiskError));
-                            continue;
-                        }
-                        Some((result, (_, allocation))) => self.publish(device, name, result, allocation),
-                        None => Err(ErrorCode::Internal),
-                    }
-                }
+            let read = if refused.is_none() { read.next() } else { None };
+            // Taken by the exclusion of the directory, it has failed already.
+            if !device.loading.lock().as_mut().is_some_and(|loading| loading.remove(name)) {
+                outcomes.push(Err(ErrorCode::DiskError));
+                continue;
+            }
+            let outcome = match (refused, read) {
+                (Some(code), _) => Err(code),
+                (None, Some((result, (_, allocation)))) => self.publish(device, name, result, allocation),
+                (None, None) => Err(ErrorCode::Internal),
             };
             if outcome.is_err() {
                 self.cache.failed(*name);

@@ -144,18 +144,22 @@ impl Found {
         directories: &[(bool, Option<MemberState>)],
         mut random_id: impl FnMut() -> DeviceId,
     ) -> Vec<Found> {
-        let own = directories.iter().filter(|(has_identity, _)| *has_identity);
-        let own: Vec<DeviceId> = own.filter_map(|(_, state)| Some(state.as_ref()?.id)).collect();
+        // Directories that joined, and the process ended before they got their identity: those that are listed together with
+        // one that has it. Their votes count.
+        let mut own: Vec<DeviceId> = Vec::new();
+        let has_own = |own: &[DeviceId], list: &MemberList| list.ids.iter().any(|id| own.contains(id));
+        for (has_identity, state) in directories {
+            own.extend(state.as_ref().filter(|_| *has_identity).map(|state| state.id));
+        }
+        let lists =
+            || directories.iter().filter_map(|(_, state)| state.as_ref()).flat_map(|state| &state.lists);
+        let with_own: Vec<&MemberList> = lists().filter(|list| has_own(&own, list)).collect();
+        let joined = |id: DeviceId| with_own.iter().any(|list| list.ids.contains(&id));
         let found = directories.iter().map(|(has_identity, state)| match (has_identity, state) {
             (true, Some(state)) => Found::Own(state.clone()),
             // It was always the only one.
             (true, None) => Found::Own(MemberState::single(random_id())),
-            // It joined, and the process ended before it got its identity. Its vote counts.
-            (false, Some(state))
-                if state.lists.iter().any(|list| list.ids.iter().any(|id| own.contains(id))) =>
-            {
-                Found::Own(state.clone())
-            }
+            (false, Some(state)) if joined(state.id) => Found::Own(state.clone()),
             (false, _) => Found::New,
         });
         found.collect()
@@ -211,10 +215,11 @@ impl Members {
             };
             let state = MemberState { promised, ..MemberState::unlisted(random_id()) };
             all.push(state.id);
+            let failed = |source| MemberError::Write { directory, source };
+            // The new number before it is emptied: a part of its files must not be taken for all of them. And before others
+            // list it: after an interruption, its vote counts.
+            files.write(directory, &state).map_err(failed)?;
             if matches!(found, Found::Own(_)) {
-                let failed = |source| MemberError::Write { directory, source };
-                // The new number before it is emptied: a part of its files must not be taken for all of them.
-                files.write(directory, &state).map_err(failed)?;
                 files.empty(directory).map_err(failed)?;
             }
             members.states[directory] = Some(state);

@@ -79,23 +79,29 @@ pub(super) fn run(tier: &DiskTier, device: &Device, jobs: &Receiver<(JobTicket, 
 }
 
 impl DiskTier {
-    /// Queues a record for writing, in the directory that will write it first.
+    /// Queues a record for writing.
     pub(crate) fn offload(&self, job: OffloadJob) {
+        self.queue_offload(self.open_jobs.begin_offload(job.session, job.id), job);
+    }
+
+    /// Queues a record in the directory that will write it first. A job that moves to another directory keeps its ticket: an
+    /// inventory may wait for it.
+    fn queue_offload(&self, ticket: JobTicket, job: OffloadJob) {
         // If none accepts writes, the first one says why.
         while let Some(device) = self.device_to_write().or(self.devices().next()) {
             let (offloads, mut open) = (device.offloads.lock(), device.open_offloads.lock());
             match (&*offloads, &mut *open) {
                 (Some(offloads), Some(open)) => {
                     device.backlog.fetch_add(job.bytes, Ordering::Relaxed);
-                    let ticket = self.open_jobs.begin_offload(job.session, job.id);
                     open.insert(ticket, job);
                     let _ = offloads.send((ticket, job));
                     return;
                 }
                 _ if device.is_excluded() => {} // meanwhile
-                _ => return,                    // the tier stops
+                _ => break,                     // the tier stops
             }
         }
+        self.open_jobs.end(ticket);
     }
 
     /// Returns the directory that accepts writes and will write a record first.
@@ -132,6 +138,7 @@ impl DiskTier {
                     results.push((job.session, reply.to(job.command_id)));
                 }
             }
+            ended.push(*ticket);
         }
         self.send_results(results);
         // The masters have been notified, so their inventories may end.
@@ -142,8 +149,7 @@ impl DiskTier {
     pub(super) fn move_offloads(&self, device: &Device) {
         let open = device.open_offloads.lock().take().unwrap_or_default();
         for (ticket, job) in open {
-            self.offload(job);
-            self.open_jobs.end(ticket);
+            self.queue_offload(ticket, job);
         }
     }
 
@@ -311,7 +317,7 @@ impl DiskTier {
         let guard = self.notify_lock.lock();
         let Some(eviction) = device.backend.prepare_eviction(bytes) else { return };
         let names = eviction.names.clone();
-        let number = device.evictions.lock().begin(names.clone());
+        let number = device.evictions.lock().begin(&names);
         if self.test_hooks.mutation.is_enabled(Mutation::EvictedLater) {
             self.send_gone(&names);
             self.test_hooks.reached(HookPoint::Notified);
@@ -324,7 +330,7 @@ impl DiskTier {
         let guard = self.notify_lock.lock();
         device.evictions.lock().running.remove(&number);
         // A record may have been written again, or be in another directory.
-        let gone: Vec<RecordId> = names.into_iter().filter(|name| !self.contains(name)).collect();
+        let gone: Vec<RecordId> = names.into_iter().filter(|name| self.is_gone(name)).collect();
         if !self.test_hooks.mutation.is_enabled(Mutation::EvictedLater) {
             self.send_gone(&gone);
             self.test_hooks.reached(HookPoint::Notified);

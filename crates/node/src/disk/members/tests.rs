@@ -259,26 +259,33 @@ fn directories_that_do_not_stay_do_not_decide() {
     assert!(matches!(error, MemberError::NoQuorum { present: 1, members: 2 }), "{error:?}");
 }
 
-/// Regression: a join that ended after the old directory had the list could not be repeated.
+/// Regression: a join that ended after some directories had the list could not be repeated.
 #[test]
 fn interrupted_join_can_be_repeated() {
-    for good in 0..12 {
-        let mut states = [Some(MemberState::single(DeviceId(1))), None, None];
-        let mut files = Limited { states: &mut states, used: &[0, 1, 2], good };
-        let found = [Found::Own(MemberState::single(DeviceId(1))), Found::New, Found::New];
-        let mut last = 1;
-        let mut next_id = || {
-            last += 1;
-            DeviceId(last)
-        };
-        let first = Members::start(&found, &mut files, &mut next_id);
-        assert_eq!(first.is_ok(), good >= 7, "{good}");
-        let states: Vec<_> =
-            files.states.iter().cloned().zip(0..).map(|(state, at)| (at == 0, state)).collect();
-        let found = Found::of(&states, &mut next_id);
-        files.good = usize::MAX;
-        let (_, kept) = Members::start(&found, &mut files, next_id).unwrap();
-        assert!(kept[0], "{good}");
+    for count in 2..10 {
+        let used: Vec<usize> = (0..count).collect();
+        // A promise, a number for each new one, the list with the one before, and the list alone.
+        let all = 1 + (count - 1) + 2 * count;
+        for good in 0..=all {
+            let mut states = vec![None; count];
+            states[0] = Some(MemberState::single(DeviceId(1)));
+            let mut files = Limited { states: &mut states, used: &used, good };
+            let mut found = vec![Found::New; count];
+            found[0] = Found::Own(MemberState::single(DeviceId(1)));
+            let mut last = 1;
+            let mut next_id = || {
+                last += 1;
+                DeviceId(last)
+            };
+            let first = Members::start(&found, &mut files, &mut next_id);
+            assert_eq!(first.is_ok(), good == all, "{good} of {all}");
+            let states: Vec<_> =
+                files.states.iter().cloned().zip(0..).map(|(state, at)| (at == 0, state)).collect();
+            let found = Found::of(&states, &mut next_id);
+            files.good = usize::MAX;
+            let (_, kept) = Members::start(&found, &mut files, next_id).unwrap();
+            assert!(kept[0], "{good} of {all}");
+        }
     }
 }
 
