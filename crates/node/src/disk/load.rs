@@ -252,7 +252,7 @@ impl DiskTier {
         ops.iter().map(request).collect()
     }
 
-    /// Queues a promotion. Returns `false` if the tier has stopped.
+    /// Queues a promotion. Returns `false` if the tier has stopped, or the directory was excluded.
     pub(super) fn queue_promotion(&self, device: usize, job: PromoteJob) -> bool {
         self.devices[device].loads.push(Job::Promote(job))
     }

@@ -116,6 +116,9 @@ impl DiskTier {
         let mut ended = Vec::with_capacity(tickets.len());
         for (ticket, outcome) in tickets.iter().zip(outcomes) {
             // After the exclusion of this directory, another one writes it and replies.
+            if outcome.is_none() && device.is_excluded() {
+                continue;
+            }
             let claimed = device.open_offloads.lock().as_mut().and_then(|open| open.remove(ticket));
             let Some(job) = claimed else { continue };
             ended.push(*ticket);

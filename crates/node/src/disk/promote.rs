@@ -50,12 +50,16 @@ struct Promotion {
 }
 
 impl DiskTier {
-    /// Starts a promotion. Returns `false` if the tier has stopped.
+    /// Starts a promotion. Returns `false` if the tier has stopped, or the directory was excluded.
     pub(crate) fn begin_promotion(&self, job: PromoteJob) -> bool {
         let device = self.device_to_read(&job.name);
         let promotion = Promotion { command: (job.session, job.command_id), device };
         self.promotions.slots.lock().insert((job.segment, job.slot), promotion);
-        self.queue_promotion(device, job)
+        let is_queued = self.queue_promotion(device, job);
+        if !is_queued {
+            self.promotions.slots.lock().remove(&(job.segment, job.slot));
+        }
+        is_queued
     }
 
     /// Refuses the promotions from an excluded directory.
