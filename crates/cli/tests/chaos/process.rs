@@ -107,7 +107,8 @@ impl Process {
         if let Some(child) = &mut self.child
             && let Some(status) = child.try_wait().expect("our child")
         {
-            println!("{} exited by itself: {status}", self.name);
+            let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+            println!("{} exited by itself: {status}: {}", self.name, log.lines().last().unwrap_or_default());
             self.child = None;
             self.ended_by_itself += 1;
             self.again_at = Instant::now() + PAUSE;
