@@ -121,7 +121,6 @@ impl DiskTier {
             }
             let claimed = device.open_offloads.lock().as_mut().and_then(|open| open.remove(ticket));
             let Some(job) = claimed else { continue };
-            ended.push(*ticket);
             match outcome {
                 None => {}
                 Some(Err(code)) => {
@@ -129,7 +128,7 @@ impl DiskTier {
                     if is_of_device
                         && self.device_to_write().is_some_and(|other| other.number != device.number)
                     {
-                        self.offload(job);
+                        self.queue_offload(*ticket, job);
                         continue;
                     }
                     increment(&self.counters.offloads_refused, 1);

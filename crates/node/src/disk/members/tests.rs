@@ -27,7 +27,7 @@ struct Files<'a> {
     world: &'a mut World,
     used: &'a [usize],
     rng: &'a mut Rng,
-    /// One of so many writes fails.
+    /// A write fails with a probability of 1 in this number.
     fails: u64,
     has_ended: bool,
 }
