@@ -27,6 +27,7 @@
 //! | `linearizability` | detection of wrong gets of one key |
 //! | `checker` | wrong gets of all keys, failures, numbers of calls |
 //! | `group_monitor` | times of groups without a master |
+//! | `machine` | time that the machine lost to others |
 //! | `report` | tables |
 //!
 //! Invariants: a get returns bytes that were put under its key; puts, upserts, removals and gets of each key are
@@ -34,7 +35,8 @@
 //! replacement was acknowledged before the get started; every get ends by its timeout; no group is without a master for
 //! long while masters and registry are healthy; after healing, every client call succeeds again; after removing all
 //! objects, no process uses memory for objects. All keys are read after healing, and again when everything was removed and
-//! all masters and nodes were killed after that.
+//! all masters and nodes were killed after that. A late call or a late election is excused if the machine lost a tenth of
+//! that time to others (`machine`); nothing excuses wrong bytes.
 //!
 //! With slow disks, a node delays every sync by a random time up to a maximum that is drawn for each life of the node, and
 //! the disks are file systems in files on a real disk. Its backends are `bucket` and `offset`; the backend `file` syncs
@@ -68,6 +70,8 @@ mod harness;
 mod journal;
 #[path = "chaos/linearizability.rs"]
 mod linearizability;
+#[path = "chaos/machine.rs"]
+mod machine;
 #[path = "chaos/net.rs"]
 mod net;
 #[path = "chaos/process.rs"]
@@ -85,6 +89,7 @@ use content::Rng;
 use faults::Faults;
 use group_monitor::GroupMonitor;
 use harness::Folder;
+use machine::MachineMonitor;
 use world::{Shape, World};
 
 /// Name with which this test starts itself again as a client.
@@ -124,6 +129,7 @@ fn reads_are_correct_under_random_faults() {
         assert!(!world::is_tmpfs(path), "slow disks need a real disk, and {} is in memory", path.display());
     }
     let mut world = World::start(shape, folder.path(), rng.draw());
+    let machine = MachineMonitor::start();
     let monitor = GroupMonitor::start(&world::master_pages_at(shape));
     let (mut faults, started) = (Faults::new(rng.fork(), shape.slow_disks), Instant::now());
     while started.elapsed() < Duration::from_secs(seconds) {
@@ -147,9 +153,11 @@ fn reads_are_correct_under_random_faults() {
     println!("{} uses of memory at the end", left.len());
     world.restart_masters_and_nodes();
     records.extend(world.read_all(&keys));
-    let verdict = checker::judge(&records, &faults.stops(), quiet);
+    let lost = machine.end();
+    let verdict = checker::judge(&records, &faults.stops(), quiet, &lost);
     verdict.print(&faults.done);
-    let vacant = group_monitor::judge(&vacancies, &faults.done);
+    let vacant = group_monitor::judge(&vacancies, &faults.done, &lost);
+    report::machine(&lost);
     world.print_restarts();
     let errors = world.log_errors();
 
@@ -162,17 +170,15 @@ fn reads_are_correct_under_random_faults() {
     };
     let (wrong, described) = (&verdict.wrong, verdict.described.join("\n"));
     check(wrong.is_empty(), format!("wrong gets: {wrong:?}\n{described}"));
-    let (longest, deadline) = (verdict.longest_get, client::DEADLINE);
-    check(
-        longest <= deadline + client::LATE,
-        format!("a get took {longest:?}, its deadline is {deadline:?}"),
-    );
+    let late = verdict.late_get;
+    check(late.is_none(), format!("a get took {late:?}, its deadline is {:?}", client::DEADLINE));
     check(verdict.unanswered.is_empty(), format!("calls failed after healing: {:#?}", verdict.unanswered));
     check(vacant.is_empty(), format!("groups without a master although masters were healthy: {vacant:#?}"));
     let some = &left[..left.len().min(40)];
     check(some.is_empty(), format!("memory in use after all objects were removed: {some:#?}"));
     check(errors.is_empty(), format!("errors in logs: {errors:#?}"));
     let rate = if shape.slow_disks { KEYS_PER_SECOND_SLOW_MIN } else { KEYS_PER_SECOND_MIN };
+    let rate = if lost.is_large() { rate / 4 } else { rate };
     let (written, least) = (verdict.keys_written, seconds * rate);
     check(written >= least, format!("only {written} keys were written, expected {least}"));
     let (happened, least) = (faults.done.len(), (seconds / SECONDS_PER_FAULT_MAX) as usize);

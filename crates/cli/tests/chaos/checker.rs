@@ -4,9 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::Duration;
 
+use crate::client::{DEADLINE, LATE};
 use crate::faults::{Done, Stop};
 use crate::journal::{Kind, Outcome, Record};
 use crate::linearizability::{History, Violation};
+use crate::machine::LostTime;
 use crate::report;
 use crate::value::KeyId;
 use crate::world::TEST_LIFE;
@@ -21,9 +23,12 @@ pub struct Verdict {
     pub wrong: BTreeMap<&'static str, u64>,
     /// Descriptions of the first wrong gets.
     pub described: Vec<String>,
-    pub longest_get: Duration,
+    /// The longest get that ended too late.
+    pub late_get: Option<Duration>,
     /// Number of gets that failed after healing, by client and error.
     pub unanswered: BTreeMap<String, u64>,
+    /// Number of gets that were late, or failed after healing, while the machine lost time.
+    excused: u64,
     pub keys_written: u64,
     /// Gets of a version that is older than that of a put without upsert: correct, but worth knowing.
     older_than_put: usize,
@@ -33,8 +38,9 @@ pub struct Verdict {
     gets: Vec<(u64, Duration)>,
 }
 
-/// Checks all records. `stops`: times in which clients were stopped; `quiet`: time from which no fault is active.
-pub fn judge(records: &[Record], stops: &[Stop], quiet: u64) -> Verdict {
+/// Checks all records. `stops`: times in which clients were stopped; `quiet`: time from which no fault is active; `lost`:
+/// time that the machine lost, which excuses late gets, and gets that failed after healing.
+pub fn judge(records: &[Record], stops: &[Stop], quiet: u64, lost: &LostTime) -> Verdict {
     let mut histories: HashMap<KeyId, History> = HashMap::new();
     let mut verdict = Verdict::default();
     let mut written = HashSet::new();
@@ -64,13 +70,26 @@ pub fn judge(records: &[Record], stops: &[Stop], quiet: u64) -> Verdict {
             if let Outcome::Failed(code) = record.outcome
                 && record.start >= quiet
             {
-                *verdict.unanswered.entry(format!("life {}: {}", record.life, code.name())).or_default() += 1;
+                // What was lost since healing may have delayed what this get needed.
+                if lost.excuses(quiet, record.end) || lost.excuses(record.start, record.end) {
+                    verdict.excused += 1;
+                } else {
+                    *verdict
+                        .unanswered
+                        .entry(format!("life {}: {}", record.life, code.name()))
+                        .or_default() += 1;
+                }
             }
             let took = Duration::from_nanos(record.end - record.start);
             // The test itself reads many keys at once, with a longer timeout.
             if record.life != TEST_LIFE && !stops.iter().any(|stop| stop.touches(record)) {
                 verdict.gets.push((record.start, took));
-                verdict.longest_get = verdict.longest_get.max(took);
+                let is_late = took > DEADLINE + LATE;
+                if is_late && lost.excuses(record.start, record.end) {
+                    verdict.excused += 1;
+                } else if is_late {
+                    verdict.late_get = verdict.late_get.max(Some(took));
+                }
             }
         }
     }
@@ -131,6 +150,7 @@ impl Verdict {
         report::operations(&self.counts, self.keys_written);
         report::latencies(&self.gets, faults);
         println!("{} gets of a version older than that of a put without upsert", self.older_than_put);
+        println!("{} late or failed gets are excused by time that the machine lost", self.excused);
         println!("{} wrong gets: {:?}", self.wrong.values().sum::<u64>(), self.wrong);
     }
 }
@@ -158,7 +178,7 @@ mod tests {
             record(Kind::Get, Outcome::Ok, 7, 50, 60),
             record(Kind::Get, Outcome::Wrong, 0, 70, 80),
         ];
-        let verdict = judge(&records, &[], 40);
+        let verdict = judge(&records, &[], 40, &LostTime::default());
         assert_eq!(verdict.wrong, BTreeMap::from([("removed", 1), ("wrong bytes", 1)]));
         assert_eq!(verdict.described.len(), 2);
         assert_eq!(verdict.unanswered.values().sum::<u64>(), 1);
@@ -166,7 +186,7 @@ mod tests {
         // A version of one key does not excuse that of another.
         let other = Record { key: KeyId::hot(2), ..records[2] };
         assert_eq!(
-            judge(&[records[0], records[1], other], &[], 40).wrong,
+            judge(&[records[0], records[1], other], &[], 40, &LostTime::default()).wrong,
             BTreeMap::from([("never put", 1)])
         );
     }

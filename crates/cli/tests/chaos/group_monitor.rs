@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::faults::Done;
 use crate::journal::now;
+use crate::machine::LostTime;
 use crate::report;
 use crate::world::{GROUPS, LEASE_MS};
 
@@ -90,8 +91,9 @@ fn unexplained(vacancy: (u64, u64), faults: &[Done]) -> Duration {
     Duration::from_nanos(longest.max(vacancy.1.saturating_sub(from)))
 }
 
-/// Prints how long groups had no master; returns unexplained vacancies that are too long.
-pub fn judge(vacancies: &[(u64, u64)], faults: &[Done]) -> Vec<String> {
+/// Prints how long groups had no master; returns unexplained vacancies that are too long, except those that the machine
+/// explains.
+pub fn judge(vacancies: &[(u64, u64)], faults: &[Done], lost: &LostTime) -> Vec<String> {
     let longest = vacancies.iter().map(|(from, to)| to - from).max().unwrap_or_default();
     let parts = vacancies.iter().map(|&vacancy| unexplained(vacancy, faults));
     println!(
@@ -102,10 +104,12 @@ pub fn judge(vacancies: &[(u64, u64)], faults: &[Done]) -> Vec<String> {
         parts.max().unwrap_or_default()
     );
     let wrong = vacancies.iter().filter(|&&vacancy| unexplained(vacancy, faults) > VACANT_MAX);
+    let (excused, wrong): (Vec<_>, Vec<_>) = wrong.partition(|(from, to)| lost.excuses(*from, *to));
+    println!("{} of them are excused by time that the machine lost", excused.len());
     let text = |&(from, to): &(u64, u64)| {
         format!("from {} to {} some group had no master", report::moment(from), report::moment(to))
     };
-    wrong.map(text).collect()
+    wrong.into_iter().map(text).collect()
 }
 
 /// Returns the number of groups of a master; 0 if it does not respond.

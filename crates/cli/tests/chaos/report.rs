@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::client::{DEADLINE, LATE};
 use crate::faults::Done;
+use crate::machine::LostTime;
 
 /// Formats a time of the monotonic clock in seconds.
 pub fn moment(nanos: u64) -> String {
@@ -51,4 +52,10 @@ pub fn latencies(gets: &[(u64, Duration)], faults: &[Done]) {
             took.len()
         );
     }
+}
+
+/// Prints the time that the machine lost.
+pub fn machine(lost: &LostTime) {
+    let (lost, of) = lost.total();
+    println!("the machine lost {lost:.1?} of {of:.1?} to others");
 }
