@@ -121,7 +121,8 @@ impl Node {
     fn is_orphaned(link: &Arc<dyn Link>) -> bool {
         let gone =
             |heap: &Arc<LocalHeap>| !matches!(heap.board().liveness(SystemClock.now()), Liveness::Alive(_));
-        link.local().is_some_and(gone)
+        // The heartbeat of a killed node is a while ago before it counts as gone; its socket is closed at once.
+        link.is_closed() || link.local().is_some_and(gone)
     }
 }
 

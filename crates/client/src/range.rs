@@ -192,7 +192,14 @@ impl Inner {
     ) -> Result<(), StripeError> {
         let mut last = StripeError::Error(StoreError::refused(ErrorCode::Unreachable));
         for replica in 0..location.replica_count() {
-            match self.read_pages(location, replica, stripe, range, into, deadline) {
+            let read = self.read_pages(location, replica, stripe, range, into, deadline);
+            // It has left, or restarted: the next attempt asks the masters for its new address.
+            if read.as_ref().is_err_and(|error| error.code() == ErrorCode::ConnectionLost)
+                && let Some(node) = self.nodes.get(location.handle(replica, stripe).node)
+            {
+                node.suspect();
+            }
+            match read {
                 Ok(()) => return Ok(()),
                 Err(error) if is_disk_error(error.code()) && location.is_on_disk(replica) => {
                     last = StripeError::Lost;

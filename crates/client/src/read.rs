@@ -510,10 +510,11 @@ impl ReadRound<'_> {
                 RetryDecision::Relookup => self.outcomes[job.read] = Outcome::Stale,
                 RetryDecision::Final => self.outcomes[job.read] = Outcome::Failed(error),
                 RetryDecision::OtherReplica => {
-                    if error.code() == ErrorCode::StaleSession
+                    // It is leaving, or has left: the next attempt asks the masters for its new address.
+                    if matches!(error.code(), ErrorCode::StaleSession | ErrorCode::ConnectionLost)
                         && let Some(node) = self.store.nodes.get(node)
                     {
-                        node.suspect(); // it is leaving
+                        node.suspect();
                     }
                     job.last = Some(error);
                 }

@@ -100,6 +100,11 @@ pub trait Link: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Returns whether the peer has closed its end for good: only a new link can reach it, or its successor.
+    fn is_closed(&self) -> bool {
+        false
+    }
+
     /// Starts operations.
     ///
     /// # Safety

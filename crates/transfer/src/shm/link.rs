@@ -18,6 +18,7 @@ use moontide_rt::Backoff;
 use moontide_rt::sync::{Arc, Mutex, lock};
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::{Engine, EngineUnavailable, Link, Peer, Pending, Score, WaitMode, call};
 use crate::engine_kind::EngineKind;
@@ -433,6 +434,12 @@ impl Link for ShmLink {
 
     fn node(&self) -> NodeId {
         self.node
+    }
+
+    fn is_closed(&self) -> bool {
+        let mut socket = [PollFd::new(&self.socket, PollFlags::empty())];
+        let polled = poll(&mut socket, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        polled.is_ok() && socket[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
     fn local(&self) -> Option<&std::sync::Arc<LocalHeap>> {
