@@ -46,5 +46,7 @@ mod sizes;
 mod stalled;
 #[path = "disk_cluster/stopped.rs"]
 mod stopped;
+#[path = "disk_cluster/striped.rs"]
+mod striped;
 #[path = "disk_cluster/unprivileged.rs"]
 mod unprivileged;

@@ -18,6 +18,7 @@ mod flush;
 mod handoff;
 mod invalidations;
 mod lookup;
+mod missing_stripes;
 mod nodes;
 mod put;
 mod remove;
@@ -267,6 +268,8 @@ pub struct Group {
     quarantined_segments: Vec<u32>,
     /// Segments that are gone and still have objects in the index.
     lost_segments: VecDeque<u32>,
+    /// Objects with missing stripes, which nodes may bring back.
+    incomplete: VecDeque<missing_stripes::IncompleteObject>,
 
     /// Draining locations that a one-sided reader may still read: (end of the lease, segment, slot).
     leased_drains: BTreeMap<(Tick, u32, u32), Epoch>,
@@ -373,6 +376,7 @@ impl Group {
             sizes: SegmentSizes::default(),
             quarantined_segments: vec![],
             lost_segments: VecDeque::new(),
+            incomplete: VecDeque::new(),
             leased_drains: BTreeMap::new(),
             unconfirmed_kills: BTreeSet::new(),
             unanswered_kills: HashMap::new(),
@@ -687,7 +691,9 @@ impl Group {
         self.end_offload(record.id());
         self.late_offloads.remove(&record.id());
         self.not_offloadable.remove(&record.id());
+        let mut was_readable = !record.has(RecordFlag::Writing);
         if let Some(extension) = self.extensions.remove(record.extension) {
+            was_readable &= !extension.lacks_stripes;
             if let Some(expires) = extension.expires {
                 self.expiring.remove(&(expires.0, record.id()));
             }
@@ -699,7 +705,7 @@ impl Group {
         let removed = self.table.remove(record.id(), at.number());
         debug_assert!(removed, "record is missing in the table");
         self.uncertain_replacements.remove(&record.id());
-        self.invalidate(record.id(), !record.has(RecordFlag::Writing));
+        self.invalidate(record.id(), was_readable);
         if let Some(old) = self.slab.remove(at) {
             self.record_moved(old, at);
         }

@@ -21,6 +21,8 @@ pub(crate) struct RecordExtension {
     pub(crate) committed: Vec<bool>,
     /// Root digest of each stripe if there are several, 0 while unknown.
     pub(crate) stripe_roots: Vec<u64>,
+    /// Complete, but some stripes are with nodes that are away: readers do not find the object.
+    pub(crate) lacks_stripes: bool,
     pub(crate) expires: Option<UnixMillis>,
     /// Number of the cohort, or [`NONE`].
     pub(crate) cohort: u32,
@@ -37,6 +39,7 @@ impl RecordExtension {
             locations: vec![],
             committed: vec![],
             stripe_roots: vec![],
+            lacks_stripes: false,
             expires: None,
             cohort: NONE,
             parent: None,

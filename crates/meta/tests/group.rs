@@ -458,10 +458,15 @@ fn striped_object_spans_segments_and_needs_every_stripe() {
     let nodes: std::collections::HashSet<_> = parts.iter().map(|p| p.0).collect();
     assert_eq!(nodes.len(), 3, "three stripes, three segments");
     assert!(parts.iter().all(|p| p.1.is_multiple_of(moontide_types::limits::PAGE_BYTES)));
-    // Losing one stripe loses the object.
+    // Without one stripe the object cannot be read. It waits for the node, but not for ever.
     let lost = parts[1].0;
     harness.group.node_lost(harness.now, lost, SessionId(lost.0 * 100), &mut harness.effects);
     assert!(!harness.exists("big"), "loss does not wait for the next tick");
+    harness.tick();
+    assert_eq!((harness.group.objects(), harness.exists("big")), (1, false));
+    let config = harness.group.config();
+    let window = config.rejoin_window.max(config.reservation);
+    harness.advance(window + Duration::from_secs(1));
     harness.tick();
     assert_eq!(harness.group.objects(), 0);
 }

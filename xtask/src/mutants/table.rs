@@ -68,6 +68,20 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::Environment,
     },
     Mutant {
+        name: "striped-object-dropped-with-node",
+        location: "crates/meta/src/group/missing_stripes.rs",
+        impact: "An object whose stripes are on several nodes is lost when one of them restarts.",
+        test: test("meta", "striped", "striped_object_returns_with_disk_of_restarted_node"),
+        activation: Activation::Environment,
+    },
+    Mutant {
+        name: "returned-stripe-unchecked",
+        location: "crates/meta/src/group/missing_stripes.rs",
+        impact: "Readers are sent to a stripe that does not belong to the object, and find it corrupt.",
+        test: test("meta", "striped", "stripe_of_other_bytes_does_not_complete_object"),
+        activation: Activation::Environment,
+    },
+    Mutant {
         name: "beat-before-close",
         location: "crates/node/src/index_gate.rs",
         impact: "A process that was stopped and goes on serves removed objects in place for a moment.",

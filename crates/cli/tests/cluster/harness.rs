@@ -329,6 +329,8 @@ pub struct Cluster {
     pub nodes: Vec<Process>,
     pub master: Process,
     shape: Shape,
+    /// Further arguments of each node.
+    node_words: Vec<Vec<String>>,
     folder: Folder,
     _alone: MutexGuard<'static, ()>,
 }
@@ -338,7 +340,8 @@ impl Cluster {
         let alone = alone();
         let folder = Folder::new();
         let master = start_master(&folder, &shape, &[(); 3].map(|()| free_address()));
-        let mut cluster = Cluster { nodes: Vec::new(), master, shape: shape.clone(), folder, _alone: alone };
+        let (nodes, node_words) = (Vec::new(), Vec::new());
+        let mut cluster = Cluster { nodes, master, shape: shape.clone(), node_words, folder, _alone: alone };
         for _ in 0..shape.nodes {
             cluster.add_node(&[]);
         }
@@ -354,6 +357,7 @@ impl Cluster {
         let name = format!("node-{}", self.nodes.len());
         let node = self.start_node(&name, more);
         self.nodes.push(node);
+        self.node_words.push(more.to_vec());
     }
 
     /// Starts one more node without the arguments of the shape.
@@ -370,6 +374,7 @@ impl Cluster {
         let words = self.node_words(&name, &[]);
         let node = Process::start_prepared(self.folder.path(), &name, through, &words, "ready", prepare);
         self.nodes.push(node);
+        self.node_words.push(Vec::new());
     }
 
     fn start_node(&self, name: &str, more: &[String]) -> Process {
@@ -393,10 +398,16 @@ impl Cluster {
         all
     }
 
-    /// Restarts a node that has exited, with its address and id.
+    /// Restarts a node that has exited, with its arguments, its address and its id.
     pub fn restart_node(&mut self, at: usize) {
         let node = &self.nodes[at];
-        let more = words(&format!("--node-id {} --listen {}", node.printed("node"), node.printed("tcp")));
+        let mut more = self.node_words[at].clone();
+        if !more.iter().any(|word| word == "--listen") {
+            more.extend(["--listen".to_owned(), node.printed("tcp").to_owned()]);
+        }
+        if !more.iter().any(|word| word == "--node-id") {
+            more.extend(["--node-id".to_owned(), node.printed("node").to_owned()]);
+        }
         self.nodes[at] = self.start_node(&format!("node-{at}"), &more);
     }
 

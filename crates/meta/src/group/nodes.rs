@@ -444,7 +444,9 @@ impl Group {
         }
         let index = self.location_index(&record, segment, slot);
         self.release_location(at, index, None, effects);
-        self.end_if_incomplete(at, lost, now, effects);
+        if !(lost && self.keep_for_missing_stripes(at, now)) {
+            self.end_if_incomplete(at, lost, now, effects);
+        }
     }
 
     /// Drops an object without a complete replica. An object being written remains while it has a location.

@@ -283,7 +283,12 @@ impl Group {
             return Err(ErrorCode::Retry);
         }
         if !record.has(RecordFlag::Writing) {
-            return if record.root == end.root { Ok(()) } else { Err(ErrorCode::InvalidArgument) };
+            // The root of an object with missing stripes may not be known yet.
+            return match record.root == end.root {
+                true => Ok(()),
+                false if self.lacks_stripes(&record) => Err(ErrorCode::Retry),
+                false => Err(ErrorCode::InvalidArgument),
+            };
         }
         // An older version that a node reported, or that was released a moment ago, may still be READY there.
         if self.has_unconfirmed_kill(end.id) && !skip_kill_check {
@@ -671,6 +676,7 @@ impl Group {
                 locations: locations[1..].to_vec(),
                 committed: vec![],
                 stripe_roots: if plan.stripes > 1 { vec![0; plan.stripes] } else { vec![] },
+                lacks_stripes: false,
                 expires,
                 cohort,
                 parent: put.parent.map(Into::into),

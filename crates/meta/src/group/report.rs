@@ -6,10 +6,11 @@
 //! | in the index | reported | result |
 //! |---|---|---|
 //! | nothing | READY, all of the object | complete |
-//! | nothing | WRITING, or one stripe of several | a reservation with a new end; complete when all stripes are READY |
+//! | nothing | one stripe of several, on a disk | complete, and found by readers when all stripes are there |
+//! | nothing | WRITING, or one stripe of several in memory | a reservation with a new end; complete when all stripes are READY |
 //! | the same version | another location of it | another replica or the missing stripe |
-//! | an older version | a complete newer one | the older one is killed |
-//! | an older complete version | an incomplete newer one | the newer one is killed |
+//! | an older version | a complete newer one, or one on a disk | the older one is killed |
+//! | an older complete version | an incomplete newer one in memory | the newer one is killed |
 //! | a newer version | anything older | the older one is killed, unless the newer one is an incomplete remainder |
 //! | a tombstone, an expiry, a foreign group | anything | killed |
 
@@ -352,23 +353,23 @@ impl Group {
         let (record, key) = self.slab.with_key(at);
         let (record, same_key) = (*record, key == new.key);
         let incomplete = record.has(RecordFlag::Writing);
+        let was_complete = self.proves_completion(index, new);
         // A reservation made by this master is a put in progress; a reported one is the remainder of a put.
         let remainder = incomplete && record.has(RecordFlag::Reported);
         if !same_key || record.object_len() != new.object_len {
-            let replaces = same_key && new.epoch > record.epoch() && (new.is_complete_object() || remainder);
+            let replaces = same_key && new.epoch > record.epoch() && (was_complete || remainder);
             return self.report_other_version(now, index, new, stripe_len, at, replaces, effects);
         }
         if record.epoch() == new.epoch {
             let fits = if incomplete { remainder } else { new.state == ReportState::Ready };
-            if fits && self.add_reported_location(index, new, stripe_len, at, effects) {
+            if fits && self.add_reported_location(now, index, new, stripe_len, at, effects) {
                 return Ok(());
             }
             self.reject_reported(index, new, effects);
             return Ok(());
         }
         let newer = (new.epoch > record.epoch()) != moontide_rt::mutation_enabled("older-version-wins");
-        let replaces =
-            if newer { new.is_complete_object() || remainder } else { remainder && new.is_complete_object() };
+        let replaces = if newer { was_complete || remainder } else { remainder && was_complete };
         self.report_other_version(now, index, new, stripe_len, at, replaces, effects)
     }
 
@@ -419,7 +420,7 @@ impl Group {
         stripe_len: u64,
         effects: &mut Effects,
     ) -> Result<(), ErrorCode> {
-        let complete = new.is_complete_object();
+        let complete = self.proves_completion(index, new);
         let location = self.segment_mut(index).report(index, new.slot.0, new.extent, complete);
         let mut record = Record::new(new.id, new.epoch, new.tenant, new.key.len(), new.object_len);
         record.set(RecordFlag::Reported, true);
@@ -428,12 +429,12 @@ impl Group {
         record.set(RecordFlag::OnDisk, complete && self.segment(index).is_disk());
         record.set(RecordFlag::Digestless, new.digestless);
         record.set_pin(self.confirm_handoff(new.id, new.epoch).unwrap_or(new.pin));
-        if complete {
-            record.root = new.root;
-        } else {
-            record.set_until(self.ticker.end(now.mono, self.remainder_window()));
-        }
         let (stripe, stripes) = (usize::from(new.stripe.index), usize::from(new.stripe.count));
+        if !complete {
+            record.set_until(self.ticker.end(now.mono, self.remainder_window()));
+        } else if stripes == 1 {
+            record.root = new.root;
+        }
         let mut locations = vec![SlotLocation::LOST; stripes];
         locations[stripe] = location;
         record.set_location(locations[0]);
@@ -445,6 +446,7 @@ impl Group {
                 locations: locations[1..].to_vec(),
                 committed: vec![],
                 stripe_roots: if stripes > 1 { vec![0; stripes] } else { vec![] },
+                lacks_stripes: false,
                 expires: new.expires,
                 cohort,
                 parent: new.parent.map(Into::into),
@@ -453,6 +455,10 @@ impl Group {
         let at = self.add_object(&record, new.key)?;
         if complete && !self.segment(index).is_disk() {
             self.note_reported(at);
+        }
+        if complete && stripes > 1 {
+            self.add_stripe_root(at, stripe, new.root);
+            self.await_stripes(at, now);
         }
         if !complete && new.state == ReportState::Ready {
             self.committed(at, stripe, new.root, effects);
@@ -463,6 +469,7 @@ impl Group {
     /// Adds another location to an existing version. Returns `false` if the version has no use for it.
     fn add_reported_location(
         &mut self,
+        now: Now,
         index: u32,
         new: &ReportRecord<'_>,
         stripe_len: u64,
@@ -477,13 +484,12 @@ impl Group {
         if layout != (stripes, stripe_len) {
             return false;
         }
-        let expected_root = if stripes > 1 {
-            extension.map_or(0, |extension| extension.stripe_roots[stripe])
-        } else {
-            record.root
-        };
         let complete = !record.has(RecordFlag::Writing);
-        if complete && expected_root != new.root {
+        let is_replica = match stripes {
+            1 => record.root == new.root,
+            _ => !complete || self.add_stripe_root(at, stripe, new.root),
+        };
+        if complete && !is_replica {
             return false; // equal version with different bytes is not a replica
         }
         let rows = self.location_count(&record) / stripes;
@@ -514,11 +520,18 @@ impl Group {
         self.charge_location(at, location);
         self.slab.get_mut(at).set(RecordFlag::Reported, true);
         if complete {
+            self.stripe_returned(at);
             self.locations_changed(at);
         } else {
             self.set_committed(at, position, false);
             if new.state == ReportState::Ready {
                 self.committed(at, position, new.root, effects);
+            }
+            if self.slab.get(at).has(RecordFlag::Writing) && self.proves_completion(index, new) {
+                self.release_unpublished(at, effects);
+                self.complete_object(at, 0);
+                self.await_stripes(at, now);
+                self.locations_changed(at);
             }
         }
         true
@@ -539,21 +552,13 @@ impl Group {
         if stripes > 1 {
             self.extension_mut(at).stripe_roots[position % stripes] = root;
         }
-        let is_published = |group: &Group, record: &Record, index: usize| {
-            group.is_committed(record, index) && group.is_readable(group.location(record, index))
-        };
         let record = *self.slab.get(at);
         let rows = self.location_count(&record) / stripes;
-        let has_stripe = |stripe| (0..rows).any(|row| is_published(self, &record, row * stripes + stripe));
+        let has_stripe = |stripe| (0..rows).any(|row| self.is_published(&record, row * stripes + stripe));
         if !(0..stripes).all(has_stripe) {
             return;
         }
-        // Readers of a complete object may use all of its locations: those still being written must be released.
-        for index in 0..self.location_count(&record) {
-            if !is_published(self, &record, index) {
-                self.release_location(at, index, None, effects);
-            }
-        }
+        self.release_unpublished(at, effects);
         let roots = self.extensions.get(record.extension).map(|extension| extension.stripe_roots.clone());
         let root = match roots {
             Some(roots) if stripes > 1 => {
@@ -563,6 +568,25 @@ impl Group {
         };
         self.complete_object(at, root);
         self.locations_changed(at);
+    }
+
+    fn is_published(&self, record: &Record, index: usize) -> bool {
+        self.is_committed(record, index) && self.is_readable(self.location(record, index))
+    }
+
+    /// Releases the locations that are still being written. Readers of a complete object may use all of its locations.
+    fn release_unpublished(&mut self, at: RecordRef, effects: &mut Effects) {
+        let record = *self.slab.get(at);
+        for index in 0..self.location_count(&record) {
+            if !self.is_published(&record, index) {
+                self.release_location(at, index, None, effects);
+            }
+        }
+    }
+
+    /// Whether a reported record proves that its object was complete: it is all of the object, or it is on a disk.
+    fn proves_completion(&self, index: u32, new: &ReportRecord<'_>) -> bool {
+        new.is_complete_object() || (new.state == ReportState::Ready && self.segment(index).is_disk())
     }
 
     fn set_committed(&mut self, at: RecordRef, position: usize, on: bool) {

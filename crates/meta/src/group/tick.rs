@@ -62,12 +62,13 @@ impl Group {
         let reclaims = self.reclaim_leased(now, budget.reclaims, effects)
             | self.retry_kills(now, budget.reclaims, effects);
         let swept = self.sweep(now, budget.swept_slots, effects) >= budget.swept_slots;
+        let incomplete = self.drop_incomplete(now, budget.expiries, effects);
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
         let evicted =
             self.evict_to_watermark(now, budget.evictions, effects).objects as usize >= budget.evictions;
         let flushed = self.step_flushes(now, budget.flushed_slots, budget.write_backs, effects);
         let warmed = self.step_warm_ups(now, budget.warmed_slots, effects);
-        expired || reclaims || swept || jobs || evicted || flushed || warmed
+        expired || reclaims || swept || incomplete || jobs || evicted || flushed || warmed
     }
 
     /// The queue is ordered by the ends of the reservations, because all have the same duration.

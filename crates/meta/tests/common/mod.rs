@@ -408,3 +408,27 @@ pub(crate) fn reported(
         parent: None,
     }
 }
+
+/// Evicts objects; the commands are not executed yet.
+pub(crate) fn evict(harness: &mut GroupHarness, objects: usize) {
+    harness.group.evict(harness.now, 0, objects, &mut harness.effects);
+    harness.settle();
+}
+
+/// Ends a node's session.
+pub(crate) fn lose_node(harness: &mut GroupHarness, node: u64, incarnation: u64) {
+    harness.group.node_lost(harness.now, NodeId(node), session(node, incarnation), &mut harness.effects);
+    harness.settle();
+    harness.tick();
+}
+
+/// Returns a node with an empty memory and a disk that has not reported yet.
+pub(crate) fn return_node(harness: &mut GroupHarness, node: u64, incarnation: u64) {
+    harness.mount_disk(node, incarnation, true);
+    harness.mount_in(node, incarnation, 0, Term::ZERO, false);
+}
+
+pub(crate) fn end_disk_report(harness: &mut GroupHarness, node: u64, incarnation: u64) {
+    harness.group.disk_recovered(NodeId(node), session(node, incarnation)).unwrap();
+    harness.settle();
+}
