@@ -18,6 +18,7 @@ use crate::cluster::Rounds;
 use crate::error::StoreError;
 use crate::local::LocalLookup;
 use crate::logic::{Distance, RetryDecision, classify};
+use crate::nodes::is_connection_error;
 use crate::read::{ReadSource, is_disk_error};
 use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
@@ -192,14 +193,7 @@ impl Inner {
     ) -> Result<(), StripeError> {
         let mut last = StripeError::Error(StoreError::refused(ErrorCode::Unreachable));
         for replica in 0..location.replica_count() {
-            let read = self.read_pages(location, replica, stripe, range, into, deadline);
-            // It has left, or restarted: the next attempt asks the masters for its new address.
-            if read.as_ref().is_err_and(|error| error.code() == ErrorCode::ConnectionLost)
-                && let Some(node) = self.nodes.get(location.handle(replica, stripe).node)
-            {
-                node.suspect();
-            }
-            match read {
+            match self.read_pages(location, replica, stripe, range, into, deadline) {
                 Ok(()) => return Ok(()),
                 Err(error) if is_disk_error(error.code()) && location.is_on_disk(replica) => {
                     last = StripeError::Lost;
@@ -250,6 +244,10 @@ impl Inner {
         let result = run(&*link, &mut ops, deadline);
         let outcomes: Vec<_> = ops.iter().map(Op::outcome).collect();
         drop(ops);
+        let is_lost = outcomes.contains(&Some(Err(ErrorCode::ConnectionLost)));
+        if is_lost || result.as_ref().is_err_and(is_connection_error) {
+            node.suspect(); // the next attempt asks the masters for its successor
+        }
         result.map_err(|source| StoreError::Node { node: node.info.node, source })?;
         for outcome in outcomes {
             outcome.unwrap_or(Err(ErrorCode::Internal)).map_err(StoreError::refused)?;

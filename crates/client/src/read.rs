@@ -360,6 +360,7 @@ impl ReadRound<'_> {
                 None
             }
         };
+        let is_lost = |op: &Op<'_>| op.outcome() == Some(Err(ErrorCode::ConnectionLost));
         let mut results: Vec<ReadResult> = Vec::new();
         for (node_reads, batch) in per_node.iter().zip(&batches) {
             results.extend(results_of(node_reads, batch));
@@ -367,6 +368,9 @@ impl ReadRound<'_> {
                 Some(Err(TransferError::Aborted)) => node_reads.node.mark_slow(),
                 Some(Err(error)) if is_connection_error(error) => node_reads.node.suspect(),
                 _ => {}
+            }
+            if batch.ops.iter().any(is_lost) {
+                node_reads.node.suspect(); // the next attempt asks the masters for its successor
             }
         }
         drop(batches);
@@ -510,11 +514,10 @@ impl ReadRound<'_> {
                 RetryDecision::Relookup => self.outcomes[job.read] = Outcome::Stale,
                 RetryDecision::Final => self.outcomes[job.read] = Outcome::Failed(error),
                 RetryDecision::OtherReplica => {
-                    // It is leaving, or has left: the next attempt asks the masters for its new address.
-                    if matches!(error.code(), ErrorCode::StaleSession | ErrorCode::ConnectionLost)
+                    if error.code() == ErrorCode::StaleSession
                         && let Some(node) = self.store.nodes.get(node)
                     {
-                        node.suspect();
+                        node.suspect(); // it is leaving
                     }
                     job.last = Some(error);
                 }

@@ -285,13 +285,13 @@ impl ShmLink {
 
     fn pin<'r>(&self, target: &Target, reader: &'r mut Reader<'_>) -> Result<Guard<'r>, ErrorCode> {
         if self.heap.generation(target.segment) != Some(target.generation) {
-            return Err(ErrorCode::StaleGeneration);
+            return Err(self.or_connection_lost(ErrorCode::StaleGeneration));
         }
         match reader.get_at(target.segment, target.slot, target.epoch, SystemClock.now()) {
             Lookup::Hit(guard) => Ok(guard),
             Lookup::Miss => Err(ErrorCode::Gone),
             Lookup::Full => Err(ErrorCode::Busy),
-            Lookup::Closed => Err(ErrorCode::Unreachable),
+            Lookup::Closed => Err(self.or_connection_lost(ErrorCode::Unreachable)),
         }
     }
 
@@ -332,6 +332,11 @@ impl ShmLink {
                 Ok(())
             }
         }
+    }
+
+    /// Returns the code for an operation that failed: of a node that has exited, the successor must be reached.
+    fn or_connection_lost(&self, code: ErrorCode) -> ErrorCode {
+        if self.is_closed() { ErrorCode::ConnectionLost } else { code }
     }
 
     /// Returns the stream for calls, opening it if necessary.
