@@ -23,6 +23,8 @@ pub(crate) struct RecordExtension {
     pub(crate) stripe_roots: Vec<u64>,
     /// Complete, but some stripes are with nodes that are away: readers do not find the object.
     pub(crate) lacks_stripes: bool,
+    /// In the list of objects with missing stripes.
+    pub(crate) is_awaited: bool,
     pub(crate) expires: Option<UnixMillis>,
     /// Number of the cohort, or [`NONE`].
     pub(crate) cohort: u32,
@@ -40,6 +42,7 @@ impl RecordExtension {
             committed: vec![],
             stripe_roots: vec![],
             lacks_stripes: false,
+            is_awaited: false,
             expires: None,
             cohort: NONE,
             parent: None,

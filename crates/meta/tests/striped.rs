@@ -11,7 +11,7 @@ use moontide_meta::{
     CommandKind, CommandOutcome, PutEnd, PutOptions, RemoveOutcome, ReportRecord, StripeRange,
 };
 use moontide_types::record::object_root;
-use moontide_types::{Epoch, ErrorCode, Medium, NodeId, SegmentId, Term};
+use moontide_types::{Epoch, ErrorCode, Extent, Medium, NodeId, SegmentId, Term};
 
 const KIB: u64 = 1024;
 const STRIPE: u64 = 256 * KIB;
@@ -279,4 +279,106 @@ fn stripe_on_disk_replaces_older_version() {
     assert!(!harness.exists("s"), "the older version was replaced");
     harness.notice(1, session(1, 0), &halves[1], true).unwrap();
     assert_eq!(harness.lookup("s", 0), Ok((new, 1)));
+}
+
+/// Failure: a put was lost with its master. Cause: the lone stripe of the version that it had replaced counted as complete.
+#[test]
+fn lone_stripe_of_replaced_version_does_not_displace_newer_one() {
+    let [old, new] = [5, 6].map(|sequence| Epoch::new(Term::new(1).unwrap(), sequence).unwrap());
+    for disk_first in [true, false] {
+        let mut harness = GroupHarness::with(config(2));
+        return_node(&mut harness, 1, 0);
+        for node in [2, 3] {
+            harness.mount_in(node, 0, 0, Term::ZERO, true);
+        }
+        let on_disk = stripe(&harness, old, 0);
+        let in_memory = [0, 1].map(|index| {
+            let extent = Extent { start: 0, units: (STRIPE / 512) as u32 + 10 };
+            let payload_offset = extent.span().offset();
+            ReportRecord { extent, payload_offset, ..stripe(&harness, new, index) }
+        });
+        let report = |harness: &mut GroupHarness, node: u64, index: usize| {
+            let name = (NodeId(node), SegmentId(0));
+            let generation = harness.group.find_segment(name.0, name.1).unwrap().generation;
+            let (now, term) = (harness.now, harness.group.config().term);
+            let records = [in_memory[index]];
+            harness.group.report(now, name, generation, term, 0, records, &mut harness.effects).unwrap();
+            harness.settle();
+        };
+        if disk_first {
+            harness.notice(1, session(1, 0), &on_disk, true).unwrap();
+            report(&mut harness, 2, 0);
+        } else {
+            report(&mut harness, 2, 0);
+            harness.notice(1, session(1, 0), &on_disk, true).unwrap();
+        }
+        report(&mut harness, 3, 1);
+        assert_eq!(harness.lookup("s", 0).map(|found| found.0), Ok(new), "disk first: {disk_first}");
+    }
+}
+
+/// Returns an object with both stripes in memory and on disk, after the node of the first stripe has left. The second result
+/// is that node.
+fn put_in_memory_and_on_disks(harness: &mut GroupHarness) -> (Epoch, u64) {
+    let epoch = put_striped(harness);
+    evict(harness, 1);
+    let offloads: Vec<_> = harness.commands.drain(..).collect();
+    // A read in the meantime keeps it in memory.
+    harness.lookup("s", 0).unwrap();
+    for offload in &offloads {
+        harness.write_to_disk(offload).unwrap();
+    }
+    assert_eq!(media(harness).len(), 4);
+    let detail = harness.group.query(harness.now, &lookup_key("s")).unwrap();
+    let is_first = |location: &&moontide_meta::StripeLocation| location.stripe.index == 0;
+    let node = detail.locations.iter().find(is_first).unwrap().node.0;
+    lose_node(harness, node, 0);
+    assert!(!harness.exists("s") && is_in_index(harness));
+    (epoch, node)
+}
+
+fn return_first_stripe(harness: &mut GroupHarness, epoch: Epoch, node: u64) {
+    return_node(harness, node, 1);
+    let first = stripe(harness, epoch, 0);
+    harness.notice(node, session(node, 1), &first, true).unwrap();
+}
+
+#[test]
+fn eviction_of_object_with_missing_stripes_keeps_its_stripes_on_disk() {
+    let mut harness = disks(&[1, 2]);
+    let (epoch, node) = put_in_memory_and_on_disks(&mut harness);
+    evict(&mut harness, 1);
+    harness.run_commands();
+    assert!(is_in_index(&harness));
+    return_first_stripe(&mut harness, epoch, node);
+    assert_eq!(harness.lookup("s", 0), Ok((epoch, 1)));
+    assert_eq!(media(&harness), [Medium::Disk, Medium::Disk]);
+}
+
+#[test]
+fn object_with_missing_stripes_survives_loss_of_second_copy_of_present_stripe() {
+    let mut harness = disks(&[1, 2]);
+    let (epoch, node) = put_in_memory_and_on_disks(&mut harness);
+    let other = 3 - node;
+    let name = (NodeId(other), session(other, 0));
+    harness.group.disk_evicted(harness.now, name, id("s"), epoch, &mut harness.effects).unwrap();
+    harness.settle();
+    assert!(is_in_index(&harness), "the stripe is in memory");
+    return_first_stripe(&mut harness, epoch, node);
+    assert_eq!(harness.lookup("s", 0), Ok((epoch, 1)));
+}
+
+#[test]
+fn wait_for_stripes_ends_although_a_disk_reports_for_ever() {
+    let mut harness = disks(&[1, 2]);
+    let (_, node) = put_on_two_disks(&mut harness);
+    lose_node(&mut harness, node, 0);
+    return_node(&mut harness, node, 1);
+    let (window, put) = (harness.group.config().disk_rejoin_window, harness.group.config().reservation);
+    harness.advance(window);
+    harness.tick();
+    assert!(is_in_index(&harness), "the disk reports");
+    harness.advance(put + Duration::from_secs(1));
+    harness.tick();
+    assert!(!is_in_index(&harness));
 }

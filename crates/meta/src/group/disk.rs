@@ -229,7 +229,9 @@ impl Group {
         }
         // An incomplete object consists of the stripes that reports and notices have added so far.
         let complete = !record.has(RecordFlag::Writing);
-        let single_stripe = self.stripes(&record) == 1;
+        let stripes = self.stripes(&record);
+        let single_stripe = stripes == 1;
+        let mut evicted = vec![];
         for position in 0..self.location_count(&record) {
             let location = self.location(&record, position);
             if location.segment != index {
@@ -242,6 +244,11 @@ impl Group {
                 // Another stripe may remain on the disk, untracked by the group.
                 self.release_location(at, position, None, effects);
             }
+            evicted.push(position);
+        }
+        if evicted.iter().all(|&position| self.waits_with_stripe(at, position)) {
+            self.locations_changed(at);
+            return Ok(()); // the object waits for other stripes, and has all that it had
         }
         if complete && !self.has_complete_replica(self.slab.get(at)) {
             self.keep_disk_tombstone(id, epoch, now);
@@ -375,10 +382,27 @@ impl Group {
         (0..stripes).all(|stripe| (0..rows).any(|row| on_disk(stripe, row)))
     }
 
+    /// Whether every stripe that is in memory is on a disk, too.
+    pub(super) fn can_be_demoted(&self, record: &Record) -> bool {
+        if !self.lacks_stripes(record) {
+            return self.is_completely_on_disk(record);
+        }
+        let stripes = self.stripes(record);
+        let medium_of = |position: usize| {
+            let location = self.location(record, position);
+            self.is_readable(location).then(|| self.segment(location.segment).is_disk())
+        };
+        let all = 0..self.location_count(record);
+        let is_on_disk =
+            |stripe: usize| all.clone().skip(stripe).step_by(stripes).any(|at| medium_of(at) == Some(true));
+        all.clone().filter(|&at| medium_of(at) == Some(false)).all(|at| is_on_disk(at % stripes))
+            && all.clone().any(|at| medium_of(at) == Some(true))
+    }
+
     /// Releases the memory locations of an object; it stays on disk.
     pub(super) fn demote(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        debug_assert!(self.is_completely_on_disk(&record) && !self.is_leased(&record, now));
+        debug_assert!(self.can_be_demoted(&record) && !self.is_leased(&record, now));
         for position in 0..self.location_count(&record) {
             let location = self.location(&record, position);
             if !location.is_lost() && !self.segment(location.segment).is_disk() {
@@ -629,6 +653,7 @@ impl Group {
         }
         self.set_location(at, row.unwrap_or(rows) * stripes + stripe, location);
         self.charge_location(at, location);
+        self.stripe_returned(at);
         self.locations_changed(at);
         self.stats.promoted_objects += u64::from(stripe == 0);
     }

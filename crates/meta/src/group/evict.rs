@@ -165,7 +165,7 @@ impl Group {
         };
         let victim = classes.iter().find_map(|&class| self.victim(tenant, class, Some(keep), now))?;
         // The space is needed now, so nothing is written to disk first.
-        if at_limit || !self.is_completely_on_disk(self.slab.get(victim)) {
+        if at_limit || !self.can_be_demoted(self.slab.get(victim)) {
             return Some(self.evict_object(victim, Some(keep), VictimAction::Drop, now, effects));
         }
         Some(self.evict_alone(victim, VictimAction::Demote, now, effects))
@@ -286,7 +286,7 @@ impl Group {
         );
         let before = self.tenants.get(record.tenant()).bytes;
         if action == VictimAction::Demote {
-            if self.is_completely_on_disk(&record) {
+            if self.can_be_demoted(&record) {
                 self.demote(at, now, effects);
                 let bytes = before - self.tenants.get(record.tenant()).bytes;
                 return EvictReport { objects: 1, bytes };

@@ -1,7 +1,7 @@
 //! Invalidations: objects that have left the index, for watchers that keep copies or locations of them.
 //!
-//! [`Group::remove_record`] is the only function that removes an object from the index, and the only one that writes
-//! here. A replaced object has not left, unless the newer version is never completed. An object that moves between
+//! [`Group::remove_record`] is the only function that removes an object from the index. It writes here, as does the loss of a
+//! stripe ([`missing_stripes`](super::missing_stripes)), after which readers do not find an object. A replaced object has not left, unless the newer version is never completed. An object that moves between
 //! memory, disks and replicas stays in the index and causes no invalidation.
 //!
 //! The last [`INVALIDATIONS_KEPT`] are kept, numbered from 1 on. A watcher sends the number that it expects next. If

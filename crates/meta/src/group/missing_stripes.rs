@@ -11,6 +11,8 @@
 //!
 //! The object is dropped when no node is awaited any more.
 
+use std::collections::VecDeque;
+
 use moontide_types::record::object_root;
 use moontide_types::{Epoch, ObjectId};
 
@@ -27,6 +29,8 @@ pub(super) struct IncompleteObject {
     epoch: Epoch,
     /// Nodes that this master does not know yet have until then.
     until: Tick,
+    /// End of the wait, also if nodes leave and return all the time: by then each of them has been away for too long.
+    end: Tick,
 }
 
 impl Group {
@@ -54,12 +58,41 @@ impl Group {
     pub(super) fn await_stripes(&mut self, at: RecordRef, now: Now) -> bool {
         let record = self.slab.get(at);
         let (id, epoch) = (record.id(), record.epoch());
-        let was_known = std::mem::replace(&mut self.extension_mut(at).lacks_stripes, true);
-        if !was_known {
-            let until = self.ticker.end(now.mono, self.config.reservation);
-            self.incomplete.push_back(IncompleteObject { id, epoch, until });
+        let until = self.ticker.end(now.mono, self.config.reservation);
+        let end = self.ticker.end(now.mono, self.config.disk_rejoin_window + self.config.reservation);
+        let extension = self.extension_mut(at);
+        let was_known = std::mem::replace(&mut extension.lacks_stripes, true);
+        if !std::mem::replace(&mut extension.is_awaited, true) {
+            self.incomplete.push_back(IncompleteObject { id, epoch, until, end });
         }
         was_known
+    }
+
+    /// Ends an object that has lost a location without which it is not complete, unless it waits for other stripes and has
+    /// another location of this one.
+    pub(super) fn end_unless_stripe_remains(
+        &mut self,
+        at: RecordRef,
+        position: usize,
+        lost: bool,
+        now: Now,
+        effects: &mut Effects,
+    ) {
+        if self.waits_with_stripe(at, position) {
+            self.locations_changed(at);
+        } else {
+            self.end_if_incomplete(at, lost, now, effects);
+        }
+    }
+
+    /// Whether an object waits for other stripes, and has the stripe of this position.
+    pub(super) fn waits_with_stripe(&self, at: RecordRef, position: usize) -> bool {
+        let record = *self.slab.get(at);
+        let stripes = self.stripes(&record);
+        let mut places = (position % stripes..self.location_count(&record)).step_by(stripes);
+        self.extensions.get(record.extension).is_some_and(|extension| extension.lacks_stripes)
+            && self.lacks_stripes(&record)
+            && places.any(|place| self.is_readable(self.location(&record, place)))
     }
 
     /// Adds the root of a reported stripe to a complete object of several stripes. Returns `false` if it is not the root of
@@ -79,31 +112,42 @@ impl Group {
             return;
         }
         let extension = self.extension_mut(at);
-        extension.lacks_stripes = false;
+        let was_missing = std::mem::replace(&mut extension.lacks_stripes, false);
         let root = object_root(record.id(), record.epoch(), record.object_len(), &extension.stripe_roots);
         self.slab.get_mut(at).root = root;
+        if was_missing {
+            self.note_reported(at);
+        }
     }
 
-    /// Drops objects whose stripes do not return. Visits at most `budget` objects; returns whether it dropped as many.
+    /// Drops objects whose stripes do not return. Visits at most `budget` objects; returns whether as many left the list.
     pub(super) fn drop_incomplete(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
-        let may_return = self.stripes_may_return(now);
-        let mut dropped = 0;
+        let (may_return, tick) = (self.stripes_may_return(now), self.ticker.now(now.mono));
+        let mut done = 0;
         for _ in 0..budget.min(self.incomplete.len()) {
             let Some(object) = self.incomplete.pop_front() else { break };
-            let Some(at) = self.find_id(object.id) else { continue };
-            let record = *self.slab.get(at);
-            if record.epoch() != object.epoch || !self.lacks_stripes(&record) {
+            let Some(at) = self.find_id(object.id).filter(|&at| self.slab.get(at).epoch() == object.epoch)
+            else {
+                done += 1;
                 continue;
-            }
-            if may_return || object.until > self.ticker.now(now.mono) {
+            };
+            let lacks_stripes = self.lacks_stripes(self.slab.get(at));
+            if lacks_stripes && (may_return || object.until > tick) && object.end > tick {
                 self.incomplete.push_back(object);
                 continue;
             }
-            self.drop_object(at, now, effects);
-            self.stats.lost_objects += 1;
-            dropped += 1;
+            done += 1;
+            if lacks_stripes {
+                self.drop_object(at, now, effects);
+                self.stats.lost_objects += 1;
+            } else if let Some(extension) = self.extensions.get_mut(self.slab.get(at).extension) {
+                (extension.lacks_stripes, extension.is_awaited) = (false, false);
+            }
         }
-        dropped == budget
+        if self.incomplete.is_empty() {
+            self.incomplete = VecDeque::new();
+        }
+        done == budget
     }
 
     /// Whether a complete object lacks stripes.

@@ -445,7 +445,7 @@ impl Group {
         let index = self.location_index(&record, segment, slot);
         self.release_location(at, index, None, effects);
         if !(lost && self.keep_for_missing_stripes(at, now)) {
-            self.end_if_incomplete(at, lost, now, effects);
+            self.end_unless_stripe_remains(at, index, lost, now, effects);
         }
     }
 

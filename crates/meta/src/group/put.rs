@@ -677,6 +677,7 @@ impl Group {
                 committed: vec![],
                 stripe_roots: if plan.stripes > 1 { vec![0; plan.stripes] } else { vec![] },
                 lacks_stripes: false,
+                is_awaited: false,
                 expires,
                 cohort,
                 parent: put.parent.map(Into::into),

@@ -11,6 +11,7 @@
 //! | the same version | another location of it | another replica or the missing stripe |
 //! | an older version | a complete newer one, or one on a disk | the older one is killed |
 //! | an older complete version | an incomplete newer one in memory | the newer one is killed |
+//! | an older version with missing stripes | anything newer | the older one is killed |
 //! | a newer version | anything older | the older one is killed, unless the newer one is an incomplete remainder |
 //! | a tombstone, an expiry, a foreign group | anything | killed |
 
@@ -281,12 +282,12 @@ impl Group {
                         // New readers do not get it, but a one-sided reader may be reading.
                         let leased = self.lease_of(&record, now);
                         self.release_location(at, position, leased, effects);
-                        self.end_if_incomplete(at, true, now, effects);
+                        self.end_unless_stripe_remains(at, position, true, now, effects);
                     }
                     ReportState::Free => {
                         self.release_location(at, position, None, effects);
                         self.slot_freed(index, slot, new.epoch, effects);
-                        self.end_if_incomplete(at, true, now, effects);
+                        self.end_unless_stripe_remains(at, position, true, now, effects);
                     }
                 }
             }
@@ -353,11 +354,12 @@ impl Group {
         let (record, key) = self.slab.with_key(at);
         let (record, same_key) = (*record, key == new.key);
         let incomplete = record.has(RecordFlag::Writing);
-        let was_complete = self.proves_completion(index, new);
+        let (was_complete, lacks_stripes) = (self.proves_completion(index, new), self.lacks_stripes(&record));
         // A reservation made by this master is a put in progress; a reported one is the remainder of a put.
         let remainder = incomplete && record.has(RecordFlag::Reported);
         if !same_key || record.object_len() != new.object_len {
-            let replaces = same_key && new.epoch > record.epoch() && (was_complete || remainder);
+            let replaces =
+                same_key && new.epoch > record.epoch() && (was_complete || remainder || lacks_stripes);
             return self.report_other_version(now, index, new, stripe_len, at, replaces, effects);
         }
         if record.epoch() == new.epoch {
@@ -369,7 +371,13 @@ impl Group {
             return Ok(());
         }
         let newer = (new.epoch > record.epoch()) != moontide_rt::mutation_enabled("older-version-wins");
-        let replaces = if newer { was_complete || remainder } else { remainder && was_complete };
+        // The put of a newer version has replaced an older one, whether it ended or not. So an object with missing stripes
+        // does not keep out a newer version, and a single stripe does not replace one.
+        let replaces = if newer {
+            was_complete || remainder || lacks_stripes
+        } else {
+            remainder && new.is_complete_object()
+        };
         self.report_other_version(now, index, new, stripe_len, at, replaces, effects)
     }
 
@@ -447,6 +455,7 @@ impl Group {
                 committed: vec![],
                 stripe_roots: if stripes > 1 { vec![0; stripes] } else { vec![] },
                 lacks_stripes: false,
+                is_awaited: false,
                 expires: new.expires,
                 cohort,
                 parent: new.parent.map(Into::into),
