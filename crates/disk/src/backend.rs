@@ -205,13 +205,14 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Chooses records whose space is at least `bytes` together, or all records.
     fn prepare_eviction(&self, bytes: u64) -> Option<Eviction>;
 
-    /// Deletes the chosen records.
-    fn finish_eviction(&self, queue: &mut dyn Queue, eviction: Eviction);
+    /// Deletes the chosen records durably. After an error, a crash may restore some of them; they still cannot be found, and
+    /// the next eviction tries again to free their space.
+    fn finish_eviction(&self, queue: &mut dyn Queue, eviction: Eviction) -> std::io::Result<()>;
 
     /// Visits every record that can be found, from its bytes on the disk: for an inventory. Records written or removed
     /// meanwhile may or may not be visited. Counts as no use; payloads are not read. Files, or parts of them, that
-    /// cannot be read now are skipped; returns the number of skipped records.
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64;
+    /// cannot be read now are skipped; returns the skipped records.
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> Vec<RecordId>;
 
     /// Whether a record can be found. Counts as no use.
     fn contains(&self, name: &RecordId) -> bool;

@@ -161,13 +161,13 @@ impl BucketBackend {
                 }
             }
         }
-        empty.into_iter().for_each(|number| self.delete(number));
+        empty.into_iter().for_each(|number| _ = self.delete(number));
     }
 
     /// Deletes the file of a bucket that is neither in the eviction queue nor in the index. If that fails, it is queued
     /// for eviction again: its space is still in use.
-    fn delete(&self, number: u64) {
-        let Some(bucket) = self.buckets.lock().remove(&number) else { return };
+    fn delete(&self, number: u64) -> io::Result<()> {
+        let Some(bucket) = self.buckets.lock().remove(&number) else { return Ok(()) };
         self.files.remove(number);
         let name = BucketFile::name(number, bucket.temporary);
         match self.storage.remove(Path::new(&name)) {
@@ -175,9 +175,11 @@ impl BucketBackend {
                 warn!(file = name, %error, "cannot delete bucket");
                 self.buckets.lock().insert(number, Bucket { hashes: vec![], ..bucket });
                 self.eviction.insert(number);
+                return Err(error);
             }
             _ => _ = self.used.fetch_sub(bucket.bytes, Ordering::Relaxed),
         }
+        Ok(())
     }
 
     /// Compacts the tombstone log, if needed.
@@ -271,16 +273,15 @@ impl Backend for BucketBackend {
         (!eviction.handles.is_empty()).then_some(eviction)
     }
 
-    fn finish_eviction(&self, _queue: &mut dyn Queue, eviction: Eviction) {
+    fn finish_eviction(&self, _queue: &mut dyn Queue, eviction: Eviction) -> io::Result<()> {
+        let mut deleted = Ok(());
         for number in eviction.handles {
-            self.delete(number);
+            deleted = deleted.and(self.delete(number));
         }
-        if let Err(error) = self.storage.sync_dir(Path::new("")) {
-            warn!(%error, "cannot sync the directory; evicted records may reappear after a crash");
-        }
+        deleted.and(self.storage.sync_dir(Path::new("")))
     }
 
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> Vec<RecordId> {
         self.scan_all(queue, found)
     }
 
@@ -289,7 +290,7 @@ impl Backend for BucketBackend {
     }
 
     fn names(&self) -> Vec<RecordId> {
-        self.index.names()
+        self.index.names_in(|_| true)
     }
 
     fn usage(&self) -> Usage {

@@ -92,12 +92,12 @@ impl BackendHarness {
     pub(super) fn evict(&mut self, bytes: u64) -> Vec<RecordId> {
         let Some(eviction) = self.backend.prepare_eviction(bytes) else { return vec![] };
         let names = eviction.names.clone();
-        self.backend.finish_eviction(&mut *self.queue, eviction);
+        let _ = self.backend.finish_eviction(&mut *self.queue, eviction); // the disk of a test may fail
         names
     }
 
-    /// Returns the ids and keys of a scan, and the number of skipped records.
-    fn scan(&mut self) -> (BTreeMap<RecordId, Vec<u8>>, u64) {
+    /// Returns the ids and keys of a scan, and the skipped records.
+    fn scan(&mut self) -> (BTreeMap<RecordId, Vec<u8>>, Vec<RecordId>) {
         let mut scanned = BTreeMap::new();
         let skipped = self.backend.scan(&mut *self.queue, &mut |found| {
             assert!(
@@ -153,7 +153,7 @@ pub(super) fn run_on_real_disk(open: Open, name: &str) {
             }
         }
         let eviction = backend.prepare_eviction(u64::MAX).expect("records to evict");
-        backend.finish_eviction(queue, eviction);
+        backend.finish_eviction(queue, eviction).unwrap();
         drop(backend);
         assert_eq!(open(&storage, queue).expect("the tier again").recovery.records, 0);
         std::fs::remove_dir_all(&root).expect("a directory of this test");
@@ -355,7 +355,7 @@ fn scan_returns_exactly_the_stored_records(open: Open) {
             let (scanned, skipped) = harness.scan();
             let contained: BTreeMap<RecordId, Vec<u8>> =
                 written.clone().into_iter().filter(|(name, _)| harness.backend.contains(name)).collect();
-            assert_eq!((scanned, skipped), (contained, 0), "seed {seed}, round {round}");
+            assert_eq!((scanned, skipped), (contained, vec![]), "seed {seed}, round {round}");
         }
     }
 }
@@ -380,7 +380,7 @@ fn concurrent_operations_are_isolated(open: Open) {
                     if rng.below(4) == 0
                         && let Some(eviction) = backend.prepare_eviction(20_000)
                     {
-                        backend.finish_eviction(queue, eviction);
+                        backend.finish_eviction(queue, eviction).unwrap();
                     }
                     for sample in &batch {
                         let Some(location) = backend.locate(&sample.name()) else { continue };

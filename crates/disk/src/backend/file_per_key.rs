@@ -270,7 +270,7 @@ impl FileBackend {
                 Ok(()) => self.insert(plan),
                 Err(error) => {
                     warn!(%error, "cannot sync directory of the disk tier");
-                    self.unlink(&plan.name, plan.layout.len, plan.replaces);
+                    _ = self.unlink(&plan.name, plan.layout.len, plan.replaces);
                     Err(write_error(error))
                 }
             };
@@ -342,7 +342,7 @@ impl FileBackend {
             removed
         };
         if removed {
-            self.unlink(&name, layout.len, replaces);
+            _ = self.unlink(&name, layout.len, replaces);
             return Err(WriteError::Removed);
         }
         Ok(())
@@ -350,7 +350,7 @@ impl FileBackend {
 
     /// Unlinks a file that the caller has claimed, or that may no longer be written. If that fails, it becomes an
     /// orphan.
-    fn unlink(&self, name: &RecordId, len: u64, replaced: Option<u64>) {
+    fn unlink(&self, name: &RecordId, len: u64, replaced: Option<u64>) -> io::Result<()> {
         let removed = self.storage.remove(Path::new(&path_of(name)));
         let mut files = self.index.lock();
         files.bytes -= replaced.unwrap_or(0);
@@ -358,10 +358,12 @@ impl FileBackend {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 warn!(%error, ?name, "cannot remove file of the disk tier; retrying later");
                 files.orphans.insert(*name, len);
+                Err(error)
             }
             _ => {
                 files.bytes -= len;
                 files.unsynced.insert(Directory::of(name));
+                Ok(())
             }
         }
     }
@@ -453,7 +455,7 @@ impl Backend for FileBackend {
             }
         }
         // The tombstones keep other threads from writing them.
-        gone.iter().for_each(|(name, len)| self.unlink(name, *len, None));
+        gone.iter().for_each(|(name, len)| _ = self.unlink(name, *len, None));
         if self.tombstones.needs_compaction() {
             self.compact_tombstones(queue);
         }
@@ -484,7 +486,8 @@ impl Backend for FileBackend {
         (!eviction.handles.is_empty()).then_some(eviction)
     }
 
-    fn finish_eviction(&self, _queue: &mut dyn Queue, eviction: Eviction) {
+    fn finish_eviction(&self, _queue: &mut dyn Queue, eviction: Eviction) -> io::Result<()> {
+        let mut deleted = Ok(());
         let names: Vec<RecordId> = {
             let mut files = self.index.lock();
             eviction.handles.iter().filter_map(|number| files.names.remove(number)).collect()
@@ -501,22 +504,22 @@ impl Backend for FileBackend {
                     len.inspect(|_| _ = files.evicting.remove(name))
                 };
                 if let Some(len) = chosen {
-                    self.unlink(name, len, None);
+                    let unlinked = self.unlink(name, len, None);
+                    deleted = std::mem::replace(&mut deleted, Ok(())).and(unlinked);
                 }
             }
         });
         let failed = self.sync_removals();
-        if !failed.is_empty() {
-            warn!(
-                directories = failed.len(),
-                "cannot sync directories; evicted records may reappear after a crash"
-            );
-        }
+        let synced = match failed.len() {
+            0 => Ok(()),
+            directories => Err(io::Error::other(format!("cannot sync {directories} directories"))),
+        };
         self.index.lock().unsynced.extend(failed);
+        deleted.and(synced)
     }
 
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
-        let mut skipped = 0;
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> Vec<RecordId> {
+        let mut skipped = Vec::new();
         let mut from = Bound::Unbounded;
         loop {
             let names: Vec<(RecordId, IndexedFile)> = {
@@ -535,13 +538,14 @@ impl Backend for FileBackend {
             });
             scan_preambles(queue, scans, &mut |tag, preamble| {
                 let (name, indexed) = &names[tag];
+                if !self.contains(name) {
+                    return; // removed meanwhile
+                }
                 match preamble {
                     Ok(preamble) if preamble.matches(name, indexed.len, indexed.preamble_read_len) => {
-                        if self.contains(name) {
-                            found(preamble.scanned());
-                        }
+                        found(preamble.scanned());
                     }
-                    _ => skipped += u64::from(self.contains(name)),
+                    _ => skipped.push(*name),
                 }
             });
         }

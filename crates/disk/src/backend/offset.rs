@@ -359,18 +359,25 @@ impl OffsetBackend {
     /// Clears the entries of all unlinked records. Returns whether any was cleared.
     fn clear_unlinked(&self, queue: &mut dyn Queue) -> bool {
         let unlinked = std::mem::take(&mut *self.unlinked.lock());
+        let count = unlinked.len();
+        self.clear(queue, unlinked) < count
+    }
+
+    /// Clears entries. Those that cannot be cleared durably are kept for the next attempt; returns their number.
+    fn clear(&self, queue: &mut dyn Queue, unlinked: Vec<UnlinkedRecord>) -> usize {
         if unlinked.is_empty() {
-            return false;
+            return 0;
         }
         if self.syncs.is_poisoned() {
+            let count = unlinked.len();
             self.unlinked.lock().extend(unlinked);
-            return false;
+            return count;
         }
         let changes: Vec<Change> =
             unlinked.iter().map(|gone| Change { slot: gone.slot, entry: None }).collect();
         let cleared = self.change(queue, &changes);
         self.free_cleared(unlinked, &cleared);
-        cleared.contains(&true)
+        cleared.iter().filter(|cleared| !**cleared).count()
     }
 
     /// Frees slots and ranges of durably cleared entries, and keeps the rest for the next attempt.
@@ -472,17 +479,21 @@ impl Backend for OffsetBackend {
         (!eviction.handles.is_empty()).then_some(eviction)
     }
 
-    fn finish_eviction(&self, queue: &mut dyn Queue, eviction: Eviction) {
+    fn finish_eviction(&self, queue: &mut dyn Queue, eviction: Eviction) -> io::Result<()> {
         let gone: Vec<UnlinkedRecord> = {
             let mut evicting = self.evicting.lock();
             eviction.handles.iter().filter_map(|&slot| evicting.remove(&(slot as u32))).collect()
         };
-        self.unlinked.lock().extend(gone);
         self.clear_unlinked(queue);
+        // Not by way of the list of unlinked records, from which another thread might take them.
+        match self.clear(queue, gone) {
+            0 => Ok(()),
+            left => Err(io::Error::other(format!("cannot clear {left} entries of the table"))),
+        }
     }
 
-    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
-        let mut skipped = 0;
+    fn scan(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> Vec<RecordId> {
+        let mut skipped = Vec::new();
         for shard in &self.index {
             // The guards keep the ranges from being reused meanwhile.
             let names: Vec<(RecordId, RecordLocation)> =
@@ -496,13 +507,14 @@ impl Backend for OffsetBackend {
             });
             scan_preambles(queue, scans, &mut |tag, preamble| {
                 let (name, location) = &names[tag];
+                if !self.contains(name) {
+                    return; // removed meanwhile
+                }
                 match preamble {
                     Ok(preamble) if preamble.matches(name, location.len, location.preamble_read_len) => {
-                        if self.contains(name) {
-                            found(preamble.scanned());
-                        }
+                        found(preamble.scanned());
                     }
-                    _ => skipped += u64::from(self.contains(name)),
+                    _ => skipped.push(*name),
                 }
             });
         }

@@ -23,8 +23,17 @@ pub(crate) enum Status {
     Written,
     /// Its removal was acknowledged: it must not be stored.
     Removed,
-    /// It may be stored: its write or its removal failed, or it was evicted.
+    /// Its eviction has ended without an error: it must not be stored until it is written again.
+    Evicted,
+    /// It may be stored: its write, its removal or its eviction failed.
     Unknown,
+}
+
+impl Status {
+    /// What a record that must not be stored has gone through.
+    fn end(self) -> &'static str {
+        if self == Status::Evicted { "eviction" } else { "removal" }
+    }
 }
 
 /// A tier with the expected state of its records.
@@ -116,7 +125,8 @@ impl CrashHarness {
                 (Some(Status::Written), Err(WriteError::Removed)) => {
                     return Err(format!("{name:?} is stored, but refused as removed"));
                 }
-                (before, Err(_)) => before.unwrap_or(Status::Unknown),
+                (None | Some(Status::Evicted), Err(_)) => Status::Unknown,
+                (Some(before), Err(_)) => before,
             };
             self.records.insert(name, (sample, after));
         }
@@ -141,7 +151,7 @@ impl CrashHarness {
                         *status = Status::Removed;
                         self.found.remove(name);
                     }
-                    (false, Status::Removed) => {}
+                    (false, Status::Removed | Status::Evicted) => {}
                     (false, _) => *status = Status::Unknown,
                 }
             }
@@ -162,15 +172,21 @@ impl CrashHarness {
             let Some((_, status)) = self.records.get_mut(name) else {
                 return Err(format!("{name:?} was evicted and never written"));
             };
-            if *status == Status::Removed {
-                return Err(format!("{name:?} was evicted although it was removed"));
+            if matches!(*status, Status::Removed | Status::Evicted) {
+                return Err(format!("{name:?} was evicted although it was {status:?}"));
             }
             *status = Status::Unknown;
             if backend.contains(name) {
                 return Err(format!("{name:?} is found although it was chosen for eviction"));
             }
         }
-        backend.finish_eviction(&mut *self.queue, eviction);
+        let names = eviction.names.clone();
+        if backend.finish_eviction(&mut *self.queue, eviction).is_ok() {
+            for name in names {
+                self.records.get_mut(&name).expect("checked above").1 = Status::Evicted;
+                self.found.remove(&name);
+            }
+        }
         Ok(())
     }
 
@@ -193,8 +209,9 @@ impl CrashHarness {
             if location.is_some() && !contained {
                 return Err(format!("{name:?} is located, but not contained"));
             }
-            if status == Status::Removed && (location.is_some() || self.found.contains(&name)) {
-                return Err(format!("{name:?} reappears after its removal"));
+            let is_gone = matches!(status, Status::Removed | Status::Evicted);
+            if is_gone && (location.is_some() || self.found.contains(&name)) {
+                return Err(format!("{name:?} reappears after its {}", status.end()));
             }
             let Some(location) = location else {
                 if must {
@@ -232,8 +249,9 @@ impl CrashHarness {
             }
         }
         for (name, (_, status)) in &self.records {
-            if *status == Status::Removed && (self.backend().contains(name) || self.found.contains(name)) {
-                return Err(format!("{name:?} reappears after its removal"));
+            let is_gone = matches!(status, Status::Removed | Status::Evicted);
+            if is_gone && (self.backend().contains(name) || self.found.contains(name)) {
+                return Err(format!("{name:?} reappears after its {}", status.end()));
             }
         }
         Ok(())

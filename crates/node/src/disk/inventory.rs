@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use moontide_disk::RecordId;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{PackedBuilder, VersionedId, v1};
-use moontide_types::SessionId;
+use moontide_types::{Epoch, ObjectId, SessionId};
 use tracing::{info, warn};
 
 use super::DiskTier;
@@ -77,7 +77,8 @@ impl DiskTier {
             match scan.is_finished().then(|| scan.join()) {
                 Some(Ok((sent_there, unreadable_there))) => {
                     sent += sent_there;
-                    unreadable += unreadable_there;
+                    unreadable += unreadable_there.len();
+                    self.remove_unreadable(device, session, &unreadable_there);
                 }
                 Some(Err(_)) => return,
                 None => {} // it may hang; the records there are gone
@@ -105,10 +106,28 @@ impl DiskTier {
         }
     }
 
-    /// Sends what is in a directory. Returns the number of records, and of those that could not be read.
-    fn scan(&self, device: &Device, session: SessionId, groups: &GroupSet) -> (u64, u64) {
+    /// Removes records durably that could not be read and so are not in the inventory. A master takes them for gone, and
+    /// they must not return when they can be read again, after their object was removed. Tries until it succeeds, the
+    /// session ends, or the directory is excluded.
+    fn remove_unreadable(&self, device: &Device, session: SessionId, names: &[RecordId]) {
+        if names.is_empty() || self.test_hooks.mutation.is_enabled(Mutation::UnreadableKept) {
+            return;
+        }
+        warn!(dir = ?device.dir, records = names.len(), "records cannot be read; removing them");
+        let versions: Vec<(ObjectId, Epoch)> = names.iter().map(|name| (name.id, name.version)).collect();
+        while let Err(error) = device.backend.remove(&mut *device.queue(None), &versions) {
+            warn!(dir = ?device.dir, %error, "unreadable records cannot be removed; trying again");
+            std::thread::sleep(self.write_pause);
+            if device.is_excluded() || !self.is_live(session) {
+                return;
+            }
+        }
+    }
+
+    /// Sends what is in a directory. Returns the number of records, and those that could not be read.
+    fn scan(&self, device: &Device, session: SessionId, groups: &GroupSet) -> (u64, Vec<RecordId>) {
         let (mut builder, mut sent) = (OffloadNoticeBuilder::default(), 0);
-        let unreadable = device.backend.scan(&mut *device.queue(None), &mut |found| {
+        let mut unreadable = device.backend.scan(&mut *device.queue(None), &mut |found| {
             if !groups.has_object(found.header.id) {
                 return;
             }
@@ -122,6 +141,7 @@ impl DiskTier {
         });
         sent += builder.len() as u64;
         self.send_found(session, &mut builder);
+        unreadable.retain(|name| groups.has_object(name.id));
         (sent, unreadable)
     }
 

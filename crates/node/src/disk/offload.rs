@@ -4,6 +4,7 @@
 //! it, because the removal is in its log before the record is in its index, or after.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -13,7 +14,7 @@ use moontide_disk::{DiskLayout, Queue, RecordId, RecordSource, WriteError};
 use moontide_heap::NodePin;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, ObjectId, SegmentId, SessionId, SlotId, SystemClock};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::counters::increment;
 use super::device::Device;
@@ -327,8 +328,13 @@ impl DiskTier {
         drop(guard);
         self.test_hooks.reached(HookPoint::Evicting);
         let running = device.health.begin();
-        device.backend.finish_eviction(queue, eviction);
+        let finished = device.backend.finish_eviction(queue, eviction);
         drop(running);
+        if let Err(error) = finished
+            && !self.remove_evicted(device, queue, &names, &error)
+        {
+            return; // no master is told, and no inventory of this node ends
+        }
         let guard = self.notify_lock.lock();
         device.evictions.lock().running.remove(&number);
         // A record may have been written again, or be in another directory.
@@ -339,6 +345,37 @@ impl DiskTier {
         }
         drop(guard);
         increment(&self.counters.evicted_records, gone.len() as u64);
+    }
+
+    /// Removes evicted records whose files could not be deleted: the log of removals makes it durable. Tries until that
+    /// succeeds; returns `false` if the node stops, or the directory is excluded.
+    fn remove_evicted(
+        &self,
+        device: &Device,
+        queue: &mut dyn Queue,
+        names: &[RecordId],
+        error: &io::Error,
+    ) -> bool {
+        warn!(dir = ?device.dir, %error, records = names.len(), "evicted records cannot be deleted; removing them by the log");
+        if self.test_hooks.mutation.is_enabled(Mutation::EvictionErrorIgnored) {
+            return true;
+        }
+        let versions: Vec<(ObjectId, Epoch)> = names.iter().map(|name| (name.id, name.version)).collect();
+        loop {
+            let running = device.health.begin();
+            let removed = device.backend.remove(queue, &versions);
+            drop(running);
+            match removed {
+                Ok(()) => return true,
+                Err(error) => {
+                    warn!(dir = ?device.dir, %error, "evicted records cannot be removed; trying again")
+                }
+            }
+            device.pause_writes(WritePauseReason::Failed, self.write_pause);
+            if device.is_excluded() || !wait_unless_stopped(device, self.write_pause) {
+                return false;
+            }
+        }
     }
 }
 

@@ -18,6 +18,10 @@ moontide_rt::mutations! {
         RetryStarved,
         /// The notice of an eviction is sent before it is finished.
         EvictedLater,
+        /// The notice of an eviction is sent although files could not be deleted.
+        EvictionErrorIgnored,
+        /// An inventory ends although records could not be read, and they stay on the disk.
+        UnreadableKept,
         /// A promotion is published without a check for cancellation.
         PromotedUnasked,
         /// A promotion begins in its slot without a check for cancellation.

@@ -82,11 +82,11 @@ impl Index {
         shard.find(hash, |entry| entry.name() == *name).map(Entry::location)
     }
 
-    /// Returns all records.
-    pub(crate) fn names(&self) -> Vec<RecordId> {
+    /// Returns the records of buckets.
+    pub(crate) fn names_in(&self, is_chosen: impl Fn(u64) -> bool) -> Vec<RecordId> {
         let mut names = Vec::new();
         for shard in &self.shards {
-            names.extend(shard.read().iter().map(Entry::name));
+            names.extend(shard.read().iter().filter(|entry| is_chosen(entry.bucket())).map(Entry::name));
         }
         names
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
@@ -152,7 +152,7 @@ impl BucketBackend {
             self.used.fetch_add(bytes, Ordering::Relaxed);
             self.buckets.lock().insert(file.number, bucket);
             if empty {
-                self.delete(file.number);
+                _ = self.delete(file.number);
             } else {
                 self.eviction.insert(file.number);
             }
@@ -162,29 +162,48 @@ impl BucketBackend {
 
 impl BucketBackend {
     /// Visits all records that can be found, from the disk. Returns the number of records that could not be read.
-    pub(super) fn scan_all(&self, queue: &mut dyn Queue, found: &mut dyn FnMut(ScannedRecord<'_>)) -> u64 {
-        let mut expected: HashMap<u64, u64> = HashMap::new();
+    pub(super) fn scan_all(
+        &self,
+        queue: &mut dyn Queue,
+        found: &mut dyn FnMut(ScannedRecord<'_>),
+    ) -> Vec<RecordId> {
+        // Number of records that are left to find in each file, and those that were found.
+        let mut expected: HashMap<u64, (u64, Vec<RecordId>)> = HashMap::new();
         let mut files: Vec<BucketFile> = vec![];
         {
             let buckets = self.buckets.lock();
             for (&number, bucket) in buckets.iter().filter(|(_, bucket)| !bucket.hashes.is_empty()) {
-                expected.insert(number, self.index.count_bucket(number, &bucket.hashes));
-                files.push(BucketFile { number, temporary: false, len: bucket.bytes });
+                let records = self.index.count_bucket(number, &bucket.hashes);
+                if records > 0 {
+                    expected.insert(number, (records, vec![]));
+                    files.push(BucketFile { number, temporary: false, len: bucket.bytes });
+                }
             }
         }
-        files.retain(|file| expected[&file.number] > 0);
         files.sort_by_key(|file| file.number);
         scan(&*self.storage, queue, &files, &mut |file, _, item| {
             let ScanItem::Record(entry) = item else { return };
             let location = self.index.get(&RecordId::of(&entry.header));
             if location.is_some_and(|found| (found.bucket, found.offset) == (file.number, entry.offset)) {
-                let left = expected.get_mut(&file.number).expect("all files are in the map");
-                *left = left.saturating_sub(1);
+                // A file without missing records needs no list any more.
+                if let Some((left, names)) = expected.get_mut(&file.number) {
+                    names.push(RecordId::of(&entry.header));
+                    *left = left.saturating_sub(1);
+                    if *left == 0 {
+                        expected.remove(&file.number);
+                    }
+                }
                 let FooterEntry { header, key, attributes, layout, .. } = &entry;
                 found(ScannedRecord { header, key, attributes, disk_len: layout.len });
             }
         });
-        expected.values().sum()
+        if expected.is_empty() {
+            return vec![];
+        }
+        let seen: HashSet<RecordId> = expected.values().flat_map(|(_, names)| names).copied().collect();
+        let mut missing = self.index.names_in(|bucket| expected.contains_key(&bucket));
+        missing.retain(|name| !seen.contains(name));
+        missing
     }
 }
 

@@ -180,7 +180,7 @@ impl BucketBackend {
             let name = BucketFile::name(number, temporary);
             warn!(file = name, %error, "cannot write bucket");
             self.buckets.lock().insert(number, Bucket { bytes, temporary, ..Bucket::default() });
-            self.delete(number);
+            _ = self.delete(number);
             if self.buckets.lock().contains_key(&number) {
                 // Its content is unknown, and a crash may restore it.
                 self.unknown.fetch_add(1, Ordering::Relaxed);

@@ -98,7 +98,7 @@ fn truncated_file_loses_only_its_record() {
     let used = harness.backend.usage().bytes;
     let eviction = harness.backend.prepare_eviction(1).expect("an orphan");
     assert_eq!((eviction.names.len(), eviction.bytes), (0, 12287));
-    harness.backend.finish_eviction(&mut *harness.queue, eviction);
+    harness.backend.finish_eviction(&mut *harness.queue, eviction).unwrap();
     assert_eq!(used - harness.backend.usage().bytes, 12287);
     harness.write_ok(&samples[2..3]);
     harness.assert_stored(&samples[2]);
@@ -126,7 +126,7 @@ fn record_rewritten_during_eviction_is_kept() {
     let eviction = harness.backend.prepare_eviction(1).expect("records to evict");
     assert_eq!(eviction.names, [samples[0].name()]);
     harness.write_ok(&samples[..1]);
-    harness.backend.finish_eviction(&mut *harness.queue, eviction);
+    harness.backend.finish_eviction(&mut *harness.queue, eviction).unwrap();
     harness.assert_stored(&samples[0]);
     assert_eq!(harness.backend.usage().bytes, 2 * 12288);
     harness.restart();
@@ -145,7 +145,7 @@ fn open_file_count_is_bounded_by_limit() {
     assert_eq!(backend.open_files.len(), CONFIG.open_files_max);
     let evicted = backend.prepare_eviction(u64::MAX).expect("all of them");
     assert_eq!(backend.open_files.len(), 0);
-    backend.finish_eviction(&mut *harness.queue, evicted);
+    backend.finish_eviction(&mut *harness.queue, evicted).unwrap();
 }
 
 /// Regression. Failure: after a removal, a start without a crash and then a crash, the record reappeared. Cause: the

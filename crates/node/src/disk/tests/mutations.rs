@@ -4,9 +4,10 @@ use moontide_disk::Faults;
 
 use super::devices::{failing_directory_is_excluded, removed_in_all_directories};
 use super::races::{
-    cancelled_before_promoted, evicted_and_notified, gone_during_inventory, killed_after_reuse,
-    killed_while_written, removal_fails_under_steady_traffic, session_begins_during_removal,
-    session_ends_while_promoted, session_ends_while_written, written_while_missed,
+    cancelled_before_promoted, evicted_and_notified, evicted_with_errors, gone_during_inventory,
+    killed_after_reuse, killed_while_written, removal_fails_under_steady_traffic,
+    session_begins_during_removal, session_ends_while_promoted, session_ends_while_written,
+    unreadable_during_inventory, written_while_missed,
 };
 use super::*;
 
@@ -19,6 +20,20 @@ fn mutation_kill_not_sent_to_disk_is_detected() {
 fn mutation_eviction_reported_before_completion_is_detected() {
     for backend in BackendKind::ALL {
         assert!(!evicted_and_notified(backend, Some(Mutation::EvictedLater)), "{backend}");
+    }
+}
+
+#[test]
+fn mutation_ignored_error_of_eviction_is_detected() {
+    for backend in BackendKind::ALL {
+        assert!(!evicted_with_errors(backend, Some(Mutation::EvictionErrorIgnored)), "{backend}");
+    }
+}
+
+#[test]
+fn mutation_unreadable_records_kept_is_detected() {
+    for backend in BackendKind::ALL {
+        assert!(unreadable_during_inventory(backend, Some(Mutation::UnreadableKept)), "{backend}");
     }
 }
 

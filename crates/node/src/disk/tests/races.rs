@@ -54,6 +54,63 @@ pub(super) fn evicted_and_notified(backend: BackendKind, mutation: Option<Mutati
     when_notified.load(Ordering::SeqCst) < before
 }
 
+/// An eviction fails, because nothing can be written or deleted for a while. Returns whether masters were told
+/// only when a crash could not restore the records.
+pub(super) fn evicted_with_errors(backend: BackendKind, mutation: Option<Mutation>) -> bool {
+    let harness = Harness::new(Setup { backend, mutation, limit_bytes: 2 << 20, ..Setup::default() });
+    let names: Vec<RecordId> = (0..3).map(|n| harness.store(SlotId(n), n.into(), 500 << 10)).collect();
+    once_at(&harness, HookPoint::Evicting, |harness| {
+        let faults = Faults { name_error_permille: 1000, write_error_permille: 1000, ..Faults::default() };
+        harness.disk.set_faults(faults);
+        let disk = harness.disk.clone();
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            disk.set_faults(Faults::default());
+        });
+    });
+    let name = harness.put(SlotId(3), 3, 500 << 10);
+    harness.offload(name, SlotId(3));
+    let gone = harness.log.wait_for("gone notice", |entry| match entry {
+        LogEntry::Gone { versions, .. } => Some(versions.clone()),
+        _ => None,
+    });
+    harness.disk.set_faults(Faults::default());
+    let restarted = harness.crash();
+    let returned = restarted.inventory(SessionId(6));
+    restarted.end();
+    assert!(names.iter().any(|name| gone.contains(&(name.id, name.version))), "{gone:?}");
+    returned.iter().all(|name| !gone.contains(&(name.id, name.version)))
+}
+
+#[test]
+fn eviction_with_errors_is_reported_when_it_is_durable() {
+    for backend in BackendKind::ALL {
+        assert!(evicted_with_errors(backend, None), "{backend}");
+    }
+}
+
+/// Records cannot be read while their inventory is made. Returns whether they are in a later inventory, of another session,
+/// although the master was told the end of the one without them.
+pub(super) fn unreadable_during_inventory(backend: BackendKind, mutation: Option<Mutation>) -> bool {
+    let harness = Harness::new(Setup { backend, mutation, ..Setup::default() });
+    let names: Vec<RecordId> = (0..3).map(|n| harness.store(SlotId(n), n.into(), 5000)).collect();
+    harness.disk.set_faults(Faults { read_error_permille: 1000, ..Faults::default() });
+    let first = harness.inventory(SessionId(6));
+    harness.disk.set_faults(Faults::default());
+    let restarted = harness.crash();
+    let second = restarted.inventory(SessionId(7));
+    restarted.end();
+    assert_eq!(first, [], "nothing can be read");
+    names.iter().any(|name| second.contains(name))
+}
+
+#[test]
+fn unreadable_records_are_removed_before_inventory_ends() {
+    for backend in BackendKind::ALL {
+        assert!(!unreadable_during_inventory(backend, None), "{backend}");
+    }
+}
+
 /// A reader asks for a record that is being evicted.
 #[test]
 fn reader_of_record_that_is_evicted_causes_no_early_notice() {
