@@ -382,3 +382,35 @@ fn wait_for_stripes_ends_although_a_disk_reports_for_ever() {
     harness.tick();
     assert!(!is_in_index(&harness));
 }
+
+#[test]
+fn returned_stripe_is_promoted_beside_stripes_in_memory() {
+    let mut harness = disks(&[1, 2]);
+    let (epoch, node) = put_in_memory_and_on_disks(&mut harness);
+    return_first_stripe(&mut harness, epoch, node);
+    end_disk_report(&mut harness, node, 1);
+    harness.run_commands();
+    assert_eq!(media(&harness).iter().filter(|&&medium| medium == Medium::Memory).count(), 1);
+    // The first read marks it, the second one promotes it.
+    harness.lookup("s", 0).unwrap();
+    harness.lookup("s", 0).unwrap();
+    harness.tick();
+    let promoted: Vec<_> = harness.commands.iter().map(|command| command.kind).collect();
+    assert!(matches!(promoted[..], [CommandKind::Promote { stripe: 0, .. }]), "{promoted:?}");
+    harness.run_commands();
+    assert_eq!(media(&harness).iter().filter(|&&medium| medium == Medium::Memory).count(), 2);
+}
+
+#[test]
+fn stripe_that_was_in_memory_before_orderly_stop_returns_to_memory() {
+    let mut harness = disks(&[1, 2]);
+    let (epoch, node) = put_in_memory_and_on_disks(&mut harness);
+    return_node(&mut harness, node, 1);
+    let first = ReportRecord { touched: true, ..stripe(&harness, epoch, 0) };
+    harness.notice(node, session(node, 1), &first, true).unwrap();
+    end_disk_report(&mut harness, node, 1);
+    harness.tick();
+    assert!(
+        harness.commands.iter().any(|command| matches!(command.kind, CommandKind::Promote { stripe: 0, .. }))
+    );
+}

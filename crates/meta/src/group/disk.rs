@@ -260,7 +260,7 @@ impl Group {
     /// Requests the promotion of an object from disk to memory, as soon as there is space for it.
     pub fn prefetch(&mut self, now: Now, lookup: &LookupKey<'_>) -> Result<(), ErrorCode> {
         let at = self.find_complete(lookup, now)?;
-        if self.slab.get(at).has(RecordFlag::OnDisk) && !self.request_promotion(lookup.id) {
+        if self.is_read_from_disk(self.slab.get(at)) && !self.request_promotion(lookup.id) {
             return Err(ErrorCode::Busy);
         }
         Ok(())
@@ -537,7 +537,7 @@ impl Group {
             let Some(at) = self.find_id(id) else { continue };
             let record = *self.slab.get(at);
             // Unconfirmed locations, including a promotion in progress, must be resolved first.
-            if record.has(RecordFlag::OnDisk)
+            if self.is_read_from_disk(&record)
                 && !self.is_expired(&record, now)
                 && !self.has_unconfirmed_kill(id)
             {
@@ -553,14 +553,16 @@ impl Group {
             return; // it would evict objects that are used as much
         }
         let stripes = self.stripes(&record);
+        let missing: Vec<usize> =
+            (0..stripes).filter(|&stripe| !self.is_stripe_in_memory(&record, stripe)).collect();
         let mut locations = vec![];
-        for stripe in 0..stripes {
+        for &stripe in &missing {
             match self.reserve_promotion(at, stripe, stripes) {
                 Some(location) => locations.push((location, stripe as u16)),
                 None => break,
             }
         }
-        if locations.len() < stripes {
+        if locations.len() < missing.len() {
             for (location, _) in locations {
                 self.segment_mut(location.segment).unreserve(location);
                 self.note_free(location.segment);
@@ -583,6 +585,21 @@ impl Group {
                 effects,
             );
         }
+    }
+
+    /// Whether a complete object is read from a disk, at least in part.
+    pub(super) fn is_read_from_disk(&self, record: &Record) -> bool {
+        match self.stripes(record) {
+            1 => record.has(RecordFlag::OnDisk),
+            stripes => !(0..stripes).all(|stripe| self.is_stripe_in_memory(record, stripe)),
+        }
+    }
+
+    fn is_stripe_in_memory(&self, record: &Record, stripe: usize) -> bool {
+        (stripe..self.location_count(record)).step_by(self.stripes(record)).any(|position| {
+            let location = self.location(record, position);
+            self.is_readable(location) && !self.segment(location.segment).is_disk()
+        })
     }
 
     /// Reserves memory on a node that has the stripe on its disk.

@@ -115,7 +115,7 @@ impl Group {
                     respond(index, Err(ErrorCode::NotReady));
                 }
                 ObjectState::Complete => {
-                    if record.has(RecordFlag::OnDisk) {
+                    if group.is_read_from_disk(&record) {
                         group.stats.lookups.hits_disk += 1;
                         group.read_from_disk(&record);
                     } else {

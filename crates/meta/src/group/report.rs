@@ -531,6 +531,9 @@ impl Group {
         if complete {
             self.stripe_returned(at);
             self.locations_changed(at);
+            if new.touched {
+                self.slab.get_mut(at).set(RecordFlag::Visited, true);
+            }
         } else {
             self.set_committed(at, position, false);
             if new.state == ReportState::Ready {

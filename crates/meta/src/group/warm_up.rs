@@ -123,9 +123,11 @@ impl Group {
             };
             let SlotState::Object(at) = self.segment(warm_up.disk).slot(slot) else { continue };
             let record = *self.slab.get(at);
-            let (id, len) = (record.id(), record.object_len());
+            // Of an object of several stripes, this node loads those on its disk, mostly one.
+            let stripe_len = self.extensions.get(record.extension).map(|extension| extension.stripe_len);
+            let (id, len) = (record.id(), stripe_len.unwrap_or(record.object_len()));
             let is_wanted = len <= room
-                && record.has(RecordFlag::OnDisk)
+                && self.is_read_from_disk(&record)
                 && record.has(RecordFlag::Visited)
                 && !self.is_expired(&record, now)
                 && !self.has_unconfirmed_kill(id);
