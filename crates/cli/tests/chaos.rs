@@ -36,7 +36,8 @@
 //! long while masters and registry are healthy; after healing, every client call succeeds again; after removing all
 //! objects, no process uses memory for objects. All keys are read after healing, and again when everything was removed and
 //! all masters and nodes were killed after that. A late call or a late election is excused if the machine lost a tenth of
-//! that time to others (`machine`); nothing excuses wrong bytes.
+//! that time to others (`machine`), and the number of keys that must be written is then a quarter; nothing excuses wrong
+//! bytes.
 //!
 //! With slow disks, a node delays every sync by a random time up to a maximum that is drawn for each life of the node, and
 //! the disks are file systems in files on a real disk. Its backends are `bucket` and `offset`; the backend `file` syncs

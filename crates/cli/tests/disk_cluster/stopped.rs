@@ -74,7 +74,7 @@ fn client_on_same_host_reads_at_once_after_restart() {
         until("the node ends", STEP_TIMEOUT, || cluster.cluster.nodes[0].ended().is_some());
         cluster.cluster.restart_node(0);
         until("all objects exist", RELAXED_TIMEOUT, || count_existing(&store, &objects) == objects.len());
-        // Each first read after a restart is of another kind.
+        // The first read is of a range, the next ones are of whole objects.
         let mut part = vec![0; 100];
         let read = store.get_range(objects[0].key(), 1000, &mut part);
         assert_eq!(read.expect("a ranged read"), Some(part.len()), "{signal:?}");
