@@ -6,8 +6,8 @@
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and is in
 //! the queue of reservations. Complete: it has at least one replica with all of its stripes, or waits for a node that has
-//! some of them ([`missing_stripes`]), and is in a queue of its tenant. A removed object releases its locations: they drain, and their extents are free when the nodes report them
-//! as free.
+//! some of them ([`missing_stripes`]), and is in a queue of its tenant. A removed object releases its locations: they
+//! drain, and their extents are free when the nodes report them as free.
 
 #[cfg(any(test, feature = "testing"))]
 mod audit;

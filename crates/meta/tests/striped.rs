@@ -103,16 +103,23 @@ fn partial_offload_keeps_memory_and_retries_missing_stripe() {
     assert_eq!(media(&harness), [Medium::Disk, Medium::Disk]);
 }
 
-#[test]
-fn new_master_recovers_striped_object_from_disks() {
+/// Returns a master that knows the first stripe of an object, from the disk of node 1, and the second one, which is on the disk
+/// of node 2.
+fn new_master_with_first_stripe() -> (GroupHarness, Epoch, ReportRecord<'static>) {
     let mut harness = GroupHarness::with(config(2));
     let epoch = Epoch::new(Term::new(1).unwrap(), 5).unwrap();
     return_node(&mut harness, 1, 0);
     return_node(&mut harness, 2, 0);
-    let halves = [stripe(&harness, epoch, 0), stripe(&harness, epoch, 1)];
-    harness.notice(1, session(1, 0), &halves[0], true).unwrap();
+    let [first, second] = [0, 1].map(|index| stripe(&harness, epoch, index));
+    harness.notice(1, session(1, 0), &first, true).unwrap();
+    (harness, epoch, second)
+}
+
+#[test]
+fn new_master_recovers_striped_object_from_disks() {
+    let (mut harness, epoch, second) = new_master_with_first_stripe();
     assert!(!harness.exists("s"));
-    harness.notice(2, session(2, 0), &halves[1], true).unwrap();
+    harness.notice(2, session(2, 0), &second, true).unwrap();
     assert_eq!(harness.lookup("s", 0), Ok((epoch, 1)));
     // One disk evicts its stripe: the other stripe is of no use.
     let name = (NodeId(1), session(1, 0));
@@ -127,16 +134,11 @@ fn new_master_recovers_striped_object_from_disks() {
 /// was reported, and the eviction ignored incomplete objects. Fix: it handles them.
 #[test]
 fn stripe_evicted_before_recovery_completes_is_not_served() {
-    let mut harness = GroupHarness::with(config(2));
-    let epoch = Epoch::new(Term::new(1).unwrap(), 5).unwrap();
-    return_node(&mut harness, 1, 0);
-    return_node(&mut harness, 2, 0);
-    let halves = [stripe(&harness, epoch, 0), stripe(&harness, epoch, 1)];
-    harness.notice(1, session(1, 0), &halves[0], true).unwrap();
+    let (mut harness, epoch, second) = new_master_with_first_stripe();
     let name = (NodeId(1), session(1, 0));
     harness.group.disk_evicted(harness.now, name, id("s"), epoch, &mut harness.effects).unwrap();
     harness.settle();
-    harness.notice(2, session(2, 0), &halves[1], true).unwrap();
+    harness.notice(2, session(2, 0), &second, true).unwrap();
     assert!(!harness.exists("s"));
 }
 
@@ -369,7 +371,7 @@ fn object_with_missing_stripes_survives_loss_of_second_copy_of_present_stripe() 
 }
 
 #[test]
-fn wait_for_stripes_ends_although_a_disk_reports_for_ever() {
+fn wait_for_stripes_ends_while_disk_still_reports() {
     let mut harness = disks(&[1, 2]);
     let (_, node) = put_on_two_disks(&mut harness);
     lose_node(&mut harness, node, 0);

@@ -229,8 +229,7 @@ impl Group {
         }
         // An incomplete object consists of the stripes that reports and notices have added so far.
         let complete = !record.has(RecordFlag::Writing);
-        let stripes = self.stripes(&record);
-        let single_stripe = stripes == 1;
+        let single_stripe = self.stripes(&record) == 1;
         let mut evicted = vec![];
         for position in 0..self.location_count(&record) {
             let location = self.location(&record, position);
@@ -373,13 +372,7 @@ impl Group {
 
     /// Whether every stripe is on a disk.
     pub(super) fn is_completely_on_disk(&self, record: &Record) -> bool {
-        let stripes = self.stripes(record);
-        let rows = self.location_count(record) / stripes;
-        let on_disk = |stripe: usize, row: usize| {
-            let location = self.location(record, row * stripes + stripe);
-            self.is_readable(location) && self.segment(location.segment).is_disk()
-        };
-        (0..stripes).all(|stripe| (0..rows).any(|row| on_disk(stripe, row)))
+        (0..self.stripes(record)).all(|stripe| self.is_stripe_on_disk(record, stripe))
     }
 
     /// Whether every stripe that is in memory is on a disk, too.
@@ -387,16 +380,10 @@ impl Group {
         if !self.lacks_stripes(record) {
             return self.is_completely_on_disk(record);
         }
-        let stripes = self.stripes(record);
-        let medium_of = |position: usize| {
-            let location = self.location(record, position);
-            self.is_readable(location).then(|| self.segment(location.segment).is_disk())
-        };
-        let all = 0..self.location_count(record);
-        let is_on_disk =
-            |stripe: usize| all.clone().skip(stripe).step_by(stripes).any(|at| medium_of(at) == Some(true));
-        all.clone().filter(|&at| medium_of(at) == Some(false)).all(|at| is_on_disk(at % stripes))
-            && all.clone().any(|at| medium_of(at) == Some(true))
+        let is_on_disk = |stripe: usize| self.is_stripe_on_disk(record, stripe);
+        let mut stripes = 0..self.stripes(record);
+        stripes.clone().all(|stripe| is_on_disk(stripe) || !self.is_stripe_in_memory(record, stripe))
+            && stripes.any(is_on_disk)
     }
 
     /// Releases the memory locations of an object; it stays on disk.
@@ -596,9 +583,18 @@ impl Group {
     }
 
     fn is_stripe_in_memory(&self, record: &Record, stripe: usize) -> bool {
+        self.has_stripe(record, stripe, |segment| !segment.is_disk())
+    }
+
+    fn is_stripe_on_disk(&self, record: &Record, stripe: usize) -> bool {
+        self.has_stripe(record, stripe, Segment::is_disk)
+    }
+
+    /// Whether a stripe can be read from one of these segments.
+    pub(super) fn has_stripe(&self, record: &Record, stripe: usize, of: impl Fn(&Segment) -> bool) -> bool {
         (stripe..self.location_count(record)).step_by(self.stripes(record)).any(|position| {
             let location = self.location(record, position);
-            self.is_readable(location) && !self.segment(location.segment).is_disk()
+            self.is_readable(location) && of(self.segment(location.segment))
         })
     }
 

@@ -2,8 +2,8 @@
 //!
 //! The stripes of an object are on several nodes. When one of them restarts, the object cannot be read, but nothing is lost:
 //! its node reports the stripes on its disk, or in its memory if only the session had ended. Such an object stays in the index
-//! as a complete object without a complete replica. Readers do not find it, a put replaces it, a removal kills it, and eviction
-//! drops it in its turn, like any other.
+//! as a complete object without a complete replica. Readers do not find it, a put replaces it, and a removal kills it. In its
+//! turn, eviction drops it, or releases its memory if its stripes are on disk, too.
 //!
 //! The same holds after a change of the master: nodes report at different times. A stripe on a disk proves that the object was
 //! complete, because only complete objects are offloaded. (A stripe in memory may belong to a put that never ended; see
@@ -88,11 +88,9 @@ impl Group {
     /// Whether an object waits for other stripes, and has the stripe of this position.
     pub(super) fn waits_with_stripe(&self, at: RecordRef, position: usize) -> bool {
         let record = *self.slab.get(at);
-        let stripes = self.stripes(&record);
-        let mut places = (position % stripes..self.location_count(&record)).step_by(stripes);
         self.extensions.get(record.extension).is_some_and(|extension| extension.lacks_stripes)
             && self.lacks_stripes(&record)
-            && places.any(|place| self.is_readable(self.location(&record, place)))
+            && self.has_stripe(&record, position % self.stripes(&record), |_| true)
     }
 
     /// Adds the root of a reported stripe to a complete object of several stripes. Returns `false` if it is not the root of
