@@ -4,10 +4,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, Routed, config, disks, id, lookup_key, session, with_disks};
+use common::{GroupHarness, Routed, config, disks, id, lookup_key, memory, session, with_disks};
 use moontide_meta::{
     Admission, CommandKind, CommandOutcome, FlushProgress, GroupConfig, MountSpec, OffloadTrigger, PutEnd,
-    PutOptions, PutStart, RemoveOutcome, ReportRecord, SyncMark, TickBudget, WaiterId,
+    PutOptions, PutStart, RemoveOutcome, ReportRecord, TickBudget, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SlotId, Term};
@@ -394,21 +394,7 @@ fn put_trigger_leaves_refused_object_to_flush() {
 #[test]
 fn put_trigger_counts_objects_beyond_queue() {
     let mut harness = eager(&[]);
-    let spec = MountSpec {
-        node: NodeId(1),
-        session: session(1, 0),
-        segment: SegmentId(0),
-        generation: Generation(1),
-        medium: Medium::Memory,
-        units: 1 << 18,
-        slots: 1 << 17,
-        labels: ["", "", ""],
-        tenant: None,
-        term: Term::ZERO,
-        has_records: false,
-        synced: SyncMark::NONE,
-        one_sided: false,
-    };
+    let spec = MountSpec { slots: 1 << 17, one_sided: false, ..memory(1, 1 << 18) };
     harness.group.mount(harness.now, &spec, &mut harness.effects).unwrap();
     harness.mount_disk(1, 0, false);
     let (queue, more) = (1 << 16, 10);

@@ -4,10 +4,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key, reported};
+use common::{GroupHarness, config, id, lookup_key, memory, reported};
 use moontide_meta::{
-    CommandKind, CommandOutcome, MountSpec, PutEnd, PutOptions, PutStart, Quota, RemoveOutcome, ReportRecord,
-    SegmentPhase, StripeRange, SyncMark, TENANTS_MAX, TenantIndex, WaiterId,
+    CommandKind, CommandOutcome, GroupConfig, MountSpec, PutEnd, PutOptions, PutStart, Quota, RemoveOutcome,
+    ReportRecord, SegmentPhase, StripeRange, TENANTS_MAX, TenantIndex, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -352,23 +352,7 @@ fn object_larger_than_any_segment_is_striped_to_fit() {
     let mut harness = GroupHarness::with(config(1));
     let other_tenant = Tenant::new("other").unwrap();
     let mount = |harness: &mut GroupHarness, node, mib: u64, medium, tenant| {
-        let spec = MountSpec {
-            node: NodeId(node),
-            session: SessionId(node * 100),
-            segment: SegmentId(0),
-            generation: Generation(1),
-            medium,
-            units: (mib * MIB / 512) as u32,
-            slots: 100,
-            labels: ["", "", ""],
-            tenant,
-            term: Term::ZERO,
-            has_records: false,
-            synced: SyncMark::NONE,
-            one_sided: true,
-        };
-        harness.group.mount(harness.now, &spec, &mut harness.effects).unwrap();
-        harness.settle();
+        harness.mount_spec(&MountSpec { medium, tenant, ..memory(node, (mib * MIB / 512) as u32) });
     };
     // Returns the stripe lengths of an object; the reservation is revoked.
     let stripe_lens = |harness: &mut GroupHarness, len, stripes| {
@@ -626,6 +610,32 @@ fn unplaceable_put_does_not_evict() {
     assert_eq!(harness.start("any", KIB), Err(ErrorCode::NoSpace), "no segment accepts new objects");
     harness.tick();
     assert!(harness.exists("k"));
+}
+
+#[test]
+fn stripes_use_different_segments_while_these_have_space() {
+    // Failure: an object of three stripes had two of them on one of three nodes. Cause: the strategy rarely chooses the
+    // fullest segment, and after eight choices any segment was taken. Fix: the scan first tries the segments without a
+    // stripe of the replica.
+    let len = 3 * moontide_types::limits::PAGE_BYTES;
+    for seed in 0..200 {
+        let mut harness = GroupHarness::with(GroupConfig { seed, ..config(1) });
+        harness.mount_spec(&memory(3, 10_000));
+        harness.put("makes node 3 the fullest", 1000 * KIB);
+        (1..=2).for_each(|node| harness.mount_spec(&memory(node, 10_000)));
+        let options = PutOptions { stripes: Some(3), ..PutOptions::default() };
+        let epoch = harness.start_with("striped", len, &options).unwrap();
+        let stripe_roots = &[5, 6, 7];
+        let root = moontide_types::record::object_root(id("striped"), epoch, len, stripe_roots);
+        let end = PutEnd { id: id("striped"), epoch, root, outcomes: &[None], stripe_roots, replaces: false };
+        harness.group.put_end(harness.now, &end, &mut harness.effects).unwrap();
+        harness.settle();
+        let mut nodes = std::collections::HashSet::new();
+        harness.group.lookup(harness.now, 0, &[lookup_key("striped")], |_, found| {
+            nodes.extend(found.unwrap().locations.iter().map(|location| location.node));
+        });
+        assert_eq!(nodes.len(), 3, "seed {seed}: three stripes, three segments");
+    }
 }
 
 #[test]

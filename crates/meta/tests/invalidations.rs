@@ -4,15 +4,13 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key, session};
+use common::{GroupHarness, config, id, lookup_key, memory, session};
 use moontide_meta::{
     CommandOutcome, Effect, INVALIDATIONS_KEPT, Invalidations, JobKind, MountSpec, PutEnd, PutOptions,
-    PutStart, ReportRecord, SyncMark, WaiterId,
+    PutStart, ReportRecord, WaiterId,
 };
 use moontide_types::record::PinClass;
-use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, Medium, NodeId, ObjectId, SegmentId, SlotId, Term,
-};
+use moontide_types::{Epoch, ErrorCode, Extent, NodeId, ObjectId, SegmentId, SlotId, Term};
 
 const KIB: u64 = 1024;
 
@@ -300,21 +298,7 @@ fn remove_and_put_again(harness: &mut GroupHarness, key: &str) {
 fn report_from_preceding_term(harness: &mut GroupHarness, key: &'static str) {
     let (now, term) = (harness.now, harness.group.config().term);
     let before = Term::new(term.get() - 1).unwrap();
-    let spec = MountSpec {
-        node: NodeId(1),
-        session: session(1, 1),
-        segment: SegmentId(0),
-        generation: Generation(1),
-        medium: Medium::Memory,
-        units: 1000,
-        slots: 100,
-        labels: ["", "", ""],
-        tenant: None,
-        term: before,
-        has_records: true,
-        synced: SyncMark::NONE,
-        one_sided: true,
-    };
+    let spec = MountSpec { session: session(1, 1), term: before, has_records: true, ..memory(1, 1000) };
     harness.group.mount(now, &spec, &mut harness.effects).unwrap();
     let extent = Extent { start: 0, units: 3 };
     let record = ReportRecord {

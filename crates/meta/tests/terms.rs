@@ -5,11 +5,11 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key, session};
+use common::{GroupHarness, config, id, lookup_key, memory, session};
 use moontide_meta::{
     CommandOutcome, GroupConfig, MountSpec, PutOptions, RemoveOutcome, ReportRecord, SyncMark, WaiterId,
 };
-use moontide_types::{Epoch, ErrorCode, Extent, Generation, Medium, NodeId, SegmentId, SlotId, Term};
+use moontide_types::{Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SlotId, Term};
 
 const KIB: u64 = 1024;
 
@@ -20,19 +20,11 @@ fn term(number: u32) -> Term {
 /// A segment of a node, as it returns.
 fn spec(node: u64, incarnation: u64) -> MountSpec<'static> {
     MountSpec {
-        node: NodeId(node),
         session: session(node, incarnation),
-        segment: SegmentId(0),
-        generation: Generation(1),
-        medium: Medium::Memory,
-        units: 1000,
-        slots: 100,
-        labels: ["", "", ""],
-        tenant: None,
         term: term(1),
         has_records: true,
         synced: SyncMark { exclusion: 0, ago: Duration::ZERO },
-        one_sided: true,
+        ..memory(node, 1000)
     }
 }
 

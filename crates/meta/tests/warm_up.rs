@@ -2,40 +2,25 @@
 
 mod common;
 
-use common::{GroupHarness, config, id, session};
-use moontide_meta::{CommandKind, CommandOutcome, MountSpec, ReportRecord, StripeRange, SyncMark};
-use moontide_types::{Epoch, ErrorCode, Generation, Medium, NodeId, SegmentId, Term};
+use common::{GroupHarness, config, id, memory, session};
+use moontide_meta::{CommandKind, CommandOutcome, MountSpec, ReportRecord, StripeRange};
+use moontide_types::{Epoch, ErrorCode, NodeId, Term};
 
 const KIB: u64 = 1024;
 const MIB: u64 = 1 << 20;
 const UNIT: u64 = 512;
 
 /// A master whose node returns with memory of this size, and has yet to report its disk.
-fn returned(memory: u64) -> GroupHarness {
+fn returned(bytes: u64) -> GroupHarness {
     let mut harness = GroupHarness::with(config(2));
     harness.mount_disk(1, 0, true);
-    mount_memory(&mut harness, memory);
+    mount_memory(&mut harness, bytes);
     harness
 }
 
-fn mount_memory(harness: &mut GroupHarness, memory: u64) {
-    let spec = MountSpec {
-        node: NodeId(1),
-        session: session(1, 0),
-        segment: SegmentId(0),
-        generation: Generation(1),
-        medium: Medium::Memory,
-        units: (memory / UNIT) as u32,
-        slots: 4096,
-        labels: ["", "", ""],
-        tenant: None,
-        term: Term::ZERO,
-        has_records: false,
-        synced: SyncMark::NONE,
-        one_sided: false,
-    };
-    harness.group.mount(harness.now, &spec, &mut harness.effects).unwrap();
-    harness.settle();
+fn mount_memory(harness: &mut GroupHarness, bytes: u64) {
+    let units = (bytes / UNIT) as u32;
+    harness.mount_spec(&MountSpec { slots: 4096, one_sided: false, ..memory(1, units) });
 }
 
 fn report(harness: &mut GroupHarness, key: &'static str, len: u64, was_in_memory: bool) -> Epoch {

@@ -586,10 +586,16 @@ impl Group {
             }
         }
         let start = self.rng.index(self.candidates.len());
-        for at in (start..self.candidates.len()).chain(0..start) {
-            let index = self.candidates[at].index;
-            if let Some(location) = self.try_segment(index, put, request, only, units, align) {
-                return Some(location);
+        // First the segments without a stripe of this replica.
+        for may_share in [false, true] {
+            for at in (start..self.candidates.len()).chain(0..start) {
+                let index = self.candidates[at].index;
+                if used(index) != may_share {
+                    continue;
+                }
+                if let Some(location) = self.try_segment(index, put, request, only, units, align) {
+                    return Some(location);
+                }
             }
         }
         None

@@ -70,6 +70,25 @@ pub(crate) fn session(node: u64, incarnation: u64) -> SessionId {
     SessionId(node * 100 + incarnation)
 }
 
+/// An empty segment of a node's memory.
+pub(crate) fn memory(node: u64, units: u32) -> MountSpec<'static> {
+    MountSpec {
+        node: NodeId(node),
+        session: session(node, 0),
+        segment: SegmentId(0),
+        generation: Generation(1),
+        medium: Medium::Memory,
+        units,
+        slots: 100,
+        labels: ["", "", ""],
+        tenant: None,
+        term: Term::ZERO,
+        has_records: false,
+        synced: SyncMark::NONE,
+        one_sided: true,
+    }
+}
+
 impl GroupHarness {
     pub(crate) fn with(config: GroupConfig) -> GroupHarness {
         let now = Now { mono: MonoTime(1_000_000_000), unix: UnixMillis(1_800_000_000_000) };
@@ -101,22 +120,13 @@ impl GroupHarness {
 
     /// The same in a later session of the node.
     pub(crate) fn mount_in(&mut self, node: u64, incarnation: u64, segment: u32, term: Term, occupied: bool) {
-        let spec = MountSpec {
-            node: NodeId(node),
-            session: session(node, incarnation),
-            segment: SegmentId(segment),
-            generation: Generation(1),
-            medium: Medium::Memory,
-            units: 1000,
-            slots: 100,
-            labels: ["", "", ""],
-            tenant: None,
-            term,
-            has_records: occupied,
-            synced: SyncMark::NONE,
-            one_sided: true,
-        };
-        self.group.mount(self.now, &spec, &mut self.effects).unwrap();
+        let session = session(node, incarnation);
+        let segment = SegmentId(segment);
+        self.mount_spec(&MountSpec { session, segment, term, has_records: occupied, ..memory(node, 1000) });
+    }
+
+    pub(crate) fn mount_spec(&mut self, spec: &MountSpec<'_>) {
+        self.group.mount(self.now, spec, &mut self.effects).unwrap();
         self.settle();
     }
 
