@@ -396,6 +396,10 @@ impl Group {
                 self.release_location(at, position, None, effects);
             }
         }
+        // One of them may have been on a lost segment, where the sweep does not find it any more.
+        if self.lacks_stripes(self.slab.get(at)) {
+            self.lost_stripes(at, now);
+        }
         self.stats.demoted_objects += 1;
         self.locations_changed(at);
     }

@@ -47,14 +47,19 @@ impl Group {
         {
             return false;
         }
-        if !self.await_stripes(at, now) {
-            self.invalidate(record.id(), true);
-        }
+        self.lost_stripes(at, now);
         self.locations_changed(at);
         true
     }
 
-    /// Remembers an object with missing stripes. Returns whether it was remembered before.
+    /// Remembers an object that has lost stripes, and tells watchers: readers do not find it.
+    pub(super) fn lost_stripes(&mut self, at: RecordRef, now: Now) {
+        if !self.await_stripes(at, now) {
+            self.invalidate(self.slab.get(at).id(), true);
+        }
+    }
+
+    /// Remembers an object with missing stripes. Returns whether it was known to lack them.
     pub(super) fn await_stripes(&mut self, at: RecordRef, now: Now) -> bool {
         let record = self.slab.get(at);
         let (id, epoch) = (record.id(), record.epoch());

@@ -226,10 +226,15 @@ impl ModelHarness {
             Ok(()) | Err(ErrorCode::Pending) => {
                 ensure!(response.is_ok() || put.upsert, "Pending for a put that replaces nothing");
                 // For readers a complete object is gone when it has expired or its nodes are lost; its put was still
-                // successful. The same holds for an object that a report completed and that expired before any lookup.
+                // successful. The same holds for an object that a report completed, and that expired or was lost before
+                // any lookup.
                 let expired = put.expires.is_some_and(|at| at <= self.now.unix);
                 let stored = (0..replicas).any(&written);
-                let was_complete = put.acked || put.seen || expired && stored;
+                let is_lost = (0..replicas).all(|replica| {
+                    let mut locations = replica * put.stripes..(replica + 1) * put.stripes;
+                    locations.any(|location| !self.is_held(&put, location))
+                });
+                let was_complete = put.acked || put.seen || stored && (expired || is_lost);
                 ensure!(current || was_complete, "PutEnd of {} acknowledged: {before:?}", put.epoch);
                 ensure!(!put.removed, "PutEnd of {} acknowledged after its removal", put.epoch);
                 if !put.acked {

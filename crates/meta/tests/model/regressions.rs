@@ -1,9 +1,10 @@
 //! Shrunk sequences that once failed in the model test.
 
+use moontide_meta::OffloadTrigger;
 use moontide_meta::PlacementKind::{self, FreeRatio, Random, Topology};
 
 use crate::command::{Command, Put};
-use crate::run;
+use crate::{run, run_with};
 use Command::*;
 
 /// The simplest put: an empty object, one replica.
@@ -441,4 +442,44 @@ fn replacement_of_object_in_unmounted_segment_is_pending() {
 fn short_object_with_requested_stripes_can_be_offloaded() {
     let short = Put { len: 1, stripes: Some(2), ..replicas(0, 3) };
     run(Random, &[PutWhole(short), StopAndStart { node: 0 }]).unwrap();
+}
+
+/// Failure: an object with a missing stripe caused no invalidation and stayed in the index for ever. Cause: it was demoted
+/// after its node was lost and before the sweep of the node's memory, which then did not find it. Fix: demotion
+/// remembers it.
+#[test]
+fn object_demoted_before_sweep_of_its_lost_stripe_is_invalidated() {
+    let striped = Put { upsert: true, caller: 1, ..striped(0, 1) };
+    let commands = [
+        Restart { node: 3 },
+        Flush { node: 0 },
+        PutWhole(Put { len: 700, caller: 1, ..put(1) }),
+        PutWhole(Put { len: 700, caller: 1, ..put(1) }),
+        StopAndStart { node: 0 },
+        PutWhole(striped),
+        Tick { budget: 255 },
+        Restart { node: 0 },
+        Settle,
+        Demote { objects: 1 },
+    ];
+    run_with(FreeRatio, OffloadTrigger::Put, &commands).unwrap();
+}
+
+/// The model took the acknowledgement of a put for wrong: a report had completed the object, and its node was lost before
+/// any lookup.
+#[test]
+fn put_that_was_completed_by_report_and_lost_is_acknowledged() {
+    check(
+        Random,
+        &[
+            PutStart(put(0)),
+            Execute { node: 0, count: 1, refuse: false },
+            PutStart(put(1)),
+            Crash,
+            WriteAll { put: 0 },
+            Mount { node: 1, segments: 2 },
+            StopAndStart { node: 1 },
+            PutEnd { put: 0, failed: 0 },
+        ],
+    );
 }
