@@ -326,6 +326,8 @@ pub struct Group {
     requested_units: u64,
     /// Above the high watermark, and not yet below the low one.
     evicting: bool,
+    /// Far enough below the low watermark that more objects displace none.
+    has_free_memory: bool,
     /// Tenants with a quota; those over it are evicted first.
     limited: Vec<TenantIndex>,
 
@@ -405,6 +407,7 @@ impl Group {
             job_count: u64::from(config.term.get()) << 32,
             requested_units: 0,
             evicting: false,
+            has_free_memory: true,
             limited: vec![],
             feed: None,
             stats: GroupStats::default(),

@@ -336,6 +336,60 @@ fn refused_promotion_frees_reserved_space() {
     assert!(is_promotion(harness.commands[0].kind), "next read retries the promotion");
 }
 
+/// Reads `keys` in turn, and puts another object after every second read. Returns how many keys were in memory.
+fn read_and_put(harness: &mut GroupHarness, keys: &[String], puts: &mut usize) -> usize {
+    let mut in_memory = 0;
+    for (number, key) in keys.iter().enumerate() {
+        in_memory += usize::from(media(harness, key).contains(&Medium::Memory));
+        harness.lookup(key, 0).unwrap();
+        if number % 2 == 0 {
+            harness.put(&format!("other-{puts}"), KIB);
+            *puts += 1;
+        }
+        harness.tick();
+        harness.run_commands();
+    }
+    in_memory
+}
+
+/// Puts twice as many objects as memory has slots for on the disk. Returns their keys.
+fn put_twice_the_memory(harness: &mut GroupHarness) -> Vec<String> {
+    let keys: Vec<String> = (0..200).map(|n| format!("k{n}")).collect();
+    for key in &keys {
+        harness.put(key, KIB);
+        evict(harness, 1);
+        harness.run_commands();
+    }
+    keys
+}
+
+#[test]
+fn objects_that_would_be_evicted_before_their_next_read_are_not_promoted() {
+    let (mut harness, mut puts) = (disks(&[1]), 0);
+    let keys = put_twice_the_memory(&mut harness);
+    read_and_put(&mut harness, &keys, &mut puts);
+    let before = harness.group.stats().promoted_objects;
+    for _ in 0..2 {
+        read_and_put(&mut harness, &keys, &mut puts);
+    }
+    let promoted = harness.group.stats().promoted_objects - before;
+    assert!(promoted <= 10, "{promoted} promotions in 2 rounds");
+}
+
+#[test]
+fn object_that_is_read_more_often_than_the_next_victim_is_promoted() {
+    let (mut harness, mut puts) = (disks(&[1]), 0);
+    let keys = put_twice_the_memory(&mut harness);
+    for _ in 0..2 {
+        read_and_put(&mut harness, &keys, &mut puts);
+    }
+    let hot = &keys[..8];
+    for _ in 0..16 {
+        read_and_put(&mut harness, hot, &mut puts);
+    }
+    assert_eq!(read_and_put(&mut harness, hot, &mut puts), hot.len(), "all are in memory");
+}
+
 #[test]
 fn full_memory_prevents_promotion() {
     let mut harness = disks(&[1]);

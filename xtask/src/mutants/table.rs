@@ -247,6 +247,13 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::Environment,
     },
     Mutant {
+        name: "cold-object-promoted",
+        location: "crates/meta/src/group/disk.rs",
+        impact: "Objects that are rarely read are copied to memory all the time, and displace those that are used as much.",
+        test: test("meta", "disk", "objects_that_would_be_evicted_before_their_next_read_are_not_promoted"),
+        activation: Activation::Environment,
+    },
+    Mutant {
         name: "lease-evicted",
         location: "crates/meta/src/group/evict.rs",
         impact: "What a reader has leased is evicted and overwritten while it is being read.",

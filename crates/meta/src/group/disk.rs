@@ -505,9 +505,17 @@ impl Group {
 
     // ----------------------------------------------------------------------------------------- promotion
 
-    /// Handles a read of an object on disk: the first read only marks it, the second one requests its promotion.
+    /// Handles a read of an object on disk, before the read counts as a use. The first read only marks the object. A
+    /// further one requests its promotion if memory is free, or if the time between the two reads is so short that the
+    /// object would have stayed in memory since: then it probably stays until its next read. Otherwise a promotion
+    /// would only displace objects that are used as much. (LIRS compares these two times, too: Jiang and Zhang,
+    /// SIGMETRICS 2002.)
     pub(super) fn read_from_disk(&mut self, record: &Record) {
-        if record.has(RecordFlag::Visited) {
+        if record.has(RecordFlag::Visited)
+            && (self.has_free_memory
+                || self.outlives_victim(record)
+                || moontide_rt::mutation_enabled("cold-object-promoted"))
+        {
             self.request_promotion(record.id());
         }
     }

@@ -20,7 +20,7 @@ use super::Group;
 use super::disk::OffloadPurpose;
 use crate::effect::Effects;
 use crate::ids::{NONE, RecordRef, TenantIndex};
-use crate::record::RecordFlag;
+use crate::record::{Record, RecordFlag};
 use crate::segment::{Segment, SegmentPhase};
 use crate::tenant::TenantState;
 use crate::time::Now;
@@ -126,7 +126,10 @@ impl Group {
             self.requested_units = self.requested_units.saturating_sub(evicted.bytes / UNIT_BYTES);
             report.add(evicted);
         }
-        self.evicting |= self.pressure_permille() > high;
+        let pressure = self.pressure_permille();
+        self.evicting |= pressure > high;
+        // An eviction ends at the low watermark. From there on, objects that are added soon cause the next one.
+        self.has_free_memory = pressure < low.saturating_sub(high.saturating_sub(low));
         if self.evicting && (report.objects as usize) < budget {
             report.add(self.evict(now, low, budget - report.objects as usize, effects));
             self.evicting = self.pressure_permille() > low;
@@ -220,6 +223,20 @@ impl Group {
             self.postpone_eviction(at);
         }
         None
+    }
+
+    /// Whether an object was used recently enough to stay in memory while its tenant's next victim is evicted. `record`
+    /// was used repeatedly, and still has the number of the use before the present one. A pinned one always stays.
+    pub(super) fn outlives_victim(&self, record: &Record) -> bool {
+        if record.pin() != PinClass::None {
+            return true;
+        }
+        let Some(victim) = self.first_victim(record.tenant(), VictimClass::Ordinary) else { return true };
+        let victim = self.slab.get(victim);
+        match victim.is_used_again() {
+            true => record.last_use() > victim.last_use(),
+            false => self.eviction_order.evicts_once(victim.last_use(), record.last_use()),
+        }
     }
 
     fn first_victim(&self, tenant: TenantIndex, class: VictimClass) -> Option<RecordRef> {
