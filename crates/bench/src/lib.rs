@@ -81,6 +81,7 @@ mod results;
 
 mod arguments;
 pub mod http;
+mod plot;
 mod process;
 mod scratch;
 

@@ -8,7 +8,6 @@
 //! one: an engine cannot use the others. It then stores all blocks that are missing.
 
 mod list;
-mod plot;
 mod reference;
 mod shipped;
 
@@ -16,9 +15,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 
-use crate::results::{BenchError, Progress, ResultRow};
+use crate::plot::{self, Axis, PlotRow};
+use crate::results::{BenchError, Progress, ResultRow, io};
 use crate::trace::{Request, open, unread};
-use plot::PlotRow;
 use reference::{Arc, Belady, Lru, S3Fifo, WTinyLfu};
 use shipped::Shipped;
 
@@ -191,15 +190,19 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
             if !args.json {
                 println!("  {policy:<10}{line}");
             }
-            rows.push(PlotRow { policy, rates });
+            rows.push(PlotRow { name: policy, is_subject: policy == "moontide", rates });
         }
         if let Some(directory) = &args.plots {
-            let file = directory.join(format!("{name}.svg"));
+            let labels: Vec<_> = args.capacity.iter().map(|share| (*share, format!("{share} %"))).collect();
+            let axis = Axis {
+                title: "memory, as a share of the distinct blocks",
+                values: &args.capacity,
+                labels: &labels,
+                is_logarithmic: true,
+            };
             let title = format!("{name}: hit rates of {requests} requests");
-            let write = std::fs::create_dir_all(directory)
-                .and_then(|()| std::fs::write(&file, plot::svg(&title, &args.capacity, &rows)));
-            write.map_err(|error| BenchError::Wrong(format!("cannot write {}: {error}", file.display())))?;
-            eprintln!("wrote {}", file.display());
+            std::fs::create_dir_all(directory).map_err(io("creating the directory of the plots"))?;
+            plot::write(&directory.join(format!("{name}.svg")), &plot::svg(&title, &axis, &rows))?;
         }
     }
     Ok(())

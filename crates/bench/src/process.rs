@@ -14,8 +14,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::results::{BenchError, io, wrong};
 
-/// Time for a process to exit after SIGTERM, before it is killed.
-const END_WAIT: Duration = Duration::from_secs(10);
+/// Time for a process to exit after SIGTERM, before it is killed. A node with a disk writes its memory to it.
+const END_WAIT: Duration = Duration::from_secs(60);
 
 /// A server of this program, i.e. a master or a node, which is stopped on drop.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! Command line of a node's disk: settings, `inspect disk`, `bench disk`.
+//! Command line of a node's disk: settings, `inspect disk`, `bench disk`, `bench trace`.
 
 mod common;
 
@@ -286,4 +286,47 @@ fn disk_bench_prints_table() {
     assert!(lines[2].starts_with("write   64.0 KiB     -") && lines[3].starts_with("read    64.0 KiB     2"));
     let much = run(&["bench", "disk", "--size", "8000T", "--dir", &folder.file("ssd")], b"");
     assert!(much.code == 1 && much.err.contains("--size"), "{}", much.err);
+}
+
+/// Replays recorded traffic against a node with a disk.
+fn replay(folder: &Folder, flags: &[&str]) -> Ended {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/tests/traces/agents_24.jsonl");
+    let dir = folder.file("ssd");
+    let small = ["bench", "trace", trace, "--engines", "1"];
+    let sizes = ["--block", "16KiB", "--memory", "4MiB", "--disk", "256MiB", "--dir", &dir];
+    let ended = run(&[&small[..], &sizes, flags].concat(), b"");
+    assert_eq!(ended.code, 0, "{}", ended.err);
+    ended
+}
+
+#[test]
+fn trace_bench_counts_hits_and_writes_of_disk() {
+    let folder = Folder::new("bench-trace");
+    let result = replay(&folder, &["--remote", "--requests", "450"]).json();
+    let number = |name: &str| result[name].as_f64().unwrap_or_else(|| panic!("no {name} in {result}"));
+    // The disk has space for all blocks. Memory has not, so that all but its last ones were written.
+    assert!(number("hit_rate") > number("ideal_hit_rate") - 0.02, "{result}");
+    assert!(number("disk_share") > 0.0 && number("written_per_hit") > 0.0, "{result}");
+    assert_eq!((number("wrong"), number("failed")), (0.0, 0.0), "{result}");
+    assert_eq!(std::fs::read_dir(folder.file("ssd")).unwrap().count(), 0, "files left behind");
+}
+
+#[test]
+fn trace_bench_shows_hits_after_restart_of_node() {
+    let folder = Folder::new("bench-restart");
+    let plot = folder.file("restart.svg");
+    let lines =
+        replay(&folder, &["--requests", "200", "--restart-after", "100", "--plot", &plot]).json_lines();
+    let rates = |case: &str| -> Vec<f64> {
+        let is_later = |line: &&Value| line["case"] == case && line["requests_from"].as_u64() >= Some(100);
+        lines.iter().filter(is_later).map(|line| line["hit_rate"].as_f64().unwrap()).collect()
+    };
+    let [kept, lost, running] = ["kept", "lost", "running"].map(rates);
+    assert!(kept.len() >= 5 && kept.len() == lost.len() && kept.len() == running.len(), "{lines:?}");
+    let sum = |rates: &[f64]| rates.iter().sum::<f64>();
+    assert!(sum(&kept) > sum(&lost) && sum(&running) > sum(&lost), "{kept:?}, {lost:?}, {running:?}");
+    let plot = std::fs::read_to_string(&plot).unwrap();
+    assert!(["disk kept", "disk lost", "not restarted"].iter().all(|row| plot.contains(row)), "{plot}");
+    let late = run(&["bench", "trace", "no such file", "--restart-after", "1"], b"");
+    assert!(late.code == 2 && late.err.contains("--disk"), "{}", late.err);
 }

@@ -5,8 +5,11 @@ use std::time::Duration;
 
 use moontide_client::{Store, StoreConfig};
 
+use crate::http;
 use crate::process::ServerProcess;
 use crate::results::{BenchError, wrong};
+
+const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Size of a cluster.
 #[derive(Clone, Copy, Debug)]
@@ -38,10 +41,27 @@ impl Disk {
 #[derive(Debug)]
 pub(crate) struct BenchCluster {
     /// Dropped before the master, because nodes unregister from it.
-    nodes: Vec<ServerProcess>,
+    nodes: Vec<BenchNode>,
     master: ServerProcess,
     /// gRPC address of the master.
     pub(crate) address: String,
+}
+
+/// A node of a cluster.
+#[derive(Debug)]
+struct BenchNode {
+    process: ServerProcess,
+    args: Vec<String>,
+    admin: String,
+}
+
+impl BenchNode {
+    fn start(args: Vec<String>) -> Result<BenchNode, BenchError> {
+        let (process, lines) = ServerProcess::start(&args, "ready")?;
+        let admin = lines.iter().find_map(|line| line.strip_prefix("admin "));
+        let admin = admin.ok_or_else(|| wrong("node printed no admin address"))?.to_owned();
+        Ok(BenchNode { process, args, admin })
+    }
 }
 
 impl BenchCluster {
@@ -74,11 +94,10 @@ impl BenchCluster {
         let mut nodes = Vec::with_capacity(size.nodes);
         for _ in 0..size.nodes {
             let bytes = size.node_bytes.to_string();
-            let mut args = vec!["node", "--master", &address, "--memory-bytes", &bytes];
-            let disk_args = disk.map(Disk::args).unwrap_or_default();
-            args.extend(disk_args.iter().map(String::as_str));
-            let (node, _) = ServerProcess::start(&args, "ready")?;
-            nodes.push(node);
+            let args = ["node", "--master", &address, "--memory-bytes", &bytes, "--admin-listen", free];
+            let mut args: Vec<String> = args.map(str::to_owned).to_vec();
+            args.extend(disk.map(Disk::args).unwrap_or_default());
+            nodes.push(BenchNode::start(args)?);
         }
         Ok(BenchCluster { nodes, master, address })
     }
@@ -91,8 +110,35 @@ impl BenchCluster {
         Store::connect(config).map_err(wrong)
     }
 
+    /// Stops the only node with SIGTERM, and starts it again with the same arguments. In between, `change` may change its
+    /// disk.
+    pub(crate) fn restart_node(
+        &mut self,
+        change: impl FnOnce() -> Result<(), BenchError>,
+    ) -> Result<(), BenchError> {
+        let [BenchNode { process, args, .. }] = std::mem::take(&mut self.nodes).try_into().expect("one node");
+        drop(process);
+        change()?;
+        self.nodes.push(BenchNode::start(args)?);
+        Ok(())
+    }
+
+    /// Returns the sum of a metric of all nodes.
+    pub(crate) fn node_metric(&self, name: &str) -> Result<f64, BenchError> {
+        let mut sum = 0.0;
+        for node in &self.nodes {
+            let text = http::get(&node.admin, "/metrics", METRICS_TIMEOUT).map_err(wrong)?;
+            let text = String::from_utf8_lossy(&text);
+            let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+            let value = value.and_then(|value| value.parse::<f64>().ok());
+            sum += value.ok_or_else(|| wrong(format!("node has no metric {name}")))?;
+        }
+        Ok(sum)
+    }
+
     /// Process ids of nodes and master.
     pub(crate) fn pids(&self) -> impl Iterator<Item = u32> + '_ {
-        self.nodes.iter().chain([&self.master]).map(|process| process.id())
+        let nodes = self.nodes.iter().map(|node| &node.process);
+        nodes.chain([&self.master]).map(|process| process.id())
     }
 }

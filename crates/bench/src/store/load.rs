@@ -18,6 +18,7 @@ use super::remote::BaselineProcess;
 use super::{BenchEffort, random_bytes};
 use crate::measure::{Run, RunSeries, interleave, median, percentiles, relative_range, timed};
 use crate::results::{BenchError, Progress, ResultRow, check_gates, io, wrong};
+use crate::scratch::Scratch;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -62,14 +63,14 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
     let parent = args.dir.clone().unwrap_or_else(std::env::temp_dir);
     let mut progress = Progress::new(format!("load, {} sizes", sizes.len()), sizes.len() as u64);
     for (done, &bytes) in sizes.iter().enumerate() {
-        let dir = Directory::new(&parent)?;
-        let disk = Disk { dir: dir.0.clone(), limit_bytes: 2 * set_bytes, staging_bytes: STAGING_BYTES };
+        let dir = Scratch::new(&parent, "moontide-bench-load").map_err(io("creating a directory"))?;
+        let disk = Disk { dir: dir.path().into(), limit_bytes: 2 * set_bytes, staging_bytes: STAGING_BYTES };
         let size = Size { nodes: 1, node_bytes: set_bytes / 8, groups: 1 };
         let cluster = BenchCluster::start_with_disk(size, Some(&disk))?;
         let store = cluster.store(|config| config.shm = false)?;
         let keys = fill(&store, bytes, set_bytes, effort.seed)?;
         let baseline = BaselineProcess::start(bytes, effort)?;
-        let files = Files::open(&dir.0)?;
+        let files = Files::open(dir.path())?;
         for (case, callers, batch) in [("get", 1, 1), ("get_batch", 1, BATCH), ("get", 4, 1)] {
             let sides = interleave(effort.repeats(), |side, repeat| match side {
                 0 => gets(&store, &keys, bytes, callers, batch, effort),
@@ -212,22 +213,5 @@ impl Files {
             }
         });
         timed(movers.collect(), effort.span(), bytes * batch as u64)
-    }
-}
-
-/// A new directory, which is removed on drop.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new(parent: &Path) -> Result<Directory, BenchError> {
-        let path = parent.join(format!("moontide-bench-load-{}", std::process::id()));
-        std::fs::create_dir_all(&path).map_err(io("creating a directory for the disk"))?;
-        Ok(Directory(path))
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -1,6 +1,9 @@
-//! A plot of hit rates by capacity, as SVG.
+//! A plot of hit rates, as SVG.
 
 use std::fmt::Write as _;
+use std::path::Path;
+
+use crate::results::{BenchError, wrong};
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 420.0;
@@ -19,19 +22,30 @@ const COLOURS: [&str; 6] = ["#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00
 const STYLE: &str = "text{font:13px sans-serif;fill:#222}.grid{stroke:#ddd}.paper{fill:#fff}\
     @media(prefers-color-scheme:dark){text{fill:#ddd}.grid{stroke:#444}.paper{fill:#1b1b1b}}";
 
-/// A policy and its hit rates, one per capacity.
-pub(super) struct PlotRow<'a> {
-    pub(super) policy: &'a str,
-    pub(super) rates: Vec<f64>,
+/// The horizontal axis.
+pub(crate) struct Axis<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) values: &'a [f64],
+    /// Values that have a label, with its text.
+    pub(crate) labels: &'a [(f64, String)],
+    pub(crate) is_logarithmic: bool,
 }
 
-/// Draws one line per policy. Capacities are in percent, and on a logarithmic axis.
-pub(super) fn svg(title: &str, capacities: &[f64], rows: &[PlotRow<'_>]) -> String {
-    let low = capacities.iter().copied().fold(f64::INFINITY, f64::min);
-    let high = capacities.iter().copied().fold(0.0, f64::max);
-    let span = (high / low).ln();
-    let x = |capacity: f64| {
-        let share = if span > 0.0 { (capacity / low).ln() / span } else { 0.5 };
+/// A line of the plot: a hit rate per value of the axis.
+pub(crate) struct PlotRow<'a> {
+    pub(crate) name: &'a str,
+    /// The subject of the plot, drawn thicker.
+    pub(crate) is_subject: bool,
+    pub(crate) rates: Vec<f64>,
+}
+
+/// Draws one line per row.
+pub(crate) fn svg(title: &str, axis: &Axis<'_>, rows: &[PlotRow<'_>]) -> String {
+    let scaled = |value: f64| if axis.is_logarithmic { value.ln() } else { value };
+    let low = axis.values.iter().map(|&value| scaled(value)).fold(f64::INFINITY, f64::min);
+    let high = axis.values.iter().map(|&value| scaled(value)).fold(f64::NEG_INFINITY, f64::max);
+    let x = |value: f64| {
+        let share = if high > low { (scaled(value) - low) / (high - low) } else { 0.5 };
         LEFT + share * (WIDTH - LEFT - RIGHT)
     };
     let rate_max = rows.iter().flat_map(|row| row.rates.iter().copied()).fold(0.0, f64::max);
@@ -49,17 +63,17 @@ pub(super) fn svg(title: &str, capacities: &[f64], rows: &[PlotRow<'_>]) -> Stri
             .expect("writing to a string succeeds");
     };
     let right = WIDTH - RIGHT;
-    for &capacity in capacities {
-        text(x(capacity), HEIGHT - BOTTOM + 20.0, "middle", &format!("{capacity} %"));
+    for (value, label) in axis.labels {
+        text(x(*value), HEIGHT - BOTTOM + 20.0, "middle", label);
     }
-    text((LEFT + right) / 2.0, HEIGHT - 10.0, "middle", "memory, as a share of the distinct blocks");
+    text((LEFT + right) / 2.0, HEIGHT - 10.0, "middle", axis.title);
     let steps = 5;
     for step in 0..=steps {
         let rate = top * f64::from(step) / f64::from(steps);
         text(LEFT - 8.0, y(rate) + 4.0, "end", &format!("{rate:.2}"));
     }
     for (index, row) in rows.iter().enumerate() {
-        text(right + 44.0, TOP + 10.0 + LINE * index as f64, "start", row.policy);
+        text(right + 44.0, TOP + 10.0 + LINE * index as f64, "start", row.name);
     }
     for step in 0..=steps {
         let at = y(top * f64::from(step) / f64::from(steps));
@@ -67,18 +81,23 @@ pub(super) fn svg(title: &str, capacities: &[f64], rows: &[PlotRow<'_>]) -> Stri
     }
     for (index, row) in rows.iter().enumerate() {
         let colour = COLOURS[index % COLOURS.len()];
-        let width = if row.policy == "moontide" { 3.0 } else { 1.5 };
-        let points: Vec<String> = capacities
-            .iter()
-            .zip(&row.rates)
-            .map(|(&capacity, &rate)| format!("{:.1},{:.1}", x(capacity), y(rate)))
-            .collect();
+        let width = if row.is_subject { 3.0 } else { 1.5 };
+        let points = axis.values.iter().zip(&row.rates);
+        let points: Vec<String> =
+            points.map(|(&value, &rate)| format!("{:.1},{:.1}", x(value), y(rate))).collect();
         let line = format!("fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\"");
         out += &format!("<polyline {line} points=\"{}\"/>\n", points.join(" "));
         let at = TOP + 6.0 + LINE * index as f64;
         out += &format!("<path {line} d=\"M{:.1} {at:.1}h24\"/>\n", right + 14.0);
     }
     out + "</svg>\n"
+}
+
+/// Writes a plot to a file, and says so.
+pub(crate) fn write(file: &Path, plot: &str) -> Result<(), BenchError> {
+    std::fs::write(file, plot).map_err(|error| wrong(format!("cannot write {}: {error}", file.display())))?;
+    eprintln!("wrote {}", file.display());
+    Ok(())
 }
 
 fn escaped(text: &str) -> String {
@@ -90,12 +109,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plot_has_a_line_per_policy_within_its_borders() {
+    fn plot_has_a_line_per_row_within_its_borders() {
         let rows = [
-            PlotRow { policy: "moontide", rates: vec![0.1, 0.2, 0.95] },
-            PlotRow { policy: "lru", rates: vec![0.0, 0.1, 0.9] },
+            PlotRow { name: "moontide", is_subject: true, rates: vec![0.1, 0.2, 0.95] },
+            PlotRow { name: "lru", is_subject: false, rates: vec![0.0, 0.1, 0.9] },
         ];
-        let plot = svg("a < b & c", &[1.0, 5.0, 40.0], &rows);
+        let labels = [(40.0, "40 %".to_owned())];
+        let axis = Axis { title: "memory", values: &[1.0, 5.0, 40.0], labels: &labels, is_logarithmic: true };
+        let plot = svg("a < b & c", &axis, &rows);
         assert!(plot.contains("a &lt; b &amp; c") && plot.contains(">moontide<") && plot.contains(">40 %<"));
         let lines: Vec<&str> = plot.lines().filter(|line| line.starts_with("<polyline")).collect();
         assert_eq!(lines.len(), 2);
@@ -120,9 +141,10 @@ mod tests {
     }
 
     #[test]
-    fn plot_of_one_capacity_without_hits_is_finite() {
-        let rows = [PlotRow { policy: "lru", rates: vec![0.0] }];
-        let plot = svg("empty", &[5.0], &rows);
+    fn plot_of_one_value_without_hits_is_finite() {
+        let rows = [PlotRow { name: "lru", is_subject: false, rates: vec![0.0] }];
+        let axis = Axis { title: "memory", values: &[5.0], labels: &[], is_logarithmic: true };
+        let plot = svg("empty", &axis, &rows);
         assert!(!plot.contains("NaN") && !plot.contains("inf"), "{plot}");
     }
 }
