@@ -421,7 +421,7 @@ impl Stress {
             ("claims_refused", of("claims_refused"), 1),
             ("dead_claims", of("dead_claims"), 1),
             ("dead_pins", of("dead_pins"), 1),
-            ("begins_refused", of("begins_refused"), 10),
+            ("begins_refused", of("begins_refused"), 1),
             ("kills_of_stopped", self.kills_of_stopped, 1),
             ("kills_of_newcomers", self.kills_of_newcomers, 1),
         ];
