@@ -444,8 +444,8 @@ fn short_object_with_requested_stripes_can_be_offloaded() {
     run(Random, &[PutWhole(short), StopAndStart { node: 0 }]).unwrap();
 }
 
-/// Failure: an object with a missing stripe caused no invalidation and stayed in the index for ever. Cause: it was demoted
-/// after its node was lost and before the sweep of the node's memory, which then did not find it. Fix: demotion
+/// Failure: an object with a missing stripe caused no invalidation, and was never dropped from the index. Cause: it was
+/// demoted after its node was lost and before the sweep of the node's memory, which then did not find it. Fix: demotion
 /// remembers it.
 #[test]
 fn object_demoted_before_sweep_of_its_lost_stripe_is_invalidated() {
