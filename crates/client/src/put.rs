@@ -502,8 +502,8 @@ impl Inner {
     }
 }
 
-/// Shortest pause before a retry of a put that found no space: eviction frees space within a few milliseconds.
-const NO_SPACE_RETRY_DELAY: Duration = Duration::from_millis(5);
+/// Shortest pause before a retry of a put that found no space: nodes confirm an eviction within about a millisecond.
+const NO_SPACE_RETRY_DELAY: Duration = Duration::from_millis(1);
 
 /// Returns whether another reservation may avoid the failure.
 fn needs_new_reservation(error: &StoreError) -> bool {

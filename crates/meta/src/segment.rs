@@ -207,6 +207,11 @@ impl Segment {
         self.units - self.live_units - self.reserved_units - self.draining_units
     }
 
+    /// Returns the units between page-aligned records that are too short for another one.
+    pub(crate) fn sliver_units(&self) -> u32 {
+        self.allocator.sliver_units()
+    }
+
     pub(crate) fn slot(&self, slot: u32) -> SlotState {
         match self.slots[slot as usize] {
             DRAINING => SlotState::Draining,

@@ -532,6 +532,42 @@ fn tick_evicts_to_low_watermark_and_for_puts_that_can_fit() {
     assert_eq!(harness.group.objects(), before);
 }
 
+/// Failure: with objects of 64 KiB, each put into full memory waited for an eviction. Cause: the gaps between the records, up to
+/// the next page, counted as free, so that the usage stayed below the high watermark when no record fitted any more.
+#[test]
+fn gaps_between_page_aligned_records_count_as_used() {
+    let mut harness = GroupHarness::new(&[1]);
+    // 25 objects fit, with 33 of 40 units used by a record.
+    for n in 0..25 {
+        harness.put(&format!("k{n}"), 16 * KIB);
+    }
+    assert!(harness.group.pressure_permille() > 950, "{}", harness.group.pressure_permille());
+    harness.tick();
+    harness.run_commands();
+    harness.start("next", 16 * KIB).unwrap();
+    let kept = (0..25).filter(|n| harness.exists(&format!("k{n}"))).count();
+    assert_eq!(kept, 22, "the gap behind an evicted record becomes usable, too: three are enough for 900");
+}
+
+/// Failure: with equal objects, each put into full memory waited for an eviction. Cause: a put without space evicted exactly
+/// what it needed itself.
+#[test]
+fn put_without_space_evicts_for_next_puts_too() {
+    let mut harness = GroupHarness::with(config(1));
+    harness.mount_spec(&MountSpec { slots: 2000, ..memory(1, 40 * 1000) });
+    let mut waits = 0;
+    for n in 0..4000 {
+        let key = format!("k{n}");
+        let epoch = harness.start(&key, 16 * KIB).unwrap_or_else(|_| {
+            waits += 1;
+            harness.run_commands();
+            harness.start(&key, 16 * KIB).unwrap()
+        });
+        harness.end(&key, epoch).unwrap();
+    }
+    assert!((100..300).contains(&waits), "{waits} of 3,000 puts into full memory waited");
+}
+
 /// Failure: an object was gone right after its put. Cause: the first attempt had found no space, because the memory of a
 /// removed object was not free yet, and there was nothing to evict. The request for space remained, and evicted the object
 /// when it had been put.

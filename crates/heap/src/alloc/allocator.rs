@@ -255,6 +255,12 @@ impl Allocator {
         self.blocks.get_mut(block.0).link = tag;
     }
 
+    /// Returns the free units of runs without a whole page, which only objects below 4 KiB can use. A run between two
+    /// pages counts 7 units, although it has up to 14.
+    pub fn sliver_units(&self) -> u32 {
+        self.bins.sliver_units()
+    }
+
     /// Returns statistics for metrics and for the selection of a segment.
     pub fn stats(&self) -> AllocStats {
         let largest_run_units = self.bins.last().map_or(0, |bin| {

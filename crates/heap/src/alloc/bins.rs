@@ -59,6 +59,11 @@ pub(super) fn min_units(bin: u32) -> u32 {
     if row == 0 { column } else { (COLUMNS + column) << (row - 1) }
 }
 
+/// Returns the units of a block in this bin if it is a sliver, otherwise 0.
+fn sliver_units_of(bin: u32) -> u32 {
+    if bin < PAGE_UNITS { min_units(bin) } else { 0 }
+}
+
 #[derive(Debug)]
 pub(super) struct Bins {
     rows: u32,
@@ -66,15 +71,21 @@ pub(super) struct Bins {
     heads: Box<[u32; BINS]>,
     /// Blocks in all lists.
     count: u32,
+    /// Sum of [`usable_units`] of the slivers.
+    sliver_units: u32,
 }
 
 impl Bins {
     pub(super) fn new() -> Self {
-        Self { rows: 0, columns: [0; ROWS as usize], heads: Box::new([NIL; BINS]), count: 0 }
+        Self { rows: 0, columns: [0; ROWS as usize], heads: Box::new([NIL; BINS]), count: 0, sliver_units: 0 }
     }
 
     pub(super) fn count(&self) -> u32 {
         self.count
+    }
+
+    pub(super) fn sliver_units(&self) -> u32 {
+        self.sliver_units
     }
 
     pub(super) fn head(&self, bin: u32) -> u32 {
@@ -121,6 +132,7 @@ impl Bins {
         }
         self.heads[bin as usize] = block;
         self.count += 1;
+        self.sliver_units += sliver_units_of(bin);
     }
 
     /// Removes a block from `bin`. The caller sets its new state.
@@ -143,6 +155,7 @@ impl Bins {
             }
         }
         self.count -= 1;
+        self.sliver_units -= sliver_units_of(bin);
     }
 
     /// Moves a free block, whose range has changed, from `bin` to the bin of its new length. A block that remains in

@@ -192,6 +192,9 @@ impl Model {
         assert_eq!(stats.live_blocks as usize, self.live.len());
         assert_eq!(stats.free_blocks as usize, runs.len());
         assert!(stats.free_blocks <= stats.live_blocks + 1);
+        let slivers = runs.iter().filter(|run| longest_page_run(&[**run]) == 0);
+        let sliver_units: u32 = slivers.map(|run| run.units.min(7)).sum();
+        assert_eq!(self.allocator.sliver_units(), sliver_units);
         let (longest, largest) = (u64::from(longest_page_run(&runs)), u64::from(stats.largest_run_units));
         if longest > 0 {
             assert!(largest <= longest && longest * 64 <= largest * 65, "{largest} for {longest}");

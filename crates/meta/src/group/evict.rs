@@ -13,7 +13,7 @@
 //! count as evicted here.
 
 use moontide_types::ObjectId;
-use moontide_types::limits::UNIT_BYTES;
+use moontide_types::limits::{PAYLOAD_ALIGN, UNIT_BYTES};
 use moontide_types::record::PinClass;
 
 use super::Group;
@@ -35,6 +35,12 @@ pub struct EvictReport {
 }
 
 impl EvictReport {
+    /// Units that become usable: the gap up to the next page, too, after a record that starts at a page.
+    fn units_with_sliver(&self) -> u64 {
+        let align = if self.bytes >= PAYLOAD_ALIGN { PAYLOAD_ALIGN } else { UNIT_BYTES };
+        self.bytes.next_multiple_of(align) / UNIT_BYTES
+    }
+
     fn add(&mut self, other: EvictReport) {
         self.objects += other.objects;
         self.bytes += other.bytes;
@@ -81,8 +87,8 @@ impl VictimClass {
 }
 
 impl Group {
-    /// Usage of the segments in use, in thousandths: of units or of slots, whichever is higher. Draining units, and
-    /// units being offloaded, count as free.
+    /// Usage of the segments in use, in thousandths: of units or of slots, whichever is higher. Gaps between records that
+    /// are too short for a page count as used. Draining units, and units being offloaded, count as free.
     pub fn pressure_permille(&self) -> u16 {
         self.usage().permille()
     }
@@ -99,7 +105,7 @@ impl Group {
         let mut report = EvictReport::default();
         while (report.objects as usize) < objects_max && usage.permille() > target_permille {
             let Some(evicted) = self.evict_one(now, effects) else { break };
-            usage.used_units = usage.used_units.saturating_sub(evicted.bytes / UNIT_BYTES);
+            usage.used_units = usage.used_units.saturating_sub(evicted.units_with_sliver());
             usage.used_slots = usage.used_slots.saturating_sub(evicted.objects);
             report.add(evicted);
         }
@@ -148,7 +154,9 @@ impl Group {
         if self.offloading_units > units + all / 32 {
             return;
         }
-        self.requested_units = self.requested_units.max(units);
+        // Memory is full, so the next puts need space, too. They should not all wait until a node has confirmed an eviction.
+        let spare = all * u64::from(1000 - self.config.eviction_low_watermark_permille.min(1000)) / 1000;
+        self.requested_units = self.requested_units.max(units + spare / 2);
         self.evict_to_watermark(now, IMMEDIATE_EVICTIONS_MAX, effects);
     }
 
@@ -335,6 +343,7 @@ impl Group {
         for segment in self.segments.iter().flatten().filter(in_use) {
             usage.units += u64::from(segment.units);
             usage.used_units += u64::from(segment.live_units) + u64::from(segment.reserved_units);
+            usage.used_units += u64::from(segment.sliver_units());
             usage.slots += u64::from(segment.slot_count());
             usage.used_slots += u64::from(segment.taken_slots) - segment.drains.len() as u64;
         }
