@@ -90,7 +90,7 @@ fn print_config_prints_effective_settings() {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let printed = text(&output.stdout);
     for line in
-        ["groups = 4", "session_ttl_ms = 3000", "eviction_high_watermark_permille = 800", "# Default: 950"]
+        ["groups = 4", "session_ttl_ms = 3000", "eviction_high_watermark_permille = 800", "# Default: 980"]
     {
         assert!(printed.lines().any(|printed| printed == line), "{line} is not in\n{printed}");
     }

@@ -34,9 +34,9 @@ const REALLOCATION_DELAY_MS_DEFAULT: u32 = max(LEASE_MS_MAX, RESERVATION_MS_MAX)
 /// Time until a dead master is replaced; a master that stalls for longer loses its groups.
 const REGISTRY_LEASE_MS_DEFAULT: u32 = 5_000;
 /// Usage above which eviction starts, in thousandths.
-const EVICTION_HIGH_WATERMARK_PERMILLE_DEFAULT: u16 = 950;
+const EVICTION_HIGH_WATERMARK_PERMILLE_DEFAULT: u16 = 980;
 /// Usage below which eviction stops, in thousandths.
-const EVICTION_LOW_WATERMARK_PERMILLE_DEFAULT: u16 = 900;
+const EVICTION_LOW_WATERMARK_PERMILLE_DEFAULT: u16 = 960;
 /// Objects larger than 256 MiB are striped, so that several nodes serve one object.
 const STRIPE_BYTES_MAX_DEFAULT: u64 = 256 << 20;
 /// Each connection takes a descriptor and 64 KiB: 64 MiB for all.
@@ -132,7 +132,7 @@ settings! {
             in 0..=86_400_000, "use the duration of a restart of a node; default 60000";
         /// Usage of memory or slots above which eviction starts, in thousandths.
         eviction_high_watermark_permille: u16 = EVICTION_HIGH_WATERMARK_PERMILLE_DEFAULT,
-            in 1..=1000, "unit: thousandths; default 950";
+            in 1..=1000, "unit: thousandths; default 980";
         /// Usage of memory or slots below which eviction stops, in thousandths.
         eviction_low_watermark_permille: u16 = EVICTION_LOW_WATERMARK_PERMILLE_DEFAULT;
         /// Placement policy of new objects.
@@ -175,7 +175,7 @@ impl Component for MasterConfig {
                 "is {}, must be below eviction_high_watermark_permille = {}",
                 self.eviction_low_watermark_permille, self.eviction_high_watermark_permille
             ),
-            "set it lower, e.g. 50 below eviction_high_watermark_permille",
+            "set it lower, e.g. 20 below eviction_high_watermark_permille",
         );
         if let Some(groups) = self.groups {
             rule(
@@ -393,7 +393,7 @@ mod tests {
             ("reallocation_delay_ms", "3600001"),
             ("node_rejoin_window_ms", "86400001"),
             ("eviction_high_watermark_permille", "1001"),
-            ("eviction_low_watermark_permille", "950"),
+            ("eviction_low_watermark_permille", "980"),
             ("stripe_bytes_max", "262145"),
             ("stripe_bytes_max", "0"),
             ("connections_max", "0"),

@@ -133,8 +133,8 @@ impl GroupConfig {
             exclusion: 0,
             seed: u64::from(group.0),
             placement: PlacementKind::default(),
-            eviction_high_watermark_permille: 950,
-            eviction_low_watermark_permille: 900,
+            eviction_high_watermark_permille: 980,
+            eviction_low_watermark_permille: 960,
             reservation: Duration::from_millis(RESERVATION_MS_MAX.into()),
             // A lease or a reservation of the preceding term, whichever is longer, and 1 % for clock drift.
             reallocation_delay: Duration::from_millis(

@@ -52,8 +52,13 @@ pub(crate) struct GroupHarness {
     pub(crate) removed: Vec<(WaiterId, Option<ErrorCode>)>,
 }
 
+/// With watermarks that leave several objects of a small segment between them.
 pub(crate) fn config(term: u32) -> GroupConfig {
-    GroupConfig::new(GroupId(0), NonZeroU16::new(1).unwrap(), Term::new(term).unwrap())
+    GroupConfig {
+        eviction_high_watermark_permille: 950,
+        eviction_low_watermark_permille: 900,
+        ..GroupConfig::new(GroupId(0), NonZeroU16::new(1).unwrap(), Term::new(term).unwrap())
+    }
 }
 
 pub(crate) fn id(key: &str) -> ObjectId {
