@@ -226,7 +226,10 @@ fn cluster_change_at_same_address_sends_gap_despite_equal_term() {
 #[test]
 fn watcher_follows_groups_to_other_masters() {
     let registry = MemoryRegistry::default();
-    let start = || Server::start_at(config(), Some(Arc::new(registry.clone()))).unwrap();
+    let start = || {
+        Server::start_at(MasterConfig { groups: Some(16), ..config() }, Some(Arc::new(registry.clone())))
+            .unwrap()
+    };
     let mut masters = vec![start(), start()];
     let hosted = |masters: &[Server]| masters.iter().map(|m| m.service().hosted_count()).collect::<Vec<_>>();
     let until = |what: &str, holds: &dyn Fn() -> bool| {

@@ -13,6 +13,7 @@ use moontide_master::{MasterConfig, Role, Server};
 use moontide_node::{Node, NodeConfig};
 use moontide_types::ErrorCode;
 
+const GROUPS: usize = 16;
 const LEASE_MS: u32 = 1_000;
 const KEYS: u32 = 400;
 
@@ -39,8 +40,8 @@ impl Cluster {
             cluster.add_master();
         }
         let total = || cluster.hosted().iter().sum::<usize>();
-        until("all groups are hosted", || total() == 16);
-        let shares = || cluster.hosted().iter().all(|&groups| groups >= 16 / masters);
+        until("all groups are hosted", || total() == GROUPS);
+        let shares = || cluster.hosted().iter().all(|&groups| groups >= GROUPS / masters);
         until("each master has its share", shares);
         cluster.add_nodes(nodes);
         cluster
@@ -67,6 +68,7 @@ impl Cluster {
             grpc_listen: free,
             frame_listen: free,
             admin_listen: free,
+            groups: Some(GROUPS as u16),
             registry_lease_ms: LEASE_MS,
             grpc_advertise: advertised.map(|(grpc, _)| grpc.to_string()),
             frame_advertise: advertised.map(|(_, frame)| frame.to_string()),
@@ -146,7 +148,7 @@ fn silent_masters_delay_only_their_own_keys() {
         frame.forward(frame_listener, real.frame);
         proxies.push([grpc, frame]);
     }
-    until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+    until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == GROUPS);
     until("each master has its share", || cluster.hosted().iter().all(|&groups| groups >= 3));
     cluster.add_nodes(2);
     fill(&cluster.store());
@@ -337,12 +339,12 @@ fn joining_or_leaving_master_loses_no_keys() {
         });
         cluster.add_master();
         until("the new master has its share", || cluster.hosted()[2] >= 5);
-        until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+        until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == GROUPS);
         assert_eq!(idle.pop().map(|store| hits(&store)), Some(KEYS), "the map of the client is outdated");
         let before = rounds.load(Ordering::SeqCst);
         until("all keys are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
         cluster.masters.remove(0).shutdown();
-        until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+        until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == GROUPS);
         assert_eq!(idle.pop().map(|store| hits(&store)), Some(KEYS), "the map of the client is outdated");
         let before = rounds.load(Ordering::SeqCst);
         until("all keys are read", || rounds.load(Ordering::SeqCst) > before + 2 || reader.is_finished());
@@ -378,10 +380,10 @@ fn registry_outage_keeps_serving_and_removals_return_pending() {
     assert!(store.get(&key(1)).unwrap().is_none(), "a pending removal is visible");
     // No group moves, even after more than one lease.
     std::thread::sleep(Duration::from_millis(u64::from(LEASE_MS) * 3 / 2));
-    assert_eq!(cluster.hosted().iter().sum::<usize>(), 16);
+    assert_eq!(cluster.hosted().iter().sum::<usize>(), GROUPS);
     assert_eq!(hits(&store), KEYS - 2);
     cluster.registry.set_unavailable(false);
-    until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == 16);
+    until("all groups are hosted", || cluster.hosted().iter().sum::<usize>() == GROUPS);
     until("all leases are confirmed", || !cluster.masters.iter().any(unconfirmed));
     until("all keys are found again", || hits(&store) == KEYS - 2);
     assert!(store.get(b"new").unwrap().is_some());

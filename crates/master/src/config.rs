@@ -112,7 +112,7 @@ settings! {
         data_dir: Option<PathBuf> = None;
         /// Number of groups of the cluster, 1 to 4096; fixed at the first use of data_dir or registry.
         ///
-        /// None for the number that is stored there; for a new cluster, 1 without and 16 with a registry.
+        /// None for the number that is stored there; for a new cluster, 1 without and 4 with a registry.
         groups: Option<u16> = None;
         /// Time without a heartbeat after which the session of a node ends, in milliseconds.
         session_ttl_ms: u32 as Millis = SESSION_TTL_MS_DEFAULT,

@@ -38,8 +38,9 @@ pub const STRIPES_MAX: usize = 1024;
 pub const GROUPS_MAX: u16 = 4096;
 
 /// Default number of groups of a new cluster with several masters. A single master has one group: groups evict
-/// independently, so that each further group costs hits, and they are of use only to be divided among masters.
-pub const GROUPS_DEFAULT: u16 = 16;
+/// independently, so that each further group costs hits, and they are of use only to be divided among masters. One master
+/// is fast enough for most clusters, and the others are there to replace it.
+pub const GROUPS_DEFAULT: u16 = 4;
 
 /// Size of a unit of memory in bytes: extents are counted in units, so that a `u32` addresses 2 TiB.
 pub const UNIT_BYTES: u64 = 512;
