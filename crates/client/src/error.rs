@@ -64,6 +64,14 @@ pub enum StoreError {
         /// Number of registered nodes.
         nodes: usize,
     },
+    /// The object is larger than the empty memory of the nodes that may store it.
+    #[error(
+        "object does not fit into the memory of the nodes, of which each group has a part: at most {largest} bytes fit; put smaller objects, start nodes with more memory, or create the cluster with fewer groups"
+    )]
+    ObjectTooLarge {
+        /// Length of the largest object that fits, in bytes.
+        largest: u64,
+    },
     /// The call timed out.
     #[error("timed out after {deadline_ms} ms; {hint}", hint = ErrorCode::DeadlineExceeded.hint())]
     Deadline {
@@ -140,6 +148,7 @@ impl StoreError {
             StoreError::Node { source, .. } => source.code(),
             StoreError::Corrupt { .. } => ErrorCode::Corrupt,
             StoreError::TooFewNodes { .. } => ErrorCode::NoSpace,
+            StoreError::ObjectTooLarge { .. } => ErrorCode::TooLarge,
             StoreError::Deadline { .. } => ErrorCode::DeadlineExceeded,
             StoreError::BufferTooSmall { .. }
             | StoreError::Range { .. }

@@ -391,6 +391,9 @@ impl Inner {
                 Ok(PutStartOutcome::Granted(Reservation { object, handles, replaces }))
             }
             Some(ErrorCode::AlreadyExists) => Ok(PutStartOutcome::Existed),
+            Some(ErrorCode::TooLarge) if object.object_len > 0 => {
+                Ok(PutStartOutcome::Refused(StoreError::ObjectTooLarge { largest: object.object_len }))
+            }
             Some(code @ (ErrorCode::NoSpace | ErrorCode::Busy | ErrorCode::Retry)) => {
                 Ok(PutStartOutcome::RetryLater { code, after: retry_after.max(NO_SPACE_RETRY_DELAY) })
             }

@@ -4,7 +4,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key, memory, reported};
+use common::{GroupHarness, config, id, lookup_key, lose_node, memory, reported};
 use moontide_meta::{
     CommandKind, CommandOutcome, GroupConfig, MountSpec, PutEnd, PutOptions, PutStart, Quota, RemoveOutcome,
     ReportRecord, SegmentPhase, StripeRange, TENANTS_MAX, TenantIndex, WaiterId,
@@ -530,6 +530,43 @@ fn tick_evicts_to_low_watermark_and_for_puts_that_can_fit() {
     assert_eq!(harness.start("never", 1 << 20), Err(ErrorCode::NoSpace));
     harness.tick();
     assert_eq!(harness.group.objects(), before);
+}
+
+#[test]
+fn object_that_never_fits_is_too_large_once_memory_is_settled() {
+    let mut harness = GroupHarness::new(&[1]);
+    assert_eq!(harness.start("large", 600 * KIB), Err(ErrorCode::NoSpace), "another node may join");
+    harness.advance(Duration::from_secs(5));
+    assert_eq!(harness.start("large", 600 * KIB), Err(ErrorCode::TooLarge));
+    let options = PutOptions::default();
+    let put = PutStart {
+        object: lookup_key("large"),
+        tenant: harness.tenant,
+        caller: 1,
+        object_len: 600 * KIB,
+        attributes_len: 0,
+        pin: PinClass::None,
+        expires: None,
+        cohort: None,
+        parent: None,
+        options: &options,
+    };
+    let largest = harness.group.largest_object(&put).unwrap();
+    assert!((480 * KIB..500 * KIB).contains(&largest), "{largest}");
+    assert_eq!(harness.start("large", largest + 1), Err(ErrorCode::TooLarge));
+    // Full memory is another matter.
+    harness.put("small", 16 * KIB);
+    assert_eq!(harness.start("large", largest), Err(ErrorCode::NoSpace));
+    harness.run_commands();
+    harness.start("large", largest).unwrap();
+    // Two replicas need another node, whatever the size.
+    let two = PutOptions { replicas: 2, replicas_min: 2, ..PutOptions::default() };
+    assert_eq!(harness.group.largest_object(&PutStart { options: &two, ..put }), None);
+    // A node that was lost may return with its memory.
+    harness.mount(2, 0, Term::ZERO, false);
+    harness.advance(Duration::from_secs(5));
+    lose_node(&mut harness, 2, 0);
+    assert_eq!(harness.start("larger", 600 * KIB), Err(ErrorCode::NoSpace));
 }
 
 /// Failure: with objects of 64 KiB, each put into full memory waited for an eviction. Cause: the gaps between the records, up to

@@ -139,28 +139,30 @@ impl Service {
                     response.fail(position, ErrorCode::Retry);
                     continue;
                 }
-                let started = tenant.and_then(|tenant| {
-                    let put = PutStart {
-                        object: *lookup,
-                        tenant,
-                        caller: caller.context.caller.0,
-                        object_len: entries[at].len,
-                        attributes_len,
-                        pin: attributes.pin,
-                        expires: attributes.expires,
-                        cohort: attributes.cohort,
-                        parent: attributes.parent,
-                        options: &options[usize::from(entries[at].config)],
-                    };
-                    group.put_start(now, &put, &mut effects)
+                let put = tenant.map(|tenant| PutStart {
+                    object: *lookup,
+                    tenant,
+                    caller: caller.context.caller.0,
+                    object_len: entries[at].len,
+                    attributes_len,
+                    pin: attributes.pin,
+                    expires: attributes.expires,
+                    cohort: attributes.cohort,
+                    parent: attributes.parent,
+                    options: &options[usize::from(entries[at].config)],
                 });
+                let started = put.and_then(|put| group.put_start(now, &put, &mut effects));
                 match started {
                     Ok(reservation) => {
                         expires[at] = reservation.object.expires.map_or(0, |at| at.0);
                         let valid_ms = reservation.window.as_millis() as u32; // ≤ RESERVATION_MS_MAX
                         response.add(position, term, Ok(reservation.object), valid_ms, false);
                     }
-                    Err(code) => response.fail(position, code),
+                    Err(code) => {
+                        let too_large = put.ok().filter(|_| code == ErrorCode::TooLarge);
+                        let largest = too_large.and_then(|put| group.largest_object(&put));
+                        response.refuse_put(position, code, largest.unwrap_or(0));
+                    }
                 }
             }
             self.deliver(&group, &mut effects);
@@ -352,6 +354,10 @@ impl ObjectListResponse {
 
     fn fail(&mut self, position: u32, code: ErrorCode) {
         self.entries[position as usize] = ObjectEntry::failed(code, 0);
+    }
+
+    fn refuse_put(&mut self, position: u32, code: ErrorCode, largest: u64) {
+        self.entries[position as usize] = ObjectEntry { object_len: largest, ..ObjectEntry::failed(code, 0) };
     }
 
     /// Adds the result of a lookup. `term` is that of the object's group.

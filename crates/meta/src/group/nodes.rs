@@ -118,6 +118,7 @@ impl Group {
             }
             self.lose_segment(earlier, now, effects);
         }
+        self.memory_mounted_at = now.mono;
         self.observe_sync_mark(spec.synced);
         let absent = self.absent.remove(&(spec.node, spec.segment));
         if absent.is_some_and(|segment| segment.generation != spec.generation)

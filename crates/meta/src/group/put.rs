@@ -19,7 +19,7 @@ use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::placement::{PlacementRequest, ReplicaSite};
 use crate::record::{Record, RecordFlag, SlotLocation};
 use crate::record_extension::RecordExtension;
-use crate::segment::SegmentPhase;
+use crate::segment::{Segment, SegmentPhase};
 use crate::time::Now;
 
 /// Storage options of an object.
@@ -122,6 +122,9 @@ pub struct PutEnd<'a> {
 /// Choices of the strategy before the group scans all segments.
 const PLACEMENT_ATTEMPTS: usize = 8;
 
+/// Time without a new segment after which an object that does not fit into memory is refused for good.
+const MEMORY_SETTLES_AFTER: Duration = Duration::from_secs(5);
+
 /// Maximum number of objects that a put may evict immediately to stay within its tenant's quota.
 const QUOTA_VICTIMS_MAX: usize = 64;
 
@@ -141,22 +144,38 @@ impl StripePlan {
         u64::from(self.units.get()) * (self.stripes as u64 - 1) + u64::from(self.last_units.get())
     }
 
-    /// Number of stripes that are as long as the first one; a shorter last one fits into the space next to them.
+    /// Number of stripes that are as long as the first one.
     fn full_stripes(&self) -> usize {
         self.stripes - usize::from(self.last_units < self.units)
     }
 
     /// Number of full stripes that an empty segment holds.
     fn stripes_in(&self, segment_units: u32) -> usize {
-        let align_units = if self.align == Align::Page { (PAYLOAD_ALIGN / UNIT_BYTES) as u32 } else { 1 };
         let left = segment_units.checked_sub(self.units.get());
-        left.map_or(0, |left| 1 + (left / self.units.get().next_multiple_of(align_units)) as usize)
+        left.map_or(0, |left| 1 + (left / self.aligned_units()) as usize)
     }
+
+    /// Whether the last stripe fits into an empty segment next to as many full ones as fit.
+    fn last_fits_in(&self, segment_units: u32) -> bool {
+        let full = self.stripes_in(segment_units) as u32 * self.aligned_units();
+        segment_units.checked_sub(full).is_some_and(|left| left >= self.last_units.get())
+    }
+
+    /// Distance of two stripes in a segment.
+    fn aligned_units(&self) -> u32 {
+        let align_units = if self.align == Align::Page { (PAYLOAD_ALIGN / UNIT_BYTES) as u32 } else { 1 };
+        self.units.get().next_multiple_of(align_units)
+    }
+}
+
+fn may_hold(segment: &Segment, put: &PutStart<'_>) -> bool {
+    segment.medium == put.options.medium && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
 }
 
 impl Group {
     /// Reserves space. A complete object of the same key is `AlreadyExists` unless it is to be replaced; one that
-    /// another caller is writing is `InProgress`; one that the same caller was writing is restarted.
+    /// another caller is writing is `InProgress`; one that the same caller was writing is restarted. One that does not fit
+    /// into the empty memory of the nodes is `TooLarge`; [`largest_object`](Group::largest_object) fits.
     pub fn put_start(
         &mut self,
         now: Now,
@@ -189,11 +208,14 @@ impl Group {
             Ok(locations) => locations,
             Err(code) => {
                 let units = plan.all_units() * u64::from(replicas_min);
-                if self.space_would_help(put, &plan) {
+                let space_would_help = self.space_would_help(put, &plan);
+                if space_would_help {
                     self.request_space(now, units, effects);
                 }
                 self.stats.puts_no_space += 1;
-                return Err(code);
+                let never_fits =
+                    !space_would_help && self.memory_is_settled(now) && self.largest_object(put).is_some();
+                return Err(if never_fits { ErrorCode::TooLarge } else { code });
             }
         };
         let epoch = match self.next_epoch() {
@@ -524,9 +546,7 @@ impl Group {
         let mut nodes: Vec<(NodeId, usize)> = vec![];
         for candidate in &self.candidates {
             let segment = self.segment(candidate.index);
-            let fits = segment.medium == put.options.medium
-                && segment.tenant.is_none_or(|tenant| tenant == put.tenant);
-            let held = if fits { plan.stripes_in(segment.units) } else { 0 };
+            let held = if may_hold(segment, put) { plan.stripes_in(segment.units) } else { 0 };
             match nodes.iter_mut().find(|(node, _)| *node == candidate.node) {
                 _ if held == 0 => {}
                 Some((_, stripes)) => *stripes += held,
@@ -612,8 +632,7 @@ impl Group {
     ) -> Option<SlotLocation> {
         let segment = self.segments[index as usize].as_mut()?;
         let allowed = segment.phase == SegmentPhase::Serving
-            && segment.medium == put.options.medium
-            && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
+            && may_hold(segment, put)
             && segment.free_units() >= units.get()
             && request.replicas.iter().all(|other| other.node != segment.node)
             && only.is_none_or(|only| only.contains(&segment.node));
@@ -638,10 +657,52 @@ impl Group {
         // Assigns the nodes with most space first, `each` per replica: the last replica has the least.
         nodes.sort_by_key(|&(_, stripes)| std::cmp::Reverse(stripes));
         let each = self.nodes_per_replica(put, plan).min(nodes.len() / replicas);
-        let held = |replica: usize| -> usize {
-            nodes[replica * each..(replica + 1) * each].iter().map(|(_, held)| held).sum()
+        (0..replicas).all(|replica| {
+            let own = &nodes[replica * each..(replica + 1) * each];
+            let held: usize = own.iter().map(|(_, held)| held).sum();
+            let last_fits = || {
+                let is_own = |node| replicas == 1 || own.iter().any(|&(own, _)| own == node);
+                let mut segments = self.candidates.iter().filter(|candidate| is_own(candidate.node));
+                segments.any(|candidate| {
+                    let segment = self.segment(candidate.index);
+                    may_hold(segment, put) && plan.last_fits_in(segment.units)
+                })
+            };
+            held >= plan.stripes || (held >= plan.full_stripes() && last_fits())
+        })
+    }
+
+    /// Returns the length of the largest object that fits into empty memory with the options of this put. `None`: none fits,
+    /// e.g. because there are fewer nodes than replicas.
+    pub fn largest_object(&self, put: &PutStart<'_>) -> Option<u64> {
+        let fits = |object_len: u64| {
+            let put = PutStart { object_len, ..*put };
+            self.plan_stripes(&put).is_ok_and(|plan| self.space_would_help(&put, &plan))
         };
-        (0..replicas).all(|replica| held(replica) >= plan.full_stripes())
+        if !fits(0) {
+            return None;
+        }
+        // A longer object may need stripes that fit better than a single one. Then this finds one of the limits.
+        let (mut fitting, mut too_large) = (0, OBJECT_BYTES_MAX + 1);
+        while too_large - fitting > 1 {
+            let middle = fitting + (too_large - fitting) / 2;
+            if fits(middle) {
+                fitting = middle;
+            } else {
+                too_large = middle;
+            }
+        }
+        Some(fitting)
+    }
+
+    /// Whether no node is expected to add memory soon: after the start of a cluster nodes join one after the other.
+    fn memory_is_settled(&self, now: Now) -> bool {
+        let is_settled = |segment: &Segment| {
+            segment.is_disk() || matches!(segment.phase, SegmentPhase::Serving | SegmentPhase::Draining)
+        };
+        now.mono >= self.memory_mounted_at.after(MEMORY_SETTLES_AFTER)
+            && self.absent.is_empty()
+            && self.segments.iter().flatten().all(is_settled)
     }
 
     /// Undoes reservations that have not been sent to a client.

@@ -65,7 +65,7 @@ fixed_record! {
         8 id: ObjectId,
         /// Version of the object.
         24 epoch: Epoch,
-        /// Length of the object in bytes.
+        /// Length of the object in bytes. With the code `TooLarge`: that of the largest object that fits, or 0.
         32 object_len: u64,
         /// Root digest of the object; 0 in the response of PutStart.
         40 root: u64,
