@@ -108,6 +108,9 @@ impl Master {
             exclusions: exclusions.borrow().clone(),
             grpc_address: addresses_of(index).grpc,
             frame_address: addresses_of(index).frame,
+            // Several objects of a small segment lie between them.
+            eviction_high_watermark_permille: 950,
+            eviction_low_watermark_permille: 900,
             ..ServiceConfig::for_tests()
         };
         let its_clock = Arc::clone(&clock);

@@ -64,12 +64,12 @@ pub enum StoreError {
         /// Number of registered nodes.
         nodes: usize,
     },
-    /// The object is larger than the empty memory of the nodes that may store it.
+    /// The object is larger than the memory that its group has on all nodes.
     #[error(
-        "object does not fit into the memory of the nodes, of which each group has a part: at most {largest} bytes fit; put smaller objects, start nodes with more memory, or create the cluster with fewer groups"
+        "object is too large for the memory of its group: {largest} bytes fit; split the object, add memory to the nodes, or create the cluster with fewer groups"
     )]
     ObjectTooLarge {
-        /// Length of the largest object that fits, in bytes.
+        /// Length of an object that fits, in bytes.
         largest: u64,
     },
     /// The call timed out.

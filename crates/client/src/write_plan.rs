@@ -105,7 +105,8 @@ struct WriteOutcome {
 }
 
 impl Store {
-    /// Reserves space for an object of this length. Fails with `NoSpace` at once instead of waiting for space.
+    /// Reserves space for an object of this length. Fails with `NoSpace` at once instead of waiting for space,
+    /// and with `TooLarge` if the object never fits.
     pub fn open_for_write(
         &self,
         key: &[u8],

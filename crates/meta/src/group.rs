@@ -322,8 +322,8 @@ pub struct Group {
 
     jobs: BTreeMap<JobId, Job>,
     job_count: u64,
-    /// Last time at which memory was mounted.
-    memory_mounted_at: MonoTime,
+    /// Until this time, further memory may be mounted: other nodes join, or one that left returns.
+    memory_expected_until: MonoTime,
     /// Units of failed puts, to be evicted beyond the watermarks.
     requested_units: u64,
     /// Above the high watermark, and not yet below the low one.
@@ -407,7 +407,7 @@ impl Group {
             jobs: BTreeMap::new(),
             // A group that is hosted again has none of its earlier jobs.
             job_count: u64::from(config.term.get()) << 32,
-            memory_mounted_at: now.mono,
+            memory_expected_until: now.mono.after(nodes::MEMORY_EXPECTED),
             requested_units: 0,
             evicting: false,
             has_free_memory: true,

@@ -15,7 +15,7 @@
 use std::num::NonZeroU32;
 
 use hashbrown::HashMap;
-use moontide_heap::alloc::{Align, Allocator, BlockRef};
+use moontide_heap::alloc::{Align, Allocator, BlockRef, PAGE_UNITS};
 use moontide_types::{Epoch, Extent, Generation, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId};
 
 use crate::ids::{RecordRef, TenantIndex};
@@ -207,9 +207,11 @@ impl Segment {
         self.units - self.live_units - self.reserved_units - self.draining_units
     }
 
-    /// Returns the units between page-aligned records that are too short for another one.
-    pub(crate) fn sliver_units(&self) -> u32 {
-        self.allocator.sliver_units()
+    /// Returns the free units behind page-aligned records that are too short for another one. Gaps between shorter records do
+    /// not count: such a record fits there. Nor do gaps of draining records: these are usable together with the record.
+    pub(crate) fn gap_units(&self) -> u32 {
+        let page_records = self.allocator.page_blocks().saturating_sub(self.drains.len() as u32);
+        self.allocator.sliver_units().min(page_records.saturating_mul(PAGE_UNITS - 1))
     }
 
     pub(crate) fn slot(&self, slot: u32) -> SlotState {

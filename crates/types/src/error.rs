@@ -56,7 +56,7 @@ error_codes! {
     Internal = 1, false, "report it with the log of the process that returned it";
     /// An argument is invalid.
     InvalidArgument = 2, false, "correct the argument named in the message";
-    /// A documented limit is exceeded.
+    /// A documented limit is exceeded, or the object never fits into the memory of the nodes.
     TooLarge = 3, false, "split the request or the object; the message names the limit";
     /// The peer uses another protocol version or does not implement the call.
     Unsupported = 4, false, "run the same release on both sides";

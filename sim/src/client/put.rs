@@ -19,8 +19,8 @@ use crate::event::{MasterReply, NodeOp, NodeReply, Request};
 
 /// Pause before a put is retried whose node was unreachable.
 const UNREACHABLE_PAUSE: Duration = Duration::from_millis(100);
-/// Shortest pause before a retry of a put that found no space: eviction frees space within a few milliseconds.
-const NO_SPACE_RETRY_DELAY: Duration = Duration::from_millis(5);
+/// Shortest pause before a retry of a put that found no space: nodes confirm an eviction within about a millisecond.
+const NO_SPACE_RETRY_DELAY: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
 pub(super) struct Put {

@@ -108,6 +108,8 @@ pub struct Allocator {
     bins: Bins,
     capacity_units: u32,
     free_units: u32,
+    /// Live blocks of a page or more.
+    page_blocks: u32,
 }
 
 /// Bins in which a request may find a block.
@@ -174,6 +176,7 @@ impl Allocator {
         let &record = self.blocks.live(block);
         let (block, prev, next) = (block.0, record.prev, record.next);
         self.free_units += record.units;
+        self.page_blocks -= u32::from(record.units >= PAGE_UNITS);
 
         // A free neighbour absorbs the block and keeps its own record, so that it often keeps its position in its bin
         // too. The records of live neighbours are only written, not read.
@@ -255,10 +258,15 @@ impl Allocator {
         self.blocks.get_mut(block.0).link = tag;
     }
 
-    /// Returns the free units of runs without a whole page, which only objects below 4 KiB can use. A run between two
-    /// pages counts 7 units, although it has up to 14.
+    /// Returns the free units of runs without a whole page, which only blocks below a page can use. A run counts at most 7
+    /// units.
     pub fn sliver_units(&self) -> u32 {
         self.bins.sliver_units()
+    }
+
+    /// Returns the number of allocations of a page or more.
+    pub fn page_blocks(&self) -> u32 {
+        self.page_blocks
     }
 
     /// Returns statistics for metrics and for the selection of a segment.
@@ -325,6 +333,7 @@ impl Allocator {
         let front = Extent { start: record.start, units: start - record.start };
         let rest = Extent { start: start + units, units: end - (start + units) };
         self.free_units -= units;
+        self.page_blocks += u32::from(units >= PAGE_UNITS);
 
         // The free record remains with the larger remainder; the live block gets a new record.
         let live = if front.units == 0 && rest.units == 0 {
@@ -366,7 +375,7 @@ impl Allocator {
             "{capacity_units} units exceed the maximum of {CAPACITY_UNITS_MAX} units of a segment"
         );
         let blocks = Blocks::new(blocks_expected);
-        Self { blocks, bins: Bins::new(), capacity_units, free_units: 0 }
+        Self { blocks, bins: Bins::new(), capacity_units, free_units: 0, page_blocks: 0 }
     }
 
     /// Appends a free run from the end of the last block to `end`, if it is not empty.
@@ -385,6 +394,7 @@ impl Allocator {
         let &before = self.blocks.get(last);
         assert_eq!(before.extent().end(), u64::from(extent.start));
         let live = self.blocks.insert_between(last, NIL, extent);
+        self.page_blocks += u32::from(extent.units >= PAGE_UNITS);
         self.blocks.get_mut(live).before_free = before.is_free();
         self.blocks.get_mut(NIL).before_free = false;
         BlockRef(live)

@@ -195,6 +195,8 @@ impl Model {
         let slivers = runs.iter().filter(|run| longest_page_run(&[**run]) == 0);
         let sliver_units: u32 = slivers.map(|run| run.units.min(7)).sum();
         assert_eq!(self.allocator.sliver_units(), sliver_units);
+        let page_blocks = self.live.values().filter(|live| live.units >= PAGE_UNITS).count();
+        assert_eq!(self.allocator.page_blocks() as usize, page_blocks);
         let (longest, largest) = (u64::from(longest_page_run(&runs)), u64::from(stats.largest_run_units));
         if longest > 0 {
             assert!(largest <= longest && longest * 64 <= largest * 65, "{largest} for {longest}");

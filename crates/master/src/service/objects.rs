@@ -131,6 +131,7 @@ impl Service {
             };
             let term = group.term();
             let tenant = group.tenant(caller.context.tenant);
+            let mut largest = None;
             for (lookup, &position) in lookups.iter().zip(positions) {
                 let at = position as usize;
                 let (attributes, attributes_len) = sections.get(at).copied().unwrap_or_default();
@@ -160,7 +161,11 @@ impl Service {
                     }
                     Err(code) => {
                         let too_large = put.ok().filter(|_| code == ErrorCode::TooLarge);
-                        let largest = too_large.and_then(|put| group.largest_object(&put));
+                        // One search for the whole batch: most batches have one configuration.
+                        let largest = too_large.map(|put| {
+                            *largest.get_or_insert_with(|| group.largest_object(&put).unwrap_or(0))
+                        });
+                        let largest = largest.filter(|&largest| largest < entries[at].len);
                         response.refuse_put(position, code, largest.unwrap_or(0));
                     }
                 }

@@ -18,6 +18,7 @@ use moontide_types::record::PinClass;
 
 use super::Group;
 use super::disk::OffloadPurpose;
+use super::put::{PutStart, may_hold};
 use crate::effect::Effects;
 use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::record::{Record, RecordFlag};
@@ -32,18 +33,21 @@ pub struct EvictReport {
     pub objects: u64,
     /// Their bytes, all replicas together.
     pub bytes: u64,
+    /// Units that become usable, gaps behind the records included.
+    usable_units: u64,
 }
 
 impl EvictReport {
-    /// Units that become usable: the gap up to the next page, too, after a record that starts at a page.
-    fn units_with_sliver(&self) -> u64 {
-        let align = if self.bytes >= PAYLOAD_ALIGN { PAYLOAD_ALIGN } else { UNIT_BYTES };
-        self.bytes.next_multiple_of(align) / UNIT_BYTES
+    /// Report of one object. Behind a record that starts at a page, the gap up to the next page becomes usable, too.
+    fn one(bytes: u64) -> EvictReport {
+        let align = if bytes >= PAYLOAD_ALIGN { PAYLOAD_ALIGN } else { UNIT_BYTES };
+        EvictReport { objects: 1, bytes, usable_units: bytes.next_multiple_of(align) / UNIT_BYTES }
     }
 
     fn add(&mut self, other: EvictReport) {
         self.objects += other.objects;
         self.bytes += other.bytes;
+        self.usable_units += other.usable_units;
     }
 }
 
@@ -87,8 +91,8 @@ impl VictimClass {
 }
 
 impl Group {
-    /// Usage of the segments in use, in thousandths: of units or of slots, whichever is higher. Gaps between records that
-    /// are too short for a page count as used. Draining units, and units being offloaded, count as free.
+    /// Usage of the segments in use, in thousandths: of units or of slots, whichever is higher. Gaps behind page-aligned
+    /// records count as used. Draining units, and units being offloaded, count as free.
     pub fn pressure_permille(&self) -> u16 {
         self.usage().permille()
     }
@@ -105,7 +109,7 @@ impl Group {
         let mut report = EvictReport::default();
         while (report.objects as usize) < objects_max && usage.permille() > target_permille {
             let Some(evicted) = self.evict_one(now, effects) else { break };
-            usage.used_units = usage.used_units.saturating_sub(evicted.units_with_sliver());
+            usage.used_units = usage.used_units.saturating_sub(evicted.usable_units);
             usage.used_slots = usage.used_slots.saturating_sub(evicted.objects);
             report.add(evicted);
         }
@@ -144,7 +148,7 @@ impl Group {
     }
 
     /// Handles a put without space: evicts some objects immediately, more in the next tick.
-    pub(super) fn request_space(&mut self, now: Now, units: u64, effects: &mut Effects) {
+    pub(super) fn request_space(&mut self, now: Now, put: &PutStart<'_>, units: u64, effects: &mut Effects) {
         // Not more than everything: an object that can never fit must not empty the cache.
         let all: u64 = self.usage().units;
         if units > all {
@@ -155,8 +159,16 @@ impl Group {
             return;
         }
         // Memory is full, so the next puts need space, too. They should not all wait until a node has confirmed an eviction.
-        let spare = all * u64::from(1000 - self.config.eviction_low_watermark_permille.min(1000)) / 1000;
-        self.requested_units = self.requested_units.max(units + spare / 2);
+        // What will be free soon counts, so that many puts without space evict the spare units once.
+        let segments = self.segments.iter().flatten().filter(|segment| may_hold(segment, put));
+        let (mut own, mut draining) = (0, self.offloading_units);
+        for segment in segments.filter(|segment| segment.phase == SegmentPhase::Serving) {
+            own += u64::from(segment.units);
+            draining += u64::from(segment.draining_units);
+        }
+        let low = u64::from(self.config.eviction_low_watermark_permille.min(1000));
+        let spare = (own * (1000 - low) / 1000 / 2).saturating_sub(draining);
+        self.requested_units = self.requested_units.max(units + spare);
         self.evict_to_watermark(now, IMMEDIATE_EVICTIONS_MAX, effects);
     }
 
@@ -314,12 +326,12 @@ impl Group {
             if self.can_be_demoted(&record) {
                 self.demote(at, now, effects);
                 let bytes = before - self.tenants.get(record.tenant()).bytes;
-                return EvictReport { objects: 1, bytes };
+                return EvictReport::one(bytes);
             }
             let units_before = self.offloading_units;
             if self.should_offload(&record) && self.start_offload(at, OffloadPurpose::Evict, now, effects) {
                 let bytes = (self.offloading_units - units_before) * UNIT_BYTES;
-                return EvictReport { objects: 1, bytes };
+                return EvictReport::one(bytes);
             }
         }
         self.keep_disk_tombstone(record.id(), record.epoch(), now);
@@ -328,7 +340,7 @@ impl Group {
         let bytes = before - self.tenants.get(record.tenant()).bytes;
         self.stats.evicted_objects += 1;
         self.stats.evicted_bytes += bytes;
-        EvictReport { objects: 1, bytes }
+        EvictReport::one(bytes)
     }
 
     /// Sums over the segments in use. There are some thousands at most, and this is not called once per object.
@@ -343,7 +355,7 @@ impl Group {
         for segment in self.segments.iter().flatten().filter(in_use) {
             usage.units += u64::from(segment.units);
             usage.used_units += u64::from(segment.live_units) + u64::from(segment.reserved_units);
-            usage.used_units += u64::from(segment.sliver_units());
+            usage.used_units += u64::from(segment.gap_units());
             usage.slots += u64::from(segment.slot_count());
             usage.used_slots += u64::from(segment.taken_slots) - segment.drains.len() as u64;
         }

@@ -15,6 +15,9 @@ use crate::record::RecordFlag;
 use crate::segment::{SLOTS_MAX, Segment, SegmentParams, SegmentPhase, SlotState};
 use crate::time::Now;
 
+/// Time after a mount within which other nodes are expected to mount their memory, too.
+pub(super) const MEMORY_EXPECTED: Duration = Duration::from_secs(5);
+
 /// A segment as its node offers it.
 #[derive(Clone, Copy, Debug)]
 pub struct MountSpec<'a> {
@@ -118,7 +121,7 @@ impl Group {
             }
             self.lose_segment(earlier, now, effects);
         }
-        self.memory_mounted_at = now.mono;
+        self.expect_memory(now, MEMORY_EXPECTED);
         self.observe_sync_mark(spec.synced);
         let absent = self.absent.remove(&(spec.node, spec.segment));
         if absent.is_some_and(|segment| segment.generation != spec.generation)
@@ -353,9 +356,14 @@ impl Group {
         self.absent.insert(name, AbsentSegment { generation, stale, until });
     }
 
+    fn expect_memory(&mut self, now: Now, within: Duration) {
+        self.memory_expected_until = self.memory_expected_until.max(now.mono.after(within));
+    }
+
     /// Marks a segment as lost: it can no longer be read or used. A disk keeps its records and is expected to return.
     pub(super) fn lose_segment(&mut self, index: u32, now: Now, effects: &mut Effects) {
         self.withdraw(index);
+        self.expect_memory(now, self.config.rejoin_window);
         self.quarantined_segments.retain(|&waiting| waiting != index);
         let segment = self.segment(index);
         // A stale segment that still has untracked records is stale again if it returns.

@@ -122,9 +122,6 @@ pub struct PutEnd<'a> {
 /// Choices of the strategy before the group scans all segments.
 const PLACEMENT_ATTEMPTS: usize = 8;
 
-/// Time without a new segment after which an object that does not fit into memory is refused for good.
-const MEMORY_SETTLES_AFTER: Duration = Duration::from_secs(5);
-
 /// Maximum number of objects that a put may evict immediately to stay within its tenant's quota.
 const QUOTA_VICTIMS_MAX: usize = 64;
 
@@ -157,8 +154,8 @@ impl StripePlan {
 
     /// Whether the last stripe fits into an empty segment next to as many full ones as fit.
     fn last_fits_in(&self, segment_units: u32) -> bool {
-        let full = self.stripes_in(segment_units) as u32 * self.aligned_units();
-        segment_units.checked_sub(full).is_some_and(|left| left >= self.last_units.get())
+        let full = self.stripes_in(segment_units) as u64 * u64::from(self.aligned_units());
+        u64::from(segment_units) >= full + u64::from(self.last_units.get())
     }
 
     /// Distance of two stripes in a segment.
@@ -168,7 +165,8 @@ impl StripePlan {
     }
 }
 
-fn may_hold(segment: &Segment, put: &PutStart<'_>) -> bool {
+/// Whether the options of a put allow this segment.
+pub(super) fn may_hold(segment: &Segment, put: &PutStart<'_>) -> bool {
     segment.medium == put.options.medium && segment.tenant.is_none_or(|tenant| tenant == put.tenant)
 }
 
@@ -210,12 +208,13 @@ impl Group {
                 let units = plan.all_units() * u64::from(replicas_min);
                 let space_would_help = self.space_would_help(put, &plan);
                 if space_would_help {
-                    self.request_space(now, units, effects);
+                    self.request_space(now, put, units, effects);
+                }
+                if !space_would_help && self.never_fits(put, &plan) && self.expects_no_more_memory(now) {
+                    return Err(ErrorCode::TooLarge);
                 }
                 self.stats.puts_no_space += 1;
-                let never_fits =
-                    !space_would_help && self.memory_is_settled(now) && self.largest_object(put).is_some();
-                return Err(if never_fits { ErrorCode::TooLarge } else { code });
+                return Err(code);
             }
         };
         let epoch = match self.next_epoch() {
@@ -547,12 +546,16 @@ impl Group {
         for candidate in &self.candidates {
             let segment = self.segment(candidate.index);
             let held = if may_hold(segment, put) { plan.stripes_in(segment.units) } else { 0 };
-            match nodes.iter_mut().find(|(node, _)| *node == candidate.node) {
-                _ if held == 0 => {}
-                Some((_, stripes)) => *stripes += held,
-                None => nodes.push((candidate.node, held)),
+            if held > 0 {
+                nodes.push((candidate.node, held));
             }
         }
+        nodes.sort_unstable();
+        nodes.dedup_by(|next, sum| {
+            let same = next.0 == sum.0;
+            sum.1 += if same { next.1 } else { 0 };
+            same
+        });
         nodes
     }
 
@@ -672,21 +675,16 @@ impl Group {
         })
     }
 
-    /// Returns the length of the largest object that fits into empty memory with the options of this put. `None`: none fits,
-    /// e.g. because there are fewer nodes than replicas.
+    /// Returns the length of an object that fits into empty memory with the options of this put, while one that is a byte longer
+    /// does not. `None`: none fits, e.g. because there are fewer nodes than replicas.
     pub fn largest_object(&self, put: &PutStart<'_>) -> Option<u64> {
-        let fits = |object_len: u64| {
-            let put = PutStart { object_len, ..*put };
-            self.plan_stripes(&put).is_ok_and(|plan| self.space_would_help(&put, &plan))
-        };
-        if !fits(0) {
+        let (mut fitting, mut too_large) = (0, OBJECT_BYTES_MAX + 1);
+        if !self.fits_into_empty_memory(put, fitting) {
             return None;
         }
-        // A longer object may need stripes that fit better than a single one. Then this finds one of the limits.
-        let (mut fitting, mut too_large) = (0, OBJECT_BYTES_MAX + 1);
         while too_large - fitting > 1 {
             let middle = fitting + (too_large - fitting) / 2;
-            if fits(middle) {
+            if self.fits_into_empty_memory(put, middle) {
                 fitting = middle;
             } else {
                 too_large = middle;
@@ -695,12 +693,25 @@ impl Group {
         Some(fitting)
     }
 
-    /// Whether no node is expected to add memory soon: after the start of a cluster nodes join one after the other.
-    fn memory_is_settled(&self, now: Now) -> bool {
+    fn fits_into_empty_memory(&self, put: &PutStart<'_>, object_len: u64) -> bool {
+        let put = PutStart { object_len, ..*put };
+        self.plan_stripes(&put).is_ok_and(|plan| self.space_would_help(&put, &plan))
+    }
+
+    /// Whether a put that does not fit into empty memory fails because of its size. Of several replicas only the sum of the
+    /// stripes counts: [`space_would_help`](Self::space_would_help) does not try all divisions of the nodes.
+    fn never_fits(&self, put: &PutStart<'_>, plan: &StripePlan) -> bool {
+        let replicas = usize::from(put.options.replicas_min);
+        let held: usize = self.stripes_by_node(put, plan).iter().map(|(_, held)| held).sum();
+        (replicas == 1 || held < replicas * plan.full_stripes()) && self.fits_into_empty_memory(put, 0)
+    }
+
+    /// Whether no node is expected to add memory soon. After the start of a cluster nodes join one after the other.
+    fn expects_no_more_memory(&self, now: Now) -> bool {
         let is_settled = |segment: &Segment| {
             segment.is_disk() || matches!(segment.phase, SegmentPhase::Serving | SegmentPhase::Draining)
         };
-        now.mono >= self.memory_mounted_at.after(MEMORY_SETTLES_AFTER)
+        now.mono >= self.memory_expected_until.max(self.unknown_nodes_until)
             && self.absent.is_empty()
             && self.segments.iter().flatten().all(is_settled)
     }

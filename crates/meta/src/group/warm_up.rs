@@ -153,7 +153,7 @@ impl Group {
         let (mut units, mut free) = (0, 0);
         for segment in memory {
             units += u64::from(segment.units);
-            free += u64::from(segment.free_units());
+            free += u64::from(segment.free_units().saturating_sub(segment.gap_units()));
         }
         let kept_free =
             units * u64::from(1000 - self.config.eviction_low_watermark_permille.min(1000)) / 1000;
