@@ -36,7 +36,7 @@ class InvalidArgument(Error, ValueError):
 
 
 class TooLarge(Error, ValueError):
-    """A documented limit is exceeded."""
+    """A documented limit is exceeded, or the object never fits into the memory of the nodes."""
 
     code = 3
 

@@ -156,7 +156,7 @@ def dev(memory: int = 256 << 20, *, nodes: int = 1, disk_dir: Optional[Union[str
     """Starts a development cluster in this process: ``nodes`` nodes with ``memory`` bytes each.
 
     Other local processes can use it too. With ``disk_dir``, the cluster has a disk tier in a new subdirectory, which it
-    deletes when it closes. An object must fit into a quarter of a node's memory.
+    deletes when it closes. An object must fit into the memory of all nodes together.
 
     >>> with moontide.dev(64 << 20, nodes=2) as cluster, cluster.store() as store:
     ...     store.put("twice", b"...", replicas=2)

@@ -61,8 +61,8 @@ READ = {
     -502: NO_SPACE,
 }
 # A put of an object that exists, or that another client is writing, has nothing to do. A replacement that not all nodes
-# have confirmed is stored.
-WRITE = {**READ, -101: 0, -102: 0, -103: 0}
+# have confirmed is stored. An object that never fits has no space.
+WRITE = {**READ, -3: NO_SPACE, -101: 0, -102: 0, -103: 0}
 # A removal that not all nodes have confirmed counts as done: the master completes it.
 REMOVE = {**READ, -103: 0}
 # No object has an invalid key.

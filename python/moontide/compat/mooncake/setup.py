@@ -16,7 +16,7 @@ from .codes import LOG
 
 MASTER_DEFAULT = "127.0.0.1:50051"
 SEGMENT_BYTES_DEFAULT = 16 << 20
-# A node has at least one segment of 1 MiB for each of the master's 16 groups.
+# A node has at least one segment of 1 MiB for each group of the cluster; this is enough for 16 groups.
 SEGMENT_BYTES_MIN = 16 << 20
 # Maximum number of nodes of one host that share a disk directory.
 DISKS_MAX = 64
