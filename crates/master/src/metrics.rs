@@ -206,6 +206,11 @@ const GAUGES: &[Number] = &[
         s.write_back_objects
     }),
     ("write_back_pending_bytes", "Bytes of these objects", |s| s.write_back_bytes),
+    (
+        "objects_missing_stripes",
+        "Objects that cannot be read until a node returns with a part of them",
+        |s| s.objects_missing_stripes,
+    ),
     ("disks", "Nodes with a disk", |s| s.disks),
     ("disks_read_only", "Disks that accept no writes: full, or writes failed", |s| s.disks_read_only),
     ("disk_used_bytes", "Bytes in use on disks", |s| s.disk_used_bytes),

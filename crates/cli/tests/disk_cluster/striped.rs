@@ -59,6 +59,11 @@ impl StripedCluster {
         info.stripes.iter().map(|stripe| stripe.node).collect()
     }
 
+    /// Number of objects without all stripes, according to the master's metric.
+    fn missing_stripes(&self) -> usize {
+        self.cluster.master.metrics().master("objects_missing_stripes") as usize
+    }
+
     /// Waits until every stripe is on a disk.
     fn wait_for_disks(&self) {
         let is_on_disk = |object: &Object| {
@@ -94,8 +99,10 @@ fn striped_objects_survive_orderly_restart_of_any_node() {
             cluster.end_node(node, Signal::TERM);
             let left = || count_existing(&cluster.store, &cluster.objects);
             until("objects without all stripes are misses", RELAXED_TIMEOUT, || left() == 0);
+            assert_eq!(cluster.missing_stripes(), cluster.objects.len(), "the metric counts them");
             cluster.cluster.restart_node(node);
             cluster.check_all(&format!("{backend}: after the restart of node {node}"));
+            until("the metric counts none", RELAXED_TIMEOUT, || cluster.missing_stripes() == 0);
         }
         cluster.cluster.end();
     }

@@ -43,6 +43,8 @@ pub struct MasterStats {
     pub write_back_objects: u64,
     /// Bytes of these objects.
     pub write_back_bytes: u64,
+    /// Objects that cannot be read until a node returns with stripes of them.
+    pub objects_missing_stripes: u64,
     /// Number of nodes with a disk.
     pub disks: u64,
     /// Number of disks that accept no writes.
@@ -126,6 +128,7 @@ impl Service {
             let (objects, bytes) = group.write_back_backlog();
             stats.write_back_objects += objects;
             stats.write_back_bytes += bytes;
+            stats.objects_missing_stripes += group.objects_missing_stripes();
             let in_use = |view: &SegmentView| view.phase != SegmentPhase::Lost && view.medium != Medium::Disk;
             for view in group.segments().filter(in_use) {
                 stats.segments += 1;

@@ -123,6 +123,11 @@ impl Group {
         }
     }
 
+    /// Returns the number of objects that cannot be read because stripes are missing, as of the last tick.
+    pub fn objects_missing_stripes(&self) -> u64 {
+        self.incomplete.len() as u64
+    }
+
     /// Drops objects whose stripes do not return. Visits at most `budget` objects; returns whether as many left the list.
     pub(super) fn drop_incomplete(&mut self, now: Now, budget: usize, effects: &mut Effects) -> bool {
         let (may_return, tick) = (self.stripes_may_return(now), self.ticker.now(now.mono));
