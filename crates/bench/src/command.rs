@@ -38,9 +38,12 @@ enum Bench {
     /// Objects in the memory of another process, over TCP
     #[command(after_help = store::REMOTE_EXAMPLES)]
     Remote(store::RemoteArgs),
-    /// Objects on the disk of another process, over TCP
+    /// Objects on the disk of another process
     #[command(after_help = store::LOAD_EXAMPLES)]
     Load(store::LoadArgs),
+    /// Puts while every object is also written to disk, compared with puts alone
+    #[command(after_help = store::WRITE_BACK_EXAMPLES)]
+    WriteBack(store::WriteBackArgs),
     /// Mixed reads and writes of many callers, also under overload
     #[command(after_help = store::MIXED_EXAMPLES)]
     Mixed(store::MixedArgs),
@@ -87,6 +90,7 @@ pub fn run(matches: &ArgMatches) -> Result<(), BenchError> {
         Bench::Local(args) => store::local(&args),
         Bench::Remote(args) => store::remote(&args),
         Bench::Load(args) => store::load(&args),
+        Bench::WriteBack(args) => store::write_back(&args),
         Bench::Mixed(args) => store::mixed(&args),
         Bench::Blocks(args) => blocks::run(&args),
         Bench::Failover(args) => failover::run(&args),

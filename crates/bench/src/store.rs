@@ -6,7 +6,8 @@
 //! | `cluster` | processes of the cluster |
 //! | `local` | local objects: zero-copy reads, copies, puts |
 //! | `remote` | objects over TCP |
-//! | `load` | objects on the disk of a node, over TCP |
+//! | `load` | objects on the disk of a node, over TCP or on the same host |
+//! | `write_back` | what the write of every object to disk costs the puts |
 //! | `mixed` | many callers, reads and writes, also under overload |
 //! | `replay` | replay of a trace of KV-cache traffic |
 
@@ -16,6 +17,7 @@ mod local;
 mod mixed;
 mod remote;
 mod replay;
+mod write_back;
 
 use std::time::Duration;
 
@@ -30,8 +32,9 @@ pub(super) use local::{Args as LocalArgs, EXAMPLES as LOCAL_EXAMPLES, run as loc
 pub(super) use mixed::{Args as MixedArgs, EXAMPLES as MIXED_EXAMPLES, run as mixed};
 pub(super) use remote::{Args as RemoteArgs, EXAMPLES as REMOTE_EXAMPLES, run as remote};
 pub(super) use replay::{Args as ReplayArgs, EXAMPLES as REPLAY_EXAMPLES, run as replay};
+pub(super) use write_back::{Args as WriteBackArgs, EXAMPLES as WRITE_BACK_EXAMPLES, run as write_back};
 
-/// Common arguments of `local`, `remote` and `load`.
+/// Common arguments of `local`, `remote`, `load` and `write-back`.
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct BenchEffort {
     /// Repeats of store and baseline [default: 5; quick: 3]

@@ -137,6 +137,8 @@ fn help_texts_have_examples_and_exit_codes() {
         &["bench", "disk"],
         &["bench", "transfer"],
         &["bench", "trace-gen"],
+        &["bench", "load"],
+        &["bench", "write-back"],
         &["bench", "trace-info"],
     ] {
         let help = expect(0, &[command, &["--help"]].concat(), b"");

@@ -25,6 +25,27 @@ pub(crate) struct Disk {
     pub(crate) dir: PathBuf,
     pub(crate) limit_bytes: u64,
     pub(crate) staging_bytes: u64,
+    pub(crate) offload: OffloadTrigger,
+}
+
+/// When objects are written to disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum OffloadTrigger {
+    /// When they leave memory.
+    #[default]
+    Evict,
+    /// After their put.
+    Put,
+}
+
+impl OffloadTrigger {
+    /// Name in the settings of a master.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            OffloadTrigger::Evict => "evict",
+            OffloadTrigger::Put => "put",
+        }
+    }
 }
 
 impl Disk {
@@ -87,6 +108,8 @@ impl BenchCluster {
             &groups,
             "--reallocation-delay-ms",
             "0",
+            "--offload",
+            disk.map_or_else(OffloadTrigger::default, |disk| disk.offload).name(),
         ];
         let (master, lines) = ServerProcess::start(&master_args, "admin ")?;
         let grpc = lines.iter().find_map(|line| line.strip_prefix("grpc "));

@@ -13,7 +13,7 @@ use moontide_disk::{
 use moontide_rt::SplitMix64;
 use moontide_types::Medium;
 
-use super::cluster::{BenchCluster, Disk, Size};
+use super::cluster::{BenchCluster, Disk, OffloadTrigger, Size};
 use super::remote::BaselineProcess;
 use super::{BenchEffort, random_bytes};
 use crate::measure::{Run, RunSeries, interleave, median, percentiles, relative_range, timed};
@@ -25,10 +25,12 @@ Examples:
   moontide bench load --dir /mnt/ssd/try          gets of objects that are only on disk; a few minutes, 4 GiB of disk space
   moontide bench load --quick                     one size, half a minute; less precise
   moontide bench load --sizes 1M --seconds 1
+  moontide bench load --same-host                 the client maps the memory of the node
 
 Every result is one JSON object per line on standard output. The objects far exceed the memory and staging memory of the
 node, and each is read again only after all others. Baselines, measured alternately: reads of as many bytes from the
-files of the node without checks (disk), and transfers over plain blocking sockets (transfer).
+files of the node without checks (disk), and transfers over plain blocking sockets, or plain copies in memory with
+--same-host (transfer).
   get              one caller, one object at a time
   get_batch        one caller, 16 objects at a time
   get, callers 4   four callers, one object at a time each
@@ -41,6 +43,9 @@ pub(crate) struct Args {
     /// Directory for the node's disk; a new subdirectory is removed at the end [default: the temporary directory]
     #[arg(long)]
     dir: Option<PathBuf>,
+    /// Map the memory of the node, as processes of its host do, instead of TCP
+    #[arg(long)]
+    same_host: bool,
 }
 
 /// Objects per batch.
@@ -64,10 +69,12 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
     let mut progress = Progress::new(format!("load, {} sizes", sizes.len()), sizes.len() as u64);
     for (done, &bytes) in sizes.iter().enumerate() {
         let dir = Scratch::new(&parent, "moontide-bench-load").map_err(io("creating a directory"))?;
-        let disk = Disk { dir: dir.path().into(), limit_bytes: 2 * set_bytes, staging_bytes: STAGING_BYTES };
+        let limit_bytes = 2 * set_bytes;
+        let offload = OffloadTrigger::Evict;
+        let disk = Disk { dir: dir.path().into(), limit_bytes, staging_bytes: STAGING_BYTES, offload };
         let size = Size { nodes: 1, node_bytes: set_bytes / 8, groups: 1 };
         let cluster = BenchCluster::start_with_disk(size, Some(&disk))?;
-        let store = cluster.store(|config| config.shm = false)?;
+        let store = cluster.store(|config| config.shm = args.same_host)?;
         let keys = fill(&store, bytes, set_bytes, effort.seed)?;
         let baseline = BaselineProcess::start(bytes, effort)?;
         let files = Files::open(dir.path())?;
@@ -75,6 +82,7 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
             let sides = interleave(effort.repeats(), |side, repeat| match side {
                 0 => gets(&store, &keys, bytes, callers, batch, effort),
                 1 => files.run(bytes, callers, batch, repeat, effort),
+                _ if args.same_host => copies(bytes, callers, effort),
                 _ => baseline.run(false, false, callers, repeat, effort),
             });
             let [ours, disk, transfer] = sides?;
@@ -84,6 +92,23 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
         progress.at(done as u64 + 1);
     }
     if effort.gate { check_gates() } else { Ok(()) }
+}
+
+/// Copies of objects within the memory of this process.
+fn copies(bytes: u64, callers: usize, effort: &BenchEffort) -> Result<Run, BenchError> {
+    let len = bytes as usize;
+    let source = random_bytes(effort.seed, effort.set_bytes() as usize);
+    let movers = (0..callers).map(|caller| {
+        let mut rng = SplitMix64::new(effort.seed ^ caller as u64);
+        let (source, mut memory) = (&source, vec![1u8; len]);
+        move || {
+            let at = rng.index(source.len() / len) * len;
+            memory.copy_from_slice(&source[at..at + len]);
+            std::hint::black_box(&memory);
+            Ok(())
+        }
+    });
+    timed(movers.collect(), effort.span(), bytes)
 }
 
 fn print(line: ResultRow, ours: &RunSeries, disk: &RunSeries, transfer: &RunSeries) {

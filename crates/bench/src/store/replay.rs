@@ -14,7 +14,7 @@ use clap::Args as ClapArgs;
 use moontide_client::{Store, StoreConfig};
 use moontide_settings::parse_size;
 
-use super::cluster::{BenchCluster, Disk, Size};
+use super::cluster::{BenchCluster, Disk, OffloadTrigger, Size};
 use crate::measure::{Percentiles, percentiles};
 use crate::results::{BenchError, ResultRow, io, wrong};
 use crate::scratch::Scratch;
@@ -179,7 +179,8 @@ impl ReplayCluster {
                 let scratch =
                     Scratch::new(&parent, "moontide-bench-trace").map_err(io("creating a directory"))?;
                 let dir = scratch.path().join("disk");
-                Some((Disk { dir, limit_bytes, staging_bytes: STAGING_BYTES }, scratch))
+                let offload = OffloadTrigger::Evict;
+                Some((Disk { dir, limit_bytes, staging_bytes: STAGING_BYTES, offload }, scratch))
             }
         };
         let size = Size { nodes: 1, node_bytes: args.memory, groups: 4 };
