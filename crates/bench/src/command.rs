@@ -65,6 +65,9 @@ enum Bench {
     /// Generate a trace of KV-cache traffic: users, sessions, shared system prompts
     #[command(after_help = trace::GENERATE_EXAMPLES)]
     TraceGen(trace::GenerateArgs),
+    /// Convert recorded sessions of coding agents, one file each, to a trace
+    #[command(after_help = trace::SESSIONS_EXAMPLES)]
+    TraceSessions(trace::SessionsArgs),
     /// Summarize a trace: size, working set, hit rate of an infinite cache
     #[command(after_help = trace::INFO_EXAMPLES)]
     TraceInfo(trace::InfoArgs),
@@ -98,6 +101,7 @@ pub fn run(matches: &ArgMatches) -> Result<(), BenchError> {
         Bench::Trace(args) => store::replay(&args),
         Bench::Policies(args) => policies::run(&args),
         Bench::TraceGen(args) => trace::generate(&args),
+        Bench::TraceSessions(args) => trace::sessions(&args),
         Bench::TraceInfo(args) => trace::info(&args),
     }
 }

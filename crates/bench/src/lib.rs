@@ -14,7 +14,7 @@
 //! | `blocks` | `blocks` | paged KV cache: operations, prefix sharing, restore | a locked `Vec`, plain copies |
 //! | `failover` | `failover` | recovery time after a master is killed and restarted | none: absolute times |
 //! | `masters` | `masters` | three masters; failover and rebalancing | one master |
-//! | `trace` | `trace-gen`, `trace-info` | nothing; generates and summarizes traces for `store` and `blocks` | none |
+//! | `trace` | `trace-gen`, `trace-sessions`, `trace-info` | nothing; generates, converts and summarizes traces for `store` and `blocks` | none |
 //!
 //! `docs/performance.md` has the results and the commands that reproduce them.
 //!

@@ -8,10 +8,11 @@
 //! | `open` | trace files, plain or compressed |
 //! | `reader` | parser of lines into requests, checks every bound |
 //! | `formats` | lines of other projects' traces: Mooncake, Bailian, Dynamo |
+//! | `session_files` | sessions of coding agents, one file each, merged into requests in order of time |
 //! | `writer` | formatter of requests as lines |
 //! | `generate` | synthetic requests from a seed |
 //! | `summary` | totals of a trace |
-//! | `commands` | `moontide bench trace-gen` and `trace-info` |
+//! | `commands` | `moontide bench trace-gen`, `trace-sessions` and `trace-info` |
 //!
 //! Invariants: arrival times do not decrease; a request has at most [`BLOCKS_MAX`] blocks; requests that are read pass
 //! the same checks as requests that are written.
@@ -21,10 +22,14 @@ mod formats;
 mod generate;
 mod open;
 mod reader;
+mod session_files;
 mod summary;
 mod writer;
 
-pub(crate) use commands::{GENERATE_EXAMPLES, GenerateArgs, INFO_EXAMPLES, InfoArgs, generate, info};
+pub(crate) use commands::{
+    GENERATE_EXAMPLES, GenerateArgs, INFO_EXAMPLES, InfoArgs, SESSIONS_EXAMPLES, SessionsArgs, generate,
+    info, sessions,
+};
 pub(crate) use generate::{Generator, TraceParams};
 pub(crate) use open::{open, unread};
 pub(crate) use summary::Summary;
@@ -50,6 +55,12 @@ pub(crate) const BLOCK_BYTES_DEFAULT: u64 = 131_072;
 pub(crate) const BLOCK_BYTES_MAX: u64 = 64 << 20;
 /// Maximum number of tokens of a block.
 pub(crate) const BLOCK_TOKENS_MAX: u32 = 1 << 20;
+
+/// Bytes of a block in traces that do not name them: they depend on the model.
+fn default_block_bytes(block_tokens: u32) -> u64 {
+    let bytes = BLOCK_BYTES_DEFAULT * u64::from(block_tokens) / u64::from(BLOCK_TOKENS_DEFAULT);
+    bytes.clamp(1, BLOCK_BYTES_MAX)
+}
 
 /// Properties of a whole trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,6 +10,7 @@ use super::formats::{
 use super::{
     AT_MS_MAX, BLOCK_BYTES_DEFAULT, BLOCK_BYTES_MAX, BLOCK_REFERENCES_MAX, BLOCK_TOKENS_DEFAULT,
     BLOCK_TOKENS_MAX, BLOCKS_MAX, BlockHash, Header, REQUESTS_MAX, Request, TOKENS_MAX, VERSION,
+    default_block_bytes,
 };
 
 /// Maximum length of a line. The longest Moontide request is 312 KB, the longest one of Dynamo 345 KB.
@@ -117,10 +118,7 @@ impl<R: BufRead> Reader<R> {
         } else {
             let (format, block_tokens) = Format::of(&first).ok_or(TraceError::NotATrace)?;
             reader.check_block_tokens(block_tokens)?;
-            // The number of bytes per token depends on the model, which these traces do not name.
-            let block_bytes = BLOCK_BYTES_DEFAULT * u64::from(block_tokens) / u64::from(BLOCK_TOKENS_DEFAULT);
-            reader.header =
-                Header { block_bytes: block_bytes.clamp(1, BLOCK_BYTES_MAX), block_tokens, seed: 0 };
+            reader.header = Header { block_bytes: default_block_bytes(block_tokens), block_tokens, seed: 0 };
             reader.format = format;
             reader.is_ahead = true;
         }
