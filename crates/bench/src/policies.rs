@@ -8,6 +8,7 @@
 //! one: an engine cannot use the others. It then stores all blocks that are missing.
 
 mod list;
+mod node_disk;
 mod reference;
 mod shipped;
 
@@ -18,7 +19,8 @@ use clap::Args as ClapArgs;
 use crate::plot::{self, Axis, PlotRow};
 use crate::results::{BenchError, Progress, ResultRow, io};
 use crate::trace::{Request, open, unread};
-use reference::{Arc, Belady, Lru, S3Fifo, WTinyLfu};
+use node_disk::DiskEviction;
+use reference::{Arc, Belady, InclusiveLru, Lru, S3Fifo, WTinyLfu};
 use shipped::Shipped;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -27,6 +29,7 @@ Examples:
   moontide bench policies agents.jsonl --capacity 1,5 --policies moontide,lru,belady
   moontide bench policies agents.jsonl --groups 16 --touch-delay 1s
   moontide bench policies *.jsonl.zst --plots plots
+  moontide bench policies agents.jsonl --capacity 5 --disk 40
 
 One table per trace on standard output, or JSON lines with --json. A cell is the share of the requested blocks that were
 hits. Columns are capacities in percent of the trace's distinct blocks.
@@ -36,10 +39,22 @@ hits. Columns are capacities in percent of the trace's distinct blocks.
   s3-fifo     three FIFO queues (Yang et al., 2023)
   arc         adaptive replacement cache (Megiddo and Modha, 2003)
   w-tinylfu   window, frequency sketch, segmented LRU (Einziger et al., 2017)
-  belady      evicts what is used latest in the future: the limit";
+  belady      evicts what is used latest in the future: the limit
+
+With --disk, the rows are moontide, lru (in both tiers; a block that is read from the disk is promoted, and stays there) and
+belady (one tier as large as both). The columns, for each size of the memory:
+
+  hits        share of the requested blocks that were hits
+  memory      share of the requested blocks that were hits in memory
+  disk        share of the requested blocks that were hits on the disk
+  written     blocks written to the disk per hit
+  promoted    blocks copied from the disk to memory per hit";
 
 /// Policies in the order of the rows.
 const POLICIES: [&str; 6] = ["moontide", "lru", "s3-fifo", "arc", "w-tinylfu", "belady"];
+
+/// Policies of two tiers.
+const POLICIES_OF_TIERS: [&str; 3] = ["moontide", "lru", "belady"];
 
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
@@ -58,6 +73,12 @@ pub(crate) struct Args {
     /// Time until the master learns of a hit, as with reads of shared memory
     #[arg(long, value_name = "TIME", value_parser = moontide_settings::parse_duration, default_value = "0s")]
     touch_delay: std::time::Duration,
+    /// Add a disk that holds this many percent of the distinct blocks, and print the hits of each tier
+    #[arg(long, value_name = "PERCENT", conflicts_with_all = ["touch_delay", "plots"])]
+    disk: Option<f64>,
+    /// Order in which the disk of the row `moontide` evicts
+    #[arg(long, value_enum, default_value_t = DiskEviction::Fifo, requires = "disk")]
+    disk_eviction: DiskEviction,
     /// Maximum number of requests of a trace
     #[arg(long)]
     requests: Option<usize>,
@@ -109,109 +130,251 @@ impl NumberedTrace {
     }
 }
 
+/// Where a block is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tier {
+    Memory,
+    Disk,
+}
+
+/// Blocks that were copied between the tiers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct TierCounts {
+    /// From memory to the disk.
+    pub(crate) written: u64,
+    /// From the disk to memory.
+    pub(crate) promoted: u64,
+}
+
 /// A cache of blocks.
 pub(crate) trait Cache {
-    /// Returns whether a block is stored.
-    fn contains(&mut self, block: u32) -> bool;
+    /// Returns where a block is stored. A block in both tiers is read from memory.
+    fn tier(&mut self, block: u32) -> Option<Tier>;
 
     /// Handles a request of which the first `hits` blocks were stored: they are used, the others are stored.
     fn request(&mut self, index: usize, request: &NumberedRequest, hits: usize) -> Result<(), BenchError>;
+
+    fn counts(&self) -> TierCounts {
+        TierCounts::default()
+    }
 }
 
-/// Returns the share of the blocks of all requests that were hits.
-pub(crate) fn hit_rate(
+/// Result of a replay, in blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Replayed {
+    requested: u64,
+    memory_hits: u64,
+    disk_hits: u64,
+    counts: TierCounts,
+}
+
+impl Replayed {
+    /// Share of the requested blocks that were hits, in both tiers.
+    pub(crate) fn hit_rate(&self) -> f64 {
+        self.share(self.memory_hits + self.disk_hits)
+    }
+
+    fn share(&self, blocks: u64) -> f64 {
+        blocks as f64 / self.requested.max(1) as f64
+    }
+
+    fn per_hit(&self, blocks: u64) -> f64 {
+        blocks as f64 / (self.memory_hits + self.disk_hits).max(1) as f64
+    }
+}
+
+/// Replays a trace.
+pub(crate) fn replay(
     trace: &NumberedTrace,
     cache: &mut dyn Cache,
     progress: &mut Progress,
-) -> Result<f64, BenchError> {
-    let mut hits = 0;
+) -> Result<Replayed, BenchError> {
+    let mut replayed = Replayed { requested: trace.references() as u64, ..Replayed::default() };
     for (index, request) in trace.requests.iter().enumerate() {
-        let leading = request.blocks.iter().take_while(|&&block| cache.contains(block)).count();
-        hits += leading;
-        cache.request(index, request, leading)?;
+        let mut hits = 0;
+        for tier in request.blocks.iter().map_while(|&block| cache.tier(block)) {
+            hits += 1;
+            match tier {
+                Tier::Memory => replayed.memory_hits += 1,
+                Tier::Disk => replayed.disk_hits += 1,
+            }
+        }
+        cache.request(index, request, hits)?;
         progress.at(index as u64);
     }
-    Ok(hits as f64 / trace.references().max(1) as f64)
+    replayed.counts = cache.counts();
+    Ok(replayed)
 }
 
-/// Creates a cache of `capacity` blocks.
-pub(crate) fn cache(
-    policy: &str,
-    trace: &NumberedTrace,
+/// Sizes in blocks, and properties of the row `moontide`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CacheSpec {
     capacity: usize,
+    disk: Option<usize>,
+    disk_eviction: DiskEviction,
     groups: u16,
     touch_delay: std::time::Duration,
-) -> Box<dyn Cache> {
-    match policy {
-        "moontide" => Box::new(Shipped::new(trace.distinct, capacity, groups, touch_delay)),
-        "lru" => Box::new(Lru::new(trace.distinct, capacity)),
-        "s3-fifo" => Box::new(S3Fifo::new(trace.distinct, capacity)),
-        "arc" => Box::new(Arc::new(trace.distinct, capacity)),
-        "w-tinylfu" => Box::new(WTinyLfu::new(trace.distinct, capacity)),
-        "belady" => Box::new(Belady::new(trace, capacity)),
-        other => unreachable!("the parser accepts no policy {other}"),
+}
+
+/// Creates a cache.
+pub(crate) fn cache(policy: &str, trace: &NumberedTrace, spec: &CacheSpec) -> Box<dyn Cache> {
+    let (distinct, capacity) = (trace.distinct, spec.capacity);
+    match (policy, spec.disk) {
+        ("moontide", _) => Box::new(Shipped::new(distinct, spec)),
+        ("lru", None) => Box::new(Lru::new(distinct, capacity)),
+        ("lru", Some(disk)) => Box::new(InclusiveLru::new(distinct, capacity, disk)),
+        ("s3-fifo", _) => Box::new(S3Fifo::new(distinct, capacity)),
+        ("arc", _) => Box::new(Arc::new(distinct, capacity)),
+        ("w-tinylfu", _) => Box::new(WTinyLfu::new(distinct, capacity)),
+        ("belady", disk) => Box::new(Belady::new(trace, capacity + disk.unwrap_or(0))),
+        (other, _) => unreachable!("the parser accepts no policy {other}"),
+    }
+}
+
+impl Args {
+    fn spec(&self, trace: &NumberedTrace, memory_percent: f64) -> CacheSpec {
+        let blocks = |percent: f64| ((trace.distinct as f64 * percent / 100.0) as usize).max(16);
+        CacheSpec {
+            capacity: blocks(memory_percent),
+            disk: self.disk.map(blocks),
+            disk_eviction: self.disk_eviction,
+            groups: self.groups,
+            touch_delay: self.touch_delay,
+        }
     }
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
-    if let Some(wrong) = args.capacity.iter().find(|share| !(0.01..=100.0).contains(*share)) {
-        return Err(BenchError::Wrong(format!("--capacity must be 0.01 to 100 percent, not {wrong}")));
+    if let Some(wrong) = args.capacity.iter().chain(&args.disk).find(|share| !(0.01..=100.0).contains(*share))
+    {
+        return Err(BenchError::Wrong(format!(
+            "--capacity and --disk must be 0.01 to 100 percent, not {wrong}"
+        )));
     }
     for path in &args.files {
         let trace = NumberedTrace::read(path, args.requests.unwrap_or(usize::MAX))?;
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let (requests, blocks) = (trace.requests.len(), trace.references());
         if !args.json {
+            let (requests, blocks) = (trace.requests.len(), trace.references());
             println!("{name}: {requests} requests, {blocks} blocks, {} distinct", trace.distinct);
-            let columns: String =
-                args.capacity.iter().map(|share| format!("{:>7}", format!("{share}%"))).collect();
-            println!("  {:<10}{columns}", "policy");
         }
-        let mut rows = vec![];
-        for policy in &args.policies {
-            let (mut line, mut rates) = (String::new(), vec![]);
-            for &share in &args.capacity {
-                let capacity = ((trace.distinct as f64 * share / 100.0) as usize).max(16);
-                let mut cache = cache(policy, &trace, capacity, args.groups, args.touch_delay);
-                let mut progress = Progress::new(format!("{name}: {policy} at {share}%"), requests as u64);
-                let rate = hit_rate(&trace, &mut *cache, &mut progress)?;
-                line += &format!("{rate:>7.3}");
-                rates.push(rate);
-                if args.json {
-                    ResultRow::new("policies", policy)
-                        .with("trace", name.as_str())
-                        .with("capacity_percent", share)
-                        .with("capacity_blocks", capacity)
-                        .with("groups", args.groups)
-                        .with("hit_rate", rate)
-                        .print();
-                }
-            }
-            if !args.json {
-                println!("  {policy:<10}{line}");
-            }
-            rows.push(PlotRow { name: policy, is_subject: policy == "moontide", rates });
-        }
-        if let Some(directory) = &args.plots {
-            let labels: Vec<_> = args.capacity.iter().map(|share| (*share, format!("{share} %"))).collect();
-            let axis = Axis {
-                title: "memory, as a share of the distinct blocks",
-                values: &args.capacity,
-                labels: &labels,
-                is_logarithmic: true,
-            };
-            let title = format!("{name}: hit rates of {requests} requests");
-            std::fs::create_dir_all(directory).map_err(io("creating the directory of the plots"))?;
-            plot::write(&directory.join(format!("{name}.svg")), &plot::svg(&title, &axis, &rows))?;
+        match args.disk {
+            None => run_memory(args, &name, &trace)?,
+            Some(disk) => run_tiers(args, disk, &name, &trace)?,
         }
     }
     Ok(())
+}
+
+/// One tier: a row per policy, a column per capacity.
+fn run_memory(args: &Args, name: &str, trace: &NumberedTrace) -> Result<(), BenchError> {
+    if !args.json {
+        let columns: String =
+            args.capacity.iter().map(|share| format!("{:>7}", format!("{share}%"))).collect();
+        println!("  {:<10}{columns}", "policy");
+    }
+    let mut rows = vec![];
+    for policy in &args.policies {
+        let (mut line, mut rates) = (String::new(), vec![]);
+        for &share in &args.capacity {
+            let spec = args.spec(trace, share);
+            let rate = replay_with(policy, name, share, trace, &spec)?.hit_rate();
+            line += &format!("{rate:>7.3}");
+            rates.push(rate);
+            if args.json {
+                result_row(policy, name, share, &spec).with("hit_rate", rate).print();
+            }
+        }
+        if !args.json {
+            println!("  {policy:<10}{line}");
+        }
+        rows.push(PlotRow { name: policy, is_subject: policy == "moontide", rates });
+    }
+    let Some(directory) = &args.plots else { return Ok(()) };
+    let labels: Vec<_> = args.capacity.iter().map(|share| (*share, format!("{share} %"))).collect();
+    let axis = Axis {
+        title: "memory, as a share of the distinct blocks",
+        values: &args.capacity,
+        labels: &labels,
+        is_logarithmic: true,
+    };
+    let title = format!("{name}: hit rates of {} requests", trace.requests.len());
+    std::fs::create_dir_all(directory).map_err(io("creating the directory of the plots"))?;
+    plot::write(&directory.join(format!("{name}.svg")), &plot::svg(&title, &axis, &rows))
+}
+
+/// Memory and a disk: a table per capacity of the memory.
+fn run_tiers(args: &Args, disk: f64, name: &str, trace: &NumberedTrace) -> Result<(), BenchError> {
+    let has_tiers = |policy: &&String| POLICIES_OF_TIERS.contains(&policy.as_str());
+    for &share in &args.capacity {
+        let spec = args.spec(trace, share);
+        if !args.json {
+            println!("  memory {share}%, disk {disk}%");
+            println!(
+                "  {:<10}{:>9}{:>9}{:>9}{:>9}{:>9}",
+                "policy", "hits", "memory", "disk", "written", "promoted"
+            );
+        }
+        for policy in args.policies.iter().filter(has_tiers) {
+            let replayed = replay_with(policy, name, share, trace, &spec)?;
+            let (rate, counts) = (replayed.hit_rate(), replayed.counts);
+            let memory = replayed.share(replayed.memory_hits);
+            let on_disk = replayed.share(replayed.disk_hits);
+            let (written, promoted) = (replayed.per_hit(counts.written), replayed.per_hit(counts.promoted));
+            if args.json {
+                let mut row =
+                    result_row(policy, name, share, &spec).with("disk_percent", disk).with("hit_rate", rate);
+                if policy != "belady" {
+                    row = row
+                        .with("memory_hit_rate", memory)
+                        .with("disk_hit_rate", on_disk)
+                        .with("written_per_hit", written)
+                        .with("promoted_per_hit", promoted);
+                }
+                row.print();
+            } else if policy == "belady" {
+                println!("  {policy:<10}{rate:>9.3}");
+            } else {
+                println!("  {policy:<10}{rate:>9.3}{memory:>9.3}{on_disk:>9.3}{written:>9.3}{promoted:>9.3}");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn replay_with(
+    policy: &str,
+    name: &str,
+    share: f64,
+    trace: &NumberedTrace,
+    spec: &CacheSpec,
+) -> Result<Replayed, BenchError> {
+    let mut progress = Progress::new(format!("{name}: {policy} at {share}%"), trace.requests.len() as u64);
+    replay(trace, &mut *cache(policy, trace, spec), &mut progress)
+}
+
+fn result_row(policy: &str, name: &str, share: f64, spec: &CacheSpec) -> ResultRow {
+    ResultRow::new("policies", policy)
+        .with("trace", name)
+        .with("capacity_percent", share)
+        .with("capacity_blocks", spec.capacity)
+        .with("groups", spec.groups)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::time::Duration;
+
+    fn spec(capacity: usize, disk: Option<usize>) -> CacheSpec {
+        CacheSpec {
+            capacity,
+            disk,
+            disk_eviction: DiskEviction::Fifo,
+            groups: 1,
+            touch_delay: Duration::ZERO,
+        }
+    }
 
     fn excerpt(name: &str) -> NumberedTrace {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces").join(name);
@@ -220,9 +383,12 @@ mod tests {
 
     fn rate(trace: &NumberedTrace, policy: &str, percent: usize) -> f64 {
         let capacity = trace.distinct * percent / 100;
-        let mut cache = cache(policy, trace, capacity, 1, Duration::ZERO);
+        replayed(trace, policy, &spec(capacity, None)).hit_rate()
+    }
+
+    fn replayed(trace: &NumberedTrace, policy: &str, spec: &CacheSpec) -> Replayed {
         let mut progress = Progress::new("test", trace.requests.len() as u64);
-        hit_rate(trace, &mut *cache, &mut progress).expect("no put fails")
+        replay(trace, &mut *cache(policy, trace, spec), &mut progress).expect("no put fails")
     }
 
     #[test]
@@ -247,6 +413,21 @@ mod tests {
         let gains = [2, 5, 10, 20].map(gain);
         eprintln!("gains over LRU: {gains:.3?}");
         assert!(gains.iter().sum::<f64>() > 0.03, "{gains:?}");
+    }
+
+    #[test]
+    fn shipped_policy_of_two_tiers_is_close_to_inclusive_lru() {
+        for name in ["mooncake_1000.jsonl", "agents_24.jsonl"] {
+            let trace = excerpt(name);
+            let spec = spec(trace.distinct / 20, Some(trace.distinct * 2 / 5));
+            let [ours, lru, belady] =
+                ["moontide", "lru", "belady"].map(|policy| replayed(&trace, policy, &spec));
+            eprintln!("{name}: {ours:?}, LRU {lru:?}, Belady {:.3}", belady.hit_rate());
+            assert!(ours.hit_rate() >= lru.hit_rate() - 0.01, "{name}: {ours:?}, LRU {lru:?}");
+            assert!(ours.hit_rate() <= belady.hit_rate() + 1e-9, "{name}: {ours:?}");
+            let written = |replayed: &Replayed| replayed.per_hit(replayed.counts.written);
+            assert!(written(&ours) <= written(&lru) * 1.1, "{name}: {ours:?}, LRU {lru:?}");
+        }
     }
 
     #[test]

@@ -6,15 +6,15 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use super::list::Lists;
-use super::{Cache, NumberedRequest, NumberedTrace};
+use super::{Cache, NumberedRequest, NumberedTrace, Tier, TierCounts};
 use crate::results::BenchError;
 
 /// Implements [`Cache`] for policies that see one block after the other.
 macro_rules! block_caches {
     ($($cache:ty),*) => {
         $(impl Cache for $cache {
-            fn contains(&mut self, block: u32) -> bool {
-                self.is_stored(block)
+            fn tier(&mut self, block: u32) -> Option<Tier> {
+                self.is_stored(block).then_some(Tier::Memory)
             }
 
             fn request(&mut self, _: usize, request: &NumberedRequest, _: usize) -> Result<(), BenchError> {
@@ -48,6 +48,70 @@ impl Lru {
             let oldest = self.lists.first(0).expect("the list is not empty");
             self.lists.remove(oldest);
         }
+    }
+}
+
+/// Least recently used, in memory and on a disk. Inclusive: a block that is read from the disk is promoted, and stays on the
+/// disk. A block that is evicted from memory is written to the disk, unless it is there.
+pub(super) struct InclusiveLru {
+    memory: Lists,
+    disk: Lists,
+    capacity: usize,
+    disk_capacity: usize,
+    counts: TierCounts,
+}
+
+impl InclusiveLru {
+    pub(super) fn new(blocks: usize, capacity: usize, disk_capacity: usize) -> InclusiveLru {
+        let lists = || Lists::new(blocks, 1);
+        InclusiveLru {
+            memory: lists(),
+            disk: lists(),
+            capacity,
+            disk_capacity,
+            counts: TierCounts::default(),
+        }
+    }
+
+    fn access(&mut self, block: u32) {
+        let (was_in_memory, was_on_disk) =
+            (self.memory.list(block).is_some(), self.disk.list(block).is_some());
+        if was_on_disk {
+            self.disk.push(0, block);
+            self.counts.promoted += u64::from(!was_in_memory);
+        }
+        self.memory.push(0, block);
+        if self.memory.len(0) <= self.capacity {
+            return;
+        }
+        let victim = self.memory.first(0).expect("the list is not empty");
+        self.memory.remove(victim);
+        if self.disk.list(victim).is_none() {
+            self.counts.written += 1;
+            self.disk.push(0, victim);
+        }
+        if self.disk.len(0) > self.disk_capacity {
+            let oldest = self.disk.first(0).expect("the list is not empty");
+            self.disk.remove(oldest);
+        }
+    }
+}
+
+impl Cache for InclusiveLru {
+    fn tier(&mut self, block: u32) -> Option<Tier> {
+        match self.memory.list(block) {
+            Some(_) => Some(Tier::Memory),
+            None => self.disk.list(block).map(|_| Tier::Disk),
+        }
+    }
+
+    fn request(&mut self, _: usize, request: &NumberedRequest, _: usize) -> Result<(), BenchError> {
+        request.blocks.iter().rev().for_each(|&block| self.access(block));
+        Ok(())
+    }
+
+    fn counts(&self) -> TierCounts {
+        self.counts
     }
 }
 
@@ -268,8 +332,8 @@ impl Belady {
 }
 
 impl Cache for Belady {
-    fn contains(&mut self, block: u32) -> bool {
-        self.keys[block as usize].is_some()
+    fn tier(&mut self, block: u32) -> Option<Tier> {
+        self.keys[block as usize].is_some().then_some(Tier::Memory)
     }
 
     fn request(&mut self, index: usize, request: &NumberedRequest, _: usize) -> Result<(), BenchError> {

@@ -5,8 +5,8 @@ use std::num::NonZeroU16;
 use std::time::Duration;
 
 use moontide_meta::{
-    Effect, Effects, EvictionTrials, Group, GroupConfig, LookupKey, MountSpec, Now, PutEnd, PutOptions,
-    PutStart, SyncMark, TenantIndex, TickBudget,
+    CommandKind, CommandOutcome, DiskSpec, Effect, Effects, EvictionTrials, Group, GroupConfig, LookupKey,
+    MountSpec, NodeCommand, Now, PutEnd, PutOptions, PutStart, SyncMark, TenantIndex, TickBudget,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
@@ -14,7 +14,8 @@ use moontide_types::{
     Tenant, TenantGeneration, Term, UnixMillis,
 };
 
-use super::{Cache, NumberedRequest};
+use super::node_disk::{NodeDisk, written_record};
+use super::{Cache, CacheSpec, NumberedRequest, Tier, TierCounts};
 use crate::meta::fixture::apply_command;
 use crate::results::BenchError;
 
@@ -23,6 +24,9 @@ const OBJECT_BYTES: u64 = 100;
 
 /// Blocks that a client puts with one call.
 const PUT_BATCH: usize = 64;
+
+const NODE: NodeId = NodeId(1);
+const SESSION: SessionId = SessionId(1);
 
 /// Attempts of a put for which there is no space; each evicts.
 const ATTEMPTS: usize = 8;
@@ -34,6 +38,7 @@ pub(super) struct Shipped {
     count: NonZeroU16,
     trials: EvictionTrials,
     effects: Effects,
+    disk: Option<NodeDisk>,
     touch_delay: Duration,
     /// Hits that the groups have not learned of: (time, blocks).
     hits: VecDeque<(Now, Vec<u32>)>,
@@ -49,26 +54,28 @@ fn lookup_key<'k>(id: ObjectId, key: &'k [u8; 8]) -> LookupKey<'k> {
 }
 
 impl Shipped {
-    pub(super) fn new(blocks: usize, capacity: usize, groups: u16, touch_delay: Duration) -> Shipped {
+    pub(super) fn new(blocks: usize, spec: &CacheSpec) -> Shipped {
+        let CacheSpec { capacity, disk, disk_eviction, groups, touch_delay } = *spec;
         let count = NonZeroU16::new(groups).expect("the parser accepts no 0");
         let start = now(0);
         let mut effects = Effects::new();
         let mut tenants = vec![];
         let groups = (0..groups)
             .map(|number| {
-                let config = GroupConfig {
-                    // The whole memory is used, so that capacities are equal to those of the other policies.
-                    eviction_high_watermark_permille: 1000,
-                    eviction_low_watermark_permille: 1000,
-                    ..GroupConfig::new(GroupId(number), count, Term::new(1).expect("1 is a term"))
-                };
+                let mut config = GroupConfig::new(GroupId(number), count, Term::new(1).expect("1 is a term"));
+                if disk.is_none() {
+                    // The whole memory is used, so that capacities are equal to those of the other policies. With a disk,
+                    // the free part is the space for promotions.
+                    config.eviction_high_watermark_permille = 1000;
+                    config.eviction_low_watermark_permille = 1000;
+                }
                 let mut group = Group::new(config, start);
                 tenants.push(group.tenant(Tenant::DEFAULT).expect("the first tenant"));
                 let share = |upto: usize| capacity * upto / usize::from(count.get());
                 let slots = share(usize::from(number) + 1) - share(usize::from(number));
                 let spec = MountSpec {
-                    node: NodeId(1),
-                    session: SessionId(1),
+                    node: NODE,
+                    session: SESSION,
                     segment: SegmentId(number.into()),
                     generation: Generation(1),
                     medium: Medium::Memory,
@@ -82,6 +89,17 @@ impl Shipped {
                     one_sided: false,
                 };
                 group.mount(start, &spec, &mut effects).expect("a new segment can be mounted");
+                if disk.is_some() {
+                    let spec = DiskSpec {
+                        node: NODE,
+                        session: SESSION,
+                        generation: Generation(1),
+                        labels: ["", "", ""],
+                        occupied: false,
+                        synced: SyncMark::NONE,
+                    };
+                    group.mount_disk(start, &spec, &mut effects);
+                }
                 group
             })
             .collect();
@@ -92,6 +110,7 @@ impl Shipped {
         Shipped {
             groups,
             tenants,
+            disk: disk.map(|capacity| NodeDisk::new(&ids, capacity, disk_eviction)),
             ids,
             count,
             trials: EvictionTrials::default(),
@@ -106,14 +125,63 @@ impl Shipped {
         self.ids[block as usize].group(self.count).0.into()
     }
 
-    /// Lets the node carry out all commands of a group.
-    fn apply_commands(&mut self, group: usize) {
-        while !self.effects.is_empty() {
-            let effects: Vec<Effect> = self.effects.drain(..).collect();
-            for effect in &effects {
-                apply_command(&mut self.groups[group], effect, &mut self.effects);
+    /// Lets the node carry out all commands of a group, and those that follow from them.
+    fn apply_commands(&mut self, now: Now, group: usize) {
+        let mut pending: VecDeque<(usize, Effect)> =
+            self.effects.drain(..).map(|effect| (group, effect)).collect();
+        while let Some((group, effect)) = pending.pop_front() {
+            self.apply_command(now, group, &effect, &mut pending);
+            pending.extend(self.effects.drain(..).map(|effect| (group, effect)));
+        }
+    }
+
+    fn apply_command(
+        &mut self,
+        now: Now,
+        group: usize,
+        effect: &Effect,
+        pending: &mut VecDeque<(usize, Effect)>,
+    ) {
+        let Effect::Command { command, .. } = effect else { return };
+        let &NodeCommand { kind, segment, slot, epoch, id, .. } = command;
+        let Some(disk) = &mut self.disk else {
+            return apply_command(&mut self.groups[group], effect, &mut self.effects);
+        };
+        match kind {
+            CommandKind::Offload => {
+                while let Some((victim, version)) = disk.pop_victim() {
+                    let id = self.ids[victim as usize];
+                    let group = id.group(self.count).0.into();
+                    let mut effects = Effects::new();
+                    let evicted = Group::disk_evicted(
+                        &mut self.groups[group],
+                        now,
+                        (NODE, SESSION),
+                        id,
+                        version,
+                        &mut effects,
+                    );
+                    evicted.expect("the disk is mounted");
+                    pending.extend(effects.into_iter().map(|effect| (group, effect)));
+                }
+                let block = disk.block(id);
+                disk.write(block, epoch);
+                let key = key(block);
+                let record = written_record((id, epoch), &key, self.tenants[group], OBJECT_BYTES);
+                let group = &mut self.groups[group];
+                let noticed = group.disk_notice(now, (NODE, SESSION), (&record, 0), false, &mut self.effects);
+                noticed.expect("the disk is mounted");
+            }
+            CommandKind::Promote { .. } => disk.counts.promoted += 1,
+            CommandKind::Kill | CommandKind::Reclaim if segment == SegmentId::DISK => {
+                disk.remove(disk.block(id))
+            }
+            CommandKind::Kill | CommandKind::Reclaim => {
+                return apply_command(&mut self.groups[group], effect, &mut self.effects);
             }
         }
+        let done = CommandOutcome::Done;
+        self.groups[group].command_outcome((NODE, segment), kind, slot, epoch, done, &mut self.effects);
     }
 
     /// Tells the groups of hits, in the order of the keys, as a lookup does.
@@ -152,7 +220,7 @@ impl Shipped {
         for _ in 0..ATTEMPTS {
             let started = self.groups[group].put_start(now, &put, &mut self.effects);
             let started = started.map(|reservation| reservation.object.epoch);
-            self.apply_commands(group);
+            self.apply_commands(now, group);
             match started {
                 Ok(epoch) => return Ok(Some(PutEndArgs { group, id, epoch })),
                 Err(ErrorCode::AlreadyExists | ErrorCode::InProgress) => return Ok(None),
@@ -177,11 +245,17 @@ fn now(at_us: u64) -> Now {
 }
 
 impl Cache for Shipped {
-    fn contains(&mut self, block: u32) -> bool {
+    fn tier(&mut self, block: u32) -> Option<Tier> {
         let key = key(block);
         let lookup = lookup_key(self.ids[block as usize], &key);
         let group = self.group_of(block);
-        self.groups[group].query(self.ticked, &lookup).is_some()
+        let found = self.groups[group].query(self.ticked, &lookup)?;
+        let is_in_memory = found.locations.iter().any(|location| location.medium == Medium::Memory);
+        Some(if is_in_memory { Tier::Memory } else { Tier::Disk })
+    }
+
+    fn counts(&self) -> TierCounts {
+        self.disk.as_ref().map(|disk| disk.counts).unwrap_or_default()
     }
 
     fn request(&mut self, _: usize, request: &NumberedRequest, hits: usize) -> Result<(), BenchError> {
@@ -195,12 +269,17 @@ impl Cache for Shipped {
             for group in 0..self.groups.len() {
                 self.groups[group].exchange_eviction_trials(&mut self.trials);
                 while self.groups[group].tick(now, &TickBudget::default(), &mut self.effects) {
-                    self.apply_commands(group);
+                    self.apply_commands(now, group);
                 }
-                self.apply_commands(group);
+                self.apply_commands(now, group);
             }
         }
         let (hit, missing) = request.blocks.split_at(hits);
+        for &block in hit {
+            if self.disk.is_some() && self.tier(block) == Some(Tier::Disk) {
+                self.disk.as_mut().expect("there is a disk").read(block);
+            }
+        }
         if self.touch_delay.is_zero() {
             self.use_blocks(now, hit);
         } else {
@@ -217,7 +296,7 @@ impl Cache for Shipped {
                     PutEnd { id, epoch, root: 1, outcomes: &[None], stripe_roots: &[], replaces: false };
                 let ended = self.groups[group].put_end(now, &end, &mut self.effects);
                 ended.map_err(|code| BenchError::Wrong(format!("put_end failed: {code}")))?;
-                self.apply_commands(group);
+                self.apply_commands(now, group);
             }
         }
         Ok(())
