@@ -8,10 +8,12 @@
 //! one: an engine cannot use the others. It then stores all blocks that are missing.
 
 mod list;
+mod mix;
 mod node_disk;
 mod reference;
 mod shipped;
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
@@ -19,6 +21,7 @@ use clap::Args as ClapArgs;
 use crate::plot::{self, Axis, PlotRow};
 use crate::results::{BenchError, Progress, ResultRow, io};
 use crate::trace::{Request, open, unread};
+use mix::Mix;
 use node_disk::DiskEviction;
 use reference::{Arc, Belady, InclusiveLru, Lru, S3Fifo, WTinyLfu};
 use shipped::Shipped;
@@ -30,6 +33,7 @@ Examples:
   moontide bench policies agents.jsonl --groups 16 --touch-delay 1s
   moontide bench policies *.jsonl.zst --plots plots
   moontide bench policies agents.jsonl --capacity 5 --disk 40
+  moontide bench policies agents.jsonl --mix scan
 
 One table per trace on standard output, or JSON lines with --json. A cell is the share of the requested blocks that were
 hits. Columns are capacities in percent of the trace's distinct blocks.
@@ -79,6 +83,9 @@ pub(crate) struct Args {
     /// Order in which the disk of the row `moontide` evicts
     #[arg(long, value_enum, default_value_t = DiskEviction::Fifo, requires = "disk")]
     disk_eviction: DiskEviction,
+    /// Add traffic in which a policy is easily wrong: half of the requested blocks are then of it
+    #[arg(long, value_enum)]
+    mix: Option<Mix>,
     /// Maximum number of requests of a trace
     #[arg(long)]
     requests: Option<usize>,
@@ -91,11 +98,13 @@ pub(crate) struct Args {
 }
 
 /// A trace whose blocks are numbered from 0 in order of their first use.
+#[derive(Clone)]
 pub(crate) struct NumberedTrace {
     pub(crate) requests: Vec<NumberedRequest>,
     pub(crate) distinct: usize,
 }
 
+#[derive(Clone)]
 pub(crate) struct NumberedRequest {
     pub(crate) at_us: u64,
     pub(crate) blocks: Vec<u32>,
@@ -266,6 +275,14 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
     Ok(())
 }
 
+/// Adds the other traffic, if there is any.
+fn with_mix<'t>(args: &Args, trace: &'t NumberedTrace, spec: &CacheSpec) -> Cow<'t, NumberedTrace> {
+    match args.mix {
+        Some(mix) => Cow::Owned(mix.add_to(trace, spec.capacity)),
+        None => Cow::Borrowed(trace),
+    }
+}
+
 /// One tier: a row per policy, a column per capacity.
 fn run_memory(args: &Args, name: &str, trace: &NumberedTrace) -> Result<(), BenchError> {
     if !args.json {
@@ -278,7 +295,8 @@ fn run_memory(args: &Args, name: &str, trace: &NumberedTrace) -> Result<(), Benc
         let (mut line, mut rates) = (String::new(), vec![]);
         for &share in &args.capacity {
             let spec = args.spec(trace, share);
-            let rate = replay_with(policy, name, share, trace, &spec)?.hit_rate();
+            let trace = with_mix(args, trace, &spec);
+            let rate = replay_with(policy, name, share, &trace, &spec)?.hit_rate();
             line += &format!("{rate:>7.3}");
             rates.push(rate);
             if args.json {
@@ -308,6 +326,7 @@ fn run_tiers(args: &Args, disk: f64, name: &str, trace: &NumberedTrace) -> Resul
     let has_tiers = |policy: &&String| POLICIES_OF_TIERS.contains(&policy.as_str());
     for &share in &args.capacity {
         let spec = args.spec(trace, share);
+        let trace = with_mix(args, trace, &spec);
         if !args.json {
             println!("  memory {share}%, disk {disk}%");
             println!(
@@ -316,7 +335,7 @@ fn run_tiers(args: &Args, disk: f64, name: &str, trace: &NumberedTrace) -> Resul
             );
         }
         for policy in args.policies.iter().filter(has_tiers) {
-            let replayed = replay_with(policy, name, share, trace, &spec)?;
+            let replayed = replay_with(policy, name, share, &trace, &spec)?;
             let (rate, counts) = (replayed.hit_rate(), replayed.counts);
             let memory = replayed.share(replayed.memory_hits);
             let on_disk = replayed.share(replayed.disk_hits);
@@ -413,6 +432,21 @@ mod tests {
         let gains = [2, 5, 10, 20].map(gain);
         eprintln!("gains over LRU: {gains:.3?}");
         assert!(gains.iter().sum::<f64>() > 0.03, "{gains:?}");
+    }
+
+    #[test]
+    fn shipped_policy_is_close_to_lru_with_other_traffic() {
+        let trace = excerpt("agents_24.jsonl");
+        for mix in [Mix::Scan, Mix::Loop] {
+            for percent in [10, 20, 40] {
+                let capacity = trace.distinct * percent / 100;
+                let mixed = mix.add_to(&trace, capacity);
+                let [ours, lru] = ["moontide", "lru"]
+                    .map(|policy| replayed(&mixed, policy, &spec(capacity, None)).hit_rate());
+                eprintln!("{mix:?} {percent} %: {ours:.3}, LRU {lru:.3}");
+                assert!(ours >= lru - 0.01, "{mix:?} {percent} %: {ours} is below LRU, {lru}");
+            }
+        }
     }
 
     #[test]
