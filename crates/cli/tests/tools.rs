@@ -139,6 +139,8 @@ fn help_texts_have_examples_and_exit_codes() {
         &["bench", "trace-gen"],
         &["bench", "load"],
         &["bench", "write-back"],
+        &["bench", "trace-sessions"],
+        &["bench", "policies"],
         &["bench", "trace-info"],
     ] {
         let help = expect(0, &[command, &["--help"]].concat(), b"");
