@@ -1,7 +1,8 @@
 //! The leaves below every other crate: what production takes from the operating system or from a library, and what a
 //! test replaces.
 //!
-//! - [`sync`]: atomics and locks. A model checker replaces them (`--cfg loom`, `--cfg shuttle`).
+//! - [`sync`]: atomics, locks and channels. A model checker replaces them (`--cfg loom`, `--cfg shuttle`).
+//! - [`thread`](mod@thread), [`time`], [`collections`]: threads, the clock, hash tables.
 //! - [`mutation_enabled`], [`mutations!`]: deliberate bugs that tests enable to prove that they detect them.
 //! - [`SplitMix64`]: pseudo-random numbers from a seed; [`mix64`]: its mixing of bits.
 //! - [`Backoff`]: growing pauses between attempts.
@@ -58,9 +59,12 @@
 //! ```
 
 mod backoff;
+pub mod collections;
 mod mutation;
 mod random;
 pub mod sync;
+pub mod thread;
+pub mod time;
 
 pub use backoff::Backoff;
 pub use mutation::{Mutation, MutationSwitch, mutation_enabled, weakened, with_mutation};

@@ -1,8 +1,8 @@
-//! Atomics and locks, re-exported so that a model checker can replace them.
+//! Atomics, locks and channels, re-exported so that a model checker can replace them.
 //!
 //! `--cfg loom` explores every interleaving and every allowed reordering of small models. `--cfg shuttle` runs larger
-//! models on many random schedules, with sequentially consistent atomics. In every other build the names are those of
-//! std and of parking_lot, whose condition variable makes no system call if it is notified without waiters.
+//! models on many random schedules, with sequentially consistent atomics. In every other build the names are those of std and of parking_lot, whose condition
+//! variable makes no system call if it is notified without waiters. Read-write locks and channels are in no model.
 //!
 //! Code that several threads or processes run concurrently, and that a model covers, takes its atomics and locks from
 //! here. Atomics in shared memory are used through slices: in production the slices are in a region, in a model they
@@ -21,7 +21,11 @@ pub use names::{
     atomic::{AtomicU32, AtomicU64, Ordering, fence},
 };
 #[cfg(not(any(loom, shuttle)))]
-pub use parking_lot::{Condvar, Mutex, MutexGuard};
+pub use parking_lot::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
+};
+#[cfg(not(any(loom, shuttle)))]
+pub use std::sync::mpsc;
 #[cfg(not(any(loom, shuttle)))]
 pub use std::sync::{
     Arc,

@@ -1,0 +1,3 @@
+//! Hash tables.
+
+pub use hashbrown::{HashMap, HashSet};
