@@ -2,7 +2,8 @@
 //! test replaces.
 //!
 //! - [`sync`]: atomics, locks and channels. A model checker replaces them (`--cfg loom`, `--cfg shuttle`).
-//! - [`thread`](mod@thread), [`time`], [`collections`]: threads, the clock, hash tables.
+//! - [`thread`](mod@thread), [`time`], [`collections`]: threads, the clock, hash tables. With [`sync`] they are all that a simulated
+//!   world replaces (`--cfg sim`).
 //! - [`mutation_enabled`], [`mutations!`]: deliberate bugs that tests enable to prove that they detect them.
 //! - [`SplitMix64`]: pseudo-random numbers from a seed; [`mix64`]: its mixing of bits.
 //! - [`Backoff`]: growing pauses between attempts.
@@ -62,6 +63,8 @@ mod backoff;
 pub mod collections;
 mod mutation;
 mod random;
+#[cfg(sim)]
+pub mod sim;
 pub mod sync;
 pub mod thread;
 pub mod time;

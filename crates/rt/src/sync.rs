@@ -1,7 +1,8 @@
-//! Atomics, locks and channels, re-exported so that a model checker can replace them.
+//! Atomics, locks and channels, re-exported so that a model checker or a simulated world can replace them.
 //!
 //! `--cfg loom` explores every interleaving and every allowed reordering of small models. `--cfg shuttle` runs larger
-//! models on many random schedules, with sequentially consistent atomics. In every other build the names are those of std and of parking_lot, whose condition
+//! models on many random schedules, with sequentially consistent atomics. `--cfg sim` runs whole components on virtual
+//! time, with the atomics of std. In every other build the names are those of std and of parking_lot, whose condition
 //! variable makes no system call if it is notified without waiters. Read-write locks and channels are in no model.
 //!
 //! Code that several threads or processes run concurrently, and that a model covers, takes its atomics and locks from
@@ -15,16 +16,20 @@ use loom::sync as names;
 #[cfg(shuttle)]
 use shuttle::sync as names;
 
+#[cfg(sim)]
+pub use crate::sim::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult, mpsc,
+};
 #[cfg(any(loom, shuttle))]
 pub use names::{
     Arc, Condvar, Mutex, MutexGuard,
     atomic::{AtomicU32, AtomicU64, Ordering, fence},
 };
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(any(loom, shuttle, sim)))]
 pub use parking_lot::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
 };
-#[cfg(not(any(loom, shuttle)))]
+#[cfg(not(any(loom, shuttle, sim)))]
 pub use std::sync::mpsc;
 #[cfg(not(any(loom, shuttle)))]
 pub use std::sync::{
@@ -35,6 +40,7 @@ pub use std::sync::{
 /// Locks `mutex`. The lock is not poisoned by a thread that panics.
 #[cfg(not(any(loom, shuttle)))]
 #[inline]
+#[cfg_attr(sim, track_caller)]
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }
@@ -48,6 +54,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Waits for `condvar`, at most for `timeout`. Returns the guard, and `false` if the time is over.
 #[cfg(not(any(loom, shuttle)))]
 #[inline]
+#[cfg_attr(sim, track_caller)]
 pub fn wait<'a, T>(
     condvar: &Condvar,
     mut guard: MutexGuard<'a, T>,

@@ -1,7 +1,12 @@
 //! The clock of the process.
 //!
-//! [`Instant`] is that of std.
+//! In an ordinary build [`Instant`] is that of std. With `--cfg sim` it is a type of its own, whose [`Instant::now`] in a
+//! simulated world returns the world's virtual time. The type differs from std's on purpose: code that still reads std's
+//! clock does not compile together with code that reads this one.
 
+#[cfg(sim)]
+pub use crate::sim::Instant;
+#[cfg(not(sim))]
 pub use std::time::Instant;
 
 /// Returns the present time.
