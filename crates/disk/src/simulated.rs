@@ -31,7 +31,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use moontide_rt::sync::{Mutex, MutexGuard};
+use moontide_rt::thread;
 
 use crate::storage::{DirEntry, DiskSpace, File, OpenMode, Queue, QueueConfig, Storage, StorageFile};
 use state::{Kind, State};
@@ -136,10 +137,10 @@ impl SimulatedDisk {
         self.state.lock().files()
     }
 
-    fn begin(&self, kind: Kind) -> io::Result<parking_lot::MutexGuard<'_, State>> {
+    fn begin(&self, kind: Kind) -> io::Result<MutexGuard<'_, State>> {
         let latency = self.faults().latency;
         if let Some(latency) = latency {
-            std::thread::sleep(latency);
+            thread::sleep(latency);
         }
         let mut state = self.state.lock();
         state.begin(kind)?;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use hashbrown::HashMap;
+use moontide_rt::collections::HashMap;
 
 use crate::backend::{RecordId, RecordLocation, ScannedRecord};
 use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};

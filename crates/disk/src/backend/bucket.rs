@@ -30,9 +30,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::{HashMap, HashSet};
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::Mutex;
 use moontide_types::{Epoch, ObjectId};
-use parking_lot::Mutex;
 use tracing::warn;
 
 use crate::backend::claims::WriteClaims;

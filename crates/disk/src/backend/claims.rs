@@ -4,9 +4,9 @@
 //! disk: an earlier result could refer to a write that fails later. To avoid deadlocks, a writer does not wait while it
 //! holds claims: records claimed by other writers are deferred until its own records are done.
 
-use hashbrown::HashSet;
+use moontide_rt::collections::HashSet;
+use moontide_rt::sync::{Condvar, Mutex};
 use moontide_types::ObjectId;
-use parking_lot::{Condvar, Mutex};
 
 use crate::backend::RecordId;
 

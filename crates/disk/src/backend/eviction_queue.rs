@@ -6,8 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use hashbrown::HashMap;
-use parking_lot::Mutex;
+use moontide_rt::collections::HashMap;
+use moontide_rt::sync::Mutex;
 
 use crate::backend::EvictionPolicy;
 

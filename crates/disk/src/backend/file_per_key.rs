@@ -44,9 +44,9 @@ use std::ops::Bound;
 use std::path::Path;
 use std::sync::Arc;
 
-use hashbrown::{HashMap, HashSet};
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::Mutex;
 use moontide_types::{Epoch, ObjectId};
-use parking_lot::Mutex;
 use tracing::{debug, warn};
 
 use crate::backend::batch_io::{PreambleScan, run_batch, scan_preambles};

@@ -40,9 +40,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::HashMap;
+use moontide_rt::collections::HashMap;
+use moontide_rt::sync::Mutex;
 use moontide_types::{Epoch, ObjectId};
-use parking_lot::Mutex;
 use tracing::{error, warn};
 
 use crate::backend::batch_io::{PreambleScan, run_batch, scan_preambles};

@@ -20,10 +20,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::HashMap;
+use moontide_rt::collections::HashMap;
 use moontide_rt::mutation_enabled;
+use moontide_rt::sync::{Mutex, RwLock};
 use moontide_types::{Epoch, ObjectId};
-use parking_lot::{Mutex, RwLock};
 
 use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};
 use crate::mutation::Mutation;

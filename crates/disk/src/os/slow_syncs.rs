@@ -5,11 +5,12 @@
 //! The delays of syncs that are in flight together overlap, as on a disk; a queue still returns with nothing in flight.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use std::{env, fmt, io, thread};
+use std::time::Duration;
+use std::{env, fmt, io};
 
-use moontide_rt::SplitMix64;
-use parking_lot::Mutex;
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
+use moontide_rt::{SplitMix64, thread};
 
 use crate::buffer::Buffer;
 use crate::storage::{Completion, Op, OpSource, Queue};

@@ -4,8 +4,8 @@
 //! a removal finds them together.
 
 use hashbrown::HashTable;
+use moontide_rt::sync::RwLock;
 use moontide_types::{Epoch, ObjectId};
-use parking_lot::RwLock;
 
 use crate::backend::RecordId;
 use crate::buffer::BLOCK_BYTES;

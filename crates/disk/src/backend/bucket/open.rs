@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use hashbrown::{HashMap, HashSet};
-use parking_lot::Mutex;
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
 use tracing::{info, warn};
 
 use crate::backend::bucket::format::FooterEntry;

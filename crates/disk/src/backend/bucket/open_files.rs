@@ -1,7 +1,7 @@
 //! [`OpenFileCache`]: open files of buckets, up to a limit. A file that is dropped here remains open for other holders.
 
-use hashbrown::HashMap;
-use parking_lot::Mutex;
+use moontide_rt::collections::HashMap;
+use moontide_rt::sync::Mutex;
 
 use crate::backend::EvictionPolicy;
 use crate::backend::eviction_queue::EvictionQueue;

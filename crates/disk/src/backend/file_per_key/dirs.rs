@@ -4,9 +4,9 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use hashbrown::HashSet;
+use moontide_rt::collections::HashSet;
+use moontide_rt::sync::Mutex;
 use moontide_types::ObjectId;
-use parking_lot::Mutex;
 
 use crate::backend::RecordId;
 use crate::storage::Storage;

@@ -5,9 +5,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use hashbrown::{HashMap, HashSet};
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::Mutex;
 use moontide_types::ObjectId;
-use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use super::dirs::{Directory, DirectoryCache, byte_of};

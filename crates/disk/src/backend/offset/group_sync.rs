@@ -9,7 +9,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use moontide_rt::sync::Mutex;
 
 use crate::storage::{self, File, Queue};
 

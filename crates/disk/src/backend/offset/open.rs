@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use hashbrown::{HashMap, HashSet};
-use parking_lot::Mutex;
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::Mutex;
 use tracing::{info, warn};
 
 use super::format::{ENTRIES_PER_BLOCK, ENTRY_BYTES, Entry, Geometry, Slot};
