@@ -101,7 +101,7 @@ pub use record::{
     decode_preamble, verify, verify_record,
 };
 #[cfg(any(test, feature = "testing"))]
-pub use simulated::{Counters, Faults, SECTOR_BYTES, SimulatedDisk};
+pub use simulated::{Counters, Faults, SECTOR_BYTES, SimulatedDisk, Times};
 pub use storage::{
     Completion, DirEntry, DiskSpace, File, Op, OpKind, OpSource, OpenMode, QUEUE_DEPTH_DEFAULT, Queue,
     QueueConfig, RegisteredMemory, Storage, run_all, run_one, sync,

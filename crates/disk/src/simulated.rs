@@ -30,14 +30,15 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use moontide_rt::sync::{Mutex, MutexGuard};
+use moontide_rt::sync::Mutex;
 use moontide_rt::thread;
 
 use crate::storage::{DirEntry, DiskSpace, File, OpenMode, Queue, QueueConfig, Storage, StorageFile};
 use state::{Kind, State};
 
-pub use faults::{Counters, Faults};
+pub use faults::{Counters, Faults, Times};
 
 /// Size of a sector: the unit that a disk keeps or loses.
 pub const SECTOR_BYTES: usize = 512;
@@ -137,14 +138,25 @@ impl SimulatedDisk {
         self.state.lock().files()
     }
 
-    fn begin(&self, kind: Kind) -> io::Result<MutexGuard<'_, State>> {
-        let latency = self.faults().latency;
-        if let Some(latency) = latency {
-            thread::sleep(latency);
-        }
-        let mut state = self.state.lock();
-        state.begin(kind)?;
-        Ok(state)
+    /// Runs an operation. Takes the time that it takes without the lock, before and after its effect.
+    fn run<T>(&self, kind: Kind, operation: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+        let after = self.wait_before(kind);
+        let result = {
+            let mut state = self.state.lock();
+            state.begin(kind).and_then(|()| operation(&mut state))
+        };
+        pause(after);
+        result
+    }
+
+    /// Waits for the time before the effect of an operation, and returns the time after it.
+    fn wait_before(&self, kind: Kind) -> Duration {
+        let (latency, (before, after)) = {
+            let mut state = self.state.lock();
+            (state.faults.latency.unwrap_or_default(), state.draw_times(kind))
+        };
+        pause(latency + before);
+        after
     }
 
     fn open_inode(&self, state: &mut State, id: u64, writable: bool) -> File {
@@ -160,6 +172,13 @@ impl SimulatedDisk {
     }
 }
 
+/// Sleeps, unless the time is zero: a sleep of zero would still let other threads run.
+fn pause(duration: Duration) {
+    if !duration.is_zero() {
+        thread::sleep(duration);
+    }
+}
+
 impl StorageFile for Inode {}
 
 impl Drop for Inode {
@@ -171,47 +190,47 @@ impl Drop for Inode {
 impl Storage for SimulatedDisk {
     fn open(&self, path: &Path, mode: OpenMode) -> io::Result<File> {
         let kind = if mode == OpenMode::Create { Kind::Name } else { Kind::Metadata };
-        let mut state = self.begin(kind)?;
-        let id = match mode {
-            OpenMode::Create => state.create(path)?,
-            OpenMode::Read | OpenMode::Write => state.find(path)?,
-        };
-        Ok(self.open_inode(&mut state, id, mode != OpenMode::Read))
+        self.run(kind, |state| {
+            let id = match mode {
+                OpenMode::Create => state.create(path)?,
+                OpenMode::Read | OpenMode::Write => state.find(path)?,
+            };
+            Ok(self.open_inode(state, id, mode != OpenMode::Read))
+        })
     }
 
     fn len(&self, file: &File) -> io::Result<u64> {
         let inode = self.inode(file);
-        let mut state = self.begin(Kind::Metadata)?;
-        Ok(state.node(inode.id, inode.boot)?.current.len())
+        self.run(Kind::Metadata, |state| Ok(state.node(inode.id, inode.boot)?.current.len()))
     }
 
     fn allocate(&self, file: &File, bytes: u64) -> io::Result<()> {
         let inode = self.inode(file);
-        self.begin(Kind::Write)?.allocate(inode, bytes)
+        self.run(Kind::Write, |state| state.allocate(inode, bytes))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.begin(Kind::Name)?.rename(from, to)
+        self.run(Kind::Name, |state| state.rename(from, to))
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
-        self.begin(Kind::Name)?.remove(path)
+        self.run(Kind::Name, |state| state.remove(path))
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
-        self.begin(Kind::Name)?.create_dir(path)
+        self.run(Kind::Name, |state| state.create_dir(path))
     }
 
     fn list(&self, dir: &Path) -> io::Result<Vec<DirEntry>> {
-        self.begin(Kind::Metadata)?.list(dir)
+        self.run(Kind::Metadata, |state| state.list(dir))
     }
 
     fn sync_dir(&self, dir: &Path) -> io::Result<()> {
-        self.begin(Kind::Sync)?.sync_dir(dir)
+        self.run(Kind::Sync, |state| state.sync_dir(dir))
     }
 
     fn space(&self) -> io::Result<DiskSpace> {
-        Ok(self.begin(Kind::Metadata)?.space())
+        self.run(Kind::Metadata, |state| Ok(state.space()))
     }
 
     fn queue(&self, config: &QueueConfig) -> Box<dyn Queue> {

@@ -70,6 +70,19 @@ impl SplitMix64 {
         self.next_u64() >> 63 == 1
     }
 
+    /// Returns a number between `min` and `max` whose logarithm is about uniform: each doubling is equally probable. Uses
+    /// integers alone, so that it is equal on every machine.
+    ///
+    /// # Panics
+    ///
+    /// If `min` is 0 or above `max`.
+    pub const fn log_uniform(&mut self, min: u64, max: u64) -> u64 {
+        assert!(min > 0 && min <= max, "no such range");
+        let low = min << self.below((max / min).ilog2() as u64 + 1);
+        let number = low + self.below(low);
+        if number < max { number } else { max }
+    }
+
     /// Fills `bytes`. Draws one number per 8 bytes; the last one may be used in part.
     pub fn fill(&mut self, bytes: &mut [u8]) {
         for chunk in bytes.chunks_mut(8) {
@@ -128,6 +141,19 @@ mod tests {
         let heads = (0..10_000).filter(|_| rng.coin()).count();
         assert!((4500..5500).contains(&heads), "{heads}");
         assert!((0..10_000).all(|_| (0.0..1.0).contains(&rng.fraction())));
+    }
+
+    #[test]
+    fn log_uniform_draws_each_doubling_equally_often() {
+        let mut rng = SplitMix64::new(5);
+        let mut doublings = [0; 4];
+        for _ in 0..4000 {
+            let number = rng.log_uniform(50, 700);
+            assert!((50..=700).contains(&number));
+            doublings[(number / 50).ilog2() as usize] += 1;
+        }
+        assert!(doublings.iter().all(|n| (850..1150).contains(n)), "{doublings:?}");
+        assert_eq!(rng.log_uniform(9, 9), 9);
     }
 
     #[test]

@@ -232,14 +232,3 @@ pub fn record(value: u64) {
 pub fn elapsed() -> Duration {
     world::World::current().map_or(Duration::ZERO, |world| world.elapsed())
 }
-
-/// Draws a number between `min` and `max` whose logarithm is about uniform, with integers alone: equal on every machine.
-///
-/// # Panics
-/// If `min` is 0.
-pub fn log_uniform(rng: &mut SplitMix64, min: u64, max: u64) -> u64 {
-    assert!(min > 0, "zero has no logarithm");
-    let octaves = u64::from((max / min).max(1).ilog2()) + 1;
-    let low = min << rng.below(octaves);
-    (low + rng.below(low)).min(max)
-}

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::io;
 
-use moontide_rt::SplitMix64;
+use moontide_rt::{SplitMix64, thread};
 
 use super::state::Kind;
-use super::{SECTOR_BYTES, SimulatedDisk};
+use super::{SECTOR_BYTES, SimulatedDisk, pause};
 use crate::storage::{Completion, Op, OpKind, OpSource, Queue, check};
 
 /// Runs operations on a simulated disk.
@@ -28,7 +28,7 @@ impl SimulatedQueue {
                 OpKind::Write => self.write(&op),
                 OpKind::Sync => {
                     let inode = self.disk.inode(&op.file);
-                    self.disk.begin(Kind::Sync).and_then(|mut state| state.sync(inode))
+                    self.disk.run(Kind::Sync, |state| state.sync(inode))
                 }
             },
             Ok(false) => Ok(()),
@@ -40,8 +40,10 @@ impl SimulatedQueue {
     fn read(&mut self, op: &mut Op<'_>) -> io::Result<()> {
         let inode = self.disk.inode(&op.file);
         let buffer = op.buffer.as_mut_slice().expect("checked");
+        let after = self.disk.wait_before(Kind::Read);
         let (steps, flipped) = {
-            let mut state = self.disk.begin(Kind::Read)?;
+            let mut state = self.disk.state.lock();
+            state.begin(Kind::Read)?;
             state.node(inode.id, inode.boot)?;
             let permille = state.faults.read_error_permille;
             state.fail_by_chance(permille)?;
@@ -56,20 +58,27 @@ impl SimulatedQueue {
             let mut state = self.disk.state.lock();
             state.read(inode, op.offset + start as u64, &mut buffer[start..end])?;
             start = end;
+            drop(state);
+            if start < buffer.len() {
+                thread::yield_now();
+            }
         }
         if flipped {
             let bit = self.rng.below(buffer.len() as u64 * 8) as usize;
             buffer[bit / 8] ^= 1 << (bit % 8);
             self.disk.state.lock().counters.flipped_reads += 1;
         }
+        pause(after);
         Ok(())
     }
 
     fn write(&mut self, op: &Op<'_>) -> io::Result<()> {
         let inode = self.disk.inode(&op.file);
         let bytes = op.buffer.as_slice();
+        let after = self.disk.wait_before(Kind::Write);
         let steps = {
-            let mut state = self.disk.begin(Kind::Write)?;
+            let mut state = self.disk.state.lock();
+            state.begin(Kind::Write)?;
             state.admit_write(inode, op.offset, bytes)?;
             let permille = state.faults.short_permille;
             let steps = steps(&mut self.rng, bytes.len(), permille);
@@ -77,6 +86,8 @@ impl SimulatedQueue {
             if steps.len() == 1 {
                 // The power may go off after this operation: it completes before.
                 state.put(inode, op.offset, bytes)?;
+                drop(state);
+                pause(after);
                 return Ok(());
             }
             steps
@@ -86,7 +97,12 @@ impl SimulatedQueue {
             let mut state = self.disk.state.lock();
             state.put(inode, op.offset + start as u64, &bytes[start..end])?;
             start = end;
+            drop(state);
+            if start < bytes.len() {
+                thread::yield_now();
+            }
         }
+        pause(after);
         Ok(())
     }
 }

@@ -6,8 +6,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
-use moontide_rt::SplitMix64;
+use moontide_rt::{SplitMix64, mix64};
 
 use super::content::{Content, PAGE_BYTES, parts};
 use super::faults::{Counters, Faults};
@@ -54,6 +55,8 @@ pub(super) struct FileNode {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) rng: SplitMix64,
+    /// Draws durations. Apart from the other draws, so that durations do not change which operations fail.
+    times_rng: SplitMix64,
     pub(super) faults: Faults,
     pub(super) counters: Counters,
     pub(super) operations: u64,
@@ -73,6 +76,7 @@ impl State {
     pub(super) fn new(seed: u64) -> State {
         State {
             rng: SplitMix64::new(seed),
+            times_rng: SplitMix64::new(mix64(seed ^ 1)),
             faults: Faults::default(),
             counters: Counters::default(),
             operations: 0,
@@ -106,6 +110,16 @@ impl State {
         *counter += 1;
         self.operations += 1;
         Ok(())
+    }
+
+    /// Draws how long an operation takes before and after its effect. Without power it fails at once.
+    pub(super) fn draw_times(&mut self, kind: Kind) -> (Duration, Duration) {
+        if self.is_off() {
+            return (Duration::ZERO, Duration::ZERO);
+        }
+        let (before, after) = self.faults.times.draw(&mut self.times_rng, kind == Kind::Sync);
+        self.counters.stalls += u64::from(before + after >= Duration::from_millis(50));
+        (before, after)
     }
 
     fn check_power(&self) -> io::Result<()> {

@@ -1,7 +1,7 @@
 //! Histories on a disk that fails one operation in ten.
 
 use moontide_disk::samples::SampleRecord;
-use moontide_disk::{Faults, SimulatedDisk};
+use moontide_disk::{Faults, SimulatedDisk, Times};
 use moontide_rt::SplitMix64;
 
 use crate::full;
@@ -19,6 +19,7 @@ const FAULTS: Faults = Faults {
     short_permille: 200,
     capacity: None,
     latency: None,
+    times: Times::NONE,
 };
 
 /// Maximum number of consecutive failed opens.

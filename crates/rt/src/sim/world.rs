@@ -17,7 +17,7 @@ use std::time::Duration;
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 
-use super::{Failure, FailureKind, Report, WorldConfig, log_uniform};
+use super::{Failure, FailureKind, Report, WorldConfig};
 use crate::random::{SplitMix64, mix64};
 
 /// Address space of a fiber's stack; the kernel provides the pages that are used. Debug builds have large frames.
@@ -375,7 +375,7 @@ impl World {
             self.switch();
         } else if draw - switch < stall {
             let (min, max) = STALL_NANOS;
-            let until = state.now + log_uniform(&mut state.rng, min, max);
+            let until = state.now + state.rng.log_uniform(min, max);
             state.stalls += 1;
             drop(state);
             self.wait(None, Some(until), "a processor (a drawn stall)", None, at);

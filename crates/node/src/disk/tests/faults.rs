@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 
-use moontide_disk::Faults;
+use moontide_disk::{Faults, Times};
 use moontide_rt::SplitMix64;
 
 use super::*;
@@ -28,6 +28,7 @@ const BAD: Faults = Faults {
     short_permille: 100,
     capacity: None,
     latency: None,
+    times: Times::NONE,
 };
 
 /// Codes that callers treat as a miss, or retry.
