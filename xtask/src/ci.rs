@@ -68,6 +68,7 @@ pub(crate) enum Step {
     Doc,
     Loom,
     Shuttle,
+    Fibers,
     BenchSmoke,
     Chaos,
     Quickstart,
@@ -95,6 +96,7 @@ impl Step {
         Self::Doc,
         Self::Loom,
         Self::Shuttle,
+        Self::Fibers,
         Self::BenchSmoke,
         Self::Chaos,
         Self::Quickstart,
@@ -120,6 +122,7 @@ impl Step {
             Self::Doc => "doc",
             Self::Loom => "loom",
             Self::Shuttle => "shuttle",
+            Self::Fibers => "fibers",
             Self::BenchSmoke => "bench-smoke",
             Self::Chaos => "chaos",
             Self::Quickstart => "quickstart",
@@ -143,6 +146,9 @@ impl Step {
             Self::Doc => "documentation builds without a dead link",
             Self::Loom => "every interleaving of the small concurrent cores, weak orderings included",
             Self::Shuttle => "random interleavings of larger concurrent scenarios",
+            Self::Fibers => {
+                "shipped code in simulated worlds, with drawn schedules, stalls and power failures"
+            }
             Self::BenchSmoke => "benches compile and run, and nothing is twice as slow as it should be",
             Self::Chaos => {
                 "reads are correct while real processes are killed, stopped, partitioned and out of disk space"
@@ -376,6 +382,10 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             model_check("shuttle", "-p moontide-transfer --lib", machine),
             model_check("shuttle", "-p moontide-client --lib", machine),
         ]),
+        Step::Fibers => commands([
+            simulation("-p moontide-rt --test world", machine),
+            simulation("-p moontide-disk --test crash_fibers", machine),
+        ]),
         Step::BenchSmoke => {
             let benches = SMOKE_BENCHES.iter().map(|(package, bench)| {
                 Command::cargo(&format!("bench -p {package} --bench {bench} --locked -- --quick"))
@@ -424,6 +434,14 @@ fn model_check(name: &str, what: &str, machine: &Machine) -> Command {
     Command::cargo(&format!("test --release {what} --locked"))
         .env("RUSTFLAGS", &format!("--cfg {name}"))
         .env("CARGO_TARGET_DIR", &format!("{}/{name}", machine.target_dir))
+}
+
+/// A simulated world replaces locks and the clock of the whole build, hence a target directory of its own. Optimised, since a
+/// run is many seeds; with assertions and mutations, which debug builds have.
+fn simulation(what: &str, machine: &Machine) -> Command {
+    Command::cargo(&format!("test --release {what} --locked"))
+        .env("RUSTFLAGS", "--cfg sim -C debug-assertions")
+        .env("CARGO_TARGET_DIR", &format!("{}/sim", machine.target_dir))
 }
 
 /// The table, how to repeat what failed, and the count as the last line.
@@ -504,6 +522,15 @@ mod tests {
         );
         let elsewhere = Machine { target_dir: "/scratch".to_owned(), ..machine() };
         assert!(lines(plan(Step::Shuttle, &elsewhere))[0].contains("CARGO_TARGET_DIR=/scratch/shuttle "));
+    }
+
+    #[test]
+    fn simulated_worlds_use_own_target_dir_and_keep_assertions() {
+        assert_eq!(
+            lines(plan(Step::Fibers, &machine()))[1],
+            "RUSTFLAGS=\"--cfg sim -C debug-assertions\" CARGO_TARGET_DIR=target/sim \
+             cargo test --release -p moontide-disk --test crash_fibers --locked"
+        );
     }
 
     #[test]
