@@ -102,9 +102,20 @@ impl Index {
 
     /// Inserts a record. Returns `false` if it exists.
     pub(crate) fn insert(&self, name: &RecordId, bucket: u64, placed: &PlacedRecord) -> bool {
+        self.insert_if(name, bucket, placed, || true)
+    }
+
+    /// Like [`Index::insert`], if `is_allowed`. No search of this index is between that call and the insertion.
+    pub(crate) fn insert_if(
+        &self,
+        name: &RecordId,
+        bucket: u64,
+        placed: &PlacedRecord,
+        is_allowed: impl FnOnce() -> bool,
+    ) -> bool {
         let hash = hash(&name.id);
         let mut shard = self.shard(hash).write();
-        if shard.find(hash, |entry| entry.name() == *name).is_some() {
+        if shard.find(hash, |entry| entry.name() == *name).is_some() || !is_allowed() {
             return false;
         }
         shard.insert_unique(hash, Entry::new(name, bucket, placed), |entry| self::hash(&entry.id));

@@ -8,7 +8,7 @@ use moontide_rt::mutation_enabled;
 use tracing::warn;
 
 use crate::backend::bucket::format::{encode_footer, file_len, footer_share};
-use crate::backend::bucket::index::{BUCKET_MAX, hash};
+use crate::backend::bucket::index::{BUCKET_MAX, RemovedEntry, hash};
 use crate::backend::bucket::scan::BucketFile;
 use crate::backend::bucket::{Bucket, BucketBackend};
 use crate::backend::{RecordId, RecordSource, WriteError};
@@ -152,18 +152,18 @@ impl BucketBackend {
 
     /// Inserts a record into the index, unless its object was removed while it was written.
     fn publish(&self, name: &RecordId, number: u64, placed: &PlacedRecord) -> Result<(), WriteError> {
-        if !self.index.insert(name, number, placed) {
-            return Err(WriteError::Exists);
-        }
-        // A removal adds its tombstone before it searches the index: either it finds the record there, or this finds
-        // the tombstone.
-        if self.tombstones.covers(&name.id, name.version) {
-            if let Some(taken) = self.index.remove(name) {
-                self.removed(&[taken]);
-            }
+        // A removal adds its tombstone before it searches the index: either it finds the record there, or this finds the
+        // tombstone. The record must not be in the index before this looks: the removal may have been answered.
+        let mut is_removed = false;
+        let inserted = self.index.insert_if(name, number, placed, || {
+            is_removed = self.tombstones.covers(&name.id, name.version);
+            !is_removed
+        });
+        if is_removed {
+            self.removed(&[RemovedEntry { name: *name, bucket: number }]);
             return Err(WriteError::Removed);
         }
-        Ok(())
+        if inserted { Ok(()) } else { Err(WriteError::Exists) }
     }
 
     /// Writes the file of a bucket durably. After a failure the file is deleted, or queued for deletion.
