@@ -8,7 +8,8 @@
 //! * Gone for certain: a removal was acknowledged; or the last eviction that named it ended without an error, no write of it
 //!   was open when that began or was called later, and no earlier write or eviction of it has failed by an I/O error. A file
 //!   that could not be deleted after such a failure holds the record, too, and a crash may restore it; the backends
-//!   say so. (It has the right bytes, and a tombstone still covers it.)
+//!   say so. The same holds if a reader dropped the record as corrupt: its file stays. (The bytes are right, and a tombstone
+//!   still covers them.)
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -318,9 +319,10 @@ impl State {
         let ended = |write: &Write, eviction: &Eviction| {
             !write.failed && write.answered.is_some_and(|end| end < eviction.began)
         };
-        let writes = &self.fates[name].writes;
+        let Fate { writes, dropped, .. } = &self.fates[name];
         let mut evictions = self.evictions.iter().filter(|eviction| eviction.names.contains(name)).peekable();
-        let evicted = evictions.peek().is_some()
+        let evicted = !dropped
+            && evictions.peek().is_some()
             && evictions.all(|eviction| eviction.done.is_some_and(|done| done < at))
             && self.evictions.iter().any(|eviction| {
                 eviction.names.contains(name) && writes.iter().all(|write| ended(write, eviction))
