@@ -36,16 +36,17 @@ mod test_hooks;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::Sender;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{fmt, io};
 
-use hashbrown::HashMap;
 use moontide_disk::{OpenError, OsStorage, RecordId, Storage, Usage};
 use moontide_heap::Staging;
 use moontide_proto::{CommandResult, v1};
+use moontide_rt::collections::HashMap;
+use moontide_rt::sync::mpsc::Sender;
+use moontide_rt::sync::{Mutex, RwLock};
+use moontide_rt::time::Instant;
 use moontide_types::{ErrorCode, SessionId};
-use parking_lot::{Mutex, RwLock};
 use tracing::{error, info, warn};
 
 use self::counters::DiskCounters;
@@ -225,11 +226,11 @@ impl DiskTier {
     pub(crate) fn start(self: &Arc<Self>) -> Result<Vec<DeviceThread>, DiskError> {
         let mut threads = Vec::new();
         for device in &self.devices {
-            let (sender, jobs) = std::sync::mpsc::channel();
+            let (sender, jobs) = moontide_rt::sync::mpsc::channel();
             *device.offloads.lock() = Some(sender);
             let run = move |tier: &DiskTier, device: &Device| offload::run(tier, device, &jobs);
             threads.push(self.spawn(device, "moontide-offload".into(), run)?);
-            let (sender, jobs) = std::sync::mpsc::channel();
+            let (sender, jobs) = moontide_rt::sync::mpsc::channel();
             *device.removals.lock() = Some(sender);
             let run = move |tier: &DiskTier, device: &Device| removal::run(tier, device, &jobs);
             threads.push(self.spawn(device, "moontide-removal".into(), run)?);
@@ -238,10 +239,10 @@ impl DiskTier {
             }
         }
         if self.devices.len() > 1 {
-            let (sender, stopped) = std::sync::mpsc::channel();
+            let (sender, stopped) = moontide_rt::sync::mpsc::channel();
             *self.watch.lock() = Some(sender);
             let tier = Arc::clone(self);
-            let watch = std::thread::Builder::new().name("moontide-watch".into());
+            let watch = moontide_rt::thread::Builder::new().name("moontide-watch".into());
             let locks = self.locks.lock().clone();
             // Nothing waits for its end: it may write to a directory that does not respond.
             watch.spawn(move || {
@@ -260,7 +261,7 @@ impl DiskTier {
     ) -> Result<DeviceThread, DiskError> {
         let (tier, of) = (Arc::clone(self), Arc::clone(device));
         let lock = self.locks.lock().get(device.number).cloned();
-        let thread = std::thread::Builder::new().name(name).spawn(move || {
+        let thread = moontide_rt::thread::Builder::new().name(name).spawn(move || {
             run(&tier, &of);
             drop(lock);
         })?;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use moontide_proto::limits::TOUCH_BITMAPS_MAX;
 use moontide_proto::{CommandResult, v1};
+use moontide_rt::sync::{Mutex, RwLock};
 use moontide_types::{GroupId, MonoTime, SegmentId, SessionId};
-use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::logic::groups::{GroupSet, HostedGroups, set_of};

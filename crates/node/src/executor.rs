@@ -6,13 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::RecordId;
 use moontide_heap::KillOutcome;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{CommandKind, CommandResult, CommandStatus, NodeCommand};
+use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
+use moontide_rt::time::Instant;
 use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, MonoTime, SessionId, SystemClock};

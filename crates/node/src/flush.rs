@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moontide_proto::v1::FlushStatus;
+use moontide_rt::sync::{Mutex, MutexGuard};
 use moontide_types::{Clock, SystemClock};
-use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use crate::logic::flush::FlushMonitor;

@@ -5,12 +5,12 @@
 //! the last contact. After that time, the index might still hold objects that were removed elsewhere.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use moontide_rt::sync::Mutex;
+use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
 use moontide_types::limits::SHM_HEARTBEAT_TIMEOUT_MS;
 use moontide_types::{Clock, MonoTime, SystemClock};
-use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use crate::logic::timing::may_open_index;
@@ -146,7 +146,7 @@ mod tests {
         gate.mark_synced(SystemClock.now());
         assert!(gate.is_open());
         // The process was stopped for longer than the timeout.
-        std::thread::sleep(2 * timeout);
+        moontide_rt::thread::sleep(2 * timeout);
         gate.beat(|| assert!(!gate.is_open(), "heartbeat of a stale index"));
     }
 }

@@ -8,12 +8,12 @@ use moontide_heap::{
     DeviceSlice, HeapConfig, HugePages, IndexRegionError, NodeHeap, Protection, Region, RegionError, Segment,
     SegmentError, Staging,
 };
+use moontide_rt::sync::Mutex;
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{State, Word};
 use moontide_types::{
     Clock, Epoch, Generation, GroupId, MonoTime, NodeId, SegmentId, SlotId, SystemClock, Term,
 };
-use parking_lot::Mutex;
 
 use crate::logic::access::AccessBitmap;
 use crate::logic::segment_plan::SegmentPlan;

@@ -15,13 +15,15 @@
 use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{fmt, io};
 
 use moontide_proto::v1;
 use moontide_rt::SplitMix64;
+use moontide_rt::sync::mpsc;
+use moontide_rt::thread::JoinHandle;
+use moontide_rt::time::Instant;
 use moontide_settings::InvalidConfig;
 use moontide_transfer::shm::{self, ShmServer, ShmServerConfig, ShmServerError};
 use moontide_transfer::tcp::{TcpServer, TcpServerConfig, TcpServerError};
@@ -450,7 +452,7 @@ impl Node {
             && started.elapsed() < self.flush_timeout
             && !self.flush.is_cancelled()
         {
-            std::thread::sleep(FLUSH_POLL_INTERVAL);
+            moontide_rt::thread::sleep(FLUSH_POLL_INTERVAL);
             if logged.elapsed() >= FLUSH_LOG_INTERVAL {
                 logged = Instant::now();
                 let ((records, bytes), left) = (since_start(), self.flush.left(&self.router.masters()));
@@ -495,7 +497,7 @@ impl Node {
         // No master waits for them any more, and a write that waits for its turn pins its record.
         self.disk.iter().for_each(|disk| disk.stop_offloads());
         while started.elapsed() < drain && self.is_in_use() {
-            std::thread::sleep(DRAIN_POLL_INTERVAL);
+            moontide_rt::thread::sleep(DRAIN_POLL_INTERVAL);
         }
         if self.is_in_use() {
             warn!(
@@ -648,7 +650,7 @@ fn random_u64() -> io::Result<u64> {
 }
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    std::thread::Builder::new().name(name.to_owned()).spawn(run)
+    moontide_rt::thread::Builder::new().name(name.to_owned()).spawn(run)
 }
 
 #[cfg(test)]

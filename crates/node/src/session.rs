@@ -98,7 +98,7 @@ pub(crate) struct NodeComponents {
     pub(crate) status: Arc<Status>,
     pub(crate) flush: Arc<FlushState>,
     pub(crate) counters: Arc<Counters>,
-    pub(crate) tasks: std::sync::mpsc::Sender<ExecutorTask>,
+    pub(crate) tasks: moontide_rt::sync::mpsc::Sender<ExecutorTask>,
 }
 
 impl NodeComponents {

@@ -1,9 +1,10 @@
 //! [`Status`]: the node's state with its masters, for waiters and for the admin endpoints.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use moontide_rt::sync::{Condvar, Mutex};
+use moontide_rt::time::Instant;
 use moontide_types::{SessionId, Term};
-use parking_lot::{Condvar, Mutex};
 
 /// State of the node's registration with its masters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use moontide_proto::v1;
+use moontide_rt::sync::Mutex;
 use moontide_types::{GroupId, MonoTime};
-use parking_lot::Mutex;
 use tracing::warn;
 
 use crate::durable_file;

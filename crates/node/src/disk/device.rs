@@ -7,16 +7,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use hashbrown::{HashMap, HashSet};
 use moontide_disk::{
     Backend, BackendConfig, Queue, QueueConfig, RecordId, Recovery, RegisteredMemory, Storage,
 };
 use moontide_heap::Staging;
-use parking_lot::Mutex;
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::Mutex;
+use moontide_rt::sync::mpsc::Sender;
+use moontide_rt::thread::JoinHandle;
+use moontide_rt::time::Instant;
 use tracing::{info, warn};
 
 use super::load::LoadQueue;
@@ -345,7 +346,7 @@ impl DeviceThread {
                 warn!(dir = %self.device.dir.display(), thread = self.name(), "a disk thread has not ended");
                 return true;
             }
-            std::thread::sleep(Self::POLL_INTERVAL);
+            moontide_rt::thread::sleep(Self::POLL_INTERVAL);
         }
         self.thread.join().is_ok()
     }

@@ -5,10 +5,11 @@
 //! uncertain.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::RecordId;
+use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
+use moontide_rt::time::Instant;
 use moontide_types::ErrorCode;
 use tracing::{error, warn};
 

@@ -3,11 +3,12 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::RecordId;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{PackedBuilder, VersionedId, v1};
+use moontide_rt::time::Instant;
 use moontide_types::{Epoch, ObjectId, SessionId};
 use tracing::{info, warn};
 
@@ -47,7 +48,7 @@ impl DiskTier {
     pub(crate) fn start_inventory(self: &Arc<Self>, session: SessionId, groups: GroupSet) {
         self.subscribers.write().add(session, &groups);
         let tier = Arc::clone(self);
-        let spawned = std::thread::Builder::new()
+        let spawned = moontide_rt::thread::Builder::new()
             .name("moontide-scan".into())
             .spawn(move || tier.send_inventory(session, &groups));
         if let Err(error) = spawned {
@@ -59,7 +60,7 @@ impl DiskTier {
         let started = Instant::now();
         let scans = self.devices().map(|device| {
             let (tier, of, groups) = (Arc::clone(self), Arc::clone(device), groups.clone());
-            let scan = std::thread::Builder::new().name("moontide-scan".into());
+            let scan = moontide_rt::thread::Builder::new().name("moontide-scan".into());
             Ok((device, scan.spawn(move || tier.scan(&of, session, &groups))?))
         });
         let scans = match scans.collect::<io::Result<Vec<_>>>() {
@@ -72,7 +73,7 @@ impl DiskTier {
         let (mut sent, mut unreadable) = (0, 0);
         for (device, scan) in scans {
             while !scan.is_finished() && !device.is_excluded() {
-                std::thread::sleep(Duration::from_millis(1));
+                moontide_rt::thread::sleep(Duration::from_millis(1));
             }
             match scan.is_finished().then(|| scan.join()) {
                 Some(Ok((sent_there, unreadable_there))) => {
@@ -117,7 +118,7 @@ impl DiskTier {
         let versions: Vec<(ObjectId, Epoch)> = names.iter().map(|name| (name.id, name.version)).collect();
         while let Err(error) = device.backend.remove(&mut *device.queue(None), &versions) {
             warn!(dir = ?device.dir, %error, "unreadable records cannot be removed; trying again");
-            std::thread::sleep(self.write_pause);
+            moontide_rt::thread::sleep(self.write_pause);
             if device.is_excluded() || !self.is_live(session) {
                 return;
             }
@@ -153,7 +154,7 @@ impl DiskTier {
         }
         let tickets = self.open_jobs.before_end_of_inventory(session, groups);
         while self.open_jobs.any_open(&tickets) && self.is_live(session) {
-            std::thread::sleep(Duration::from_millis(1));
+            moontide_rt::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -169,7 +170,7 @@ impl DiskTier {
             !device.is_excluded() && device.evictions.lock().running.contains_key(number)
         };
         while begun.iter().any(is_running) && self.is_live(session) {
-            std::thread::sleep(Duration::from_millis(1));
+            moontide_rt::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -177,7 +178,7 @@ impl DiskTier {
     fn send_found(&self, session: SessionId, builder: &mut OffloadNoticeBuilder) {
         let unacked = || self.inventories.lock().get(&session).map_or(0, |inventory| inventory.unacked_bytes);
         while unacked() > UNACKED_BYTES_MAX && self.is_live(session) {
-            std::thread::sleep(Duration::from_millis(1));
+            moontide_rt::thread::sleep(Duration::from_millis(1));
         }
         let builder = std::mem::take(builder);
         if builder.is_empty() || !self.is_live(session) {

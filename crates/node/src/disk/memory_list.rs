@@ -6,11 +6,12 @@
 
 use std::io;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use hashbrown::HashSet;
 use moontide_heap::Segment;
 use moontide_proto::{Packed, PackedBuilder, VersionedId};
+use moontide_rt::collections::HashSet;
+use moontide_rt::time::Instant;
 use moontide_types::record::State;
 use moontide_types::{Epoch, ObjectId};
 

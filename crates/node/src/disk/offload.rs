@@ -7,11 +7,12 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::{DiskLayout, Queue, RecordId, RecordSource, WriteError};
 use moontide_heap::NodePin;
+use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
+use moontide_rt::time::Instant;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, ObjectId, SegmentId, SessionId, SlotId, SystemClock};
 use tracing::{debug, warn};
@@ -390,7 +391,7 @@ fn wait_unless_stopped(device: &Device, wait: Duration) -> bool {
         if left.is_zero() {
             return true;
         }
-        std::thread::sleep(left.min(STOP_POLL_INTERVAL));
+        moontide_rt::thread::sleep(left.min(STOP_POLL_INTERVAL));
     }
 }
 

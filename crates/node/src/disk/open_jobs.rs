@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use moontide_rt::sync::Mutex;
 use moontide_types::{ObjectId, SessionId};
-use parking_lot::Mutex;
 
 use crate::logic::groups::GroupSet;
 

@@ -3,13 +3,13 @@
 //! If a master removes the object meanwhile, it must not appear in memory afterwards: a Kill or Reclaim of the slot
 //! cancels the promotion, and the record is published under the lock that guards the cancellation.
 
-use hashbrown::HashMap;
 use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble};
 use moontide_heap::{Grant, NodeClaim, PayloadWriter};
 use moontide_proto::limits::DISK_PART_BYTES;
+use moontide_rt::collections::HashMap;
+use moontide_rt::sync::Mutex;
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
 use moontide_types::{ErrorCode, Extent, MonoTime, SegmentId, SessionId, SlotId, Span, Term};
-use parking_lot::Mutex;
 use tracing::debug;
 
 use super::DiskTier;

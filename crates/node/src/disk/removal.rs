@@ -3,13 +3,14 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::Queue;
+use moontide_rt::sync::Mutex;
+use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
+use moontide_rt::time::Instant;
 use moontide_types::record::Word;
 use moontide_types::{Epoch, ErrorCode, ObjectId, SessionId};
-use parking_lot::Mutex;
 use tracing::{error, info};
 
 use super::counters::increment;

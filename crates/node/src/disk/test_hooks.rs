@@ -83,7 +83,7 @@ mod hook {
     use std::fmt;
     use std::sync::Arc;
 
-    use parking_lot::Mutex;
+    use moontide_rt::sync::Mutex;
 
     use super::{HookPoint, TestHooks};
 

@@ -12,11 +12,9 @@ mod races;
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
-use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::samples::{fill, id};
 use moontide_disk::{BackendKind, EvictionPolicy, RecordId, SimulatedDisk, Storage};
@@ -26,12 +24,16 @@ use moontide_proto::{
     Capability, CommandKind, CommandResult, CommandStatus, NodeCommand, OffloadRecord, OpFlags, OpKind,
     Packed, TransferOp, VersionedId,
 };
+use moontide_rt::sync::mpsc;
+use moontide_rt::sync::mpsc::Sender;
+use moontide_rt::sync::{Condvar, Mutex};
+use moontide_rt::thread::JoinHandle;
+use moontide_rt::time::Instant;
 use moontide_types::record::{Attributes, DigestContext, KeySection, RecordFlags, RecordLayout, State};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, GroupId, Key, NodeId, ObjectId, SegmentId, SessionId, SlotId,
     Tenant, TenantGeneration, Term,
 };
-use parking_lot::{Condvar, Mutex};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::counters::get;
@@ -237,11 +239,11 @@ impl Harness {
         let disk_threads = Mutex::new(tier.start()?);
         let log = Arc::new(EventLog::default());
         let recorder = Arc::clone(&log);
-        std::thread::spawn(move || recorder.record_all(events));
+        moontide_rt::thread::spawn(move || recorder.record_all(events));
         let (tasks, receiver) = mpsc::channel();
         let executor =
             CommandExecutor::new(Arc::clone(&memory), Some(Arc::clone(&tier)), Arc::default(), router);
-        let executor = Mutex::new(Some(std::thread::spawn(move || executor.run(&receiver))));
+        let executor = Mutex::new(Some(moontide_rt::thread::spawn(move || executor.run(&receiver))));
         let current = Mutex::default();
         let harness =
             Harness { setup, disk, memory, tier, log, current, tasks, executor, disk_threads, shared };
@@ -483,13 +485,13 @@ impl Harness {
                 sum < requested && Instant::now() < until,
                 "{requested} requested, outcomes {outcomes:?}"
             );
-            std::thread::sleep(Duration::from_millis(1));
+            moontide_rt::thread::sleep(Duration::from_millis(1));
         }
     }
 
     /// Waits until a pause of writes is over.
     fn wait_for_pause(&self) {
-        std::thread::sleep(self.setup.write_pause + Duration::from_millis(2));
+        moontide_rt::thread::sleep(self.setup.write_pause + Duration::from_millis(2));
     }
 }
 

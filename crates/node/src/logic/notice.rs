@@ -1,10 +1,10 @@
 //! Disk notices to masters: [`OffloadNoticeBuilder`] packs records into messages, [`NoticeSubscribers`] holds the
 //! groups of each subscribed session.
 
-use hashbrown::HashMap;
 use moontide_disk::{DiskLayout, RecordId};
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{OffloadFlags, OffloadRecord, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, v1};
+use moontide_rt::collections::HashMap;
 use moontide_types::record::{Header, KeySection};
 use moontide_types::{ObjectId, SessionId};
 use tracing::warn;

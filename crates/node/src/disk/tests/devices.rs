@@ -111,7 +111,7 @@ impl Harness {
         let until = Instant::now() + HANG_TIMEOUT;
         while !self.tier.is_idle() {
             assert!(Instant::now() < until, "a job does not end");
-            std::thread::sleep(Duration::from_millis(1));
+            moontide_rt::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -120,7 +120,7 @@ impl Harness {
         // The last step of an exclusion.
         while self.tier.devices[device].open_offloads.lock().is_some() {
             assert!(Instant::now() < until, "directory {device} is not excluded");
-            std::thread::sleep(Duration::from_millis(1));
+            moontide_rt::thread::sleep(Duration::from_millis(1));
         }
     }
 }
@@ -312,7 +312,7 @@ fn one_unreadable_record_excludes_no_directory() {
     let until = Instant::now() + 4 * harness.setup.exclude_after;
     while Instant::now() < until {
         assert_eq!(harness.fetch(there[0]), Err(ErrorCode::DiskError));
-        std::thread::sleep(Duration::from_millis(5));
+        moontide_rt::thread::sleep(Duration::from_millis(5));
     }
     assert!(!harness.tier.devices[1].is_excluded());
     // Another one, too.
@@ -321,7 +321,7 @@ fn one_unreadable_record_excludes_no_directory() {
         assert!(Instant::now() < until, "the directory is not excluded");
         let _ = harness.fetch(there[0]);
         let _ = harness.fetch(there[1]);
-        std::thread::sleep(Duration::from_millis(5));
+        moontide_rt::thread::sleep(Duration::from_millis(5));
     }
     harness.end();
 }
@@ -351,7 +351,7 @@ fn jobs_of_directory_that_hangs_are_done_by_others() {
     harness.fetch(there[0]).unwrap();
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     // The operations that hung end, and say nothing more.
-    std::thread::sleep(Duration::from_millis(1600));
+    moontide_rt::thread::sleep(Duration::from_millis(1600));
     harness.flush();
     for command in commands {
         let entries = harness.log.entries.lock();
@@ -373,7 +373,7 @@ fn directory_is_not_excluded_if_all_fail() {
     let faults = Faults { sync_error_permille: 1000, ..Faults::default() };
     (0..DIRECTORIES).for_each(|number| disks.set_faults(number, faults));
     assert_eq!(harness.outcome(harness.remove(names[0])), Err(ErrorCode::DiskError));
-    std::thread::sleep(4 * harness.setup.exclude_after);
+    moontide_rt::thread::sleep(4 * harness.setup.exclude_after);
     assert!(harness.tier.devices.iter().all(|device| !device.is_excluded()));
     (0..DIRECTORIES).for_each(|number| disks.set_faults(number, Faults::default()));
     harness.wait_until_idle();

@@ -334,7 +334,7 @@ fn read_until(harness: &Harness, stopped: &AtomicBool, seed: u64) {
                 assert!(MISSES.contains(&code) && code != ErrorCode::DeadlineExceeded, "{name:?}: {code}");
             }
         }
-        std::thread::sleep(Duration::from_micros(rng.below(2000)));
+        moontide_rt::thread::sleep(Duration::from_micros(rng.below(2000)));
     }
 }
 

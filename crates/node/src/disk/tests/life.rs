@@ -101,7 +101,7 @@ fn staging_memory_of_removed_record_is_not_reused_while_leased() {
     let outcome = harness.fetch(b);
     // A lessee may still read those bytes.
     assert!(outcome == Err(ErrorCode::Busy) || Instant::now() >= until, "{outcome:?}");
-    std::thread::sleep(until.saturating_duration_since(Instant::now()));
+    moontide_rt::thread::sleep(until.saturating_duration_since(Instant::now()));
     assert_eq!(harness.fetch(b), Ok(()));
     harness.end();
 }

@@ -97,7 +97,7 @@ fn run_seed(
             while !stopped.load(Ordering::SeqCst) {
                 session += 1;
                 harness.begin_session(SessionId(session));
-                std::thread::sleep(Duration::from_micros(rng.below(120_000)));
+                moontide_rt::thread::sleep(Duration::from_micros(rng.below(120_000)));
             }
         });
         let mut rng = SplitMix64::new(seed);
@@ -113,7 +113,7 @@ fn run_seed(
                 1 => _ = harness.fetch(name),
                 _ => _ = harness.offload(name, slot),
             }
-            std::thread::sleep(Duration::from_micros(rng.below(4_000)));
+            moontide_rt::thread::sleep(Duration::from_micros(rng.below(4_000)));
         }
         stopped.store(true, Ordering::SeqCst);
     });

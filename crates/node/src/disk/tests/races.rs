@@ -63,8 +63,8 @@ pub(super) fn evicted_with_errors(backend: BackendKind, mutation: Option<Mutatio
         let faults = Faults { name_error_permille: 1000, write_error_permille: 1000, ..Faults::default() };
         harness.disk.set_faults(faults);
         let disk = harness.disk.clone();
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(100));
+        moontide_rt::thread::spawn(move || {
+            moontide_rt::thread::sleep(Duration::from_millis(100));
             disk.set_faults(Faults::default());
         });
     });
@@ -196,7 +196,7 @@ const INVENTORY_TIME: Duration = Duration::from_millis(100);
 /// Begins a session and waits for the time of an inventory. Returns whether the inventory has ended.
 fn inventory_ends_meanwhile(harness: &Harness, session: SessionId) -> bool {
     harness.begin_session(session);
-    std::thread::sleep(INVENTORY_TIME);
+    moontide_rt::thread::sleep(INVENTORY_TIME);
     harness.log.entries.lock().contains(&LogEntry::InventoryEnd(session))
 }
 
@@ -269,7 +269,7 @@ pub(super) fn removal_fails_under_steady_traffic(mutation: Option<Mutation>) -> 
     let until = Instant::now() + 6 * write_pause;
     while Instant::now() < until && !harness.log.entries.lock().contains(&end) {
         harness.remove(other);
-        std::thread::sleep(write_pause / 100);
+        moontide_rt::thread::sleep(write_pause / 100);
     }
     let ended = harness.log.entries.lock().contains(&end);
     harness.end();
@@ -355,7 +355,7 @@ fn record_removed_during_load_is_not_served() {
         assert_eq!(harness.outcome(harness.remove(name)), Ok(()));
         removed.send(()).unwrap();
         // Time for the other load to begin.
-        std::thread::sleep(Duration::from_millis(50));
+        moontide_rt::thread::sleep(Duration::from_millis(50));
     });
     std::thread::scope(|scope| {
         let harness = &harness;
