@@ -6,8 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_heap::{
     CommitError, Grant, KillOutcome, LocalReadStats, NodeHeap, NodePin, PayloadWriter, RecordSpec,
@@ -22,6 +21,8 @@ use moontide_proto::{
     CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags,
     OpFlags, OpKind, Packed, ReportFlags, ReportRecord, TransferOp, v1,
 };
+use moontide_rt::sync::mpsc;
+use moontide_rt::time::Instant;
 use moontide_transfer::{CapabilityPolicy, Owner, PeerIdentity};
 use moontide_types::record::{Attributes, KeySection, RecordFlags, State, Word};
 use moontide_types::{Epoch, ErrorCode, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
@@ -407,7 +408,7 @@ fn publish(heap: &NodeHeap, entry: &CommitEntry, deadline: Instant) -> Result<()
     loop {
         match heap.publish(entry.segment, entry.slot, entry.epoch, entry.root) {
             Err(CommitError::Claimed) if Instant::now() < wait_until => {
-                std::thread::sleep(Duration::from_millis(1));
+                moontide_rt::thread::sleep(Duration::from_millis(1));
             }
             done => return done.map_err(|error| error.code()),
         }

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_disk::{
     BLOCK_BYTES, DiskLayout, Queue, ReadError, ReadJob, RecordId, RecordLocation, decode_preamble,
@@ -15,9 +15,10 @@ use moontide_disk::{
 use moontide_heap::{NodePin, StagedRecord, StagingBuffer};
 use moontide_proto::TransferOp;
 use moontide_proto::limits::DISK_PART_BYTES;
+use moontide_rt::sync::{Condvar, Mutex};
+use moontide_rt::time::Instant;
 use moontide_types::record::{Attributes, Header, KeySection};
 use moontide_types::{ErrorCode, MonoTime, Span};
-use parking_lot::{Condvar, Mutex};
 use tracing::warn;
 
 use super::counters::increment;
@@ -521,7 +522,7 @@ impl DiskTier {
             if Instant::now() >= wait_until {
                 return Err(ErrorCode::Busy);
             }
-            std::thread::sleep(Duration::from_micros(200));
+            moontide_rt::thread::sleep(Duration::from_micros(200));
         }
     }
 

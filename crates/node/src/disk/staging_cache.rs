@@ -10,13 +10,13 @@
 //! record without this node's help: its memory is not reused before, even if the record is removed.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use hashbrown::{HashMap, HashSet};
 use moontide_disk::RecordId;
 use moontide_heap::StagedRecord;
+use moontide_rt::collections::{HashMap, HashSet};
+use moontide_rt::sync::{Condvar, Mutex};
+use moontide_rt::time::Instant;
 use moontide_types::{Epoch, ErrorCode, ObjectId};
-use parking_lot::{Condvar, Mutex};
 
 use super::parts::PartId;
 
