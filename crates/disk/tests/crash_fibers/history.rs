@@ -210,7 +210,7 @@ impl History {
 
     /// Runs the threads until they have made their calls or the power fails.
     fn use_tier(&mut self, backend: &Arc<dyn Backend>, stats: &mut Stats) {
-        let roles: [(&str, fn(&mut Actor)); 8] = [
+        let roles: [(&str, Call); 8] = [
             ("writer-1", Actor::write),
             ("writer-2", Actor::write),
             ("writer-3", Actor::write),
@@ -311,6 +311,9 @@ impl Reader {
     }
 }
 
+/// A call that a thread makes again and again.
+type Call = fn(&mut Actor);
+
 /// A thread of a history.
 struct Actor {
     history: History,
@@ -325,7 +328,7 @@ impl Actor {
         Actor { history, backend, reader, stats: Stats::default() }
     }
 
-    fn repeat(mut self, call: fn(&mut Actor)) -> Stats {
+    fn repeat(mut self, call: Call) -> Stats {
         for _ in 0..CALLS {
             let think = self.history.rng.below(self.history.think_max.as_micros() as u64 + 1);
             thread::sleep(Duration::from_micros(think));
@@ -363,7 +366,6 @@ impl Actor {
     }
 
     fn remove(&mut self) {
-        // Some versions that were never written: their writes may come later, and must be refused.
         let names = (0..1 + self.history.rng.below(2)).filter_map(|_| {
             let name = self.draw_name()?;
             Some((name.id, name.version))
