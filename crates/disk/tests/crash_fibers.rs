@@ -73,22 +73,22 @@ fn run_seeds(name: &str) {
 }
 
 #[test]
-fn bucket_backend_keeps_its_promises_to_concurrent_threads() {
+fn bucket_backend_is_correct_with_concurrent_threads() {
     run_seeds("bucket");
 }
 
 #[test]
-fn bucket_backend_with_lru_keeps_its_promises_to_concurrent_threads() {
+fn bucket_backend_with_lru_is_correct_with_concurrent_threads() {
     run_seeds("bucket-lru");
 }
 
 #[test]
-fn file_backend_keeps_its_promises_to_concurrent_threads() {
+fn file_backend_is_correct_with_concurrent_threads() {
     run_seeds("file");
 }
 
 #[test]
-fn offset_backend_keeps_its_promises_to_concurrent_threads() {
+fn offset_backend_is_correct_with_concurrent_threads() {
     run_seeds("offset");
 }
 
@@ -158,8 +158,7 @@ fn mutation_unchecked_page_digests_is_detected() {
 
 /// Failure: a reader and a scan found a record after its removal had been answered. Cause: the bucket backend inserted a
 /// written record into its index and looked for a tombstone only then; a removal that was answered before the insertion
-/// had searched the index in vain. Fix: the
-/// backend looks for the tombstone under the lock of the insertion.
+/// had searched the index in vain. Fix: the backend looks for the tombstone under the lock of the insertion.
 #[test]
 fn record_whose_write_ends_after_its_removal_is_never_found() {
     for kind in kinds() {

@@ -351,7 +351,7 @@ fn panic_that_waits_while_it_unwinds_ends_the_run() {
 #[test]
 fn thread_that_never_switches_is_reported_in_real_time() {
     static STOP: AtomicBool = AtomicBool::new(false);
-    let config = WorldConfig { stuck_after: 300 * MS, ..WorldConfig::new(9) };
+    let config = WorldConfig { stuck_after: 3000 * MS, ..WorldConfig::new(9) };
     let failure = sim::run(&config, || {
         let spins = || {
             while !STOP.load(Ordering::Relaxed) {

@@ -11,7 +11,8 @@
 //! of its records is in the index. A number is never reused, even after its file is deleted.
 //!
 //! Locks: `buckets` is locked before the locks inside [`Index`], [`EvictionQueue`] and [`OpenFileCache`], which are
-//! never nested in each other. No I/O is done under any lock except those of [`Tombstones`].
+//! never nested in each other. A write looks for a tombstone under the lock of a part of the index; no lock is taken under
+//! that of the table of tombstones. No I/O is done under any lock except those of the files of [`Tombstones`].
 
 pub(crate) mod format;
 mod index;

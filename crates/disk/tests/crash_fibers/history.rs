@@ -68,7 +68,11 @@ impl Stats {
             stalls
         );
         add!(coincidences.removals_during_write, coincidences.writes_acknowledged_during_removal);
-        add!(coincidences.evictions_during_removal, coincidences.writes_cut, coincidences.removals_cut);
+        add!(
+            coincidences.evictions_during_removal,
+            coincidences.writes_interrupted,
+            coincidences.removals_interrupted
+        );
     }
 
     /// Checks that `seeds` histories together contained all that they are for.
@@ -95,8 +99,8 @@ impl Stats {
             ("removals during a write", self.coincidences.removals_during_write),
             ("writes during a removal", self.coincidences.writes_acknowledged_during_removal),
             ("evictions during a removal", self.coincidences.evictions_during_removal),
-            ("writes cut by the power", self.coincidences.writes_cut),
-            ("removals cut by the power", self.coincidences.removals_cut),
+            ("writes interrupted by a power failure", self.coincidences.writes_interrupted),
+            ("removals interrupted by a power failure", self.coincidences.removals_interrupted),
         ];
         for (what, count) in rare {
             assert!(count >= seeds / 20, "only {count} {what} in {seeds} seeds");
@@ -220,8 +224,8 @@ impl History {
             ("evictor", Actor::evict),
             ("scanner", Actor::scan),
         ];
-        let cut = self.rng.below(10);
-        if cut < 4 {
+        let ending = self.rng.below(10);
+        if ending < 4 {
             self.disk.crash_after(self.rng.below(250));
         }
         let threads = roles.map(|(name, call)| {
@@ -230,7 +234,7 @@ impl History {
             let run = move || Actor::new(history, backend).repeat(call);
             thread::Builder::new().name(name.to_owned()).spawn(run).expect("a stack")
         });
-        let power = (4..8).contains(&cut).then(|| {
+        let power = (4..8).contains(&ending).then(|| {
             let (disk, oracle) = (self.disk.clone(), self.oracle.clone());
             let after = Duration::from_micros(self.rng.log_uniform(1000, 20_000_000));
             let run = move || {

@@ -39,7 +39,7 @@ pub(crate) struct Oracle {
 #[derive(Default)]
 struct State {
     next: Place,
-    fates: BTreeMap<RecordId, Fate>,
+    histories: BTreeMap<RecordId, RecordHistory>,
     /// By number of the call.
     removals: Vec<Removal>,
     /// Evictions whose choice of records is under way.
@@ -50,7 +50,7 @@ struct State {
 
 /// What has happened to a record.
 #[derive(Default)]
-struct Fate {
+struct RecordHistory {
     number: u64,
     version: u64,
     writes: Vec<Write>,
@@ -93,9 +93,9 @@ pub(crate) struct Coincidences {
     /// A record was chosen for eviction while a removal of it was open.
     pub(crate) evictions_during_removal: u64,
     /// The power failed while a write was open.
-    pub(crate) writes_cut: u64,
+    pub(crate) writes_interrupted: u64,
     /// The power failed while a removal was open.
-    pub(crate) removals_cut: u64,
+    pub(crate) removals_interrupted: u64,
 }
 
 impl Oracle {
@@ -119,14 +119,14 @@ impl Oracle {
 
     /// Returns the names of all records for which a write was called.
     pub(crate) fn names(&self) -> Vec<RecordId> {
-        self.state().fates.keys().copied().collect()
+        self.state().histories.keys().copied().collect()
     }
 
     /// Returns the record with this name.
     pub(crate) fn sample(&self, name: &RecordId) -> SampleRecord {
         let state = self.state();
-        let fate = &state.fates[name];
-        sample(fate.number, fate.version)
+        let history = &state.histories[name];
+        sample(history.number, history.version)
     }
 
     // -- calls and answers --------------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ impl Oracle {
             if removed || samples.iter().any(|sample| sample.name() == name) {
                 continue;
             }
-            let fate = state.fates.entry(name).or_default();
-            (fate.number, fate.version) = (number, version);
-            fate.writes.push(Write { called: place, answered: None, acknowledged: false, failed: false });
+            let history = state.histories.entry(name).or_default();
+            (history.number, history.version) = (number, version);
+            history.writes.push(Write { called: place, answered: None, acknowledged: false, failed: false });
             samples.push(sample);
         }
         (place, samples)
@@ -175,9 +175,9 @@ impl Oracle {
                 }
                 Err(_) => {}
             }
-            let fate = state.fates.get_mut(&name).expect("its write was called");
+            let history = state.histories.get_mut(&name).expect("its write was called");
             let open =
-                fate.writes.iter_mut().find(|write| write.called == called && write.answered.is_none());
+                history.writes.iter_mut().find(|write| write.called == called && write.answered.is_none());
             let write = open.expect("its write is open");
             write.answered = Some(place);
             write.acknowledged = result.is_ok();
@@ -200,8 +200,8 @@ impl Oracle {
         (removal.answered, removal.acknowledged) = (Some(place), acknowledged);
         if acknowledged {
             let removal = &state.removals[call];
-            let open = state.fates.iter().filter(|(name, fate)| {
-                removal.covers(name) && fate.writes.iter().any(|write| write.answered.is_none())
+            let open = state.histories.iter().filter(|(name, history)| {
+                removal.covers(name) && history.writes.iter().any(|write| write.answered.is_none())
             });
             state.coincidences.removals_during_write += open.count() as u64;
         }
@@ -220,7 +220,10 @@ impl Oracle {
         state.choices -= 1;
         let chosen = state.place();
         for name in &names {
-            assert!(state.fates.contains_key(name), "{name:?} was chosen for eviction, but never written");
+            assert!(
+                state.histories.contains_key(name),
+                "{name:?} was chosen for eviction, but never written"
+            );
             if let Some(why) = state.gone(name, began) {
                 panic!("{name:?} was chosen for eviction after its {why}");
             }
@@ -239,17 +242,17 @@ impl Oracle {
 
     /// A reader is about to drop a record as corrupt.
     pub(crate) fn dropped(&self, name: &RecordId) {
-        self.state().fates.get_mut(name).expect("a record that is read was written").dropped = true;
+        self.state().histories.get_mut(name).expect("a record that is read was written").dropped = true;
     }
 
     /// The power has failed.
     pub(crate) fn power_failed(&self) {
         let state = &mut *self.state();
-        let is_open = |fate: &&Fate| fate.writes.iter().any(|write| write.answered.is_none());
-        let writes = state.fates.values().filter(is_open).count();
+        let is_open = |history: &&RecordHistory| history.writes.iter().any(|write| write.answered.is_none());
+        let writes = state.histories.values().filter(is_open).count();
         let removals = state.removals.iter().filter(|removal| removal.answered.is_none()).count();
-        state.coincidences.writes_cut += writes as u64;
-        state.coincidences.removals_cut += removals as u64;
+        state.coincidences.writes_interrupted += writes as u64;
+        state.coincidences.removals_interrupted += removals as u64;
     }
 
     // -- what follows -------------------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ impl Oracle {
     /// Checks that a record which was found by a call that began at `began` may exist.
     pub(crate) fn assert_may_exist(&self, name: &RecordId, began: Place, how: &str) {
         let state = self.state();
-        assert!(state.fates.contains_key(name), "{name:?} {how}, but was never written");
+        assert!(state.histories.contains_key(name), "{name:?} {how}, but was never written");
         if let Some(why) = state.gone(name, began) {
             let story = state.story(name);
             drop(state);
@@ -268,11 +271,11 @@ impl Oracle {
     /// Whether a record was stored for certain from `began` until now.
     pub(crate) fn is_stored(&self, name: &RecordId, began: Place) -> bool {
         let state = self.state();
-        let fate = &state.fates[name];
-        if state.choices > 0 || fate.dropped || state.removals_of(name).next().is_some() {
+        let history = &state.histories[name];
+        if state.choices > 0 || history.dropped || state.removals_of(name).next().is_some() {
             return false;
         }
-        fate.writes.iter().any(|write| {
+        history.writes.iter().any(|write| {
             write.acknowledged
                 && write.answered.is_some_and(|answered| answered < began)
                 && !state
@@ -292,7 +295,7 @@ impl State {
     /// Returns all that happened to a record, for the message of a failure.
     fn story(&self, name: &RecordId) -> String {
         let mut story = String::new();
-        for write in &self.fates[name].writes {
+        for write in &self.histories[name].writes {
             story += &format!("\n    {write:?}");
         }
         for removal in self.removals_of(name) {
@@ -319,7 +322,7 @@ impl State {
         let ended = |write: &Write, eviction: &Eviction| {
             !write.failed && write.answered.is_some_and(|end| end < eviction.began)
         };
-        let Fate { writes, dropped, .. } = &self.fates[name];
+        let RecordHistory { writes, dropped, .. } = &self.histories[name];
         let mut evictions = self.evictions.iter().filter(|eviction| eviction.names.contains(name)).peekable();
         let evicted = !dropped
             && evictions.peek().is_some()
