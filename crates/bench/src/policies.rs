@@ -260,6 +260,13 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
             "--capacity and --disk must be 0.01 to 100 percent, not {wrong}"
         )));
     }
+    let has_row = |policy: &String| args.disk.is_none() || POLICIES_OF_TIERS.contains(&policy.as_str());
+    if !args.policies.iter().any(has_row) {
+        return Err(BenchError::Wrong(format!(
+            "with --disk, the policies are {}",
+            POLICIES_OF_TIERS.join(", ")
+        )));
+    }
     for path in &args.files {
         let trace = NumberedTrace::read(path, args.requests.unwrap_or(usize::MAX))?;
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -300,7 +307,7 @@ fn run_memory(args: &Args, name: &str, trace: &NumberedTrace) -> Result<(), Benc
             line += &format!("{rate:>7.3}");
             rates.push(rate);
             if args.json {
-                result_row(policy, name, share, &spec).with("hit_rate", rate).print();
+                result_row(args, policy, name, share, &spec).with("hit_rate", rate).print();
             }
         }
         if !args.json {
@@ -316,7 +323,8 @@ fn run_memory(args: &Args, name: &str, trace: &NumberedTrace) -> Result<(), Benc
         labels: &labels,
         is_logarithmic: true,
     };
-    let title = format!("{name}: hit rates of {} requests", trace.requests.len());
+    let name = args.mix.map_or(name.to_owned(), |mix| format!("{name}-{}", mix.name()));
+    let title = format!("{name}: hit rates, {} requests of the trace", trace.requests.len());
     std::fs::create_dir_all(directory).map_err(io("creating the directory of the plots"))?;
     plot::write(&directory.join(format!("{name}.svg")), &plot::svg(&title, &axis, &rows))
 }
@@ -341,8 +349,9 @@ fn run_tiers(args: &Args, disk: f64, name: &str, trace: &NumberedTrace) -> Resul
             let on_disk = replayed.share(replayed.disk_hits);
             let (written, promoted) = (replayed.per_hit(counts.written), replayed.per_hit(counts.promoted));
             if args.json {
-                let mut row =
-                    result_row(policy, name, share, &spec).with("disk_percent", disk).with("hit_rate", rate);
+                let mut row = result_row(args, policy, name, share, &spec)
+                    .with("disk_percent", disk)
+                    .with("hit_rate", rate);
                 if policy != "belady" {
                     row = row
                         .with("memory_hit_rate", memory)
@@ -372,9 +381,18 @@ fn replay_with(
     replay(trace, &mut *cache(policy, trace, spec), &mut progress)
 }
 
-fn result_row(policy: &str, name: &str, share: f64, spec: &CacheSpec) -> ResultRow {
-    ResultRow::new("policies", policy)
-        .with("trace", name)
+fn result_row(args: &Args, policy: &str, name: &str, share: f64, spec: &CacheSpec) -> ResultRow {
+    let row = ResultRow::new("policies", policy);
+    let row = match args.mix {
+        Some(mix) => row.with("mix", mix.name()),
+        None => row,
+    };
+    let row = match spec.disk {
+        Some(_) => row.with("disk_eviction", spec.disk_eviction.name()),
+        None => row,
+    };
+    row.with("trace", name)
+        .with("touch_delay_ms", spec.touch_delay.as_millis() as u64)
         .with("capacity_percent", share)
         .with("capacity_blocks", spec.capacity)
         .with("groups", spec.groups)

@@ -15,6 +15,14 @@ pub(crate) enum Mix {
 const DOCUMENT: usize = 64;
 
 impl Mix {
+    /// Returns its name in results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Mix::Scan => "scan",
+            Mix::Loop => "loop",
+        }
+    }
+
     /// Returns the trace with the added requests. Each follows a request of the trace, at the same time.
     pub(crate) fn add_to(self, trace: &NumberedTrace, capacity: usize) -> NumberedTrace {
         let documents = (capacity * 6 / 5).div_ceil(DOCUMENT).max(1);

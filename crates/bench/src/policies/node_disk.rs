@@ -18,6 +18,16 @@ pub(crate) enum DiskEviction {
     Lru,
 }
 
+impl DiskEviction {
+    /// Returns its name in results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            DiskEviction::Fifo => "fifo",
+            DiskEviction::Lru => "lru",
+        }
+    }
+}
+
 pub(super) struct NodeDisk {
     /// Blocks on the disk, the next one to evict first.
     order: Lists,

@@ -19,13 +19,13 @@ use super::{
 use crate::results::{BenchError, io};
 
 /// Maximum length of a file. The longest public one has 4 MB.
-const FILE_BYTES_MAX: u64 = 256 << 20;
+const FILE_BYTES_MAX: u64 = 32 << 20;
 
 /// Bits of a block id within its file. The session number is above them.
 const BLOCK_ID_BITS: u32 = 40;
 
 /// Maximum number of files.
-const FILES_MAX: usize = 1 << (64 - BLOCK_ID_BITS);
+const FILES_MAX: usize = (1 << (64 - BLOCK_ID_BITS)) - 1;
 
 /// A file.
 #[derive(Deserialize)]
@@ -154,7 +154,8 @@ impl SessionFiles {
             ));
         }
         let prefix = match hash_id_scope {
-            Scope::Local => number << BLOCK_ID_BITS,
+            // Above the ids of files with global ones.
+            Scope::Local => (number + 1) << BLOCK_ID_BITS,
             Scope::Global => 0,
         };
         let mut parser = SessionParser {
