@@ -9,7 +9,7 @@ use moontide_client::Store;
 
 use super::cluster::{BenchCluster, Disk, OffloadTrigger, Size};
 use super::{BenchEffort, random_bytes};
-use crate::measure::{Run, compared, interleave, timed};
+use crate::measure::{Run, compared, interleave, median, timed};
 use crate::results::{BenchError, Progress, ResultRow, check_gates, io, wrong};
 use crate::scratch::Scratch;
 use moontide_settings::parse_size;
@@ -25,7 +25,9 @@ each put (`moontide master --offload put`). The objects are removed after each m
 line on standard output:
   case             full-speed: one put after the other; paced: puts at --rate
   gb_per_s         bytes / time in put, with write-back; baseline: without
-  ratio            gb_per_s / baseline, median of the repeats";
+  ratio            gb_per_s / baseline, median of the repeats
+  written          share of the bytes that were on disk when the last put ended
+  durable_gb_per_s bytes / time from the first put until all were on disk";
 
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
@@ -47,15 +49,28 @@ const STAGING_BYTES: u64 = 64 << 20;
 /// Most a write-back may take from the rate of puts.
 const TARGET: f64 = 0.9;
 
-/// Time for the disk to end its writes after the objects were removed: the other side must not share it.
-const SETTLE: Duration = Duration::from_millis(300);
+/// Longest time until all objects are on disk.
+const DRAIN_MAX: Duration = Duration::from_secs(30);
+
+/// Pause between two looks at the node's counters.
+const POLL: Duration = Duration::from_millis(10);
 
 /// A cluster with one trigger of offloads.
 struct Side {
-    /// Dropped before the directory of its disk.
     store: Store,
-    _cluster: BenchCluster,
+    offload: OffloadTrigger,
+    /// Dropped before the directory of its disk.
+    cluster: BenchCluster,
     _dir: Scratch,
+}
+
+/// What a measurement with write-back has written.
+#[derive(Clone, Copy, Debug)]
+struct Written {
+    /// Share of the bytes that were on disk when the last put ended.
+    share: f64,
+    /// Bytes per second from the first put until all are on disk.
+    durable_bytes_per_s: f64,
 }
 
 impl Side {
@@ -68,12 +83,23 @@ impl Side {
         let size = Size { nodes: 1, node_bytes: NODE_BYTES, groups: 1 };
         let cluster = BenchCluster::start_with_disk(size, Some(&disk))?;
         let store = cluster.store(|_| ())?;
-        Ok(Side { store, _cluster: cluster, _dir: dir })
+        Ok(Side { store, offload, cluster, _dir: dir })
     }
 
-    /// Puts objects for the time of a measurement, and removes them. `rate`: most bytes per second.
-    fn puts(&self, content: &[u8], rate: Option<u64>, effort: &BenchEffort) -> Result<Run, BenchError> {
+    fn written_bytes(&self) -> Result<f64, BenchError> {
+        self.cluster.node_metric("moontide_node_disk_offloaded_bytes_total")
+    }
+
+    /// Puts objects for the time of a measurement, and removes them when they are on disk, if they are to be. `rate`: most
+    /// bytes per second.
+    fn puts(
+        &self,
+        content: &[u8],
+        rate: Option<u64>,
+        effort: &BenchEffort,
+    ) -> Result<(Run, Option<Written>), BenchError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
+        let before = self.written_bytes()?;
         let started = Instant::now();
         let (mut puts, mut in_puts) = (0u64, Vec::new());
         let bytes_max = NODE_BYTES / 2;
@@ -93,18 +119,37 @@ impl Side {
             Ok(())
         };
         let mut run = timed(vec![put], effort.span(), content.len() as u64)?;
+        let written = match self.offload {
+            OffloadTrigger::Put => Some(self.drain(before, run.bytes as f64, started)?),
+            OffloadTrigger::Evict => None,
+        };
         self.store.remove_all(true).map_err(wrong)?;
-        std::thread::sleep(SETTLE);
         // Without the pauses of paced puts.
         let seconds: f64 = in_puts.iter().map(|nanos| f64::from(*nanos) / 1e9).sum();
         run.bytes_per_s = run.bytes as f64 / seconds;
         run.nanos = in_puts;
-        Ok(run)
+        Ok((run, written))
+    }
+
+    /// Waits until the disk has these bytes more than `before`: the other side must not share it.
+    fn drain(&self, before: f64, bytes: f64, started: Instant) -> Result<Written, BenchError> {
+        let written = || self.written_bytes().map(|total| total - before);
+        let share = (written()? / bytes).min(1.0);
+        while written()? < bytes {
+            if started.elapsed() > DRAIN_MAX {
+                return Err(wrong(format!("not all objects are on disk after {DRAIN_MAX:?}")));
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(Written { share, durable_bytes_per_s: bytes / started.elapsed().as_secs_f64() })
     }
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
     let effort = &args.effort;
+    if args.rate == 0 {
+        return Err(wrong("--rate must not be 0"));
+    }
     let sizes = effort.sizes.clone().unwrap_or_else(|| vec![1 << 20]);
     let sides = [Side::start(args, OffloadTrigger::Put)?, Side::start(args, OffloadTrigger::Evict)?];
     let mut progress = Progress::new(format!("write-back, {} sizes", sizes.len()), 2 * sizes.len() as u64);
@@ -114,9 +159,17 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
         for (case, rate) in [("full-speed", None), ("paced", Some(args.rate))] {
             // The first accesses to memory are not measured.
             sides.iter().try_for_each(|side| side.puts(&content, rate, effort).map(drop))?;
-            let [eager, baseline] =
-                interleave(effort.repeats(), |side, _| sides[side].puts(&content, rate, effort))?;
-            let line = ResultRow::new("write-back", case).with("bytes", bytes);
+            let (mut shares, mut durable) = (vec![], vec![]);
+            let [eager, baseline] = interleave(effort.repeats(), |side, _| {
+                let (run, written) = sides[side].puts(&content, rate, effort)?;
+                shares.extend(written.map(|written| written.share));
+                durable.extend(written.map(|written| written.durable_bytes_per_s / 1e9));
+                Ok(run)
+            })?;
+            let line = ResultRow::new("write-back", case)
+                .with("bytes", bytes)
+                .number("written", median(shares))
+                .number("durable_gb_per_s", median(durable));
             compared(line, &eager, &baseline, Some(TARGET)).print();
             done += 1;
             progress.at(done);
