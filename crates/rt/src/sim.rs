@@ -3,7 +3,7 @@
 //! this module.
 //!
 //! [`run`] starts a world with one thread. Each thread of it is a fiber with a stack of its own. One fiber runs at a time,
-//! until it waits, sleeps or ends, or until the world draws a switch at a lock, a channel or a look at the clock. Which fiber
+//! until it waits, sleeps or ends, or until the world draws a switch at a lock, a channel or a reading of the clock. Which fiber
 //! runs next is drawn, too. Virtual time passes only when no fiber can run, except for small costs of the clock and of
 //! switches, so that loops that poll come to their end. All draws follow from the seed: equal seeds give equal runs,
 //! and [`Report::trace`] shows it.

@@ -22,7 +22,7 @@ impl Instant {
     pub fn now() -> Instant {
         static REAL_START: OnceLock<std::time::Instant> = OnceLock::new();
         let since_start = match World::current() {
-            Some(world) => world.look_at_clock(Location::caller()),
+            Some(world) => world.read_clock(Location::caller()),
             None => REAL_START.get_or_init(std::time::Instant::now).elapsed(),
         };
         Instant(START + since_start)

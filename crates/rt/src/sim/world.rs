@@ -23,7 +23,7 @@ use crate::random::{SplitMix64, mix64};
 /// Address space of a fiber's stack; the kernel provides the pages that are used. Debug builds have large frames.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Virtual time that a look at the clock takes, so that a loop which waits for a time ends.
+/// Virtual time that a reading of the clock takes, so that a loop which waits for a time ends.
 const CLOCK_NANOS: u64 = 30;
 /// Virtual time that a yield takes, so that a loop which waits for a sleeping thread ends.
 const YIELD_NANOS: u64 = 1000;
@@ -460,7 +460,7 @@ impl World {
         Duration::from_nanos(self.now())
     }
 
-    pub(super) fn look_at_clock(&self, at: Place) -> Duration {
+    pub(super) fn read_clock(&self, at: Place) -> Duration {
         self.point(at);
         let mut state = self.state.borrow_mut();
         state.now += CLOCK_NANOS;
