@@ -2,8 +2,10 @@
 //! test replaces.
 //!
 //! - [`sync`]: atomics, locks and channels. A model checker replaces them (`--cfg loom`, `--cfg shuttle`).
-//! - [`thread`](mod@thread), [`time`], [`collections`]: threads, the clock, hash tables. With [`sync`] they are all that a simulated
-//!   world replaces (`--cfg sim`).
+//! - [`thread`](mod@thread), [`time`], [`collections`], [`fs`]: threads, clocks, hash tables, small files. With [`sync`] they are all
+//!   that a simulated world replaces (`--cfg sim`).
+//! - [`process::Owned`]: what a world takes back from a process that it kills.
+//! - [`mark!`]: places that a world counts.
 //! - [`mutation_enabled`], [`mutations!`]: deliberate bugs that tests enable to prove that they detect them.
 //! - [`SplitMix64`]: pseudo-random numbers from a seed; [`mix64`]: its mixing of bits.
 //! - [`Backoff`]: growing pauses between attempts.
@@ -61,7 +63,10 @@
 
 mod backoff;
 pub mod collections;
+pub mod fs;
+mod marks;
 mod mutation;
+pub mod process;
 mod random;
 #[cfg(sim)]
 pub mod sim;

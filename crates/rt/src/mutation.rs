@@ -156,10 +156,9 @@ mod on {
     pub struct MutationSwitch(Mutex<Option<&'static str>>);
 
     impl MutationSwitch {
-        /// Returns whether the mutation is enabled for this object or for the process.
+        /// Returns whether the mutation is enabled for this object, for this thread or for the process.
         pub fn is_enabled(&self, mutation: impl Mutation) -> bool {
-            self.0.lock().is_ok_and(|enabled| *enabled == Some(mutation.name()))
-                || enabled_in_process(mutation)
+            self.0.lock().is_ok_and(|enabled| *enabled == Some(mutation.name())) || mutation_enabled(mutation)
         }
 
         /// Enables a mutation, or none.

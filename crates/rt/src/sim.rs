@@ -14,6 +14,9 @@
 //! Outside a world, also on other threads of the same process, the types are locks, threads and the clock of the
 //! operating system, as in an ordinary build.
 //!
+//! A world may have several processes ([`Process`]), each with clocks of its own. A process is stopped, resumed or killed as a
+//! whole, like those of an operating system. The first process then drives the others, and is never late.
+//!
 //! Limits: a thread of a world must not wait by other means (std's locks, sockets, files that block), since all others wait
 //! with it. Atomics are those of the operating system, so weak memory orders are not explored; that is what loom is for.
 //! Thread-locals are shared by all threads of a world, and a static lock by all worlds of a process: worlds that use one must
@@ -21,18 +24,27 @@
 
 mod channel;
 mod clock;
+pub(crate) mod files;
 mod lock;
+mod process;
 mod tables;
 mod threads;
 mod world;
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::rc::Rc;
 use std::sync::mpsc::RecvTimeoutError;
+use std::task::Waker;
 use std::time::Duration;
 
 use crate::random::SplitMix64;
 pub use clock::Instant;
+use files::Files;
+pub use files::set_files_fail;
 pub use lock::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult};
+pub(crate) use process::OwnedBy;
+pub use process::{Process, ProcessClock};
 pub use tables::{HashMap, HashSet};
 pub use threads::{
     Builder, JoinHandle, Thread, ThreadId, current, park, park_timeout, sleep, spawn, yield_now,
@@ -100,6 +112,8 @@ pub struct Report<T> {
     pub steps: u64,
     /// Number of drawn stalls.
     pub stalls: u64,
+    /// How often each [`mark!`](crate::mark) was reached.
+    pub marks: BTreeMap<&'static str, u64>,
     /// Hash of all switches, their times, and what was given to [`record`].
     pub trace: u64,
 }
@@ -226,6 +240,56 @@ pub fn record(value: u64) {
     if let Some(world) = world::World::current() {
         world.record(value);
     }
+}
+
+/// Counts that the running thread has reached a mark, and calls the hook.
+pub fn mark(name: &'static str) {
+    if let Some(world) = world::World::current() {
+        world.mark(name);
+    }
+}
+
+/// Sets what happens at each mark of the caller's world: the hook runs in the thread that reaches it, which it may delay.
+pub fn set_mark_hook(hook: Option<Rc<dyn Fn(&'static str)>>) {
+    if let Some(world) = world::World::current() {
+        world.set_mark_hook(hook);
+    }
+}
+
+/// Ends all stalls of the caller's world, and draws no more.
+pub fn end_stalls() {
+    if let Some(world) = world::World::current() {
+        world.end_stalls();
+    }
+}
+
+/// Wakes a future at a time, unless the timer is dropped before.
+#[derive(Debug)]
+pub struct WakeTimer((u64, u64));
+
+impl WakeTimer {
+    /// Sets a timer. `None` outside a world.
+    pub fn new(at: Instant, waker: Waker) -> Option<WakeTimer> {
+        let world = world::World::current()?;
+        Some(WakeTimer(world.wake_at(at.as_world_nanos(&world), waker)))
+    }
+}
+
+impl Drop for WakeTimer {
+    fn drop(&mut self) {
+        if let Some(world) = world::World::current() {
+            world.cancel_wake(self.0);
+        }
+    }
+}
+
+/// Returns what the clocks of the running process show: monotonic nanoseconds, and milliseconds since 1970. `None` outside a
+/// world.
+#[track_caller]
+pub(crate) fn clocks() -> Option<(u64, u64)> {
+    let world = world::World::current()?;
+    let monotonic = world.read_clock(std::panic::Location::caller()).as_nanos() as u64;
+    Some((monotonic, world.calendar()))
 }
 
 /// Virtual time since the start of the world; zero outside a world. Costs no virtual time.

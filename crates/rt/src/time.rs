@@ -4,6 +4,10 @@
 //! simulated world returns the world's virtual time. The type differs from std's on purpose: code that still reads std's
 //! clock does not compile together with code that reads this one.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::time::{ClockId, clock_gettime};
+
 #[cfg(sim)]
 pub use crate::sim::Instant;
 #[cfg(not(sim))]
@@ -14,6 +18,52 @@ pub use std::time::Instant;
 #[must_use]
 pub fn now() -> Instant {
     Instant::now()
+}
+
+/// Returns nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
+#[inline]
+#[must_use]
+#[cfg_attr(sim, track_caller)]
+pub fn monotonic_nanos() -> u64 {
+    #[cfg(sim)]
+    if let Some((monotonic, _)) = crate::sim::clocks() {
+        return monotonic;
+    }
+    nanos_of(ClockId::Monotonic)
+}
+
+/// Returns nanoseconds of the same clock with an error of a few milliseconds, in a quarter of the time.
+#[inline]
+#[must_use]
+#[cfg_attr(sim, track_caller)]
+pub fn coarse_monotonic_nanos() -> u64 {
+    #[cfg(sim)]
+    if let Some((monotonic, _)) = crate::sim::clocks() {
+        return monotonic - monotonic % COARSE_TICK_NANOS;
+    }
+    nanos_of(ClockId::MonotonicCoarse)
+}
+
+/// Time between two changes of the coarse clock in a world.
+#[cfg(sim)]
+const COARSE_TICK_NANOS: u64 = 4_000_000;
+
+#[inline]
+fn nanos_of(clock: ClockId) -> u64 {
+    let time = clock_gettime(clock);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Returns milliseconds since 1970 by the calendar, which may jump. A clock set before 1970 reads as 1970.
+#[must_use]
+#[cfg_attr(sim, track_caller)]
+pub fn unix_millis() -> u64 {
+    #[cfg(sim)]
+    if let Some((_, calendar)) = crate::sim::clocks() {
+        return calendar;
+    }
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -3,9 +3,9 @@
 //! [`MonoTime`] counts nanoseconds of CLOCK_MONOTONIC, which all processes of one host share, so a process can
 //! compare the heartbeat of another process with its own clock. It has no meaning on another host.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
+use moontide_rt::time;
 
 /// A point on this host's monotonic clock, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -45,25 +45,19 @@ impl SystemClock {
     /// enough for the comparison with a heartbeat, which local reads make several times per microsecond.
     #[inline]
     pub fn now_coarse(&self) -> MonoTime {
-        mono(ClockId::MonotonicCoarse)
+        MonoTime(time::coarse_monotonic_nanos())
     }
 }
 
-#[inline]
-fn mono(clock: ClockId) -> MonoTime {
-    let time = clock_gettime(clock);
-    MonoTime(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
-}
-
 impl Clock for SystemClock {
+    #[inline]
     fn now(&self) -> MonoTime {
-        mono(ClockId::Monotonic)
+        MonoTime(time::monotonic_nanos())
     }
 
     fn unix(&self) -> UnixMillis {
         // A clock set before 1970 reads as 1970; objects with a TTL then live longer.
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        UnixMillis(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+        UnixMillis(time::unix_millis())
     }
 }
 

@@ -14,9 +14,10 @@
 //! sealed before any process imports a region, because access beyond the end of a file that shrank kills the process.
 //! Seals themselves are sealed, so that no importer can add one and lock others out.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
+use moontide_rt::process::Owned;
 use moontide_rt::sync::AtomicU64;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -118,17 +119,34 @@ impl Protection {
     }
 }
 
+/// The descriptor of a region.
+#[derive(Debug)]
+struct KeptDescriptor {
+    fd: OwnedFd,
+    _owned: Owned,
+}
+
+impl KeptDescriptor {
+    fn new(fd: OwnedFd) -> KeptDescriptor {
+        let raw = fd.as_raw_fd();
+        // SAFETY: this runs if the process was killed in a simulated world. Then `fd` is never dropped.
+        let close = move || unsafe { rustix::io::close(raw) };
+        KeptDescriptor { fd, _owned: Owned::new(close) }
+    }
+}
+
 /// A mapped range of shared memory.
 #[derive(Debug)]
 pub struct Region {
     /// Kept by the owner, which sends it to others; an importer does not need it after mapping the region.
-    fd: Option<OwnedFd>,
+    fd: Option<KeptDescriptor>,
     /// Offset of the region in the descriptor's memory.
     at: u64,
     base: NonNull<u8>,
     len: usize,
     writable: bool,
     made_in: ProcessToken,
+    _owned: Owned,
 }
 
 // SAFETY: a region is an address range that remains mapped for the life of the value; all access goes
@@ -156,7 +174,7 @@ impl Region {
         // The owner's mapping comes first: FUTURE_WRITE does not affect existing mappings.
         let mut region = Region::map(&fd, 0, len, ProtFlags::READ | ProtFlags::WRITE)?;
         rustix::fs::fcntl_add_seals(&fd, protection.seals()).map_err(system("F_ADD_SEALS"))?;
-        region.fd = Some(fd);
+        region.fd = Some(KeptDescriptor::new(fd));
         Ok(region)
     }
 
@@ -173,7 +191,7 @@ impl Region {
     /// As [`Region::import`], and keeps the descriptor: for memory whose parts are sent to other processes.
     pub fn import_whole(fd: OwnedFd, len: u64, protection: Protection) -> Result<Region, RegionError> {
         let mut region = Region::import_range(&fd, (0, len), protection)?;
-        region.fd = Some(fd);
+        region.fd = Some(KeptDescriptor::new(fd));
         Ok(region)
     }
 
@@ -200,14 +218,14 @@ impl Region {
     /// If the region was imported without keeping its descriptor.
     pub fn subregion(&self, (at, len): (u64, u64), protection: Protection) -> Result<Region, RegionError> {
         let whole = self.fd.as_ref().expect("a region with its descriptor");
-        let fd = whole.try_clone().map_err(|error| RegionError::System {
+        let fd = whole.fd.try_clone().map_err(|error| RegionError::System {
             call: "dup",
             len,
             source: rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::MFILE),
         })?;
         let at = at.checked_add(self.at).ok_or(RegionError::Length { len: at, align: 1 })?;
         let mut subregion = Region::import_range(&fd, (at, len), protection)?;
-        subregion.fd = Some(fd);
+        subregion.fd = Some(KeptDescriptor::new(fd));
         Ok(subregion)
     }
 
@@ -226,6 +244,11 @@ impl Region {
             len: len_usize,
             writable: access.contains(ProtFlags::WRITE),
             made_in: ProcessToken::of_this_process(),
+            _owned: Owned::new(move || {
+                // SAFETY: the range was mapped just above for the process that was killed, none of whose code runs.
+                let unmapped = unsafe { rustix::mm::munmap(base.as_ptr().cast(), len_usize) };
+                debug_assert!(unmapped.is_ok());
+            }),
         };
         for (call, advice) in
             [("MADV_DONTFORK", Advice::LinuxDontFork), ("MADV_DONTDUMP", Advice::LinuxDontDump)]
@@ -255,7 +278,7 @@ impl Region {
     /// # Panics
     /// If the region was imported.
     pub unsafe fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("a region that was created here").as_fd()
+        self.fd.as_ref().expect("a region that was created here").fd.as_fd()
     }
 
     /// Returns the offset of the region in the descriptor's memory: 0 unless it is a subregion.

@@ -1,4 +1,4 @@
-//! [`Instant`]: virtual time inside a world, the monotonic clock outside.
+//! [`Instant`]: virtual time of the running process inside a world, the monotonic clock outside.
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::world::World;
 
-/// What an [`Instant`] at the start of a world counts, so that code may subtract from it.
+/// What an [`Instant`] at time zero of a clock counts, so that code may subtract from it.
 const START: Duration = Duration::from_secs(1_000_000);
 
 /// A point in time, with the functions of [`std::time::Instant`]. Times of a world must not be compared with those of
@@ -59,9 +59,9 @@ impl Instant {
         self.0.checked_sub(duration).map(Instant)
     }
 
-    /// Returns the virtual time of this point since the start of its world, in nanoseconds.
-    pub(super) fn as_world_nanos(self) -> u64 {
-        u64::try_from(self.0.saturating_sub(START).as_nanos()).unwrap_or(u64::MAX)
+    /// Returns the world's time at which the clock of the running process shows this point, in nanoseconds.
+    pub(super) fn as_world_nanos(self, world: &World) -> u64 {
+        world.at(u64::try_from(self.0.saturating_sub(START).as_nanos()).unwrap_or(u64::MAX))
     }
 
     /// Returns how long to wait for this point outside a world.

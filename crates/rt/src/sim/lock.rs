@@ -102,9 +102,15 @@ impl<T: ?Sized> Mutex<T> {
         };
         let at = Location::caller();
         world.point(at);
-        let until = world.now().saturating_add(nanos(timeout));
+        let until = world.after(timeout);
         let inner = Some(self.lock_in(&world, Some(until), at)?);
         Some(MutexGuard { mutex: self, inner })
+    }
+
+    /// Waits for the lock, at most until `until`.
+    #[track_caller]
+    pub fn try_lock_until(&self, until: Instant) -> Option<MutexGuard<'_, T>> {
+        self.try_lock_for(until.saturating_duration_since(Instant::now()))
     }
 
     /// Returns the value; the borrow proves that no thread has the lock.
@@ -114,6 +120,18 @@ impl<T: ?Sized> Mutex<T> {
 }
 
 impl<T: ?Sized> MutexGuard<'_, T> {
+    /// Releases the lock while `run` runs, and takes it again.
+    #[track_caller]
+    pub fn unlocked<U>(guard: &mut Self, run: impl FnOnce() -> U) -> U {
+        guard.release();
+        let value = run();
+        guard.inner = match World::current() {
+            Some(world) => guard.mutex.lock_in(&world, None, Location::caller()),
+            None => Some(guard.mutex.inner.lock()),
+        };
+        value
+    }
+
     /// Releases the lock and wakes those that wait for it.
     fn release(&mut self) {
         self.mutex.holder.store(NO_HOLDER, Ordering::Relaxed);
@@ -356,7 +374,7 @@ impl Condvar {
     pub fn wait_for<T: ?Sized>(&self, guard: &mut MutexGuard<'_, T>, timeout: Duration) -> WaitTimeoutResult {
         match World::current() {
             Some(world) => {
-                let until = world.now().saturating_add(nanos(timeout));
+                let until = world.after(timeout);
                 self.wait_in(&world, guard, Some(until), Location::caller())
             }
             None => {
@@ -370,7 +388,9 @@ impl Condvar {
     #[track_caller]
     pub fn wait_until<T: ?Sized>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         match World::current() {
-            Some(world) => self.wait_in(&world, guard, Some(until.as_world_nanos()), Location::caller()),
+            Some(world) => {
+                self.wait_in(&world, guard, Some(until.as_world_nanos(&world)), Location::caller())
+            }
             None => self.wait_for(guard, until.as_real_wait()),
         }
     }

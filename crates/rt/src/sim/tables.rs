@@ -153,3 +153,16 @@ impl<T: Eq + Hash> Extend<T> for HashSet<T> {
         self.0.extend(items);
     }
 }
+
+impl<'a, T: Eq + Hash + Copy + 'a> Extend<&'a T> for HashSet<T> {
+    fn extend<I: IntoIterator<Item = &'a T>>(&mut self, items: I) {
+        self.0.extend(items);
+    }
+}
+
+impl<K, V> HashMap<K, V> {
+    /// Returns the values.
+    pub fn into_values(self) -> impl Iterator<Item = V> {
+        self.0.into_values()
+    }
+}

@@ -5,7 +5,6 @@ use std::panic::Location;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::lock::nanos;
 use super::world::{Key, World};
 
 /// Settings of a new thread.
@@ -217,7 +216,7 @@ pub fn park() {
 pub fn park_timeout(timeout: Duration) {
     match World::current() {
         Some(world) => {
-            let until = world.now().saturating_add(nanos(timeout));
+            let until = world.after(timeout);
             world.park(Some(until), Location::caller());
         }
         None => std::thread::park_timeout(timeout),
@@ -229,7 +228,7 @@ pub fn park_timeout(timeout: Duration) {
 pub fn sleep(duration: Duration) {
     match World::current() {
         Some(world) => {
-            let until = world.now().saturating_add(nanos(duration));
+            let until = world.after(duration);
             world.wait(None, Some(until), "a time", None, Location::caller());
         }
         None => std::thread::sleep(duration),

@@ -1,8 +1,8 @@
 //! [`World`]: the scheduler. It owns the fibers, virtual time and all draws.
 //!
 //! Invariants: one fiber runs at a time, and only while [`CURRENT`] names its world. A fiber that does not run is in exactly
-//! one of these states: ready (in `ready`), waiting (by a key in `waiters`, by a timer in `timers`, or both), ended. No
-//! borrow of the state lives across a switch.
+//! one of these states: ready (in `ready`, or in `held` of a process that is stopped), waiting (by a key in `waiters`, by a
+//! timer in `timers`, or both), ended. No borrow of the state lives across a switch.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -12,12 +12,14 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
+use std::task::Waker;
 use std::time::Duration;
 
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 
-use super::{Failure, FailureKind, Report, WorldConfig};
+use super::process::{FIRST_PROCESS, ProcessClock, ProcessState};
+use super::{Failure, FailureKind, Files, Report, WorldConfig};
 use crate::random::{SplitMix64, mix64};
 
 /// Address space of a fiber's stack; the kernel provides the pages that are used. Debug builds have large frames.
@@ -30,6 +32,9 @@ const YIELD_NANOS: u64 = 1000;
 
 /// Bounds of a stall: less is ordinary lateness, more is a thread that is gone.
 const STALL_NANOS: (u64, u64) = (50_000_000, 60_000_000_000);
+
+/// What a thread waits for that got no processor.
+const STALL: &str = "a processor (a drawn stall)";
 
 /// Switches that a failure lists.
 const RECENT_MAX: usize = 30;
@@ -89,6 +94,8 @@ impl Progress {
 /// A fiber as the scheduler sees it.
 struct FiberState {
     name: Arc<str>,
+    /// Number of its process.
+    process: usize,
     status: Status,
     /// Suspends the fiber. Set when it starts.
     yielder: *const Yielder<(), ()>,
@@ -108,24 +115,39 @@ enum Status {
     Ended,
 }
 
+/// What happens at a time.
+enum Timer {
+    /// The wait of this fiber ends.
+    Wait(usize),
+    /// A future is polled again.
+    Wake(Waker),
+}
+
 struct State {
     rng: SplitMix64,
     /// Virtual time since the start, in nanoseconds.
     now: u64,
     fibers: Vec<FiberState>,
+    processes: Vec<ProcessState>,
     /// Fibers that were started since the last switch.
     started: Vec<Fiber>,
+    /// Fibers of processes that were killed since the last switch.
+    killed: Vec<usize>,
+    /// Stacks of fibers that have ended.
+    stacks: Vec<DefaultStack>,
     ready: Vec<usize>,
     /// By key, in the order of arrival.
     waiters: BTreeMap<Key, Vec<usize>>,
     /// By time and sequence number.
-    timers: BTreeMap<(u64, u64), usize>,
+    timers: BTreeMap<(u64, u64), Timer>,
     timer_next: u64,
     running: usize,
     steps: u64,
+    stall_per_million: u32,
     stalls: u64,
     trace: u64,
     recent: VecDeque<(u64, usize)>,
+    marks: BTreeMap<&'static str, u64>,
     /// Set if a fiber cannot go on: it waits while a panic unwinds it.
     broken: bool,
 }
@@ -136,6 +158,8 @@ pub(super) struct World {
     progress: Arc<Progress>,
     hash_key: u64,
     state: RefCell<State>,
+    files: RefCell<Files>,
+    mark_hook: RefCell<Option<Rc<dyn Fn(&'static str)>>>,
 }
 
 /// Records panics of worlds instead of printing them: the failure of the run reports them.
@@ -165,23 +189,35 @@ pub(super) fn run<T: Send + 'static>(
         rng,
         now: 0,
         fibers: vec![],
+        processes: vec![ProcessState::new("main".into(), ProcessClock::default())],
         started: vec![],
+        killed: vec![],
+        stacks: vec![],
         ready: vec![],
         waiters: BTreeMap::new(),
         timers: BTreeMap::new(),
         timer_next: 0,
         running: 0,
         steps: 0,
+        stall_per_million: config.stall_per_million,
         stalls: 0,
         trace: mix64(config.seed),
         recent: VecDeque::new(),
+        marks: BTreeMap::new(),
         broken: false,
     };
-    let world = Rc::new(World { config, progress, hash_key, state: RefCell::new(state) });
+    let world = Rc::new(World {
+        config,
+        progress,
+        hash_key,
+        state: RefCell::new(state),
+        files: RefCell::default(),
+        mark_hook: RefCell::default(),
+    });
     let value: Rc<Cell<Option<T>>> = Rc::default();
     let slot = value.clone();
     let body = Box::new(move || slot.set(Some(main())));
-    world.spawn(Some("main".to_owned()), body).expect("the operating system has a stack");
+    world.spawn_in(FIRST_PROCESS, Some("main".to_owned()), body).expect("the operating system has a stack");
     let mut fibers: Vec<Option<Fiber>> = vec![];
     if let Err(kind) = world.schedule(&mut fibers) {
         let failure = world.failure(kind);
@@ -197,6 +233,7 @@ pub(super) fn run<T: Send + 'static>(
         elapsed: Duration::from_nanos(state.now),
         steps: state.steps,
         stalls: state.stalls,
+        marks: state.marks.clone(),
         trace: state.trace,
     })
 }
@@ -230,19 +267,24 @@ impl World {
                         self.progress.steps.store(state.steps, Ordering::Relaxed);
                         fiber
                     }
+                    Next::Wake(wakers) => {
+                        drop(state);
+                        self.while_current(|| wakers.into_iter().for_each(Waker::wake));
+                        continue;
+                    }
                     Next::Deadlock => return Err(FailureKind::Deadlock),
                     Next::Done => return Ok(()),
                 }
             };
             let coroutine = fibers[fiber].as_mut().expect("a fiber that can run has not ended");
-            CURRENT.with(|current| *current.borrow_mut() = Some(self.clone()));
-            let result = coroutine.resume(());
-            CURRENT.with(|current| *current.borrow_mut() = None);
+            let result = self.while_current(|| coroutine.resume(()));
             let thread = || self.state.borrow().fibers[fiber].name.as_ref().to_owned();
             match result {
                 CoroutineResult::Return(Ok(())) => {
-                    fibers[fiber] = None;
-                    self.state.borrow_mut().ended(fiber);
+                    let stack = fibers[fiber].take().expect("it has just run").into_stack();
+                    let mut state = self.state.borrow_mut();
+                    state.stacks.push(stack);
+                    state.ended(fiber);
                 }
                 CoroutineResult::Return(Err(message)) => {
                     return Err(FailureKind::Panic { thread: thread(), message });
@@ -253,12 +295,39 @@ impl World {
                 }
                 CoroutineResult::Yield(()) => {}
             }
+            self.release_killed(fibers);
+        }
+    }
+
+    fn while_current<T>(self: &Rc<Self>, run: impl FnOnce() -> T) -> T {
+        CURRENT.with(|current| *current.borrow_mut() = Some(self.clone()));
+        let result = run();
+        CURRENT.with(|current| *current.borrow_mut() = None);
+        result
+    }
+
+    /// Takes the stacks of killed fibers, without running a destructor of what is on them.
+    fn release_killed(&self, fibers: &mut Vec<Option<Fiber>>) {
+        let mut state = self.state.borrow_mut();
+        fibers.extend(state.started.drain(..).map(Some));
+        for fiber in std::mem::take(&mut state.killed) {
+            let mut coroutine = fibers[fiber].take().expect("a fiber that has not ended has a stack");
+            // SAFETY: no code of the fiber runs any more. What is on its stack is forgotten, as if the stack were never
+            // freed. Others cannot reach it: what another process shares with this one is in the heap.
+            unsafe { coroutine.force_reset() };
+            state.stacks.push(coroutine.into_stack());
         }
     }
 
     fn failure(&self, kind: FailureKind) -> Failure {
         let state = self.state.borrow();
-        let name = |fiber: usize| format!("{:?}, number {fiber}", state.fibers[fiber].name);
+        let name = |fiber: usize| {
+            let FiberState { name, process, .. } = &state.fibers[fiber];
+            match *process {
+                FIRST_PROCESS => format!("{name:?}, number {fiber}"),
+                process => format!("{name:?} of {}, number {fiber}", state.processes[process].name),
+            }
+        };
         let threads = state.fibers.iter().enumerate().filter_map(|(fiber, it)| {
             let status = match it.status {
                 Status::Ended => return None,
@@ -287,14 +356,29 @@ impl World {
 
     // -- the fibers' side ---------------------------------------------------------------------------------------------
 
-    /// Creates a fiber that can run, and returns its number and name.
+    /// Creates a fiber of the running process that can run, and returns its number and name.
     pub(super) fn spawn(
         self: &Rc<Self>,
         name: Option<String>,
         body: Box<dyn FnOnce()>,
     ) -> io::Result<(usize, Arc<str>)> {
-        let stack = DefaultStack::new(STACK_BYTES)?;
+        let process = self.running_process();
+        self.spawn_in(process, name, body)
+    }
+
+    /// Like [`World::spawn`], in any process that was not killed.
+    pub(super) fn spawn_in(
+        self: &Rc<Self>,
+        process: usize,
+        name: Option<String>,
+        body: Box<dyn FnOnce()>,
+    ) -> io::Result<(usize, Arc<str>)> {
         let mut state = self.state.borrow_mut();
+        assert!(!state.processes[process].is_killed, "a process that was killed starts no thread");
+        let stack = match state.stacks.pop() {
+            Some(stack) => stack,
+            None => DefaultStack::new(STACK_BYTES)?,
+        };
         let fiber = state.fibers.len();
         let name: Arc<str> = name.unwrap_or_else(|| format!("thread-{fiber}")).into();
         let world = Rc::downgrade(self);
@@ -308,6 +392,7 @@ impl World {
         });
         state.fibers.push(FiberState {
             name: name.clone(),
+            process,
             status: Status::Ready,
             yielder: std::ptr::null(),
             notified: false,
@@ -316,7 +401,7 @@ impl World {
             timer: None,
         });
         state.started.push(coroutine);
-        state.ready.push(fiber);
+        state.make_ready(fiber);
         self.progress.names.lock().expect("no holder panics").push(name.clone());
         Ok((fiber, name))
     }
@@ -333,10 +418,9 @@ impl World {
         let mut state = self.state.borrow_mut();
         let fiber = state.running;
         if let Some(until) = until {
-            let lag = if self.config.wakes_late { lag(&mut state.rng) } else { 0 };
-            let timer = (until.max(state.now).saturating_add(lag), state.timer_next);
-            state.timer_next += 1;
-            state.timers.insert(timer, fiber);
+            let lag = self.lag(&mut state);
+            let due = until.max(state.now).saturating_add(lag);
+            let timer = state.add_timer(due, Timer::Wait(fiber));
             state.fibers[fiber].timer = Some(timer);
         }
         if let Some(key) = key {
@@ -364,11 +448,17 @@ impl World {
 
     /// A place where another thread may run first, or this one may stall.
     pub(super) fn point(&self, at: Place) {
-        let (switch, stall) = (self.config.switch_per_million, self.config.stall_per_million);
-        if switch == 0 && stall == 0 || std::thread::panicking() {
+        if std::thread::panicking() {
             return;
         }
         let mut state = self.state.borrow_mut();
+        let (switch, stall) = (self.config.switch_per_million, state.stall_per_million);
+        if switch == 0 && stall == 0 {
+            return;
+        }
+        if state.runs_on_time() {
+            return;
+        }
         let draw = state.rng.below(1_000_000) as u32;
         if draw < switch {
             drop(state);
@@ -378,7 +468,20 @@ impl World {
             let until = state.now + state.rng.log_uniform(min, max);
             state.stalls += 1;
             drop(state);
-            self.wait(None, Some(until), "a processor (a drawn stall)", None, at);
+            self.wait(None, Some(until), STALL, None, at);
+        }
+    }
+
+    /// Ends all stalls, and draws no more.
+    pub(super) fn end_stalls(&self) {
+        let mut state = self.state.borrow_mut();
+        state.stall_per_million = 0;
+        for fiber in 0..state.fibers.len() {
+            if matches!(state.fibers[fiber].status, Status::Waiting { what: STALL, .. }) {
+                let timer = state.fibers[fiber].timer.take().expect("a stall has an end");
+                state.timers.remove(&timer);
+                state.end_wait(fiber, false);
+            }
         }
     }
 
@@ -390,7 +493,7 @@ impl World {
         let mut state = self.state.borrow_mut();
         let fiber = state.running;
         state.fibers[fiber].status = Status::Ready;
-        state.ready.push(fiber);
+        state.make_ready(fiber);
         drop(state);
         self.suspend();
     }
@@ -433,9 +536,27 @@ impl World {
     }
 
     pub(super) fn unpark(&self, fiber: usize) {
-        if self.wake_all(Key::Park(fiber)) == 0 {
-            self.state.borrow_mut().fibers[fiber].unparked = true;
-        }
+        self.state.borrow_mut().unpark(fiber);
+    }
+
+    /// Wakes a future of the running fiber at a time. Returns the key of the timer.
+    pub(super) fn wake_at(&self, until: u64, waker: Waker) -> (u64, u64) {
+        let mut state = self.state.borrow_mut();
+        let lag = self.lag(&mut state);
+        let at = until.max(state.now).saturating_add(lag);
+        state.add_timer(at, Timer::Wake(waker))
+    }
+
+    pub(super) fn cancel_wake(&self, timer: (u64, u64)) {
+        let removed = self.state.borrow_mut().timers.remove(&timer);
+        // It may release what calls the world, hence not while the state is borrowed.
+        drop(removed);
+    }
+
+    /// Draws by how much the running fiber wakes late.
+    fn lag(&self, state: &mut State) -> u64 {
+        let is_late = self.config.wakes_late && !state.runs_on_time();
+        if is_late { lag(&mut state.rng) } else { 0 }
     }
 
     pub(super) fn has_ended(&self, fiber: usize) -> bool {
@@ -460,11 +581,122 @@ impl World {
         Duration::from_nanos(self.now())
     }
 
+    /// Returns the time of the running process's clock.
     pub(super) fn read_clock(&self, at: Place) -> Duration {
         self.point(at);
         let mut state = self.state.borrow_mut();
         state.now += CLOCK_NANOS;
-        Duration::from_nanos(state.now)
+        Duration::from_nanos(state.clock().monotonic(state.now))
+    }
+
+    /// Returns the calendar time of the running process, in milliseconds since 1970.
+    pub(super) fn calendar(&self) -> u64 {
+        let state = self.state.borrow();
+        state.clock().calendar(state.now)
+    }
+
+    /// Returns the world's time at which this much time has passed by the clock of the running process.
+    pub(super) fn after(&self, local: Duration) -> u64 {
+        let state = self.state.borrow();
+        state.now.saturating_add(state.clock().span(super::lock::nanos(local)))
+    }
+
+    /// Returns the world's time at which the clock of the running process shows this time.
+    pub(super) fn at(&self, monotonic: u64) -> u64 {
+        let state = self.state.borrow();
+        let left = monotonic.saturating_sub(state.clock().monotonic(state.now));
+        state.now.saturating_add(state.clock().span(left))
+    }
+
+    // -- processes ----------------------------------------------------------------------------------------------------
+
+    pub(super) fn running_process(&self) -> usize {
+        let state = self.state.borrow();
+        state.fibers.get(state.running).map_or(FIRST_PROCESS, |fiber| fiber.process)
+    }
+
+    pub(super) fn add_process(&self, name: String, clock: ProcessClock) -> usize {
+        let mut state = self.state.borrow_mut();
+        state.processes.push(ProcessState::new(name, clock));
+        state.processes.len() - 1
+    }
+
+    pub(super) fn process<T>(&self, process: usize, with: impl FnOnce(&mut ProcessState) -> T) -> T {
+        with(&mut self.state.borrow_mut().processes[process])
+    }
+
+    pub(super) fn has_ended_process(&self, process: usize) -> bool {
+        let state = self.state.borrow();
+        state.fibers.iter().all(|fiber| fiber.process != process || matches!(fiber.status, Status::Ended))
+    }
+
+    /// Ends all fibers of a process at once. Their stacks are forgotten.
+    pub(super) fn kill(&self, process: usize) {
+        let mut state = self.state.borrow_mut();
+        let state = &mut *state;
+        assert_ne!(state.fibers[state.running].process, process, "a process does not kill itself");
+        state.processes[process].is_killed = true;
+        state.processes[process].held.clear();
+        for (fiber, it) in state.fibers.iter_mut().enumerate() {
+            if it.process != process || matches!(it.status, Status::Ended) {
+                continue;
+            }
+            it.status = Status::Ended;
+            if let Some(timer) = it.timer.take() {
+                state.timers.remove(&timer);
+            }
+            if let Some(key) = it.key.take() {
+                let waiters = state.waiters.get_mut(&key).expect("a fiber with a key is in its list");
+                waiters.retain(|&waiter| waiter != fiber);
+                if waiters.is_empty() {
+                    state.waiters.remove(&key);
+                }
+            }
+            state.killed.push(fiber);
+        }
+        let fibers = &state.fibers;
+        state.ready.retain(|&fiber| fibers[fiber].process != process);
+    }
+
+    /// Stops a process: its fibers do not run until [`World::resume`].
+    pub(super) fn stop(&self, process: usize) {
+        let mut state = self.state.borrow_mut();
+        let state = &mut *state;
+        assert_ne!(state.fibers[state.running].process, process, "a process does not stop itself");
+        state.processes[process].is_stopped = true;
+        let fibers = &state.fibers;
+        let held = state.ready.extract_if(.., |fiber| fibers[*fiber].process == process);
+        state.processes[process].held.extend(held);
+    }
+
+    pub(super) fn resume(&self, process: usize) {
+        let mut state = self.state.borrow_mut();
+        state.processes[process].is_stopped = false;
+        let held = std::mem::take(&mut state.processes[process].held);
+        state.ready.extend(held);
+    }
+
+    // -- files and marks ----------------------------------------------------------------------------------------------
+
+    pub(super) fn files(&self) -> &RefCell<Files> {
+        &self.files
+    }
+
+    /// Draws below `n` from the world's numbers.
+    pub(super) fn draw(&self, n: u64) -> u64 {
+        self.state.borrow_mut().rng.below(n)
+    }
+
+    pub(super) fn mark(&self, name: &'static str) {
+        *self.state.borrow_mut().marks.entry(name).or_default() += 1;
+        let hook = self.mark_hook.borrow().clone();
+        if let Some(hook) = hook {
+            hook(name);
+        }
+    }
+
+    pub(super) fn set_mark_hook(&self, hook: Option<Rc<dyn Fn(&'static str)>>) {
+        *self.mark_hook.borrow_mut() = hook;
     }
 
     pub(super) fn hash_key(&self) -> u64 {
@@ -478,6 +710,8 @@ impl World {
 
 enum Next {
     Run(usize),
+    /// Futures are due.
+    Wake(Vec<Waker>),
     Deadlock,
     Done,
 }
@@ -485,19 +719,63 @@ enum Next {
 impl State {
     /// Draws the next fiber. If none can run, time passes until a timer is due.
     fn next_fiber(&mut self) -> Next {
-        if self.ready.is_empty() {
-            let Some((&(due, _), _)) = self.timers.first_key_value() else {
-                let all_ended = self.fibers.iter().all(|fiber| matches!(fiber.status, Status::Ended));
-                return if all_ended { Next::Done } else { Next::Deadlock };
-            };
-            self.now = self.now.max(due);
+        loop {
+            if self.ready.is_empty() {
+                let Some((&(due, _), _)) = self.timers.first_key_value() else {
+                    let all_ended = self.fibers.iter().all(|fiber| matches!(fiber.status, Status::Ended));
+                    return if all_ended { Next::Done } else { Next::Deadlock };
+                };
+                self.now = self.now.max(due);
+            }
+            let mut due = vec![];
+            while let Some(timer) = self.timers.first_entry().filter(|timer| timer.key().0 <= self.now) {
+                match timer.remove() {
+                    Timer::Wait(fiber) => self.timed_out(fiber),
+                    Timer::Wake(waker) => due.push(waker),
+                }
+            }
+            if !due.is_empty() {
+                return Next::Wake(due);
+            }
+            // None can run if the process of the fiber is stopped.
+            if !self.ready.is_empty() {
+                let index = self.rng.index(self.ready.len());
+                return Next::Run(self.ready.swap_remove(index));
+            }
         }
-        while let Some(timer) = self.timers.first_entry().filter(|timer| timer.key().0 <= self.now) {
-            let fiber = timer.remove();
-            self.timed_out(fiber);
+    }
+
+    fn add_timer(&mut self, at: u64, timer: Timer) -> (u64, u64) {
+        let key = (at, self.timer_next);
+        self.timer_next += 1;
+        self.timers.insert(key, timer);
+        key
+    }
+
+    /// Lets a fiber run, unless its process is stopped.
+    fn make_ready(&mut self, fiber: usize) {
+        let process = &mut self.processes[self.fibers[fiber].process];
+        if process.is_stopped { process.held.push(fiber) } else { self.ready.push(fiber) }
+    }
+
+    fn clock(&self) -> &ProcessClock {
+        &self.processes[self.fibers[self.running].process].clock
+    }
+
+    /// Whether the running fiber is the one that drives a world of several processes: it is interrupted by none of them.
+    fn runs_on_time(&self) -> bool {
+        self.processes.len() > 1 && self.fibers[self.running].process == FIRST_PROCESS
+    }
+
+    /// Ends the park of a fiber, or its next one.
+    fn unpark(&mut self, fiber: usize) {
+        if matches!(self.fibers[fiber].status, Status::Ended) {
+            return;
         }
-        let index = self.rng.index(self.ready.len());
-        Next::Run(self.ready.swap_remove(index))
+        match self.waiters.remove(&Key::Park(fiber)) {
+            Some(_) => self.notified(fiber),
+            None => self.fibers[fiber].unparked = true,
+        }
     }
 
     fn enter(&mut self, fiber: usize) {
@@ -541,7 +819,7 @@ impl State {
         state.key = None;
         state.notified = notified;
         state.status = Status::Ready;
-        self.ready.push(fiber);
+        self.make_ready(fiber);
     }
 
     fn ended(&mut self, fiber: usize) {
