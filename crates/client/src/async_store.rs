@@ -6,12 +6,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
 
 use bytes::Bytes;
+use moontide_rt::time::Instant;
 use moontide_types::{Key, ObjectId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout_at;
+use tokio::time::timeout;
 
 use crate::config::{KEYS_PER_CALL, PutOptions, StoreConfig};
 use crate::error::StoreError;
@@ -277,7 +277,11 @@ impl AsyncStore {
             drop(queued_call);
             return Err(StoreError::Overloaded { limit });
         }
-        let waited = timeout_at(deadline.into(), Arc::clone(&self.running).acquire_owned()).await;
+        let waited = timeout(
+            deadline.saturating_duration_since(Instant::now()),
+            Arc::clone(&self.running).acquire_owned(),
+        )
+        .await;
         drop(queued_call);
         match waited {
             Ok(permit) => Ok(permit.expect("the semaphore is never closed")),

@@ -5,10 +5,11 @@
 //! in the meantime.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::convert::Wire;
 use moontide_proto::v1;
+use moontide_rt::time::Instant;
 use moontide_types::ErrorCode;
 
 use crate::cluster::{Master, next_counter};

@@ -9,15 +9,16 @@ use std::future::Future;
 use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::convert::{CallerId, GetClusterInfoResponse, GroupMap, RequestContext, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::{ProtocolVersions, v1};
 use moontide_rt::SplitMix64;
+use moontide_rt::sync::{Mutex, RwLock};
+use moontide_rt::time::Instant;
 use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, IdKey, MapVersion, ObjectId, Tenant, TenantGeneration, Term};
-use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
 use tonic::transport::{Channel, Endpoint};

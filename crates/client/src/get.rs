@@ -2,13 +2,14 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use moontide_heap::{SharedGuard, run_parallel};
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Key, ObjectId};
-use parking_lot::Mutex;
 
 use crate::cluster::{Rounds, next_counter};
 use crate::error::StoreError;

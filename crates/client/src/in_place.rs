@@ -12,9 +12,9 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Instant;
 
 use moontide_heap::{KernelCell, LocalHeap, SharedClaim, SharedReader, SharedSlotHold, SlotHoldError};
+use moontide_rt::time::Instant;
 use moontide_types::{
     Clock, Epoch, ErrorCode, Generation, Medium, NodeId, ObjectId, SegmentId, SlotId, SystemClock,
 };

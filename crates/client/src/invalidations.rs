@@ -8,13 +8,14 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::convert::{
     InvalidationCursor, PollInvalidationsRequest, PollInvalidationsResponse, RequestContext, Wire,
 };
 use moontide_proto::limits::INVALIDATIONS_WAIT_MS_MAX;
 use moontide_proto::v1;
+use moontide_rt::time::Instant;
 use moontide_types::{ErrorCode, GroupId, Key, ObjectId, Term};
 use tokio::task::AbortHandle;
 use tracing::debug;

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use moontide_heap::{LocalHeap, SharedGuard, SharedLookup, SharedReader};
+use moontide_rt::sync::RwLock;
 use moontide_types::{Clock, Key, MonoTime, ObjectId, SystemClock, Tenant};
-use parking_lot::RwLock;
 
 use crate::cluster::ClusterIdentity;
 use crate::metrics::{StoreMetrics, ThreadCounters};

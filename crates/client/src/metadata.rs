@@ -1,11 +1,10 @@
 //! Operations on metadata: exists, remove, touch, prefetch, list, stat.
 
-use std::time::Instant;
-
 use bytes::Bytes;
 
 use moontide_proto::convert::{self, OutcomesResponse, RemoveRequest, Wire};
 use moontide_proto::{FixedRecord, Handle, Packed, PackedKeys, PackedKeysBuilder, v1};
+use moontide_rt::time::Instant;
 use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Key, ObjectId, Span};

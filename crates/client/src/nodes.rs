@@ -7,16 +7,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_heap::{Liveness, LocalHeap, PerProcess};
+use moontide_rt::sync::{Mutex, RwLock};
+use moontide_rt::time::Instant;
 use moontide_transfer::shm::{ShmConfig, ShmEngine};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::ucx::UcxEngine;
 use moontide_transfer::{ConnectionError, Engine, EngineKind, Engines, Link, Metrics, Peer, TransferError};
 use moontide_types::limits::REPLICAS_MAX;
 use moontide_types::{Clock, NodeId, SystemClock};
-use parking_lot::{Mutex, RwLock};
 use tracing::{debug, warn};
 
 use crate::cluster::next_counter;

@@ -8,7 +8,7 @@
 //! replica is complete when all of its stripes are committed.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::convert::{
     self, CallerId, OutcomesResponse, PutConfig, PutEndRequest, PutStartRequest, PutStartResponse,
@@ -18,6 +18,7 @@ use moontide_proto::{
     Handle, ObjectEntry, Packed, PackedBuilder, PackedBytesBuilder, PackedKeysBuilder, PutEndEntry, PutEntry,
     v1,
 };
+use moontide_rt::time::Instant;
 use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::record::object_root;
 use moontide_types::{ErrorCode, Key, Medium};

@@ -5,10 +5,10 @@
 //! caller gets its part of them. In local memory the pages are verified zero-copy.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use moontide_heap::SharedGuard;
 use moontide_proto::OpFlags;
+use moontide_rt::time::Instant;
 use moontide_transfer::{Op, Target, run};
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::{DigestContext, PageDigests};

@@ -10,8 +10,9 @@
 //! failed read the content of the buffer is unspecified, and the caller is not given its length.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use moontide_rt::time::Instant;
 use moontide_transfer::{
     Batch, EngineKind, Link, Op, Target, TransferError, Winner, run_batches, run_batches_unless_late,
     run_hedged,

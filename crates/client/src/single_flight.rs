@@ -7,10 +7,10 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::time::Instant;
 
 use moontide_rt::mutation_enabled;
 use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
+use moontide_rt::time::Instant;
 
 /// Running and next fetches, by object.
 #[derive(Debug)]

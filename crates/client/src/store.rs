@@ -2,14 +2,15 @@
 //! `write_plan` and `metadata`.
 
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use moontide_proto::convert::{NodeDetail, NodeDirectory, Response, Wire};
 use moontide_proto::v1;
+use moontide_rt::sync::{Mutex, MutexGuard};
+use moontide_rt::time::Instant;
 use moontide_transfer::Metrics as TransferMetrics;
 use moontide_types::{Clock, ErrorCode, Key, ObjectId, SystemClock, TenantGeneration};
-use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::registry::Registry;
 use tracing::{debug, warn};
 

@@ -5,13 +5,13 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Instant;
 
 use moontide_proto::convert::{self, ObjectListBuilder, ObjectListKind, SlotOutcomes, Wire};
 use moontide_proto::{
     CommitEntry, CommitFlags, FixedRecord, FrameKind, Handle, ObjectEntry, PackedKeysBuilder, PutEndEntry,
     PutEndFlags, v1,
 };
+use moontide_rt::time::Instant;
 use moontide_transfer::{
     Batch, Link, Op, PipelinedPut, Target, TransferError, WaitMode, put_in_one_round_trip, run_batches,
 };

@@ -5,10 +5,9 @@
 //!                          └──────── dropped, or abort ──▶ released
 //! ```
 
-use std::time::Instant;
-
 use moontide_proto::convert::{CallerId, Wire};
 use moontide_proto::{FixedRecord, Handle, VersionedId, v1};
+use moontide_rt::time::Instant;
 use moontide_types::{Epoch, ErrorCode, Generation, Key, Medium, NodeId, ObjectId, SegmentId, SlotId};
 
 use crate::cluster::{Rounds, random_u64};

@@ -1,5 +1,7 @@
-//! What the servers of nodes and masters share above tokio.
+//! What nodes and masters take from tokio and tonic, and what they share above them.
 //!
+//! - [`spawn`], [`spawn_blocking`], [`time`], [`rpc`]: tasks, timers and connections of gRPC clients. They are those of tokio and
+//!   tonic; a simulated world replaces them (`--cfg sim`).
 //! - [`BoundedListener`]: a TCP listener with a limit of connections and an idle timeout, for axum and tonic.
 //!
 //! What needs no tokio is in `moontide-rt`.
@@ -23,5 +25,27 @@
 #![forbid(unsafe_code)]
 
 mod bounded_listener;
+#[cfg(all(feature = "rpc", not(sim)))]
+pub mod rpc;
+#[cfg(sim)]
+pub mod sim;
 
 pub use bounded_listener::{BoundedConnection, BoundedListener, ConnectionObserver};
+#[cfg(sim)]
+pub use sim::{JoinHandle, spawn, spawn_blocking};
+#[cfg(not(sim))]
+pub use tokio::task::{JoinHandle, spawn, spawn_blocking};
+
+/// Timers.
+pub mod time {
+    #[cfg(sim)]
+    pub use crate::sim::{Interval, MissedTickBehavior, Sleep, interval, sleep, timeout};
+    #[cfg(not(sim))]
+    pub use tokio::time::{Interval, MissedTickBehavior, Sleep, interval, sleep, timeout};
+}
+
+/// Connections of gRPC clients.
+#[cfg(sim)]
+pub mod rpc {
+    pub use crate::sim::{Channel, ConnectError, connect};
+}

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use moontide_rt::time::Instant;
 
 use crate::engine::{Link, Pending, PipelinedPut, WaitMode};
 use crate::error::TransferError;

@@ -7,10 +7,10 @@
 use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use moontide_heap::LocalHeap;
 use moontide_proto::FrameKind;
+use moontide_rt::time::Instant;
 use moontide_types::{ErrorCode, NodeId};
 use tracing::{debug, info, warn};
 

@@ -95,5 +95,7 @@ pub use metrics::Metrics;
 pub use op::{Direction, Op, OpCore, OpError, Target};
 #[cfg(not(shuttle))]
 pub use owner::{CapabilityPolicy, Owner, PeerIdentity};
+#[cfg(all(feature = "testing", not(shuttle)))]
+pub use owner::{serve_read, serve_write};
 #[cfg(not(shuttle))]
 pub use transfer::{CompletedOp, OwnedOp, Transfer};

@@ -13,11 +13,14 @@
 //! reads it into its own memory. The remaining checks are the same.
 
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_heap::{NodeClaim, NodeHeap, NodePin, Segment};
+#[cfg(feature = "testing")]
+use moontide_proto::FixedRecord as _;
 use moontide_proto::limits::DISK_PART_BYTES;
 use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, Packed, TransferOp};
+use moontide_rt::time::Instant;
 use moontide_types::record::Header;
 use moontide_types::{ClientId, Epoch, ErrorCode, NodeId, SegmentId, SlotId, Span};
 
@@ -192,8 +195,35 @@ pub(crate) fn claim_write<'a>(
         if Instant::now() >= give_up_at {
             return Err(ErrorCode::Busy);
         }
-        std::thread::sleep(Duration::from_millis(1));
+        moontide_rt::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Serves a read as a server does, with all its checks; for simulated worlds, which have no sockets.
+///
+/// # Errors
+/// The code of the refusal.
+#[cfg(feature = "testing")]
+pub fn serve_read(owner: &dyn Owner, op: &TransferOp, deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+    let mut encoded = Vec::with_capacity(TransferOp::BYTES);
+    op.encode(&mut encoded);
+    let ops = Packed::decode(&encoded, 1).map_err(|error| error.code())?;
+    let pinned = pin_reads(owner, ops, deadline).pop().unwrap_or(Err(ErrorCode::Internal))?;
+    Ok(pinned.bytes().to_vec())
+}
+
+/// Serves a write of a whole payload as a server does, with all its checks. Returns the root.
+///
+/// # Errors
+/// The code of the refusal.
+#[cfg(feature = "testing")]
+pub fn serve_write(
+    owner: &dyn Owner,
+    op: &TransferOp,
+    payload: &[u8],
+    deadline: Instant,
+) -> Result<u64, ErrorCode> {
+    Ok(claim_write(owner, op, deadline)?.fill(payload))
 }
 
 /// Runs the checks that do not need the record.

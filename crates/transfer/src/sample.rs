@@ -5,7 +5,7 @@
 //! by the node, or free until a client begins them.
 
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_heap::{CommitError, Grant, HeapConfig, HugePages, NodeHeap, PayloadWriter, RecordSpec};
 use moontide_proto::convert::{BeginRequest, CommitRequest, Wire};
@@ -15,6 +15,7 @@ use moontide_proto::{
     PackedKeysBuilder, TransferOp, v1,
 };
 use moontide_rt::SplitMix64;
+use moontide_rt::time::Instant;
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{Attributes, DigestContext, KeySection, RecordFlags, RecordLayout};
 use moontide_types::{

@@ -6,8 +6,8 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Instant;
 
+use moontide_rt::time::Instant;
 use moontide_types::ErrorCode;
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::DigestContext;

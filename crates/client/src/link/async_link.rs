@@ -4,9 +4,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use moontide_rt::time::Instant;
 use moontide_types::{Key, Tenant};
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::timeout_at;
+use tokio::time::timeout;
 
 use super::call::{self, Call, KeyResult, LookupEntry, LookupReply, Outcome};
 use super::config::{Deadline, LinkConfig, LinkLoad, MasterHint};
@@ -119,7 +120,7 @@ impl AsyncLink {
             self.commands.send(command).await.map_err(|_| dropped())?;
             outcome.await.map_err(|_| dropped())?
         };
-        let waited = timeout_at(deadline.at.into(), work).await;
+        let waited = timeout(deadline.at.saturating_duration_since(Instant::now()), work).await;
         waited.unwrap_or_else(|_| Err(deadline.error(&self.shared.address)))
     }
 }

@@ -9,9 +9,9 @@
 //! Invariants: no batch is empty; a batch without waiters is removed; `queued` is the number of waiters.
 
 use std::collections::VecDeque;
-use std::time::Instant;
 
 use moontide_proto::PackedKeysBuilder;
+use moontide_rt::time::Instant;
 use moontide_types::limits::{BATCH_KEYS_MAX, KEY_BYTES_MAX};
 use moontide_types::{Key, Tenant};
 

@@ -28,10 +28,10 @@ mod connection;
 mod waiter;
 
 use std::sync::Arc;
-use std::time::Instant;
 
+use moontide_rt::sync::{Condvar, Mutex, MutexGuard};
+use moontide_rt::time::Instant;
 use moontide_types::{Key, Tenant};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::connection::{Connection, SendOutcome};
 use self::waiter::{IoRole, Waiter, WakeReason};

@@ -2,11 +2,12 @@
 //! current load.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::Token;
 use moontide_proto::convert::{CallerId, ConvertError, RequestContext};
 use moontide_proto::limits::TIMEOUT_MS_MAX;
+use moontide_rt::time::Instant;
 use moontide_types::{MapVersion, Tenant, Term};
 
 use super::error::LinkError;

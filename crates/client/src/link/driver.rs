@@ -14,15 +14,15 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
 
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
 use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::{Key, Tenant};
-use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Sleep, sleep_until, timeout_at};
+use tokio::time::{Sleep, sleep_until, timeout};
 
 use super::batcher::SingleKey;
 use super::call::Outcome;
@@ -198,7 +198,8 @@ impl Session {
     /// Connects and performs the handshake; fails at `until`.
     async fn open(shared: &Arc<Shared>, until: Instant) -> Result<Session, LinkError> {
         let timed_out = |_| LinkError::unreachable(&shared.address, io::ErrorKind::TimedOut.into());
-        timeout_at(until.into(), Session::open_untimed(shared)).await.map_err(timed_out)?
+        let left = until.saturating_duration_since(Instant::now());
+        timeout(left, Session::open_untimed(shared)).await.map_err(timed_out)?
     }
 
     async fn open_untimed(shared: &Arc<Shared>) -> Result<Session, LinkError> {
@@ -342,7 +343,8 @@ impl Session {
 
     /// Makes the timer fire at `deadline` at the latest.
     fn watch(&mut self, deadline: Instant) {
-        let deadline = deadline.into();
+        let left = deadline.saturating_duration_since(Instant::now());
+        let deadline = tokio::time::Instant::now() + left;
         match &mut self.timer {
             None => self.timer = Some(Box::pin(sleep_until(deadline))),
             Some(timer) if deadline < timer.deadline() => timer.as_mut().reset(deadline),

@@ -4,9 +4,10 @@
 //! hit. A connection counts as a success when it has delivered a reply. One that breaks before counts as a failure, so
 //! that a master that closes connections is not called in a loop.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_rt::Backoff;
+use moontide_rt::time::Instant;
 
 use super::error::LinkError;
 

@@ -7,9 +7,9 @@
 //! cancellation, calls [`RequestTracker::pop_batch`] afterwards, and no key is forgotten.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use moontide_proto::{FrameHeader, FrameKind};
+use moontide_rt::time::Instant;
 use moontide_types::Tenant;
 
 use super::batcher::{Batch, BatchKeys, KeyBatcher, SingleKey, remove_waiter};

@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use moontide_heap::LocalHeap;
+use moontide_rt::sync::Mutex;
 use moontide_symmetric::{DeviceWorld, HostAccess, HostRegistration};
-use parking_lot::Mutex;
 
 use crate::error::StoreError;
 

@@ -1,8 +1,9 @@
 //! [`PendingRecord`]: record at the consumer, before and after it is complete.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_heap::SharedSlotHold;
+use moontide_rt::time::Instant;
 use moontide_symmetric::RecordProgress;
 use moontide_types::Span;
 use moontide_types::record::State;

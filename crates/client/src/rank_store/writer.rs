@@ -1,11 +1,11 @@
 //! [`PushWriter`]: record at the producer, while it is written.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Instant;
 
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
 use moontide_symmetric::{PageOutcome, ReadyFlagSnapshot, RecordProgress};
 use moontide_types::ErrorCode;
-use parking_lot::Mutex;
 
 use super::memory::{DeviceRecord, RankMemory};
 use super::ticket::Ticket;

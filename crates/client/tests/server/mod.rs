@@ -20,11 +20,11 @@ use moontide_proto::{
     Bitmap, BitmapBuilder, Capability, Codes, CodesBuilder, FRAME_HEADER_BYTES, FixedRecord, FrameHeader,
     FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags, ProtocolVersions, v1,
 };
+use moontide_rt::sync::{Condvar, Mutex};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, Key, Medium, NodeId, ObjectId, SegmentId, SlotId, TenantGeneration,
     Term,
 };
-use parking_lot::{Condvar, Mutex};
 
 /// Handling of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_heap::{Guard, LocalHeap, Lookup, PayloadMemory, Reader, connect, open_stream};
 use moontide_proto::convert::{LoadReply, LoadRequest, Wire, decode, encode};
@@ -16,6 +16,7 @@ use moontide_proto::limits::{DISK_PART_BYTES, OPS_PER_FRAME_MAX};
 use moontide_proto::{FrameKind, OpFlags, OpKind, Packed, PackedBuilder, TransferOp, v1};
 use moontide_rt::Backoff;
 use moontide_rt::sync::{Arc, Mutex, lock};
+use moontide_rt::time::Instant;
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{Clock, ErrorCode, NodeId, Span, SystemClock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -17,11 +17,12 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::limits::{OPS_PER_FRAME_MAX, TIMEOUT_MS_MAX};
 use moontide_proto::{Codes, FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind};
 use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
+use moontide_rt::time::Instant;
 use moontide_types::ErrorCode;
 
 use crate::error::{ConnectionError, PeerName};

@@ -6,11 +6,12 @@
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::{Hello, Token};
 use moontide_rt::mix64;
 use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
+use moontide_rt::time::Instant;
 use moontide_types::{Clock, MonoTime, NodeId, SystemClock};
 use tracing::{debug, warn};
 

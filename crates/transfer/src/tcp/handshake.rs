@@ -1,10 +1,9 @@
 //! Handshake that opens a connection, client and server side.
 
-use std::time::Instant;
-
 use moontide_proto::{
     FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Hello, ProtocolVersions, Token,
 };
+use moontide_rt::time::Instant;
 use moontide_types::{ErrorCode, NodeId};
 
 use crate::error::ConnectionError;

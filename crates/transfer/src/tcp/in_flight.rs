@@ -14,10 +14,11 @@
 //! Generic, and without a socket, so that a model checker can run it.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_rt::mutation_enabled;
 use moontide_rt::sync::{Condvar, Mutex, lock, wait};
+use moontide_rt::time::Instant;
 
 /// Requests `R` in flight, which end with results `A`.
 #[derive(Debug)]

@@ -10,9 +10,9 @@
 //! yet, calls are idempotent by protocol.
 
 use std::net::SocketAddr;
-use std::time::Instant;
 
 use moontide_proto::FrameKind;
+use moontide_rt::time::Instant;
 use moontide_types::NodeId;
 use tracing::warn;
 

@@ -1,10 +1,10 @@
 //! [`TcpPending`]: a running batch or call: frames, each on a connection, sent again where a connection failed.
 
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use moontide_proto::FrameKind;
 use moontide_rt::sync::Arc;
+use moontide_rt::time::Instant;
 use moontide_types::ErrorCode;
 
 use crate::engine::{Pending, WaitMode};

@@ -5,10 +5,9 @@
 //! written. The Commit carries the digest root, which is known once the bytes have been sent, because they are digested
 //! while they are sent.
 
-use std::time::Instant;
-
 use moontide_proto::FrameKind;
 use moontide_rt::sync::Arc;
+use moontide_rt::time::Instant;
 
 use crate::engine::PipelinedPut;
 use crate::engine_kind::EngineKind;

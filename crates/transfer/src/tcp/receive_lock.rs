@@ -16,10 +16,11 @@
 
 use std::collections::VecDeque;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_rt::mutation_enabled;
 use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
+use moontide_rt::time::Instant;
 
 /// Right to receive on a connection.
 #[derive(Debug, Default)]

@@ -3,7 +3,7 @@
 //!
 //! Payload does not pass through it, except for a few bytes that directly follow a body.
 
-use std::time::Instant;
+use moontide_rt::time::Instant;
 
 use crate::error::ConnectionError;
 use crate::tcp::payload::Chunk;

@@ -1,9 +1,8 @@
 //! [`Request`]: one request frame and its result.
 
-use std::time::Instant;
-
 use moontide_proto::{FixedRecord, FrameError, FrameHeader, FrameKind};
 use moontide_rt::sync::{Arc, Mutex, lock};
+use moontide_rt::time::Instant;
 use moontide_types::ErrorCode;
 
 use crate::error::{ConnectionError, TransferError};

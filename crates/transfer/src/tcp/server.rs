@@ -12,13 +12,14 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::limits::FRAME_PAYLOAD_BYTES_MAX;
 use moontide_proto::{
     FRAME_HEADER_BYTES, FrameFlags, FrameHeader, FrameKind, Hello, Token, TransferOp, TransferOps,
 };
 use moontide_rt::sync::{Arc, Mutex, lock};
+use moontide_rt::time::Instant;
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Span};
 use tracing::{debug, warn};

@@ -6,8 +6,9 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use moontide_rt::time::Instant;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};

@@ -15,9 +15,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
 
 use super::envelope::{Envelope, Kind};
 use super::error::{Transports, UcxError};

@@ -16,7 +16,7 @@ use std::mem::{ManuallyDrop, MaybeUninit};
 use std::path::{Path, PathBuf};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
-use parking_lot::Mutex;
+use moontide_rt::sync::Mutex;
 
 use super::error::{ENV, UcxUnavailable};
 use super::sys::Api;

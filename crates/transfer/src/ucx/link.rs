@@ -9,11 +9,12 @@
 
 use std::collections::HashMap;
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::convert::{AttachReply, AttachRequest, Wire, decode, encode};
 use moontide_proto::{FrameKind, OpFlags, v1};
 use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
+use moontide_rt::time::Instant;
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Generation, NodeId, SegmentId, Span};
 use tracing::{debug, info};

@@ -25,8 +25,9 @@ use std::ffi::{CStr, c_void};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use moontide_rt::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::callbacks::{self, Completion};

@@ -2,7 +2,9 @@
 //!
 //! Invariant: a spin without an event takes at most [`AdaptiveSpin::MAX`].
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use moontide_rt::time::Instant;
 
 /// Adaptive time limit for polling before a sleep.
 ///

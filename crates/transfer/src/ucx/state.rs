@@ -2,7 +2,7 @@
 //!
 //! Data only; the transitions are in `progress`, which has the state diagram.
 
-use std::time::Instant;
+use moontide_rt::time::Instant;
 
 use super::error::UcxError;
 use super::handle::{Done, Endpoint, Reply};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
+use moontide_rt::time::Instant;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::context::WorkerConfig;

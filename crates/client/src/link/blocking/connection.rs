@@ -13,10 +13,11 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use moontide_proto::FrameError;
-use parking_lot::{Mutex, MutexGuard};
+use moontide_rt::sync::{Mutex, MutexGuard};
+use moontide_rt::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 use std::thread::{self, Thread};
-use std::time::Instant;
 
-use parking_lot::Mutex;
+use moontide_rt::sync::Mutex;
+use moontide_rt::time::Instant;
 
 use super::connection::Connection;
 use crate::link::call::Outcome;
