@@ -103,6 +103,11 @@ impl SimulatedDisk {
         self.state.lock().restart();
     }
 
+    /// Closes all files, as when a process exits without a power failure: all that it wrote remains.
+    pub fn end_process(&self) {
+        self.state.lock().close_files();
+    }
+
     /// Returns the bytes of a file as a reader would see them; works without power.
     ///
     /// # Panics

@@ -46,7 +46,7 @@ use moontide_rt::collections::HashMap;
 use moontide_rt::sync::mpsc::Sender;
 use moontide_rt::sync::{Mutex, RwLock};
 use moontide_rt::time::Instant;
-use moontide_types::{ErrorCode, SessionId};
+use moontide_types::{ErrorCode, ObjectId, SessionId};
 use tracing::{error, info, warn};
 
 use self::counters::DiskCounters;
@@ -185,6 +185,20 @@ impl DiskTier {
         tier.memory_list = Mutex::new(list);
         tier.locks = Mutex::new(directories.locks);
         Ok(tier)
+    }
+
+    /// Like [`DiskTier::open`], with one directory on any storage.
+    #[cfg(feature = "testing")]
+    pub(crate) fn open_in(
+        dir: &std::path::Path,
+        storage: Arc<dyn Storage>,
+        config: DiskConfig,
+        memory: Arc<NodeMemory>,
+        events: Arc<EventRouter>,
+    ) -> Result<DiskTier, DiskError> {
+        let staging = Arc::clone(memory.staging().expect("a node with a disk has staging memory"));
+        let storages = vec![(dir.to_owned(), storage)];
+        DiskTier::open_on(storages, DiskMembers::single(dir), config, memory, staging, events)
     }
 
     /// Like [`DiskTier::open`], on any storage.
@@ -353,6 +367,27 @@ impl DiskTier {
     pub(crate) fn is_occupied(&self) -> bool {
         let is_evicting = || self.devices().any(|device| !device.evictions.lock().running.is_empty());
         self.usage().records > 0 || !self.open_jobs.is_empty() || is_evicting()
+    }
+
+    /// Whether all sessions have complete inventories.
+    #[cfg(feature = "testing")]
+    pub(crate) fn is_inventoried(&self) -> bool {
+        self.inventories.lock().values().all(|inventory| inventory.running == 0)
+    }
+
+    /// Number of removals that are not durable, and of those that a write has refused.
+    #[cfg(feature = "testing")]
+    pub(crate) fn removals(&self) -> (usize, usize) {
+        let failed = |device: &Arc<Device>| {
+            let open = device.open_removals.lock();
+            open.iter().flat_map(|open| open.values()).filter(|removal| removal.has_failed()).count()
+        };
+        (self.open_jobs.removals(), self.devices().map(failed).sum())
+    }
+
+    /// Whether a removal of the object is not durable.
+    pub(crate) fn is_removing(&self, id: ObjectId) -> bool {
+        self.open_jobs.has_removal(id)
     }
 
     /// Begins the flush before the stop.

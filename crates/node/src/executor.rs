@@ -12,6 +12,7 @@ use moontide_disk::RecordId;
 use moontide_heap::KillOutcome;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{CommandKind, CommandResult, CommandStatus, NodeCommand};
+use moontide_rt::mark;
 use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
 use moontide_rt::time::Instant;
 use moontide_types::limits::LEASE_MS_MAX;
@@ -180,6 +181,11 @@ impl CommandExecutor {
                 CommandKind::Promote => return self.promote(&disk, session, command),
                 // A promotion in progress must not publish a record in the slot.
                 CommandKind::Kill | CommandKind::Reclaim => {
+                    let is_reclaim = command.kind == CommandKind::Reclaim;
+                    mark!(
+                        "reclaim while a removal is not durable",
+                        is_reclaim && disk.is_removing(command.id)
+                    );
                     disk.cancel_promotion(command.segment, command.slot);
                 }
                 _ => {}

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use moontide_rt::mark;
 use moontide_rt::sync::Mutex;
 use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
 use moontide_types::limits::SHM_HEARTBEAT_TIMEOUT_MS;
@@ -78,6 +79,7 @@ impl IndexGate {
             return;
         }
         state.open = open;
+        mark!("self-fence while a peer reads", !open && !self.memory.heap().ledgers().pins().is_empty());
         self.memory.heap().index_region().set_open(open);
         match open {
             true => info!("local index open"),

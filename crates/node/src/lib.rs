@@ -29,21 +29,19 @@
 //! # }
 //! ```
 //!
-//! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `memory`, `owner` (requests of peers),
+//! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `core` (composition of the parts), `memory`, `owner` (requests of peers),
 //! `executor` (commands of masters), `disk` (disk tier), `session` (sessions with masters), `logic` (pure decisions),
 //! `event_router`, `flush` (writes before a stop), `index_gate` (heartbeat and local index), `admin` and `metrics`.
 
 mod admin;
 mod config;
-// Hidden, not part of the API: the simulation runs these on virtual time.
+mod core;
 mod disk;
-mod durable_file;
 mod event_router;
 mod executor;
 mod flush;
 mod index_gate;
-#[doc(hidden)]
-pub mod logic;
+mod logic;
 mod memory;
 mod metrics;
 mod node;
@@ -51,6 +49,8 @@ mod owner;
 mod session;
 mod status;
 mod sync_marks;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use config::{
     BYTES_PER_SLOT_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig, FLUSH_TIMEOUT_DEFAULT, MASTER_DEFAULT,

@@ -6,15 +6,15 @@
 //! order), [`access`] (access marks), [`timing`] (intervals and backoff), [`batch`] (batches and rate of disk writes),
 //! [`notice`] (disk notices and their subscribers), [`flush`] (end of a flush), [`sync_marks`] (proof of being in sync, for later masters).
 
-pub mod access;
-pub mod batch;
-pub mod commands;
-pub mod flush;
-pub mod groups;
-pub mod notice;
-pub mod outbox;
-pub mod report;
-pub mod segment_plan;
-pub mod sync_marks;
-pub mod timing;
-pub mod usage;
+pub(crate) mod access;
+pub(crate) mod batch;
+pub(crate) mod commands;
+pub(crate) mod flush;
+pub(crate) mod groups;
+pub(crate) mod notice;
+pub(crate) mod outbox;
+pub(crate) mod report;
+pub(crate) mod segment_plan;
+pub(crate) mod sync_marks;
+pub(crate) mod timing;
+pub(crate) mod usage;

@@ -21,15 +21,13 @@ use std::{fmt, io};
 
 use moontide_proto::v1;
 use moontide_rt::SplitMix64;
-use moontide_rt::sync::mpsc;
-use moontide_rt::thread::JoinHandle;
 use moontide_rt::time::Instant;
 use moontide_settings::InvalidConfig;
 use moontide_transfer::shm::{self, ShmServer, ShmServerConfig, ShmServerError};
 use moontide_transfer::tcp::{TcpServer, TcpServerConfig, TcpServerError};
 use moontide_transfer::{EngineKind, Owner};
 use moontide_types::limits::UNIT_BYTES;
-use moontide_types::{Generation, NodeId, SegmentId};
+use moontide_types::{Generation, NodeId};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -37,20 +35,15 @@ use tracing::{debug, error, info, warn};
 
 use crate::admin::{self, AdminState};
 use crate::config::{DiskConfig, MASTER_START_TIMEOUT, NodeConfig};
-use crate::disk::{DeviceThread, DiskDirectories, DiskError, DiskTier};
-use crate::event_router::EventRouter;
-use crate::executor::{CommandExecutor, ExecutorTask};
-use crate::flush::{FlushCanceller, FlushState};
-use crate::index_gate::{HEARTBEAT_TIMEOUT, IndexGate};
-use crate::logic::groups::group_of_segment;
+use crate::core::{CoreConfig, CoreError, NodeCore, open_disk};
+use crate::disk::{DiskDirectories, DiskError};
+use crate::flush::FlushCanceller;
+use crate::index_gate::HEARTBEAT_TIMEOUT;
 use crate::logic::segment_plan::{PlanArgs, PlanError, SegmentPlan, plan};
 use crate::logic::timing::MASTER_BACKOFF;
-use crate::memory::{ExternalMemory, MemoryError, NodeMemory};
-use crate::metrics::{Counters, Metrics};
-use crate::owner::NodeOwner;
-use crate::session::{NodeComponents, NodeDescriptor, SessionManager, learn_cluster};
-use crate::status::Status;
-use crate::sync_marks::SyncMarkStore;
+use crate::memory::{ExternalMemory, MemoryError};
+use crate::metrics::Metrics;
+use crate::session::{NodeDescriptor, learn_cluster};
 
 /// Maximum number of shm streams: one per client process, with a margin.
 const STREAMS_MAX: usize = 4096;
@@ -68,7 +61,7 @@ const FLUSH_LOG_INTERVAL: Duration = Duration::from_secs(1);
 const CLUSTER_INFO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeout for the sessions to stop: one call to unmount, with a margin.
-const SESSIONS_STOP_TIMEOUT: Duration = Duration::from_secs(2);
+pub(crate) const SESSIONS_STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Failure to start a node.
 #[derive(Debug, thiserror::Error)]
@@ -138,6 +131,16 @@ pub enum StartError {
     System(#[from] io::Error),
 }
 
+impl From<CoreError> for StartError {
+    fn from(error: CoreError) -> StartError {
+        match error {
+            CoreError::Memory(error) => StartError::Memory(error),
+            CoreError::Disk(error) => StartError::Disk(error),
+            CoreError::Threads(error) => StartError::System(error),
+        }
+    }
+}
+
 /// Addresses of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {
@@ -156,22 +159,13 @@ pub struct Node {
     addresses: Addresses,
     drain: Duration,
     flush_timeout: Duration,
-    flush: Arc<FlushState>,
-    router: Arc<EventRouter>,
-    owner: Arc<NodeOwner>,
-    disk: Option<Arc<DiskTier>>,
-    index_gate: Arc<IndexGate>,
-    status: Arc<Status>,
-    tasks: mpsc::Sender<ExecutorTask>,
-    stop_heartbeat: mpsc::Sender<()>,
+    core: NodeCore,
     stop_sessions: watch::Sender<bool>,
     stop_admin: watch::Sender<bool>,
     sessions: Option<tokio::task::JoinHandle<()>>,
     admin: Option<tokio::task::JoinHandle<()>>,
     tcp_server: Option<TcpServer>,
     shm_server: Option<ShmServer>,
-    threads: Vec<JoinHandle<()>>,
-    disk_threads: Vec<DeviceThread>,
     runtime: Option<Runtime>,
 }
 
@@ -227,10 +221,18 @@ impl Node {
             groups: groups.get(),
             page_bytes: config.huge_pages.page_bytes(),
         })?;
-        let staging_bytes = config.disk.as_ref().map(|disk| disk.staging_bytes);
-        let memory =
-            NodeMemory::create(id, generation(), plan, config.huge_pages, staging_bytes, external.as_ref())
-                .map(Arc::new)?;
+        let core_config = CoreConfig {
+            node: id,
+            groups,
+            generation: generation(),
+            plan,
+            huge_pages: config.huge_pages,
+            external: external.as_ref(),
+            disk: config.disk.clone(),
+            self_fence_timeout: config.self_fence_timeout,
+        };
+        let mark_dirs = directories.as_ref().map_or(vec![], |found| found.usable().to_vec());
+        let core = NodeCore::start(core_config, &mark_dirs, open_disk(directories))?;
         info!(
             node = %id,
             segments = plan.count,
@@ -239,37 +241,10 @@ impl Node {
             groups,
             "memory allocated"
         );
-
-        let counters = Arc::<Counters>::default();
-        let transfer = moontide_transfer::Metrics::new();
-        let group = |number| group_of_segment(id, SegmentId(number), groups);
-        let sync_marks = SyncMarkStore::open(directories.as_ref().map_or(&[], |found| found.usable()));
-        let router = EventRouter::new((0..plan.count).map(group).collect(), sync_marks);
-        let (tasks, task_receiver) = mpsc::channel();
-        let disk = match (directories, config.disk.clone(), memory.staging()) {
-            (Some(directories), Some(disk), Some(staging)) => {
-                let (memory, staging, router) =
-                    (Arc::clone(&memory), Arc::clone(staging), Arc::clone(&router));
-                Some(Arc::new(DiskTier::open(directories, disk, memory, staging, router)?))
-            }
-            _ => None,
-        };
         // Opening the disk takes time; it does not count towards the wait for the master.
         let started = started.max(Instant::now() - MASTER_START_TIMEOUT / 2);
-        let owner = Arc::new(NodeOwner::new(
-            id,
-            Arc::clone(&memory),
-            disk.clone(),
-            Arc::clone(&counters),
-            Arc::clone(&router),
-            tasks.clone(),
-        ));
-        let index_gate = Arc::new(IndexGate::new(Arc::clone(&memory), config.self_fence_timeout));
-        // Publish a heartbeat before any client can check it.
-        memory.heap().heartbeat();
-        let status = Arc::<Status>::default();
-
-        let (stop_heartbeat, heartbeat_stopped) = mpsc::channel();
+        let transfer = moontide_transfer::Metrics::new();
+        let owner = Arc::clone(&core.owner) as Arc<dyn Owner>;
         let (stop_sessions, sessions_stopped) = watch::channel(false);
         let (stop_admin, admin_stopped) = watch::channel(false);
         // From here on, dropping `node` stops everything that was started.
@@ -279,40 +254,18 @@ impl Node {
             addresses: Addresses::default(),
             drain: config.drain_timeout,
             flush_timeout: config.disk.as_ref().map_or(Duration::ZERO, |disk| disk.flush_timeout),
-            flush: Arc::default(),
-            router: Arc::clone(&router),
-            owner: Arc::clone(&owner),
-            disk: disk.clone(),
-            disk_threads: Vec::new(),
-            index_gate: Arc::clone(&index_gate),
-            status: Arc::clone(&status),
-            tasks: tasks.clone(),
-            stop_heartbeat,
+            core,
             stop_sessions,
             stop_admin,
             sessions: None,
             admin: None,
             tcp_server: None,
             shm_server: None,
-            threads: Vec::new(),
             runtime: Some(runtime),
         };
-        if let Some(disk) = &disk {
-            node.disk_threads = disk.start()?;
-        }
-        let executor = CommandExecutor::new(
-            Arc::clone(&memory),
-            disk.clone(),
-            Arc::clone(&counters),
-            Arc::clone(&router),
-        );
-        node.threads.push(spawn("moontide-exec", move || executor.run(&task_receiver))?);
-        let gate = Arc::clone(&index_gate);
-        node.threads.push(spawn("moontide-gate", move || gate.run(&heartbeat_stopped))?);
 
         let server_config = TcpServerConfig { listen: config.listen.clone(), ..TcpServerConfig::default() };
-        let server =
-            TcpServer::start(server_config, Arc::clone(&owner) as Arc<dyn Owner>, Arc::clone(&transfer))?;
+        let server = TcpServer::start(server_config, Arc::clone(&owner), Arc::clone(&transfer))?;
         node.addresses.tcp = server.addresses().to_vec();
         node.tcp_server = Some(server);
         if config.shm {
@@ -325,19 +278,18 @@ impl Node {
             };
             // SAFETY: the listener accepts only processes of this user, which could change the memory of this process
             // by other means as well; enabling `shm` asserts that they follow the protocol.
-            let shm_server = unsafe {
-                ShmServer::start(shm_config, Arc::clone(&owner) as Arc<dyn Owner>, Arc::clone(&transfer))
-            }?;
+            let shm_server =
+                unsafe { ShmServer::start(shm_config, Arc::clone(&owner), Arc::clone(&transfer)) }?;
             node.addresses.shm_socket = Some(socket);
             node.shm_server = Some(shm_server);
         }
         let metrics = Metrics {
-            counters: Arc::clone(&counters),
+            counters: Arc::clone(&node.core.counters),
             transfer,
-            memory: Arc::clone(&memory),
-            disk: disk.clone(),
-            index_gate: Arc::clone(&index_gate),
-            status: Arc::clone(&status),
+            memory: Arc::clone(&node.core.memory),
+            disk: node.core.disk.clone(),
+            index_gate: Arc::clone(&node.core.index_gate),
+            status: Arc::clone(&node.core.status),
         };
         if let Some(address) = config.admin_listen {
             let state = AdminState { node: id, master: config.master.clone(), metrics };
@@ -352,13 +304,11 @@ impl Node {
             cluster: cluster.number,
             groups,
         };
-        let flush = Arc::clone(&node.flush);
-        let components = NodeComponents { memory, disk, owner, index_gate, status, flush, counters, tasks };
-        let manager = SessionManager::new(descriptor, components, router, seeds, sessions_stopped);
+        let manager = node.core.sessions(descriptor, seeds, sessions_stopped);
         node.sessions = node.runtime.as_ref().map(|runtime| runtime.spawn(manager.run()));
         let left = MASTER_START_TIMEOUT.saturating_sub(started.elapsed()).max(Duration::from_secs(1));
-        if !node.status.wait_until_mounted(left) {
-            let reason = node.status.get().last_error.unwrap_or_else(|| "no response yet".into());
+        if !node.core.status.wait_until_mounted(left) {
+            let reason = node.core.status.get().last_error.unwrap_or_else(|| "no response yet".into());
             node.drain = Duration::ZERO;
             return Err(StartError::NotMounted { master: config.master, waited: started.elapsed(), reason });
         }
@@ -397,7 +347,7 @@ impl Node {
 
     /// Returns the bytes of memory in use, the bytes that are draining, and the total.
     pub fn usage(&self) -> (u64, u64, u64) {
-        let usage = self.owner.memory().usage();
+        let usage = self.core.owner.memory().usage();
         let bytes = |units: u64| units * UNIT_BYTES;
         (bytes(usage.live_units + usage.writing_units), bytes(usage.draining_units), bytes(usage.units))
     }
@@ -410,18 +360,18 @@ impl Node {
     /// Waits until the masters have mounted all segments and acknowledged their reports. Returns `false` after
     /// `timeout`.
     pub fn wait_until_mounted(&self, timeout: Duration) -> bool {
-        self.status.wait_until_mounted(timeout)
+        self.core.status.wait_until_mounted(timeout)
     }
 
     /// Returns the owner as the transfer servers use it; for tests that call it directly.
     #[cfg(any(test, feature = "testing"))]
     pub fn owner(&self) -> Arc<dyn Owner> {
-        Arc::clone(&self.owner) as Arc<dyn Owner>
+        Arc::clone(&self.core.owner) as Arc<dyn Owner>
     }
 
     /// Returns a handle that ends the first part of [`Node::shutdown`] early.
     pub fn flush_canceller(&self) -> FlushCanceller {
-        FlushCanceller(Arc::clone(&self.flush))
+        FlushCanceller(Arc::clone(&self.core.flush))
     }
 
     /// Stops the node. A node with a disk first refuses new writes, and waits at most [`DiskConfig::flush_timeout`] until
@@ -432,30 +382,31 @@ impl Node {
     pub fn shutdown(mut self) {
         let drain = self.drain;
         self.write_to_disk();
-        self.disk.iter().for_each(|disk| disk.write_memory_list());
+        self.core.disk.iter().for_each(|disk| disk.write_memory_list());
         self.stop(drain);
     }
 
     /// Lets the masters command the writes of all objects that are only in memory, and waits for them.
     fn write_to_disk(&self) {
-        let (Some(disk), false) = (&self.disk, self.flush_timeout.is_zero()) else { return };
-        self.owner.close_writes();
+        let (Some(disk), false) = (&self.core.disk, self.flush_timeout.is_zero()) else { return };
+        self.core.owner.close_writes();
         let (started, before) = (Instant::now(), disk.written());
         let since_start = || {
             let now = disk.written();
             (now.0 - before.0, now.1 - before.1)
         };
         disk.begin_flush();
-        self.flush.begin();
+        self.core.flush.begin();
         let mut logged = started;
-        while !(self.flush.is_over(&self.router.masters()) && disk.is_idle())
+        while !(self.core.flush.is_over(&self.core.router.masters()) && disk.is_idle())
             && started.elapsed() < self.flush_timeout
-            && !self.flush.is_cancelled()
+            && !self.core.flush.is_cancelled()
         {
             moontide_rt::thread::sleep(FLUSH_POLL_INTERVAL);
             if logged.elapsed() >= FLUSH_LOG_INTERVAL {
                 logged = Instant::now();
-                let ((records, bytes), left) = (since_start(), self.flush.left(&self.router.masters()));
+                let ((records, bytes), left) =
+                    (since_start(), self.core.flush.left(&self.core.router.masters()));
                 info!(
                     records,
                     bytes,
@@ -465,10 +416,10 @@ impl Node {
                 );
             }
         }
-        let ((records, bytes), left) = (since_start(), self.flush.left(&self.router.masters()));
+        let ((records, bytes), left) = (since_start(), self.core.flush.left(&self.core.router.masters()));
         let seconds = started.elapsed().as_secs_f32();
         let not_written = left.objects.saturating_add(left.refused);
-        if not_written == 0 && self.flush.is_complete(&self.router.masters()) {
+        if not_written == 0 && self.core.flush.is_complete(&self.core.router.masters()) {
             info!(records, bytes, seconds, "memory written to disk");
         } else {
             warn!(
@@ -482,10 +433,7 @@ impl Node {
         let Some(runtime) = self.runtime.take() else { return };
         info!(node = %self.id, "node stopping");
         let started = Instant::now();
-        // Before the masters unmount the segments: they can no longer invalidate what is removed or replaced after
-        // that.
-        self.owner.close();
-        self.index_gate.close();
+        self.core.close();
         self.stop_sessions.send_replace(true);
         if let Some(sessions) = self.sessions.take() {
             let ended =
@@ -494,8 +442,7 @@ impl Node {
                 warn!("sessions did not stop in time");
             }
         }
-        // No master waits for them any more, and a write that waits for its turn pins its record.
-        self.disk.iter().for_each(|disk| disk.stop_offloads());
+        self.core.stop_offloads();
         while started.elapsed() < drain && self.is_in_use() {
             moontide_rt::thread::sleep(DRAIN_POLL_INTERVAL);
         }
@@ -512,21 +459,7 @@ impl Node {
             // The file may already be removed.
             let _ = std::fs::remove_file(socket);
         }
-        // Errors: a thread that has already exited has logged its reason.
-        if let Some(disk) = &self.disk {
-            disk.stop();
-        }
-        let _ = self.tasks.send(ExecutorTask::Stop);
-        let _ = self.stop_heartbeat.send(());
-        for thread in self.threads.drain(..) {
-            let name = thread.thread().name().unwrap_or_default().to_owned();
-            if thread.join().is_err() {
-                error!(thread = name, "node thread panicked");
-            }
-        }
-        if let Some(disk) = &self.disk {
-            disk.join(std::mem::take(&mut self.disk_threads));
-        }
+        self.core.stop();
         self.stop_admin.send_replace(true);
         if let Some(admin) = self.admin.take() {
             // Do not wait for connections that their peers keep open.
@@ -538,7 +471,7 @@ impl Node {
 
     /// Whether any peer reads, writes or calls.
     fn is_in_use(&self) -> bool {
-        self.owner.calls() > 0 || !self.owner.heap().ledgers().pins().is_empty()
+        self.core.owner.calls() > 0 || !self.core.owner.heap().ledgers().pins().is_empty()
     }
 }
 
@@ -647,10 +580,6 @@ fn random_u64() -> io::Result<u64> {
     // Up to 256 bytes are returned in one call.
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
     Ok(u64::from_le_bytes(bytes))
-}
-
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    moontide_rt::thread::Builder::new().name(name.to_owned()).spawn(run)
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ use moontide_proto::{
     CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags,
     OpFlags, OpKind, Packed, ReportFlags, ReportRecord, TransferOp, v1,
 };
+use moontide_rt::mark;
 use moontide_rt::sync::mpsc;
 use moontide_rt::time::Instant;
 use moontide_transfer::{CapabilityPolicy, Owner, PeerIdentity};
@@ -201,7 +202,9 @@ impl NodeOwner {
         };
         let (slot, epoch) = (handle.slot, object.epoch);
         let grant = Grant { slot, epoch, term: handle.term, extent: handle.extent, record, writer };
-        self.memory.heap().begin(handle.segment, &grant).map_err(|error| error.code())?;
+        let begun = self.memory.heap().begin(handle.segment, &grant).map_err(|error| error.code());
+        mark!("grant of an earlier term", begun == Err(ErrorCode::StaleTerm));
+        begun?;
         self.memory.record_begun(handle.segment, slot, epoch, handle.extent.units);
         if self.reports_changes() {
             let record = begun_record(object, handle);

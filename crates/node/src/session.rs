@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use moontide_proto::convert::{MasterMessage, MasterMessageBody, Wire};
 use moontide_proto::{CommandResult, PackedBuilder, v1};
-use moontide_rt::{Backoff, SplitMix64};
+use moontide_rt::{Backoff, SplitMix64, mark};
 use moontide_types::{Clock, ErrorCode, NodeId, SegmentId, SessionId, SystemClock, Term};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::sync::watch;
@@ -242,6 +242,8 @@ impl SessionDriver {
                     continue;
                 }
                 StreamEnd::Broken(error) => {
+                    let has_results = || self.state.as_ref().is_some_and(|state| state.outbox.has_results());
+                    mark!("stream broken with results that are not acknowledged", has_results());
                     // A session whose streams fail at once makes no progress.
                     failures = if self.acknowledged() > acknowledged { 0 } else { failures + 1 };
                     if failures >= STREAM_FAILURES_MAX || self.is_lost() {
@@ -439,7 +441,7 @@ impl SessionDriver {
         for segments in all.chunks(moontide_types::limits::BATCH_KEYS_MAX) {
             let segments = segments.to_vec();
             let request = calls::unmount_segments(&self.descriptor, state.session, segments);
-            match tokio::time::timeout(CALL_TIMEOUT / 2, client.unmount_segments(request)).await {
+            match moontide_tasks::time::timeout(CALL_TIMEOUT / 2, client.unmount_segments(request)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(status)) => {
                     return warn!(%status, "cannot unmount segments; the session will expire");
@@ -469,16 +471,16 @@ impl SessionDriver {
         };
         self.components.counters.stream();
         let ttl = self.state.as_ref().map_or(CALL_TIMEOUT, |c| c.heartbeats.ttl());
-        let mut clock = tokio::time::interval(heartbeat_interval(ttl));
-        clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut clock = moontide_tasks::time::interval(heartbeat_interval(ttl));
+        clock.set_missed_tick_behavior(moontide_tasks::time::MissedTickBehavior::Delay);
         clock.reset();
-        let mut flush_clock = tokio::time::interval(FLUSH_HEARTBEAT_INTERVAL);
-        flush_clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut flush_clock = moontide_tasks::time::interval(FLUSH_HEARTBEAT_INTERVAL);
+        flush_clock.set_missed_tick_behavior(moontide_tasks::time::MissedTickBehavior::Delay);
         let mut flush_begun = self.components.flush.subscribe();
         let mut stop = self.stop.clone();
         let mut hosted = self.hosted.clone();
         // Measured from the start of the stream, regardless of other events.
-        let mut stale_master_delay = std::pin::pin!(tokio::time::sleep(STALE_MASTER_DELAY));
+        let mut stale_master_delay = std::pin::pin!(moontide_tasks::time::sleep(STALE_MASTER_DELAY));
         loop {
             self.report_next().await;
             if let (Some(disk), Some(state)) = (&self.components.disk, &self.state) {
@@ -509,7 +511,7 @@ impl SessionDriver {
                         permit.send(message);
                     },
                     // The connection is closed; the other direction has the reason.
-                    Err(_) => match tokio::time::timeout(CALL_TIMEOUT, from_master.message()).await {
+                    Err(_) => match moontide_tasks::time::timeout(CALL_TIMEOUT, from_master.message()).await {
                         Ok(Err(status)) => return ended(status.into()),
                         _ => return StreamEnd::Broken(MasterError::Ended),
                     },
@@ -564,7 +566,7 @@ impl SessionDriver {
                 if self.router.sync_marks.record(&in_sync, state.heartbeats.last_acked()) {
                     for file in 0..self.router.sync_marks.files() {
                         let marks = Arc::clone(&self.router.sync_marks);
-                        tokio::task::spawn_blocking(move || marks.write(file));
+                        moontide_tasks::spawn_blocking(move || marks.write(file));
                     }
                 }
                 // An answer from before a change of the groups does not count.
@@ -602,7 +604,8 @@ impl SessionDriver {
                 return;
             }
             let memory = Arc::clone(&self.components.memory);
-            let taken = tokio::task::spawn_blocking(move || snapshot::take(&memory, segment, first)).await;
+            let taken = moontide_tasks::spawn_blocking(move || snapshot::take(&memory, segment, first)).await;
+            mark!("change during a snapshot", !self.events.is_empty());
             let (snapshot, unreadable) = match taken {
                 Ok(Some(taken)) => taken,
                 Ok(None) | Err(_) => return warn!(segment = segment.0, "no snapshot of segment"),
@@ -734,7 +737,7 @@ impl SessionDriver {
 
     async fn pause(&mut self) -> Result<(), Interrupted> {
         let wait = self.backoff.pause(Duration::ZERO, self.random.next_u64());
-        self.with_timeout(tokio::time::sleep(wait), 2 * wait).await
+        self.with_timeout(moontide_tasks::time::sleep(wait), 2 * wait).await
     }
 
     /// Waits for a future, at most for `timeout`, and processes events meanwhile.
@@ -744,7 +747,8 @@ impl SessionDriver {
         timeout: Duration,
     ) -> Result<T, Interrupted> {
         let (mut stop, mut hosted) = (self.stop.clone(), self.hosted.clone());
-        let (mut future, mut timeout) = (std::pin::pin!(future), std::pin::pin!(tokio::time::sleep(timeout)));
+        let (mut future, mut timeout) =
+            (std::pin::pin!(future), std::pin::pin!(moontide_tasks::time::sleep(timeout)));
         loop {
             tokio::select! {
                 biased;

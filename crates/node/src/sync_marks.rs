@@ -13,8 +13,8 @@ use moontide_rt::sync::Mutex;
 use moontide_types::{GroupId, MonoTime};
 use tracing::warn;
 
-use crate::durable_file;
 use crate::logic::sync_marks::SyncMarks;
+use moontide_rt::fs;
 
 /// Name of the file in a directory of the disk.
 pub(crate) const FILE: &str = "sync.marks";
@@ -59,7 +59,7 @@ impl SyncMarkStore {
         // A writer that does not end is not waited for: the next change of the marks tries again.
         let Some(dir) = self.dirs[file].try_lock_for(WRITE_WAIT) else { return };
         let text = self.marks.lock().to_text();
-        if let Err(error) = durable_file::replace(&dir, FILE, text.as_bytes()) {
+        if let Err(error) = fs::replace(&dir, FILE, text.as_bytes()) {
             let file = dir.join(FILE);
             warn!(file = %file.display(), %error, "cannot write; masters may drop the records on disk after a restart");
         }
@@ -68,7 +68,7 @@ impl SyncMarkStore {
 
 fn read(dir: &Path) -> SyncMarks {
     let file = dir.join(FILE);
-    let text = match std::fs::read_to_string(&file) {
+    let text = match fs::read_to_string(&file) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return SyncMarks::default(), // a new disk
         Err(error) => {

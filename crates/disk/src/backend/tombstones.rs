@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use moontide_rt::collections::HashMap;
-use moontide_rt::mutation_enabled;
 use moontide_rt::sync::{Mutex, RwLock};
+use moontide_rt::{mark, mutation_enabled};
 use moontide_types::{Epoch, ObjectId};
 
 use crate::buffer::{AlignedBuf, BLOCK_BYTES, Buffer};
@@ -236,7 +236,10 @@ impl Tombstones {
         log: &mut TombstoneLog,
         entries: &[(ObjectId, Epoch)],
     ) -> io::Result<()> {
-        let Some(file) = log.file.clone() else { return self.rewrite(queue, log, &|_, _| true) };
+        let Some(file) = log.file.clone() else {
+            mark!("log of removals replaced after a failed write", log.len > 0);
+            return self.rewrite(queue, log, &|_, _| true);
+        };
         let end = write_blocks(queue, &file, log.len, entries)?;
         if !mutation_enabled(Mutation::TombstoneUnsynced) {
             sync(queue, &file)?;

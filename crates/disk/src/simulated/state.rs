@@ -456,6 +456,16 @@ impl State {
         self.collect();
     }
 
+    /// Closes all files: those that have no name are gone.
+    pub(super) fn close_files(&mut self) {
+        self.boot += 1;
+        let open: Vec<u64> = self.nodes.iter().filter(|(_, node)| node.open > 0).map(|(&id, _)| id).collect();
+        for id in open {
+            self.nodes.get_mut(&id).expect("it was just found").open = 0;
+            self.release(id);
+        }
+    }
+
     // -- for tests ------------------------------------------------------------------------------------------------
 
     fn expect_file(&mut self, path: &Path) -> &mut FileNode {

@@ -12,7 +12,8 @@ use tracing::{info, warn};
 use super::identity::{DiskIdentity, IdentityError};
 use super::members::{DeviceId, Found, MemberError, MemberFiles, MemberState, Members};
 use super::memory_list;
-use crate::{durable_file, sync_marks};
+use crate::sync_marks;
+use moontide_rt::fs;
 
 /// Name of the file with the [`MemberState`]. A node that always had one directory has none.
 const MEMBERS_FILE: &str = "disk.members";
@@ -43,7 +44,7 @@ struct Files(Vec<PathBuf>);
 
 impl MemberFiles for Files {
     fn write(&mut self, directory: usize, state: &MemberState) -> io::Result<()> {
-        durable_file::replace(&self.0[directory], MEMBERS_FILE, state.to_text().as_bytes())
+        fs::replace(&self.0[directory], MEMBERS_FILE, state.to_text().as_bytes())
     }
 
     fn empty(&mut self, directory: usize) -> io::Result<()> {
@@ -100,7 +101,7 @@ impl DiskMembers {
     }
 
     /// The only directory of a disk in a test.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn single(path: &Path) -> DiskMembers {
         DiskMembers { members: None, files: Files(vec![path.to_owned()]) }
     }

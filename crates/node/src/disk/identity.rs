@@ -7,7 +7,7 @@ use std::path::Path;
 use moontide_disk::BackendKind;
 use moontide_types::NodeId;
 
-use crate::durable_file;
+use moontide_rt::fs;
 
 /// Name of the identity file in a directory of the disk.
 pub(super) const FILE: &str = "node.id";
@@ -180,6 +180,6 @@ impl DiskIdentity {
     pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
         let DiskIdentity { node, cluster, backend } = self;
         let text = format!("{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n");
-        durable_file::replace(dir, FILE, text.as_bytes())
+        fs::replace(dir, FILE, text.as_bytes())
     }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use moontide_disk::RecordId;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{PackedBuilder, VersionedId, v1};
+use moontide_rt::mark;
 use moontide_rt::time::Instant;
 use moontide_types::{Epoch, ObjectId, SessionId};
 use tracing::{info, warn};
@@ -188,6 +189,8 @@ impl DiskTier {
         let _guard = self.notify_lock.lock();
         let skip_check = self.test_hooks.mutation.is_enabled(Mutation::ToldUnseen);
         let notice = builder.message(true, |name| skip_check || self.contains(name));
+        let all = || builder.message(true, |_| true).records.len();
+        mark!("record evicted or removed between scan and notice", notice.records.len() < all());
         if !notice.records.is_empty() {
             self.events.send(NodeEvent::Offloaded { session, notice });
         }

@@ -15,6 +15,7 @@ use moontide_disk::{
 use moontide_heap::{NodePin, StagedRecord, StagingBuffer};
 use moontide_proto::TransferOp;
 use moontide_proto::limits::DISK_PART_BYTES;
+use moontide_rt::mark;
 use moontide_rt::sync::{Condvar, Mutex};
 use moontide_rt::time::Instant;
 use moontide_types::record::{Attributes, Header, KeySection};
@@ -584,7 +585,9 @@ impl DiskTier {
             warn!(id = %name.record.id, error = %failure.error, "record from disk does not fit into staging");
             ErrorCode::Internal
         })?;
-        self.cache.ready(*name, staged).ok_or(ErrorCode::Gone)
+        let ready = self.cache.ready(*name, staged);
+        mark!("record removed or evicted while it is read from disk", ready.is_none());
+        ready.ok_or(ErrorCode::Gone)
     }
 
     /// Kills records that were taken out of the cache, so that they get no new readers.

@@ -15,8 +15,8 @@ use moontide_rt::time::Instant;
 use moontide_types::record::State;
 use moontide_types::{Epoch, ObjectId};
 
-use crate::durable_file;
 use crate::memory::NodeMemory;
+use moontide_rt::fs;
 
 /// Name of the file in a directory of the disk: packed [`VersionedId`]s.
 pub(super) const FILE: &str = "memory.list";
@@ -38,13 +38,13 @@ impl MemoryList {
     /// Reads the list and removes its file: after a crash it would be out of date.
     pub(super) fn take(dir: &Path) -> io::Result<MemoryList> {
         let path = dir.join(FILE);
-        let bytes = match std::fs::read(&path) {
+        let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(error),
         };
         if !bytes.is_empty() {
-            std::fs::remove_file(&path)?;
+            fs::remove(&path)?;
         }
         let packed = Packed::<VersionedId>::decode(&bytes, OBJECTS_MAX);
         let packed = packed.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
@@ -93,7 +93,7 @@ impl MemoryList {
             });
         }
         let packed: PackedBuilder<VersionedId> = versions.iter().copied().collect();
-        durable_file::replace(dir, FILE, &packed.finish())?;
+        fs::replace(dir, FILE, &packed.finish())?;
         Ok(versions.len())
     }
 }
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(MemoryList::take(&dir).unwrap().len(), 0);
         let version = VersionedId { id: ObjectId([7; 16]), epoch: Epoch::from_bits(9).unwrap() };
         let packed: PackedBuilder<VersionedId> = [version].into_iter().collect();
-        durable_file::replace(&dir, FILE, &packed.finish()).unwrap();
+        fs::replace(&dir, FILE, &packed.finish()).unwrap();
         let mut list = MemoryList::take(&dir).unwrap();
         assert!(list.contains(version.id, version.epoch));
         assert!(!list.contains(version.id, Epoch::from_bits(8).unwrap()));

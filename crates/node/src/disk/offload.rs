@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use moontide_disk::{DiskLayout, Queue, RecordId, RecordSource, WriteError};
 use moontide_heap::NodePin;
+use moontide_rt::mark;
 use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
 use moontide_rt::time::Instant;
 use moontide_types::record::{State, Word};
@@ -241,6 +242,7 @@ impl DiskTier {
         self.pause_on_disk_errors(device, &outcomes);
         let mut notices: BTreeMap<SessionId, OffloadNoticeBuilder> = BTreeMap::new();
         for ((at, job, pin), outcome) in pinned.iter().zip(outcomes) {
+            self.mark_written(job, &outcome);
             results[*at] = Some(match outcome {
                 Ok(()) | Err(WriteError::Exists) => {
                     if outcome.is_ok() {
@@ -263,6 +265,17 @@ impl DiskTier {
         for (session, mut notice) in notices {
             self.notify_written(session, &mut notice);
         }
+    }
+
+    /// Tells a simulated world what has happened while a record was written.
+    fn mark_written(&self, job: &OffloadJob, outcome: &Result<(), WriteError>) {
+        let removed = || matches!(outcome, Err(WriteError::Removed)) || self.is_removing(job.id);
+        let over = || !self.is_live(job.session);
+        mark!("write ends after its session", over());
+        mark!("write ends after the removal of its version", removed());
+        mark!("write ends after its session and a removal of its version", over() && removed());
+        let pin = || self.memory.heap().pin(job.segment, job.slot, job.epoch);
+        mark!("kill while a writer has the pin", pin().is_none());
     }
 
     /// Writes records that no other directory has.

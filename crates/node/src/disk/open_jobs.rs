@@ -56,6 +56,17 @@ impl OpenJobs {
         self.0.lock().open.is_empty()
     }
 
+    /// Whether a removal of the object is not durable.
+    pub(super) fn has_removal(&self, id: ObjectId) -> bool {
+        self.0.lock().open.values().any(|job| matches!(job, OpenJob::Removal(removed) if *removed == id))
+    }
+
+    /// Number of removals that are not durable.
+    #[cfg(feature = "testing")]
+    pub(super) fn removals(&self) -> usize {
+        self.0.lock().open.values().filter(|job| matches!(job, OpenJob::Removal(_))).count()
+    }
+
     /// Returns the jobs for which an inventory of `groups` for a session has to wait before it ends.
     pub(super) fn before_end_of_inventory(&self, session: SessionId, groups: &GroupSet) -> Vec<JobTicket> {
         let state = self.0.lock();

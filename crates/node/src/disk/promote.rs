@@ -7,6 +7,7 @@ use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble};
 use moontide_heap::{Grant, NodeClaim, PayloadWriter};
 use moontide_proto::limits::DISK_PART_BYTES;
 use moontide_rt::collections::HashMap;
+use moontide_rt::mark;
 use moontide_rt::sync::Mutex;
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
 use moontide_types::{ErrorCode, Extent, MonoTime, SegmentId, SessionId, SlotId, Span, Term};
@@ -228,6 +229,7 @@ impl DiskTier {
         }
         self.test_hooks.reached(HookPoint::Copied);
         let slots = self.promotions.slots.lock();
+        mark!("promotion cancelled between begin and publication", !self.is_current(&slots, job));
         if !self.is_current(&slots, job) && !self.test_hooks.mutation.is_enabled(Mutation::PromotedUnasked) {
             drop(slots);
             drop(claim);

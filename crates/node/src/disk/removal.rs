@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use moontide_disk::Queue;
+use moontide_rt::mark;
 use moontide_rt::sync::Mutex;
 use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
 use moontide_rt::time::Instant;
@@ -45,6 +46,14 @@ pub(super) struct Removal {
     ticket: JobTicket,
     job: RemovalJob,
     progress: Mutex<RemovalProgress>,
+}
+
+#[cfg(feature = "testing")]
+impl Removal {
+    /// Whether a write has refused it.
+    pub(super) fn has_failed(&self) -> bool {
+        self.progress.lock().has_failed
+    }
 }
 
 #[derive(Debug)]
@@ -128,6 +137,7 @@ fn write_batch(
                 error!(%dir, %error, "cannot write removal to disk, retrying; its object may reappear after a restart");
             }
             let full = error.kind() == std::io::ErrorKind::StorageFull;
+            mark!("disk full at a removal", full);
             let reason = if full { WritePauseReason::Full } else { WritePauseReason::Failed };
             device.pause_writes(reason, tier.write_pause);
             tier.counters.write_failed();

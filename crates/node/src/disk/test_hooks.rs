@@ -1,5 +1,5 @@
 //! Mutations that a test enables for one [`DiskTier`](super::DiskTier) to prove that it detects them, and hook points
-//! at which a test can interleave with the threads of the tier.
+//! at which a test can interleave with the threads of the tier, and a simulated world can delay them.
 //!
 //! Outside unit tests [`TestHooks`] has no hook. In a release build it is empty and its branches are compiled out.
 
@@ -64,6 +64,25 @@ pub(super) enum HookPoint {
     Removing,
 }
 
+impl HookPoint {
+    /// Returns the name of its mark.
+    #[cfg(not(test))]
+    const fn mark(self) -> &'static str {
+        match self {
+            HookPoint::Pinned => "about to write pinned records",
+            HookPoint::Written => "about to tell of written records",
+            HookPoint::Evicting => "about to finish an eviction",
+            HookPoint::Notified => "told of an eviction",
+            HookPoint::Missed => "about to tell of a missed record",
+            HookPoint::Read => "about to publish read records",
+            HookPoint::Loaded => "about to begin a promoted record",
+            HookPoint::Copied => "about to publish a promoted record",
+            HookPoint::Found => "about to tell of found records",
+            HookPoint::Removing => "about to write removals",
+        }
+    }
+}
+
 /// Enabled mutation and hook of a test.
 #[derive(Debug, Default)]
 pub(super) struct TestHooks {
@@ -75,7 +94,9 @@ pub(super) struct TestHooks {
 #[cfg(not(test))]
 impl TestHooks {
     #[inline(always)]
-    pub(super) const fn reached(&self, _point: HookPoint) {}
+    pub(super) fn reached(&self, point: HookPoint) {
+        moontide_rt::mark!(point.mark());
+    }
 }
 
 #[cfg(test)]

@@ -10,25 +10,25 @@ const BYTES_MAX: usize = 4 << 20;
 
 /// Access marks of all segments, which have the same number of slots.
 #[derive(Debug)]
-pub struct AccessBitmap {
+pub(crate) struct AccessBitmap {
     slots: u32,
     /// One bit per slot, per segment; empty for a segment without marks.
     segments: Vec<Vec<u8>>,
 }
 
 impl AccessBitmap {
-    pub fn new(segments: usize, slots: u32) -> AccessBitmap {
+    pub(crate) fn new(segments: usize, slots: u32) -> AccessBitmap {
         AccessBitmap { slots, segments: vec![Vec::new(); segments] }
     }
 
     /// Marks a slot by its number among all slots of the node.
-    pub fn mark_number(&mut self, number: u64) {
+    pub(crate) fn mark_number(&mut self, number: u64) {
         let slots = u64::from(self.slots);
         self.mark((number / slots) as usize, (number % slots) as u32);
     }
 
     /// Marks a slot of a segment. Ignores a slot out of range: clients write these numbers.
-    pub fn mark(&mut self, segment: usize, slot: u32) {
+    pub(crate) fn mark(&mut self, segment: usize, slot: u32) {
         let Some(bits) = self.segments.get_mut(segment).filter(|_| slot < self.slots) else { return };
         if bits.is_empty() {
             bits.resize((self.slots as usize).div_ceil(8), 0);
@@ -38,7 +38,7 @@ impl AccessBitmap {
 
     /// Returns the bitmaps for a heartbeat: the marked range of each segment. Marks beyond the limit of a heartbeat are
     /// dropped, since they are hints; `turn` selects the first segment, so that not always the same ones are dropped.
-    pub fn bitmaps(&self, generation: Generation, turn: u64) -> Vec<v1::TouchBitmap> {
+    pub(crate) fn bitmaps(&self, generation: Generation, turn: u64) -> Vec<v1::TouchBitmap> {
         let (mut bitmaps, mut bytes) = (Vec::new(), 0);
         let first = (turn % self.segments.len().max(1) as u64) as usize;
         let (before, after) = self.segments.split_at(first);

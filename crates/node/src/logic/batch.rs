@@ -6,15 +6,15 @@ use moontide_types::MonoTime;
 
 /// Limits at which a batch of offloads is written.
 #[derive(Clone, Copy, Debug)]
-pub struct BatchLimits {
+pub(crate) struct BatchLimits {
     /// Bytes that close a batch.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// Records that close a batch.
-    pub records: usize,
+    pub(crate) records: usize,
     /// Time without a new record after which a batch is written.
-    pub idle: Duration,
+    pub(crate) idle: Duration,
     /// Maximum time that a record waits in a batch.
-    pub age: Duration,
+    pub(crate) age: Duration,
 }
 
 impl Default for BatchLimits {
@@ -30,7 +30,7 @@ impl Default for BatchLimits {
 
 /// Records that wait to be written together.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct OffloadBatch {
+pub(crate) struct OffloadBatch {
     bytes: u64,
     records: usize,
     first: Option<MonoTime>,
@@ -38,7 +38,7 @@ pub struct OffloadBatch {
 }
 
 impl OffloadBatch {
-    pub fn add(&mut self, bytes: u64, now: MonoTime) {
+    pub(crate) fn add(&mut self, bytes: u64, now: MonoTime) {
         self.bytes += bytes;
         self.records += 1;
         self.first.get_or_insert(now);
@@ -46,7 +46,7 @@ impl OffloadBatch {
     }
 
     /// Returns the time to wait for more records; `None`: write the batch now.
-    pub fn wait(&self, limits: &BatchLimits, now: MonoTime) -> Option<Duration> {
+    pub(crate) fn wait(&self, limits: &BatchLimits, now: MonoTime) -> Option<Duration> {
         let first = self.first?;
         if self.bytes >= limits.bytes || self.records >= limits.records {
             return None;
@@ -59,7 +59,7 @@ impl OffloadBatch {
 
 /// Limits writes to a bandwidth: a writer that is ahead of it waits.
 #[derive(Clone, Copy, Debug)]
-pub struct WriteThrottle {
+pub(crate) struct WriteThrottle {
     /// 0: no limit.
     bytes_per_s: u64,
     /// Time at which the writes so far are within the bandwidth.
@@ -70,12 +70,12 @@ pub struct WriteThrottle {
 const BURST: Duration = Duration::from_millis(250);
 
 impl WriteThrottle {
-    pub fn new(bytes_per_s: u64) -> WriteThrottle {
+    pub(crate) fn new(bytes_per_s: u64) -> WriteThrottle {
         WriteThrottle { bytes_per_s, next_free: MonoTime(0) }
     }
 
     /// Accounts for a write of `bytes` bytes and returns the time to wait before it.
-    pub fn take(&mut self, bytes: u64, now: MonoTime) -> Duration {
+    pub(crate) fn take(&mut self, bytes: u64, now: MonoTime) -> Duration {
         if self.bytes_per_s == 0 {
             return Duration::ZERO;
         }

@@ -27,22 +27,22 @@ use moontide_types::record::{State, Word};
 use moontide_types::{Epoch, ErrorCode, Generation, MonoTime, SegmentId, SessionId, SlotId, Term};
 
 /// Version of the content of a slot.
-pub type SlotVersion = (SegmentId, SlotId, Epoch);
+pub(crate) type SlotVersion = (SegmentId, SlotId, Epoch);
 
 /// Id of a command. Each session has its own numbers.
-pub type CommandId = (SessionId, u64);
+pub(crate) type CommandId = (SessionId, u64);
 
 /// State of the segment that a command names.
 #[derive(Clone, Copy, Debug)]
-pub struct SegmentInfo {
-    pub generation: Generation,
+pub(crate) struct SegmentInfo {
+    pub(crate) generation: Generation,
     /// Term that the segment has adopted.
-    pub adopted_term: Term,
-    pub slots: u32,
+    pub(crate) adopted_term: Term,
+    pub(crate) slots: u32,
 }
 
 /// Checks whether a command may be executed. `segment`: `None` if there is no such segment.
-pub fn validate_command(
+pub(crate) fn validate_command(
     command: &NodeCommand,
     segment: Option<SegmentInfo>,
     has_disk: bool,
@@ -73,7 +73,7 @@ pub fn validate_command(
 
 /// Next step of a command after a heap call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CommandStep {
+pub(crate) enum CommandStep {
     /// Reply; the command needs nothing more.
     Answer(CommandReply),
     /// Kill the record, reclaim it at once, and wait until the slot is free.
@@ -85,32 +85,32 @@ pub enum CommandStep {
 
 /// Reply to a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CommandReply {
-    pub status: CommandStatus,
-    pub code: Option<ErrorCode>,
-    pub word: Word,
+pub(crate) struct CommandReply {
+    pub(crate) status: CommandStatus,
+    pub(crate) code: Option<ErrorCode>,
+    pub(crate) word: Word,
 }
 
 impl CommandReply {
-    pub fn done(word: Word) -> CommandReply {
+    pub(crate) fn done(word: Word) -> CommandReply {
         CommandReply { status: CommandStatus::Done, code: None, word }
     }
 
-    pub fn accepted(epoch: Epoch) -> CommandReply {
+    pub(crate) fn accepted(epoch: Epoch) -> CommandReply {
         CommandReply { status: CommandStatus::Accepted, code: None, word: Word::new(epoch, State::Dead) }
     }
 
-    pub fn refused(code: ErrorCode, word: Word) -> CommandReply {
+    pub(crate) fn refused(code: ErrorCode, word: Word) -> CommandReply {
         CommandReply { status: CommandStatus::Refused, code: Some(code), word }
     }
 
-    pub fn to(self, command_id: u64) -> CommandResult {
+    pub(crate) fn to(self, command_id: u64) -> CommandResult {
         CommandResult { command_id, word: self.word, code: self.code, status: self.status }
     }
 }
 
 /// Returns the reply to a Kill of a version that its slot does not hold, after an attempt to fence its epoch.
-pub fn kill_reply(epoch: Epoch, fenced: Transition) -> CommandReply {
+pub(crate) fn kill_reply(epoch: Epoch, fenced: Transition) -> CommandReply {
     match fenced {
         Transition::Done(_) | Transition::Already => CommandReply::done(Word::new(epoch, State::Free)),
         Transition::Refused(found) if found.state() == State::Free && found.epoch() >= epoch => {
@@ -122,7 +122,7 @@ pub fn kill_reply(epoch: Epoch, fenced: Transition) -> CommandReply {
 }
 
 /// Returns the next step after an attempt to fence the epoch, for a Reclaim or FenceEpoch.
-pub fn after_fence(kind: CommandKind, epoch: Epoch, fenced: Transition) -> CommandStep {
+pub(crate) fn after_fence(kind: CommandKind, epoch: Epoch, fenced: Transition) -> CommandStep {
     let found = match fenced {
         Transition::Done(_) | Transition::Already => {
             return CommandStep::Answer(CommandReply::done(Word::new(epoch, State::Free)));
@@ -149,7 +149,7 @@ pub fn after_fence(kind: CommandKind, epoch: Epoch, fenced: Transition) -> Comma
 /// Slots that have to become free, for commands of masters or for the node itself (records that their writer
 /// abandoned).
 #[derive(Debug, Default)]
-pub struct DrainTracker {
+pub(crate) struct DrainTracker {
     drains: BTreeMap<SlotVersion, DrainState>,
     /// By session and number, to recognise a command that is sent again.
     commands: BTreeMap<CommandId, SlotVersion>,
@@ -165,14 +165,14 @@ struct DrainState {
 
 /// A slot that has been draining for too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct OverdueDrain {
-    pub name: SlotVersion,
-    pub since: MonoTime,
+pub(crate) struct OverdueDrain {
+    pub(crate) name: SlotVersion,
+    pub(crate) since: MonoTime,
 }
 
 impl DrainTracker {
     /// Lets a command wait for a slot.
-    pub fn add_command(&mut self, command: CommandId, name: SlotVersion, now: MonoTime) {
+    pub(crate) fn add_command(&mut self, command: CommandId, name: SlotVersion, now: MonoTime) {
         self.add(name, now);
         if self.commands.insert(command, name).is_none() {
             self.drains.entry(name).and_modify(|drain| drain.commands.push(command));
@@ -180,18 +180,18 @@ impl DrainTracker {
     }
 
     /// Lets the node itself wait for a slot.
-    pub fn add(&mut self, name: SlotVersion, now: MonoTime) {
+    pub(crate) fn add(&mut self, name: SlotVersion, now: MonoTime) {
         self.drains.entry(name).or_insert(DrainState { since: now, commands: Vec::new(), overdue: false });
     }
 
     /// Whether the command is already waiting: it was sent again.
-    pub fn contains(&self, command: CommandId) -> bool {
+    pub(crate) fn contains(&self, command: CommandId) -> bool {
         self.commands.contains_key(&command)
     }
 
     /// Removes a freed slot and returns the commands that waited for it; none if only the node waited, and no master
     /// knows of the record.
-    pub fn freed(&mut self, name: SlotVersion) -> Vec<CommandId> {
+    pub(crate) fn freed(&mut self, name: SlotVersion) -> Vec<CommandId> {
         let commands = self.drains.remove(&name).map_or_else(Vec::new, |drain| drain.commands);
         for command in &commands {
             self.commands.remove(command);
@@ -201,7 +201,7 @@ impl DrainTracker {
 
     /// Removes the commands of a session that has ended. Their slots go on draining; the next master learns of them by
     /// report.
-    pub fn end_session(&mut self, session: SessionId) -> usize {
+    pub(crate) fn end_session(&mut self, session: SessionId) -> usize {
         let before = self.commands.len();
         self.commands.retain(|&(of, _), _| of != session);
         for drain in self.drains.values_mut() {
@@ -211,16 +211,16 @@ impl DrainTracker {
     }
 
     /// Number of waiting commands.
-    pub fn commands(&self) -> usize {
+    pub(crate) fn commands(&self) -> usize {
         self.commands.len()
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.drains.is_empty()
     }
 
     /// Returns slots that have been draining for longer than `limit`; each of them once.
-    pub fn take_overdue(&mut self, now: MonoTime, limit: Duration) -> Vec<OverdueDrain> {
+    pub(crate) fn take_overdue(&mut self, now: MonoTime, limit: Duration) -> Vec<OverdueDrain> {
         let is_overdue = |drain: &DrainState| !drain.overdue && now.since(drain.since) >= limit;
         let newly = self.drains.iter_mut().filter(|(_, drain)| is_overdue(drain));
         newly
@@ -232,7 +232,7 @@ impl DrainTracker {
     }
 
     /// Number of overdue slots.
-    pub fn overdue(&self) -> usize {
+    pub(crate) fn overdue(&self) -> usize {
         self.drains.values().filter(|drain| drain.overdue).count()
     }
 }

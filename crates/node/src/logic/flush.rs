@@ -12,26 +12,26 @@ const SILENCE_MAX: Duration = Duration::from_secs(2);
 
 /// Answers of the masters during a flush.
 #[derive(Debug, Default)]
-pub struct FlushMonitor {
+pub(crate) struct FlushMonitor {
     /// Last answer of each master, and the time since which it is silent.
     masters: BTreeMap<Arc<str>, (Option<FlushStatus>, MonoTime)>,
 }
 
 impl FlushMonitor {
     /// Records the answer of a master.
-    pub fn answered(&mut self, master: &Arc<str>, status: FlushStatus, now: MonoTime) {
+    pub(crate) fn answered(&mut self, master: &Arc<str>, status: FlushStatus, now: MonoTime) {
         self.masters.insert(Arc::clone(master), (Some(status), now));
     }
 
     /// Forgets the answer of a master that responds, but does not know all objects: groups have moved to it, and are not
     /// reported yet.
-    pub fn outdated(&mut self, master: &Arc<str>, now: MonoTime) {
+    pub(crate) fn outdated(&mut self, master: &Arc<str>, now: MonoTime) {
         self.masters.insert(Arc::clone(master), (None, now));
     }
 
     /// Whether there is nothing to wait for: each of these masters has nothing left to write, or does not answer. The
     /// silence of a master begins when it is first named here.
-    pub fn is_over(&mut self, masters: &[Arc<str>], now: MonoTime) -> bool {
+    pub(crate) fn is_over(&mut self, masters: &[Arc<str>], now: MonoTime) -> bool {
         masters.iter().fold(true, |over, master| {
             let (status, since) = *self.masters.entry(Arc::clone(master)).or_insert((None, now));
             over && (status.is_some_and(|status| status.objects == 0) || now.since(since) >= SILENCE_MAX)
@@ -39,7 +39,7 @@ impl FlushMonitor {
     }
 
     /// Whether each of these masters has nothing left to write.
-    pub fn is_complete(&self, masters: &[Arc<str>]) -> bool {
+    pub(crate) fn is_complete(&self, masters: &[Arc<str>]) -> bool {
         masters.iter().all(|master| self.has_nothing_left(master))
     }
 
@@ -49,7 +49,7 @@ impl FlushMonitor {
     }
 
     /// Returns the sum over these masters.
-    pub fn sum(&self, masters: &[Arc<str>]) -> FlushStatus {
+    pub(crate) fn sum(&self, masters: &[Arc<str>]) -> FlushStatus {
         let mut sum = FlushStatus::default();
         let statuses = masters.iter().filter_map(|master| self.masters.get(master)?.0);
         for status in statuses {

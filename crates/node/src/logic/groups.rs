@@ -7,74 +7,75 @@ use moontide_types::{GroupId, NodeId, ObjectId, SegmentId, Term};
 
 /// A subset of a cluster's groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GroupSet {
+pub(crate) struct GroupSet {
     groups: NonZeroU16,
     words: Vec<u64>,
 }
 
 impl GroupSet {
     /// Returns the empty subset of `groups` groups.
-    pub fn none(groups: NonZeroU16) -> GroupSet {
+    pub(crate) fn none(groups: NonZeroU16) -> GroupSet {
         GroupSet { groups, words: vec![0; usize::from(groups.get()).div_ceil(64)] }
     }
 
     /// Returns the set of all groups.
-    pub fn all(groups: NonZeroU16) -> GroupSet {
+    #[cfg(test)]
+    pub(crate) fn all(groups: NonZeroU16) -> GroupSet {
         let mut all = GroupSet::none(groups);
         (0..groups.get()).for_each(|group| all.insert(GroupId(group)));
         all
     }
 
     /// Number of groups of the cluster.
-    pub fn of(&self) -> NonZeroU16 {
+    pub(crate) fn of(&self) -> NonZeroU16 {
         self.groups
     }
 
     /// Adds a group. Ignores a group that the cluster does not have.
-    pub fn insert(&mut self, group: GroupId) {
+    pub(crate) fn insert(&mut self, group: GroupId) {
         if group.0 < self.groups.get() {
             self.words[usize::from(group.0) / 64] |= 1 << (group.0 % 64);
         }
     }
 
     /// Whether the set contains a group.
-    pub fn contains(&self, group: GroupId) -> bool {
+    pub(crate) fn contains(&self, group: GroupId) -> bool {
         self.words.get(usize::from(group.0) / 64).is_some_and(|word| word >> (group.0 % 64) & 1 == 1)
     }
 
     /// Whether the set contains the group of an object.
-    pub fn has_object(&self, id: ObjectId) -> bool {
+    pub(crate) fn has_object(&self, id: ObjectId) -> bool {
         self.contains(id.group(self.groups))
     }
 
     /// Number of groups in the set.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
     /// Whether the set is empty.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.words.iter().all(|&word| word == 0)
     }
 
     /// Returns the groups that are not in `other`.
-    pub fn without(&self, other: &GroupSet) -> GroupSet {
+    pub(crate) fn without(&self, other: &GroupSet) -> GroupSet {
         let mut left = self.clone();
         left.words.iter_mut().zip(&other.words).for_each(|(word, other)| *word &= !other);
         left
     }
 
     /// Adds all groups of `other`.
-    pub fn extend(&mut self, other: &GroupSet) {
+    pub(crate) fn extend(&mut self, other: &GroupSet) {
         self.words.iter_mut().zip(&other.words).for_each(|(word, other)| *word |= other);
     }
 }
 
 /// The groups that a master hosts, each with its term.
-pub type HostedGroups = BTreeMap<GroupId, Term>;
+pub(crate) type HostedGroups = BTreeMap<GroupId, Term>;
 
 /// Returns the set of the hosted groups, without their terms.
-pub fn set_of(groups: NonZeroU16, hosted: &HostedGroups) -> GroupSet {
+pub(crate) fn set_of(groups: NonZeroU16, hosted: &HostedGroups) -> GroupSet {
     let mut set = GroupSet::none(groups);
     hosted.keys().for_each(|&group| set.insert(group));
     set
@@ -82,7 +83,11 @@ pub fn set_of(groups: NonZeroU16, hosted: &HostedGroups) -> GroupSet {
 
 /// Returns the groups that have to be mounted, and those that have to be unmounted before, for a master that hosts
 /// `hosted` while `mounted` are mounted. A group with a newer term has no state of its earlier terms.
-pub fn mount_diff(groups: NonZeroU16, hosted: &HostedGroups, mounted: &HostedGroups) -> (GroupSet, GroupSet) {
+pub(crate) fn mount_diff(
+    groups: NonZeroU16,
+    hosted: &HostedGroups,
+    mounted: &HostedGroups,
+) -> (GroupSet, GroupSet) {
     let (mut missing, mut lost) = (GroupSet::none(groups), GroupSet::none(groups));
     for (&group, &term) in hosted {
         match mounted.get(&group) {
@@ -102,7 +107,7 @@ pub fn mount_diff(groups: NonZeroU16, hosted: &HostedGroups, mounted: &HostedGro
 
 /// Returns the group of a segment: round robin, starting with a different group on every node, so that surplus segments
 /// of nodes with more segments than groups do not go to the same groups everywhere.
-pub fn group_of_segment(node: NodeId, segment: SegmentId, groups: NonZeroU16) -> GroupId {
+pub(crate) fn group_of_segment(node: NodeId, segment: SegmentId, groups: NonZeroU16) -> GroupId {
     let sum = (node.0 % u64::from(groups.get())) + u64::from(segment.0);
     GroupId((sum % u64::from(groups.get())) as u16) // < groups
 }

@@ -16,7 +16,7 @@ const NOTICE_BYTES_MAX: usize = 2 << 20;
 
 /// Packs records into notices.
 #[derive(Debug, Default)]
-pub struct OffloadNoticeBuilder {
+pub(crate) struct OffloadNoticeBuilder {
     ids: Vec<RecordId>,
     records: Vec<NoticeRecord>,
     bytes: usize,
@@ -33,7 +33,7 @@ struct NoticeRecord {
 impl OffloadNoticeBuilder {
     /// Adds a record, with key and attributes as they are stored. `was_in_memory`: its object was in memory when the node was
     /// stopped.
-    pub fn push(&mut self, header: &Header, key: &[u8], attributes: &[u8], was_in_memory: bool) {
+    pub(crate) fn push(&mut self, header: &Header, key: &[u8], attributes: &[u8], was_in_memory: bool) {
         self.ids.push(RecordId::of(header));
         self.bytes += key.len() + attributes.len();
         let (key, attributes) = (key.into(), attributes.into());
@@ -41,22 +41,22 @@ impl OffloadNoticeBuilder {
     }
 
     /// Number of records.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.records.len()
     }
 
     /// Whether the records fill a message.
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.records.len() >= SESSION_RECORDS_MAX || self.bytes >= NOTICE_BYTES_MAX
     }
 
     /// Whether there are no records.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
 
     /// Returns the message with the records that `keep` selects.
-    pub fn message(&self, recovered: bool, keep: impl Fn(&RecordId) -> bool) -> v1::OffloadNotice {
+    pub(crate) fn message(&self, recovered: bool, keep: impl Fn(&RecordId) -> bool) -> v1::OffloadNotice {
         let mut records = PackedBuilder::<OffloadRecord>::with_capacity(self.records.len());
         let mut keys = PackedKeysBuilder::default();
         let mut attributes = PackedBytesBuilder::default();
@@ -126,11 +126,11 @@ fn offload_record(record: &NoticeRecord, tenant: u16) -> OffloadRecord {
 
 /// Sessions, and the groups about which each is notified.
 #[derive(Debug, Default)]
-pub struct NoticeSubscribers(Vec<(SessionId, GroupSet)>);
+pub(crate) struct NoticeSubscribers(Vec<(SessionId, GroupSet)>);
 
 impl NoticeSubscribers {
     /// Adds groups to a session.
-    pub fn add(&mut self, session: SessionId, groups: &GroupSet) {
+    pub(crate) fn add(&mut self, session: SessionId, groups: &GroupSet) {
         match self.0.iter_mut().find(|(of, _)| *of == session) {
             Some((_, subscribed)) => subscribed.extend(groups),
             None => self.0.push((session, groups.clone())),
@@ -138,29 +138,29 @@ impl NoticeSubscribers {
     }
 
     /// Removes a session that has ended.
-    pub fn end(&mut self, session: SessionId) {
+    pub(crate) fn end(&mut self, session: SessionId) {
         self.0.retain(|(of, _)| *of != session);
     }
 
     /// Removes all groups that are not in `groups` from a session.
-    pub fn restrict(&mut self, session: SessionId, groups: &GroupSet) {
+    pub(crate) fn restrict(&mut self, session: SessionId, groups: &GroupSet) {
         if let Some((_, subscribed)) = self.0.iter_mut().find(|(of, _)| *of == session) {
             *subscribed = subscribed.without(&subscribed.without(groups));
         }
     }
 
     /// Whether a session is subscribed.
-    pub fn is_live(&self, session: SessionId) -> bool {
+    pub(crate) fn is_live(&self, session: SessionId) -> bool {
         self.0.iter().any(|(of, _)| *of == session)
     }
 
     /// Whether a session is subscribed to the group of an object.
-    pub fn has_object(&self, session: SessionId, id: ObjectId) -> bool {
+    pub(crate) fn has_object(&self, session: SessionId, id: ObjectId) -> bool {
         self.0.iter().any(|(of, groups)| *of == session && groups.has_object(id))
     }
 
     /// Iterates over the sessions and their groups.
-    pub fn iter(&self) -> impl Iterator<Item = &(SessionId, GroupSet)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &(SessionId, GroupSet)> {
         self.0.iter()
     }
 }

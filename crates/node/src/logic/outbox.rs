@@ -11,7 +11,7 @@ use v1::node_message::Body;
 
 /// Unacknowledged messages of one session.
 #[derive(Debug)]
-pub struct Outbox {
+pub(crate) struct Outbox {
     session: SessionId,
     /// Messages from the first unacknowledged one on.
     unacked: VecDeque<UnackedMessage>,
@@ -29,12 +29,12 @@ struct UnackedMessage {
 }
 
 impl Outbox {
-    pub fn new(session: SessionId) -> Outbox {
+    pub(crate) fn new(session: SessionId) -> Outbox {
         Outbox { session, unacked: VecDeque::new(), first: 1, sent: 0, bytes: 0 }
     }
 
     /// Adds a message and returns its number.
-    pub fn push(&mut self, body: Body) -> u64 {
+    pub(crate) fn push(&mut self, body: Body) -> u64 {
         let bytes = bytes_of(&body);
         self.bytes += bytes;
         self.unacked.push_back(UnackedMessage { body, bytes });
@@ -42,12 +42,12 @@ impl Outbox {
     }
 
     /// Returns the number of the last message; 0 before the first.
-    pub fn last(&self) -> u64 {
+    pub(crate) fn last(&self) -> u64 {
         self.first + self.unacked.len() as u64 - 1
     }
 
     /// Removes all messages up to `sequence`, which the master has applied. Ignores numbers that were not sent yet.
-    pub fn acked(&mut self, sequence: u64) {
+    pub(crate) fn acked(&mut self, sequence: u64) {
         while self.first <= sequence && self.sent > 0 {
             let Some(message) = self.unacked.pop_front() else { return };
             self.bytes -= message.bytes;
@@ -57,22 +57,22 @@ impl Outbox {
     }
 
     /// Returns the number of the last acknowledged message.
-    pub fn acknowledged(&self) -> u64 {
+    pub(crate) fn acknowledged(&self) -> u64 {
         self.first - 1
     }
 
     /// Starts a new stream: all unacknowledged messages are sent again.
-    pub fn rewind(&mut self) {
+    pub(crate) fn rewind(&mut self) {
         self.sent = 0;
     }
 
     /// Whether there is a message to send.
-    pub fn has_next(&self) -> bool {
+    pub(crate) fn has_next(&self) -> bool {
         self.sent < self.unacked.len()
     }
 
     /// Returns the next message for the stream.
-    pub fn next(&mut self, highest_term: Term) -> Option<v1::NodeMessage> {
+    pub(crate) fn next(&mut self, highest_term: Term) -> Option<v1::NodeMessage> {
         let body = self.unacked.get(self.sent)?.body.clone();
         let sequence = self.first + self.sent as u64;
         self.sent += 1;
@@ -84,8 +84,13 @@ impl Outbox {
         })
     }
 
+    /// Whether a result of a command is unacknowledged.
+    pub(crate) fn has_results(&self) -> bool {
+        self.unacked.iter().any(|message| matches!(message.body, Body::CommandResults(_)))
+    }
+
     /// Approximate size of the unacknowledged messages.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 }
@@ -107,7 +112,7 @@ fn bytes_of(body: &Body) -> usize {
 /// Heartbeats in flight. The master keeps the session for its TTL from the *sending* of the last heartbeat that
 /// arrived.
 #[derive(Debug)]
-pub struct HeartbeatTracker {
+pub(crate) struct HeartbeatTracker {
     last: u64,
     unacked: VecDeque<(u64, MonoTime)>,
     last_acked: MonoTime,
@@ -119,12 +124,12 @@ const UNACKED_HEARTBEATS_MAX: usize = 8;
 
 impl HeartbeatTracker {
     /// Starts with a session that was requested at `asked`.
-    pub fn new(requested: MonoTime, ttl: Duration) -> HeartbeatTracker {
+    pub(crate) fn new(requested: MonoTime, ttl: Duration) -> HeartbeatTracker {
         HeartbeatTracker { last: 0, unacked: VecDeque::new(), last_acked: requested, ttl }
     }
 
     /// Returns the id of the next heartbeat, sent now; `None` while too many are unacknowledged.
-    pub fn heartbeat(&mut self, now: MonoTime) -> Option<u64> {
+    pub(crate) fn heartbeat(&mut self, now: MonoTime) -> Option<u64> {
         if self.unacked.len() >= UNACKED_HEARTBEATS_MAX {
             return None;
         }
@@ -134,7 +139,7 @@ impl HeartbeatTracker {
     }
 
     /// Records the acknowledgement of a heartbeat. Its `ttl` applies from now on.
-    pub fn acked(&mut self, heartbeat_id: u64, ttl: Duration) {
+    pub(crate) fn acked(&mut self, heartbeat_id: u64, ttl: Duration) {
         self.ttl = ttl;
         while let Some(&(number, sent)) = self.unacked.front() {
             if number > heartbeat_id {
@@ -146,21 +151,21 @@ impl HeartbeatTracker {
     }
 
     /// Returns the send time of the last acknowledged heartbeat.
-    pub fn last_acked(&self) -> MonoTime {
+    pub(crate) fn last_acked(&self) -> MonoTime {
         self.last_acked
     }
 
     /// Whether the session has expired at the master.
-    pub fn is_lost(&self, now: MonoTime) -> bool {
+    pub(crate) fn is_lost(&self, now: MonoTime) -> bool {
         now.since(self.last_acked) >= self.ttl
     }
 
     /// Whether a silent stream should be replaced, while the session still lives.
-    pub fn is_overdue(&self, now: MonoTime) -> bool {
+    pub(crate) fn is_overdue(&self, now: MonoTime) -> bool {
         now.since(self.last_acked) >= self.ttl / 2
     }
 
-    pub fn ttl(&self) -> Duration {
+    pub(crate) fn ttl(&self) -> Duration {
         self.ttl
     }
 }

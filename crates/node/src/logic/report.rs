@@ -28,15 +28,15 @@ const CHUNK_BYTES_MAX: usize = 512 << 10;
 
 /// A record of a report with its tenant, key and attributes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReportedRecord {
-    pub record: ReportRecord,
-    pub tenant: Box<str>,
-    pub key: Box<[u8]>,
-    pub attributes: Box<[u8]>,
+pub(crate) struct ReportedRecord {
+    pub(crate) record: ReportRecord,
+    pub(crate) tenant: Box<str>,
+    pub(crate) key: Box<[u8]>,
+    pub(crate) attributes: Box<[u8]>,
 }
 
 /// Returns the report record of a header. The chunk sets the index of the tenant.
-pub fn record_of(slot: SlotId, header: &Header) -> ReportRecord {
+pub(crate) fn record_of(slot: SlotId, header: &Header) -> ReportRecord {
     let writing = header.word.state() == State::Writing;
     let units = header.layout().map_or(0, |layout| layout.units());
     ReportRecord {
@@ -60,16 +60,16 @@ pub fn record_of(slot: SlotId, header: &Header) -> ReportRecord {
 
 /// Fields that all chunks of a segment have in common.
 #[derive(Clone, Copy, Debug)]
-pub struct SegmentTerm {
-    pub segment: SegmentId,
-    pub generation: Generation,
+pub(crate) struct SegmentTerm {
+    pub(crate) segment: SegmentId,
+    pub(crate) generation: Generation,
     /// Adopted term of the segment.
-    pub term: Term,
+    pub(crate) term: Term,
 }
 
 /// Packs records of one segment into chunks.
 #[derive(Debug)]
-pub struct ReportBuilder {
+pub(crate) struct ReportBuilder {
     of: SegmentTerm,
     kind: v1::ReportKind,
     /// Number of the next record.
@@ -106,12 +106,12 @@ impl Chunk {
 
 impl ReportBuilder {
     /// Starts a report. `first`: number of the first record.
-    pub fn new(of: SegmentTerm, kind: v1::ReportKind, first: u64) -> ReportBuilder {
+    pub(crate) fn new(of: SegmentTerm, kind: v1::ReportKind, first: u64) -> ReportBuilder {
         let chunk = Chunk { first, ..Chunk::default() };
         ReportBuilder { of, kind, next: first, full: Vec::new(), chunk }
     }
 
-    pub fn push(&mut self, mut record: ReportRecord, tenant: &str, key: &[u8], attributes: &[u8]) {
+    pub(crate) fn push(&mut self, mut record: ReportRecord, tenant: &str, key: &[u8], attributes: &[u8]) {
         let more = ReportRecord::BYTES + key.len() + attributes.len() + 4;
         if self.chunk.records.len() == SESSION_RECORDS_MAX || self.chunk.bytes() + more > CHUNK_BYTES_MAX {
             self.close();
@@ -150,7 +150,7 @@ impl ReportBuilder {
     }
 
     /// Returns the chunks and the number of the next record.
-    pub fn finish(mut self) -> (Vec<v1::ReportChunk>, u64) {
+    pub(crate) fn finish(mut self) -> (Vec<v1::ReportChunk>, u64) {
         self.close();
         (self.full, self.next)
     }
@@ -158,18 +158,18 @@ impl ReportBuilder {
 
 /// Snapshot of a segment.
 #[derive(Debug)]
-pub struct Snapshot {
-    pub of: SegmentTerm,
-    pub chunks: Vec<v1::ReportChunk>,
+pub(crate) struct Snapshot {
+    pub(crate) of: SegmentTerm,
+    pub(crate) chunks: Vec<v1::ReportChunk>,
     /// Number of records in the report so far.
-    pub records: u64,
+    pub(crate) records: u64,
     /// Records in state WRITING: their later transitions are reported.
-    pub writing: Vec<ReportedRecord>,
+    pub(crate) writing: Vec<ReportedRecord>,
 }
 
 /// A change of a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SlotChange {
+pub(crate) enum SlotChange {
     Begun(SegmentId, Box<ReportedRecord>),
     Committed { segment: SegmentId, slot: SlotId, epoch: Epoch, root: u64 },
     Killed { segment: SegmentId, slot: SlotId, epoch: Epoch },
@@ -178,7 +178,7 @@ pub enum SlotChange {
 
 /// Progress of the reports of a session.
 #[derive(Debug, Default)]
-pub struct Reports {
+pub(crate) struct Reports {
     progress: BTreeMap<SegmentId, ReportProgress>,
     /// Segments whose snapshot has to be taken.
     due: BTreeSet<SegmentId>,
@@ -195,7 +195,7 @@ struct ReportProgress {
 
 impl Reports {
     /// Adds a mounted segment. A segment without records (`occupied` is false) needs no snapshot.
-    pub fn mounted(&mut self, of: SegmentTerm, occupied: bool) {
+    pub(crate) fn mounted(&mut self, of: SegmentTerm, occupied: bool) {
         if occupied {
             self.due.insert(of.segment);
         } else {
@@ -204,30 +204,30 @@ impl Reports {
     }
 
     /// Removes a segment that belongs to another master now.
-    pub fn unmounted(&mut self, segment: SegmentId) {
+    pub(crate) fn unmounted(&mut self, segment: SegmentId) {
         self.progress.remove(&segment);
         self.due.remove(&segment);
         self.writing.retain(|&(of, _), _| of != segment);
     }
 
     /// Reports a segment again; its record numbers continue.
-    pub fn restart(&mut self, segment: SegmentId) {
+    pub(crate) fn restart(&mut self, segment: SegmentId) {
         self.due.insert(segment);
     }
 
     /// Returns the next segment whose snapshot has to be taken, and the number of its first record.
-    pub fn next_due(&self) -> Option<(SegmentId, u64)> {
+    pub(crate) fn next_due(&self) -> Option<(SegmentId, u64)> {
         let &segment = self.due.first()?;
         Some((segment, self.progress.get(&segment).map_or(0, |progress| progress.next)))
     }
 
     /// Whether all snapshots have been taken.
-    pub fn is_complete(&self) -> bool {
+    pub(crate) fn is_complete(&self) -> bool {
         self.due.is_empty()
     }
 
     /// Returns the messages for a snapshot.
-    pub fn snapshot(&mut self, snapshot: Snapshot) -> Vec<Body> {
+    pub(crate) fn snapshot(&mut self, snapshot: Snapshot) -> Vec<Body> {
         let Snapshot { of, chunks, records, writing } = snapshot;
         self.due.remove(&of.segment);
         self.progress.insert(of.segment, ReportProgress { of, next: records });
@@ -244,7 +244,7 @@ impl Reports {
     }
 
     /// Returns the messages for changes, in order.
-    pub fn changes(&mut self, changes: impl IntoIterator<Item = SlotChange>) -> Vec<Body> {
+    pub(crate) fn changes(&mut self, changes: impl IntoIterator<Item = SlotChange>) -> Vec<Body> {
         let mut bodies = Vec::new();
         let mut open: Option<ReportBuilder> = None;
         for change in changes {

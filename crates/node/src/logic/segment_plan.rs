@@ -4,7 +4,7 @@
 use moontide_types::limits::{SEGMENT_UNITS_MAX, SEGMENTS_PER_NODE_MAX, UNIT_BYTES};
 
 /// Minimum size of a segment. Smaller ones hold no object of a typical size.
-pub const SEGMENT_BYTES_MIN: u64 = 1 << 20;
+pub(crate) const SEGMENT_BYTES_MIN: u64 = 1 << 20;
 
 /// Minimum number of slots of a segment: fewer do not fill a header page.
 const SLOTS_MIN: u64 = 64;
@@ -24,25 +24,26 @@ pub struct SegmentPlan {
 }
 
 impl SegmentPlan {
+    /// Returns the bytes of one segment.
     pub fn bytes(&self) -> u64 {
         u64::from(self.units) * UNIT_BYTES
     }
 
-    pub fn slots_all(&self) -> u64 {
+    pub(crate) fn slots_all(&self) -> u64 {
         u64::from(self.slots) * u64::from(self.count)
     }
 }
 
 /// Inputs of [`plan`].
 #[derive(Clone, Copy, Debug)]
-pub struct PlanArgs {
-    pub memory_bytes: u64,
-    pub segment_bytes_max: u64,
-    pub slot_bytes: u64,
+pub(crate) struct PlanArgs {
+    pub(crate) memory_bytes: u64,
+    pub(crate) segment_bytes_max: u64,
+    pub(crate) slot_bytes: u64,
     /// Groups of the cluster.
-    pub groups: u16,
+    pub(crate) groups: u16,
     /// Page size of the memory.
-    pub page_bytes: u64,
+    pub(crate) page_bytes: u64,
 }
 
 /// Failure to divide the memory into segments.
@@ -79,7 +80,7 @@ pub enum PlanError {
 }
 
 /// Divides the memory into segments of equal size.
-pub fn plan(args: PlanArgs) -> Result<SegmentPlan, PlanError> {
+pub(crate) fn plan(args: PlanArgs) -> Result<SegmentPlan, PlanError> {
     let PlanArgs { memory_bytes, segment_bytes_max, slot_bytes, groups, page_bytes } = args;
     let bytes_max = segment_bytes_max.min(u64::from(SEGMENT_UNITS_MAX) * UNIT_BYTES);
     let count = memory_bytes.div_ceil(bytes_max.max(1)).max(u64::from(groups)).max(1);

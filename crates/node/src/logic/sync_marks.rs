@@ -16,7 +16,7 @@ const MAGIC_LINE: &str = "moontide sync marks, version 1";
 
 /// Marks of all groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SyncMarks {
+pub(crate) struct SyncMarks {
     marks: BTreeMap<GroupId, Mark>,
 }
 
@@ -30,25 +30,25 @@ struct Mark {
 /// Which responses to heartbeats of a session may be recorded: those to heartbeats that were sent after all segments were
 /// mounted and reported. Responses to earlier ones do not speak of all segments.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct SyncGate {
+pub(crate) struct SyncGate {
     first: Option<u64>,
 }
 
 impl SyncGate {
     /// The node mounts segments.
-    pub fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.first = None;
     }
 
     /// Sends a heartbeat; `complete`: all segments are mounted and reported.
-    pub fn sends(&mut self, heartbeat: u64, complete: bool) {
+    pub(crate) fn sends(&mut self, heartbeat: u64, complete: bool) {
         if complete {
             self.first.get_or_insert(heartbeat);
         }
     }
 
     /// Returns the groups of a response that may be recorded: those whose segments are mounted.
-    pub fn filter(
+    pub(crate) fn filter(
         &self,
         heartbeat: u64,
         in_sync: Vec<(GroupId, u32)>,
@@ -61,7 +61,7 @@ impl SyncGate {
 
 impl SyncMarks {
     /// Records that the node was in sync with these groups at `at`. Returns whether a number has changed.
-    pub fn record(&mut self, in_sync: &[(GroupId, u32)], at: MonoTime) -> bool {
+    pub(crate) fn record(&mut self, in_sync: &[(GroupId, u32)], at: MonoTime) -> bool {
         let mut changed = false;
         for &(group, exclusion) in in_sync {
             let before = self.marks.get(&group).map(|mark| mark.exclusion);
@@ -75,7 +75,7 @@ impl SyncMarks {
     }
 
     /// Adds the marks of another file by an earlier process. The higher number counts.
-    pub fn merge(&mut self, other: SyncMarks) {
+    pub(crate) fn merge(&mut self, other: SyncMarks) {
         for (group, mark) in other.marks {
             let own = self.marks.entry(group).or_insert(mark);
             if own.exclusion < mark.exclusion {
@@ -85,7 +85,7 @@ impl SyncMarks {
     }
 
     /// Returns the marks for a mount.
-    pub fn to_wire(&self, now: MonoTime) -> Vec<v1::SyncMark> {
+    pub(crate) fn to_wire(&self, now: MonoTime) -> Vec<v1::SyncMark> {
         let ago = |at| now.since(at).as_millis() as u64; // the clock has 64 bits of nanoseconds
         let wire = |(group, mark): (&GroupId, &Mark)| v1::SyncMark {
             group: group.0.into(),
@@ -96,7 +96,7 @@ impl SyncMarks {
     }
 
     /// Returns the numbers as text.
-    pub fn to_text(&self) -> String {
+    pub(crate) fn to_text(&self) -> String {
         let mut text = format!("{MAGIC_LINE}\n");
         for (group, mark) in &self.marks {
             writeln!(text, "{} {}", group.0, mark.exclusion).expect("a string accepts all writes");
@@ -105,7 +105,7 @@ impl SyncMarks {
     }
 
     /// Returns marks by an earlier process from their text; `None` if it is malformed.
-    pub fn from_text(text: &str) -> Option<SyncMarks> {
+    pub(crate) fn from_text(text: &str) -> Option<SyncMarks> {
         let mut lines = text.lines();
         if lines.next()? != MAGIC_LINE {
             return None;

@@ -9,10 +9,10 @@ use moontide_types::MonoTime;
 const HEARTBEAT_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
 /// Interval of heartbeats during a flush: a stop without objects to write takes about as long.
-pub const FLUSH_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(50);
+pub(crate) const FLUSH_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Waits between attempts to reach a master, with jitter so that a thousand nodes do not retry in step.
-pub const MASTER_BACKOFF: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
+pub(crate) const MASTER_BACKOFF: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
 
 /// Interval of reclaim attempts while commands wait for slots: about as long as a reader holds a slot.
 const RECLAIM_INTERVAL_SHORT: Duration = Duration::from_millis(2);
@@ -24,12 +24,12 @@ const RECLAIM_FAST_FOR: Duration = Duration::from_secs(1);
 const RECLAIM_IDLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Returns the time between two heartbeats of a session: it survives the loss of three.
-pub fn heartbeat_interval(ttl: Duration) -> Duration {
+pub(crate) fn heartbeat_interval(ttl: Duration) -> Duration {
     (ttl / 4).min(HEARTBEAT_INTERVAL_MAX)
 }
 
 /// Returns the time until the next reclaim. `progress`: time at which a slot was last freed or added.
-pub fn reclaim_interval(is_draining: bool, progress: MonoTime, now: MonoTime) -> Duration {
+pub(crate) fn reclaim_interval(is_draining: bool, progress: MonoTime, now: MonoTime) -> Duration {
     match is_draining {
         false => RECLAIM_IDLE_INTERVAL,
         true if now.since(progress) < RECLAIM_FAST_FOR => RECLAIM_INTERVAL_SHORT,
@@ -38,7 +38,11 @@ pub fn reclaim_interval(is_draining: bool, progress: MonoTime, now: MonoTime) ->
 }
 
 /// Whether local clients may use the index. `synced_at`: last time at which the masters were synced.
-pub fn may_open_index(synced_at: Option<MonoTime>, now: MonoTime, self_fence_timeout: Duration) -> bool {
+pub(crate) fn may_open_index(
+    synced_at: Option<MonoTime>,
+    now: MonoTime,
+    self_fence_timeout: Duration,
+) -> bool {
     synced_at.is_some_and(|at| {
         now.since(at) < self_fence_timeout || moontide_rt::mutation_enabled("stale-index-open")
     })

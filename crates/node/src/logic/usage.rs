@@ -13,18 +13,18 @@ use moontide_types::{Epoch, SlotId};
 
 /// Units and slots of a segment, by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct UnitUsage {
-    pub live_units: u64,
-    pub writing_units: u64,
-    pub draining_units: u64,
-    pub free_units: u64,
-    pub free_slots: u64,
-    pub units: u64,
-    pub slots: u64,
+pub(crate) struct UnitUsage {
+    pub(crate) live_units: u64,
+    pub(crate) writing_units: u64,
+    pub(crate) draining_units: u64,
+    pub(crate) free_units: u64,
+    pub(crate) free_slots: u64,
+    pub(crate) units: u64,
+    pub(crate) slots: u64,
 }
 
 impl UnitUsage {
-    pub fn add(&mut self, other: &UnitUsage) {
+    pub(crate) fn add(&mut self, other: &UnitUsage) {
         self.live_units += other.live_units;
         self.writing_units += other.writing_units;
         self.draining_units += other.draining_units;
@@ -37,7 +37,7 @@ impl UnitUsage {
 
 /// Usage of one segment.
 #[derive(Clone, Debug)]
-pub struct UsageTracker {
+pub(crate) struct UsageTracker {
     units: u32,
     slots: Vec<SlotUsage>,
     /// By state; for FREE only the slots count.
@@ -68,7 +68,7 @@ fn transition_order(word: Word) -> (Epoch, u8) {
 }
 
 impl UsageTracker {
-    pub fn new(units: u32, slots: u32) -> UsageTracker {
+    pub(crate) fn new(units: u32, slots: u32) -> UsageTracker {
         let mut sums = [StateTotals::default(); 4];
         sums[State::Free as usize].slots = slots.into();
         UsageTracker { units, slots: vec![SlotUsage::default(); slots as usize], sums }
@@ -77,13 +77,13 @@ impl UsageTracker {
     /// Records that the slot, which was free, holds a copy of a version that may be older than its previous content. No
     /// transition of the previous content can arrive later: a master assigns a slot only after the report that it is
     /// free, and the node records the transition before it reports.
-    pub fn note_copy(&mut self, slot: SlotId, version: Epoch, units: u32) {
+    pub(crate) fn note_copy(&mut self, slot: SlotId, version: Epoch, units: u32) {
         let new = SlotUsage { word: Word::new(version, State::Writing), units };
         self.replace(slot, |_| new);
     }
 
     /// Records that the word of a slot has become `word`. `units`: size of its extent, if known.
-    pub fn record(&mut self, slot: SlotId, word: Word, units: Option<u32>) {
+    pub(crate) fn record(&mut self, slot: SlotId, word: Word, units: Option<u32>) {
         self.replace(slot, |old| UsageTracker::after(old, word, units));
     }
 
@@ -115,7 +115,7 @@ impl UsageTracker {
         (to.units, to.slots) = (to.units + u64::from(new.units), to.slots + 1);
     }
 
-    pub fn usage(&self) -> UnitUsage {
+    pub(crate) fn usage(&self) -> UnitUsage {
         // Extents never overlap in the heap. They may overlap here for a moment, when the FREE of a slot is recorded
         // late and its units already count for another slot: the excess belongs to the late one.
         let mut free = u64::from(self.units);

@@ -8,10 +8,10 @@ use moontide_proto::convert::{MountResult, MountSegmentsResponse, OpenSessionRes
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{ProtocolVersions, v1};
+use moontide_tasks::rpc::{self, Channel, ConnectError};
 use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, Generation, GroupId, SegmentId, SessionId, Term};
 use tonic::Status;
-use tonic::transport::{Channel, Endpoint};
 
 use super::{CALL_TIMEOUT, NodeDescriptor};
 use crate::memory::NodeSegment;
@@ -31,7 +31,7 @@ pub(crate) enum MasterError {
         "cannot connect to {master}: {}; check that a master runs there, and that it is its gRPC address",
         chain(source)
     )]
-    Connect { master: String, source: tonic::transport::Error },
+    Connect { master: String, source: ConnectError },
     #[error("master error: {}", .0.message())]
     Status(Box<Status>),
     #[error("master refused to {what}: {code}; {}", code.hint())]
@@ -79,15 +79,8 @@ pub(crate) fn code_of(status: &Status) -> Option<ErrorCode> {
 }
 
 async fn connect(master: &str) -> Result<Channel, MasterError> {
-    let failed = |source| MasterError::Connect { master: master.to_owned(), source };
-    let endpoint = Endpoint::from_shared(format!("http://{master}")).map_err(failed)?;
-    endpoint
-        .tcp_nodelay(true)
-        .connect_timeout(CALL_TIMEOUT)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .connect()
-        .await
-        .map_err(failed)
+    let connected = rpc::connect(master, CALL_TIMEOUT, WINDOW_BYTES).await;
+    connected.map_err(|source| MasterError::Connect { master: master.to_owned(), source })
 }
 
 /// Parameters of the cluster that a node needs.

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use moontide_proto::v1;
 use moontide_rt::SplitMix64;
+use moontide_tasks::JoinHandle;
 use moontide_types::{Clock, GroupId, MapVersion, SystemClock, Term};
 use tokio::sync::{Notify, mpsc, watch};
-use tokio::task::{JoinHandle, JoinSet};
 use tracing::{debug, info, warn};
 
 use super::calls;
@@ -126,10 +128,10 @@ impl SessionManager {
             ask_one = self.all_groups_hosted.then_some(turn);
             tokio::select! {
                 () = stopped(&mut stop) => break,
-                () = tokio::time::sleep(wait) => {}
+                () = moontide_tasks::time::sleep(wait) => {}
                 () = self.map_signal.notify.notified() => {
                     ask_one = None;
-                    tokio::time::sleep(MAP_POLL_MIN).await;
+                    moontide_tasks::time::sleep(MAP_POLL_MIN).await;
                 }
             }
         }
@@ -147,24 +149,21 @@ impl SessionManager {
         {
             asked = BTreeSet::from([master.to_string()]);
         }
-        let mut responses = JoinSet::new();
-        for master in asked {
-            let boot = self.descriptor.boot;
-            responses.spawn(async move {
-                let response = tokio::time::timeout(RESPONSE_TIMEOUT, calls::group_map(&master, boot)).await;
-                match response {
-                    Ok(Ok(map)) => Some(map),
-                    Ok(Err(error)) => {
-                        debug!(master, %error, "no group map");
-                        None
-                    }
-                    Err(_) => None,
+        let boot = self.descriptor.boot;
+        let responses = asked.into_iter().map(|master| async move {
+            match moontide_tasks::time::timeout(RESPONSE_TIMEOUT, calls::group_map(&master, boot)).await {
+                Ok(Ok(map)) => Some(map),
+                Ok(Err(error)) => {
+                    debug!(master, %error, "no group map");
+                    None
                 }
-            });
-        }
+                Err(_) => None,
+            }
+        });
+        let mut responses: FuturesUnordered<_> = responses.collect();
         let mut newest: Option<v1::GroupMap> = None;
-        while let Some(response) = responses.join_next().await {
-            let Ok(Some(map)) = response else { continue };
+        while let Some(response) = responses.next().await {
+            let Some(map) = response else { continue };
             let of_cluster = map.groups == u32::from(self.descriptor.groups.get());
             if of_cluster && newest.as_ref().is_none_or(|newest| newest.version < map.version) {
                 let enough = self.version.is_some_and(|version| version < map.version);
@@ -268,7 +267,9 @@ impl SessionManager {
             backoff: MASTER_BACKOFF,
             random: SplitMix64::new(self.descriptor.boot),
         };
-        self.drivers
-            .insert(master, ManagedSession { master_id, route, hosted, task: tokio::spawn(driver.run()) });
+        self.drivers.insert(
+            master,
+            ManagedSession { master_id, route, hosted, task: moontide_tasks::spawn(driver.run()) },
+        );
     }
 }

@@ -17,6 +17,7 @@ pub(super) fn take(
     segment: SegmentId,
     first: u64,
 ) -> Option<(Snapshot, Vec<SlotVersion>)> {
+    moontide_rt::mark!("about to take a snapshot");
     let node_segment = memory.segment(segment)?;
     let shape = node_segment.segment().shape();
     let (_, term) = node_segment.grant()?;
