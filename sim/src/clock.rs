@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use moontide_rt::sim::ProcessClock;
 use moontide_types::{Clock, MonoTime, UnixMillis};
 
 /// Calendar time when a run begins.
 const UNIX_BEGIN_MS: i64 = 1_700_000_000_000;
 
-/// A host's clock, as a function of the world's time.
+/// A host's clock, as a function of the world's time. Nodes have the clocks of their processes instead.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostClock {
     /// Parts per million by which it runs fast; slow if below 0.
@@ -21,6 +22,12 @@ pub(crate) struct HostClock {
 impl HostClock {
     pub(crate) fn new(drift_ppm: i64, offset_ns: u64) -> HostClock {
         HostClock { drift_ppm, offset_ns, wall_offset_ms: 0 }
+    }
+
+    /// Returns the clock of a process on the host.
+    pub(crate) fn of_process(&self) -> ProcessClock {
+        let HostClock { drift_ppm, offset_ns, wall_offset_ms: calendar_offset_ms } = *self;
+        ProcessClock { drift_ppm, offset_ns, calendar_offset_ms }
     }
 
     /// Returns the host's monotonic time.

@@ -17,7 +17,6 @@ use prost::Message as _;
 use crate::client::ClientTimer;
 use crate::faults::Fault;
 use crate::master::MasterTimer;
-use crate::node::NodeTimer;
 
 /// A process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,7 +61,6 @@ impl Event {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Timer {
     Master(MasterTimer),
-    Node(NodeTimer),
     Client(ClientTimer),
 }
 
@@ -134,7 +132,9 @@ impl Message {
                 let bytes = match request {
                     NodeRequest::Open(m) => m.encode_to_vec(),
                     NodeRequest::Mount(m) => m.encode_to_vec(),
+                    NodeRequest::Unmount(m) => m.encode_to_vec(),
                     NodeRequest::Map(m) => m.encode_to_vec(),
+                    NodeRequest::Info(m) => m.encode_to_vec(),
                 };
                 (call, bytes).hash(trace);
             }
@@ -142,7 +142,9 @@ impl Message {
                 let bytes = match reply {
                     NodeResponse::Opened(m) => m.encode_to_vec(),
                     NodeResponse::Mounted(m) => m.encode_to_vec(),
+                    NodeResponse::Unmounted(m) => m.encode_to_vec(),
                     NodeResponse::Map(m) => m.encode_to_vec(),
+                    NodeResponse::Info(m) => m.encode_to_vec(),
                 };
                 (call, bytes).hash(trace);
             }
@@ -215,7 +217,9 @@ impl MasterReply {
 pub(crate) enum NodeRequest {
     Open(v1::OpenSessionRequest),
     Mount(v1::MountSegmentsRequest),
+    Unmount(v1::UnmountSegmentsRequest),
     Map(v1::GetGroupMapRequest),
+    Info(v1::GetClusterInfoRequest),
 }
 
 /// Responses of a master to nodes.
@@ -223,7 +227,9 @@ pub(crate) enum NodeRequest {
 pub(crate) enum NodeResponse {
     Opened(v1::OpenSessionResponse),
     Mounted(v1::MountSegmentsResponse),
+    Unmounted(v1::OutcomesResponse),
     Map(v1::GetGroupMapResponse),
+    Info(v1::GetClusterInfoResponse),
 }
 
 /// Requests of masters to the registry.
@@ -387,11 +393,20 @@ impl Events {
         self.after(std::time::Duration::from_millis(ms), event);
     }
 
-    /// The next event; the time moves on to it.
+    /// Returns the time of the next event.
+    pub(crate) fn due(&self) -> Option<MonoTime> {
+        self.queue.peek().map(|Reverse(next)| next.at)
+    }
+
+    /// Moves the time on.
+    pub(crate) fn set_now(&mut self, now: MonoTime) {
+        self.now = self.now.max(now);
+    }
+
+    /// Takes the next event if it is due.
     pub(crate) fn next(&mut self) -> Option<Event> {
-        let Reverse(next) = self.queue.pop()?;
-        self.now = next.at;
-        Some(next.event)
+        let is_due = self.due().is_some_and(|due| due <= self.now);
+        is_due.then(|| self.queue.pop().expect("looked at above").0.event)
     }
 }
 
@@ -407,7 +422,6 @@ pub(crate) fn hash_event(at: MonoTime, event: &Event, trace: &mut impl Hasher) {
             (process, incarnation).hash(trace);
             match timer {
                 Timer::Master(timer) => (0, timer).hash(trace),
-                Timer::Node(timer) => (1, timer).hash(trace),
                 Timer::Client(timer) => (2, timer).hash(trace),
             }
         }

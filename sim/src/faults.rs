@@ -7,6 +7,7 @@ use moontide_types::MonoTime;
 use crate::event::{Event, Events, ProcessId};
 use crate::master::LEASE;
 use crate::network::Partition;
+use crate::node::DiskFailure;
 use crate::plan::RunPlan;
 use crate::rng::SimRng;
 
@@ -61,6 +62,14 @@ kinds! {
     MasterCrash = "master crash",
     /// A node's process exits; its memory is lost.
     NodeCrash = "node crash",
+    /// A node's host loses power: its process exits, and what its disk has not synced may be lost.
+    PowerLost = "power lost",
+    /// A node is hit by a fault at a place of its code.
+    Aimed = "node hit at a place of its code",
+    /// A node's process is told to stop, and is killed if it takes long.
+    NodeStopped = "node told to stop",
+    /// A node's process exits at its start, because its disk fails.
+    NodeNotStarted = "node not started",
     /// A client's process exits.
     ClientCrash = "client crash",
     /// A client's process exits during a put.
@@ -95,9 +104,19 @@ kinds! {
     NodeSlow = "node slow",
     /// Writes to a node's disk fail.
     DiskFails = "disk fails",
+    /// A node's disk is full.
+    DiskFull = "disk full",
 }
 
 impl FaultKind {
+    /// Returns whether the fault needs a disk.
+    pub(crate) const fn is_of_disks(self) -> bool {
+        matches!(
+            self,
+            FaultKind::PowerLost | FaultKind::NodeNotStarted | FaultKind::DiskFails | FaultKind::DiskFull
+        )
+    }
+
     /// Returns whether the fault needs a registry.
     pub(crate) const fn is_of_many_masters(self) -> bool {
         matches!(
@@ -115,8 +134,14 @@ impl FaultKind {
 }
 
 /// Number of faults of each kind.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultCounts([u64; FaultKind::ALL.len()]);
+
+impl Default for FaultCounts {
+    fn default() -> FaultCounts {
+        FaultCounts([0; FaultKind::ALL.len()])
+    }
+}
 
 impl FaultCounts {
     /// One more.
@@ -138,15 +163,64 @@ impl FaultCounts {
 /// Something breaks.
 #[derive(Clone, Copy, Debug, Hash)]
 pub(crate) enum Fault {
-    Partition { kind: FaultKind, cut: Partition, for_ms: u64 },
-    Crash { process: ProcessId, for_ms: u64 },
-    Pause { process: ProcessId, for_ms: u64 },
-    Jump { process: ProcessId, by_ms: i64 },
-    Slow { node: usize, for_ms: u64 },
-    Reset { node: usize },
-    DiskFails { node: usize, for_ms: u64 },
-    Added { master: usize },
-    Retired { master: usize },
+    Partition {
+        kind: FaultKind,
+        cut: Partition,
+        for_ms: u64,
+    },
+    Crash {
+        process: ProcessId,
+        for_ms: u64,
+    },
+    Pause {
+        process: ProcessId,
+        for_ms: u64,
+    },
+    Jump {
+        process: ProcessId,
+        by_ms: i64,
+    },
+    Slow {
+        node: usize,
+        for_ms: u64,
+    },
+    Reset {
+        node: usize,
+    },
+    DiskFails {
+        node: usize,
+        failure: DiskFailure,
+        for_ms: u64,
+    },
+    DiskHeals {
+        node: usize,
+    },
+    /// After so many operations of the disk, or at once if there is no disk.
+    PowerFails {
+        node: usize,
+        operations: u64,
+        for_ms: u64,
+    },
+    PowerOff {
+        node: usize,
+        for_ms: u64,
+    },
+    /// The node is told to stop; it is killed and started again after this time.
+    Stop {
+        node: usize,
+        for_ms: u64,
+    },
+    /// The time of the stop is over.
+    StopOver {
+        node: usize,
+        incarnation: u32,
+    },
+    Added {
+        master: usize,
+    },
+    Retired {
+        master: usize,
+    },
 }
 
 /// How long something is broken: mostly within a session's time, sometimes beyond it, seldom beyond any memory.
@@ -199,7 +273,13 @@ fn draw(kind: FaultKind, plan: &RunPlan, rng: &mut SimRng) -> Option<Fault> {
             Some(Fault::Jump { process, by_ms })
         }
         FaultKind::NodeSlow => Some(Fault::Slow { node, for_ms }),
-        FaultKind::DiskFails => Some(Fault::DiskFails { node, for_ms }),
+        FaultKind::DiskFails => Some(Fault::DiskFails { node, failure: DiskFailure::Writes, for_ms }),
+        FaultKind::DiskFull => Some(Fault::DiskFails { node, failure: DiskFailure::Full, for_ms }),
+        FaultKind::PowerLost => {
+            let (operations, for_ms) = (rng.choose(&[0, 1]) * rng.below(200), rng.within(1_000, 60_000));
+            Some(Fault::PowerFails { node, operations, for_ms })
+        }
+        FaultKind::NodeStopped => Some(Fault::Stop { node, for_ms: rng.within(50, 10_000) }),
         FaultKind::StreamBroken => Some(Fault::Reset { node }),
         // The network injects these itself, or they exist from the beginning.
         FaultKind::Lost
@@ -208,6 +288,8 @@ fn draw(kind: FaultKind, plan: &RunPlan, rng: &mut SimRng) -> Option<Fault> {
         | FaultKind::Overtaken
         | FaultKind::PutCutShort
         | FaultKind::HandedOver
+        | FaultKind::NodeNotStarted
+        | FaultKind::Aimed
         | FaultKind::Drift => None,
     }
 }

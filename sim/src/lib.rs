@@ -1,9 +1,10 @@
 //! Deterministic simulation: a whole cluster in one thread, under virtual time, from one seed.
 //!
-//! Shipped code runs unchanged: the master's [`Service`](moontide_master::Service), the nodes'
-//! [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and the decisions of nodes ([`moontide_node::logic`])
-//! and of clients ([`moontide_client::logic`]). Simulated are time and clocks, the network, processes that pause and
-//! exit, and queues in place of threads. The oracle knows every acknowledged put and removal.
+//! Shipped code runs unchanged: the master's [`Service`](moontide_master::Service) and its election; whole nodes
+//! ([`moontide_node::testing`]) with their threads, tasks, sessions, shared memory and disk; and the decisions of clients
+//! ([`moontide_client::logic`]). Simulated are time and clocks, the network, the disks below the storage interface, and processes
+//! that pause and exit. Threads and tasks of nodes are fibers of a world of [`moontide_rt::sim`]; masters and clients are state
+//! machines that its first thread drives. The oracle knows every acknowledged put and removal.
 //!
 //! ```
 //! use std::time::Duration;
@@ -14,11 +15,11 @@
 //! // everything is removed, and all space is free again. The plan is drawn from the seed: number of processes, sizes,
 //! // load, and which faults occur.
 //! let plan = RunPlan { length: Duration::from_secs(5), ..RunPlan::draw(3) };
-//! let first = run(3, &plan, false).unwrap_or_else(|violation| panic!("{violation}"));
+//! let first = run(3, &plan, false, None).unwrap_or_else(|violation| panic!("{violation}"));
 //! println!("{} events, {} acknowledged puts", first.events, first.tally.puts);
 //!
 //! // The same seed gives the same history, event by event.
-//! let second = run(3, &plan, false).unwrap_or_else(|violation| panic!("{violation}"));
+//! let second = run(3, &plan, false, None).unwrap_or_else(|violation| panic!("{violation}"));
 //! assert_eq!(first.trace, second.trace);
 //! ```
 //!
@@ -31,6 +32,8 @@
 //! same hash.
 
 #![forbid(unsafe_code)]
+// In an ordinary build there is nothing to simulate.
+#![cfg(sim)]
 
 mod plan;
 mod world;
@@ -43,16 +46,19 @@ mod rng;
 mod trace;
 
 mod client;
+mod links;
 mod master;
 mod node;
 
 mod faults;
 mod oracle;
 
+mod coverage;
 mod sweep;
 
+pub use coverage::{COINCIDENCES, MUTATIONS};
 pub use faults::{FaultCounts, FaultKind};
 pub use oracle::OpTotals;
-pub use plan::{LENGTH_DEFAULT, NetworkPlan, RunPlan};
-pub use sweep::SeedSweep;
+pub use plan::{AimedFault, DiskPlan, LENGTH_DEFAULT, NetworkPlan, RunPlan};
+pub use sweep::{SeedSweep, SweepError};
 pub use world::{Summary, Violation, run};

@@ -22,7 +22,6 @@ use moontide_proto::convert::{OutcomesResponse, PutStartResponse, Wire};
 use moontide_proto::limits::TIMEOUT_MS_MAX;
 use moontide_proto::{CodesBuilder, v1};
 use moontide_types::{Clock, ErrorCode, MonoTime, Term};
-use tokio::runtime::Runtime;
 
 use self::election_io::{ElectionIo, Reply};
 use crate::clock::SimClock;
@@ -47,9 +46,17 @@ pub(crate) enum MasterTimer {
     Election,
 }
 
+/// Number of the cluster.
+pub(crate) const CLUSTER: u64 = 1;
+
+/// Where nodes reach a master.
+pub(crate) fn address_of(index: usize) -> String {
+    format!("master-{index}:1")
+}
+
 /// Where a master is reached.
 fn addresses_of(index: usize) -> MasterAddresses {
-    MasterAddresses { grpc: format!("master-{index}:1"), frame: format!("master-{index}:2") }
+    MasterAddresses { grpc: address_of(index), frame: format!("master-{index}:2") }
 }
 
 /// The master at an address.
@@ -84,8 +91,6 @@ pub(crate) struct Master {
     ticks: u64,
     handed_over: u64,
     exclusions: Exclusions,
-    /// Runtime for the waits of the service. Nothing drives it: this file ends the waits.
-    runtime: Runtime,
 }
 
 impl Master {
@@ -101,6 +106,7 @@ impl Master {
         clock.set(&cx.clock, cx.world_now());
         let groups = NonZeroU16::new(plan.groups).expect("a cluster has a group");
         let config = ServiceConfig {
+            cluster: CLUSTER,
             groups,
             session_ttl: plan.session_ttl,
             seed,
@@ -108,6 +114,8 @@ impl Master {
             exclusions: exclusions.borrow().clone(),
             grpc_address: addresses_of(index).grpc,
             frame_address: addresses_of(index).frame,
+            offload: plan.disk.as_ref().map_or_else(Default::default, |disk| disk.offload),
+            admission: plan.disk.as_ref().map_or_else(Default::default, |disk| disk.admission),
             // Several objects of a small segment lie between them.
             eviction_high_watermark_permille: 950,
             eviction_low_watermark_permille: 900,
@@ -142,8 +150,6 @@ impl Master {
             assert!(io.service.set(service).is_ok(), "it was empty");
             None
         };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-        let runtime = runtime.expect("a runtime without threads needs nothing");
         cx.wake_in(Duration::ZERO, Timer::Master(MasterTimer::Election));
         Master {
             index,
@@ -158,7 +164,6 @@ impl Master {
             ticks: 0,
             handed_over: 0,
             exclusions: Rc::clone(exclusions),
-            runtime,
         }
     }
 
@@ -247,7 +252,9 @@ impl Master {
                 let reply = match request {
                     NodeRequest::Open(m) => NodeResponse::Opened(service.open_session(&m)),
                     NodeRequest::Mount(m) => NodeResponse::Mounted(service.mount_segments(&m)),
+                    NodeRequest::Unmount(m) => NodeResponse::Unmounted(service.unmount_segments(&m)),
                     NodeRequest::Map(m) => NodeResponse::Map(service.get_group_map(&m)),
+                    NodeRequest::Info(m) => NodeResponse::Info(service.get_cluster_info(&m)),
                 };
                 cx.send(from, Message::NodeResponse { call, reply });
             }
@@ -350,7 +357,7 @@ impl Master {
         if let Role::SteppedDown { seen } = service.role() {
             return Err(format!("the master stepped down for term {seen}, which was never elected"));
         }
-        let _entered = self.runtime.enter();
+        // The waits of the service use the runtime of the world, which never drives them: this file ends them.
         let mut waker = Context::from_waker(Waker::noop());
         let now = cx.now();
         let confirmed = !self.shared || now < self.election_io.confirmed_until.get();

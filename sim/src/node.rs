@@ -1,303 +1,304 @@
-//! [`Node`]: a shipped [`NodeHeap`](moontide_heap::NodeHeap) with real shared memory, and the shipped decisions of a
-//! node ([`moontide_node::logic`]).
-//!
-//! A node has several threads that communicate by queues: one serves peers (`serve`), one executes commands
-//! (`executor`), and one per master keeps a session (`session`); `session_manager` chooses the masters. Each takes an
-//! entry of its queue after a random delay, so that the threads interleave as in the product. Some nodes have a
-//! simulated disk (`disk`), whose content survives the process.
+//! [`NodeHost`]: a host whose process is a shipped node. The process is stopped, killed and started again; the disk remains.
 
-mod disk;
-mod executor;
-mod memory;
-mod serve;
-mod session;
-mod session_manager;
-
-use std::collections::{BTreeMap, VecDeque};
+use std::cell::RefCell;
 use std::num::NonZeroU16;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_node::SELF_FENCE_TIMEOUT_DEFAULT;
-use moontide_node::logic::commands::SlotVersion;
-use moontide_node::logic::report::SlotChange;
-use moontide_node::logic::sync_marks::SyncMarks;
-use moontide_node::logic::timing::may_open_index;
-use moontide_proto::{CommandResult, NodeCommand, v1};
-use moontide_types::{Generation, MonoTime, NodeId, SegmentId, SessionId};
+use moontide_disk::SimulatedDisk;
+use moontide_node::testing::{NodeWithoutSockets, TestNodeConfig};
+use moontide_node::{DiskConfig, SELF_FENCE_TIMEOUT_DEFAULT};
+use moontide_proto::convert::{ObjectListBuilder, ObjectListKind};
+use moontide_proto::limits::OPS_PER_FRAME_MAX;
+use moontide_proto::{Codes, FixedRecord as _, FrameKind, OpKind, PackedKeysBuilder, v1};
+use moontide_rt::sim::{Process, ProcessClock, mark, set_files_fail};
+use moontide_rt::time::Instant;
+use moontide_transfer::{Owner, PeerIdentity, Target, serve_read, serve_write};
+use moontide_types::{ErrorCode, Generation, Key, NodeId, Tenant};
+use prost::Message as _;
 
-use self::disk::Disk;
-pub(crate) use self::disk::DiskImage;
-use self::executor::CommandExecutor;
-use self::memory::{MemoryParams, NodeMemory};
-use self::session::SessionDriver;
-use self::session_manager::SessionManager;
-use crate::context::ProcessContext;
-use crate::event::{Message, ProcessId, Timer};
+use crate::client::key_bytes;
+use crate::event::{Message, NodeOp, NodeReply, Payload, ProcessId};
+use crate::links::{Links, Outgoing};
+use crate::master::{CLUSTER, address_of};
+use crate::oracle::pattern;
 use crate::plan::RunPlan;
 use crate::rng::SimRng;
 
-/// Longest time for which an entry stays in a queue.
-const QUEUE_DELAY_MAX: Duration = Duration::from_millis(3);
+/// How long a node works on a request at most. A client gives up before.
+const SERVE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Timers of a node. A timer with an outdated number is ignored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum NodeTimer {
-    /// A driver reads its queue.
-    Events { route: u64 },
-    /// The command thread reads its queue.
-    Work,
-    /// It is time to reclaim.
-    Reclaim { round: u64 },
-    /// A pause of a driver is over.
-    Pause { pause: u64 },
-    /// A call to a master has taken too long.
-    CallOver { call: u64 },
-    /// It is time for a heartbeat on a stream.
-    Heartbeat { stream: u64 },
-    /// A master that did not know yet that it hosts a group may know it by now.
-    Behind { number: u64 },
-    /// It is time to refresh the map, or to stop waiting for it.
-    MapRefresh { number: u64 },
-    /// A thread of the disk has done something.
-    Disk { job: u64 },
-}
+/// The node of a process, once it has started.
+type Running = Rc<RefCell<Option<NodeWithoutSockets>>>;
 
-/// What concerns a session.
-#[derive(Debug)]
-enum NodeEvent {
-    Change(SlotChange),
-    Results {
-        session: SessionId,
-        results: Vec<CommandResult>,
-    },
-    Report(SegmentId),
-    /// Records are on the disk.
-    Offloaded {
-        session: SessionId,
-        notice: v1::OffloadNotice,
-    },
-    /// A record leaves it.
-    DiskEvicted {
-        session: SessionId,
-        evicted: v1::DiskEvicted,
-    },
-}
-
-impl NodeEvent {
-    fn segment(&self) -> Option<SegmentId> {
-        match self {
-            NodeEvent::Change(
-                SlotChange::Begun(segment, _)
-                | SlotChange::Committed { segment, .. }
-                | SlotChange::Killed { segment, .. }
-                | SlotChange::Freed { segment, .. },
-            )
-            | NodeEvent::Report(segment) => Some(*segment),
-            _ => None,
-        }
-    }
-
-    /// Returns the only session that gets the event, if it is for one session.
-    fn session(&self) -> Option<SessionId> {
-        match *self {
-            NodeEvent::Results { session, .. }
-            | NodeEvent::Offloaded { session, .. }
-            | NodeEvent::DiskEvicted { session, .. } => Some(session),
-            NodeEvent::Change(_) | NodeEvent::Report(_) => None,
-        }
-    }
-}
-
-/// Task of the command thread.
-#[derive(Debug)]
-enum ExecutorTask {
-    Session { begins: Option<SessionId>, ends: Option<SessionId> },
-    Commands { session: SessionId, commands: Vec<NodeCommand> },
-    GivenUp(Vec<SlotVersion>),
-}
-
-/// A node's process.
-#[derive(Debug)]
-pub(crate) struct Node {
+/// A host with a node.
+pub(crate) struct NodeHost {
     index: usize,
-    rng: SimRng,
-    id: NodeId,
-    boot: u64,
-    groups: NonZeroU16,
-    /// How many masters were named at its start.
-    masters: usize,
-    /// Used by no process of this host before.
-    numbers: u64,
-    memory: NodeMemory,
-    session_manager: SessionManager,
-    drivers: BTreeMap<u64, SessionDriver>,
-    executor: CommandExecutor,
-    disk: Option<Disk>,
-    /// When it was in sync with a master of each group.
-    sync_marks: SyncMarks,
-    /// When all masters last did.
-    synced_at: Option<MonoTime>,
-    /// Until then begins and commits are reported, because a master may not know of them.
-    tell_until: MonoTime,
-    work: VecDeque<ExecutorTask>,
+    disk: Option<SimulatedDisk>,
+    /// Whether the power has failed, or will fail, since the last start.
+    lost_power: bool,
+    incarnation: u32,
+    process: Option<(Process, Running)>,
 }
 
-impl Node {
-    /// A process that has just started.
+impl NodeHost {
+    pub(crate) fn new(index: usize, plan: &RunPlan, seed: u64) -> NodeHost {
+        let disk = plan.disk.as_ref().map(|disk| {
+            let simulated = SimulatedDisk::new(seed);
+            simulated.set_faults(disk.faults);
+            simulated
+        });
+        NodeHost { index, disk, lost_power: false, incarnation: 0, process: None }
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.process.is_some()
+    }
+
+    pub(crate) fn incarnation(&self) -> u32 {
+        self.incarnation
+    }
+
+    pub(crate) fn disk(&self) -> Option<&SimulatedDisk> {
+        self.disk.as_ref()
+    }
+
+    /// Directory of the disk; the files of its process are below it.
+    fn dir(&self) -> PathBuf {
+        PathBuf::from(format!("/host-{}", self.index))
+    }
+
+    /// Starts a process. It serves when it has opened its disk. Returns its node id.
     pub(crate) fn start(
-        index: usize,
+        &mut self,
         plan: &RunPlan,
         seed: u64,
-        numbers: u64,
-        disk_image: DiskImage,
-        cx: &mut ProcessContext<'_>,
-    ) -> Node {
+        clock: ProcessClock,
+        links: &Rc<Links>,
+    ) -> NodeId {
+        self.incarnation += 1;
+        if let Some(disk) = &self.disk {
+            if self.lost_power { disk.restart() } else { disk.end_process() }
+        }
+        self.lost_power = false;
         let mut rng = SimRng::new(seed);
         // A disk belongs to one node: its number is on it.
-        let keeps_number = plan.stable_node_ids || plan.disk_records > 0;
-        let number = if keeps_number { index as u64 + 1 } else { (seed >> 16) | 1 };
-        let id = NodeId(number);
-        cx.network.register(id, index);
-        let boot = rng.next_u64();
-        // The product draws it from the calendar, and it only has to differ.
-        let generation = Generation(rng.next_u64() >> 1);
-        let groups = NonZeroU16::new(plan.groups).expect("a cluster has a group");
-        let shape = MemoryParams { segments: plan.segments, units: plan.units, slots: plan.slots, groups };
-        let mut node = Node {
-            index,
-            rng,
-            id,
-            boot,
-            groups,
-            masters: plan.masters,
-            numbers,
-            memory: NodeMemory::create(id, generation, shape),
-            session_manager: SessionManager::default(),
-            drivers: BTreeMap::new(),
-            executor: CommandExecutor::default(),
-            sync_marks: disk_image.sync_marks(),
-            disk: (plan.disk_records > 0).then(|| Disk::new(disk_image, plan.disk_records)),
-            synced_at: None,
-            tell_until: LONG_AGO,
-            work: VecDeque::new(),
+        let keeps_id = plan.stable_node_ids || plan.disk.is_some();
+        let node = NodeId(if keeps_id { self.index as u64 + 1 } else { (seed >> 16) | 1 });
+        let disk = self.disk.clone().zip(plan.disk.as_ref()).map(|(storage, disk)| {
+            let config = DiskConfig {
+                dir: vec![self.dir()],
+                backend: disk.backend,
+                limit_bytes: Some(disk.limit_bytes),
+                eviction_policy: disk.eviction_policy,
+                staging_bytes: disk.staging_bytes,
+                read_threads: disk.read_threads,
+                ..DiskConfig::default()
+            };
+            (self.dir(), config, Arc::new(storage) as _)
+        });
+        let config = TestNodeConfig {
+            node,
+            boot: rng.next_u64(),
+            cluster: CLUSTER,
+            groups: NonZeroU16::new(plan.groups).expect("a cluster has a group"),
+            // The product takes it from the calendar; it only has to differ.
+            generation: Generation(rng.next_u64() >> 1),
+            segments: (plan.segments as u32, plan.units, plan.slots),
+            masters: (0..plan.masters).map(address_of).collect(),
+            address: format!("node-{}:1", self.index),
+            host: format!("host-{}", self.index),
+            self_fence_timeout: SELF_FENCE_TIMEOUT_DEFAULT,
+            disk,
         };
-        node.refresh_map(cx);
-        node.wake_to_reclaim(cx);
+        let process = Process::new(&format!("node {}, start {}", self.index, self.incarnation), clock);
+        links.started(process, self.index);
+        let running = Running::default();
+        self.process = Some((process, Rc::clone(&running)));
+        let (index, incarnation, links) = (self.index, self.incarnation, Rc::clone(links));
+        process.spawn("main", move || match NodeWithoutSockets::start(config) {
+            Ok(node) => *running.borrow_mut() = Some(node),
+            Err(reason) => links.send(Outgoing::Ended { node: index, incarnation, reason }),
+        });
         node
     }
 
-    /// The highest number that this process, or one before it, has used.
-    pub(crate) fn numbers(&self) -> u64 {
-        self.numbers
+    /// Ends the process at once. Nothing of it runs again.
+    pub(crate) fn kill(&mut self, links: &Links) -> bool {
+        let (open, failed) = self.with_node(NodeWithoutSockets::removals).unwrap_or_default();
+        if open > 0 {
+            mark(if self.lost_power {
+                "power lost while a removal is not durable"
+            } else {
+                "process killed while a removal is not durable"
+            });
+        }
+        if failed > 0 {
+            mark("process ends while a removal waits for another attempt");
+        }
+        let Some((process, running)) = self.process.take() else { return false };
+        process.kill();
+        links.killed(process);
+        // Its destructors would stop threads, and wait for them.
+        std::mem::forget(running.take());
+        true
     }
 
-    fn number(&mut self) -> u64 {
-        self.numbers += 1;
-        ((self.index as u64 + 1) << 40) | self.numbers
+    /// Lets the process stop as by a signal. It has ended when nothing of it runs: see [`NodeHost::has_stopped`].
+    /// Returns false if it has not started.
+    pub(crate) fn shutdown(&self) -> bool {
+        let Some((process, running)) = &self.process else { return false };
+        let Some(node) = running.borrow_mut().take() else { return false };
+        process.spawn("moontide-stop", move || node.shutdown());
+        true
     }
 
-    /// Whether masters know of everything here.
-    pub(crate) fn is_mounted(&self) -> bool {
-        self.session_manager.is_covered()
-            && self.drivers.values().all(SessionDriver::is_good)
-            && self.disk.as_ref().is_none_or(Disk::is_told)
+    /// Whether all threads of the process have ended.
+    pub(crate) fn has_stopped(&self) -> bool {
+        self.process.as_ref().is_none_or(|(process, _)| process.has_ended())
     }
 
-    /// What is on its disk.
-    pub(crate) fn disk_image(&self) -> DiskImage {
-        self.disk.as_ref().map(|disk| disk.disk_image().clone()).unwrap_or_default()
+    /// Ends the process and the power of its disk.
+    pub(crate) fn lose_power(&mut self, links: &Links) -> bool {
+        self.lost_power = true;
+        if let Some(disk) = &self.disk {
+            disk.crash_after(0);
+        }
+        self.kill(links)
     }
 
-    /// How many records that are.
-    pub(crate) fn disk_records(&self) -> usize {
-        self.disk.as_ref().map_or(0, |disk| disk.disk_image().records())
-    }
-
-    /// The disk can be written again.
-    pub(crate) fn disk_heals(&mut self) {
-        if let Some(disk) = &mut self.disk {
-            disk.heals();
+    /// Lets the power fail after so many operations of the disk. The process goes on until [`NodeHost::lose_power`].
+    pub(crate) fn lose_power_after(&mut self, operations: u64) {
+        self.lost_power = true;
+        if let Some(disk) = &self.disk {
+            disk.crash_after(operations);
         }
     }
 
-    /// Nothing can be written to the disk for so long.
-    pub(crate) fn disk_fails(&mut self, span: Duration, cx: &ProcessContext<'_>) {
-        if let Some(disk) = &mut self.disk {
-            disk.fails(cx.now().after(span));
-        }
+    pub(crate) fn stop(&self) {
+        self.process.iter().for_each(|(process, _)| process.stop());
     }
 
-    /// Returns the open streams, each with its master.
-    pub(crate) fn streams(&self) -> impl Iterator<Item = (u64, usize)> {
-        self.drivers.values().filter_map(|driver| Some((driver.stream()?, driver.master())))
+    pub(crate) fn resume(&self) {
+        self.process.iter().for_each(|(process, _)| process.resume());
     }
 
-    /// Units that are taken by records in any state.
-    pub(crate) fn taken_units(&self) -> u64 {
-        self.memory.taken_units()
+    pub(crate) fn jump_calendar(&self, by_ms: i64) {
+        self.process.iter().for_each(|(process, _)| process.jump_calendar(by_ms));
     }
 
-    /// Something that waited for time.
-    pub(crate) fn wake(&mut self, timer: NodeTimer, cx: &mut ProcessContext<'_>) {
-        match timer {
-            NodeTimer::Events { route } => self.take_events(route, cx),
-            NodeTimer::Work => self.take_work(cx),
-            NodeTimer::Reclaim { round } => self.reclaim_due(round, cx),
-            NodeTimer::Pause { pause } => self.pause_over(pause, cx),
-            NodeTimer::CallOver { call } => self.call_over(call, cx),
-            NodeTimer::Heartbeat { stream } => self.heartbeat_due(stream, cx),
-            NodeTimer::Behind { number } => self.behind_due(number, cx),
-            NodeTimer::MapRefresh { number } => self.map_refresh_due(number, cx),
-            NodeTimer::Disk { job } => self.disk_due(job, cx),
-        }
-    }
-
-    /// A message arrives.
-    pub(crate) fn arrives(&mut self, from: ProcessId, message: Message, cx: &mut ProcessContext<'_>) {
-        match message {
-            Message::Ask { call, ask } => {
-                let reply = self.serve(ask, cx);
-                cx.send(from, Message::NodeReply { call, reply });
+    /// Sets whether nothing can be written to the disk.
+    pub(crate) fn set_disk_fails(&self, plan: &RunPlan, failure: Option<DiskFailure>) {
+        let (Some(disk), Some(disk_plan)) = (&self.disk, &plan.disk) else { return };
+        let mut faults = disk_plan.faults;
+        match failure {
+            Some(DiskFailure::Writes) => {
+                (faults.sync_error_permille, faults.write_error_permille) = (1000, 1000)
             }
-            Message::NodeResponse { call, reply } => self.answered(call, reply, cx),
-            Message::StreamOpened { stream } => self.stream_opened(stream, cx),
-            Message::FromMaster { stream, message } => self.receive(stream, &message, cx),
-            Message::StreamEnd { stream, code } => self.stream_ended(stream, code, cx),
-            _ => unreachable!("not for a node"),
+            Some(DiskFailure::Full) => faults.no_space_permille = 1000,
+            None => {}
         }
+        disk.set_faults(faults);
+        set_files_fail(&self.dir(), failure.is_some());
     }
 
-    /// Returns whether the node fences itself: without contact to a master for so long, its records may have been
-    /// removed.
-    fn is_stale(&self, now: MonoTime) -> bool {
-        self.synced_at.is_some() && !may_open_index(self.synced_at, now, SELF_FENCE_TIMEOUT_DEFAULT)
+    /// Ends all faults of the disk.
+    pub(crate) fn heal_disk(&self) {
+        if let Some(disk) = &self.disk {
+            disk.set_faults(moontide_disk::Faults::default());
+        }
+        set_files_fail(&self.dir(), false);
     }
 
-    /// Sends an event to the master that it concerns, if there is one.
-    fn send_event(&mut self, event: NodeEvent, cx: &mut ProcessContext<'_>) {
-        let group = event.segment().map(|segment| self.memory.group_of(segment));
-        let concerns = |driver: &SessionDriver| match (event.session(), group) {
-            (Some(session), _) => driver.session() == Some(session),
-            (None, Some(group)) => driver.has_group(group),
-            (None, None) => false,
-        };
-        let Some((&route, driver)) = self.drivers.iter_mut().find(|(_, driver)| concerns(driver)) else {
-            return;
-        };
-        if driver.enqueue(event) {
-            let lag = self.rng.up_to(QUEUE_DELAY_MAX);
-            cx.wake_in(lag, Timer::Node(NodeTimer::Events { route }));
-        }
+    /// A request of a client arrives. A process that has not started does not answer.
+    pub(crate) fn ask(&self, from: ProcessId, call: u64, ask: NodeOp, links: &Rc<Links>) {
+        let Some((process, running)) = &self.process else { return };
+        let Some(owner) = running.borrow().as_ref().map(NodeWithoutSockets::owner) else { return };
+        let (links, node) = (Rc::clone(links), ProcessId::Node(self.index));
+        process.spawn("moontide-serve", move || {
+            let deadline = Instant::now() + SERVE_TIMEOUT;
+            let reply = serve(&*owner, from, &ask, deadline).unwrap_or_else(NodeReply::Refused);
+            let message = Message::NodeReply { call, reply };
+            links.send(Outgoing::Message { from: node, to: from, message });
+        });
     }
 
-    fn give_work(&mut self, work: ExecutorTask, cx: &mut ProcessContext<'_>) {
-        self.work.push_back(work);
-        if self.work.len() == 1 {
-            let lag = self.rng.up_to(QUEUE_DELAY_MAX);
-            cx.wake_in(lag, Timer::Node(NodeTimer::Work));
-        }
+    fn with_node<T>(&self, what: impl FnOnce(&NodeWithoutSockets) -> T) -> Option<T> {
+        self.process.as_ref()?.1.borrow().as_ref().map(what)
+    }
+
+    /// Whether the masters know all records of the node.
+    pub(crate) fn is_reported(&self) -> bool {
+        self.with_node(NodeWithoutSockets::is_reported).unwrap_or(false)
+    }
+
+    /// Units of memory that are not free.
+    pub(crate) fn taken_units(&self) -> u64 {
+        self.with_node(NodeWithoutSockets::taken_units).unwrap_or(0)
+    }
+
+    /// Records on the disk.
+    pub(crate) fn disk_records(&self) -> u64 {
+        self.with_node(NodeWithoutSockets::disk_records).unwrap_or(0)
     }
 }
 
-/// A time long past on any clock.
-const LONG_AGO: MonoTime = MonoTime(0);
+/// How a disk fails for a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum DiskFailure {
+    /// Writes and syncs fail.
+    Writes,
+    /// It is full.
+    Full,
+}
+
+/// Serves a request with the shipped code behind the sockets.
+fn serve(
+    owner: &dyn Owner,
+    from: ProcessId,
+    ask: &NodeOp,
+    deadline: Instant,
+) -> Result<NodeReply, ErrorCode> {
+    let ProcessId::Client(client) = from else { unreachable!("only clients ask nodes") };
+    let peer = PeerIdentity::Remote(client as u64 + 1);
+    let call = |kind, body: Vec<u8>| {
+        let reply = owner.call(peer, kind, &body, deadline)?;
+        let outcomes = v1::SlotOutcomes::decode(&reply[..]).expect("a node encodes its reply");
+        let codes = Codes::decode(&outcomes.codes, OPS_PER_FRAME_MAX).expect("a node encodes its reply");
+        codes.iter().next().expect("one slot was named").map_or(Ok(NodeReply::Done), Err)
+    };
+    match ask {
+        NodeOp::Begin { object, handle, key, attributes } => {
+            let mut keys = PackedKeysBuilder::new();
+            let key = key_bytes(*key);
+            keys.push(Key::new(&key).expect("a short key")).expect("one key");
+            let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Begin, 1);
+            list.push(*object, &[*handle], attributes).expect("part of a valid answer");
+            let fields = list.finish();
+            let request = v1::BeginRequest {
+                tenant: Tenant::DEFAULT.as_str().to_owned(),
+                keys: keys.finish().into(),
+                objects: fields.objects,
+                handles: fields.handles,
+                attributes: fields.attributes,
+            };
+            call(FrameKind::Begin, request.encode_to_vec())
+        }
+        NodeOp::Write { object, handle, token } => {
+            let op = Target::of(handle, object.id, object.epoch).to_wire(OpKind::Write, 0, handle.stripe_len);
+            let root = serve_write(owner, &op, &pattern(*token, handle.stripe_len), deadline)?;
+            Ok(NodeReply::Written { root })
+        }
+        NodeOp::Commit(entry) => {
+            let mut entries = Vec::new();
+            entry.encode(&mut entries);
+            call(FrameKind::Commit, v1::CommitRequest { entries: entries.into() }.encode_to_vec())
+        }
+        NodeOp::Read { id, epoch, handle } => {
+            let op = Target::of(handle, *id, *epoch).to_wire(OpKind::Read, 0, handle.stripe_len);
+            Ok(NodeReply::Bytes(Payload(serve_read(owner, &op, deadline)?)))
+        }
+    }
+}

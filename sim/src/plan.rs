@@ -3,6 +3,11 @@
 
 use std::time::Duration;
 
+use moontide_disk::{Faults, Times};
+use moontide_meta::{Admission, OffloadTrigger};
+use moontide_node::{BackendKind, EvictionPolicy};
+
+use crate::coverage::{COINCIDENCES, PLACES};
 use crate::faults::FaultKind;
 use crate::rng::SimRng;
 
@@ -50,14 +55,90 @@ pub struct RunPlan {
     pub session_ttl: Duration,
     /// Whether a restarted node keeps its id.
     pub stable_node_ids: bool,
-    /// Most records on each node's disk; 0 without disks.
-    pub disk_records: usize,
+    /// Disk of each node.
+    pub disk: Option<DiskPlan>,
+    /// How often a thread of a node is interrupted at a lock, a channel or the clock, per million.
+    pub switch_per_million: u32,
+    /// How often it stalls there for 50 ms to 60 s, per million.
+    pub stall_per_million: u32,
+    /// Places at which a thread of a node is delayed by up to this time, per thousand times that it is there.
+    pub delays: Vec<(&'static str, u32, Duration)>,
+    /// Places and coincidences at which a node is hit by a fault, per thousand times that it reaches one.
+    pub aims: Vec<(&'static str, u32, AimedFault)>,
     /// Faults of the network.
     pub network: NetworkPlan,
     /// Largest drift of a clock, in parts per million.
     pub drift_ppm_max: u64,
     /// Kinds of faults, each with the mean time between two of them.
     pub faults: Vec<(FaultKind, Duration)>,
+}
+
+/// Disk of a node.
+#[derive(Clone, Debug)]
+pub struct DiskPlan {
+    /// Layout of the disk.
+    pub backend: BackendKind,
+    /// Which records leave a full disk first.
+    pub eviction_policy: EvictionPolicy,
+    /// When masters command writes.
+    pub offload: OffloadTrigger,
+    /// Which objects masters have written.
+    pub admission: Admission,
+    /// Units per segment of memory: with less memory, more of the objects are on the disk alone.
+    pub units: u32,
+    /// Limit of the bytes on the disk.
+    pub limit_bytes: u64,
+    /// Memory for records that are read.
+    pub staging_bytes: u64,
+    /// Threads that read.
+    pub read_threads: usize,
+    /// Faults and durations of single operations.
+    pub faults: Faults,
+}
+
+impl DiskPlan {
+    fn draw(rng: &mut SimRng) -> DiskPlan {
+        let backend =
+            rng.choose(&[BackendKind::Bucket, BackendKind::Bucket, BackendKind::File, BackendKind::Offset]);
+        DiskPlan {
+            backend,
+            eviction_policy: rng.choose(&[EvictionPolicy::Fifo, EvictionPolicy::Lru]),
+            offload: rng.choose(&[OffloadTrigger::Evict, OffloadTrigger::Put]),
+            admission: rng.choose(&[Admission::All, Admission::All, Admission::Accessed]),
+            units: rng.choose(&[64, 128, 256, 1024]),
+            limit_bytes: rng.choose(&[576 << 10, 1 << 20, 4 << 20]),
+            staging_bytes: rng.choose(&[256 << 10, 1 << 20]),
+            read_threads: rng.choose(&[1, 2]),
+            faults: Faults {
+                read_error_permille: rng.choose(&[0, 0, 1, 10]),
+                write_error_permille: rng.choose(&[0, 0, 1, 10]),
+                torn_write_permille: rng.choose(&[0, 0, 1, 10]),
+                sync_error_permille: rng.choose(&[0, 0, 1, 10]),
+                name_error_permille: rng.choose(&[0, 0, 1, 10]),
+                no_space_permille: rng.choose(&[0, 0, 1, 10]),
+                flipped_read_permille: rng.choose(&[0, 0, 0, 5]),
+                short_permille: rng.choose(&[0, 10, 200]),
+                capacity: None,
+                latency: None,
+                times: Times {
+                    usual_max: Duration::from_micros(rng.choose(&[200, 2_000, 40_000])),
+                    stall_permille: rng.choose(&[0, 0, 1, 5]),
+                    slow_sync_permille: rng.choose(&[0, 0, 50, 500]),
+                },
+            },
+        }
+    }
+}
+
+/// What happens to a node at a place of its code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AimedFault {
+    /// Its process is killed.
+    Kill,
+    /// Its host loses power.
+    PowerLoss,
+    /// The connections of its sessions break.
+    Reset,
 }
 
 /// Faults of the network, in thousandths of the messages.
@@ -85,8 +166,9 @@ impl RunPlan {
         let groups = if shared { rng.choose(&[2, 4, 4, 6]) } else { rng.choose(&[1, 1, 2, 4]) };
         let mut faults = Vec::new();
         let happens = |kind: &FaultKind| mean_ms(*kind) > 0 && (shared || !kind.is_of_many_masters());
-        let disk_records = SimRng::new(seed ^ 0xd15c).choose(&[0, 0, 0, 6, 30, 200]);
-        let happens = |kind: &FaultKind| happens(kind) && (disk_records > 0 || *kind != FaultKind::DiskFails);
+        let mut disk_rng = SimRng::new(seed ^ 0xd15c);
+        let disk = (disk_rng.below(3) > 0).then(|| DiskPlan::draw(&mut disk_rng));
+        let happens = |kind: &FaultKind| happens(kind) && (disk.is_some() || !kind.is_of_disks());
         let kinds = FaultKind::ALL.iter().copied().filter(happens);
         // A few seeds have no scheduled faults, and a few have all of them.
         let enabled = rng.choose(&[0, 200, 400, 400, 600, 1000]);
@@ -111,13 +193,17 @@ impl RunPlan {
             upserts_percent: rng.choose(&[0, 20, 50, 100]),
             // As the product plans them: every group has one on every node.
             segments: usize::from(groups) * rng.within(1, 2) as usize,
-            units: rng.choose(&[256, 512, 1024, 2048]),
+            units: rng.choose(&[256, 512, 1024, 2048]).min(disk.as_ref().map_or(u32::MAX, |disk| disk.units)),
             slots: rng.choose(&[16, 40, 120]),
             locations: rng.choose(&[0, 8, 1000]),
             think: LENGTH_DEFAULT / (OPS / clients) as u32,
             session_ttl: Duration::from_secs(rng.choose(&[4, 10])),
             stable_node_ids: rng.permille(500),
-            disk_records,
+            disk,
+            switch_per_million: rng.choose(&[0, 1_000, 10_000]),
+            stall_per_million: rng.choose(&[0, 0, 2, 20]),
+            aims: (0..disk_rng.below(4)).map(|_| draw_aim(&mut disk_rng)).collect(),
+            delays: (0..disk_rng.within(1, 5)).map(|_| draw_delay(&mut disk_rng)).collect(),
             network: NetworkPlan {
                 lost_permille: rng.choose(&[0, 0, 2, 10, 30]),
                 twice_permille: rng.choose(&[0, 10, 50]),
@@ -131,8 +217,33 @@ impl RunPlan {
     /// Returns the plan without faults.
     #[must_use]
     pub fn without_faults(self) -> RunPlan {
-        RunPlan { faults: Vec::new(), network: NetworkPlan::default(), drift_ppm_max: 0, ..self }
+        let disk = self.disk.map(|disk| DiskPlan { faults: Faults::default(), ..disk });
+        RunPlan {
+            faults: Vec::new(),
+            network: NetworkPlan::default(),
+            drift_ppm_max: 0,
+            disk,
+            stall_per_million: 0,
+            delays: Vec::new(),
+            aims: Vec::new(),
+            ..self
+        }
     }
+}
+
+fn draw_aim(rng: &mut SimRng) -> (&'static str, u32, AimedFault) {
+    let at = if rng.below(2) == 0 { rng.choose(PLACES) } else { rng.choose(COINCIDENCES) };
+    let fault =
+        rng.choose(&[AimedFault::Kill, AimedFault::PowerLoss, AimedFault::PowerLoss, AimedFault::Reset]);
+    (at, rng.choose(&[20, 100, 500]), fault)
+}
+
+fn draw_delay(rng: &mut SimRng) -> (&'static str, u32, Duration) {
+    (
+        rng.choose(PLACES),
+        rng.choose(&[50, 200, 500]),
+        Duration::from_millis(rng.choose(&[30, 300, 3_000, 20_000])),
+    )
 }
 
 /// The usual time between two faults of a kind; 0 for those that are not scheduled.
@@ -144,12 +255,15 @@ fn mean_ms(kind: FaultKind) -> u64 {
         | FaultKind::Overtaken
         | FaultKind::PutCutShort
         | FaultKind::HandedOver
+        | FaultKind::NodeNotStarted
+        | FaultKind::Aimed
         | FaultKind::Drift => 0,
         FaultKind::MasterCrash => 100_000,
         FaultKind::MasterOutlived => 150_000,
         FaultKind::MasterPause | FaultKind::MasterRetired | FaultKind::MasterAdded => 60_000,
         FaultKind::MasterFrozen => 100_000,
         FaultKind::NodeCrash => 80_000,
+        FaultKind::PowerLost | FaultKind::NodeStopped => 80_000,
         FaultKind::ClientCrash => 10_000,
         FaultKind::WallJump => 60_000,
         _ => 40_000,

@@ -31,11 +31,15 @@ fn message(message: &Message) -> String {
             NodeRequest::Open(m) => format!("call {call:x}: open session, boot {:x}", m.boot_id),
             NodeRequest::Mount(m) => format!("call {call:x}: mount {:?}", m.segments),
             NodeRequest::Map(_) => format!("call {call:x}: map"),
+            NodeRequest::Unmount(m) => format!("call {call:x}: unmount {:?}", m.segments),
+            NodeRequest::Info(_) => format!("call {call:x}: cluster"),
         },
         Message::NodeResponse { call, reply } => match reply {
             NodeResponse::Opened(m) => format!("reply {call:x}: session {:?}", m.session),
             NodeResponse::Mounted(m) => format!("reply {call:x}: mounted {:?}", m.results),
             NodeResponse::Map(m) => format!("reply {call:x}: {}", map(m)),
+            NodeResponse::Unmounted(_) => format!("reply {call:x}: unmounted"),
+            NodeResponse::Info(_) => format!("reply {call:x}: cluster"),
         },
         Message::FromNode { stream, message } => {
             let body = match NodeMessage::from_wire(message).map(|m| m.body) {

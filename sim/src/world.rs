@@ -1,14 +1,18 @@
 //! [`run`]: simulates one seed.
 //!
 //! ```text
-//!   faults ──▶ all faults healed: every client puts and gets ──▶ everything is removed ──▶ all space is free
+//!   faults ──▶ all faults healed: every client puts and gets ──▶ everything is removed ──▶ all space is free ──▶ nodes stop
 //! ```
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hasher};
+use std::rc::Rc;
 use std::time::Duration;
 
 use moontide_master::election::RegistryState;
+use moontide_rt::sim::{self, FailureKind, WorldConfig};
+use moontide_rt::{thread, with_mutation};
 use moontide_types::MonoTime;
 
 use crate::client::{Client, Mode};
@@ -18,26 +22,29 @@ use crate::event::{
     Envelope, Event, Events, Message, ProcessId, RegistryRequest, RegistryResponse, Timer, hash_event,
 };
 use crate::faults::{self, Fault, FaultCounts, FaultKind};
+use crate::links::{Links, Outgoing};
 use crate::master::{Exclusions, LEASE, Master};
 use crate::network::Network;
-use crate::node::{DiskImage, Node};
+use crate::node::{DiskFailure, NodeHost};
 use crate::oracle::{OpTotals, Oracle};
-use crate::plan::RunPlan;
+use crate::plan::{AimedFault, RunPlan};
 use crate::rng::SimRng;
 use crate::trace::line;
 
 /// Longest time after the faults are healed until all clients have put and got an object. A new master waits for half a
 /// minute before it allocates space that an earlier one may have granted.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(90);
-/// Longest time until everything is removed. The master waits for a missing node for one minute.
-const CLEANUP_LIMIT: Duration = Duration::from_secs(150);
+/// Longest time until everything is removed, for each key and once. The master waits for a missing node for one minute.
+const CLEANUP_LIMIT: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(150));
 /// Longest time until all space is free again: reservations and leases expire after half a minute.
 const DRAINED_WITHIN: Duration = Duration::from_secs(70);
+/// Longest time until all threads of nodes that are told to stop have ended.
+const STOPPED_WITHIN: Duration = Duration::from_secs(30);
 /// Interval of progress checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Result of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Summary {
     /// Seed of the run.
     pub seed: u64,
@@ -53,8 +60,10 @@ pub struct Summary {
     pub faults: FaultCounts,
     /// Last term of a master.
     pub terms: u32,
-    /// Hash of all events, in order.
+    /// Hash of all events, in order, and of all switches between threads.
     pub trace: u64,
+    /// How often each coincidence was reached.
+    pub marks: BTreeMap<&'static str, u64>,
 }
 
 /// Violation of a guarantee.
@@ -88,6 +97,7 @@ enum Phase {
     Recovery,
     Cleaning,
     Draining,
+    Stopping,
     Over,
 }
 
@@ -97,15 +107,6 @@ struct MasterHost {
     master: Option<Master>,
     incarnation: u32,
     exclusions: Exclusions,
-}
-
-/// Host of a node, whose process may exit and restart.
-struct NodeHost {
-    node: Option<Node>,
-    incarnation: u32,
-    numbers: u64,
-    /// Content of the disk while no process runs.
-    disk_image: DiskImage,
 }
 
 struct World {
@@ -118,6 +119,7 @@ struct World {
     registry: RegistryState,
     master_hosts: Vec<MasterHost>,
     node_hosts: Vec<NodeHost>,
+    links: Rc<Links>,
     clients: Vec<Client>,
     /// Paused processes, with the time at which they resume.
     paused: BTreeMap<ProcessId, MonoTime>,
@@ -127,31 +129,75 @@ struct World {
     recovered_after: Duration,
 }
 
-/// Runs one seed. Prints every event if `shows_trace` is set.
-pub fn run(seed: u64, plan: &RunPlan, shows_trace: bool) -> Result<Summary, Violation> {
-    let mut world = World::new(seed, plan);
-    let (mut trace, mut count) = (DefaultHasher::new(), 0);
-    while world.phase != Phase::Over {
-        let event = world.events.next().expect("there is always something to do");
-        let at = world.events.now();
-        count += 1;
-        hash_event(at, &event, &mut trace);
-        if shows_trace {
-            println!("{:>12} {}", at.0 / 1_000, line(&event));
+/// Longest virtual time of a run after its length.
+const OVERTIME_MAX: Duration = Duration::from_secs(3600);
+
+/// Runs one seed. Prints every event if `shows_trace` is set. `mutation` is a deliberate bug to enable.
+pub fn run(
+    seed: u64,
+    plan: &RunPlan,
+    shows_trace: bool,
+    mutation: Option<&'static str>,
+) -> Result<Summary, Violation> {
+    let config = WorldConfig {
+        switch_per_million: plan.switch_per_million,
+        stall_per_million: plan.stall_per_million,
+        wakes_late: true,
+        time_max: plan.length + OVERTIME_MAX,
+        ..WorldConfig::new(seed)
+    };
+    let its_plan = plan.clone();
+    let report = sim::run(&config, move || {
+        // All threads of a world are on one thread of the operating system, for which the mutation is enabled. So is the
+        // runtime, which gives the choices of `select!` a seed; the waits of masters use it, too.
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let rng_seed = tokio::runtime::RngSeed::from_bytes(&seed.to_le_bytes());
+        let runtime = runtime.enable_time().rng_seed(rng_seed).build().expect("a runtime without threads");
+        let ended = runtime.block_on(tokio::task::unconstrained(async {
+            with_mutation(mutation, || World::new(seed, &its_plan).run(seed, shows_trace))
+        }));
+        runtime.shutdown_background();
+        ended
+    });
+    match report {
+        Ok(report) => {
+            let summary = report.value?;
+            Ok(Summary { trace: summary.trace ^ report.trace, marks: report.marks, ..summary })
         }
-        let violation = |what| Violation { seed, length: plan.length, at, event: count, what };
-        world.happens(event).map_err(violation)?;
+        Err(failure) => {
+            let what = match &failure.kind {
+                FailureKind::Panic { thread, message } => format!("thread {thread:?} {message}"),
+                _ => failure.to_string(),
+            };
+            let at = MonoTime(failure.elapsed.as_nanos() as u64);
+            Err(Violation { seed, length: plan.length, at, event: 0, what })
+        }
     }
-    Ok(Summary {
-        seed,
-        events: count,
-        virtual_time: world.events.now().since(MonoTime(0)),
-        recovered_after: world.recovered_after,
-        tally: world.oracle.tally,
-        faults: world.network.counts,
-        terms: world.terms(),
-        trace: trace.finish(),
-    })
+}
+
+/// Most aimed faults of a run: a cluster that is hit all the time shows little.
+const AIMED_FAULTS_MAX: u32 = 12;
+
+/// Delays threads of nodes at the places of the plan, and aims its faults.
+fn set_hook(plan: &RunPlan, seed: u64, links: Rc<Links>) {
+    let (delays, aims, length) = (plan.delays.clone(), plan.aims.clone(), plan.length);
+    let state = RefCell::new((SimRng::new(seed), 0));
+    sim::set_mark_hook(Some(Rc::new(move |name| {
+        let (aimed, delay) = {
+            let (rng, count) = &mut *state.borrow_mut();
+            let aim = aims.iter().find(|(at, permille, _)| *at == name && rng.permille(*permille));
+            let aim = aim.filter(|_| *count < AIMED_FAULTS_MAX && sim::elapsed() < length);
+            *count += u32::from(aim.is_some());
+            let delay = delays.iter().find(|(at, permille, _)| *at == name && rng.permille(*permille));
+            (aim.map(|(.., fault)| *fault), delay.map(|(.., max)| rng.up_to(*max)))
+        };
+        if let Some((fault, node)) = aimed.zip(links.running_node()) {
+            links.send(Outgoing::Aimed { node, fault });
+            // It happens here, or a little later.
+            thread::yield_now();
+        }
+        delay.into_iter().for_each(thread::sleep);
+    })));
 }
 
 impl World {
@@ -173,7 +219,10 @@ impl World {
             }
             clocks.insert(process, HostClock::new(drift, rng.below(1 << 50)));
         }
-        let host = |_| NodeHost { node: None, incarnation: 0, numbers: 0, disk_image: DiskImage::default() };
+        let links = Rc::new(Links::new());
+        moontide_tasks::sim::set_network(Rc::clone(&links) as Rc<dyn moontide_tasks::sim::Network>);
+        let node_hosts = (0..plan.nodes).map(|node| NodeHost::new(node, plan, rng.next_u64())).collect();
+        set_hook(plan, rng.next_u64(), Rc::clone(&links));
         let mut world = World {
             rng,
             network,
@@ -181,7 +230,8 @@ impl World {
             clocks,
             registry: RegistryState::default(),
             master_hosts: (0..plan.masters).map(|_| MasterHost::default()).collect(),
-            node_hosts: (0..plan.nodes).map(host).collect(),
+            node_hosts,
+            links,
             clients: Vec::new(),
             paused: BTreeMap::new(),
             backlog: BTreeMap::new(),
@@ -206,11 +256,90 @@ impl World {
         world
     }
 
+    /// Handles events until all phases are over.
+    fn run(mut self, seed: u64, shows_trace: bool) -> Result<Summary, Violation> {
+        let (mut trace, mut count) = (DefaultHasher::new(), 0);
+        while self.phase != Phase::Over {
+            self.events.set_now(MonoTime(sim::elapsed().as_nanos() as u64));
+            self.take_outgoing();
+            let Some(event) = self.events.next() else {
+                let due = self.events.due().expect("there is always something to do");
+                // A thread of a node that sends something ends the wait.
+                thread::park_timeout(due.since(self.events.now()));
+                continue;
+            };
+            let at = self.events.now();
+            count += 1;
+            hash_event(at, &event, &mut trace);
+            if shows_trace {
+                println!("{:>12} {}", at.0 / 1_000, line(&event));
+            }
+            if let Err(what) = self.happens(event) {
+                return Err(Violation { seed, length: self.plan.length, at, event: count, what });
+            }
+        }
+        let terms = self.terms();
+        for node in &mut self.node_hosts {
+            node.kill(&self.links);
+        }
+        Ok(Summary {
+            seed,
+            events: count,
+            virtual_time: self.events.now().since(MonoTime(0)),
+            recovered_after: self.recovered_after,
+            tally: self.oracle.tally,
+            faults: self.network.counts,
+            terms,
+            trace: trace.finish(),
+            marks: BTreeMap::new(),
+        })
+    }
+
+    /// Sends what threads of nodes have given to the network.
+    fn take_outgoing(&mut self) {
+        for outgoing in self.links.take() {
+            match outgoing {
+                Outgoing::Message { from, to, message } => {
+                    self.network.send(&mut self.events, from, to, message);
+                }
+                Outgoing::Aimed { node, fault } => self.hits(node, fault),
+                Outgoing::Ended { node, incarnation, reason } => {
+                    if self.node_hosts[node].incarnation() == incarnation {
+                        self.not_started(node, &reason);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A node is hit at a place of its code.
+    fn hits(&mut self, node: usize, fault: AimedFault) {
+        if self.phase != Phase::FaultInjection {
+            return;
+        }
+        self.network.counts.add(FaultKind::Aimed);
+        let for_ms = self.rng.within(50, 8_000);
+        self.breaks(match fault {
+            AimedFault::Kill => Fault::Crash { process: ProcessId::Node(node), for_ms },
+            AimedFault::PowerLoss => Fault::PowerOff { node, for_ms },
+            AimedFault::Reset => Fault::Reset { node },
+        });
+    }
+
+    /// A node could not open its disk. It is started again, as a supervisor would do.
+    fn not_started(&mut self, node: usize, reason: &str) {
+        assert!(self.phase == Phase::FaultInjection, "node {node} does not start without faults: {reason}");
+        self.network.counts.add(FaultKind::NodeNotStarted);
+        self.node_hosts[node].kill(&self.links);
+        let after = self.rng.within(100, 5_000);
+        self.events.after_ms(after, Event::Starts(ProcessId::Node(node)));
+    }
+
     fn cx(&mut self, process: ProcessId) -> ProcessContext<'_> {
         let incarnation = match process {
             ProcessId::Master(master) => self.master_hosts[master].incarnation,
             ProcessId::Registry => 0,
-            ProcessId::Node(node) => self.node_hosts[node].incarnation,
+            ProcessId::Node(node) => self.node_hosts[node].incarnation(),
             ProcessId::Client(_) => 0,
         };
         let clock = self.clocks[&process];
@@ -255,9 +384,10 @@ impl World {
                 done
             }
             ProcessId::Node(index) => {
-                let Some(mut node) = self.node_hosts[index].node.take() else { return Ok(()) };
-                node.arrives(from, message, &mut self.cx(to));
-                self.node_hosts[index].node = Some(node);
+                match message {
+                    Message::Ask { call, ask } => self.node_hosts[index].ask(from, call, ask, &self.links),
+                    message => self.links.arrives(message),
+                }
                 Ok(())
             }
             ProcessId::Client(client) => {
@@ -285,14 +415,6 @@ impl World {
                 let done = master.wake(timer, &mut self.cx(process));
                 self.keep_master(index, master);
                 done
-            }
-            (ProcessId::Node(index), Timer::Node(timer))
-                if incarnation == self.node_hosts[index].incarnation =>
-            {
-                let Some(mut node) = self.node_hosts[index].node.take() else { return Ok(()) };
-                node.wake(timer, &mut self.cx(process));
-                self.node_hosts[index].node = Some(node);
-                Ok(())
             }
             (ProcessId::Client(client), Timer::Client(timer)) => {
                 let World { clients, events, network, oracle, registry, clocks, .. } = self;
@@ -369,12 +491,10 @@ impl World {
                 let master = Master::start(index, &plan, seed, &exclusions, &mut self.cx(process));
                 self.master_hosts[index].master = Some(master);
             }
-            ProcessId::Node(index) if self.node_hosts[index].node.is_none() => {
-                self.node_hosts[index].incarnation += 1;
-                let numbers = self.node_hosts[index].numbers;
-                let disk_image = std::mem::take(&mut self.node_hosts[index].disk_image).recovered();
-                let node = Node::start(index, &plan, seed, numbers, disk_image, &mut self.cx(process));
-                self.node_hosts[index].node = Some(node);
+            ProcessId::Node(index) if !self.node_hosts[index].is_running() => {
+                let clock = self.clocks[&process].of_process();
+                let node = self.node_hosts[index].start(&plan, seed, clock, &self.links);
+                self.network.register(node, index);
             }
             _ => {}
         }
@@ -399,30 +519,73 @@ impl World {
                     ProcessId::Node(_) => FaultKind::NodePause,
                     ProcessId::Client(_) => FaultKind::ClientPause,
                 });
+                if let ProcessId::Node(node) = process {
+                    self.node_hosts[node].stop();
+                }
                 self.paused.insert(process, until(for_ms));
                 self.events.at(until(for_ms), Event::Resumes(process));
             }
             Fault::Jump { process, by_ms } => {
                 self.network.counts.add(FaultKind::WallJump);
                 self.clocks.get_mut(&process).expect("every process has a clock").jump(by_ms);
+                if let ProcessId::Node(node) = process {
+                    self.node_hosts[node].jump_calendar(by_ms);
+                }
             }
             Fault::Slow { node, for_ms } => {
                 self.network.counts.add(FaultKind::NodeSlow);
                 self.network.slow_down(node, until(for_ms));
             }
             Fault::Reset { node } => {
-                let streams: Vec<(u64, usize)> =
-                    self.node_hosts[node].node.iter().flat_map(|node| node.streams()).collect();
-                for (stream, master) in streams {
+                for (stream, master) in self.links.streams(node) {
                     let ends = (ProcessId::Node(node), ProcessId::Master(master));
                     self.network.break_stream(stream, &mut self.events, ends.0, ends.1);
                 }
             }
-            Fault::DiskFails { node, for_ms } => {
-                self.network.counts.add(FaultKind::DiskFails);
-                if let Some(mut there) = self.node_hosts[node].node.take() {
-                    there.disk_fails(Duration::from_millis(for_ms), &self.cx(ProcessId::Node(node)));
-                    self.node_hosts[node].node = Some(there);
+            Fault::DiskFails { node, failure, for_ms } => {
+                self.network.counts.add(match failure {
+                    DiskFailure::Writes => FaultKind::DiskFails,
+                    DiskFailure::Full => FaultKind::DiskFull,
+                });
+                self.node_hosts[node].set_disk_fails(&self.plan, Some(failure));
+                self.events.after_ms(for_ms, Event::Fault(Fault::DiskHeals { node }));
+            }
+            Fault::DiskHeals { node } => {
+                if self.phase == Phase::FaultInjection {
+                    self.node_hosts[node].set_disk_fails(&self.plan, None);
+                }
+            }
+            Fault::PowerFails { node, operations, for_ms } => {
+                if operations > 0 && self.node_hosts[node].is_running() {
+                    self.node_hosts[node].lose_power_after(operations);
+                }
+                // The host goes down with its disk, or a little later: nothing that it does then is durable.
+                let after = if operations > 0 { self.rng.below(2_000) } else { 0 };
+                self.events.after_ms(after, Event::Fault(Fault::PowerOff { node, for_ms }));
+            }
+            Fault::PowerOff { node, for_ms } => {
+                let process = ProcessId::Node(node);
+                self.paused.remove(&process);
+                self.backlog.remove(&process);
+                if self.node_hosts[node].lose_power(&self.links) {
+                    self.network.counts.add(FaultKind::PowerLost);
+                    self.events.after_ms(for_ms, Event::Starts(process));
+                }
+            }
+            Fault::Stop { node, for_ms } => {
+                if self.node_hosts[node].shutdown() {
+                    self.network.counts.add(FaultKind::NodeStopped);
+                    let incarnation = self.node_hosts[node].incarnation();
+                    self.events.after_ms(for_ms, Event::Fault(Fault::StopOver { node, incarnation }));
+                }
+            }
+            Fault::StopOver { node, incarnation } => {
+                if self.node_hosts[node].incarnation() == incarnation {
+                    let process = ProcessId::Node(node);
+                    self.paused.remove(&process);
+                    self.backlog.remove(&process);
+                    self.node_hosts[node].kill(&self.links);
+                    self.starts(process);
                 }
             }
             Fault::Added { master } => {
@@ -454,9 +617,9 @@ impl World {
                 self.network.counts.add(kind);
             }
             ProcessId::Node(index) => {
-                let Some(node) = self.node_hosts[index].node.take() else { return };
-                self.node_hosts[index].numbers = node.numbers();
-                self.node_hosts[index].disk_image = node.disk_image();
+                if !self.node_hosts[index].kill(&self.links) {
+                    return;
+                }
                 self.network.counts.add(FaultKind::NodeCrash);
             }
             ProcessId::Client(client) => {
@@ -485,6 +648,9 @@ impl World {
             return; // it went on before, or was stopped again
         }
         self.paused.remove(&process);
+        if let ProcessId::Node(node) = process {
+            self.node_hosts[node].resume();
+        }
         for event in self.backlog.remove(&process).into_iter().flatten() {
             self.events.at(now, event);
         }
@@ -492,12 +658,20 @@ impl World {
 
     fn heals(&mut self) {
         let now = self.events.now();
+        sim::end_stalls();
+        sim::set_mark_hook(None);
         self.network.heal();
         for process in self.paused.keys().copied().collect::<Vec<_>>() {
             self.paused.insert(process, now);
             self.resumes(process, now);
         }
-        self.node_hosts.iter_mut().filter_map(|host| host.node.as_mut()).for_each(Node::disk_heals);
+        for node in 0..self.node_hosts.len() {
+            // A host whose power is about to fail loses it now.
+            if self.node_hosts[node].disk().is_some_and(|disk| disk.is_off()) {
+                self.node_hosts[node].lose_power(&self.links);
+            }
+            self.node_hosts[node].heal_disk();
+        }
         (0..self.master_hosts.len()).for_each(|master| self.starts(ProcessId::Master(master)));
         (0..self.node_hosts.len()).for_each(|node| self.starts(ProcessId::Node(node)));
         self.set_modes(|_| Some(Mode::Verifying { put: false }));
@@ -537,8 +711,12 @@ impl World {
                 let proved = self.clients.iter().all(|client| client.mode() == Mode::Verified);
                 (proved, RECOVERY_LIMIT)
             }
-            Phase::Cleaning => (self.clients[0].mode() == Mode::Cleaned, CLEANUP_LIMIT),
+            Phase::Cleaning => (
+                self.clients[0].mode() == Mode::Cleaned,
+                CLEANUP_LIMIT.0 * self.plan.keys as u32 + CLEANUP_LIMIT.1,
+            ),
             Phase::Draining => (self.is_drained()?, DRAINED_WITHIN),
+            Phase::Stopping => (self.node_hosts.iter().all(NodeHost::has_stopped), STOPPED_WITHIN),
             Phase::FaultInjection | Phase::Over => return Ok(()),
         };
         if !done && since >= within {
@@ -555,6 +733,12 @@ impl World {
                 self.enters(Phase::Cleaning);
             }
             Phase::Cleaning => self.enters(Phase::Draining),
+            Phase::Draining => {
+                for host in &self.node_hosts {
+                    host.shutdown();
+                }
+                self.enters(Phase::Stopping);
+            }
             _ => self.phase = Phase::Over,
         }
         Ok(())
@@ -573,19 +757,16 @@ impl World {
         }
         let hosted: usize = self.services().map(|service| service.hosted_count()).sum();
         free &= hosted == usize::from(self.plan.groups);
-        let taken: u64 = self.node_hosts.iter().flat_map(|host| &host.node).map(Node::taken_units).sum();
-        let stored: usize = self.node_hosts.iter().flat_map(|host| &host.node).map(Node::disk_records).sum();
+        let taken: u64 = self.node_hosts.iter().map(NodeHost::taken_units).sum();
+        let stored: u64 = self.node_hosts.iter().map(NodeHost::disk_records).sum();
         Ok(free && taken == 0 && stored == 0)
     }
 
     fn complaint(&self, since: Duration) -> String {
         let modes: Vec<Mode> = self.clients.iter().map(Client::mode).collect();
-        let mounted: Vec<bool> =
-            self.node_hosts.iter().map(|host| host.node.as_ref().is_some_and(Node::is_mounted)).collect();
-        let taken: Vec<u64> =
-            self.node_hosts.iter().map(|host| host.node.as_ref().map_or(0, Node::taken_units)).collect();
-        let stored: Vec<usize> =
-            self.node_hosts.iter().map(|host| host.node.as_ref().map_or(0, Node::disk_records)).collect();
+        let mounted: Vec<bool> = self.node_hosts.iter().map(NodeHost::is_reported).collect();
+        let taken: Vec<u64> = self.node_hosts.iter().map(NodeHost::taken_units).collect();
+        let stored: Vec<u64> = self.node_hosts.iter().map(NodeHost::disk_records).collect();
         let stats = self.services().map(|service| {
             let s = service.stats();
             let hosted = service.hosted_count();

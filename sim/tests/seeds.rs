@@ -1,5 +1,7 @@
 //! Runs some seeds as tests; run more with `cargo xtask sim --seeds 1000`.
 
+#![cfg(sim)]
+
 use std::time::Duration;
 
 use moontide_sim::{FaultCounts, FaultKind, OpTotals, RunPlan, Summary, run};
@@ -12,7 +14,7 @@ fn plan(seed: u64, seconds: u64) -> RunPlan {
 }
 
 fn kept(seed: u64, plan: &RunPlan) -> Summary {
-    run(seed, plan, false).unwrap_or_else(|violation| panic!("{violation}"))
+    run(seed, plan, false, None).unwrap_or_else(|violation| panic!("{violation}"))
 }
 
 #[test]
@@ -36,9 +38,9 @@ fn invariants_hold_under_random_faults() {
 #[test]
 fn same_seed_same_trace() {
     for seed in 100..106 {
-        let first = run(seed, &plan(seed, 60), false);
+        let first = run(seed, &plan(seed, 60), false, None);
         // In another thread, whose hash maps are seeded otherwise.
-        let second = std::thread::spawn(move || run(seed, &plan(seed, 60), false)).join().unwrap();
+        let second = std::thread::spawn(move || run(seed, &plan(seed, 60), false, None)).join().unwrap();
         assert_eq!(first, second);
     }
     assert_ne!(kept(1, &plan(1, 30)).trace, kept(2, &plan(2, 30)).trace);

@@ -18,6 +18,7 @@ use crate::machine::Machine;
 use crate::python::{self, PythonError};
 use crate::quickstart::{self, QuickstartError};
 use crate::retries::{self, RetriesError, StallMonitor};
+use crate::sim;
 use crate::tidy::{self, TidyError};
 use crate::venv;
 use crate::wheel::{self, WheelError};
@@ -385,6 +386,8 @@ fn plan(step: Step, machine: &Machine) -> Plan {
         Step::Fibers => commands([
             simulation("-p moontide-rt --test world", machine),
             simulation("-p moontide-disk --test crash_fibers", machine),
+            simulation("-p moontide-sim --lib --test seeds", machine),
+            simulation("-p moontide-sim --doc", machine),
         ]),
         Step::BenchSmoke => {
             let benches = SMOKE_BENCHES.iter().map(|(package, bench)| {
@@ -436,12 +439,9 @@ fn model_check(name: &str, what: &str, machine: &Machine) -> Command {
         .env("CARGO_TARGET_DIR", &format!("{}/{name}", machine.target_dir))
 }
 
-/// A simulated world replaces locks and the clock of the whole build, hence a target directory of its own. Optimised, since a
-/// run is many seeds; with assertions and mutations, which debug builds have.
+/// Tests in simulated worlds. Optimised, since a run is many seeds.
 fn simulation(what: &str, machine: &Machine) -> Command {
-    Command::cargo(&format!("test --release {what} --locked"))
-        .env("RUSTFLAGS", "--cfg sim -C debug-assertions")
-        .env("CARGO_TARGET_DIR", &format!("{}/sim", machine.target_dir))
+    sim::build(Command::cargo(&format!("test --release {what} --locked")), &machine.target_dir)
 }
 
 /// The table, how to repeat what failed, and the count as the last line.
@@ -526,10 +526,12 @@ mod tests {
 
     #[test]
     fn simulated_worlds_use_own_target_dir_and_keep_assertions() {
-        assert_eq!(
-            lines(plan(Step::Fibers, &machine()))[1],
-            "RUSTFLAGS=\"--cfg sim -C debug-assertions\" CARGO_TARGET_DIR=target/sim \
-             cargo test --release -p moontide-disk --test crash_fibers --locked"
+        let line = &lines(plan(Step::Fibers, &machine()))[1];
+        assert!(line.starts_with("RUSTFLAGS=\"--cfg sim ") && line.contains("-C debug-assertions"), "{line}");
+        assert!(line.contains(" CARGO_TARGET_DIR=target/sim "), "{line}");
+        assert!(
+            line.ends_with("cargo test --release -p moontide-disk --test crash_fibers --locked"),
+            "{line}"
         );
     }
 

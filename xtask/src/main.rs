@@ -163,7 +163,7 @@ fn perform(request: XtaskCommand) -> Result<(), XtaskError> {
             fuzz::run_named(&root, &Machine::probe(&root), target.as_deref(), seconds)?;
         }
         XtaskCommand::Chaos(options) => chaos::run(&root, &options)?,
-        XtaskCommand::Sim { args } => sim::run(&root, &args)?,
+        XtaskCommand::Sim { args } => sim::run(&root, &Machine::probe(&root).target_dir, &args)?,
         XtaskCommand::Mutants(options) => mutants::run(&root, &Machine::probe(&root).target_dir, &options)?,
         XtaskCommand::Wheel(options) => {
             wheel::run(&root, &Machine::probe(&root), &options)?;

@@ -70,6 +70,7 @@ pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     findings.extend(sources::headers(&tree));
     findings.extend(sources::lengths(&tree));
     findings.extend(sources::purity(&tree));
+    findings.extend(sources::simulated_code_is_shipped(&tree));
     findings.extend(words::vocabulary(&tree));
 
     findings.sort();

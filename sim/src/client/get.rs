@@ -288,6 +288,7 @@ impl Client {
         let object = reading.placed.object;
         let code = match reply {
             NodeReply::Bytes(payload) => {
+                cx.oracle.tally.from_disk += u64::from(handle.medium == Medium::Disk);
                 self.hedge.observe(object.object_len, cx.now().since(since));
                 let context = DigestContext {
                     id: object.id,
