@@ -6,5 +6,5 @@ mod task;
 mod time;
 
 pub use rpc::{Channel, ConnectError, Network, Reply, connect, set_network};
-pub use task::{JoinError, JoinHandle, block_on, spawn, spawn_blocking};
+pub use task::{JoinError, JoinHandle, block_on, spawn, spawn_blocking, with_runtime};
 pub use time::{Elapsed, Interval, MissedTickBehavior, Sleep, interval, sleep, timeout};

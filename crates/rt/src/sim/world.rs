@@ -227,6 +227,10 @@ pub(super) fn run<T: Send + 'static>(
         std::mem::forget(world);
         return Err(failure);
     }
+    // Threads of killed processes were forgotten with references to the world, so it may never be dropped.
+    let mark_hook = world.mark_hook.take();
+    world.while_current(|| drop(mark_hook));
+    world.state.borrow_mut().stacks = vec![];
     let state = world.state.borrow();
     Ok(Report {
         value: value.take().expect("the first thread has ended"),

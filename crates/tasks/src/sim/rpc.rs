@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::convert::Infallible;
+use std::mem::ManuallyDrop;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -34,15 +35,25 @@ pub trait Network {
     fn cancel(&self, call: u64);
 }
 
-thread_local!(static NETWORK: RefCell<Option<Rc<dyn Network>>> = const { RefCell::new(None) });
+// A failed world is left as it is, so nothing is dropped when its thread of the operating system ends: destructors of calls
+// would wake threads of the world.
+thread_local!(static NETWORK: ManuallyDrop<RefCell<Option<Rc<dyn Network>>>> =
+    const { ManuallyDrop::new(RefCell::new(None)) });
 
 /// Sets the network of the caller's world. A world has a thread of the operating system of its own.
 pub fn set_network(network: Rc<dyn Network>) {
-    NETWORK.set(Some(network));
+    let earlier = NETWORK.with(|slot| slot.replace(Some(network)));
+    drop(earlier);
+}
+
+/// Drops the network of the caller's world.
+pub(super) fn end_network() {
+    let network = NETWORK.with(|slot| slot.take());
+    drop(network);
 }
 
 fn network() -> Rc<dyn Network> {
-    NETWORK.with_borrow(Clone::clone).expect("the world has set a network")
+    NETWORK.with(|slot| slot.borrow().clone()).expect("the world has set a network")
 }
 
 #[derive(Debug)]

@@ -19,6 +19,22 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
+/// Runs what a world does in a runtime whose choices of `select!` follow from a seed. Nothing drives the runtime. At the end
+/// the world's network is dropped.
+///
+/// # Panics
+/// If the operating system refuses what a runtime without threads needs.
+pub fn with_runtime<T>(seed: u64, run: impl FnOnce() -> T) -> T {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let seed = tokio::runtime::RngSeed::from_bytes(&seed.to_le_bytes());
+    let runtime = runtime.enable_time().rng_seed(seed).build().expect("a runtime without threads");
+    // Without the budget of a task, after which futures of tokio would wait for the runtime.
+    let value = runtime.block_on(tokio::task::unconstrained(async { run() }));
+    super::rpc::end_network();
+    runtime.shutdown_background();
+    value
+}
+
 struct Unpark(Thread);
 
 impl Wake for Unpark {
