@@ -32,8 +32,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_rt::sync::Mutex;
+use moontide_rt::sync::{Condvar, Mutex};
 use moontide_rt::thread;
+use moontide_rt::time::Instant;
 
 use crate::storage::{DirEntry, DiskSpace, File, OpenMode, Queue, QueueConfig, Storage, StorageFile};
 use state::{Kind, State};
@@ -43,10 +44,22 @@ pub use faults::{Counters, Faults, Times};
 /// Size of a sector: the unit that a disk keeps or loses.
 pub const SECTOR_BYTES: usize = 512;
 
+/// Waits from this length on are stalls.
+const STALL_MIN: Duration = Duration::from_millis(50);
+
 /// A disk in memory.
 #[derive(Clone)]
 pub struct SimulatedDisk {
     state: Arc<Mutex<State>>,
+    /// Notified when operations under way need not wait longer.
+    hurried: Arc<Condvar>,
+}
+
+/// A time that an operation takes before or after its effect.
+struct Pause {
+    duration: Duration,
+    /// How often stalls had been ended when it was drawn.
+    stalls_ended: u64,
 }
 
 /// An open file.
@@ -61,12 +74,18 @@ pub(crate) struct Inode {
 impl SimulatedDisk {
     /// Creates an empty disk without faults. All random decisions follow from the seed.
     pub fn new(seed: u64) -> SimulatedDisk {
-        SimulatedDisk { state: Arc::new(Mutex::new(State::new(seed))) }
+        SimulatedDisk { state: Arc::new(Mutex::new(State::new(seed))), hurried: Arc::default() }
     }
 
     /// Sets the faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.state.lock().faults = faults;
+    }
+
+    /// Ends the stalls of operations under way.
+    pub fn end_stalls(&self) {
+        self.state.lock().stalls_ended += 1;
+        self.hurried.notify_all();
     }
 
     /// Returns the current faults.
@@ -150,18 +169,34 @@ impl SimulatedDisk {
             let mut state = self.state.lock();
             state.begin(kind).and_then(|()| operation(&mut state))
         };
-        pause(after);
+        self.pause(after);
         result
     }
 
     /// Waits for the time before the effect of an operation, and returns the time after it.
-    fn wait_before(&self, kind: Kind) -> Duration {
-        let (latency, (before, after)) = {
+    fn wait_before(&self, kind: Kind) -> Pause {
+        let (latency, (before, after), stalls_ended) = {
             let mut state = self.state.lock();
-            (state.faults.latency.unwrap_or_default(), state.draw_times(kind))
+            (state.faults.latency.unwrap_or_default(), state.draw_times(kind), state.stalls_ended)
         };
-        pause(latency + before);
-        after
+        self.pause(Pause { duration: latency + before, stalls_ended });
+        Pause { duration: after, stalls_ended }
+    }
+
+    /// Waits. A zero time is none: a wait of zero would still let other threads run.
+    fn pause(&self, pause: Pause) {
+        let Pause { duration, stalls_ended } = pause;
+        if duration.is_zero() {
+            return;
+        }
+        if duration < STALL_MIN {
+            return thread::sleep(duration);
+        }
+        let until = Instant::now() + duration;
+        let mut state = self.state.lock();
+        while state.stalls_ended == stalls_ended && Instant::now() < until {
+            let _ = self.hurried.wait_until(&mut state, until);
+        }
     }
 
     fn open_inode(&self, state: &mut State, id: u64, writable: bool) -> File {
@@ -174,13 +209,6 @@ impl SimulatedDisk {
         let inode: &Inode = file.downcast();
         assert!(Arc::ptr_eq(&inode.disk.state, &self.state), "file of another disk");
         inode
-    }
-}
-
-/// Sleeps, unless the time is zero: a sleep of zero would still let other threads run.
-fn pause(duration: Duration) {
-    if !duration.is_zero() {
-        thread::sleep(duration);
     }
 }
 

@@ -229,6 +229,7 @@ impl CommandExecutor {
             }
             reply
         };
+        mark!("kill of a version that is not in its slot", !killed && self.disk.is_some());
         let ignored = self.disk.as_ref().is_some_and(|disk| disk.ignores_kill(killed));
         if ignored {
             self.reply((session, command.command_id), reply);

@@ -112,7 +112,7 @@ impl NodeComponents {
 #[derive(Debug)]
 struct SessionDriver {
     master: Arc<str>,
-    /// Name of the route: a master that restarts at the same address has another one.
+    /// Name of the route. Each driver has its own, also one that is started anew for the same master.
     route: Arc<str>,
     descriptor: Arc<NodeDescriptor>,
     components: Arc<NodeComponents>,
@@ -157,6 +157,16 @@ impl SessionState {
 enum Interrupted {
     Stop,
     Failed(MasterError),
+}
+
+/// The node stops, or the master hosts no groups.
+#[derive(Debug)]
+struct Stopped;
+
+impl From<Stopped> for Interrupted {
+    fn from(Stopped: Stopped) -> Interrupted {
+        Interrupted::Stop
+    }
 }
 
 impl From<MasterError> for Interrupted {
@@ -735,9 +745,14 @@ impl SessionDriver {
         Ok(response.map_err(MasterError::from)?.into_inner())
     }
 
-    async fn pause(&mut self) -> Result<(), Interrupted> {
+    async fn pause(&mut self) -> Result<(), Stopped> {
         let wait = self.backoff.pause(Duration::ZERO, self.random.next_u64());
-        self.with_timeout(moontide_tasks::time::sleep(wait), 2 * wait).await
+        // One timer only. Of two, the later one may have fired when it is polled, and the earlier one not a moment before, if
+        // the thread was interrupted in between.
+        match self.with_timeout(std::future::pending::<()>(), wait).await {
+            Err(Interrupted::Stop) => Err(Stopped),
+            Ok(()) | Err(Interrupted::Failed(_)) => Ok(()),
+        }
     }
 
     /// Waits for a future, at most for `timeout`, and processes events meanwhile.

@@ -199,20 +199,30 @@ pub(crate) fn claim_write<'a>(
     }
 }
 
-/// Serves a read as a server does, with all its checks; for simulated worlds, which have no sockets.
+/// Serves a read as a server does, with all its checks; for simulated worlds, which have no sockets. `half_read` is called when
+/// half of the bytes have been read: a peer may be slow, and the record stays pinned meanwhile.
 ///
 /// # Errors
 /// The code of the refusal.
 #[cfg(feature = "testing")]
-pub fn serve_read(owner: &dyn Owner, op: &TransferOp, deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+pub fn serve_read(
+    owner: &dyn Owner,
+    op: &TransferOp,
+    deadline: Instant,
+    half_read: impl FnOnce(),
+) -> Result<Vec<u8>, ErrorCode> {
     let mut encoded = Vec::with_capacity(TransferOp::BYTES);
     op.encode(&mut encoded);
     let ops = Packed::decode(&encoded, 1).map_err(|error| error.code())?;
     let pinned = pin_reads(owner, ops, deadline).pop().unwrap_or(Err(ErrorCode::Internal))?;
-    Ok(pinned.bytes().to_vec())
+    let (first, rest) = pinned.bytes().split_at(pinned.bytes().len() / 2);
+    let first = first.to_vec();
+    half_read();
+    Ok([&first, rest].concat())
 }
 
-/// Serves a write of a whole payload as a server does, with all its checks. Returns the root.
+/// Serves a write of a whole payload as a server does, with all its checks. Returns the root. `claimed` is called before the
+/// bytes arrive: a peer may be slow, and the range stays claimed meanwhile.
 ///
 /// # Errors
 /// The code of the refusal.
@@ -222,8 +232,11 @@ pub fn serve_write(
     op: &TransferOp,
     payload: &[u8],
     deadline: Instant,
+    claimed: impl FnOnce(),
 ) -> Result<u64, ErrorCode> {
-    Ok(claim_write(owner, op, deadline)?.fill(payload))
+    let mut claim = claim_write(owner, op, deadline)?;
+    claimed();
+    Ok(claim.fill(payload))
 }
 
 /// Runs the checks that do not need the record.

@@ -6,7 +6,7 @@ use std::io;
 use moontide_rt::{SplitMix64, thread};
 
 use super::state::Kind;
-use super::{SECTOR_BYTES, SimulatedDisk, pause};
+use super::{SECTOR_BYTES, SimulatedDisk};
 use crate::storage::{Completion, Op, OpKind, OpSource, Queue, check};
 
 /// Runs operations on a simulated disk.
@@ -68,7 +68,7 @@ impl SimulatedQueue {
             buffer[bit / 8] ^= 1 << (bit % 8);
             self.disk.state.lock().counters.flipped_reads += 1;
         }
-        pause(after);
+        self.disk.pause(after);
         Ok(())
     }
 
@@ -87,7 +87,7 @@ impl SimulatedQueue {
                 // The power may go off after this operation: it completes before.
                 state.put(inode, op.offset, bytes)?;
                 drop(state);
-                pause(after);
+                self.disk.pause(after);
                 return Ok(());
             }
             steps
@@ -102,7 +102,7 @@ impl SimulatedQueue {
                 thread::yield_now();
             }
         }
-        pause(after);
+        self.disk.pause(after);
         Ok(())
     }
 }

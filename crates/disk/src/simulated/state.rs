@@ -58,6 +58,8 @@ pub(super) struct State {
     /// Draws durations. Apart from the other draws, so that durations do not change which operations fail.
     times_rng: SplitMix64,
     pub(super) faults: Faults,
+    /// How often the stalls of operations under way were ended.
+    pub(super) stalls_ended: u64,
     pub(super) counters: Counters,
     pub(super) operations: u64,
     /// The power is off once `operations` reaches this number.
@@ -78,6 +80,7 @@ impl State {
             rng: SplitMix64::new(seed),
             times_rng: SplitMix64::new(mix64(seed ^ 1)),
             faults: Faults::default(),
+            stalls_ended: 0,
             counters: Counters::default(),
             operations: 0,
             crash_at: None,

@@ -72,6 +72,7 @@ pub(crate) struct SessionManager {
     stop: watch::Receiver<bool>,
     map_signal: Arc<MapSignal>,
     drivers: BTreeMap<Arc<str>, ManagedSession>,
+    drivers_started: u64,
     /// Masters of the current map, including those that host nothing.
     masters: BTreeSet<String>,
     /// Version of the current map.
@@ -105,6 +106,7 @@ impl SessionManager {
             stop,
             map_signal: Arc::default(),
             drivers: BTreeMap::new(),
+            drivers_started: 0,
             masters: BTreeSet::new(),
             version: None,
             all_groups_hosted: false,
@@ -249,7 +251,9 @@ impl SessionManager {
 
     fn start_driver(&mut self, master: Arc<str>, master_id: u32, groups: HostedGroups) {
         let (sender, events) = mpsc::unbounded_channel();
-        let route: Arc<str> = format!("{master_id} at {master}").into();
+        // The driver before may still run, and its end must not change this route.
+        self.drivers_started += 1;
+        let route: Arc<str> = format!("{master_id} at {master}, driver {}", self.drivers_started).into();
         self.router.open(&route, set_of(self.descriptor.groups, &groups), sender);
         let (hosted, hosted_receiver) = watch::channel(groups);
         let driver = SessionDriver {
