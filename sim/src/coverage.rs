@@ -12,6 +12,7 @@ pub const COINCIDENCES: &[&str] = &[
     "write ends after the removal of its version",
     "write ends after its session and a removal of its version",
     "kill while a writer has the pin",
+    "kill of a version that is not in its slot",
     "record evicted or removed between scan and notice",
     "record removed or evicted while it is read from disk",
     "promotion cancelled between begin and publication",

@@ -223,6 +223,13 @@ pub(crate) enum Fault {
     },
 }
 
+impl Fault {
+    /// Whether this is the end of a fault that began earlier.
+    pub(crate) fn is_end(&self) -> bool {
+        matches!(self, Fault::DiskHeals { .. } | Fault::StopOver { .. })
+    }
+}
+
 /// How long something is broken: mostly within a session's time, sometimes beyond it, seldom beyond any memory.
 fn length_ms(rng: &mut SimRng) -> u64 {
     let longest = rng.choose(&[500, 3_000, 8_000, 8_000, 20_000, 20_000, 100_000]);

@@ -1,6 +1,7 @@
 //! [`NodeHost`]: a host whose process is a shipped node. The process is stopped, killed and started again; the disk remains.
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -14,6 +15,7 @@ use moontide_proto::convert::{ObjectListBuilder, ObjectListKind};
 use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{Codes, FixedRecord as _, FrameKind, OpKind, PackedKeysBuilder, v1};
 use moontide_rt::sim::{Process, ProcessClock, mark, set_files_fail};
+use moontide_rt::thread;
 use moontide_rt::time::Instant;
 use moontide_transfer::{Owner, PeerIdentity, Target, serve_read, serve_write};
 use moontide_types::{ErrorCode, Generation, Key, NodeId, Tenant};
@@ -30,8 +32,12 @@ use crate::rng::SimRng;
 /// How long a node works on a request at most. A client gives up before.
 const SERVE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The node of a process, once it has started.
-type Running = Rc<RefCell<Option<NodeWithoutSockets>>>;
+/// How many requests of clients come, or are read, slowly.
+const SLOW_PERMILLE: u32 = 30;
+
+/// The node of a process, once it has started. Never dropped: its destructors would stop threads, and wait for them, also when the
+/// process was killed or the world has failed.
+type Running = Rc<RefCell<Option<ManuallyDrop<NodeWithoutSockets>>>>;
 
 /// A host with a node.
 pub(crate) struct NodeHost {
@@ -41,6 +47,7 @@ pub(crate) struct NodeHost {
     lost_power: bool,
     incarnation: u32,
     process: Option<(Process, Running)>,
+    rng: RefCell<SimRng>,
 }
 
 impl NodeHost {
@@ -50,7 +57,8 @@ impl NodeHost {
             simulated.set_faults(disk.faults);
             simulated
         });
-        NodeHost { index, disk, lost_power: false, incarnation: 0, process: None }
+        let rng = RefCell::new(SimRng::new(seed ^ 0x510e));
+        NodeHost { index, disk, lost_power: false, incarnation: 0, process: None, rng }
     }
 
     pub(crate) fn is_running(&self) -> bool {
@@ -61,8 +69,9 @@ impl NodeHost {
         self.incarnation
     }
 
-    pub(crate) fn disk(&self) -> Option<&SimulatedDisk> {
-        self.disk.as_ref()
+    /// Whether the power has failed, or will soon, while the process runs.
+    pub(crate) fn is_losing_power(&self) -> bool {
+        self.lost_power && self.is_running()
     }
 
     /// Directory of the disk; the files of its process are below it.
@@ -119,7 +128,7 @@ impl NodeHost {
         self.process = Some((process, Rc::clone(&running)));
         let (index, incarnation, links) = (self.index, self.incarnation, Rc::clone(links));
         process.spawn("main", move || match NodeWithoutSockets::start(config) {
-            Ok(node) => *running.borrow_mut() = Some(node),
+            Ok(node) => *running.borrow_mut() = Some(ManuallyDrop::new(node)),
             Err(reason) => links.send(Outgoing::Ended { node: index, incarnation, reason }),
         });
         node
@@ -141,8 +150,7 @@ impl NodeHost {
         let Some((process, running)) = self.process.take() else { return false };
         process.kill();
         links.killed(process);
-        // Its destructors would stop threads, and wait for them.
-        std::mem::forget(running.take());
+        running.take();
         true
     }
 
@@ -151,7 +159,7 @@ impl NodeHost {
     pub(crate) fn shutdown(&self) -> bool {
         let Some((process, running)) = &self.process else { return false };
         let Some(node) = running.borrow_mut().take() else { return false };
-        process.spawn("moontide-stop", move || node.shutdown());
+        process.spawn("moontide-stop", move || ManuallyDrop::into_inner(node).shutdown());
         true
     }
 
@@ -208,6 +216,7 @@ impl NodeHost {
     pub(crate) fn heal_disk(&self) {
         if let Some(disk) = &self.disk {
             disk.set_faults(moontide_disk::Faults::default());
+            disk.end_stalls();
         }
         set_files_fail(&self.dir(), false);
     }
@@ -215,18 +224,21 @@ impl NodeHost {
     /// A request of a client arrives. A process that has not started does not answer.
     pub(crate) fn ask(&self, from: ProcessId, call: u64, ask: NodeOp, links: &Rc<Links>) {
         let Some((process, running)) = &self.process else { return };
-        let Some(owner) = running.borrow().as_ref().map(NodeWithoutSockets::owner) else { return };
+        let Some(owner) = running.borrow().as_ref().map(|node| node.owner()) else { return };
         let (links, node) = (Rc::clone(links), ProcessId::Node(self.index));
+        // A few clients are slow, while the node has a record pinned or claimed for them.
+        let mut rng = self.rng.borrow_mut();
+        let pause = rng.permille(SLOW_PERMILLE).then(|| rng.up_to(SERVE_TIMEOUT)).unwrap_or_default();
         process.spawn("moontide-serve", move || {
             let deadline = Instant::now() + SERVE_TIMEOUT;
-            let reply = serve(&*owner, from, &ask, deadline).unwrap_or_else(NodeReply::Refused);
+            let reply = serve(&*owner, from, &ask, deadline, pause).unwrap_or_else(NodeReply::Refused);
             let message = Message::NodeReply { call, reply };
             links.send(Outgoing::Message { from: node, to: from, message });
         });
     }
 
     fn with_node<T>(&self, what: impl FnOnce(&NodeWithoutSockets) -> T) -> Option<T> {
-        self.process.as_ref()?.1.borrow().as_ref().map(what)
+        self.process.as_ref()?.1.borrow().as_ref().map(|node| what(node))
     }
 
     /// Whether the masters know all records of the node.
@@ -260,7 +272,9 @@ fn serve(
     from: ProcessId,
     ask: &NodeOp,
     deadline: Instant,
+    pause: Duration,
 ) -> Result<NodeReply, ErrorCode> {
+    let waits = || thread::sleep(pause);
     let ProcessId::Client(client) = from else { unreachable!("only clients ask nodes") };
     let peer = PeerIdentity::Remote(client as u64 + 1);
     let call = |kind, body: Vec<u8>| {
@@ -288,7 +302,7 @@ fn serve(
         }
         NodeOp::Write { object, handle, token } => {
             let op = Target::of(handle, object.id, object.epoch).to_wire(OpKind::Write, 0, handle.stripe_len);
-            let root = serve_write(owner, &op, &pattern(*token, handle.stripe_len), deadline)?;
+            let root = serve_write(owner, &op, &pattern(*token, handle.stripe_len), deadline, waits)?;
             Ok(NodeReply::Written { root })
         }
         NodeOp::Commit(entry) => {
@@ -298,7 +312,7 @@ fn serve(
         }
         NodeOp::Read { id, epoch, handle } => {
             let op = Target::of(handle, *id, *epoch).to_wire(OpKind::Read, 0, handle.stripe_len);
-            Ok(NodeReply::Bytes(Payload(serve_read(owner, &op, deadline)?)))
+            Ok(NodeReply::Bytes(Payload(serve_read(owner, &op, deadline, waits)?)))
         }
     }
 }

@@ -139,6 +139,8 @@ pub enum AimedFault {
     PowerLoss,
     /// The connections of its sessions break.
     Reset,
+    /// A master of its sessions crashes.
+    MasterCrash,
 }
 
 /// Faults of the network, in thousandths of the messages.
@@ -153,7 +155,7 @@ pub struct NetworkPlan {
 }
 
 /// Operations of all clients together, about, in a run of [`LENGTH_DEFAULT`].
-const OPS: u64 = 40_000;
+const OPS: u64 = 80_000;
 
 impl RunPlan {
     /// Draws the plan of a seed.
@@ -178,6 +180,7 @@ impl RunPlan {
                 faults.push((kind, Duration::from_millis(mean_ms(kind) * factor / 1_000)));
             }
         }
+        let (aims, delays) = draw_aims(&mut disk_rng);
         RunPlan {
             length: LENGTH_DEFAULT,
             nodes: nodes as usize,
@@ -202,8 +205,8 @@ impl RunPlan {
             disk,
             switch_per_million: rng.choose(&[0, 1_000, 10_000]),
             stall_per_million: rng.choose(&[0, 0, 2, 20]),
-            aims: (0..disk_rng.below(4)).map(|_| draw_aim(&mut disk_rng)).collect(),
-            delays: (0..disk_rng.within(1, 5)).map(|_| draw_delay(&mut disk_rng)).collect(),
+            aims,
+            delays,
             network: NetworkPlan {
                 lost_permille: rng.choose(&[0, 0, 2, 10, 30]),
                 twice_permille: rng.choose(&[0, 10, 50]),
@@ -231,19 +234,32 @@ impl RunPlan {
     }
 }
 
-fn draw_aim(rng: &mut SimRng) -> (&'static str, u32, AimedFault) {
-    let at = if rng.below(2) == 0 { rng.choose(PLACES) } else { rng.choose(COINCIDENCES) };
-    let fault =
-        rng.choose(&[AimedFault::Kill, AimedFault::PowerLoss, AimedFault::PowerLoss, AimedFault::Reset]);
-    (at, rng.choose(&[20, 100, 500]), fault)
-}
+type Aims = Vec<(&'static str, u32, AimedFault)>;
+type Delays = Vec<(&'static str, u32, Duration)>;
 
-fn draw_delay(rng: &mut SimRng) -> (&'static str, u32, Duration) {
-    (
-        rng.choose(PLACES),
-        rng.choose(&[50, 200, 500]),
-        Duration::from_millis(rng.choose(&[30, 300, 3_000, 20_000])),
-    )
+/// Draws the faults at places, and the delays there. Most seeds look closely at a few places: threads are often late there, and
+/// all kinds of faults hit the node or its masters meanwhile. The others have a few at any places.
+fn draw_aims(rng: &mut SimRng) -> (Aims, Delays) {
+    use AimedFault::{Kill, MasterCrash, PowerLoss, Reset};
+    let most = |rng: &mut SimRng| Duration::from_millis(rng.choose(&[30, 300, 3_000, 20_000, 20_000]));
+    if rng.below(4) > 0 {
+        let mut places: Vec<&str> = (0..rng.within(1, 2)).map(|_| rng.choose(PLACES)).collect();
+        if rng.below(2) == 0 {
+            // A removal that is not durable is the state that most guarantees are about.
+            places.push("about to write removals");
+        }
+        let faults = [Kill, PowerLoss, Reset, MasterCrash];
+        let aims = faults.map(|fault| (rng.choose(&places), rng.choose(&[0, 20, 50, 200]), fault));
+        let delays = places.iter().map(|place| (*place, rng.choose(&[100, 300, 1_000]), most(rng)));
+        return (aims.to_vec(), delays.collect());
+    }
+    let aim = |rng: &mut SimRng| {
+        let at = if rng.below(2) == 0 { rng.choose(PLACES) } else { rng.choose(COINCIDENCES) };
+        (at, rng.choose(&[20, 100, 500]), rng.choose(&[Kill, PowerLoss, PowerLoss, Reset, MasterCrash]))
+    };
+    let aims = (0..rng.below(4)).map(|_| aim(rng)).collect();
+    let delays = (0..rng.within(1, 5)).map(|_| (rng.choose(PLACES), rng.choose(&[50, 200, 500]), most(rng)));
+    (aims, delays.collect())
 }
 
 /// The usual time between two faults of a kind; 0 for those that are not scheduled.

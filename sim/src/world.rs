@@ -40,6 +40,8 @@ const CLEANUP_LIMIT: (Duration, Duration) = (Duration::from_millis(500), Duratio
 const DRAINED_WITHIN: Duration = Duration::from_secs(70);
 /// Longest time until all threads of nodes that are told to stop have ended.
 const STOPPED_WITHIN: Duration = Duration::from_secs(30);
+/// Longest time from the end of the faults until a node reports that it could not start because of one.
+const NOT_STARTED_WITHIN: Duration = Duration::from_secs(5);
 /// Interval of progress checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -148,16 +150,11 @@ pub fn run(
     };
     let its_plan = plan.clone();
     let report = sim::run(&config, move || {
-        // All threads of a world are on one thread of the operating system, for which the mutation is enabled. So is the
-        // runtime, which gives the choices of `select!` a seed; the waits of masters use it, too.
-        let mut runtime = tokio::runtime::Builder::new_current_thread();
-        let rng_seed = tokio::runtime::RngSeed::from_bytes(&seed.to_le_bytes());
-        let runtime = runtime.enable_time().rng_seed(rng_seed).build().expect("a runtime without threads");
-        let ended = runtime.block_on(tokio::task::unconstrained(async {
+        // All threads of a world are on one thread of the operating system, for which the mutation is enabled. The waits of
+        // masters use the runtime, too.
+        moontide_tasks::sim::with_runtime(seed, || {
             with_mutation(mutation, || World::new(seed, &its_plan).run(seed, shows_trace))
-        }));
-        runtime.shutdown_background();
-        ended
+        })
     });
     match report {
         Ok(report) => {
@@ -166,7 +163,9 @@ pub fn run(
         }
         Err(failure) => {
             let what = match &failure.kind {
-                FailureKind::Panic { thread, message } => format!("thread {thread:?} {message}"),
+                FailureKind::Panic { thread, message } if !shows_trace => {
+                    format!("thread {thread:?} {message}")
+                }
                 _ => failure.to_string(),
             };
             let at = MonoTime(failure.elapsed.as_nanos() as u64);
@@ -175,25 +174,28 @@ pub fn run(
     }
 }
 
-/// Most aimed faults of a run: a cluster that is hit all the time shows little.
-const AIMED_FAULTS_MAX: u32 = 12;
+/// Aimed faults are this far apart on average, or farther: a cluster that is hit all the time shows little.
+const AIMED_FAULTS_APART: Duration = Duration::from_secs(5);
 
 /// Delays threads of nodes at the places of the plan, and aims its faults.
 fn set_hook(plan: &RunPlan, seed: u64, links: Rc<Links>) {
     let (delays, aims, length) = (plan.delays.clone(), plan.aims.clone(), plan.length);
+    let most = length.div_duration_f64(AIMED_FAULTS_APART).ceil() as usize;
     let state = RefCell::new((SimRng::new(seed), 0));
     sim::set_mark_hook(Some(Rc::new(move |name| {
         let (aimed, delay) = {
             let (rng, count) = &mut *state.borrow_mut();
-            let aim = aims.iter().find(|(at, permille, _)| *at == name && rng.permille(*permille));
-            let aim = aim.filter(|_| *count < AIMED_FAULTS_MAX && sim::elapsed() < length);
-            *count += u32::from(aim.is_some());
+            let at_end = *count >= most || sim::elapsed() >= length;
+            let aims = aims.iter().filter(|(at, ..)| *at == name && !at_end);
+            let hit: Vec<AimedFault> =
+                aims.filter(|(_, permille, _)| rng.permille(*permille)).map(|(.., fault)| *fault).collect();
+            *count += hit.len();
             let delay = delays.iter().find(|(at, permille, _)| *at == name && rng.permille(*permille));
-            (aim.map(|(.., fault)| *fault), delay.map(|(.., max)| rng.up_to(*max)))
+            (hit, delay.map(|(.., max)| rng.up_to(*max)))
         };
-        if let Some((fault, node)) = aimed.zip(links.running_node()) {
-            links.send(Outgoing::Aimed { node, fault });
-            // It happens here, or a little later.
+        if let Some(node) = links.running_node().filter(|_| !aimed.is_empty()) {
+            aimed.into_iter().for_each(|fault| links.send(Outgoing::Aimed { node, fault }));
+            // They happen here, or a little later.
             thread::yield_now();
         }
         delay.into_iter().for_each(thread::sleep);
@@ -256,8 +258,16 @@ impl World {
         world
     }
 
-    /// Handles events until all phases are over.
+    /// Handles events until all phases are over, or a guarantee is violated.
     fn run(mut self, seed: u64, shows_trace: bool) -> Result<Summary, Violation> {
+        let done = self.drive(seed, shows_trace);
+        for node in &mut self.node_hosts {
+            node.kill(&self.links);
+        }
+        done
+    }
+
+    fn drive(&mut self, seed: u64, shows_trace: bool) -> Result<Summary, Violation> {
         let (mut trace, mut count) = (DefaultHasher::new(), 0);
         while self.phase != Phase::Over {
             self.events.set_now(MonoTime(sim::elapsed().as_nanos() as u64));
@@ -279,9 +289,6 @@ impl World {
             }
         }
         let terms = self.terms();
-        for node in &mut self.node_hosts {
-            node.kill(&self.links);
-        }
         Ok(Summary {
             seed,
             events: count,
@@ -312,23 +319,44 @@ impl World {
         }
     }
 
-    /// A node is hit at a place of its code.
+    /// A node, or one of its masters, is hit at a place of the node's code.
     fn hits(&mut self, node: usize, fault: AimedFault) {
         if self.phase != Phase::FaultInjection {
             return;
         }
         self.network.counts.add(FaultKind::Aimed);
-        let for_ms = self.rng.within(50, 8_000);
-        self.breaks(match fault {
+        let most = self.rng.choose(&[300, 2_000, 8_000]);
+        let for_ms = self.rng.within(50, most);
+        let fault = match fault {
             AimedFault::Kill => Fault::Crash { process: ProcessId::Node(node), for_ms },
             AimedFault::PowerLoss => Fault::PowerOff { node, for_ms },
             AimedFault::Reset => Fault::Reset { node },
-        });
+            AimedFault::MasterCrash => {
+                let masters = self.links.streams(node);
+                let Some(&(_, master)) = masters.get(self.rng.below(masters.len().max(1) as u64) as usize)
+                else {
+                    return;
+                };
+                Fault::Crash { process: ProcessId::Master(master), for_ms }
+            }
+        };
+        // Half of them hit later: by then others may know what is not durable, or is not true any more.
+        match self.rng.below(2) {
+            0 => self.breaks(fault),
+            _ => {
+                let after = self.rng.choose(&[300, 2_000, 10_000]);
+                let after = self.rng.within(1, after);
+                self.events.after_ms(after, Event::Fault(fault));
+            }
+        }
     }
 
     /// A node could not open its disk. It is started again, as a supervisor would do.
     fn not_started(&mut self, node: usize, reason: &str) {
-        assert!(self.phase == Phase::FaultInjection, "node {node} does not start without faults: {reason}");
+        // A process that was started before the end of the faults may have met one.
+        let is_healed = self.phase != Phase::FaultInjection
+            && self.events.now().since(self.phase_since) > NOT_STARTED_WITHIN;
+        assert!(!is_healed, "node {node} does not start without faults: {reason}");
         self.network.counts.add(FaultKind::NodeNotStarted);
         self.node_hosts[node].kill(&self.links);
         let after = self.rng.within(100, 5_000);
@@ -360,7 +388,11 @@ impl World {
                 }
             }
             Event::Timer { process, incarnation, timer } => self.wakes(process, incarnation, timer)?,
-            Event::Fault(fault) => self.breaks(fault),
+            // A host that was about to lose power has lost it at the end of the faults.
+            Event::Fault(fault) if self.phase == Phase::FaultInjection || fault.is_end() => {
+                self.breaks(fault)
+            }
+            Event::Fault(_) => {}
             Event::Starts(process) => self.starts(process),
             Event::Resumes(process) => self.resumes(process, now),
             Event::Heal => self.heals(),
@@ -580,7 +612,7 @@ impl World {
                 }
             }
             Fault::StopOver { node, incarnation } => {
-                if self.node_hosts[node].incarnation() == incarnation {
+                if self.phase != Phase::Stopping && self.node_hosts[node].incarnation() == incarnation {
                     let process = ProcessId::Node(node);
                     self.paused.remove(&process);
                     self.backlog.remove(&process);
@@ -667,7 +699,7 @@ impl World {
         }
         for node in 0..self.node_hosts.len() {
             // A host whose power is about to fail loses it now.
-            if self.node_hosts[node].disk().is_some_and(|disk| disk.is_off()) {
+            if self.node_hosts[node].is_losing_power() {
                 self.node_hosts[node].lose_power(&self.links);
             }
             self.node_hosts[node].heal_disk();
@@ -720,7 +752,8 @@ impl World {
             Phase::FaultInjection | Phase::Over => return Ok(()),
         };
         if !done && since >= within {
-            return Err(self.complaint(since));
+            // A panic: with the trace, its report lists the threads and what they wait for.
+            panic!("{}", self.complaint(since));
         }
         if !done {
             self.events.after(CHECK_INTERVAL, Event::CheckProgress);

@@ -386,6 +386,7 @@ fn plan(step: Step, machine: &Machine) -> Plan {
         Step::Fibers => commands([
             simulation("-p moontide-rt --test world", machine),
             simulation("-p moontide-disk --test crash_fibers", machine),
+            simulation("-p moontide-node --test explore", machine),
             simulation("-p moontide-sim --lib --test seeds", machine),
             simulation("-p moontide-sim --doc", machine),
         ]),

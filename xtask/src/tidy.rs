@@ -1,14 +1,15 @@
 //! `cargo xtask tidy`: conventions that no compiler checks.
 //!
 //! Owns the list of checks and the report. The checks are functions from facts to [`Finding`]s: [`crates`] checks
-//! dependencies, [`pages`] documentation, [`sources`] source files, [`words`] vocabulary. [`tree`] holds the files of the
-//! checkout, so that a test can construct a violation in memory.
+//! dependencies, [`pages`] documentation, [`sources`] source files, [`words`] vocabulary, [`worlds`] what simulated worlds
+//! run. [`tree`] holds the files of the checkout, so that a test can construct a violation in memory.
 
 mod crates;
 mod pages;
 mod sources;
 mod tree;
 mod words;
+mod worlds;
 
 use std::fmt;
 use std::path::Path;
@@ -70,7 +71,8 @@ pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     findings.extend(sources::headers(&tree));
     findings.extend(sources::lengths(&tree));
     findings.extend(sources::purity(&tree));
-    findings.extend(sources::simulated_code_is_shipped(&tree));
+    findings.extend(worlds::simulated_code_is_shipped(&tree));
+    findings.extend(worlds::leaves_are_replaced(&tree));
     findings.extend(words::vocabulary(&tree));
 
     findings.sort();
