@@ -112,7 +112,7 @@ impl NodeComponents {
 #[derive(Debug)]
 struct SessionDriver {
     master: Arc<str>,
-    /// Name of the route. Each driver has its own, also one that is started anew for the same master.
+    /// Name of the route. Each driver has its own, also one that is started again for the same master.
     route: Arc<str>,
     descriptor: Arc<NodeDescriptor>,
     components: Arc<NodeComponents>,
