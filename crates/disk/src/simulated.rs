@@ -194,9 +194,8 @@ impl SimulatedDisk {
         }
         let until = Instant::now() + duration;
         let mut state = self.state.lock();
-        while state.stalls_ended == stalls_ended && Instant::now() < until {
-            let _ = self.hurried.wait_until(&mut state, until);
-        }
+        // Without a look at the clock under the lock, at which the world may stop this thread.
+        while state.stalls_ended == stalls_ended && !self.hurried.wait_until(&mut state, until).timed_out() {}
     }
 
     fn open_inode(&self, state: &mut State, id: u64, writable: bool) -> File {

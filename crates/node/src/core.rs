@@ -13,7 +13,7 @@ use moontide_rt::sync::mpsc;
 use moontide_rt::thread::JoinHandle;
 use moontide_types::{Generation, NodeId, SegmentId};
 use tokio::sync::watch;
-use tracing::error;
+use tracing::{error, info};
 
 use crate::config::DiskConfig;
 use crate::disk::{DeviceThread, DiskDirectories, DiskError, DiskTier};
@@ -87,6 +87,14 @@ impl NodeCore {
         let staging_bytes = disk.as_ref().map(|disk| disk.staging_bytes);
         let memory = NodeMemory::create(node, generation, plan, huge_pages, staging_bytes, external);
         let memory = Arc::new(memory?);
+        info!(
+            node = %node,
+            segments = plan.count,
+            segment_bytes = plan.bytes(),
+            slots = plan.slots,
+            groups,
+            "memory allocated"
+        );
         let counters = Arc::<Counters>::default();
         let group = |number| group_of_segment(node, SegmentId(number), groups);
         let router = EventRouter::new((0..plan.count).map(group).collect(), SyncMarkStore::open(mark_dirs));

@@ -233,14 +233,6 @@ impl Node {
         };
         let mark_dirs = directories.as_ref().map_or(vec![], |found| found.usable().to_vec());
         let core = NodeCore::start(core_config, &mark_dirs, open_disk(directories))?;
-        info!(
-            node = %id,
-            segments = plan.count,
-            segment_bytes = plan.bytes(),
-            slots = plan.slots,
-            groups,
-            "memory allocated"
-        );
         // Opening the disk takes time; it does not count towards the wait for the master.
         let started = started.max(Instant::now() - MASTER_START_TIMEOUT / 2);
         let transfer = moontide_transfer::Metrics::new();

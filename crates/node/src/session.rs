@@ -747,8 +747,7 @@ impl SessionDriver {
 
     async fn pause(&mut self) -> Result<(), Stopped> {
         let wait = self.backoff.pause(Duration::ZERO, self.random.next_u64());
-        // One timer only. Of two, the later one may have fired when it is polled, and the earlier one not a moment before, if
-        // the thread was interrupted in between.
+        // One timer only. With two, a thread that is interrupted between the two polls sees only the end of the later one.
         match self.with_timeout(std::future::pending::<()>(), wait).await {
             Err(Interrupted::Stop) => Err(Stopped),
             Ok(()) | Err(Interrupted::Failed(_)) => Ok(()),

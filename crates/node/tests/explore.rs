@@ -1,7 +1,8 @@
 //! One object and two sessions in all orders of up to nine events, on a shipped node in a simulated world: commands of a
 //! master, progress of the threads of the disk tier, the end of a session, a power failure. After each order the power fails
 //! once more and the node starts again. A node must not tell of an object whose removal it has acknowledged, neither before
-//! nor after that, and must not tell of recovered records after it has told that there are no more.
+//! nor after that, and must not tell of recovered records after it has told that there are no more. Between the events, the
+//! threads run in one order only: the simulation of clusters draws others.
 //!
 //! `MOONTIDE_TESTS=full` runs all orders of up to nine events, a million; otherwise all of up to five.
 
@@ -495,8 +496,8 @@ fn deliberate_bugs_are_found() {
     }
 }
 
-/// A master hosts the group again while the node still ends the session from before. The end must not take away the way of
-/// the results to the session after it.
+/// A master hosts the group again while the node still ends the session from before. The end of that session must not close
+/// the route of the next one.
 #[test]
 fn session_that_ends_late_leaves_the_next_one_its_results() {
     let report = sim::run(&WorldConfig::new(1), || {

@@ -1,7 +1,7 @@
 //! [`mark!`]: names a place, or a coincidence, that a simulated world counts.
 
-/// Tells a simulated world that this place was reached, or that a condition was true here. The world counts it, and may stall
-/// the thread or kill the process. In an ordinary build it does nothing, and the condition is not evaluated.
+/// Tells a simulated world that this place was reached, or that a condition was true here. The world counts it, and may delay
+/// the thread there. In an ordinary build it does nothing, and the condition is not evaluated.
 ///
 /// ```
 /// let (written, removed) = (true, true);
@@ -21,8 +21,8 @@ macro_rules! mark {
     };
 }
 
-/// Tells a simulated world that this place was reached, or that a condition was true here. The world counts it, and may stall
-/// the thread or kill the process. In an ordinary build it does nothing, and the condition is not evaluated.
+/// Tells a simulated world that this place was reached, or that a condition was true here. The world counts it, and may delay
+/// the thread there. In an ordinary build it does nothing, and the condition is not evaluated.
 ///
 /// ```
 /// let (written, removed) = (true, true);

@@ -98,6 +98,8 @@ impl Staging {
             "buffer length of {len} bytes is not a positive multiple of {BUFFER_ALIGN_BYTES}"
         );
         let units = NonZeroU32::new(u32::try_from(len / UNIT_BYTES).ok()?)?;
+        // Not under the lock, which no simulated world replaces: the world may run another thread at a look at the clock.
+        let now = SystemClock.now();
         let mut allocator = self.allocator();
         let after_sweep = |allocator: &mut StagingAllocator| {
             if self.sweep(allocator) > 0 { allocator.alloc(units) } else { None }
@@ -106,7 +108,7 @@ impl Staging {
             if allocator.draining() == 0 {
                 return None;
             }
-            self.heap.reclaim_in([Arc::clone(&self.segment)], SystemClock.now());
+            self.heap.reclaim_in([Arc::clone(&self.segment)], now);
             after_sweep(&mut allocator)
         })?;
         drop(allocator);

@@ -61,10 +61,11 @@ impl OpenJobs {
         self.0.lock().open.values().any(|job| matches!(job, OpenJob::Removal(removed) if *removed == id))
     }
 
-    /// Number of removals that are not durable.
+    /// Number of removals that are not durable; 0 while the jobs are locked.
     #[cfg(feature = "testing")]
     pub(super) fn removals(&self) -> usize {
-        self.0.lock().open.values().filter(|job| matches!(job, OpenJob::Removal(_))).count()
+        let Some(state) = self.0.try_lock() else { return 0 };
+        state.open.values().filter(|job| matches!(job, OpenJob::Removal(_))).count()
     }
 
     /// Returns the jobs for which an inventory of `groups` for a session has to wait before it ends.

@@ -131,7 +131,7 @@ impl Process {
 
     /// Kills the process: none of its threads runs again, and none of their destructors runs. Their stacks and what is
     /// registered as [`Owned`](crate::process::Owned) are taken back; what they have in the heap is leaked. What other
-    /// processes share with it must not be locked by one of its threads that waits.
+    /// processes share with it must not be locked by one of its threads that waits, and must not refer to their stacks.
     pub fn kill(self) {
         let world = world();
         world.kill(self.0);

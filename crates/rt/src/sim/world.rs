@@ -310,16 +310,17 @@ impl World {
         result
     }
 
-    /// Takes the stacks of killed fibers, without running a destructor of what is on them.
+    /// Unmaps the stacks of killed fibers, without running a destructor of what is on them.
     fn release_killed(&self, fibers: &mut Vec<Option<Fiber>>) {
         let mut state = self.state.borrow_mut();
         fibers.extend(state.started.drain(..).map(Some));
         for fiber in std::mem::take(&mut state.killed) {
             let mut coroutine = fibers[fiber].take().expect("a fiber that has not ended has a stack");
-            // SAFETY: no code of the fiber runs any more. What is on its stack is forgotten, as if the stack were never
-            // freed. Others cannot reach it: what another process shares with this one is in the heap.
+            // SAFETY: no code of the fiber runs any more, and nothing else refers to its stack: other processes of a world
+            // share with this one what is in the heap, and must not use channels, notifications or timers whose waiters
+            // are linked on the stacks of those that wait. A use all the same meets no mapping, or one of its own.
             unsafe { coroutine.force_reset() };
-            state.stacks.push(coroutine.into_stack());
+            drop(coroutine.into_stack());
         }
     }
 

@@ -19,8 +19,8 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Runs what a world does in a runtime whose choices of `select!` follow from a seed. Nothing drives the runtime. At the end
-/// the world's network is dropped.
+/// Runs what a world does in a runtime whose choices of `select!` follow from a seed. Nothing drives the runtime. At the end the
+/// network of the world is dropped: all its other processes must have ended, or be killed.
 ///
 /// # Panics
 /// If the operating system refuses what a runtime without threads needs.
