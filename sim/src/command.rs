@@ -92,8 +92,15 @@ fn detect_all(sweep: &SeedSweep) -> Result<String, String> {
     for &mutation in MUTATIONS {
         let sweep = SeedSweep { mutation: Some(mutation), coverage_min: 0, ..*sweep };
         match sweep.run(&|_| ()) {
-            Err(SweepError::Violation(violation)) => {
+            Err(SweepError::Violation(violation)) if violation.is_wrong_answer() => {
                 println!("{mutation}: detected at seed {}: {}", violation.seed, violation.what);
+            }
+            Err(SweepError::Violation(violation)) => {
+                println!(
+                    "{mutation}: NOT detected; seed {} failed otherwise: {}",
+                    violation.seed, violation.what
+                );
+                survivors.push(mutation);
             }
             _ => {
                 println!("{mutation}: NOT detected within {} seeds", sweep.seeds);

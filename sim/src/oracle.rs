@@ -15,6 +15,9 @@ use std::num::NonZeroU16;
 
 use moontide_types::{Epoch, MonoTime, ObjectId, Term};
 
+/// How a violation begins that a client has seen: it was given an object that was removed or replaced.
+pub(crate) const WRONG_ANSWER: &str = "a get of key";
+
 /// A version, from its reservation on.
 #[derive(Clone, Copy, Debug)]
 struct Version {
@@ -181,12 +184,12 @@ impl Oracle {
         let before = |time: Option<MonoTime>| time.filter(|&time| time < called);
         if let Some(removed) = before(version.removed) {
             return Err(format!(
-                "a get of key {key} called at {called:?} gave {epoch}, removed at {removed:?}"
+                "{WRONG_ANSWER} {key} called at {called:?} gave {epoch}, removed at {removed:?}"
             ));
         }
         if let Some(replaced) = before(version.replaced) {
             return Err(format!(
-                "a get of key {key} called at {called:?} gave {epoch}, replaced at {replaced:?}"
+                "{WRONG_ANSWER} {key} called at {called:?} gave {epoch}, replaced at {replaced:?}"
             ));
         }
         Ok(())

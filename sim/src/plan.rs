@@ -237,8 +237,8 @@ impl RunPlan {
 type Aims = Vec<(&'static str, u32, AimedFault)>;
 type Delays = Vec<(&'static str, u32, Duration)>;
 
-/// Draws the faults at places, and the delays there. Most seeds look closely at a few places: threads are often late there, and
-/// all kinds of faults hit the node or its masters meanwhile. The others have a few at any places.
+/// Draws the faults at places, and the delays there. Most seeds concentrate on one to three places: threads are often late
+/// there, and all kinds of faults hit the node or its masters meanwhile. The others have a few at any places.
 fn draw_aims(rng: &mut SimRng) -> (Aims, Delays) {
     use AimedFault::{Kill, MasterCrash, PowerLoss, Reset};
     let most = |rng: &mut SimRng| Duration::from_millis(rng.choose(&[30, 300, 3_000, 20_000, 20_000]));

@@ -26,7 +26,7 @@ use crate::links::{Links, Outgoing};
 use crate::master::{Exclusions, LEASE, Master};
 use crate::network::Network;
 use crate::node::{DiskFailure, NodeHost};
-use crate::oracle::{OpTotals, Oracle};
+use crate::oracle::{OpTotals, Oracle, WRONG_ANSWER};
 use crate::plan::{AimedFault, RunPlan};
 use crate::rng::SimRng;
 use crate::trace::line;
@@ -81,6 +81,13 @@ pub struct Violation {
     pub event: u64,
     /// Description.
     pub what: String,
+}
+
+impl Violation {
+    /// Whether a client was given an object that was removed or replaced.
+    pub fn is_wrong_answer(&self) -> bool {
+        self.what.starts_with(WRONG_ANSWER)
+    }
 }
 
 impl std::fmt::Display for Violation {

@@ -38,9 +38,9 @@ fn invariants_hold_under_random_faults() {
 #[test]
 fn same_seed_same_trace() {
     for seed in 100..106 {
-        let first = run(seed, &plan(seed, 60), false, None);
+        let first = kept(seed, &plan(seed, 60));
         // In another thread, whose hash maps are seeded otherwise.
-        let second = std::thread::spawn(move || run(seed, &plan(seed, 60), false, None)).join().unwrap();
+        let second = std::thread::spawn(move || kept(seed, &plan(seed, 60))).join().unwrap();
         assert_eq!(first, second);
     }
     assert_ne!(kept(1, &plan(1, 30)).trace, kept(2, &plan(2, 30)).trace);
