@@ -1,12 +1,14 @@
 //! Deterministic simulation: a whole cluster in one thread, under virtual time, from one seed.
 //!
-//! Shipped code runs unchanged: the master's [`Service`](moontide_master::Service) and its election; whole nodes
-//! ([`moontide_node::testing`]) with their threads, tasks, sessions, shared memory and disk; and the decisions of clients
-//! ([`moontide_client::logic`]). Simulated are time and clocks, the network, the disks below the storage interface, and processes
-//! that pause and exit. Threads and tasks of nodes are fibers of a world of [`moontide_rt::sim`]; masters and clients are state
+//! Shipped code runs unchanged: the master's `Service` and its election; whole nodes
+//! (`moontide_node::testing`) with their threads, tasks, sessions, shared memory and disk; and the decisions of clients
+//! (`moontide_client::logic`). Simulated are time and clocks, the network, the disks below the storage interface, and processes
+//! that pause and exit. Threads and tasks of nodes are fibers of a world of `moontide_rt::sim`; masters and clients are state
 //! machines that its first thread drives. The oracle knows every acknowledged put and removal.
 //!
 //! ```
+//! # #[cfg(sim)] // in an ordinary build there is nothing to simulate
+//! # {
 //! use std::time::Duration;
 //!
 //! use moontide_sim::{RunPlan, run};
@@ -21,12 +23,13 @@
 //! // The same seed gives the same history, event by event.
 //! let second = run(3, &plan, false, None).unwrap_or_else(|violation| panic!("{violation}"));
 //! assert_eq!(first.trace, second.trace);
+//! # }
 //! ```
 //!
 //! `cargo xtask sim --seeds 1000` runs many seeds. A violation prints its seed and how to repeat it with a trace.
 //!
-//! Reading order: [`RunPlan`] and [`run`], the world with its events; the network and the clocks; the master, the nodes
-//! and the clients; the faults; the oracle; [`SeedSweep`], which runs many seeds.
+//! Reading order: `RunPlan` and `run`, the world with its events; the network and the clocks; the master, the nodes
+//! and the clients; the faults; the oracle; `SeedSweep`, which runs many seeds.
 //!
 //! Invariant: a run depends on nothing but its seed. The trace of all events is hashed, and the same seed gives the
 //! same hash.

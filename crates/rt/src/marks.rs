@@ -1,4 +1,4 @@
-//! [`mark!`]: names a place, or a coincidence, that a simulated world counts.
+//! [`mark!`](crate::mark): names a place, or a coincidence, that a simulated world counts.
 
 /// Tells a simulated world that this place was reached, or that a condition was true here. The world counts it, and may delay
 /// the thread there. In an ordinary build it does nothing, and the condition is not evaluated.

@@ -49,7 +49,7 @@ pub(crate) struct PlanArgs {
 /// Failure to divide the memory into segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// The segments would be smaller than [`SEGMENT_BYTES_MIN`].
+    /// The segments would be smaller than `SEGMENT_BYTES_MIN`.
     #[error(
         "{memory_bytes} bytes of memory in {segments} segments, at least one for each of the cluster's {groups} \
          groups, are {segment_bytes} bytes each, less than {SEGMENT_BYTES_MIN}; raise memory_bytes to {}, or \
