@@ -195,7 +195,7 @@ pub(crate) enum Fault {
     DiskHeals {
         node: usize,
     },
-    /// After so many operations of the disk, or at once if there is no disk.
+    /// After this number of operations of the disk, or at once if there is no disk.
     PowerFails {
         node: usize,
         operations: u64,

@@ -177,7 +177,7 @@ impl NodeHost {
         self.kill(links)
     }
 
-    /// Lets the power fail after so many operations of the disk. The process goes on until [`NodeHost::lose_power`].
+    /// Lets the power fail after this number of operations of the disk. The process goes on until [`NodeHost::lose_power`].
     pub(crate) fn lose_power_after(&mut self, operations: u64) {
         self.lost_power = true;
         if let Some(disk) = &self.disk {

@@ -12,7 +12,7 @@ use crate::plan::RunPlan;
 use crate::world::{Summary, Violation, run};
 use moontide_types::MonoTime;
 
-/// One in so many seeds runs twice.
+/// Of this number of seeds, one runs twice.
 const RUNS_PER_REPETITION: u64 = 20;
 /// Number of slowest seeds in the summary.
 const SLOWEST: usize = 5;

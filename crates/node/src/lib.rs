@@ -29,7 +29,8 @@
 //! # }
 //! ```
 //!
-//! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `core` (composition of the parts), `memory`, `owner` (requests of peers),
+//! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `core` (composition of the parts), `memory`,
+//! `owner` (requests of peers),
 //! `executor` (commands of masters), `disk` (disk tier), `session` (sessions with masters), `logic` (pure decisions),
 //! `event_router`, `flush` (writes before a stop), `index_gate` (heartbeat and local index), `admin` and `metrics`.
 

@@ -50,9 +50,9 @@ pub(super) struct Removal {
 
 #[cfg(feature = "testing")]
 impl Removal {
-    /// Whether a write has refused it.
+    /// Whether a write has refused it; false while its progress is locked.
     pub(super) fn has_failed(&self) -> bool {
-        self.progress.lock().has_failed
+        self.progress.try_lock().is_some_and(|progress| progress.has_failed)
     }
 }
 
