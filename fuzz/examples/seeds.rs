@@ -15,7 +15,7 @@ use moontide_blocks::{
 };
 use moontide_fuzz::{MESSAGES, SESSION_BODIES, TARGETS, accepted_message};
 use moontide_proto::{FixedRecord, FrameKind, OpKind};
-use moontide_types::record::{Header, KeySection, RecordFlags, State, Word};
+use moontide_types::record::{Header, KeySection, RecordDescription, RecordFlags, State, Word, trailer_crc};
 use moontide_types::tensor::{Dtype, TensorHeader};
 use moontide_types::{Key, Tenant, TenantGeneration};
 
@@ -57,6 +57,20 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
         "world_messages" => Some(world_messages()),
         "allocator" => many(20, &allocator_steps),
         "record_header" => many(6, &|g| record_header(g).to_vec()),
+        "record_description" => many(6, &|g| {
+            let (tenant, key) = (g.text(1, 64), g.byte_string(1, 100));
+            let section = KeySection { tenant: Tenant::new(&tenant).unwrap(), key: Key::new(&key).unwrap() };
+            let (mut key, attributes) = (vec![], g.attributes());
+            section.encode(&mut key);
+            let header = Header::decode(&record_header(g)).unwrap();
+            let header = Header {
+                key_len: key.len() as u32,
+                attributes_len: attributes.len() as u32,
+                trailer_crc: trailer_crc(&key, &attributes),
+                ..header
+            };
+            RecordDescription::encode(&header, &key, &attributes)
+        }),
         "trailer" => many(6, &|g| {
             let (tenant, key) = (g.text(1, 64), g.byte_string(1, 100));
             let section = KeySection { tenant: Tenant::new(&tenant).unwrap(), key: Key::new(&key).unwrap() };
@@ -92,7 +106,7 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
             g.keys(count).to_vec()
         }),
         "report_records" => many(30, &|g| {
-            let which = g.seed as u8 % 10;
+            let which = g.seed as u8 % 11;
             let records = match which {
                 0 => g.packed(3, Gen::report_record),
                 1 => g.packed(3, Gen::offload_record),
@@ -103,6 +117,7 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
                 6 => g.packed(2, |g| g.object().0),
                 7 => g.packed(3, Gen::put_entry),
                 8 => g.packed(3, Gen::put_end_entry),
+                9 => g.packed(3, Gen::copy_source),
                 _ => g.packed(3, Gen::commit_entry),
             };
             [&[which], &records[..]].concat()

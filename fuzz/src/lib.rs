@@ -15,12 +15,14 @@ use moontide_blocks::SuspendedSequence;
 use moontide_proto::convert::{self, Wire};
 use moontide_proto::limits::{OPS_PER_FRAME_MAX, SESSION_RECORDS_MAX};
 use moontide_proto::{
-    CommandResult, CommitEntry, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Handle, Hello,
-    NodeCommand, ObjectEntry, OffloadRecord, Packed, PackedBuilder, PackedKeys, PackedKeysBuilder,
+    CommandResult, CommitEntry, CopySource, FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Handle,
+    Hello, NodeCommand, ObjectEntry, OffloadRecord, Packed, PackedBuilder, PackedKeys, PackedKeysBuilder,
     PutEndEntry, PutEntry, ReportRecord, TransferOp, TransferOps, VersionedId, v1,
 };
 use moontide_types::limits::{BATCH_KEYS_MAX, KEY_BYTES_MAX, OBJECT_BYTES_MAX, REQUEST_BYTES_MAX};
-use moontide_types::record::{Attributes, HEADER_BYTES, Header, KeySection, State, WORD_OFFSET};
+use moontide_types::record::{
+    Attributes, HEADER_BYTES, Header, KeySection, RecordDescription, State, WORD_OFFSET, trailer_crc,
+};
 use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorError, TensorHeader};
 use prost::Message;
 use prost::bytes::Bytes;
@@ -31,6 +33,7 @@ pub type Target = fn(&[u8]);
 /// All targets, by the name of their file in `fuzz_targets/` and of their directory in `corpus/`.
 pub const TARGETS: &[(&str, Target)] = &[
     ("record_header", record_header),
+    ("record_description", record_description),
     ("trailer", trailer),
     ("attributes", attributes),
     ("frame_header", frame_header),
@@ -67,6 +70,25 @@ fn check_record_header(bytes: &[u8; HEADER_BYTES]) {
     assert!(header.object_len <= OBJECT_BYTES_MAX);
     let layout = header.layout().expect("a decoded header has a layout");
     assert!(layout.total_len() >= header.stripe_len);
+}
+
+/// Decodes the description of a record, as a node that copies it gets it: as it is, and with valid CRCs.
+pub fn record_description(data: &[u8]) {
+    check_record_description(data);
+    let Some((header, rest)) = data.split_first_chunk::<HEADER_BYTES>() else { return };
+    let Ok(header) = Header::decode(header) else { return };
+    let split = rest.len().min(header.key_len as usize);
+    let (key, attributes) = rest.split_at(split);
+    let sealed = Header { trailer_crc: trailer_crc(key, attributes), ..header };
+    check_record_description(&[&sealed.encode(), rest].concat());
+}
+
+fn check_record_description(data: &[u8]) {
+    let Ok(description) = RecordDescription::decode(data) else { return };
+    let mut key = vec![];
+    description.key.encode(&mut key);
+    assert_eq!(RecordDescription::encode(&description.header, &key, description.attributes), data);
+    assert_eq!(description.header.word.state(), State::Ready);
 }
 
 /// Decodes the header of a tensor: as it is, and with a valid CRC.
@@ -193,6 +215,7 @@ pub fn report_records(data: &[u8]) {
         6 => drop(records::<ObjectEntry>(data, max)),
         7 => drop(records::<PutEntry>(data, max)),
         8 => drop(records::<PutEndEntry>(data, max)),
+        9 => drop(records::<CopySource>(data, max)),
         _ => drop(records::<CommitEntry>(data, max)),
     }
 }
@@ -282,8 +305,9 @@ messages! {
     BeginRequest CommitRequest SlotOutcomes OpenSessionRequest OpenSessionResponse MountSegmentsRequest
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest GetJobResponse ListKeysRequest QueryKeysRequest EvictRequest
-    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest GetClusterInfoResponse
-    LoadRequest LoadReply AttachRequest AttachReply GetNodesResponse HandoffGroupRequest
+    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest DrainNodeRequest
+    GetClusterInfoResponse
+    LoadRequest LoadReply AttachRequest AttachReply DescribeReply GetNodesResponse HandoffGroupRequest
     PollInvalidationsRequest PollInvalidationsResponse
 }
 

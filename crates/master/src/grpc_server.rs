@@ -167,6 +167,7 @@ impl Master for GrpcHandler {
         get_tenants(GetTenantsRequest) -> GetTenantsResponse as Other;
         list_segments(ListSegmentsRequest) -> ListSegmentsResponse as Other;
         drain_segment(DrainSegmentRequest) -> StartJobResponse as Other;
+        drain_node(DrainNodeRequest) -> DrainNodeResponse as Other;
     }
 
     replicated! {

@@ -253,6 +253,10 @@ const COUNTERS: &[Number] = &[
         s.group.offloads_not_admitted
     }),
     ("promoted_objects", "Objects promoted from disk to memory", |s| s.group.promoted_objects),
+    ("copies_started", "Copies of records commanded to nodes", |s| s.group.copies_started),
+    ("copied_records", "Records copied from node to node", |s| s.group.copied_records),
+    ("copied_bytes", "Memory of records copied from node to node", |s| s.group.copied_bytes),
+    ("copies_failed", "Copies that nodes refused or could not make", |s| s.group.copies_failed),
     ("recovered_objects", "Objects found on disks after a start of a node", |s| s.group.recovered_objects),
     ("disk_evicted_records", "Records evicted from full disks", |s| s.group.disk_evicted),
     ("reclaimed_extents", "Extents freed by nodes", |s| s.group.reclaimed),

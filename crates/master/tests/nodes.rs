@@ -59,6 +59,7 @@ fn get_nodes_returns_registered_nodes_with_addresses() {
         session,
         addresses,
         topology: Topology { host, rack: "r", zone: "" },
+        draining: false,
     };
     let shm = Address { engine: "shm", address: "boot:/run/node" };
     let expected = [

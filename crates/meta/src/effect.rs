@@ -4,7 +4,9 @@
 //! it keeps them until the node has responded, sends them again after a broken connection, and passes the result to
 //! [`Group::command_outcome`](crate::Group::command_outcome).
 
-use moontide_types::{Epoch, ErrorCode, Extent, Generation, ObjectId, SegmentId, SessionId, SlotId, Term};
+use moontide_types::{
+    Epoch, ErrorCode, Extent, Generation, Medium, NodeId, ObjectId, SegmentId, SessionId, SlotId, Term,
+};
 
 /// List to which a group appends its effects. The caller empties and reuses it.
 pub type Effects = Vec<Effect>;
@@ -74,6 +76,41 @@ pub enum CommandKind {
         /// Extent of the slot.
         extent: Extent,
     },
+    /// Copy a record of another location into this slot, which is FREE.
+    Copy {
+        /// Index of the stripe.
+        stripe: u16,
+        /// Extent of the slot.
+        extent: Extent,
+        /// Location of the record.
+        source: CopySource,
+        /// Reason for the copy.
+        purpose: CopyPurpose,
+    },
+}
+
+/// Location from which a node copies a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CopySource {
+    /// Node that has the record.
+    pub node: NodeId,
+    /// Incarnation of the segment.
+    pub generation: Generation,
+    /// Segment of the slot, or [`SegmentId::DISK`].
+    pub segment: SegmentId,
+    /// Slot in the segment; meaningless for a disk.
+    pub slot: SlotId,
+    /// Storage medium of the segment.
+    pub medium: Medium,
+    /// Root of the stripe's digests, which the copy must have.
+    pub root: u64,
+}
+
+/// Reason for a copy. Nodes make the more urgent ones first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum CopyPurpose {
+    /// The source is to be emptied: it is released when the copy is complete.
+    Drain,
 }
 
 /// Result of a command.

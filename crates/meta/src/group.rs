@@ -1,8 +1,8 @@
 //! [`Group`]: the state of one group and the primitives that keep it consistent.
 //!
 //! The calls are in the modules below, one topic each: [`lookup`], [`put`], [`remove`], the calls for nodes in
-//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], and [`tick`], which does all time-dependent work. Watchers
-//! receive removed objects through [`invalidations`].
+//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], [`copies`], and [`tick`], which does all time-dependent
+//! work. Watchers receive removed objects through [`invalidations`].
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and is in
 //! the queue of reservations. Complete: it has at least one replica with all of its stripes, or waits for a node that has
@@ -11,6 +11,7 @@
 
 #[cfg(any(test, feature = "testing"))]
 mod audit;
+mod copies;
 mod disk;
 mod evict;
 mod exclusion;
@@ -43,6 +44,7 @@ use moontide_types::{
 
 #[cfg(any(test, feature = "testing"))]
 pub use audit::{Audit, AuditedExtent, Violation};
+pub use copies::DrainMode;
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
 pub use exclusion::SyncMark;
@@ -239,6 +241,8 @@ pub struct Group {
     offloading_units: u64,
     /// Offloads that keep the memory copy, and objects that wait for one.
     write_backs: flush::WriteBacks,
+    /// Copies between nodes.
+    copies: copies::Copies,
     /// Objects of which an offload timed out, or ended in part: nodes may still be writing them.
     late_offloads: HashSet<ObjectId>,
     /// Objects that their nodes refuse to write to disk: too large for it, or corrupted.
@@ -363,6 +367,7 @@ impl Group {
             offloads: HashMap::new(),
             offloading_units: 0,
             write_backs: flush::WriteBacks::default(),
+            copies: copies::Copies::default(),
             late_offloads: HashSet::new(),
             not_offloadable: HashSet::new(),
             to_promote: VecDeque::new(),

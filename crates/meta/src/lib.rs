@@ -121,13 +121,15 @@ mod slab;
 mod table;
 mod tenant;
 
-pub use effect::{CommandKind, CommandOutcome, Effect, Effects, NodeCommand, WaiterId};
+pub use effect::{
+    CommandKind, CommandOutcome, CopyPurpose, CopySource, Effect, Effects, NodeCommand, WaiterId,
+};
 pub use eviction::EvictionTrials;
 pub use group::{
-    Admission, DiskSpec, EvictReport, ExpectedSegment, FlushProgress, Group, GroupConfig, GroupHandoff,
-    GroupStats, HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts, LookupKey,
-    LookupResult, MountOutcome, MountSpec, ObjectDetail, ObjectView, OffloadTrigger, PutEnd, PutOptions,
-    PutStart, RemoveOutcome, ReportRecord, ReportState, Reservation, SegmentView, StripeLocation,
+    Admission, DiskSpec, DrainMode, EvictReport, ExpectedSegment, FlushProgress, Group, GroupConfig,
+    GroupHandoff, GroupStats, HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts,
+    LookupKey, LookupResult, MountOutcome, MountSpec, ObjectDetail, ObjectView, OffloadTrigger, PutEnd,
+    PutOptions, PutStart, RemoveOutcome, ReportRecord, ReportState, Reservation, SegmentView, StripeLocation,
     StripeRange, SyncMark, TickBudget,
 };
 #[cfg(any(test, feature = "testing"))]

@@ -69,6 +69,8 @@ pub(crate) struct DrainingSlot {
     pub(crate) id: ObjectId,
     /// The segment's report contained it, although the object was removed or replaced.
     pub(crate) was_reported: bool,
+    /// A command fills it with a version that may be older than what the slot held before.
+    pub(crate) is_filled: bool,
 }
 
 #[derive(Debug)]
@@ -262,8 +264,20 @@ impl Segment {
         }
         self.draining_units += units;
         self.slots[location.slot as usize] = DRAINING;
-        let drain = DrainingSlot { block: location.block, units, epoch, id, was_reported: false };
+        let drain =
+            DrainingSlot { block: location.block, units, epoch, id, was_reported: false, is_filled: false };
         self.drains.insert(location.slot, drain);
+    }
+
+    /// Gives a reserved slot to a command that fills it with a complete version: a promotion or a copy. Until the answer,
+    /// it is taken, and not readable, like one that drains.
+    ///
+    /// Reports of the node say nothing about it: they may be about the version before, which may be newer, or about an
+    /// earlier attempt to fill the slot with this very version. Only answers to commands do.
+    pub(crate) fn fill(&mut self, location: SlotLocation, epoch: Epoch, id: ObjectId) {
+        self.drain(location, epoch, id, false);
+        let drain = self.drains.get_mut(&location.slot).expect("just inserted");
+        drain.is_filled = true;
     }
 
     /// Releases a slot whose record was reported, but is not needed.
@@ -368,9 +382,9 @@ impl Segment {
         (self.fresh < self.slot_count()).then_some(self.fresh)
     }
 
-    /// Makes a draining slot the location of a complete object, after a promotion.
+    /// Makes a draining slot the location of a complete object, after a promotion or a copy.
     pub(crate) fn reattach(&mut self, segment: u32, slot: u32, at: RecordRef) -> SlotLocation {
-        let drain = self.drains.remove(&slot).expect("slot of a promotion is draining");
+        let drain = self.drains.remove(&slot).expect("slot of a promotion or copy is draining");
         debug_assert!(!drain.was_reported);
         self.draining_units -= drain.units;
         self.live_units += drain.units;

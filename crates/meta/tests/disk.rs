@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use common::{GroupHarness, config, disks, id, lookup_key, session, with_disks};
 use moontide_meta::{
-    Admission, CommandKind, CommandOutcome, GroupConfig, PutOptions, Quota, RemoveOutcome, ReportRecord,
-    WaiterId,
+    Admission, CommandKind, CommandOutcome, DrainMode, GroupConfig, PutOptions, Quota, RemoveOutcome,
+    ReportRecord, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Extent, Medium, NodeId, SegmentId, Term};
@@ -786,7 +786,7 @@ fn removal_of_object_dropped_during_offload_waits_for_its_kill() {
     evict(&mut harness, 1);
     take_command(&mut harness, CommandKind::Offload);
     // An orderly drain drops the object although the offload is in progress.
-    harness.group.drain(NodeId(1), SegmentId(0), true).unwrap();
+    harness.group.drain(NodeId(1), SegmentId(0), DrainMode::Evict).unwrap();
     harness.tick();
     harness.settle();
     assert!(!harness.exists("k"));

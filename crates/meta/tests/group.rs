@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use common::{GroupHarness, config, id, lookup_key, lose_node, memory, reported};
 use moontide_meta::{
-    CommandKind, CommandOutcome, GroupConfig, MountSpec, PutEnd, PutOptions, PutStart, Quota, RemoveOutcome,
-    ReportRecord, SegmentPhase, StripeRange, TENANTS_MAX, TenantIndex, WaiterId,
+    CommandKind, CommandOutcome, DrainMode, GroupConfig, MountSpec, PutEnd, PutOptions, PutStart, Quota,
+    RemoveOutcome, ReportRecord, SegmentPhase, StripeRange, TENANTS_MAX, TenantIndex, WaiterId,
 };
 use moontide_rt::SplitMix64;
 use moontide_types::record::PinClass;
@@ -400,7 +400,7 @@ fn object_larger_than_any_segment_is_striped_to_fit() {
     assert_eq!(stripe_lens(&mut harness, 4 * MIB, None).unwrap().len(), 4);
     mount(&mut harness, 6, 9, Medium::Memory, Some(Tenant::DEFAULT));
     assert_eq!(stripe_lens(&mut harness, 4 * MIB, None), Ok(vec![4 * MIB]));
-    harness.group.drain(NodeId(6), SegmentId(0), false).unwrap();
+    harness.group.drain(NodeId(6), SegmentId(0), DrainMode::Keep).unwrap();
     assert_eq!(
         stripe_lens(&mut harness, 4 * MIB, None).unwrap().len(),
         4,
@@ -489,7 +489,7 @@ fn node_loss_removes_its_objects_and_fails_open_puts() {
 fn drained_segment_is_evicted_and_rejects_puts() {
     let mut harness = GroupHarness::new(&[1]);
     harness.put("k", KIB);
-    harness.group.drain(NodeId(1), SegmentId(0), true).unwrap();
+    harness.group.drain(NodeId(1), SegmentId(0), DrainMode::Evict).unwrap();
     assert_eq!(harness.start("new", KIB), Err(ErrorCode::NoSpace));
     harness.tick();
     harness.run_commands();
@@ -718,7 +718,7 @@ fn unplaceable_put_does_not_evict() {
     assert_eq!(harness.start_with("two", KIB, &replicas(2, 2)), Err(ErrorCode::NoSpace), "one node only");
     let device = PutOptions { medium: moontide_types::Medium::Device, ..PutOptions::default() };
     assert_eq!(harness.start_with("gpu", KIB, &device), Err(ErrorCode::NoSpace), "no device segment");
-    harness.group.drain(NodeId(1), SegmentId(0), false).unwrap();
+    harness.group.drain(NodeId(1), SegmentId(0), DrainMode::Keep).unwrap();
     assert_eq!(harness.start("any", KIB), Err(ErrorCode::NoSpace), "no segment accepts new objects");
     harness.tick();
     assert!(harness.exists("k"));

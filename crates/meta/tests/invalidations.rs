@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use common::{GroupHarness, config, id, lookup_key, memory, session};
 use moontide_meta::{
-    CommandOutcome, Effect, INVALIDATIONS_KEPT, Invalidations, JobKind, MountSpec, PutEnd, PutOptions,
-    PutStart, ReportRecord, WaiterId,
+    CommandOutcome, DrainMode, Effect, INVALIDATIONS_KEPT, Invalidations, JobKind, MountSpec, PutEnd,
+    PutOptions, PutStart, ReportRecord, WaiterId,
 };
 use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Extent, NodeId, ObjectId, SegmentId, SlotId, Term};
@@ -167,7 +167,7 @@ fn unmount_and_drain_emit_invalidations() {
         harness.tick();
     });
     check(&["k"], GroupHarness::new(&[1]).with_object("k"), |harness| {
-        harness.group.drain(NodeId(1), SegmentId(0), true).unwrap();
+        harness.group.drain(NodeId(1), SegmentId(0), DrainMode::Evict).unwrap();
         harness.tick();
     });
 }

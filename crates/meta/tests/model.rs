@@ -16,6 +16,9 @@ mod node;
 #[path = "model/disk.rs"]
 mod disk;
 
+#[path = "model/copies.rs"]
+mod copies;
+
 #[path = "model/harness.rs"]
 mod harness;
 
@@ -85,7 +88,7 @@ fn group_matches_model() {
         prop_oneof![prop::collection::vec(command(), 1..140), prop::collection::vec(disk_command(), 1..140)];
     let offload = prop::sample::select(vec![OffloadTrigger::Evict, OffloadTrigger::Put]);
     let sequence = (placement, offload, commands);
-    let sums: [Cell<u64>; 6] = Default::default();
+    let sums: [Cell<u64>; 8] = Default::default();
     let tested = TestRunner::new(config).run(&sequence, |(placement, offload, commands)| {
         let stats = run_with(placement, offload, &commands).map_err(TestCaseError::fail)?;
         let counts = [
@@ -95,6 +98,8 @@ fn group_matches_model() {
             stats.promoted_objects,
             stats.recovered_objects,
             stats.disk_evicted,
+            stats.copied_records,
+            stats.copies_failed,
         ];
         for (sum, count) in sums.iter().zip(counts) {
             sum.set(sum.get() + count);
@@ -102,7 +107,7 @@ fn group_matches_model() {
         Ok(())
     });
     match tested {
-        // Sequences in which no object moves to disk and back would prove nothing.
+        // Sequences in which no object moves to disk and back, or to another node, would prove nothing.
         Ok(()) => assert!(sums.iter().all(|sum| sum.get() > 0), "{sums:?}"),
         Err(TestError::Fail(reason, (placement, offload, commands))) => {
             let commands: Vec<String> = commands.iter().map(|command| format!("    {command:?},")).collect();

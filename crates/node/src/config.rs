@@ -41,6 +41,8 @@ const EXCLUDE_AFTER_DEFAULT: Duration = Duration::from_secs(20);
 pub const STAGING_BYTES_DEFAULT: u64 = 256 << 20;
 /// Threads that read from disk. One keeps a disk busy; with two, reads go on while one verifies the end of a record.
 pub const READ_THREADS_DEFAULT: usize = 2;
+/// Default of [`NodeConfig::copy_bytes_per_s`]: a fifth of a network of 10 Gbit/s.
+pub const COPY_BYTES_PER_S_DEFAULT: u64 = 256 << 20;
 
 /// Time a start waits for a master: to learn the number of groups, and to mount the segments.
 pub const MASTER_START_TIMEOUT: Duration = Duration::from_secs(5);
@@ -119,9 +121,16 @@ settings! {
         /// Time without contact to a master after which the node stops serving reads.
         self_fence_timeout: Duration = SELF_FENCE_TIMEOUT_DEFAULT,
             in Duration::from_millis(100).., "set the time of at least a few heartbeats";
+        /// Time a shutdown waits for objects in memory to move to other nodes; 0s moves nothing.
+        drain_on_stop: Duration = Duration::ZERO,
+            in Duration::ZERO..=Duration::from_secs(86_400), "set at most one day";
         /// Time a shutdown waits for transfers in flight.
         drain_timeout: Duration = DRAIN_TIMEOUT_DEFAULT,
             in Duration::ZERO..=Duration::from_secs(3600), "set at most one hour";
+        /// Limit of copies from other nodes in bytes per second; 0 for no limit.
+        ///
+        /// Objects are copied when another node is drained.
+        copy_bytes_per_s: u64 as Bytes = COPY_BYTES_PER_S_DEFAULT;
         /// Memory pages: those that the kernel provides, or preallocated 2 MiB huge pages ("reserved").
         huge_pages: HugePages as HugePagesName = HugePages::Auto;
     }

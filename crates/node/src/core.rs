@@ -11,12 +11,15 @@ use moontide_heap::HugePages;
 use moontide_rt::mark;
 use moontide_rt::sync::mpsc;
 use moontide_rt::thread::JoinHandle;
+use moontide_transfer::Engines;
 use moontide_types::{Generation, NodeId, SegmentId};
 use tokio::sync::watch;
 use tracing::{error, info};
 
 use crate::config::DiskConfig;
+use crate::copier::{COPY_THREADS, Copier};
 use crate::disk::{DeviceThread, DiskDirectories, DiskError, DiskTier};
+use crate::drain::DrainState;
 use crate::event_router::EventRouter;
 use crate::executor::{CommandExecutor, ExecutorTask};
 use crate::flush::FlushState;
@@ -41,6 +44,10 @@ pub(crate) struct CoreConfig<'a> {
     pub(crate) external: Option<&'a ExternalMemory>,
     pub(crate) disk: Option<DiskConfig>,
     pub(crate) self_fence_timeout: Duration,
+    /// Most bytes per second that are copied from other nodes; 0 for no limit.
+    pub(crate) copy_bytes_per_s: u64,
+    /// Engines that reach other nodes.
+    pub(crate) engines: Engines,
 }
 
 /// Failure to start the parts of a node.
@@ -63,11 +70,13 @@ pub(crate) type OpenDisk<'a> =
 pub(crate) struct NodeCore {
     pub(crate) memory: Arc<NodeMemory>,
     pub(crate) disk: Option<Arc<DiskTier>>,
+    copier: Arc<Copier>,
     pub(crate) owner: Arc<NodeOwner>,
     pub(crate) index_gate: Arc<IndexGate>,
     pub(crate) router: Arc<EventRouter>,
     pub(crate) status: Arc<Status>,
     pub(crate) flush: Arc<FlushState>,
+    pub(crate) drain: Arc<DrainState>,
     pub(crate) counters: Arc<Counters>,
     tasks: mpsc::Sender<ExecutorTask>,
     stop_heartbeat: mpsc::Sender<()>,
@@ -82,8 +91,8 @@ impl NodeCore {
         mark_dirs: &[PathBuf],
         open_disk: Box<OpenDisk<'_>>,
     ) -> Result<NodeCore, CoreError> {
-        let CoreConfig { node, groups, generation, plan, huge_pages, external, disk, self_fence_timeout } =
-            config;
+        let CoreConfig { node, groups, generation, plan, huge_pages, external, disk, .. } = config;
+        let (self_fence_timeout, engines) = (config.self_fence_timeout, config.engines);
         let staging_bytes = disk.as_ref().map(|disk| disk.staging_bytes);
         let memory = NodeMemory::create(node, generation, plan, huge_pages, staging_bytes, external);
         let memory = Arc::new(memory?);
@@ -108,6 +117,13 @@ impl NodeCore {
             Arc::clone(&router),
             tasks.clone(),
         ));
+        let copier = Arc::new(Copier::new(
+            Arc::clone(&memory),
+            Arc::clone(&router),
+            Arc::clone(&counters),
+            engines,
+            config.copy_bytes_per_s,
+        ));
         let index_gate = Arc::new(IndexGate::new(Arc::clone(&memory), self_fence_timeout));
         // Publish a heartbeat before any client can check it.
         memory.heap().heartbeat();
@@ -116,11 +132,13 @@ impl NodeCore {
         let mut core = NodeCore {
             memory: Arc::clone(&memory),
             disk: disk.clone(),
+            copier: Arc::clone(&copier),
             owner,
             index_gate: Arc::clone(&index_gate),
             router: Arc::clone(&router),
             status: Arc::default(),
             flush: Arc::default(),
+            drain: Arc::default(),
             counters: Arc::clone(&counters),
             tasks,
             stop_heartbeat,
@@ -130,7 +148,11 @@ impl NodeCore {
         if let Some(disk) = &disk {
             core.disk_threads = disk.start()?;
         }
-        let executor = CommandExecutor::new(memory, disk, counters, router);
+        for _ in 0..COPY_THREADS {
+            let copier = Arc::clone(&copier);
+            core.threads.push(spawn("moontide-copy", move || copier.run())?);
+        }
+        let executor = CommandExecutor::new(memory, disk, copier, counters, router);
         core.threads.push(spawn("moontide-exec", move || executor.run(&task_receiver))?);
         core.threads.push(spawn("moontide-gate", move || index_gate.run(&heartbeat_stopped))?);
         Ok(core)
@@ -146,10 +168,12 @@ impl NodeCore {
         let components = NodeComponents {
             memory: Arc::clone(&self.memory),
             disk: self.disk.clone(),
+            copier: Arc::clone(&self.copier),
             owner: Arc::clone(&self.owner),
             index_gate: Arc::clone(&self.index_gate),
             status: Arc::clone(&self.status),
             flush: Arc::clone(&self.flush),
+            drain: Arc::clone(&self.drain),
             counters: Arc::clone(&self.counters),
             tasks: self.tasks.clone(),
         };
@@ -176,6 +200,7 @@ impl NodeCore {
         if let Some(disk) = &self.disk {
             disk.stop();
         }
+        self.copier.stop();
         let _ = self.tasks.send(ExecutorTask::Stop);
         let _ = self.stop_heartbeat.send(());
         for thread in self.threads.drain(..) {

@@ -41,7 +41,7 @@ use std::{fmt, io};
 
 use moontide_disk::{OpenError, OsStorage, RecordId, Storage, Usage};
 use moontide_heap::Staging;
-use moontide_proto::{CommandResult, v1};
+use moontide_proto::v1;
 use moontide_rt::collections::HashMap;
 use moontide_rt::sync::mpsc::Sender;
 use moontide_rt::sync::{Mutex, RwLock};
@@ -63,7 +63,7 @@ pub(crate) use self::promote::PromoteJob;
 pub(crate) use self::removal::RemovalJob;
 use self::staging_cache::StagingCache;
 use crate::config::DiskConfig;
-use crate::event_router::{EventRouter, NodeEvent};
+use crate::event_router::EventRouter;
 use crate::logic::groups::GroupSet;
 use crate::logic::notice::NoticeSubscribers;
 use crate::memory::NodeMemory;
@@ -124,7 +124,6 @@ pub(crate) struct DiskTier {
     inventories: Mutex<HashMap<SessionId, InventoryProgress>>,
     /// Objects that the masters are told to have been in memory.
     memory_list: Mutex<MemoryList>,
-    promotions: promote::PromotionTable,
     /// Time without writes after a write failed.
     write_pause: Duration,
     test_hooks: test_hooks::TestHooks,
@@ -230,7 +229,6 @@ impl DiskTier {
             open_jobs: OpenJobs::default(),
             inventories: Mutex::default(),
             memory_list: Mutex::new(MemoryList::empty()),
-            promotions: promote::PromotionTable::default(),
             write_pause: WRITE_PAUSE,
             test_hooks: Default::default(),
         })
@@ -526,11 +524,10 @@ impl DiskTier {
         DiskMetrics { gauges, counts, throttled }
     }
 
-    /// Ends a session: drops its subscription, its inventory and its promotions.
+    /// Ends a session: drops its subscription and its inventory.
     pub(crate) fn end_session(&self, session: SessionId) {
         self.subscribers.write().end(session);
         self.inventories.lock().remove(&session);
-        self.cancel_promotions(session);
     }
 
     /// Stops notices to a session about groups that are not in `groups`.
@@ -542,15 +539,6 @@ impl DiskTier {
     pub(crate) fn set_unacked_bytes(&self, session: SessionId, bytes: usize) {
         if let Some(inventory) = self.inventories.lock().get_mut(&session) {
             inventory.unacked_bytes = bytes;
-        }
-    }
-
-    /// Sends the results of commands to the sessions that issued them.
-    fn send_results(&self, mut results: Vec<(SessionId, CommandResult)>) {
-        results.sort_by_key(|(session, _)| *session);
-        for of_session in results.chunk_by(|a, b| a.0 == b.0) {
-            let results = of_session.iter().map(|(_, result)| *result).collect();
-            self.events.send(NodeEvent::Results { session: of_session[0].0, results });
         }
     }
 

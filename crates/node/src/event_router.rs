@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use moontide_proto::limits::TOUCH_BITMAPS_MAX;
+use moontide_proto::limits::{SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX};
 use moontide_proto::{CommandResult, v1};
 use moontide_rt::sync::{Mutex, RwLock};
 use moontide_types::{GroupId, MonoTime, SegmentId, SessionId};
 use tokio::sync::mpsc::UnboundedSender;
+use tracing::debug;
 
 use crate::logic::groups::{GroupSet, HostedGroups, set_of};
 use crate::logic::report::SlotChange;
@@ -83,6 +84,24 @@ impl EventRouter {
             | NodeEvent::DiskEvicted { session, .. } => by_session(*session),
         };
         route.is_some_and(|route| route.events.send(event).is_ok())
+    }
+
+    /// Sends the results of commands to the sessions that issued them.
+    pub(crate) fn send_results(&self, mut results: Vec<(SessionId, CommandResult)>) {
+        results.sort_by_key(|&(session, _)| session);
+        for of_session in results.chunk_by(|a, b| a.0 == b.0) {
+            for results in of_session.chunks(SESSION_RECORDS_MAX) {
+                let (session, results) = (results[0].0, results.iter().map(|&(_, result)| result).collect());
+                debug!(session = session.0, "command results sent");
+                self.send(NodeEvent::Results { session, results });
+            }
+        }
+    }
+
+    /// Whether a session has not ended.
+    pub(crate) fn has_session(&self, session: SessionId) -> bool {
+        // A test router accepts all sessions.
+        self.segments.is_empty() || self.routes.read().iter().any(|route| route.session == session)
     }
 
     /// Adds a route to a master, without a session.

@@ -10,16 +10,16 @@ use std::time::Duration;
 
 use moontide_disk::RecordId;
 use moontide_heap::KillOutcome;
-use moontide_proto::limits::SESSION_RECORDS_MAX;
-use moontide_proto::{CommandKind, CommandResult, CommandStatus, NodeCommand};
+use moontide_proto::{CommandKind, CommandResult, CommandStatus, CopySource, NodeCommand};
 use moontide_rt::mark;
 use moontide_rt::sync::mpsc::{Receiver, RecvTimeoutError};
 use moontide_rt::time::Instant;
 use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::record::{State, Word};
 use moontide_types::{Clock, Epoch, ErrorCode, MonoTime, SessionId, SystemClock};
-use tracing::{debug, warn};
+use tracing::warn;
 
+use crate::copier::{Copier, CopyJob};
 use crate::disk::{DiskTier, OffloadJob, PromoteJob, RemovalJob};
 use crate::event_router::{EventRouter, NodeEvent};
 use crate::logic::commands::{
@@ -30,6 +30,7 @@ use crate::logic::report::SlotChange;
 use crate::logic::timing::reclaim_interval;
 use crate::memory::NodeMemory;
 use crate::metrics::{CommandCounts, Counters};
+use crate::slot_fills::FillTarget;
 
 /// Drain time after which the node logs a warning: a reader still holds a removed object.
 const DRAIN_OVERDUE_AFTER: Duration = Duration::from_secs(10);
@@ -42,8 +43,8 @@ const NEVER: MonoTime = MonoTime(u64::MAX);
 pub(crate) enum ExecutorTask {
     /// A session has begun, or one has ended, or both. The commands of an ended session are cancelled.
     Session { begins: Option<SessionId>, ends: Option<SessionId> },
-    /// Commands of a master.
-    Commands { session: SessionId, commands: Vec<NodeCommand> },
+    /// Commands of a master, and the sources of the copies among them, in order.
+    Commands { session: SessionId, commands: Vec<NodeCommand>, sources: Vec<CopySource> },
     /// Records that their writers abandoned and that are dead.
     Abandoned(Vec<SlotVersion>),
     /// Stops the executor.
@@ -55,6 +56,7 @@ pub(crate) enum ExecutorTask {
 pub(crate) struct CommandExecutor {
     memory: Arc<NodeMemory>,
     disk: Option<Arc<DiskTier>>,
+    copier: Arc<Copier>,
     counters: Arc<Counters>,
     events: Arc<EventRouter>,
     drains: DrainTracker,
@@ -66,21 +68,23 @@ pub(crate) struct CommandExecutor {
     counts: CommandCounts,
     /// Time at which a slot was last freed or added.
     progress: MonoTime,
-    /// Last Offload or Promote command of each session. Those up to it were accepted: the disk tier replies to them,
-    /// and unacknowledged replies are sent again.
-    last_disk_command: BTreeMap<SessionId, u64>,
+    /// Last command of each session that another thread executes: Offload, Promote or Copy. Those up to it were accepted:
+    /// the disk tier or the copier replies to them, and unacknowledged replies are sent again.
+    last_passed_on: BTreeMap<SessionId, u64>,
 }
 
 impl CommandExecutor {
     pub(crate) fn new(
         memory: Arc<NodeMemory>,
         disk: Option<Arc<DiskTier>>,
+        copier: Arc<Copier>,
         counters: Arc<Counters>,
         events: Arc<EventRouter>,
     ) -> CommandExecutor {
         CommandExecutor {
             memory,
             disk,
+            copier,
             counters,
             events,
             drains: DrainTracker::default(),
@@ -89,7 +93,7 @@ impl CommandExecutor {
             results: Vec::new(),
             counts: CommandCounts::default(),
             progress: MonoTime(0),
-            last_disk_command: BTreeMap::new(),
+            last_passed_on: BTreeMap::new(),
         }
     }
 
@@ -114,11 +118,16 @@ impl CommandExecutor {
         }
     }
 
-    fn take(&mut self, task: ExecutorTask) {
+    pub(crate) fn take(&mut self, task: ExecutorTask) {
         match task {
             ExecutorTask::Session { begins, ends } => self.begin_session(begins, ends),
-            ExecutorTask::Commands { session, commands } => {
-                commands.iter().for_each(|command| self.execute(session, command));
+            ExecutorTask::Commands { session, commands, sources } => {
+                let mut sources = sources.into_iter();
+                for command in &commands {
+                    let is_copy = command.kind == CommandKind::Copy;
+                    let source = if is_copy { sources.next() } else { None };
+                    self.execute(session, command, source);
+                }
             }
             ExecutorTask::Abandoned(names) => {
                 let now = SystemClock.now();
@@ -136,13 +145,14 @@ impl CommandExecutor {
             let waiting = self.retry.len();
             self.retry.retain(|&(session, _)| session != ends);
             self.counts.cancelled += (self.drains.end_session(ends) + waiting - self.retry.len()) as u64;
-            self.last_disk_command.remove(&ends);
+            self.last_passed_on.remove(&ends);
         }
-        self.last_disk_command.extend(begins.map(|begins| (begins, 0)));
+        self.last_passed_on.extend(begins.map(|begins| (begins, 0)));
     }
 
-    fn execute(&mut self, session: SessionId, command: &NodeCommand) {
-        let Some(&last) = self.last_disk_command.get(&session) else { return }; // the session has ended
+    /// Executes a command. `source`: of a copy.
+    fn execute(&mut self, session: SessionId, command: &NodeCommand, source: Option<CopySource>) {
+        let Some(&last) = self.last_passed_on.get(&session) else { return }; // the session has ended
         let id = (session, command.command_id);
         let waits = |&(session, command): &(SessionId, NodeCommand)| (session, command.command_id) == id;
         if (self.drains.contains(id) || self.retry.iter().any(waits))
@@ -150,12 +160,14 @@ impl CommandExecutor {
         {
             return; // sent again on a new stream, and still in progress
         }
-        let is_disk_work = matches!(command.kind, CommandKind::Offload | CommandKind::Promote);
-        if is_disk_work && command.command_id <= last {
+        use CommandKind::{Copy, Offload, Promote};
+        let is_passed_on = matches!(command.kind, Offload | Promote | Copy);
+        if is_passed_on && command.command_id <= last && !moontide_rt::mutation_enabled("copy-executed-again")
+        {
             return; // sent again: a command that was cancelled meanwhile must not start again
         }
-        if is_disk_work {
-            self.last_disk_command.insert(session, command.command_id);
+        if is_passed_on {
+            self.last_passed_on.insert(session, command.command_id);
         }
         self.counts.received += 1;
         let node_segment = self.memory.segment(command.segment);
@@ -179,19 +191,18 @@ impl CommandExecutor {
                 CommandKind::DropFromDisk => return self.drop_from_disk(&disk, session, command),
                 CommandKind::Offload => return self.offload(&disk, session, command),
                 CommandKind::Promote => return self.promote(&disk, session, command),
-                // A promotion in progress must not publish a record in the slot.
-                CommandKind::Kill | CommandKind::Reclaim => {
-                    let is_reclaim = command.kind == CommandKind::Reclaim;
-                    mark!(
-                        "reclaim while a removal is not durable",
-                        is_reclaim && disk.is_removing(command.id)
-                    );
-                    disk.cancel_promotion(command.segment, command.slot);
+                CommandKind::Reclaim => {
+                    mark!("reclaim while a removal is not durable", disk.is_removing(command.id));
                 }
                 _ => {}
             }
         }
         let Some(node_segment) = node_segment else { return };
+        if matches!(command.kind, CommandKind::Kill | CommandKind::Reclaim) {
+            // A promotion or copy in progress must not publish a record in the slot.
+            let cancelled = self.memory.fills.cancel(command.segment, command.slot);
+            mark!("promotion or copy cancelled", cancelled);
+        }
         let done = CommandReply::done(Word::default());
         match command.kind {
             CommandKind::Kill => self.kill(session, command),
@@ -209,6 +220,7 @@ impl CommandExecutor {
                 self.events.send(NodeEvent::Report(command.segment));
                 self.reply(id, done);
             }
+            CommandKind::Copy => self.copy(session, command, source),
             CommandKind::Offload | CommandKind::Promote | CommandKind::DropFromDisk => {
                 unreachable!("valid only with a disk, and handled above")
             }
@@ -281,22 +293,32 @@ impl CommandExecutor {
     }
 
     fn promote(&mut self, disk: &DiskTier, session: SessionId, command: &NodeCommand) {
-        let begun = disk.begin_promotion(PromoteJob {
-            session,
-            command_id: command.command_id,
-            name: RecordId { id: command.id, version: command.epoch, stripe: command.stripe },
-            segment: command.segment,
-            slot: command.slot,
-            extent: command.extent,
-            term: command.term,
+        let name = RecordId { id: command.id, version: command.epoch, stripe: command.stripe };
+        let begun = disk.begin_promotion(PromoteJob { name, target: fill_target(session, command) });
+        self.passed_on(session, command, begun);
+    }
+
+    fn copy(&mut self, session: SessionId, command: &NodeCommand, source: Option<CopySource>) {
+        let lease_ms = if command.lease_ms == 0 { LEASE_MS_MAX } else { command.lease_ms };
+        let queued = source.is_some_and(|source| {
+            self.copier.enqueue(CopyJob {
+                target: fill_target(session, command),
+                id: command.id,
+                stripe: command.stripe,
+                source,
+                until: Instant::now() + Duration::from_millis(lease_ms.into()),
+            })
         });
-        if begun {
+        self.passed_on(session, command, queued);
+    }
+
+    /// Counts a command that other threads reply to, or refuses it if they have stopped.
+    fn passed_on(&mut self, session: SessionId, command: &NodeCommand, accepted: bool) {
+        if accepted {
             self.counts.accepted += 1;
         } else {
-            self.reply(
-                (session, command.command_id),
-                CommandReply::refused(ErrorCode::Busy, Word::default()),
-            );
+            let refused = CommandReply::refused(ErrorCode::Busy, Word::default());
+            self.reply((session, command.command_id), refused);
         }
     }
 
@@ -351,7 +373,7 @@ impl CommandExecutor {
     }
 
     /// Reclaims, and sends the results.
-    fn round(&mut self, now: MonoTime) {
+    pub(crate) fn round(&mut self, now: MonoTime) {
         let mut reclaimed = self.memory.heap().reclaim(now);
         // Masters do not know the staging segment.
         reclaimed.freed.retain(|freed| self.memory.segment(freed.segment).is_some());
@@ -400,15 +422,7 @@ impl CommandExecutor {
     }
 
     fn send_results(&mut self) {
-        let mut all = std::mem::take(&mut self.results);
-        all.sort_by_key(|&(session, _)| session);
-        for of_session in all.chunk_by(|a, b| a.0 == b.0) {
-            for results in of_session.chunks(SESSION_RECORDS_MAX) {
-                let (session, results) = (results[0].0, results.iter().map(|&(_, result)| result).collect());
-                debug!(session = session.0, "command results sent");
-                self.events.send(NodeEvent::Results { session, results });
-            }
-        }
+        self.events.send_results(std::mem::take(&mut self.results));
     }
 
     fn warn_overdue(&mut self, now: MonoTime) {
@@ -425,6 +439,18 @@ impl CommandExecutor {
             warn!(segment = segment.0, slot = slot.0, %epoch, seconds, clients,
                 "removed object is still held by a reader; its space is not freed");
         }
+    }
+}
+
+/// Returns the slot that a Promote or Copy command fills.
+fn fill_target(session: SessionId, command: &NodeCommand) -> FillTarget {
+    FillTarget {
+        command: (session, command.command_id),
+        segment: command.segment,
+        slot: command.slot,
+        epoch: command.epoch,
+        extent: command.extent,
+        term: command.term,
     }
 }
 

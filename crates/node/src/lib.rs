@@ -31,13 +31,15 @@
 //!
 //! Reading order: [`NodeConfig`], `node` ([`Node`]: startup and shutdown), `core` (composition of the parts), `memory`,
 //! `owner` (requests of peers),
-//! `executor` (commands of masters), `disk` (disk tier), `session` (sessions with masters), `logic` (pure decisions),
-//! `event_router`, `flush` (writes before a stop), `index_gate` (heartbeat and local index), `admin` and `metrics`.
+//! `executor` (commands of masters), `slot_fills` and `copier` (copies from other nodes), `disk` (disk tier), `session` (sessions with masters), `logic` (pure decisions),
+//! `event_router`, `flush` (writes before a stop), `drain` (moves to other nodes), `index_gate` (heartbeat and local index), `admin` and `metrics`.
 
 mod admin;
 mod config;
+mod copier;
 mod core;
 mod disk;
+mod drain;
 mod event_router;
 mod executor;
 mod flush;
@@ -48,15 +50,16 @@ mod metrics;
 mod node;
 mod owner;
 mod session;
+mod slot_fills;
 mod status;
 mod sync_marks;
 #[cfg(feature = "testing")]
 pub mod testing;
 
 pub use config::{
-    BYTES_PER_SLOT_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig, FLUSH_TIMEOUT_DEFAULT, MASTER_DEFAULT,
-    MASTER_START_TIMEOUT, MEMORY_BYTES_DEFAULT, NodeConfig, READ_THREADS_DEFAULT, SEGMENT_BYTES_MAX_DEFAULT,
-    SELF_FENCE_TIMEOUT_DEFAULT, STAGING_BYTES_DEFAULT,
+    BYTES_PER_SLOT_DEFAULT, COPY_BYTES_PER_S_DEFAULT, DRAIN_TIMEOUT_DEFAULT, DiskConfig,
+    FLUSH_TIMEOUT_DEFAULT, MASTER_DEFAULT, MASTER_START_TIMEOUT, MEMORY_BYTES_DEFAULT, NodeConfig,
+    READ_THREADS_DEFAULT, SEGMENT_BYTES_MAX_DEFAULT, SELF_FENCE_TIMEOUT_DEFAULT, STAGING_BYTES_DEFAULT,
 };
 pub use disk::{DiskError, IdentityError};
 pub use flush::FlushCanceller;

@@ -18,6 +18,7 @@ use moontide_types::{
 use crate::logic::access::AccessBitmap;
 use crate::logic::segment_plan::SegmentPlan;
 use crate::logic::usage::{UnitUsage, UsageTracker};
+use crate::slot_fills::SlotFills;
 
 /// Memory that a node shares with clients and peers, and its state for each segment.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct NodeMemory {
     /// Buffers for records read from disk.
     staging: Option<Arc<Staging>>,
     segments: Vec<NodeSegment>,
+    /// Slots that commands fill with complete records.
+    pub(crate) fills: SlotFills,
     generation: Generation,
     slots: u32,
     /// Time from which the node is self-fenced, in nanoseconds of the clock; 0 before the first contact with a master.
@@ -171,7 +174,15 @@ impl NodeMemory {
             Staging::new(&heap, staging_slots(bytes), units, huge).map(Arc::new).map_err(MemoryError::Staging)
         });
         let staging = staging.transpose()?;
-        Ok(NodeMemory { heap, staging, segments, generation, slots: plan.slots, stale_at: AtomicU64::new(0) })
+        Ok(NodeMemory {
+            heap,
+            staging,
+            segments,
+            fills: SlotFills::default(),
+            generation,
+            slots: plan.slots,
+            stale_at: AtomicU64::new(0),
+        })
     }
 
     /// Whether the node is self-fenced: contact with a master was lost for so long that records here may have been
@@ -220,7 +231,7 @@ impl NodeMemory {
         }
     }
 
-    /// Records the start of a copy from disk into a slot with an extent of `units` units.
+    /// Records the start of a copy from disk, or from another node, into a slot with an extent of `units` units.
     pub(crate) fn record_copy(&self, segment: SegmentId, slot: SlotId, version: Epoch, units: u32) {
         if let Some(node_segment) = self.segment(segment) {
             node_segment.usage.lock().note_copy(slot, version, units);

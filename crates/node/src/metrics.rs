@@ -61,6 +61,9 @@ pub(crate) struct Counters {
     reported: AtomicU64,
     changes: AtomicU64,
     unreadable: AtomicU64,
+    copied_records: AtomicU64,
+    copied_bytes: AtomicU64,
+    copies_failed: AtomicU64,
 }
 
 /// Increments a counter. Relaxed: the values order nothing else.
@@ -115,6 +118,12 @@ impl Counters {
 
     pub(crate) fn changes(&self, messages: u64) {
         increment(&self.changes, messages);
+    }
+
+    /// Counts a copy of another node's record: its bytes, or `None` if it failed.
+    pub(crate) fn copied(&self, bytes: Option<u64>) {
+        increment(if bytes.is_some() { &self.copied_records } else { &self.copies_failed }, 1);
+        increment(&self.copied_bytes, bytes.unwrap_or(0));
     }
 
     pub(crate) fn unreadable(&self, records: u64) {
@@ -227,6 +236,13 @@ impl Collector for MetricsSnapshot {
             ("reported_records", "Records reported in snapshots", read(&counters.reported)),
             ("report_deltas", "Messages with changes since the snapshot", read(&counters.changes)),
             ("records_dropped_bad_key", "Records killed for an unreadable key", read(&counters.unreadable)),
+            ("copied_records", "Records copied from other nodes", read(&counters.copied_records)),
+            ("copied_bytes", "Memory of records copied from other nodes", read(&counters.copied_bytes)),
+            (
+                "copies_failed",
+                "Records of other nodes that could not be copied",
+                read(&counters.copies_failed),
+            ),
             ("local_index_overflows", "Records that did not fit into the local index", self.overflowed),
         ];
         for (name, help, value) in counts.into_iter().chain(disk_counts.iter().copied()) {

@@ -24,8 +24,8 @@ use moontide_rt::SplitMix64;
 use moontide_rt::time::Instant;
 use moontide_settings::InvalidConfig;
 use moontide_transfer::shm::{self, ShmServer, ShmServerConfig, ShmServerError};
-use moontide_transfer::tcp::{TcpServer, TcpServerConfig, TcpServerError};
-use moontide_transfer::{EngineKind, Owner};
+use moontide_transfer::tcp::{TcpConfig, TcpEngine, TcpServer, TcpServerConfig, TcpServerError};
+use moontide_transfer::{EngineKind, Engines, Owner};
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::{Generation, NodeId};
 use tokio::net::TcpListener;
@@ -47,6 +47,9 @@ use crate::session::{NodeDescriptor, learn_cluster};
 
 /// Maximum number of shm streams: one per client process, with a margin.
 const STREAMS_MAX: usize = 4096;
+
+/// Time without a move after which the drain before a stop ends: the other nodes are full, or there are none.
+const DRAIN_STALL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Interval at which a shutdown checks whether transfers have ended.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -158,6 +161,7 @@ pub struct Node {
     segments: SegmentPlan,
     addresses: Addresses,
     drain: Duration,
+    drain_on_stop: Duration,
     flush_timeout: Duration,
     core: NodeCore,
     stop_sessions: watch::Sender<bool>,
@@ -221,6 +225,9 @@ impl Node {
             groups: groups.get(),
             page_bytes: config.huge_pages.page_bytes(),
         })?;
+        let transfer = moontide_transfer::Metrics::new();
+        let tcp_config = TcpConfig { caller: boot, ..TcpConfig::default() };
+        let tcp_engine = TcpEngine::new(tcp_config, Arc::clone(&transfer));
         let core_config = CoreConfig {
             node: id,
             groups,
@@ -230,12 +237,13 @@ impl Node {
             external: external.as_ref(),
             disk: config.disk.clone(),
             self_fence_timeout: config.self_fence_timeout,
+            copy_bytes_per_s: config.copy_bytes_per_s,
+            engines: Engines::new(vec![Arc::new(tcp_engine)], Arc::clone(&transfer)),
         };
         let mark_dirs = directories.as_ref().map_or(vec![], |found| found.usable().to_vec());
         let core = NodeCore::start(core_config, &mark_dirs, open_disk(directories))?;
         // Opening the disk takes time; it does not count towards the wait for the master.
         let started = started.max(Instant::now() - MASTER_START_TIMEOUT / 2);
-        let transfer = moontide_transfer::Metrics::new();
         let owner = Arc::clone(&core.owner) as Arc<dyn Owner>;
         let (stop_sessions, sessions_stopped) = watch::channel(false);
         let (stop_admin, admin_stopped) = watch::channel(false);
@@ -245,6 +253,7 @@ impl Node {
             segments: plan,
             addresses: Addresses::default(),
             drain: config.drain_timeout,
+            drain_on_stop: config.drain_on_stop,
             flush_timeout: config.disk.as_ref().map_or(Duration::ZERO, |disk| disk.flush_timeout),
             core,
             stop_sessions,
@@ -366,16 +375,50 @@ impl Node {
         FlushCanceller(Arc::clone(&self.core.flush))
     }
 
-    /// Stops the node. A node with a disk first refuses new writes, and waits at most [`DiskConfig::flush_timeout`] until
-    /// its objects are on the disk. Then the node refuses reads, unmounts the segments at the masters, and waits at most
-    /// [`NodeConfig::drain_timeout`] for transfers in flight.
+    /// Stops the node. With [`NodeConfig::drain_on_stop`], its objects first move to other nodes. A node with a disk then
+    /// refuses new writes, and waits at most [`DiskConfig::flush_timeout`] until its objects are on the disk. Then the
+    /// node refuses reads, unmounts the segments at the masters, and waits at most [`NodeConfig::drain_timeout`] for
+    /// transfers in flight.
     ///
     /// [`DiskConfig::flush_timeout`]: crate::DiskConfig::flush_timeout
     pub fn shutdown(mut self) {
         let drain = self.drain;
+        self.move_to_other_nodes();
         self.write_to_disk();
         self.core.disk.iter().for_each(|disk| disk.write_memory_list());
         self.stop(drain);
+    }
+
+    /// Lets the masters move all objects in memory to other nodes, and waits for them.
+    fn move_to_other_nodes(&self) {
+        if self.drain_on_stop.is_zero() {
+            return;
+        }
+        self.core.drain.set(true);
+        let started = Instant::now();
+        let (mut logged, mut moved, mut left) = (started, started, u64::MAX);
+        while started.elapsed() < self.drain_on_stop && !self.core.flush.is_cancelled() {
+            let now = self.usage().0;
+            if now < left {
+                (left, moved) = (now, Instant::now());
+            }
+            if left == 0 || moved.elapsed() >= DRAIN_STALL_TIMEOUT {
+                break;
+            }
+            if logged.elapsed() >= FLUSH_LOG_INTERVAL {
+                logged = Instant::now();
+                info!(bytes_left = left, "moving objects to other nodes before the stop");
+            }
+            moontide_rt::thread::sleep(FLUSH_POLL_INTERVAL);
+        }
+        let seconds = started.elapsed().as_secs_f32();
+        match self.usage().0 {
+            0 => info!(seconds, "all objects moved to other nodes"),
+            bytes_left => warn!(
+                bytes_left,
+                seconds, "not all objects moved to other nodes: no space there, or no other node"
+            ),
+        }
     }
 
     /// Lets the masters command the writes of all objects that are only in memory, and waits for them.

@@ -19,13 +19,13 @@ use moontide_proto::convert::{
 use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{
     CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags,
-    OpFlags, OpKind, Packed, ReportFlags, ReportRecord, TransferOp, v1,
+    OpFlags, OpKind, Packed, PackedBytesBuilder, ReportFlags, ReportRecord, TransferOp, v1,
 };
 use moontide_rt::mark;
 use moontide_rt::sync::mpsc;
 use moontide_rt::time::Instant;
-use moontide_transfer::{CapabilityPolicy, Owner, PeerIdentity};
-use moontide_types::record::{Attributes, KeySection, RecordFlags, State, Word};
+use moontide_transfer::{CapabilityPolicy, Owner, PeerIdentity, pin_record};
+use moontide_types::record::{Attributes, KeySection, RecordDescription, RecordFlags, State, Word};
 use moontide_types::{Epoch, ErrorCode, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
 use prost::Message;
 
@@ -367,6 +367,24 @@ impl NodeOwner {
         Ok(codes.finish())
     }
 
+    /// Describes records in memory, for a node that copies them.
+    fn handle_describe(&self, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+        let ops = Packed::<TransferOp>::decode(body, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
+        let (mut codes, mut records) = (CodesBuilder::default(), PackedBytesBuilder::new());
+        for op in ops.iter() {
+            let described = match op.kind {
+                OpKind::Read => pin_record(self, &op),
+                _ => Err(ErrorCode::InvalidArgument),
+            };
+            let described =
+                described.map(|pin| RecordDescription::encode(pin.header(), pin.key(), pin.attributes()));
+            codes.push(described.as_ref().err().copied());
+            records.push(&described.unwrap_or_default()).map_err(|_| ErrorCode::TooLarge)?;
+        }
+        Ok(v1::DescribeReply { codes: codes.finish().into(), records: records.finish().into() }
+            .encode_to_vec())
+    }
+
     /// Records that these are dead without a command of the master, and has them reclaimed.
     pub(crate) fn abandon(&self, names: &[SlotVersion]) {
         for &(segment, slot, epoch) in names {
@@ -445,7 +463,9 @@ impl Owner for NodeOwner {
         if self.refuses_reads() && op.kind == OpKind::Read {
             return Err(ErrorCode::StaleSession);
         }
-        if op.kind == OpKind::Read && !op.flags.contains(OpFlags::DIGESTS) {
+        // A copy by another node is no use of the object.
+        let counts = !op.flags.contains(OpFlags::DIGESTS) && !op.flags.contains(OpFlags::BACKGROUND);
+        if op.kind == OpKind::Read && counts {
             let on_disk = op.flags.contains(OpFlags::DISK);
             if let Some(node_segment) = self.memory.segment(op.segment).filter(|_| !on_disk) {
                 node_segment.touch(op.slot);
@@ -479,6 +499,7 @@ impl Owner for NodeOwner {
             FrameKind::Commit => self.handle_commit(writer_of(caller), body, deadline),
             FrameKind::Load => self.handle_load(body, deadline),
             FrameKind::Release => self.handle_release(body),
+            FrameKind::Describe => self.handle_describe(body),
             // No engine attaches to a node.
             _ => Err(ErrorCode::Unsupported),
         };

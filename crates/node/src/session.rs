@@ -23,9 +23,10 @@ use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_proto::convert::{MasterMessage, MasterMessageBody, Wire};
+use moontide_proto::convert::{Address, Commands, MasterMessage, MasterMessageBody, NodeDetail, Wire};
 use moontide_proto::{CommandResult, PackedBuilder, v1};
 use moontide_rt::{Backoff, SplitMix64, mark};
+use moontide_transfer::{EngineKind, Peer};
 use moontide_types::{Clock, ErrorCode, NodeId, SegmentId, SessionId, SystemClock, Term};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::sync::watch;
@@ -35,7 +36,9 @@ use v1::node_message::Body;
 
 use self::calls::{Client, MasterError, code_of};
 use self::manager::MapSignal;
+use crate::copier::Copier;
 use crate::disk::DiskTier;
+use crate::drain::DrainState;
 use crate::event_router::{EventRouter, NodeEvent};
 use crate::executor::ExecutorTask;
 use crate::flush::FlushState;
@@ -93,10 +96,12 @@ pub(crate) struct NodeDescriptor {
 pub(crate) struct NodeComponents {
     pub(crate) memory: Arc<NodeMemory>,
     pub(crate) disk: Option<Arc<DiskTier>>,
+    pub(crate) copier: Arc<Copier>,
     pub(crate) owner: Arc<NodeOwner>,
     pub(crate) index_gate: Arc<IndexGate>,
     pub(crate) status: Arc<Status>,
     pub(crate) flush: Arc<FlushState>,
+    pub(crate) drain: Arc<DrainState>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) tasks: moontide_rt::sync::mpsc::Sender<ExecutorTask>,
 }
@@ -106,6 +111,14 @@ impl NodeComponents {
     fn reads(&self) -> v1::ReadCounters {
         v1::ReadCounters { corrupt: self.counters.corrupt_found(), ..self.owner.reads() }
     }
+}
+
+/// Returns the session and the addresses of a node from which records are copied.
+fn peer_of(detail: &NodeDetail<'_>) -> (SessionId, Peer) {
+    let address =
+        |address: &Address<'_>| Some((EngineKind::from_name(address.engine)?, address.address.to_owned()));
+    let addresses = detail.addresses.iter().filter_map(address).collect();
+    (detail.session, Peer { node: detail.node, addresses })
 }
 
 /// Keeps the session with one master.
@@ -221,6 +234,7 @@ impl SessionDriver {
         self.router.mark_unsynced(&self.route);
         let Some(state) = self.state.take() else { return };
         self.router.set_session(&self.route, SessionId(0));
+        self.components.memory.fills.cancel_session(state.session);
         if let Some(disk) = &self.components.disk {
             disk.end_session(state.session);
         }
@@ -487,6 +501,7 @@ impl SessionDriver {
         let mut flush_clock = moontide_tasks::time::interval(FLUSH_HEARTBEAT_INTERVAL);
         flush_clock.set_missed_tick_behavior(moontide_tasks::time::MissedTickBehavior::Delay);
         let mut flush_begun = self.components.flush.subscribe();
+        let mut drain_changed = self.components.drain.subscribe();
         let mut stop = self.stop.clone();
         let mut hosted = self.hosted.clone();
         // Measured from the start of the stream, regardless of other events.
@@ -543,6 +558,7 @@ impl SessionDriver {
                 _ = flush_clock.tick(), if is_flushing => self.send_heartbeat(),
                 // The condition above is computed again.
                 _ = flush_begun.changed(), if !is_flushing => {},
+                _ = drain_changed.changed() => self.send_heartbeat(),
             }
         }
     }
@@ -565,12 +581,15 @@ impl SessionDriver {
         self.map_signal.version(message.map_version);
         state.outbox.acked(message.acked_sequence);
         match message.body {
-            MasterMessageBody::Commands(commands) if commands.is_empty() => {}
-            MasterMessageBody::Commands(commands) => {
-                let (session, commands) = (state.session, commands.iter().collect());
-                let _ = self.components.tasks.send(ExecutorTask::Commands { session, commands });
+            MasterMessageBody::Commands(Commands { commands, .. }) if commands.is_empty() => {}
+            MasterMessageBody::Commands(Commands { commands, sources, nodes }) => {
+                self.components.copier.learn(nodes.iter().map(peer_of).collect());
+                let (commands, sources) = (commands.iter().collect(), sources.iter().collect());
+                let task = ExecutorTask::Commands { session: state.session, commands, sources };
+                let _ = self.components.tasks.send(task);
             }
-            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush } => {
+            MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush, drain } => {
+                drain.into_iter().for_each(|drain| self.components.drain.set(drain));
                 state.heartbeats.acked(heartbeat_id, Duration::from_millis(ttl_ms.into()));
                 let in_sync = state.sync_gate.filter(heartbeat_id, in_sync, &state.mounted);
                 if self.router.sync_marks.record(&in_sync, state.heartbeats.last_acked()) {
@@ -680,6 +699,7 @@ impl SessionDriver {
                 ..Default::default()
             }),
             flushing: is_flushing,
+            draining: self.components.drain.is_draining(),
         };
         state.outbox.push(Body::Heartbeat(heartbeat));
     }

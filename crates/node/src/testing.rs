@@ -10,7 +10,7 @@ use moontide_heap::HugePages;
 use moontide_proto::v1;
 use moontide_rt::time::Instant;
 use moontide_tasks::JoinHandle;
-use moontide_transfer::Owner;
+use moontide_transfer::{Engine, Engines, Metrics, Owner};
 use moontide_types::{Generation, NodeId};
 use tokio::sync::watch;
 
@@ -47,6 +47,10 @@ pub struct TestNodeConfig {
     pub host: String,
     /// Time without a master after which reads are refused.
     pub self_fence_timeout: Duration,
+    /// Most bytes per second that are copied from other nodes; 0 for no limit.
+    pub copy_bytes_per_s: u64,
+    /// Engine that reaches other nodes; `None`: they cannot be reached.
+    pub engine: Option<Arc<dyn Engine>>,
     /// Directory of the disk, and the disk itself; the directory also has the marks of the sessions.
     pub disk: Option<(PathBuf, DiskConfig, Arc<dyn Storage>)>,
 }
@@ -77,6 +81,8 @@ impl NodeWithoutSockets {
             external: None,
             disk: disk.as_ref().map(|(_, config, _)| config.clone()),
             self_fence_timeout: config.self_fence_timeout,
+            copy_bytes_per_s: config.copy_bytes_per_s,
+            engines: Engines::new(config.engine.into_iter().collect(), Metrics::new()),
         };
         let open_disk = move |config, memory: &Arc<_>, router: &Arc<_>| {
             let (dir, _, storage) = disk.expect("only a node with a disk opens it");
@@ -106,6 +112,11 @@ impl NodeWithoutSockets {
     pub fn is_reported(&self) -> bool {
         let is_told = self.core.disk.as_ref().is_none_or(|disk| disk.is_inventoried());
         self.core.status.is_mounted() && is_told
+    }
+
+    /// Whether it is to be emptied.
+    pub fn is_draining(&self) -> bool {
+        self.core.drain.is_draining()
     }
 
     /// Units of memory that are not free.

@@ -160,6 +160,8 @@ impl Host {
             address: "node:1".into(),
             host: "host".into(),
             self_fence_timeout: SELF_FENCE_TIMEOUT_DEFAULT,
+            copy_bytes_per_s: 0,
+            engine: None,
             disk: Some((dir, disk, Arc::new(self.disk.clone()))),
         };
         let process = Process::new("node", ProcessClock::default());

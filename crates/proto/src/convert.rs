@@ -27,16 +27,16 @@ mod response;
 mod session;
 
 pub use admin::{
-    ClusterInfo, DrainSegmentRequest, EvictRequest, GetClusterInfoResponse, GetJobRequest, GetJobResponse,
-    GetTenantsRequest, IdKeySecret, JobState, JobStatus, ListKeysRequest, ListSegmentsRequest, Pagination,
-    QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, SegmentRef,
-    SetTenantQuotaRequest,
+    ClusterInfo, DrainNodeRequest, DrainSegmentRequest, EvictRequest, GetClusterInfoResponse, GetJobRequest,
+    GetJobResponse, GetTenantsRequest, IdKeySecret, JobState, JobStatus, ListKeysRequest,
+    ListSegmentsRequest, Pagination, QueryKeysRequest, RemoveAllRequest, RemoveByPrefixRequest,
+    RemoveByRegexRequest, SegmentRef, SetTenantQuotaRequest,
 };
 pub use bounded::{Bounded, Repeated, check_counts, decode, encode};
 pub use context::{CallerId, GroupMap, MasterEntry, RequestContext, ResponseContext};
 pub use data::{
-    AttachReply, AttachRequest, AttachedRegion, BeginRequest, CommitRequest, LoadReply, LoadRequest,
-    SlotOutcomes,
+    AttachReply, AttachRequest, AttachedRegion, BeginRequest, CommitRequest, DescribeReply, LoadReply,
+    LoadRequest, SlotOutcomes,
 };
 pub use handoff::{HandoffGroupRequest, KnownSegment};
 pub use invalidations::{
@@ -56,8 +56,8 @@ pub use put::{PutConfig, PutEndRequest, PutRevokeRequest, PutStartRequest, PutSt
 pub use report::{OffloadNotice, ReportChunk, ReportEnd, ReportKind};
 pub use response::{Response, ResponseBody};
 pub use session::{
-    Address, DiskState, DiskStatus, FlushStatus, Heartbeat, MasterMessage, MasterMessageBody, MountResult,
-    MountResults, MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody,
+    Address, Commands, DiskState, DiskStatus, FlushStatus, Heartbeat, MasterMessage, MasterMessageBody,
+    MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody,
     OpenSessionRequest, OpenSessionResponse, Pressure, ReadCounters, SegmentSpec, SegmentState,
     SegmentStatus, SessionGrant, SyncMark, Topology, TouchBitmap, UnmountSegmentsRequest,
 };

@@ -4,10 +4,10 @@
 //!  header 64 B │ body: arguments, body_len bytes │ payload: raw bytes, payload_len bytes
 //! ```
 //!
-//! Body by kind: control frames, Begin, Commit, Load, Attach and their replies carry a protobuf message, as gRPC
-//! does. Read, Write and Release carry packed [`TransferOp`]s ([`TransferOps`](crate::TransferOps) compares them
-//! with the header); their replies carry packed codes. Hello carries a [`Hello`], after which later releases may
-//! append fields. The payload goes directly between socket and segment. [`FRAME_FIELDS`] is the reference
+//! Body by kind: control frames, Begin, Commit, Load, Attach, their replies and DescribeReply carry a protobuf message,
+//! as gRPC does. Read, Write, Release and Describe carry packed [`TransferOp`]s ([`TransferOps`](crate::TransferOps)
+//! compares them with the header); their replies carry packed codes. Hello carries a [`Hello`], after which later
+//! releases may append fields. The payload goes directly between socket and segment. [`FRAME_FIELDS`] is the reference
 //! description of the header's bytes.
 //!
 //! [`FrameHeader::decode`] checks everything that the 64 bytes determine before any allocation: afterwards `body_len`
@@ -133,6 +133,10 @@ numbered! {
         Attach = 50,
         /// `AttachReply`: a worker address, and a remote key for each region.
         AttachReply = 51,
+        /// Read operations, whose ranges are ignored: describe their records, for a copy.
+        Describe = 52,
+        /// `DescribeReply`: everything but the payload of each record.
+        DescribeReply = 53,
     }
 }
 
@@ -187,18 +191,18 @@ impl FrameKind {
             Hello => (true, crate::Hello::BYTES, HELLO_BYTES_MAX),
             HelloAck => (false, crate::Hello::BYTES, HELLO_BYTES_MAX),
             Load => (true, ops(1), ops(OPS_PER_FRAME_MAX) + MESSAGE_OVERHEAD_BYTES),
-            Read | Write | Release => (true, ops(1), ops(OPS_PER_FRAME_MAX)),
+            Read | Write | Release | Describe => (true, ops(1), ops(OPS_PER_FRAME_MAX)),
             LoadReply => (false, 0, OPS_PER_FRAME_MAX * STAGED_BYTES + MESSAGE_OVERHEAD_BYTES),
             ReadReply | WriteReply | ReleaseReply => (false, 0, 2 * OPS_PER_FRAME_MAX),
             Attach => (true, 0, ENGINE_BYTES_MAX + MESSAGE_OVERHEAD_BYTES),
-            AttachReply => (false, 0, REQUEST_BYTES_MAX),
+            AttachReply | DescribeReply => (false, 0, REQUEST_BYTES_MAX),
             Ping => (true, 0, 0),
             Cancel | Pong => (false, 0, 0),
             Error => (false, 0, ERROR_TEXT_BYTES_MAX),
         };
         let payload_max = if matches!(self, Write | ReadReply) { FRAME_PAYLOAD_BYTES_MAX } else { 0 };
         let body_multiple = match self {
-            Read | Write | Release => TransferOp::BYTES,
+            Read | Write | Release | Describe => TransferOp::BYTES,
             ReadReply | WriteReply | ReleaseReply => 2,
             _ => 1,
         };

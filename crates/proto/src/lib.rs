@@ -101,7 +101,8 @@ pub use packed::{
     PackedError, PackedKeys, PackedKeysBuilder,
 };
 pub use records::{
-    CommandFlags, CommandKind, CommandResult, CommandStatus, CommitEntry, CommitFlags, Handle, HandleFlags,
-    NodeCommand, ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, PutEndEntry,
-    PutEndFlags, PutEntry, ReportFlags, ReportRecord, Stripe, TransferOp, VersionedId,
+    CommandFlags, CommandKind, CommandResult, CommandStatus, CommitEntry, CommitFlags, CopyPurpose,
+    CopySource, Handle, HandleFlags, NodeCommand, ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord,
+    OpFlags, OpKind, PutEndEntry, PutEndFlags, PutEntry, ReportFlags, ReportRecord, Stripe, TransferOp,
+    VersionedId,
 };

@@ -1,5 +1,5 @@
-//! [`TransferOps`]: the operations in the body of a Read, Write or Release frame, decoded together with the frame
-//! header. A `LoadRequest` carries those of Load.
+//! [`TransferOps`]: the operations in the body of a Read, Write, Release or Describe frame, decoded together with
+//! the frame header. A `LoadRequest` carries those of Load.
 
 use moontide_types::ErrorCode;
 
@@ -58,7 +58,7 @@ impl TransferOpsError {
     }
 }
 
-/// Operations of one Read, Write or Release frame.
+/// Operations of one Read, Write, Release or Describe frame.
 ///
 /// Invariants: every operation is of the frame's kind; the lengths of a Write's operations sum to its payload length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ impl<'a> TransferOps<'a> {
     pub fn decode(header: &FrameHeader, body: &'a [u8]) -> Result<TransferOps<'a>, TransferOpsError> {
         let kind = header.kind;
         let expected = match kind {
-            FrameKind::Read => OpKind::Read,
+            FrameKind::Read | FrameKind::Describe => OpKind::Read,
             FrameKind::Write => OpKind::Write,
             FrameKind::Release => OpKind::Release,
             kind => return Err(TransferOpsError::Frame { kind }),

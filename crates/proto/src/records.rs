@@ -9,7 +9,9 @@ mod put;
 mod report;
 mod transfer_op;
 
-pub use command::{CommandFlags, CommandKind, CommandResult, CommandStatus, NodeCommand};
+pub use command::{
+    CommandFlags, CommandKind, CommandResult, CommandStatus, CopyPurpose, CopySource, NodeCommand,
+};
 pub use object::{Handle, HandleFlags, ObjectEntry, ObjectFlags, Stripe};
 pub use put::{CommitEntry, CommitFlags, PutEndEntry, PutEndFlags, PutEntry, VersionedId};
 pub use report::{OffloadFlags, OffloadRecord, ReportFlags, ReportRecord};

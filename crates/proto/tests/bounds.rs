@@ -46,6 +46,8 @@ macro_rules! context {
 
 #[path = "bounds/cold.rs"]
 mod cold;
+#[path = "bounds/node_calls.rs"]
+mod node_calls;
 
 #[test]
 fn context_limits_are_enforced() {
@@ -617,12 +619,19 @@ fn stream_message_limits_are_enforced() {
     assert_eq!(refused_chunk(&|c| (c.records, c.keys) = (free.clone(), keys_of(1, 0).into())), invalid);
 
     let commands = |bytes| {
-        let body = Some(v1::master_message::Body::Commands(v1::Commands { commands: bytes }));
+        let body = Some(v1::master_message::Body::Commands(bytes));
         let message = v1::MasterMessage { session: 1, body, ..Default::default() };
         convert::MasterMessage::from_wire(&message).map(|_| ()).map_err(|e: ConvertError| e.code())
     };
-    assert_eq!(commands(g.packed(SESSION_RECORDS_MAX, Gen::command)), Ok(()));
-    assert_eq!(commands(g.packed(SESSION_RECORDS_MAX + 1, Gen::command)), Err(large));
+    assert_eq!(commands(g.commands(SESSION_RECORDS_MAX)), Ok(()));
+    assert_eq!(commands(g.commands(SESSION_RECORDS_MAX + 1)), Err(large));
+    let of_copy =
+        (0..).map(|seed| Gen::new(seed).commands(4)).find(|found| !found.sources.is_empty()).unwrap();
+    assert_eq!(commands(of_copy.clone()), Ok(()));
+    let [mut fewer, mut more] = [of_copy.clone(), of_copy];
+    fewer.sources = fewer.sources.slice(CopySource::BYTES..);
+    more.sources = [&more.sources[..], &g.packed(1, Gen::copy_source)].concat().into();
+    assert_eq!([commands(fewer), commands(more)], [Err(invalid); 2]);
 }
 
 /// Decodes the header with one field replaced and a recomputed CRC, as a hostile or faulty sender would send it.
@@ -654,7 +663,8 @@ fn frame_header_limits_are_enforced() {
         assert_eq!(more.err(), (!paid).then_some(FrameError::More { kind }), "{kind:?}");
         let cut = patched(header, 16, &header.body_len.saturating_sub(1).to_le_bytes());
         use FrameKind::*;
-        let packed = matches!(kind, Read | ReadReply | Write | WriteReply | Release | ReleaseReply);
+        let packed =
+            matches!(kind, Read | ReadReply | Write | WriteReply | Release | ReleaseReply | Describe);
         assert_eq!(matches!(cut, Err(FrameError::BodyMultiple { .. })), packed, "{kind:?}");
         let deadline = |ms: u32| patched(header, 20, &ms.to_le_bytes()).is_ok();
         assert_eq!(deadline(0), !kind.is_request(), "{kind:?}");
@@ -668,7 +678,7 @@ fn frame_header_limits_are_enforced() {
     assert_eq!(patched(header, 0, b"MTF2"), Err(FrameError::Magic { found: u32::from_le_bytes(*b"MTF2") }));
     assert_eq!(patched(header, 4, &[2, 0]), Err(FrameError::Version { found: 2 }));
     assert_eq!(patched(header, 6, &[0, 0]), Err(FrameError::Kind { found: 0 }));
-    assert_eq!(patched(header, 6, &[52, 0]), Err(FrameError::Kind { found: 52 }));
+    assert_eq!(patched(header, 6, &[54, 0]), Err(FrameError::Kind { found: 54 }));
     assert_eq!(patched(header, 44, &[2, 0]), Err(FrameError::Flags { found: 2 }));
     assert_eq!(patched(header, 50, &[1]), Err(FrameError::Reserved));
     assert_eq!(patched(header, 59, &[1]), Err(FrameError::Reserved));
@@ -687,6 +697,7 @@ fn transfer_ops_that_contradict_frame_header_are_rejected() {
         (FrameKind::Read, OpKind::Read),
         (FrameKind::Write, OpKind::Write),
         (FrameKind::Release, OpKind::Release),
+        (FrameKind::Describe, OpKind::Read),
     ] {
         let g = &mut Gen::new(7);
         let ops: Vec<_> = (0..3).map(|_| TransferOp { len: 1000, ..g.op_of(op) }).collect();
@@ -722,77 +733,12 @@ fn transfer_ops_that_contradict_frame_header_are_rejected() {
         assert!(matches!(error, TransferOpsError::Packed(PackedError::Record { index: 1, .. })), "{error}");
     }
     for &kind in FrameKind::ALL {
-        if !matches!(kind, FrameKind::Read | FrameKind::Write | FrameKind::Release) {
+        use FrameKind::*;
+        if !matches!(kind, Read | Write | Release | Describe) {
             let error = TransferOps::decode(&FrameHeader::new(kind, 1), &[]);
             assert_eq!(error, Err(TransferOpsError::Frame { kind }));
         }
     }
-}
-
-#[test]
-fn load_message_limits_are_enforced() {
-    edge!(LoadRequest, TooLarge, |m| m.lease_ms = LEASE_MS_MAX, m.lease_ms += 1);
-    edge!(LoadRequest, InvalidArgument, |m| m.lease_ms = 1, m.lease_ms = 0);
-    let g = &mut Gen::new(1);
-    let ops = g.packed(OPS_PER_FRAME_MAX + 1, |g| g.op_of(OpKind::Load));
-    let max = ops.slice(TransferOp::BYTES..);
-    edge!(LoadRequest, TooLarge, |m| m.ops = max.clone(), m.ops = ops.clone());
-    edge!(LoadRequest, InvalidArgument, |m| m.ops = ops.slice(..TransferOp::BYTES), m.ops = Bytes::new());
-    let reads = g.packed(1, |g| g.op_of(OpKind::Read));
-    edge!(LoadRequest, InvalidArgument, |m| m.lease_ms = 1, m.ops = reads.clone());
-    let request = v1::LoadRequest { ops: max, lease_ms: LEASE_MS_MAX };
-    let encoded = convert::encode(&convert::LoadRequest::from_wire(&request).unwrap()).unwrap();
-    assert!(encoded.len() <= FrameKind::Load.body_len_max());
-
-    let handle = g.handle(Stripe { index: 0, count: 1, offset: 0, len: 5 }, 1);
-    let entry = ObjectEntry { object_len: 5, replica_count: 2, ..g.whole_object().0 };
-    let full = |count| {
-        let mut list = ObjectListBuilder::with_capacity(convert::ObjectListKind::Load, count);
-        (0..count).for_each(|_| list.push(entry, &[handle], &[]).unwrap());
-        list.finish()
-    };
-    edge!(
-        LoadReply,
-        TooLarge,
-        |m| ObjectFields { objects: m.objects, handles: m.handles, .. } = full(OPS_PER_FRAME_MAX),
-        ObjectFields { objects: m.objects, handles: m.handles, .. } = full(OPS_PER_FRAME_MAX + 1)
-    );
-    let fields = full(OPS_PER_FRAME_MAX);
-    let reply = v1::LoadReply { objects: fields.objects, handles: fields.handles };
-    let encoded = convert::encode(&convert::LoadReply::from_wire(&reply).unwrap()).unwrap();
-    assert!(encoded.len() <= FrameKind::LoadReply.body_len_max());
-    let mut list = ObjectListBuilder::with_capacity(convert::ObjectListKind::Load, 1);
-    let both = [Handle { replica: 0, ..handle }, handle];
-    assert!(list.push(entry, &both, &[]).is_err(), "a load has one staging slot");
-    list.push(ObjectEntry::failed(ErrorCode::NotFound, 0), &[], &[]).unwrap();
-}
-
-#[test]
-fn attach_message_limits_are_enforced() {
-    edge!(AttachRequest, TooLarge, |m| m.engine = "e".repeat(ENGINE_BYTES_MAX), m.engine.push('e'));
-    edge!(AttachRequest, InvalidArgument, |m| m.engine = "e".into(), m.engine.clear());
-    let request = convert::AttachRequest { engine: &"e".repeat(ENGINE_BYTES_MAX) };
-    assert!(convert::encode(&request).unwrap().len() <= FrameKind::Attach.body_len_max());
-
-    let bytes = |len| Bytes::from(vec![1; len]);
-    let (segment, generation) = (SEGMENTS_PER_NODE_MAX - 1, u64::MAX);
-    let region = |len| v1::AttachedRegion { segment, generation, key: bytes(len) };
-    let beyond = v1::AttachedRegion { segment: segment + 1, ..region(1) };
-    edge!(AttachReply, TooLarge, |m| m.address = bytes(ATTACH_BYTES_MAX), {
-        m.address = bytes(ATTACH_BYTES_MAX + 1)
-    });
-    edge!(AttachReply, TooLarge, |m| m.regions = vec![region(ATTACH_KEY_BYTES_MAX)], {
-        m.regions = vec![region(ATTACH_KEY_BYTES_MAX + 1)]
-    });
-    edge!(AttachReply, InvalidArgument, |m| m.regions = vec![region(1)], m.regions = vec![region(0)]);
-    edge!(AttachReply, TooLarge, |m| m.regions = vec![region(1)], m.regions = vec![beyond.clone()]);
-    let regions = vec![region(ATTACH_KEY_BYTES_MAX); ATTACH_REGIONS_MAX];
-    edge!(AttachReply, TooLarge, |m| m.regions = regions.clone(), m.regions.push(region(1)));
-    // The largest reply has the size that limits.rs states, and fits into a frame.
-    let reply = v1::AttachReply { address: bytes(ATTACH_BYTES_MAX), regions };
-    let encoded = convert::encode(&convert::AttachReply::from_wire(&reply).unwrap()).unwrap();
-    assert_eq!(encoded.len(), 8_478_723);
-    assert!(encoded.len() <= FrameKind::AttachReply.body_len_max());
 }
 
 #[test]

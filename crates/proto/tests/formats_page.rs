@@ -6,9 +6,9 @@ mod page;
 use moontide_proto::limits::HELLO_BYTES_MAX;
 use moontide_proto::{
     AccessRight, CapabilityKey, CapabilityScope, CommandFlags, CommandKind, CommandResult, CommandStatus,
-    CommitEntry, CommitFlags, FRAME_FIELDS, FixedRecord, FrameKind, Handle, HandleFlags, Hello, NodeCommand,
-    ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind, PutEndEntry, PutEndFlags,
-    PutEntry, ReportFlags, ReportRecord, TransferOp, VersionedId,
+    CommitEntry, CommitFlags, CopyPurpose, CopySource, FRAME_FIELDS, FixedRecord, FrameKind, Handle,
+    HandleFlags, Hello, NodeCommand, ObjectEntry, ObjectFlags, OffloadFlags, OffloadRecord, OpFlags, OpKind,
+    PutEndEntry, PutEndFlags, PutEntry, ReportFlags, ReportRecord, TransferOp, VersionedId,
 };
 use moontide_types::{Epoch, Generation, Medium, ObjectId, SegmentId, SlotId, Term};
 
@@ -28,6 +28,7 @@ fn record_fields_match_formats_doc() {
     check::<CommitEntry>();
     check::<OffloadRecord>();
     check::<NodeCommand>();
+    check::<CopySource>();
     check::<CommandResult>();
     check::<Hello>();
 }
@@ -86,7 +87,7 @@ fn enum_and_flag_numbers_match_formats_doc() {
             );)*
         };
     }
-    numbers!(OpKind CommandKind CommandStatus Medium);
+    numbers!(OpKind CommandKind CommandStatus CopyPurpose Medium);
     bits!(OpFlags ObjectFlags HandleFlags CommitFlags PutEndFlags CommandFlags ReportFlags OffloadFlags);
 }
 

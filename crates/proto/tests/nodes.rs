@@ -13,6 +13,7 @@ fn node() -> v1::NodeDetail {
         session: 8,
         addresses: vec![v1::Address { engine: "tcp".into(), address: "10.0.0.1:7000".into() }],
         topology: Some(v1::Topology { host: "h".into(), rack: "r".into(), zone: String::new() }),
+        draining: false,
     }
 }
 

@@ -219,10 +219,10 @@ fn commands(table: &mut Table) {
     for &kind in CommandKind::ALL {
         use CommandKind::*;
         let mut cases: Vec<Case<'_>> = vec![];
-        if !matches!(kind, Offload | Promote) {
+        if !matches!(kind, Offload | Promote | Copy) {
             cases.push((&[("lease_ms", 1)], unused));
         }
-        if kind != Promote {
+        if !matches!(kind, Promote | Copy) {
             cases.extend([
                 (&[("stripe", 1)][..], unused),
                 (&[("extent", 1)], unused),
@@ -259,6 +259,7 @@ fn commands(table: &mut Table) {
             (&[("extent", extent(8, 1)), ("payload_offset", 0)], "the payload starts in the extent"),
         ],
     );
+    table.check(Gen::new(1).copy_source(), &[(&[("node", 0)], "node > 0")]);
     let rule = "a code if and only if refused";
     let valid = CommandResult { code: None, status: CommandStatus::Done, ..Gen::new(1).command_result() };
     table.check(

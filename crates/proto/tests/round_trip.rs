@@ -39,8 +39,9 @@ message_checks! {
     BeginRequest CommitRequest SlotOutcomes OpenSessionRequest OpenSessionResponse MountSegmentsRequest
     MountSegmentsResponse UnmountSegmentsRequest NodeMessage MasterMessage RemoveByPrefixRequest
     RemoveByRegexRequest RemoveAllRequest GetJobRequest GetJobResponse ListKeysRequest QueryKeysRequest EvictRequest
-    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest GetClusterInfoResponse
-    LoadRequest LoadReply AttachRequest AttachReply GetNodesResponse HandoffGroupRequest
+    SetTenantQuotaRequest GetTenantsRequest ListSegmentsRequest DrainSegmentRequest DrainNodeRequest
+    GetClusterInfoResponse
+    LoadRequest LoadReply AttachRequest AttachReply DescribeReply GetNodesResponse HandoffGroupRequest
     PollInvalidationsRequest PollInvalidationsResponse
 }
 
@@ -78,6 +79,7 @@ proptest! {
         check_record(ReportRecord::free(moontide_types::SlotId(7), g.epoch()));
         check_record(g.offload_record());
         check_record(g.command());
+        check_record(g.copy_source());
         check_record(g.command_result());
         check_record(g.hello());
     }

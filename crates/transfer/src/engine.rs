@@ -128,8 +128,8 @@ pub trait Link: Send + Sync + fmt::Debug {
         PipelinedPut::NotTried
     }
 
-    /// Starts a call to the node: Begin, Commit, Load, Release or Attach. Calls are idempotent, and the link repeats
-    /// them when a connection breaks.
+    /// Starts a call to the node: Begin, Commit, Load, Release, Attach or Describe. Calls are idempotent, and the link
+    /// repeats them when a connection breaks.
     fn start_call(
         &self,
         kind: FrameKind,

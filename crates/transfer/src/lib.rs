@@ -45,6 +45,8 @@
 
 #[cfg(not(shuttle))]
 mod batch;
+#[cfg(all(feature = "testing", not(shuttle)))]
+mod carried;
 #[cfg(not(shuttle))]
 mod engine;
 #[cfg(not(shuttle))]
@@ -81,6 +83,8 @@ mod metrics;
 
 #[cfg(not(shuttle))]
 pub use batch::{Batch, Winner, put_in_one_round_trip, run_batches, run_batches_unless_late, run_hedged};
+#[cfg(all(feature = "testing", not(shuttle)))]
+pub use carried::{CarriedEngine, CarriedRequest, Carrier};
 #[cfg(not(shuttle))]
 pub use engine::{
     Engine, EngineUnavailable, Engines, Link, Peer, Pending, PipelinedPut, Score, WaitMode, call, run,
@@ -94,7 +98,7 @@ pub use metrics::Metrics;
 #[cfg(not(shuttle))]
 pub use op::{Direction, Op, OpCore, OpError, Target};
 #[cfg(not(shuttle))]
-pub use owner::{CapabilityPolicy, Owner, PeerIdentity};
+pub use owner::{CapabilityPolicy, Owner, PeerIdentity, pin_record};
 #[cfg(all(feature = "testing", not(shuttle)))]
 pub use owner::{serve_read, serve_write};
 #[cfg(not(shuttle))]

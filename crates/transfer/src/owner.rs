@@ -55,7 +55,7 @@ pub trait Owner: Send + Sync + fmt::Debug {
         ops.iter().map(|_| Err(ErrorCode::Unsupported)).collect()
     }
 
-    /// Handles Begin, Commit, Load, Release and Attach. Returns the body of the reply.
+    /// Handles Begin, Commit, Load, Release, Attach and Describe. Returns the body of the reply.
     fn call(
         &self,
         caller: PeerIdentity,
@@ -138,6 +138,17 @@ pub(crate) fn pin_reads<'a>(
         pinned_range(owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?, range, &op)
     };
     ops.iter().map(pin_read).collect()
+}
+
+/// Checks a read of a record in memory, and pins the record. The range of the operation is ignored.
+///
+/// # Errors
+/// The code of the refusal.
+pub fn pin_record<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<NodePin<'a>, ErrorCode> {
+    checked(owner, op)?;
+    let pin = owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?;
+    same_object(pin.header(), op)?;
+    Ok(pin)
 }
 
 /// Returns the range of an operation in what [`Owner::stage`] has pinned for it.

@@ -16,6 +16,7 @@
 //!
 //! `docs/formats.md` specifies every byte; a test compares it with the constants here.
 
+mod description;
 mod digest;
 mod flags;
 mod header;
@@ -23,6 +24,7 @@ mod layout;
 mod trailer;
 mod word;
 
+pub use description::{DescriptionError, RecordDescription};
 pub use digest::{DigestContext, PageDigests, RootBuilder, object_root};
 pub use flags::RecordFlags;
 pub use header::{

@@ -72,14 +72,28 @@ pub(super) fn leaves_are_replaced(tree: &Tree) -> Vec<Finding> {
 const SIMULATED: &[&str] = &["crates/rt/src/", "crates/tasks/src/", "sim/src/", "xtask/"];
 
 /// Names of shipped crates that the simulation may use. What it cannot name it cannot decide about: sessions, commands,
-/// memory and disk tier of a node run as shipped.
+/// memory and disk tier of a node run as shipped. Of the transfers it carries the requests from node to node.
 const NAMED_BY_SIMULATION: &[(&str, &[&str])] = &[
     (
         "moontide_node",
         &["testing", "BackendKind", "DiskConfig", "EvictionPolicy", "SELF_FENCE_TIMEOUT_DEFAULT"],
     ),
     ("moontide_disk", &["SimulatedDisk", "Faults", "Times"]),
-    ("moontide_transfer", &["Owner", "PeerIdentity", "Target", "serve_read", "serve_write"]),
+    (
+        "moontide_transfer",
+        &[
+            "CarriedEngine",
+            "CarriedRequest",
+            "Carrier",
+            "EngineKind",
+            "Owner",
+            "Peer",
+            "PeerIdentity",
+            "Target",
+            "serve_read",
+            "serve_write",
+        ],
+    ),
 ];
 
 /// Shipped code does not ask whether it is simulated, and the simulation does not repeat what a node does.

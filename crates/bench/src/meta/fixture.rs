@@ -190,6 +190,7 @@ pub(crate) fn apply_command(group: &mut Group, effect: &Effect, effects: &mut Ef
             CommandKind::Kill => CommandOutcome::Accepted,
             CommandKind::Reclaim => CommandOutcome::Done,
             CommandKind::Offload | CommandKind::Promote { .. } => unreachable!("the node has no disk"),
+            CommandKind::Copy { .. } => unreachable!("no segment drains"),
         };
         group.command_outcome(
             (NODE, command.segment),

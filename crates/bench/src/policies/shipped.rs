@@ -172,6 +172,7 @@ impl Shipped {
                 let noticed = group.disk_notice(now, (NODE, SESSION), (&record, 0), false, &mut self.effects);
                 noticed.expect("the disk is mounted");
             }
+            CommandKind::Copy { .. } => unreachable!("no segment drains"),
             CommandKind::Promote { .. } => disk.counts.promoted += 1,
             CommandKind::Kill | CommandKind::Reclaim if segment == SegmentId::DISK => {
                 disk.remove(disk.block(id))

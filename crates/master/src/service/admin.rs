@@ -1,6 +1,8 @@
 //! Calls of operators, and of clients at their start: listings, metadata of keys, quotas, eviction, cluster
 //! information.
 
+use std::collections::BTreeSet;
+
 use moontide_meta::{Effects, ListCursor, ObjectDetail, Quota, SegmentPhase, SegmentView};
 use moontide_proto::convert::{
     ClusterInfo, EvictRequest, GetClusterInfoResponse, GetTenantsRequest, ListKeysRequest,
@@ -9,7 +11,7 @@ use moontide_proto::convert::{
 use moontide_proto::limits::NODES_MAX;
 use moontide_proto::{PackedBuilder, PackedKeysBuilder, ProtocolVersions, v1};
 use moontide_types::limits::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, Key, Medium, Tenant, TenantGeneration, Term};
+use moontide_types::{ErrorCode, Key, Medium, NodeId, Tenant, TenantGeneration, Term};
 use prost::Message;
 
 use super::nodes::NodeInfo;
@@ -172,6 +174,14 @@ impl Service {
         let tenant_generation = self.generation_of(&m.context).0;
         let context = v1::ResponseContext { tenant_generation, ..self.context(None) };
         v1::GetNodesResponse { context: Some(context), nodes }
+    }
+
+    /// Returns the addresses of nodes. Those that are not registered are missing.
+    pub(super) fn node_details(&self, wanted: &BTreeSet<NodeId>) -> Vec<v1::NodeDetail> {
+        if wanted.is_empty() {
+            return vec![];
+        }
+        self.nodes().iter().filter(|info| wanted.contains(&info.node)).map(node_detail).collect()
     }
 
     /// Returns the generation of the tenant of a request: clients need it to compute ids.
@@ -350,6 +360,7 @@ fn node_detail(info: &NodeInfo) -> v1::NodeDetail {
         session: info.session.0,
         addresses: info.addresses.iter().map(address).collect(),
         topology: Some(v1::Topology { host, rack, zone }),
+        draining: info.draining,
     }
 }
 

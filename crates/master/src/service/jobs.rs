@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use std::time::Duration;
 
-use moontide_meta::{JobId, JobKind, JobState as MetaState, Quota};
+use moontide_meta::{DrainMode, JobId, JobKind, JobState as MetaState, Quota};
 use moontide_proto::convert::{
-    DrainSegmentRequest, GetJobRequest, GetJobResponse, JobState, JobStatus, RemoveAllRequest,
-    RemoveByPrefixRequest, RemoveByRegexRequest, RequestContext, ResponseContext, Wire,
+    DrainNodeRequest, DrainSegmentRequest, GetJobRequest, GetJobResponse, JobState, JobStatus,
+    RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, RequestContext, ResponseContext, Wire,
 };
 use moontide_proto::v1;
 use moontide_types::{ErrorCode, NodeId, SegmentId, Tenant, TenantGeneration, UnixMillis};
@@ -132,7 +132,8 @@ impl Service {
         tokio::time::timeout(timeout, proposed).await.map_err(|_| ErrorCode::DeadlineExceeded)?.map(|_| ())
     }
 
-    /// Starts to drain a segment: it accepts no new objects, and with `evict` its objects are evicted. Moves no object.
+    /// Starts to drain a segment: it accepts no new objects. Its objects move to other segments, or with `evict` are
+    /// evicted.
     pub fn drain_segment(&self, m: &v1::DrainSegmentRequest) -> v1::StartJobResponse {
         let started = DrainSegmentRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
@@ -142,11 +143,27 @@ impl Service {
                 Some((group.index, view.units))
             });
             let (group, units) = found.ok_or(ErrorCode::NotFound)?;
-            self.group(group)?.drain(node, segment, request.evict)?;
+            let mode = if request.evict { DrainMode::Evict } else { DrainMode::Move };
+            self.group(group)?.drain(node, segment, mode)?;
             let targets = JobTargets::Drain { node, segment, group, units };
             Ok((self.jobs.lock().add(targets, self.now().unix), 1))
         });
         self.job_response(started)
+    }
+
+    /// Starts or ends the drain of a node. The node learns it with its next heartbeat, and tells all masters.
+    pub fn drain_node(&self, m: &v1::DrainNodeRequest) -> v1::DrainNodeResponse {
+        let ordered = DrainNodeRequest::from_wire(m).map_err(refused).and_then(|request| {
+            self.caller(request.context)?;
+            let nodes = self.nodes.read();
+            let sessions = nodes.values().filter(|session| session.node == request.node);
+            // A node that registers again has two sessions for a short time.
+            let newest = sessions.max_by_key(|session| session.session()).ok_or(ErrorCode::NotFound)?;
+            newest.order_drain(!request.undrain);
+            Ok(())
+        });
+        let context = ordered.map_or_else(|code| self.refusal(code), |()| self.context(None));
+        v1::DrainNodeResponse { context: Some(context) }
     }
 
     /// Returns the progress of a job of the caller's tenant, or of the drain of a segment.

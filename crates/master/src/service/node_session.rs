@@ -5,17 +5,17 @@
 //! that is being freed; [`PENDING_COMMANDS_MAX`] protects against a node that accepts commands and never sends
 //! results.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use hashbrown::HashMap;
-use moontide_meta::{CommandKind, CommandOutcome, NodeCommand};
+use moontide_meta::{CommandKind, CommandOutcome, CopyPurpose, CopySource, NodeCommand};
 use moontide_proto::convert::DiskStatus;
 use moontide_proto::limits::SESSION_RECORDS_MAX;
 use moontide_proto::{
-    CommandFlags, CommandKind as WireKind, CommandResult, CommandStatus, NodeCommand as WireCommand,
-    PackedBuilder, v1,
+    Capability, CommandFlags, CommandKind as WireKind, CommandResult, CommandStatus,
+    CopyPurpose as WirePurpose, CopySource as WireSource, NodeCommand as WireCommand, PackedBuilder, v1,
 };
 use moontide_types::{ErrorCode, Extent, MapVersion, NodeId, SegmentId, SessionId, Term};
 use parking_lot::Mutex;
@@ -24,8 +24,11 @@ use tokio::sync::Notify;
 use super::Service;
 use super::stats::NodeReads;
 
-/// Maximum number of commands without a result per session: 16 million take a gigabyte. At the limit the session ends.
+/// Maximum number of commands without a result per session: 16 million take two gigabytes. At the limit the session ends.
 const PENDING_COMMANDS_MAX: usize = 1 << 24;
+
+/// How long a copy may wait at the node before it begins: the master keeps the source for longer than that.
+const COPY_LEASE_MS: u32 = 30_000;
 
 /// A registered node.
 #[derive(Debug)]
@@ -44,6 +47,10 @@ pub(super) struct NodeSession {
     pub(super) disk: Mutex<Option<DiskStatus>>,
     /// Mounts of the disk that added it to a group.
     pub(super) disk_mounts: AtomicU32,
+    /// Whether it has announced that it is to be emptied.
+    pub(super) draining: AtomicBool,
+    /// Whether an operator wants it to be emptied. `None`: the node knows.
+    drain_order: Mutex<Option<bool>>,
 }
 
 #[derive(Debug, Default)]
@@ -101,6 +108,8 @@ impl NodeSession {
             reads: Mutex::default(),
             disk: Mutex::default(),
             disk_mounts: AtomicU32::new(0),
+            draining: AtomicBool::new(false),
+            drain_order: Mutex::default(),
         }
     }
 
@@ -110,6 +119,20 @@ impl NodeSession {
 
     pub(super) fn pending_commands(&self) -> usize {
         self.queue.lock().pending.len()
+    }
+
+    /// Orders the node to announce that it is to be emptied, or no longer to. Sent with each heartbeat until it does.
+    pub(super) fn order_drain(&self, drain: bool) {
+        *self.drain_order.lock() = Some(drain);
+    }
+
+    /// Records what the node announces. Returns the order that it has not followed yet.
+    pub(super) fn announced_drain(&self, draining: bool) -> Option<bool> {
+        // Relaxed: a listing shows the value.
+        self.draining.store(draining, Ordering::Relaxed);
+        let mut order = self.drain_order.lock();
+        *order = order.filter(|&wanted| wanted != draining);
+        *order
     }
 
     /// Enqueues a command.
@@ -209,25 +232,31 @@ impl NodeSession {
         answered
     }
 
-    /// Returns the next message for a stream, if there is one. Fails if the stream is closed.
+    /// Returns the next message for a stream, if there is one, and the nodes from which its commands copy. Fails if the
+    /// stream is closed.
     fn message(
         &self,
         stream: u64,
         map_version: MapVersion,
-    ) -> Result<Option<v1::MasterMessage>, StreamClosed> {
+    ) -> Result<Option<(v1::MasterMessage, BTreeSet<NodeId>)>, StreamClosed> {
         let mut queue = self.queue.lock();
         if queue.ended || queue.stream != stream {
             return Err(StreamClosed);
         }
         let queue = &mut *queue;
         let mut commands = PackedBuilder::<WireCommand>::with_capacity(0);
+        let (mut sources, mut nodes) = (PackedBuilder::<WireSource>::with_capacity(0), BTreeSet::new());
         for (&number, pending) in queue.pending.range(queue.unsent..).take(SESSION_RECORDS_MAX) {
             commands.push(&wire_command(number, &pending.command, pending.term));
+            if let CommandKind::Copy { source, purpose, .. } = pending.command.kind {
+                sources.push(&wire_source(&source, purpose, pending.term));
+                nodes.insert(source.node);
+            }
             queue.unsent = number + 1;
         }
         let body = if !commands.is_empty() {
-            let commands = commands.finish().into();
-            Some(v1::master_message::Body::Commands(v1::Commands { commands }))
+            let (commands, sources) = (commands.finish().into(), sources.finish().into());
+            Some(v1::master_message::Body::Commands(v1::Commands { commands, sources, nodes: vec![] }))
         } else if let Some(ack) = queue.heartbeat_ack.take() {
             Some(v1::master_message::Body::HeartbeatAck(ack))
         } else if queue.acked > queue.acked_sent {
@@ -238,13 +267,14 @@ impl NodeSession {
         };
         Ok(body.map(|body| {
             queue.acked_sent = queue.acked;
-            v1::MasterMessage {
+            let message = v1::MasterMessage {
                 session: self.session.0,
                 term: self.number.get(),
                 map_version: map_version.0,
                 acked_sequence: queue.acked,
                 body: Some(body),
-            }
+            };
+            (message, nodes)
         }))
     }
 }
@@ -267,14 +297,17 @@ fn wire_command(number: u64, command: &NodeCommand, term: Term) -> WireCommand {
         CommandKind::Reclaim => (WireKind::Reclaim, CommandFlags::NONE),
         CommandKind::Offload => (WireKind::Offload, CommandFlags::NONE),
         CommandKind::Promote { .. } => (WireKind::Promote, CommandFlags::NONE),
+        CommandKind::Copy { .. } => (WireKind::Copy, CommandFlags::NONE),
     };
-    let (stripe, extent) = match command.kind {
-        CommandKind::Promote { stripe, extent } => (stripe, extent),
-        _ => (0, Extent::default()),
+    let (stripe, extent, lease_ms) = match command.kind {
+        CommandKind::Promote { stripe, extent } => (stripe, extent, 0),
+        CommandKind::Copy { stripe, extent, .. } => (stripe, extent, COPY_LEASE_MS),
+        _ => (0, Extent::default(), 0),
     };
     WireCommand {
         stripe,
         extent,
+        lease_ms,
         payload_offset: extent.span().offset(),
         flags,
         segment: command.segment,
@@ -283,6 +316,22 @@ fn wire_command(number: u64, command: &NodeCommand, term: Term) -> WireCommand {
         epoch: command.epoch,
         id: command.id,
         ..WireCommand::new(number, kind, term)
+    }
+}
+
+/// Returns the source of a copy for a node. `term`: of the group, which is that of the segments that it owns.
+fn wire_source(source: &CopySource, purpose: CopyPurpose, term: Term) -> WireSource {
+    WireSource {
+        node: source.node,
+        generation: source.generation,
+        root: source.root,
+        capability: Capability::default(),
+        segment: source.segment,
+        slot: source.slot,
+        term,
+        purpose: match purpose {
+            CopyPurpose::Drain => WirePurpose::Drain,
+        },
     }
 }
 
@@ -310,7 +359,14 @@ impl SessionStream {
 
     /// Returns the next message to the node, if there is one now. Fails if the session has ended or has another stream.
     pub fn next_now(&self) -> Result<Option<v1::MasterMessage>, StreamClosed> {
-        self.node.message(self.stream, self.service.map_version())
+        let next = self.node.message(self.stream, self.service.map_version())?;
+        // Outside of the queue's lock: this takes other locks.
+        Ok(next.map(|(mut message, sources)| {
+            if let Some(v1::master_message::Body::Commands(commands)) = &mut message.body {
+                commands.nodes = self.service.node_details(&sources);
+            }
+            message
+        }))
     }
 
     /// Waits for the next message to the node. Returns `None` if the session has ended or has another stream.
@@ -350,8 +406,8 @@ mod tests {
         NodeSession::new(NodeId(1), SessionId(9), Term::new(2).unwrap(), [empty(), empty(), empty()], vec![])
     }
 
-    fn numbers(message: Option<v1::MasterMessage>) -> Vec<u64> {
-        let Some(v1::master_message::Body::Commands(commands)) = message.and_then(|m| m.body) else {
+    fn numbers(message: Option<(v1::MasterMessage, BTreeSet<NodeId>)>) -> Vec<u64> {
+        let Some(v1::master_message::Body::Commands(commands)) = message.and_then(|(m, _)| m.body) else {
             return vec![];
         };
         Packed::<WireCommand>::decode(&commands.commands, SESSION_RECORDS_MAX)
@@ -402,12 +458,12 @@ mod tests {
         node.applied(1, Some(v1::HeartbeatAck { heartbeat_id: 7, ttl_ms: 10_000, ..Default::default() }));
         assert_eq!(node.expect(1), Ok(false));
         assert_eq!(node.expect(3), Err(ErrorCode::Retry));
-        let message = node.message(stream, MapVersion(1)).ok().unwrap().unwrap();
+        let (message, _) = node.message(stream, MapVersion(1)).ok().unwrap().unwrap();
         assert_eq!(message.acked_sequence, 1);
         assert!(
             matches!(message.body, Some(v1::master_message::Body::HeartbeatAck(ack)) if ack.heartbeat_id == 7)
         );
         node.applied(2, None);
-        assert_eq!(node.message(stream, MapVersion(1)).ok().unwrap().unwrap().acked_sequence, 2);
+        assert_eq!(node.message(stream, MapVersion(1)).ok().unwrap().unwrap().0.acked_sequence, 2);
     }
 }

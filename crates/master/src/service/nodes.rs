@@ -45,6 +45,8 @@ pub struct NodeInfo {
     pub pending_commands: usize,
     /// Status of its disk, if it has one.
     pub disk: Option<DiskStatus>,
+    /// Whether it is being emptied.
+    pub draining: bool,
 }
 
 impl Service {
@@ -206,6 +208,7 @@ impl Service {
             addresses: node.addresses.clone(),
             pending_commands: node.pending_commands(),
             disk: *node.disk.lock(),
+            draining: node.draining.load(Ordering::Relaxed),
         };
         let mut nodes: Vec<NodeInfo> = self.nodes.read().values().map(info).collect();
         // A node that registers again has two sessions for a short time: the newer one, with the larger id, is used.
@@ -332,12 +335,14 @@ impl Service {
         let mut heartbeat_ack = None;
         match &message.body {
             NodeMessageBody::Heartbeat(heartbeat) => {
+                let drain = node.announced_drain(heartbeat.draining);
                 self.heartbeat(node, heartbeat);
                 heartbeat_ack = Some(v1::HeartbeatAck {
                     heartbeat_id: heartbeat.heartbeat_id,
                     ttl_ms: self.config.session_ttl.as_millis() as u32,
                     in_sync: self.groups_in_sync(node),
                     flush: heartbeat.flushing.then(|| self.flush(node)),
+                    drain,
                 });
             }
             NodeMessageBody::CommandResults(results) => {
@@ -346,7 +351,12 @@ impl Service {
                     let command = answered.command;
                     if let moontide_meta::CommandOutcome::Refused(code) = answered.outcome {
                         let (segment, slot) = (command.segment.0, command.slot.0);
-                        tracing::warn!(node = %node.node, segment, slot, %code, "command refused");
+                        if matches!(command.kind, moontide_meta::CommandKind::Copy { .. }) {
+                            // Usual: the source was removed in the meantime. Another scan finds what must be copied.
+                            tracing::debug!(node = %node.node, segment, slot, %code, "copy refused");
+                        } else {
+                            tracing::warn!(node = %node.node, segment, slot, %code, "command refused");
+                        }
                     }
                     // Results for a group that is no longer hosted are ignored.
                     let Ok(mut group) = self.group_for_node(answered.group) else { continue };
@@ -412,6 +422,9 @@ impl Service {
     fn heartbeat(&self, node: &NodeSession, heartbeat: &Heartbeat<'_>) {
         node.reads.lock().set(&heartbeat.reads);
         self.disk_status(node, heartbeat.disk);
+        for mut group in self.hosted() {
+            group.announce_drain(self.now(), node.node, node.session(), heartbeat.draining);
+        }
         for touched in &heartbeat.touched {
             let group =
                 self.segment_group(node, touched.segment).and_then(|index| self.group_for_node(index));

@@ -221,6 +221,10 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
         demoted_objects,
         offloads_not_admitted,
         promoted_objects,
+        copies_started,
+        copied_records,
+        copied_bytes,
+        copies_failed,
         recovered_objects,
         disk_evicted,
         reclaimed,
@@ -249,6 +253,10 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     sum.demoted_objects += demoted_objects;
     sum.offloads_not_admitted += offloads_not_admitted;
     sum.promoted_objects += promoted_objects;
+    sum.copies_started += copies_started;
+    sum.copied_records += copied_records;
+    sum.copied_bytes += copied_bytes;
+    sum.copies_failed += copies_failed;
     sum.recovered_objects += recovered_objects;
     sum.disk_evicted += disk_evicted;
     sum.reclaimed += reclaimed;

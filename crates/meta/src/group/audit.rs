@@ -198,6 +198,7 @@ impl Group {
                 }
             }
         }
+        check(self.copies_are_consistent(), || "wrong counts of copies".into())?;
         check(self.write_backs_are_consistent(), || "wrong counts of write-backs".into())?;
         let victims = self.offloads.values().filter(|offload| offload.write_back.is_none());
         check(victims.count() as u64 == self.offloading.len(), || {

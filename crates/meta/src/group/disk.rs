@@ -573,7 +573,7 @@ impl Group {
             let (epoch, id) = (record.epoch(), record.id());
             let segment = self.segment_mut(location.segment);
             let extent = segment.extent(location.block);
-            segment.drain(location, epoch, id, false);
+            segment.fill(location, epoch, id);
             self.unconfirmed_kills.insert((id, LocationVersion::of(location, epoch)));
             self.push_command(
                 CommandKind::Promote { stripe, extent },
@@ -649,38 +649,69 @@ impl Group {
         outcome: CommandOutcome,
         effects: &mut Effects,
     ) {
-        let Some(&drain) = self.segment(index).drains.get(&slot).filter(|drain| drain.epoch == epoch) else {
-            return;
-        };
         if outcome == CommandOutcome::Accepted {
             return; // in progress
         }
         let version = LocationVersion { segment: index, slot, epoch };
-        let expected = self.unconfirmed_kills.contains(&(drain.id, version));
+        if self.filled_slot(version, stripe, outcome, None, effects).is_some() {
+            self.stats.promoted_objects += u64::from(stripe == 0);
+        }
+    }
+
+    /// Handles the end of a promotion or copy into a slot. If the node has filled the slot and the object still exists, it
+    /// becomes a location of the object, and the object is returned; otherwise the slot is reclaimed. `replaces` is a
+    /// location of the same stripe that is released in exchange.
+    pub(super) fn filled_slot(
+        &mut self,
+        version: LocationVersion,
+        stripe: u16,
+        outcome: CommandOutcome,
+        replaces: Option<LocationVersion>,
+        effects: &mut Effects,
+    ) -> Option<RecordRef> {
+        let LocationVersion { segment: index, slot, epoch } = version;
+        let &drain = self.segment(index).drains.get(&slot).filter(|drain| drain.epoch == epoch)?;
+        let expected = self.unconfirmed_kills.contains(&(drain.id, version))
+            || moontide_rt::mutation_enabled("copy-not-killed");
         let object = self.find_id(drain.id).filter(|&at| {
             let record = self.slab.get(at);
             record.epoch() == epoch && !record.has(RecordFlag::Writing)
         });
         let killed = !expected || self.unanswered_kills.contains_key(&version);
+        let outcome = match outcome {
+            CommandOutcome::Refused(_) if moontide_rt::mutation_enabled("refused-copy-believed") => {
+                CommandOutcome::Done
+            }
+            outcome => outcome,
+        };
         let (CommandOutcome::Done, Some(at), false) = (outcome, object, killed) else {
             self.push_command(CommandKind::Reclaim, index, slot, epoch, drain.id, effects);
-            return;
+            return None;
         };
-        self.unconfirmed_kills.remove(&(drain.id, version));
-        let location = self.segment_mut(index).reattach(index, slot, at);
         let record = *self.slab.get(at);
         let stripes = self.stripes(&record);
         let rows = self.location_count(&record) / stripes;
         let stripe = usize::from(stripe);
-        let row = (0..rows).find(|row| self.location(&record, row * stripes + stripe).is_lost());
-        if row.is_none() {
+        let of_row = |row: usize| self.location(&record, row * stripes + stripe);
+        let replaced = replaces.and_then(|replaced| self.position_of(&record, replaced));
+        let vacant = (0..rows).find(|&row| of_row(row).is_lost()).map(|row| row * stripes + stripe);
+        self.unconfirmed_kills.remove(&(drain.id, version));
+        let location = self.segment_mut(index).reattach(index, slot, at);
+        if let Some(position) = replaced {
+            // One-sided readers may rely on it for as long as their lease lasts.
+            let leased = Some(self.leased_until(&record)).filter(|&until| {
+                until > Tick(0) && !moontide_rt::mutation_enabled("lease-of-moved-record-ignored")
+            });
+            self.release_location(at, position, leased, effects);
+        } else if vacant.is_none() {
             self.extension_mut(at).locations.extend(std::iter::repeat_n(SlotLocation::LOST, stripes));
         }
-        self.set_location(at, row.unwrap_or(rows) * stripes + stripe, location);
+        let position = replaced.or(vacant).unwrap_or(rows * stripes + stripe);
+        self.set_location(at, position, location);
         self.charge_location(at, location);
         self.stripe_returned(at);
         self.locations_changed(at);
-        self.stats.promoted_objects += u64::from(stripe == 0);
+        Some(at)
     }
 
     // --------------------------------------------------------------------------------------------- state

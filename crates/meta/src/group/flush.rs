@@ -21,6 +21,7 @@ use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Medium, NodeId, ObjectId, SegmentId, SessionId};
 
 use super::Group;
+use super::copies::DrainMode;
 use super::disk::OffloadPurpose;
 use crate::effect::Effects;
 use crate::ids::RecordRef;
@@ -111,17 +112,17 @@ struct Flush {
     refused: u64,
 }
 
-/// An object to write. Ordered by value.
+/// An object to write, or to copy. Ordered by value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+pub(super) struct Candidate {
     /// `class:2 | last use:62`
     value: u64,
-    bytes: u64,
-    id: ObjectId,
+    pub(super) bytes: u64,
+    pub(super) id: ObjectId,
 }
 
 impl Candidate {
-    fn new(record: &Record) -> Candidate {
+    pub(super) fn new(record: &Record) -> Candidate {
         let class = match record.pin() {
             PinClass::Hard => 3,
             PinClass::Soft => 2,
@@ -160,6 +161,11 @@ impl Group {
         };
         self.write_backs.flushes.insert(session, flush);
         Ok(())
+    }
+
+    /// Whether a node is about to stop.
+    pub(super) fn is_flushing(&self, node: NodeId) -> bool {
+        self.write_backs.flushes.values().any(|flush| flush.node == node)
     }
 
     /// State of the flush of a node in this session.
@@ -324,7 +330,7 @@ impl Group {
         let phase = self.by_name.get(&(node, segment)).map(|&index| self.segment(index).phase);
         // An operator may have started to drain it already. A reporting segment accepts nothing yet.
         if matches!(phase, Some(SegmentPhase::Serving | SegmentPhase::Quarantined)) {
-            let drained = self.drain(node, segment, false);
+            let drained = self.drain(node, segment, DrainMode::Keep);
             debug_assert!(drained.is_ok(), "segment is mounted and in use");
         }
     }

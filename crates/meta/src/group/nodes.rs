@@ -208,26 +208,6 @@ impl Group {
         self.lose_node(node, now, effects);
     }
 
-    /// Stops new objects in a segment. With `evict`, later ticks remove its objects unless they are leased, pinned or
-    /// being written.
-    pub fn drain(&mut self, node: NodeId, segment: SegmentId, evict: bool) -> Result<(), ErrorCode> {
-        let &index = self.by_name.get(&(node, segment)).ok_or(ErrorCode::NotFound)?;
-        if self.segment(index).is_disk() {
-            return Err(ErrorCode::InvalidArgument); // the node chooses the disk's victims
-        }
-        match self.segment(index).phase {
-            SegmentPhase::Serving | SegmentPhase::Quarantined | SegmentPhase::Draining => {}
-            SegmentPhase::Reporting => return Err(ErrorCode::Retry),
-            SegmentPhase::Lost => return Err(ErrorCode::Gone),
-        }
-        self.withdraw(index);
-        self.quarantined_segments.retain(|&waiting| waiting != index);
-        let segment = self.segment_mut(index);
-        segment.phase = SegmentPhase::Draining;
-        segment.swept = if evict { 0 } else { u32::MAX };
-        Ok(())
-    }
-
     /// Marks slots that were read since the last heartbeat, given as bits from `first_slot` on.
     pub fn touched(
         &mut self,
@@ -317,7 +297,7 @@ impl Group {
     }
 
     /// Removes a segment from the candidates.
-    fn withdraw(&mut self, index: u32) {
+    pub(super) fn withdraw(&mut self, index: u32) {
         let segment = self.segments[index as usize].as_mut().expect("withdrawn segment exists");
         let Some(at) = segment.candidate.take() else { return };
         self.sizes.remove(segment);
@@ -342,6 +322,7 @@ impl Group {
         }
         self.nodes.remove(&node);
         self.end_flush(node);
+        self.forget_announcement(node);
     }
 
     /// Expects a segment to return with its records. Until it does, or its entry is dropped, removals are not certain.
@@ -383,6 +364,7 @@ impl Group {
         }
         self.leased_drains.retain(|&(_, segment, _), _| segment != index);
         self.end_warm_up(index);
+        self.end_copies_of_segment(index);
         self.jobs_are_uncertain();
         let draining = self.segment(index).drains.iter();
         let draining =

@@ -406,6 +406,9 @@ impl Group {
             (CommandKind::Promote { stripe, .. }, _) => {
                 self.promotion_result(index, slot.0, (epoch, stripe), outcome, effects);
             }
+            (CommandKind::Copy { stripe, .. }, _) => {
+                self.copy_result(index, slot.0, (epoch, stripe), outcome, effects);
+            }
         }
     }
 

@@ -259,6 +259,7 @@ impl Group {
         self.observe_epoch(new.epoch)?;
         match (self.segment(index).slot(slot), new.state) {
             (SlotState::Free, ReportState::Free) => {}
+            (SlotState::Draining, _) if self.is_filled(index, slot) => {}
             (SlotState::Draining, ReportState::Free) => self.slot_freed(index, slot, new.epoch, effects),
             (SlotState::Draining, ReportState::Dead) => {
                 if self.segment(index).drains.get(&slot).is_some_and(|drain| drain.epoch == new.epoch) {
@@ -301,6 +302,12 @@ impl Group {
             (SlotState::Free, _) => return self.report_new(now, index, new, effects),
         }
         Ok(())
+    }
+
+    /// Whether a command fills the slot, whose answer will tell what is there.
+    fn is_filled(&self, index: u32, slot: u32) -> bool {
+        self.segment(index).drains.get(&slot).is_some_and(|drain| drain.is_filled)
+            && !moontide_rt::mutation_enabled("late-report-frees-copy")
     }
 
     /// Ensures that an epoch known to a node is never granted again, even if the node knows more of this term than this

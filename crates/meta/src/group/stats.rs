@@ -39,6 +39,14 @@ pub struct GroupStats {
     pub offloads_not_admitted: u64,
     /// Objects loaded from disk into memory.
     pub promoted_objects: u64,
+    /// Records that nodes were commanded to copy from another location.
+    pub copies_started: u64,
+    /// Records that were copied, and became locations of their objects.
+    pub copied_records: u64,
+    /// Bytes of these records.
+    pub copied_bytes: u64,
+    /// Copies that nodes refused.
+    pub copies_failed: u64,
     /// Objects that nodes found on their disks after a start.
     pub recovered_objects: u64,
     /// Records evicted from a full disk.

@@ -29,6 +29,10 @@ pub struct TickBudget {
     pub warmed_slots: usize,
     /// Objects written back.
     pub write_backs: usize,
+    /// Slots scanned for records that move to other segments.
+    pub drained_slots: usize,
+    /// Records whose copy is commanded.
+    pub copies: usize,
 }
 
 impl Default for TickBudget {
@@ -43,6 +47,8 @@ impl Default for TickBudget {
             flushed_slots: 4096,
             warmed_slots: 1024,
             write_backs: 256,
+            drained_slots: 4096,
+            copies: 256,
         }
     }
 }
@@ -64,11 +70,12 @@ impl Group {
         let swept = self.sweep(now, budget.swept_slots, effects) >= budget.swept_slots;
         let incomplete = self.drop_incomplete(now, budget.expiries, effects);
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
+        let copied = self.step_drains(now, budget.drained_slots, budget.copies, effects);
         let evicted =
             self.evict_to_watermark(now, budget.evictions, effects).objects as usize >= budget.evictions;
         let flushed = self.step_flushes(now, budget.flushed_slots, budget.write_backs, effects);
         let warmed = self.step_warm_ups(now, budget.warmed_slots, effects);
-        expired || reclaims || swept || incomplete || jobs || evicted || flushed || warmed
+        expired || reclaims || swept || incomplete || jobs || evicted || copied || flushed || warmed
     }
 
     /// The queue is ordered by the ends of the reservations, because all have the same duration.

@@ -123,6 +123,12 @@ pub(super) fn stripe_of(object_len: u64, stripe_len: u64, index: usize, count: u
 }
 
 impl Group {
+    /// View of one location of a record.
+    pub(super) fn location_view(&self, record: &Record, position: usize) -> StripeLocation {
+        let (location, stripes) = (self.location(record, position), self.stripes(record));
+        self.stripe_location(record, location, position % stripes, stripes, (position / stripes) as u8)
+    }
+
     fn stripe_location(
         &self,
         record: &Record,
@@ -205,13 +211,9 @@ impl Group {
 
     pub(super) fn detail(&self, at: RecordRef, now: crate::Now) -> ObjectDetail {
         let (record, key) = self.slab.with_key(at);
-        let stripes = self.stripes(record);
         let locations = (0..self.location_count(record))
             .filter(|&index| self.is_readable(self.location(record, index)))
-            .map(|index| {
-                let replica = (index / stripes) as u8;
-                self.stripe_location(record, self.location(record, index), index % stripes, stripes, replica)
-            })
+            .map(|index| self.location_view(record, index))
             .collect();
         let writing = record.has(RecordFlag::Writing);
         let left = self.ticker.left(self.leased_until(record), now.mono).as_millis();

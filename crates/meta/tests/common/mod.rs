@@ -193,7 +193,9 @@ impl GroupHarness {
     pub(crate) fn run_command(&mut self, command: &Routed) {
         let outcome = match command.kind {
             CommandKind::Kill => CommandOutcome::Accepted,
-            CommandKind::Reclaim | CommandKind::Promote { .. } => CommandOutcome::Done,
+            CommandKind::Reclaim | CommandKind::Promote { .. } | CommandKind::Copy { .. } => {
+                CommandOutcome::Done
+            }
             CommandKind::Offload => match self.write_to_disk(command) {
                 Some(()) => CommandOutcome::Done,
                 None => CommandOutcome::Refused(ErrorCode::Gone),

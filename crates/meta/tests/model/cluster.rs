@@ -13,11 +13,13 @@ use crate::harness::{Check, MayEnd, ModelHarness, TENANTS, config, ensure, is_on
 use crate::node::MountModel;
 
 impl ModelHarness {
-    pub(crate) fn respond(&mut self, node: usize, count: usize) {
+    pub(crate) fn respond(&mut self, at: usize, count: usize) -> Check {
         for _ in 0..count {
-            let node = &mut self.nodes[node];
-            let Some((command, outcome)) = node.responses.pop_front() else { return };
+            let node = &mut self.nodes[at];
+            let Some((command, outcome)) = node.responses.pop_front() else { return Ok(()) };
             if node.session.is_some() {
+                let adds = self.copy_adds_location(at, &command, outcome);
+                let node = &self.nodes[at];
                 let name = (node.id, command.segment);
                 self.group.command_outcome(
                     name,
@@ -27,8 +29,12 @@ impl ModelHarness {
                     outcome,
                     &mut self.effects,
                 );
+                if adds {
+                    self.copy_added_location(at, &command)?;
+                }
             }
         }
+        Ok(())
     }
 
     pub(crate) fn report(&mut self, number: usize, count: usize) -> Check {
@@ -139,11 +145,12 @@ impl ModelHarness {
             for node in 0..self.nodes.len() {
                 while self.nodes[node].execute_next(false) {}
                 while self.nodes[node].write_next() || self.nodes[node].promote_next() {}
+                while self.copy_next(node)? {}
                 for _ in 0..32 {
                     self.send_disk_notice(node, true)?;
                     self.send_disk_notice(node, false)?;
                 }
-                self.respond(node, usize::MAX);
+                self.respond(node, usize::MAX)?;
                 self.watch()?;
             }
             for segment in 0..self.nodes.iter().map(|node| node.segments.len()).sum() {

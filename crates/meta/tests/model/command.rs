@@ -3,6 +3,7 @@
 //! Commands identify objects, nodes and segments by small numbers, which the harness takes modulo the existing count.
 //! So a sequence stays meaningful after any of its commands is removed, which makes shrinking work.
 
+use moontide_meta::DrainMode;
 use proptest::prelude::*;
 
 /// Parameters of a put.
@@ -187,7 +188,14 @@ pub(crate) enum Command {
     },
     Drain {
         segment: u8,
-        evict: bool,
+        mode: DrainMode,
+    },
+    Undrain {
+        segment: u8,
+    },
+    /// A node makes the next copy that it was commanded to make.
+    Copy {
+        node: u8,
     },
     /// Permanent unmount: the node drops the segment's records.
     Unmount {
@@ -266,6 +274,10 @@ fn put() -> impl Strategy<Value = Put> {
     })
 }
 
+fn drain_mode() -> impl Strategy<Value = DrainMode> {
+    prop_oneof![1 => Just(DrainMode::Keep), 3 => Just(DrainMode::Move), 2 => Just(DrainMode::Evict)]
+}
+
 fn lease_ms() -> impl Strategy<Value = u32> {
     prop_oneof![2 => Just(0u32), 3 => 1u32..6_000, 1 => Just(30_000u32), 1 => Just(u32::MAX)]
 }
@@ -311,7 +323,9 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => (0u16..=1000, 1u8..8).prop_map(|(target_permille, objects)| Command::Evict { target_permille, objects }),
         1 => (0u8..2, prop_oneof![Just(0u16), 1u16..200], prop_oneof![Just(0u8), 1u8..4])
             .prop_map(|(tenant, units, objects)| Command::Quota { tenant, units, objects }),
-        1 => (segment(), any::<bool>()).prop_map(|(segment, evict)| Command::Drain { segment, evict }),
+        3 => (segment(), drain_mode()).prop_map(|(segment, mode)| Command::Drain { segment, mode }),
+        1 => segment().prop_map(|segment| Command::Undrain { segment }),
+        4 => node().prop_map(|node| Command::Copy { node }),
         1 => segment().prop_map(|segment| Command::Unmount { segment }),
         2 => node().prop_map(|node| Command::Lose { node }),
         6 => (node(), 0u8..4).prop_map(|(node, segments)| Command::Mount { node, segments }),
@@ -383,6 +397,9 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
         4 => node().prop_map(|node| Command::DiskWrite { node }),
         6 => (node(), any::<bool>(), few()).prop_map(|(node, found, count)| Command::DiskNotice { node, found, count }),
         5 => node().prop_map(|node| Command::DiskPromote { node }),
+        4 => (0u8..6, drain_mode()).prop_map(|(segment, mode)| Command::Drain { segment, mode }),
+        2 => (0u8..6).prop_map(|segment| Command::Undrain { segment }),
+        5 => node().prop_map(|node| Command::Copy { node }),
         3 => (node(), 0u8..8).prop_map(|(node, index)| Command::DiskEvict { node, index }),
         6 => (key(), any::<bool>()).prop_map(|(key, force)| Command::Remove { key, force }),
         4 => (key(), prop_oneof![3 => Just(0u32), 1 => Just(3_000)]).prop_map(|(key, lease_ms)| Command::Lookup { key, lease_ms }),

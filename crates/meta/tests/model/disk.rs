@@ -143,6 +143,7 @@ impl NodeModel {
                     disk.promotions.push_back(command);
                 }
             }
+            CommandKind::Copy { .. } => unreachable!("handled by the node"),
         }
         true
     }
@@ -411,10 +412,10 @@ impl ModelHarness {
         Ok(())
     }
 
-    /// A promoted version may be in a slot for the second time. Earlier reports that were overtaken by responses, and
-    /// commands that resulted from them, would be applied to the new copy; but a real node sends messages about a slot
-    /// in order.
-    fn drop_earlier_messages(&mut self, node: usize, command: &NodeCommand) {
+    /// A promoted or copied version may be in a slot for the second time. Earlier reports that were overtaken by
+    /// responses, and commands that resulted from them, would be applied to the new copy; but a real node sends messages
+    /// about a slot in order.
+    pub(crate) fn drop_earlier_messages(&mut self, node: usize, command: &NodeCommand) {
         let same = |other: &NodeCommand| (other.segment, other.slot) == (command.segment, command.slot);
         let node = &mut self.nodes[node];
         node.commands.retain(|other| !same(other));
@@ -516,7 +517,7 @@ impl ModelHarness {
 
 impl crate::node::SegmentModel {
     /// FREE(e) → READY(version), in any order of the two epochs: the slot's epoch is e again when it is free.
-    fn copy_in(&mut self, slot: u32, version: Epoch, record: RecordModel) {
+    pub(crate) fn copy_in(&mut self, slot: u32, version: Epoch, record: RecordModel) {
         let epoch_before_copy = self.words[slot as usize].epoch;
         let state = ReportState::Ready;
         self.words[slot as usize] = Word {

@@ -125,6 +125,8 @@ pub(crate) struct ModelHarness {
     pub(crate) any_job: bool,
     /// Forced jobs in progress: the versions of each key that are permanently gone once the job is done.
     pub(crate) jobs: BTreeMap<JobId, Vec<(u8, BTreeSet<Epoch>)>>,
+    /// Locations that were replaced by a copy, by node and slot. The master releases them.
+    pub(crate) replaced_by_copy: BTreeSet<(usize, SegmentId, u32, Epoch)>,
     pub(crate) mounts: u64,
     pub(crate) sessions: u64,
     pub(crate) effects: Effects,
@@ -186,6 +188,7 @@ impl ModelHarness {
             forced_job: false,
             any_job: false,
             jobs: BTreeMap::new(),
+            replaced_by_copy: BTreeSet::new(),
             mounts: 0,
             sessions: 0,
             effects: vec![],
@@ -297,10 +300,7 @@ impl ModelHarness {
                 }
                 Ok(())
             }
-            Command::Respond { node, count } => {
-                self.respond(node.into(), count.into());
-                Ok(())
-            }
+            Command::Respond { node, count } => self.respond(node.into(), count.into()),
             Command::Report { segment, count } => self.report(segment.into(), count.into()),
             Command::ReportEnd { segment } => self.report_end(segment.into()),
             Command::Settle => self.settle(),
@@ -341,6 +341,8 @@ impl ModelHarness {
                         flushed_slots: limit * 4,
                         warmed_slots: limit * 4,
                         write_backs: limit,
+                        drained_slots: limit * 4,
+                        copies: limit,
                     },
                 };
                 let protected = if self.any_job { vec![] } else { self.protected() };
@@ -367,12 +369,19 @@ impl ModelHarness {
                 self.group.set_quota(TenantIndex(tenant.into()), quota);
                 Ok(())
             }
-            Command::Drain { segment, evict } => {
+            Command::Drain { segment, mode } => {
                 let (node, at) = self.segment_at(segment.into());
                 let (node, segment) = (self.nodes[node].id, self.nodes[node].segments[at].id);
-                let _drained = self.group.drain(node, segment, evict);
+                let _drained = self.group.drain(node, segment, mode);
                 Ok(())
             }
+            Command::Undrain { segment } => {
+                let (node, at) = self.segment_at(segment.into());
+                let (node, segment) = (self.nodes[node].id, self.nodes[node].segments[at].id);
+                let _undrained = self.group.undrain(self.now, node, segment);
+                Ok(())
+            }
+            Command::Copy { node } => self.copy_next(node.into()).map(|_| ()),
             Command::Unmount { segment } => self.unmount(segment.into()),
             Command::Lose { node } => {
                 let rejoin_window = self.group.config().rejoin_window;
@@ -432,7 +441,7 @@ impl ModelHarness {
                     if objects % 2 == 1 {
                         self.take_effects()?;
                         while self.nodes[node].execute_next(false) {}
-                        self.respond(node, usize::MAX);
+                        self.respond(node, usize::MAX)?;
                     }
                 }
                 Ok(())
@@ -450,6 +459,8 @@ impl ModelHarness {
                     flushed_slots: 0,
                     warmed_slots: 0,
                     write_backs: 0,
+                    drained_slots: 0,
+                    copies: 0,
                 };
                 let _more = self.group.tick(self.now, &promotions_only, &mut self.effects);
                 self.take_effects()?;
@@ -545,8 +556,12 @@ impl ModelHarness {
             });
             ensure!(lease.is_none(), "{command:?} although {lease:?} at {:?}", now.mono);
         }
+        if let CommandKind::Copy { stripe, extent, .. } = command.kind {
+            return self.take_copy(node, command, stripe, extent);
+        }
         let slot = command.slot.0;
         let key = command.id.0[0] - 1;
+        let is_replaced = self.replaced_by_copy.contains(&(node, command.segment, slot, command.epoch));
         if mount.commanded.insert((slot, command.epoch))
             && mount.known_ready.get(&slot) == Some(&command.epoch)
             && let Some(put) = self.puts.iter().find(|put| put.epoch == command.epoch)
@@ -565,7 +580,7 @@ impl ModelHarness {
                         || self.replaced.contains_key(&key)
                 }
             };
-            ensure!(allowed, "{command:?} against a complete object: {:?}", self.may_end);
+            ensure!(allowed || is_replaced, "{command:?} against a complete object: {:?}", self.may_end);
         }
         self.nodes[node].commands.push_back(command);
         Ok(())

@@ -291,6 +291,7 @@ impl SegmentModel {
             }
             CommandKind::Kill => CommandOutcome::Refused(ErrorCode::Gone),
             CommandKind::Offload | CommandKind::Promote { .. } => unreachable!("handled by the disk"),
+            CommandKind::Copy { .. } => unreachable!("handled by the node"),
             CommandKind::Reclaim if word.epoch > command.epoch => CommandOutcome::Done,
             CommandKind::Reclaim if word.is_free() => {
                 if word.epoch < command.epoch {
@@ -328,6 +329,8 @@ pub(crate) struct NodeModel {
     pub(crate) responses: VecDeque<(NodeCommand, CommandOutcome)>,
     pub(crate) segments: Vec<SegmentModel>,
     pub(crate) disk: Option<DiskModel>,
+    /// Copies of other nodes' records into slots of this node, in progress.
+    pub(crate) copies: VecDeque<NodeCommand>,
     /// When it was last in sync with a master: the number of exclusions, and the time.
     pub(crate) synced: Option<(u32, MonoTime)>,
 }
@@ -343,6 +346,7 @@ impl NodeModel {
             responses: VecDeque::new(),
             segments,
             disk: has_disk.then(DiskModel::default),
+            copies: VecDeque::new(),
             synced: None,
         }
     }
@@ -358,6 +362,7 @@ impl NodeModel {
         self.session = None;
         self.commands.clear();
         self.responses.clear();
+        self.copies.clear();
         self.disk.iter_mut().for_each(DiskModel::disconnect);
         for segment in &mut self.segments {
             // A segment that was unmounted before keeps the earlier end.
@@ -373,6 +378,20 @@ impl NodeModel {
     /// Executes the next command of the session.
     pub(crate) fn execute_next(&mut self, refuse: bool) -> bool {
         let Some(command) = self.commands.pop_front() else { return false };
+        if let CommandKind::Copy { .. } = command.kind {
+            match refuse {
+                true => self.responses.push_back((command, CommandOutcome::Refused(ErrorCode::Busy))),
+                false => self.copies.push_back(command),
+            }
+            return true;
+        }
+        if matches!(command.kind, CommandKind::Kill | CommandKind::Reclaim) {
+            let into = |copy: &NodeCommand| (copy.segment, copy.slot) == (command.segment, command.slot);
+            if let Some(index) = self.copies.iter().position(into) {
+                let copy = self.copies.remove(index).expect("position was found above");
+                self.responses.push_back((copy, CommandOutcome::Refused(ErrorCode::Cancelled)));
+            }
+        }
         if self.execute_on_disk(command, refuse) {
             return true;
         }

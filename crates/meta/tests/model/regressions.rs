@@ -1,7 +1,7 @@
 //! Shrunk sequences that once failed in the model test.
 
-use moontide_meta::OffloadTrigger;
 use moontide_meta::PlacementKind::{self, FreeRatio, Random, Topology};
+use moontide_meta::{DrainMode, OffloadTrigger};
 
 use crate::command::{Command, Put};
 use crate::{run, run_with};
@@ -394,7 +394,7 @@ fn drain_after_restart_may_evict() {
             PutWhole(simple(1)),
             Restart { node: 0 },
             PutWhole(Put { local: Some(0), ..simple(0) }),
-            Drain { segment: 0, evict: true },
+            Drain { segment: 0, mode: DrainMode::Evict },
             PutWhole(simple(0)),
             Tick { budget: 255 },
         ],
@@ -480,6 +480,60 @@ fn put_that_was_completed_by_report_and_lost_is_acknowledged() {
             Mount { node: 1, segments: 2 },
             StopAndStart { node: 1 },
             PutEnd { put: 0, failed: 0 },
+        ],
+    );
+}
+
+/// Failure: the group freed a record that was moved, and the model took that for a loss. Cause: the harness. The second
+/// copy into a slot counted as killed, because the slot had been freed after the first one was refused. Fix: the grant of
+/// a slot ends that.
+#[test]
+fn source_of_a_repeated_copy_is_freed() {
+    check(
+        FreeRatio,
+        &[
+            PutWhole(Put { len: 307_200, stripes: Some(2), upsert: true, caller: 1, ..replicas(0, 2) }),
+            StopAndStart { node: 2 },
+            Drain { segment: 1, mode: DrainMode::Move },
+            Drain { segment: 2, mode: DrainMode::Keep },
+            Tick { budget: 255 },
+            Execute { node: 3, count: 1, refuse: true },
+            StopAndStart { node: 0 },
+        ],
+    );
+}
+
+/// Failure: the source of a drain remained a location after the copy. Cause: its node connected again during the copy, so
+/// that the segment had another index. Fix: the group remembers the source by name.
+#[test]
+fn source_that_was_mounted_again_during_the_copy_is_freed() {
+    check(
+        FreeRatio,
+        &[
+            PutWhole(replicas(1, 2)),
+            Drain { segment: 0, mode: DrainMode::Move },
+            Tick { budget: 2 },
+            Reconnect { node: 0, segments: 2 },
+            Report { segment: 0, count: 1 },
+            StopAndStart { node: 0 },
+        ],
+    );
+}
+
+/// Failure: the slot of a copy was freed while the copy was made. Cause: a report about the version that the slot had held
+/// before, which was newer than the copied one. Fix: reports do not free a slot that a command fills.
+#[test]
+fn late_report_does_not_free_the_slot_of_a_copy() {
+    check(
+        FreeRatio,
+        &[
+            PutWhole(Put { preferred: Some(1), ..replicas(1, 2) }),
+            PutWhole(replicas(2, 3)),
+            PutWhole(replicas(3, 3)),
+            Drain { segment: 2, mode: DrainMode::Move },
+            Drain { segment: 3, mode: DrainMode::Move },
+            Job { tenant: 0, kind: 2, force: false },
+            StopAndStart { node: 3 },
         ],
     );
 }

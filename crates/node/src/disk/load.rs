@@ -26,10 +26,11 @@ use super::counters::increment;
 use super::device::Device;
 use super::parts::{Part, PartId, is_split, record_of};
 use super::promote::PromoteJob;
-use super::record_spec::{part_spec, record_spec};
+use super::record_spec::part_spec;
 use super::staging_cache::StagingLookup;
 use super::test_hooks::HookPoint;
 use super::{DiskTier, code_of};
+use crate::slot_fills::record_spec;
 
 /// Time a load waits for staging memory. Limited, because the holders of the memory may wait for this very thread.
 pub(super) const STAGING_WAIT: Duration = Duration::from_millis(200);

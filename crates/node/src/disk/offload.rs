@@ -23,7 +23,7 @@ use super::device::Device;
 use super::open_jobs::JobTicket;
 use super::test_hooks::{HookPoint, Mutation};
 use super::{DiskTier, WritePauseReason};
-use crate::logic::batch::{BatchLimits, OffloadBatch, WriteThrottle};
+use crate::logic::batch::{BatchLimits, ByteThrottle, OffloadBatch};
 use crate::logic::commands::CommandReply;
 use crate::logic::notice::OffloadNoticeBuilder;
 
@@ -58,7 +58,7 @@ type WriteOutcome = Result<(), ErrorCode>;
 pub(super) fn run(tier: &DiskTier, device: &Device, jobs: &Receiver<(JobTicket, OffloadJob)>) {
     let mut queue = device.queue(None);
     let limits = BatchLimits::default();
-    let mut throttle = WriteThrottle::new(tier.config.write_bytes_per_s);
+    let mut throttle = ByteThrottle::new(tier.config.write_bytes_per_s);
     while let Ok((ticket, first)) = jobs.recv() {
         let mut batch = OffloadBatch::default();
         let (mut tickets, mut taken) = (vec![ticket], vec![first]);
@@ -145,7 +145,7 @@ impl DiskTier {
             }
             ended.push(*ticket);
         }
-        self.send_results(results);
+        self.events.send_results(results);
         // The masters have been notified, so their inventories may end.
         ended.into_iter().for_each(|ticket| self.open_jobs.end(ticket));
     }
@@ -164,7 +164,7 @@ impl DiskTier {
         device: &Device,
         queue: &mut dyn Queue,
         jobs: &[OffloadJob],
-        throttle: &mut WriteThrottle,
+        throttle: &mut ByteThrottle,
     ) -> Vec<Option<WriteOutcome>> {
         let mut outcomes: Vec<Option<WriteOutcome>> = vec![None; jobs.len()];
         let mut pinned: Vec<(usize, &OffloadJob, NodePin<'_>)> = Vec::with_capacity(jobs.len());
@@ -209,7 +209,7 @@ impl DiskTier {
         device: &Device,
         queue: &mut dyn Queue,
         pinned: &[(usize, &OffloadJob, NodePin<'_>)],
-        throttle: &mut WriteThrottle,
+        throttle: &mut ByteThrottle,
         results: &mut [Option<WriteOutcome>],
     ) {
         let sources: Vec<RecordSource<'_>> = pinned.iter().map(|(_, _, pin)| source_of(pin)).collect();

@@ -1,16 +1,10 @@
 //! Promotion: copies a record from disk into memory that the master has assigned to it.
-//!
-//! If a master removes the object meanwhile, it must not appear in memory afterwards: a Kill or Reclaim of the slot
-//! cancels the promotion, and the record is published under the lock that guards the cancellation.
 
 use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble};
-use moontide_heap::{Grant, NodeClaim, PayloadWriter};
+use moontide_heap::NodeClaim;
 use moontide_proto::limits::DISK_PART_BYTES;
-use moontide_rt::collections::HashMap;
-use moontide_rt::mark;
-use moontide_rt::sync::Mutex;
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
-use moontide_types::{ErrorCode, Extent, MonoTime, SegmentId, SessionId, SlotId, Span, Term};
+use moontide_types::{ErrorCode, Span};
 use tracing::debug;
 
 use super::DiskTier;
@@ -18,80 +12,41 @@ use super::counters::increment;
 use super::device::Device;
 use super::load::{STAGING_WAIT, read_from};
 use super::parts::{PartId, is_split};
-use super::record_spec::record_spec;
 use super::staging_cache::StagingLookup;
 use super::test_hooks::{HookPoint, Mutation};
-use crate::logic::commands::{CommandId, CommandReply};
+use crate::logic::commands::CommandReply;
+use crate::slot_fills::{FillSource, FillTarget, SkippedChecks};
 
 /// A record to copy back into memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PromoteJob {
-    pub(crate) session: SessionId,
-    pub(crate) command_id: u64,
     pub(crate) name: RecordId,
-    pub(crate) segment: SegmentId,
-    pub(crate) slot: SlotId,
-    pub(crate) extent: Extent,
-    pub(crate) term: Term,
-}
-
-/// Promotions in progress, by their target slots.
-#[derive(Debug, Default)]
-pub(super) struct PromotionTable {
-    slots: Mutex<PromotionSlots>,
-}
-
-type PromotionSlots = HashMap<(SegmentId, SlotId), Promotion>;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Promotion {
-    command: CommandId,
-    /// Number of the directory that has the record.
-    device: usize,
+    pub(crate) target: FillTarget,
 }
 
 impl DiskTier {
     /// Starts a promotion. Returns `false` if the tier has stopped, or the directory was excluded.
     pub(crate) fn begin_promotion(&self, job: PromoteJob) -> bool {
         let device = self.device_to_read(&job.name);
-        let promotion = Promotion { command: (job.session, job.command_id), device };
-        self.promotions.slots.lock().insert((job.segment, job.slot), promotion);
+        self.memory.fills.list(&job.target, FillSource::Disk(device));
         let is_queued = self.queue_promotion(device, job);
         if !is_queued {
-            self.promotions.slots.lock().remove(&(job.segment, job.slot));
+            self.memory.fills.unlist(&job.target);
         }
         is_queued
     }
 
     /// Refuses the promotions from an excluded directory.
     pub(super) fn give_up_promotions(&self, device: &Device) {
-        let mut slots = self.promotions.slots.lock();
-        let given_up = slots.extract_if(|_, promotion| promotion.device == device.number);
         let reply = CommandReply::refused(ErrorCode::DiskError, Word::default());
-        let refused = given_up.map(|(_, Promotion { command: (session, id), .. })| (session, reply.to(id)));
-        let refused = refused.collect();
-        drop(slots);
-        self.send_results(refused);
-    }
-
-    /// Cancels the promotion into a slot: no record will appear there. Returns whether there was one.
-    pub(crate) fn cancel_promotion(&self, segment: SegmentId, slot: SlotId) -> bool {
-        self.promotions.slots.lock().remove(&(segment, slot)).is_some()
-    }
-
-    /// Cancels all promotions of an ended session.
-    pub(super) fn cancel_promotions(&self, session: SessionId) {
-        self.promotions.slots.lock().retain(|_, promotion| promotion.command.0 != session);
+        let given_up = self.memory.fills.cancel_source(FillSource::Disk(device.number));
+        self.events.send_results(given_up.into_iter().map(|(session, id)| (session, reply.to(id))).collect());
     }
 
     /// Executes a promotion, and sends the result.
     pub(super) fn promote(&self, device: &Device, queue: &mut dyn Queue, job: &PromoteJob) {
         let outcome = self.try_promote(device, queue, job);
-        let mut slots = self.promotions.slots.lock();
-        if is_listed(&slots, job) {
-            slots.remove(&(job.segment, job.slot));
-        }
-        drop(slots);
+        self.memory.fills.unlist(&job.target);
         let epoch = job.name.version;
         let reply = match outcome {
             Ok(()) => {
@@ -103,7 +58,8 @@ impl DiskTier {
                 CommandReply::refused(code, Word::default())
             }
         };
-        self.send_results(vec![(job.session, reply.to(job.command_id))]);
+        let (session, id) = job.target.command;
+        self.events.send_results(vec![(session, reply.to(id))]);
     }
 
     fn try_promote(&self, device: &Device, queue: &mut dyn Queue, job: &PromoteJob) -> Result<(), ErrorCode> {
@@ -173,7 +129,7 @@ impl DiskTier {
             loop {
                 let payload = &memory[preamble_len..preamble_len + range.len() as usize];
                 claim.bytes_mut(range).copy_from_slice(payload);
-                if !self.is_current(&self.promotions.slots.lock(), job) {
+                if !self.memory.fills.is_current(&job.target) {
                     return Err(ErrorCode::Cancelled);
                 }
                 name = name.next().ok_or(ErrorCode::Internal)?;
@@ -187,11 +143,6 @@ impl DiskTier {
         })
     }
 
-    /// Whether a promotion was not cancelled, and its session is live.
-    fn is_current(&self, slots: &PromotionSlots, job: &PromoteJob) -> bool {
-        is_listed(slots, job) && self.is_live(job.session)
-    }
-
     /// Makes a record in the slot of a promotion. `fill` writes payload and digests.
     fn copy_into_slot(
         &self,
@@ -200,54 +151,23 @@ impl DiskTier {
         (key, attributes): (&[u8], &[u8]),
         fill: impl FnOnce(&mut NodeClaim<'_>) -> Result<(), ErrorCode>,
     ) -> Result<(), ErrorCode> {
-        let heap = self.memory.heap();
         let key = KeySection::decode(key).map_err(|_| ErrorCode::Corrupt)?;
         let attributes = Attributes::decode(attributes).map_err(|_| ErrorCode::Corrupt)?;
-        let (segment, slot, epoch) = (job.segment, job.slot, job.name.version);
-        let record = record_spec(header, key, &attributes);
-        let grant =
-            Grant { slot, epoch, term: job.term, extent: job.extent, record, writer: PayloadWriter::Node };
-        self.test_hooks.reached(HookPoint::Loaded);
-        // Under the lock: a later Kill finds the record begun here, and an earlier one has cancelled the promotion.
-        // After a cancellation, the slot and the extent may already belong to another record.
-        let slots = self.promotions.slots.lock();
-        if !self.is_current(&slots, job) && !self.test_hooks.mutation.is_enabled(Mutation::BegunUnasked) {
-            return Err(ErrorCode::Cancelled);
-        }
-        heap.begin_copy(segment, &grant).map_err(|error| error.code())?;
-        self.memory.record_copy(segment, slot, epoch, job.extent.units);
-        drop(slots);
-        let abandon = |code| {
-            let _ = heap.kill(segment, slot, epoch, MonoTime(0));
-            self.memory.record_transition(segment, slot, epoch, State::Dead);
-            Err(code)
+        let skipped = SkippedChecks {
+            begin: self.test_hooks.mutation.is_enabled(Mutation::BegunUnasked),
+            publish: self.test_hooks.mutation.is_enabled(Mutation::PromotedUnasked),
         };
-        let Some(mut claim) = heap.claim(segment, slot, epoch) else { return abandon(ErrorCode::Busy) };
+        let is_live = || self.is_live(job.target.command.0);
+        self.test_hooks.reached(HookPoint::Loaded);
+        let mut claim = self.memory.begin_fill(&job.target, header, key, &attributes, (&is_live, skipped))?;
         if let Err(code) = fill(&mut claim) {
             drop(claim);
-            return abandon(code);
+            self.memory.abandon_fill(&job.target);
+            return Err(code);
         }
         self.test_hooks.reached(HookPoint::Copied);
-        let slots = self.promotions.slots.lock();
-        mark!("promotion cancelled between begin and publication", !self.is_current(&slots, job));
-        if !self.is_current(&slots, job) && !self.test_hooks.mutation.is_enabled(Mutation::PromotedUnasked) {
-            drop(slots);
-            drop(claim);
-            return abandon(ErrorCode::Cancelled);
-        }
-        let published = claim.publish(header.root);
-        drop(slots);
-        if let Err(error) = published {
-            return abandon(error.code());
-        }
-        self.memory.record_transition(segment, slot, epoch, State::Ready);
-        Ok(())
+        self.memory.publish_fill(&job.target, claim, header.root, (&is_live, skipped))
     }
-}
-
-fn is_listed(slots: &PromotionSlots, job: &PromoteJob) -> bool {
-    let listed = slots.get(&(job.segment, job.slot));
-    listed.is_some_and(|promotion| promotion.command == (job.session, job.command_id))
 }
 
 /// Sets the page digests of a record. They were verified when it was read from disk, and its bytes are a copy.

@@ -254,6 +254,6 @@ impl DiskTier {
                 self.open_jobs.end(*ticket);
             }
         }
-        self.send_results(results);
+        self.events.send_results(results);
     }
 }

@@ -39,6 +39,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::counters::get;
 use super::test_hooks::{HookPoint, Mutation};
 use super::{DeviceThread, DiskConfig, DiskError, DiskMembers, DiskTier};
+use crate::copier::Copier;
 use crate::event_router::{EventRouter, NodeEvent};
 use crate::executor::{CommandExecutor, ExecutorTask};
 use crate::logic::groups::GroupSet;
@@ -241,8 +242,14 @@ impl Harness {
         let recorder = Arc::clone(&log);
         moontide_rt::thread::spawn(move || recorder.record_all(events));
         let (tasks, receiver) = mpsc::channel();
-        let executor =
-            CommandExecutor::new(Arc::clone(&memory), Some(Arc::clone(&tier)), Arc::default(), router);
+        let copier = Copier::idle(&memory, &router);
+        let executor = CommandExecutor::new(
+            Arc::clone(&memory),
+            Some(Arc::clone(&tier)),
+            copier,
+            Arc::default(),
+            router,
+        );
         let executor = Mutex::new(Some(moontide_rt::thread::spawn(move || executor.run(&receiver))));
         let current = Mutex::default();
         let harness =
@@ -347,7 +354,9 @@ impl Harness {
 
     fn send(&self, command: NodeCommand) {
         let session = self.current.lock().expect("a session has begun");
-        self.tasks.send(ExecutorTask::Commands { session, commands: vec![command] }).unwrap();
+        self.tasks
+            .send(ExecutorTask::Commands { session, commands: vec![command], sources: vec![] })
+            .unwrap();
     }
 
     fn offload(&self, name: RecordId, slot: SlotId) -> u64 {

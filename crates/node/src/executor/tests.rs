@@ -55,8 +55,9 @@ fn memory() -> Arc<NodeMemory> {
 impl<'a> Harness<'a> {
     fn new(memory: &'a Arc<NodeMemory>) -> Harness<'a> {
         let (sender, events) = unbounded_channel();
-        let mut executor =
-            CommandExecutor::new(Arc::clone(memory), None, Arc::default(), EventRouter::single(sender));
+        let router = EventRouter::single(sender);
+        let copier = Copier::idle(memory, &router);
+        let mut executor = CommandExecutor::new(Arc::clone(memory), None, copier, Arc::default(), router);
         executor.take(ExecutorTask::Session { begins: Some(SessionId(5)), ends: None });
         Harness {
             memory,
@@ -184,7 +185,7 @@ impl<'a> Harness<'a> {
             self.apply(command);
             self.open.insert(command.command_id, *command);
         }
-        self.executor.take(ExecutorTask::Commands { session: SessionId(5), commands });
+        self.executor.take(ExecutorTask::Commands { session: SessionId(5), commands, sources: vec![] });
     }
 
     fn round(&mut self) {
@@ -410,7 +411,7 @@ fn scrub_drain_and_adopt_term_take_effect_and_fence_old_term() {
     let adopt = NodeCommand { term: newer, group: GroupId(2), ..of(4, CommandKind::AdoptTerm) };
     let commands =
         vec![scrub(1, 1), scrub(2, 2), of(3, CommandKind::Drain), adopt, of(5, CommandKind::Drain)];
-    harness.executor.take(ExecutorTask::Commands { session: SessionId(5), commands });
+    harness.executor.take(ExecutorTask::Commands { session: SessionId(5), commands, sources: vec![] });
     assert!(matches!(harness.events.try_recv(), Ok(NodeEvent::Report(SEGMENT))));
     harness.executor.round(SystemClock.now());
     let Ok(NodeEvent::Results { results, .. }) = harness.events.try_recv() else { panic!("no results") };

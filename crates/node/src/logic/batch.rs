@@ -1,4 +1,5 @@
-//! Timing of disk writes: [`OffloadBatch`] closes by size, count or age, and [`WriteThrottle`] limits the bandwidth.
+//! Timing of transfers in the background: [`OffloadBatch`] closes by size, count or age, and [`ByteThrottle`] limits the
+//! bandwidth.
 
 use std::time::Duration;
 
@@ -57,24 +58,24 @@ impl OffloadBatch {
     }
 }
 
-/// Limits writes to a bandwidth: a writer that is ahead of it waits.
+/// Limits writes to disk, or copies of other nodes' records, to a bandwidth: what is ahead of it waits.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct WriteThrottle {
+pub(crate) struct ByteThrottle {
     /// 0: no limit.
     bytes_per_s: u64,
-    /// Time at which the writes so far are within the bandwidth.
+    /// Time at which the bytes so far are within the bandwidth.
     next_free: MonoTime,
 }
 
 /// Time for which unused bandwidth accumulates during a pause.
 const BURST: Duration = Duration::from_millis(250);
 
-impl WriteThrottle {
-    pub(crate) fn new(bytes_per_s: u64) -> WriteThrottle {
-        WriteThrottle { bytes_per_s, next_free: MonoTime(0) }
+impl ByteThrottle {
+    pub(crate) fn new(bytes_per_s: u64) -> ByteThrottle {
+        ByteThrottle { bytes_per_s, next_free: MonoTime(0) }
     }
 
-    /// Accounts for a write of `bytes` bytes and returns the time to wait before it.
+    /// Accounts for `bytes` bytes and returns the time to wait before they are transferred.
     pub(crate) fn take(&mut self, bytes: u64, now: MonoTime) -> Duration {
         if self.bytes_per_s == 0 {
             return Duration::ZERO;
@@ -116,7 +117,7 @@ mod tests {
 
     #[test]
     fn throttle_limits_bandwidth_after_burst() {
-        let mut throttle = WriteThrottle::new(1_000_000);
+        let mut throttle = ByteThrottle::new(1_000_000);
         let second = 1_000 * MS;
         assert_eq!(throttle.take(250_000, MonoTime(second)), Duration::ZERO, "the burst");
         let mut waited = Duration::ZERO;
@@ -128,6 +129,6 @@ mod tests {
         }
         let about = waited.as_millis();
         assert!((980..=1000).contains(&about), "1,000,000 bytes took {about} ms");
-        assert_eq!(WriteThrottle::new(0).take(u64::MAX, MonoTime(0)), Duration::ZERO, "no limit");
+        assert_eq!(ByteThrottle::new(0).take(u64::MAX, MonoTime(0)), Duration::ZERO, "no limit");
     }
 }

@@ -12,6 +12,7 @@
 //! | FenceEpoch | FREE | fence the epoch, unless it is past it already | Done |
 //! | Offload | READY of the epoch | write to disk, and notify | Done |
 //! | Promote | FREE | copy the version from disk into the slot | Done |
+//! | Copy | FREE | copy the version from another node into the slot | Done |
 //! | DropFromDisk | (none) | remove this and all earlier versions durably from disk | Done |
 //! | any | in use by another epoch | none | Refused: StaleEpoch |
 //!

@@ -106,7 +106,7 @@ impl ScriptedMaster {
             seen.kills.insert(seen.commands);
         }
         let commands: PackedBuilder<NodeCommand> = [command].into_iter().collect();
-        let commands = v1::Commands { commands: commands.finish().into() };
+        let commands = v1::Commands { commands: commands.finish().into(), ..Default::default() };
         send(call, (seen.session, seen.map_version()), 0, FromMaster::Commands(commands));
         true
     }

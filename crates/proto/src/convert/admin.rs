@@ -233,8 +233,18 @@ request! {
         /// Segment to drain.
         segment: SegmentRef,
             |m| SegmentRef::from_wire(required("segment", &m.segment)?)?, |v| segment: Some(v.to_wire());
-        /// Whether to evict the objects of the segment, too; otherwise they remain until they are removed.
+        /// Whether to evict the objects of the segment; otherwise they move to other segments.
         evict: bool, |m| m.evict, |v| evict: *v;
+    }
+}
+
+request! {
+    /// Starts or ends the drain of a node.
+    DrainNodeRequest {
+        /// Node to drain.
+        node: NodeId, |m| { at_least("node", m.node, 1u64)?; NodeId(m.node) }, |v| node: v.0;
+        /// Whether the drain ends.
+        undrain: bool, |m| m.undrain, |v| undrain: *v;
     }
 }
 

@@ -176,6 +176,7 @@ bounded! {
     AttachRequest: [];
     AttachReply: [many(2, "regions", ATTACH_REGIONS_MAX, PLAIN)];
     AttachedRegion: [];
+    DescribeReply: [];
 
     RemoveByPrefixRequest: [];
     RemoveByRegexRequest: [];
@@ -208,6 +209,8 @@ bounded! {
     ListSegmentsRequest: [];
     ListSegmentsResponse: [CONTEXT, many(2, "segments", BATCH_KEYS_MAX, PLAIN)];
     DrainSegmentRequest: [];
+    DrainNodeRequest: [];
+    DrainNodeResponse: [CONTEXT];
 
     OpenSessionRequest: [many(4, "addresses", ADDRESSES_MAX, PLAIN)];
     OpenSessionResponse: [CONTEXT];
@@ -236,5 +239,6 @@ bounded! {
         one(8, "offloaded", v1::OffloadNotice::REPEATED)
     ];
     HeartbeatAck: [many(3, "in_sync", GROUPS_MAX as usize, PLAIN)];
-    MasterMessage: [one(6, "heartbeat_ack", v1::HeartbeatAck::REPEATED)];
+    Commands: [many(3, "nodes", NODES_MAX, Element::Message(v1::NodeDetail::REPEATED))];
+    MasterMessage: [one(5, "commands", v1::Commands::REPEATED), one(6, "heartbeat_ack", v1::HeartbeatAck::REPEATED)];
 }

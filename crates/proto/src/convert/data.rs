@@ -1,7 +1,7 @@
-//! Protobuf bodies of data-plane frames: begin, commit, load and attach.
+//! Protobuf bodies of data-plane frames: begin, commit, load, attach and describe.
 
 use moontide_types::limits::{BATCH_KEYS_MAX, LEASE_MS_MAX};
-use moontide_types::{Generation, SegmentId, Tenant};
+use moontide_types::{ErrorCode, Generation, SegmentId, Tenant};
 
 use super::check::{self, at_least, at_most, copied, count, length, rule};
 use super::objects::{AttributeSections, ObjectList, ObjectListKind};
@@ -10,7 +10,7 @@ use crate::limits::{
     ATTACH_BYTES_MAX, ATTACH_KEY_BYTES_MAX, ATTACH_REGIONS_MAX, ENGINE_BYTES_MAX, HANDLES_PER_RESPONSE_MAX,
     OPS_PER_FRAME_MAX,
 };
-use crate::packed::{Codes, Packed, PackedKeys};
+use crate::packed::{Codes, Packed, PackedBytes, PackedKeys};
 use crate::records::{CommitEntry, OpKind, TransferOp};
 use crate::v1;
 
@@ -114,6 +114,37 @@ impl<'a> Wire<'a> for LoadReply<'a> {
 
     fn to_wire(&self) -> v1::LoadReply {
         v1::LoadReply { objects: self.list.objects_to_wire(), handles: self.list.handles_to_wire() }
+    }
+}
+
+/// Descriptions of records, for a copy. A request that fails as a whole is reported by the status of the frame.
+///
+/// Invariant: there is one entry per code, and an entry with a code is empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DescribeReply<'a> {
+    /// Packed outcomes.
+    pub codes: Codes<'a>,
+    /// Descriptions of the records (`moontide_types::record::RecordDescription`).
+    pub records: PackedBytes<'a>,
+}
+
+impl<'a> Wire<'a> for DescribeReply<'a> {
+    type Message = v1::DescribeReply;
+
+    fn from_wire(m: &'a v1::DescribeReply) -> Result<Self, ConvertError> {
+        let codes = check::codes("codes", &m.codes, OPS_PER_FRAME_MAX)?;
+        let records = check::byte_strings("records", &m.records)?;
+        count("records", records.len(), codes.len())?;
+        let is_either = |(code, record): (Option<ErrorCode>, &[u8])| code.is_none() != record.is_empty();
+        rule("records", codes.iter().zip(records.iter()).all(is_either), "either a code or a record")?;
+        Ok(DescribeReply { codes, records })
+    }
+
+    fn to_wire(&self) -> v1::DescribeReply {
+        v1::DescribeReply {
+            codes: copied(self.codes.as_encoded()),
+            records: copied(self.records.as_encoded()),
+        }
     }
 }
 

@@ -30,13 +30,25 @@ pub struct NodeDetail<'a> {
     pub addresses: Vec<Address<'a>>,
     /// Location in the data centre.
     pub topology: Topology<'a>,
+    /// The node is being emptied.
+    pub draining: bool,
 }
 
 impl<'a> ResponseBody<'a> for NodeDirectory<'a> {
     response_of!(v1::GetNodesResponse);
 
     fn read(m: &'a v1::GetNodesResponse) -> Result<Self, ConvertError> {
-        at_most("nodes", m.nodes.len(), NODES_MAX)?;
+        Ok(NodeDirectory { nodes: NodeDetail::all(&m.nodes)? })
+    }
+
+    fn write(&self) -> v1::GetNodesResponse {
+        v1::GetNodesResponse { context: None, nodes: self.nodes.iter().map(NodeDetail::to_wire).collect() }
+    }
+}
+
+impl<'a> NodeDetail<'a> {
+    pub(super) fn all(nodes: &'a [v1::NodeDetail]) -> Result<Vec<NodeDetail<'a>>, ConvertError> {
+        at_most("nodes", nodes.len(), NODES_MAX)?;
         let node = |m: &'a v1::NodeDetail| {
             at_least("nodes.node", m.node, 1u64)?;
             at_least("nodes.session", m.session, 1u64)?;
@@ -45,18 +57,19 @@ impl<'a> ResponseBody<'a> for NodeDirectory<'a> {
                 session: SessionId(m.session),
                 addresses: Address::all(&m.addresses)?,
                 topology: Topology::of(&m.topology)?,
+                draining: m.draining,
             })
         };
-        Ok(NodeDirectory { nodes: m.nodes.iter().map(node).collect::<Result<_, ConvertError>>()? })
+        nodes.iter().map(node).collect()
     }
 
-    fn write(&self) -> v1::GetNodesResponse {
-        let node = |detail: &NodeDetail<'_>| v1::NodeDetail {
-            node: detail.node.0,
-            session: detail.session.0,
-            addresses: detail.addresses.iter().map(|address| address.to_wire()).collect(),
-            topology: Some(detail.topology.to_wire()),
-        };
-        v1::GetNodesResponse { context: None, nodes: self.nodes.iter().map(node).collect() }
+    pub(super) fn to_wire(&self) -> v1::NodeDetail {
+        v1::NodeDetail {
+            node: self.node.0,
+            session: self.session.0,
+            addresses: self.addresses.iter().map(|address| address.to_wire()).collect(),
+            topology: Some(self.topology.to_wire()),
+            draining: self.draining,
+        }
     }
 }

@@ -18,11 +18,12 @@ use moontide_types::limits::GROUPS_MAX;
 use moontide_types::{GroupId, MapVersion, SessionId, Term};
 
 use super::check::{self, at_least, at_most, copied, required};
+use super::nodes::NodeDetail;
 use super::report::{OffloadNotice, ReportChunk, ReportEnd};
 use super::{ConvertError, Wire};
 use crate::limits::SESSION_RECORDS_MAX;
 use crate::packed::Packed;
-use crate::records::{CommandResult, NodeCommand, VersionedId};
+use crate::records::{CommandKind, CommandResult, CopySource, NodeCommand, VersionedId};
 use crate::v1;
 
 /// Message of a node to a master.
@@ -125,7 +126,7 @@ pub struct MasterMessage<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MasterMessageBody<'a> {
     /// Commands to execute.
-    Commands(Packed<'a, NodeCommand>),
+    Commands(Commands<'a>),
     /// Acknowledges a heartbeat.
     HeartbeatAck {
         /// Number of the acknowledged heartbeat.
@@ -136,7 +137,40 @@ pub enum MasterMessageBody<'a> {
         in_sync: Vec<(GroupId, u32)>,
         /// State of the flush, if the heartbeat announced one.
         flush: Option<FlushStatus>,
+        /// Whether an operator wants the node to drain; `None`: as before.
+        drain: Option<bool>,
     },
+}
+
+/// Commands to a node.
+///
+/// Invariant: there is one source per Copy command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Commands<'a> {
+    /// The commands.
+    pub commands: Packed<'a, NodeCommand>,
+    /// Sources of the Copy commands, in order.
+    pub sources: Packed<'a, CopySource>,
+    /// Nodes of the sources.
+    pub nodes: Vec<NodeDetail<'a>>,
+}
+
+impl<'a> Commands<'a> {
+    fn from_wire(m: &'a v1::Commands) -> Result<Self, ConvertError> {
+        let commands: Packed<'a, NodeCommand> = check::records("commands", &m.commands, SESSION_RECORDS_MAX)?;
+        let sources: Packed<'a, CopySource> = check::records("sources", &m.sources, SESSION_RECORDS_MAX)?;
+        let copies = commands.iter().filter(|command| command.kind == CommandKind::Copy).count();
+        check::rule("sources", sources.len() == copies, "there is one source per Copy command")?;
+        Ok(Commands { commands, sources, nodes: NodeDetail::all(&m.nodes)? })
+    }
+
+    fn to_wire(&self) -> v1::Commands {
+        v1::Commands {
+            commands: copied(self.commands.as_encoded()),
+            sources: copied(self.sources.as_encoded()),
+            nodes: self.nodes.iter().map(NodeDetail::to_wire).collect(),
+        }
+    }
 }
 
 impl<'a> Wire<'a> for MasterMessage<'a> {
@@ -146,9 +180,7 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
         use v1::master_message::Body;
         at_least("session", m.session, 1u64)?;
         let body = match required("body", &m.body)? {
-            Body::Commands(m) => {
-                MasterMessageBody::Commands(check::records("commands", &m.commands, SESSION_RECORDS_MAX)?)
-            }
+            Body::Commands(m) => MasterMessageBody::Commands(Commands::from_wire(m)?),
             Body::HeartbeatAck(m) => {
                 open::check_ttl(m.ttl_ms)?;
                 at_most("in_sync", m.in_sync.len(), GROUPS_MAX)?;
@@ -159,6 +191,7 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
                     ttl_ms: m.ttl_ms,
                     in_sync: m.in_sync.iter().map(group).collect::<Result<_, ConvertError>>()?,
                     flush: m.flush,
+                    drain: m.drain,
                 }
             }
         };
@@ -174,16 +207,14 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
     fn to_wire(&self) -> v1::MasterMessage {
         use v1::master_message::Body;
         let body = match &self.body {
-            MasterMessageBody::Commands(commands) => {
-                Body::Commands(v1::Commands { commands: copied(commands.as_encoded()) })
-            }
-            &MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, ref in_sync, flush } => {
+            MasterMessageBody::Commands(commands) => Body::Commands(commands.to_wire()),
+            &MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, ref in_sync, flush, drain } => {
                 let group = |&(group, exclusion): &(GroupId, u32)| v1::GroupExclusion {
                     group: group.0.into(),
                     exclusion,
                 };
                 let in_sync = in_sync.iter().map(group).collect();
-                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush })
+                Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush, drain })
             }
         };
         v1::MasterMessage {

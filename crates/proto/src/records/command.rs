@@ -1,4 +1,5 @@
-//! [`NodeCommand`]: instruction of a master to a node. [`CommandResult`]: its result.
+//! [`NodeCommand`]: instruction of a master to a node, with a [`CopySource`] if it is a copy. [`CommandResult`]: its
+//! result.
 //!
 //! Commands are idempotent and carry the epoch they refer to, so that a repeated or late command has no effect. One
 //! flat record serves all kinds; fields that a kind does not use are zero, and the decoder checks it.
@@ -6,9 +7,10 @@
 use moontide_types::limits::{LEASE_MS_MAX, STRIPES_MAX};
 use moontide_types::record::Word;
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, GroupId, ObjectId, SegmentId, SlotId, Span, Term,
+    Epoch, ErrorCode, Extent, Generation, GroupId, NodeId, ObjectId, SegmentId, SlotId, Span, Term,
 };
 
+use crate::capability::Capability;
 use crate::layout::RecordError;
 
 numbered! {
@@ -32,6 +34,9 @@ numbered! {
         Drain = 8,
         /// Verify a record against its digests. Uses slot, epoch, id.
         Scrub = 9,
+        /// Copy a record of another node into a slot. Uses slot, extent, payload offset, epoch, id, stripe, lease. A
+        /// [`CopySource`] belongs to it.
+        Copy = 10,
     }
 }
 
@@ -105,19 +110,19 @@ impl NodeCommand {
         if self.kind != DropFromDisk {
             (used.segment, used.generation) = (self.segment, self.generation);
         }
-        if matches!(self.kind, Kill | Reclaim | FenceEpoch | Offload | Promote | Scrub) {
+        if matches!(self.kind, Kill | Reclaim | FenceEpoch | Offload | Promote | Scrub | Copy) {
             (used.slot, used.epoch) = (self.slot, self.epoch);
         }
-        if matches!(self.kind, Kill | Reclaim | Offload | Promote | Scrub | DropFromDisk) {
+        if matches!(self.kind, Kill | Reclaim | Offload | Promote | Scrub | Copy | DropFromDisk) {
             (used.id, used.epoch) = (self.id, self.epoch);
         }
-        if matches!(self.kind, Offload | Promote) {
+        if matches!(self.kind, Offload | Promote | Copy) {
             used.lease_ms = self.lease_ms;
         }
         if matches!(self.kind, Kill | DropFromDisk) {
             used.flags = self.flags;
         }
-        if self.kind == Promote {
+        if matches!(self.kind, Promote | Copy) {
             (used.stripe, used.extent, used.payload_offset) = (self.stripe, self.extent, self.payload_offset);
         }
         if self.kind == AdoptTerm {
@@ -128,6 +133,45 @@ impl NodeCommand {
         Self::rule(usize::from(self.stripe) < STRIPES_MAX, "stripe < STRIPES_MAX")?;
         let start = Span::new(self.payload_offset, 0);
         Self::rule(start.is_some_and(|s| self.extent.span().contains(s)), "the payload starts in the extent")
+    }
+}
+
+numbered! {
+    /// Reason for a copy; the more urgent ones have the lower numbers.
+    pub enum CopyPurpose(u8) {
+        /// The source is to be emptied.
+        Drain = 1,
+    }
+}
+
+fixed_record! {
+    /// Location from which a node copies a record.
+    ///
+    /// Invariant: the source has a node.
+    pub struct CopySource[64] {
+        /// Node that has the record.
+        0 node: NodeId,
+        /// Generation of the segment.
+        8 generation: Generation,
+        /// Root of the stripe's page digests, which the copy must have.
+        16 root: u64,
+        /// Proof of the access right.
+        24 capability: Capability,
+        /// Segment of the slot.
+        40 segment: SegmentId,
+        /// Slot in the segment.
+        44 slot: SlotId,
+        /// Term in which the capability was created.
+        48 term: Term,
+        /// Reason for the copy.
+        52 purpose: CopyPurpose,
+        reserved 53,
+    }
+}
+
+impl CopySource {
+    fn check(&self) -> Result<(), RecordError> {
+        Self::rule(self.node.0 > 0, "node > 0")
     }
 }
 

@@ -27,6 +27,7 @@ fn operator_message_limits_are_enforced() {
     });
     edge!(EvictRequest, TooLarge, |m| m.target_permille = 1000, m.target_permille = 1001);
     edge!(DrainSegmentRequest, InvalidArgument, |m| m.evict = true, m.segment = None);
+    edge!(DrainNodeRequest, InvalidArgument, |m| m.node = 1, m.node = 0);
     edge!(GetJobResponse, Unsupported, |m| (m.state, m.code) = (2, 0), m.state = 0);
     edge!(GetJobResponse, Unsupported, |m| (m.state, m.code) = (2, 0), m.code = 77_777);
     edge!(GetClusterInfoResponse, InvalidArgument, |m| m.protocol_max = 1, m.protocol_min = 2);

@@ -317,7 +317,7 @@ impl Gen {
         }
         match kind {
             Offload => command.lease_ms = 5000,
-            Promote => {
+            Promote | Copy => {
                 (command.extent, command.payload_offset) = self.extent_for(1000);
                 (command.stripe, command.lease_ms) = (self.below(1024) as u16, 30_000);
             }
@@ -326,6 +326,19 @@ impl Gen {
             _ => {}
         }
         command
+    }
+
+    pub(crate) fn copy_source(&mut self) -> CopySource {
+        CopySource {
+            node: NodeId(self.u64().max(1)),
+            generation: Generation(self.u64()),
+            root: self.u64(),
+            capability: Capability(self.id().0),
+            segment: self.segment(),
+            slot: self.slot(),
+            term: self.term(),
+            purpose: self.pick(CopyPurpose::ALL),
+        }
     }
 
     pub(crate) fn command_result(&mut self) -> CommandResult {
@@ -554,6 +567,7 @@ impl Gen {
                 ledger_permille: self.below(1001) as u32,
             }),
             flushing: self.bool(),
+            draining: self.bool(),
         }
     }
 
@@ -781,6 +795,9 @@ impl Gen {
                 let segment = Some(self.segment_ref());
                 v1::DrainSegmentRequest { context, segment, evict: force }.encode_to_vec()
             }
+            "DrainNodeRequest" => {
+                v1::DrainNodeRequest { context, node: self.u64().max(1), undrain: force }.encode_to_vec()
+            }
             "GetClusterInfoResponse" => v1::GetClusterInfoResponse {
                 context: response,
                 cluster: self.u64(),
@@ -798,6 +815,17 @@ impl Gen {
             "LoadReply" => {
                 let ObjectFields { objects, handles, .. } = self.staged(n);
                 v1::LoadReply { objects, handles }.encode_to_vec()
+            }
+            "DescribeReply" => {
+                let (mut codes, mut records) = (CodesBuilder::default(), PackedBytesBuilder::new());
+                for _ in 0..n {
+                    let code = self.maybe_code();
+                    let record = if code.is_some() { vec![] } else { self.byte_string(1, 300) };
+                    codes.push(code);
+                    records.push(&record).unwrap();
+                }
+                v1::DescribeReply { codes: codes.finish().into(), records: records.finish().into() }
+                    .encode_to_vec()
             }
             "HandoffGroupRequest" => {
                 let ObjectFields { objects, handles, attributes } = self.found(n);
@@ -829,13 +857,7 @@ impl Gen {
                 v1::AttachReply { address: self.byte_string(0, 300).into(), regions }.encode_to_vec()
             }
             "GetNodesResponse" => {
-                let node = |g: &mut Gen| v1::NodeDetail {
-                    node: g.u64().max(1),
-                    session: g.u64().max(1),
-                    addresses: g.addresses(n),
-                    topology: Some(g.topology()),
-                };
-                let nodes = (0..n).map(|_| node(self)).collect();
+                let nodes = (0..n).map(|_| self.node_detail(n)).collect();
                 v1::GetNodesResponse { context: response, nodes }.encode_to_vec()
             }
             "PollInvalidationsRequest" => {

@@ -7,7 +7,7 @@ impl Gen {
         use v1::master_message::Body;
         let n = self.below(6) as usize;
         let body = if self.bool() {
-            Body::Commands(v1::Commands { commands: self.packed(n, Gen::command) })
+            Body::Commands(self.commands(n))
         } else {
             Body::HeartbeatAck(v1::HeartbeatAck {
                 heartbeat_id: self.u64(),
@@ -18,6 +18,7 @@ impl Gen {
                     bytes: self.u64(),
                     refused: self.u64(),
                 }),
+                drain: self.bool().then(|| self.bool()),
             })
         };
         v1::MasterMessage {
@@ -26,6 +27,26 @@ impl Gen {
             map_version: self.u64(),
             acked_sequence: self.u64(),
             body: Some(body),
+        }
+    }
+
+    pub(crate) fn node_detail(&mut self, addresses: usize) -> v1::NodeDetail {
+        v1::NodeDetail {
+            node: self.u64().max(1),
+            session: self.u64().max(1),
+            addresses: self.addresses(addresses),
+            topology: Some(self.topology()),
+            draining: self.bool(),
+        }
+    }
+
+    pub(crate) fn commands(&mut self, n: usize) -> v1::Commands {
+        let commands: Vec<NodeCommand> = (0..n).map(|_| self.command()).collect();
+        let copies = commands.iter().filter(|command| command.kind == CommandKind::Copy).count();
+        v1::Commands {
+            commands: commands.into_iter().collect::<PackedBuilder<NodeCommand>>().finish().into(),
+            sources: self.packed(copies, Gen::copy_source),
+            nodes: (0..self.below(3)).map(|_| self.node_detail(2)).collect(),
         }
     }
 

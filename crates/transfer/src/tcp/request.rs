@@ -78,8 +78,8 @@ impl Request {
 
     /// Checks whether a call of this kind with this body is a valid frame.
     pub(crate) fn check_call(kind: FrameKind, body: &[u8]) -> Result<(), TransferError> {
-        use FrameKind::{Attach, Begin, Commit, Load, Release};
-        if !matches!(kind, Begin | Commit | Load | Release | Attach) {
+        use FrameKind::{Attach, Begin, Commit, Describe, Load, Release};
+        if !matches!(kind, Begin | Commit | Load | Release | Attach | Describe) {
             return Err(TransferError::Malformed { source: FrameError::Kind { found: kind.number() } });
         }
         let body_len = u32::try_from(body.len()).unwrap_or(u32::MAX);

@@ -334,7 +334,8 @@ impl Shared {
             | FrameKind::Commit
             | FrameKind::Load
             | FrameKind::Release
-            | FrameKind::Attach => {
+            | FrameKind::Attach
+            | FrameKind::Describe => {
                 let kind = header.kind.reply().expect("a request");
                 match self.owner.call(caller, header.kind, &buffers.body, deadline) {
                     Ok(body) if body.len() <= kind.body_len_max() => {

@@ -138,7 +138,7 @@ fn any_kind(rng: &mut Rng) -> FrameKind {
         let number = if rng.within(0, 20) == 0 {
             rng.within(1, 60)
         } else {
-            [34, 36, 39, 42, 44, 46, 48][rng.within(0, 7) as usize]
+            [34, 36, 39, 42, 44, 46, 48, 52][rng.within(0, 8) as usize]
         };
         if let Some(kind) = FrameKind::from_number(number as u16) {
             return kind;
@@ -150,7 +150,7 @@ fn any_kind(rng: &mut Rng) -> FrameKind {
 fn any_frame(bytes: &mut Vec<u8>, rng: &mut Rng) {
     let kind = any_kind(rng);
     let element = match kind {
-        FrameKind::Read | FrameKind::Write | FrameKind::Release => TransferOp::BYTES,
+        FrameKind::Read | FrameKind::Write | FrameKind::Release | FrameKind::Describe => TransferOp::BYTES,
         _ => 2,
     };
     let max = kind.body_len_max().min(if rng.within(0, 200) == 0 { 100_000 } else { 500 });
@@ -174,7 +174,7 @@ fn any_frame(bytes: &mut Vec<u8>, rng: &mut Rng) {
 fn header_only_frame(bytes: &mut Vec<u8>, rng: &mut Rng) {
     let kind = any_kind(rng);
     let element = match kind {
-        FrameKind::Read | FrameKind::Write | FrameKind::Release => TransferOp::BYTES,
+        FrameKind::Read | FrameKind::Write | FrameKind::Release | FrameKind::Describe => TransferOp::BYTES,
         _ => 2,
     };
     let body_len = (kind.body_len_max() / element * element) as u32;

@@ -222,6 +222,8 @@ pub struct Heartbeat<'a> {
     pub pressure: Pressure,
     /// The node is about to stop and writes its objects to its disk.
     pub flushing: bool,
+    /// The node is to be emptied.
+    pub draining: bool,
 }
 
 impl<'a> Wire<'a> for Heartbeat<'a> {
@@ -251,6 +253,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             disk: m.disk.as_ref().map(DiskStatus::from_wire).transpose()?,
             pressure: m.pressure.as_ref().map(Pressure::from_wire).transpose()?.unwrap_or_default(),
             flushing: m.flushing,
+            draining: m.draining,
         })
     }
 
@@ -269,6 +272,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             disk: self.disk.as_ref().map(Wire::to_wire),
             pressure: Some(self.pressure.to_wire()),
             flushing: self.flushing,
+            draining: self.draining,
         }
     }
 }

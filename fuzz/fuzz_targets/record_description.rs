@@ -1,0 +1,3 @@
+//! `moontide_fuzz::record_description` under libFuzzer.
+#![no_main]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| moontide_fuzz::record_description(data));
