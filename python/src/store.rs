@@ -545,9 +545,36 @@ impl Store {
             dict.set_item("host", node.host.to_string())?;
             dict.set_item("rack", node.rack.to_string())?;
             dict.set_item("zone", node.zone.to_string())?;
+            dict.set_item("draining", node.draining)?;
             Ok(dict)
         });
         each.collect()
+    }
+
+    /// Starts the drain of a node: it gets no new objects, and those in its memory move to other nodes. Returns when the
+    /// masters have accepted it; drain_progress() tells how far it is.
+    fn drain_node(&self, py: Python<'_>, node: &str) -> PyResult<()> {
+        let node = node_of(node)?;
+        self.call(py, |client| client.drain_node(node))
+    }
+
+    /// Ends the drain of a node: it gets new objects again.
+    fn undrain_node(&self, py: Python<'_>, node: &str) -> PyResult<()> {
+        let node = node_of(node)?;
+        self.call(py, |client| client.undrain_node(node))
+    }
+
+    /// Returns the state of a node that is drained, as a dict: whether it is empty, the bytes of its objects, its
+    /// segments, and those that accept no new objects.
+    fn drain_progress<'py>(&self, py: Python<'py>, node: &str) -> PyResult<Bound<'py, PyDict>> {
+        let node = node_of(node)?;
+        let progress = self.call(py, |client| client.drain_progress(node))?;
+        let dict = PyDict::new(py);
+        dict.set_item("empty", progress.is_empty())?;
+        dict.set_item("bytes_left", progress.bytes_left)?;
+        dict.set_item("segments", progress.segments)?;
+        dict.set_item("segments_draining", progress.segments_draining)?;
+        Ok(dict)
     }
 
     /// For moontide.compat and moontide.kv: puts from addresses.
@@ -585,6 +612,13 @@ impl Store {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats_of(py, &self.client(py)?)
     }
+}
+
+/// Parses a node id in the format of the command line.
+fn node_of(name: &str) -> PyResult<NodeId> {
+    name.parse().map_err(|error: moontide_types::InvalidNodeId| {
+        pyo3::exceptions::PyValueError::new_err(error.to_string())
+    })
 }
 
 /// Returns a node id in the format of the command line.

@@ -534,3 +534,24 @@ def test_calls_after_close_raise_closed(cluster, key):
     ):
         with pytest.raises(moontide.Closed, match="the store is closed"):
             call()
+
+
+def test_drained_node_is_empty_and_nothing_is_lost(own_cluster):
+    with moontide.Store(own_cluster(nodes=2).master) as store:
+        values = {f"drained/{n}": bytes([n]) * 50_000 for n in range(40)}
+        store.batch_put(list(values), list(values.values()))
+        node = store.stat("drained/0")["locations"][0]["node"]
+        store.drain_node(node)
+        deadline = time.monotonic() + 30
+        while not (progress := store.drain_progress(node))["empty"]:
+            assert time.monotonic() < deadline, progress
+            time.sleep(0.05)
+        assert progress["bytes_left"] == 0 and progress["segments"] == progress["segments_draining"] > 0
+        assert {info["node"]: info["draining"] for info in store.nodes()}[node]
+        assert store.batch_get(list(values)) == list(values.values())
+        assert all(place["node"] != node for key in values for place in store.stat(key)["locations"])
+        store.undrain_node(node)
+        with pytest.raises(moontide.Error):
+            store.drain_node("0000000000000123")
+        with pytest.raises(ValueError, match="16 hexadecimal"):
+            store.drain_node("here")

@@ -102,3 +102,64 @@ fn example_config_files_are_valid_and_take_effect() {
         assert!(count > 5, "{path} has {count} settings");
     }
 }
+
+#[test]
+fn drain_moves_all_objects_and_undrain_ends_it() {
+    let (_dev, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "64MiB"]);
+    let master = printed(&lines, "grpc");
+    let id = "00000000feed0002";
+    let (node, _) = Running::start(&["node", "--master", master, "--memory", "64MiB", "--node-id", id]);
+    for n in 0..40 {
+        expect(0, &["put", &format!("key-{n}"), "--master", master], &vec![n; 100_000]);
+    }
+    let on_node = || {
+        let of = |n: u8| expect(0, &["stat", &format!("key-{n}"), "--json", "--master", master], b"").json();
+        (0..40).filter(|&n| of(n)["stripes"].to_string().contains(id)).count()
+    };
+    assert!(on_node() > 0);
+
+    let drained = expect(0, &["node", "drain", id, "--json", "--master", master], b"").json();
+    assert_eq!((&drained["empty"], &drained["bytes_left"]), (&true.into(), &0.into()), "{drained}");
+    assert!(drained["bytes_gone"].as_u64().unwrap() > 0, "{drained}");
+    assert_eq!(on_node(), 0);
+    let again = expect(0, &["node", "drain", id, "--master", master], b"");
+    assert_eq!(again.text(), format!("node {id} is empty: 0 B moved\n"));
+    for n in 0..40 {
+        assert_eq!(expect(0, &["get", &format!("key-{n}"), "--master", master], b"").out, vec![n; 100_000]);
+    }
+
+    let undrained = expect(0, &["node", "undrain", id, "--master", master], b"");
+    assert_eq!(undrained.text(), format!("node {id} gets new objects again\n"));
+    let unknown = expect(3, &["node", "drain", "00000000feed0009", "--master", master], b"");
+    assert!(unknown.err.contains(id), "the error names the nodes: {}", unknown.err);
+    expect(2, &["node", "drain", "feed", "--master", master], b"");
+    expect(4, &["node", "drain", id, "--master", "127.0.0.1:1"], b"");
+    assert_eq!(node.stop(Signal::TERM), 0);
+}
+
+#[test]
+fn drain_that_cannot_end_exits_with_1() {
+    let (_dev, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "64MiB"]);
+    let (master, id) = (printed(&lines, "grpc"), printed(&lines, "node"));
+    expect(0, &["put", "key", "--master", master], b"value");
+    let ended = expect(1, &["node", "drain", id, "--wait", "1s", "--master", master], b"");
+    assert!(ended.err.contains("left on the node"), "there is no other node: {}", ended.err);
+    assert_eq!(expect(0, &["get", "key", "--master", master], b"").out, b"value");
+    let at_once = expect(0, &["node", "drain", id, "--wait", "0s", "--master", master], b"");
+    assert!(at_once.text().contains("drains"), "{}", at_once.text());
+}
+
+#[test]
+fn node_moves_its_objects_before_it_stops_if_told() {
+    let (_dev, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "64MiB"]);
+    let master = printed(&lines, "grpc");
+    let arguments = ["node", "--master", master, "--memory", "64MiB", "--drain-on-stop", "30s"];
+    let (node, _) = Running::start(&arguments);
+    for n in 0..40 {
+        expect(0, &["put", &format!("key-{n}"), "--master", master], &vec![n; 100_000]);
+    }
+    assert_eq!(node.stop(Signal::TERM), 0);
+    for n in 0..40 {
+        assert_eq!(expect(0, &["get", &format!("key-{n}"), "--master", master], b"").out, vec![n; 100_000]);
+    }
+}

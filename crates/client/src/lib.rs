@@ -85,6 +85,8 @@ mod write_plan;
 #[cfg(not(shuttle))]
 mod bulk;
 #[cfg(not(shuttle))]
+mod drain;
+#[cfg(not(shuttle))]
 mod invalidations;
 #[cfg(not(shuttle))]
 mod metadata;
@@ -116,6 +118,8 @@ pub use config::{
     ASYNC_CALLS_MAX_DEFAULT, ASYNC_QUEUE_MAX_DEFAULT, CONNECT_DEFAULT, Hedge, LOCATION_CACHE_ENTRIES_DEFAULT,
     MASTER_DEFAULT, PutOptions, StoreConfig, TIMEOUT_DEFAULT,
 };
+#[cfg(not(shuttle))]
+pub use drain::DrainProgress;
 #[cfg(not(shuttle))]
 pub use error::StoreError;
 #[cfg(not(shuttle))]

@@ -69,6 +69,8 @@ pub struct NodeInfo {
     pub rack: String,
     /// Zone; empty if unknown.
     pub zone: String,
+    /// The node is being emptied.
+    pub draining: bool,
 }
 
 /// Node with its link and health.

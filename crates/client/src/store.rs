@@ -46,6 +46,7 @@ fn node_info(detail: &NodeDetail<'_>) -> NodeInfo {
         host: detail.topology.host.into(),
         rack: detail.topology.rack.into(),
         zone: detail.topology.zone.into(),
+        draining: detail.draining,
     }
 }
 

@@ -12,11 +12,14 @@
 //! | `GET /query_key?key=&tenant=` | metadata of one key |
 //! | `GET /batch_query_keys?keys=a,b&tenant=` | metadata of several keys; a comma in a key is written `%2C` |
 //! | `POST /batch_query_keys?tenant=` | the same, with a JSON list of keys as body |
-//! | `POST /segments/{node}/{segment}/drain?evict=` | starts a job: no new objects; with `evict`, also eviction |
+//! | `POST /segments/{node}/{segment}/drain?evict=` | starts a job: no new objects; the others move, or with `evict` leave |
+//! | `POST /nodes/{node}/drain` | empties a node: its objects move to other nodes |
+//! | `POST /nodes/{node}/undrain` | ends that: the node accepts new objects again |
 //! | `GET /jobs/{job}` | progress of a job |
 //!
-//! A drained segment accepts no new objects. Its objects are not moved: with `evict` the master evicts those that are
-//! not in use, otherwise they remain until they are removed. The job is done when the segment is empty.
+//! A drained segment accepts no new objects. Its objects move to other segments; with `evict` the master evicts those that
+//! are not in use instead. The job is done when the segment is empty. A drained node is empty when all its segments in
+//! memory are: `GET /get_all_segments` shows them.
 //!
 //! Responses are JSON; with `?format=text` or `Accept: text/plain` the listings of segments and keys are plain lines.
 //! Keys are bytes, formatted by [`text`]: percent-decoding returns the key. `next_cursor` is the cursor of the next
@@ -106,6 +109,8 @@ fn router(state: AdminState) -> Router {
         .route("/query_key", get(query_key))
         .route("/batch_query_keys", get(batch_query_keys).post(batch_query_keys_of_list))
         .route("/segments/{node}/{segment}/drain", post(drain))
+        .route("/nodes/{node}/drain", post(drain_node))
+        .route("/nodes/{node}/undrain", post(undrain_node))
         .route("/jobs/{job}", get(job))
         .fallback(async || {
             AdminError::new(ErrorCode::NotFound, "no such endpoint; see docs/master.md for the list")
@@ -329,6 +334,23 @@ async fn drain(
         state.service.drain_segment(&v1::DrainSegmentRequest { context: context(query)?, segment, evict });
     check(response.context.as_ref(), "cannot drain segment")?;
     Ok((StatusCode::ACCEPTED, Json(json!({"job": response.job.to_string()}))).into_response())
+}
+
+async fn drain_node(State(state): Shared, Path(node): Path<String>) -> Result<Response, AdminError> {
+    order_drain(&state, &node, false)
+}
+
+async fn undrain_node(State(state): Shared, Path(node): Path<String>) -> Result<Response, AdminError> {
+    order_drain(&state, &node, true)
+}
+
+fn order_drain(state: &AdminState, node: &str, undrain: bool) -> Result<Response, AdminError> {
+    let node: NodeId =
+        node.parse().map_err(|error: InvalidNodeId| AdminError::argument(error.to_string()))?;
+    let context = context(Query(""))?;
+    let response = state.service.drain_node(&v1::DrainNodeRequest { context, node: node.0, undrain });
+    check(response.context.as_ref(), "cannot drain node")?;
+    Ok((StatusCode::ACCEPTED, Json(json!({"node": node.to_string(), "drain": !undrain}))).into_response())
 }
 
 async fn job(State(state): Shared, Path(job): Path<String>) -> Result<Json<Job>, AdminError> {

@@ -1,6 +1,7 @@
-//! `moontide node`: runs a node until SIGTERM or SIGINT.
-//!
-//! Its flags are the settings of [`NodeConfig`].
+//! `moontide node`: runs a node until SIGTERM or SIGINT. Its flags are the settings of [`NodeConfig`]. `node drain` and
+//! `node undrain` ([`drain`]) concern nodes that run elsewhere.
+
+mod drain;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -26,20 +27,31 @@ Examples:
       all settings with comments, as a starting point
   moontide node --memory-bytes 64GiB --disk-dir /mnt/ssd/moontide --disk-limit 200GiB
       with a disk tier for objects that do not fit into memory; repeat --disk-dir for several SSDs
+  moontide node drain 00f1c2d3e4a5b697
+      move the objects of a running node to the others; see `moontide node drain --help`
 
 Prints `node ID`, `tcp ADDRESS`, `shm PATH`, `disk DIR`, `admin URL` and `ready`, one per line, when it serves. Every
 setting can also be set by the environment, e.g. MOONTIDE_NODE_MEMORY_BYTES=4GiB; in the file, disk settings are in
 the table [disk]. MOONTIDE_LOG sets the log filter of stderr.
-On SIGTERM or ctrl-c, a node with a disk first writes its objects to it; a second signal ends that.
+On SIGTERM or ctrl-c, a node first moves its objects to other nodes if --drain-on-stop is set, and one with a disk writes
+them to it; a second signal ends that.
 Exit codes: 0 stopped by SIGTERM or ctrl-c, 1 failure, 2 usage, 4 the master cannot be reached.";
 
 pub(crate) fn command() -> Command {
     SettingsArgs::<NodeConfig>::augment_args(Command::new("node"))
         .about("Run a node: owns memory and disk, serves the data plane")
         .after_help(EXAMPLES)
+        .args_conflicts_with_subcommands(true)
+        .subcommand(drain::command())
+        .subcommand(drain::undrain_command())
 }
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
+    match matches.subcommand() {
+        Some(("drain", matches)) => return drain::run(matches),
+        Some(("undrain", matches)) => return drain::run_undrain(matches),
+        _ => {}
+    }
     let args = SettingsArgs::<NodeConfig>::from_arg_matches(matches).map_err(CommandError::usage)?;
     let loaded = args.load()?;
     if args.is_print() {
