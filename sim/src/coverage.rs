@@ -15,6 +15,9 @@ pub const COINCIDENCES: &[&str] = &[
     "record evicted or removed between scan and notice",
     "record removed or evicted while it is read from disk",
     "promotion cancelled between begin and publication",
+    "copy cancelled before its begin",
+    "copy cancelled between begin and publication",
+    "source of a copy is gone",
     "log of removals replaced after a failed write",
     "disk full at a removal",
     "self-fence while a peer reads",
@@ -35,6 +38,10 @@ pub(crate) const PLACES: &[&str] = &[
     "about to begin a promoted record",
     "about to publish a promoted record",
     "about to tell of found records",
+    "about to describe records",
+    "about to begin a copied record",
+    "about to publish copied records",
+    "about to tell of copied records",
     "about to write removals",
     "about to take a snapshot",
 ];
@@ -48,6 +55,8 @@ pub const MUTATIONS: &[&str] = &[
     "moontide_node::disk::test_hooks::JobsNotAwaited",
     "refused-kill-believed",
     "moontide_disk::mutation::TombstoneUnsynced",
+    "copy-published-after-kill",
+    "copy-not-killed",
 ];
 
 #[cfg(test)]

@@ -11,7 +11,8 @@ use std::time::Duration;
 use moontide_master::election::{ClusterState, DocumentVersion, MasterAddresses, Snapshot};
 use moontide_meta::GroupHandoff;
 use moontide_proto::{CommitEntry, FixedRecord, Handle, ObjectEntry, v1};
-use moontide_types::{Epoch, ErrorCode, GroupId, MonoTime, ObjectId, SessionId, Term};
+use moontide_transfer::CarriedRequest;
+use moontide_types::{Epoch, ErrorCode, GroupId, MonoTime, NodeId, ObjectId, SessionId, Term};
 use prost::Message as _;
 
 use crate::client::ClientTimer;
@@ -83,6 +84,10 @@ pub(crate) enum Message {
     Ask { call: u64, ask: NodeOp },
     /// Reply of a node to a client.
     NodeReply { call: u64, reply: NodeReply },
+    /// Request of a node to another one, from which it copies.
+    Fetch { call: u64, node: NodeId, request: CarriedRequest },
+    /// Reply to it.
+    Fetched { call: u64, reply: Result<Payload, ErrorCode> },
     /// Request of a node to a master.
     NodeCall { call: u64, request: NodeRequest },
     /// Response of a master to a node.
@@ -128,6 +133,10 @@ impl Message {
             Message::Reply { call, reply } => (call, reply.bytes()).hash(trace),
             Message::Ask { call, ask } => (call, ask.location(), ask.epoch()).hash(trace),
             Message::NodeReply { call, reply } => (call, reply.mark()).hash(trace),
+            Message::Fetch { call, node, request } => (call, node, format!("{request:?}")).hash(trace),
+            Message::Fetched { call, reply } => {
+                (call, reply.as_ref().map(Payload::number).map_err(|code| *code as u64)).hash(trace);
+            }
             Message::NodeCall { call, request } => {
                 let bytes = match request {
                     NodeRequest::Open(m) => m.encode_to_vec(),

@@ -68,6 +68,8 @@ kinds! {
     Aimed = "node hit at a place of its code",
     /// A node's process is told to stop, and is killed if it takes long.
     NodeStopped = "node told to stop",
+    /// An operator has a node emptied.
+    NodeDrained = "node drained",
     /// A node's process exits at its start, because its disk fails.
     NodeNotStarted = "node not started",
     /// A client's process exits.
@@ -215,6 +217,14 @@ pub(crate) enum Fault {
         node: usize,
         incarnation: u32,
     },
+    /// An operator has the node emptied, and ends that after a time.
+    Drain {
+        node: usize,
+        for_ms: u64,
+    },
+    Undrain {
+        node: usize,
+    },
     Added {
         master: usize,
     },
@@ -288,6 +298,7 @@ fn draw(kind: FaultKind, plan: &RunPlan, rng: &mut SimRng) -> Option<Fault> {
         }
         FaultKind::NodeStopped => Some(Fault::Stop { node, for_ms: rng.within(50, 10_000) }),
         FaultKind::StreamBroken => Some(Fault::Reset { node }),
+        FaultKind::NodeDrained => Some(Fault::Drain { node, for_ms: rng.within(500, 60_000) }),
         // The network injects these itself, or they exist from the beginning.
         FaultKind::Lost
         | FaultKind::Delayed

@@ -1,21 +1,26 @@
 //! [`Links`]: what connects the nodes, which run in threads of the world, with the simulated network. It carries the gRPC calls
-//! of their sessions, and what they answer to clients.
+//! of their sessions, their requests to each other, and what they answer to clients.
 //!
 //! Threads of nodes put messages into the outbox, and the thread that drives the world takes them from there.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use moontide_proto::v1;
 use moontide_rt::sim::Process;
+use moontide_rt::sync::{Condvar, Mutex};
 use moontide_rt::thread::{Thread, current};
+use moontide_rt::time::Instant;
 use moontide_tasks::sim::{Network, Reply};
-use moontide_types::{ErrorCode, SessionId};
+use moontide_transfer::{CarriedRequest, Carrier, EngineKind, Peer};
+use moontide_types::{ErrorCode, NodeId, SessionId};
 use prost::Message as _;
 use tonic::{Code, Status};
 
-use crate::event::{Message, NodeRequest, NodeResponse, ProcessId};
+use crate::event::{Message, NodeRequest, NodeResponse, Payload, ProcessId};
 use crate::master::index_of;
 use crate::plan::AimedFault;
 
@@ -86,6 +91,8 @@ pub(crate) struct Links {
     outbox: RefCell<Vec<Outgoing>>,
     calls: RefCell<BTreeMap<u64, NodeCall>>,
     last: Cell<u64>,
+    /// Requests of nodes to each other, with the replies that have arrived.
+    fetches: RefCell<BTreeMap<u64, (Process, Arc<Fetch>)>>,
     /// Processes of nodes that were not killed.
     nodes: RefCell<Vec<(Process, usize)>>,
 }
@@ -99,6 +106,7 @@ impl Links {
             calls: RefCell::default(),
             // Apart from the numbers of clients and masters.
             last: Cell::new(1 << 62),
+            fetches: RefCell::default(),
             nodes: RefCell::default(),
         }
     }
@@ -111,6 +119,7 @@ impl Links {
     pub(crate) fn killed(&self, process: Process) {
         self.nodes.borrow_mut().retain(|(known, _)| *known != process);
         self.calls.borrow_mut().retain(|_, call| call.process != process);
+        self.fetches.borrow_mut().retain(|_, (of, _)| *of != process);
     }
 
     /// Gives something to the thread that drives the world.
@@ -167,7 +176,13 @@ impl Links {
                     call.reply.end(status(code));
                 }
             }
-            _ => unreachable!("not for a session"),
+            Message::Fetched { call, reply } => {
+                if let Some((_, fetch)) = self.fetches.borrow_mut().remove(&call) {
+                    *fetch.reply.lock() = Some(reply);
+                    fetch.arrived.notify_all();
+                }
+            }
+            _ => unreachable!("not for a node"),
         }
     }
 
@@ -182,6 +197,61 @@ impl Links {
     fn send_from(&self, call: &NodeCall, message: Message) {
         let (from, to) = (ProcessId::Node(call.node), ProcessId::Master(call.master));
         self.send(Outgoing::Message { from, to, message });
+    }
+}
+
+/// A request to another node, whose reply a thread waits for.
+#[derive(Default)]
+struct Fetch {
+    reply: Mutex<Option<Result<Payload, ErrorCode>>>,
+    arrived: Condvar,
+}
+
+thread_local! {
+    /// The links of the world that this thread runs.
+    static CURRENT: RefCell<Weak<Links>> = const { RefCell::new(Weak::new()) };
+}
+
+impl Links {
+    /// Lets [`NodesOfWorld`] use these links.
+    pub(crate) fn set_current(self: &Rc<Self>) {
+        CURRENT.set(Rc::downgrade(self));
+    }
+
+    /// Sends a request to another node, and waits for the reply.
+    fn fetch(
+        &self,
+        node: NodeId,
+        to: usize,
+        request: CarriedRequest,
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
+        let from = self.running_node().ok_or(ErrorCode::Cancelled)?;
+        self.last.set(self.last.get() + 1);
+        let (call, fetch) = (self.last.get(), Arc::<Fetch>::default());
+        self.fetches.borrow_mut().insert(call, (Process::current(), Arc::clone(&fetch)));
+        let message = Message::Fetch { call, node, request };
+        self.send(Outgoing::Message { from: ProcessId::Node(from), to: ProcessId::Node(to), message });
+        let mut reply = fetch.reply.lock();
+        while reply.is_none() && Instant::now() < deadline {
+            fetch.arrived.wait_until(&mut reply, deadline);
+        }
+        let reply = reply.take();
+        self.fetches.borrow_mut().remove(&call);
+        reply.unwrap_or(Err(ErrorCode::DeadlineExceeded)).map(|payload| payload.0)
+    }
+}
+
+/// Carries requests of nodes to each other through the links of the world.
+#[derive(Debug)]
+pub(crate) struct NodesOfWorld;
+
+impl Carrier for NodesOfWorld {
+    fn carry(&self, peer: &Peer, request: CarriedRequest, deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+        let links = CURRENT.with_borrow(Weak::upgrade).ok_or(ErrorCode::Cancelled)?;
+        let mut addresses = peer.addresses_of(EngineKind::Tcp);
+        let to = addresses.next().and_then(crate::node::index_of).ok_or(ErrorCode::Unreachable)?;
+        links.fetch(peer.node, to, request, deadline)
     }
 }
 

@@ -17,13 +17,15 @@ use moontide_proto::{Codes, FixedRecord as _, FrameKind, OpKind, PackedKeysBuild
 use moontide_rt::sim::{Process, ProcessClock, mark, set_files_fail};
 use moontide_rt::thread;
 use moontide_rt::time::Instant;
-use moontide_transfer::{Owner, PeerIdentity, Target, serve_read, serve_write};
+use moontide_transfer::{
+    CarriedEngine, CarriedRequest, Owner, PeerIdentity, Target, serve_read, serve_write,
+};
 use moontide_types::{ErrorCode, Generation, Key, NodeId, Tenant};
 use prost::Message as _;
 
 use crate::client::key_bytes;
 use crate::event::{Message, NodeOp, NodeReply, Payload, ProcessId};
-use crate::links::{Links, Outgoing};
+use crate::links::{Links, NodesOfWorld, Outgoing};
 use crate::master::{CLUSTER, address_of};
 use crate::oracle::pattern;
 use crate::plan::RunPlan;
@@ -117,9 +119,11 @@ impl NodeHost {
             generation: Generation(rng.next_u64() >> 1),
             segments: (plan.segments as u32, plan.units, plan.slots),
             masters: (0..plan.masters).map(address_of).collect(),
-            address: format!("node-{}:1", self.index),
+            address: address_of_node(self.index),
             host: format!("host-{}", self.index),
             self_fence_timeout: SELF_FENCE_TIMEOUT_DEFAULT,
+            copy_bytes_per_s: plan.copy_bytes_per_s,
+            engine: Some(Arc::new(CarriedEngine(Arc::new(NodesOfWorld)))),
             disk,
         };
         let process = Process::new(&format!("node {}, start {}", self.index, self.incarnation), clock);
@@ -237,8 +241,46 @@ impl NodeHost {
         });
     }
 
+    /// A request of another node arrives, which was sent to this node id.
+    pub(crate) fn fetch(
+        &self,
+        from: ProcessId,
+        call: u64,
+        (to, request): (NodeId, CarriedRequest),
+        links: &Rc<Links>,
+    ) {
+        let Some((process, running)) = &self.process else { return };
+        let Some(owner) = running.borrow().as_ref().map(|node| node.owner()) else { return };
+        let (links, node) = (Rc::clone(links), ProcessId::Node(self.index));
+        let mut rng = self.rng.borrow_mut();
+        let pause = rng.permille(SLOW_PERMILLE).then(|| rng.up_to(SERVE_TIMEOUT)).unwrap_or_default();
+        process.spawn("moontide-serve", move || {
+            let deadline = Instant::now() + SERVE_TIMEOUT;
+            let reply = match request {
+                // A connection to an earlier process of the host.
+                _ if owner.node() != to => Err(ErrorCode::ConnectionLost),
+                CarriedRequest::Call(kind, body) => {
+                    owner.call(PeerIdentity::Remote(0), kind, &body, deadline)
+                }
+                CarriedRequest::Read(op) => serve_read(&*owner, &op, deadline, || thread::sleep(pause)),
+            };
+            let message = Message::Fetched { call, reply: reply.map(Payload) };
+            links.send(Outgoing::Message { from: node, to: from, message });
+        });
+    }
+
+    /// Whether it has announced that it is to be emptied.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.with_node(NodeWithoutSockets::is_draining).unwrap_or(false)
+    }
+
     fn with_node<T>(&self, what: impl FnOnce(&NodeWithoutSockets) -> T) -> Option<T> {
         self.process.as_ref()?.1.borrow().as_ref().map(|node| what(node))
+    }
+
+    /// Id of its node, while the process runs.
+    pub(crate) fn id(&self) -> Option<NodeId> {
+        self.with_node(|node| node.owner().node())
     }
 
     /// Whether the masters know all records of the node.
@@ -255,6 +297,16 @@ impl NodeHost {
     pub(crate) fn disk_records(&self) -> u64 {
         self.with_node(NodeWithoutSockets::disk_records).unwrap_or(0)
     }
+}
+
+/// Where other nodes reach a node.
+fn address_of_node(index: usize) -> String {
+    format!("node-{index}:1")
+}
+
+/// The node at an address.
+pub(crate) fn index_of(address: &str) -> Option<usize> {
+    address.strip_prefix("node-")?.split(':').next()?.parse().ok()
 }
 
 /// How a disk fails for a time.

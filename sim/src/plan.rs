@@ -55,6 +55,8 @@ pub struct RunPlan {
     pub session_ttl: Duration,
     /// Whether a restarted node keeps its id.
     pub stable_node_ids: bool,
+    /// Limit of a node's copies from others, in bytes per second; 0 for none.
+    pub copy_bytes_per_s: u64,
     /// Disk of each node.
     pub disk: Option<DiskPlan>,
     /// How often a thread of a node is interrupted at a lock, a channel or the clock, per million.
@@ -202,6 +204,7 @@ impl RunPlan {
             think: LENGTH_DEFAULT / (OPS / clients) as u32,
             session_ttl: Duration::from_secs(rng.choose(&[4, 10])),
             stable_node_ids: rng.permille(500),
+            copy_bytes_per_s: disk_rng.choose(&[0, 0, 64 << 10]),
             disk,
             switch_per_million: rng.choose(&[0, 1_000, 10_000]),
             stall_per_million: rng.choose(&[0, 0, 2, 20]),
@@ -282,6 +285,7 @@ fn mean_ms(kind: FaultKind) -> u64 {
         FaultKind::PowerLost | FaultKind::NodeStopped => 80_000,
         FaultKind::ClientCrash => 10_000,
         FaultKind::WallJump => 60_000,
+        FaultKind::NodeDrained => 20_000,
         _ => 40_000,
     }
 }

@@ -69,7 +69,7 @@ fn message(message: &Message) -> String {
         Message::FromMaster { stream, message } => {
             let body = match MasterMessage::from_wire(message).map(|m| m.body) {
                 Ok(MasterMessageBody::Commands(commands)) => {
-                    let each = commands.iter().map(|o| {
+                    let each = commands.commands.iter().map(|o| {
                         let (segment, slot) = (o.segment.0, o.slot.0);
                         format!(
                             "{} {:?} {segment}/{slot} {} key {:?}",

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use moontide_master::election::RegistryState;
+use moontide_proto::v1;
 use moontide_rt::sim::{self, FailureKind, WorldConfig};
 use moontide_rt::{thread, with_mutation};
 use moontide_types::MonoTime;
@@ -229,6 +230,7 @@ impl World {
             clocks.insert(process, HostClock::new(drift, rng.below(1 << 50)));
         }
         let links = Rc::new(Links::new());
+        links.set_current();
         moontide_tasks::sim::set_network(Rc::clone(&links) as Rc<dyn moontide_tasks::sim::Network>);
         let node_hosts = (0..plan.nodes).map(|node| NodeHost::new(node, plan, rng.next_u64())).collect();
         set_hook(plan, rng.next_u64(), Rc::clone(&links));
@@ -425,6 +427,9 @@ impl World {
             ProcessId::Node(index) => {
                 match message {
                     Message::Ask { call, ask } => self.node_hosts[index].ask(from, call, ask, &self.links),
+                    Message::Fetch { call, node, request } => {
+                        self.node_hosts[index].fetch(from, call, (node, request), &self.links);
+                    }
                     message => self.links.arrives(message),
                 }
                 Ok(())
@@ -627,6 +632,15 @@ impl World {
                     self.starts(process);
                 }
             }
+            Fault::Drain { node, for_ms } => {
+                if self.order_drain(node, true) {
+                    self.network.counts.add(FaultKind::NodeDrained);
+                    self.events.after_ms(for_ms, Event::Fault(Fault::Undrain { node }));
+                }
+            }
+            Fault::Undrain { node } => {
+                self.order_drain(node, false);
+            }
             Fault::Added { master } => {
                 if self.master_hosts[master].master.is_none() {
                     self.network.counts.add(FaultKind::MasterAdded);
@@ -640,6 +654,18 @@ impl World {
                 }
             }
         }
+    }
+
+    /// An operator asks all masters to have a node emptied, or no longer. Returns whether one of them knows the node.
+    fn order_drain(&self, node: usize, drain: bool) -> bool {
+        let Some(node) = self.node_hosts[node].id() else { return false };
+        let context = Some(v1::RequestContext { timeout_ms: 5_000, caller: 1, ..Default::default() });
+        let request = v1::DrainNodeRequest { context, node: node.0, undrain: !drain };
+        let ordered = self.services().map(|service| service.drain_node(&request));
+        // All are asked.
+        let known =
+            ordered.filter(|response| response.context.as_ref().is_some_and(|context| context.code == 0));
+        known.count() > 0
     }
 
     fn crashes(&mut self, process: ProcessId, for_ms: u64) {
@@ -747,6 +773,12 @@ impl World {
         let since = self.events.now().since(self.phase_since);
         let (done, within) = match self.phase {
             Phase::Recovery => {
+                // The masters that were told to end a drain may have crashed since.
+                for node in 0..self.node_hosts.len() {
+                    if self.node_hosts[node].is_draining() {
+                        self.order_drain(node, false);
+                    }
+                }
                 let proved = self.clients.iter().all(|client| client.mode() == Mode::Verified);
                 (proved, RECOVERY_LIMIT)
             }
