@@ -55,8 +55,6 @@ pub const MUTATIONS: &[&str] = &[
     "moontide_node::disk::test_hooks::JobsNotAwaited",
     "refused-kill-believed",
     "moontide_disk::mutation::TombstoneUnsynced",
-    "copy-published-after-kill",
-    "copy-not-killed",
 ];
 
 #[cfg(test)]

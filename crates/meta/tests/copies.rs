@@ -4,9 +4,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, Routed, evict, lookup_key, lose_node, memory, session};
+use common::{GroupHarness, Routed, evict, lookup_key, lose_node, memory, reported, session};
 use moontide_meta::{
-    CommandKind, CommandOutcome, DrainMode, MountSpec, PutOptions, RemoveOutcome, SegmentPhase, WaiterId,
+    CommandKind, CommandOutcome, DrainMode, MountSpec, PutOptions, RemoveOutcome, ReportRecord, ReportState,
+    SegmentPhase, WaiterId,
 };
 use moontide_types::{ErrorCode, NodeId, SegmentId, Term};
 
@@ -113,6 +114,26 @@ fn removal_kills_the_copy_and_waits_for_both_nodes() {
     let before = harness.free_units();
     harness.run_commands();
     assert!(harness.free_units() > before, "the slot of the copy is freed");
+}
+
+#[test]
+fn late_report_about_the_version_before_does_not_free_the_slot_of_a_copy() {
+    let mut harness = GroupHarness::new(&[1, 2]);
+    put_on(&mut harness, "k", 1);
+    // The slot held a newer version than that of the copy.
+    let newer = harness.start_with("before", KIB, &on(2)).unwrap();
+    harness.end("before", newer).unwrap();
+    assert_eq!(harness.remove("before", false), RemoveOutcome::Waiting);
+    harness.run_commands();
+    drain(&mut harness, 1);
+    let copy = copies(&mut harness).pop().expect("the object is copied");
+    let free = ReportRecord { state: ReportState::Free, ..reported(&harness, "before", newer, copy.slot.0) };
+    let (now, term) = (harness.now, Term::new(1).unwrap());
+    let (segment, generation) = ((NodeId(2), copy.segment), copy.generation);
+    harness.group.report(now, segment, generation, term, 0, [free], &mut harness.effects).unwrap();
+    harness.settle();
+    harness.respond(&copy, CommandOutcome::Done);
+    assert_eq!(nodes_of(&harness, "k"), [2]);
 }
 
 #[test]

@@ -257,7 +257,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         name: "late-report-frees-copy",
         location: "crates/meta/src/group/report.rs",
         impact: "The slot of a copy is granted again while the copy is made.",
-        test: test("meta", "model", "regressions::late_report_does_not_free_the_slot_of_a_copy"),
+        test: test(
+            "meta",
+            "copies",
+            "late_report_about_the_version_before_does_not_free_the_slot_of_a_copy",
+        ),
         activation: Activation::Environment,
     },
     Mutant {
