@@ -752,9 +752,13 @@ impl Group {
             return false;
         }
         let (epoch, id, live) = (record.epoch(), record.id(), !record.has(RecordFlag::Writing));
+        let may_be_written = live && self.may_be_offloading(&record) && self.node_has_disk(location.segment);
         let segment = self.segment_mut(location.segment);
         let units = segment.extent(location.block).units;
         segment.drain(location, epoch, id, live);
+        if may_be_written {
+            segment.may_be_written(location.slot);
+        }
         let reachable = segment.is_readable();
         self.tenants.get_mut(record.tenant()).bytes -= u64::from(units) * UNIT_BYTES;
         self.set_location(at, index, SlotLocation::LOST);

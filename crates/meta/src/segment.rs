@@ -71,6 +71,9 @@ pub(crate) struct DrainingSlot {
     pub(crate) was_reported: bool,
     /// A command fills it with a version that may be older than what the slot held before.
     pub(crate) is_filled: bool,
+    /// The object lives on elsewhere, and the node may be writing this record to its disk. A reclaim does not stop that. The
+    /// write pins the record: when the slot is free, the write has ended, and its notice has arrived.
+    pub(crate) may_be_written: bool,
 }
 
 #[derive(Debug)]
@@ -264,8 +267,15 @@ impl Segment {
         }
         self.draining_units += units;
         self.slots[location.slot as usize] = DRAINING;
-        let drain =
-            DrainingSlot { block: location.block, units, epoch, id, was_reported: false, is_filled: false };
+        let drain = DrainingSlot {
+            block: location.block,
+            units,
+            epoch,
+            id,
+            was_reported: false,
+            is_filled: false,
+            may_be_written: false,
+        };
         self.drains.insert(location.slot, drain);
     }
 
@@ -278,6 +288,13 @@ impl Segment {
         self.drain(location, epoch, id, false);
         let drain = self.drains.get_mut(&location.slot).expect("just inserted");
         drain.is_filled = true;
+    }
+
+    /// Remembers that the node may be writing a draining record to its disk.
+    pub(crate) fn may_be_written(&mut self, slot: u32) {
+        if let Some(drain) = self.drains.get_mut(&slot) {
+            drain.may_be_written = true;
+        }
     }
 
     /// Releases a slot whose record was reported, but is not needed.

@@ -4,10 +4,12 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, Routed, evict, lookup_key, lose_node, memory, reported, session};
+use common::{
+    GroupHarness, Routed, config, evict, lookup_key, lose_node, memory, reported, session, with_disks,
+};
 use moontide_meta::{
-    CommandKind, CommandOutcome, DrainMode, MountSpec, PutOptions, RemoveOutcome, ReportRecord, ReportState,
-    SegmentPhase, WaiterId,
+    CommandKind, CommandOutcome, DrainMode, GroupConfig, MountSpec, OffloadTrigger, PutOptions,
+    RemoveOutcome, ReportRecord, ReportState, SegmentPhase, WaiterId,
 };
 use moontide_types::{ErrorCode, NodeId, SegmentId, Term};
 
@@ -134,6 +136,35 @@ fn late_report_about_the_version_before_does_not_free_the_slot_of_a_copy() {
     harness.settle();
     harness.respond(&copy, CommandOutcome::Done);
     assert_eq!(nodes_of(&harness, "k"), [2]);
+}
+
+/// The node would write the record after the removal, and a crash before its notice would bring it back.
+#[test]
+fn removal_after_a_move_stops_the_write_that_the_source_may_be_making() {
+    let config = GroupConfig { offload: OffloadTrigger::Put, ..config(1) };
+    let mut harness = with_disks(config, &[1, 2]);
+    put_on(&mut harness, "k", 1);
+    harness.tick();
+    let offload = harness.commands.pop_front().expect("the object is written back");
+    assert_eq!((offload.kind, offload.node()), (CommandKind::Offload, NodeId(1)));
+    drain(&mut harness, 1);
+    let copy = copies(&mut harness).pop().expect("the object is copied");
+    harness.respond(&copy, CommandOutcome::Done);
+    let reclaim = harness.commands.pop_front().expect("the source is freed");
+    assert_eq!((reclaim.kind, reclaim.node()), (CommandKind::Reclaim, NodeId(1)));
+    // The write pins the record.
+    harness.respond(&reclaim, CommandOutcome::Accepted);
+    assert_eq!(harness.remove("k", false), RemoveOutcome::Waiting);
+    let mut killed: Vec<u64> = vec![];
+    while let Some(command) = harness.commands.pop_front() {
+        if command.kind == CommandKind::Kill {
+            killed.push(command.node().0);
+        }
+        harness.run_command(&command);
+    }
+    killed.sort_unstable();
+    assert_eq!(killed, [1, 2]);
+    assert_eq!(harness.removed, [(WaiterId(1), None)]);
 }
 
 #[test]

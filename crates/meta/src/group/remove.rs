@@ -395,7 +395,7 @@ impl Group {
                 if moontide_rt::mutation_enabled("range-free-when-accepted") {
                     return self.slot_freed(index, slot.0, epoch, effects);
                 }
-                self.found_dead(index, slot.0, epoch, effects);
+                self.found_dead(index, slot.0, epoch, false, effects);
             }
             // A disk that is full or fails may refuse to drop a record. It would report the record to the next master.
             (CommandKind::Reclaim, CommandOutcome::Refused(_)) if drains && self.segment(index).is_disk() => {
@@ -418,7 +418,7 @@ impl Group {
         let Some(drain) = self.segment(index).drains.get(&slot).filter(|drain| epoch >= drain.epoch) else {
             return;
         };
-        self.found_dead(index, slot, drain.epoch, effects);
+        self.found_dead(index, slot, drain.epoch, true, effects);
         if self.segment_mut(index).freed(slot, epoch) {
             self.stats.reclaimed += 1;
             self.note_free(index);
@@ -427,8 +427,23 @@ impl Group {
 
     /// Handles the news that the memory of a draining version is dead or free. If a Kill was sent, only its answer shows
     /// that the version is dead for good: the node's disk may have the version or be writing it, and the answer waits
-    /// until the removal is durable.
-    pub(super) fn found_dead(&mut self, index: u32, slot: u32, epoch: Epoch, effects: &mut Effects) {
+    /// until the removal is durable. If the object has lived on elsewhere, a write of this record may end after a removal,
+    /// until the slot is free.
+    pub(super) fn found_dead(
+        &mut self,
+        index: u32,
+        slot: u32,
+        epoch: Epoch,
+        is_free: bool,
+        effects: &mut Effects,
+    ) {
+        let drain = self.segment(index).drains.get(&slot).filter(|drain| drain.epoch == epoch);
+        if drain.is_some_and(|drain| drain.may_be_written)
+            && !is_free
+            && !moontide_rt::mutation_enabled("write-survives-move")
+        {
+            return;
+        }
         let version = LocationVersion { segment: index, slot, epoch };
         let unanswered = self.unanswered_kills.contains_key(&version);
         if !unanswered || moontide_rt::mutation_enabled("reclaim-answers-kill") {

@@ -263,7 +263,7 @@ impl Group {
             (SlotState::Draining, ReportState::Free) => self.slot_freed(index, slot, new.epoch, effects),
             (SlotState::Draining, ReportState::Dead) => {
                 if self.segment(index).drains.get(&slot).is_some_and(|drain| drain.epoch == new.epoch) {
-                    self.found_dead(index, slot, new.epoch, effects);
+                    self.found_dead(index, slot, new.epoch, false, effects);
                 }
             }
             (SlotState::Draining, _) => {}
@@ -415,9 +415,14 @@ impl Group {
 
     /// Lets an unneeded record drain.
     pub(super) fn reject_reported(&mut self, index: u32, new: &ReportRecord<'_>, effects: &mut Effects) {
+        let lives = self.find_id(new.id).is_some_and(|at| self.slab.get(at).epoch() == new.epoch);
+        let may_be_written = lives && self.node_has_disk(index);
         let segment = self.segment_mut(index);
         let location = segment.report(index, new.slot.0, new.extent, false);
         segment.drain_reported(location, new.epoch, new.id);
+        if may_be_written {
+            segment.may_be_written(new.slot.0);
+        }
         if new.state != ReportState::Dead {
             let version = LocationVersion { segment: index, slot: new.slot.0, epoch: new.epoch };
             self.unconfirmed_kills.insert((new.id, version));

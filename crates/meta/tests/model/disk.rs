@@ -158,8 +158,12 @@ impl NodeModel {
             self.responses.extend(write.command.map(|command| (command, gone)));
         } else {
             disk.records.insert(write.name, write.record);
-            if disk.mount.is_some() {
-                disk.notices.push_back((write.name, write.command));
+            match &mut disk.mount {
+                Some(mount) if !mount.recovered && write.command.is_none() => {
+                    mount.unreported.push_back(write.name);
+                }
+                Some(_) => disk.notices.push_back((write.name, write.command)),
+                None => {}
             }
         }
         let others = disk.writes.iter().any(|other| other.from == write.from);
@@ -203,7 +207,8 @@ impl ModelHarness {
             return;
         }
         let unreported: VecDeque<Name> = disk.records.keys().copied().collect();
-        let occupied = !unreported.is_empty();
+        // Writes of an earlier session may still add records: the inventory ends after them.
+        let occupied = !unreported.is_empty() || !disk.writes.is_empty();
         disk.mount =
             Some(DiskMount { unreported, recovered: !occupied, accepts: true, ..DiskMount::default() });
         let spec = DiskSpec {
@@ -228,6 +233,7 @@ impl ModelHarness {
         let (name, command) = if found {
             match mount.unreported.pop_front() {
                 Some(name) => (name, None),
+                None if disk.writes.iter().any(|write| write.command.is_none()) => return Ok(()),
                 None => {
                     mount.recovered = true;
                     let response = self.group.disk_recovered(node_session.0, node_session.1);
@@ -265,6 +271,7 @@ impl ModelHarness {
                 expires: record.expires,
                 cohort: record.cohort.as_deref(),
                 parent: record.parent.as_deref(),
+                extra_replicas: record.extra_replicas,
             };
             let response =
                 self.group.disk_notice(self.now, node_session, (&notice, 16), found, &mut self.effects);
