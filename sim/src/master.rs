@@ -109,6 +109,7 @@ impl Master {
             cluster: CLUSTER,
             groups,
             session_ttl: plan.session_ttl,
+            repair_delay: plan.repair_delay,
             seed,
             multi_master: plan.multi_master,
             exclusions: exclusions.borrow().clone(),

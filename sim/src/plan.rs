@@ -57,6 +57,8 @@ pub struct RunPlan {
     pub stable_node_ids: bool,
     /// Limit of a node's copies from others, in bytes per second; 0 for none.
     pub copy_bytes_per_s: u64,
+    /// Time from the loss of replicas until masters have them made again.
+    pub repair_delay: Duration,
     /// Disk of each node.
     pub disk: Option<DiskPlan>,
     /// How often a thread of a node is interrupted at a lock, a channel or the clock, per million.
@@ -205,6 +207,7 @@ impl RunPlan {
             session_ttl: Duration::from_secs(rng.choose(&[4, 10])),
             stable_node_ids: rng.permille(500),
             copy_bytes_per_s: disk_rng.choose(&[0, 0, 64 << 10]),
+            repair_delay: Duration::from_secs(disk_rng.choose(&[0, 3, 10])),
             disk,
             switch_per_million: rng.choose(&[0, 1_000, 10_000]),
             stall_per_million: rng.choose(&[0, 0, 2, 20]),

@@ -3,7 +3,7 @@
 use clap::{ArgMatches, Command, FromArgMatches, Subcommand};
 
 use crate::results::BenchError;
-use crate::{blocks, disk, ep, failover, masters, meta, policies, push, store, trace, transfer};
+use crate::{blocks, disk, drain, ep, failover, masters, meta, policies, push, store, trace, transfer};
 
 /// Subcommands.
 #[derive(Debug, Subcommand)]
@@ -53,6 +53,9 @@ enum Bench {
     /// Recovery time after a master is killed and restarted
     #[command(after_help = failover::EXAMPLES)]
     Failover(failover::Args),
+    /// A node is emptied while clients get and put, compared with bare sockets
+    #[command(after_help = drain::EXAMPLES)]
+    Drain(drain::Args),
     /// One master compared with three; failover and rebalancing when one is killed and one added
     #[command(after_help = masters::EXAMPLES)]
     Masters(masters::Args),
@@ -97,6 +100,7 @@ pub fn run(matches: &ArgMatches) -> Result<(), BenchError> {
         Bench::Mixed(args) => store::mixed(&args),
         Bench::Blocks(args) => blocks::run(&args),
         Bench::Failover(args) => failover::run(&args),
+        Bench::Drain(args) => drain::run(&args),
         Bench::Masters(args) => masters::run(&args),
         Bench::Trace(args) => store::replay(&args),
         Bench::Policies(args) => policies::run(&args),

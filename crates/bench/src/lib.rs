@@ -13,6 +13,7 @@
 //! | `store` | `local`, `remote`, `load`, `mixed`, `trace` | the store from the view of an application | plain copies, plain sockets; `mixed` and `trace`: none |
 //! | `blocks` | `blocks` | paged KV cache: operations, prefix sharing, restore | a locked `Vec`, plain copies |
 //! | `failover` | `failover` | recovery time after a master is killed and restarted | none: absolute times |
+//! | `drain` | `drain` | a node is emptied under load: rate, latency of gets | bare sockets; gets without a drain |
 //! | `masters` | `masters` | three masters; failover and rebalancing | one master |
 //! | `trace` | `trace-gen`, `trace-sessions`, `trace-info` | nothing; generates, converts and summarizes traces for `store` and `blocks` | none |
 //!
@@ -87,6 +88,7 @@ mod scratch;
 
 mod blocks;
 mod disk;
+mod drain;
 mod ep;
 mod failover;
 mod masters;

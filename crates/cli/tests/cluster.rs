@@ -35,6 +35,8 @@ mod many;
 mod pressure;
 #[path = "cluster/proxy.rs"]
 mod proxy;
+#[path = "cluster/repaired.rs"]
+mod repaired;
 #[path = "cluster/restart.rs"]
 mod restart;
 #[path = "cluster/shutdown.rs"]

@@ -232,6 +232,7 @@ impl PutOptions {
             cohort: self.cohort.as_deref().map(Into::into),
             parent: self.parent.as_deref().and_then(ParentHash::new),
             user_data: None,
+            extra_replicas: self.replicas.saturating_sub(1),
         }
     }
 }

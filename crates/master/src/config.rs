@@ -29,6 +29,7 @@ pub const ADMIN_LISTEN_DEFAULT: SocketAddr = local(7402);
 const SESSION_TTL_MS_DEFAULT: u32 = 10_000;
 /// More than twice the longest observed stall during the prefault of a segment.
 const NODE_REJOIN_WINDOW_MS_DEFAULT: u32 = 60_000;
+const REPAIR_DELAY_MS_DEFAULT: u32 = 30_000;
 /// The longest lease or reservation, plus 1 % for clock drift.
 const REALLOCATION_DELAY_MS_DEFAULT: u32 = max(LEASE_MS_MAX, RESERVATION_MS_MAX) / 100 * 101;
 /// Time until a dead master is replaced; a master that stalls for longer loses its groups.
@@ -130,6 +131,11 @@ settings! {
         /// The master remembers removals that long. Not shorter than the wait for reports after its start.
         node_rejoin_window_ms: u32 as Millis = NODE_REJOIN_WINDOW_MS_DEFAULT,
             in 0..=86_400_000, "use the duration of a restart of a node; default 60000";
+        /// Time from the loss of replicas until they are copied again from others, in milliseconds.
+        ///
+        /// A node that only restarts or reconnects within it causes no copies. Objects with one replica are not copied.
+        repair_delay_ms: u32 as Millis = REPAIR_DELAY_MS_DEFAULT,
+            in 0..=86_400_000, "use the duration of a short outage; default 30000";
         /// Usage of memory or slots above which eviction starts, in thousandths.
         eviction_high_watermark_permille: u16 = EVICTION_HIGH_WATERMARK_PERMILLE_DEFAULT,
             in 1..=1000, "unit: thousandths; default 980";
@@ -392,6 +398,7 @@ mod tests {
             ("reservation_ms", "30001"),
             ("reallocation_delay_ms", "3600001"),
             ("node_rejoin_window_ms", "86400001"),
+            ("repair_delay_ms", "86400001"),
             ("eviction_high_watermark_permille", "1001"),
             ("eviction_low_watermark_permille", "980"),
             ("stripe_bytes_max", "262145"),

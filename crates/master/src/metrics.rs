@@ -211,6 +211,11 @@ const GAUGES: &[Number] = &[
         "Objects that cannot be read until a node returns with a part of them",
         |s| s.objects_missing_stripes,
     ),
+    (
+        "objects_lacking_replicas",
+        "Objects with fewer replicas than their writers asked for, at the last scan and not repaired since",
+        |s| s.objects_lacking_replicas,
+    ),
     ("disks", "Nodes with a disk", |s| s.disks),
     ("disks_read_only", "Disks that accept no writes: full, or writes failed", |s| s.disks_read_only),
     ("disk_used_bytes", "Bytes in use on disks", |s| s.disk_used_bytes),

@@ -408,6 +408,7 @@ fn service_config(
         reservation: millis(config.reservation_ms),
         reallocation_delay: millis(config.reallocation_delay_ms),
         rejoin_window: millis(config.node_rejoin_window_ms),
+        repair_delay: millis(config.repair_delay_ms),
         stripe_bytes_max: config.stripe_bytes_max,
         seed: random_u64()?,
     })

@@ -95,6 +95,8 @@ pub struct ServiceConfig {
     pub reallocation_delay: Duration,
     /// Time within which an absent node may rejoin with its records.
     pub rejoin_window: Duration,
+    /// Time from the loss of replicas until they are made again.
+    pub repair_delay: Duration,
     /// Longest stripe in bytes.
     pub stripe_bytes_max: u64,
     /// Seed of the random placement.
@@ -125,6 +127,7 @@ impl ServiceConfig {
             reservation: group.reservation,
             reallocation_delay: group.reallocation_delay,
             rejoin_window: group.rejoin_window,
+            repair_delay: group.repair_delay,
             stripe_bytes_max: group.stripe_bytes_max,
             seed: 1,
         }

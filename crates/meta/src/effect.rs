@@ -111,6 +111,8 @@ pub struct CopySource {
 pub enum CopyPurpose {
     /// The source is to be emptied: it is released when the copy is complete.
     Drain,
+    /// The object has fewer replicas than its writer asked for.
+    Repair,
 }
 
 /// Result of a command.

@@ -23,6 +23,7 @@ mod missing_stripes;
 mod nodes;
 mod put;
 mod remove;
+mod repair;
 mod report;
 mod stats;
 mod tick;
@@ -112,6 +113,9 @@ pub struct GroupConfig {
     /// group keeps tombstones of versions that were removed or dropped in the meantime. After this time the disk is
     /// treated as empty, because the tombstones are gone.
     pub disk_rejoin_window: Duration,
+    /// Time from the loss of replicas until they are made again from others: a node that only restarts or reconnects returns
+    /// within it.
+    pub repair_delay: Duration,
     /// Time that a node has for writing an object to its disk.
     pub offload_window: Duration,
     /// When objects are written to a disk.
@@ -145,6 +149,7 @@ impl GroupConfig {
             report_wait: Duration::from_secs(30),
             rejoin_window: Duration::from_secs(60),
             disk_rejoin_window: Duration::from_secs(900),
+            repair_delay: Duration::from_secs(30),
             offload_window: Duration::from_millis(LEASE_MS_MAX.into()),
             offload: OffloadTrigger::default(),
             admission: Admission::default(),
@@ -243,6 +248,7 @@ pub struct Group {
     write_backs: flush::WriteBacks,
     /// Copies between nodes.
     copies: copies::Copies,
+    repairs: repair::Repairs,
     /// Objects of which an offload timed out, or ended in part: nodes may still be writing them.
     late_offloads: HashSet<ObjectId>,
     /// Objects that their nodes refuse to write to disk: too large for it, or corrupted.
@@ -368,6 +374,7 @@ impl Group {
             offloading_units: 0,
             write_backs: flush::WriteBacks::default(),
             copies: copies::Copies::default(),
+            repairs: repair::Repairs::new(now.mono.after(config.repair_delay)),
             late_offloads: HashSet::new(),
             not_offloadable: HashSet::new(),
             to_promote: VecDeque::new(),

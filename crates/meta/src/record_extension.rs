@@ -1,5 +1,5 @@
-//! [`RecordExtension`]: uncommon properties of an object: more than one location, stripes, an expiry, a cohort, a
-//! parent.
+//! [`RecordExtension`]: uncommon properties of an object: more than one location, stripes, several replicas wanted, an
+//! expiry, a cohort, a parent.
 //!
 //! Separate from the record, so that it costs the common object (one replica, one stripe, no attributes) four bytes.
 
@@ -30,6 +30,8 @@ pub(crate) struct RecordExtension {
     pub(crate) cohort: u32,
     /// Hash of the preceding block.
     pub(crate) parent: Option<Box<[u8]>>,
+    /// Replicas that the writer asked for, besides the first.
+    pub(crate) extra_replicas: u8,
 }
 
 impl RecordExtension {
@@ -46,6 +48,7 @@ impl RecordExtension {
             expires: None,
             cohort: NONE,
             parent: None,
+            extra_replicas: 0,
         }
     }
 }

@@ -16,7 +16,9 @@ use std::time::Duration;
 use moontide_heap::NodeClaim;
 use moontide_proto::convert::{DescribeReply, Wire, decode};
 use moontide_proto::limits::NODES_MAX;
-use moontide_proto::{CommandResult, CopySource, FrameKind, OpFlags, OpKind, PackedBuilder, TransferOp, v1};
+use moontide_proto::{
+    CommandResult, CopyPurpose, CopySource, FrameKind, OpFlags, OpKind, PackedBuilder, TransferOp, v1,
+};
 use moontide_rt::collections::HashMap;
 use moontide_rt::mark;
 use moontide_rt::sync::{Condvar, Mutex};
@@ -157,7 +159,7 @@ impl Copier {
         if is_queued {
             queue.count += 1;
             let number = queue.count;
-            queue.jobs.insert((job.source.purpose.number(), number), job);
+            queue.jobs.insert((urgency(job.source.purpose), number), job);
         }
         drop(queue);
         if is_queued {
@@ -401,6 +403,15 @@ impl Copier {
         {
             source.link = None;
         }
+    }
+}
+
+/// Copies with a lower number are made first.
+fn urgency(purpose: CopyPurpose) -> u8 {
+    match purpose {
+        // Until the copy is complete, another loss may lose the object.
+        CopyPurpose::Repair => 0,
+        CopyPurpose::Drain => 1,
     }
 }
 

@@ -5,12 +5,13 @@ use std::time::Duration;
 use moontide_client::logic::{NodeHealth, RETRY_BACKOFF};
 use moontide_proto::convert::{PutConfig, PutStartResponse, Wire};
 use moontide_proto::{
-    CommitEntry, CommitFlags, FixedRecord, Handle, ObjectEntry, PackedBuilder, PutEndEntry, PutEndFlags,
-    PutEntry, VersionedId, v1,
+    CommitEntry, CommitFlags, FixedRecord, Handle, ObjectEntry, PackedBuilder, PackedBytesBuilder,
+    PutEndEntry, PutEndFlags, PutEntry, VersionedId, v1,
 };
 use moontide_rt::Backoff;
 use moontide_types::ErrorCode;
 use moontide_types::limits::REPLICAS_MAX;
+use moontide_types::record::Attributes;
 
 use super::get::ReplicaList;
 use super::{Client, OpOutcome, REPLY_TIMEOUT, State, outcome, packed};
@@ -48,6 +49,23 @@ enum Step {
         writing: ObjectWrite,
         backoff: Backoff,
     },
+}
+
+/// Returns the attributes of a record, encoded.
+fn attributes_of(config: &PutConfig) -> Vec<u8> {
+    let mut section = vec![];
+    Attributes { extra_replicas: config.replicas - 1, ..Attributes::default() }.encode(&mut section);
+    section
+}
+
+/// Returns a list of one section; nothing if it is empty.
+fn packed_section(section: &[u8]) -> Vec<u8> {
+    if section.is_empty() {
+        return vec![];
+    }
+    let mut sections = PackedBytesBuilder::new();
+    sections.push(section).expect("a section is short");
+    sections.finish()
 }
 
 /// A reservation that is being filled.
@@ -96,7 +114,7 @@ impl Client {
                     keys: packed(put.key),
                     configs: vec![put.config.to_wire()],
                     objects: objects.finish().into(),
-                    attributes: Default::default(),
+                    attributes: packed_section(&attributes_of(&put.config)).into(),
                 };
                 let call = self.call(put.key, Request::PutStart(request), REPLY_TIMEOUT, cx);
                 put.step = Step::Starting { call };
@@ -219,7 +237,7 @@ impl Client {
         cx.oracle.granted(put.key, object.epoch, put.len, put.token);
         let mut writing = ObjectWrite { object, replicas: Vec::new(), last: None };
         for handle in handles.iter() {
-            let (key, attributes) = (put.key, Vec::new());
+            let (key, attributes) = (put.key, attributes_of(&put.config));
             let call = self.ask(handle.node, NodeOp::Begin { object, handle, key, attributes }, cx);
             writing.replicas.push(Replica { handle, call, begun: false, root: None, outcome: None });
         }

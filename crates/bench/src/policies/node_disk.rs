@@ -110,5 +110,6 @@ pub(super) fn written_record<'a>(
         expires: None,
         cohort: None,
         parent: None,
+        extra_replicas: 0,
     }
 }

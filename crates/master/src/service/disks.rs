@@ -152,6 +152,7 @@ impl Service {
                 expires: attributes.expires,
                 cohort: attributes.cohort,
                 parent: attributes.parent,
+                extra_replicas: attributes.extra_replicas,
             };
             let record = (&reported, attributes_len);
             let outcome = group.disk_notice(now, name, record, notice.recovered && current, &mut effects);

@@ -306,6 +306,7 @@ impl Service {
             report_wait,
             // Nothing is given up that was in sync within the time of a report: `Group::excluded` relies on it.
             rejoin_window: config.rejoin_window.max(report_wait),
+            repair_delay: config.repair_delay,
             disk_rejoin_window: defaults.disk_rejoin_window.max(report_wait),
             stripe_bytes_max: config.stripe_bytes_max,
             ..defaults

@@ -331,6 +331,7 @@ fn wire_source(source: &CopySource, purpose: CopyPurpose, term: Term) -> WireSou
         term,
         purpose: match purpose {
             CopyPurpose::Drain => WirePurpose::Drain,
+            CopyPurpose::Repair => WirePurpose::Repair,
         },
     }
 }

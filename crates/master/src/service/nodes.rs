@@ -486,6 +486,7 @@ impl Service {
                 expires: attributes.expires,
                 cohort: attributes.cohort,
                 parent: attributes.parent,
+                extra_replicas: attributes.extra_replicas,
             }
         });
         let name = (node.node, chunk.segment);

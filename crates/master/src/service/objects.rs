@@ -463,14 +463,14 @@ pub(crate) fn handle(location: &StripeLocation, term: Term, digestless: bool) ->
     }
 }
 
-/// Encodes the attributes in the index: without the user data, which is only in the record.
+/// Encodes the attributes that readers and writers need: without the user data, which is only in the record.
 fn attribute_section(object: &ObjectView<'_>) -> Vec<u8> {
     let attributes = Attributes {
         pin: object.pin,
         expires: object.expires,
         cohort: object.cohort.map(Into::into),
         parent: object.parent.and_then(ParentHash::new),
-        user_data: None,
+        ..Attributes::default()
     };
     let mut section = vec![];
     attributes.encode(&mut section);

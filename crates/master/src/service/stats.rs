@@ -45,6 +45,8 @@ pub struct MasterStats {
     pub write_back_bytes: u64,
     /// Objects that cannot be read until a node returns with stripes of them.
     pub objects_missing_stripes: u64,
+    /// Objects with fewer replicas than their writers asked for, at the last scan and not repaired since.
+    pub objects_lacking_replicas: u64,
     /// Number of nodes with a disk.
     pub disks: u64,
     /// Number of disks that accept no writes.
@@ -129,6 +131,7 @@ impl Service {
             stats.write_back_objects += objects;
             stats.write_back_bytes += bytes;
             stats.objects_missing_stripes += group.objects_missing_stripes();
+            stats.objects_lacking_replicas += group.objects_lacking_replicas();
             let in_use = |view: &SegmentView| view.phase != SegmentPhase::Lost && view.medium != Medium::Disk;
             for view in group.segments().filter(in_use) {
                 stats.segments += 1;

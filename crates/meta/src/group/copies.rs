@@ -102,7 +102,7 @@ struct SegmentDrain {
 
 /// Reason why a copy was not started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum NotStarted {
+pub(super) enum NotStarted {
     /// The record cannot be copied now, or not at all.
     Unsuitable,
     /// The nodes with space have as many copies in flight as they may have.
@@ -296,7 +296,7 @@ impl Group {
     }
 
     /// Lets the next tick evict for copies without space.
-    fn request_space_for_copy(&mut self, units: u64) {
+    pub(super) fn request_space_for_copy(&mut self, units: u64) {
         // Units being offloaded will be free soon.
         if self.offloading_units <= units {
             self.requested_units = self.requested_units.max(units);
@@ -305,8 +305,9 @@ impl Group {
 
     // ---------------------------------------------------------------------------------------------- copy
 
-    /// Commands a node to copy the record of a location.
-    fn start_copy(
+    /// Commands a node to copy the record of a location: to another row of locations, or to this one for a drain, in exchange
+    /// for the source.
+    pub(super) fn start_copy(
         &mut self,
         at: RecordRef,
         position: usize,
@@ -334,7 +335,11 @@ impl Group {
         let view = self.location_view(&record, position);
         let units = NonZeroU32::new(view.extent.units).ok_or(NotStarted::Unsuitable)?;
         let align = if view.stripe.len >= PAYLOAD_ALIGN { Align::Page } else { Align::Unit };
-        let sites = self.sites_of_other_replicas(&record, position / stripes);
+        let row = match purpose {
+            CopyPurpose::Drain => position / stripes,
+            CopyPurpose::Repair => self.vacant_row(&record, stripe),
+        };
+        let sites = self.sites_of_other_replicas(&record, row);
         let target = self.place_copy(&record, &sites, units, align)?;
         // Until its node has responded, the location is treated as draining: taken, and not readable.
         let segment = self.segment_mut(target.segment);
@@ -364,6 +369,13 @@ impl Group {
             self.release_location(at, position, None, effects);
         }
         Ok(())
+    }
+
+    /// Returns the row of locations that a further copy of a stripe completes.
+    fn vacant_row(&self, record: &Record, stripe: usize) -> usize {
+        let stripes = self.stripes(record);
+        let rows = self.location_count(record) / stripes;
+        (0..rows).find(|row| self.location(record, row * stripes + stripe).is_lost()).unwrap_or(rows)
     }
 
     /// Returns the nodes of the other replicas of an object, those that are being copied included: replicas have no node in
@@ -482,12 +494,20 @@ impl Group {
         let version = LocationVersion { segment: index, slot, epoch };
         let source = self.source_of(version);
         let copy = self.end_copy(version);
-        let drained = source.filter(|_| copy.is_some_and(|copy| copy.purpose == CopyPurpose::Drain));
+        let purpose = copy.map(|copy| copy.purpose);
+        let drained = source.filter(|_| purpose == Some(CopyPurpose::Drain));
         self.stats.copies_failed += u64::from(outcome != CommandOutcome::Done);
-        if self.filled_slot(version, stripe, outcome, drained, effects).is_some() {
+        let copied = self.filled_slot(version, stripe, outcome, drained, effects);
+        if copied.is_some() {
             self.stats.copied_records += 1;
             self.stats.copied_bytes += copy.map_or(0, |copy| copy.bytes);
         }
+        match (purpose, copied) {
+            (Some(CopyPurpose::Repair), Some(at)) => self.repair_done(at),
+            (Some(CopyPurpose::Repair), None) => self.repair_failed(),
+            (Some(CopyPurpose::Drain) | None, _) => {}
+        }
+        self.refill_repairs(effects);
         self.start_drain_copies(REFILL_MAX, effects);
     }
 
@@ -529,6 +549,12 @@ impl Group {
         for version in into.copied().collect::<Vec<_>>() {
             self.end_copy(version);
         }
+    }
+
+    /// Number of copies in flight that repair objects.
+    pub(super) fn repairs_in_flight(&self) -> u64 {
+        let repairs = self.copies.in_flight.values().filter(|copy| copy.purpose == CopyPurpose::Repair);
+        repairs.count() as u64
     }
 
     /// Checks the counts of copies in flight.

@@ -610,6 +610,22 @@ impl Group {
         })
     }
 
+    /// Whether the node of a segment has a stripe of an object in its memory, apart from one location.
+    pub(super) fn has_stripe_in_memory(
+        &self,
+        record: &Record,
+        stripe: usize,
+        segment: u32,
+        except: Option<usize>,
+    ) -> bool {
+        let node = self.segment(segment).node;
+        (stripe..self.location_count(record)).step_by(self.stripes(record)).any(|position| {
+            let location = self.location(record, position);
+            let of_node = |segment: &Segment| segment.node == node && !segment.is_disk();
+            Some(position) != except && self.is_readable(location) && of_node(self.segment(location.segment))
+        })
+    }
+
     /// Reserves memory on a node that has the stripe on its disk.
     fn reserve_promotion(&mut self, at: RecordRef, stripe: usize, stripes: usize) -> Option<SlotLocation> {
         let record = *self.slab.get(at);
@@ -684,7 +700,13 @@ impl Group {
             }
             outcome => outcome,
         };
-        let (CommandOutcome::Done, Some(at), false) = (outcome, object, killed) else {
+        // A segment of this node has reported the stripe in the meantime.
+        let is_there = object.is_some_and(|at| {
+            let record = *self.slab.get(at);
+            let replaced = replaces.and_then(|replaced| self.position_of(&record, replaced));
+            self.has_stripe_in_memory(&record, stripe.into(), index, replaced)
+        });
+        let (CommandOutcome::Done, Some(at), false) = (outcome, object, killed || is_there) else {
             self.push_command(CommandKind::Reclaim, index, slot, epoch, drain.id, effects);
             return None;
         };
@@ -749,7 +771,10 @@ impl Group {
         let all = std::iter::once(record.location()).chain(extension.locations.iter().copied());
         let locations: Vec<SlotLocation> = all.filter(|location| !location.is_lost()).collect();
         let Some((&first, others)) = locations.split_first() else { return };
-        let plain = extension.expires.is_none() && extension.cohort == NONE && extension.parent.is_none();
+        let plain = extension.expires.is_none()
+            && extension.cohort == NONE
+            && extension.parent.is_none()
+            && extension.extra_replicas == 0;
         if plain && others.is_empty() {
             self.extensions.remove(record.extension);
             self.slab.get_mut(at).extension = NONE;

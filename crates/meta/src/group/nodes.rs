@@ -365,6 +365,7 @@ impl Group {
         self.leased_drains.retain(|&(_, segment, _), _| segment != index);
         self.end_warm_up(index);
         self.end_copies_of_segment(index);
+        self.repair_after_loss(now);
         self.jobs_are_uncertain();
         let draining = self.segment(index).drains.iter();
         let draining =

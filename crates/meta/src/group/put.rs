@@ -346,6 +346,7 @@ impl Group {
             self.extension_mut(at).stripe_roots = end.stripe_roots.to_vec();
         }
         self.complete_object(at, end.root);
+        self.repair_if_lacking(at);
         Ok(())
     }
 
@@ -746,7 +747,9 @@ impl Group {
         record.set_pin(put.pin);
         let ttl = (put.options.ttl_ms > 0).then(|| UnixMillis(now.unix.0.saturating_add(put.options.ttl_ms)));
         let expires = [ttl, put.expires].into_iter().flatten().min();
-        if locations.len() > 1 || expires.is_some() || put.cohort.is_some() || put.parent.is_some() {
+        let extra_replicas = put.options.replicas.saturating_sub(1);
+        let is_plain = expires.is_none() && put.cohort.is_none() && put.parent.is_none();
+        if locations.len() > 1 || extra_replicas > 0 || !is_plain {
             let cohort = put.cohort.map_or(NONE, |label| self.cohorts.join(tenant, label, object.id));
             record.extension = self.extensions.add(RecordExtension {
                 stripes: plan.stripes as u16, // ≤ STRIPES_MAX
@@ -759,6 +762,7 @@ impl Group {
                 expires,
                 cohort,
                 parent: put.parent.map(Into::into),
+                extra_replicas,
             });
         }
         let added = self.add_object(&record, object.key.as_bytes());

@@ -85,6 +85,8 @@ pub struct ReportRecord<'a> {
     pub cohort: Option<&'a [u8]>,
     /// Hash of the preceding block.
     pub parent: Option<&'a [u8]>,
+    /// Replicas that the writer asked for, besides the first.
+    pub extra_replicas: u8,
 }
 
 impl ReportRecord<'_> {
@@ -458,7 +460,8 @@ impl Group {
         let mut locations = vec![SlotLocation::LOST; stripes];
         locations[stripe] = location;
         record.set_location(locations[0]);
-        if stripes > 1 || new.expires.is_some() || new.cohort.is_some() || new.parent.is_some() {
+        let is_plain = new.expires.is_none() && new.cohort.is_none() && new.parent.is_none();
+        if stripes > 1 || new.extra_replicas > 0 || !is_plain {
             let cohort = new.cohort.map_or(NONE, |label| self.cohorts.join(new.tenant, label, new.id));
             record.extension = self.extensions.add(RecordExtension {
                 stripes: new.stripe.count,
@@ -471,6 +474,7 @@ impl Group {
                 expires: new.expires,
                 cohort,
                 parent: new.parent.map(Into::into),
+                extra_replicas: new.extra_replicas,
             });
         }
         let at = self.add_object(&record, new.key)?;
@@ -512,6 +516,13 @@ impl Group {
         };
         if complete && !is_replica {
             return false; // equal version with different bytes is not a replica
+        }
+        // It was copied to another segment of this node while the one that reports was away.
+        if complete
+            && !self.segment(index).is_disk()
+            && self.has_stripe_in_memory(&record, stripe, index, None)
+        {
+            return false;
         }
         let rows = self.location_count(&record) / stripes;
         // A location on a lost segment may be taken; the sweep has not reached it yet.

@@ -31,7 +31,9 @@ pub struct TickBudget {
     pub write_backs: usize,
     /// Slots scanned for records that move to other segments.
     pub drained_slots: usize,
-    /// Records whose copy is commanded.
+    /// Objects scanned for missing replicas.
+    pub repair_objects: usize,
+    /// Records whose copy is commanded, for repairs and again for drains.
     pub copies: usize,
 }
 
@@ -48,6 +50,7 @@ impl Default for TickBudget {
             warmed_slots: 1024,
             write_backs: 256,
             drained_slots: 4096,
+            repair_objects: 4096,
             copies: 256,
         }
     }
@@ -70,12 +73,22 @@ impl Group {
         let swept = self.sweep(now, budget.swept_slots, effects) >= budget.swept_slots;
         let incomplete = self.drop_incomplete(now, budget.expiries, effects);
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
+        let repaired = self.step_repairs(now, budget.repair_objects, budget.copies, effects);
         let copied = self.step_drains(now, budget.drained_slots, budget.copies, effects);
         let evicted =
             self.evict_to_watermark(now, budget.evictions, effects).objects as usize >= budget.evictions;
         let flushed = self.step_flushes(now, budget.flushed_slots, budget.write_backs, effects);
         let warmed = self.step_warm_ups(now, budget.warmed_slots, effects);
-        expired || reclaims || swept || incomplete || jobs || evicted || copied || flushed || warmed
+        expired
+            || reclaims
+            || swept
+            || incomplete
+            || jobs
+            || evicted
+            || copied
+            || repaired
+            || flushed
+            || warmed
     }
 
     /// The queue is ordered by the ends of the reservations, because all have the same duration.

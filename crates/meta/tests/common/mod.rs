@@ -246,6 +246,7 @@ impl GroupHarness {
             expires: None,
             cohort: None,
             parent: None,
+            extra_replicas: 0,
         }
     }
 
@@ -423,6 +424,7 @@ pub(crate) fn reported(
         expires: None,
         cohort: None,
         parent: None,
+        extra_replicas: 0,
     }
 }
 

@@ -117,6 +117,7 @@ impl ModelHarness {
             one_sided: put.one_sided,
             cohort,
             parent,
+            extra_replicas: put.replicas - 1,
             acked: false,
             seen: false,
             upsert: put.upsert,
@@ -166,6 +167,7 @@ impl ModelHarness {
             expires: put.expires,
             cohort: put.cohort.clone(),
             parent: put.parent.clone(),
+            extra_replicas: put.extra_replicas,
         };
         // A refusal is not an error of the group: the reservation may be over.
         let _begun = segment.begin(&location, put.epoch, record);

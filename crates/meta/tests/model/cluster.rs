@@ -70,6 +70,7 @@ impl ModelHarness {
                 expires: record.and_then(|record| record.expires),
                 cohort: record.and_then(|record| record.cohort.as_deref()),
                 parent: record.and_then(|record| record.parent.as_deref()),
+                extra_replicas: record.map_or(0, |record| record.extra_replicas),
             }
         });
         let records: Vec<_> = records.collect();

@@ -83,20 +83,30 @@ impl ModelHarness {
         Ok(())
     }
 
-    /// Whether the group must make the slot of a copy a location of its object: the copy is done, and neither the object
-    /// nor the copy was removed in the meantime.
+    /// Whether the group must make the slot of a copy a location of its object: the copy is done, neither the object nor the
+    /// copy was removed in the meantime, and no other segment of the node has the object.
     pub(crate) fn copy_adds_location(
         &self,
         node: usize,
         command: &NodeCommand,
         outcome: CommandOutcome,
     ) -> bool {
-        let is_copy = matches!(command.kind, CommandKind::Copy { .. });
+        let CommandKind::Copy { stripe, source, purpose, .. } = command.kind else { return false };
         let segment = self.nodes[node].segments.iter().find(|segment| segment.id == command.segment);
         let is_killed = segment
             .and_then(|segment| segment.mount.as_ref())
             .is_none_or(|mount| mount.commanded.contains(&(command.slot.0, command.epoch)));
-        is_copy && outcome == CommandOutcome::Done && !is_killed
+        // Another segment of the node has reported the stripe in the meantime, and the group needs no second one there.
+        let is_there = self.finds(command).into_iter().flatten().any(|found| {
+            let is_source =
+                (found.node, found.segment, found.slot) == (source.node, source.segment, source.slot);
+            let is_replaced = is_source && purpose == CopyPurpose::Drain;
+            found.node == self.nodes[node].id
+                && found.medium == Medium::Memory
+                && found.stripe.index == stripe
+                && !is_replaced
+        });
+        outcome == CommandOutcome::Done && !is_killed && !is_there
     }
 
     fn finds(&self, command: &NodeCommand) -> Option<Vec<StripeLocation>> {
@@ -131,12 +141,21 @@ impl ModelHarness {
             mount.known_ready.insert(command.slot.0, command.epoch);
         }
         let number = mount.number;
-        // From now on, the object must be found at the new location.
-        let was_there = |location: &StripeLocation| {
-            (location.node, location.segment, location.slot) == (source.node, source.segment, source.slot)
+        // From now on, the object must be found at the new location: in place of the source, or of a lost one.
+        let is_found = |name: (NodeId, SegmentId, SlotId)| {
+            found.iter().flatten().any(|found| (found.node, found.segment, found.slot) == name)
+        };
+        let CommandKind::Copy { stripe, .. } = command.kind else { unreachable!("checked above") };
+        let is_replaced = |location: &StripeLocation| {
+            let name = (location.node, location.segment, location.slot);
+            match purpose {
+                CopyPurpose::Drain => name == (source.node, source.segment, source.slot),
+                CopyPurpose::Repair => location.stripe.index == stripe && !is_found(name),
+            }
         };
         for put in self.puts.iter_mut().filter(|put| put.epoch == command.epoch) {
-            if let Some(index) = put.locations.iter().position(was_there) {
+            put.seen = true; // only complete objects are copied
+            if let Some(index) = put.locations.iter().position(is_replaced) {
                 let source = put.locations[index];
                 let CommandKind::Copy { extent, .. } = command.kind else { continue };
                 put.locations[index] = target.unwrap_or(StripeLocation {

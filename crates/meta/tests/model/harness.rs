@@ -64,6 +64,7 @@ pub(crate) struct PutModel {
     pub(crate) one_sided: bool,
     pub(crate) cohort: Option<Vec<u8>>,
     pub(crate) parent: Option<Vec<u8>>,
+    pub(crate) extra_replicas: u8,
     /// It replaces an existing version.
     pub(crate) upsert: bool,
     /// The PutEnd was acknowledged.
@@ -157,6 +158,7 @@ pub(crate) fn config(term: Term, placement: PlacementKind, offload: OffloadTrigg
         placement,
         offload,
         disk_rejoin_window,
+        repair_delay: Duration::from_secs(3),
         ..GroupConfig::new(GroupId(0), NonZeroU16::MIN, term)
     }
 }
@@ -342,6 +344,7 @@ impl ModelHarness {
                         warmed_slots: limit * 4,
                         write_backs: limit,
                         drained_slots: limit * 4,
+                        repair_objects: limit * 4,
                         copies: limit,
                     },
                 };
@@ -460,6 +463,7 @@ impl ModelHarness {
                     warmed_slots: 0,
                     write_backs: 0,
                     drained_slots: 0,
+                    repair_objects: 0,
                     copies: 0,
                 };
                 let _more = self.group.tick(self.now, &promotions_only, &mut self.effects);

@@ -30,6 +30,7 @@ pub(crate) struct RecordModel {
     pub(crate) expires: Option<UnixMillis>,
     pub(crate) cohort: Option<Vec<u8>>,
     pub(crate) parent: Option<Vec<u8>>,
+    pub(crate) extra_replicas: u8,
 }
 
 /// Word of a slot, with its holders.

@@ -141,6 +141,8 @@ numbered! {
     pub enum CopyPurpose(u8) {
         /// The source is to be emptied.
         Drain = 1,
+        /// The object lacks a replica.
+        Repair = 2,
     }
 }
 

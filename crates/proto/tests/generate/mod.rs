@@ -397,6 +397,7 @@ impl Gen {
             cohort: self.bool().then(|| self.byte_string(1, 64).into()),
             parent: self.bool().then(|| ParentHash::new(&self.byte_string(1, 32)).unwrap()),
             user_data: self.bool().then(|| self.byte_string(1, 40).into()),
+            extra_replicas: self.below(8) as u8,
         };
         let mut bytes = vec![];
         attributes.encode(&mut bytes);

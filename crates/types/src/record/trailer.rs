@@ -9,7 +9,7 @@
 
 use crate::clock::UnixMillis;
 use crate::key::{Key, KeyError, Tenant};
-use crate::limits::{COHORT_BYTES_MAX, PARENT_HASH_BYTES_MAX, USER_DATA_BYTES_MAX};
+use crate::limits::{COHORT_BYTES_MAX, PARENT_HASH_BYTES_MAX, REPLICAS_MAX, USER_DATA_BYTES_MAX};
 use crate::record::layout::ATTRIBUTES_BYTES_MAX;
 
 /// Error of the decoding of a trailer.
@@ -55,6 +55,7 @@ const EXPIRY: u16 = 2;
 const COHORT: u16 = 3;
 const PARENT: u16 = 4;
 const USER_DATA: u16 = 5;
+const EXTRA_REPLICAS: u16 = 6;
 
 /// Returns the CRC-32C over both sections, as stored in the header.
 pub fn trailer_crc(key_section: &[u8], attributes: &[u8]) -> u32 {
@@ -155,6 +156,8 @@ pub struct Attributes {
     pub parent: Option<ParentHash>,
     /// Opaque bytes of the inference engine; 1 to [`USER_DATA_BYTES_MAX`] bytes.
     pub user_data: Option<Box<[u8]>>,
+    /// Replicas that the writer asked for, besides the first. Masters make those that are lost again.
+    pub extra_replicas: u8,
 }
 
 impl Attributes {
@@ -171,6 +174,7 @@ impl Attributes {
             cohort: self.cohort.as_deref(),
             parent: self.parent.as_ref().map(ParentHash::as_bytes),
             user_data: self.user_data.as_deref(),
+            extra_replicas: self.extra_replicas,
         }
     }
 
@@ -200,6 +204,9 @@ impl Attributes {
         if let Some(user_data) = &self.user_data {
             put(USER_DATA, user_data);
         }
+        if self.extra_replicas > 0 {
+            put(EXTRA_REPLICAS, &[self.extra_replicas]);
+        }
     }
 
     /// Decodes the section.
@@ -221,6 +228,8 @@ pub struct AttributesRef<'a> {
     pub parent: Option<&'a [u8]>,
     /// Opaque bytes of the inference engine; 1 to [`USER_DATA_BYTES_MAX`] bytes.
     pub user_data: Option<&'a [u8]>,
+    /// Replicas that the writer asked for, besides the first; fewer than [`REPLICAS_MAX`].
+    pub extra_replicas: u8,
 }
 
 impl<'a> AttributesRef<'a> {
@@ -232,7 +241,11 @@ impl<'a> AttributesRef<'a> {
         };
         bounded(COHORT, self.cohort, COHORT_BYTES_MAX)?;
         bounded(PARENT, self.parent, PARENT_HASH_BYTES_MAX)?;
-        bounded(USER_DATA, self.user_data, USER_DATA_BYTES_MAX)
+        bounded(USER_DATA, self.user_data, USER_DATA_BYTES_MAX)?;
+        if usize::from(self.extra_replicas) >= REPLICAS_MAX {
+            return Err(TrailerError::Value { kind: EXTRA_REPLICAS, len: 1 });
+        }
+        Ok(())
     }
 
     /// Decodes the section.
@@ -262,6 +275,10 @@ impl<'a> AttributesRef<'a> {
                 COHORT => attributes.cohort = Some(value),
                 PARENT => attributes.parent = Some(ParentHash::check(value).ok_or(invalid)?),
                 USER_DATA => attributes.user_data = Some(value),
+                EXTRA_REPLICAS => {
+                    let &[number @ 1..=u8::MAX] = value else { return Err(invalid) };
+                    attributes.extra_replicas = number;
+                }
                 _unknown => {}
             }
         }
@@ -280,6 +297,7 @@ impl<'a> AttributesRef<'a> {
             cohort: self.cohort.map(Into::into),
             parent: self.parent.map(|parent| ParentHash::new(parent).expect("checked by decode")),
             user_data: self.user_data.map(Into::into),
+            extra_replicas: self.extra_replicas,
         }
     }
 }
@@ -311,6 +329,7 @@ mod tests {
             cohort: Some((*b"session-7").into()),
             parent: ParentHash::new(&[9; 32]),
             user_data: Some((*b"tokens").into()),
+            extra_replicas: 1,
         }
     }
 
@@ -357,6 +376,10 @@ mod tests {
         assert_eq!(error_of(&[1, 0, 0, 0]), TrailerError::Value { kind: 1, len: 0 });
         assert_eq!(error_of(&[2, 0, 1, 0, 3]), TrailerError::Value { kind: 2, len: 1 });
         assert_eq!(error_of(&[3, 0, 0, 0]), TrailerError::Value { kind: 3, len: 0 });
+        for replicas in [0, 8, 255] {
+            assert_eq!(error_of(&[6, 0, 1, 0, replicas]), TrailerError::Value { kind: 6, len: 1 });
+        }
+        assert_eq!(Attributes::decode(&[6, 0, 1, 0, 7]).unwrap().extra_replicas, 7);
         assert_eq!(error_of(&[1, 0, 1, 0, 1, 1, 0, 1, 0, 1]), TrailerError::OutOfOrder { kind: 1 });
         assert_eq!(error_of(&[0, 0, 0, 0]), TrailerError::OutOfOrder { kind: 0 });
         assert_eq!(error_of(&vec![0; 5000]), TrailerError::AttributesTooLong { len: 5000 });
