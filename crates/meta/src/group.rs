@@ -1,8 +1,8 @@
 //! [`Group`]: the state of one group and the primitives that keep it consistent.
 //!
 //! The calls are in the modules below, one topic each: [`lookup`], [`put`], [`remove`], the calls for nodes in
-//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], [`copies`], and [`tick`], which does all time-dependent
-//! work. Watchers receive removed objects through [`invalidations`].
+//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], [`copies`], [`repair`], and [`tick`], which does all
+//! time-dependent work. Watchers receive removed objects through [`invalidations`].
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and is in
 //! the queue of reservations. Complete: it has at least one replica with all of its stripes, or waits for a node that has

@@ -6,7 +6,6 @@
 
 use moontide_heap::{Grant, NodeClaim, PayloadWriter, RecordSpec};
 use moontide_rt::collections::HashMap;
-use moontide_rt::mark;
 use moontide_rt::sync::Mutex;
 use moontide_types::record::{Attributes, Header, KeySection, State};
 use moontide_types::{Epoch, ErrorCode, Extent, MonoTime, NodeId, SegmentId, SessionId, SlotId, Term};
@@ -135,7 +134,6 @@ impl NodeMemory {
     ) -> Result<(), ErrorCode> {
         let slots = self.fills.slots.lock();
         let is_current = is_listed(&slots, target) && is_live();
-        mark!("promotion cancelled between begin and publication", !is_current);
         if !is_current && !skipped.publish {
             drop(slots);
             drop(claim);

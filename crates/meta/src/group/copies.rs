@@ -40,18 +40,18 @@ const COPIES_PER_NODE: u64 = 512;
 /// Bytes of concurrent copies to one node, of all groups, at which no further one starts.
 const COPY_BYTES_PER_NODE: u64 = 128 << 20;
 
-/// Maximum number of records that the scan of a segment has found and that have not moved. It takes 8 MiB; the scan goes on
-/// when they have.
-const CANDIDATES_MAX: usize = 1 << 18;
+/// Maximum number of records that a scan has found and that were not copied. It takes 8 MiB; the scan goes on
+/// when they are.
+pub(super) const CANDIDATES_MAX: usize = 1 << 18;
 
 /// Time between two scans of a segment.
 const SCAN_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Copies that are started when another one has ended, without a tick in between.
-const REFILL_MAX: usize = 8;
+pub(super) const REFILL_MAX: usize = 8;
 
 /// Candidates that are looked at for each copy that may start. Those that cannot move cost time, too.
-const TRIES_PER_COPY: usize = 8;
+pub(super) const TRIES_PER_COPY: usize = 8;
 
 /// Choices of the placement strategy before all segments are scanned.
 const PLACEMENT_ATTEMPTS: usize = 8;

@@ -19,7 +19,7 @@ use moontide_types::limits::UNIT_BYTES;
 use moontide_types::{Medium, MonoTime, NodeId};
 
 use super::Group;
-use super::copies::NotStarted;
+use super::copies::{CANDIDATES_MAX, NotStarted, REFILL_MAX, TRIES_PER_COPY};
 use super::flush::Candidate;
 use crate::effect::{CopyPurpose, Effects};
 use crate::ids::RecordRef;
@@ -27,17 +27,8 @@ use crate::record::{Record, RecordFlag};
 use crate::segment::{Segment, SegmentPhase};
 use crate::time::Now;
 
-/// Maximum number of objects that the scan has found and that are not repaired. The scan goes on when they are.
-const CANDIDATES_MAX: usize = 1 << 18;
-
-/// Candidates that are looked at for each copy that may start.
-const TRIES_PER_COPY: usize = 8;
-
 /// Time until the next scan if the last one found objects that were not repaired.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Copies that are started when another one has ended, without a tick in between.
-const REFILL_MAX: usize = 8;
 
 /// An object that lacks replicas. Ordered by urgency: the fewer are left, the more urgent.
 type Lacking = (Reverse<usize>, Candidate);

@@ -3,6 +3,7 @@
 use moontide_disk::{AlignedBuf, Queue, ReadJob, RecordId, decode_preamble};
 use moontide_heap::NodeClaim;
 use moontide_proto::limits::DISK_PART_BYTES;
+use moontide_rt::mark;
 use moontide_types::record::{Attributes, Header, KeySection, State, Word};
 use moontide_types::{ErrorCode, Span};
 use tracing::debug;
@@ -166,7 +167,9 @@ impl DiskTier {
             return Err(code);
         }
         self.test_hooks.reached(HookPoint::Copied);
-        self.memory.publish_fill(&job.target, claim, header.root, (&is_live, skipped))
+        let published = self.memory.publish_fill(&job.target, claim, header.root, (&is_live, skipped));
+        mark!("promotion cancelled between begin and publication", published == Err(ErrorCode::Cancelled));
+        published
     }
 }
 
